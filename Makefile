@@ -1,0 +1,41 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: run test test-gpu check bench clean
+
+run: $(VENV)/.run  ## install, and train the bundled model with two ranks; ARGS="key=value …" are overrides
+	@$(BIN)/launch nproc_per_node=2 $(ARGS)
+
+test: $(VENV)/.test  ## install the test extra, and run all tests
+	@$(BIN)/python -m pytest
+
+test-gpu: $(VENV)/.test  ## the tests that need an NVIDIA GPU; they skip, saying why, where there is none
+	@$(BIN)/python -m pytest -m gpu
+
+check: $(VENV)/.test  ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: $(VENV)/.test  ## what the launcher costs, beside plain torchrun
+	@$(BIN)/python -m tests.benchmarks
+
+clean:  ## remove the environment and caches; runs/ stays
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "launch needs Python 3.11 or later: make PYTHON=python3.12 …")'
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing into $(VENV)"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing into $(VENV), with what the tests need"
+	@$(PIP) --editable ".[test]"
+	@touch $@

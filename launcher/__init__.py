@@ -1,0 +1,1 @@
+"""`launch` starts distributed PyTorch training, every rank in its right place."""

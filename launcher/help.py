@@ -1,0 +1,62 @@
+"""`launch --help`: what a newcomer needs, without loading Hydra."""
+
+import sys
+
+from launcher.flags import make_parser
+from launcher.sources import find_sources
+
+RUN = """\
+usage: launch [KEY=VALUE ...] [-- PROGRAM ARGUMENT ...]
+       launch plan [KEY=VALUE ...]
+
+Starts distributed PyTorch training with every rank where it belongs: on the cores and memory next to its
+GPU, with thread counts and DataLoader workers to match. torchrun does the rest; your program is not changed.
+
+  launch                                       train the bundled tiny model here
+  launch nproc_per_node=2 -- train.py --lr 3e-4    your own script, with its own arguments
+  launch -- -m package.train                   a module; or any executable
+  launch +model=gpt2 program.steps=1000        the bundled program with another model
+  launch plan format=json                      where the ranks would run, and why
+
+verbs
+  plan            show the placement and start nothing; explain=true says why, format=json is for programs
+
+keys (all of them: launch --cfg job)
+  nproc_per_node  ranks on each node: a number, or auto (the visible GPUs, else one for each NUMA node)
+  nodes           1, or min:max with cluster=manual
+  name, runs_dir  the run directory is RUNS_DIR/NAME/ID; run_dir=DIR goes on with an earlier one
+  env.NAME=VALUE  a variable for the program
+  devices         all: every rank sees the job's GPUs; own: each its own
+  logs.console    rank0, all or none: whose output is shown (the run directory keeps all of it)
+  torchrun.X      torchrun's own options, such as torchrun.max_restarts=3
+  dry_run=true    show the plan and torchrun's command, start nothing
+"""
+PLAN = """\
+usage: launch plan [KEY=VALUE ...]
+
+Shows where each rank would run, and starts nothing. The keys are those of `launch`, and
+  format=table|json    json is the very value that a run uses, and can be read back:
+  machine.snapshot=F   plan for the machine that such a file describes
+  machine.root=DIR     read the machine from DIR/sys and DIR/proc
+"""
+
+
+def print_help(verb: str) -> int:
+    """Print the help of a verb, the groups and the flags; return exit code 0."""
+    sources = find_sources(None, None, None)
+    lines = [PLAN if verb == "plan" else RUN, "groups (choose with GROUP=OPTION; ./conf is searched first)"]
+    for group in sources.list_groups():
+        lines.append(f"  {group:<14}  {', '.join(sources.list_options(group))}")
+    lines += ["", "flags", *list_flags()]
+    lines += [
+        "",
+        "exit codes: the program's own, 128+n for a signal; 2 wrong command line, 3 not possible here",
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def list_flags() -> list[str]:
+    """Return a line for each flag."""
+    actions = make_parser()._actions
+    return [f"  {', '.join(action.option_strings):<25}  {action.help}" for action in actions]

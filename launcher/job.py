@@ -1,0 +1,164 @@
+"""A job on this node: from a configuration to what is to be started, and from there to its end."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from launcher.config import Composed, resolve
+from launcher.errors import UsageError
+from launcher.launch.cluster import Cluster, choose_cluster
+from launcher.launch.program import render_program, resolve_program
+from launcher.launch.supervise import KILL_GRACE, TERM_GRACE
+from launcher.launch.torchrun import parse_pairs, render_torchrun
+from launcher.node import honoured_environ, plan_node, read_machine
+from launcher.plan.model import Plan, Request
+from launcher.runs.rundir import RunDir, create_run_dir, open_run_dir
+from launcher.schema import LaunchConfig
+
+SHIM = Path(__file__).parent / "rank" / "__main__.py"
+CONSOLES = ("rank0", "all", "none")
+DEVICES = ("all", "own")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All that is decided before anything is written or started."""
+
+    composed: Composed
+    config: LaunchConfig
+    words: tuple[str, ...] | None
+    """The program as given after `--`; None for the configured one."""
+    cluster: Cluster
+    plan: Plan
+    environ: Mapping[str, str]
+    """The user's environment with `env.*` over it."""
+    host: str
+
+
+def plan_job(composed: Composed, words: tuple[str, ...] | None, environ: Mapping[str, str]) -> Job:
+    """Decide where and how to run; raises UsageError or MachineError, and writes nothing."""
+    config = resolve(composed)
+    check_choice("logs.console", config.logs.console, CONSOLES)
+    check_choice("devices", config.devices, DEVICES)
+    check_name(config.name)
+    merged = {**environ, **config.env}
+    cluster = choose_cluster(
+        config.cluster.kind, config.nodes, config.node_rank, config.rdzv_endpoint, merged
+    )
+    plan = plan_configured(config, merged)
+    job = Job(composed, config, words, cluster, plan, merged, os.uname().nodename)
+    find_program(job, config)
+    return job
+
+
+def plan_configured(config: LaunchConfig, environ: Mapping[str, str]) -> Plan:
+    """Plan the machine that the configuration names; raises UsageError or MachineError."""
+    machine = read_machine(config.machine.root, config.machine.snapshot)
+    request = Request(
+        nproc_per_node=parse_nproc(config.nproc_per_node),
+        binding=config.binding.policy,
+        strict=config.binding.strict,
+        reserve_cores=config.binding.reserve_cores,
+        devices=config.devices,
+        num_workers=config.dataloader.num_workers,
+        environ=honoured_environ(dict(environ)),
+    )
+    return plan_node(request, machine)
+
+
+def parse_nproc(text: object) -> int | None:
+    """Read `nproc_per_node`; None is `auto`. Raises UsageError."""
+    if text == "auto":
+        return None
+    try:
+        number = int(str(text))
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise UsageError(f"nproc_per_node={text}: give a number of at least 1, or auto")
+    return number
+
+
+def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
+    """Raise UsageError for a value that is not one of the choices."""
+    if value not in choices:
+        raise UsageError(f"{key}={value}: choose from {', '.join(choices)}")
+
+
+def check_name(name: str | None) -> None:
+    """Raise UsageError for a run's name that cannot be the name of a folder."""
+    if name is None:
+        return
+    if name in ("", ".", "..") or "/" in name or len(name.encode()) > 200 or not name.isprintable():
+        raise UsageError(
+            f"name={name!r}: give a name without / of 1 to 200 bytes; runs_dir=DIR says where it goes"
+        )
+
+
+def find_program(job: Job, config: LaunchConfig) -> tuple[str, ...]:
+    """Return the words of the program; raises UsageError where it is not there or cannot be run."""
+    words = job.words
+    if words is None:
+        words = render_program(config.program, {"model": config.model, "data": config.data})
+    return resolve_program(words, job.environ)
+
+
+def name_run(job: Job) -> str:
+    """Return the run's name: as given, else the program's, else the model's."""
+    if job.config.name:
+        return job.config.name
+    if job.words is None:
+        return job.composed.choices.get("model", "run")
+    named = job.words[1] if job.words[0] == "-m" else job.words[0]
+    return Path(named).stem.rpartition(".")[2] or "run"
+
+
+def open_target(job: Job) -> RunDir:
+    """Make or open the run directory; raises OSError."""
+    config = job.config
+    if config.run_dir:
+        return open_run_dir(Path(config.run_dir), shared=job.cluster.kind == "manual")
+    return create_run_dir(Path(config.runs_dir), name_run(job), datetime.now().astimezone())
+
+
+def render_agent(job: Job, config: LaunchConfig, rdzv_id: str) -> tuple[str, ...]:
+    """Return torchrun's command line; `config` has the run directory resolved in it."""
+    own, cluster, environ = config.torchrun, job.cluster, job.environ
+    conf = {**parse_pairs(environ.get("PET_RDZV_CONF", "")), **own.rdzv_conf}
+    backend = own.rdzv_backend or (None if "PET_RDZV_BACKEND" in environ else "c10d")
+    c10d = (backend or environ["PET_RDZV_BACKEND"]) == "c10d"
+    options = {
+        "nnodes": f"{cluster.min_nodes}:{cluster.max_nodes}",
+        "nproc_per_node": len(job.plan.ranks),
+        "node_rank": config.node_rank,
+        "rdzv_backend": backend,
+        "rdzv_endpoint": cluster.endpoint,
+        "rdzv_id": own.rdzv_id or (None if "PET_RDZV_ID" in environ else rdzv_id),
+        "rdzv_conf": {"is_host": int(cluster.is_host), **conf} if c10d else conf,
+        "max_restarts": own.max_restarts,
+        "monitor_interval": own.monitor_interval,
+        "master_addr": own.master_addr,
+        "master_port": own.master_port,
+        "local_addr": own.local_addr,
+        "role": own.role,
+        "event_log_handler": own.event_log_handler,
+        "signals_to_handle": own.signals_to_handle,
+        # The stages of a stop are ours: the agent must not come to its SIGKILL before.
+        "shutdown_timeout": own.shutdown_timeout + int(TERM_GRACE + 2 * KILL_GRACE),
+    }
+    shim = (sys.executable, "-I", "-S", str(SHIM))
+    return render_torchrun(sys.executable, options, shim, find_program(job, config))
+
+
+def build_environ(job: Job, run: RunDir) -> dict[str, str]:
+    """Return the agent's environment: the user's, and where the shim finds the plan and the run directory."""
+    return {
+        "PYTHONUNBUFFERED": "1",
+        **job.environ,
+        "LAUNCH_PLAN": str(run.plan_path(job.host)),
+        "LAUNCH_RUN_DIR": str(run.path),
+        "LAUNCH_ATTEMPT": str(run.first_attempt),
+    }

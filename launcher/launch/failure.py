@@ -1,0 +1,78 @@
+"""Which rank failed first, and what its exit says."""
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launcher.launch.processes import Death, RankProcess
+
+REPORT = re.compile(
+    r"rank\s*: (?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\)\s+"
+    r"exitcode\s*: (?P<exitcode>-?\d+) \(pid: (?P<pid>\d+)\)"
+)
+"""One entry of the table in torchelastic's ChildFailedError."""
+SIGNAL_HINTS = {
+    signal.SIGKILL: "probably out of memory: see `dmesg`, and the job's memory limit",
+    signal.SIGBUS: "a bus error: often /dev/shm is full",
+    signal.SIGSEGV: "a crash in native code: PYTHONFAULTHANDLER=1 shows where",
+    signal.SIGABRT: "aborted: often a CUDA assertion, or a collective that ran into its timeout",
+}
+EXIT_HINTS = {
+    126: "the program cannot be executed",
+    127: "the program was not found",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first rank of this node that failed."""
+
+    rank: int
+    local_rank: int
+    attempt: int
+    pid: int
+    exitcode: int
+    """As subprocess gives it: -n for signal n."""
+
+    @property
+    def status(self) -> int:
+        """The exit code as a shell gives it: 128+n for signal n."""
+        return 128 - self.exitcode if self.exitcode < 0 else self.exitcode
+
+    def describe(self) -> str:
+        """Say in words how the process ended."""
+        if self.exitcode >= 0:
+            hint = EXIT_HINTS.get(self.exitcode)
+            return f"exited with code {self.exitcode}" + (f" ({hint})" if hint else "")
+        try:
+            number = signal.Signals(-self.exitcode)
+        except ValueError:
+            return f"was killed by signal {-self.exitcode}"
+        hint = SIGNAL_HINTS.get(number)
+        return f"was killed by {number.name} (signal {number:d})" + (f", {hint}" if hint else "")
+
+
+def find_failure(deaths: Sequence[Death], agent_log: str) -> Failure | None:
+    """Return the first failure of the last attempt; None where no rank failed.
+
+    The kernel's order of deaths decides, since the agent polls and sees several at once. Where the agent
+    reaped a process before its exit code was read, the code is taken from the agent's report.
+    """
+    reported = {int(m["pid"]): m for m in REPORT.finditer(agent_log)}
+    last = max((death.process.attempt for death in deaths), default=0)
+    for death in deaths:
+        process = death.process
+        report = reported.get(process.pid)
+        exitcode = death.exitcode if death.exitcode is not None else report and int(report["exitcode"])
+        if process.attempt == last and exitcode:
+            return make_failure(process, exitcode)
+    for pid, report in reported.items():
+        process = RankProcess(int(report["rank"]), int(report["local_rank"]), last, pid)
+        return make_failure(process, int(report["exitcode"]))
+    return None
+
+
+def make_failure(process: RankProcess, exitcode: int) -> Failure:
+    """Join a process and its exit code."""
+    return Failure(process.rank, process.local_rank, process.attempt, process.pid, exitcode)

@@ -1,0 +1,139 @@
+"""Processes as the kernel shows them: deaths in their order, signals to groups, and what is left over."""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+EXIT_CODE_FIELD = 52
+"""Field of /proc/PID/stat with the exit status in waitpid's form (proc(5))."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """A rank's process on this node; torchrun gives each rank a session and process group of its own."""
+
+    rank: int
+    local_rank: int
+    attempt: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A rank's end."""
+
+    process: RankProcess
+    time: float
+    """Seconds since the epoch."""
+    exitcode: int | None
+    """As subprocess gives it: -n for signal n; None where the agent reaped the process first."""
+
+
+@dataclass(slots=True)
+class Watch:
+    """Holds a pidfd for each rank, and sees their deaths in order, whatever the agent's polling interval."""
+
+    alive: dict[int, RankProcess] = field(default_factory=dict)
+    """By pidfd."""
+    deaths: list[Death] = field(default_factory=list)
+
+    def add_ranks(self, processes: Iterable[RankProcess]) -> None:
+        """Start to watch; a process that is gone already is a death with no exit code."""
+        for process in processes:
+            try:
+                self.alive[os.pidfd_open(process.pid)] = process
+            except OSError:
+                self.deaths.append(Death(process, time.time(), None))
+
+    def processes(self) -> list[RankProcess]:
+        """Return every rank that has been watched, alive or dead."""
+        return [*self.alive.values(), *(death.process for death in self.deaths)]
+
+    def note_deaths(self, ready: Iterable[int]) -> None:
+        """Note the deaths behind the pidfds that poll found readable."""
+        for descriptor in ready:
+            process = self.alive.pop(descriptor, None)
+            if process:
+                os.close(descriptor)
+                self.deaths.append(Death(process, time.time(), read_exitcode(process.pid)))
+
+    def signal_groups(self, number: int) -> None:
+        """Send a signal to the process group of every living rank."""
+        for process in self.alive.values():
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, number)
+
+    def signal_ranks(self, number: int) -> None:
+        """Send a signal to every living rank's own process."""
+        for descriptor in self.alive:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(descriptor, number)
+
+    def poll(self, others: Iterable[int], timeout: float) -> list[int]:
+        """Wait until a rank dies, another descriptor is readable, or the time (s) is over."""
+        poller = select.poll()
+        for descriptor in (*self.alive, *others):
+            poller.register(descriptor, select.POLLIN)
+        ready = [descriptor for descriptor, _ in poller.poll(timeout * 1000)]
+        self.note_deaths([descriptor for descriptor in ready if descriptor in self.alive])
+        return ready
+
+    def close(self) -> None:
+        """Close the pidfds."""
+        for descriptor in self.alive:
+            os.close(descriptor)
+        self.alive.clear()
+
+
+def read_exitcode(pid: int) -> int | None:
+    """Read a zombie's exit code from procfs; None where its parent has reaped it already."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
+            fields = file.read().rpartition(")")[2].split()
+        if fields[0] not in "ZX":
+            return None
+        return os.waitstatus_to_exitcode(int(fields[EXIT_CODE_FIELD - 3]))
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def adopt_orphans() -> None:
+    """Make this process the one that orphaned descendants fall to, so that none escapes."""
+    call_prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_with_parent(parent: int) -> None:
+    """Ask for SIGTERM when the parent dies; to be called in the child between fork and exec."""
+    call_prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def call_prctl(option: int, value: int) -> None:
+    """Call prctl(2); a kernel that refuses leaves the process as it is."""
+    ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+def end_leftovers(grace: float) -> list[str]:
+    """End every descendant of this process, SIGTERM first; return what they were, as `name (pid)`."""
+    import psutil  # noqa: PLC0415 - 25 ms that the start of a job does not wait for
+
+    left = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    names = []
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            names.append(f"{process.name()} ({process.pid})")
+            process.terminate()
+    _, stubborn = psutil.wait_procs(left, timeout=grace)
+    for process in stubborn:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(stubborn, timeout=grace)
+    return names

@@ -1,0 +1,76 @@
+"""torchrun's command line, rendered from values."""
+
+import socket
+from collections.abc import Mapping, Sequence
+
+from launcher.errors import MachineError, UsageError
+
+MODULE = "torch.distributed.run"
+"""What the `torchrun` script runs."""
+
+
+def render_torchrun(
+    python: str, options: Mapping[str, object], shim: Sequence[str], program: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the agent's command: torchrun's options, then the shim, then the program's words as they are.
+
+    An option that is None is left out, so that torchrun takes it from `PET_*` or its own default.
+    """
+    rendered = [
+        f"--{name.replace('_', '-')}={render_value(value)}"
+        for name, value in options.items()
+        if value is not None and value != {}
+    ]
+    return (python, "-m", MODULE, *rendered, "--no-python", *shim, *program)
+
+
+def render_value(value: object) -> str:
+    """Write a value as torchrun reads it; a mapping is `key=value,key=value` (its `--rdzv-conf`)."""
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={item}" for key, item in value.items())
+    return str(value)
+
+
+def parse_pairs(text: str) -> dict[str, str]:
+    """Read torchrun's `key=value,key=value`, as in `PET_RDZV_CONF`."""
+    pairs = (piece.partition("=") for piece in text.split(",") if piece)
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def parse_nodes(text: object) -> tuple[int, int]:
+    """Read `nodes`: a number, or `min:max`; raises UsageError."""
+    low, colon, high = str(text).partition(":")
+    try:
+        minimum, maximum = int(low), int(high if colon else low)
+    except ValueError:
+        minimum, maximum = 0, 0
+    if not 1 <= minimum <= maximum:
+        raise UsageError(f"nodes={text}: give a number of at least 1, or min:max as in nodes=2:4")
+    return minimum, maximum
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """Read HOST:PORT, also `[::1]:29500`; raises UsageError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not int(port) < 1 << 16:
+        raise UsageError(f"rdzv_endpoint={text}: give HOST:PORT, as in rdzv_endpoint={text or 'node0'}:29500")
+    return host.strip("[]"), int(port)
+
+
+def check_port_free(port: int) -> None:
+    """Raise MachineError where another process listens on a port that this host is to serve.
+
+    torchrun itself would take that for a rendezvous that is already up, and wait for it until its timeout.
+    """
+    if port == 0:
+        return
+    family = socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen(1)
+        except OSError as error:
+            raise MachineError(
+                f"port {port} of this host is not free ({error.strerror}): choose another for rdzv_endpoint"
+            ) from None

@@ -1,0 +1,1 @@
+"""Computes the placement of a node's ranks: pure values in, pure values out."""

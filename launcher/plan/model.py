@@ -1,0 +1,150 @@
+"""The values that the planner takes and gives: a machine, a request, a plan.
+
+CPU numbers are the kernel's, NUMA node numbers too. All values are immutable and hold no open resource.
+"""
+
+from dataclasses import dataclass
+
+SCHEMA = 1
+"""Version of the JSON form of plans and machine snapshots."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """An online processing unit (PU, in hwloc's terms: a hardware thread)."""
+
+    id: int
+    core: int
+    """Lowest-numbered online PU of the same physical core: equal for SMT siblings, unique for a core."""
+    package: int
+    """Physical package (socket) number."""
+    node: int
+    """NUMA node that holds the PU."""
+    l3: int
+    """Lowest-numbered online PU under the same last-level cache."""
+    capacity: int = 1024
+    """The kernel's `cpu_capacity`: 1024 for the biggest core, less for efficiency cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumaNode:
+    """A NUMA node; it may have no CPUs, no memory, or memory that is a GPU's."""
+
+    id: int
+    memory_kib: int
+    """MemTotal of the node in KiB; 0 where it has none."""
+    normal: bool
+    """Ordinary memory that may be a target of binding: not a GPU's (GH200, GB200, POWER9)."""
+    distances: tuple[tuple[int, int], ...]
+    """(other node, SLIT distance) for every node, itself (10) included."""
+
+    def distance(self, other: int) -> int:
+        """SLIT distance to another node; 255 (unreachable) where the table has no entry."""
+        return dict(self.distances).get(other, 255)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU, or a MIG instance of one, as the driver enumerates them in PCI order."""
+
+    index: int
+    """Position among the machine's GPUs in PCI bus order (`CUDA_DEVICE_ORDER=PCI_BUS_ID`)."""
+    uuid: str
+    """`GPU-…` or `MIG-…`."""
+    pci: str
+    """PCI address in sysfs form, lower case, domain of at least four digits: `0000:07:00.0`."""
+    node: int | None
+    """NUMA node, None where the firmware says nothing (-1)."""
+    local_cpus: frozenset[int] = frozenset()
+    """The device's `local_cpulist`; empty where unknown."""
+    name: str = ""
+    """Product name, for people."""
+    mig: tuple[str, ...] = ()
+    """UUIDs of its MIG instances, in the driver's order; empty where MIG is off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a node has and what this job may use of it."""
+
+    cpus: tuple[Cpu, ...]
+    """Online CPUs in ascending order."""
+    nodes: tuple[NumaNode, ...]
+    """Online NUMA nodes in ascending order; a machine without NUMA has one."""
+    gpus: tuple[Gpu, ...]
+    """GPUs in PCI bus order, before CUDA_VISIBLE_DEVICES is applied."""
+    allowed_cpus: frozenset[int]
+    """CPUs of the job's cpuset (`Cpus_allowed_list`), online ones only."""
+    allowed_mems: frozenset[int]
+    """NUMA nodes of the job's cpuset (`Mems_allowed_list`)."""
+    isolated: frozenset[int] = frozenset()
+    """CPUs set apart at boot (`isolcpus`)."""
+    memory_kib: int = 0
+    """MemTotal of the machine in KiB."""
+    warnings: tuple[str, ...] = ()
+    """What the probe could not read or found contradictory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the job asks of one node."""
+
+    nproc_per_node: int | None = None
+    """Ranks on the node; None for the visible GPUs, else one for each NUMA node with usable CPUs."""
+    binding: str = "exclusive"
+    """A policy's name: `exclusive` or `none`."""
+    strict: bool = False
+    """A placement that falls short of the policy is an error rather than a warning."""
+    reserve_cores: int = 0
+    """Physical cores left for the system, spread over the NUMA nodes."""
+    devices: str = "all"
+    """`all`: every rank sees the job's GPUs; `own`: each rank sees its own, by UUID."""
+    num_workers: int = 2
+    """DataLoader workers that each rank would like; the plan gives fewer where cores are short."""
+    environ: tuple[tuple[str, str], ...] = ()
+    """The user's environment, as far as the plan depends on it (names in `HONOURED`)."""
+
+
+HONOURED = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS", "LAUNCH_NUM_WORKERS")
+"""Variables of the user's that the plan depends on; one that the user has set wins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A NUMA memory policy, in the terms of set_mempolicy(2)."""
+
+    policy: str
+    """`preferred`, or `default` where nothing is set."""
+    nodes: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one rank of the node is started with."""
+
+    local_rank: int
+    gpu: Gpu | None
+    cpus: frozenset[int]
+    """CPU set of the rank's own process."""
+    worker_cpus: frozenset[int]
+    """CPU set of its DataLoader workers; contains `cpus`."""
+    memory: Memory
+    num_workers: int
+    """DataLoader workers."""
+    omp_num_threads: int
+    """Threads for OpenMP: the rank's physical cores less its workers, at least 1."""
+    nic: str | None = None
+    """RDMA device next to the GPU."""
+    env: tuple[tuple[str, str], ...] = ()
+    """Variables that the shim sets, in the order of their names."""
+    notes: tuple[str, ...] = ()
+    """What a person should know of this rank's placement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The placement of all ranks on one node."""
+
+    machine: Machine
+    ranks: tuple[RankPlan, ...]
+    warnings: tuple[str, ...] = ()

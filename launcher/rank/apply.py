@@ -1,0 +1,54 @@
+"""Apply a rank's share to this process, and read back what the kernel made of it."""
+
+import os
+
+from launcher.cpulist import format_cpulist
+from launcher.rank.mempolicy import get_mempolicy, set_mempolicy
+from launcher.rank.share import Share
+
+
+class Applied:
+    """What the kernel says this process has, and where that is not what was planned."""
+
+    __slots__ = ("cpus", "nodes", "policy", "problems")
+
+    def __init__(self, share: Share) -> None:
+        """Apply the share; what the kernel refuses becomes a problem, never an exception."""
+        self.problems = [*bind_cpus(share.cpus), *bind_memory(share.policy, share.nodes)]
+        self.cpus = frozenset(os.sched_getaffinity(0))
+        self.policy, self.nodes = read_memory()
+
+
+def bind_cpus(cpus: frozenset[int]) -> list[str]:
+    """Set the CPU set, compare what took, and return what went wrong."""
+    try:
+        os.sched_setaffinity(0, cpus)
+    except (OSError, ValueError) as error:
+        return [f"CPUs {format_cpulist(cpus)} were refused ({error}): this rank runs where it may"]
+    missing = cpus - os.sched_getaffinity(0)
+    if missing:
+        return [f"CPUs {format_cpulist(missing)} of the plan are outside this job's cpuset"]
+    return []
+
+
+def bind_memory(policy: str, nodes: frozenset[int]) -> list[str]:
+    """Set the memory policy (`default`: as inherited), compare what took, and return what went wrong."""
+    if policy == "default":
+        return []
+    wanted = f"memory policy {policy} of node {format_cpulist(nodes)}"
+    try:
+        set_mempolicy(policy, nodes)
+        took = get_mempolicy()
+    except (OSError, KeyError) as error:
+        return [f"{wanted} was refused ({error}): memory comes from the node that first touches it"]
+    if took[1] != nodes:
+        return [f"{wanted} was set, but the kernel reports {took[0]} of node {format_cpulist(took[1])}"]
+    return []
+
+
+def read_memory() -> tuple[str, frozenset[int]]:
+    """Return the memory policy as the kernel has it; `unknown` where it does not tell."""
+    try:
+        return get_mempolicy()
+    except OSError:
+        return "unknown", frozenset()

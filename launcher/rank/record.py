@@ -1,0 +1,59 @@
+"""What a rank leaves in the run directory: its log files and the record of what was applied."""
+
+import os
+import time
+
+from launcher.cpulist import format_cpulist
+from launcher.rank.apply import Applied
+from launcher.rank.identity import Identity
+from launcher.rank.plain_json import format_json
+from launcher.rank.share import Share
+
+
+def redirect_output(run_dir: str, identity: Identity) -> None:
+    """Point stdout and stderr at `logs/ATTEMPT/rank-N.{out,err}`; raises OSError."""
+    folder = f"{run_dir}/logs/{identity.attempt}"
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    for stream, ending in ((1, "out"), (2, "err")):
+        path = f"{folder}/rank-{identity.rank}.{ending}"
+        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        os.dup2(target, stream)
+        os.close(target)
+
+
+def write_applied(run_dir: str, identity: Identity, share: Share, applied: Applied) -> None:
+    """Write `rank-N.applied.json`, whole or not at all; raises OSError."""
+    path = f"{run_dir}/rank-{identity.rank}.applied.json"
+    draft = f"{path}.{os.getpid()}"
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(format_json(describe_applied(identity, share, applied)) + "\n")
+    os.replace(draft, path)
+
+
+def describe_applied(identity: Identity, share: Share, applied: Applied) -> dict[str, object]:
+    """Return the record of one rank; `pid` stays the program's, since the shim execs."""
+    return {
+        "schema": 1,
+        "host": os.uname().nodename,
+        "rank": identity.rank,
+        "local_rank": identity.local_rank,
+        "attempt": identity.attempt,
+        "pid": os.getpid(),
+        "time": time.time(),
+        "cpus": format_cpulist(applied.cpus),
+        "memory": {"policy": applied.policy, "nodes": format_cpulist(applied.nodes)},
+        "gpu": share.gpu,
+        "num_workers": share.num_workers,
+        "env": share.env,
+        "problems": applied.problems,
+    }
+
+
+def describe_line(identity: Identity, share: Share, applied: Applied) -> str:
+    """Return the one line for people: what this rank has now."""
+    memory = f"{applied.policy} node {format_cpulist(applied.nodes)}" if applied.nodes else applied.policy
+    parts = [f"rank {identity.rank}", f"cpus {format_cpulist(applied.cpus)}", f"memory {memory}"]
+    parts += [f"gpu {share.gpu}"] if share.gpu else []
+    parts += [f"{name}={value}" for name, value in share.env.items()]
+    return "launch-rank: " + ", ".join(parts)

@@ -1,0 +1,77 @@
+"""Where configuration is looked for: the working directory's conf/, then the shipped one."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.errors import UsageError
+
+PRIMARY = "launch"
+"""Name of the primary configuration: not `config`, which a training program's own conf/ often holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Folders of configuration, the first match winning, and the name of the primary file."""
+
+    folders: tuple[Path, ...]
+    primary: str = PRIMARY
+
+    def has_group(self, name: str) -> bool:
+        """Tell whether a group of this name exists in any folder."""
+        return name != "" and any((folder / name).is_dir() for folder in self.folders)
+
+    def list_groups(self) -> tuple[str, ...]:
+        """Return the groups in alphabetic order."""
+        return tuple(
+            sorted({path.parent.name for folder in self.folders for path in folder.glob("*/*.yaml")})
+        )
+
+    def list_options(self, group: str) -> tuple[str, ...]:
+        """Return the options of a group in alphabetic order."""
+        return tuple(
+            sorted({path.stem for folder in self.folders for path in (folder / group).glob("*.yaml")})
+        )
+
+    def find_file(self, name: str) -> Path | None:
+        """Return the file that `name` (`launch`, `model/tiny`) is read from; None where there is none."""
+        paths = (folder / f"{name}.yaml" for folder in self.folders)
+        return next((path for path in paths if path.is_file()), None)
+
+    def list_own(self, choices: dict[str, str]) -> list[str]:
+        """Return the chosen files that are not the shipped ones, relative to the working directory."""
+        found = [self.find_file(self.primary), *(self.find_file(f"{g}/{o}") for g, o in choices.items())]
+        return [os.path.relpath(path) for path in found if path and find_shipped() not in path.parents]
+
+
+def find_shipped() -> Path:
+    """Return the shipped conf/: inside the installed package, or beside it in a source checkout."""
+    package = Path(__file__).resolve().parent
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
+
+
+def find_sources(config_path: str | None, config_dir: str | None, primary: str | None) -> Sources:
+    """Find the folders: conf/ here (or `config_path`), the shipped ones, then `config_dir`.
+
+    Raises UsageError for a folder that was named and is not there, or that cannot be read.
+    """
+    own = Path(config_path or "conf").absolute()
+    last = [Path(config_dir).absolute()] if config_dir else []
+    for folder in ([own] if config_path else []) + last:
+        if not folder.is_dir():
+            raise UsageError(
+                f"there is no configuration folder {folder}: check --config-path and --config-dir"
+            )
+    folders = tuple(folder for folder in (own, find_shipped(), *last) if folder.is_dir())
+    for folder in folders:
+        check_readable(folder)
+    return Sources(folders, primary or PRIMARY)
+
+
+def check_readable(folder: Path) -> None:
+    """Raise UsageError for a folder with something in it that cannot be read."""
+    for path in (folder, *folder.glob("*/"), *folder.glob("**/*.yaml")):
+        needed = os.R_OK | os.X_OK if path.is_dir() else os.R_OK
+        if not os.access(path, needed):
+            raise UsageError(f"{path} cannot be read: `chmod -R u+rX {folder}`, or start from another folder")
