@@ -6,6 +6,7 @@ from _signal import SIG_DFL, SIGPIPE, signal  # type: ignore[import-not-found]  
 
 from launcher.rank.apply import Applied
 from launcher.rank.identity import Identity
+from launcher.rank.lifeline import end_with_agent
 from launcher.rank.record import describe_line, redirect_output, write_applied
 from launcher.rank.share import NoShareError, find_share
 
@@ -42,7 +43,9 @@ def main() -> int:
         return USAGE
     environ = dict(os.environ)
     identity = Identity(environ)
-    redirect_logs(identity, environ)
+    if environ.get("LAUNCH_RUN_DIR"):
+        end_with_agent()
+        redirect_logs(identity, environ["LAUNCH_RUN_DIR"])
     try:
         words = place_rank(identity, environ, words)
     except NoShareError as error:
@@ -52,11 +55,8 @@ def main() -> int:
     return become_program(words, environ)
 
 
-def redirect_logs(identity: Identity, environ: dict[str, str]) -> None:
-    """Send the rank's output to its log files, where `launch` asked for that."""
-    run_dir = environ.get("LAUNCH_RUN_DIR")
-    if not run_dir:
-        return
+def redirect_logs(identity: Identity, run_dir: str) -> None:
+    """Send the rank's output to its log files."""
     try:
         redirect_output(run_dir, identity)
     except OSError as error:
