@@ -136,7 +136,8 @@ def render_agent(job: Job, config: LaunchConfig, rdzv_id: str) -> tuple[str, ...
         "node_rank": config.node_rank,
         "rdzv_backend": backend,
         "rdzv_endpoint": cluster.endpoint,
-        "rdzv_id": own.rdzv_id or (None if "PET_RDZV_ID" in environ else rdzv_id),
+        # Nodes that are started by hand have to agree: there, torchrun's own default or PET_RDZV_ID.
+        "rdzv_id": own.rdzv_id or (rdzv_id if cluster.kind == "local" else None),
         "rdzv_conf": {"is_host": int(cluster.is_host), **conf} if c10d else conf,
         "max_restarts": own.max_restarts,
         "monitor_interval": own.monitor_interval,
