@@ -48,8 +48,9 @@ def main() -> int:
         redirect_logs(identity, environ["LAUNCH_RUN_DIR"])
     try:
         words = place_rank(identity, environ, words)
-    except NoShareError as error:
-        say(f"rank {identity.rank} is not placed: {error}")
+    except Exception as error:  # whatever goes wrong here, a job that would have run without us still runs
+        reason = error if isinstance(error, NoShareError) else f"{type(error).__name__}: {error}"
+        say(f"rank {identity.rank} is not placed: {reason}")
         if environ.get("LAUNCH_STRICT") == "1":
             return NOT_PLACED
     return become_program(words, environ)

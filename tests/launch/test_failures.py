@@ -29,9 +29,19 @@ while not os.path.exists("stop"):
     time.sleep(0.01)
 """
 DEEDS = {
-    "raise": ('raise ValueError("no such layer: 33")', 1, "exited with code 1", "ValueError: no such layer: 33"),
+    "raise": (
+        'raise ValueError("no such layer: 33")',
+        1,
+        "exited with code 1",
+        "ValueError: no such layer: 33",
+    ),
     "exit": ("sys.exit(3)", 3, "exited with code 3", "rank 1 at work"),
-    "kill": ("os.kill(os.getpid(), signal.SIGKILL)", 137, "SIGKILL (signal 9), probably out of memory", "rank 1 at work"),
+    "kill": (
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        137,
+        "SIGKILL (signal 9), probably out of memory",
+        "rank 1 at work",
+    ),
     "abort": ("os.abort()", 134, "SIGABRT (signal 6)", "rank 1 at work"),
 }
 
@@ -113,9 +123,10 @@ def test_port_in_use(tmp_path: Path) -> None:
 
 RESTARTED = """
 import os, sys
-print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"], flush=True)
+count = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print("attempt", count, os.environ["TORCHELASTIC_MAX_RESTARTS"], flush=True)
 print("error file", os.environ["TORCHELASTIC_ERROR_FILE"], flush=True)
-sys.exit(5 if os.environ["TORCHELASTIC_RESTART_COUNT"] != "2" and os.environ["RANK"] == "1" else 0)
+sys.exit(5 if count != "2" and os.environ["RANK"] == "1" else 0)
 """
 
 
@@ -150,7 +161,13 @@ def test_two_nodes_started_by_hand(tmp_path: Path) -> None:
         port = server.getsockname()[1]
     program = write_program(tmp_path, NODE)
     words = ("nodes=2:4", "cluster=manual", "nproc_per_node=2", f"rdzv_endpoint=localhost:{port}")
-    both = ("torchrun.rdzv_id=job7", "torchrun.rdzv_conf.last_call_timeout=2", "logs.console=all", "--", program)
+    both = (
+        "torchrun.rdzv_id=job7",
+        "torchrun.rdzv_conf.last_call_timeout=2",
+        "logs.console=all",
+        "--",
+        program,
+    )
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     with (
@@ -168,7 +185,12 @@ def test_kubeflow_variables_start_a_node(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     program = write_program(tmp_path, NODE)
-    pet = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": port}
+    pet = {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_MASTER_ADDR": "localhost",
+        "PET_MASTER_PORT": port,
+    }
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     with (

@@ -44,7 +44,9 @@ def count_said(started: Started, word: str) -> int:
     return sum(word in path.read_text() for path in logs)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_one_signal_ends_ranks_and_their_children(tmp_path: Path, number: int, status: int) -> None:
     with start(tmp_path, "nproc_per_node=2", "--", write_program(tmp_path, SLEEPER)) as started:
         wait_ready(started)
@@ -138,11 +140,14 @@ def test_closed_terminal_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_ignored_hangup_stays_ignored(tmp_path: Path) -> None:
-    (tmp_path / "wrapper").write_text(f'#!/bin/sh\ntrap "" HUP\nexec "$@"\n')
+    (tmp_path / "wrapper").write_text('#!/bin/sh\ntrap "" HUP\nexec "$@"\n')
     (tmp_path / "wrapper").chmod(0o755)
     program = write_program(tmp_path, ASKED)
     process = subprocess.Popen(
-        [str(tmp_path / "wrapper"), *LAUNCH, "--", program], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=-3
+        [str(tmp_path / "wrapper"), *LAUNCH, "--", program],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=-3,
     )
     try:
         started = Started(process, tmp_path, "no mark")

@@ -1,0 +1,261 @@
+"""The shim really execs; its child tells what the kernel gave it."""
+
+import ctypes
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launcher.cpulist import format_cpulist, parse_cpulist
+
+SHIM = Path(__file__).parents[2] / "launcher" / "rank" / "__main__.py"
+COMMAND = (sys.executable, "-I", "-S", str(SHIM))
+TELL = """
+import json, os, sys
+from launcher.rank.mempolicy import get_mempolicy
+policy, nodes = get_mempolicy()
+print(json.dumps({"cpus": sorted(os.sched_getaffinity(0)), "policy": policy, "nodes": sorted(nodes),
+                  "argv": sys.argv[1:], "pid": os.getpid(), "env": dict(os.environ)}))
+"""
+ALLOWED = sorted(os.sched_getaffinity(0))
+
+
+def write_plan(folder: Path, cpus: str, nodes: str = "0", **extra: object) -> Path:
+    rank = {
+        "local_rank": 0,
+        "gpu": None,
+        "cpus": cpus,
+        "worker_cpus": cpus,
+        "memory": {"policy": "preferred", "nodes": nodes},
+        "num_workers": 3,
+        "env": {"OMP_NUM_THREADS": "5"},
+        **extra,
+    }
+    path = folder / "plan.json"
+    path.write_text(json.dumps({"schema": 1, "machine": {}, "ranks": [rank], "warnings": []}))
+    return path
+
+
+def run_shim(
+    *words: str, preexec: Callable[[], None] | None = None, **variables: str
+) -> "subprocess.CompletedProcess[str]":
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("LAUNCH_", "OMP_"))}
+    environ = {**kept, "PYTHONPATH": str(SHIM.parents[2]), "LOCAL_RANK": "0", **variables}
+    return subprocess.run(
+        [*COMMAND, *words],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=preexec,
+        check=False,
+    )
+
+
+def tell(done: "subprocess.CompletedProcess[str]") -> dict[str, object]:
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert isinstance(told, dict)
+    return told
+
+
+def test_the_program_has_what_was_planned(tmp_path: Path) -> None:
+    cpu = ALLOWED[-1]
+    plan = write_plan(tmp_path, str(cpu))
+    words = ["a b", "c'd\"", "$(x)", "new\nline", "é", "", "--", "{num_workers}", "--n={num_workers}"]
+    done = run_shim("--", sys.executable, "-c", TELL, *words, LAUNCH_PLAN=str(plan), OMP_NUM_THREADS="1")
+    told = tell(done)
+    assert told["cpus"] == [cpu]
+    assert (told["policy"], told["nodes"]) == ("preferred", [0])
+    assert told["argv"] == [*words[:-2], "3", "--n=3"]
+    assert isinstance(told["env"], dict)
+    assert told["env"]["OMP_NUM_THREADS"] == "5"
+    assert done.stderr == f"launch-rank: rank 0, cpus {cpu}, memory preferred node 0, OMP_NUM_THREADS=5\n"
+
+
+def test_the_process_stays_the_same(tmp_path: Path) -> None:
+    environ = {**os.environ, "LAUNCH_PLAN": str(write_plan(tmp_path, str(ALLOWED[0]))), "LOCAL_RANK": "0"}
+    process = subprocess.Popen([*COMMAND, "sleep", "60"], env=environ, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{process.pid}/comm").read_text() != "sleep\n" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == -signal.SIGTERM
+
+
+def test_broken_pipe_signal_is_as_before_python(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, str(ALLOWED[0]))
+    done = run_shim("grep", "SigIgn", "/proc/self/status", LAUNCH_PLAN=str(plan))
+    assert int(done.stdout.split()[1], 16) >> (signal.SIGPIPE - 1) & 1 == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "cannot be read"),
+        ("{", "cannot be read"),
+        ("[]", "is not a plan"),
+        ("{}", "is not as expected"),
+        ('{"ranks": 3}', "is not as expected"),
+        ('{"ranks": [{"local_rank": 0}]}', "is not as expected"),
+        ('{"ranks": []}', "none of them local rank 0"),
+        (
+            '{"ranks": [{"local_rank": 0, "cpus": "x-y", "memory": {}, "env": {}, "gpu": 1}]}',
+            "is not as expected",
+        ),
+    ],
+)
+def test_a_bad_plan_is_a_warning_and_the_program_runs(tmp_path: Path, text: str | None, says: str) -> None:
+    path = tmp_path / "plan.json"
+    if text is not None:
+        path.write_text(text)
+    done = run_shim("echo", "ran", LAUNCH_PLAN=str(path))
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert run_shim("echo", "ran", LAUNCH_PLAN=str(path), LAUNCH_STRICT="1").returncode == 3
+
+
+def test_cpus_that_cannot_be_had_are_a_warning(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, "4000")
+    done = run_shim(sys.executable, "-c", TELL, LAUNCH_PLAN=str(plan))
+    assert tell(done)["cpus"] == ALLOWED
+    assert "CPUs 4000 were refused" in done.stderr
+    strict = run_shim(sys.executable, "-c", TELL, LAUNCH_PLAN=str(plan), LAUNCH_STRICT="1")
+    assert (strict.returncode, strict.stdout) == (3, "")
+
+
+def test_part_of_the_cpus_is_a_warning(tmp_path: Path) -> None:
+    wanted = format_cpulist({ALLOWED[0], 4000})
+    done = run_shim(sys.executable, "-c", TELL, LAUNCH_PLAN=str(write_plan(tmp_path, wanted)))
+    assert tell(done)["cpus"] == [ALLOWED[0]]
+    assert "CPUs 4000 of the plan are outside this job's cpuset" in done.stderr
+
+
+def test_a_memory_node_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, str(ALLOWED[0]), nodes="700")
+    done = run_shim(sys.executable, "-c", TELL, LAUNCH_PLAN=str(plan))
+    assert tell(done)["policy"] == "default"
+    assert "memory policy preferred of node 700 was refused" in done.stderr
+
+
+SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+
+
+def forbid_mempolicy() -> None:
+    """Install a seccomp filter under which set_mempolicy(2) fails with EPERM, as container runtimes do."""
+    call = SET_MEMPOLICY[os.uname().machine]
+    filters = struct.pack(
+        "HBBI" * 4, 0x20, 0, 0, 0, 0x15, 0, 1, call, 0x06, 0, 0, 0x00050001, 0x06, 0, 0, 0x7FFF0000
+    )
+    buffer = ctypes.create_string_buffer(filters)
+    program = struct.pack("HxxxxxxQ", 4, ctypes.addressof(buffer))
+    libc = ctypes.CDLL(None, use_errno=True)
+    zero = ctypes.c_ulong(0)
+    assert libc.prctl(38, ctypes.c_ulong(1), zero, zero, zero) == 0
+    assert libc.prctl(22, ctypes.c_ulong(2), ctypes.c_char_p(program), zero, zero) == 0
+
+
+@pytest.mark.skipif(
+    os.uname().machine not in SET_MEMPOLICY, reason="the filter knows x86_64 and aarch64 alone"
+)
+def test_a_container_that_forbids_mempolicy_is_a_warning(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, str(ALLOWED[0]))
+    done = run_shim(sys.executable, "-c", TELL, LAUNCH_PLAN=str(plan), preexec=forbid_mempolicy)
+    assert tell(done)["policy"] == "default"
+    assert "was refused ([Errno 1] Operation not permitted)" in done.stderr
+
+
+def test_a_program_that_is_not_there_or_cannot_run(tmp_path: Path) -> None:
+    plan = str(write_plan(tmp_path, str(ALLOWED[0])))
+    assert run_shim("no-such-program", LAUNCH_PLAN=plan).returncode == 127
+    assert run_shim(str(tmp_path), LAUNCH_PLAN=plan).returncode == 126
+    assert run_shim("--", LAUNCH_PLAN=plan).returncode == 2
+    assert "LAUNCH_BINDING" in run_shim("--help").stdout
+
+
+def test_logs_and_record_go_to_the_run_directory(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, str(ALLOWED[0]))
+    code = "import sys; print('out'); print('err', file=sys.stderr)"
+    done = run_shim(
+        *(sys.executable, "-c", code),
+        LAUNCH_PLAN=str(plan),
+        LAUNCH_RUN_DIR=str(tmp_path),
+        RANK="5",
+        TORCHELASTIC_RESTART_COUNT="2",
+        LAUNCH_ATTEMPT="1",
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+    assert (tmp_path / "logs" / "3" / "rank-5.out").read_text() == "out\n"
+    assert (tmp_path / "logs" / "3" / "rank-5.err").read_text().endswith("\nerr\n")
+    assert (tmp_path / "logs" / "3" / "rank-5.err").stat().st_mode & 0o777 == 0o600
+    record = json.loads((tmp_path / "rank-5.applied.json").read_text())
+    assert (record["rank"], record["local_rank"], record["attempt"]) == (5, 0, 3)
+    assert parse_cpulist(record["cpus"]) == {ALLOWED[0]}
+    assert record["memory"] == {"policy": "preferred", "nodes": "0"}
+    assert record["problems"] == []
+
+
+def test_a_run_directory_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, str(ALLOWED[0]))
+    (tmp_path / "logs").write_text("in the way")
+    done = run_shim("echo", "ran", LAUNCH_PLAN=str(plan), LAUNCH_RUN_DIR=str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+    assert "has no log files" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "local_rank"),
+    [
+        ({"LOCAL_RANK": "1", "SLURM_LOCALID": "0"}, 1),
+        ({"SLURM_LOCALID": "1"}, 1),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 1),
+        ({"MPI_LOCALRANKID": "1"}, 1),
+        ({"PALS_LOCAL_RANKID": "1"}, 1),
+    ],
+)
+def test_the_local_rank_of_each_launcher(tmp_path: Path, variables: dict[str, str], local_rank: int) -> None:
+    path = write_plan(tmp_path, str(ALLOWED[0]))
+    plan = json.loads(path.read_text())
+    plan["ranks"].append({**plan["ranks"][0], "local_rank": local_rank, "cpus": str(ALLOWED[-1])})
+    path.write_text(json.dumps(plan))
+    environ = {"PATH": os.environ["PATH"], "LAUNCH_PLAN": str(path), **variables}
+    done = subprocess.run(
+        [*COMMAND, "grep", "Cpus_allowed_list", "/proc/self/status"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert parse_cpulist(done.stdout.split()[1]) == {ALLOWED[-1]}
+
+
+def test_under_plain_torchrun_the_node_is_planned_by_each_rank(tmp_path: Path) -> None:
+    code = "import os; print(os.environ['RANK'], sorted(os.sched_getaffinity(0)), flush=True)"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--no-python",
+    ]
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("LAUNCH_", "OMP_"))}
+    done = subprocess.run(
+        [*command, *COMMAND, sys.executable, "-c", code],
+        env=environ, capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    lines = sorted(line for line in done.stdout.splitlines() if line[:2] in ("0 ", "1 "))
+    assert len(lines) == 2
+    sets = [set(json.loads(line[2 : line.index("]") + 1])) for line in lines]
+    assert all(cpus <= set(ALLOWED) for cpus in sets)
+    if len(ALLOWED) > 1:
+        assert not sets[0] & sets[1]
+    assert done.stderr.count("launch-rank: rank") == 2
