@@ -1,0 +1,1 @@
+"""What the launcher costs, measured and not asserted: `make bench`."""

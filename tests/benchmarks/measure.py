@@ -1,0 +1,53 @@
+"""Paired timing: A and B in turn, so that a machine whose speed drifts slows both."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Times of one thing, in milliseconds."""
+
+    name: str
+    times: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.times)
+
+    def row(self, base: "Sample | None" = None) -> str:
+        low, high = min(self.times), max(self.times)
+        line = f"| {self.name} | {low:.1f} | {self.median:.1f} | {high:.1f} |"
+        if base is None or base is self:
+            return line + " | |"
+        extra = statistics.median(a - b for a, b in zip(self.times, base.times, strict=True))
+        return line + f" {extra:+.1f} | {self.median / base.median:.2f} |"
+
+
+def measure_in_turn(things: Mapping[str, Callable[[], float]], rounds: int) -> list[Sample]:
+    """Call each in turn for `rounds` rounds after one that does not count; each returns milliseconds."""
+    times: dict[str, list[float]] = {name: [] for name in things}
+    for number in range(rounds + 1):
+        for name, thing in things.items():
+            taken = thing()
+            if number:
+                times[name].append(taken)
+    return [Sample(name, tuple(values)) for name, values in times.items()]
+
+
+def time_call(thing: Callable[[], object]) -> float:
+    """Milliseconds of one call."""
+    start = time.perf_counter()
+    thing()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def print_table(title: str, samples: list[Sample]) -> None:
+    """Print a table in Markdown; differences and ratios are to its first row, pair by pair."""
+    print(
+        f"\n{title}\n\n| ms | min | median | max | more than the first | ratio |\n|---|---|---|---|---|---|"
+    )
+    for sample in samples:
+        print(sample.row(samples[0]))
