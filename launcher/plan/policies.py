@@ -1,0 +1,78 @@
+"""The bindings that give ranks a part of the machine as it is, which they may share."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from launcher.plan.topology import Core, Topology, gather_pus
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank and its DataLoader workers run."""
+
+    node: int | None
+    """NUMA node whose memory the rank should have; None for no preference."""
+    cpus: frozenset[int]
+    worker_cpus: frozenset[int]
+    why: str
+    """Why these CPUs, for people."""
+
+
+def place_numa(topology: Topology, nodes: Sequence[int], order: Sequence[int]) -> dict[int, Place]:
+    """All usable CPUs of each rank's NUMA node."""
+    groups = group_pus(topology, lambda core: core.node)
+    return {
+        rank: Place(nodes[rank], groups[nodes[rank]], groups[nodes[rank]], f"all of NUMA node {nodes[rank]}")
+        for rank in order
+    }
+
+
+def place_socket(topology: Topology, nodes: Sequence[int], order: Sequence[int]) -> dict[int, Place]:
+    """All usable CPUs of the package that each rank's NUMA node is in."""
+    groups = group_pus(topology, lambda core: core.package)
+    places = {}
+    for rank in order:
+        package = topology.cores[nodes[rank]][0].package
+        why = f"all of package {package}"
+        places[rank] = Place(nodes[rank], groups[package], groups[package], why)
+    return places
+
+
+def place_l3(topology: Topology, nodes: Sequence[int], order: Sequence[int]) -> dict[int, Place]:
+    """One last-level cache for each rank; a node's ranks take its caches in turn, the largest first.
+
+    A cache that spans NUMA nodes counts as one for each of them.
+    """
+    caches = {node: list_caches(cores) for node, cores in topology.cores.items()}
+    turns = dict.fromkeys(caches, 0)
+    places = {}
+    for rank in order:
+        node = nodes[rank]
+        mask = caches[node][turns[node] % len(caches[node])]
+        turns[node] += 1
+        why = f"one of the {len(caches[node])} last-level caches of NUMA node {node}"
+        places[rank] = Place(node, mask, mask, why)
+    return places
+
+
+def list_caches(cores: Sequence[Core]) -> list[frozenset[int]]:
+    """Usable PUs under each last-level cache, the largest group first."""
+    groups: dict[int, list[Core]] = {}
+    for core in cores:
+        groups.setdefault(core.l3, []).append(core)
+    return [gather_pus(group) for group in sorted(groups.values(), key=len, reverse=True)]
+
+
+def place_none(topology: Topology, nodes: Sequence[int], order: Sequence[int]) -> dict[int, Place]:
+    """Every usable CPU, and no memory policy."""
+    every = frozenset(topology.core_of)
+    return {rank: Place(None, every, every, "no binding was asked for") for rank in order}
+
+
+def group_pus(topology: Topology, key_of: Callable[[Core], int]) -> Mapping[int, frozenset[int]]:
+    """Usable PUs by a property of their cores."""
+    groups: dict[int, list[Core]] = {}
+    for cores in topology.cores.values():
+        for core in cores:
+            groups.setdefault(key_of(core), []).append(core)
+    return {key: gather_pus(cores) for key, cores in groups.items()}

@@ -1,0 +1,107 @@
+"""The JSON form of plans and snapshots, and what is not one."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from launcher.errors import UsageError
+from launcher.plan.codec import machine_from_json, machine_to_json, parse_machine, plan_to_json
+from launcher.plan.model import Gpu, Machine, Request
+from launcher.plan.planner import plan
+
+from .plan_lab import NAMES, convert, load
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_snapshot_reads_back_as_it_was(name: str) -> None:
+    machine = convert(load(name))
+    assert parse_machine(json.dumps(machine_to_json(machine))) == machine
+
+
+def test_everything_that_a_machine_can_hold_reads_back() -> None:
+    machine = convert(load("gh200"))
+    gpu = Gpu(0, "GPU-1", "10000:00:04.0", None, frozenset({1, 2, 7}), "GPU", ("MIG-1", "MIG-2"))
+    full = Machine(
+        machine.cpus, machine.nodes, (gpu,), frozenset({1}), frozenset(), frozenset({2}), 7, ("odd",)
+    )
+    assert machine_from_json(machine_to_json(full)) == full
+
+
+def test_a_plan_has_the_form_that_the_design_fixes() -> None:
+    made = plan(convert(load("dgx-a100")), Request())
+    data = plan_to_json(made)
+    assert list(data) == ["schema", "machine", "ranks", "warnings"]
+    ranks = json.loads(json.dumps(data["ranks"]))
+    assert ranks[0] == {
+        "local_rank": 0,
+        "gpu": {"index": 0, "uuid": "GPU-00000000-aaaa", "pci": "0000:07:00.0"},
+        "cpus": "48-55,176-183",
+        "worker_cpus": "32-39,48-55,160-167,176-183",
+        "memory": {"policy": "preferred", "nodes": "3"},
+        "num_workers": 2,
+        "omp_num_threads": 8,
+        "nic": None,
+        "env": {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "LAUNCH_NUM_WORKERS": "2", "OMP_NUM_THREADS": "8"},
+        "notes": list(made.ranks[0].notes),
+    }
+    assert (data["schema"], data["warnings"]) == (1, [])
+
+
+def test_a_rank_without_gpu_has_null() -> None:
+    ranks = json.loads(json.dumps(plan_to_json(plan(convert(load("cpu-only-2s")), Request(1)))))["ranks"]
+    assert ranks[0]["gpu"] is None
+
+
+WHOLE = json.dumps(machine_to_json(convert(load("gh200"))))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (WHOLE[: len(WHOLE) // 2], "cut short"),
+        ("", "cut short"),
+        ("[" * 100_000, "cut short"),
+        ("[]", "not a machine snapshot"),
+        ("null", "not a machine snapshot"),
+        ('{"name": "dgx-a100", "numa": []}', "not a machine snapshot .an object with name, numa."),
+        (json.dumps(plan_to_json(plan(convert(load("gh200")), Request()))), "not a machine snapshot"),
+        (WHOLE.replace('"schema": 1', '"schema": 2'), "schema 2, and this version reads 1: update"),
+        (WHOLE.replace('"schema": 1', '"schema": "1"'), "schema '1'"),
+        (WHOLE.replace('"capacity": 1024', '"capacity": true'), "damaged"),
+        (WHOLE.replace('"core": 0,', ""), "damaged"),
+        (WHOLE.replace('"allowed_cpus": "', '"allowed_cpus": "x'), "damaged"),
+        (WHOLE.replace('"id": 1,', '"id": 0,'), "damaged"),
+        (WHOLE.replace('"normal": true', '"normal": 1'), "damaged"),
+        (WHOLE.replace('"warnings": []', '"warnings": [1]'), "damaged"),
+        (WHOLE.replace('"gpus": [', '"gpus": [3, '), "damaged"),
+    ],
+)
+def test_what_is_no_snapshot_is_a_usage_error_with_its_fix(text: str, message: str) -> None:
+    assert text != WHOLE
+    with pytest.raises(UsageError, match=message) as caught:
+        parse_machine(text)
+    assert caught.value.exit_code == 2
+    assert ": " in str(caught.value)
+
+
+SMALL = machine_to_json(convert(load("workstation-1plus4")))
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(name=st.sampled_from(sorted(SMALL)), value=JSON)
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_any_value_in_any_place_reads_or_is_a_usage_error(name: str, value: object) -> None:
+    try:
+        machine = machine_from_json({**SMALL, name: value})
+    except UsageError:
+        return
+    assert isinstance(machine, Machine)
+    assert name in {"nodes", "gpus", "memory_kib", "warnings"} or name.startswith(
+        ("allowed", "isolated", "schema", "kind")
+    )

@@ -1,0 +1,179 @@
+"""Workers, threads and variables of ranks; the user's own variables; strict requests; wrong ones."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from launcher.errors import MachineError, UsageError
+from launcher.plan.model import Plan, Request
+from launcher.plan.planner import POLICIES, plan
+
+from .plan_lab import convert, describe, load
+
+CONF = Path(__file__).parent.parent.parent / "conf"
+ONE = convert(describe(["0-7"], [0], threads={"none": True}))
+
+
+def started(made: Plan) -> list[tuple[int, int]]:
+    return [(rank.num_workers, rank.omp_num_threads) for rank in made.ranks]
+
+
+@pytest.mark.parametrize(
+    ("cores", "wanted", "workers", "threads"),
+    [("0-7", 2, 2, 6), ("0-7", 0, 0, 8), ("0-7", 99, 7, 1), ("0-1", 2, 1, 1), ("0", 2, 1, 1), ("0", 0, 0, 1)],
+)
+def test_workers_and_threads_share_the_ranks_cores(
+    cores: str, wanted: int, workers: int, threads: int
+) -> None:
+    made = plan(convert(describe([cores], [0])), Request(num_workers=wanted))
+    assert started(made) == [(workers, threads)]
+    short = f"num_workers={workers} rather than {wanted}, for want of cores"
+    assert (short in made.ranks[0].notes) == (workers < wanted)
+
+
+def test_idle_cores_take_the_workers_first() -> None:
+    machine = convert(load("dgx-a100"))
+    assert started(plan(machine, Request(num_workers=2)))[0] == (2, 8)
+    assert started(plan(machine, Request(num_workers=10)))[0] == (10, 6)
+
+
+def test_ranks_that_share_cpus_count_their_part_of_them() -> None:
+    made = plan(convert(load("dgx-h100")), Request(binding="numa"))
+    assert started(made) == [(2, 12)] * 8
+
+
+def test_a_rank_with_a_gpu_gets_its_variables_in_order() -> None:
+    env = plan(ONE, Request()).ranks[0].env
+    assert env == (("CUDA_DEVICE_ORDER", "PCI_BUS_ID"), ("LAUNCH_NUM_WORKERS", "2"), ("OMP_NUM_THREADS", "6"))
+
+
+def test_a_rank_without_a_gpu_gets_no_cuda_variable() -> None:
+    env = dict(plan(replace(ONE, gpus=()), Request()).ranks[0].env)
+    assert env == {"LAUNCH_NUM_WORKERS": "2", "OMP_NUM_THREADS": "6"}
+
+
+def test_own_devices_are_named_by_uuid_within_what_the_user_shows() -> None:
+    machine = convert(describe(["0-7"], [0, 0, 0]))
+    environ = (("CUDA_VISIBLE_DEVICES", "2,0"),)
+    made = plan(machine, Request(devices="own", environ=environ))
+    shown = [dict(rank.env)["CUDA_VISIBLE_DEVICES"] for rank in made.ranks]
+    assert shown == ["GPU-00000002-aaaa", "GPU-00000000-aaaa"]
+
+
+def test_a_permutation_moves_each_rank_to_its_own_gpu() -> None:
+    machine = convert(describe(["0-3", "4-7"], [0, 1]))
+    made = plan(machine, Request(environ=(("CUDA_VISIBLE_DEVICES", "1,0"),)))
+    assert [rank.gpu.index for rank in made.ranks if rank.gpu] == [1, 0]
+    assert [min(rank.cpus) for rank in made.ranks] == [4, 0]
+
+
+def test_no_visible_device_means_ranks_by_numa_node() -> None:
+    machine = convert(describe(["0-3", "4-7"], [0, 0, 0]))
+    made = plan(machine, Request(environ=(("CUDA_VISIBLE_DEVICES", ""),)))
+    assert [(rank.gpu, min(rank.cpus)) for rank in made.ranks] == [(None, 0), (None, 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "attribute", "number"),
+    [
+        ("OMP_NUM_THREADS", "3", "omp_num_threads", 3),
+        ("OMP_NUM_THREADS", "5,2", "omp_num_threads", 5),
+        ("LAUNCH_NUM_WORKERS", "0", "num_workers", 0),
+        ("LAUNCH_NUM_WORKERS", "12", "num_workers", 12),
+        ("CUDA_DEVICE_ORDER", "FASTEST_FIRST", "num_workers", 2),
+        ("CUDA_VISIBLE_DEVICES", "0", "num_workers", 2),
+    ],
+)
+def test_a_variable_of_the_users_is_kept(name: str, value: str, attribute: str, number: int) -> None:
+    rank = plan(ONE, Request(environ=((name, value),))).ranks[0]
+    assert name not in dict(rank.env)
+    assert f"{name}={value} kept, set by the user" in rank.notes
+    assert getattr(rank, attribute) == number
+
+
+@pytest.mark.parametrize("value", ["zero", "-1", "0", "1" * 5000, "²"])
+def test_a_number_of_threads_that_is_none_is_replaced_with_a_warning(value: str) -> None:
+    made = plan(ONE, Request(environ=(("OMP_NUM_THREADS", value),)))
+    assert dict(made.ranks[0].env)["OMP_NUM_THREADS"] == "6"
+    assert "is no number from 1 on" in made.warnings[0]
+
+
+def test_an_empty_variable_is_as_good_as_unset() -> None:
+    made = plan(ONE, Request(environ=(("OMP_NUM_THREADS", ""), ("CUDA_DEVICE_ORDER", ""))))
+    assert made == plan(ONE, Request())
+
+
+def test_mig_instances_need_own_devices() -> None:
+    machine = replace(ONE, gpus=(replace(ONE.gpus[0], mig=("MIG-a", "MIG-b")),))
+    made = plan(machine, Request())
+    assert [rank.gpu.uuid for rank in made.ranks if rank.gpu] == ["MIG-a", "MIG-b"]
+    assert "set devices=own" in made.warnings[0]
+    assert plan(machine, Request(devices="own")).warnings == ()
+
+
+def test_an_order_that_may_differ_from_the_plans_is_a_warning_for_unlike_gpus() -> None:
+    machine = convert(describe(["0-7"], [0, 0]))
+    unlike = replace(machine, gpus=(machine.gpus[0], replace(machine.gpus[1], name="other")))
+    request = Request(environ=(("CUDA_DEVICE_ORDER", "FASTEST_FIRST"),))
+    assert plan(machine, request).warnings == ()
+    assert "CUDA_DEVICE_ORDER=FASTEST_FIRST" in plan(unlike, request).warnings[0]
+
+
+def test_what_the_probe_warned_of_comes_first() -> None:
+    assert plan(replace(ONE, warnings=("odd",)), Request(3)).warnings[0] == "odd"
+
+
+def test_the_note_says_why_these_cores() -> None:
+    made = plan(convert(load("dgx-a100")), Request())
+    assert made.ranks[0].notes == (
+        "8 cores: its share of the 16 usable cores of NUMA node 3, one of 2, "
+        "for GPU 0000:07:00.0 on NUMA node 3, and 8 more for its workers",
+    )
+
+
+def test_strict_makes_a_shortfall_an_error() -> None:
+    machine = convert(describe(["0-1"], []))
+    with pytest.raises(MachineError, match=r"local rank 0-2 must share 2 cores \(CPUs 0-1\).*: ask for"):
+        plan(machine, Request(3, strict=True))
+    assert plan(machine, Request(2, strict=True)).warnings == ()
+    assert len(plan(machine, Request(3, binding="none", strict=True)).ranks) == 3
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request(0),
+        Request(-3),
+        Request(binding="exklusive"),
+        Request(devices="some"),
+        Request(reserve_cores=-1),
+        Request(num_workers=-1),
+    ],
+)
+def test_a_request_that_means_nothing_is_a_usage_error(request_: Request) -> None:
+    with pytest.raises(UsageError, match=r": (use|give) "):
+        plan(ONE, request_)
+
+
+def test_a_job_without_cpus_is_a_machine_error() -> None:
+    with pytest.raises(MachineError, match="none of the online CPUs"):
+        plan(replace(ONE, allowed_cpus=frozenset()), Request())
+
+
+def test_the_shipped_bindings_are_the_planners() -> None:
+    files = {path.stem: OmegaConf.load(path) for path in (CONF / "binding").glob("*.yaml")}
+    assert {name: conf.policy for name, conf in files.items()} == {name: name for name in POLICIES}
+    assert {(conf.strict, conf.reserve_cores) for conf in files.values()} == {(False, 0)}
+
+
+def test_the_shipped_workloads_ask_for_the_books_numbers() -> None:
+    files = {path.stem: OmegaConf.load(path) for path in (CONF / "dataloader").glob("*.yaml")}
+    assert {name: conf.num_workers for name, conf in files.items()} == {
+        "none": 0,
+        "text": 2,
+        "vision": 4,
+        "video": 8,
+    }
+    assert all(conf.workload == name for name, conf in files.items())
