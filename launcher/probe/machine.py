@@ -1,0 +1,57 @@
+"""Reads a machine: what the node has, and what this job may use of it."""
+
+import os
+
+from launcher.errors import UsageError
+from launcher.plan.model import Machine
+from launcher.probe.cpus import read_cpus
+from launcher.probe.gpus import read_gpus
+from launcher.probe.numa import list_nodes, place_cpus, read_nodes
+from launcher.probe.sysfs import Tree
+from launcher.probe.usable import STATUS, read_allowed_mems, read_cpu_sets, read_isolated
+
+
+def probe(root: str | os.PathLike[str] = "/", *, use_nvml: bool = True) -> Machine:
+    """Read the machine below `root`; what is odd there is told in the result's warnings.
+
+    With another root than `/`, nothing outside it is consulted. Without NVML, GPUs come from the
+    driver's files, which costs less but shows no MIG instances.
+
+    Raises UsageError where root is no directory and MachineError where no usable CPU is found.
+    """
+    tree = open_tree(root)
+    status = tree.read_fields(STATUS)
+    online, allowed = read_cpu_sets(tree, status)
+    ids = list_nodes(tree)
+    place = place_cpus(tree, ids, online)
+    memory_kib = read_memory(tree)
+    nodes = read_nodes(tree, ids, place, memory_kib)
+    known = frozenset(node.id for node in nodes)
+    return Machine(
+        cpus=read_cpus(tree, online, place),
+        nodes=nodes,
+        gpus=read_gpus(tree, known, online, use_nvml),
+        allowed_cpus=allowed,
+        allowed_mems=read_allowed_mems(tree, status, known),
+        isolated=read_isolated(tree, online),
+        memory_kib=memory_kib,
+        warnings=tree.list_warnings(),
+    )
+
+
+def open_tree(root: str | os.PathLike[str]) -> Tree:
+    """Take root as the top of a machine's files, or say why not."""
+    name = os.fspath(root)
+    if "\0" in name or not os.path.isdir(name):
+        raise UsageError(
+            f"machine.root={name!r} is not a directory: name one that holds sys/ and proc/ as Linux has them"
+        )
+    return Tree(name)
+
+
+def read_memory(tree: Tree) -> int:
+    """MemTotal of the machine in KiB."""
+    memory_kib = tree.read_mem_total("proc/meminfo")
+    if memory_kib is None:
+        tree.note("MemTotal of proc/meminfo is {value}: memory size unknown, 0 is shown", path="proc/meminfo")
+    return memory_kib or 0

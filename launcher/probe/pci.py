@@ -1,0 +1,62 @@
+"""PCI addresses in sysfs form, and where on the machine a device is."""
+
+from launcher.probe.sysfs import Tree
+
+PCI = "sys/bus/pci/devices/"
+Address = tuple[int, int, int, int]
+"""Domain, bus, device, function: sorts in PCI bus order."""
+
+
+def parse_pci(text: str) -> Address:
+    """Read an address as sysfs, /proc/driver/nvidia or NVML write it: domains of 4 to 8 digits, any case.
+
+    Raises ValueError for anything else.
+    """
+    domain, bus, rest = text.split(":")
+    device, dot, function = rest.partition(".")
+    numbers = (int(domain, 16), int(bus, 16), int(device, 16), int(function, 16) if dot else 0)
+    if any(not 0 <= n < limit for n, limit in zip(numbers, (1 << 32, 256, 32, 8), strict=True)):
+        raise ValueError(f"{text!r} is not a PCI address")
+    return numbers
+
+
+def normalise_pci(text: str) -> str | None:
+    """An address in sysfs form; None for a text that is none."""
+    try:
+        return format_pci(parse_pci(text))
+    except ValueError:
+        return None
+
+
+def format_pci(address: Address) -> str:
+    """Write an address as sysfs does: `0000:07:00.0`."""
+    domain, bus, device, function = address
+    return f"{domain:04x}:{bus:02x}:{device:02x}.{function:x}"
+
+
+def read_locality(
+    tree: Tree, pci: str, nodes: frozenset[int], online: frozenset[int]
+) -> tuple[int | None, frozenset[int]]:
+    """A device's NUMA node (None for -1 and unknown) and its online local CPUs (empty where unknown).
+
+    From sysfs, since NVML masks both by the job's cpuset.
+    """
+    here = f"{PCI}{pci}/"
+    if not tree.holds(here):
+        tree.note("sysfs links of GPUs {items} lead out of the root: their NUMA node is unknown", pci)
+        return None, frozenset()
+    text, cpus = tree.read(f"{here}numa_node"), tree.read_list(f"{here}local_cpulist")
+    if text is None and cpus is None:
+        tree.note("sysfs has no locality of GPUs {items}: their NUMA node is unknown", pci)
+        return None, frozenset()
+    if cpus is None:
+        tree.note("local_cpulist of GPUs {items} is {value}: not used", pci, path=f"{here}local_cpulist")
+    return find_node(tree, pci, text, nodes), (cpus or frozenset()) & online
+
+
+def find_node(tree: Tree, pci: str, text: str | None, nodes: frozenset[int]) -> int | None:
+    """The online NUMA node that `numa_node` names; a kernel without NUMA has no such file."""
+    named = {str(node): node for node in nodes}
+    if text not in named and text not in (None, "-1"):
+        tree.note("numa_node of GPUs {items} is {value}, which is not online: unknown", pci, value=text)
+    return named.get(text or "")

@@ -1,0 +1,69 @@
+"""What the ranks of a run have recorded of themselves."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher.cpulist import format_cpulist
+from launcher.plan.model import RankPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """One rank's record, `rank-N.applied.json`, as the shim wrote it."""
+
+    rank: int
+    local_rank: int
+    attempt: int
+    pid: int
+    host: str
+    cpus: str
+    memory: Mapping[str, str]
+    problems: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class AppliedReader:
+    """Reads the records that are new or have changed since the last call."""
+
+    run_path: Path
+    seen: dict[Path, int] = field(default_factory=dict)
+
+    def read_new(self) -> list[Applied]:
+        """Return the new records; one that is not readable is left for the next call."""
+        found = []
+        for path in sorted(self.run_path.glob("rank-*.applied.json")):
+            try:
+                stamp = path.stat().st_mtime_ns
+                if self.seen.get(path) != stamp:
+                    found.append(parse_applied(path.read_text(encoding="utf-8")))
+                    self.seen[path] = stamp
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+        return found
+
+
+def parse_applied(text: str) -> Applied:
+    """Read one record; raises ValueError, KeyError or TypeError."""
+    data = json.loads(text)
+    numbers = {name: int(data[name]) for name in ("rank", "local_rank", "attempt", "pid")}
+    problems = tuple(map(str, data["problems"]))
+    return Applied(**numbers, host=data["host"], cpus=data["cpus"], memory=data["memory"], problems=problems)
+
+
+def compare_applied(ranks: Sequence[RankPlan], applied: Sequence[Applied]) -> list[str]:
+    """Say, for each rank of this node, where what was applied is not what was planned."""
+    found = {record.local_rank: record for record in applied}
+    differences = []
+    for rank in ranks:
+        record = found.get(rank.local_rank)
+        if record is None:
+            differences.append(f"local rank {rank.local_rank} left no record of its placement")
+        elif record.cpus != format_cpulist(rank.cpus):
+            differences.append(
+                f"rank {record.rank} runs on CPUs {record.cpus}, planned {format_cpulist(rank.cpus)}"
+            )
+        elif rank.memory.policy != "default" and record.memory["policy"] != rank.memory.policy:
+            differences.append(f"rank {record.rank} has memory policy {record.memory['policy']}")
+    return differences

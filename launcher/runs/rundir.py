@@ -1,0 +1,85 @@
+"""The run directory, `RUNS_DIR/NAME/ID/`: made once, and the same for every rank and attempt."""
+
+import json
+import os
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Where everything of a run is kept; all of it is readable by its owner alone."""
+
+    path: Path
+    first_attempt: int = 0
+    """Number of this start's first attempt, after those of earlier starts into the same directory."""
+
+    @property
+    def id(self) -> str:
+        """The run's identifier, unique among runs of its name."""
+        return self.path.name
+
+    def plan_path(self, host: str) -> Path:
+        """The plan of one node."""
+        return self.path / f"plan-{host}.json"
+
+    def agent_log(self, host: str) -> Path:
+        """What torchrun's agent on one node printed."""
+        return self.path / "logs" / f"agent-{host}.log"
+
+    def rank_log(self, rank: int, attempt: int, ending: str) -> Path:
+        """Output of one rank: `ending` is `out` or `err`."""
+        return self.path / "logs" / str(attempt) / f"rank-{rank}.{ending}"
+
+
+def create_run_dir(runs_dir: Path, name: str, now: datetime) -> RunDir:
+    """Make `runs_dir/name/YYYYMMDD-HHMMSS`, with `-2`, `-3` … for runs of the same second; raises OSError."""
+    (runs_dir / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+    stem = now.strftime("%Y%m%d-%H%M%S")
+    number = 1
+    while True:
+        path = runs_dir / name / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            number += 1
+            continue
+        return RunDir(prepare_folders(path.absolute()))
+
+
+def open_run_dir(path: Path, *, shared: bool) -> RunDir:
+    """Open a run directory by name, making it if need be; raises OSError.
+
+    A later start goes on counting attempts where the last one ended. Nodes that are started by hand into a
+    `shared` directory all count from 0, since none of them knows which came first.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    prepare_folders(path.absolute())
+    earlier = [int(entry.name) for entry in (path / "logs").iterdir() if entry.name.isdecimal()]
+    return RunDir(path.absolute(), 0 if shared or not earlier else max(earlier) + 1)
+
+
+def prepare_folders(path: Path) -> Path:
+    """Close the directory to others and make its folder for logs; raises OSError."""
+    path.chmod(0o700)
+    (path / "logs").mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file for its owner alone, whole or not at all; raises OSError."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text)
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file for its owner alone, whole or not at all; raises OSError."""
+    write_private(path, json.dumps(value, indent=1) + "\n")

@@ -1,0 +1,109 @@
+"""A wheel in another environment, used from an empty folder."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        str(folder),
+        str(ROOT),
+    ]
+    subprocess.run(command, check=True, timeout=300)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def scripts(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin/ of an environment with the wheel, whose other packages come from this one."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--quiet",
+        "--no-deps",
+        str(wheel),
+    ]
+    subprocess.run(command, check=True, timeout=300)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return folder / "bin"
+
+
+def run(scripts: Path, folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    return subprocess.run(
+        [str(scripts / "launch"), *words],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_wheel_carries_configuration_types_and_licence(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {"launcher/conf/launch.yaml", "launcher/conf/model/llama7b.yaml", "launcher/py.typed"} <= names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert not any(name.startswith(("tests/", "conf/")) for name in names)
+
+
+def test_the_shipped_configuration_is_found_from_an_empty_folder(scripts: Path, tmp_path: Path) -> None:
+    done = run(scripts, tmp_path, "--cfg", "job", "+model=llama7b", "-p", "model")
+    assert done.returncode == 0, done.stderr
+    assert "hidden_size: 4096" in done.stdout
+    assert "llama70b" in run(scripts, tmp_path, "--help").stdout
+    plan = json.loads(run(scripts, tmp_path, "plan", "format=json", "nproc_per_node=1").stdout)
+    assert plan["schema"] == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_runs_from_the_installed_package(scripts: Path, tmp_path: Path) -> None:
+    code = "import launcher; print('from', launcher.__file__)"
+    done = run(scripts, tmp_path, "--", "python", "-c", code)
+    assert done.returncode == 0, done.stderr
+    out = next(tmp_path.glob("runs/*/*/logs/0/rank-0.out")).read_text()
+    assert done.stderr.count("launch-rank: rank 0") == 1
+    assert out.startswith("from ")
+    shim = next(tmp_path.glob("runs/*/*/rank-0.applied.json"))
+    assert json.loads(shim.read_text())["problems"] == []
+
+
+def test_launch_rank_is_installed(scripts: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [str(scripts / "launch-rank"), "echo", "ran"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "ran\n"
+    assert done.stderr.startswith("launch-rank: rank 0, cpus ")
