@@ -1,57 +1,77 @@
 """The end of a job: exit code, manifest, and the last words to the user."""
 
+from dataclasses import dataclass
+
+from launcher.attend import Attendant
 from launcher.errors import EXIT_MACHINE
-from launcher.execute import Attendant
 from launcher.launch.failure import Failure, find_failure
-from launcher.launch.supervise import Outcome, name_signal
+from launcher.launch.signals import name_signal
+from launcher.launch.supervise import Outcome
 from launcher.report.summary import describe_progress, describe_time
 from launcher.runs.applied import compare_applied
 from launcher.runs.logs import read_tail
 from launcher.runs.manifest import stamp_time, write_manifest
 
+AGENT_LINES = 2000
+"""Last lines of the agent's log that are searched for its report."""
 
-def conclude_job(attendant: Attendant, outcome: Outcome, manifest: dict[str, object], seconds: float) -> int:
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a job ended, and what there is to say of it."""
+
+    outcome: Outcome
+    failure: Failure | None
+    """The first rank of this node that failed; None where none did, or a stop was asked for."""
+    status: int
+    """Exit code of `launch`."""
+    agent_log: tuple[str, ...]
+
+    @property
+    def state(self) -> str:
+        """`succeeded`, `stopped` by a signal to `launch`, or `failed`."""
+        return "succeeded" if self.status == 0 else "stopped" if self.outcome.signal else "failed"
+
+
+def conclude_job(attendant: Attendant, outcome: Outcome, seconds: float) -> int:
     """Write how the job ended, say it, and return the exit code."""
-    run, job = attendant.run, attendant.job
-    agent_log = read_tail(run.agent_log(job.host), 2000)
-    failure = find_failure(outcome.deaths, "\n".join(agent_log)) if outcome.agent_exitcode else None
-    status = choose_status(outcome, failure)
-    console = attendant.get_console()
-    console.close()
-    state = "succeeded" if status == 0 else "stopped" if outcome.signal else "failed"
-    manifest["ended"] = stamp_time()
-    manifest["outcome"] = {
-        "state": state,
-        "exit_code": status,
-        "signal": name_signal(outcome.signal) if outcome.signal else None,
-        "first_failure": describe_failure(attendant, failure) if failure and not outcome.signal else None,
-        "attempts": 1 + max((death.process.attempt for death in outcome.deaths), default=run.first_attempt),
-    }
-    for line in compare_applied(job.plan.ranks, list(attendant.applied.values())) if status == 0 else []:
-        console.say(f"warning: {line}")
-    for name in outcome.leftovers if status == 0 else ():
-        console.say(f"warning: {name} was still running after the program's end, and was ended")
-    for line in explain_end(attendant, outcome, failure, agent_log):
-        console.say(line)
-    summary = describe_progress(console.steps)
-    console.say(f"{state} after {describe_time(seconds)}" + (f": {summary}" if summary else ""))
-    console.say(f"run directory {run.path}")
-    try:
-        write_manifest(run, manifest)
-    except OSError as error:
-        console.say(f"warning: the manifest could not be written ({error})")
-    return status
+    ending = judge_outcome(attendant, outcome)
+    attendant.get_console().close()
+    tell_end(attendant, ending, seconds)
+    record_end(attendant, ending)
+    return ending.status
 
 
-def choose_status(outcome: Outcome, failure: Failure | None) -> int:
-    """Return the exit code: the program's own, 128+n for a signal, 3 where the agent itself failed."""
+def judge_outcome(attendant: Attendant, outcome: Outcome) -> Ending:
+    """Find the first failure and the exit code: the program's own, 128+n for a signal, 3 for the agent's."""
+    log = tuple(read_tail(attendant.run.agent_log(attendant.job.host), AGENT_LINES))
     if outcome.agent_exitcode == 0:
-        return 0
+        return Ending(outcome, None, 0, log)
     if outcome.signal:
-        return 128 + outcome.signal
+        return Ending(outcome, None, 128 + outcome.signal, log)
+    failure = find_failure(outcome.deaths, "\n".join(log))
     if failure:
-        return failure.status
-    return 128 - outcome.agent_exitcode if outcome.agent_exitcode < 0 else EXIT_MACHINE
+        return Ending(outcome, failure, failure.status, log)
+    code = outcome.agent_exitcode
+    return Ending(outcome, None, 128 - code if code < 0 else EXIT_MACHINE, log)
+
+
+def record_end(attendant: Attendant, ending: Ending) -> None:
+    """Complete the manifest."""
+    number = ending.outcome.signal
+    deaths = ending.outcome.deaths
+    attendant.manifest["ended"] = stamp_time()
+    attendant.manifest["outcome"] = {
+        "state": ending.state,
+        "exit_code": ending.status,
+        "signal": name_signal(number) if number else None,
+        "first_failure": describe_failure(attendant, ending.failure) if ending.failure else None,
+        "attempts": 1 + max((d.process.attempt for d in deaths), default=attendant.run.first_attempt),
+    }
+    try:
+        write_manifest(attendant.run, attendant.manifest)
+    except OSError as error:
+        attendant.announce(f"warning: the manifest could not be written ({error})")
 
 
 def describe_failure(attendant: Attendant, failure: Failure) -> dict[str, object]:
@@ -67,28 +87,38 @@ def describe_failure(attendant: Attendant, failure: Failure) -> dict[str, object
     }
 
 
-def explain_end(
-    attendant: Attendant, outcome: Outcome, failure: Failure | None, agent_log: list[str]
-) -> list[str]:
-    """Say who failed first and show its last lines; nothing after a success or a stop that was asked for."""
-    if outcome.agent_exitcode == 0 or outcome.signal:
-        return []
+def tell_end(attendant: Attendant, ending: Ending, seconds: float) -> None:
+    """Say how it went: the first failure or what was not as planned, the result, the run directory."""
+    tell = explain_failure if ending.state == "failed" else check_success
+    for line in tell(attendant, ending) if ending.state != "stopped" else ():
+        attendant.announce(line)
+    result = describe_progress(attendant.get_console().steps)
+    attendant.announce(f"{ending.state} after {describe_time(seconds)}" + (f": {result}" if result else ""))
+    attendant.announce(f"run directory {attendant.run.path}")
+
+
+def check_success(attendant: Attendant, ending: Ending) -> list[str]:
+    """Say what was not as planned in a job that succeeded."""
+    lines = compare_applied(attendant.job.plan.ranks, list(attendant.applied.values()))
+    lines += [f"{name} outlived the program, and was ended" for name in ending.outcome.leftovers]
+    return [f"warning: {line}" for line in lines]
+
+
+def explain_failure(attendant: Attendant, ending: Ending) -> list[str]:
+    """Say who failed first and show the end of its log; or what the agent said, where no rank failed."""
+    failure, host = ending.failure, attendant.job.host
     if failure is None:
-        last = next((line.strip() for line in reversed(agent_log) if line.strip()), "it printed nothing")
-        how = (
-            f"code {outcome.agent_exitcode}"
-            if outcome.agent_exitcode > 0
-            else name_signal(-outcome.agent_exitcode)
+        last = next(
+            (line.strip() for line in reversed(ending.agent_log) if line.strip()), "it printed nothing"
         )
-        path = attendant.run.agent_log(attendant.job.host)
+        code = ending.outcome.agent_exitcode
+        how = name_signal(-code) if code < 0 else f"code {code}"
+        path = attendant.run.agent_log(host)
         return [f"torchrun's agent ended with {how}, no rank having failed: {last}", f"its log is {path}"]
     source, lines = tail_rank(attendant, failure)
-    where = f"rank {failure.rank} on {attendant.job.host} (local rank {failure.local_rank})"
-    return [
-        f"{where} failed first: it {failure.describe()}",
-        f"the end of {source}:",
-        *(f"  | {x}" for x in lines),
-    ]
+    where = f"rank {failure.rank} on {host} (local rank {failure.local_rank})"
+    said = [f"the end of {source}:", *(f"  | {line}" for line in lines)]
+    return [f"{where} failed first: it {failure.describe()}", *said]
 
 
 def tail_rank(attendant: Attendant, failure: Failure) -> tuple[str, list[str]]:

@@ -11,7 +11,7 @@ from launcher.config import Composed, resolve
 from launcher.errors import UsageError
 from launcher.launch.cluster import Cluster, choose_cluster
 from launcher.launch.program import render_program, resolve_program
-from launcher.launch.supervise import KILL_GRACE, TERM_GRACE
+from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.launch.torchrun import parse_pairs, render_torchrun
 from launcher.node import honoured_environ, plan_node, read_machine
 from launcher.plan.model import Plan, Request

@@ -1,26 +1,35 @@
-"""Runs the agent on this node: forwards signals in stages, watches the ranks, and leaves no process."""
+"""Runs the agent on this node: watches the ranks, passes signals on in stages, and leaves no process."""
 
-import contextlib
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from typing import Protocol
 
 from launcher.launch.processes import Death, RankProcess, Watch, adopt_orphans, end_leftovers, end_with_parent
+from launcher.launch.signals import FORWARDED, KILL_GRACE, Inbox, Stop, catch_signals, name_signal
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that end the job; the ones that torchrun handles too."""
-FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that go to the ranks alone: the agent has no handler for them and would die."""
 TICK = 0.05
 """Seconds between two looks at the logs."""
-TERM_GRACE = 10.0
-"""Seconds between SIGTERM and SIGKILL, after the first signal's own grace."""
-KILL_GRACE = 5.0
+
+
+class Observer(Protocol):
+    """Who is told of a running job."""
+
+    def begin(self) -> None:
+        """Told once, when the agent is on its way."""
+
+    def find_ranks(self, agent: int) -> Iterable[RankProcess]:
+        """Return the ranks that the agent (a PID) has started since the last call."""
+
+    def look(self) -> None:
+        """Told every TICK seconds."""
+
+    def announce(self, text: str) -> None:
+        """Told a line for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,122 +47,75 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Inbox:
-    """Signals that have arrived and wait to be handled in the loop."""
+class Supervisor:
+    """Keeps one agent and its ranks company until their end."""
 
-    arrived: list[int] = field(default_factory=list)
+    observer: Observer
+    grace: float
+    """Seconds that ranks have after the first stopping signal; then SIGTERM, then SIGKILL."""
+    watch: Watch = field(default_factory=Watch)
+    stop: Stop | None = None
+    first_signal: int | None = None
 
-    def take(self) -> list[int]:
-        """Return the signals since the last call."""
-        taken, self.arrived = self.arrived, []
-        return taken
+    def run(self, command: Sequence[str], environ: Mapping[str, str], log: Path) -> Outcome:
+        """Run the agent to its end; raises OSError where it cannot be started."""
+        adopt_orphans()
+        with catch_signals() as inbox:
+            agent = start_agent(command, environ, log)
+            self.observer.begin()
+            agent_fd = os.pidfd_open(agent.pid)
+            while agent.poll() is None:
+                self.watch.poll((agent_fd, inbox.wakeup), TICK)
+                self.admit_ranks(agent.pid)
+                self.observer.look()
+                self.handle_signals(inbox, agent)
+            os.close(agent_fd)
+            self.admit_ranks(agent.pid)
+            self.watch.poll((), 0)
+            self.watch.close()
+            left = end_leftovers(KILL_GRACE)
+        return Outcome(agent.returncode, tuple(self.watch.deaths), self.first_signal, tuple(left))
 
-    def note(self, number: int, _frame: FrameType | None) -> None:
-        """Signal handler."""
-        self.arrived.append(number)
+    def admit_ranks(self, agent: int) -> None:
+        """Watch ranks that have started, and tell of a restart of the worker group."""
+        fresh = list(self.observer.find_ranks(agent))
+        seen = max((process.attempt for process in self.watch.processes()), default=None)
+        newest = max((process.attempt for process in fresh), default=None)
+        if seen is not None and newest is not None and newest > seen:
+            ended = (d for d in self.watch.deaths if d.process.attempt == seen and d.exitcode != 0)
+            failed = next(ended, None)
+            why = f"rank {failed.process.rank} failed, " if failed else ""
+            self.observer.announce(f"{why}torchrun restarted the ranks: attempt {newest}")
+        self.watch.add_ranks(fresh)
 
+    def handle_signals(self, inbox: Inbox, agent: "subprocess.Popen[bytes]") -> None:
+        """Pass on what has arrived; each stopping signal goes a stage on, and so does the time."""
+        for number in inbox.take():
+            if number in FORWARDED:
+                self.watch.signal_ranks(number)
+                continue
+            self.first_signal = self.first_signal or number
+            self.stop = self.stop or Stop.begin(number, self.grace)
+            self.advance_stop(self.stop, agent)
+        if self.stop and time.monotonic() >= self.stop.deadline:
+            self.advance_stop(self.stop, agent)
 
-@dataclass(slots=True)
-class Stop:
-    """The stages of ending a job: the user's signal, SIGTERM, SIGKILL."""
-
-    stages: list[tuple[int, float]]
-    """(signal, seconds until the next), those that are still to come."""
-    deadline: float = 0.0
-    """Monotonic time of the next stage."""
-
-    @classmethod
-    def begin(cls, number: int, grace: float) -> "Stop":
-        """Plan the stages after a first signal."""
-        harder = [(signal.SIGTERM, TERM_GRACE)] if number == signal.SIGINT else []
-        return cls([(number, grace), *harder, (signal.SIGKILL, KILL_GRACE)])
-
-    def next_stage(self) -> int | None:
-        """Enter the next stage and return its signal; None after the last."""
-        if not self.stages:
-            self.deadline = time.monotonic() + KILL_GRACE
-            return None
-        number, seconds = self.stages.pop(0)
-        self.deadline = time.monotonic() + seconds
-        return number
-
-
-def supervise(
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    agent_log: Path,
-    *,
-    grace: float,
-    started: Callable[[], None],
-    find_ranks: Callable[[], Iterable[RankProcess]],
-    look: Callable[[], None],
-    announce: Callable[[str], None],
-) -> Outcome:
-    """Run the agent to its end and return how it went.
-
-    `started` is called once the agent is on its way, `find_ranks` gives the ranks that have started since its
-    last call, `look` is called every TICK seconds, `announce` with a line for people. A signal once: the
-    ranks get it and have `grace` seconds, then SIGTERM, then SIGKILL; each further one goes a stage on.
-    Raises OSError where the agent cannot be started.
-    """
-    adopt_orphans()
-    with catch_signals() as (inbox, wakeup):
-        agent = start_agent(command, environ, agent_log)
-        started()
-        watch, stop, first = Watch(), None, None
-        agent_fd = os.pidfd_open(agent.pid)
-        while agent.poll() is None:
-            watch.poll((agent_fd, wakeup), TICK)
-            drain(wakeup)
-            admit_ranks(watch, find_ranks(), announce)
-            look()
-            for number in inbox.take():
-                if number in FORWARDED:
-                    watch.signal_ranks(number)
-                    continue
-                first = first or number
-                stop = stop or Stop.begin(number, grace)
-                advance_stop(stop, agent, watch, announce)
-            if stop and time.monotonic() >= stop.deadline:
-                advance_stop(stop, agent, watch, announce)
-        os.close(agent_fd)
-        watch.add_ranks(find_ranks())
-        watch.poll((), 0)
-        watch.close()
-        left = end_leftovers(KILL_GRACE)
-        look()
-    return Outcome(agent.returncode, tuple(watch.deaths), first, tuple(left))
-
-
-def admit_ranks(watch: Watch, processes: Iterable[RankProcess], announce: Callable[[str], None]) -> None:
-    """Watch ranks that have started, and tell of a restart of the worker group."""
-    fresh = list(processes)
-    seen = max((process.attempt for process in watch.processes()), default=None)
-    newest = max((process.attempt for process in fresh), default=None)
-    if seen is not None and newest is not None and newest > seen:
-        failed = next((d for d in watch.deaths if d.process.attempt == seen and d.exitcode != 0), None)
-        why = f"rank {failed.process.rank} failed, " if failed else ""
-        announce(f"{why}torchrun restarted the ranks: attempt {newest}")
-    watch.add_ranks(fresh)
-
-
-def advance_stop(
-    stop: Stop, agent: "subprocess.Popen[bytes]", watch: Watch, announce: Callable[[str], None]
-) -> None:
-    """Enter the next stage. The agent forwards the first signal, later ones go to the ranks directly."""
-    first = not stop.deadline
-    number = stop.next_stage()
-    if number is None or number == signal.SIGKILL:
-        announce("the ranks did not end in time: SIGKILL")
-        if number is None or not watch.alive:
-            agent.kill()
-        watch.signal_groups(signal.SIGKILL)
-        return
-    announce(f"{signal.Signals(number).name} to the ranks, {stop.deadline - time.monotonic():.0f} s to end")
-    if first:
-        agent.send_signal(number)
-    else:
-        watch.signal_groups(number)
+    def advance_stop(self, stop: Stop, agent: "subprocess.Popen[bytes]") -> None:
+        """Enter the next stage. The agent forwards the first signal, later ones go to the ranks directly."""
+        first = not stop.deadline
+        number = stop.next_stage()
+        if number is None or number == signal.SIGKILL:
+            self.observer.announce("the ranks did not end in time: SIGKILL")
+            if number is None or not self.watch.alive:
+                agent.kill()
+            self.watch.signal_groups(signal.SIGKILL)
+            return
+        left = stop.deadline - time.monotonic()
+        self.observer.announce(f"{name_signal(number)} to the ranks, which have {left:.0f} s to end")
+        if first:
+            agent.send_signal(number)
+        else:
+            self.watch.signal_groups(number)
 
 
 def start_agent(command: Sequence[str], environ: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes]":
@@ -171,39 +133,3 @@ def start_agent(command: Sequence[str], environ: Mapping[str, str], log: Path) -
         )
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def catch_signals() -> Iterator[tuple[Inbox, int]]:
-    """Collect signals instead of dying of them; gives a descriptor that is readable when one has come.
-
-    A signal that was ignored at the start (nohup, a shell's background job) stays ignored.
-    """
-    inbox = Inbox()
-    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    wanted = [n for n in (*STOPPING, *FORWARDED) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, inbox.note) for number in wanted}
-    old_wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    try:
-        yield inbox, reading
-    finally:
-        signal.set_wakeup_fd(old_wakeup)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        os.close(reading)
-        os.close(writing)
-
-
-def name_signal(number: int) -> str:
-    """Return a signal's name, `signal 40` where it has none."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def drain(descriptor: int) -> None:
-    """Empty the wake-up pipe."""
-    with contextlib.suppress(BlockingIOError):
-        while os.read(descriptor, 64):
-            pass

@@ -40,6 +40,7 @@ def describe_applied(identity: Identity, share: Share, applied: Applied) -> dict
         "local_rank": identity.local_rank,
         "attempt": identity.attempt,
         "pid": os.getpid(),
+        "agent": os.getppid(),
         "time": time.time(),
         "cpus": format_cpulist(applied.cpus),
         "memory": {"policy": applied.policy, "nodes": format_cpulist(applied.nodes)},

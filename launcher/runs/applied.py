@@ -17,6 +17,8 @@ class Applied:
     local_rank: int
     attempt: int
     pid: int
+    agent: int
+    """PID of the process that started the rank, on its host."""
     host: str
     cpus: str
     memory: Mapping[str, str]
@@ -47,7 +49,7 @@ class AppliedReader:
 def parse_applied(text: str) -> Applied:
     """Read one record; raises ValueError, KeyError or TypeError."""
     data = json.loads(text)
-    numbers = {name: int(data[name]) for name in ("rank", "local_rank", "attempt", "pid")}
+    numbers = {name: int(data[name]) for name in ("rank", "local_rank", "attempt", "pid", "agent")}
     problems = tuple(map(str, data["problems"]))
     return Applied(**numbers, host=data["host"], cpus=data["cpus"], memory=data["memory"], problems=problems)
 

@@ -1,0 +1,90 @@
+"""Signals that `launch` gets: collected instead of died of, and passed on in stages."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end the job; the ones that torchrun handles too."""
+FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that go to the ranks alone: the agent has no handler for them and would die."""
+TERM_GRACE = 10.0
+"""Seconds between SIGTERM and SIGKILL, after the first signal's own grace."""
+KILL_GRACE = 5.0
+"""Seconds that the kernel and the agent have after SIGKILL."""
+
+
+@dataclass(slots=True)
+class Inbox:
+    """Signals that have arrived and wait to be handled."""
+
+    wakeup: int
+    """Descriptor that is readable when a signal has come."""
+    arrived: list[int] = field(default_factory=list)
+
+    def take(self) -> list[int]:
+        """Return the signals since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.wakeup, 64):
+                pass
+        taken, self.arrived = self.arrived, []
+        return taken
+
+    def note(self, number: int, _frame: FrameType | None) -> None:
+        """Signal handler."""
+        self.arrived.append(number)
+
+
+@contextlib.contextmanager
+def catch_signals() -> Iterator[Inbox]:
+    """Collect the signals above until the end of the block.
+
+    A signal that was ignored at the start (nohup, a shell's background job) stays ignored.
+    """
+    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    inbox = Inbox(reading)
+    wanted = [n for n in (*STOPPING, *FORWARDED) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, inbox.note) for number in wanted}
+    old_wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        yield inbox
+    finally:
+        signal.set_wakeup_fd(old_wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(reading)
+        os.close(writing)
+
+
+@dataclass(slots=True)
+class Stop:
+    """The stages of ending a job: the user's signal, SIGTERM, SIGKILL."""
+
+    stages: list[tuple[int, float]]
+    """(signal, seconds until the next), those that are still to come."""
+    deadline: float = 0.0
+    """Monotonic time of the next stage; 0 before the first."""
+
+    @classmethod
+    def begin(cls, number: int, grace: float) -> "Stop":
+        """Plan the stages after a first signal, which has `grace` seconds."""
+        harder = [(signal.SIGTERM, TERM_GRACE)] if number == signal.SIGINT else []
+        return cls([(number, grace), *harder, (signal.SIGKILL, KILL_GRACE)])
+
+    def next_stage(self) -> int | None:
+        """Enter the next stage and return its signal; None after the last."""
+        number, seconds = self.stages.pop(0) if self.stages else (None, KILL_GRACE)
+        self.deadline = time.monotonic() + seconds
+        return number
+
+
+def name_signal(number: int) -> str:
+    """Return a signal's name, `signal 40` where it has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
