@@ -120,7 +120,7 @@ def open_target(job: Job) -> RunDir:
     """Make or open the run directory; raises OSError."""
     config = job.config
     if config.run_dir:
-        return open_run_dir(Path(config.run_dir), shared=job.cluster.kind == "manual")
+        return open_run_dir(Path(config.run_dir), config.node_rank)
     return create_run_dir(Path(config.runs_dir), name_run(job), datetime.now().astimezone())
 
 

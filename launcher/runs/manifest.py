@@ -1,5 +1,6 @@
 """`manifest.json`: what was run, from which sources, where and when, and how it ended."""
 
+import json
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -25,6 +26,7 @@ def describe_start(run: RunDir, command: Sequence[str], choices: Mapping[str, st
         "started": stamp_time(),
         "ended": None,
         "outcome": {"state": "running"},
+        "earlier": read_earlier(run.manifest_path),
     }
 
 
@@ -61,6 +63,16 @@ def stamp_time() -> str:
     return datetime.now().astimezone().isoformat(timespec="milliseconds")
 
 
+def read_earlier(path: Path) -> list[object]:
+    """Return the starts that a manifest tells of, oldest first; none where there is no manifest."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        last = {key: found[key] for key in ("command", "started", "ended", "outcome")}
+        return [*found["earlier"], last]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
 def write_manifest(run: RunDir, manifest: Mapping[str, object]) -> None:
-    """Write `manifest.json`; raises OSError."""
-    write_json(run.path / "manifest.json", manifest)
+    """Write the manifest; raises OSError."""
+    write_json(run.manifest_path, manifest)

@@ -15,6 +15,14 @@ class RunDir:
     first_attempt: int = 0
     """Number of this start's first attempt, after those of earlier starts into the same directory."""
 
+    node_rank: int = 0
+    """Number of this node in a job that is started by hand, whose nodes may share the directory."""
+
+    @property
+    def manifest_path(self) -> Path:
+        """The manifest; nodes above 0 of a job that is started by hand have their own."""
+        return self.path / ("manifest.json" if self.node_rank == 0 else f"manifest-{self.node_rank}.json")
+
     @property
     def id(self) -> str:
         """The run's identifier, unique among runs of its name."""
@@ -48,16 +56,18 @@ def create_run_dir(runs_dir: Path, name: str, now: datetime) -> RunDir:
         return RunDir(prepare_folders(path.absolute()))
 
 
-def open_run_dir(path: Path, *, shared: bool) -> RunDir:
+def open_run_dir(path: Path, node_rank: int | None) -> RunDir:
     """Open a run directory by name, making it if need be; raises OSError.
 
-    A later start goes on counting attempts where the last one ended. Nodes that are started by hand into a
-    `shared` directory all count from 0, since none of them knows which came first.
+    A later start goes on counting attempts where the last one ended. Nodes that are started by hand, with
+    a `node_rank`, may share the directory and all count from 0, since none knows which came first.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     prepare_folders(path.absolute())
     earlier = [int(entry.name) for entry in (path / "logs").iterdir() if entry.name.isdecimal()]
-    return RunDir(path.absolute(), 0 if shared or not earlier else max(earlier) + 1)
+    if node_rank is not None:
+        return RunDir(path.absolute(), 0, node_rank)
+    return RunDir(path.absolute(), max(earlier, default=-1) + 1)
 
 
 def prepare_folders(path: Path) -> Path:

@@ -209,4 +209,28 @@ def test_elastic_job_goes_on_in_the_same_run_directory(tmp_path: Path) -> None:
             assert started.wait() == 0
     logs = tmp_path / "runs" / "mine" / "one" / "logs"
     assert sorted(path.name for path in logs.iterdir() if path.is_dir()) == ["0", "1"]
+    manifest = json.loads((logs.parent / "manifest.json").read_text())
+    assert [entry["outcome"]["state"] for entry in manifest["earlier"]] == ["succeeded"]
     wait_for(lambda: (logs / "1" / "rank-0.out").read_text() == "here\n", "the second start's log")
+
+
+def test_nodes_by_hand_can_share_a_run_directory(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    words = (
+        "nodes=2",
+        "cluster=manual",
+        "nproc_per_node=1",
+        f"rdzv_endpoint=localhost:{port}",
+        "run_dir=shared",
+    )
+    program = write_program(tmp_path, NODE)
+    with (
+        start(tmp_path, *words, "node_rank=0", "--", program) as first,
+        start(tmp_path, *words, "node_rank=1", "--", program) as second,
+    ):
+        assert (first.wait(120), second.wait(120)) == (0, 0)
+    shared = tmp_path / "shared"
+    assert {path.name for path in (shared / "logs" / "0").glob("*.out")} == {"rank-0.out", "rank-1.out"}
+    for name in ("manifest.json", "manifest-1.json"):
+        assert json.loads((shared / name).read_text())["outcome"]["state"] == "succeeded"
