@@ -108,13 +108,11 @@ def explain_failure(attendant: Attendant, ending: Ending) -> list[str]:
     """Say who failed first and show the end of its log; or what the agent said, where no rank failed."""
     failure, host = ending.failure, attendant.job.host
     if failure is None:
-        last = next(
-            (line.strip() for line in reversed(ending.agent_log) if line.strip()), "it printed nothing"
-        )
         code = ending.outcome.agent_exitcode
-        how = name_signal(-code) if code < 0 else f"code {code}"
+        said = [line.strip() for line in ending.agent_log if any(map(str.isalpha, line))]
+        how = name_signal(-code) if code < 0 else f"code {code}: {said[-1] if said else 'it printed nothing'}"
         path = attendant.run.agent_log(host)
-        return [f"torchrun's agent ended with {how}, no rank having failed: {last}", f"its log is {path}"]
+        return [f"no rank failed, but torchrun's agent ended with {how}", f"its log is {path}"]
     source, lines = tail_rank(attendant, failure)
     where = f"rank {failure.rank} on {host} (local rank {failure.local_rank})"
     said = [f"the end of {source}:", *(f"  | {line}" for line in lines)]

@@ -68,7 +68,7 @@ def explain_nodes(kind: str, nodes: object, environ: Mapping[str, str]) -> str:
         each = by_hand.replace("=N ", "=$SLURM_NODEID ")
         return (
             f"nodes={nodes} on {kind}: this version does not start SLURM steps by itself; in this allocation,"
-            f" run `srun --ntasks-per-node=1 bash -c 'launch nodes={nodes} {each} …'`"
+            f" run `srun --nodes={nodes} --ntasks-per-node=1 bash -c 'launch nodes={nodes} {each} …'`"
         )
     return (
         f"nodes={nodes} on {kind}: this is one machine, and this version does not submit to SLURM;"

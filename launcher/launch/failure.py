@@ -13,6 +13,7 @@ REPORT = re.compile(
 )
 """One entry of the table in torchelastic's ChildFailedError."""
 SIGNAL_HINTS = {
+    signal.SIGTERM: "by torchrun where another node failed (see its output), else from outside",
     signal.SIGKILL: "probably out of memory: see `dmesg`, and the job's memory limit",
     signal.SIGBUS: "a bus error: often /dev/shm is full",
     signal.SIGSEGV: "a crash in native code: PYTHONFAULTHANDLER=1 shows where",

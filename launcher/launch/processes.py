@@ -109,8 +109,10 @@ def adopt_orphans() -> None:
     call_prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_with_parent(parent: int) -> None:
-    """Ask for SIGTERM when the parent dies; to be called in the child between fork and exec."""
+def prepare_agent(parent: int, ignored: Iterable[int]) -> None:
+    """Ask for SIGTERM when the parent dies, and ignore signals; for the child, between fork and exec."""
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
     call_prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from launcher.launch.processes import Death, RankProcess, Watch, adopt_orphans, end_leftovers, end_with_parent
+from launcher.launch.processes import Death, RankProcess, Watch, adopt_orphans, end_leftovers, prepare_agent
 from launcher.launch.signals import FORWARDED, KILL_GRACE, Inbox, Stop, catch_signals, name_signal
 
 TICK = 0.05
@@ -119,7 +119,10 @@ class Supervisor:
 
 
 def start_agent(command: Sequence[str], environ: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes]":
-    """Start the agent in a session of its own, so that a terminal's Ctrl-C reaches `launch` alone."""
+    """Start the agent in a session of its own, so that a terminal's Ctrl-C reaches `launch` alone.
+
+    SLURM sends a step's signals to every process in it: the agent would die of those for the ranks.
+    """
     parent = os.getpid()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
@@ -129,7 +132,7 @@ def start_agent(command: Sequence[str], environ: Mapping[str, str], log: Path) -
             stdout=descriptor,
             stderr=descriptor,
             start_new_session=True,
-            preexec_fn=lambda: end_with_parent(parent),  # noqa: PLW1509 - there is one thread
+            preexec_fn=lambda: prepare_agent(parent, FORWARDED),  # noqa: PLW1509 - there is one thread
         )
     finally:
         os.close(descriptor)

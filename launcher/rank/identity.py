@@ -1,22 +1,16 @@
 """Which rank this process is, from the variables of the launcher that started it."""
 
-LOCAL_RANK = (
-    "LOCAL_RANK",
-    "SLURM_LOCALID",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "PALS_LOCAL_RANKID",
+FAMILIES = (
+    ("LOCAL_RANK", "RANK", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MPI_LOCALRANKID", "PMI_RANK", "MPI_LOCALNRANKS"),
+    ("PALS_LOCAL_RANKID", "PALS_RANKID", "PALS_LOCAL_SIZE"),
+    ("SLURM_LOCALID", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE"),
 )
-"""Where torchrun, srun, Open MPI, Intel MPI or MPICH, and HPE PALS put the local rank, in order of trust."""
-RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID")
-LOCAL_WORLD_SIZE = (
-    "LOCAL_WORLD_SIZE",
-    "SLURM_STEP_TASKS_PER_NODE",
-    "SLURM_NTASKS_PER_NODE",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "PALS_LOCAL_SIZE",
-)
+"""Where torchrun, Open MPI, Intel MPI or MPICH, HPE PALS and srun put local rank, rank and ranks of the node.
+
+All three come from one family. SLURM is last, since what runs inside its jobs inherits its variables.
+"""
 
 
 class Identity:
@@ -26,27 +20,44 @@ class Identity:
 
     def __init__(self, environ: dict[str, str]) -> None:
         """Read them; a single process with no such variables is rank 0 of 1."""
-        local_rank = first_number(environ, LOCAL_RANK)
-        rank = first_number(environ, RANK)
-        size = first_number(environ, LOCAL_WORLD_SIZE)
-        self.local_rank = local_rank or 0
-        self.rank = self.local_rank if rank is None else rank
-        self.local_world_size = 1 if local_rank is None else size
-        """Ranks on this node; None where the launcher does not tell."""
-        self.attempt = count_attempts(environ)
+        self.attempt = read_number(environ, "LAUNCH_ATTEMPT") + read_number(
+            environ, "TORCHELASTIC_RESTART_COUNT"
+        )
         """Restarts of the worker group so far, over all starts into the same run directory."""
+        for local_rank, rank, size in FAMILIES:
+            if is_number(environ.get(local_rank, "")) and not is_batch_shell(environ, local_rank):
+                self.local_rank = int(environ[local_rank])
+                self.rank = read_number(environ, rank, self.local_rank)
+                self.local_world_size = read_size(environ, size)
+                """Ranks on this node; None where the launcher does not tell."""
+                return
+        self.rank, self.local_rank, self.local_world_size = 0, 0, 1
 
 
-def count_attempts(environ: dict[str, str]) -> int:
-    """Restarts of torchelastic within this start, after those of earlier starts (`LAUNCH_ATTEMPT`)."""
-    earlier = first_number(environ, ("LAUNCH_ATTEMPT",)) or 0
-    return earlier + (first_number(environ, ("TORCHELASTIC_RESTART_COUNT",)) or 0)
+def is_number(text: str) -> bool:
+    """Tell whether a variable holds a plain number."""
+    return text.isascii() and text.isdecimal()
 
 
-def first_number(environ: dict[str, str], names: tuple[str, ...]) -> int | None:
-    """First variable that holds a number; SLURM's `4(x2)` and `4,3` count as their first number."""
-    for name in names:
-        digits = environ.get(name, "").split("(")[0].split(",")[0]
-        if digits.isdecimal():
-            return int(digits)
-    return None
+def read_number(environ: dict[str, str], name: str, default: int = 0) -> int:
+    """Return the number in a variable."""
+    text = environ.get(name, "")
+    return int(text) if is_number(text) else default
+
+
+def is_batch_shell(environ: dict[str, str], name: str) -> bool:
+    """Tell whether SLURM's variable is the batch script's own 0, which is no rank of a step."""
+    return name == "SLURM_LOCALID" and "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ
+
+
+def read_size(environ: dict[str, str], name: str) -> int | None:
+    """Return the ranks of this node; SLURM's list, `2(x3),1`, has an entry for each node of the step."""
+    sizes: list[int] = []
+    for part in environ.get(name, "").split(","):
+        size, _, times = part.partition("(x")
+        count = times.removesuffix(")") if times else "1"
+        if not is_number(size) or not is_number(count):
+            return None
+        sizes += [int(size)] * int(count)
+    node = read_number(environ, "SLURM_NODEID") if len(sizes) > 1 else 0
+    return sizes[node] if node < len(sizes) else None

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from _signal import SIG_DFL, SIGPIPE, signal  # type: ignore[import-not-found]  # `signal` costs 4 ms
+from _signal import SIG_DFL, SIGPIPE, SIGUSR1, SIGUSR2, signal  # type: ignore[import-not-found]  # `signal` costs 4 ms
 
 from launcher.rank.apply import Applied
 from launcher.rank.identity import Identity
@@ -17,8 +17,10 @@ Binds this rank to the CPUs and memory next to its GPU, then execs the program. 
 in an existing job:
 
     torchrun --nproc-per-node=8 --no-python launch-rank python train.py
-    srun --ntasks-per-node=8 launch-rank python train.py
+    srun --ntasks-per-node=8 --cpu-bind=none launch-rank python train.py
+    mpirun --bind-to none -np 8 launch-rank python train.py
 
+Each rank plans the whole node and takes its part, so srun and mpirun must not have bound it already.
 The local rank comes from LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK, MPI_LOCALRANKID or
 PALS_LOCAL_RANKID. `{num_workers}` in an argument becomes the rank's number of DataLoader workers.
 
@@ -86,8 +88,10 @@ def place_rank(identity: Identity, environ: dict[str, str], words: list[str]) ->
 def become_program(words: list[str], environ: dict[str, str]) -> int:
     """Exec the program; the PID stays, so signals reach it. Returns a shell's exit code if that fails."""
     sys.stderr.flush()
-    # The interpreter ignores SIGPIPE at its start, and an ignored signal stays ignored over exec.
-    signal(SIGPIPE, SIG_DFL)
+    # An ignored signal stays ignored over exec: the interpreter ignores SIGPIPE at its start, and `launch`
+    # has its agent ignore the user signals, which SLURM sends to every process of a step.
+    for number in (SIGPIPE, SIGUSR1, SIGUSR2) if "LAUNCH_RUN_DIR" in environ else (SIGPIPE,):
+        signal(number, SIG_DFL)
     try:
         os.execvpe(words[0], words, environ)
     except FileNotFoundError:

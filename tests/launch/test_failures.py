@@ -107,7 +107,7 @@ def test_agent_that_fails_without_a_rank(tmp_path: Path) -> None:
     program = write_program(tmp_path, "print('never')")
     with start(tmp_path, "torchrun.rdzv_backend=nonsense", "--", program) as started:
         assert started.wait() == 3
-    assert "no rank having failed" in started.read()
+    assert "no rank failed, but torchrun's agent ended with code 1" in started.read()
     assert "nonsense" in started.read()
     assert "Traceback" not in started.read()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cpulist import format_cpulist, parse_cpulist
+from launcher.rank.identity import Identity
 
 SHIM = Path(__file__).parents[2] / "launcher" / "rank" / "__main__.py"
 COMMAND = (sys.executable, "-I", "-S", str(SHIM))
@@ -238,7 +239,7 @@ def test_the_local_rank_of_each_launcher(tmp_path: Path, variables: dict[str, st
 
 
 def test_under_plain_torchrun_the_node_is_planned_by_each_rank(tmp_path: Path) -> None:
-    code = "import os; print(os.environ['RANK'], sorted(os.sched_getaffinity(0)), flush=True)"
+    code = "import os; open(os.environ['RANK'], 'w').write(repr(sorted(os.sched_getaffinity(0))))"
     command = [
         sys.executable,
         "-m",
@@ -252,10 +253,37 @@ def test_under_plain_torchrun_the_node_is_planned_by_each_rank(tmp_path: Path) -
         [*command, *COMMAND, sys.executable, "-c", code],
         env=environ, capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path,
     )  # fmt: skip
-    lines = sorted(line for line in done.stdout.splitlines() if line[:2] in ("0 ", "1 "))
-    assert len(lines) == 2
-    sets = [set(json.loads(line[2 : line.index("]") + 1])) for line in lines]
+    sets = [set(json.loads((tmp_path / rank).read_text())) for rank in "01"]
     assert all(cpus <= set(ALLOWED) for cpus in sets)
     if len(ALLOWED) > 1:
         assert not sets[0] & sets[1]
     assert done.stderr.count("launch-rank: rank") == 2
+
+
+SLURM_STEP = {
+    **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "1"},
+    **{"SLURM_LOCALID": "1", "SLURM_PROCID": "3"},
+}
+OPEN_MPI = {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
+SLURM_BATCH = {"SLURM_JOB_ID": "7", "SLURM_LOCALID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS_PER_NODE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, (0, 0, 1)),
+        ({"LOCAL_RANK": "2", "RANK": "6", "LOCAL_WORLD_SIZE": "4", **SLURM_STEP}, (6, 2, 4)),
+        ({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, (3, 1, 2)),
+        ({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "1,2"}, (3, 1, 2)),
+        ({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "4"}, (3, 1, 4)),
+        ({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "nonsense"}, (3, 1, None)),
+        (SLURM_BATCH, (0, 0, 1)),
+        ({**SLURM_BATCH, **OPEN_MPI}, (5, 1, 8)),
+        ({**SLURM_STEP, "MPI_LOCALRANKID": "0", "PMI_RANK": "4", "MPI_LOCALNRANKS": "2"}, (4, 0, 2)),
+    ],
+)
+def test_numbers_come_from_one_launcher(
+    environ: dict[str, str], expected: tuple[int, int, int | None]
+) -> None:
+    found = Identity(environ)
+    assert (found.rank, found.local_rank, found.local_world_size) == expected

@@ -1,0 +1,323 @@
+"""Where a job runs, from the configuration, SLURM's variables and torchrun's `PET_*`."""
+
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from launcher.errors import LaunchError, MachineError, UsageError
+from launcher.launch.cluster import Cluster, choose_cluster, pet_overrides
+from launcher.launch.torchrun import (
+    check_port_free,
+    parse_endpoint,
+    parse_nodes,
+    parse_pairs,
+    render_torchrun,
+)
+from tests.conftest import Result
+
+Launch = Callable[..., Result]
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "nodes", "environ", "cluster"),
+    [
+        ("auto", 1, {}, Cluster("local", "nodes=1", 1, 1, "localhost:0", is_host=True)),
+        ("local", "1:1", {}, Cluster("local", "cluster=local", 1, 1, "localhost:0", is_host=True)),
+        ("auto", "1:4", {}, Cluster("local", "nodes=1:4", 1, 1, "localhost:0", is_host=True)),
+        (
+            "auto",
+            1,
+            {"SLURM_JOB_ID": "7"},
+            Cluster("local", "nodes=1, on this node of SLURM job 7", 1, 1, "localhost:0", is_host=True),
+        ),
+    ],
+)
+def test_one_machine(kind: str, nodes: object, environ: Mapping[str, str], cluster: Cluster) -> None:
+    assert choose_cluster(kind, nodes, None, None, environ) == cluster
+
+
+def test_one_node_of_several(port: int) -> None:
+    first = choose_cluster("manual", "2:4", 0, f"node0:{port}", {})
+    assert (first.min_nodes, first.max_nodes, first.endpoint, first.is_host) == (2, 4, f"node0:{port}", True)
+    assert not choose_cluster("manual", "2:4", 3, "node0:29500", {}).is_host
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("slurm", 1, None, None), UsageError, "cluster.kind=slurm: choose from auto, local, manual"),
+        (("auto", 4, None, None), MachineError, "nodes=4 on auto: this is one machine"),
+        (("local", "1:2", None, None), MachineError, "set nodes=1"),
+        (("manual", 2, None, None), UsageError, "needs this node's number, node_rank=0 to node_rank=1"),
+        (("manual", 2, 2, "a:1"), UsageError, "node_rank=2"),
+        (("manual", 2, -1, "a:1"), UsageError, "node_rank=-1"),
+        (("manual", 2, 0, None), UsageError, "needs rdzv_endpoint=HOST:PORT"),
+        (("manual", 2, 0, ""), UsageError, "needs rdzv_endpoint=HOST:PORT"),
+        (("manual", 2, 0, "node0"), UsageError, "rdzv_endpoint=node0: give HOST:PORT, as in"),
+        (("manual", 2, 1, "node0:0"), UsageError, "give one above 0"),
+        (("auto", 1, None, "nowhere"), UsageError, "give HOST:PORT"),
+        (("auto", 0, None, None), UsageError, "nodes=0"),
+    ],
+)
+def test_what_cannot_be(
+    arguments: tuple[str, object, int | None, str | None], error: type[LaunchError], message: str
+) -> None:
+    with pytest.raises(error) as caught:
+        choose_cluster(*arguments, {})
+    assert message in str(caught.value)
+
+
+def test_several_nodes_in_an_allocation_say_what_to_run() -> None:
+    with pytest.raises(MachineError, match=r"srun .* node_rank=\$SLURM_NODEID"):
+        choose_cluster("auto", 4, None, None, {"SLURM_JOB_ID": "7"})
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (1, (1, 1)),
+        ("3", (3, 3)),
+        ("2:4", (2, 4)),
+        ("1:1", (1, 1)),
+        (True, None),
+        ("", None),
+        (":", None),
+        ("2:", None),
+        (":2", None),
+        ("4:2", None),
+        ("1:2:3", None),
+        ("0:1", None),
+        (1.5, None),
+        ([1], None),
+        (None, None),
+        ("9" * 5000, None),
+    ],
+)
+def test_numbers_of_nodes(text: object, found: tuple[int, int] | None) -> None:
+    if found:
+        assert parse_nodes(text) == found
+    else:
+        with pytest.raises(UsageError, match="give a number of at least 1, or min:max"):
+            parse_nodes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("node0:29500", ("node0", 29500)),
+        ("10.0.0.1:0", ("10.0.0.1", 0)),
+        ("[::1]:29500", ("::1", 29500)),
+        ("[fe80::1%eth0]:65535", ("fe80::1%eth0", 65535)),
+        ("node0", None),
+        (":29500", None),
+        ("node0:", None),
+        ("node0:http", None),
+        ("node0:65536", None),
+        ("node0:-1", None),
+        ("", None),
+        ("::1:29500", ("::1", 29500)),
+        ("node0:٣", None),
+        ("node0:²", None),
+        ("a b:1", None),
+        ("node0:" + "9" * 5000, None),
+    ],
+)
+def test_endpoints(text: str, found: tuple[str, int] | None) -> None:
+    if found:
+        assert parse_endpoint(text) == found
+    else:
+        with pytest.raises(UsageError, match="give HOST:PORT"):
+            parse_endpoint(text)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "127.0.0.1"])
+def test_a_port_in_use_is_noticed(address: str) -> None:
+    with socket.socket() as taken:
+        taken.bind((address, 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        with pytest.raises(MachineError, match=f"port {number} of this host is not free"):
+            check_port_free(number)
+    check_port_free(number)
+    check_port_free(0)
+
+
+# The variables that the Kubeflow trainer sets, version 1 (PyTorchJob) and version 2 (TrainJob).
+ELASTIC_V1 = {
+    "PET_RDZV_ENDPOINT": "job-worker-0:29400",
+    "PET_RDZV_BACKEND": "c10d",
+    "PET_NNODES": "2:4",
+    "PET_NPROC_PER_NODE": "8",
+    "PET_MAX_RESTARTS": "3",
+    "PET_RDZV_CONF": "timeout=900,join_timeout=60",
+}
+TRAINER_V2 = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "auto",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29500",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "overrides"),
+    [
+        ({}, {}),
+        ({"PET_NNODES": "1"}, {"nodes": "1"}),
+        ({"PET_NNODES": "1:1", "PET_NPROC_PER_NODE": "2"}, {"nodes": "1:1", "nproc_per_node": "2"}),
+        ({"PET_MASTER_ADDR": "a", "PET_NODE_RANK": "0"}, {}),
+        (
+            TRAINER_V2,
+            {
+                "nodes": "2",
+                "nproc_per_node": "auto",
+                "cluster": "manual",
+                "node_rank": "1",
+                "rdzv_endpoint": "job-node-0-0.job:29500",
+            },
+        ),
+        (
+            {**TRAINER_V2, "PET_MASTER_PORT": "1"},
+            {
+                "nodes": "2",
+                "nproc_per_node": "auto",
+                "cluster": "manual",
+                "node_rank": "1",
+                "rdzv_endpoint": "job-node-0-0.job:1",
+            },
+        ),
+        (
+            ELASTIC_V1,
+            {
+                "nodes": "2:4",
+                "nproc_per_node": "8",
+                "cluster": "manual",
+                "node_rank": "0",
+                "rdzv_endpoint": "job-worker-0:29400",
+            },
+        ),
+    ],
+)
+def test_torchruns_variables_stand_for_overrides(environ: dict[str, str], overrides: dict[str, str]) -> None:
+    assert pet_overrides(environ) == overrides
+
+
+def run_with(launch: Launch, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], *words: str) -> str:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    result = launch(*words, "dry_run=true", "--", "/bin/true")
+    assert result.code == 0, result.err
+    return result.out
+
+
+def test_a_node_of_the_kubeflow_trainer(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = run_with(launch, monkeypatch, {**TRAINER_V2, "PET_NPROC_PER_NODE": "2"})
+    for part in (
+        "--nnodes=2:2",
+        "--nproc-per-node=2",
+        "--node-rank=1",
+        "--rdzv-endpoint=job-node-0-0.job:29500",
+        "--rdzv-conf=is_host=0",
+    ):
+        assert part in command
+
+
+def test_an_elastic_node_keeps_what_torchrun_reads_by_itself(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = run_with(launch, monkeypatch, ELASTIC_V1, "node_rank=2")
+    assert "--nnodes=2:4" in command and "--rdzv-endpoint=job-worker-0:29400" in command
+    assert "--rdzv-conf=is_host=0,timeout=900,join_timeout=60" in command
+    assert "--max-restarts" not in command and "--rdzv-backend" not in command
+
+
+def test_the_users_words_win_over_torchruns_variables(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = run_with(
+        launch,
+        monkeypatch,
+        {**TRAINER_V2, "PET_NPROC_PER_NODE": "2"},
+        "nodes=1",
+        "cluster=local",
+        "nproc_per_node=1",
+    )
+    assert "--nnodes=1:1" in command and "--nproc-per-node=1" in command
+
+
+def test_torchruns_variables_that_make_no_sense(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NNODES", "two")
+    launch("dry_run=true", "--", "true").assert_error(2, "nodes=two")
+    monkeypatch.setenv("PET_NNODES", "2")
+    monkeypatch.setenv("PET_NODE_RANK", "one'")
+    launch("dry_run=true", "--", "true").assert_error(2, "node_rank")
+
+
+def test_pairs() -> None:
+    assert parse_pairs("timeout=900, is_host = 1,,x=a=b") == {"timeout": "900", "is_host": "1", "x": "a=b"}
+    assert parse_pairs("") == {}
+
+
+def test_torchruns_command_line() -> None:
+    options = {
+        "nnodes": "1:1",
+        "max_restarts": None,
+        "monitor_interval": 0.5,
+        "rdzv_conf": {"a": 1, "b": "x y"},
+        "other": {},
+    }
+    assert render_torchrun("py", options, ("shim",), ("prog", "a b", "--x", "", "é\n")) == (
+        "py",
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=1:1",
+        "--monitor-interval=0.5",
+        "--rdzv-conf=a=1,b=x y",
+        "--no-python",
+        "shim",
+        "prog",
+        "a b",
+        "--x",
+        "",
+        "é\n",
+    )
+
+
+def test_torchrun_itself_reads_that_command_line() -> None:
+    from torch.distributed.run import parse_args
+
+    options = {
+        "nnodes": "1:1",
+        "nproc_per_node": 2,
+        "rdzv_conf": {"is_host": 1},
+        "max_restarts": 3,
+        "shutdown_timeout": 50,
+    }
+    command = render_torchrun("py", options, ("shim", "-I"), ("prog", "--nnodes", "--", "-x"))
+    parse: Callable[[list[str]], Any] = parse_args
+    parsed = parse(list(command[3:]))
+    assert (parsed.nnodes, parsed.nproc_per_node, parsed.rdzv_conf, parsed.max_restarts) == (
+        "1:1",
+        "2",
+        "is_host=1",
+        3,
+    )
+    assert [parsed.training_script, *parsed.training_script_args] == [
+        "shim",
+        "-I",
+        "prog",
+        "--nnodes",
+        "--",
+        "-x",
+    ]

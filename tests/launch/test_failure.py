@@ -1,0 +1,65 @@
+"""Who failed first, and in which words."""
+
+import pytest
+
+from launcher.launch.failure import Failure, find_failure
+from launcher.launch.processes import Death, RankProcess
+
+REPORT = """
+Root Cause (first observed failure):
+[0]:
+  time      : 2031-02-03_04:05:06
+  host      : h
+  rank      : 3 (local_rank: 1)
+  exitcode  : -9 (pid: 103)
+  error_file: <N/A>
+"""
+
+
+def death(rank: int, exitcode: int | None, *, attempt: int = 0, pid: int = 0) -> Death:
+    return Death(RankProcess(rank, rank % 2, attempt, pid or 100 + rank), 0.0, exitcode)
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "status", "words"),
+    [
+        (1, 1, "exited with code 1"),
+        (3, 3, "exited with code 3"),
+        (127, 127, "exited with code 127 (the program was not found)"),
+        (126, 126, "the program cannot be executed"),
+        (-9, 137, "was killed by SIGKILL (signal 9), probably out of memory"),
+        (-11, 139, "was killed by SIGSEGV (signal 11), a crash in native code"),
+        (-7, 135, "was killed by SIGBUS (signal 7)"),
+        (-6, 134, "was killed by SIGABRT (signal 6)"),
+        (-2, 130, "was killed by SIGINT (signal 2)"),
+        (-40, 168, "was killed by signal 40"),
+    ],
+)
+def test_ends_in_words(exitcode: int, status: int, words: str) -> None:
+    failure = Failure(0, 0, 0, 1, exitcode)
+    assert failure.status == status
+    assert words in failure.describe()
+
+
+@pytest.mark.parametrize(
+    ("deaths", "report", "rank", "exitcode"),
+    [
+        ([death(1, 3), death(0, -15)], "", 1, 3),
+        ([death(0, 0), death(1, 5)], "", 1, 5),
+        ([death(1, 3), death(0, 7, attempt=1)], "", 0, 7),
+        ([death(3, None), death(2, -15)], REPORT, 3, -9),
+        ([death(2, None), death(3, None)], REPORT, 3, -9),
+        ([], REPORT, 3, -9),
+    ],
+)
+def test_the_first_of_the_last_attempt(deaths: list[Death], report: str, rank: int, exitcode: int) -> None:
+    found = find_failure(deaths, report)
+    assert found is not None
+    assert (found.rank, found.exitcode) == (rank, exitcode)
+
+
+@pytest.mark.parametrize(
+    "deaths", [[], [death(0, 0)], [death(0, None)], [death(1, 3), death(0, 0, attempt=1)]]
+)
+def test_no_rank_failed(deaths: list[Death]) -> None:
+    assert find_failure(deaths, "nothing of note") is None
