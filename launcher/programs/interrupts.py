@@ -1,0 +1,67 @@
+"""Signals: a checkpoint on SIGTERM and SIGUSR2, at the same step on all ranks; prompt death on SIGINT."""
+
+import multiprocessing
+import os
+import signal
+from types import FrameType
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+NOTHING, CHECKPOINT, STOP = 0, 1, 2
+"""What a rank wants; all do the largest of the wishes."""
+MEANING = {signal.SIGUSR2: CHECKPOINT, signal.SIGTERM: STOP}
+
+
+def die_by(number: signal.Signals) -> NoReturn:
+    """End this process by a signal, so that the parent sees 128 + n."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    raise AssertionError("a fatal signal returned")
+
+
+def end_workers() -> None:
+    """End this process's children: DataLoader workers heed no SIGTERM, and exit would wait for them."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would take it for a failure
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+class Watch:
+    """Receives this rank's signals and settles with the other ranks what to do about them."""
+
+    def __init__(self) -> None:
+        self.wish = NOTHING
+        self.vote: tuple[dist.Work, torch.Tensor] | None = None
+        for number in MEANING:
+            signal.signal(number, self.receive)
+            signal.siginterrupt(number, False)  # system calls of libraries go on
+
+    def receive(self, number: int, _: FrameType | None) -> None:
+        """Remember a signal."""
+        self.wish = max(self.wish, MEANING[signal.Signals(number)])
+
+    def settle(self) -> int:
+        """Give what all ranks agreed on a step ago, and start the next agreement; once each step.
+
+        One small all_reduce between CPUs runs beside the next step: no rank waits for its GPU, and all read
+        the same answer at the same step, although a signal reaches them at different times.
+        """
+        agreed = self.finish()
+        vote = torch.tensor(self.wish)
+        # Nothing is lost to a signal in between: a smaller wish was part of the larger one that was put.
+        self.wish = NOTHING if self.wish == int(vote) else self.wish
+        work = dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True)
+        if work is not None:
+            self.vote = (work, vote)
+        return agreed
+
+    def finish(self) -> int:
+        """Give the result of the agreement that is under way."""
+        if self.vote is None:
+            return NOTHING
+        work, vote = self.vote
+        work.wait()
+        self.vote = None
+        return int(vote.item())

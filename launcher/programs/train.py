@@ -1,0 +1,28 @@
+"""Train a language model: `python -m launcher.programs.train`, or under torchrun with the same options."""
+
+import signal
+
+from launcher.programs.config import parse_config
+
+
+def prepare() -> None:
+    """Die by SIGINT without a traceback, and outlive SIGUSR2, until the training loop heeds signals.
+
+    A SIGINT that was ignored at the start (nohup, a shell's background job) stays ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR2, lambda *_: None)
+
+
+def main() -> None:
+    """Run the program; `--help` and mistakes on the command line need no torch, which takes two seconds."""
+    prepare()
+    config = parse_config()
+    from launcher.programs.run import run  # noqa: PLC0415 - see above
+
+    run(config)
+
+
+if __name__ == "__main__":
+    main()
