@@ -1,5 +1,7 @@
 """`launch`: reads the command line, and wires the rooms for what it asks."""
 
+import contextlib
+import io
 import os
 import sys
 import traceback
@@ -7,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from launcher.errors import LaunchError, UsageError
+from launcher.errors import EXIT_MACHINE, LaunchError, UsageError
 
 if TYPE_CHECKING:
     from launcher.flags import Flags
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 VERBS = ("plan",)
 """Words that may stand first; without one, a command line runs a job."""
+LONGEST = 800
+"""Characters of an error."""
 INTERNAL = 70
 """Exit code for a defect of ours (EX_SOFTWARE of sysexits.h)."""
 
@@ -33,7 +37,25 @@ class Command:
 
 def main() -> None:
     """Entry point of `launch`: runs the command line and exits with its code."""
+    open_streams()
     sys.exit(run_guarded(sys.argv[1:]))
+
+
+def open_streams() -> None:
+    """Put /dev/null where a standard stream is closed, and let the others take any character.
+
+    Else the first file to be opened would take the stream's number, and the ranks' output would go there.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def run_guarded(argv: Sequence[str]) -> int:
@@ -47,23 +69,39 @@ def run_guarded(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Who reads our output has left; this keeps Python from complaining at its own exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return 141
+    except OSError as error:
+        drop_output()
+        return report_defect(error, f"the system refused: {error}", EXIT_MACHINE)
     except Exception as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            traceback.print_exc()
-        complain(
-            f"internal error, {type(error).__name__}: {error} (HYDRA_FULL_ERROR=1 shows where): report it"
-        )
-        return INTERNAL
+        what = f"internal error, {type(error).__name__}: {error} (HYDRA_FULL_ERROR=1 shows where): report it"
+        return report_defect(error, what, INTERNAL)
     return status
 
 
+def report_defect(error: Exception, text: str, status: int) -> int:
+    """Print an error that was not foreseen, with its traceback where that is asked for."""
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        traceback.print_exception(error)
+    complain(text)
+    return status
+
+
+def drop_output() -> None:
+    """Give up on stdout, whose reader has left or whose disk is full; else Python complains at its exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def complain(text: str) -> None:
-    """Print an error as one line."""
-    line = " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
-    sys.stderr.write(f"launch: error: {line}\n")
+    """Print an error as one line, the middle of a very long one left out."""
+    line = " ".join(text.split())
+    if len(line) > LONGEST:
+        line = f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"launch: error: {line}\n".encode("utf-8", "backslashreplace").decode())
+        sys.stderr.flush()
 
 
 def parse_command(argv: Sequence[str]) -> Command:
@@ -78,7 +116,18 @@ def parse_command(argv: Sequence[str]) -> Command:
                 "nothing stands after `--`: give a program, as in `launch -- train.py --lr 3e-4`"
             )
     verb = words.pop(0) if words and words[0] in VERBS else "run"
+    if verb == "run" and words:
+        check_verb(words[0])
     return Command(verb, tuple(words), program)
+
+
+def check_verb(word: str) -> None:
+    """Raise UsageError for a first word that is nearly a verb."""
+    import difflib
+
+    near = difflib.get_close_matches(word, VERBS, n=1, cutoff=0.8) if word.isalpha() else []
+    if near:
+        raise UsageError(f"there is no verb {word!r}: did you mean {near[0]}?")
 
 
 def run_command(command: Command, argv: Sequence[str]) -> int:
@@ -96,7 +145,7 @@ def run_command(command: Command, argv: Sequence[str]) -> int:
 
     flags = parse_flags(command.words)
     if flags.completion:
-        from launcher.config import complete_line
+        from launcher.completion import complete_line
 
         return complete_line(flags.sources, flags.overrides, VERBS)
     if flags.asks_hydra:
@@ -110,10 +159,12 @@ def run_command(command: Command, argv: Sequence[str]) -> int:
 
 def run_sweep(flags: "Flags", command: Command, argv: Sequence[str]) -> int:
     """Run the jobs of `-m` one after the other; return the first exit code that is not 0."""
-    from launcher.config import expand_sweep
-    from launcher.launch.supervise import STOPPING
+    from launcher.config import compose, expand_sweep, resolve
+    from launcher.launch.signals import STOPPING
 
     jobs = expand_sweep(flags.sources, flags.overrides)
+    for overrides in jobs:
+        resolve(compose(flags.sources, overrides))  # a mistake in the last job shows before the first runs
     first = 0
     for number, overrides in enumerate(jobs, 1):
         sys.stderr.write(f"launch: job {number} of {len(jobs)}: {' '.join(overrides)}\n")
@@ -130,21 +181,33 @@ def run_verb(flags: "Flags", command: Command, argv: Sequence[str]) -> int:
     from launcher.job import plan_configured, plan_job
 
     composed = compose(flags.sources, add_pet(flags.overrides, os.environ))
+    for doubt in composed.warnings:
+        sys.stderr.write(f"launch: warning: {doubt}\n")
+    own_files = flags.sources.list_own(composed.choices)
     if command.verb == "plan":
         config = resolve(composed)
-        return show_plan(plan_configured(config, {**os.environ, **config.env}), config)
+        plan = plan_configured(config, {**os.environ, **config.env})
+        name_files(own_files)
+        return show_plan(plan, config)
     job = plan_job(composed, command.program, os.environ)
     from launcher.execute import execute_job, preview_job
 
     if job.config.dry_run:
+        name_files(own_files)
         return preview_job(job)
-    return execute_job(job, argv, flags.sources.list_own(composed.choices))
+    return execute_job(job, argv, own_files)
+
+
+def name_files(own_files: Sequence[str]) -> None:
+    """Say which configuration is not the shipped one."""
+    if own_files:
+        sys.stderr.write(f"launch: configuration from {', '.join(own_files)}\n")
 
 
 def add_pet(overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Put the overrides that `PET_*` variables stand for before the user's own, which win."""
-    from launcher.config import quote_value
     from launcher.launch.cluster import pet_overrides
+    from launcher.overrides import quote_value
 
     given = {word.lstrip("+").partition("=")[0] for word in overrides}
     pet = {key: value for key, value in pet_overrides(environ).items() if key not in given}
@@ -160,8 +223,6 @@ def show_plan(plan: "Plan", config: "LaunchConfig") -> int:
 
         sys.stdout.write(json.dumps(plan_to_json(plan), indent=1) + "\n")
         return 0
-    if config.format != "table":
-        raise UsageError(f"format={config.format}: choose from table, json")
     from launcher.report.console import make_console
     from launcher.report.placement import print_placement
 

@@ -1,11 +1,13 @@
 """Configuration by Hydra: overrides, composition, and errors that a user can act on."""
 
+import io
 import os
 import re
 import sys
+import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,22 +19,24 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from launcher.errors import EXIT_USAGE, UsageError
+from launcher.errors import UsageError
 from launcher.flags import Flags
+from launcher.overrides import check_shape, is_choice, read_key, rewrite_overrides
 from launcher.schema import LaunchConfig
 from launcher.sources import PRIMARY, Sources, find_shipped
 from launcher.suggest import shorten_message, suggest
 
-FREE_FORM = ("env.", "torchrun.rdzv_conf.")
-"""Keys that need no `+`, though the schema cannot know them."""
-FAILURES = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError)
+FAILURES = (
+    *(HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError),
+    # By these it stumbles over files of an unforeseen shape.
+    *(AssertionError, AttributeError, LookupError, TypeError),
+)
 """What Hydra raises for a user's mistake."""
 
 
@@ -43,6 +47,8 @@ class Composed:
     tree: DictConfig
     choices: dict[str, str]
     """Option chosen for each group."""
+    warnings: tuple[str, ...]
+    """What Hydra finds doubtful, each in one line."""
 
 
 @contextmanager
@@ -57,14 +63,16 @@ def open_hydra(sources: Sources) -> Iterator[Hydra]:
     search_path.append("schema", "structured://")
     GlobalHydra.instance().clear()
     try:
-        yield Hydra.create_main_hydra2(PRIMARY, search_path)
+        with warnings.catch_warnings(action="ignore"):
+            yield Hydra.create_main_hydra2(PRIMARY, search_path)
     finally:
         GlobalHydra.instance().clear()
 
 
 def compose(sources: Sources, overrides: Sequence[str]) -> Composed:
     """Compose the configuration; raises UsageError with the fix."""
-    with open_hydra(sources) as hydra:
+    with open_hydra(sources) as hydra, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
         words = normalize_overrides(sources, overrides)
         try:
             tree = compose_tree(hydra, sources, words)
@@ -73,10 +81,9 @@ def compose(sources: Sources, overrides: Sequence[str]) -> Composed:
     choices = {str(g): str(o) for g, o in tree.hydra.runtime.choices.items() if o and "hydra" not in str(g)}
     del tree["hydra"]
     if OmegaConf.get_type(tree) is not LaunchConfig:
-        raise UsageError(
-            f"{sources.primary}.yaml does not build on launch_schema: put it first in its defaults"
-        )
-    return Composed(tree, choices)
+        raise UsageError(explain_foreign(sources))
+    doubts = dict.fromkeys(" ".join(str(entry.message).split()) for entry in caught)
+    return Composed(tree, choices, tuple(doubts))
 
 
 def compose_tree(hydra: Hydra, sources: Sources, words: list[str]) -> DictConfig:
@@ -87,15 +94,22 @@ def compose_tree(hydra: Hydra, sources: Sources, words: list[str]) -> DictConfig
 
 
 def resolve(composed: Composed, run_dir: Path | None = None) -> LaunchConfig:
-    """Resolve interpolations, `${run_dir}` among them, and return typed values; raises UsageError."""
-    if run_dir:
-        composed.tree.run_dir = str(run_dir)
+    """Resolve interpolations, `${run_dir}` among them, and return typed values; raises UsageError.
+
+    Before the run directory is known, `RUN_DIR` stands for it.
+    """
+    tree = composed.tree
     try:
-        config = OmegaConf.to_object(composed.tree)
+        unknown = run_dir is None and tree.run_dir is None
+        if run_dir or unknown:
+            tree.run_dir = str(run_dir or "RUN_DIR")
+        config = OmegaConf.to_object(tree)
     except FAILURES as error:
         raise UsageError(shorten_message(error)) from None
     if not isinstance(config, LaunchConfig):
         raise UsageError("the configuration does not build on launch_schema: put it first in its defaults")
+    if unknown:
+        tree.run_dir = config.run_dir = None
     return config
 
 
@@ -114,68 +128,24 @@ def expand_sweep(sources: Sources, overrides: Sequence[str]) -> list[list[str]]:
 
 
 def normalize_overrides(sources: Sources, overrides: Sequence[str], *, sweep: bool = False) -> list[str]:
-    """Let `model=x` and `+model=x` both choose from a group, and `env.X=…` set a variable byte for byte.
-
-    Hydra by itself refuses the first for a group without a default and the second for one with it.
-    Raises UsageError for a word that Hydra cannot read.
-    """
-    defaults = read_defaults(sources, sources.primary)
-    words = [normalize_override(sources, defaults, word, sweep=sweep) for word in overrides]
+    """Return the overrides in Hydra's terms; raises UsageError for a word that Hydra cannot read."""
+    for given in overrides:
+        check_shape(given)
+    words = rewrite_overrides(sources, overrides, sweep=sweep)
     for word, given in zip(words, overrides, strict=True):
         check_override(word, given)
     return words
 
 
-def normalize_override(sources: Sources, defaults: set[str], word: str, *, sweep: bool) -> str:
-    """Rewrite one override; see normalize_overrides."""
-    match = re.fullmatch(r"(\+{0,2})([^=@~+]+)([=@].*)", word, re.DOTALL)
-    if not match:
-        return word
-    key, rest = match[2], match[3]
-    if key.startswith("env.") and not sweep and rest.startswith("="):
-        rest = "=" + quote_value(rest[1:])
-    if key.startswith(FREE_FORM):
-        return f"++{key}{rest}"
-    if "." not in key and sources.has_group(key):
-        return f"{'' if key in defaults else '+'}{key}{rest}"
-    return word
-
-
-def quote_value(value: str) -> str:
-    """Quote a value for Hydra's grammar unless the user has: `1e3` stays `1e3`, and spaces are fine."""
-    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
-        return value
-    return QuotedString(value, Quote.single).with_quotes()
-
-
-def read_defaults(sources: Sources, name: str) -> set[str]:
-    """Return the groups that have a default in a primary file, or in the files that it builds on."""
-    path = sources.find_file(name)
-    try:
-        entries = yaml.safe_load(path.read_text()).get("defaults") if path else []
-    except (AttributeError, OSError, ValueError, yaml.YAMLError):
-        entries = []  # composing says what is wrong with the file
-    groups: set[str] = set()
-    for entry in entries or []:
-        if isinstance(entry, dict):
-            groups |= {str(key).removeprefix("override ").removeprefix("optional ") for key in entry}
-        elif entry not in ("_self_", name):
-            groups |= read_defaults(sources, str(entry))
-    return groups
-
-
 def check_override(word: str, given: str) -> None:
     """Raise UsageError for a word that is not an override."""
-    if "=" not in word and not word.startswith("~"):
-        raise UsageError(
-            f"{given!r} is not KEY=VALUE: to run a program, put it after `--`, as in `launch -- {given}`"
-        )
     try:
         OverridesParser.create().parse_override(word)
     except FAILURES as error:
         key = given.partition("=")[0]
-        hint = f"quote the value for Hydra, as in '{key}=\"…\"'"
-        raise UsageError(f"cannot read {given!r} ({shorten_message(error)}): {hint}") from None
+        why = re.sub(r"\w+Exception\((.*)\)", r"Hydra stops at \1", shorten_message(error))
+        why = why.replace("None", "") or "Hydra gives it another meaning"
+        raise UsageError(f"cannot read {given!r} ({why}): quote the value, as in '{key}=\"…\"'") from None
 
 
 def diagnose_failure(hydra: Hydra, sources: Sources, words: list[str], error: BaseException) -> str:
@@ -185,20 +155,31 @@ def diagnose_failure(hydra: Hydra, sources: Sources, words: list[str], error: Ba
         return (
             f"there is no {option!r} in {group or 'the configuration'}{suggest(option, error.options or ())}"
         )
+    chosen = [word for word in words if is_choice(sources, word)]
+    for word in chosen if "Config group override" in str(error) else ():
+        group = read_key(word)
+        return f"{word}: name an option of the group, as in {group}={sources.list_options(group)[0]}"
     try:
-        known = list_keys(compose_tree(hydra, sources, [w for w in words if is_choice(sources, w)]))
+        tree = compose_tree(hydra, sources, chosen)
     except FAILURES as worse:
         return shorten_message(worse)
+    if OmegaConf.get_type(tree) is not LaunchConfig:
+        return explain_foreign(sources)
+    known = list_keys(tree)
     for word in words:
         key = re.split("[=@]", word)[0]
-        if key not in known and not key.startswith(("+", "~", "hydra")) and not is_choice(sources, word):
+        if key not in known and not key.startswith(("+", "~", "hydra")) and word not in chosen:
             return f"there is no key {key!r}{suggest(key, [*known, *sources.list_groups()])}"
     return shorten_message(error)
 
 
-def is_choice(sources: Sources, word: str) -> bool:
-    """Tell whether an override chooses an option of a group."""
-    return sources.has_group(re.split("[=@]", word.lstrip("+~"))[0])
+def explain_foreign(sources: Sources) -> str:
+    """Say that the primary file is no configuration of ours."""
+    path = sources.find_file(sources.primary)
+    return (
+        f"{path or sources.primary} does not build on launch_schema: put `launch` (all the shipped defaults)"
+        " or `launch_schema` first in its defaults"
+    )
 
 
 def list_keys(tree: DictConfig, prefix: str = "") -> list[str]:
@@ -215,30 +196,52 @@ def list_keys(tree: DictConfig, prefix: str = "") -> list[str]:
 def show_flags(flags: Flags) -> int:
     """Show what `--cfg`, `--info` or `--hydra-help` ask for, as Hydra does; raises UsageError."""
     name, words = flags.sources.primary, normalize_overrides(flags.sources, flags.overrides)
+    output = io.StringIO()
     with open_hydra(flags.sources) as hydra:
         try:
-            if flags.cfg:
-                hydra.show_cfg(name, words, flags.cfg, flags.package, flags.resolve)
-            elif flags.info:
-                hydra.show_info(flags.info, name, words)
-            else:
-                hydra.hydra_help(name, get_args_parser(), Namespace(resolve=False))
+            with redirect_stdout(output), redirect_stderr(io.StringIO()):
+                if flags.cfg:
+                    hydra.show_cfg(name, words, flags.cfg, flags.package, flags.resolve)
+                elif flags.info:
+                    hydra.show_info(flags.info, name, words)
+                else:
+                    hydra.hydra_help(name, get_args_parser(), Namespace(overrides=[]))
         except FAILURES as error:
             raise UsageError(diagnose_failure(hydra, flags.sources, words, error)) from None
-        except SystemExit:  # Hydra has said why: there is no such package
-            return EXIT_USAGE
+        except SystemExit:  # so Hydra ends where there is no such package
+            raise UsageError(
+                f"the configuration has nothing at {flags.package!r}: see `launch --cfg {flags.cfg}`"
+            ) from None
+    sys.stdout.write(output.getvalue())
     return 0
 
 
-def complete_line(sources: Sources, request: Sequence[str], verbs: Sequence[str]) -> int:
-    """Install or answer shell completion as Hydra does, with our verbs; nothing after `--`."""
-    words = os.environ.get("COMP_LINE", "").split(" ")
-    if "--" in words:
-        return 0
-    if len(words) == 2:
-        sys.stdout.write("".join(f"{verb} " for verb in verbs if verb.startswith(words[1])))
-    if len(words) > 2 and words[1] in verbs:
-        os.environ["COMP_LINE"] = " ".join([words[0], *words[2:]])
-    with open_hydra(sources) as hydra:
-        hydra.shell_completion(sources.primary, list(request))
-    return 0
+def ask_completion(sources: Sources, request: str, words: Sequence[str] = ()) -> str:
+    """Return what Hydra's shell completion prints for `install=bash`, or for a query of these words.
+
+    Raises UsageError for a shell that it does not know, or for words that it cannot read.
+    """
+    *before, last = words or [""]
+    # Hydra takes the line from the environment, splits it at white space, and answers on stdout.
+    whole = [word for word in normalize_overrides(sources, before) if len(word.split()) == 1]
+    line = " ".join(["launch", *whole, last])
+    output = io.StringIO()
+    try:
+        with open_hydra(sources) as hydra, borrow_variable("COMP_LINE", line), redirect_stdout(output):
+            hydra.shell_completion(sources.primary, [request])
+    except FAILURES as error:
+        raise UsageError(f"{request}: {shorten_message(error)}") from None
+    return output.getvalue()
+
+
+@contextmanager
+def borrow_variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable for a while."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before

@@ -76,6 +76,8 @@ def parse_flags(words: Sequence[str]) -> Flags:
     for word in overrides:
         if word.startswith("-"):
             raise UsageError(explain_option(parser, word))
+    if (known.package is not None or known.resolve) and not known.cfg:
+        raise UsageError("--package and --resolve go with --cfg: write --cfg job as well, or leave them out")
     sources = find_sources(known.config_path, known.config_dir, known.config_name)
     return Flags(
         sources,

@@ -2,8 +2,9 @@
 
 import sys
 
+from launcher.errors import UsageError
 from launcher.flags import make_parser
-from launcher.sources import find_sources
+from launcher.sources import Sources, find_shipped, find_sources
 
 RUN = """\
 usage: launch [KEY=VALUE ...] [-- PROGRAM ARGUMENT ...]
@@ -43,7 +44,7 @@ Shows where each rank would run, and starts nothing. The keys are those of `laun
 
 def print_help(verb: str) -> int:
     """Print the help of a verb, the groups and the flags; return exit code 0."""
-    sources = find_sources(None, None, None)
+    sources = find_readable()
     lines = [PLAN if verb == "plan" else RUN, "groups (choose with GROUP=OPTION; ./conf is searched first)"]
     for group in sources.list_groups():
         lines.append(f"  {group:<14}  {', '.join(sources.list_options(group))}")
@@ -54,6 +55,14 @@ def print_help(verb: str) -> int:
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
+
+
+def find_readable() -> Sources:
+    """Return the usual sources, the shipped ones alone where ./conf cannot be read: help is always there."""
+    try:
+        return find_sources(None, None, None)
+    except UsageError:
+        return Sources((find_shipped(),))
 
 
 def list_flags() -> list[str]:

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -21,6 +21,9 @@ from launcher.schema import LaunchConfig
 SHIM = Path(__file__).parent / "rank" / "__main__.py"
 CONSOLES = ("rank0", "all", "none")
 DEVICES = ("all", "own")
+FORMATS = ("table", "json")
+MOST_RANKS = 4096
+"""Ranks on a node: several times the threads of the largest; a slip of the finger must not fill memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +44,14 @@ class Job:
 def plan_job(composed: Composed, words: tuple[str, ...] | None, environ: Mapping[str, str]) -> Job:
     """Decide where and how to run; raises UsageError or MachineError, and writes nothing."""
     config = resolve(composed)
+    check_strings(asdict(config))
+    check_variables(config.env)
     check_choice("logs.console", config.logs.console, CONSOLES)
     check_choice("devices", config.devices, DEVICES)
     check_name(config.name)
+    check_least("logs.tail", config.logs.tail, 1)
+    check_least("torchrun.shutdown_timeout", config.torchrun.shutdown_timeout, 0)
+    check_least("torchrun.max_restarts", config.torchrun.max_restarts or 0, 0)
     merged = {**environ, **config.env}
     cluster = choose_cluster(
         config.cluster.kind, config.nodes, config.node_rank, config.rdzv_endpoint, merged
@@ -56,6 +64,7 @@ def plan_job(composed: Composed, words: tuple[str, ...] | None, environ: Mapping
 
 def plan_configured(config: LaunchConfig, environ: Mapping[str, str]) -> Plan:
     """Plan the machine that the configuration names; raises UsageError or MachineError."""
+    check_choice("format", config.format, FORMATS)
     machine = read_machine(config.machine.root, config.machine.snapshot)
     request = Request(
         nproc_per_node=parse_nproc(config.nproc_per_node),
@@ -77,8 +86,11 @@ def parse_nproc(text: object) -> int | None:
         number = int(str(text))
     except ValueError:
         number = 0
-    if number < 1:
-        raise UsageError(f"nproc_per_node={text}: give a number of at least 1, or auto")
+    if not 1 <= number <= MOST_RANKS:
+        shown = "null" if text is None else text
+        raise UsageError(
+            f"nproc_per_node={shown}: give a number of at least 1 and at most {MOST_RANKS}, or auto"
+        )
     return number
 
 
@@ -88,11 +100,40 @@ def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
         raise UsageError(f"{key}={value}: choose from {', '.join(choices)}")
 
 
+def check_least(key: str, value: int, least: int) -> None:
+    """Raise UsageError for a number that is too small."""
+    if value < least:
+        raise UsageError(f"{key}={value}: give a number of at least {least}")
+
+
+def check_strings(value: object) -> None:
+    """Raise UsageError for a text that can be no path, argument or variable: NUL, or not in the encoding."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list):
+        for item in value:
+            check_strings(item)
+    elif isinstance(value, str):
+        try:
+            possible = b"\0" not in os.fsencode(value)
+        except UnicodeEncodeError:
+            possible = False
+        if not possible:
+            raise UsageError(f"{value!r} has a character that no path, argument or variable can have")
+
+
+def check_variables(env: Mapping[str, str]) -> None:
+    """Raise UsageError for a name that no variable of the environment can have."""
+    for name in env:
+        if not name or "=" in name:
+            raise UsageError(f"env has a variable named {name!r}: give a name without =")
+
+
 def check_name(name: str | None) -> None:
     """Raise UsageError for a run's name that cannot be the name of a folder."""
     if name is None:
         return
-    if name in ("", ".", "..") or "/" in name or len(name.encode()) > 200 or not name.isprintable():
+    if name in ("", ".", "..") or "/" in name or len(os.fsencode(name)) > 200 or not name.isprintable():
         raise UsageError(
             f"name={name!r}: give a name without / of 1 to 200 bytes; runs_dir=DIR says where it goes"
         )
@@ -159,6 +200,7 @@ def build_environ(job: Job, run: RunDir) -> dict[str, str]:
     return {
         "PYTHONUNBUFFERED": "1",
         **job.environ,
+        **resolve(job.composed, run.path).env,
         "LAUNCH_PLAN": str(run.plan_path(job.host)),
         "LAUNCH_RUN_DIR": str(run.path),
         "LAUNCH_ATTEMPT": str(run.first_attempt),

@@ -19,7 +19,10 @@ class Sources:
 
     def has_group(self, name: str) -> bool:
         """Tell whether a group of this name exists in any folder."""
-        return name != "" and any((folder / name).is_dir() for folder in self.folders)
+        try:
+            return name != "" and any((folder / name).is_dir() for folder in self.folders)
+        except OSError:  # too long to be a name
+            return False
 
     def list_groups(self) -> tuple[str, ...]:
         """Return the groups in alphabetic order."""
@@ -36,7 +39,10 @@ class Sources:
     def find_file(self, name: str) -> Path | None:
         """Return the file that `name` (`launch`, `model/tiny`) is read from; None where there is none."""
         paths = (folder / f"{name}.yaml" for folder in self.folders)
-        return next((path for path in paths if path.is_file()), None)
+        try:
+            return next((path for path in paths if path.is_file()), None)
+        except OSError:  # too long to be a name
+            return None
 
     def list_own(self, choices: dict[str, str]) -> list[str]:
         """Return the chosen files that are not the shipped ones, relative to the working directory."""
@@ -56,6 +62,7 @@ def find_sources(config_path: str | None, config_dir: str | None, primary: str |
 
     Raises UsageError for a folder that was named and is not there, or that cannot be read.
     """
+    check_here()
     own = Path(config_path or "conf").absolute()
     last = [Path(config_dir).absolute()] if config_dir else []
     for folder in ([own] if config_path else []) + last:
@@ -69,9 +76,17 @@ def find_sources(config_path: str | None, config_dir: str | None, primary: str |
     return Sources(folders, primary or PRIMARY)
 
 
+def check_here() -> None:
+    """Raise UsageError where the working directory has been removed."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UsageError(f"the working directory is gone ({error.strerror}): cd to another") from None
+
+
 def check_readable(folder: Path) -> None:
-    """Raise UsageError for a folder with something in it that cannot be read."""
-    for path in (folder, *folder.glob("*/"), *folder.glob("**/*.yaml")):
+    """Raise UsageError for a folder with a group or an option in it that cannot be read."""
+    for path in (folder, *folder.glob("*/"), *folder.glob("*.yaml"), *folder.glob("*/*.yaml")):
         needed = os.R_OK | os.X_OK if path.is_dir() else os.R_OK
         if not os.access(path, needed):
             raise UsageError(f"{path} cannot be read: `chmod -R u+rX {folder}`, or start from another folder")

@@ -19,6 +19,14 @@ def resolve_program(words: Sequence[str], environ: Mapping[str, str]) -> tuple[s
     Python is the one that runs the launcher, or `PYTHON_EXEC` as torchrun knows it.
     Raises UsageError for a program that is not there or cannot be run.
     """
+    try:
+        return locate_program(words, environ)
+    except OSError as error:  # a folder on the way is closed, or the name is too long
+        raise UsageError(f"no such program: {words[0]} ({error.strerror}): check the path") from None
+
+
+def locate_program(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """See resolve_program; raises OSError too."""
     python = environ.get("PYTHON_EXEC", sys.executable)
     first = words[0] if words else ""
     if first == "-m":
@@ -53,6 +61,8 @@ def check_script(script: Path) -> None:
     """Raise UsageError for a script that is not there or cannot be read."""
     if not script.exists():
         raise UsageError(f"no such program: {script} (from {Path.cwd()}): check the path")
+    if script.is_dir() and not (script / "__main__.py").is_file():
+        raise UsageError(f"{script} is a folder without a __main__.py: name the program in it")
     if not os.access(script, os.R_OK):
         raise UsageError(f"{script} cannot be read: `chmod +r {script}`")
 

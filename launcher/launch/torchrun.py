@@ -1,5 +1,6 @@
 """torchrun's command line, rendered from values."""
 
+import re
 import socket
 from collections.abc import Mapping, Sequence
 
@@ -7,6 +8,8 @@ from launcher.errors import MachineError, UsageError
 
 MODULE = "torch.distributed.run"
 """What the `torchrun` script runs."""
+ENDPOINT = re.compile(r"(?P<host>\[[\w.:%-]+\]|[\w.:-]+):(?P<port>[0-9]{1,5})")
+"""torchrun reads the last number of `::1:29500` as the port too."""
 
 
 def render_torchrun(
@@ -45,16 +48,19 @@ def parse_nodes(text: object) -> tuple[int, int]:
     except ValueError:
         minimum, maximum = 0, 0
     if not 1 <= minimum <= maximum:
-        raise UsageError(f"nodes={text}: give a number of at least 1, or min:max as in nodes=2:4")
+        shown = "null" if text is None else text
+        raise UsageError(f"nodes={shown}: give a number of at least 1, or min:max as in nodes=2:4")
     return minimum, maximum
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
     """Read HOST:PORT, also `[::1]:29500`; raises UsageError."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not int(port) < 1 << 16:
-        raise UsageError(f"rdzv_endpoint={text}: give HOST:PORT, as in rdzv_endpoint={text or 'node0'}:29500")
-    return host.strip("[]"), int(port)
+    match = ENDPOINT.fullmatch(text)
+    if not match or not int(match["port"]) < 1 << 16:
+        raise UsageError(
+            f"rdzv_endpoint={text}: give HOST:PORT, as in rdzv_endpoint=node0:29500 or [::1]:29500"
+        )
+    return match["host"].strip("[]"), int(match["port"])
 
 
 def check_port_free(port: int) -> None:

@@ -1,9 +1,10 @@
 """What people see while a job runs: the ranks' lines with their origin, a progress bar, our own messages."""
 
+import errno
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
@@ -27,7 +28,8 @@ class JobConsole:
     bar: Progress | None = None
     steps: list[Step] = field(default_factory=list)
     """Logging steps of rank 0 so far."""
-    gone: bool = False
+    gone: set[str] = field(default_factory=set)
+    """Streams whose reader has left: `out`, `err`."""
 
     def show_line(self, line: Line) -> None:
         """Print a rank's line where the mode says so, and read progress from rank 0's."""
@@ -35,71 +37,76 @@ class JobConsole:
             self.steps.append(step)
             self.show_step(step)
         if self.mode == "all" or (self.mode == "rank0" and line.rank == 0):
-            stream = sys.stdout if line.stream == "out" else sys.stderr
-            self.write(stream, f"[{self.host}:{line.rank}] {line.text}\n")
+            self.write(line.stream, f"[{self.host}:{line.rank}] {line.text}\n")
 
     def say(self, text: str) -> None:
         """Print one of our own lines."""
-        self.write(sys.stderr, f"launch: {text}\n")
+        self.write("err", f"launch: {text}\n")
 
-    def write(self, stream: TextIO, text: str) -> None:
-        """Write to a stream that may have been closed, and that may not know all characters."""
-        if self.gone:
+    def write(self, name: str, text: str) -> None:
+        """Write to `out` or `err`, which may have been closed, and may not know all characters."""
+        if name in self.gone:
             return
+        stream = sys.stdout if name == "out" else sys.stderr
+        encoding = stream.encoding or "utf-8"
         try:
-            stream.write(
-                text.encode(stream.encoding or "utf-8", "replace").decode(stream.encoding or "utf-8")
-            )
+            stream.write(text.encode(encoding, "replace").decode(encoding))
             stream.flush()
         except (OSError, ValueError):
-            self.gone = True
+            self.gone.add(name)
 
     def guard(self, show: Callable[[Console], None]) -> None:
         """Let rich print something, unless the terminal is gone."""
-        if self.gone:
+        if "err" in self.gone:
             return
         try:
             show(self.console)
-        except (OSError, UnicodeError):
-            self.gone = True
+        except (OSError, ValueError):
+            self.gone.add("err")
 
     def show_step(self, step: Step) -> None:
         """Move the bar; it appears with the first logging step, and on a terminal alone."""
-        if self.gone or not self.console.is_terminal or not step.total:
-            return
-        try:
-            if self.bar is None:
-                self.bar = make_bar(self.console)
-                self.bar.start()
-                self.bar.add_task("training", total=step.total, metrics="")
-            metrics = "  ".join(f"{name} {value}" for name, value in step.metrics if name != "lr")
-            self.bar.update(self.bar.task_ids[0], completed=step.step, total=step.total, metrics=metrics)
-        except OSError:
-            self.gone = True
+        if self.console.is_terminal and step.total:
+            self.guard(lambda console: self.draw_bar(console, step))
+
+    def draw_bar(self, console: Console, step: Step) -> None:
+        """Make the bar where there is none yet, and put a step into it."""
+        if self.bar is None:
+            self.bar = make_bar(console)
+            self.bar.start()
+            self.bar.add_task("training", total=step.total, metrics="")
+        metrics = "  ".join(f"{name} {value}" for name, value in step.metrics if name != "lr")
+        self.bar.update(self.bar.task_ids[0], completed=step.step, total=step.total, metrics=metrics)
 
     def close(self) -> None:
         """Take the bar down."""
         if self.bar:
             bar, self.bar = self.bar, None
-            try:
-                bar.stop()
-            except OSError:
-                self.gone = True
+            self.guard(lambda _: bar.stop())
 
 
 def make_bar(console: Console) -> Progress:
-    """Return a bar whose printing lets other lines pass above it."""
+    """Return a bar whose printing lets other lines pass above it; those for a file still go to the file."""
     return Progress(
-        SpinnerColumn(),
+        SpinnerColumn("dots" if console.encoding.startswith("utf") else "line"),
         TextColumn("step {task.completed}/{task.total}"),
         BarColumn(bar_width=20),
         TextColumn("{task.fields[metrics]}", markup=False),
         TimeRemainingColumn(),
         console=console,
+        redirect_stdout=sys.stdout.isatty(),
     )
+
+
+class FrankConsole(Console):
+    """A console that raises BrokenPipeError when its reader has left, where rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich in place of the error."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def make_console(*, stderr: bool = True) -> Console:
     """Return a console; where it is no terminal, one so wide that tables do not wrap."""
-    console = Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=160)
+    console = FrankConsole(stderr=stderr, highlight=False)
+    return console if console.is_terminal else FrankConsole(stderr=stderr, highlight=False, width=160)

@@ -30,7 +30,7 @@ def last_step(steps: Sequence[Progress]) -> int:
 
 def describe_time(seconds: float) -> str:
     """Return a duration for people: `41.3 s`, `12 min 5 s`, `3 h 20 min`."""
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

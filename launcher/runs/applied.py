@@ -49,9 +49,10 @@ class AppliedReader:
 def parse_applied(text: str) -> Applied:
     """Read one record; raises ValueError, KeyError or TypeError."""
     data = json.loads(text)
+    memory = {name: str(data["memory"][name]) for name in ("policy", "nodes")}
     numbers = {name: int(data[name]) for name in ("rank", "local_rank", "attempt", "pid", "agent")}
     problems = tuple(map(str, data["problems"]))
-    return Applied(**numbers, host=data["host"], cpus=data["cpus"], memory=data["memory"], problems=problems)
+    return Applied(**numbers, host=data["host"], cpus=data["cpus"], memory=memory, problems=problems)
 
 
 def compare_applied(ranks: Sequence[RankPlan], applied: Sequence[Applied]) -> list[str]:
@@ -66,6 +67,12 @@ def compare_applied(ranks: Sequence[RankPlan], applied: Sequence[Applied]) -> li
             differences.append(
                 f"rank {record.rank} runs on CPUs {record.cpus}, planned {format_cpulist(rank.cpus)}"
             )
-        elif rank.memory.policy != "default" and record.memory["policy"] != rank.memory.policy:
-            differences.append(f"rank {record.rank} has memory policy {record.memory['policy']}")
+        elif rank.memory.policy != "default" and record.memory != describe_memory(rank):
+            took, planned = (" ".join(memory.values()) for memory in (record.memory, describe_memory(rank)))
+            differences.append(f"rank {record.rank} has memory policy {took.strip()}, planned {planned}")
     return differences
+
+
+def describe_memory(rank: RankPlan) -> dict[str, str]:
+    """Return a planned memory policy as the record has it."""
+    return {"policy": rank.memory.policy, "nodes": format_cpulist(rank.memory.nodes)}

@@ -8,6 +8,7 @@ from pathlib import Path
 from launcher.runs.rundir import RunDir
 
 CHUNK = 1 << 20
+"""Bytes that are read at once, and that a line can have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,33 +35,53 @@ class Follower:
             self.offsets.setdefault(self.run.rank_log(rank, attempt, ending), 0)
 
     def read_lines(self, *, final: bool = False) -> Iterator[Line]:
-        """Give the new whole lines; `final` gives an unfinished last line too."""
+        """Give the new whole lines; `final` gives all that is left, an unfinished last line too."""
         for path in list(self.offsets):
             rank, stream = int(path.stem.partition("-")[2]), path.suffix[1:]
-            for raw in self.read_new(path, final=final):
-                # Of a progress bar that redraws itself with \r, the last state is enough.
-                text = raw.decode(errors="replace").removesuffix("\r").rpartition("\r")[2]
-                yield Line(rank, stream, text)
+            while lines := self.read_new(path):
+                yield from (Line(rank, stream, decode_line(raw)) for raw in lines)
+                if not final:
+                    break
+            if final and (rest := self.partial.pop(path, b"")):
+                yield Line(rank, stream, decode_line(rest))
 
-    def read_new(self, path: Path, *, final: bool) -> list[bytes]:
-        """Return the new lines of one file, without their ends; a file that is not there yet has none."""
-        data = self.partial.get(path, b"") + read_from(path, self.offsets[path])
-        self.offsets[path] += len(data) - len(self.partial.get(path, b""))
-        lines = data.split(b"\n")
-        self.partial[path] = b"" if final else lines[-1]
-        return [*lines[:-1], lines[-1]] if final and lines[-1] else lines[:-1]
+    def read_new(self, path: Path) -> list[bytes]:
+        """Return some new lines of one file, without their ends; a file that is not there yet has none.
+
+        A file that has become shorter is read from its start.
+        """
+        lines: list[bytes] = []
+        while not lines:
+            data, offset = read_from(path, self.offsets[path])
+            if not data:
+                break
+            if offset < self.offsets[path]:
+                self.partial[path] = b""
+            self.offsets[path] = offset + len(data)
+            *lines, rest = (self.partial.get(path, b"") + data).split(b"\n")
+            # Of a line without end, such as a progress bar's, only the last part is kept.
+            self.partial[path] = rest if len(rest) <= CHUNK else rest.rpartition(b"\r")[2][-CHUNK:]
+        return lines
 
 
-def read_from(path: Path, offset: int) -> bytes:
-    """Return what a file holds from an offset on; nothing where it cannot be read."""
+def decode_line(raw: bytes) -> str:
+    """Return a line as text; of a progress bar that redraws its line, the last state is enough."""
+    return raw.decode(errors="replace").removesuffix("\r").rpartition("\r")[2]
+
+
+def read_from(path: Path, offset: int) -> tuple[bytes, int]:
+    """Return what a file holds from an offset on, at most CHUNK bytes, and the offset.
+
+    That is 0 where the file is shorter; there are no bytes where it cannot be read.
+    """
     try:
         with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size <= offset:
-                return b""
+            size = os.fstat(file.fileno()).st_size
+            offset = offset if offset <= size else 0
             file.seek(offset)
-            return file.read()
+            return file.read(CHUNK), offset
     except OSError:
-        return b""
+        return b"", offset
 
 
 def read_tail(path: Path, count: int) -> list[str]:
@@ -69,5 +90,5 @@ def read_tail(path: Path, count: int) -> list[str]:
         start = max(0, path.stat().st_size - CHUNK)
     except OSError:
         return []
-    lines = read_from(path, start).decode(errors="replace").splitlines()
-    return [line.rpartition("\r")[2] for line in lines[-count:]]
+    lines = read_from(path, start)[0].removesuffix(b"\n").split(b"\n")
+    return [decode_line(raw) for raw in lines[len(lines) - min(count, len(lines)) :]] if any(lines) else []

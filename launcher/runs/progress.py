@@ -3,8 +3,11 @@
 import re
 from dataclasses import dataclass
 
-STEP = re.compile(r"\bstep[ :=]+(\d+)(?:\s*/\s*(\d+))?", re.IGNORECASE)
-METRIC = re.compile(r"\b(loss|lr|tokens/s|tflops|mfu)[ :=]+(-?[\d.]+(?:e[+-]?\d+)?%?|nan|inf)", re.IGNORECASE)
+STEP = re.compile(r"\bstep[ :=]+(\d{1,15})\b(?:\s*/\s*(\d{1,15})\b)?", re.IGNORECASE)
+METRIC = re.compile(
+    r"\b(loss|lr|tokens/s|tflops|mfu)[ :=]+(-?\d(?:[\d,]*\d)?(?:\.\d+)?(?:e[+-]?\d+)?%?|nan\b|-?inf\b)",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)

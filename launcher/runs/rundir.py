@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -53,7 +54,11 @@ def create_run_dir(runs_dir: Path, name: str, now: datetime) -> RunDir:
         except FileExistsError:
             number += 1
             continue
-        return RunDir(prepare_folders(path.absolute()))
+        try:
+            return RunDir(prepare_folders(path.absolute()))
+        except OSError:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
 
 
 def open_run_dir(path: Path, node_rank: int | None) -> RunDir:

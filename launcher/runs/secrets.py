@@ -4,9 +4,14 @@ import re
 from collections.abc import Sequence
 
 SECRET = re.compile(
-    r"(?i)(token|secret|passw|passphrase|credential|api_?-?key|access_?-?key|private_?-?key|auth)"
+    r"(?i)token(?!iz|s)|secret|passw|passphrase|credential|api_?-?key|access_?-?key|private_?-?key|[_.-]key\b"
+    r"|auth(?!or(?!iz))"
 )
-"""Names that hold secrets, as log filters of CI services know them."""
+"""Names that hold secrets, as log filters of CI services know them; no `tokenizer`, `max_tokens`."""
+VALUE = re.compile(r"[\w.-]{0,99}[\"']?\s*[:=]\s*(?=\S)")
+"""From a secret's name to its value: `HF_TOKEN=…`, `{hf_token: …}`, `Authorization: Bearer …`."""
+LOGIN = re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+"""User and password in a URL."""
 MASK = "***"
 
 
@@ -20,23 +25,27 @@ def mask_words(words: Sequence[str]) -> list[str]:
     masked: list[str] = []
     after_secret = False
     for word in words:
-        name, equals, _ = word.partition("=")
-        if after_secret and not word.startswith("-"):
-            masked.append(MASK)
-        else:
-            masked.append(f"{name}={MASK}" if equals and is_secret(name) else word)
-        after_secret = word.startswith("-") and not equals and is_secret(name)
+        masked.append(MASK if after_secret and not word.startswith("-") else mask_text(word))
+        after_secret = word.startswith("-") and "=" not in word and is_secret(word)
     return masked
 
 
-def mask_tree(value: object, name: str = "") -> object:
-    """Mask the secrets in nested mappings and lists, by the name of the key above each value."""
+def mask_text(text: str) -> str:
+    """Mask what follows the first secret's name, to the end of the text, and logins in URLs."""
+    for name in SECRET.finditer(text):
+        if value := VALUE.match(text, name.end()):
+            return LOGIN.sub(MASK, text[: value.end()]) + MASK
+    return LOGIN.sub(MASK, text)
+
+
+def mask_tree(value: object, *, hide: bool = False) -> object:
+    """Mask the secrets in nested mappings and lists, by the names of the keys above each value."""
     if isinstance(value, dict):
-        return {key: mask_tree(item, str(key)) for key, item in value.items()}
+        return {key: mask_tree(item, hide=hide or is_secret(str(key))) for key, item in value.items()}
+    if isinstance(value, list) and not hide and all(isinstance(item, str) for item in value):
+        return mask_words(value)
     if isinstance(value, list):
-        return (
-            mask_words(value)
-            if all(isinstance(item, str) for item in value)
-            else [mask_tree(v) for v in value]
-        )
-    return MASK if value is not None and is_secret(name) and isinstance(value, str) else value
+        return [mask_tree(item, hide=hide) for item in value]
+    if hide:
+        return value if value is None or isinstance(value, bool) else MASK
+    return mask_text(value) if isinstance(value, str) else value

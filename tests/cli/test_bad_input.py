@@ -1,0 +1,340 @@
+"""Mistakes and hostile surroundings: one line on stderr with the fix, the right code, nothing left behind."""
+
+import errno
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import LAUNCH, Result, clean_environ, drop_powers, run_outside
+
+Launch = Callable[..., Result]
+DRY = "dry_run=true"
+
+
+def make(path: Path, mode: int) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(mode)
+    return path.name
+
+
+def test_a_program_that_is_not_there(launch: Launch, here: Path) -> None:
+    for word in ("nothere.py", "./nothere", "nothere", "/no/such/program", "a b\nc.py"):
+        launch("--", word).assert_error(2, "no such program")
+    assert not list(here.iterdir())
+
+
+def test_a_program_that_cannot_be_run(launch: Launch, here: Path) -> None:
+    (here / "folder").mkdir()
+    make(here / "plain", 0o644)
+    launch("--", "folder").assert_error(2, "folder is a folder", "__main__.py")
+    launch("--", "./folder").assert_error(2, "is a folder")
+    launch("--", "./plain").assert_error(2, "./plain is not executable", "chmod +x ./plain")
+    launch("--", "plain").assert_error(2, "no such program: plain", "./plain here")
+    launch("--", "").assert_error(2, "no program")
+    launch("--", "-x").assert_error(2, "'-x' is no program")
+    launch("--", "-m").assert_error(2, "-m needs a module")
+    launch("--", "-m", "nothere.sub").assert_error(2, "no module 'nothere'")
+    launch("--").assert_error(2, "nothing stands after `--`")
+    assert not (here / "runs").exists()
+
+
+def test_a_script_that_is_a_folder_or_cannot_be_read(launch: Launch, here: Path) -> None:
+    (here / "folder.py").mkdir()
+    launch("--", "folder.py").assert_error(2, "folder.py")
+    make(here / "closed.py", 0)
+    run_outside(["--", "closed.py"], here, preexec_fn=drop_powers).assert_error(
+        2, "closed.py cannot be read", "chmod +r"
+    )
+
+
+def test_forgotten_dashes(launch: Launch, here: Path) -> None:
+    launch("train.py").assert_error(2, "`launch -- train.py`")
+    launch("nproc_per_node=2", "python", "train.py", "--lr", "3").assert_error(2)
+
+
+def test_nodes_that_are_not_here_say_how(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch("nodes=4", "--", "true").assert_error(
+        3, "nodes=4", "cluster=manual node_rank=N rdzv_endpoint=HOST:PORT"
+    )
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    launch("nodes=4", "--", "true").assert_error(3, "srun")
+
+
+def test_a_run_directory_that_cannot_be(here: Path) -> None:
+    (here / "file").write_text("")
+    for runs_dir, said in (
+        ("file", "Not a directory"),
+        ("file/below", "Not a directory"),
+        ("/proc/nothing", "No such file"),
+        ("x" * 300, "too long"),
+    ):
+        result = run_outside([f"runs_dir={runs_dir}", "--", "true"], here)
+        result.assert_error(3, "cannot write the run directory", said, "runs_dir=DIR")
+    run_outside(["run_dir=file", "--", "true"], here).assert_error(3, "run_dir=DIR")
+    assert [path.name for path in here.iterdir()] == ["file"]
+
+
+def test_a_run_directory_without_permission(here: Path) -> None:
+    (here / "locked").mkdir(mode=0o555)
+    result = run_outside(["runs_dir=locked", "--", "true"], here, preexec_fn=drop_powers)
+    result.assert_error(3, "Permission denied", "runs_dir=DIR")
+
+
+@pytest.fixture
+def mounted(here: Path) -> Iterator[Callable[[str], Path]]:
+    """A small filesystem of one's own."""
+    folder = here / "small"
+    folder.mkdir()
+
+    def mount(options: str) -> Path:
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            pytest.skip(f"this process may not mount a tmpfs: {done.stderr.strip()}")
+        return folder
+
+    if os.geteuid() or not shutil.which("mount"):
+        pytest.skip("mounting a small filesystem needs root and mount(8)")
+    yield mount
+    subprocess.run(["umount", folder], capture_output=True, check=False)
+
+
+def test_a_full_filesystem(here: Path, mounted: Callable[[str], Path]) -> None:
+    folder = mounted("size=64k")
+    filler = os.open(folder / "filler", os.O_WRONLY | os.O_CREAT)
+    with pytest.raises(OSError, match="No space left"):
+        while True:
+            os.write(filler, bytes(4096))
+    os.close(filler)
+    run_outside(["runs_dir=small", "--", "true"], here).assert_error(
+        3, os.strerror(errno.ENOSPC), "runs_dir=DIR"
+    )
+    assert not list(folder.glob("*/*"))
+
+
+def test_a_read_only_filesystem(here: Path, mounted: Callable[[str], Path]) -> None:
+    mounted("size=64k,ro")
+    run_outside(["runs_dir=small", "--", "true"], here).assert_error(
+        3, os.strerror(errno.EROFS), "runs_dir=DIR"
+    )
+
+
+def test_a_full_device_for_the_run_directory(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a mount: the first file is refused for want of space, and the run directory goes again."""
+    from launcher import execute
+    from launcher.cli import run_guarded
+
+    def refuse(path: Path, _value: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(execute, "write_json", refuse)
+    assert run_guarded(["--", "true"]) == 3
+    assert not list((here / "runs").glob("*/*"))
+
+
+def test_a_port_in_use(launch: Launch, here: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for words in (
+            [f"rdzv_endpoint=localhost:{port}"],
+            ["cluster=manual", "nodes=2", "node_rank=0", f"rdzv_endpoint=localhost:{port}"],
+        ):
+            launch(*words, "--", "true").assert_error(
+                3, f"port {port} of this host is not free", "rdzv_endpoint"
+            )
+    assert launch(f"rdzv_endpoint=localhost:{port}", DRY, "--", "true").code == 0
+
+
+def in_shell(line: str, cwd: Path, **variables: str) -> Result:
+    """Run a line of bash in which $LAUNCH is `launch`."""
+    import shlex
+
+    script = f'set -o pipefail; launch() {{ {shlex.join(LAUNCH)} "$@"; }}; {line}'
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=cwd,
+        env={**clean_environ(), **variables},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    return Result(done.returncode, done.stdout.decode(), done.stderr.decode(errors="replace"))
+
+
+def test_a_working_directory_that_is_gone(here: Path) -> None:
+    result = in_shell("mkdir gone; cd gone; rmdir ../gone; launch dry_run=true -- true", here)
+    result.assert_error(2, "the working directory is gone", "cd to another")
+    assert in_shell("mkdir gone; cd gone; rmdir ../gone; launch --help", here).code == 0
+
+
+@pytest.mark.parametrize("words", ["--help", "plan", "--cfg job", "dry_run=true", "plan format=json"])
+def test_a_reader_that_leaves(here: Path, words: str) -> None:
+    result = in_shell(f"launch {words} | true", here)
+    assert (result.code, result.out) in ((141, ""), (0, ""))
+    assert (
+        "Traceback" not in result.err
+        and "BrokenPipe" not in result.err
+        and "Exception ignored" not in result.err
+    )
+    assert in_shell(f"launch {words} | head -1 | wc -l", here).out.strip() == "1"
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--help", "plan", "dry_run=true -- true", "--cfg job", "modle=1"],
+)
+@pytest.mark.parametrize("closing", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams(here: Path, words: str, closing: str) -> None:
+    result = in_shell(f"launch {words} {closing}", here)
+    assert result.code == (2 if words == "modle=1" else 0), result
+    assert "Traceback" not in result.err and "Exception ignored" not in result.err
+    assert not list(here.iterdir())
+
+
+def test_a_full_device_for_output(here: Path) -> None:
+    result = in_shell("launch plan format=json > /dev/full", here)
+    assert result.code == 3, result
+    assert result.err.startswith("launch: error: ") and result.err.count("\n") == 1
+
+
+ODD = [
+    b"name=\xff\xfe",
+    b"env.A=\xff",
+    b"\xff",
+    b"runs_dir=\xff/x",
+    b"model=\xff",
+    b"--\xff",
+    b"-cd=\xff",
+    b"data.path=\xff",
+]
+
+
+@pytest.mark.parametrize("word", ODD, ids=map(repr, ODD))
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"PYTHONIOENCODING": "ascii", "LC_ALL": "POSIX", "PYTHONUTF8": "0"}],
+    ids=["utf8", "ascii"],
+)
+def test_bytes_that_are_no_text(here: Path, word: bytes, variables: dict[str, str]) -> None:
+    result = run_outside([word, DRY, b"--", b"true"], here, variables)
+    assert result.code in (0, 2), result
+    assert "Traceback" not in result.err and "internal error" not in result.err
+    assert result.code == 0 or (result.err.startswith("launch: error: ") and result.err.count("\n") == 1)
+
+
+def test_bytes_that_are_no_text_in_the_environment_and_the_program(here: Path) -> None:
+    done = subprocess.run(
+        [*LAUNCH, DRY, "--", "echo", b"\xff \xc3"],
+        cwd=here,
+        env={**os.environb, b"ODD\xfe": b"\xff"},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert rb"echo '\udcff \udcc3'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"LC_ALL": "C"},
+        {"PYTHONIOENCODING": "ascii"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["plan"], ["model=é"], ["name=é", DRY, "--", "echo", "é"], ["--cfg", "job", "env.A=é"]],
+    ids=str,
+)
+def test_a_terminal_that_knows_ascii_alone(here: Path, words: list[str], variables: dict[str, str]) -> None:
+    result = run_outside(words, here, variables)
+    # Where the locale has no such letter, the name of the run is no text.
+    refused = words == ["model=é"] or (words[0] == "name=é" and "PYTHONUTF8" in variables)
+    assert result.code == (2 if refused else 0), result
+    assert "internal error" not in result.err
+
+
+def test_without_a_home_and_almost_without_an_environment(here: Path) -> None:
+    done = subprocess.run(
+        [*LAUNCH, DRY, "--", "true"],
+        cwd=here,
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run(
+        [*LAUNCH, DRY, "--", "/bin/true"], cwd=here, env={}, capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r'env: {A: "a\0b"}',
+        r'env: {"A\0": b}',
+        "env: {'': b}",
+        "env: {A=B: c}",
+        r'runs_dir: "a\0"',
+        r'program: {x: "\0"}',
+        r'env: {A: "\ud800"}',
+    ],
+)
+def test_text_that_the_system_cannot_hold(launch: Launch, here: Path, text: str) -> None:
+    (here / "conf/experiment").mkdir(parents=True)
+    (here / "conf/experiment/x.yaml").write_text(f"# @package _global_\n{text}\n")
+    launch("experiment=x").assert_error(2)
+    assert not (here / "runs").exists()
+
+
+def test_huge_words(launch: Launch, here: Path) -> None:
+    big = "x" * 120_000
+    assert launch(f"env.BIG={big}", DRY, "--", "true").code == 0
+    assert big in launch(DRY, "--", "echo", big).out
+    result = launch(f"{big}=1", DRY)
+    result.assert_error(2, "there is no key")
+    assert len(result.err) < 1000
+    assert len(launch(big).err) < 1000
+    assert len(launch(f"name={big}", "--", "true").err) < 1000
+    assert len(launch(f"model={big}").err) < 1000
+
+
+def test_an_interrupt_while_reading_the_configuration(
+    here: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from launcher import config
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(config, "compose", interrupt)
+    assert launch(DRY).code == 130
+
+
+def test_a_defect_of_ours_is_one_line_that_says_so(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    from launcher import config
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(config, "compose", fail)
+    launch(DRY).assert_error(70, "internal error", "ZeroDivisionError: of ours", "HYDRA_FULL_ERROR=1")
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    assert "Traceback" in launch(DRY).err

@@ -1,0 +1,293 @@
+"""No command line and no configuration file makes a traceback: always a code of ours and at most one line."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from launcher.overrides import quote_value
+from tests.conftest import Result, clean_environ, run_inside, run_outside
+
+FUZZ = settings(
+    max_examples=90,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+"""The same examples each time, some seconds of them; LAUNCH_FUZZ=N runs N others of each kind."""
+if count := os.environ.get("LAUNCH_FUZZ"):
+    FUZZ = settings(FUZZ, max_examples=int(count), derandomize=False)
+VALID = (
+    "model=llama7b",
+    "+model=gpt2",
+    "model.layers=2",
+    "nproc_per_node=2",
+    "nodes=1",
+    "nodes=1:1",
+    "name=a",
+    "env.A=1e3",
+    "torchrun.max_restarts=3",
+    "torchrun.rdzv_conf.timeout=9",
+    "binding=numa",
+    "binding.strict=true",
+    "logs.console=all",
+    "dataloader=vision",
+    "devices=own",
+    "program.steps=5",
+    "data.path=/x",
+    "runs_dir=/nowhere",
+    "explain=true",
+    "cluster=local",
+    "cluster=manual",
+    "node_rank=0",
+    "rdzv_endpoint=h:0",
+    "machine.root=/",
+    "~model",
+    "+x.y=[1,{a: b}]",
+    "format=json",
+    "hydra.verbose=true",
+)
+GRAMMAR = (
+    "=",
+    "+",
+    "++",
+    "~",
+    "@",
+    ":",
+    ".",
+    ",",
+    "[",
+    "]",
+    "{",
+    "}",
+    "${",
+    "$(",
+    "'",
+    '"',
+    "\\",
+    " ",
+    "\n",
+    "\t",
+    "null",
+    "???",
+    "${env}",
+    "${oc.env:NONE}",
+    "choice(1,2)",
+    "range(1,3)",
+    "glob(*)",
+    "interval(0,1)",
+    "sort(",
+    "1e999",
+    "-1",
+    "_global_",
+    "_self_",
+    "/",
+    "..",
+    "*",
+    "#",
+    "é",
+    "\x00",
+    "\udcff",
+    "😀",
+    "0x1f",
+    "1_0",
+    "nan",
+    "true",
+    "hydra",
+    "model",
+)
+FLAGS = (
+    "-m",
+    "--cfg",
+    "job",
+    "all",
+    "hydra",
+    "--resolve",
+    "-p",
+    "--info",
+    "searchpath",
+    "-cn",
+    "-cd",
+    "-cp",
+    "conf",
+    "-h",
+    "--version",
+    "--hydra-help",
+    "-sc",
+    "install=bash",
+    "query=bash",
+    "-x",
+    "--nproc-per-node=2",
+    "-c",
+    "--multirun",
+    "plan",
+    "",
+)
+fragments = st.lists(st.sampled_from(GRAMMAR) | st.text(max_size=4), min_size=1, max_size=6).map("".join)
+keys = st.sampled_from([word.partition("=")[0] for word in VALID])
+words = (
+    st.sampled_from(VALID)
+    | st.sampled_from(FLAGS)
+    | fragments
+    | st.tuples(keys, fragments).map("=".join)
+    | st.tuples(st.sampled_from(VALID), fragments).map("".join)
+)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """One working directory for all examples."""
+    before, found = Path.cwd(), Path(tempfile.mkdtemp())
+    os.chdir(found)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in set(os.environ) - set(clean_environ()):
+            patch.delenv(name)
+        yield found
+    os.chdir(before)
+    shutil.rmtree(found)
+
+
+def assert_clean(result: Result, folder: Path, *, kept: set[str]) -> None:
+    assert result.code in (0, 2, 3), result
+    assert "Traceback" not in result.err + result.out
+    if result.code and "launch: job 1 of" not in result.err:
+        errors = [
+            line
+            for line in result.err.splitlines()
+            if not line.startswith(("launch: job ", "launch: warning: ", "launch: configuration "))
+        ]
+        assert len(errors) == 1 and errors[0].startswith("launch: error: "), result.err
+    assert {path.name for path in folder.iterdir()} == kept
+
+
+@FUZZ
+@given(line=st.lists(words, max_size=5), plan=st.booleans())
+def test_command_lines(folder: Path, line: list[str], *, plan: bool) -> None:
+    verb = ["plan"] if plan else []
+    result = run_inside([*verb, *(word for word in line if word != "--"), "dry_run=true"])
+    assert_clean(result, folder, kept=set())
+
+
+@FUZZ
+@given(text=st.text(max_size=200))
+@example("=")
+@example("'a' and 'b'")
+@example("\\")
+@example("\\'")
+@example("a\\\\")
+@example("'\\")
+@example("\n\t ")
+def test_quoted_values_come_through_byte_for_byte(text: str) -> None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    quoted = quote_value(text)
+    if quoted == text:
+        assert text[0] == text[-1] in "'\""
+        return
+    assert OverridesParser.create().parse_override(f"++env.A={quoted}").value() == text
+
+
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(GRAMMAR)
+)
+names = st.sampled_from(
+    [
+        "defaults",
+        "model",
+        "env",
+        "binding",
+        "launch",
+        "_self_",
+        "launch_schema",
+        "override model",
+        "tiny",
+        "optional x",
+        "nodes",
+        "cluster",
+        "program",
+        "command",
+        "sections",
+        "torchrun",
+        "hydra",
+        "a.b",
+        "_target_",
+        "",
+    ]
+) | st.text(max_size=4)
+trees = st.recursive(
+    scalars | names,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=4),
+    max_leaves=12,
+)
+lists = st.lists(
+    names | st.dictionaries(names, names | st.none() | st.lists(names), min_size=1, max_size=2), max_size=4
+)
+primaries = st.fixed_dictionaries(
+    {"defaults": lists | trees}, optional={"env": trees, "model": trees, "nodes": trees}
+)
+texts = st.text(max_size=60) | (trees | primaries).map(lambda tree: yaml.safe_dump(tree, allow_unicode=True))
+contents = texts.map(lambda text: text.encode("utf-8", "surrogateescape")) | st.binary(max_size=30)
+places = st.sampled_from(
+    [
+        "launch.yaml",
+        "model/tiny.yaml",
+        "model/x.yaml",
+        "experiment/x.yaml",
+        "binding/exclusive.yaml",
+        "program/train.yaml",
+        "team.yaml",
+        "cluster/auto.yaml",
+        "hydra/output/default.yaml",
+        "launch_schema.yaml",
+        "config.yaml",
+    ]
+)
+
+
+@FUZZ
+@given(
+    files=st.dictionaries(places, contents, min_size=1, max_size=3),
+    line=st.sampled_from(
+        (
+            [],
+            ["model=x"],
+            ["+experiment=x"],
+            ["-cn", "team"],
+            ["--cfg", "job"],
+            ["--info", "defaults"],
+            ["env.A=b"],
+            ["-sc", "query=bash"],
+            ["-h"],
+            ["-m", "model=tiny,x"],
+            ["model.layers=2"],
+        )
+    ),
+)
+def test_configuration_files(folder: Path, files: dict[str, bytes], line: list[str]) -> None:
+    conf = folder / "conf"
+    for name, content in files.items():
+        path = conf / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    try:
+        assert_clean(run_inside([*line, "dry_run=true"]), folder, kept={"conf"})
+    finally:
+        shutil.rmtree(conf)
+
+
+@settings(FUZZ, max_examples=16)
+@given(line=st.lists(words, max_size=4))
+@example(line=["-m", "+x.y=[1,{a: b}]", "env.A=1"])
+@example(line=["--cfg", "all", "model=é"])
+@example(line=["--info", "all"])
+@example(line=["-sc", "query=fish"])
+def test_command_lines_as_processes(folder: Path, line: list[str]) -> None:
+    whole = [word.replace("\0", "").encode("utf-8", "surrogateescape") for word in line if word != "--"]
+    assert_clean(run_outside([*whole, "dry_run=true"], folder), folder, kept=set())

@@ -1,0 +1,102 @@
+"""What the tests share: `launch` in this process and as a real command, from an empty directory."""
+
+import contextlib
+import ctypes
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+LAUNCH = (sys.executable, "-c", "import sys; sys.argv[0] = 'launch'; from launcher.cli import main; main()")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a command line ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def assert_error(self, code: int, *parts: str) -> None:
+        """Assert one line on stderr that starts as our errors do and has these parts, and no output."""
+        assert (self.code, self.out) == (code, ""), self
+        assert self.err.startswith("launch: error: "), self.err
+        assert self.err.endswith("\n") and self.err.count("\n") == 1, self.err
+        assert "Traceback" not in self.err
+        for part in parts:
+            assert part in self.err, self.err
+
+
+def run_inside(words: Sequence[str]) -> Result:
+    """Run a command line in this process; what would start something is an error of the test."""
+    from launcher import cli, execute
+
+    def refuse(*_: object) -> int:
+        raise AssertionError(f"{words} would start a job")
+
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        patch.setattr(execute, "execute_job", refuse)
+        code = cli.run_guarded(list(words))
+    return Result(code, out.getvalue(), err.getvalue())
+
+
+def run_outside(
+    words: Sequence[str | bytes],
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    *,
+    timeout: float = 60,
+    **options: object,
+) -> Result:
+    """Run a command line as a process of its own."""
+    environ = {**clean_environ(), **(env or {})}
+    done = subprocess.run(  # type: ignore[call-overload]  # options are subprocess.run's own
+        [*LAUNCH, *words], cwd=cwd, env=environ, capture_output=True, timeout=timeout, check=False, **options
+    )
+    return Result(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+
+
+def drop_powers() -> None:
+    """Make permissions hold for root too, after the next exec: CAP_DAC_OVERRIDE (1) and _READ_SEARCH (2) go.
+
+    To be called between fork and exec. Another user would not do: it may not even read this interpreter.
+    """
+    if os.geteuid() == 0:
+        for capability in (1, 2):
+            if ctypes.CDLL(None, use_errno=True).prctl(24, capability, 0, 0, 0):  # PR_CAPBSET_DROP
+                raise OSError(ctypes.get_errno(), "a capability cannot be dropped")
+
+
+def clean_environ() -> dict[str, str]:
+    """Return this process's environment without what changes a job's placement or size."""
+    prefixes = ("PET_", "SLURM_", "LAUNCH_", "TORCHELASTIC_", "CUDA_VISIBLE", "OMP_NUM", "HYDRA_", "COMP_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, and an environment that asks for nothing."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for name in set(os.environ) - set(clean_environ()):
+        monkeypatch.delenv(name)
+    return folder
+
+
+@pytest.fixture
+def launch(here: Path) -> Callable[..., Result]:
+    """`launch(*words)` in this process, from the empty directory."""
+    assert here.is_dir()
+    return lambda *words: run_inside(words)
