@@ -7,6 +7,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 from launcher.plan.codec import plan_to_json
@@ -77,7 +79,8 @@ def time_process(command: list[str], environ: dict[str, str]) -> float:
 
 def bench_parts(folder: Path, rounds: int) -> None:
     """Probe and plan, in a process that has them loaded."""
-    materialize(json.loads((LAB / "dgx-a100.json").read_text()), folder / "dgx")
+    write_tree: Callable[[object, Path], object] = materialize
+    write_tree(json.loads((LAB / "dgx-a100.json").read_text()), folder / "dgx")
     here, dgx = probe("/"), probe(folder / "dgx")
     things = {
         "probe of this machine": lambda: time_call(lambda: probe("/")),
@@ -85,14 +88,13 @@ def bench_parts(folder: Path, rounds: int) -> None:
         "probe of a DGX A100's tree, 256 CPUs": lambda: time_call(lambda: probe(folder / "dgx")),
         "plan of a DGX A100, 8 ranks": lambda: time_call(lambda: plan(dgx, Request())),
     }
-    print_table("Probe and plan", measure_in_turn(things, rounds))
+    print_table("Probe and plan", measure_in_turn(things, rounds), compare=False)
 
 
 def main() -> None:
     """Run all benchmarks."""
-    print(
-        f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, load {os.getloadavg()[0]}"
-    )
+    machine = f"{platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"
+    print(f"{machine}, Python {platform.python_version()}, torch {version('torch')}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         bench_start(folder, ranks=2, rounds=10)

@@ -20,7 +20,9 @@ class Sample:
     def row(self, base: "Sample | None" = None) -> str:
         low, high = min(self.times), max(self.times)
         line = f"| {self.name} | {low:.1f} | {self.median:.1f} | {high:.1f} |"
-        if base is None or base is self:
+        if base is None:
+            return line
+        if base is self:
             return line + " | |"
         extra = statistics.median(a - b for a, b in zip(self.times, base.times, strict=True))
         return line + f" {extra:+.1f} | {self.median / base.median:.2f} |"
@@ -44,10 +46,9 @@ def time_call(thing: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def print_table(title: str, samples: list[Sample]) -> None:
-    """Print a table in Markdown; differences and ratios are to its first row, pair by pair."""
-    print(
-        f"\n{title}\n\n| ms | min | median | max | more than the first | ratio |\n|---|---|---|---|---|---|"
-    )
+def print_table(title: str, samples: list[Sample], *, compare: bool = True) -> None:
+    """Print a table in Markdown; `compare` adds differences and ratios to its first row, pair by pair."""
+    more = (" more than the first | ratio |", "---|---|") if compare else ("", "")
+    print(f"\n{title}\n\n| ms | min | median | max |{more[0]}\n|---|---|---|---|{more[1]}")
     for sample in samples:
-        print(sample.row(samples[0]))
+        print(sample.row(samples[0] if compare else None))
