@@ -37,10 +37,11 @@ class Attendant:
     def __post_init__(self) -> None:
         """Open the readers of logs and records."""
         self.follower, self.reader = Follower(self.run), AppliedReader(self.run.path)
-        found = self.manifest
-        self.sources = threading.Thread(
-            target=lambda: found.update(describe_sources(Path.cwd())), daemon=True
-        )
+        self.sources = threading.Thread(target=self.find_sources, daemon=True)
+
+    def find_sources(self) -> None:
+        """Complete the manifest with the git commit of where the job was started, and package versions."""
+        self.manifest.update(describe_sources(Path(str(self.manifest["directory"]))))
 
     def begin(self) -> None:
         """Start what could wait until the agent was on its way."""

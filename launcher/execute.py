@@ -1,5 +1,6 @@
 """Carries a job out on this node: run directory, agent, console, and the account of how it ended."""
 
+import contextlib
 import shlex
 import shutil
 import sys
@@ -45,13 +46,21 @@ def prepare_run(job: Job, argv: Sequence[str]) -> tuple[RunDir, dict[str, object
         write_manifest(run, manifest)
     except OSError as error:
         if run and not config.run_dir:
-            shutil.rmtree(run.path, ignore_errors=True)
+            remove_run(run)
         key, target = ("run_dir", config.run_dir) if config.run_dir else ("runs_dir", config.runs_dir)
         where = f"{error.filename or target} ({error.strerror})"
         raise MachineError(
             f"cannot write the run directory, {where}: set {key}=DIR to another place"
         ) from None
     return run, manifest
+
+
+def remove_run(run: RunDir) -> None:
+    """Remove a run directory that could not be filled, and the folders above it that are left empty."""
+    shutil.rmtree(run.path, ignore_errors=True)
+    for folder in run.path.parents[:2]:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def preview_job(job: Job) -> int:

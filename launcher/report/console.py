@@ -4,7 +4,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
@@ -27,14 +27,15 @@ class JobConsole:
     """Where our own messages and the bar go: stderr."""
     bar: Progress | None = None
     steps: list[Step] = field(default_factory=list)
-    """Logging steps of rank 0 so far."""
+    """Rank 0's first logging step and its last, with the newest value of each metric."""
     gone: set[str] = field(default_factory=set)
     """Streams whose reader has left: `out`, `err`."""
 
     def show_line(self, line: Line) -> None:
         """Print a rank's line where the mode says so, and read progress from rank 0's."""
         if line.rank == 0 and (step := parse_progress(line.text)):
-            self.steps.append(step)
+            step = merge_steps(self.steps[-1], step) if self.steps else step
+            self.steps[1:] = [step]
             self.show_step(step)
         if self.mode == "all" or (self.mode == "rank0" and line.rank == 0):
             self.write(line.stream, f"[{self.host}:{line.rank}] {line.text}\n")
@@ -83,6 +84,11 @@ class JobConsole:
         if self.bar:
             bar, self.bar = self.bar, None
             self.guard(lambda _: bar.stop())
+
+
+def merge_steps(earlier: Step, step: Step) -> Step:
+    """Return a step that keeps the metrics of an earlier one which it does not tell itself."""
+    return replace(step, metrics=tuple({**dict(earlier.metrics), **dict(step.metrics)}.items()))
 
 
 def make_bar(console: Console) -> Progress:

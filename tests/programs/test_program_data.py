@@ -107,6 +107,7 @@ def test_pythons_library_is_gathered_once(cache: Path) -> None:
     assert found.stat().st_size > 1_000_000
     content = found.read_bytes()
     assert b"class ArgumentParser" in content
+    assert b"class TestOptionalsSingleDash(" not in content  # of the library's own tests
     first = found.stat().st_ino
     assert find_text(None) == found
     assert found.stat().st_ino == first
@@ -121,11 +122,14 @@ def test_a_directory_is_gathered_in_order_and_anew_when_it_changes(cache: Path, 
     (folder / "z").write_text("last ")
     (folder / "a").write_text("first ")
     (folder / "b" / "c").write_text("below ")
+    for number in reversed(range(9)):
+        (folder / f"d{number}").mkdir()
+        (folder / f"d{number}" / "file").write_text(f"{number} ")
     found = find_text(str(folder))
-    assert found.read_text() == "first last below "
+    assert found.read_text() == "first last below 0 1 2 3 4 5 6 7 8 "
     (folder / "a").write_text("changed ")
-    assert find_text(str(folder)).read_text() == "changed last below "
-    assert found.read_text() == "first last below "
+    assert find_text(str(folder)).read_text() == "changed last below 0 1 2 3 4 5 6 7 8 "
+    assert found.read_text() == "first last below 0 1 2 3 4 5 6 7 8 "
 
 
 def test_a_cache_that_cannot_be_written_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
