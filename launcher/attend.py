@@ -1,5 +1,8 @@
 """Looks after a job while it runs: finds its ranks, and shows what they print."""
 
+import contextlib
+import queue
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,46 +14,110 @@ from launcher.launch.processes import RankProcess
 from launcher.runs.applied import Applied, AppliedReader
 from launcher.runs.logs import Follower
 from launcher.runs.manifest import describe_sources
+from launcher.runs.progress import Progress
 from launcher.runs.rundir import RunDir
 
 if TYPE_CHECKING:
     from launcher.report.console import JobConsole
 
+TICK = 0.05
+"""Seconds between two looks at the logs."""
+PATIENCE = 10.0
+"""Seconds that a terminal or pipe has, at the end, to take what is still to be shown."""
+
 
 @dataclass(slots=True)
-class Attendant:
-    """Looks after a running job: finds its ranks and shows their output."""
+class Viewer:
+    """Shows the ranks' output and our own lines, in a thread: a stalled reader must not hold up the job."""
 
     job: Job
     run: RunDir
     own_files: Sequence[str]
     """Configuration files that are not the shipped ones."""
+    follower: Follower
+    messages: "queue.SimpleQueue[str]" = field(default_factory=queue.SimpleQueue)
+    ending: threading.Event = field(default_factory=threading.Event)
+    """The ranks have ended: what they printed is all there."""
+    shown: threading.Event = field(default_factory=threading.Event)
+    """All of that has been shown."""
+    closing: threading.Event = field(default_factory=threading.Event)
+    """No message will follow."""
+    steps: Sequence[Progress] = ()
+    """The first and the last logging step that rank 0 has printed."""
+
+    def run_view(self) -> None:
+        """Show the job to its end: the thread's body. If that fails, the job goes on without."""
+        try:
+            self.show_job()
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"launch: warning: the display failed ({error!r}): see {self.run.path}\n")
+            self.shown.set()
+
+    def show_job(self) -> None:
+        """Show what is new until there is no more; the console's import is hidden by torch's in the agent."""
+        console = self.open_console()
+        while not self.ending.wait(TICK):
+            self.show_lines(console, final=False)
+            self.show_messages(console)
+        self.show_lines(console, final=True)
+        self.show_messages(console)
+        console.close()
+        self.steps = tuple(console.steps)
+        self.shown.set()
+        self.closing.wait()
+        self.show_messages(console)
+
+    def show_lines(self, console: "JobConsole", *, final: bool) -> None:
+        """Show what the ranks have printed since the last call."""
+        for line in self.follower.read_lines(final=final):
+            console.show_line(line)
+
+    def show_messages(self, console: "JobConsole") -> None:
+        """Show our own lines that wait."""
+        while not self.messages.empty():
+            console.say(self.messages.get())
+
+    def open_console(self) -> "JobConsole":
+        """Return the console, with the placement on it."""
+        from launcher.report.console import JobConsole, make_console
+        from launcher.report.placement import print_placement
+
+        console = JobConsole(self.job.config.logs.console, self.job.host, make_console())
+        for line in describe_job(self.job, self.run, self.own_files):
+            console.say(line)
+        console.guard(lambda out: print_placement(out, self.job.plan, explain=self.job.config.explain))
+        return console
+
+
+@dataclass(slots=True)
+class Attendant:
+    """Looks after a running job: keeps the ranks' records, and has their output shown."""
+
+    job: Job
+    run: RunDir
     manifest: dict[str, object]
+    viewer: Viewer
+    reader: AppliedReader
     applied: dict[int, Applied] = field(default_factory=dict)
     """The newest record of each rank of this node."""
-    console: "JobConsole | None" = None
-    follower: Follower = field(init=False)
-    reader: AppliedReader = field(init=False)
+    view: threading.Thread = field(init=False)
     sources: threading.Thread = field(init=False)
     """Asks git and the package index, which can take seconds on a network filesystem."""
 
     def __post_init__(self) -> None:
-        """Open the readers of logs and records."""
-        self.follower, self.reader = Follower(self.run), AppliedReader(self.run.path)
+        """Make the threads; they start with the job."""
+        self.view = threading.Thread(target=self.viewer.run_view, daemon=True)
         self.sources = threading.Thread(target=self.find_sources, daemon=True)
+
+    def begin(self) -> None:
+        """Start what could wait until the agent was on its way."""
+        self.view.start()
+        self.sources.start()
 
     def find_sources(self) -> None:
         """Complete the manifest with the git commit of where the job was started, and package versions."""
         self.manifest.update(describe_sources(Path(str(self.manifest["directory"]))))
-
-    def begin(self) -> None:
-        """Start what could wait until the agent was on its way."""
-        self.sources.start()
-
-    def finish(self) -> None:
-        """Show the last lines, and wait for the manifest's sources."""
-        self.look(final=True)
-        self.sources.join()
 
     def find_ranks(self, agent: int) -> list[RankProcess]:
         """Return the ranks that this agent (a PID) has started since the last call.
@@ -61,31 +128,38 @@ class Attendant:
         fresh = [r for r in self.reader.read_new() if (r.host, r.agent) == (self.job.host, agent)]
         for record in fresh:
             self.applied[record.rank] = record
-            self.follower.watch_rank(record.rank, record.attempt)
+            self.viewer.follower.watch_rank(record.rank, record.attempt)
         return [RankProcess(r.rank, r.local_rank, r.attempt, r.pid) for r in fresh]
-
-    def look(self, *, final: bool = False) -> None:
-        """Show what the ranks have printed since the last call; at first, where they are placed."""
-        console = self.get_console()
-        for line in self.follower.read_lines(final=final):
-            console.show_line(line)
 
     def announce(self, text: str) -> None:
         """Show one of our own lines."""
-        self.get_console().say(text)
+        self.viewer.messages.put(text)
 
-    def get_console(self) -> "JobConsole":
-        """Return the console; its import waits until the agent is on its way, and is hidden by torch's."""
-        if self.console is None:
-            from launcher.report.console import JobConsole, make_console
-            from launcher.report.placement import print_placement
+    def may_reap(self) -> bool:
+        """Tell whether no git of ours is running."""
+        return not self.sources.is_alive()
 
-            explain = self.job.config.explain
-            self.console = JobConsole(self.job.config.logs.console, self.job.host, make_console())
-            for line in describe_job(self.job, self.run, self.own_files):
-                self.console.say(line)
-            self.console.guard(lambda console: print_placement(console, self.job.plan, explain=explain))
-        return self.console
+    def end(self) -> None:
+        """Wait for git."""
+        self.sources.join()
+
+    def finish_lines(self) -> Sequence[Progress]:
+        """Have the ranks' last lines shown, and return the first and last logging step."""
+        self.viewer.ending.set()
+        self.viewer.shown.wait(PATIENCE)
+        return self.viewer.steps
+
+    def close(self) -> bool:
+        """Have our last lines shown; False where the reader of our output takes none."""
+        self.viewer.closing.set()
+        self.view.join(PATIENCE if self.viewer.shown.is_set() else 0)
+        return not self.view.is_alive()
+
+
+def attend_job(job: Job, run: RunDir, manifest: dict[str, object], own_files: Sequence[str]) -> Attendant:
+    """Return the attendant of a job that is about to start."""
+    viewer = Viewer(job, run, own_files, Follower(run))
+    return Attendant(job, run, manifest, viewer, AppliedReader(run.path))
 
 
 def describe_job(job: Job, run: RunDir, own_files: Sequence[str]) -> list[str]:

@@ -1,5 +1,7 @@
 """The end of a job: exit code, manifest, and the last words to the user."""
 
+import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.attend import Attendant
@@ -11,9 +13,6 @@ from launcher.report.summary import describe_progress, describe_time
 from launcher.runs.applied import compare_applied
 from launcher.runs.logs import read_tail
 from launcher.runs.manifest import stamp_time, write_manifest
-
-AGENT_LINES = 2000
-"""Last lines of the agent's log that are searched for its report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,30 +28,33 @@ class Ending:
 
     @property
     def state(self) -> str:
-        """`succeeded`, `stopped` by a signal to `launch`, or `failed`."""
-        return "succeeded" if self.status == 0 else "stopped" if self.outcome.signal else "failed"
+        """`succeeded`, `failed`, or `stopped` by a signal to `launch` before any rank failed."""
+        if self.status == 0:
+            return "succeeded"
+        return "stopped" if self.outcome.signal and not self.failure else "failed"
 
 
-def conclude_job(attendant: Attendant, outcome: Outcome, seconds: float) -> int:
-    """Write how the job ended, say it, and return the exit code."""
-    ending = judge_outcome(attendant, outcome)
-    attendant.get_console().close()
-    tell_end(attendant, ending, seconds)
+def conclude_job(attendant: Attendant, outcome: Outcome, agent_log: Sequence[str], seconds: float) -> int:
+    """Write how the job ended, say it, and return the exit code; the agent's log is that of this start."""
+    ending = judge_outcome(outcome, tuple(agent_log))
     record_end(attendant, ending)
+    tell_end(attendant, ending, seconds)
     return ending.status
 
 
-def judge_outcome(attendant: Attendant, outcome: Outcome) -> Ending:
+def judge_outcome(outcome: Outcome, log: tuple[str, ...]) -> Ending:
     """Find the first failure and the exit code: the program's own, 128+n for a signal, 3 for the agent's."""
-    log = tuple(read_tail(attendant.run.agent_log(attendant.job.host), AGENT_LINES))
-    if outcome.agent_exitcode == 0:
+    code = outcome.agent_exitcode
+    if code == 0:
         return Ending(outcome, None, 0, log)
-    if outcome.signal:
-        return Ending(outcome, None, 128 + outcome.signal, log)
-    failure = find_failure(outcome.deaths, "\n".join(log))
+    # What comes after a signal to `launch`, or by SIGTERM after the agent was killed, is no failure.
+    counted = [d for d in outcome.deaths if d.time < outcome.signal_time]
+    counted = [d for d in counted if code > 0 or d.exitcode != -signal.SIGTERM]
+    failure = find_failure(counted, "" if outcome.signal or code < 0 else "\n".join(log))
     if failure:
         return Ending(outcome, failure, failure.status, log)
-    code = outcome.agent_exitcode
+    if outcome.signal:
+        return Ending(outcome, None, 128 + outcome.signal, log)
     return Ending(outcome, None, 128 - code if code < 0 else EXIT_MACHINE, log)
 
 
@@ -89,10 +91,10 @@ def describe_failure(attendant: Attendant, failure: Failure) -> dict[str, object
 
 def tell_end(attendant: Attendant, ending: Ending, seconds: float) -> None:
     """Say how it went: the first failure or what was not as planned, the result, the run directory."""
+    result = describe_progress(attendant.finish_lines())
     tell = explain_failure if ending.state == "failed" else check_success
     for line in tell(attendant, ending) if ending.state != "stopped" else ():
         attendant.announce(line)
-    result = describe_progress(attendant.get_console().steps)
     attendant.announce(f"{ending.state} after {describe_time(seconds)}" + (f": {result}" if result else ""))
     attendant.announce(f"run directory {attendant.run.path}")
 

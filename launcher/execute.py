@@ -1,6 +1,7 @@
 """Carries a job out on this node: run directory, agent, console, and the account of how it ended."""
 
 import contextlib
+import os
 import shlex
 import shutil
 import sys
@@ -8,28 +9,41 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.attend import Attendant
+from launcher.attend import attend_job
 from launcher.conclude import conclude_job
 from launcher.config import dump_yaml, resolve
-from launcher.errors import MachineError
+from launcher.errors import EXIT_MACHINE, MachineError
 from launcher.job import Job, build_environ, open_target, render_agent
 from launcher.launch.supervise import Supervisor
 from launcher.plan.codec import plan_to_json
+from launcher.runs.logs import measure_file, read_tail
 from launcher.runs.manifest import describe_start, write_manifest
 from launcher.runs.rundir import RunDir, write_json, write_private
 from launcher.runs.secrets import mask_tree
+
+AGENT_LINES = 2000
+"""Last lines of the agent's log that are searched for its report."""
 
 
 def execute_job(job: Job, argv: Sequence[str], own_files: Sequence[str]) -> int:
     """Run the job to its end and return the exit code; raises UsageError or MachineError before it starts."""
     run, manifest = prepare_run(job, argv)
     command = render_agent(job, resolve(job.composed, run.path), run.id)
-    attendant = Attendant(job, run, own_files, manifest)
-    started = time.monotonic()
-    supervisor = Supervisor(attendant, job.config.torchrun.shutdown_timeout)
-    outcome = supervisor.run(command, build_environ(job, run), run.agent_log(job.host))
-    attendant.finish()
-    return conclude_job(attendant, outcome, time.monotonic() - started)
+    attendant = attend_job(job, run, manifest, own_files)
+    log = run.agent_log(job.host)
+    log_begin, started = measure_file(log), time.monotonic()
+    supervisor = Supervisor(attendant, len(job.plan.ranks), job.config.torchrun.shutdown_timeout)
+    try:
+        outcome = supervisor.run(command, build_environ(job, run), log)
+    except OSError as error:
+        manifest["outcome"] = {"state": "failed", "exit_code": EXIT_MACHINE, "reason": str(error)}
+        write_manifest(run, manifest)
+        raise MachineError(f"torchrun's agent could not be started ({error}): see {run.path}") from None
+    agent_log = read_tail(log, AGENT_LINES, log_begin)
+    status = conclude_job(attendant, outcome, agent_log, time.monotonic() - started)
+    if not attendant.close():
+        os._exit(status)  # a thread is stuck in a write, and the interpreter's own end would wait for it
+    return status
 
 
 def prepare_run(job: Job, argv: Sequence[str]) -> tuple[RunDir, dict[str, object]]:

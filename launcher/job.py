@@ -22,6 +22,8 @@ SHIM = Path(__file__).parent / "rank" / "__main__.py"
 CONSOLES = ("rank0", "all", "none")
 DEVICES = ("all", "own")
 FORMATS = ("table", "json")
+PET_DECIDED = ("PET_MODULE", "PET_RUN_PATH", "PET_NO_PYTHON", "PET_STANDALONE")
+"""torchrun's variables for what `launch` decides itself; torchrun would take them beside our options."""
 MOST_RANKS = 4096
 """Ranks on a node: several times the threads of the largest; a slip of the finger must not fill memory."""
 
@@ -79,9 +81,11 @@ def plan_configured(config: LaunchConfig, environ: Mapping[str, str]) -> Plan:
 
 
 def parse_nproc(text: object) -> int | None:
-    """Read `nproc_per_node`; None is `auto`. Raises UsageError."""
-    if text == "auto":
+    """Read `nproc_per_node`, also torchrun's words for it; None is `auto`. Raises UsageError."""
+    if text in ("auto", "gpu"):
         return None
+    if text == "cpu":
+        return len(os.sched_getaffinity(0))
     try:
         number = int(str(text))
     except ValueError:
@@ -153,8 +157,8 @@ def name_run(job: Job) -> str:
         return job.config.name
     if job.words is None:
         return job.composed.choices.get("model", "run")
-    named = job.words[1] if job.words[0] == "-m" else job.words[0]
-    return Path(named).stem.rpartition(".")[2] or "run"
+    named = job.words[1].rpartition(".")[2] if job.words[0] == "-m" else Path(job.words[0]).stem
+    return named or "run"
 
 
 def open_target(job: Job) -> RunDir:
@@ -188,8 +192,6 @@ def render_agent(job: Job, config: LaunchConfig, rdzv_id: str) -> tuple[str, ...
         "role": own.role,
         "event_log_handler": own.event_log_handler,
         "signals_to_handle": own.signals_to_handle,
-        # The stages of a stop are ours: the agent must not come to its SIGKILL before.
-        "shutdown_timeout": own.shutdown_timeout + int(TERM_GRACE + 2 * KILL_GRACE),
     }
     shim = (sys.executable, "-I", "-S", str(SHIM))
     return render_torchrun(sys.executable, options, shim, find_program(job, config))
@@ -197,10 +199,16 @@ def render_agent(job: Job, config: LaunchConfig, rdzv_id: str) -> tuple[str, ...
 
 def build_environ(job: Job, run: RunDir) -> dict[str, str]:
     """Return the agent's environment: the user's, and where the shim finds the plan and the run directory."""
+    config = resolve(job.composed, run.path)
+    # The stages of a stop are ours: the agent must not come to its SIGKILL before.
+    patience = config.torchrun.shutdown_timeout + int(TERM_GRACE + 2 * KILL_GRACE)
+    inherited = {name: value for name, value in job.environ.items() if name not in PET_DECIDED}
     return {
         "PYTHONUNBUFFERED": "1",
-        **job.environ,
-        **resolve(job.composed, run.path).env,
+        **inherited,
+        **config.env,
+        **({"LAUNCH_STRICT": "1"} if config.binding.strict else {}),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(patience),
         "LAUNCH_PLAN": str(run.plan_path(job.host)),
         "LAUNCH_RUN_DIR": str(run.path),
         "LAUNCH_ATTEMPT": str(run.first_attempt),

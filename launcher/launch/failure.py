@@ -13,7 +13,7 @@ REPORT = re.compile(
 )
 """One entry of the table in torchelastic's ChildFailedError."""
 SIGNAL_HINTS = {
-    signal.SIGTERM: "by torchrun where another node failed (see its output), else from outside",
+    signal.SIGTERM: "from outside, or by torchrun where another node of the job failed",
     signal.SIGKILL: "probably out of memory: see `dmesg`, and the job's memory limit",
     signal.SIGBUS: "a bus error: often /dev/shm is full",
     signal.SIGSEGV: "a crash in native code: PYTHONFAULTHANDLER=1 shows where",
@@ -62,8 +62,12 @@ def find_failure(deaths: Sequence[Death], agent_log: str) -> Failure | None:
     """
     reported = {int(m["pid"]): m for m in REPORT.finditer(agent_log)}
     last = max((death.process.attempt for death in deaths), default=0)
+    # When nodes join or leave, torchrun starts the ranks anew within an attempt: only the newest count.
+    newest = {death.process.local_rank: death.process.pid for death in deaths}
     for death in deaths:
         process = death.process
+        if newest[process.local_rank] != process.pid:
+            continue
         report = reported.get(process.pid)
         exitcode = death.exitcode if death.exitcode is not None else report and int(report["exitcode"])
         if process.attempt == last and exitcode:

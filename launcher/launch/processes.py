@@ -43,18 +43,22 @@ class Watch:
     alive: dict[int, RankProcess] = field(default_factory=dict)
     """By pidfd."""
     deaths: list[Death] = field(default_factory=list)
+    unseen: list[RankProcess] = field(default_factory=list)
+    """Ranks for which the kernel gives no pidfd (before Linux 5.3): only the agent tells of their ends."""
 
     def add_ranks(self, processes: Iterable[RankProcess]) -> None:
         """Start to watch; a process that is gone already is a death with no exit code."""
         for process in processes:
             try:
                 self.alive[os.pidfd_open(process.pid)] = process
-            except OSError:
+            except ProcessLookupError:
                 self.deaths.append(Death(process, time.time(), None))
+            except OSError:
+                self.unseen.append(process)
 
     def processes(self) -> list[RankProcess]:
         """Return every rank that has been watched, alive or dead."""
-        return [*self.alive.values(), *(death.process for death in self.deaths)]
+        return [*self.alive.values(), *self.unseen, *(death.process for death in self.deaths)]
 
     def note_deaths(self, ready: Iterable[int]) -> None:
         """Note the deaths behind the pidfds that poll found readable."""
@@ -66,7 +70,7 @@ class Watch:
 
     def signal_groups(self, number: int) -> None:
         """Send a signal to the process group of every living rank."""
-        for process in self.alive.values():
+        for process in (*self.alive.values(), *self.unseen):
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, number)
 
@@ -75,6 +79,9 @@ class Watch:
         for descriptor in self.alive:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(descriptor, number)
+        for process in self.unseen:
+            with contextlib.suppress(OSError):
+                os.kill(process.pid, number)
 
     def poll(self, others: Iterable[int], timeout: float) -> list[int]:
         """Wait until a rank dies, another descriptor is readable, or the time (s) is over."""
@@ -123,19 +130,29 @@ def call_prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
+def reap_orphans(spare: int) -> None:
+    """Wait for adopted children that have ended, so that a long job leaves no zombies; not for `spare`."""
+    with contextlib.suppress(ChildProcessError):
+        while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if found.si_pid == spare:
+                return
+            os.waitpid(found.si_pid, 0)
+
+
 def end_leftovers(grace: float) -> list[str]:
     """End every descendant of this process, SIGTERM first; return what they were, as `name (pid)`."""
     import psutil  # noqa: PLC0415 - 25 ms that the start of a job does not wait for
 
-    left = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-    names = []
-    for process in left:
-        with contextlib.suppress(psutil.Error):
-            names.append(f"{process.name()} ({process.pid})")
-            process.terminate()
-    _, stubborn = psutil.wait_procs(left, timeout=grace)
-    for process in stubborn:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(stubborn, timeout=grace)
-    return names
+    names: dict[int, str] = {}
+    for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
+        left = []
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    names[process.pid] = f"{process.name()} ({process.pid})"
+                    process.send_signal(number)
+                    left.append(process)
+        if not left:
+            break
+        psutil.wait_procs(left, timeout=grace)
+    return list(names.values())

@@ -1,5 +1,6 @@
 """Runs the agent on this node: watches the ranks, passes signals on in stages, and leaves no process."""
 
+import math
 import os
 import signal
 import subprocess
@@ -9,11 +10,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from launcher.launch.processes import Death, RankProcess, Watch, adopt_orphans, end_leftovers, prepare_agent
+from launcher.launch.processes import (
+    Death,
+    RankProcess,
+    Watch,
+    adopt_orphans,
+    end_leftovers,
+    prepare_agent,
+    reap_orphans,
+)
 from launcher.launch.signals import FORWARDED, KILL_GRACE, Inbox, Stop, catch_signals, name_signal
 
 TICK = 0.05
-"""Seconds between two looks at the logs."""
+"""Seconds between two looks for new ranks and signals."""
 
 
 class Observer(Protocol):
@@ -25,11 +34,14 @@ class Observer(Protocol):
     def find_ranks(self, agent: int) -> Iterable[RankProcess]:
         """Return the ranks that the agent (a PID) has started since the last call."""
 
-    def look(self) -> None:
-        """Told every TICK seconds."""
-
     def announce(self, text: str) -> None:
         """Told a line for people."""
+
+    def may_reap(self) -> bool:
+        """Tell whether the agent is the only child that somebody waits for."""
+
+    def end(self) -> None:
+        """Told once, when the agent has ended, before what it left is ended; waits for its own children."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +54,8 @@ class Outcome:
     """The ranks' ends in the order in which the kernel saw them, over all attempts."""
     signal: int | None
     """The first stopping signal that `launch` was sent."""
+    signal_time: float
+    """When it came, in seconds since the epoch; infinite where none did."""
     leftovers: tuple[str, ...]
     """Processes that outlived the agent and were ended."""
 
@@ -51,30 +65,53 @@ class Supervisor:
     """Keeps one agent and its ranks company until their end."""
 
     observer: Observer
+    expected: int
+    """Ranks on this node: while fewer are alive, new ones are looked for."""
     grace: float
     """Seconds that ranks have after the first stopping signal; then SIGTERM, then SIGKILL."""
     watch: Watch = field(default_factory=Watch)
     stop: Stop | None = None
     first_signal: int | None = None
+    signal_time: float = math.inf
 
     def run(self, command: Sequence[str], environ: Mapping[str, str], log: Path) -> Outcome:
         """Run the agent to its end; raises OSError where it cannot be started."""
         adopt_orphans()
         with catch_signals() as inbox:
             agent = start_agent(command, environ, log)
-            self.observer.begin()
-            agent_fd = os.pidfd_open(agent.pid)
-            while agent.poll() is None:
-                self.watch.poll((agent_fd, inbox.wakeup), TICK)
+            try:
+                self.observer.begin()
+                self.attend(agent, inbox)
+                self.observer.end()
+            finally:
+                left = end_leftovers(KILL_GRACE)
+                self.watch.close()
+        deaths = tuple(self.watch.deaths)
+        return Outcome(agent.wait(), deaths, self.first_signal, self.signal_time, tuple(left))
+
+    def attend(self, agent: "subprocess.Popen[bytes]", inbox: Inbox) -> None:
+        """Watch ranks and pass on signals until the agent ends."""
+        while agent.poll() is None:
+            known = len(self.watch.deaths)
+            self.watch.poll((inbox.wakeup,), TICK)
+            self.tell_deaths(self.watch.deaths[known:])
+            if len(self.watch.alive) < self.expected:
                 self.admit_ranks(agent.pid)
-                self.observer.look()
-                self.handle_signals(inbox, agent)
-            os.close(agent_fd)
-            self.admit_ranks(agent.pid)
-            self.watch.poll((), 0)
-            self.watch.close()
-            left = end_leftovers(KILL_GRACE)
-        return Outcome(agent.returncode, tuple(self.watch.deaths), self.first_signal, tuple(left))
+            self.handle_signals(inbox, agent)
+            if self.observer.may_reap():
+                reap_orphans(agent.pid)
+        self.admit_ranks(agent.pid)
+        self.watch.poll((), 0)
+
+    def tell_deaths(self, deaths: Sequence[Death]) -> None:
+        """Say at once that a rank has failed, since its peers may take long to end; not what follows it."""
+        for death in deaths:
+            attempt, code = death.process.attempt, death.exitcode
+            failed = (d for d in self.watch.deaths if d.process.attempt == attempt and d.exitcode)
+            if code and self.stop is None and next(failed) is death:
+                status = f"code {code}" if code > 0 else name_signal(-code)
+                rank = death.process.rank
+                self.observer.announce(f"rank {rank} failed ({status}); torchrun ends the others")
 
     def admit_ranks(self, agent: int) -> None:
         """Watch ranks that have started, and tell of a restart of the worker group."""
@@ -82,10 +119,7 @@ class Supervisor:
         seen = max((process.attempt for process in self.watch.processes()), default=None)
         newest = max((process.attempt for process in fresh), default=None)
         if seen is not None and newest is not None and newest > seen:
-            ended = (d for d in self.watch.deaths if d.process.attempt == seen and d.exitcode != 0)
-            failed = next(ended, None)
-            why = f"rank {failed.process.rank} failed, " if failed else ""
-            self.observer.announce(f"{why}torchrun restarted the ranks: attempt {newest}")
+            self.observer.announce(f"torchrun restarted the ranks: attempt {newest}")
         self.watch.add_ranks(fresh)
 
     def handle_signals(self, inbox: Inbox, agent: "subprocess.Popen[bytes]") -> None:
@@ -94,7 +128,8 @@ class Supervisor:
             if number in FORWARDED:
                 self.watch.signal_ranks(number)
                 continue
-            self.first_signal = self.first_signal or number
+            if self.first_signal is None:
+                self.first_signal, self.signal_time = number, time.time()
             self.stop = self.stop or Stop.begin(number, self.grace)
             self.advance_stop(self.stop, agent)
         if self.stop and time.monotonic() >= self.stop.deadline:
@@ -106,7 +141,7 @@ class Supervisor:
         number = stop.next_stage()
         if number is None or number == signal.SIGKILL:
             self.observer.announce("the ranks did not end in time: SIGKILL")
-            if number is None or not self.watch.alive:
+            if number is None or not (self.watch.alive or self.watch.unseen):
                 agent.kill()
             self.watch.signal_groups(signal.SIGKILL)
             return

@@ -92,7 +92,7 @@ class Request:
     nproc_per_node: int | None = None
     """Ranks on the node; None for the visible GPUs, else one for each NUMA node with usable CPUs."""
     binding: str = "exclusive"
-    """A policy's name: `exclusive` or `none`."""
+    """A policy's name: `exclusive`, `numa`, `socket`, `l3` or `none`."""
     strict: bool = False
     """A placement that falls short of the policy is an error rather than a warning."""
     reserve_cores: int = 0

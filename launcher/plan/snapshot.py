@@ -23,7 +23,9 @@ def parse_machine(text: str) -> Machine:
 def machine_from_json(data: object) -> Machine:
     """Read a snapshot's JSON value. Raises UsageError as `parse_machine` does."""
     if not isinstance(data, dict) or data.get("kind") != KIND:
-        raise UsageError(f"not a machine snapshot ({describe(data)}): make one with `launch topo save=FILE`")
+        raise UsageError(
+            f"not a machine snapshot ({describe(data)}): make one with `launch plan format=json > FILE`"
+        )
     schema = data.get("schema")
     if not isinstance(schema, int) or schema != SCHEMA:
         raise UsageError(

@@ -29,6 +29,8 @@ PALS_LOCAL_RANKID. `{num_workers}` in an argument becomes the rank's number of D
     LAUNCH_STRICT=1        end with status 3 where the placement cannot be applied (else: a warning)
     LAUNCH_QUIET=1         do not print the line that says what was applied
 """
+OURS = ("LAUNCH_PLAN", "LAUNCH_RUN_DIR", "LAUNCH_ATTEMPT", "LAUNCH_STRICT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+"""What `launch` tells the shim and torchrun: nothing to the program, nor to jobs that it starts itself."""
 NOT_FOUND, NOT_EXECUTABLE, NOT_PLACED, USAGE = 127, 126, 3, 2
 """Exit codes: a shell's own for a program that is not there or cannot be run; ours for the rest."""
 
@@ -88,9 +90,12 @@ def place_rank(identity: Identity, environ: dict[str, str], words: list[str]) ->
 def become_program(words: list[str], environ: dict[str, str]) -> int:
     """Exec the program; the PID stays, so signals reach it. Returns a shell's exit code if that fails."""
     sys.stderr.flush()
+    under_launch = "LAUNCH_RUN_DIR" in environ
+    for name in OURS if under_launch else ():
+        environ.pop(name, None)
     # An ignored signal stays ignored over exec: the interpreter ignores SIGPIPE at its start, and `launch`
     # has its agent ignore the user signals, which SLURM sends to every process of a step.
-    for number in (SIGPIPE, SIGUSR1, SIGUSR2) if "LAUNCH_RUN_DIR" in environ else (SIGPIPE,):
+    for number in (SIGPIPE, SIGUSR1, SIGUSR2) if under_launch else (SIGPIPE,):
         signal(number, SIG_DFL)
     try:
         os.execvpe(words[0], words, environ)

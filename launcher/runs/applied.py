@@ -35,7 +35,11 @@ class AppliedReader:
     def read_new(self) -> list[Applied]:
         """Return the new records; one that is not readable is left for the next call."""
         found = []
-        for path in sorted(self.run_path.glob("rank-*.applied.json")):
+        try:
+            paths = sorted(self.run_path.glob("rank-*.applied.json"))
+        except OSError:  # a network filesystem's hiccup
+            return []
+        for path in paths:
             try:
                 stamp = path.stat().st_mtime_ns
                 if self.seen.get(path) != stamp:

@@ -27,12 +27,20 @@ class Follower:
 
     run: RunDir
     offsets: dict[Path, int] = field(default_factory=dict)
+    earlier: dict[Path, int] = field(default_factory=dict)
+    """Sizes of the logs that an earlier start into the same directory has left."""
     partial: dict[Path, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Note what is there already."""
+        for path in self.run.path.glob("logs/*/rank-*"):
+            self.earlier[path] = measure_file(path)
 
     def watch_rank(self, rank: int, attempt: int) -> None:
         """Add a rank's two files; a file that has been watched is left as it is."""
         for ending in ("out", "err"):
-            self.offsets.setdefault(self.run.rank_log(rank, attempt, ending), 0)
+            path = self.run.rank_log(rank, attempt, ending)
+            self.offsets.setdefault(path, self.earlier.get(path, 0))
 
     def read_lines(self, *, final: bool = False) -> Iterator[Line]:
         """Give the new whole lines; `final` gives all that is left, an unfinished last line too."""
@@ -69,11 +77,22 @@ def decode_line(raw: bytes) -> str:
     return raw.decode(errors="replace").removesuffix("\r").rpartition("\r")[2]
 
 
+def measure_file(path: Path) -> int:
+    """Return a file's size in bytes; 0 where there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 def read_from(path: Path, offset: int) -> tuple[bytes, int]:
     """Return what a file holds from an offset on, at most CHUNK bytes, and the offset.
 
-    That is 0 where the file is shorter; there are no bytes where it cannot be read.
+    That is 0 where the file is shorter; there are no bytes where it cannot be read. A file that has not
+    grown is not opened, which on a network filesystem would cost a round trip.
     """
+    if measure_file(path) == offset:
+        return b"", offset
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -84,11 +103,8 @@ def read_from(path: Path, offset: int) -> tuple[bytes, int]:
         return b"", offset
 
 
-def read_tail(path: Path, count: int) -> list[str]:
-    """Return the last `count` lines of a log; empty where there is none."""
-    try:
-        start = max(0, path.stat().st_size - CHUNK)
-    except OSError:
-        return []
+def read_tail(path: Path, count: int, begin: int = 0) -> list[str]:
+    """Return the last `count` lines of a log, from byte `begin` on; empty where there are none."""
+    start = max(begin, measure_file(path) - CHUNK)
     lines = read_from(path, start)[0].removesuffix(b"\n").split(b"\n")
     return [decode_line(raw) for raw in lines[len(lines) - min(count, len(lines)) :]] if any(lines) else []

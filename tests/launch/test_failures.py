@@ -141,7 +141,8 @@ def test_restarts_by_torchrun_have_logs_of_their_own(tmp_path: Path) -> None:
     assert first.startswith("attempt 0 3\n")
     assert last.startswith("attempt 2 3\n")
     assert "error file /" in last
-    assert "rank 1 failed, torchrun restarted the ranks: attempt 1" in said
+    assert "rank 1 failed (code 5); torchrun ends the others" in said
+    assert "torchrun restarted the ranks: attempt 1" in said
     assert manifest["outcome"]["attempts"] == 3
 
 
@@ -234,3 +235,26 @@ def test_nodes_by_hand_can_share_a_run_directory(tmp_path: Path) -> None:
     assert {path.name for path in (shared / "logs" / "0").glob("*.out")} == {"rank-0.out", "rank-1.out"}
     for name in ("manifest.json", "manifest-1.json"):
         assert json.loads((shared / name).read_text())["outcome"]["state"] == "succeeded"
+
+
+def test_a_failure_is_this_start_s_own(tmp_path: Path) -> None:
+    with start(tmp_path, "run_dir=one", "--", write_program(tmp_path, "raise SystemExit(5)")) as started:
+        assert started.wait() == 5
+    words = ("run_dir=one", "torchrun.rdzv_backend=nonsense", "--", write_program(tmp_path, "print('never')"))
+    with start(tmp_path, *words) as started:
+        assert started.wait() == 3
+    assert "no rank failed" in started.read()
+    assert "failed first" not in started.read()
+
+
+NAMES = """
+import os
+print(sorted(n for n in os.environ if n.startswith("LAUNCH_") and "TEST" not in n or "SHUTDOWN" in n))
+"""
+
+
+def test_the_program_is_not_told_of_the_launcher(tmp_path: Path) -> None:
+    program = write_program(tmp_path, NAMES)
+    with start(tmp_path, "--", program, PET_MODULE="1", PET_RUN_PATH="1") as started:
+        assert started.wait() == 0
+    assert "['LAUNCH_NUM_WORKERS']" in started.read("stdout")

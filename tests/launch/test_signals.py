@@ -161,3 +161,68 @@ def test_ignored_hangup_stays_ignored(tmp_path: Path) -> None:
     finally:
         process.terminate()
         assert process.wait(40) == 143
+
+
+NOISY = """
+import time
+print("ready", flush=True)
+while True:
+    print("x" * 1000, flush=True)
+    time.sleep(0.001)
+"""
+
+
+def test_a_reader_that_stalls_does_not_hold_up_a_signal(tmp_path: Path) -> None:
+    program = write_program(tmp_path, NOISY)
+    process = subprocess.Popen(
+        [*LAUNCH, "--", program], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_ready(Started(process, tmp_path, "no mark"), ranks=1)
+        log = next((tmp_path / "runs").glob("*/*/logs/0/rank-0.out"))
+        wait_for(lambda: log.stat().st_size > 500_000, "more output than a pipe holds")
+        process.terminate()
+        assert process.wait(40) == 143
+    finally:
+        process.kill()
+        process.communicate()
+    manifest = json.loads((log.parents[2] / "manifest.json").read_text())
+    assert manifest["outcome"]["state"] == "stopped"
+
+
+ORPHANS = """
+import subprocess, time
+for _ in range(30):
+    subprocess.run(["sh", "-c", "sleep 0.01 & exit"])
+print("ready", flush=True)
+time.sleep(300)
+"""
+
+
+def test_orphans_of_the_ranks_do_not_stay_as_zombies(tmp_path: Path) -> None:
+    with start(tmp_path, "--", write_program(tmp_path, ORPHANS)) as started:
+        wait_ready(started, ranks=1)
+        children = Path(f"/proc/{started.process.pid}/task/{started.process.pid}/children")
+        wait_for(lambda: len(children.read_text().split()) == 1, "the end of all children but the agent")
+        started.process.send_signal(signal.SIGTERM)
+        assert started.wait() == 143
+
+
+FAILED = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+if os.environ["RANK"] == "1":
+    sys.exit(9)
+time.sleep(300)
+"""
+
+
+def test_a_signal_after_a_failure_does_not_hide_it(tmp_path: Path) -> None:
+    words = ("nproc_per_node=2", "torchrun.shutdown_timeout=1", "--", write_program(tmp_path, FAILED))
+    with start(tmp_path, *words) as started:
+        wait_for(lambda: "rank 1 failed (code 9)" in started.read(), "the announcement of the failure")
+        started.process.send_signal(signal.SIGINT)
+        assert started.wait() == 9
+        assert started.survivors() == []
+    assert "rank 1 on" in started.read()
