@@ -63,3 +63,10 @@ def test_the_first_of_the_last_attempt(deaths: list[Death], report: str, rank: i
 )
 def test_no_rank_failed(deaths: list[Death]) -> None:
     assert find_failure(deaths, "nothing of note") is None
+
+
+def test_ranks_that_were_started_anew_within_an_attempt_do_not_count() -> None:
+    deaths = [death(0, -15, pid=100), death(1, -15, pid=101), death(1, 7, pid=201), death(0, -15, pid=200)]
+    found = find_failure(deaths, "")
+    assert found is not None
+    assert (found.rank, found.pid, found.exitcode) == (1, 201, 7)
