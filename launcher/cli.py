@@ -161,13 +161,14 @@ def run_sweep(flags: "Flags", command: Command, argv: Sequence[str]) -> int:
     """Run the jobs of `-m` one after the other; return the first exit code that is not 0."""
     from launcher.config import compose, expand_sweep, resolve
     from launcher.launch.signals import STOPPING
+    from launcher.runs.secrets import mask_words
 
     jobs = expand_sweep(flags.sources, flags.overrides)
     for overrides in jobs:
         resolve(compose(flags.sources, overrides))  # a mistake in the last job shows before the first runs
     first = 0
     for number, overrides in enumerate(jobs, 1):
-        sys.stderr.write(f"launch: job {number} of {len(jobs)}: {' '.join(overrides)}\n")
+        sys.stderr.write(f"launch: job {number} of {len(jobs)}: {' '.join(mask_words(overrides))}\n")
         status = run_verb(flags.with_overrides(overrides), command, argv)
         first = first or status
         if status - 128 in STOPPING:

@@ -117,7 +117,7 @@ def explain_failure(attendant: Attendant, ending: Ending) -> list[str]:
         return [f"no rank failed, but torchrun's agent ended with {how}", f"its log is {path}"]
     source, lines = tail_rank(attendant, failure)
     where = f"rank {failure.rank} on {host} (local rank {failure.local_rank})"
-    said = [f"the end of {source}:", *(f"  | {line}" for line in lines)]
+    said = [f"the end of {source}:", *(f"  | {line}" for line in lines)] if lines else ["it printed nothing"]
     return [f"{where} failed first: it {failure.describe()}", *said]
 
 

@@ -54,7 +54,7 @@ def prepare_run(job: Job, argv: Sequence[str]) -> tuple[RunDir, dict[str, object
         run = open_target(job)
         write_json(run.plan_path(job.host), plan_to_json(job.plan))
         resolve(job.composed, run.path)
-        write_private(run.path / "config.yaml", dump_yaml(job.composed, mask_tree))
+        keep_config(run, dump_yaml(job.composed, mask_tree))
         manifest = describe_start(run, ["launch", *argv], job.composed.choices)
         manifest["hosts"] = [job.host]
         write_manifest(run, manifest)
@@ -67,6 +67,14 @@ def prepare_run(job: Job, argv: Sequence[str]) -> tuple[RunDir, dict[str, object
             f"cannot write the run directory, {where}: set {key}=DIR to another place"
         ) from None
     return run, manifest
+
+
+def keep_config(run: RunDir, text: str) -> None:
+    """Write `config.yaml`; warn where an earlier start had other settings, and would not go on as it was."""
+    path = run.path / "config.yaml"
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        sys.stderr.write(f"launch: warning: other settings than those of the earlier start in {run.path}\n")
+    write_private(path, text)
 
 
 def remove_run(run: RunDir) -> None:

@@ -24,6 +24,8 @@ DEVICES = ("all", "own")
 FORMATS = ("table", "json")
 PET_DECIDED = ("PET_MODULE", "PET_RUN_PATH", "PET_NO_PYTHON", "PET_STANDALONE")
 """torchrun's variables for what `launch` decides itself; torchrun would take them beside our options."""
+BUNDLED = "train"
+"""Option of the group `program` whose runs are named after their model."""
 MOST_RANKS = 4096
 """Ranks on a node: several times the threads of the largest; a slip of the finger must not fill memory."""
 
@@ -156,7 +158,8 @@ def name_run(job: Job) -> str:
     if job.config.name:
         return job.config.name
     if job.words is None:
-        return job.composed.choices.get("model", "run")
+        program = job.composed.choices.get("program", "run")
+        return job.composed.choices.get("model", "run") if program == BUNDLED else program
     named = job.words[1].rpartition(".")[2] if job.words[0] == "-m" else Path(job.words[0]).stem
     return named or "run"
 

@@ -140,7 +140,7 @@ class Supervisor:
         first = not stop.deadline
         number = stop.next_stage()
         if number is None or number == signal.SIGKILL:
-            self.observer.announce("the ranks did not end in time: SIGKILL")
+            self.observer.announce("SIGKILL to the ranks")
             if number is None or not (self.watch.alive or self.watch.unseen):
                 agent.kill()
             self.watch.signal_groups(signal.SIGKILL)

@@ -31,7 +31,13 @@ def mask_words(words: Sequence[str]) -> list[str]:
 
 
 def mask_text(text: str) -> str:
-    """Mask what follows the first secret's name, to the end of the text, and logins in URLs."""
+    """Mask what follows the first secret's name, to the end of the text, and logins in URLs.
+
+    A list, as in `program.command=[train.py,--api-key,abc]`, is masked like a command line.
+    """
+    head, opening, body = text.partition("=[")
+    if opening:
+        return mask_text(head) + opening + ",".join(mask_words(body.split(",")))
     for name in SECRET.finditer(text):
         if value := VALUE.match(text, name.end()):
             return LOGIN.sub(MASK, text[: value.end()]) + MASK

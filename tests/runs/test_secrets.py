@@ -113,3 +113,8 @@ def test_long_words_take_no_time(text: str) -> None:
     start = time.process_time()
     mask_words([text])
     assert time.process_time() - start < 2
+
+
+def test_a_list_is_masked_like_a_command_line() -> None:
+    word = "program.command=[train.py,--api-key,abc123,--lr,3]"
+    assert mask_words([word]) == ["program.command=[train.py,--api-key,***,--lr,3]"]
