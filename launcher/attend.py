@@ -167,6 +167,8 @@ def describe_job(job: Job, run: RunDir, own_files: Sequence[str]) -> list[str]:
     count = len(job.plan.ranks)
     ranks = f"{count} rank{'s' if count > 1 else ''} on {job.host}"
     lines = [f"{ranks} (cluster={job.cluster.kind}: {job.cluster.why}), run directory {run.path}"]
+    if job.cluster.max_nodes > 1:
+        lines.append(f"the ranks start when {job.cluster.min_nodes} nodes have met at {job.cluster.endpoint}")
     if own_files:
         lines.append(f"configuration from {', '.join(own_files)}")
     if job.words is not None and job.composed.choices.get("model") not in (None, "tiny"):

@@ -37,8 +37,9 @@ def execute_job(job: Job, argv: Sequence[str], own_files: Sequence[str]) -> int:
         outcome = supervisor.run(command, build_environ(job, run), log)
     except OSError as error:
         manifest["outcome"] = {"state": "failed", "exit_code": EXIT_MACHINE, "reason": str(error)}
-        write_manifest(run, manifest)
-        raise MachineError(f"torchrun's agent could not be started ({error}): see {run.path}") from None
+        with contextlib.suppress(OSError):
+            write_manifest(run, manifest)
+        raise MachineError(f"torchrun's agent could not be run ({error}): see {run.path}") from None
     agent_log = read_tail(log, AGENT_LINES, log_begin)
     status = conclude_job(attendant, outcome, agent_log, time.monotonic() - started)
     if not attendant.close():

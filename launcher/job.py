@@ -13,8 +13,9 @@ from launcher.launch.cluster import Cluster, choose_cluster
 from launcher.launch.program import render_program, resolve_program
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.launch.torchrun import parse_pairs, render_torchrun
-from launcher.node import honoured_environ, plan_node, read_machine
+from launcher.node import honoured_environ, read_machine
 from launcher.plan.model import Plan, Request
+from launcher.plan.planner import plan
 from launcher.runs.rundir import RunDir, create_run_dir, open_run_dir
 from launcher.schema import LaunchConfig
 
@@ -60,8 +61,8 @@ def plan_job(composed: Composed, words: tuple[str, ...] | None, environ: Mapping
     cluster = choose_cluster(
         config.cluster.kind, config.nodes, config.node_rank, config.rdzv_endpoint, merged
     )
-    plan = plan_configured(config, merged)
-    job = Job(composed, config, words, cluster, plan, merged, os.uname().nodename)
+    placed = plan_configured(config, merged)
+    job = Job(composed, config, words, cluster, placed, merged, os.uname().nodename)
     find_program(job, config)
     return job
 
@@ -79,7 +80,7 @@ def plan_configured(config: LaunchConfig, environ: Mapping[str, str]) -> Plan:
         num_workers=config.dataloader.num_workers,
         environ=honoured_environ(dict(environ)),
     )
-    return plan_node(request, machine)
+    return plan(machine, request)
 
 
 def parse_nproc(text: object) -> int | None:

@@ -5,15 +5,10 @@
 
 from launcher.errors import UsageError
 from launcher.plan.codec import plan_to_json
-from launcher.plan.model import HONOURED, Machine, Plan, Request
+from launcher.plan.model import HONOURED, Machine, Request
 from launcher.plan.planner import plan
 from launcher.plan.snapshot import machine_from_json
 from launcher.probe.machine import probe
-
-
-def plan_node(request: Request, machine: Machine) -> Plan:
-    """Plan a node's ranks; raises UsageError or MachineError."""
-    return plan(machine, request)
 
 
 def read_machine(root: str, snapshot: str | None) -> Machine:

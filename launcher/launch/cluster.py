@@ -32,6 +32,8 @@ def choose_cluster(
     low, high = parse_nodes(nodes)
     if kind == "manual":
         return join_manual(low, high, node_rank, endpoint)
+    if node_rank is not None and "PET_NODE_RANK" not in environ:
+        raise UsageError(f"node_rank={node_rank} goes with cluster=manual: add that, or leave node_rank out")
     if low > 1 or (high > 1 and kind == "local"):
         raise MachineError(explain_nodes(kind, nodes, environ))
     why = f"nodes={nodes}" if kind == "auto" else "cluster=local"

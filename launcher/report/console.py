@@ -13,9 +13,6 @@ from launcher.runs.logs import Line
 from launcher.runs.progress import Progress as Step
 from launcher.runs.progress import parse_progress
 
-MODES = ("rank0", "all", "none")
-"""Values of `logs.console`."""
-
 
 @dataclass(slots=True)
 class JobConsole:

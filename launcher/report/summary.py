@@ -12,7 +12,7 @@ def describe_progress(steps: Sequence[Progress]) -> str:
     first, last = dict(steps[0].metrics), dict(steps[-1].metrics)
     parts = []
     if "loss" in first and "loss" in last:
-        parts.append(f"loss {first['loss']} to {last['loss']} over {last_step(steps)} steps")
+        parts.append(f"loss {first['loss']} to {last['loss']} over {steps[-1].step} steps")
     best = {name: value for step in steps for name, value in step.metrics}
     parts += [
         f"{best[name]} {unit}"
@@ -21,11 +21,6 @@ def describe_progress(steps: Sequence[Progress]) -> str:
     ]
     parts += [f"MFU {best['mfu']}"] if "mfu" in best else []
     return ", ".join(parts)
-
-
-def last_step(steps: Sequence[Progress]) -> int:
-    """Return the number of the last step."""
-    return steps[-1].step
 
 
 def describe_time(seconds: float) -> str:

@@ -321,3 +321,9 @@ def test_torchrun_itself_reads_that_command_line() -> None:
         "--",
         "-x",
     ]
+
+
+def test_a_node_rank_without_a_manual_cluster_is_not_ignored() -> None:
+    with pytest.raises(UsageError, match="node_rank=1 goes with cluster=manual"):
+        choose_cluster("auto", 1, 1, None, {})
+    assert choose_cluster("local", 1, 1, None, {"PET_NODE_RANK": "1"}).kind == "local"
