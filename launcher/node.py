@@ -7,7 +7,7 @@ from launcher.errors import UsageError
 from launcher.plan.codec import plan_to_json
 from launcher.plan.model import HONOURED, Machine, Request
 from launcher.plan.planner import plan
-from launcher.plan.snapshot import machine_from_json
+from launcher.plan.snapshot import parse_machine
 from launcher.probe.machine import probe
 
 
@@ -18,14 +18,12 @@ def read_machine(root: str, snapshot: str | None) -> Machine:
 
 def load_snapshot(path: str) -> Machine:
     """Read a machine from what `launch plan format=json` printed; raises UsageError."""
-    import json
-
     try:
         with open(path, encoding="utf-8") as file:
-            data = json.load(file)
+            text = file.read()
     except (OSError, ValueError) as error:
-        raise UsageError(f"machine.snapshot={path} cannot be read ({error})") from None
-    return machine_from_json(data.get("machine", data) if isinstance(data, dict) else data)
+        raise UsageError(f"machine.snapshot={path} cannot be read ({error}): check the path") from None
+    return parse_machine(text)
 
 
 def honoured_environ(environ: dict[str, str]) -> tuple[tuple[str, str], ...]:

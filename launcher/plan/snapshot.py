@@ -12,12 +12,15 @@ KIND = "machine"
 
 
 def parse_machine(text: str) -> Machine:
-    """Read a snapshot's text. Raises UsageError for what is not a whole snapshot of a known schema."""
+    """Read a snapshot's text, or that of a plan, which holds one.
+
+    Raises UsageError for what is not a whole snapshot of a known schema.
+    """
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"not a machine snapshot, or cut short ({error}): save it again") from error
-    return machine_from_json(data)
+    return machine_from_json(data.get("machine") if isinstance(data, dict) and "ranks" in data else data)
 
 
 def machine_from_json(data: object) -> Machine:
