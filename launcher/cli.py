@@ -13,10 +13,8 @@ from launcher.errors import EXIT_MACHINE, LaunchError, UsageError
 
 if TYPE_CHECKING:
     from launcher.flags import Flags
-    from launcher.plan.model import Plan
-    from launcher.schema import LaunchConfig
 
-VERBS = ("plan",)
+VERBS = ("plan", "topo", "doctor")
 """Words that may stand first; without one, a command line runs a job."""
 LONGEST = 800
 """Characters of an error."""
@@ -179,20 +177,20 @@ def run_sweep(flags: "Flags", command: Command, argv: Sequence[str]) -> int:
 def run_verb(flags: "Flags", command: Command, argv: Sequence[str]) -> int:
     """Run one configuration."""
     from launcher.config import compose, resolve
-    from launcher.job import plan_configured, plan_job
 
     composed = compose(flags.sources, add_pet(flags.overrides, os.environ))
     for doubt in composed.warnings:
         sys.stderr.write(f"launch: warning: {doubt}\n")
     own_files = flags.sources.list_own(composed.choices)
-    if command.verb == "plan":
-        config = resolve(composed)
-        plan = plan_configured(config, {**os.environ, **config.env})
-        name_files(own_files)
-        return show_plan(plan, config)
-    job = plan_job(composed, command.program, os.environ)
-    from launcher.execute import execute_job, preview_job
+    if command.verb != "run":
+        from launcher.verbs import show
 
+        name_files(own_files)
+        return show(command.verb, resolve(composed), flags.sources)
+    from launcher.execute import execute_job, preview_job
+    from launcher.job import plan_job
+
+    job = plan_job(composed, command.program, os.environ)
     if job.config.dry_run:
         name_files(own_files)
         return preview_job(job)
@@ -213,19 +211,3 @@ def add_pet(overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     given = {word.lstrip("+").partition("=")[0] for word in overrides}
     pet = {key: value for key, value in pet_overrides(environ).items() if key not in given}
     return [*(f"{key}={quote_value(value)}" for key, value in pet.items()), *overrides]
-
-
-def show_plan(plan: "Plan", config: "LaunchConfig") -> int:
-    """Print a plan to stdout, as a table or as JSON."""
-    if config.format == "json":
-        import json
-
-        from launcher.plan.codec import plan_to_json
-
-        sys.stdout.write(json.dumps(plan_to_json(plan), indent=1) + "\n")
-        return 0
-    from launcher.report.console import make_console
-    from launcher.report.placement import print_placement
-
-    print_placement(make_console(stderr=False), plan, explain=config.explain)
-    return 0

@@ -78,6 +78,7 @@ def plan_configured(config: LaunchConfig, environ: Mapping[str, str]) -> Plan:
         reserve_cores=config.binding.reserve_cores,
         devices=config.devices,
         num_workers=config.dataloader.num_workers,
+        nic=config.binding.nic,
         environ=honoured_environ(dict(environ)),
     )
     return plan(machine, request)

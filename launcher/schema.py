@@ -25,6 +25,8 @@ class BindingConfig:
     """A placement that falls short of the policy ends the job rather than warning."""
     reserve_cores: int = 0
     """Physical cores left for the system, spread over the NUMA nodes."""
+    nic: bool = False
+    """Tell NCCL of each rank's nearest NIC too (`NCCL_IB_HCA`)."""
 
 
 @dataclass
@@ -43,7 +45,7 @@ class MachineConfig:
     root: str = "/"
     """Folder that holds the machine's `sys` and `proc`."""
     snapshot: str | None = None
-    """A file printed by `launch plan format=json` on that machine."""
+    """A file that `launch topo save=FILE` or `launch plan format=json` wrote on that machine."""
 
 
 @dataclass
@@ -98,9 +100,13 @@ class LaunchConfig:
     dry_run: bool = False
     """Show the plan and the command, and start nothing."""
     format: str = "table"
-    """What `launch plan` prints: `table` or `json`."""
+    """What `launch plan`, `topo` and `doctor` print: `table` or `json`."""
     explain: bool = False
     """Say in a sentence for each rank why it runs where it does."""
+    save: str | None = None
+    """File that `launch topo` writes a snapshot of the machine to."""
+    image: str | None = None
+    """File that `launch topo` draws the machine and its ranks to: `FILE.svg` or `FILE.png`."""
     env: dict[str, str] = field(default_factory=dict)
     """Variables for the program."""
     model: dict[str, Any] = field(default_factory=dict)

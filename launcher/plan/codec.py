@@ -1,8 +1,8 @@
 """The JSON form of plans and machine snapshots, written and read back."""
 
 from launcher.cpulist import format_cpulist
-from launcher.plan.model import SCHEMA, Cpu, Gpu, Machine, NumaNode, Plan, RankPlan
-from launcher.plan.snapshot import KIND, machine_from_json, parse_machine
+from launcher.plan.model import SCHEMA, Cache, Gpu, Limits, Machine, Nic, NumaNode, Plan, RankPlan
+from launcher.plan.snapshot import KIND, PLACE, machine_from_json, parse_machine
 
 __all__ = ["machine_from_json", "machine_to_json", "parse_machine", "plan_to_json"]
 
@@ -39,24 +39,49 @@ def machine_to_json(machine: Machine) -> dict[str, object]:
     return {
         "schema": SCHEMA,
         "kind": KIND,
-        "cpus": [{name: getattr(cpu, name) for name in Cpu.__slots__} for cpu in machine.cpus],
-        "nodes": [node_to_json(node) for node in machine.nodes],
+        "name": machine.name,
+        "source": machine.source,
+        "cores": cores_to_json(machine),
+        "caches": [take_fields(cache) for cache in machine.caches],
+        "nodes": [node_to_json(machine, node) for node in machine.nodes],
         "gpus": [gpu_to_json(gpu) for gpu in machine.gpus],
+        "nics": [{**take_fields(nic), "path": list(nic.path)} for nic in machine.nics],
         "allowed_cpus": format_cpulist(machine.allowed_cpus),
         "allowed_mems": format_cpulist(machine.allowed_mems),
         "isolated": format_cpulist(machine.isolated),
         "memory_kib": machine.memory_kib,
+        "limits": take_fields(machine.limits),
         "warnings": list(machine.warnings),
     }
 
 
-def node_to_json(node: NumaNode) -> dict[str, object]:
-    """A NUMA node; distances by node number."""
+def take_fields(value: Cache | Nic | Limits) -> dict[str, object]:
+    """The fields of a value by name."""
+    return {name: getattr(value, name) for name in value.__slots__}
+
+
+def cores_to_json(machine: Machine) -> list[dict[str, object]]:
+    """The cores, those of one package, node, cache and capacity together; a cpulist of PUs for each core."""
+    groups: dict[tuple[int, ...], dict[int, list[int]]] = {}
+    for cpu in machine.cpus:
+        place = (cpu.package, cpu.node, cpu.l3, cpu.capacity)
+        groups.setdefault(place, {}).setdefault(cpu.core, []).append(cpu.id)
+    return [
+        {
+            **dict(zip(PLACE, place, strict=True)),
+            "cores": [format_cpulist(frozenset(pus)) for pus in cores.values()],
+        }
+        for place, cores in groups.items()
+    ]
+
+
+def node_to_json(machine: Machine, node: NumaNode) -> dict[str, object]:
+    """A NUMA node; a distance for each node of the machine, in their order."""
     return {
         "id": node.id,
         "memory_kib": node.memory_kib,
         "normal": node.normal,
-        "distances": {str(other): distance for other, distance in node.distances},
+        "distances": [node.distance(other.id) for other in machine.nodes],
     }
 
 
@@ -70,4 +95,7 @@ def gpu_to_json(gpu: Gpu) -> dict[str, object]:
         "local_cpus": format_cpulist(gpu.local_cpus),
         "name": gpu.name,
         "mig": list(gpu.mig),
+        "vendor": gpu.vendor,
+        "path": list(gpu.path),
+        "memory_mib": gpu.memory_mib,
     }

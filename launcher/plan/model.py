@@ -44,6 +44,17 @@ class NumaNode:
 
 
 @dataclass(frozen=True, slots=True)
+class Cache:
+    """A last-level cache."""
+
+    id: int
+    """Lowest-numbered online PU under it, as in `Cpu.l3`."""
+    level: int
+    size_kib: int
+    """0 where unknown."""
+
+
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """A GPU, or a MIG instance of one, as the driver enumerates them in PCI order."""
 
@@ -61,6 +72,44 @@ class Gpu:
     """Product name, for people."""
     mig: tuple[str, ...] = ()
     """UUIDs of its MIG instances, in the driver's order; empty where MIG is off."""
+    vendor: str = "nvidia"
+    """`nvidia` or `amd`."""
+    path: tuple[str, ...] = ()
+    """PCI path from the root: the host bridge (`pci0000:00`), then each bridge; empty where unknown."""
+    memory_mib: int = 0
+    """Its own memory; 0 where unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nic:
+    """An RDMA device (InfiniBand, RoCE, EFA)."""
+
+    name: str
+    """As in /sys/class/infiniband: `mlx5_0`."""
+    pci: str
+    """PCI address in sysfs form, empty where it has none."""
+    node: int | None
+    """NUMA node, None where the firmware says nothing (-1)."""
+    path: tuple[str, ...] = ()
+    """PCI path from the root, as `Gpu.path`."""
+    link_layer: str = ""
+    """`InfiniBand` or `Ethernet`; empty where unknown."""
+    rate_gbps: float = 0
+    """Rate of its fastest port; 0 where unknown."""
+    active: bool = True
+    """Whether a port is active; true where unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the job's cgroup and mounts leave it; None where nothing limits or nothing is known."""
+
+    cpus: float | None = None
+    """CPU time, in CPUs: the cgroup's quota over its period."""
+    memory_kib: int | None = None
+    """Memory limit of the cgroup."""
+    shm_kib: int | None = None
+    """Size of /dev/shm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +130,15 @@ class Machine:
     """CPUs set apart at boot (`isolcpus`)."""
     memory_kib: int = 0
     """MemTotal of the machine in KiB."""
+    nics: tuple[Nic, ...] = ()
+    """RDMA devices in the order of their names, numbers in them compared as numbers."""
+    caches: tuple[Cache, ...] = ()
+    """Last-level caches in the order of their ids; empty where unknown."""
+    limits: Limits = Limits()
+    name: str = ""
+    """The product's name (DMI), or a shipped machine's; empty where unknown."""
+    source: str = ""
+    """Where a shipped machine's facts come from; empty for a machine that was probed."""
     warnings: tuple[str, ...] = ()
     """What the probe could not read or found contradictory."""
 
@@ -101,11 +159,22 @@ class Request:
     """`all`: every rank sees the job's GPUs; `own`: each rank sees its own, by UUID."""
     num_workers: int = 2
     """DataLoader workers that each rank would like; the plan gives fewer where cores are short."""
+    nic: bool = False
+    """Offer each rank its NIC as `NCCL_IB_HCA` too."""
     environ: tuple[tuple[str, str], ...] = ()
     """The user's environment, as far as the plan depends on it (names in `HONOURED`)."""
 
 
-HONOURED = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS", "LAUNCH_NUM_WORKERS")
+HONOURED = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "LAUNCH_NUM_WORKERS",
+    "LAUNCH_NIC",
+    "NCCL_IB_HCA",
+)
 """Variables of the user's that the plan depends on; one that the user has set wins."""
 
 

@@ -1,14 +1,17 @@
 """Machine snapshots read back from JSON."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
 
 from launcher.cpulist import parse_cpulist
 from launcher.errors import UsageError
-from launcher.plan.model import SCHEMA, Cpu, Gpu, Machine, NumaNode
+from launcher.plan.model import SCHEMA, Cache, Cpu, Gpu, Limits, Machine, Nic, NumaNode
 
 KIND = "machine"
 """What a snapshot says that it is."""
+PLACE = ("package", "node", "l3", "capacity")
+"""What the cores of one group of a snapshot have in common."""
 
 
 def parse_machine(text: str) -> Machine:
@@ -26,9 +29,7 @@ def parse_machine(text: str) -> Machine:
 def machine_from_json(data: object) -> Machine:
     """Read a snapshot's JSON value. Raises UsageError as `parse_machine` does."""
     if not isinstance(data, dict) or data.get("kind") != KIND:
-        raise UsageError(
-            f"not a machine snapshot ({describe(data)}): make one with `launch plan format=json > FILE`"
-        )
+        raise UsageError(f"not a machine snapshot ({describe(data)}): make one with `launch topo save=FILE`")
     schema = data.get("schema")
     if not isinstance(schema, int) or schema != SCHEMA:
         raise UsageError(
@@ -52,13 +53,22 @@ def describe(data: object) -> str:
 
 def build_machine(data: Mapping[str, object]) -> Machine:
     """Build the value; KeyError, TypeError or ValueError where a part is missing or wrong."""
-    cpus = tuple(build_cpu(item) for item in take_objects(data, "cpus"))
+    cpus = [cpu for item in take_objects(data, "cores") for cpu in build_cores(item)]
     if not cpus or len({cpu.id for cpu in cpus}) < len(cpus):
         raise ValueError("no CPUs, or one twice")
+    entries = take_objects(data, "nodes")
+    ids = [take_int(entry, "id") for entry in entries]
+    if len(set(ids)) < len(ids):
+        raise ValueError("a node twice")
     return Machine(
         cpus=tuple(sorted(cpus, key=lambda cpu: cpu.id)),
-        nodes=tuple(build_node(item) for item in take_objects(data, "nodes")),
+        nodes=tuple(build_node(entry, ids) for entry in entries),
         gpus=tuple(build_gpu(item) for item in take_objects(data, "gpus")),
+        nics=tuple(build_nic(item) for item in take_objects(data, "nics")),
+        caches=tuple(build_cache(item) for item in take_objects(data, "caches")),
+        limits=build_limits(data["limits"]),
+        name=take_text(data, "name"),
+        source=take_text(data, "source"),
         allowed_cpus=parse_cpulist(take_text(data, "allowed_cpus")),
         allowed_mems=parse_cpulist(take_text(data, "allowed_mems")),
         isolated=parse_cpulist(take_text(data, "isolated")),
@@ -67,19 +77,53 @@ def build_machine(data: Mapping[str, object]) -> Machine:
     )
 
 
-def build_cpu(item: Mapping[str, object]) -> Cpu:
-    """Build a CPU from its numbers."""
-    names = ("id", "core", "package", "node", "l3", "capacity")
-    return Cpu(*(take_int(item, name) for name in names))
+def build_cores(item: Mapping[str, object]) -> Iterator[Cpu]:
+    """Build the CPUs of the cores that are in one place."""
+    package, node, l3, capacity = (take_int(item, name) for name in PLACE)
+    for pus in map(parse_cpulist, take_texts(item, "cores")):
+        for pu in pus:
+            yield Cpu(pu, min(pus), package, node, l3, capacity)
 
 
-def build_node(item: Mapping[str, object]) -> NumaNode:
-    """Build a NUMA node; its distances keep their order."""
-    distances = item["distances"]
-    if not isinstance(distances, dict) or not isinstance(item["normal"], bool):
+def build_node(item: Mapping[str, object], ids: Sequence[int]) -> NumaNode:
+    """Build a NUMA node; `ids` are the nodes that its distances lead to."""
+    far = take_list(item, "distances")
+    if not isinstance(item["normal"], bool):
         raise TypeError(f"node {item['id']!r}")
-    pairs = tuple((int(other), take_int(distances, other)) for other in distances)
+    distances = {str(other): distance for other, distance in zip(ids, far, strict=True)}
+    pairs = tuple((other, take_int(distances, str(other))) for other in ids)
     return NumaNode(take_int(item, "id"), take_int(item, "memory_kib"), item["normal"], pairs)
+
+
+def build_cache(item: Mapping[str, object]) -> Cache:
+    """Build a last-level cache."""
+    return Cache(take_int(item, "id"), take_int(item, "level"), take_int(item, "size_kib"))
+
+
+def build_nic(item: Mapping[str, object]) -> Nic:
+    """Build an RDMA device."""
+    if not isinstance(item["active"], bool):
+        raise TypeError(f"active is {item['active']!r}")
+    return Nic(
+        name=take_text(item, "name"),
+        pci=take_text(item, "pci"),
+        node=None if item["node"] is None else take_int(item, "node"),
+        path=take_texts(item, "path"),
+        link_layer=take_text(item, "link_layer"),
+        rate_gbps=take_number(item, "rate_gbps"),
+        active=item["active"],
+    )
+
+
+def build_limits(data: object) -> Limits:
+    """Build the limits, each of which may be null."""
+    if not isinstance(data, dict):
+        raise TypeError(f"limits is {data!r}")
+    return Limits(
+        cpus=None if data["cpus"] is None else take_number(data, "cpus"),
+        memory_kib=None if data["memory_kib"] is None else take_int(data, "memory_kib"),
+        shm_kib=None if data["shm_kib"] is None else take_int(data, "shm_kib"),
+    )
 
 
 def build_gpu(item: Mapping[str, object]) -> Gpu:
@@ -92,6 +136,9 @@ def build_gpu(item: Mapping[str, object]) -> Gpu:
         local_cpus=parse_cpulist(take_text(item, "local_cpus")),
         name=take_text(item, "name"),
         mig=take_texts(item, "mig"),
+        vendor=take_text(item, "vendor"),
+        path=take_texts(item, "path"),
+        memory_mib=take_int(item, "memory_mib"),
     )
 
 
@@ -99,6 +146,14 @@ def take_int(data: Mapping[str, object], name: str) -> int:
     """A whole number; JSON's true and false are none."""
     value = data[name]
     if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}")
+    return value
+
+
+def take_number(data: Mapping[str, object], name: str) -> float:
+    """A finite number."""
+    value = data[name]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
         raise TypeError(f"{name} is {value!r}")
     return value
 

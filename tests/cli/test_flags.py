@@ -41,7 +41,12 @@ def test_resolve_fills_in_references(launch: Launch) -> None:
 
 def test_a_package_alone(launch: Launch) -> None:
     result = launch("--cfg", "job", "-p", "binding", "binding=numa")
-    assert yaml.safe_load(result.out) == {"policy": "numa", "strict": False, "reserve_cores": 0}
+    assert yaml.safe_load(result.out) == {
+        "policy": "numa",
+        "strict": False,
+        "reserve_cores": 0,
+        "nic": False,
+    }
     assert launch("--cfg", "job", "--package", "binding.policy").out == "exclusive\n"
     launch("--cfg", "job", "-p", "nonsuch").assert_error(2, "'nonsuch'", "launch --cfg job")
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from launcher.errors import UsageError
 from launcher.plan.codec import machine_from_json, machine_to_json, parse_machine, plan_to_json
-from launcher.plan.model import Gpu, Machine, Request
+from launcher.plan.model import Cache, Gpu, Limits, Machine, Nic, Request
 from launcher.plan.planner import plan
 
 from .plan_lab import NAMES, convert, load
@@ -22,9 +22,33 @@ def test_a_snapshot_reads_back_as_it_was(name: str) -> None:
 
 def test_everything_that_a_machine_can_hold_reads_back() -> None:
     machine = convert(load("gh200"))
-    gpu = Gpu(0, "GPU-1", "10000:00:04.0", None, frozenset({1, 2, 7}), "GPU", ("MIG-1", "MIG-2"))
+    gpu = Gpu(
+        index=0,
+        uuid="GPU-1",
+        pci="10000:00:04.0",
+        node=None,
+        local_cpus=frozenset({1, 2, 7}),
+        name="GPU",
+        mig=("MIG-1", "MIG-2"),
+        vendor="amd",
+        path=("pci10000:00", "10000:00:01.0"),
+        memory_mib=81920,
+    )
+    nic = Nic("mlx5_0", "0000:18:00.0", 1, ("pci0000:17",), "InfiniBand", 12.5, active=False)
     full = Machine(
-        machine.cpus, machine.nodes, (gpu,), frozenset({1}), frozenset(), frozenset({2}), 7, ("odd",)
+        cpus=machine.cpus,
+        nodes=machine.nodes,
+        gpus=(gpu,),
+        allowed_cpus=frozenset({1}),
+        allowed_mems=frozenset(),
+        isolated=frozenset({2}),
+        memory_kib=7,
+        nics=(nic, Nic("efa_0", "", None)),
+        caches=(Cache(0, 3, 117760),),
+        limits=Limits(2.5, 1024, 64),
+        name="a machine",
+        source="a page",
+        warnings=("odd",),
     )
     assert machine_from_json(machine_to_json(full)) == full
 
@@ -70,7 +94,9 @@ WHOLE = json.dumps(machine_to_json(convert(load("gh200"))))
         (WHOLE.replace('"schema": 1', '"schema": 2'), "schema 2, and this version reads 1: update"),
         (WHOLE.replace('"schema": 1', '"schema": "1"'), "schema '1'"),
         (WHOLE.replace('"capacity": 1024', '"capacity": true'), "damaged"),
-        (WHOLE.replace('"core": 0,', ""), "damaged"),
+        (WHOLE.replace('"l3": 0,', ""), "damaged"),
+        (WHOLE.replace('"limits": {"cpus": null', '"limits": {"cpus": "1"'), "damaged"),
+        (WHOLE.replace('"distances": [10, ', '"distances": ['), "damaged"),
         (WHOLE.replace('"allowed_cpus": "', '"allowed_cpus": "x'), "damaged"),
         (WHOLE.replace('"id": 1,', '"id": 0,'), "damaged"),
         (WHOLE.replace('"normal": true', '"normal": 1'), "damaged"),
@@ -102,9 +128,16 @@ def test_any_value_in_any_place_reads_or_is_a_usage_error(name: str, value: obje
     except UsageError:
         return
     assert isinstance(machine, Machine)
-    assert name in {"nodes", "gpus", "memory_kib", "warnings"} or name.startswith(
-        ("allowed", "isolated", "schema", "kind")
-    )
+    assert name in {
+        "nodes",
+        "gpus",
+        "nics",
+        "caches",
+        "memory_kib",
+        "name",
+        "source",
+        "warnings",
+    } or name.startswith(("allowed", "isolated", "schema", "kind"))
 
 
 def test_a_plan_holds_the_snapshot_of_its_machine() -> None:
