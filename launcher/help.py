@@ -8,7 +8,7 @@ from launcher.sources import Sources, find_shipped, find_sources
 
 RUN = """\
 usage: launch [KEY=VALUE ...] [-- PROGRAM ARGUMENT ...]
-       launch plan [KEY=VALUE ...]
+       launch plan|topo|doctor [KEY=VALUE ...]
 
 Starts distributed PyTorch training with every rank where it belongs: on the cores and memory next to its
 GPU, with thread counts and DataLoader workers to match. torchrun does the rest; your program is not changed.
@@ -21,6 +21,8 @@ GPU, with thread counts and DataLoader workers to match. torchrun does the rest;
 
 verbs
   plan            show the placement and start nothing; explain=true says why, format=json is for programs
+  topo            show the machine, and what this job may use of it
+  doctor          look for what slows jobs down here, and compare the last run with its plan
 
 keys (all of them: launch --cfg job)
   nproc_per_node  ranks on each node: a number, or auto (the visible GPUs, else one for each NUMA node)
@@ -37,15 +39,34 @@ usage: launch plan [KEY=VALUE ...]
 
 Shows where each rank would run, and starts nothing. The keys are those of `launch`, and
   format=table|json    json is the very value that a run uses, and can be read back:
+  machine=NAME         plan for a shipped machine (the group below)
   machine.snapshot=F   plan for the machine that such a file describes
   machine.root=DIR     read the machine from DIR/sys and DIR/proc
 """
+TOPO = """\
+usage: launch topo [KEY=VALUE ...]
+
+Shows the machine as a tree of packages, NUMA nodes, caches, cores, GPUs and NICs, with what this job may use.
+  format=table|json    json is the snapshot that save=FILE writes
+  save=FILE            write a snapshot, which `launch plan machine.snapshot=FILE` plans for anywhere
+  image=FILE.svg|png   draw the machine with the ranks on it; nproc_per_node and binding are as for `launch`
+  machine=NAME, machine.snapshot=F, machine.root=DIR    another machine than this one
+"""
+DOCTOR = """\
+usage: launch doctor [KEY=VALUE ...]
+
+Checks what slows or breaks training jobs on this machine, and compares what the last run's ranks had with
+its plan. Each finding says why it matters, and the fix.
+  format=table|json    json is for programs
+  run_dir=DIR          compare this run rather than the last one below runs_dir
+"""
+HELP = {"run": RUN, "plan": PLAN, "topo": TOPO, "doctor": DOCTOR}
 
 
 def print_help(verb: str) -> int:
     """Print the help of a verb, the groups and the flags; return exit code 0."""
     sources = find_readable()
-    lines = [PLAN if verb == "plan" else RUN, "groups (choose with GROUP=OPTION; ./conf is searched first)"]
+    lines = [HELP[verb], "groups (choose with GROUP=OPTION; ./conf is searched first)"]
     for group in sources.list_groups():
         lines.append(f"  {group:<14}  {', '.join(sources.list_options(group))}")
     lines += ["", "flags", *list_flags()]
