@@ -115,17 +115,21 @@ def parse_command(argv: Sequence[str]) -> Command:
             )
     verb = words.pop(0) if words and words[0] in VERBS else "run"
     if verb == "run" and words:
-        check_verb(words[0])
+        check_verbs(words)
     return Command(verb, tuple(words), program)
 
 
-def check_verb(word: str) -> None:
-    """Raise UsageError for a first word that is nearly a verb."""
-    import difflib
+def check_verbs(words: Sequence[str]) -> None:
+    """Raise UsageError for a verb that does not stand first, and for a first word that is nearly one."""
+    late = next((word for word in words if word in VERBS), None)
+    if late:
+        raise UsageError(f"{late} is a verb, which stands first: launch {late} KEY=VALUE …")
+    if words[0].isalpha():
+        import difflib
 
-    near = difflib.get_close_matches(word, VERBS, n=1, cutoff=0.8) if word.isalpha() else []
-    if near:
-        raise UsageError(f"there is no verb {word!r}: did you mean {near[0]}?")
+        near = difflib.get_close_matches(words[0], VERBS, n=1, cutoff=0.8)
+        if near:
+            raise UsageError(f"there is no verb {words[0]!r}: did you mean {near[0]}?")
 
 
 def run_command(command: Command, argv: Sequence[str]) -> int:

@@ -58,6 +58,12 @@ def test_forgotten_dashes(launch: Launch, here: Path) -> None:
     launch("nproc_per_node=2", "python", "train.py", "--lr", "3").assert_error(2)
 
 
+def test_a_verb_in_the_wrong_place_or_misspelt(launch: Launch) -> None:
+    launch("nodes=1", "plan").assert_error(2, "plan is a verb", "launch plan KEY=VALUE")
+    launch("-m", "topo").assert_error(2, "topo is a verb")
+    launch("doktor").assert_error(2, "no verb 'doktor'", "did you mean doctor?")
+
+
 def test_nodes_that_are_not_here_say_how(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     launch("nodes=4", "--", "true").assert_error(
         3, "nodes=4", "cluster=manual node_rank=N rdzv_endpoint=HOST:PORT"
