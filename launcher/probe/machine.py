@@ -6,16 +6,20 @@ from launcher.errors import UsageError
 from launcher.plan.model import Machine
 from launcher.probe.cpus import read_cpus
 from launcher.probe.gpus import read_gpus
+from launcher.probe.limits import read_limits
+from launcher.probe.nics import read_nics
 from launcher.probe.numa import list_nodes, place_cpus, read_nodes
+from launcher.probe.product import read_name
 from launcher.probe.sysfs import Tree
 from launcher.probe.usable import STATUS, read_allowed_mems, read_cpu_sets, read_isolated
 
 
-def probe(root: str | os.PathLike[str] = "/", *, use_nvml: bool = True) -> Machine:
+def probe(root: str | os.PathLike[str] = "/", *, quick: bool = False) -> Machine:
     """Read the machine below `root`; what is odd there is told in the result's warnings.
 
-    With another root than `/`, nothing outside it is consulted. Without NVML, GPUs come from the
-    driver's files, which costs less but shows no MIG instances.
+    With another root than `/`, nothing outside it is consulted. `quick` asks the driver's files for the
+    GPUs before NVML, whose library takes longer to load than all else: they tell the same but for the
+    GPUs' memory, and NVML is still asked where they do not (MIG instances, GPUs that nothing has opened).
 
     Raises UsageError where root is no directory and MachineError where no usable CPU is found.
     """
@@ -27,14 +31,19 @@ def probe(root: str | os.PathLike[str] = "/", *, use_nvml: bool = True) -> Machi
     memory_kib = read_memory(tree)
     nodes = read_nodes(tree, ids, place, memory_kib)
     known = frozenset(node.id for node in nodes)
+    cpus, caches = read_cpus(tree, online, place)
     return Machine(
-        cpus=read_cpus(tree, online, place),
+        cpus=cpus,
         nodes=nodes,
-        gpus=read_gpus(tree, known, online, use_nvml),
+        gpus=read_gpus(tree, known, online, quick),
         allowed_cpus=allowed,
         allowed_mems=read_allowed_mems(tree, status, known),
         isolated=read_isolated(tree, online),
         memory_kib=memory_kib,
+        nics=read_nics(tree, known),
+        caches=caches,
+        limits=read_limits(tree),
+        name=read_name(tree),
         warnings=tree.list_warnings(),
     )
 

@@ -1,5 +1,6 @@
 """GPUs by NVML, the driver's own library, through pynvml."""
 
+import contextlib
 from types import ModuleType
 
 from launcher.plan.model import Gpu
@@ -45,7 +46,16 @@ def read_gpu(tree: Tree, nvml: ModuleType, index: int) -> Gpu | None:
         tree.note(text, index, value=str(error))
         return None
     mig = read_mig(tree, nvml, handle, pci)
-    return Gpu(index=index, uuid=as_text(uuid), pci=pci, node=None, name=as_text(name), mig=mig)
+    size = read_size(nvml, handle)
+    return Gpu(index, as_text(uuid), pci, None, name=as_text(name), mig=mig, memory_mib=size)
+
+
+def read_size(nvml: ModuleType, handle: object) -> int:
+    """A GPU's memory in MiB; 0 where it cannot be told, as where it is the CPU's too (GB10)."""
+    try:
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle).total) >> 20
+    except nvml.NVMLError:
+        return 0
 
 
 def read_mig(tree: Tree, nvml: ModuleType, handle: object, pci: str) -> tuple[str, ...]:
@@ -75,3 +85,22 @@ def read_instance(nvml: ModuleType, handle: object, slot: int) -> str | None:
 def as_text(value: bytes | str) -> str:
     """Text of what pynvml gives, which is bytes or str by its version and function."""
     return value.decode() if isinstance(value, bytes) else value
+
+
+def read_persistence() -> tuple[tuple[str, bool], ...]:
+    """Persistence mode of each GPU by PCI address; GPUs that do not tell are left out."""
+    try:
+        import pynvml
+    except ImportError:
+        return ()
+    found = []
+    with contextlib.suppress(pynvml.NVMLError):  # the probe has told why
+        pynvml.nvmlInit()
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            with contextlib.suppress(pynvml.NVMLError, ValueError):
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                pci = format_pci(parse_pci(as_text(pynvml.nvmlDeviceGetPciInfo(handle).busId)))
+                mode = pynvml.nvmlDeviceGetPersistenceMode(handle)
+                found.append((pci, mode == pynvml.NVML_FEATURE_ENABLED))
+        pynvml.nvmlShutdown()
+    return tuple(found)

@@ -34,29 +34,46 @@ def format_pci(address: Address) -> str:
     return f"{domain:04x}:{bus:02x}:{device:02x}.{function:x}"
 
 
+def split_path(real: str) -> tuple[str, ...]:
+    """The PCI part of a device's real path in sysfs: the host bridge, each bridge, the device itself.
+
+    The host bridge may be below others (ACPI, VMBus, a platform device), and something that is no PCI
+    device (an auxiliary device) may be below the last. Empty where the path has no PCI device.
+    """
+    parts = real.split("/") if real.isascii() and real.isprintable() else []
+    while parts and normalise_pci(parts[-1]) is None:
+        parts.pop()
+    tops = [at for at, part in enumerate(parts) if part.startswith("pci") and ":" in part]
+    return tuple(parts[tops[0] :] if tops else parts[-1:])
+
+
 def read_locality(
     tree: Tree, pci: str, nodes: frozenset[int], online: frozenset[int]
-) -> tuple[int | None, frozenset[int]]:
-    """A device's NUMA node (None for -1 and unknown) and its online local CPUs (empty where unknown).
+) -> tuple[int | None, frozenset[int], tuple[str, ...]]:
+    """A GPU's NUMA node (None for -1 and unknown), its online local CPUs and its PCI path (empty: unknown).
 
-    From sysfs, since NVML masks both by the job's cpuset.
+    From sysfs, since NVML masks the first two by the job's cpuset.
     """
     here = f"{PCI}{pci}/"
-    if not tree.holds(here):
+    real = tree.resolve(here)
+    if real is None:
         tree.note("sysfs links of GPUs {items} lead out of the root: their NUMA node is unknown", pci)
-        return None, frozenset()
+        return None, frozenset(), ()
     text, cpus = tree.read(f"{here}numa_node"), tree.read_list(f"{here}local_cpulist")
     if text is None and cpus is None:
         tree.note("sysfs has no locality of GPUs {items}: their NUMA node is unknown", pci)
-        return None, frozenset()
+        return None, frozenset(), ()
     if cpus is None:
         tree.note("local_cpulist of GPUs {items} is {value}: not used", pci, path=f"{here}local_cpulist")
-    return find_node(tree, pci, text, nodes), (cpus or frozenset()) & online
+    node = find_node(tree, "GPUs", pci, text, nodes)
+    return node, (cpus or frozenset()) & online, split_path(real)[:-1]
 
 
-def find_node(tree: Tree, pci: str, text: str | None, nodes: frozenset[int]) -> int | None:
+def find_node(tree: Tree, what: str, name: str, text: str | None, nodes: frozenset[int]) -> int | None:
     """The online NUMA node that `numa_node` names; a kernel without NUMA has no such file."""
     named = {str(node): node for node in nodes}
     if text not in named and text not in (None, "-1"):
-        tree.note("numa_node of GPUs {items} is {value}, which is not online: unknown", pci, value=text)
+        tree.note(
+            f"numa_node of {what} {{items}} is {{value}}, which is not online: unknown", name, value=text
+        )
     return named.get(text or "")

@@ -33,15 +33,19 @@ class Tree:
         """Whether this is the machine itself rather than a written-out one."""
         return not self.prefix
 
-    def read(self, path: str) -> str | None:
-        """Text of a file without the white space around it; None where it cannot be read."""
+    def read(self, path: str, *, lines: bool = False) -> str | None:
+        """Text of a file without the white space around it; None where it cannot be read.
+
+        `lines` is for a file that procfs gives in reads of whole lines, such as `mounts`.
+        """
         try:
             handle = os.open(f"{self.prefix}/{path}", FLAGS)
-        except OSError:
+        except (OSError, ValueError):  # ValueError: a name that was read from a file, with a NUL in it.
             return None
         try:
             data = chunk = os.read(handle, PAGE)
-            while len(chunk) == PAGE and len(data) < SIZE_LIMIT:
+            limit = SIZE_LIMIT << 4 if lines else SIZE_LIMIT
+            while (len(chunk) == PAGE or (lines and chunk)) and len(data) < limit:
                 chunk = os.read(handle, PAGE)
                 data += chunk
         except OSError:
@@ -76,16 +80,20 @@ class Tree:
         """Names in a directory, sorted; none where it cannot be read."""
         try:
             return sorted(os.listdir(f"{self.prefix}/{path}"))
-        except OSError:
+        except (OSError, ValueError):
             return []
 
     def has(self, path: str) -> bool:
         """Whether a file, directory or device of this name is there."""
         return os.path.exists(f"{self.prefix}/{path}")
 
-    def holds(self, path: str) -> bool:
-        """Whether a path's links stay below the root, as sysfs's own do."""
-        return self.is_real or os.path.realpath(f"{self.prefix}/{path}").startswith(f"{self.prefix}/")
+    def resolve(self, path: str) -> str | None:
+        """A path with its links followed; None where they lead out of the root, as sysfs's own never do."""
+        try:
+            real = os.path.realpath(f"{self.prefix}/{path}")
+        except (OSError, ValueError):
+            return None
+        return real[len(self.prefix) + 1 :] if real.startswith(f"{self.prefix}/") else None
 
     def list_numbers(self, path: str, stem: str) -> list[int]:
         """The N of a directory's entries that are named stem + N, in ascending order."""
@@ -116,6 +124,11 @@ def parse_list(text: str) -> frozenset[int] | None:
     except ValueError:
         return None
     return numbers if max(numbers, default=0) < NUMBER_LIMIT else None
+
+
+def parse_number(text: str | None) -> int | None:
+    """A whole number without a sign, as the kernel prints it in decimal; None for any other text."""
+    return int(text) if text and text.isascii() and text.isdecimal() and len(text) <= 20 else None
 
 
 def show(text: str | None) -> str:

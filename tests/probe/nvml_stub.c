@@ -4,13 +4,14 @@
  *   gpu OPEN MIG_RESULT MIG_MODE BUS_ID UUID MIG,MIG,... NAME
  *
  * OPEN is what opening the GPU returns, MIG_RESULT what asking for its MIG mode returns; "-" is an empty
- * MIG slot. Built for the tests of the probe, with the functions that it calls.
+ * MIG slot. A GPU has memory where its name has 80GB, and persistence mode is off for an A100, on for an
+ * H100. Built for the tests of the probe, with the functions that it calls.
  */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { SUCCESS = 0, UNINITIALIZED = 1, NOT_FOUND = 6, GPUS = 16, SLOTS = 7 };
+enum { SUCCESS = 0, UNINITIALIZED = 1, NOT_SUPPORTED = 3, NOT_FOUND = 6, GPUS = 16, SLOTS = 7 };
 
 struct gpu {
     int open, mig_result, mig_mode, slots;
@@ -119,4 +120,17 @@ int nvmlDeviceGetMigDeviceHandleByIndex(struct gpu *gpu, unsigned slot, void **h
 {
     *handle = gpu->mig[slot];
     return (int)slot < gpu->slots && strcmp(gpu->mig[slot], "-") ? SUCCESS : NOT_FOUND;
+}
+
+int nvmlDeviceGetMemoryInfo(struct gpu *gpu, unsigned long long *out)
+{
+    out[0] = 85520809984; /* total, free, used: nvmlMemory_t */
+    out[1] = out[2] = 0;
+    return strstr(gpu->name, "80GB") ? SUCCESS : NOT_SUPPORTED;
+}
+
+int nvmlDeviceGetPersistenceMode(struct gpu *gpu, unsigned *out)
+{
+    *out = strstr(gpu->name, "H100") != NULL;
+    return strstr(gpu->name, "A100") || *out ? SUCCESS : NOT_SUPPORTED;
 }

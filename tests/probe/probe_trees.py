@@ -18,6 +18,7 @@ NODE = "sys/devices/system/node"
 STATUS = "proc/self/status"
 GPUS = "proc/driver/nvidia/gpus"
 PCI = "sys/bus/pci/devices"
+NICS = "sys/class/infiniband"
 
 SMALL: dict[str, Any] = {
     "name": "small",
@@ -65,6 +66,79 @@ def put(root: Path, path: str, content: str | bytes) -> None:
     here = root / path
     here.parent.mkdir(parents=True, exist_ok=True)
     here.write_bytes(content if isinstance(content, bytes) else f"{content}\n".encode())
+
+
+def link(root: Path, path: str, target: str) -> None:
+    """Make a link to a path below root, relative as the kernel's are."""
+    here = root / path
+    here.parent.mkdir(parents=True, exist_ok=True)
+    here.symlink_to(os.path.relpath(root / target, here.parent))
+
+
+def write_device(root: Path, path: str, **files: str) -> str:
+    """Write a PCI device below sys/devices, known to the bus by its address; its path."""
+    real = f"sys/devices/{path}"
+    for name, content in files.items():
+        put(root, f"{real}/{name}", content)
+    (root / real).mkdir(parents=True, exist_ok=True)
+    link(root, f"{PCI}/{path.rpartition('/')[2]}", real)
+    return real
+
+
+def write_nic(root: Path, name: str, device: str, *ports: tuple[str, str, str]) -> str:
+    """Write an RDMA device below another as sysfs has it; a port is its state, rate and link layer."""
+    real = f"{device}/infiniband/{name}"
+    (root / real).mkdir(parents=True)
+    link(root, f"{NICS}/{name}", real)
+    if device.startswith("sys/devices/pci"):
+        link(root, f"{real}/device", device)
+    for number, values in enumerate(ports, 1):
+        for file, value in zip(("state", "rate", "link_layer"), values, strict=True):
+            put(root, f"{real}/ports/{number}/{file}", value)
+    return real
+
+
+def write_rich(root: Path, vendor: str) -> Path:
+    """Write the small machine with all that the probe reads: NVIDIA's GPUs and cgroups 2, or AMD's and 1."""
+    write_small(root, **({"gpus": []} if vendor == "amd" else {}))
+    for bus in (18, 57):
+        device = write_device(root, f"pci0000:{bus - 1}/0000:{bus - 1}:01.0/0000:{bus}:00.0", numa_node="1")
+        write_nic(root, f"mlx5_{bus}", device, ("4: ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand"))
+    put(root, "sys/devices/virtual/dmi/id/product_name", "Small")
+    link(root, "sys/class/dmi/id", "sys/devices/virtual/dmi/id")
+    put(root, "sys/firmware/devicetree/base/model", b"Small\0")
+    if vendor == "amd":
+        write_amd(root)
+        return root
+    put(root, f"{GPUS}/0000:07:00.0/numa_status", "Node: 3\nStatus: online")
+    for cpu in range(16):
+        put(root, f"{CPU}/cpu{cpu}/cpu_capacity", "1024")
+    put(root, "proc/self/cgroup", "0::/job/step")
+    group, shm = "31 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw", "32 / /dev/shm rw - tmpfs shm rw,size=64m"
+    put(root, "proc/self/mountinfo", f"36 35 0:{group}\n37 35 0:{shm}")
+    put(root, "sys/fs/cgroup/cgroup.controllers", "cpu memory")
+    for path in ("job", "job/step"):
+        put(root, f"sys/fs/cgroup/{path}/cpu.max", "max 100000")
+        put(root, f"sys/fs/cgroup/{path}/memory.max", str(8 << 30))
+    return root
+
+
+def write_amd(root: Path) -> None:
+    """Write AMD's GPUs with their compute driver's topology, version 1 of cgroups, and hybrid cores."""
+    files = {"vendor": "0x1002", "device": "0x74a1", "class": "0x120000", "mem_info_vram_total": str(1 << 36)}
+    for node, bus in enumerate((6, 7), 1):
+        place = {"numa_node": "1", "local_cpulist": "2-3", "product_name": "X"}
+        write_device(root, f"pci0000:05/0000:05:01.0/0000:0{bus}:00.0", **files, **place)
+        fields = f"simd_count 8\nlocation_id {bus << 8}\ndomain 0\nunique_id {node}"
+        put(root, f"sys/devices/virtual/kfd/kfd/topology/nodes/{node}/properties", fields)
+    link(root, "sys/class/kfd/kfd", "sys/devices/virtual/kfd/kfd")
+    put(root, "proc/self/mounts", "shm /dev/shm tmpfs rw,size=65536k 0 0")
+    put(root, "proc/self/cgroup", "3:cpu,cpuacct:/job\n4:memory:/job")
+    put(root, "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us", "800000")
+    put(root, "sys/fs/cgroup/cpu/job/cpu.cfs_period_us", "100000")
+    put(root, "sys/fs/cgroup/memory/job/memory.limit_in_bytes", str(8 << 30))
+    put(root, "sys/devices/cpu_core/cpus", "0-3,8-11")
+    put(root, "sys/devices/cpu_atom/cpus", "4-7,12-15")
 
 
 @contextmanager

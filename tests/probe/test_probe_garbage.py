@@ -1,17 +1,26 @@
 """Random bytes and lines in any file: a machine that holds together, or a clear error."""
 
+import json
+import os
+import shutil
 import string
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf, isfinite
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.errors import LaunchError
+from launcher.plan.codec import machine_to_json
 from launcher.plan.model import Machine
+from launcher.plan.snapshot import parse_machine
 from launcher.probe.machine import probe
 
-from .probe_trees import GPUS, put, spoilt, write_small
+from .probe_trees import spoilt, write_rich
 
 LINES = (
     "", "-1", "0", "1", "3-1", "0-3", "2-5,9", "0-15:2/4", "0-15:4/2", "0-15:2/", "0-70000", "0-1048575",
@@ -19,27 +28,35 @@ LINES = (
     "Cpus_allowed_list:\t", "Cpus_allowed_list:\t0-1", "Cpus_allowed_list:\t99", "Mems_allowed_list:\t3",
     "MemTotal:", "MemTotal: x kB", "Node 0 MemTotal: 1 kB", "Node: 1", "Node: -1\nStatus: online",
     "GPU UUID: {items}", "GPU UUID: GPU-12", "GPU Excluded: Yes", "Model: \x1b[2J{value}",
+    "4: ACTIVE", "9: NONE", "400 Gb/sec (4X NDR)", "inf Gb/sec", "nan Gb/sec", "1.2.3 Gb/sec", "512K",
+    "0::/..", "0::/job/../..", "0::/a\0b", "3:cpu:/x", "4:memory:/", "max 100000", "100000 0", "1 1",
+    "9999999999G", "max max", "36 35 0:31 /.. /sys/fs/cgroup rw - cgroup2 cgroup2 rw",
+    "36 35 0:31 / /\0 rw - cgroup cgroup cpu,memory", "shm /dev/shm tmpfs size=9999999999999999999k",
+    "shm /dev/shm tmpfs size=", "9223372036854771712",
+    "simd_count 5", "location_id 99999999999", "domain 4294967295", "0x1002",
+    "unique_id 18446744073709551615",
 )  # fmt: skip
 WORDS = st.sampled_from(LINES) | st.text(string.digits + ",-:/ \n", max_size=30)
 CONTENT = st.binary(max_size=80) | st.lists(WORDS, max_size=3).map("\n".join).map(str.encode)
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = write_small(tmp_path_factory.mktemp("tree"))
-    put(root, f"{GPUS}/0000:07:00.0/numa_status", "Node: 3\nStatus: online")
-    for cpu in range(16):
-        put(root, f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity", "1024")
-    return root
+@pytest.fixture(scope="module", params=["nvidia", "amd"])
+def tree(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rich(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="module")
 def files(tree: Path) -> list[str]:
     """The files that the probe may read: not the hexadecimal maps, which only make the list longer."""
-    skipped = ("siblings", "core_cpus", "package_cpus", "size", "type", "id", "core_id")
+    skipped = ("siblings", "core_cpus", "package_cpus", "type", "id", "core_id")
     found = (path for path in tree.rglob("*") if path.is_file() and not path.is_symlink())
     read = (path for path in found if path.name not in skipped and not path.name.endswith("map"))
     return sorted(str(path.relative_to(tree)) for path in read)
+
+
+@pytest.fixture(scope="module")
+def links(tree: Path) -> list[str]:
+    return sorted(str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_symlink())
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +84,16 @@ def check(machine: Machine) -> None:
     for index, gpu in enumerate(machine.gpus):
         assert gpu.index == index and (gpu.node is None or gpu.node in nodes)
         assert gpu.local_cpus <= cpus.keys() and gpu.name.isprintable() and gpu.uuid.isascii()
+        assert gpu.memory_mib >= 0 and gpu.vendor in ("nvidia", "amd")
+    for nic in machine.nics:
+        assert nic.node is None or nic.node in nodes
+        assert isfinite(nic.rate_gbps) and nic.rate_gbps >= 0
+    for cache in machine.caches:
+        assert cpus[cache.id].l3 == cache.id and 0 < cache.level < 10 and cache.size_kib >= 0
+    assert machine.limits.cpus is None or 0 < machine.limits.cpus < inf
+    assert machine.name.isprintable() and len(machine.name) <= 100
+    text = json.dumps(machine_to_json(machine))
+    assert parse_machine(text) == machine and text.isascii()
     for text in machine.warnings:
         assert text.isprintable() and text.encode() and len(text) < 2000
 
@@ -84,6 +111,28 @@ def test_the_sound_machine_passes_the_check(tree: Path) -> None:
     machine = probe(tree)
     check(machine)
     assert not machine.warnings
+    assert machine.gpus and machine.nics and machine.caches and machine.name == "Small"
+    assert machine.limits.memory_kib == 8 << 20 and machine.limits.shm_kib == 65536
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_result_does_not_depend_on_the_order_of_files(
+    tree: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also not with oddities, which are told in one order."""
+    odd = {"sys/devices/system/node/node1/cpulist": "0-3,10-11", "sys/devices/system/cpu/cpu3/topology": None}
+    shuffler, listdir = Random(seed), os.listdir
+
+    def shuffle(path: str) -> list[str]:
+        names = sorted(listdir(path), reverse=True)
+        shuffler.shuffle(names)
+        return names
+
+    with spoilt(tree, odd):
+        expected = probe(tree)
+        monkeypatch.setattr(os, "listdir", shuffle)
+        assert probe(tree) == expected
+        assert expected.warnings
 
 
 @settings(max_examples=250, deadline=None)
@@ -101,6 +150,38 @@ def test_garbage_in_every_file_of_a_name(tree: Path, files: list[str], data: st.
     name = data.draw(st.sampled_from(sorted({Path(path).name for path in files})))
     chosen = [path for path in files if Path(path).name == name]
     with spoilt(tree, dict.fromkeys(chosen, data.draw(CONTENT))):
+        probe_and_check(tree)
+
+
+@contextmanager
+def turned_into(root: Path, path: str, kind: str, outside: Path) -> Iterator[None]:
+    """A file, folder or link that is of another kind for a while."""
+    here = root / path
+    with spoilt(root, {path: None}):
+        if kind == "folder":
+            (here / "cpu0").mkdir(parents=True)
+        elif kind == "file":
+            here.write_text("0")
+        elif kind == "pipe":
+            os.mkfifo(here)
+        else:
+            targets = {"loop": here.name, "dangling": "nothing", "out": str(outside), "up": ".."}
+            here.symlink_to(targets[kind])
+        try:
+            yield
+        finally:
+            shutil.rmtree(here) if here.is_dir() and not here.is_symlink() else here.unlink()
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_things_that_are_of_another_kind(
+    tree: Path, files: list[str], folders: list[str], links: list[str], data: st.DataObject
+) -> None:
+    """Pipes, loops of links, folders for files, links to elsewhere, as broken copies of a tree have them."""
+    path = data.draw(st.sampled_from(files) | st.sampled_from(folders) | st.sampled_from(links))
+    kind = data.draw(st.sampled_from(["folder", "file", "pipe", "loop", "dangling", "out", "up"]))
+    with turned_into(tree, path, kind, tree.parent):
         probe_and_check(tree)
 
 

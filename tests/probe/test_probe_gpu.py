@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from launcher.probe.gpus import sort_gpus
 from launcher.probe.machine import probe
+from launcher.probe.nvidia import read_driver
 from launcher.probe.sysfs import Tree
 
 pytestmark = pytest.mark.gpu
@@ -17,13 +19,16 @@ def _need_gpu() -> None:
 
 
 def test_nvml_and_proc_agree() -> None:
-    by_nvml, by_files = probe("/"), probe("/", use_nvml=False)
-    assert by_nvml.gpus
-    theirs = {gpu.pci: gpu for gpu in by_files.gpus}
-    for gpu in by_nvml.gpus:
-        found = theirs[gpu.pci]
-        assert found.uuid == gpu.uuid
-        assert replace(found, index=gpu.index, name=gpu.name, mig=gpu.mig) == gpu
+    by_nvml = probe("/").gpus
+    assert by_nvml
+    # The files do not tell the memory, and may spell the name otherwise.
+    tree = Tree()
+    by_files = sort_gpus(read_driver(tree))
+    assert [(gpu.uuid, gpu.pci) for gpu in by_files] == [(gpu.uuid, gpu.pci) for gpu in by_nvml]
+    quick = probe("/", quick=True).gpus
+    assert [replace(gpu, name="", memory_mib=0) for gpu in quick] == [
+        replace(gpu, name="", memory_mib=0) for gpu in by_nvml
+    ]
 
 
 def test_gpus_are_where_they_can_be_planned_for() -> None:
@@ -33,4 +38,6 @@ def test_gpus_are_where_they_can_be_planned_for() -> None:
         assert gpu.index == index
         assert gpu.uuid.startswith("GPU-")
         assert gpu.local_cpus <= online
+        assert gpu.memory_mib > 0
+        assert not gpu.path or gpu.path[0].startswith("pci")
         assert gpu.node is None or gpu.node in {node.id for node in machine.nodes}

@@ -5,10 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from launcher.plan.model import Cpu, Gpu, Machine, NumaNode
+from launcher.plan.model import Cache, Cpu, Gpu, Machine, Nic, NumaNode
 from launcher.probe.machine import probe
 
 from .probe_trees import FSROOT, MACHINES, describe, short_lived
+
+
+def find_path(device: dict) -> tuple[str, ...]:  # type: ignore[type-arg]  # JSON
+    """The bridges that the lab's writer puts above a device."""
+    domain, bus = device["bdf"].split(":")[:2]
+    switch = device.get("switch")
+    port = f"{domain}:{bus}:1f.7" if switch is None else f"{domain}:{switch}:00.0"
+    return f"pci{domain}:{switch or bus}", port
 
 
 def expect(description: dict) -> Machine:  # type: ignore[type-arg]  # JSON
@@ -45,12 +53,18 @@ def expect(description: dict) -> Machine:  # type: ignore[type-arg]  # JSON
                 node=gpu["numa"] if gpu["numa"] >= 0 else None,
                 local_cpus=frozenset(m.nodes[gpu["numa"]] & m.online if gpu["numa"] >= 0 else m.online),
                 name=gpu["model"],
+                path=find_path(gpu),
             )
             for index, gpu in enumerate(m.gpus)
         ),
         allowed_cpus=frozenset(m.allowed & m.online),
         allowed_mems=frozenset(m.allowed_mems),
         isolated=frozenset(m.isolated),
+        nics=tuple(
+            Nic(nic["name"], nic["bdf"], nic["numa"] if nic["numa"] >= 0 else None, find_path(nic))
+            for nic in m.nics
+        ),
+        caches=tuple(Cache(lowest, 3, 32768) for lowest in sorted({min(m.l3(cpu)) for cpu in m.online})),
         memory_kib=sum(gib[node] << 20 for node in m.nodes if m.kind[node] != "gpu"),
     )
 

@@ -23,15 +23,25 @@ gpus = read_nvml(tree)
 found = None if gpus is None else [(g.index, g.pci, g.uuid, g.name, g.mig, g.node) for g in gpus]
 print(json.dumps({"gpus": found, "warnings": tree.list_warnings()}))
 """
+SIZES = """
+import json
+from launcher.probe.nvml import read_nvml
+from launcher.probe.sysfs import Tree
+print(json.dumps([gpu.memory_mib for gpu in read_nvml(Tree())]))
+"""
 PROBE = """
 import json, sys
-import launcher.probe.gpus
+import launcher.probe.gpus, launcher.probe.nvidia
 from launcher.probe.machine import probe
-launcher.probe.gpus.DRIVER_SIGNS = ("proc/self/status",)
-machine = probe("/", use_nvml=sys.argv[1] == "yes")
+launcher.probe.gpus.NVIDIA_SIGNS = ("proc/self/status",)
+if len(sys.argv) > 2:
+    launcher.probe.nvidia.GPUS = sys.argv[2]
+    launcher.probe.nvidia.DEVICE = sys.argv[3]
+machine = probe("/", quick=sys.argv[1] == "quick")
 gpus = [(g.index, g.pci, g.uuid, g.node, sorted(g.local_cpus)) for g in machine.gpus]
 print(json.dumps({"gpus": gpus, "warnings": machine.warnings, "pynvml": "pynvml" in sys.modules}))
 """
+GPU = "gpus/0000:07:00.0"
 A100 = "gpu 0 0 0 00000000:0F:00.0 GPU-a - NVIDIA A100-SXM4-40GB"
 H100 = "gpu 0 3 0 00000000:07:00.0 GPU-b - NVIDIA H100 80GB HBM3"
 
@@ -107,6 +117,10 @@ def test_library_that_fails_is_told(code: int, library: Path) -> None:
     assert "GPUs are taken from /proc/driver/nvidia" in out["warnings"][0]
 
 
+def test_memory_is_nvmls_and_none_where_it_fails(library: Path) -> None:
+    assert ask(library, f"init 0\n{A100}\n{H100}", SIZES) == [0, 81559]
+
+
 def test_no_gpus_is_an_answer(library: Path) -> None:
     assert ask(library, "init 0") == {"gpus": [], "warnings": []}
 
@@ -122,7 +136,7 @@ def test_real_root_takes_nvmls_gpus_in_pci_order_with_sysfs_locality(library: Pa
     devices = [f"0000{name}" for name in reversed(tree.list_names("sys/bus/pci/devices")) if len(name) == 12]
     devices = devices[:2] or ["00000000:ff:01.0", "00000000:ff:00.0"]
     lines = [f"gpu 0 3 0 {device} GPU-{n} - X" for n, device in enumerate(devices)]
-    out = ask(library, "\n".join(["init 0", *lines]), PROBE, "yes")
+    out = ask(library, "\n".join(["init 0", *lines]), PROBE, "slow")
     online = tree.read_list("sys/devices/system/cpu/online") or frozenset()
     expected = []
     for index, (n, device) in enumerate(reversed(list(enumerate(devices)))):
@@ -137,17 +151,55 @@ def test_real_root_takes_nvmls_gpus_in_pci_order_with_sysfs_locality(library: Pa
 def test_driver_without_any_gpu_is_told(library: Path) -> None:
     if Tree().has(GPUS):
         pytest.skip("this machine has GPUs of its own")
-    out = ask(library, "init 9", PROBE, "yes")
+    out = ask(library, "init 9", PROBE, "slow")
     assert out["gpus"] == []
     assert "a GPU driver is there (/proc/self/status) but no GPU was found" in out["warnings"][1]
 
 
-def test_without_nvml_pynvml_is_not_loaded(library: Path) -> None:
-    assert not ask(library, f"init 0\n{A100}", PROBE, "no")["pynvml"]
+def test_quick_does_without_pynvml_where_the_files_know_all(library: Path, tmp_path: Path) -> None:
+    put(tmp_path, f"{GPU}/information", "GPU UUID: \t GPU-1\nDevice Minor: \t 0")
+    put(tmp_path, "nvidia0", "")
+    places = str(tmp_path)[1:] + "/gpus/", f"{tmp_path}/nvidia"
+    quick = ask(library, f"init 0\n{A100}", PROBE, "quick", *places)
+    assert [gpu[1:3] for gpu in quick["gpus"]] == [["0000:07:00.0", "GPU-1"]]
+    assert not quick["pynvml"]
+    slow = ask(library, f"init 0\n{A100}", PROBE, "slow", *places)
+    assert [gpu[1:3] for gpu in slow["gpus"]] == [["0000:0f:00.0", "GPU-a"]]
+
+
+def test_quick_asks_nvml_where_a_gpu_has_no_uuid_yet(library: Path, tmp_path: Path) -> None:
+    put(tmp_path, f"{GPU}/information", "GPU UUID: \t GPU-????????-????\nDevice Minor: \t 0")
+    put(tmp_path, "nvidia0", "")
+    out = ask(library, f"init 0\n{A100}", PROBE, "quick", str(tmp_path)[1:] + "/gpus/", f"{tmp_path}/nvidia")
+    assert [gpu[2] for gpu in out["gpus"]] == ["GPU-a"]
+    assert out["pynvml"]
+    assert not any("GPU UUID" in text for text in out["warnings"])
+
+
+def test_files_in_place_of_nvml_leave_out_what_may_not_be_opened(library: Path, tmp_path: Path) -> None:
+    put(tmp_path, f"{GPU}/information", "GPU UUID: \t GPU-1\nDevice Minor: \t 0")
+    put(tmp_path, "gpus/0000:47:00.0/information", "GPU UUID: \t GPU-2\nDevice Minor: \t 1")
+    put(tmp_path, "nvidia1", "")
+    out = ask(library, "init 9", PROBE, "slow", str(tmp_path)[1:] + "/gpus/", f"{tmp_path}/nvidia")
+    assert [gpu[2] for gpu in out["gpus"]] == ["GPU-2"]
 
 
 def test_another_root_never_asks_nvml(library: Path, tmp_path: Path) -> None:
     root = write_small(tmp_path / "tree")
-    out = ask(library, f"init 0\n{A100}", PROBE.replace('probe("/"', f"probe({str(root)!r}"), "yes")
+    out = ask(library, f"init 0\n{A100}", PROBE.replace('probe("/"', f"probe({str(root)!r}"), "slow")
     assert [gpu[1] for gpu in out["gpus"]] == ["0000:07:00.0", "0000:47:00.0"]
     assert not out["pynvml"]
+
+
+PERSISTENCE = """
+import json
+from launcher.probe.nvml import read_persistence
+print(json.dumps(read_persistence()))
+"""
+
+
+def test_persistence_mode_is_read_where_a_gpu_tells_it(library: Path) -> None:
+    silent, gone = "gpu 0 3 0 00000000:17:00.0 GPU-c - X", "gpu 15 3 0 00000000:27:00.0 GPU-d - H100"
+    found = ask(library, f"init 0\n{A100}\n{H100}\n{silent}\n{gone}", PERSISTENCE)
+    assert found == [["0000:0f:00.0", False], ["0000:07:00.0", True]]
+    assert ask(library, f"init 999\n{A100}", PERSISTENCE) == []

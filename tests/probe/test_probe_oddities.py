@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from launcher.errors import LaunchError, MachineError, UsageError
-from launcher.plan.model import Machine
+from launcher.plan.model import Cache, Machine
 from launcher.probe.machine import probe
 
 from .probe_trees import CPU, GPUS, NODE, PCI, STATUS, put, spoilt, write_small
@@ -131,14 +131,17 @@ ODDITIES = [
     Oddity(
         "no caches",
         for_all(CPU + "/cpu{}/cache", None),
-        lambda m, s: caches(m) == [0, 0, 2, 2, 4, 4, 6, 6] * 2,
+        lambda m, s: caches(m) == [0, 0, 2, 2, 4, 4, 6, 6] * 2 and m.caches == (),
         ("last-level cache of CPUs 0-7", "one for each NUMA node"),
     ),
     Oddity("one CPU's cache missing, its peers' sound", {f"{CPU}/cpu0/cache": None}, same),
     Oddity(
         "the last level is the second",
         for_all(LAST_CACHE, None),
-        lambda m, s: caches(m) == [cpu.core for cpu in m.cpus],
+        lambda m, s: (
+            caches(m) == [cpu.core for cpu in m.cpus]
+            and m.caches == tuple(Cache(cpu, 2, 1024) for cpu in range(8))
+        ),
     ),
     Oddity(
         "the last level has the lowest index",
@@ -156,6 +159,58 @@ ODDITIES = [
         for_all(CPU + "/cpu{}/cpu_capacity", "1024") | {f"{CPU}/cpu2/cpu_capacity": "-5"},
         same,
         ("cpu_capacity of CPUs 2 is '-5'", "big core"),
+    ),
+    Oddity(
+        "cache sizes in every unit",
+        {f"{LAST_CACHE.format(0)}/size": "36M", f"{LAST_CACHE.format(2)}/size": "512K"},
+        lambda m, s: [cache.size_kib for cache in m.caches] == [36 << 10, 512, 32768, 32768],
+    ),
+    Oddity(
+        "no cache sizes",
+        for_all(LAST_CACHE + "/size", None),
+        lambda m, s: [cache.size_kib for cache in m.caches] == [0] * 4 and m.cpus == s.cpus,
+    ),
+    Oddity(
+        "cache size garbage",
+        {f"{LAST_CACHE.format(2)}/size": "big"},
+        lambda m, s: m.caches[1] == Cache(2, 3, 0) and m.caches[0] == s.caches[0],
+        ("size of the last-level caches of CPUs 2 is 'big'", "0 is shown"),
+    ),
+    Oddity(
+        "interleaved caches, one CPU's missing",
+        {
+            f"{CPU}/cpu0/cache": None,
+            f"{LAST_CACHE.format(1)}/shared_cpu_list": "1,9",
+            f"{LAST_CACHE.format(2)}/shared_cpu_list": "0,2-3,8,10-11",
+        },
+        lambda m, s: [cache.id for cache in m.caches] == [0, 1, 4, 6],
+    ),
+    Oddity(
+        "efficiency cores by their PMU",
+        {"sys/devices/cpu_core/cpus": "0-3,8-11", "sys/devices/cpu_atom/cpus": "4-7,12-15"},
+        lambda m, s: [cpu.capacity for cpu in m.cpus] == ([1024] * 4 + [616] * 4) * 2,
+    ),
+    Oddity(
+        "low-power cores too",
+        {
+            "sys/devices/cpu_core/cpus": "0-3,8-11",
+            "sys/devices/cpu_atom/cpus": "4-6,12-14",
+            "sys/devices/cpu_lowpower/cpus": "7,15",
+        },
+        lambda m, s: [cpu.capacity for cpu in m.cpus] == ([1024] * 4 + [616] * 3 + [405]) * 2,
+    ),
+    Oddity(
+        "the kernel's own capacity before the PMUs'",
+        for_all(CPU + "/cpu{}/cpu_capacity", "1024")
+        | {"sys/devices/cpu_core/cpus": "0-3,8-11", "sys/devices/cpu_atom/cpus": "4-7,12-15"},
+        same,
+    ),
+    Oddity("cpu_atom without cpu_core", {"sys/devices/cpu_atom/cpus": "0-15"}, same),
+    Oddity(
+        "cpu_atom garbage",
+        {"sys/devices/cpu_core/cpus": "0-3,8-11", "sys/devices/cpu_atom/cpus": "?"},
+        same,
+        ("sys/devices/cpu_atom/cpus is '?'", "big ones"),
     ),
     # NUMA nodes
     Oddity(
@@ -252,7 +307,7 @@ ODDITIES = [
     Oddity(
         "no PCI device",
         {f"{PCI}/{GPU1}": None},
-        lambda m, s: m.gpus[1] == replace(s.gpus[1], node=None, local_cpus=frozenset()),
+        lambda m, s: m.gpus[1] == replace(s.gpus[1], node=None, local_cpus=frozenset(), path=()),
         (f"no locality of GPUs {GPU1}",),
     ),
     Oddity(
@@ -398,7 +453,7 @@ def test_link_out_of_the_root_is_not_followed(sound: Machine, tree: Path, tmp_pa
         (tree / PCI / GPU0).symlink_to(tmp_path)
         machine = probe(tree)
         (tree / PCI / GPU0).unlink()
-    assert machine.gpus[0] == replace(sound.gpus[0], node=None, local_cpus=frozenset())
+    assert machine.gpus[0] == replace(sound.gpus[0], node=None, local_cpus=frozenset(), path=())
     assert f"links of GPUs {GPU0} lead out of the root" in machine.warnings[0]
 
 

@@ -1,10 +1,11 @@
 """Single files."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from launcher.probe.sysfs import PAGE, SIZE_LIMIT, Tree
+from launcher.probe.sysfs import PAGE, SIZE_LIMIT, Tree, parse_number
 
 from .probe_trees import put
 
@@ -14,6 +15,42 @@ def test_list_longer_than_a_page_is_read_whole(tmp_path: Path) -> None:
     put(tmp_path, "list", ",".join(map(str, numbers)))
     assert (tmp_path / "list").stat().st_size > 4 * PAGE
     assert Tree(tmp_path).read_list("list") == frozenset(numbers)
+
+
+def test_file_that_comes_in_short_reads_is_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Procfs ends a read of the mount table at a line's end (seq_file)."""
+    read = os.read
+    put(tmp_path, "mounts", "line\n" * 3000)
+    monkeypatch.setattr(os, "read", lambda handle, size: read(handle, min(size, 4000)))
+    assert Tree(tmp_path).read("mounts", lines=True) == ("line\n" * 3000).strip()
+
+
+def test_name_with_a_nul_is_nothing(tmp_path: Path) -> None:
+    tree = Tree(tmp_path)
+    assert tree.read("a\0b") is None
+    assert tree.list_names("a\0b") == []
+    assert tree.resolve("a\0b") is None
+    assert not tree.has("a\0b")
+
+
+@pytest.mark.parametrize(
+    ("target", "found"), [("file", "file"), ("nothing", "nothing"), ("..", None), ("/", None)]
+)
+def test_links_are_followed_within_the_root(target: str, found: str | None, tmp_path: Path) -> None:
+    put(tmp_path, "file", "")
+    (tmp_path / "link").symlink_to(target)
+    assert Tree(tmp_path).resolve("link") == found
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("0", 0), ("18446744073709551615", 2**64 - 1), ("-1", None), ("", None), (None, None), ("1e3", None),
+     ("\u0663", None), ("9" * 21, None), ("1_0", None)],
+)  # fmt: skip
+def test_number(text: str | None, number: int | None) -> None:
+    assert parse_number(text) == number
 
 
 def test_endless_file_ends(tmp_path: Path) -> None:

@@ -1,0 +1,43 @@
+"""Limits of this process and its cgroup on descriptors, locked memory and processes."""
+
+from launcher.probe.cgroups import list_groups
+from launcher.probe.health import Ceiling
+from launcher.probe.sysfs import Tree, parse_number
+
+LIMITS = "proc/self/limits"
+
+
+def read_ceilings(tree: Tree) -> dict[str, Ceiling]:
+    """The resource limits by the kernel's names (`Max open files`); none where the file is not there."""
+    text = tree.read(LIMITS)
+    if text is None:
+        return {}
+    found = {}
+    for name in ("Max open files", "Max locked memory", "Max processes"):
+        line = next((line for line in text.splitlines() if line.startswith(name)), "")
+        words = line.removeprefix(name).split()
+        if len(words) >= 2 and all(is_limit(word) for word in words[:2]):
+            found[name] = Ceiling(read_limit(words[0]), read_limit(words[1]))
+        else:
+            tree.note(f"{LIMITS} has {{value}} for {name}, which is no limit", value=line)
+    return found
+
+
+def is_limit(word: str) -> bool:
+    """Whether a word is a number or `unlimited`."""
+    return word == "unlimited" or (word.isascii() and word.isdecimal() and len(word) <= 20)
+
+
+def read_limit(word: str) -> int | None:
+    """A limit's number; None for no limit."""
+    return None if word == "unlimited" else int(word)
+
+
+def read_pids_max(tree: Tree) -> int | None:
+    """The lowest `pids.max` of the job's cgroup and those above it; None where nothing limits.
+
+    Source: the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/pids.rst.
+    """
+    _, paths = list_groups(tree, ("pids",)).get("pids", (2, []))
+    found = [number for path in paths if (number := parse_number(tree.read(f"{path}/pids.max") or ""))]
+    return min(found, default=None)

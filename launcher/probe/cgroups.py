@@ -1,0 +1,57 @@
+"""The job's own cgroup and its ancestors, of version 1 and 2, as far as they are mounted."""
+
+from launcher.probe.sysfs import Tree
+
+TOP = "sys/fs/cgroup"
+"""Where systemd and container runtimes mount the hierarchies."""
+LONGEST = 4096
+"""Characters of a path at most (PATH_MAX)."""
+Groups = tuple[int, list[str]]
+"""A hierarchy's version, and directories of it below the machine's root, without a leading slash."""
+
+
+def list_groups(tree: Tree, controllers: tuple[str, ...]) -> dict[str, Groups]:
+    """For each controller the cgroup that limits this process, then those above it as far as they are seen.
+
+    The mount table, which can be long, is read only where a cgroup is not at its usual place: on systems
+    that mount the hierarchies elsewhere, and in containers that see the host's names for their cgroups.
+    """
+    own = read_own(tree)
+    groups: dict[str, Groups] = {}
+    for controller in controllers:
+        version = 1 if controller in own else 2
+        path = own.get(controller if version == 1 else "")
+        if path is None:
+            continue
+        mount = find_usual(tree, controller, version)
+        if ".." in path.split("/") or not tree.has(f"{mount}{path}"):
+            from launcher.probe.mounts import find_cgroup
+
+            mount, path = find_cgroup(tree, controller, version, path) or (mount, path)
+        groups[controller] = version, list_ancestors(tree, mount, path)
+    return groups
+
+
+def read_own(tree: Tree) -> dict[str, str]:
+    """The paths of /proc/self/cgroup by controller, with version 2's under an empty name (cgroups(7))."""
+    own = {}
+    for line in (tree.read("proc/self/cgroup") or "").splitlines():
+        _, names, path = (*line.split(":", 2), "", "")[:3]
+        if path.startswith("/") and len(path) <= LONGEST:
+            own.update(dict.fromkeys(names.split(","), path))
+    return own
+
+
+def find_usual(tree: Tree, controller: str, version: int) -> str:
+    """Where a controller's hierarchy is mounted by custom; `unified` where both versions are in use."""
+    if version == 1:
+        return f"{TOP}/{controller}"
+    return TOP if tree.has(f"{TOP}/cgroup.controllers") else f"{TOP}/unified"
+
+
+def list_ancestors(tree: Tree, mount: str, path: str) -> list[str]:
+    """A cgroup and those above it, up to the mount's top; none where it is outside of what is mounted."""
+    parts = [part for part in path.split("/") if part]
+    if ".." in (*mount.split("/"), *parts) or tree.resolve(mount) is None:
+        return []
+    return ["/".join([mount, *parts[:depth]]) for depth in range(len(parts), -1, -1)]
