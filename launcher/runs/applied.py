@@ -1,7 +1,7 @@
 """What the ranks of a run have recorded of themselves."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,14 @@ class Applied:
     cpus: str
     memory: Mapping[str, str]
     problems: tuple[str, ...]
+    gpu: str | None = ""
+    """UUID of its GPU; None for no GPU, empty where the record does not tell."""
+    num_workers: int | None = None
+    """None where the record does not tell."""
+    env: Mapping[str, str] | None = None
+    """Variables that the shim set; None where the record does not tell."""
+    time: float = 0
+    """Seconds since the epoch."""
 
 
 @dataclass(slots=True)
@@ -45,36 +53,61 @@ class AppliedReader:
                 if self.seen.get(path) != stamp:
                     found.append(parse_applied(path.read_text(encoding="utf-8")))
                     self.seen[path] = stamp
-            except (OSError, ValueError, KeyError, TypeError):
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
                 continue
         return found
 
 
 def parse_applied(text: str) -> Applied:
-    """Read one record; raises ValueError, KeyError or TypeError."""
+    """Read one record; raises ValueError, KeyError, TypeError, AttributeError or OverflowError."""
     data = json.loads(text)
     memory = {name: str(data["memory"][name]) for name in ("policy", "nodes")}
     numbers = {name: int(data[name]) for name in ("rank", "local_rank", "attempt", "pid", "agent")}
-    problems = tuple(map(str, data["problems"]))
-    return Applied(**numbers, host=data["host"], cpus=data["cpus"], memory=memory, problems=problems)
+    workers, env = data.get("num_workers"), data.get("env")
+    return Applied(
+        **numbers,
+        host=str(data["host"]),
+        cpus=str(data["cpus"]),
+        memory=memory,
+        problems=tuple(map(str, data["problems"])),
+        gpu=None if data.get("gpu", "") is None else str(data.get("gpu", "")),
+        num_workers=None if workers is None else int(workers),
+        env=None if env is None else {str(name): str(env[name]) for name in env},
+        time=float(data.get("time", 0)),
+    )
 
 
 def compare_applied(ranks: Sequence[RankPlan], applied: Sequence[Applied]) -> list[str]:
     """Say, for each rank of this node, where what was applied is not what was planned."""
     found = {record.local_rank: record for record in applied}
-    differences = []
+    differences: list[str] = []
     for rank in ranks:
         record = found.get(rank.local_rank)
         if record is None:
             differences.append(f"local rank {rank.local_rank} left no record of its placement")
-        elif record.cpus != format_cpulist(rank.cpus):
-            differences.append(
-                f"rank {record.rank} runs on CPUs {record.cpus}, planned {format_cpulist(rank.cpus)}"
-            )
-        elif rank.memory.policy != "default" and record.memory != describe_memory(rank):
-            took, planned = (" ".join(memory.values()) for memory in (record.memory, describe_memory(rank)))
-            differences.append(f"rank {record.rank} has memory policy {took.strip()}, planned {planned}")
+        else:
+            differences += compare_rank(rank, record)
     return differences
+
+
+def compare_rank(rank: RankPlan, record: Applied) -> Iterator[str]:
+    """Say where one rank has something else than was planned for it."""
+    cpus, name = format_cpulist(rank.cpus), f"rank {record.rank}"
+    if record.cpus != cpus:
+        yield f"{name} runs on CPUs {record.cpus}, planned {cpus}"
+    if rank.memory.policy != "default" and record.memory != describe_memory(rank):
+        took, planned = (" ".join(memory.values()) for memory in (record.memory, describe_memory(rank)))
+        yield f"{name} has memory policy {took.strip()}, planned {planned}"
+    gpu = rank.gpu.uuid if rank.gpu else None
+    if record.gpu not in ("", gpu):
+        yield f"{name} has GPU {record.gpu or 'none'}, planned {gpu or 'none'}"
+    if record.num_workers not in (None, rank.num_workers):
+        yield f"{name} has {record.num_workers} DataLoader workers, planned {rank.num_workers}"
+    env = dict(rank.env)
+    for key in sorted({*env, *record.env}) if record.env is not None else ():
+        value = (record.env or {}).get(key, "unset")
+        if value != env.get(key, "unset"):
+            yield f"{name} has {key} {value}, planned {env.get(key, 'unset')}"
 
 
 def describe_memory(rank: RankPlan) -> dict[str, str]:

@@ -1,0 +1,49 @@
+"""Variables that slow jobs down or bind them a second time."""
+
+from collections.abc import Iterator
+
+from launcher.doctor.finding import Case, Finding, pass_check, skip_check
+
+SUBJECT = "environment"
+OFF = ("", "0", "false", "no", "off", "none", "disabled")
+"""Values by which a variable does nothing."""
+BINDS = (
+    "importing torch then shrinks a rank to one core or few, and its DataLoader workers inherit that: the "
+    "plan binds each rank already"
+)
+"""Source: libgomp's and LLVM's manuals; OMP_PLACES and GOMP_CPU_AFFINITY turn OMP_PROC_BIND on."""
+SERIAL = "each kernel launch waits for the last kernel to end: made for debugging (CUDA programming guide)"
+DETOUR = "NCCL's own choice of the fastest path is overruled (NCCL's environment variables: for debugging)"
+DOUBTFUL = {
+    **dict.fromkeys(("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"), ("warning", BINDS)),
+    "CUDA_LAUNCH_BLOCKING": ("warning", SERIAL),
+    "AMD_SERIALIZE_KERNEL": ("warning", SERIAL),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("warning", "each tensor costs a cudaMalloc, which waits for the GPU"),
+    **dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), ("note", DETOUR)),
+}
+"""Level and reason for each variable."""
+
+
+def judge_environment(case: Case) -> Iterator[Finding]:
+    """The environment that ranks would inherit."""
+    environ = case.environ
+    if environ is None:
+        yield skip_check(case, SUBJECT, "variables", "unknown")
+        return
+    found = [name for name in DOUBTFUL if environ.get(name, "").strip().lower() not in OFF]
+    if environ.get("OMP_PROC_BIND", "").lower() == "false":
+        found = [name for name in found if name not in ("OMP_PLACES", "GOMP_CPU_AFFINITY")]
+    for name in found:
+        level, why = DOUBTFUL[name]
+        yield Finding(level, SUBJECT, f"{name}={environ[name]} is set", why, f"unset {name}")
+    if environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        yield Finding(
+            "note",
+            SUBJECT,
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL is set",
+            "each collective is checked against the other ranks' before it starts",
+            "unset TORCH_DISTRIBUTED_DEBUG",
+        )
+        return
+    if not found:
+        yield pass_check(SUBJECT, f"none of {len(DOUBTFUL)} variables that slow jobs down is set")

@@ -1,0 +1,91 @@
+"""What the doctor takes and what it gives."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from launcher.plan.model import Gpu, Machine, Plan
+from launcher.probe.health import Health
+from launcher.runs.records import RunRecords
+
+LEVELS = ("error", "warning", "note", "unknown", "ok")
+"""Worst first. `unknown` is a check that could not be made; errors and warnings make the exit code 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was checked."""
+
+    level: str
+    """One of `LEVELS`."""
+    subject: str
+    what: str
+    """What was found, with the values."""
+    why: str = ""
+    """Why it matters to a job; empty where all is well."""
+    fix: str = ""
+    """A command or a setting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What became of the plan's placements when processes tried them just now."""
+
+    tried: int = 0
+    """Ranks that tried theirs."""
+    problems: tuple[str, ...] = ()
+    """What the kernel refused or took otherwise, in the shim's words."""
+    reason: str = ""
+    """Why nothing was tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """All that is judged."""
+
+    plan: Plan
+    """Where a job would run now."""
+    health: Health
+    trial: Trial
+    num_workers: int = 2
+    """DataLoader workers that each rank would like."""
+    environ: Mapping[str, str] | None = None
+    """The environment that ranks would inherit; None for another machine's."""
+    run: RunRecords | None = None
+    """The last run; None where there is none."""
+    run_reason: str = ""
+    """Why there is no run to compare."""
+
+    @property
+    def machine(self) -> Machine:
+        """The machine that is planned for."""
+        return self.plan.machine
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """The GPUs that ranks would use, each once."""
+        return tuple(dict.fromkeys(rank.gpu for rank in self.plan.ranks if rank.gpu))
+
+
+def pass_check(subject: str, what: str) -> Finding:
+    """A check that found nothing amiss."""
+    return Finding("ok", subject, what)
+
+
+def skip_check(case: Case, subject: str, what: str, reason: str) -> Finding:
+    """A check that could not be made, and why."""
+    reason = reason if case.health.live else "not in these files"
+    return Finding("unknown", subject, f"{what} not checked: {reason}")
+
+
+def show_kib(kib: int) -> str:
+    """A size for people, with three digits: `64 MiB`, `1.5 GiB`."""
+    value, units = float(kib), ["KiB", "MiB", "GiB", "TiB", "PiB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.3g} {units[0]}"
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things: `1 rank`, `8 ranks`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

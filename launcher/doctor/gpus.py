@@ -1,0 +1,97 @@
+"""GPUs: driver and NVML agree, places are known, links are whole, the driver stays loaded."""
+
+from collections.abc import Iterator
+
+from launcher.doctor.finding import Case, Finding, pass_check, skip_check
+
+SUBJECT = "GPUs"
+
+
+def judge_devices(case: Case) -> Iterator[Finding]:
+    """The GPUs that were found against those that the driver shows in /proc."""
+    machine, shown = case.machine, case.health.driver_gpus
+    nvidia = [gpu.pci for gpu in machine.gpus if gpu.vendor == "nvidia"]
+    if not machine.gpus and not shown:
+        yield pass_check(SUBJECT, "none, and no driver that would show some")
+        return
+    lost = [pci for pci in shown or () if pci not in nvidia]
+    extra = [pci for pci in nvidia if shown and pci not in shown]
+    if lost:
+        yield Finding(
+            "warning" if not nvidia else "note",
+            SUBJECT,
+            f"the driver has {len(shown or ())} GPUs, and {len(nvidia)} can be opened: not {', '.join(lost)}",
+            "a job gets the others alone: that is right where a scheduler gave it those, and wrong where one "
+            "fell off the bus",
+            "compare with SLURM's --gpus or docker's --gpus; `sudo dmesg | grep -i xid` shows lost GPUs",
+        )
+    if extra:
+        yield Finding(
+            "note",
+            SUBJECT,
+            f"NVML shows {', '.join(extra)}, which /proc/driver/nvidia/gpus does not",
+            "the two disagree about which GPUs there are, so a plan that is made without NVML would differ",
+            "give the container all of its GPUs' files (nvidia-container-toolkit), or restart it",
+        )
+    if not lost and not extra:
+        count, used = len(machine.gpus), len(case.gpus)
+        named = ", ".join(dict.fromkeys(gpu.name for gpu in machine.gpus if gpu.name))
+        yield pass_check(SUBJECT, f"{used} of {count} used" + (f": {named}" if named else ""))
+
+
+def judge_places(case: Case) -> Iterator[Finding]:
+    """GPUs whose NUMA node the firmware does not tell."""
+    nodes = {cpu.node for cpu in case.machine.cpus}
+    lost = [gpu for gpu in case.gpus if gpu.node is None and not gpu.local_cpus]
+    if not case.gpus or len(nodes) < 2:
+        return
+    if not lost:
+        yield pass_check(SUBJECT, "the NUMA node of each is known")
+        return
+    yield Finding(
+        "warning",
+        SUBJECT,
+        f"the NUMA node of GPU {', '.join(str(gpu.index) for gpu in lost)} is unknown (numa_node=-1), and "
+        f"there are {len(nodes)}",
+        "ranks are spread evenly over the nodes, so some are far from their GPU",
+        "update the firmware; in a virtual machine, let the hypervisor pass the topology on (vNUMA)",
+    )
+
+
+def judge_links(case: Case) -> Iterator[Finding]:
+    """PCI links with fewer lanes than the device has; their speed drops at idle, and says nothing."""
+    known = [device for device in case.health.devices if device.width and device.max_width]
+    narrow = [device for device in known if (device.width or 0) < (device.max_width or 0)]
+    for device in narrow:
+        yield Finding(
+            "warning",
+            SUBJECT,
+            f"{device.name} has a PCI link of x{device.width}, and can do x{device.max_width}",
+            "copies between main memory and the device take that much longer",
+            "check slot, riser and BIOS bifurcation; `sudo lspci -vv` shows LnkSta against LnkCap",
+        )
+    if (case.machine.gpus or case.machine.nics) and not known:
+        yield skip_check(case, SUBJECT, "PCI link width", "sysfs does not show it (a virtual machine?)")
+    elif known and not narrow:
+        yield pass_check(SUBJECT, f"PCI links of {len(known)} GPUs and NICs at full width")
+
+
+def judge_persistence(case: Case) -> Iterator[Finding]:
+    """Persistence mode. Source: NVIDIA's "Driver Persistence" guide."""
+    used = {gpu.pci: gpu.index for gpu in case.gpus if gpu.vendor == "nvidia"}
+    modes = {pci: mode for pci, mode in case.health.persistence if pci in used}
+    off = [str(used[pci]) for pci, mode in modes.items() if not mode]
+    if not used:
+        return
+    if not modes:
+        yield skip_check(case, SUBJECT, "persistence mode", "NVML does not answer")
+    elif off:
+        yield Finding(
+            "note",
+            SUBJECT,
+            f"persistence mode of GPU {', '.join(off)} is off",
+            "the driver sets the GPU up anew at each job's start: seconds, and its settings are lost",
+            "sudo systemctl enable --now nvidia-persistenced (or: sudo nvidia-smi -pm 1)",
+        )
+    else:
+        yield pass_check(SUBJECT, "persistence mode is on")

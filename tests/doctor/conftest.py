@@ -1,0 +1,16 @@
+"""One healthy tree for a whole module: it has a thousand files."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.doctor.doctor_trees import write_healthy
+from tests.probe.probe_trees import short_lived
+
+
+@pytest.fixture(scope="module")
+def healthy() -> Iterator[Path]:
+    """The healthy machine's root."""
+    with short_lived() as folder:
+        yield write_healthy(folder / "root")
