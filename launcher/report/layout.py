@@ -1,0 +1,179 @@
+"""Lays out a machine as lstopo does, nested boxes, with the ranks of a plan on it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from launcher.plan.model import Gpu, Plan
+from launcher.report.legend import lay_out_legend
+from launcher.report.palette import find_ink
+from launcher.report.parts import Part, build_parts
+from launcher.report.picture import Box, Measure, Text, arrange, center_text, frame, place_rows, write_lines
+from launcher.report.ranks import FREE, Share, Shares, gather_shares, name_ranks, pick_colours
+from launcher.report.switches import Device, Switch
+from launcher.report.wording import (
+    clean_text,
+    count_things,
+    describe_gpu,
+    describe_nic,
+    format_size,
+    shorten_cpulist,
+)
+
+SMALL, PLAIN, LARGE = 12, 14, 22
+"""Font sizes: of PUs, of headings, of the title."""
+MARGIN = 12
+FILLS = {
+    "package": "#ebebeb",
+    "node": "#fafafa",
+    "bare": "#fafafa",
+    "cache": "#f0f0f0",
+    "class": "#f7f7f7",
+    "machine": "#ffffff",
+}
+KINDS = {"Package": "package", "NUMANode": "node", "Cache": "cache", "Class": "class"}
+
+
+def lay_out(plan: Plan, classes: Mapping[int, int], note: str, measure: Measure) -> Box:
+    """Lay out a plan's machine and its ranks, with a title and a legend.
+
+    `classes` numbers the classes of cores by their capacity; `note` stands below the title.
+    """
+    root = build_parts(plan.machine, classes)
+    shares = gather_shares(plan)
+    labels = list_labels(root, shares)
+    cell = max(24, *(measure(label, SMALL) + 6 for label in (*labels, str(max(root.pus)))))
+    artist = Artist(measure, shares, cell)
+    machine = frame("machine", (), artist.draw_inside(root), fill=FILLS["machine"], stroke="#444444")
+    counts = [
+        count_things(root.count("Package"), "package"),
+        count_things(root.count("NUMANode"), "NUMA node"),
+        count_things(root.count("Core"), "core"),
+        count_things(len(root.pus), "PU"),
+        *([format_size(root.size_kib)] if root.size_kib else []),
+        count_things(len(plan.ranks), "rank"),
+    ]
+    title = write_lines(measure, [clean_text(root.label) or "Machine"], LARGE, 0, 0)
+    below = write_lines(measure, [", ".join([*counts, note])], PLAIN, 0, LARGE + 8)
+    width = max(text.width for text in (*title, *below))
+    head = Box("title", width, LARGE + PLAIN + 12, texts=(*title, *below))
+    legend = lay_out_legend(shares, labels, measure, machine.width)
+    page = place_rows([[head], [machine], [legend]], MARGIN)
+    size = (page.width + 2 * MARGIN, page.height + 2 * MARGIN)
+    return Box("picture", *size, fills=("#ffffff",), parts=(page.move(MARGIN, MARGIN),))
+
+
+def list_labels(root: Part, shares: Shares) -> set[str]:
+    """The labels of ranks on cores and devices."""
+    machine = shares.plan.machine
+    devices: list[Device] = [*machine.gpus, *machine.nics]
+    cores = {shares.find_share(core.pus).label for core in list_cores(root)}
+    return cores | {name_ranks("R", ranks) for ranks in map(shares.find_device, devices) if ranks}
+
+
+def list_cores(part: Part) -> Iterator[Part]:
+    """Give all cores below a part."""
+    for child in part.parts:
+        if child.kind == "Core":
+            yield child
+        else:
+            yield from list_cores(child)
+
+
+@dataclass(frozen=True, slots=True)
+class Artist:
+    """Draws parts and devices, each from what is inside it."""
+
+    measure: Measure
+    shares: Shares
+    cell: int
+    """Width of a PU, with room for every number and label."""
+
+    def draw_inside(self, part: Part) -> list[Box]:
+        """The groups of boxes inside a part: what has CPUs, what has none, and devices."""
+        drawn = [self.draw_part(child) for child in part.parts if child.pus]
+        bare = [self.draw_part(child) for child in part.parts if not child.pus]
+        devices = [self.draw_device(device) for device in part.devices]
+        return [arrange(boxes) for boxes in (drawn, bare, devices) if boxes]
+
+    def draw_part(self, part: Part) -> Box:
+        """A box for a package, a node, a cache, a class of cores or a core."""
+        if part.kind == "Core":
+            return self.draw_core(part)
+        kind = KINDS[part.kind] if part.pus else "bare"
+        lines = write_lines(self.measure, self.describe_part(part), PLAIN, 5, 2)
+        return frame(kind, lines, self.draw_inside(part), fill=FILLS[kind])
+
+    def describe_part(self, part: Part) -> list[str]:
+        """The heading of a part."""
+        size = format_size(part.size_kib) if part.size_kib else ""
+        if part.kind in ("Cache", "Class"):
+            return [", ".join(filter(None, (part.label, size)))]
+        several = len(part.numbers) > 1
+        numbers = clean_text(shorten_cpulist(part.numbers), 40)
+        users = {rank for number in part.numbers for rank in self.shares.find_memory(number)}
+        memory = f"memory of {name_ranks('R', users)}" if users and part.kind == "NUMANode" else ""
+        each = " each" if size and several else ""
+        words = (f"{part.kind}{'s' if several else ''} {numbers}", f"{size}{each}", part.label, memory)
+        return [", ".join(filter(None, words))]
+
+    def draw_core(self, core: Part) -> Box:
+        """A core: who has it, and its PUs below each other, in two columns from four on."""
+        label = self.shares.find_share(core.pus).label
+        pus = [self.draw_pu(pu) for pu in core.pus]
+        columns = 1 if len(pus) < 4 else 2
+        inside = place_rows([pus[at : at + columns] for at in range(0, len(pus), columns)], 1)
+        width = inside.width + 4
+        text = self.center(label, width, SMALL + 1, find_ink())
+        height = inside.height + SMALL + 6
+        return Box(
+            "core",
+            width,
+            height,
+            fills=("#dcdcdc",),
+            stroke="#777777",
+            texts=text,
+            parts=(inside.move(2, SMALL + 4),),
+        )
+
+    def draw_pu(self, pu: int) -> Box:
+        """A PU in the colours of those that have it."""
+        share = self.shares.find_share((pu,))
+        box = self.paint("pu", self.cell, SMALL + 5, replace(share, label=str(pu)))
+        return replace(box, stroke="#999999", hatched=share.hatched)
+
+    def paint(self, kind: str, width: int, height: int, share: Share) -> Box:
+        """A labelled box in the colour of a rank; the colours of several make a strip below the label."""
+        if len(share.fills) == 1:
+            texts = self.center(share.label, width, (height + SMALL) // 2 - 1, find_ink(*share.fills))
+            return Box(kind, width, height, fills=share.fills, texts=texts)
+        texts = self.center(share.label, width, (height + SMALL) // 2 - 3, find_ink())
+        strip = Box("strip", width - 2, 4, 1, height - 5, fills=share.fills)
+        return Box(kind, width, height, fills=("#ffffff",), texts=texts, parts=(strip,))
+
+    def center(self, text: str, width: int, baseline: int, colour: str) -> tuple[Text, ...]:
+        """A small text in the middle of a width; none where it is empty."""
+        return center_text(self.measure, text, SMALL, width, baseline=baseline, colour=colour)
+
+    def draw_device(self, device: Device | Switch) -> Box:
+        """A box for a GPU or a NIC with the ranks that use it, or for a switch around them."""
+        if isinstance(device, Switch):
+            title = write_lines(self.measure, [f"PCI switch {clean_text(device.pci)}"], PLAIN, 5, 2)
+            members = arrange([self.draw_device(member) for member in device.members])
+            return frame("switch", title, [members], fill="#f3eee2")
+        if isinstance(device, Gpu):
+            name, *more = describe_gpu(device) or ("",)
+            kind, lines = "gpu", [f"GPU {device.index}, {clean_text(device.pci)}", name, ", ".join(more)]
+        else:
+            kind, lines = "nic", [f"NIC {device.name}", device.pci, " ".join(describe_nic(device))]
+        ranks = self.shares.find_device(device)
+        share = Share(pick_colours(ranks), name_ranks("R", ranks)) if ranks else FREE
+        return self.draw_card(kind, [clean_text(line, 40) for line in lines if line], share)
+
+    def draw_card(self, kind: str, lines: Sequence[str], share: Share) -> Box:
+        """A device: lines of text, and on the left a band with its ranks."""
+        texts = write_lines(self.measure, lines, SMALL, self.cell + 9 if share.label else 5, 2)
+        width = max(text.x + text.width for text in texts) + 5
+        height = texts[-1].y + 6
+        band = self.paint("band", self.cell, height - 4, share).move(2, 2)
+        parts = (band,) if share.label else ()
+        return Box(kind, width, height, fills=("#ffffff",), stroke="#555555", texts=texts, parts=parts)

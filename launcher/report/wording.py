@@ -1,0 +1,71 @@
+"""Sizes, CPU lists and names in the form that people read."""
+
+from collections.abc import Collection
+
+from launcher.cpulist import format_cpulist
+from launcher.plan.model import Gpu, Nic
+
+UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+LONG_LIST = 40
+"""Characters from which a cpulist is written with strides."""
+
+
+def format_size(kib: float) -> str:
+    """A size in its largest unit, with three digits: `32 MiB`, `1.5 TiB`, `377 GiB`."""
+    value, unit = float(kib), 0
+    while value >= 999.5 and unit < len(UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.3g} {UNITS[unit]}"
+
+
+def count_things(number: int, singular: str, plural: str = "") -> str:
+    """A number of things: `1 core`, `16 cores`."""
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"
+
+
+def shorten_cpulist(numbers: Collection[int]) -> str:
+    """A cpulist; where it is long for its strides, in the kernel's form `low-high:1/stride`.
+
+    Nodes that hold every second CPU have lists of hundreds of characters else.
+    """
+    text = format_cpulist(frozenset(numbers))
+    return ",".join(gather_strides(sorted(numbers))) if len(text) > LONG_LIST else text
+
+
+def gather_strides(numbers: list[int]) -> list[str]:
+    """Write ascending numbers as ranges with strides, each as long as it goes."""
+    pieces, at = [], 0
+    while at < len(numbers):
+        step = numbers[at + 1] - numbers[at] if at + 1 < len(numbers) else 1
+        end = at
+        while end + 1 < len(numbers) and numbers[end + 1] - numbers[end] == step:
+            end += 1
+        if end - at < 2 and step > 1:
+            end = at
+        low, high = numbers[at], numbers[end]
+        pieces.append(f"{low}-{high}" if low < high else f"{low}")
+        pieces[-1] += f":1/{step}" if low < high and step > 1 else ""
+        at = end + 1
+    return pieces
+
+
+def clean_text(text: str, most: int = 60) -> str:
+    """A name from firmware on one line and without control characters, its end left out where it is long."""
+    line = "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def describe_gpu(gpu: Gpu) -> tuple[str, ...]:
+    """What is known of a GPU: its product name, memory, MIG instances."""
+    memory = format_size(gpu.memory_mib * 1024) if gpu.memory_mib else ""
+    mig = count_things(len(gpu.mig), "MIG instance") if gpu.mig else ""
+    name = clean_text(gpu.name) or ("AMD GPU" if gpu.vendor == "amd" else "")
+    return tuple(filter(None, (name, memory, mig)))
+
+
+def describe_nic(nic: Nic) -> tuple[str, ...]:
+    """What is known of a NIC: its link with the rate, whether it is up."""
+    rate = f"{nic.rate_gbps:g} Gb/s" if nic.rate_gbps else ""
+    link = clean_text(f"{nic.link_layer} {rate}")
+    state = "active" if link and nic.active else "" if nic.active else "down"
+    return tuple(filter(None, (link, state)))
