@@ -49,6 +49,8 @@ class Composed:
     """Option chosen for each group."""
     warnings: tuple[str, ...]
     """What Hydra finds doubtful, each in one line."""
+    sources: Sources
+    """Where it comes from."""
 
 
 @contextmanager
@@ -83,7 +85,7 @@ def compose(sources: Sources, overrides: Sequence[str]) -> Composed:
     if OmegaConf.get_type(tree) is not LaunchConfig:
         raise UsageError(explain_foreign(sources))
     doubts = dict.fromkeys(" ".join(str(entry.message).split()) for entry in caught)
-    return Composed(tree, choices, tuple(doubts))
+    return Composed(tree, choices, tuple(doubts), sources)
 
 
 def compose_tree(hydra: Hydra, sources: Sources, words: list[str]) -> DictConfig:
@@ -96,7 +98,7 @@ def compose_tree(hydra: Hydra, sources: Sources, words: list[str]) -> DictConfig
 def resolve(composed: Composed, run_dir: Path | None = None) -> LaunchConfig:
     """Resolve interpolations, `${run_dir}` among them, and return typed values; raises UsageError.
 
-    Before the run directory is known, `RUN_DIR` stands for it.
+    Before the run directory is known, `RUN_DIR` stands for it. A machine's snapshot becomes a path.
     """
     tree = composed.tree
     try:
@@ -110,6 +112,7 @@ def resolve(composed: Composed, run_dir: Path | None = None) -> LaunchConfig:
         raise UsageError("the configuration does not build on launch_schema: put it first in its defaults")
     if unknown:
         tree.run_dir = config.run_dir = None
+    config.machine.snapshot = composed.sources.find_beside("machine", config.machine.snapshot)
     return config
 
 

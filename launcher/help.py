@@ -1,6 +1,7 @@
 """`launch --help`: what a newcomer needs, without loading Hydra."""
 
 import sys
+from textwrap import fill
 
 from launcher.errors import UsageError
 from launcher.flags import make_parser
@@ -47,6 +48,7 @@ TOPO = """\
 usage: launch topo [KEY=VALUE ...]
 
 Shows the machine as a tree of packages, NUMA nodes, caches, cores, GPUs and NICs, with what this job may use.
+  explain=true         every cache and core on a line of its own
   format=table|json    json is the snapshot that save=FILE writes
   save=FILE            write a snapshot, which `launch plan machine.snapshot=FILE` plans for anywhere
   image=FILE.svg|png   draw the machine with the ranks on it; nproc_per_node and binding are as for `launch`
@@ -56,10 +58,12 @@ DOCTOR = """\
 usage: launch doctor [KEY=VALUE ...]
 
 Checks what slows or breaks training jobs on this machine, and compares what the last run's ranks had with
-its plan. Each finding says why it matters, and the fix.
-  format=table|json    json is for programs
+its plan. Each finding says why it matters, and the fix. Nothing is changed. The exit code is 1 where a
+finding is an error (x) or a warning (!), and 0 where there are notes (i) and unmade checks (?) at most.
+  format=table|json    json is for programs: {"schema": 1, "findings": [{level, subject, what, why, fix}]}
   run_dir=DIR          compare this run rather than the last one below runs_dir
 """
+WIDTH = 106
 HELP = {"run": RUN, "plan": PLAN, "topo": TOPO, "doctor": DOCTOR}
 
 
@@ -68,7 +72,8 @@ def print_help(verb: str) -> int:
     sources = find_readable()
     lines = [HELP[verb], "groups (choose with GROUP=OPTION; ./conf is searched first)"]
     for group in sources.list_groups():
-        lines.append(f"  {group:<14}  {', '.join(sources.list_options(group))}")
+        options = ", ".join(sources.list_options(group))
+        lines.append(fill(options, WIDTH, initial_indent=f"  {group:<14}  ", subsequent_indent=" " * 18))
     lines += ["", "flags", *list_flags()]
     lines += [
         "",

@@ -27,6 +27,11 @@ PET_DECIDED = ("PET_MODULE", "PET_RUN_PATH", "PET_NO_PYTHON", "PET_STANDALONE")
 """torchrun's variables for what `launch` decides itself; torchrun would take them beside our options."""
 BUNDLED = "train"
 """Option of the group `program` whose runs are named after their model."""
+DEVICE_NAMES = (
+    *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    *("LAUNCH_NIC", "NCCL_IB_HCA"),
+)
+"""Variables that name devices of this machine, which a snapshot's has not."""
 MOST_RANKS = 4096
 """Ranks on a node: several times the threads of the largest; a slip of the finger must not fill memory."""
 
@@ -57,6 +62,7 @@ def plan_job(composed: Composed, words: tuple[str, ...] | None, environ: Mapping
     check_least("logs.tail", config.logs.tail, 1)
     check_least("torchrun.shutdown_timeout", config.torchrun.shutdown_timeout, 0)
     check_least("torchrun.max_restarts", config.torchrun.max_restarts or 0, 0)
+    check_own_machine(config)
     merged = {**environ, **config.env}
     cluster = choose_cluster(
         config.cluster.kind, config.nodes, config.node_rank, config.rdzv_endpoint, merged
@@ -71,8 +77,10 @@ def plan_configured(config: LaunchConfig, environ: Mapping[str, str]) -> Plan:
     """Plan the machine that the configuration names; raises UsageError or MachineError."""
     check_choice("format", config.format, FORMATS)
     machine = read_machine(config.machine.root, config.machine.snapshot)
+    if config.machine.snapshot:
+        environ = {k: v for k, v in environ.items() if k not in DEVICE_NAMES or k in config.env}
     request = Request(
-        nproc_per_node=parse_nproc(config.nproc_per_node),
+        nproc_per_node=parse_nproc(config.nproc_per_node, len(machine.allowed_cpus)),
         binding=config.binding.policy,
         strict=config.binding.strict,
         reserve_cores=config.binding.reserve_cores,
@@ -84,12 +92,12 @@ def plan_configured(config: LaunchConfig, environ: Mapping[str, str]) -> Plan:
     return plan(machine, request)
 
 
-def parse_nproc(text: object) -> int | None:
+def parse_nproc(text: object, cpus: int) -> int | None:
     """Read `nproc_per_node`, also torchrun's words for it; None is `auto`. Raises UsageError."""
     if text in ("auto", "gpu"):
         return None
     if text == "cpu":
-        return len(os.sched_getaffinity(0))
+        return cpus
     try:
         number = int(str(text))
     except ValueError:
@@ -135,6 +143,15 @@ def check_variables(env: Mapping[str, str]) -> None:
     for name in env:
         if not name or "=" in name:
             raise UsageError(f"env has a variable named {name!r}: give a name without =")
+
+
+def check_own_machine(config: LaunchConfig) -> None:
+    """Raise UsageError for a run with a snapshot: its plan has to be that of the machine it runs on."""
+    if config.machine.snapshot and not config.dry_run:
+        raise UsageError(
+            f"machine.snapshot={config.machine.snapshot} is another machine, and a run reads the one that it "
+            "is on: leave out machine=…, or see the other's plan with `launch plan` or dry_run=true"
+        )
 
 
 def check_name(name: str | None) -> None:

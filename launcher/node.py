@@ -1,12 +1,10 @@
-"""One node's work before anything is started: probe the machine, and plan its ranks.
+"""What is read on a node before its ranks are planned: the machine, and the variables that count.
 
 `launch-rank` comes here from every rank that has no plan at hand, so imports count.
 """
 
 from launcher.errors import UsageError
-from launcher.plan.codec import plan_to_json
-from launcher.plan.model import HONOURED, Machine, Request
-from launcher.plan.planner import plan
+from launcher.plan.model import HONOURED, Machine
 from launcher.plan.snapshot import parse_machine
 from launcher.probe.machine import probe
 
@@ -17,13 +15,22 @@ def read_machine(root: str, snapshot: str | None) -> Machine:
 
 
 def load_snapshot(path: str) -> Machine:
-    """Read a machine from what `launch plan format=json` printed; raises UsageError."""
+    """Read a machine from what `launch topo save=FILE` or `launch plan format=json` wrote.
+
+    Raises UsageError for a file that cannot be read, or that holds something else.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except (OSError, ValueError) as error:
-        raise UsageError(f"machine.snapshot={path} cannot be read ({error}): check the path") from None
-    return parse_machine(text)
+        raise UsageError(
+            f"machine.snapshot={path} cannot be read ({getattr(error, 'strerror', '') or error}): "
+            "give a path from here, or a file in conf/machine/"
+        ) from None
+    try:
+        return parse_machine(text)
+    except UsageError as error:
+        raise UsageError(f"machine.snapshot={path}: {error}") from None
 
 
 def honoured_environ(environ: dict[str, str]) -> tuple[tuple[str, str], ...]:
@@ -35,13 +42,3 @@ def honoured_environ(environ: dict[str, str]) -> tuple[tuple[str, str], ...]:
     if "TORCHELASTIC_RUN_ID" in environ and kept.get("OMP_NUM_THREADS") == "1":
         del kept["OMP_NUM_THREADS"]
     return tuple(kept.items())
-
-
-def plan_for_rank(local_world_size: int | None, environ: dict[str, str]) -> dict[str, object]:
-    """Return the plan of this node as JSON values, for a rank that was started without `launch`."""
-    request = Request(
-        nproc_per_node=local_world_size,
-        binding=environ.get("LAUNCH_BINDING", "exclusive"),
-        environ=honoured_environ(environ),
-    )
-    return plan_to_json(plan(probe("/"), request))

@@ -44,6 +44,20 @@ class Sources:
         except OSError:  # too long to be a name
             return None
 
+    def find_beside(self, group: str, name: str | None) -> str | None:
+        """Return the file that an option of a group names: from here, else beside the option, first match.
+
+        A name that leads to no file is returned as it is.
+        """
+        if not name:
+            return None
+        try:
+            beside = (folder / group / name for folder in self.folders)
+            found = None if Path(name).exists() else next((path for path in beside if path.is_file()), None)
+        except (OSError, ValueError):  # too long to be a name, or with a NUL in it
+            found = None
+        return str(found or name)
+
     def list_own(self, choices: dict[str, str]) -> list[str]:
         """Return the chosen files that are not the shipped ones, relative to the working directory."""
         found = [self.find_file(self.primary), *(self.find_file(f"{g}/{o}") for g, o in choices.items())]

@@ -72,8 +72,11 @@ def run(scripts: Path, folder: Path, *words: str) -> "subprocess.CompletedProces
 def test_the_wheel_carries_configuration_types_and_licence(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"launcher/conf/launch.yaml", "launcher/conf/model/llama7b.yaml", "launcher/py.typed"} <= names
+    machines = {f"launcher/conf/machine/{path.name}" for path in (ROOT / "conf/machine").iterdir()}
+    assert "launcher/conf/machine/dgx_h100.json" in machines <= names
+    assert {"launcher/slurm/README.md", "launcher/slurm/torchrun-launch-rank.sbatch"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert not any(name.startswith(("tests/", "conf/")) for name in names)
+    assert not any(name.startswith(("tests/", "conf/", "slurm/")) for name in names)
 
 
 def test_the_shipped_configuration_is_found_from_an_empty_folder(scripts: Path, tmp_path: Path) -> None:
@@ -83,6 +86,8 @@ def test_the_shipped_configuration_is_found_from_an_empty_folder(scripts: Path, 
     assert "llama70b" in run(scripts, tmp_path, "--help").stdout
     plan = json.loads(run(scripts, tmp_path, "plan", "format=json", "nproc_per_node=1").stdout)
     assert plan["schema"] == 1
+    shipped = json.loads(run(scripts, tmp_path, "plan", "format=json", "machine=dgx_h100").stdout)
+    assert [rank["gpu"]["pci"] for rank in shipped["ranks"]][::7] == ["0000:1b:00.0", "0000:df:00.0"]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,131 @@
+"""`machine=NAME` on the command line: shipped machines, a team's own, and what of this machine counts."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.cli import VERBS
+from launcher.completion import answer_query
+from tests.conftest import Result
+from tests.plan.plan_lab import fsroot, load
+
+from .build import NAMES, SHIPPED
+
+Launch = Callable[..., Result]
+
+
+def plan(launch: Launch, *words: str) -> dict[str, Any]:
+    """What `launch plan` prints."""
+    result = launch("plan", "format=json", *words)
+    assert result.code == 0, result.err
+    made: dict[str, Any] = json.loads(result.out)
+    return made
+
+
+def list_pci(made: dict[str, Any]) -> list[str]:
+    """The ranks' GPUs."""
+    return [rank["gpu"]["pci"] for rank in made["ranks"]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shipped_machine_is_planned_anywhere(launch: Launch, name: str) -> None:
+    made = plan(launch, f"machine={name}")
+    assert made["machine"] == json.loads((SHIPPED / f"{name}.json").read_text())
+    assert len(made["ranks"]) == (len(made["machine"]["gpus"]) or 2)
+
+
+def test_help_and_completion_offer_the_machines(launch: Launch) -> None:
+    shown = launch("plan", "--help").out
+    assert all(name in shown for name in ("local", *NAMES))
+    assert max(map(len, shown.splitlines())) <= 110
+    assert answer_query("query=bash", "launch plan machine=dgx", VERBS) == [
+        f"machine={name}" for name in NAMES if name.startswith("dgx")
+    ]
+
+
+def keep_own(folder: Path, name: str) -> None:
+    """Put a machine of one's own into a configuration folder: a GH200 by another name."""
+    (folder / "machine").mkdir(parents=True)
+    data = json.loads((SHIPPED / "gh200.json").read_text()) | {"name": name}
+    (folder / "machine" / "ours.json").write_text(json.dumps(data))
+    (folder / "machine" / "ours.yaml").write_text("snapshot: ours.json\n")
+
+
+def test_a_team_ships_a_machine_of_its_own(here: Path, launch: Launch) -> None:
+    keep_own(here / "conf", "ours")
+    assert plan(launch, "machine=ours")["machine"]["name"] == "ours"
+    assert "configuration from conf/machine/ours.yaml" in launch("plan", "machine=ours").err
+    assert "ours" in launch("--help").out
+
+
+def test_conf_comes_before_config_dir_and_the_working_directory_before_both(
+    here: Path, launch: Launch
+) -> None:
+    keep_own(here / "team", "the team's")
+    assert plan(launch, "-cd", "team", "machine=ours")["machine"]["name"] == "the team's"
+    keep_own(here / "conf", "conf's")
+    assert plan(launch, "-cd", "team", "machine=ours")["machine"]["name"] == "conf's"
+    (here / "ours.json").write_text((SHIPPED / "gh200.json").read_text())
+    assert plan(launch, "-cd", "team", "machine=ours")["machine"]["name"].startswith("NVIDIA GH200")
+
+
+def test_a_snapshot_can_be_named_by_its_file_too(here: Path, launch: Launch) -> None:
+    by_name = plan(launch, "machine=dgx_h100")
+    assert plan(launch, "machine.snapshot=dgx_h100.json") == by_name
+    assert plan(launch, f"machine.snapshot={SHIPPED}/dgx_h100.json") == by_name
+
+
+@pytest.mark.parametrize("name", ["nowhere.json", "/nowhere/x.json", "x" * 5000, "conf"])
+def test_a_snapshot_that_is_not_there_says_where_to_put_it(here: Path, launch: Launch, name: str) -> None:
+    (here / "conf").mkdir()
+    result = launch("plan", f"machine.snapshot={name}")
+    result.assert_error(2, "cannot be read", "a file in conf/machine/")
+
+
+def test_a_damaged_snapshot_is_named(here: Path, launch: Launch) -> None:
+    keep_own(here / "conf", "ours")
+    (here / "conf/machine/ours.json").write_text("{")
+    result = launch("plan", "machine=ours")
+    assert (result.code, result.out) == (2, "")
+    assert "conf/machine/ours.json: not a machine snapshot" in result.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("words", [["machine=dgx_h100"], ["machine.snapshot=dgx_h100.json"]])
+def test_a_run_is_planned_on_the_machine_that_runs_it(launch: Launch, words: list[str]) -> None:
+    launch(*words, "--", "true").assert_error(2, "dgx_h100.json", "leave out machine=", "dry_run=true")
+    shown = launch(*words, "dry_run=true", "--", "true")
+    assert (shown.code, "--nproc-per-node=8" in shown.out) == (0, True), shown
+
+
+def test_this_machines_device_lists_are_not_the_clusters(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = plan(launch, "machine=dgx_h100")
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("LAUNCH_NIC", "mlx5_77")
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5_77")
+    assert plan(launch, "machine=dgx_h100") == alone
+    chosen = plan(launch, "machine=dgx_h100", "env.CUDA_VISIBLE_DEVICES='4,5'")
+    assert list_pci(chosen) == list_pci(alone)[4:6]
+
+
+def test_a_thread_count_of_ones_own_travels(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert {rank["omp_num_threads"] for rank in plan(launch, "machine=dgx_h100")["ranks"]} == {3}
+
+
+def test_a_written_out_machine_is_planned_with_the_device_list(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = fsroot.materialize(load("dgx-h100"), tmp_path / "root")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    assert list_pci(plan(launch, f"machine.root={root}")) == ["0000:52:00.0"]
+
+
+def test_a_rank_for_each_cpu_is_one_of_the_planned_machines(launch: Launch) -> None:
+    made = plan(launch, "machine=a100_nosmt", "nproc_per_node=cpu")
+    assert len(made["ranks"]) == 48
