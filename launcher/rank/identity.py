@@ -2,21 +2,24 @@
 
 FAMILIES = (
     ("LOCAL_RANK", "RANK", "LOCAL_WORLD_SIZE"),
+    ("LOCAL_RANK", "RANK", "LOCAL_SIZE"),
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MPI_LOCALRANKID", "PMI_RANK", "MPI_LOCALNRANKS"),
     ("PALS_LOCAL_RANKID", "PALS_RANKID", "PALS_LOCAL_SIZE"),
     ("SLURM_LOCALID", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE"),
 )
-"""Where torchrun, Open MPI, Intel MPI or MPICH, HPE PALS and srun put local rank, rank and ranks of the node.
+"""Where local rank, rank and ranks of the node are: torchrun and accelerate, DeepSpeed, Open MPI, Intel MPI
+or MPICH, HPE PALS, srun.
 
-All three come from one family. SLURM is last, since what runs inside its jobs inherits its variables.
+Local rank and rank come from one family. SLURM is last, since what runs inside its jobs inherits its
+variables.
 """
 
 
 class Identity:
     """A rank's numbers."""
 
-    __slots__ = ("attempt", "local_rank", "local_world_size", "rank")
+    __slots__ = ("attempt", "family", "local_rank", "local_world_size", "rank")
 
     def __init__(self, environ: dict[str, str]) -> None:
         """Read them; a single process with no such variables is rank 0 of 1."""
@@ -24,19 +27,23 @@ class Identity:
             environ, "TORCHELASTIC_RESTART_COUNT"
         )
         """Restarts of the worker group so far, over all starts into the same run directory."""
+        self.family = ""
+        """The variable that the local rank comes from; empty where there is none."""
+        self.rank, self.local_rank = 0, 0
+        self.local_world_size: int | None = 1
+        """Ranks on this node; None where no launcher tells."""
         for local_rank, rank, size in FAMILIES:
             if is_number(environ.get(local_rank, "")) and not is_batch_shell(environ, local_rank):
+                self.family = local_rank
                 self.local_rank = int(environ[local_rank])
                 self.rank = read_number(environ, rank, self.local_rank)
-                self.local_world_size = read_size(environ, size)
-                """Ranks on this node; None where the launcher does not tell."""
+                self.local_world_size = read_size(environ, size) or find_size(environ, self.local_rank)
                 return
-        self.rank, self.local_rank, self.local_world_size = 0, 0, 1
 
 
 def is_number(text: str) -> bool:
-    """Tell whether a variable holds a plain number."""
-    return text.isascii() and text.isdecimal()
+    """Tell whether a variable holds a plain number, of no more digits than a count of ranks has."""
+    return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 def read_number(environ: dict[str, str], name: str, default: int = 0) -> int:
@@ -50,13 +57,27 @@ def is_batch_shell(environ: dict[str, str], name: str) -> bool:
     return name == "SLURM_LOCALID" and "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ
 
 
+def find_size(environ: dict[str, str], local_rank: int) -> int | None:
+    """Return the ranks of this node as another launcher tells it, where that counts this rank the same.
+
+    Job scripts set `LOCAL_RANK=$SLURM_LOCALID` for the program and leave LOCAL_WORLD_SIZE out. A size of 1
+    tells nothing: a launcher that is started once a node, and tells its ranks no size, inherits that.
+    """
+    for name, _, size in FAMILIES:
+        if environ.get(name) == str(local_rank) and not is_batch_shell(environ, name):
+            found = read_size(environ, size)
+            if found is not None and found > 1:
+                return found
+    return None
+
+
 def read_size(environ: dict[str, str], name: str) -> int | None:
     """Return the ranks of this node; SLURM's list, `2(x3),1`, has an entry for each node of the step."""
     sizes: list[int] = []
     for part in environ.get(name, "").split(","):
         size, _, times = part.partition("(x")
         count = times.removesuffix(")") if times else "1"
-        if not is_number(size) or not is_number(count):
+        if not is_number(size) or not is_number(count) or int(count) > 1 << 17:
             return None
         sizes += [int(size)] * int(count)
     node = read_number(environ, "SLURM_NODEID") if len(sizes) > 1 else 0

@@ -9,6 +9,9 @@ from launcher.rank.identity import Identity
 from launcher.rank.plain_json import format_json
 from launcher.rank.share import Share
 
+LONGEST = 80
+"""Characters of one item in the line for people; a list of CPUs or of allocator settings can be long."""
+
 
 def redirect_output(run_dir: str, identity: Identity) -> None:
     """Point stdout and stderr at `logs/ATTEMPT/rank-N.{out,err}`; raises OSError."""
@@ -54,7 +57,15 @@ def describe_applied(identity: Identity, share: Share, applied: Applied) -> dict
 def describe_line(identity: Identity, share: Share, applied: Applied) -> str:
     """Return the one line for people: what this rank has now."""
     memory = f"{applied.policy} node {format_cpulist(applied.nodes)}" if applied.nodes else applied.policy
-    parts = [f"rank {identity.rank}", f"cpus {format_cpulist(applied.cpus)}", f"memory {memory}"]
-    parts += [f"gpu {share.gpu}"] if share.gpu else []
+    cpus = format_cpulist(applied.cpus) or "unknown"
+    parts = [f"rank {identity.rank}", f"cpus {cpus}", f"memory {memory}"]
+    parts += [f"gpu {share.gpu_place}"] if share.gpu_place else []
+    parts += share.notes
     parts += [f"{name}={value}" for name, value in share.env.items()]
-    return "launch-rank: " + ", ".join(parts)
+    return "launch-rank: " + ", ".join(shorten(part) for part in parts)
+
+
+def shorten(text: str) -> str:
+    """Return a text that stays on its line, and leaves room for others there."""
+    shown = text if text.isprintable() else repr(text)[1:-1]
+    return shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 1]}…"

@@ -1,8 +1,15 @@
 """A rank's part of the plan: taken from the file that `LAUNCH_PLAN` names, or planned here and now."""
 
-from launcher.cpulist import parse_cpulist
+import os
+
+from launcher.cpulist import format_cpulist, parse_cpulist
 from launcher.rank.identity import Identity
 from launcher.rank.plain_json import parse_json
+
+MOST_BYTES = 1 << 26
+"""Size of a plan file at most; that of 4,096 ranks on 8,192 CPUs has a tenth of it."""
+REGULAR, KIND = 0o100000, 0o170000
+"""Regular files among the kinds of inode(7)."""
 
 
 class NoShareError(Exception):
@@ -12,7 +19,18 @@ class NoShareError(Exception):
 class Share:
     """What the shim applies: one entry of the plan's `ranks`."""
 
-    __slots__ = ("cpus", "env", "gpu", "nodes", "num_workers", "policy")
+    __slots__ = (
+        "advice",
+        "cpus",
+        "env",
+        "gpu",
+        "gpu_place",
+        "nodes",
+        "notes",
+        "num_workers",
+        "policy",
+        "problems",
+    )
 
     def __init__(self, entry: dict[str, object]) -> None:
         """Read the entry; raises KeyError, TypeError, ValueError or AttributeError where it is not one."""
@@ -24,13 +42,29 @@ class Share:
         self.nodes = parse_cpulist(str(memory.get("nodes", "")))
         self.num_workers = int(str(entry["num_workers"]))
         self.env = {str(name): str(value) for name, value in env.items()}
+        if any(not name or "=" in name or "\0" in name + value for name, value in self.env.items()):
+            raise ValueError("env has what no environment can hold")
         self.gpu = str(gpu["uuid"]) if isinstance(gpu, dict) else None
+        self.gpu_place = (
+            f"{gpu.get('index', '?')} {gpu.get('pci', '')}".rstrip() if isinstance(gpu, dict) else ""
+        )
+        """Index and PCI address, for people."""
+        self.notes: list[str] = []
+        """How it came to be, in a few words, where that is not the usual way."""
+        self.problems: list[str] = []
+        """Where it falls short for this rank."""
+        self.advice: list[str] = []
+        """Warnings of a plan that was made here, which are the same for all ranks of the node."""
 
 
 def find_share(identity: Identity, environ: dict[str, str]) -> Share:
     """Return the share of this rank; raises NoShareError."""
     path = environ.get("LAUNCH_PLAN")
-    plan = read_plan(path) if path else make_plan(identity, environ)
+    return take_share(identity, read_plan(path), path) if path else make_share(identity, environ)
+
+
+def take_share(identity: Identity, plan: dict[str, object], path: str) -> Share:
+    """Take this rank's entry out of a plan; raises NoShareError."""
     try:
         ranks = plan["ranks"]
         if not isinstance(ranks, list):
@@ -39,28 +73,68 @@ def find_share(identity: Identity, environ: dict[str, str]) -> Share:
             if entry["local_rank"] == identity.local_rank:
                 return Share(entry)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise NoShareError(f"the plan {path or 'made here'} is not as expected ({error!r})") from None
-    raise NoShareError(f"the plan has {len(ranks)} ranks, none of them local rank {identity.local_rank}")
+        raise NoShareError(f"the plan {path} is not as expected ({error!r})") from None
+    raise NoShareError(
+        f"the plan {path} has {len(ranks)} ranks, none of them local rank {identity.local_rank}: "
+        "set LOCAL_WORLD_SIZE to the ranks of this node, or give the plan as many (nproc_per_node)"
+    )
 
 
 def read_plan(path: str) -> dict[str, object]:
     """Read a plan as `launch plan format=json` prints it; raises NoShareError."""
     try:
-        with open(path, encoding="utf-8") as file:
-            plan = parse_json(file.read())
-    except (OSError, ValueError) as error:
+        plan = parse_json(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise NoShareError(f"LAUNCH_PLAN={path} cannot be read ({error})") from None
     if not isinstance(plan, dict):
         raise NoShareError(f"LAUNCH_PLAN={path} is not a plan")
     return plan
 
 
-def make_plan(identity: Identity, environ: dict[str, str]) -> dict[str, object]:
-    """Plan this node from here, as every other rank on it does; raises NoShareError."""
-    from launcher.errors import LaunchError
-    from launcher.node import plan_for_rank
-
+def read_text(path: str) -> str:
+    """Read a regular file of a plan's size; what is another kind of file must not hang the start."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        return plan_for_rank(identity.local_world_size, environ)
+        status = os.fstat(handle)
+        if status.st_mode & KIND != REGULAR:
+            raise ValueError("it is no regular file")
+        if status.st_size > MOST_BYTES:
+            raise ValueError(f"it has {status.st_size} bytes, more than any plan")
+        parts = []
+        while part := os.read(handle, MOST_BYTES):
+            parts.append(part)
+    finally:
+        os.close(handle)
+    return b"".join(parts).decode()
+
+
+def make_share(identity: Identity, environ: dict[str, str]) -> Share:
+    """Plan this node from here, as every other rank on it does; raises NoShareError, OSError."""
+    from launcher.errors import LaunchError
+    from launcher.rank.later import import_later
+    from launcher.rank.room import find_room
+
+    import_later("inspect")  # 8 ms for `dataclasses`, which needs it for classes without a docstring
+    from launcher.standalone import plan_for_rank
+
+    binding = environ.get("LAUNCH_BINDING") or "exclusive"
+    room = find_room(identity, environ)
+    if binding == "none":  # whoever bound this rank meant it
+        room.keep_own()
+    try:
+        plan = plan_for_rank(
+            identity.local_rank,
+            identity.local_world_size,
+            environ,
+            cpus=room.cpus,
+            alone=room.is_own,
+        )
     except LaunchError as error:
         raise NoShareError(str(error)) from None
+    share = take_share(identity, plan, "made here")
+    share.notes += [f"binding {binding}"] if binding != "exclusive" else []
+    share.notes += [f"bound to {format_cpulist(room.own)} before"] if room.cpus != room.own else []
+    share.problems += [room.problem] if room.problem else []
+    warnings = plan["warnings"]
+    share.advice += warnings if isinstance(warnings, list) and identity.local_rank == 0 else []
+    return share

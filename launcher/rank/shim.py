@@ -2,11 +2,19 @@
 
 import os
 import sys
-from _signal import SIG_DFL, SIGPIPE, SIGUSR1, SIGUSR2, signal  # type: ignore[import-not-found]  # `signal` costs 4 ms
+from _signal import (  # type: ignore[import-not-found]  # `signal` costs 4 ms
+    SIG_DFL,
+    SIGINT,
+    SIGPIPE,
+    SIGUSR1,
+    SIGUSR2,
+    default_int_handler,
+    getsignal,
+    signal,
+)
 
 from launcher.rank.apply import Applied
-from launcher.rank.identity import Identity
-from launcher.rank.lifeline import end_with_agent
+from launcher.rank.identity import Identity, is_number
 from launcher.rank.record import describe_line, redirect_output, write_applied
 from launcher.rank.share import NoShareError, find_share
 
@@ -14,42 +22,70 @@ HELP = """\
 usage: launch-rank [--] program [argument ...]
 
 Binds this rank to the CPUs and memory next to its GPU, then execs the program. Put it before the program
-in an existing job:
+in an existing job, in place of numa-set.sh or numactl:
 
-    torchrun --nproc-per-node=8 --no-python launch-rank python train.py
-    srun --ntasks-per-node=8 --cpu-bind=none launch-rank python train.py
+    torchrun --nproc-per-node=8 --no-python launch-rank train.py
+    srun --ntasks-per-node=8 --gpus-per-node=8 --cpu-bind=none launch-rank python train.py
     mpirun --bind-to none -np 8 launch-rank python train.py
+    accelerate launch --multi_gpu --num_processes=8 --no_python launch-rank python train.py
+    deepspeed --num_gpus=8 --no_python --no_local_rank launch-rank python -u train.py
 
-Each rank plans the whole node and takes its part, so srun and mpirun must not have bound it already.
-The local rank comes from LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK, MPI_LOCALRANKID or
-PALS_LOCAL_RANKID. `{num_workers}` in an argument becomes the rank's number of DataLoader workers.
+The local rank comes from LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_RANK, MPI_LOCALRANKID, PALS_LOCAL_RANKID or
+SLURM_LOCALID, whichever is first. Each rank plans the whole node and takes its part. Ranks that srun,
+mpirun or torchrun has bound one by one are placed anew, on the CPUs of all of them together; where these
+are not known, a rank keeps its CPUs, with memory and threads to match, and says so (--cpu-bind=none and
+--bind-to none avoid that). Nothing goes beyond what the job may use.
 
-    LAUNCH_PLAN=FILE       a plan printed by `launch plan format=json`; without it the node is planned here
-    LAUNCH_BINDING=POLICY  the policy to plan with: exclusive (default), numa, socket, l3 or none
-    LAUNCH_STRICT=1        end with status 3 where the placement cannot be applied (else: a warning)
-    LAUNCH_QUIET=1         do not print the line that says what was applied
+One line on stderr says what the kernel has made of it. Whatever fails is a warning, and the program runs
+all the same. `{num_workers}` in an argument becomes the rank's number of DataLoader workers. A program
+`train.py` is run by this Python, as torchrun runs it.
+
+Variables that are read:
+
+    LAUNCH_BINDING=POLICY  exclusive (default): whole cores next to the GPU for each rank alone; numa,
+                           socket, l3: all of the GPU's NUMA node, socket or cache; none: no binding
+    LAUNCH_PLAN=FILE       a plan from `launch plan format=json`; without it the node is planned here
+    LAUNCH_STRICT=1        end with status 3 where the placement cannot be applied
+    LAUNCH_QUIET=1         no line, and no advice about the plan
+    LAUNCH_NUM_WORKERS=N   DataLoader workers for each rank, which the plan then leaves cores for
+    OMP_NUM_THREADS, LAUNCH_NIC, NCCL_IB_HCA, CUDA_VISIBLE_DEVICES and the like are kept where set
+
+Variables that the program finds, where it has not set them itself: OMP_NUM_THREADS (the rank's cores
+less its workers), LAUNCH_NUM_WORKERS, and with GPUs CUDA_DEVICE_ORDER=PCI_BUS_ID and LAUNCH_NIC, the
+network card next to the GPU.
+
+Exit codes: the program's own; 127 where there is no such program, 126 where it cannot be run.
 """
 OURS = ("LAUNCH_PLAN", "LAUNCH_RUN_DIR", "LAUNCH_ATTEMPT", "LAUNCH_STRICT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
 """What `launch` tells the shim and torchrun: nothing to the program, nor to jobs that it starts itself."""
 NOT_FOUND, NOT_EXECUTABLE, NOT_PLACED, USAGE = 127, 126, 3, 2
 """Exit codes: a shell's own for a program that is not there or cannot be run; ours for the rest."""
+WORKERS = "2"
+"""For `{num_workers}` where there is no plan: what mostly suffices."""
+LOCAL_RANK_FIX = "deepspeed adds it; give deepspeed --no_local_rank, and the program has LOCAL_RANK"
+ENOEXEC = 8
 
 
 def main() -> int:
     """Entry point of `launch-rank`; returns only where the program could not be started."""
     words = sys.argv[1:]
     if words[:1] in (["-h"], ["--help"]):
-        sys.stdout.write(HELP)
+        emit(1, HELP)
         return 0
+    if words and words[0].startswith("-") and words[0] != "--":
+        hint = LOCAL_RANK_FIX if "local" in words[0] else "see launch-rank --help"
+        say(f"unknown option {words[0]}: {hint}")
+        return USAGE
     words = words[1:] if words[:1] == ["--"] else words
     if not words:
         say("no program given: launch-rank [--] program [argument ...]")
         return USAGE
+    if getsignal(SIGINT) is default_int_handler:
+        signal(SIGINT, SIG_DFL)  # Ctrl-C ends this process as it would end the program, without a traceback
     environ = dict(os.environ)
     identity = Identity(environ)
     if environ.get("LAUNCH_RUN_DIR"):
-        end_with_agent()
-        redirect_logs(identity, environ["LAUNCH_RUN_DIR"])
+        attach_run(identity, environ["LAUNCH_RUN_DIR"])
     try:
         words = place_rank(identity, environ, words)
     except Exception as error:  # whatever goes wrong here, a job that would have run without us still runs
@@ -57,11 +93,19 @@ def main() -> int:
         say(f"rank {identity.rank} is not placed: {reason}")
         if environ.get("LAUNCH_STRICT") == "1":
             return NOT_PLACED
+        workers = environ.get("LAUNCH_NUM_WORKERS", "")
+        words = fill_workers(words, workers if is_number(workers) else WORKERS)
     return become_program(words, environ)
 
 
-def redirect_logs(identity: Identity, run_dir: str) -> None:
-    """Send the rank's output to its log files."""
+def attach_run(identity: Identity, run_dir: str) -> None:
+    """Tie the rank's life to its agent's, and send its output to its log files."""
+    try:
+        from launcher.rank.lifeline import end_with_agent
+
+        end_with_agent()
+    except (ImportError, OSError) as error:
+        say(f"rank {identity.rank} may outlive its agent ({error})")
     try:
         redirect_output(run_dir, identity)
     except OSError as error:
@@ -75,21 +119,27 @@ def place_rank(identity: Identity, environ: dict[str, str], words: list[str]) ->
     for problem in applied.problems:
         say(f"rank {identity.rank}: {problem}")
     if applied.problems and environ.get("LAUNCH_STRICT") == "1":
-        raise NoShareError("LAUNCH_STRICT=1 is set and the kernel did not take the plan")
+        raise NoShareError("LAUNCH_STRICT=1 is set, and the placement is not as it should be")
     if environ.get("LAUNCH_QUIET") != "1":
-        sys.stderr.write(describe_line(identity, share, applied) + "\n")
+        for warning in share.advice:
+            say(f"warning: {warning}")
+        emit(2, describe_line(identity, share, applied) + "\n")
     if run_dir := environ.get("LAUNCH_RUN_DIR"):
         try:
             write_applied(run_dir, identity, share, applied)
         except OSError as error:
             say(f"rank {identity.rank}: there is no record of what was applied ({error})")
     environ.update(share.env)
-    return [word.replace("{num_workers}", str(share.num_workers)) for word in words]
+    return fill_workers(words, str(share.num_workers))
+
+
+def fill_workers(words: list[str], workers: str) -> list[str]:
+    """Put the number of DataLoader workers into the arguments that ask for it."""
+    return [word.replace("{num_workers}", workers) for word in words]
 
 
 def become_program(words: list[str], environ: dict[str, str]) -> int:
     """Exec the program; the PID stays, so signals reach it. Returns a shell's exit code if that fails."""
-    sys.stderr.flush()
     under_launch = "LAUNCH_RUN_DIR" in environ
     for name in OURS if under_launch else ():
         environ.pop(name, None)
@@ -98,7 +148,14 @@ def become_program(words: list[str], environ: dict[str, str]) -> int:
     for number in (SIGPIPE, SIGUSR1, SIGUSR2) if under_launch else (SIGPIPE,):
         signal(number, SIG_DFL)
     try:
-        os.execvpe(words[0], words, environ)
+        words = add_python(words)
+        try:
+            os.execvpe(words[0], words, environ)
+        except OSError as error:
+            if error.errno != ENOEXEC:
+                raise
+            run_script(find_program(words[0], environ), words, environ)
+            raise
     except FileNotFoundError:
         say(f"{words[0]}: no such program: check the path, or that it is on PATH")
         return NOT_FOUND
@@ -107,6 +164,40 @@ def become_program(words: list[str], environ: dict[str, str]) -> int:
         return NOT_EXECUTABLE
 
 
+def add_python(words: list[str]) -> list[str]:
+    """Put this interpreter before a Python file that cannot be executed itself, as torchrun does."""
+    path = words[0]
+    if not path.endswith(".py") or not os.path.isfile(path):
+        return words
+    with open(path, "rb") as file:
+        runs_itself = "/" in path and os.access(path, os.X_OK) and file.read(2) == b"#!"
+    return words if runs_itself else [sys.executable or "python3", "-u", *words]
+
+
+def run_script(path: str, words: list[str], environ: dict[str, str]) -> None:
+    """Give a script without a #! line to the shell, as execvp(3) does; returns for what is no text."""
+    with open(path, "rb") as file:
+        if b"\0" not in file.read(256):
+            os.execve("/bin/sh", ["sh", path, *words[1:]], environ)
+
+
+def find_program(word: str, environ: dict[str, str]) -> str:
+    """Return the path behind a command word, as exec has found it."""
+    folders = [] if "/" in word else os.get_exec_path(environ)
+    paths = (os.path.join(folder, word) for folder in folders)
+    return next((path for path in paths if os.access(path, os.X_OK)), word)
+
+
 def say(text: str) -> None:
     """Print one line to stderr."""
-    sys.stderr.write(f"launch-rank: {text}\n")
+    emit(2, f"launch-rank: {text}\n")
+
+
+def emit(stream: int, text: str) -> None:
+    """Write to a descriptor; a closed or full one is no reason not to run the program."""
+    data = text.encode("utf-8", "surrogateescape")
+    try:
+        while data:
+            data = data[os.write(stream, data) :]
+    except OSError:
+        return

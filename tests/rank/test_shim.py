@@ -1,70 +1,18 @@
 """The shim really execs; its child tells what the kernel gave it."""
 
-import ctypes
 import json
 import os
 import signal
-import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from launcher.cpulist import format_cpulist, parse_cpulist
 from launcher.rank.identity import Identity
-
-SHIM = Path(__file__).parents[2] / "launcher" / "rank" / "__main__.py"
-COMMAND = (sys.executable, "-I", "-S", str(SHIM))
-TELL = """
-import json, os, sys
-from launcher.rank.mempolicy import get_mempolicy
-policy, nodes = get_mempolicy()
-print(json.dumps({"cpus": sorted(os.sched_getaffinity(0)), "policy": policy, "nodes": sorted(nodes),
-                  "argv": sys.argv[1:], "pid": os.getpid(), "env": dict(os.environ)}))
-"""
-ALLOWED = sorted(os.sched_getaffinity(0))
-
-
-def write_plan(folder: Path, cpus: str, nodes: str = "0", **extra: object) -> Path:
-    rank = {
-        "local_rank": 0,
-        "gpu": None,
-        "cpus": cpus,
-        "worker_cpus": cpus,
-        "memory": {"policy": "preferred", "nodes": nodes},
-        "num_workers": 3,
-        "env": {"OMP_NUM_THREADS": "5"},
-        **extra,
-    }
-    path = folder / "plan.json"
-    path.write_text(json.dumps({"schema": 1, "machine": {}, "ranks": [rank], "warnings": []}))
-    return path
-
-
-def run_shim(
-    *words: str, preexec: Callable[[], None] | None = None, **variables: str
-) -> "subprocess.CompletedProcess[str]":
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("LAUNCH_", "OMP_"))}
-    environ = {**kept, "PYTHONPATH": str(SHIM.parents[2]), "LOCAL_RANK": "0", **variables}
-    return subprocess.run(
-        [*COMMAND, *words],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        preexec_fn=preexec,
-        check=False,
-    )
-
-
-def tell(done: "subprocess.CompletedProcess[str]") -> dict[str, object]:
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert isinstance(told, dict)
-    return told
+from tests.rank.shim_starts import ALLOWED, COMMAND, TELL, run_shim, tell, write_plan
 
 
 def test_the_program_has_what_was_planned(tmp_path: Path) -> None:
@@ -147,33 +95,6 @@ def test_a_memory_node_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
     assert "memory policy preferred of node 700 was refused" in done.stderr
 
 
-SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-
-
-def forbid_mempolicy() -> None:
-    """Install a seccomp filter under which set_mempolicy(2) fails with EPERM, as container runtimes do."""
-    call = SET_MEMPOLICY[os.uname().machine]
-    filters = struct.pack(
-        "HBBI" * 4, 0x20, 0, 0, 0, 0x15, 0, 1, call, 0x06, 0, 0, 0x00050001, 0x06, 0, 0, 0x7FFF0000
-    )
-    buffer = ctypes.create_string_buffer(filters)
-    program = struct.pack("HxxxxxxQ", 4, ctypes.addressof(buffer))
-    libc = ctypes.CDLL(None, use_errno=True)
-    zero = ctypes.c_ulong(0)
-    assert libc.prctl(38, ctypes.c_ulong(1), zero, zero, zero) == 0
-    assert libc.prctl(22, ctypes.c_ulong(2), ctypes.c_char_p(program), zero, zero) == 0
-
-
-@pytest.mark.skipif(
-    os.uname().machine not in SET_MEMPOLICY, reason="the filter knows x86_64 and aarch64 alone"
-)
-def test_a_container_that_forbids_mempolicy_is_a_warning(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, str(ALLOWED[0]))
-    done = run_shim(sys.executable, "-c", TELL, LAUNCH_PLAN=str(plan), preexec=forbid_mempolicy)
-    assert tell(done)["policy"] == "default"
-    assert "was refused ([Errno 1] Operation not permitted)" in done.stderr
-
-
 def test_a_program_that_is_not_there_or_cannot_run(tmp_path: Path) -> None:
     plan = str(write_plan(tmp_path, str(ALLOWED[0])))
     assert run_shim("no-such-program", LAUNCH_PLAN=plan).returncode == 127
@@ -221,6 +142,7 @@ def test_a_run_directory_that_cannot_be_written_is_a_warning(tmp_path: Path) -> 
         ({"MPI_LOCALRANKID": "1"}, 1),
         ({"PALS_LOCAL_RANKID": "1"}, 1),
     ],
+    ids=str,
 )
 def test_the_local_rank_of_each_launcher(tmp_path: Path, variables: dict[str, str], local_rank: int) -> None:
     path = write_plan(tmp_path, str(ALLOWED[0]))
@@ -279,6 +201,14 @@ SLURM_BATCH = {"SLURM_JOB_ID": "7", "SLURM_LOCALID": "0", "SLURM_PROCID": "0", "
         ({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "nonsense"}, (3, 1, None)),
         (SLURM_BATCH, (0, 0, 1)),
         ({**SLURM_BATCH, **OPEN_MPI}, (5, 1, 8)),
+        ({"LOCAL_RANK": "1", **SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "4"}, (1, 1, 4)),
+        ({"LOCAL_RANK": "1", **SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "1"}, (1, 1, None)),
+        ({"LOCAL_RANK": "0", **SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "4"}, (0, 0, None)),
+        ({"LOCAL_RANK": "1", "RANK": "1", "LOCAL_SIZE": "2"}, (1, 1, 2)),
+        ({"LOCAL_RANK": "-1"}, (0, 0, 1)),
+        ({"LOCAL_RANK": "abc", **SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "4"}, (3, 1, 4)),
+        ({"LOCAL_RANK": "9" * 5000}, (0, 0, 1)),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2(x999999999)"}, (1, 1, None)),
         ({**SLURM_STEP, "MPI_LOCALRANKID": "0", "PMI_RANK": "4", "MPI_LOCALNRANKS": "2"}, (4, 0, 2)),
     ],
 )
