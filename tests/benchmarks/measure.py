@@ -1,8 +1,9 @@
 """Paired timing: A and B in turn, so that a machine whose speed drifts slows both."""
 
 import statistics
+import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -46,9 +47,22 @@ def time_call(thing: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def print_table(title: str, samples: list[Sample], *, compare: bool = True) -> None:
-    """Print a table in Markdown; `compare` adds differences and ratios to its first row, pair by pair."""
+def time_process(command: Sequence[str], environ: Mapping[str, str] | None = None) -> float:
+    """Milliseconds of a whole process, its output thrown away; raises CalledProcessError where it fails."""
+    sink = subprocess.DEVNULL
+    return time_call(lambda: subprocess.run(command, env=environ, check=True, stdout=sink, stderr=sink))
+
+
+def print_table(
+    title: str, samples: Sequence[Sample], *, compare: bool = True, missing: Mapping[str, str] | None = None
+) -> None:
+    """Print a table in Markdown; `compare` adds differences and ratios to its first row, pair by pair.
+
+    `missing` are rows that could not be measured, each with why.
+    """
     more = (" more than the first | ratio |", "---|---|") if compare else ("", "")
     print(f"\n{title}\n\n| ms | min | median | max |{more[0]}\n|---|---|---|---|{more[1]}")
     for sample in samples:
         print(sample.row(samples[0] if compare else None))
+    for name, why in (missing or {}).items():
+        print(f"| {name}: {why} |" + " |" * (5 if compare else 3))
