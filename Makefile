@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test test-gpu check bench clean
+.PHONY: run test test-gpu test-kernels check bench clean
 
 run: $(VENV)/.run  ## install, and train the bundled model with two ranks; ARGS="key=value …" are overrides
 	@$(BIN)/launch nproc_per_node=2 $(ARGS)
@@ -15,16 +15,19 @@ test: $(VENV)/.test  ## install the test extra, and run all tests
 test-gpu: $(VENV)/.test  ## the tests that need an NVIDIA GPU; they skip, saying why, where there is none
 	@$(BIN)/python -m pytest -m gpu
 
+test-kernels: $(VENV)/.test  ## placement on real kernels, booted in QEMU (README in tests/kernels); ARGS="-k 64-cpus" selects
+	@$(BIN)/python -m pytest -m kernels tests/kernels -v --durations=8 $(ARGS)
+
 check: $(VENV)/.test  ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-bench: $(VENV)/.test  ## what the launcher costs, beside plain torchrun
-	@$(BIN)/python -m tests.benchmarks
+bench: $(VENV)/.test  ## what the launcher costs and how well it places, beside torchrun; ARGS="start shim …" selects
+	@$(BIN)/python -m tests.benchmarks $(ARGS)
 
 clean:  ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "launch needs Python 3.11 or later: make PYTHON=python3.12 …")'

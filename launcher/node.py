@@ -5,7 +5,6 @@
 
 from launcher.errors import UsageError
 from launcher.plan.model import HONOURED, Machine
-from launcher.plan.snapshot import parse_machine
 from launcher.probe.machine import probe
 
 
@@ -19,6 +18,8 @@ def load_snapshot(path: str) -> Machine:
 
     Raises UsageError for a file that cannot be read, or that holds something else.
     """
+    from launcher.plan.snapshot import parse_machine
+
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()

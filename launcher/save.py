@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 
 from launcher.errors import MachineError, UsageError
-from launcher.plan.snapshot import KIND
+from launcher.plan.codec import KIND
 
 LARGEST = 64 << 20
 """Bytes beyond which a file is taken for no snapshot without being read."""

@@ -45,7 +45,10 @@ class MachineConfig:
     root: str = "/"
     """Folder that holds the machine's `sys` and `proc`."""
     snapshot: str | None = None
-    """A file that `launch topo save=FILE` or `launch plan format=json` wrote on that machine."""
+    """A file that `launch topo save=FILE` or `launch plan format=json` wrote on that machine.
+
+    It is looked for from the working directory, then in `machine/` of each configuration folder.
+    """
 
 
 @dataclass

@@ -15,6 +15,14 @@ def show(verb: str, config: LaunchConfig, sources: Sources) -> int:
     environ = {**os.environ, **config.env}
     if verb == "plan":
         return show_plan(config, environ)
+    if verb == "topo":
+        from launcher.topo import show_topo
+
+        return show_topo(config, environ)
+    if verb == "doctor":
+        from launcher.checkup import show_checkup
+
+        return show_checkup(config, environ)
     raise UsageError(f"launch {verb} is not there yet")
 
 
@@ -31,5 +39,5 @@ def show_plan(config: LaunchConfig, environ: Mapping[str, str]) -> int:
     from launcher.report.console import make_console
     from launcher.report.placement import print_placement
 
-    print_placement(make_console(stderr=False), plan, explain=config.explain)
+    print_placement(make_console(stderr=False), plan, explain=config.explain, full=True)
     return 0

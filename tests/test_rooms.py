@@ -20,13 +20,26 @@ ROOMS: dict[str, set[str]] = {
     "launch": {"launcher.plan.model", "launcher.errors", "psutil"},
     "rank": {"launcher.cpulist"},
     "runs": {"launcher.plan.model", "launcher.cpulist"},
-    "report": {"launcher.plan.model", "launcher.cpulist", "launcher.runs", "rich"},
+    "doctor": {"launcher.plan.model", "launcher.cpulist", "launcher.probe.health", "launcher.runs"},
+    "report": {
+        "launcher.plan.model",
+        "launcher.cpulist",
+        "launcher.runs",
+        "launcher.doctor.finding",
+        "rich",
+        "PIL",
+    },
     "programs": {"torch", "numpy"},
 }
 """What each room may import beside the standard library and itself."""
-DOORS = {("rank/share.py", "launcher.errors"), ("rank/share.py", "launcher.node")}
+DOORS = {("rank/share.py", "launcher.errors"), ("rank/share.py", "launcher.standalone")}
 """Imports that a room makes only where it is used by itself: `launch-rank` without a plan makes one."""
-ONE_FILE = {"hydra": {"config.py"}, "omegaconf": {"config.py"}, "pynvml": {"probe/nvml.py"}}
+ONE_FILE = {
+    "hydra": {"config.py"},
+    "omegaconf": {"config.py"},
+    "pynvml": {"probe/nvml.py"},
+    "PIL": {"report/png.py"},
+}
 """Heavy packages and the files that may know them."""
 ONE_ROOM = {"torch": "programs", "numpy": "programs", "rich": "report"}
 
@@ -85,7 +98,7 @@ def test_the_doors_are_used_and_are_not_open_at_import() -> None:
         assert module in read_imports(PACKAGE / name)
     tree = ast.parse((PACKAGE / "rank/share.py").read_text())
     top = {ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)}
-    assert not [line for line in top if "launcher.node" in line or "launcher.errors" in line]
+    assert not [line for line in top if "launcher.standalone" in line or "launcher.errors" in line]
 
 
 @pytest.mark.parametrize(("package", "files"), ONE_FILE.items(), ids=ONE_FILE)
@@ -171,6 +184,21 @@ os._exit(0)
         "launcher.cpulist",
     }
     for heavy in ("re", "json", "subprocess", "pathlib", "typing", "dataclasses", "argparse"):
+        assert heavy not in loaded, heavy
+
+
+def test_the_shim_without_a_plan_loads_the_standard_library_alone(tmp_path: Path) -> None:
+    script = """
+import os, sys
+os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = "0", "1"
+from launcher.rank import shim
+sys.argv = ["launch-rank", "/no/such/program"]
+assert shim.main() == 127
+"""
+    loaded = list_loaded(script, tmp_path) - list_loaded("", tmp_path)
+    assert "launcher.plan.planner" in loaded and "launcher.probe.machine" in loaded
+    assert {module.partition(".")[0] for module in loaded} - {"launcher"} <= STDLIB
+    for heavy in ("subprocess", "pathlib", "argparse", "asyncio", "shutil", "tempfile"):
         assert heavy not in loaded, heavy
 
 

@@ -1,0 +1,125 @@
+"""From a shape to QEMU's command line, and from that to a guest's report."""
+
+import ctypes
+import json
+import signal
+import struct
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from .shapes import Shape
+
+PATIENCE = 300
+"""Seconds that a guest may take; without KVM it takes about 10."""
+TAIL = 40
+"""Lines of a guest's console that a failure shows."""
+
+
+class GuestError(Exception):
+    """A guest ended without a report; the text has the end of its console."""
+
+
+def boot(shape: Shape, kernel: Path, initramfs: Path, folder: Path) -> dict[str, Any]:
+    """Boot the machine, wait for its end, and return its report. Raises GuestError."""
+    console, report = folder / "console", folder / "report"
+    # One thread for all CPUs: with one each, a guest on a busy host has hung in stop_machine(), and the many
+    # threads cost a quarter more CPU time.
+    words = [
+        *("qemu-system-x86_64", "-accel", "tcg,thread=single", "-machine", "q35", "-cpu", "Skylake-Server"),
+        *("-nodefaults", "-display", "none", "-vga", "none", "-no-reboot"),
+        *("-kernel", str(kernel), "-initrd", str(initramfs), "-append", list_boot_options(shape)),
+        *("-serial", f"file:{console}", "-serial", f"file:{report}"),
+        *list_processors(shape, folder),
+        *list_nodes(shape),
+        *list_devices(shape),
+    ]
+    try:
+        # `run` kills the guest where it takes too long, and at Ctrl-C.
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=PATIENCE, check=False, preexec_fn=die_with_parent
+        )
+        complaints = [line for line in done.stderr.splitlines() if "TCG doesn't support" not in line]
+        why = f"QEMU ended with status {done.returncode} {' '.join(complaints)}"
+    except subprocess.TimeoutExpired:
+        why = f"not done after {PATIENCE} s"
+    try:
+        return dict(json.loads(report.read_text()))
+    except (OSError, ValueError):
+        raise GuestError(f"{shape.name}: no report; {why}\n{read_tail(console)}") from None
+
+
+def die_with_parent() -> None:
+    """Let the kernel end QEMU where this process is killed: prctl(2), PR_SET_PDEATHSIG."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+
+
+def read_tail(console: Path) -> str:
+    """The last lines of a guest's console."""
+    lines = console.read_text(errors="replace").splitlines() if console.exists() else []
+    return "\n".join(lines[-TAIL:]) or "nothing on its console"
+
+
+def list_boot_options(shape: Shape) -> str:
+    """The kernel's command line."""
+    words = ["console=ttyS0", "panic=-1", "rdinit=/init", "mitigations=off"]
+    if shape.numbering != "adjacent":
+        # The second MADT is the one that `-acpitable` adds.
+        words.append("acpi_apic_instance=2")
+    if shape.isolated:
+        words.append(f"isolcpus={shape.isolated}")
+    return " ".join(words)
+
+
+def list_processors(shape: Shape, folder: Path) -> list[str]:
+    """CPUs, numbered by a table of our own where QEMU's order is not wanted."""
+    sizes = f"sockets={shape.packages},dies={shape.dies},cores={shape.cores},threads={shape.threads}"
+    words = ["-smp", f"{shape.count},{sizes}", "-m", str(sum(shape.memory))]
+    if shape.numbering != "adjacent":
+        table = folder / "madt"
+        table.write_bytes(write_madt(shape.order()))
+        words += ["-acpitable", f"sig=APIC,rev=1,data={table}"]
+    return words
+
+
+def write_madt(order: tuple[int, ...]) -> bytes:
+    """The body of a MADT (ACPI 6.5, 5.2.12) for q35 that lists processors in this order.
+
+    The kernel numbers CPUs as the firmware lists them, so this is what makes odd and even sockets.
+    """
+    local_apics = [struct.pack("<BBBBI", 0, 8, uid, apic, 1) for uid, apic in enumerate(order)]
+    io_apic = struct.pack("<BBBBII", 1, 12, 0, 0, 0xFEC00000, 0)
+    # ISA interrupts as q35 routes them: the timer on 2, the PCI links level-triggered (0xD).
+    routes = ((0, 2, 0), (5, 5, 0xD), (9, 9, 0xD), (10, 10, 0xD), (11, 11, 0xD))
+    overrides = [struct.pack("<BBBBIH", 2, 10, 0, irq, pin, flags) for irq, pin, flags in routes]
+    nmi = struct.pack("<BBBHB", 4, 6, 0xFF, 0, 1)
+    return b"".join((struct.pack("<II", 0xFEE00000, 1), *local_apics, io_apic, *overrides, nmi))
+
+
+def list_nodes(shape: Shape) -> list[str]:
+    """NUMA nodes with their memory, CPUs and distances."""
+    if not shape.numa:
+        return []
+    words = []
+    for node, mib in enumerate(shape.memory):
+        cpus = "".join(f",cpus={apic}" for apic in range(shape.count) if shape.node_of(apic) == node)
+        if mib:
+            words += ["-object", f"memory-backend-ram,id=m{node},size={mib}M"]
+        words += ["-numa", f"node,nodeid={node}{f',memdev=m{node}' if mib else ''}{cpus}"]
+    for one in range(len(shape.memory)):
+        for other in range(one + 1, len(shape.memory)):
+            words += ["-numa", f"dist,src={one},dst={other},val={shape.distance_of(one, other)}"]
+    return words
+
+
+def list_devices(shape: Shape) -> list[str]:
+    """A host bridge on each node with GPUs, and below it a root port for each GPU."""
+    words = []
+    for node, bus, gpus in shape.list_bridges():
+        bridge = "pcie.0" if node is None else f"bridge{bus}"
+        if node is not None:
+            words += ["-device", f"pxb-pcie,id={bridge},bus=pcie.0,bus_nr={bus},numa_node={node}"]
+        for gpu in gpus:
+            words += ["-device", f"pcie-root-port,id=port{gpu},bus={bridge},chassis={gpu}"]
+            words += ["-device", f"virtio-gpu-pci,bus=port{gpu}"]
+    return words

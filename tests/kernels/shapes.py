@@ -1,0 +1,231 @@
+"""The machines that are booted, and how each looks in the lab's form of a description."""
+
+from dataclasses import dataclass
+from itertools import groupby, product
+from typing import Any
+
+from launcher.cpulist import format_cpulist, parse_cpulist
+
+from .guest.scenario import Scenario
+
+Data = dict[str, Any]
+"""A machine description in the lab's form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A machine as QEMU is asked for it.
+
+    Dies, cores and threads are powers of two, so that APIC ids leave no gaps and are QEMU's CPU numbers.
+    """
+
+    name: str
+    scenarios: tuple[Scenario, ...]
+    packages: int = 2
+    dies: int = 1
+    """Dies of a package; each has a last-level cache, and is a NUMA node."""
+    cores: int = 4
+    """Cores of a die."""
+    threads: int = 2
+    numbering: str = "far"
+    """How the firmware lists threads: `far` (siblings N/2 apart, as on servers), `adjacent`, or `odd-even`
+    (far, and the packages in turn)."""
+    memory: tuple[int, ...] = (512, 256)
+    """MiB of each NUMA node: those of the dies, 0 for one without memory, then any without CPUs."""
+    numa: bool = True
+    """Whether the firmware tells of NUMA at all."""
+    distance: tuple[int, int] = (12, 21)
+    """To other NUMA nodes of the same package, and to another package's."""
+    gpus: tuple[int, ...] = ()
+    """NUMA node of each GPU, in PCI order."""
+    isolated: str = ""
+    """`isolcpus` of the kernel's command line."""
+    cgroup: int = 2
+    """Version of the control groups."""
+
+    @property
+    def count(self) -> int:
+        """Hardware threads."""
+        return self.packages * self.dies * self.cores * self.threads
+
+    def order(self) -> tuple[int, ...]:
+        """APIC ids in the order of the firmware's table, in which the kernel numbers CPUs."""
+        packages, cores, threads = range(self.packages), range(self.dies * self.cores), range(self.threads)
+        if self.numbering == "odd-even":
+            places = [(package, core, thread) for thread, core, package in product(threads, cores, packages)]
+        elif self.numbering == "far":
+            places = [(package, core, thread) for thread, package, core in product(threads, packages, cores)]
+        else:
+            places = list(product(packages, cores, threads))
+        return tuple(
+            (package * len(cores) + core) * self.threads + thread for package, core, thread in places
+        )
+
+    def node_of(self, apic: int) -> int:
+        """NUMA node of a CPU."""
+        return apic // (self.cores * self.threads) if self.numa else 0
+
+    def package_of(self, node: int) -> int:
+        """Package of a NUMA node; one without CPUs is beside the last package."""
+        return min(node // self.dies, self.packages - 1)
+
+    def distance_of(self, one: int, other: int) -> int:
+        """SLIT distance."""
+        near, far = self.distance
+        if one == other:
+            return 10
+        return near if self.package_of(one) == self.package_of(other) else far
+
+    def list_common(self) -> frozenset[int]:
+        """CPUs of a process that no cpuset narrows: the kernel keeps isolated ones from the first one on."""
+        return frozenset(range(self.count)) - parse_cpulist(self.isolated)
+
+    def list_bridges(self) -> list[tuple[int | None, int, list[int]]]:
+        """Host bridges with GPUs: the node, the bus number, and the bus of each GPU."""
+        if not self.numa:
+            return [(None, 0, list(range(1, len(self.gpus) + 1)))] if self.gpus else []
+        runs = [(node, len(list(run))) for node, run in groupby(self.gpus)]
+        return [
+            (node, bus, list(range(bus + 1, bus + 1 + size)))
+            for (node, size), bus in zip(runs, range(16, 256, 16), strict=False)
+        ]
+
+    def describe(self, scenario: Scenario) -> Data:
+        """The machine with what a scenario leaves of it, in the lab's form."""
+        order, half = self.order(), self.count // 2
+        cpus = [
+            frozenset(cpu for cpu, apic in enumerate(order) if self.node_of(apic) == node)
+            for node in range(len(self.memory))
+        ]
+        threads = {"adjacent": 2} if self.numbering == "adjacent" else {"offset": half}
+        with_memory = frozenset(node for node, mib in enumerate(self.memory) if mib)
+        return {
+            "name": self.name,
+            "numa": [
+                {
+                    "id": node,
+                    "package": self.package_of(node),
+                    "cpus": format_cpulist(cpus[node]),
+                    "gib": mib / 1024,
+                    "kind": "normal" if cpus[node] else "memory",
+                }
+                for node, mib in enumerate(self.memory)
+            ],
+            "threads": threads if self.threads > 1 else {"none": True},
+            "distance": list(self.distance),
+            "gpus": self.describe_gpus(),
+            "offline": format_cpulist(frozenset(scenario.offline)),
+            "isolated": self.isolated,
+            "allowed_cpus": scenario.cpus or format_cpulist(self.list_common() - frozenset(scenario.offline)),
+            "allowed_mems": scenario.mems or format_cpulist(with_memory),
+        }
+
+    def describe_gpus(self) -> list[Data]:
+        """The GPUs in PCI order; -1 is the kernel's word for a device without a node."""
+        return [
+            {"bdf": f"0000:{bus:02x}:00.0", "numa": -1 if node is None else node, "model": "QEMU virtio-gpu"}
+            for node, _, buses in self.list_bridges()
+            for bus in buses
+        ]
+
+
+SHAPES = (
+    Shape(
+        "2-packages-smt",
+        gpus=(1, 0, 0),
+        scenarios=(
+            Scenario("exclusive", alone=True),
+            Scenario("numa", binding="numa"),
+            Scenario("socket", binding="socket", nproc_per_node=2, alone=True),
+            Scenario("none", binding="none", nproc_per_node=1),
+            Scenario("fewer-ranks", nproc_per_node=1),
+            Scenario("more-ranks", nproc_per_node=4),
+            Scenario("permuted-devices", environ={"CUDA_VISIBLE_DEVICES": "2,0"}),
+            Scenario("no-mempolicy", deny_mempolicy=True, nproc_per_node=2),
+        ),
+    ),
+    Shape(
+        "4-nodes-devices-on-2",
+        dies=2,
+        cores=2,
+        numbering="adjacent",
+        memory=(512, 192, 192, 192),
+        gpus=(3, 3, 1, 1),
+        scenarios=(
+            Scenario("exclusive", alone=True),
+            Scenario("l3", binding="l3"),
+            Scenario("without-gpus", environ={"CUDA_VISIBLE_DEVICES": ""}, alone=True),
+        ),
+    ),
+    Shape(
+        "cpu-less-memory-node",
+        threads=1,
+        memory=(512, 192, 256),
+        distance=(14, 21),
+        gpus=(0, 1),
+        scenarios=(Scenario("exclusive", alone=True), Scenario("numa", binding="numa")),
+    ),
+    Shape(
+        "odd-even",
+        numbering="odd-even",
+        gpus=(0, 0, 1, 1),
+        cgroup=1,
+        scenarios=(
+            Scenario("exclusive", alone=True),
+            Scenario("numa", binding="numa"),
+            Scenario("offline", offline=(2, 9)),
+            Scenario("cgroup-v1", cpus="2-7", mems="0-1", quota=3, memory_mib=384),
+            Scenario("denied-device", deny_gpus=(1, 3), alone=True),
+        ),
+    ),
+    Shape(
+        "cpuset-narrower-than-a-node",
+        dies=2,
+        cores=4,
+        memory=(512, 192, 192, 192),
+        gpus=(0, 1, 2),
+        scenarios=(
+            Scenario("inside-a-node", cpus="1-2,17-18", mems="0", nproc_per_node=2),
+            Scenario(
+                "parts-of-two",
+                cpus="2-5,18-21",
+                mems="0-1",
+                quota=2.5,
+                memory_mib=384,
+                nproc_per_node=2,
+                alone=True,
+            ),
+            Scenario("one-thread-a-core", cpus="0-3", nproc_per_node=2),
+            Scenario(
+                "away-from-the-gpu", cpus="12-15,28-31", mems="3", environ={"CUDA_VISIBLE_DEVICES": "0"}
+            ),
+            Scenario("memory-elsewhere", cpus="0-3,16-19", mems="1", nproc_per_node=1),
+        ),
+    ),
+    Shape(
+        "64-cpus",
+        dies=2,
+        cores=8,
+        memory=(512, 192, 192, 192),
+        gpus=(3, 3, 2, 2, 1, 1, 0, 0),
+        scenarios=(Scenario("exclusive"),),
+    ),
+    Shape(
+        "no-numa-isolated",
+        packages=1,
+        memory=(768,),
+        numa=False,
+        gpus=(0, 0),
+        isolated="3,7",
+        scenarios=(
+            Scenario("exclusive", alone=True),
+            Scenario("isolated-only", cpus="3,7", nproc_per_node=1),
+        ),
+    ),
+    Shape(
+        "node-without-memory",
+        memory=(512, 0),
+        gpus=(0, 1),
+        scenarios=(Scenario("exclusive", alone=True),),
+    ),
+)
