@@ -1,10 +1,12 @@
-"""The JSON form of plans and machine snapshots, written and read back."""
+"""The JSON form of plans and machine snapshots; launcher.plan.snapshot reads it back."""
 
 from launcher.cpulist import format_cpulist
 from launcher.plan.model import SCHEMA, Cache, Gpu, Limits, Machine, Nic, NumaNode, Plan, RankPlan
-from launcher.plan.snapshot import KIND, PLACE, machine_from_json, parse_machine
 
-__all__ = ["machine_from_json", "machine_to_json", "parse_machine", "plan_to_json"]
+KIND = "machine"
+"""What a snapshot says that it is."""
+PLACE = ("package", "node", "l3", "capacity")
+"""What the cores of one group of a snapshot have in common."""
 
 
 def plan_to_json(plan: Plan) -> dict[str, object]:

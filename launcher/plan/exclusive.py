@@ -1,6 +1,5 @@
 """The `exclusive` binding: each rank on whole physical cores of its own next to its GPU."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from launcher.plan.policies import Place
@@ -22,19 +21,7 @@ def place_exclusive(topology: Topology, nodes: Sequence[int], order: Sequence[in
         for rank, cores in zip(ranks, small, strict=True):
             lent[rank] += cores
     lend_idle(topology, nodes, own, lent)
-    peers = Counter(nodes)
-    return {
-        rank: Place(
-            node, own[rank], own[rank] | gather_pus(lent[rank]), tell_why(topology, node, peers[node])
-        )
-        for rank, node in ((rank, nodes[rank]) for rank in order)
-    }
-
-
-def tell_why(topology: Topology, node: int, peers: int) -> str:
-    """Where a rank's cores come from, for people."""
-    whole = f"the {len(topology.cores[node])} usable cores of NUMA node {node}"
-    return f"its share of {whole}, one of {peers}" if peers > 1 else whole
+    return {rank: Place(nodes[rank], own[rank], own[rank] | gather_pus(lent[rank])) for rank in order}
 
 
 def divide_node(cores: Sequence[Core], count: int) -> tuple[list[frozenset[int]], list[list[Core]]]:

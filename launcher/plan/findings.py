@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from launcher.cpulist import format_cpulist
 from launcher.plan.model import Gpu, Machine, Memory, Request
 from launcher.plan.policies import Place
-from launcher.plan.settings import read_count
+from launcher.plan.settings import Cores, read_count
 from launcher.plan.topology import Topology, find_usable, gather_pus
 
 
@@ -101,9 +101,12 @@ def group_ranks(places: Sequence[Place]) -> Mapping[int, set[int]]:
     return groups
 
 
-def find_advice(request: Request, visible: Sequence[Gpu], count: int) -> Iterator[str]:
-    """Settings that are legal, but seldom meant."""
+def find_advice(
+    request: Request, machine: Machine, visible: Sequence[Gpu], cores: Sequence[Cores]
+) -> Iterator[str]:
+    """Settings that are legal, but seldom meant; `cores` are those of each rank."""
     environ = dict(request.environ)
+    count = len(cores)
     if visible and count > len(visible):
         yield (
             f"{count} ranks for {len(visible)} GPUs: local rank r gets GPU r % {len(visible)}, "
@@ -118,3 +121,23 @@ def find_advice(request: Request, visible: Sequence[Gpu], count: int) -> Iterato
     for name, least in (("OMP_NUM_THREADS", 1), ("LAUNCH_NUM_WORKERS", 0)):
         if environ.get(name) and read_count(environ, name, least) is None:
             yield f"{name}={environ[name]} is no number from {least} on, and is replaced: correct or unset it"
+    nic = environ.get("LAUNCH_NIC")
+    if nic and nic not in (known := [device.name for device in machine.nics]):
+        yield (
+            f"LAUNCH_NIC={nic} is none of this machine's RDMA devices ({', '.join(known) or 'none found'}): "
+            "correct or unset it"
+        )
+    yield from find_quota(machine, cores)
+
+
+def find_quota(machine: Machine, cores: Sequence[Cores]) -> Iterator[str]:
+    """A cgroup's CPU quota that keeps ranks from using their cores."""
+    quota = machine.limits.cpus
+    total = sum(each.own + each.spare for each in cores)
+    if quota is not None and quota < total - 1e-6:
+        yield (
+            f"the cgroup's quota gives this job the time of {quota:g} CPUs, on {total:.3g} cores, and the "
+            "kernel halts what goes beyond: workers and threads are counted within "
+            f"{quota / len(cores):.3g} for each of {len(cores)} ranks: raise the CPU limit (Kubernetes: "
+            "resources.limits.cpu) or remove it"
+        )

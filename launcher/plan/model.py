@@ -156,7 +156,7 @@ class Request:
     reserve_cores: int = 0
     """Physical cores left for the system, spread over the NUMA nodes."""
     devices: str = "all"
-    """`all`: every rank sees the job's GPUs; `own`: each rank sees its own, by UUID."""
+    """`all`: every rank sees the job's GPUs; `own`: each rank sees its own alone."""
     num_workers: int = 2
     """DataLoader workers that each rank would like; the plan gives fewer where cores are short."""
     nic: bool = False

@@ -5,6 +5,7 @@ Localities overlap where a cpuset or a node without CPUs sends some GPUs to the 
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
 
 from launcher.plan.shares import find_edges, order_sizes
 from launcher.plan.topology import Topology
@@ -14,7 +15,7 @@ Shares = tuple[Mapping[int, int], ...]
 
 
 def settle(topology: Topology, shares: Shares) -> Shares:
-    """Move ranks one at a time between the nodes of their locality for as long as that helps."""
+    """Move ranks between the nodes of their locality for as long as that helps."""
     cuts: dict[tuple[int, int], int] = {}
     best = judge(topology, shares, cuts)
     found = True
@@ -29,17 +30,25 @@ def settle(topology: Topology, shares: Shares) -> Shares:
 
 
 def list_moves(shares: Shares) -> Iterator[Shares]:
-    """Every way to move one rank to another node of its locality."""
-    for at, counts in enumerate(shares):
-        for source in counts:
-            for target in counts:
-                if counts[source] and target != source:
-                    moved = {**counts, source: counts[source] - 1, target: counts[target] + 1}
-                    yield (*shares[:at], moved, *shares[at + 1 :])
+    """Every way to move some ranks of a locality from one of its nodes to another, single ones first.
+
+    A node can be even with few ranks or with many, and uneven in between.
+    """
+    steps = [
+        (ranks, at, source, target)
+        for at, counts in enumerate(shares)
+        for source, target in permutations(counts, 2)
+        for ranks in range(1, counts[source] + 1)
+    ]
+    for ranks, at, source, target in sorted(steps):
+        counts = shares[at]
+        moved = {**counts, source: counts[source] - ranks, target: counts[target] + ranks}
+        yield (*shares[:at], moved, *shares[at + 1 :])
 
 
 def judge(topology: Topology, shares: Shares, cuts: dict[tuple[int, int], int]) -> tuple[float, ...]:
-    """How bad an assignment is: ranks without a core, unevenness within localities, caches split.
+    """How bad an assignment is: ranks without a core, few cores for those that have least (the job waits for
+    them), the worst unevenness within a locality, caches split, and what tips the balance.
 
     `cuts` remembers the caches split for a node and a number of ranks.
     """
@@ -53,7 +62,8 @@ def judge(topology: Topology, shares: Shares, cuts: dict[tuple[int, int], int]) 
     crowded = sum(max(0, ranks[node] - len(topology.cores[node])) for node in used)
     uneven = sorted((measure_spread(topology, counts, ranks) for counts in shares), reverse=True)
     smallest = min(len(topology.cores[node]) / ranks[node] for node in used)
-    return (crowded, *uneven, sum(cuts[node, ranks[node]] for node in used), -smallest)
+    least = min(len(topology.cores[node]) // ranks[node] for node in used)
+    return (crowded, -least, uneven[0], sum(cuts[node, ranks[node]] for node in used), *uneven, -smallest)
 
 
 def measure_spread(topology: Topology, counts: Mapping[int, int], ranks: Mapping[int, int]) -> float:

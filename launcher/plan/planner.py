@@ -5,10 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from launcher.errors import MachineError, UsageError
 from launcher.plan.assign import assign_nodes, order_ranks
 from launcher.plan.exclusive import place_exclusive
+from launcher.plan.explain import explain_ranks
 from launcher.plan.findings import find_advice, find_shortfalls
 from launcher.plan.model import Gpu, Machine, Plan, Request
+from launcher.plan.nics import assign_nics
 from launcher.plan.policies import Place, place_l3, place_none, place_numa, place_socket
-from launcher.plan.settings import choose_memory, count_cores, finish_rank
+from launcher.plan.settings import Scene, choose_memory, count_cores, finish_rank, limit_cores
 from launcher.plan.topology import Topology, survey
 from launcher.plan.visible import resolve_visible
 
@@ -30,9 +32,9 @@ def plan(machine: Machine, request: Request) -> Plan:
     """
     check_request(request)
     environ = dict(request.environ)
-    visible, warnings = resolve_visible(machine.gpus, environ.get("CUDA_VISIBLE_DEVICES"))
+    seen = resolve_visible(machine.gpus, environ)
     topology = survey(machine, 0 if request.binding == "none" else request.reserve_cores)
-    gpus = give_gpus(request.nproc_per_node or len(visible) or len(topology.cores), visible)
+    gpus = give_gpus(request.nproc_per_node or len(seen.devices) or len(topology.cores), seen.devices)
     nodes = assign_nodes(topology, gpus)
     placed = POLICIES[request.binding](topology, nodes, order_ranks(gpus))
     places = [placed[rank] for rank in range(len(gpus))]
@@ -43,13 +45,17 @@ def plan(machine: Machine, request: Request) -> Plan:
     shortfalls = find_shortfalls(request, machine, topology, gpus=gpus, places=places, memories=memories)
     if request.strict and shortfalls:
         raise MachineError(shortfalls[0])
+    links = assign_nics(machine, topology, gpus, nodes, environ)
+    scene = Scene(machine, topology, request.binding, gpus, places, memories, links)
     cores = count_cores(topology, places)
+    within = limit_cores(cores, machine.limits.cpus)
+    own = [seen.own[rank % len(seen.own)] if gpu else None for rank, gpu in enumerate(gpus)]
     ranks = tuple(
-        finish_rank(request, rank, gpu, place=places[rank], memory=memories[rank], cores=cores[rank])
-        for rank, gpu in enumerate(gpus)
+        finish_rank(request, scene, rank, own[rank], cores=within[rank], why=why)
+        for rank, why in enumerate(explain_ranks(scene))
     )
-    advice = find_advice(request, visible, len(gpus))
-    return Plan(machine, ranks, (*machine.warnings, *warnings, *advice, *shortfalls))
+    advice = find_advice(request, machine, seen.devices, cores)
+    return Plan(machine, ranks, (*machine.warnings, *seen.warnings, *advice, *shortfalls))
 
 
 def check_request(request: Request) -> None:

@@ -14,8 +14,8 @@ class Place:
     """NUMA node whose memory the rank should have; None for no preference."""
     cpus: frozenset[int]
     worker_cpus: frozenset[int]
-    why: str
-    """Why these CPUs, for people."""
+    why: str = ""
+    """What they are, for people; `exclusive` tells more than a place knows."""
 
 
 def place_numa(topology: Topology, nodes: Sequence[int], order: Sequence[int]) -> dict[int, Place]:
@@ -50,7 +50,12 @@ def place_l3(topology: Topology, nodes: Sequence[int], order: Sequence[int]) -> 
         node = nodes[rank]
         mask = caches[node][turns[node] % len(caches[node])]
         turns[node] += 1
-        why = f"one of the {len(caches[node])} last-level caches of NUMA node {node}"
+        what = (
+            f"one of the {len(caches[node])} last-level caches"
+            if caches[node][1:]
+            else "the last-level cache"
+        )
+        why = f"{what} of NUMA node {node}"
         places[rank] = Place(node, mask, mask, why)
     return places
 
@@ -66,7 +71,8 @@ def list_caches(cores: Sequence[Core]) -> list[frozenset[int]]:
 def place_none(topology: Topology, nodes: Sequence[int], order: Sequence[int]) -> dict[int, Place]:
     """Every usable CPU, and no memory policy."""
     every = frozenset(topology.core_of)
-    return {rank: Place(None, every, every, "no binding was asked for") for rank in order}
+    why = "all CPUs for this job, since no binding was asked for"
+    return {rank: Place(None, every, every, why) for rank in order}
 
 
 def group_pus(topology: Topology, key_of: Callable[[Core], int]) -> Mapping[int, frozenset[int]]:

@@ -6,12 +6,8 @@ from math import isfinite
 
 from launcher.cpulist import parse_cpulist
 from launcher.errors import UsageError
+from launcher.plan.codec import KIND, PLACE
 from launcher.plan.model import SCHEMA, Cache, Cpu, Gpu, Limits, Machine, Nic, NumaNode
-
-KIND = "machine"
-"""What a snapshot says that it is."""
-PLACE = ("package", "node", "l3", "capacity")
-"""What the cores of one group of a snapshot have in common."""
 
 
 def parse_machine(text: str) -> Machine:

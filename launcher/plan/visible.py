@@ -1,8 +1,12 @@
-"""Which devices `CUDA_VISIBLE_DEVICES` shows, in the order in which CUDA numbers them for the job.
+"""Which devices the user's variables show, in the order in which programs number them.
 
-Source of the rules: CUDA C++ Programming Guide, "CUDA Environment Variables", and what torch makes of
-them (`torch.cuda._parse_visible_devices`).
+Source of NVIDIA's rules: CUDA Programming Guide, "CUDA_VISIBLE_DEVICES", and what torch makes of them
+(`torch.cuda._parse_visible_devices`). Where the two differ the guide counts: of `0,9,0` on a machine with
+two GPUs it shows what precedes the invalid entry, while torch counts none for the repeated one.
 """
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from launcher.plan.model import Gpu
 
@@ -10,13 +14,37 @@ NO_DEVICES = ("", "-1", "NoDevFiles")
 """Values that mean no device: empty, the customary -1, and SLURM's for a job without GPUs."""
 
 
-def resolve_visible(gpus: tuple[Gpu, ...], value: str | None) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    """Devices that a job sees on a machine with `gpus`, and warnings about illegal entries.
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """The devices that a job sees."""
 
-    `value` is the variable, None where it is unset. A MIG instance is given as its parent with the
-    instance's UUID.
+    devices: tuple[Gpu, ...] = ()
+    """A MIG instance is given as its parent with the instance's UUID."""
+    own: tuple[tuple[str, str], ...] = ()
+    """For each device the variable and value that show it alone."""
+    warnings: tuple[str, ...] = ()
+    """About illegal entries."""
+
+
+def resolve_visible(gpus: tuple[Gpu, ...], environ: Mapping[str, str]) -> Visible:
+    """Find the devices that a job sees on a machine with `gpus`.
+
+    A build of torch serves one vendor: AMD's count where there are none of NVIDIA's.
     """
     gpus = tuple(sorted(gpus, key=lambda gpu: gpu.index))
+    nvidia = tuple(gpu for gpu in gpus if gpu.vendor != "amd")
+    if gpus and not nvidia:
+        from launcher.plan.rocm import show_devices  # noqa: PLC0415  # a rank's start pays for imports
+
+        devices, own, warnings = show_devices(gpus, environ)
+        return Visible(devices, own, warnings)
+    devices, warnings = resolve_cuda(nvidia, environ.get("CUDA_VISIBLE_DEVICES"))
+    own = tuple(("CUDA_VISIBLE_DEVICES", gpu.uuid or str(gpu.index)) for gpu in devices)
+    return Visible(devices, own, warnings)
+
+
+def resolve_cuda(gpus: tuple[Gpu, ...], value: str | None) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+    """Devices and warnings by `CUDA_VISIBLE_DEVICES`, None where it is unset."""
     if value is None:
         return tuple(device for gpu in gpus for device in list_devices(gpu)), ()
     if value.strip() in NO_DEVICES:
@@ -40,17 +68,20 @@ def list_devices(gpu: Gpu) -> tuple[Gpu, ...]:
 
 def as_instance(gpu: Gpu, uuid: str) -> Gpu:
     """The parent's place under the instance's name."""
-    return Gpu(gpu.index, uuid, gpu.pci, gpu.node, gpu.local_cpus, gpu.name)
+    return Gpu(gpu.index, uuid, gpu.pci, gpu.node, gpu.local_cpus, gpu.name, path=gpu.path)
 
 
 def match_index(gpus: tuple[Gpu, ...], entry: str) -> Gpu | None:
     """Read an entry as strtoul does (`1gpu` is 1), None where no GPU has that number."""
-    digits = entry.removeprefix("+")
+    sign, digits = (entry[0], entry[1:]) if entry[:1] in ("+", "-") else ("", entry)
     end = next((at for at, char in enumerate(digits) if char not in "0123456789"), len(digits))
     # Four digits name more GPUs than a node has; int() refuses some thousands of them.
-    if not 0 < end < 5 or int(digits[:end]) >= len(gpus):
+    if not 0 < end < 5:
         return None
-    return list_devices(gpus[int(digits[:end])])[0]
+    index = int(digits[:end])
+    if index >= len(gpus) or (sign == "-" and index):
+        return None
+    return list_devices(gpus[index])[0]
 
 
 def match_uuid(gpus: tuple[Gpu, ...], entry: str) -> Gpu | None:

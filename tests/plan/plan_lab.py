@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launcher.plan.model import Cpu, Gpu, Machine, NumaNode
+from launcher.cpulist import format_cpulist
+from launcher.plan.model import Cpu, Gpu, Machine, NumaNode, Plan
 
 LAB = Path(__file__).parent.parent / "lab"
 sys.path.insert(0, str(LAB))
@@ -70,3 +71,18 @@ def describe(cpus: list[str], gpus: list[int], **more: Any) -> Data:
         ],
         **more,
     }
+
+
+def masks(made: Plan) -> list[str]:
+    """CPUs of each rank's own process."""
+    return [format_cpulist(rank.cpus) for rank in made.ranks]
+
+
+def workers(made: Plan) -> list[str]:
+    """CPUs of each rank's workers."""
+    return [format_cpulist(rank.worker_cpus) for rank in made.ranks]
+
+
+def memory(made: Plan) -> list[str]:
+    """NUMA nodes of each rank's memory."""
+    return [format_cpulist(rank.memory.nodes) for rank in made.ranks]

@@ -1,8 +1,9 @@
 """Random machine descriptions in the lab's form: shapes that nobody wrote down."""
 
+from itertools import accumulate
 from random import Random
 
-from launcher.cpulist import format_cpulist
+from launcher.cpulist import format_cpulist, parse_cpulist
 
 from .plan_lab import Data
 
@@ -33,14 +34,16 @@ def describe_machine(random: Random) -> Data:
 
 def number_cpus(random: Random, nodes: int) -> tuple[list[set[int]], Data]:
     """CPUs of each node and the lab's `threads` rule: numbered in blocks or in turn, siblings far or near."""
-    per_node = random.choice([1, 2, 3, 4, 6, 8, 12, 13, 16, 28])
-    threads = random.choice([1, 2, 2, 2, 4])
-    cores = nodes * per_node
-    far = random.random() < 0.7
-    in_turn = far and random.random() < 0.4
+    sizes = [random.choice([1, 2, 3, 4, 6, 8, 12, 13, 16, 28])] * nodes
+    if random.random() < 0.25:
+        sizes = [random.choice([1, 2, 3, 5, 8, 12]) for _ in range(nodes)]
+    threads = random.choice([1, 2, 2, 2, 4, 8])
+    cores = sum(sizes)
+    far = random.random() < 0.7 and threads < 8
+    in_turn = far and random.random() < 0.4 and len(set(sizes)) == 1
     cpus = []
-    for node in range(nodes):
-        mine = range(node, cores, nodes) if in_turn else range(node * per_node, (node + 1) * per_node)
+    for node, first in enumerate(accumulate([0, *sizes[:-1]])):
+        mine = range(node, cores, nodes) if in_turn else range(first, first + sizes[node])
         step = (1, cores) if far else (threads, 1)
         cpus.append({core * step[0] + t * step[1] for core in mine for t in range(threads)})
     if threads == 1:
@@ -67,7 +70,9 @@ def place_gpus(random: Random, total: int, nodes: int) -> list[Data]:
 def narrow(random: Random, description: Data, cpus: list[int]) -> None:
     """Leave some CPUs offline, isolated or outside the cpuset, and at times memory nodes too."""
     if random.random() < 0.15:
-        description["offline"] = format_cpulist(set(random.sample(cpus, len(cpus) // 3)))
+        offline = set(random.sample(cpus, len(cpus) // 3))
+        description["offline"] = format_cpulist(offline)
+        cpus = sorted(set(cpus) - offline)
     if random.random() < 0.2:
         description["isolated"] = format_cpulist(set(random.sample(cpus, len(cpus) // 2)))
     choice = random.random()
@@ -77,7 +82,7 @@ def narrow(random: Random, description: Data, cpus: list[int]) -> None:
     elif choice < 0.4:
         description["allowed_cpus"] = format_cpulist(set(random.sample(cpus, count)))
     elif choice < 0.5:
-        entries = [entry for entry in description["numa"] if entry["cpus"]]
+        entries = [entry for entry in description["numa"] if parse_cpulist(entry["cpus"]) & set(cpus)]
         kept = random.sample(entries, random.randint(1, len(entries)))
         description["allowed_cpus"] = ",".join(entry["cpus"] for entry in kept)
         description["allowed_mems"] = format_cpulist({entry["id"] for entry in kept})

@@ -1,5 +1,6 @@
 """Properties of every plan, on random machines and requests that need not be sane."""
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,10 +12,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from launcher.errors import LaunchError
-from launcher.plan.model import Cpu, Gpu, Machine, NumaNode, Plan, Request
+from launcher.plan.codec import machine_to_json
+from launcher.plan.model import Cpu, Gpu, Limits, Machine, Nic, NumaNode, Request
 from launcher.plan.planner import POLICIES, plan
 from launcher.plan.shares import cut_evenly, find_edges, order_sizes
-from launcher.plan.topology import find_usable
+from launcher.plan.snapshot import parse_machine
+from launcher.plan.topology import find_usable, survey
 
 from .plan_lab import convert, score
 from .plan_random import describe_machine
@@ -24,22 +27,49 @@ def make_machine(seed: int) -> Machine:
     """Any machine at all: cores over nodes, unlisted nodes, gaps in distance tables, odd sets."""
     random = Random(seed)
     numbers = sorted(random.sample(range(random.choice([30, 2000])), random.randint(1, 24)))
-    cpus = tuple(make_cpu(random, numbers, number) for number in numbers)
-    nodes = tuple(make_node(random, at) for at in range(random.randint(0, 4)))
-    gpus = tuple(
-        Gpu(
-            at,
-            f"GPU-{at}",
-            f"0000:{at:02x}:00.0",
-            random.choice([None, 0, 1, 2, 3, 5]),
-            pick(random, numbers),
-        )
-        for at in range(random.randint(0, 5))
+    vendor = random.choice(["nvidia", "nvidia", "amd"])
+    return Machine(
+        cpus=tuple(make_cpu(random, numbers, number) for number in numbers),
+        nodes=tuple(make_node(random, at) for at in range(random.randint(0, 4))),
+        gpus=tuple(make_gpu(random, at, vendor, numbers) for at in range(random.randint(0, 5))),
+        allowed_cpus=random.choice([frozenset(numbers), pick(random, numbers), pick(random, range(30))]),
+        allowed_mems=random.choice([frozenset(range(4)), pick(random, range(6))]),
+        isolated=random.choice([frozenset(), pick(random, numbers)]),
+        nics=tuple(make_nic(random, at) for at in range(random.choice([0, 0, 1, 3, 6]))),
+        limits=Limits(cpus=random.choice([None, None, 0.25, 3.0, 500.0])),
     )
-    allowed = random.choice([frozenset(numbers), pick(random, numbers), pick(random, range(30))])
-    mems = random.choice([frozenset(range(4)), pick(random, range(6))])
-    isolated = random.choice([frozenset(), pick(random, numbers)])
-    return Machine(cpus, nodes, gpus, allowed, mems, isolated)
+
+
+def make_gpu(random: Random, at: int, vendor: str, numbers: list[int]) -> Gpu:
+    """A GPU of any or no known place, at times with MIG instances."""
+    return Gpu(
+        index=at,
+        uuid=random.choice([f"GPU-{at}", f"GPU-{at:016x}", ""]),
+        pci=f"0000:{at:02x}:00.0",
+        node=random.choice([None, 0, 1, 2, 3, 5]),
+        local_cpus=pick(random, numbers),
+        mig=random.choice([(), (), (f"MIG-{at}a", f"MIG-{at}b")]) if vendor == "nvidia" else (),
+        vendor=vendor,
+        path=make_path(random),
+    )
+
+
+def make_nic(random: Random, at: int) -> Nic:
+    """A NIC of any or no known place, link and rate."""
+    return Nic(
+        name=random.choice([f"mlx5_{at}", f"rdmap{at}s27"]),
+        pci="",
+        node=random.choice([None, 0, 1, 5]),
+        path=make_path(random),
+        link_layer=random.choice(["", "InfiniBand", "Ethernet"]),
+        rate_gbps=random.choice([0, 100, 400]),
+        active=random.random() < 0.8,
+    )
+
+
+def make_path(random: Random) -> tuple[str, ...]:
+    """A way through the PCI bridges, perhaps unknown."""
+    return tuple(random.choice("ab") for _ in range(random.randint(0, 3)))
 
 
 def make_cpu(random: Random, numbers: list[int], number: int) -> Cpu:
@@ -65,10 +95,15 @@ def pick(random: Random, numbers: Sequence[int]) -> frozenset[int]:
 
 MACHINES = st.integers(0, 2**32).map(make_machine)
 NAMES = st.sampled_from(
-    ["CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LAUNCH_NUM_WORKERS", "CUDA_DEVICE_ORDER"]
+    [
+        *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"),
+        *("OMP_NUM_THREADS", "LAUNCH_NUM_WORKERS", "LAUNCH_NIC", "NCCL_IB_HCA"),
+    ]
 )
 TEXTS = (
-    st.text(max_size=8) | st.from_regex(r"\A[0-5](,[0-5]){0,3}\Z") | st.sampled_from(["GPU-1,GPU-0", "-1"])
+    st.text(max_size=8)
+    | st.from_regex(r"\A[0-5](,[0-5]){0,3}\Z")
+    | st.sampled_from(["GPU-1,GPU-0", "-1", "^=mlx5_0", "=mlx5_0:1,mlx5_1"])
 )
 REQUESTS = st.builds(
     Request,
@@ -78,6 +113,7 @@ REQUESTS = st.builds(
     reserve_cores=st.integers(0, 8),
     devices=st.sampled_from(["all", "own"]),
     num_workers=st.integers(0, 9),
+    nic=st.booleans(),
     environ=st.dictionaries(NAMES, TEXTS, max_size=3).map(lambda names: tuple(names.items())),
 )
 
@@ -101,6 +137,17 @@ def test_masks_are_never_empty_nor_outside_what_the_job_may_use(machine: Machine
         assert rank.omp_num_threads >= 1
         assert rank.num_workers >= 0
         assert rank.notes
+        assert (rank.nic in {nic.name for nic in machine.nics} | {None}) or ("LAUNCH_NIC", rank.nic) in (
+            request.environ
+        )
+        assert not {name for name, _ in rank.env} & set(keep_set(request))
+
+
+def keep_set(request: Request) -> Sequence[str]:
+    """The user's variables that nothing may replace, as far as they hold something sensible."""
+    own = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if request.devices == "own" else ()
+    numbers = ("OMP_NUM_THREADS", "LAUNCH_NUM_WORKERS")
+    return [name for name, value in request.environ if value and name not in (*own, *numbers)]
 
 
 @given(MACHINES, st.integers(1, 30))
@@ -136,11 +183,41 @@ def test_the_order_of_the_lists_does_not_count(machine: Machine, request: Reques
 
 @given(st.integers(0, 2**32), REQUESTS)
 @settings(max_examples=150, deadline=None)
-def test_sane_machines_and_any_request(seed: int, request: Request) -> None:
+def test_a_snapshot_is_planned_as_the_machine_itself_is(seed: int, request: Request) -> None:
     machine = convert(describe_machine(Random(seed)))
-    assume(machine.allowed_cpus)
-    first: Plan = plan(machine, replace(request, strict=False))
-    assert first == plan(machine, replace(request, strict=False))
+    request = replace(request, strict=False)
+    snapshot = parse_machine(json.dumps(machine_to_json(machine)))
+    assert plan(snapshot, request) == plan(machine, request)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 24))
+@settings(max_examples=300, deadline=None)
+def test_cores_are_shared_only_where_no_assignment_could_avoid_it(seed: int, ranks: int) -> None:
+    machine = convert(describe_machine(Random(seed)))
+    made = plan(machine, Request(ranks))
+    topology = survey(machine)
+    homes = [
+        [core.id for node in topology.find_home(rank.gpu) for core in topology.cores[node]]
+        for rank in made.ranks
+    ]
+    owners = Counter(core for rank in made.ranks for core in {topology.core_of[cpu] for cpu in rank.cpus})
+    assert (max(owners.values()) > 1) == (match_cores(homes) < ranks)
+
+
+def match_cores(homes: Sequence[Sequence[int]]) -> int:
+    """How many ranks can have a core of their home for themselves: a maximum matching."""
+    owner: dict[int, int] = {}
+
+    def give(rank: int, seen: set[int]) -> bool:
+        for core in homes[rank]:
+            if core not in seen:
+                seen.add(core)
+                if core not in owner or give(owner[core], seen):
+                    owner[core] = rank
+                    return True
+        return False
+
+    return sum(give(rank, set()) for rank in range(len(homes)))
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 7))

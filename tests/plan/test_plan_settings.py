@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from launcher.errors import MachineError, UsageError
-from launcher.plan.model import Plan, Request
+from launcher.plan.model import Limits, Plan, Request
 from launcher.plan.planner import POLICIES, plan
 
 from .plan_lab import convert, describe, load
@@ -125,12 +125,34 @@ def test_what_the_probe_warned_of_comes_first() -> None:
     assert plan(replace(ONE, warnings=("odd",)), Request(3)).warnings[0] == "odd"
 
 
-def test_the_note_says_why_these_cores() -> None:
-    made = plan(convert(load("dgx-a100")), Request())
-    assert made.ranks[0].notes == (
-        "8 cores: its share of the 16 usable cores of NUMA node 3, one of 2, "
-        "for GPU 0000:07:00.0 on NUMA node 3, and 8 more for its workers",
-    )
+def with_quota(name: str, cpus: float | None) -> Plan:
+    return plan(replace(convert(load(name)), limits=Limits(cpus=cpus)), Request(num_workers=4))
+
+
+@pytest.mark.parametrize(
+    ("quota", "workers", "threads"),
+    [(None, 4, 10), (112, 4, 10), (64, 4, 4), (32, 3, 1), (12, 1, 1), (0.5, 1, 1)],
+)
+def test_a_quota_bounds_workers_and_threads_and_not_masks(
+    quota: float | None, workers: int, threads: int
+) -> None:
+    made = with_quota("dgx-h100", quota)
+    assert started(made) == [(workers, threads)] * 8
+    assert [rank.cpus for rank in made.ranks] == [rank.cpus for rank in with_quota("dgx-h100", None).ranks]
+    assert len(made.warnings) == (quota is not None and quota < 112)
+    short = f"num_workers={workers} rather than 4, for want of CPU time"
+    assert (short in made.ranks[0].notes) == (workers < 4)
+
+
+def test_a_quota_that_is_too_small_is_one_warning_with_its_fix() -> None:
+    (warning,) = with_quota("dgx-h100", 32).warnings
+    assert "the time of 32 CPUs, on 112 cores" in warning
+    assert "within 4 for each of 8 ranks: raise the CPU limit (Kubernetes: resources.limits.cpu)" in warning
+
+
+def test_a_quota_leaves_spare_cores_to_workers_where_it_reaches_so_far() -> None:
+    assert started(with_quota("dgx-a100", 128)) == [(4, 8)] * 8
+    assert started(with_quota("dgx-a100", 80)) == [(4, 6)] * 8
 
 
 def test_strict_makes_a_shortfall_an_error() -> None:

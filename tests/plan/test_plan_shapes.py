@@ -4,24 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.cpulist import format_cpulist, parse_cpulist
-from launcher.plan.model import Cpu, Machine, Memory, NumaNode, Plan, Request
+from launcher.plan.model import Memory, Request
 from launcher.plan.planner import plan
 
-from .plan_lab import convert, describe, load
-
-
-def masks(made: Plan) -> list[str]:
-    return [format_cpulist(rank.cpus) for rank in made.ranks]
-
-
-def workers(made: Plan) -> list[str]:
-    return [format_cpulist(rank.worker_cpus) for rank in made.ranks]
-
-
-def memory(made: Plan) -> list[str]:
-    return [format_cpulist(rank.memory.nodes) for rank in made.ranks]
-
+from .plan_lab import convert, describe, load, masks, memory, workers
 
 NAMED = {
     "dgx-a100": (
@@ -195,90 +181,48 @@ def test_unknown_memory_sizes_do_not_bar_a_node() -> None:
     assert memory(plan(replace(machine, nodes=nodes), Request())) == ["1"]
 
 
-def test_isolated_cpus_are_left_alone() -> None:
-    data = describe(["0-7"], [0], threads={"offset": 4}, isolated="2-3,6-7")
-    made = plan(convert(data), Request())
-    assert (masks(made), workers(made), made.warnings) == (["0-1,4-5"], ["0-1,4-5"], ())
-
-
-def test_isolated_cpus_are_used_with_a_warning_when_nothing_else_is_allowed() -> None:
-    made = plan(convert(describe(["0-3"], [0], isolated="2-3", allowed_cpus="2-3")), Request())
-    assert masks(made) == ["2-3"]
-    assert "isolated CPUs only (2-3)" in made.warnings[0]
-
-
-def test_more_ranks_than_cores_split_siblings_first() -> None:
-    data = describe(["0-3"], [0, 0, 0], threads={"offset": 2})
-    made = plan(convert(data), Request())
-    assert masks(made) == ["0,2", "1", "3"]
-    assert "local rank 0-2 must share 2 cores (CPUs 0-3) of NUMA node 0" in made.warnings[0]
-
-
-def test_siblings_are_split_as_little_as_can_be() -> None:
-    data = describe(["0-7"], [], threads={"adjacent": 4}, allowed_cpus="3-6")
-    assert masks(plan(convert(data), Request(3))) == ["3", "4-5", "6"]
-
-
-def test_more_ranks_than_cpus_share_them() -> None:
-    made = plan(convert(describe(["0-1"], [])), Request(5))
-    assert masks(made) == ["0", "0", "0", "1", "1"]
-    assert [rank.omp_num_threads for rank in made.ranks] == [1] * 5
-
-
-def test_ranks_of_one_gpu_stay_together() -> None:
-    made = plan(convert(describe(["0-3", "4-7"], [-1, -1])), Request(4))
-    assert [rank.gpu.index for rank in made.ranks if rank.gpu] == [0, 1, 0, 1]
-    assert masks(made) == ["0-1", "4-5", "2-3", "6-7"]
-    assert "4 ranks for 2 GPUs" in made.warnings[0]
-
-
-def test_fewer_ranks_than_gpus_share_the_whole_locality() -> None:
-    made = plan(convert(load("dgx-h100")), Request(2))
-    assert masks(made) == ["0-27,112-139", "28-55,140-167"]
-    assert [rank.gpu.index for rank in made.ranks if rank.gpu] == [0, 1]
-    assert frozenset().union(*(rank.worker_cpus for rank in made.ranks)) == made.machine.allowed_cpus
-
-
-def test_reserved_cores_are_spread_over_the_nodes() -> None:
-    data = describe(["0-3,8-11", "4-7,12-15"], [0, 1], threads={"offset": 8})
-    made = plan(convert(data), Request(reserve_cores=3))
-    assert workers(made) == ["2-3,10-11", "5-7,13-15"]
-    assert made.warnings == ()
-
-
-def test_every_node_keeps_a_core_of_those_to_be_reserved() -> None:
-    made = plan(convert(describe(["0-3", "4-7"], [0, 1])), Request(reserve_cores=99))
-    assert workers(made) == ["3", "7"]
-    assert "reserve_cores=99, but only 6 of 8 cores can be kept back" in made.warnings[0]
-
-
-def make_hybrid(big: int, small: int) -> Machine:
-    """One package: big cores of two threads, then small ones, four under each cache; GPUs set by callers."""
-    cpus = [Cpu(at, at // 2 * 2, 0, 0, 0, 1024 - at) for at in range(2 * big)]
-    cpus += [Cpu(2 * big + at, 2 * big + at, 0, 0, 0, 600) for at in range(small)]
-    everything = frozenset(cpu.id for cpu in cpus)
-    node = NumaNode(0, 2**25, True, ((0, 10),))
-    return Machine(tuple(cpus), (node,), (), everything, frozenset({0}))
-
-
-def test_hybrid_ranks_run_on_big_cores_and_workers_on_small_ones_too() -> None:
-    made = plan(make_hybrid(8, 16), Request(2))
-    assert masks(made) == ["0-7", "8-15"]
-    assert workers(made) == ["0-7,16-23", "8-15,24-31"]
-
-
-def test_hybrid_with_too_few_big_cores_deals_each_class_evenly() -> None:
-    made = plan(make_hybrid(2, 8), Request(4))
-    assert masks(made) == ["0-1,4-5", "2-3,6-7", "8-9", "10-11"]
-
-
 def test_sparse_numbers_beyond_1024() -> None:
     made = plan(convert(describe(["1000-1003", "3000-3003"], [1])), Request())
     assert masks(made) == ["3000-3003"]
 
 
-def test_siblings_partly_outside_the_cpuset() -> None:
-    data = describe(["0-7"], [0, 0], threads={"offset": 4}, allowed_cpus="0-3,5")
+def test_nodes_of_unequal_sizes_share_ranks_by_their_cores() -> None:
+    made = plan(convert(describe(["0-11", "12-15", "16-23"], [-1] * 6)), Request())
+    assert masks(made) == ["0-3", "4-7", "8-11", "12-15", "16-19", "20-23"]
+
+
+def test_a_cache_that_spans_nodes_does_not_bind_them_together() -> None:
+    machine = convert(describe(["0-5", "6-11"], [0, 0, 1, 1], packages=[0, 0]))
+    spanning = replace(machine, cpus=tuple(replace(cpu, l3=0) for cpu in machine.cpus))
+    made = plan(spanning, Request())
+    assert (masks(made), memory(made)) == (["0-2", "3-5", "6-8", "9-11"], list("0011"))
+    assert masks(plan(spanning, Request(binding="l3"))) == ["0-5", "0-5", "6-11", "6-11"]
+    assert made.ranks[0].notes[0].count("its last-level cache shared with ranks 1-3") == 1
+
+
+def test_distances_count_from_the_gpu_where_they_are_not_the_same_both_ways() -> None:
+    machine = convert(describe(["0-3", "4-7", ""], [2], packages=[0, 1, 1]))
+    table = {0: (10, 20, 12), 1: (20, 10, 40), 2: (40, 12, 10)}
+    nodes = tuple(replace(node, distances=tuple(enumerate(table[node.id]))) for node in machine.nodes)
+    assert masks(plan(replace(machine, nodes=nodes), Request())) == ["4-7"]
+
+
+def test_idle_cores_of_a_cpuset_that_cuts_siblings() -> None:
+    data = describe(["0-3,8-11", "4-7,12-15"], [0], threads={"offset": 8}, allowed_cpus="0-2,9,5,13-14")
     made = plan(convert(data), Request())
-    assert masks(made) == ["0-1,5", "2-3"]
-    assert parse_cpulist(masks(made)[0]) <= made.machine.allowed_cpus
+    assert (masks(made), workers(made)) == (["0-2,9"], ["0-2,5,9,13-14"])
+
+
+def test_overlapping_localities_are_not_even_at_the_cost_of_those_that_have_least() -> None:
+    # Two GPUs are on a node without CPUs that is as near to both others: both on node 1 would be even.
+    data = describe(["0-11", "12-19", ""], [2, 2, 0], packages=[0, 0, 0])
+    made = plan(convert(data), Request())
+    assert sorted(len(rank.cpus) for rank in made.ranks) == [6, 6, 8]
+
+
+def test_overlapping_localities_move_several_ranks_at_once_where_one_does_not_help() -> None:
+    # Node 0 is even with 3 or 6 ranks, and uneven with 4 and 5.
+    data = describe(["0-5", "6-11", ""], [2] * 5 + [0, 1, 1], packages=[0, 0, 0])
+    made = plan(convert(data), Request())
+    sizes = [len(rank.cpus) for rank in made.ranks]
+    assert len(set(sizes[:5])) == 1

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.plan.model import Gpu
-from launcher.plan.visible import resolve_visible
+from launcher.plan.visible import Visible, resolve_visible
 
 GPUS = (
     Gpu(0, "GPU-aaaa1111-00", "0000:07:00.0", 0),
@@ -17,8 +17,12 @@ MIG = ["MIG-d1", "MIG-d2"]
 WHOLE = [gpu.uuid for gpu in GPUS[:3]]
 
 
+def resolve(value: str | None, gpus: tuple[Gpu, ...] = GPUS) -> Visible:
+    return resolve_visible(gpus, {} if value is None else {"CUDA_VISIBLE_DEVICES": value})
+
+
 def see(value: str | None) -> list[str]:
-    return [device.uuid for device in resolve_visible(GPUS, value)[0]]
+    return [device.uuid for device in resolve(value).devices]
 
 
 LEGAL = {
@@ -26,6 +30,8 @@ LEGAL = {
     "2,0,1": [WHOLE[2], WHOLE[0], WHOLE[1]],
     " 1 , 0": [WHOLE[1], WHOLE[0]],
     "+1,00": [WHOLE[1], WHOLE[0]],
+    "1,-0": [WHOLE[1], WHOLE[0]],
+    "0x1,1": [WHOLE[0], WHOLE[1]],
     "1gpu,2": WHOLE[1:],
     "3": MIG[:1],
     "GPU-aaaa2222-00": WHOLE[1:2],
@@ -43,12 +49,16 @@ LEGAL = {
 @pytest.mark.parametrize("value", LEGAL)
 def test_legal_forms(value: str) -> None:
     assert see(value) == LEGAL[value]
-    assert resolve_visible(GPUS, value)[1] == ()
+    assert resolve(value).warnings == ()
 
 
 ILLEGAL = {
     "0,7,1": (WHOLE[:1], "'7'"),
     "0,-1,1": (WHOLE[:1], "'-1'"),
+    "0,9,0": (WHOLE[:1], "'9'"),
+    "0,-1,0": (WHOLE[:1], "'-1'"),
+    "-2": ([], "'-2'"),
+    "+": ([], "'+'"),
     "0,,1": (WHOLE[:1], "''"),
     "x": ([], "'x'"),
     "1,x,0": (WHOLE[1:2], "'x'"),
@@ -68,7 +78,7 @@ ILLEGAL = {
 @pytest.mark.parametrize("value", ILLEGAL)
 def test_illegal_forms_warn_and_end_the_list_as_cuda_does(value: str) -> None:
     expected, reason = ILLEGAL[value]
-    warnings = resolve_visible(GPUS, value)[1]
+    warnings = resolve(value).warnings
     assert see(value) == expected
     assert len(warnings) == 1
     assert reason in warnings[0]
@@ -79,17 +89,29 @@ def test_unset_shows_all_with_mig_instances_in_place_of_their_gpu() -> None:
 
 
 def test_an_instance_has_its_parents_place() -> None:
-    device = resolve_visible(GPUS, "MIG-d2")[0][0]
+    device = resolve("MIG-d2").devices[0]
     assert (device.index, device.pci, device.node, device.mig) == (3, "0000:47:00.1", 1, ())
 
 
 def test_the_order_of_the_list_of_gpus_does_not_count() -> None:
-    assert resolve_visible(GPUS[::-1], "1") == resolve_visible(GPUS, "1")
-    assert resolve_visible(GPUS[::-1], None) == resolve_visible(GPUS, None)
+    assert resolve("1", GPUS[::-1]) == resolve("1")
+    assert resolve(None, GPUS[::-1]) == resolve(None)
+
+
+def test_each_device_is_shown_alone_by_its_uuid_else_its_number() -> None:
+    assert resolve("MIG-d2").own == (("CUDA_VISIBLE_DEVICES", "MIG-d2"),)
+    nameless = (Gpu(0, "", "0000:07:00.0", 0), Gpu(1, "", "0000:0f:00.0", 0))
+    assert resolve("1", nameless).own == (("CUDA_VISIBLE_DEVICES", "1"),)
+
+
+def test_an_amd_gpu_beside_nvidias_is_for_the_screen() -> None:
+    screen = Gpu(4, "", "0000:c0:00.0", 0, vendor="amd")
+    assert resolve(None, (*GPUS, screen)).devices == resolve(None).devices
+    assert resolve("4", (*GPUS, screen)).devices == ()
 
 
 @settings(deadline=None)
-@given(st.lists(st.sampled_from(["0", "1", "2", "-1", "", "x", "1x", "+0", " 2"]), max_size=5))
+@given(st.lists(st.sampled_from(["0", "1", "2", "-1", "", "x", "1x", "+0", "-0", " 2"]), max_size=5))
 def test_indices_are_read_as_torch_reads_them(parts: list[str]) -> None:
     import torch.cuda
 

@@ -1,0 +1,128 @@
+"""Why each rank runs where it does, in a sentence."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from launcher.cpulist import format_cpulist
+from launcher.plan.model import Gpu, Machine, Memory
+from launcher.plan.policies import Place
+from launcher.plan.settings import Scene
+from launcher.plan.topology import Topology
+
+
+def explain_ranks(scene: Scene) -> Iterator[str]:
+    """A sentence for each rank: GPU and node, cores, caches, workers' cores, memory, NIC."""
+    exclusive = scene.binding == "exclusive"
+    peers = Counter(place.node if exclusive else place.cpus for place in scene.places)
+    caches = {pu: core.l3 for cores in scene.topology.cores.values() for core in cores for pu in core.pus}
+    users = find_users(scene.places, caches) if exclusive else {}
+    for rank, (gpu, place, link) in enumerate(zip(scene.gpus, scene.places, scene.links, strict=True)):
+        parts = [tell_place(scene.topology, scene.machine, gpu, place.node)]
+        if exclusive and place.node is not None:
+            shared = tell_caches(rank, {caches[pu] for pu in place.cpus}, users)
+            parts.append(tell_cores(scene.topology, place, place.node, peers[place.node]) + shared)
+            parts += tell_spare(scene.topology, place, place.node)
+        else:
+            others = peers[place.cpus] - 1
+            parts.append(f"it has {place.why}{f', shared by {others + 1} ranks' if others else ''}")
+        parts.append(tell_memory(scene.machine, place.node, scene.memories[rank]))
+        parts += [f"NIC {link.nic.name}, {link.why}"] if link else []
+        yield "; ".join(parts)
+
+
+def find_users(places: Sequence[Place], caches: Mapping[int, int]) -> Mapping[int, set[int]]:
+    """Ranks whose own process runs under each last-level cache."""
+    users: dict[int, set[int]] = {}
+    for rank, place in enumerate(places):
+        for cache in {caches[pu] for pu in place.cpus}:
+            users.setdefault(cache, set()).add(rank)
+    return users
+
+
+def tell_place(topology: Topology, machine: Machine, gpu: Gpu | None, node: int | None) -> str:
+    """The rank's GPU and where that is, and the NUMA node that follows from it."""
+    name = "" if gpu is None else f"GPU {gpu.index} ({gpu.pci})"
+    if gpu is None or node is None:
+        known = f" is on NUMA node {gpu.node}" if gpu and gpu.node is not None else ""
+        return name + known if gpu else "no GPU" + ("" if node is None else tell_spread(topology, node))
+    if gpu.node == node:
+        return f"{name} is on NUMA node {node}"
+    home = topology.find_home(gpu)
+    nodes = f"{'nodes' if len(home) > 1 else 'node'} {format_cpulist(home)}"
+    chosen = f", this rank on node {node}" if len(home) > 1 else ""
+    if gpu.node is not None and (gpu.node in topology.cores or gpu.node in topology.distances):
+        has_cpus = any(cpu.node == gpu.node for cpu in machine.cpus)
+        lack = "whose CPUs are not for this job" if has_cpus else "which has no CPUs"
+        far, are = topology.distance(gpu.node, node), "are" if len(home) > 1 else "is"
+        return f"{name} is on NUMA node {gpu.node}, {lack}: nearest {are} {nodes} (distance {far}){chosen}"
+    silent = f"the firmware names no NUMA node for {name}"
+    if len(home) < len(topology.cores):
+        return f"{silent}, but its local CPUs are on {nodes}{chosen}"
+    return silent + tell_spread(topology, node)
+
+
+def tell_spread(topology: Topology, node: int) -> str:
+    """Why a rank that may be anywhere is on a node."""
+    if len(topology.cores) == 1:
+        return f", and all CPUs for this job are on node {node}"
+    return f", so ranks are spread over the NUMA nodes by their cores, this one on node {node}"
+
+
+def tell_cores(topology: Topology, place: Place, node: int, peers: int) -> str:
+    """What a rank has of its node's cores."""
+    total, own = len(topology.cores[node]), len({topology.core_of[pu] for pu in place.cpus})
+    if total < peers:
+        cpus = format_cpulist(place.cpus)
+        return f"the node has {count(total, 'usable core')} for {peers} ranks, of which it has CPUs {cpus}"
+    if peers > 1:
+        return f"it has {own} of the node's {count(total, 'usable core')}, as one of {peers} ranks there"
+    if own < total:
+        return f"it has the {own} most capable of the node's {count(total, 'usable core')}"
+    return f"it has {'all ' if total > 1 else ''}the node's {count(total, 'usable core')}"
+
+
+def tell_caches(rank: int, own: set[int], users: Mapping[int, set[int]]) -> str:
+    """Whether a rank shares its last-level caches with other ranks."""
+    split = [cache for cache in own if len(users[cache]) > 1]
+    if not split:
+        return f", with {count(len(own), 'last-level cache')} of its own"
+    others = set().union(*(users[cache] for cache in split)) - {rank}
+    part = "its last-level cache" if len(own) == 1 else f"{len(split)} of its {len(own)} last-level caches"
+    return f", {part} shared with rank{'s' if len(others) > 1 else ''} {format_cpulist(others)}"
+
+
+def tell_spare(topology: Topology, place: Place, node: int) -> Iterator[str]:
+    """Where the cores come from that are for a rank's workers alone."""
+    pus = place.worker_cpus - place.cpus
+    if not pus:
+        return
+    spare = Counter(
+        core.node for cores in topology.cores.values() for core in cores if not pus.isdisjoint(core.pus)
+    )
+    if smaller := spare.pop(node, 0):
+        yield f"its workers also have {count(smaller, 'less capable core')} of the node"
+    if spare:
+        parts = (
+            f"{count(cores, 'core')} of node {other} (distance {topology.distance(other, node)})"
+            for other, cores in sorted(spare.items())
+        )
+        yield f"its workers also have {', '.join(parts)}, where no rank runs"
+
+
+def tell_memory(machine: Machine, node: int | None, memory: Memory) -> str:
+    """Where a rank's memory comes from, and why where that is not its node."""
+    if node is None:
+        return "no memory policy"
+    if memory.nodes == {node}:
+        return f"memory from node {node}"
+    has_memory = any(entry.id == node and entry.normal and entry.memory_kib for entry in machine.nodes)
+    barred = has_memory and node not in machine.allowed_mems
+    reason = f"since that of node {node} is not for this job" if barred else f"since node {node} has none"
+    if not memory.nodes:
+        return f"memory wherever the kernel finds it, {reason}"
+    return f"memory from node {format_cpulist(memory.nodes)}, {reason}"
+
+
+def count(number: int, what: str) -> str:
+    """A number of things."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
