@@ -1,5 +1,6 @@
 """NUMA nodes: their CPUs, memory and distances."""
 
+from launcher.cpulist import format_cpulist
 from launcher.plan.model import NumaNode
 from launcher.probe.nvidia import read_gpu_memory_nodes
 from launcher.probe.sysfs import Tree
@@ -26,13 +27,14 @@ def list_nodes(tree: Tree) -> tuple[int, ...]:
 def place_cpus(tree: Tree, ids: tuple[int, ...], online: frozenset[int]) -> dict[int, int]:
     """The NUMA node of each online CPU; node 0 where the kernel does without NUMA.
 
-    A node's `cpulist` can be stale: `online` and `has_cpu` decide.
+    A node's `cpulist` can be stale: `online` and `has_cpu` decide. An empty `has_cpu` says nothing:
+    RHEL 7's kernel (3.10) and others of its time don't fill it in.
     """
     if not ids:
         return dict.fromkeys(online, 0)
     lists = {node: read_node_cpus(tree, node, online) for node in ids}
     has_cpu = tree.read_list(f"{NODE}has_cpu")
-    trusted = [node for node in ids if has_cpu is None or node in has_cpu]
+    trusted = [node for node in ids if not has_cpu or node in has_cpu]
     place: dict[int, int] = {}
     for node in (*trusted, *(node for node in ids if node not in trusted)):
         cpus = lists[node] or frozenset()
@@ -54,9 +56,8 @@ def read_node_cpus(tree: Tree, node: int, online: frozenset[int]) -> frozenset[i
         tree.note("cpulist of NUMA nodes {items} is {value}: taken as without CPUs", node, path=path)
         return None
     if not cpus <= online:
-        tree.note(
-            "cpulist of NUMA nodes {items} ({value}) has CPUs that are offline: left out", node, path=path
-        )
+        text = "cpulist of NUMA nodes {items} ({value}) has CPUs that are offline: left out"
+        tree.note(text, node, value=format_cpulist(cpus))
     return cpus & online
 
 
@@ -80,30 +81,34 @@ def read_nodes(
     normal = find_normal(tree, sizes, frozenset(place.values()))
     order = sorted(tree.read_list(f"{NODE}online") or ids)
     return tuple(
-        NumaNode(node, sizes[node], node in normal, read_distances(tree, node, ids, order)) for node in ids
+        NumaNode(node, sizes[node] or 0, node in normal, read_distances(tree, node, ids, order))
+        for node in ids
     )
 
 
-def read_node_memory(tree: Tree, node: int) -> int:
-    """MemTotal of a node in KiB."""
+def read_node_memory(tree: Tree, node: int) -> int | None:
+    """MemTotal of a node in KiB; None where it is unknown."""
     path = f"{NODE}node{node}/meminfo"
     kib = tree.read_mem_total(path)
     if kib is None:
         tree.note(
             "meminfo of NUMA nodes {items} is {value}: memory size unknown, 0 is shown", node, path=path
         )
-    return kib or 0
+    return kib
 
 
-def find_normal(tree: Tree, sizes: dict[int, int], with_cpus: frozenset[int]) -> frozenset[int]:
-    """Nodes whose memory may be bound: ordinary memory that is no GPU's."""
+def find_normal(tree: Tree, sizes: dict[int, int | None], with_cpus: frozenset[int]) -> frozenset[int]:
+    """Nodes whose memory may be bound: the kernel's normal memory, and any next to CPUs, but no GPU's.
+
+    A kernel that was started with `movable_node` lists no node that was plugged in as normal.
+    """
     gpu_nodes = read_gpu_memory_nodes(tree)
     path = f"{NODE}has_normal_memory"
     normal = tree.read_list(path)
     if not normal:
         tree.note(f"{path} is {{value}}: only memory of nodes with CPUs is bound", path=path)
-        normal = with_cpus & frozenset(node for node, kib in sizes.items() if kib)
-    return normal - gpu_nodes
+    beside = with_cpus & frozenset(node for node, kib in sizes.items() if kib != 0)
+    return ((normal or frozenset()) | beside) - gpu_nodes
 
 
 def read_distances(

@@ -16,6 +16,12 @@ SIZE_LIMIT = 1 << 16
 """Bytes read of a file at most; the longest cpulist of 8192 CPUs has 40 KB."""
 NUMBER_LIMIT = 1 << 16
 """No kernel has CPU or node numbers from here on: such a list is garbage."""
+HEX = frozenset("0123456789abcdefABCDEF")
+MASKS = {
+    "cpulist": "cpumap", "thread_siblings_list": "thread_siblings", "core_cpus_list": "core_cpus",
+    "shared_cpu_list": "shared_cpu_map", "local_cpulist": "local_cpus",
+}  # fmt: skip
+"""Files with the same CPUs in hexadecimal: all that kernels before 2.6.27, and captures by hwloc, have."""
 
 
 class Tree:
@@ -52,7 +58,8 @@ class Tree:
             return None
         finally:
             os.close(handle)
-        return data.decode("utf-8", "replace").strip()
+        # Many captures by hwloc-gather-topology have a NUL after each file's text.
+        return data.removesuffix(b"\n\0").decode("utf-8", "replace").strip()
 
     def read_int(self, path: str) -> int | None:
         """A file's whole number; None where there is none."""
@@ -62,9 +69,12 @@ class Tree:
             return None
 
     def read_list(self, path: str) -> frozenset[int] | None:
-        """A file's cpulist; None where it cannot be read or is none."""
+        """A file's cpulist, without one the mask beside it; None where it cannot be read or is none."""
         text = self.read(path)
-        return None if text is None else parse_list(text)
+        if text is not None:
+            return parse_list(text)
+        folder, slash, name = path.rpartition("/")
+        return parse_mask(self.read(f"{folder}{slash}{MASKS[name]}")) if name in MASKS else None
 
     def read_fields(self, path: str) -> dict[str, str]:
         """A file's `name: value` lines; none where it cannot be read."""
@@ -124,6 +134,16 @@ def parse_list(text: str) -> frozenset[int] | None:
     except ValueError:
         return None
     return numbers if max(numbers, default=0) < NUMBER_LIMIT else None
+
+
+def parse_mask(text: str | None) -> frozenset[int] | None:
+    """The numbers of a mask as the kernel prints it, words of 32 bits from the highest: `1,0000000f`."""
+    words = text.split(",") if text else []
+    if not words or not all(0 < len(word) <= 8 and set(word) <= HEX for word in words):
+        return None
+    values = enumerate(int(word, 16) for word in reversed(words))
+    numbers = [32 * at + bit for at, value in values if value for bit in range(32) if value >> bit & 1]
+    return frozenset(numbers) if max(numbers, default=0) < NUMBER_LIMIT else None
 
 
 def parse_number(text: str | None) -> int | None:

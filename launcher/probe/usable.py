@@ -31,8 +31,16 @@ def read_cpu_sets(tree: Tree, status: dict[str, str]) -> tuple[frozenset[int], f
 
 
 def guess_online(tree: Tree, allowed: frozenset[int] | None) -> frozenset[int]:
-    """The online CPUs where `online` does not say: offline ones have no topology directory."""
-    known = allowed or tree.read_list(f"{CPU}present") or tree.read_list(f"{CPU}possible") or frozenset()
+    """The online CPUs where `online` does not say: offline ones have no topology directory.
+
+    Kernels before 2.6.26 have none of the lists, only the CPUs' directories.
+    """
+    known = (
+        allowed
+        or tree.read_list(f"{CPU}present")
+        or tree.read_list(f"{CPU}possible")
+        or frozenset(tree.list_numbers(CPU, "cpu"))
+    )
     shown = frozenset(cpu for cpu in known if tree.list_names(f"{CPU}cpu{cpu}/topology"))
     online = shown or known
     if online:

@@ -1,8 +1,6 @@
-"""Machines as trees of files: the lab's twelve, and a small one to be spoilt."""
+"""Machines as trees of files: a small one to be spoilt, and where trees are written."""
 
 import copy
-import importlib.util
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -11,8 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-LAB = Path(__file__).parents[1] / "lab"
-MACHINES = sorted(path.stem for path in (LAB / "machines").glob("*.json"))
+from tests.plan.plan_lab import Data, fsroot
+
 CPU = "sys/devices/system/cpu"
 NODE = "sys/devices/system/node"
 STATUS = "proc/self/status"
@@ -20,7 +18,9 @@ GPUS = "proc/driver/nvidia/gpus"
 PCI = "sys/bus/pci/devices"
 NICS = "sys/class/infiniband"
 
-SMALL: dict[str, Any] = {
+ROOM = 1 << 30
+"""Bytes that the largest tree needs and some to spare: each of its 40,000 files takes a page."""
+SMALL: Data = {
     "name": "small",
     "numa": [
         {"id": 0, "package": 0, "cpus": "0-1,8-9"},
@@ -37,27 +37,17 @@ SMALL: dict[str, Any] = {
 """Two packages of two NUMA nodes, each with two cores of two threads; a GPU in each package."""
 
 
-def load_fsroot() -> Any:
-    """The lab's writer of trees, which is no package."""
-    spec = importlib.util.spec_from_file_location("fsroot", LAB / "fsroot.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-FSROOT = load_fsroot()
-
-
-def describe(name: str) -> dict[str, Any]:
-    """A lab machine's description."""
-    description: dict[str, Any] = json.loads((LAB / "machines" / f"{name}.json").read_text())
-    return description
+def find_path(device: Data) -> tuple[str, ...]:
+    """The PCI path that the lab's writer gives a device, without the device itself."""
+    domain, bus = device["bdf"].split(":")[:2]
+    switch = device.get("switch")
+    port = f"{domain}:{bus}:1f.7" if switch is None else f"{domain}:{switch}:00.0"
+    return f"pci{domain}:{switch or bus}", port
 
 
 def write_small(root: Path, **changes: Any) -> Path:
     """Write the small machine below root, with other values for some of its keys."""
-    FSROOT.materialize({**copy.deepcopy(SMALL), **changes}, root)
+    fsroot.materialize({**copy.deepcopy(SMALL), **changes}, root)
     return root
 
 
@@ -166,7 +156,11 @@ def spoilt(root: Path, edits: Mapping[str, str | bytes | None]) -> Iterator[Path
 
 @contextmanager
 def short_lived() -> Iterator[Path]:
-    """A folder that goes at once, in /dev/shm where there is one: a disk takes seconds for 10,000 files."""
+    """A folder that goes at once, in memory as sysfs is: a disk takes seconds for 10,000 files.
+
+    On disk where /dev/shm has no room: some containers have 64 MB of it.
+    """
     memory = Path("/dev/shm")
-    with TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
+    roomy = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free >= ROOM
+    with TemporaryDirectory(dir=memory if roomy else None) as folder:
         yield Path(folder)

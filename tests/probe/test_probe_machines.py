@@ -7,24 +7,17 @@ import pytest
 
 from launcher.plan.model import Cache, Cpu, Gpu, Machine, Nic, NumaNode
 from launcher.probe.machine import probe
+from tests.plan.plan_lab import NAMES, Data, fsroot, load
 
-from .probe_trees import FSROOT, MACHINES, describe, short_lived
-
-
-def find_path(device: dict) -> tuple[str, ...]:  # type: ignore[type-arg]  # JSON
-    """The bridges that the lab's writer puts above a device."""
-    domain, bus = device["bdf"].split(":")[:2]
-    switch = device.get("switch")
-    port = f"{domain}:{bus}:1f.7" if switch is None else f"{domain}:{switch}:00.0"
-    return f"pci{domain}:{switch or bus}", port
+from .probe_trees import find_path, short_lived
 
 
-def expect(description: dict) -> Machine:  # type: ignore[type-arg]  # JSON
+def expect(description: Data) -> Machine:
     """The machine that a description means."""
-    m = FSROOT.Description(description)
+    m = fsroot.Description(description)
     gib = {entry["id"]: entry.get("gib", 64) for entry in description["numa"]}
     uuid = "GPU-{:08x}-1111-2222-3333-{:012x}"
-    tail = FSROOT.hash_name(description["name"]) % 16**12
+    tail = fsroot.hash_name(description["name"]) % 16**12
     return Machine(
         cpus=tuple(
             Cpu(
@@ -76,23 +69,23 @@ def root() -> Iterator[Path]:
 
 
 def test_all_twelve_are_there() -> None:
-    assert len(MACHINES) == 12
+    assert len(NAMES) == 12
 
 
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("name", NAMES)
 def test_machine_is_read_as_described(name: str, root: Path) -> None:
-    description = describe(name)
-    FSROOT.materialize(description, root)
+    description = load(name)
+    fsroot.materialize(description, root)
     assert probe(root) == expect(description)
 
 
 def test_root_may_be_text(root: Path) -> None:
-    FSROOT.materialize(describe("workstation-1plus4"), root)
+    fsroot.materialize(load("workstation-1plus4"), root)
     assert probe(str(root)) == probe(root)
 
 
 def test_link_to_a_root_is_followed(root: Path) -> None:
-    FSROOT.materialize(describe("workstation-1plus4"), root / "tree")
+    fsroot.materialize(load("workstation-1plus4"), root / "tree")
     (root / "link").symlink_to("tree")
     assert probe(root / "link") == probe(root / "tree")
 
@@ -116,7 +109,7 @@ def test_sparse_cpus_memory_only_nodes_and_isolated(root: Path) -> None:
             {"bdf": "10000:00:04.0", "numa": 3, "model": "B"},
         ],
     }
-    FSROOT.materialize(description, root)
+    fsroot.materialize(description, root)
     machine = probe(root)
     assert machine == expect(description)
     assert [cpu.core for cpu in machine.cpus] == [1, 1, 1, 1500, 1500, 1500]
@@ -129,7 +122,7 @@ def test_gpus_come_in_pci_order_whatever_the_names_sort_to(root: Path) -> None:
         {"bdf": bdf, "numa": 0, "model": "A"}
         for bdf in ("10000:00:04.0", "2000:00:00.0", "0000:e1:00.0", "0000:0f:00.0")
     ]
-    FSROOT.materialize({"name": "x", "numa": [{"id": 0, "package": 0, "cpus": "0"}], "gpus": gpus}, root)
+    fsroot.materialize({"name": "x", "numa": [{"id": 0, "package": 0, "cpus": "0"}], "gpus": gpus}, root)
     machine = probe(root)
     assert [gpu.pci for gpu in machine.gpus] == [
         "0000:0f:00.0",

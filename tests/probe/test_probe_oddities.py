@@ -100,7 +100,10 @@ ODDITIES = [
     Oddity("one CPU's siblings without itself", {THREADS.format(0): "8"}, same),
     Oddity(
         "no siblings",
-        for_all(THREADS, None) | for_all(CORES, None),
+        for_all(THREADS, None)
+        | for_all(CORES, None)
+        | for_all(THREADS.removesuffix("_list"), None)
+        | for_all(CORES.removesuffix("_list"), None),
         lambda m, s: cores(m) == {n: n for n in range(16)} and on_nodes(m) == on_nodes(s),
         ("thread_siblings_list of CPUs 0-15 is missing", "core of its own"),
     ),
@@ -230,6 +233,7 @@ ODDITIES = [
         {f"{NODE}/has_cpu": "?"},
         same,
     ),
+    Oddity("has_cpu empty as on RHEL 7", {f"{NODE}/has_cpu": ""}, same),
     Oddity(
         "distance short",
         {f"{NODE}/node1/distance": "10 20"},
@@ -254,6 +258,17 @@ ODDITIES = [
     ),
     Oddity(
         "no has_normal_memory", {f"{NODE}/has_normal_memory": None}, same, ("has_normal_memory is missing",)
+    ),
+    Oddity(
+        "neither meminfo nor has_normal_memory",
+        {f"{NODE}/has_normal_memory": None, f"{NODE}/node2/meminfo": None},
+        lambda m, s: all(node.normal for node in m.nodes),
+        ("meminfo of NUMA nodes 2 is missing", "has_normal_memory is missing"),
+    ),
+    Oddity(
+        "a node with CPUs has movable memory alone",
+        {f"{NODE}/has_normal_memory": "0-2", f"{NODE}/has_memory": "0-3"},
+        same,
     ),
     Oddity(
         "node online garbage",
@@ -386,10 +401,43 @@ def test_node_without_directory_loses_its_cpus_to_the_first(sound: Machine, tree
 def test_only_node_without_readable_list_gets_the_homeless(
     content: Content, sound: Machine, tree: Path
 ) -> None:
-    machine = read_odd(tree, {f"{NODE}/node1/cpulist": content})
+    machine = read_odd(tree, {f"{NODE}/node1/cpulist": content, f"{NODE}/node1/cpumap": None})
     assert same(machine, sound)
     assert "cpulist of NUMA nodes 1 is" in machine.warnings[0]
     assert "taken as node 1's" in machine.warnings[1]
+
+
+def test_masks_say_the_same_as_lists(sound: Machine, tmp_path: Path) -> None:
+    write_small(tmp_path)
+    for stem in ("thread_siblings_list", "core_cpus_list", "shared_cpu_list", "cpulist"):
+        for path in tmp_path.rglob(stem):
+            path.unlink()
+    for gpu, mask in ((GPU0, "0c0c"), (GPU1, "0000,0000c0c0")):
+        (tmp_path / PCI / gpu / "local_cpulist").unlink()
+        put(tmp_path, f"{PCI}/{gpu}/local_cpus", mask)
+    assert probe(tmp_path) == sound
+
+
+@pytest.mark.parametrize("mask", ["", "x", "0,,1", "000000001", "-1", "0x1", ",", "1" + 2048 * ",00000000"])
+def test_mask_that_is_none_is_as_good_as_no_list(mask: str, tree: Path) -> None:
+    machine = read_odd(tree, {f"{NODE}/node1/cpulist": None, f"{NODE}/node1/cpumap": mask})
+    assert "cpulist of NUMA nodes 1 is missing" in machine.warnings[0]
+
+
+def test_a_kernel_without_lists_of_cpus_has_their_directories(tree: Path) -> None:
+    lists = {f"{CPU}/{name}": None for name in ("online", "present", "possible")}
+    machine = read_odd(tree, {**lists, STATUS: None, f"{CPU}/cpu3/topology": None})
+    assert [cpu.id for cpu in machine.cpus] == [0, 1, 2, *range(4, 16)]
+    assert machine.allowed_cpus == set(on_nodes(machine))
+    assert "online is missing: CPUs 0-2,4-15 are used" in machine.warnings[0]
+
+
+def test_captures_with_a_nul_after_each_text(sound: Machine, tmp_path: Path) -> None:
+    write_small(tmp_path)
+    for path in (tmp_path / "sys").rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.write_bytes(path.read_bytes() + b"\0")
+    assert probe(tmp_path) == sound
 
 
 def test_no_readable_cpulist_leaves_all_to_the_first_node(tree: Path) -> None:
