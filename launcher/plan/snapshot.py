@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from math import isfinite
+from math import inf
 
 from launcher.cpulist import parse_cpulist
 from launcher.errors import UsageError
@@ -27,7 +27,7 @@ def machine_from_json(data: object) -> Machine:
     if not isinstance(data, dict) or data.get("kind") != KIND:
         raise UsageError(f"not a machine snapshot ({describe(data)}): make one with `launch topo save=FILE`")
     schema = data.get("schema")
-    if not isinstance(schema, int) or schema != SCHEMA:
+    if isinstance(schema, bool) or schema != SCHEMA:
         raise UsageError(
             f"the machine snapshot has schema {schema!r}, and this version reads {SCHEMA}: "
             "update launch, or save it again"
@@ -139,17 +139,17 @@ def build_gpu(item: Mapping[str, object]) -> Gpu:
 
 
 def take_int(data: Mapping[str, object], name: str) -> int:
-    """A whole number; JSON's true and false are none."""
+    """A whole number from 0; JSON's true and false are none."""
     value = data[name]
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise TypeError(f"{name} is {value!r}")
     return value
 
 
 def take_number(data: Mapping[str, object], name: str) -> float:
-    """A finite number."""
+    """A finite number from 0."""
     value = data[name]
-    if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < inf:
         raise TypeError(f"{name} is {value!r}")
     return value
 

@@ -5,7 +5,7 @@ Source of NVIDIA's rules: CUDA Programming Guide, "CUDA_VISIBLE_DEVICES", and wh
 two GPUs it shows what precedes the invalid entry, while torch counts none for the repeated one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.plan.model import Gpu
@@ -58,7 +58,8 @@ def resolve_cuda(gpus: tuple[Gpu, ...], value: str | None) -> tuple[tuple[Gpu, .
         if device.uuid in (other.uuid for other in found if other.index == device.index):
             return (), (describe_duplicate(value, entry),)
         found.append(device)
-    return tuple(found), ()
+    loose = not by_uuid and any(not part.strip().removeprefix("+").isdecimal() for part in value.split(","))
+    return tuple(found), (describe_loose(value, found),) if loose else ()
 
 
 def list_devices(gpu: Gpu) -> tuple[Gpu, ...]:
@@ -103,9 +104,19 @@ def match_uuid(gpus: tuple[Gpu, ...], entry: str) -> Gpu | None:
 
 def describe_invalid(gpus: tuple[Gpu, ...], value: str, entry: str, seen: int) -> str:
     """Warn of an entry that ends the list."""
+    mixed = entry.isdecimal() and value.startswith(("GPU-", "MIG-"))
+    why = "is a number among UUIDs" if mixed else f"names no single device of this machine's {len(gpus)} GPUs"
     return (
-        f"CUDA_VISIBLE_DEVICES={value}: {entry!r} names no single device of this machine's {len(gpus)} GPUs; "
+        f"CUDA_VISIBLE_DEVICES={value}: {entry!r} {why}; "
         f"CUDA drops it and what follows, so the job sees {seen}: correct or unset the variable"
+    )
+
+
+def describe_loose(value: str, found: Sequence[Gpu]) -> str:
+    """Warn of numbers with something behind them, such as a range, which CUDA does not know."""
+    return (
+        f"CUDA_VISIBLE_DEVICES={value}: CUDA reads the number that an entry begins with and drops the rest, "
+        f"so the job sees GPU {','.join(str(gpu.index) for gpu in found)}: give plain numbers and commas"
     )
 
 

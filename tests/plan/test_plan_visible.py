@@ -30,9 +30,6 @@ LEGAL = {
     "2,0,1": [WHOLE[2], WHOLE[0], WHOLE[1]],
     " 1 , 0": [WHOLE[1], WHOLE[0]],
     "+1,00": [WHOLE[1], WHOLE[0]],
-    "1,-0": [WHOLE[1], WHOLE[0]],
-    "0x1,1": [WHOLE[0], WHOLE[1]],
-    "1gpu,2": WHOLE[1:],
     "3": MIG[:1],
     "GPU-aaaa2222-00": WHOLE[1:2],
     "GPU-bbb,GPU-aaaa1": [WHOLE[2], WHOLE[0]],
@@ -50,6 +47,23 @@ LEGAL = {
 def test_legal_forms(value: str) -> None:
     assert see(value) == LEGAL[value]
     assert resolve(value).warnings == ()
+
+
+LOOSE = {
+    "1,-0": [WHOLE[1], WHOLE[0]],
+    "0x1,1": [WHOLE[0], WHOLE[1]],
+    "1gpu,2": WHOLE[1:],
+    "0-2": WHOLE[:1],
+    "1;2": WHOLE[1:2],
+}
+
+
+@pytest.mark.parametrize("value", LOOSE)
+def test_numbers_with_something_behind_them_are_told(value: str) -> None:
+    assert see(value) == LOOSE[value]
+    seen = ",".join(str(WHOLE.index(uuid)) for uuid in LOOSE[value])
+    (warning,) = resolve(value).warnings
+    assert value in warning and f"the job sees GPU {seen}: give plain numbers" in warning
 
 
 ILLEGAL = {
