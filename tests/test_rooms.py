@@ -20,10 +20,17 @@ ROOMS: dict[str, set[str]] = {
     "launch": {"launcher.plan.model", "launcher.errors", "psutil"},
     "rank": {"launcher.cpulist"},
     "runs": {"launcher.plan.model", "launcher.cpulist"},
-    "doctor": {"launcher.plan.model", "launcher.cpulist", "launcher.probe.health", "launcher.runs"},
+    "doctor": {
+        "launcher.plan.model",
+        "launcher.cpulist",
+        "launcher.wording",
+        "launcher.probe.health",
+        "launcher.runs",
+    },
     "report": {
         "launcher.plan.model",
         "launcher.cpulist",
+        "launcher.wording",
         "launcher.runs",
         "launcher.doctor.finding",
         "rich",

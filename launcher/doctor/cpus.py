@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from launcher.cpulist import format_cpulist
-from launcher.doctor.finding import Case, Finding, count, pass_check
+from launcher.doctor.finding import Case, Finding, pass_check
+from launcher.wording import count_things
 
 SUBJECT = "CPUs"
 SYSTEM_CORES = 4
@@ -18,8 +19,10 @@ def judge_cpuset(case: Case) -> Iterator[Finding]:
     if not found:
         nodes = {cpu.node for cpu in machine.cpus if cpu.id in machine.allowed_cpus}
         usable, every = len(machine.allowed_cpus), len(machine.cpus)
-        share = f"all {count(every, 'CPU')}" if usable == every else f"{usable} of {count(every, 'CPU')}"
-        yield pass_check(SUBJECT, f"{share} on {count(len(nodes), 'NUMA node')}, whole cores, with memory")
+        share = f"{'all' if usable == every else f'{usable} of'} {count_things(every, 'CPU')}"
+        yield pass_check(
+            SUBJECT, f"{share} on {count_things(len(nodes), 'NUMA node')}, whole cores, with memory"
+        )
     if spared := machine.isolated & machine.allowed_cpus:
         yield Finding(
             "note",
@@ -64,8 +67,8 @@ def find_cut_cores(case: Case) -> Iterator[Finding]:
     yield Finding(
         "warning" if whole else "note",
         SUBJECT,
-        f"{count(len(cut), 'core')} cut in two: the other hardware threads, CPUs {format_cpulist(others)}, "
-        "are not this job's",
+        f"{count_things(len(cut), 'core')} cut in two: the other hardware threads, CPUs "
+        f"{format_cpulist(others)}, are not this job's",
         "another job there would share the cores' execution units and caches",
         "ask for whole cores (SLURM: --hint=nomultithread or --exclusive; docker: --cpuset-cpus)",
     )
@@ -92,8 +95,8 @@ def judge_count(case: Case) -> Iterator[Finding]:
     machine, ranks = case.machine, len(case.plan.ranks)
     cores = len({cpu.core for cpu in machine.cpus if cpu.id in machine.allowed_cpus})
     needed = ranks * (case.num_workers + 1) + SYSTEM_CORES
-    workers = count(ranks * case.num_workers, "DataLoader worker")
-    said = f"{count(cores, 'core')} for {count(ranks, 'rank')} and {workers}, {needed} wanted"
+    workers = count_things(ranks * case.num_workers, "DataLoader worker")
+    said = f"{count_things(cores, 'core')} for {count_things(ranks, 'rank')} and {workers}, {needed} wanted"
     if cores >= needed:
         yield pass_check(SUBJECT, said)
     else:

@@ -24,13 +24,18 @@ DOUBTFUL = {
 """Level and reason for each variable."""
 
 
+def acts(name: str, value: str) -> bool:
+    """Tell whether a variable does something; 0 is a CPU where CPUs are listed."""
+    return value.strip().lower() not in (OFF if name != "GOMP_CPU_AFFINITY" else ("",))
+
+
 def judge_environment(case: Case) -> Iterator[Finding]:
     """The environment that ranks would inherit."""
     environ = case.environ
     if environ is None:
         yield skip_check(case, SUBJECT, "variables", "unknown")
         return
-    found = [name for name in DOUBTFUL if environ.get(name, "").strip().lower() not in OFF]
+    found = [name for name in DOUBTFUL if acts(name, environ.get(name, ""))]
     if environ.get("OMP_PROC_BIND", "").lower() == "false":
         found = [name for name in found if name not in ("OMP_PLACES", "GOMP_CPU_AFFINITY")]
     for name in found:

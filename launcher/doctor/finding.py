@@ -75,17 +75,3 @@ def skip_check(case: Case, subject: str, what: str, reason: str) -> Finding:
     """A check that could not be made, and why."""
     reason = reason if case.health.live else "not in these files"
     return Finding("unknown", subject, f"{what} not checked: {reason}")
-
-
-def show_kib(kib: int) -> str:
-    """A size for people, with three digits: `64 MiB`, `1.5 GiB`."""
-    value, units = float(kib), ["KiB", "MiB", "GiB", "TiB", "PiB"]
-    while value >= 999.5 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{value:.3g} {units[0]}"
-
-
-def count(number: int, noun: str) -> str:
-    """A number of things: `1 rank`, `8 ranks`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"

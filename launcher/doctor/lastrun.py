@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
-from launcher.doctor.finding import Case, Finding, count, pass_check
-from launcher.runs.applied import compare_applied
+from launcher.doctor.finding import Case, Finding, pass_check
+from launcher.runs.applied import compare_rank
 from launcher.runs.records import HostRecords, RunRecords
+from launcher.wording import count_things
 
 SUBJECT = "last run"
 OTHERWISE = (
@@ -26,7 +27,7 @@ def judge_run(case: Case) -> Iterator[Finding]:
     ranks = sum(len(host.records) for host in run.hosts)
     state = f", {run.state}" if run.state else ""
     if not found:
-        where = f"{count(ranks, 'rank')} of {count(len(run.hosts), 'host')}"
+        where = f"{count_things(ranks, 'rank')} of {count_things(len(run.hosts), 'host')}"
         yield pass_check(SUBJECT, f"{run.path}{state}: applied equals planned on {where}")
     else:
         yield Finding(
@@ -53,15 +54,13 @@ def judge_host(host: HostRecords) -> Iterator[Finding]:
         why = "there is no plan of that host to compare them with"
         yield Finding("warning", SUBJECT, f"ranks {ranks} ran on {host.name}, which has no plan", why, AGAIN)
         return
-    for line in compare_applied(host.planned, host.records):
-        missing = "left no record" in line
-        yield Finding(
-            "warning" if missing else "error",
-            SUBJECT,
-            f"{host.name}: {line}" + (f" in attempt {host.attempt}" if missing and host.attempt else ""),
-            "it may have ended before it was placed, or the file is gone" if missing else OTHERWISE,
-            "see the run's logs for how it ended" if missing else AGAIN,
-        )
+    found = {record.local_rank: record for record in host.records}
+    for rank in host.planned:
+        if rank.local_rank not in found:
+            yield report_missing(host, rank.local_rank)
+            continue
+        for line in compare_rank(rank, found[rank.local_rank]):
+            yield Finding("error", SUBJECT, f"{host.name}: {line}", OTHERWISE, AGAIN)
     for record in host.records:
         for problem in record.problems:
             what = f"{host.name}: rank {record.rank}: {problem}"
@@ -73,3 +72,15 @@ def judge_host(host: HostRecords) -> Iterator[Finding]:
                 f"{host.name}: rank {record.rank} ran as local rank {record.local_rank}, which is not planned"
             )
             yield Finding("warning", SUBJECT, what, OTHERWISE, "start the job in a new run directory")
+
+
+def report_missing(host: HostRecords, local_rank: int) -> Finding:
+    """A planned rank without a record."""
+    attempt = f" in attempt {host.attempt}" if host.attempt else ""
+    return Finding(
+        "warning",
+        SUBJECT,
+        f"{host.name}: local rank {local_rank} left no record of its placement{attempt}",
+        "it may have ended before it was placed, or the file is gone",
+        "see the run's logs for how it ended",
+    )

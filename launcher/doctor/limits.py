@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from launcher.doctor.finding import Case, Finding, count, pass_check, show_kib, skip_check
+from launcher.doctor.finding import Case, Finding, pass_check, skip_check
 from launcher.probe.health import CAP_IPC_LOCK, CAP_SYS_RESOURCE
+from launcher.wording import count_things, format_size
 
 SUBJECT = "limits"
 SHM = "/dev/shm"  # noqa: S108  # it is spoken of, not written to
@@ -28,7 +29,7 @@ def judge_shm(case: Case) -> Iterator[Finding]:
         yield Finding(
             "warning",
             SUBJECT,
-            f"{SHM} has {show_kib(size)}",
+            f"{SHM} has {format_size(size)}",
             WHY_SHM,
             "docker: --shm-size=1g or more, or --ipc=host; Kubernetes: an emptyDir with medium: Memory; "
             "else: sudo mount -o remount,size=50% /dev/shm",
@@ -37,13 +38,13 @@ def judge_shm(case: Case) -> Iterator[Finding]:
         yield Finding(
             "warning",
             SUBJECT,
-            f"{SHM} has {show_kib(size)}, of which {show_kib(free)} are free",
+            f"{SHM} has {format_size(size)}, of which {format_size(free)} are free",
             WHY_SHM,
             "remove what dead jobs have left there (`ls -la /dev/shm`: torch_*, nccl-*)",
         )
     else:
-        rest = "" if free is None else f", {show_kib(free)} free"
-        yield pass_check(SUBJECT, f"{SHM}: {show_kib(size)}{rest}")
+        rest = "" if free is None else f", {format_size(free)} free"
+        yield pass_check(SUBJECT, f"{SHM}: {format_size(size)}{rest}")
 
 
 def judge_files(case: Case) -> Iterator[Finding]:
@@ -81,7 +82,8 @@ def judge_locked(case: Case) -> Iterator[Finding]:
         yield Finding(
             "warning",
             SUBJECT,
-            f"a process may lock {show_kib(locked.soft >> 10)}, and there are RDMA devices ({nics[0].name})",
+            f"a process may lock {format_size(locked.soft >> 10)}, and there are RDMA devices "
+            f"({nics[0].name})",
             "they lock the memory that they register: NCCL fails with `Cannot allocate memory`, or uses TCP",
             "ulimit -l unlimited; docker: --ulimit memlock=-1; SLURM: LimitMEMLOCK=infinity for slurmd and "
             "PropagateResourceLimitsExcept=MEMLOCK",
@@ -102,8 +104,8 @@ def judge_processes(case: Case) -> Iterator[Finding]:
         yield Finding(
             "warning",
             SUBJECT,
-            f"{owner} may have {limit} processes and threads; {count(len(ranks), 'rank')} with workers can "
-            f"need {needed}",
+            f"{owner} may have {limit} processes and threads; {count_things(len(ranks), 'rank')} with "
+            f"workers can need {needed}",
             "a rank that cannot start a thread dies with `Resource temporarily unavailable`",
             "ulimit -u unlimited" if users == limit else "docker: --pids-limit=-1; Kubernetes: podPidsLimit",
         )

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from launcher.doctor.finding import Case, Finding, pass_check, show_kib, skip_check
+from launcher.doctor.finding import Case, Finding, pass_check, skip_check
+from launcher.wording import format_size
 
 SUBJECT = "memory"
 SWAPPED = 64 << 10
@@ -15,7 +16,7 @@ def judge_size(case: Case) -> Iterator[Finding]:
     normal = sum(node.memory_kib for node in machine.nodes if node.normal) or machine.memory_kib
     limit = machine.limits.memory_kib
     size = min(normal, limit) if limit is not None else normal
-    said = f"{show_kib(size)} of main memory" + (" (the cgroup's limit)" if size == limit else "")
+    said = f"{format_size(size)} of main memory" + (" (the cgroup's limit)" if size == limit else "")
     sizes = [gpu.memory_mib for gpu in case.gpus]
     if not sizes or not size:
         yield (
@@ -24,12 +25,12 @@ def judge_size(case: Case) -> Iterator[Finding]:
     elif not all(sizes):
         yield skip_check(case, SUBJECT, f"{said} against the GPUs'", "the GPUs' memory is not known")
     elif size >= sum(sizes) << 10:
-        yield pass_check(SUBJECT, f"{said}, {show_kib(sum(sizes) << 10)} on the GPUs")
+        yield pass_check(SUBJECT, f"{said}, {format_size(sum(sizes) << 10)} on the GPUs")
     else:
         yield Finding(
             "warning",
             SUBJECT,
-            f"{said}, less than the {show_kib(sum(sizes) << 10)} of the job's {len(sizes)} GPUs",
+            f"{said}, less than the {format_size(sum(sizes) << 10)} of the job's {len(sizes)} GPUs",
             "checkpoints, offload and DataLoader workers can need as much as the GPUs hold",
             "ask for more (SLURM: --mem=0 is the node's all; docker: --memory)",
         )
@@ -80,7 +81,7 @@ def judge_hugepages(case: Case) -> Iterator[Finding]:
     if not case.health.transparent:
         yield skip_check(case, SUBJECT, "transparent huge pages", "the kernel shows no such setting")
     elif not found:
-        kept = f"{show_kib(idle)} reserved" if idle else "none reserved"
+        kept = f"{format_size(idle)} reserved" if idle else "none reserved"
         yield pass_check(SUBJECT, f"transparent huge pages {case.health.transparent}, {kept}")
 
 
@@ -90,7 +91,7 @@ def find_reserved(case: Case, idle: int) -> Iterator[Finding]:
         yield Finding(
             "warning",
             SUBJECT,
-            f"{show_kib(idle)} are reserved as huge pages that nobody uses",
+            f"{format_size(idle)} are reserved as huge pages that nobody uses",
             "only programs that ask for hugetlb pages can use them: to a training job they are missing",
             "sudo sysctl vm.nr_hugepages=0, or boot without hugepages=",
         )
@@ -129,7 +130,7 @@ def judge_swap(case: Case) -> Iterator[Finding]:
         yield Finding(
             "note",
             SUBJECT,
-            f"{show_kib(used)} of swap are in use{setting}",
+            f"{format_size(used)} of swap are in use{setting}",
             "a rank that touches a page there waits for the disk, and all others wait for it",
             "find what fills the memory (`ps --sort=-rss -eo rss,comm | head`); sudo sysctl vm.swappiness=1",
         )

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from launcher.doctor.finding import Case, Finding, count, pass_check, skip_check
+from launcher.doctor.finding import Case, Finding, pass_check, skip_check
+from launcher.wording import count_things
 
 SUBJECT = "placement"
 PERMISSION = (
@@ -27,7 +28,7 @@ def judge_plan(case: Case) -> Iterator[Finding]:
     for oddity in case.health.oddities:
         yield Finding("note", SUBJECT, oddity, "what it should tell is not checked", "look at the file")
     if not case.plan.warnings:
-        yield pass_check(SUBJECT, f"{count(len(case.plan.ranks), 'rank')} planned without a warning")
+        yield pass_check(SUBJECT, f"{count_things(len(case.plan.ranks), 'rank')} planned without a warning")
 
 
 def judge_trial(case: Case) -> Iterator[Finding]:

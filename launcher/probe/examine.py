@@ -110,10 +110,9 @@ def read_hugepages(tree: Tree) -> tuple[Hugepages, ...] | None:
     pools = []
     for name in tree.list_names(POOLS):
         size = name.removeprefix("hugepages-").removesuffix("kB")
-        total = read_count(tree, f"{POOLS}/{name}/nr_hugepages")
         free = read_count(tree, f"{POOLS}/{name}/free_hugepages")
-        if size.isascii() and size.isdecimal() and len(size) < 12 and total is not None and free is not None:
-            pools.append(Hugepages(int(size), total, free))
+        if size.isascii() and size.isdecimal() and len(size) < 12 and free is not None:
+            pools.append(Hugepages(int(size), free))
     return tuple(pools)
 
 

@@ -33,8 +33,8 @@ class Hugepages:
     """The pool of one size of huge pages."""
 
     size_kib: int
-    total: int
     free: int
+    """Pages that nobody uses."""
 
 
 @dataclass(frozen=True, slots=True)

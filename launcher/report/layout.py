@@ -4,20 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from launcher.plan.model import Gpu, Plan
+from launcher.report.devices import describe_gpu, describe_nic
 from launcher.report.legend import lay_out_legend
 from launcher.report.palette import find_ink
 from launcher.report.parts import Part, build_parts
 from launcher.report.picture import Box, Measure, Text, arrange, center_text, frame, place_rows, write_lines
 from launcher.report.ranks import FREE, Share, Shares, gather_shares, name_ranks, pick_colours
 from launcher.report.switches import Device, Switch
-from launcher.report.wording import (
-    clean_text,
-    count_things,
-    describe_gpu,
-    describe_nic,
-    format_size,
-    shorten_cpulist,
-)
+from launcher.wording import clean_text, count_things, shorten_cpulist
 
 SMALL, PLAIN, LARGE = 12, 14, 22
 """Font sizes: of PUs, of headings, of the title."""
@@ -44,16 +38,10 @@ def lay_out(plan: Plan, classes: Mapping[int, int], note: str, measure: Measure)
     cell = max(24, *(measure(label, SMALL) + 6 for label in (*labels, str(max(root.pus)))))
     artist = Artist(measure, shares, cell)
     machine = frame("machine", (), artist.draw_inside(root), fill=FILLS["machine"], stroke="#444444")
-    counts = [
-        count_things(root.count("Package"), "package"),
-        count_things(root.count("NUMANode"), "NUMA node"),
-        count_things(root.count("Core"), "core"),
-        count_things(len(root.pus), "PU"),
-        *([format_size(root.size_kib)] if root.size_kib else []),
-        count_things(len(plan.ranks), "rank"),
-    ]
+    ranks = count_things(len(plan.ranks), "rank")
+    known = ", ".join(filter(None, (*root.list_counts(), root.describe_size(), ranks, note)))
     title = write_lines(measure, [clean_text(root.label) or "Machine"], LARGE, 0, 0)
-    below = write_lines(measure, [", ".join([*counts, note])], PLAIN, 0, LARGE + 8)
+    below = write_lines(measure, [known], PLAIN, 0, LARGE + 8)
     width = max(text.width for text in (*title, *below))
     head = Box("title", width, LARGE + PLAIN + 12, texts=(*title, *below))
     legend = lay_out_legend(shares, labels, measure, machine.width)
@@ -105,15 +93,14 @@ class Artist:
 
     def describe_part(self, part: Part) -> list[str]:
         """The heading of a part."""
-        size = format_size(part.size_kib) if part.size_kib else ""
+        size = part.describe_size()
         if part.kind in ("Cache", "Class"):
             return [", ".join(filter(None, (part.label, size)))]
-        several = len(part.numbers) > 1
+        plural = "s" if len(part.numbers) > 1 else ""
         numbers = clean_text(shorten_cpulist(part.numbers), 40)
         users = {rank for number in part.numbers for rank in self.shares.find_memory(number)}
         memory = f"memory of {name_ranks('R', users)}" if users and part.kind == "NUMANode" else ""
-        each = " each" if size and several else ""
-        words = (f"{part.kind}{'s' if several else ''} {numbers}", f"{size}{each}", part.label, memory)
+        words = (f"{part.kind}{plural} {numbers}", size, part.label, memory)
         return [", ".join(filter(None, words))]
 
     def draw_core(self, core: Part) -> Box:

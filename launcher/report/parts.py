@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from launcher.plan.model import Cpu, Machine, NumaNode
+from launcher.plan.model import Cpu, Gpu, Machine, NumaNode
 from launcher.report.switches import Device, Switch, group_devices
+from launcher.wording import count_things, format_size
 
 LEVELS = {"Package": "package", "NUMANode": "node", "Cache": "l3", "Class": "capacity", "Core": "core"}
 """The levels from the outside in, with the field of a CPU that tells them apart."""
@@ -29,14 +30,20 @@ class Part:
     devices: tuple[Device | Switch, ...] = ()
     """Those next to a NUMA node; under the machine, those next to none that is known."""
 
-    @property
-    def number(self) -> int:
-        """The first of its numbers."""
-        return self.numbers[0]
-
     def count(self, kind: str) -> int:
         """How many objects of a kind are below it."""
         return sum((part.kind == kind) * max(1, len(part.numbers)) + part.count(kind) for part in self.parts)
+
+    def list_counts(self) -> list[str]:
+        """What a machine has of each, in words."""
+        kinds = {"package": "Package", "NUMA node": "NUMANode", "core": "Core"}
+        counts = [count_things(self.count(kind), noun) for noun, kind in kinds.items()]
+        return [*counts, count_things(len(self.pus), "PU")]
+
+    def describe_size(self) -> str:
+        """Its size, for each where it stands for several; empty where there is none to show."""
+        each = " each" if len(self.numbers) > 1 else ""
+        return f"{format_size(self.size_kib)}{each}" if self.size_kib else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +109,8 @@ def build_parts(machine: Machine, classes: Mapping[int, int]) -> Part:
     """
     crossed = any(len({cpu.package for cpu in machine.cpus if cpu.node == n.id}) > 1 for n in machine.nodes)
     levels = ["NUMANode", "Package"] if crossed else ["Package", "NUMANode"]  # VMs have packages in a node
-    levels += ["Cache", "Class", "Core"] if len(set(classes.values())) > 1 else ["Cache", "Core"]
+    levels += ["Cache"] if machine.caches else []  # else they are assumed, not known
+    levels += ["Class", "Core"] if len(set(classes.values())) > 1 else ["Core"]
     builder = Builder(machine, classes, place_devices(machine), find_spread(machine))
     bare = [node for node in machine.nodes if node.id not in {cpu.node for cpu in machine.cpus}]
     return Part(
@@ -127,8 +135,16 @@ def place_devices(machine: Machine) -> dict[int | None, tuple[Device | Switch, .
     places: dict[int | None, list[Device]] = {}
     devices: list[Device] = [*machine.gpus, *machine.nics]
     for device in devices:
-        places.setdefault(device.node if device.node in known else None, []).append(device)
+        node = device.node if device.node in known else find_local(machine, device)
+        places.setdefault(node, []).append(device)
     return {place: group_devices(devices) for place, devices in places.items()}
+
+
+def find_local(machine: Machine, device: Device) -> int | None:
+    """The NUMA node that has all the CPUs next to a device; None where they are in several, or unknown."""
+    local = device.local_cpus if isinstance(device, Gpu) else frozenset()
+    nodes = {cpu.node for cpu in machine.cpus if cpu.id in local}
+    return min(nodes) if len(nodes) == 1 and len(machine.nodes) > 1 else None
 
 
 def build_bare(
@@ -149,4 +165,5 @@ def describe_bare(node: NumaNode) -> str:
     """What a NUMA node without CPUs is."""
     if not node.memory_kib:
         return "no CPUs, no memory"
-    return "no CPUs" if node.normal else "no CPUs, a GPU's memory"
+    # Memory that was plugged in as movable (CXL, persistent) is not normal either.
+    return "no CPUs" if node.normal else "no CPUs, GPU or expansion memory"

@@ -7,6 +7,9 @@ from math import inf, log
 Measure = Callable[[str, int], int]
 """The width of a text in a font size."""
 GAP = 5
+HATCH = 5
+"""Pixels between the lines of a hatching, across and down."""
+HATCH_COLOUR = "#c4c4c4"
 RATIO = 1.6
 """Width over height that groups of boxes come near to."""
 FRAMES = frozenset({"package", "node", "cache", "class", "switch", "group"})

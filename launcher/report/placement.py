@@ -8,7 +8,7 @@ from rich.table import Table
 
 from launcher.plan.model import Machine, Memory, Plan, RankPlan
 from launcher.report.bars import BARRED, MOST_CELLS, OTHER, OWN, WORKERS, Ruler, make_ruler
-from launcher.report.wording import clean_text, count_things, shorten_cpulist
+from launcher.wording import clean_text, count_things, shorten_cpulist
 
 NUMBERS = ("rank", "workers", "threads")
 BAR = "cores"

@@ -6,11 +6,7 @@ from io import BytesIO
 
 from PIL import Image, ImageDraw, ImageFont
 
-from launcher.report.picture import Box, walk_boxes
-
-HATCH = 5
-"""Pixels between the lines of a hatching."""
-HATCH_COLOUR = "#c4c4c4"
+from launcher.report.picture import HATCH, HATCH_COLOUR, Box, walk_boxes
 
 
 @cache

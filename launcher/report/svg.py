@@ -2,7 +2,7 @@
 
 from xml.etree import ElementTree
 
-from launcher.report.picture import Box, Text, walk_boxes
+from launcher.report.picture import HATCH, HATCH_COLOUR, Box, Text, walk_boxes
 
 NAMESPACE = "http://www.w3.org/2000/svg"
 FONTS = "Helvetica, Arial, sans-serif"
@@ -27,9 +27,10 @@ def add_hatching(root: ElementTree.Element) -> None:
     pattern = ElementTree.SubElement(
         ElementTree.SubElement(root, "defs"),
         "pattern",
-        {"id": "hatching", "width": "5", "height": "5", "patternUnits": "userSpaceOnUse"},
+        {"id": "hatching", "width": str(HATCH), "height": str(HATCH), "patternUnits": "userSpaceOnUse"},
     )
-    ElementTree.SubElement(pattern, "path", {"d": "M-1,-1 L6,6", "stroke": "#c4c4c4"})
+    line = f"M-1,-1 L{HATCH + 1},{HATCH + 1}"
+    ElementTree.SubElement(pattern, "path", {"d": line, "stroke": HATCH_COLOUR})
 
 
 def add_box(root: ElementTree.Element, box: Box, x: int, y: int) -> None:

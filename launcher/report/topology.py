@@ -10,17 +10,11 @@ from rich.tree import Tree
 
 from launcher.cpulist import format_cpulist
 from launcher.plan.model import Gpu, Machine
+from launcher.report.devices import describe_gpu, describe_nic
 from launcher.report.distances import describe_distances
 from launcher.report.parts import Part, build_parts
 from launcher.report.switches import Device, Switch
-from launcher.report.wording import (
-    clean_text,
-    count_things,
-    describe_gpu,
-    describe_nic,
-    format_size,
-    shorten_cpulist,
-)
+from launcher.wording import clean_text, count_things, format_size, shorten_cpulist
 
 GAP = "  "
 
@@ -53,19 +47,13 @@ class View:
 
     def describe_title(self, part: Part, *, numbered: bool) -> str:
         """What a part is: kind, number and size, with its only cache."""
-        name = {"Cache": part.label, "Class": part.label}.get(part.kind, part.kind)
-        if numbered and name == part.kind:
-            plural = "s" if len(part.numbers) > 1 else ""
-            name += f"{plural} {format_cpulist(frozenset(part.numbers))}"
-        cache = self.find_cache(part)
-        size = (
-            f"{format_size(part.size_kib)}{' each' if len(part.numbers) > 1 else ''}" if part.size_kib else ""
-        )
-        words = [f"{name} {size}" if size and part.kind == "Cache" else name]
-        words += [size] if size and part.kind != "Cache" else []
-        words += [part.label] if part.kind == "NUMANode" and part.label else []
-        words += [self.describe_title(cache, numbered=False)] if cache else []
-        return GAP.join(words)
+        if part.kind in ("Cache", "Class"):
+            return f"{part.label} {part.describe_size()}".rstrip()
+        name, cache = part.kind, self.find_cache(part)
+        if numbered:
+            name += f"{'s' if len(part.numbers) > 1 else ''} {format_cpulist(frozenset(part.numbers))}"
+        within = self.describe_title(cache, numbered=False) if cache else ""
+        return GAP.join(filter(None, (name, part.describe_size(), part.label, within)))
 
     def describe_marks(self, part: Part) -> tuple[str, ...]:
         """What of a part the job may not use, or stays free of at boot."""
@@ -104,14 +92,8 @@ def print_topology(
 
 def describe_machine(root: Part) -> str:
     """The first line: name, memory, and how many of each."""
-    counts = [
-        count_things(root.count("Package"), "package"),
-        count_things(root.count("NUMANode"), "NUMA node"),
-        count_things(root.count("Core"), "core"),
-        count_things(len(root.pus), "PU"),
-    ]
-    size = format_size(root.size_kib) if root.size_kib else ""
-    return GAP.join(filter(None, ("Machine", clean_text(root.label), size, ", ".join(counts))))
+    words = ("Machine", clean_text(root.label), root.describe_size(), ", ".join(root.list_counts()))
+    return GAP.join(filter(None, words))
 
 
 def grow(branch: Tree, view: View, part: Part) -> None:
@@ -173,7 +155,7 @@ def describe_rest(machine: Machine) -> dict[str, list[str]]:
         "limits": [found] if found else [],
         "not online": [absent] if (absent := describe_absent(machine)) else [],
         "distances": describe_distances(machine.nodes),
-        "source": [clean_text(machine.source, 400)] if machine.source else [],
+        "source": [clean_text(machine.source, 1000)] if machine.source else [],
     }
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import Result, run_inside
-from tests.probe.probe_trees import CPU, FSROOT, PCI, put
+from tests.plan.plan_lab import fsroot
+from tests.probe.probe_trees import CPU, PCI, put
 
 MACHINE: dict[str, Any] = {
     "name": "two",
@@ -111,7 +112,7 @@ HEALTHY = {
 
 def write_healthy(root: Path, **changes: Any) -> Path:
     """Write a machine that has nothing to mend, with other values for some keys of its description."""
-    FSROOT.materialize({**MACHINE, **changes}, root)
+    fsroot.materialize({**MACHINE, **changes}, root)
     for path, content in HEALTHY.items():
         put(root, path, content)
     return root

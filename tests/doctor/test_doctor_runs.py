@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from launcher.doctor.lastrun import judge_run
 from launcher.plan.codec import plan_to_json
 from launcher.probe.health import Health
 from launcher.runs.records import find_last_run, read_run
+from tests.conftest import Result, drop_powers, run_outside
 from tests.doctor.test_doctor_pure import make_case
 
 
@@ -211,6 +213,28 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
     (path / "rank-0.applied.json").unlink()
     os.mkfifo(path / "rank-0.applied.json")
     assert ("warning", "rank-0.applied.json cannot be read (no regular file): left out") in problems(path)
+
+
+def test_a_plan_of_random_bytes_is_told_in_words(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    (path / "plan-a.json").write_bytes(b"\xff" + bytes(range(256)))
+    told = [what for _, what in problems(path) if "plan-a.json" in what]
+    assert told == [
+        "plan-a.json cannot be read ('utf-8' codec can't decode byte 0xff in position 0: "
+        "invalid start byte): left out"
+    ]
+
+
+def test_a_run_of_somebody_else_is_told(here: Path) -> None:
+    write_run(here / "run").chmod(0o300)
+    done = run_outside(["doctor", "run_dir=run"], here, preexec_fn=drop_powers)
+    done.assert_error(2, "run_dir=run cannot be read (Permission denied): ask its owner")
+
+
+@pytest.mark.parametrize("name", [".", "file", "nothing"])
+def test_what_is_no_run_is_told(name: str, here: Path, launch: Callable[..., Result]) -> None:
+    (here / "file").touch()
+    launch("doctor", f"run_dir={name}").assert_error(2, f"run_dir={name} holds no plan-HOST.json")
 
 
 def test_a_missing_manifest_is_told(tmp_path: Path) -> None:

@@ -4,27 +4,29 @@ import json
 import os
 import shlex
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from PIL import Image
 
+from launcher.overrides import quote_value
 from launcher.plan.codec import machine_to_json
 from launcher.plan.snapshot import parse_machine
 from tests.conftest import LAUNCH, Result, clean_environ, drop_powers, run_outside
 from tests.plan.plan_lab import fsroot, load
+from tests.probe.probe_trees import short_lived
 from tests.topo import topo_lab
 
 Launch = Callable[..., Result]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("machine") / "root"
-    fsroot.materialize(load("dgx-h100"), folder)
-    return folder
+def root() -> Iterator[Path]:
+    with short_lived() as folder:
+        fsroot.materialize(load("dgx-h100"), folder)
+        yield folder
 
 
 @pytest.fixture
@@ -51,6 +53,27 @@ def test_a_snapshot_is_planned_as_the_machine_is(launch: Launch, root: Path, her
     words = shlex.split(use)[1:]
     assert launch(*words, "format=json").out == here_plan.out
     assert (here / "dgx h100.json").read_text() == launch("topo", "format=json", f"machine.root={root}").out
+
+
+@pytest.mark.parametrize("name", ["it's.json", "a,b [x] $c=\\.json", "日本.json", "~.json"])
+def test_the_command_that_is_shown_reads_the_file(name: str, launch: Launch, odd: str) -> None:
+    done = launch("topo", odd, "save=" + quote_value(name))
+    assert done.err.startswith(f"launch: the machine is saved in {name}; "), done
+    words = shlex.split(done.err.partition("; plan for it anywhere: ")[2])[1:]
+    assert launch(*words, "format=json").out == launch("plan", odd, "format=json").out
+
+
+def test_a_name_of_two_lines_is_shown_on_one(launch: Launch, odd: str, here: Path) -> None:
+    done = launch("topo", odd, "save='a\nb'", "image='c\nd.svg'")
+    assert (done.code, done.err.count("\n")) == (0, len(done.err.splitlines()))
+    assert "launch: the machine is saved in 'a\\nb'\n" in done.err
+    assert sorted(path.name for path in here.iterdir()) == ["a\nb", "c\nd.svg"]
+
+
+def test_one_file_cannot_be_both(launch: Launch, odd: str, here: Path) -> None:
+    done = launch("topo", odd, "save=a.svg", "image=./a.svg")
+    done.assert_error(2, "image=./a.svg and save=a.svg are one file")
+    assert not list(here.iterdir())
 
 
 def test_a_snapshot_of_a_snapshot_is_the_same(launch: Launch, odd: str, here: Path) -> None:
@@ -161,6 +184,7 @@ def test_a_device_is_written_to_and_not_replaced(odd: str, here: Path) -> None:
     done = run_outside(["topo", "save=/dev/stdout", odd], here)
     assert done.code == 0
     assert parse_machine(done.out) == topo_lab.odd()
+    assert done.err == "launch: the machine is saved in /dev/stdout\n"
 
 
 @pytest.mark.parametrize("name", ["m.svg", "m.png", "M.PNG"])

@@ -3,7 +3,6 @@
 import io
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -13,6 +12,7 @@ from launcher.report.topology import print_topology
 from launcher.topo import number_classes
 from tests.conftest import Result
 from tests.plan.plan_lab import NAMES, fsroot, load
+from tests.probe.probe_trees import short_lived
 from tests.topo import topo_lab
 
 
@@ -30,7 +30,7 @@ Machine  480 GiB  1 package, 9 NUMA nodes, 72 cores, 72 PUs
 ├── Package 0
 │   └── NUMANode 0  480 GiB  L3 32 MiB  72 cores  PUs 0-71
 │       └── GPU 0  0009:01:00.0  NVIDIA GH200 480GB
-├── NUMANode 1  96 GiB  no CPUs, a GPU's memory
+├── NUMANode 1  96 GiB  no CPUs, GPU or expansion memory
 └── NUMANodes 2-8  no CPUs, no memory
 job        may use all 72 PUs and the memory of all NUMA nodes
 distances  10 within a NUMA node, 80 between nodes
@@ -55,14 +55,12 @@ distances  10 within a NUMA node, 21 between nodes
 
 
 @pytest.mark.parametrize(("name", "text"), [("gh200", GH200), ("a100-slurm-32of112", SLURM)])
-def test_a_probed_machine(name: str, text: str, launch: Callable[..., Result], tmp_path: Path) -> None:
-    fsroot.materialize(load(name), tmp_path / "root")
-    done = launch("topo", f"machine.root={tmp_path / 'root'}")
-    assert (done.code, "".join(f"{line.rstrip()}\n" for line in done.out.splitlines()), done.err) == (
-        0,
-        text,
-        "",
-    )
+def test_a_probed_machine(name: str, text: str, launch: Callable[..., Result]) -> None:
+    with short_lived() as root:
+        fsroot.materialize(load(name), root)
+        done = launch("topo", f"machine.root={root}")
+    assert (done.code, done.err) == (0, "")
+    assert "".join(f"{line.rstrip()}\n" for line in done.out.splitlines()) == text
 
 
 DGX = """\
@@ -138,6 +136,13 @@ def test_classes_of_cores_and_a_gpu_of_unknown_place() -> None:
     assert show(topo_lab.hybrid()) == HYBRID
 
 
+def test_a_gpu_without_a_node_stands_by_the_cpus_next_to_it() -> None:
+    machine = topo_lab.lab("a100-slurm-32of112")
+    far = frozenset(cpu.id for cpu in machine.cpus if cpu.node == 1)
+    gpus = tuple(replace(gpu, node=None, local_cpus=far) if gpu.node else gpu for gpu in machine.gpus)
+    assert show(replace(machine, gpus=gpus)) == show(machine)
+
+
 def test_favoured_cores_are_no_class_of_their_own() -> None:
     machine = topo_lab.hybrid()
     cpus = tuple(replace(cpu, capacity=1024 - cpu.id % 3) for cpu in machine.cpus)
@@ -153,7 +158,7 @@ def test_explain_shows_each_cache_and_core() -> None:
 
 def test_nodes_without_cpus_that_are_alike_share_a_line() -> None:
     text = show(topo_lab.lab("gb200-nvl4"))
-    assert "NUMANodes 2,10,18,26  186 GiB each  no CPUs, a GPU's memory\n" in text
+    assert "NUMANodes 2,10,18,26  186 GiB each  no CPUs, GPU or expansion memory\n" in text
     assert "NUMANodes 3-9,11-17,19-25,27-33  no CPUs, no memory\n" in text
     assert text.endswith("nodes  0-1  2-33\n             0-1   40    80\n            2-33   80    80\n")
 
@@ -164,7 +169,7 @@ def test_packages_of_a_virtual_machine_stand_in_its_one_node() -> None:
     machine = Machine(cpus, (node,), (), frozenset(range(64)), frozenset({0}), memory_kib=1 << 20)
     assert show(machine).splitlines()[1:3] == [
         "└── NUMANode 0  1 GiB  64 cores  PUs 0-63",
-        "    └── 64 x Package  LLC  1 core each  PUs 0 to 63",
+        "    └── 64 x Package  1 core each  PUs 0 to 63",
     ]
 
 

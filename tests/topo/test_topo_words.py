@@ -8,23 +8,27 @@ from hypothesis import strategies as st
 
 from launcher.cpulist import parse_cpulist
 from launcher.plan.model import Gpu, Nic, NumaNode
+from launcher.report.devices import describe_gpu, describe_nic
 from launcher.report.distances import describe_distances
 from launcher.report.palette import PALETTE, find_ink, lighten
 from launcher.report.parts import build_parts
 from launcher.report.ranks import name_ranks
 from launcher.report.switches import Switch, group_devices
-from launcher.report.wording import clean_text, describe_gpu, describe_nic, format_size, shorten_cpulist
+from launcher.wording import clean_text, format_size, shorten_cpulist
 from tests.topo import topo_lab
 
 
 @pytest.mark.parametrize(
     ("kib", "text"),
     [
+        (0, "0 KiB"),
         (512, "512 KiB"),
         (32768, "32 MiB"),
         (1023 << 20, "0.999 TiB"),
         (3 << 29, "1.5 TiB"),
         (395_812_736, "377 GiB"),
+        (1000 << 20, "0.977 TiB"),
+        (1 << 61, "2.1e+06 PiB"),
     ],
 )
 def test_sizes(kib: int, text: str) -> None:
@@ -43,7 +47,7 @@ def test_a_short_list_means_the_same(numbers: set[int]) -> None:
 
 def test_names_from_firmware_are_one_clean_line() -> None:
     assert clean_text(" a\n b\x1b[31m\x07 \udcff") == "a b?[31m? ?"
-    assert len(clean_text("x" * 300)) == 60
+    assert len(clean_text("x" * 300)) == 80
 
 
 def make_nodes(*rows: tuple[int, ...]) -> list[NumaNode]:

@@ -4,13 +4,7 @@ from dataclasses import replace
 
 from launcher.plan.model import Cache, Cpu, Gpu, Limits, Machine, Nic, NumaNode
 from tests.plan.plan_lab import Data, convert, load
-
-
-def find_path(device: Data) -> tuple[str, ...]:
-    """The PCI path that the lab's tree gives a device."""
-    domain, bus = device["bdf"].split(":")[:2]
-    switch = device.get("switch")
-    return (f"pci{domain}:{switch or bus}", f"{domain}:{switch}:00.0" if switch else f"{domain}:{bus}:1f.7")
+from tests.probe.probe_trees import find_path
 
 
 def furnish(data: Data) -> Machine:

@@ -1,9 +1,8 @@
-"""Sizes, CPU lists and names in the form that people read."""
+"""Sizes, counts, CPU lists and names in the form that people read."""
 
 from collections.abc import Collection
 
 from launcher.cpulist import format_cpulist
-from launcher.plan.model import Gpu, Nic
 
 UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 LONG_LIST = 40
@@ -18,9 +17,9 @@ def format_size(kib: float) -> str:
     return f"{value:.3g} {UNITS[unit]}"
 
 
-def count_things(number: int, singular: str, plural: str = "") -> str:
+def count_things(number: int, noun: str) -> str:
     """A number of things: `1 core`, `16 cores`."""
-    return f"{number} {singular if number == 1 else plural or singular + 's'}"
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def shorten_cpulist(numbers: Collection[int]) -> str:
@@ -49,23 +48,7 @@ def gather_strides(numbers: list[int]) -> list[str]:
     return pieces
 
 
-def clean_text(text: str, most: int = 60) -> str:
+def clean_text(text: str, most: int = 80) -> str:
     """A name from firmware on one line and without control characters, its end left out where it is long."""
     line = "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
     return line if len(line) <= most else f"{line[: most - 3]}..."
-
-
-def describe_gpu(gpu: Gpu) -> tuple[str, ...]:
-    """What is known of a GPU: its product name, memory, MIG instances."""
-    memory = format_size(gpu.memory_mib * 1024) if gpu.memory_mib else ""
-    mig = count_things(len(gpu.mig), "MIG instance") if gpu.mig else ""
-    name = clean_text(gpu.name) or ("AMD GPU" if gpu.vendor == "amd" else "")
-    return tuple(filter(None, (name, memory, mig)))
-
-
-def describe_nic(nic: Nic) -> tuple[str, ...]:
-    """What is known of a NIC: its link with the rate, whether it is up."""
-    rate = f"{nic.rate_gbps:g} Gb/s" if nic.rate_gbps else ""
-    link = clean_text(f"{nic.link_layer} {rate}")
-    state = "active" if link and nic.active else "" if nic.active else "down"
-    return tuple(filter(None, (link, state)))
