@@ -12,14 +12,14 @@ from pathlib import Path
 from launcher.doctor.finding import Case, Trial
 from launcher.doctor.judge import count_exit, judge
 from launcher.errors import UsageError
-from launcher.job import SHIM, plan_configured
+from launcher.job import SHIM, check_run_dir, plan_configured
 from launcher.plan.codec import plan_to_json
 from launcher.plan.model import Plan, RankPlan
 from launcher.probe.examine import read_health
 from launcher.probe.health import Health
 from launcher.report.console import make_console
 from launcher.report.findings import print_findings
-from launcher.runs.applied import compare_applied
+from launcher.runs.applied import compare_rank
 from launcher.runs.records import RunRecords, find_last_run, read_run
 from launcher.schema import LaunchConfig
 
@@ -33,8 +33,8 @@ def show_checkup(config: LaunchConfig, environ: Mapping[str, str]) -> int:
     """Print the findings; return 1 where one is an error or a warning, else 0."""
     config.binding.strict = False  # a placement that falls short is a finding here
     plan = plan_configured(config, environ)
-    here = config.machine.snapshot is None and os.path.realpath(config.machine.root) == "/"
     known = config.machine.snapshot is None
+    here = known and os.path.realpath(config.machine.root) == "/"
     run, reason = find_run(config, here)
     case = Case(
         plan=plan,
@@ -56,15 +56,27 @@ def show_checkup(config: LaunchConfig, environ: Mapping[str, str]) -> int:
 
 def find_run(config: LaunchConfig, here: bool) -> tuple[RunRecords | None, str]:
     """Return the run to compare, or why there is none; raises UsageError where the named one is no run."""
-    if config.run_dir:
+    if config.run_dir is not None:
+        check_run_dir(config.run_dir)
         path = Path(config.run_dir)
-        if not any(path.glob("plan-*.json")):
-            raise UsageError(f"run_dir={config.run_dir} holds no plan-HOST.json: name a run's directory")
+        check_run(path)
         return read_run(path), ""
     if not here:
         return None, "it is about this machine; run_dir=DIR compares a run"
     found = find_last_run(Path(config.runs_dir))
     return (read_run(found), "") if found else (None, f"no run below runs_dir={config.runs_dir} yet")
+
+
+def check_run(path: Path) -> None:
+    """Raise UsageError for what is no run directory, or is somebody else's."""
+    try:
+        planned = any(entry.match("plan-*.json") for entry in path.iterdir())
+    except PermissionError as error:
+        raise UsageError(f"run_dir={path} cannot be read ({error.strerror}): ask its owner") from None
+    except OSError:
+        planned = False
+    if not planned:
+        raise UsageError(f"run_dir={path} holds no plan-HOST.json: name a run's directory")
 
 
 def try_plan(plan: Plan) -> Trial:
@@ -94,6 +106,6 @@ def try_rank(rank: RankPlan, folder: str) -> Iterator[str]:
     records = [one for host in read_run(Path(folder)).hosts for one in host.records]
     own = [record for record in records if record.local_rank == rank.local_rank]
     for record in own:
-        yield from record.problems or compare_applied([rank], [record])
+        yield from record.problems or compare_rank(rank, record)
     if not own or done.returncode:
         yield f"local rank {rank.local_rank}: the shim ended with {done.returncode}, {len(own)} records"

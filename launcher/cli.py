@@ -114,20 +114,21 @@ def parse_command(argv: Sequence[str]) -> Command:
                 "nothing stands after `--`: give a program, as in `launch -- train.py --lr 3e-4`"
             )
     verb = words.pop(0) if words and words[0] in VERBS else "run"
-    if verb == "run" and words:
-        check_verbs(words)
+    check_verbs(verb, words)
     return Command(verb, tuple(words), program)
 
 
-def check_verbs(words: Sequence[str]) -> None:
+def check_verbs(verb: str, words: Sequence[str]) -> None:
     """Raise UsageError for a verb that does not stand first, and for a first word that is nearly one."""
     late = next((word for word in words if word in VERBS), None)
+    if late and verb in VERBS:
+        raise UsageError(f"{verb} and {late} are two verbs: give one, as in `launch {late}`")
     if late:
         raise UsageError(f"{late} is a verb, which stands first: launch {late} KEY=VALUE …")
-    if words[0].isalpha():
+    if verb not in VERBS and words and words[0].isalpha():
         import difflib
 
-        near = difflib.get_close_matches(words[0], VERBS, n=1, cutoff=0.8)
+        near = difflib.get_close_matches(words[0].lower(), VERBS, n=1, cutoff=0.8)
         if near:
             raise UsageError(f"there is no verb {words[0]!r}: did you mean {near[0]}?")
 

@@ -13,10 +13,11 @@ from launcher.launch.cluster import Cluster, choose_cluster
 from launcher.launch.program import render_program, resolve_program
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.launch.torchrun import parse_pairs, render_torchrun
-from launcher.node import honoured_environ, read_machine
+from launcher.node import MOST_RANKS, VISIBLE_DEVICES, honoured_environ, read_machine
 from launcher.plan.model import Plan, Request
 from launcher.plan.planner import plan
 from launcher.runs.rundir import RunDir, create_run_dir, open_run_dir
+from launcher.save import refuse_files
 from launcher.schema import LaunchConfig
 
 SHIM = Path(__file__).parent / "rank" / "__main__.py"
@@ -27,13 +28,8 @@ PET_DECIDED = ("PET_MODULE", "PET_RUN_PATH", "PET_NO_PYTHON", "PET_STANDALONE")
 """torchrun's variables for what `launch` decides itself; torchrun would take them beside our options."""
 BUNDLED = "train"
 """Option of the group `program` whose runs are named after their model."""
-DEVICE_NAMES = (
-    *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
-    *("LAUNCH_NIC", "NCCL_IB_HCA"),
-)
+DEVICE_NAMES = (*VISIBLE_DEVICES, "LAUNCH_NIC", "NCCL_IB_HCA")
 """Variables that name devices of this machine, which a snapshot's has not."""
-MOST_RANKS = 4096
-"""Ranks on a node: several times the threads of the largest; a slip of the finger must not fill memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +59,8 @@ def plan_job(composed: Composed, words: tuple[str, ...] | None, environ: Mapping
     check_least("torchrun.shutdown_timeout", config.torchrun.shutdown_timeout, 0)
     check_least("torchrun.max_restarts", config.torchrun.max_restarts or 0, 0)
     check_own_machine(config)
+    check_run_dir(config.run_dir)
+    refuse_files("launch", config)
     merged = {**environ, **config.env}
     cluster = choose_cluster(
         config.cluster.kind, config.nodes, config.node_rank, config.rdzv_endpoint, merged
@@ -152,6 +150,12 @@ def check_own_machine(config: LaunchConfig) -> None:
             f"machine.snapshot={config.machine.snapshot} is another machine, and a run reads the one that it "
             "is on: leave out machine=…, or see the other's plan with `launch plan` or dry_run=true"
         )
+
+
+def check_run_dir(path: str | None) -> None:
+    """Raise UsageError for an empty path: a run that was meant to go on must not start anew."""
+    if path == "":
+        raise UsageError("run_dir= is empty, perhaps from an unset shell variable: name a run's directory")
 
 
 def check_name(name: str | None) -> None:

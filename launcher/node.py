@@ -7,10 +7,23 @@ from launcher.errors import UsageError
 from launcher.plan.model import HONOURED, Machine
 from launcher.probe.machine import probe
 
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables that choose and number the GPUs of this machine."""
+MOST_RANKS = 4096
+"""Ranks on a node: several times the threads of the largest; a slip of the finger must not fill memory."""
+LARGEST = 64 << 20
+"""Bytes beyond which a file is no snapshot: the largest machine's has less than one MiB."""
+
 
 def read_machine(root: str, snapshot: str | None) -> Machine:
     """Return the machine below `root`, or a snapshot's; raises UsageError or MachineError."""
-    return load_snapshot(snapshot) if snapshot else probe(root)
+    if snapshot is None:
+        return probe(root)
+    if root != "/":
+        raise UsageError(
+            f"machine.snapshot={snapshot} and machine.root={root} are two machines: leave one of them out"
+        )
+    return load_snapshot(snapshot)
 
 
 def load_snapshot(path: str) -> Machine:
@@ -21,17 +34,29 @@ def load_snapshot(path: str) -> Machine:
     from launcher.plan.snapshot import parse_machine
 
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
+        with open(path, "rb") as file:
+            data = file.read(LARGEST + 1)  # a device may have no end
     except (OSError, ValueError) as error:
         raise UsageError(
             f"machine.snapshot={path} cannot be read ({getattr(error, 'strerror', '') or error}): "
             "give a path from here, or a file in conf/machine/"
         ) from None
     try:
-        return parse_machine(text)
+        return parse_machine(decode_text(data))
     except UsageError as error:
         raise UsageError(f"machine.snapshot={path}: {error}") from None
+
+
+def decode_text(data: bytes) -> str:
+    """Return a file's text; raises UsageError for what cannot be a snapshot's."""
+    try:
+        text = data.decode("utf-8-sig") if len(data) <= LARGEST else None
+        reason = f"it has over {LARGEST >> 20} MiB"
+    except UnicodeDecodeError as error:
+        text, reason = None, f"no UTF-8 text, {error.reason} at byte {error.start}"
+    if text is None:
+        raise UsageError(f"not a machine snapshot ({reason}): make one with `launch topo save=FILE`")
+    return text
 
 
 def honoured_environ(environ: dict[str, str]) -> tuple[tuple[str, str], ...]:

@@ -8,12 +8,19 @@ import secrets
 from pathlib import Path
 
 from launcher.errors import MachineError, UsageError
+from launcher.node import LARGEST
 from launcher.plan.codec import KIND
+from launcher.schema import LaunchConfig
 
-LARGEST = 64 << 20
-"""Bytes beyond which a file is taken for no snapshot without being read."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """What the machine, not the command line, is to blame for."""
+
+
+def refuse_files(verb: str, config: LaunchConfig) -> None:
+    """Raise UsageError for a file that `launch topo` alone writes; `verb` is the command that was given."""
+    for key, name in (("save", config.save), ("image", config.image)):
+        if name is not None:
+            raise UsageError(f"`{verb}` writes no {key}={name}: ask for it with `launch topo {key}=…`")
 
 
 def check_target(key: str, name: str) -> None:

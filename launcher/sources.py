@@ -49,7 +49,7 @@ class Sources:
 
         A name that leads to no file is returned as it is.
         """
-        if not name:
+        if name is None:
             return None
         try:
             beside = (folder / group / name for folder in self.folders)

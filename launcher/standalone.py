@@ -6,14 +6,12 @@ Every rank's start pays for this, so imports count.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from launcher.node import honoured_environ
+from launcher.errors import UsageError
+from launcher.node import MOST_RANKS, VISIBLE_DEVICES, honoured_environ
 from launcher.plan.codec import rank_to_json
 from launcher.plan.model import Gpu, Machine, Plan, RankPlan, Request
 from launcher.plan.planner import plan
 from launcher.probe.machine import probe
-
-DEVICE_NAMES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""Variables that have done their work where the GPUs of a machine are picked by hand."""
 
 
 def plan_for_rank(
@@ -29,6 +27,11 @@ def plan_for_rank(
     `cpus` are those of all ranks of the node, or, where they are not known (`alone`), this rank's.
     Raises UsageError and MachineError as `plan` does.
     """
+    if local_world_size and local_world_size > MOST_RANKS:
+        raise UsageError(
+            f"this node is said to have {local_world_size} ranks, and the most is {MOST_RANKS}: "
+            "correct LOCAL_WORLD_SIZE, or the like of the launcher that started them"
+        )
     request = Request(
         # A rank that keeps its CPUs need not know how many it has beside it.
         nproc_per_node=local_world_size or (local_rank + 1 if alone else None),
@@ -122,8 +125,8 @@ def keep_cpus(machine: Machine, request: Request, rank: RankPlan) -> Plan:
 
 
 def forget_devices(request: Request) -> Request:
-    """Return the request without the variables that name devices."""
-    kept = tuple((name, value) for name, value in request.environ if name not in DEVICE_NAMES)
+    """Return the request without the variables that choose devices: these have done their work."""
+    kept = tuple((name, value) for name, value in request.environ if name not in VISIBLE_DEVICES)
     return replace(request, environ=kept)
 
 

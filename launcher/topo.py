@@ -1,13 +1,17 @@
 """`launch topo`: shows the machine, saves a snapshot of it, and draws it with the ranks."""
 
 import json
+import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from launcher.errors import UsageError
 from launcher.job import FORMATS, check_choice, check_strings, plan_configured
 from launcher.node import read_machine
+from launcher.overrides import quote_value
 from launcher.plan.codec import machine_to_json
 from launcher.plan.model import Machine
 from launcher.plan.topology import gather_cores, split_classes
@@ -15,6 +19,8 @@ from launcher.save import check_snapshot, check_target, write_file
 from launcher.schema import LaunchConfig
 
 IMAGES = (".svg", ".png")
+SIMPLE = re.compile(r"[\w./ -]+")
+"""Names that an override takes as they are."""
 
 
 def show_topo(config: LaunchConfig, environ: Mapping[str, str]) -> int:
@@ -30,6 +36,7 @@ def show_topo(config: LaunchConfig, environ: Mapping[str, str]) -> int:
         check_snapshot(config.save)
     if config.image is not None:
         check_target("image", config.image)
+        check_apart(config.image, config.save)
         machine = draw(config, environ, config.image, ending)
     else:
         machine = read_machine(config.machine.root, config.machine.snapshot)
@@ -53,8 +60,22 @@ def format_snapshot(machine: Machine) -> str:
 def save(machine: Machine, name: str) -> None:
     """Write a snapshot and say how it is used; raises UsageError or MachineError."""
     write_file("save", name, format_snapshot(machine).encode())
-    use = shlex.join(["launch", "plan", f"machine.snapshot={name}"])
-    sys.stderr.write(f"launch: the machine is saved in {name}; plan for it anywhere: {use}\n")
+    use = ""
+    if name.isprintable() and Path(name).is_file():
+        value = name if SIMPLE.fullmatch(name) else quote_value(name)
+        use = f"; plan for it anywhere: {shlex.join(['launch', 'plan', f'machine.snapshot={value}'])}"
+    sys.stderr.write(f"launch: the machine is saved in {show_name(name)}{use}\n")
+
+
+def show_name(name: str) -> str:
+    """A file's name on one line."""
+    return name if name.isprintable() else repr(name)
+
+
+def check_apart(image: str, save: str | None) -> None:
+    """Raise UsageError where the picture and the snapshot would be one file."""
+    if save is not None and os.path.realpath(image) == os.path.realpath(save):
+        raise UsageError(f"image={image} and save={save} are one file: name two")
 
 
 def check_ending(image: str | None) -> str:
@@ -79,7 +100,7 @@ def draw(config: LaunchConfig, environ: Mapping[str, str], name: str, ending: st
     write_file("image", name, render_svg(picture) if ending == ".svg" else render_png(picture))
     for warning in plan.warnings:
         sys.stderr.write(f"launch: warning: {warning}\n")
-    sys.stderr.write(f"launch: the machine is drawn in {name}, with the ranks on it\n")
+    sys.stderr.write(f"launch: the machine is drawn in {show_name(name)}, with the ranks on it\n")
     return plan.machine
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from launcher.errors import UsageError
 from launcher.job import plan_configured
+from launcher.save import refuse_files
 from launcher.schema import LaunchConfig
 from launcher.sources import Sources
 
@@ -13,6 +14,8 @@ from launcher.sources import Sources
 def show(verb: str, config: LaunchConfig, sources: Sources) -> int:
     """Do what `launch VERB` asks; return the exit code."""
     environ = {**os.environ, **config.env}
+    if verb != "topo":
+        refuse_files(f"launch {verb}", config)
     if verb == "plan":
         return show_plan(config, environ)
     if verb == "topo":

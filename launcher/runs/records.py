@@ -107,7 +107,9 @@ def read_file(path: Path) -> str:
 def describe_damage(path: Path, error: Exception) -> str:
     """Say which file cannot be read, and why."""
     reason = (
-        str(error) if isinstance(error, OSError | json.JSONDecodeError) else f"not as expected, {error!r}"
+        str(error)
+        if isinstance(error, OSError | json.JSONDecodeError | UnicodeDecodeError)
+        else f"not as expected, {error!r}"
     )
     return f"{path.name} cannot be read ({reason[:200]})"
 

@@ -8,11 +8,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tests.benchmarks.growth import bench_growth
-from tests.benchmarks.machines import make_folder
 from tests.benchmarks.planners import bench_planners
 from tests.benchmarks.probing import bench_command, bench_probe
 from tests.benchmarks.shim import bench_shim
 from tests.benchmarks.start import bench_start
+from tests.probe.probe_trees import short_lived
 
 TIMED: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
     "start": (bench_start, 10),
@@ -39,7 +39,7 @@ def main() -> None:
             bench_planners()
             continue
         bench, usual = TIMED[name]
-        with make_folder() as folder:
+        with short_lived() as folder:
             bench(folder, *(rounds or [usual]))
 
 

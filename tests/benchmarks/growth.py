@@ -18,8 +18,6 @@ from tests.benchmarks.shim import SHIM
 from tests.conftest import clean_environ
 
 SIZES = (8, 32, 128, 256, 512, 1024)
-WHATS = ("cold", "probe", "plan", "values", "shim")
-BASES = ("nothing", "bare")
 
 
 def bench_growth(folder: Path, rounds: int) -> None:

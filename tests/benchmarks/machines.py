@@ -1,24 +1,8 @@
-"""Machines written out as files for the benchmarks, in memory as sysfs is."""
+"""Machines written out as files for the benchmarks."""
 
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from tests.plan.plan_lab import Data, fsroot
-
-MEMORY = Path("/dev/shm")
-ROOM = 2**30
-"""Bytes that the largest tree needs and some to spare: each of its 40,000 files takes a page."""
-
-
-@contextmanager
-def make_folder() -> Iterator[Path]:
-    """A temporary folder in memory where /dev/shm has room (some containers have 64 MB), else on disk."""
-    roomy = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= ROOM
-    with tempfile.TemporaryDirectory(dir=MEMORY if roomy else None) as name:
-        yield Path(name)
 
 
 def write_tree(data: Data, folder: Path) -> Path:

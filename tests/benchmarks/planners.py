@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from itertools import count, islice
 from random import Random
 
-from tests.benchmarks.machines import make_folder, write_tree
+from tests.benchmarks.machines import write_tree
 from tests.benchmarks.peers import Ask, Placed, ask_launch, ask_numa_set, start_torch
 from tests.plan.plan_lab import NAMES, Data, fsroot, load, score
 from tests.plan.plan_random import describe_machine
+from tests.probe.probe_trees import short_lived
 
 MEASURES = ("ROB", "LOC", "EXC", "SMT", "SPAN", "MEM", "BAL", "L3", "IDLE")
 OURS, THEIRS = "launch exclusive", "torchrun exclusive"
@@ -62,7 +63,7 @@ def start_planners() -> Iterator[tuple[Ask, ...]]:
 
 def judge_machine(asks: Sequence[Ask], data: Data) -> Row:
     """Judge every planner on a machine, which is written out for the time."""
-    with make_folder() as folder:
+    with short_lived() as folder:
         root = write_tree(data, folder)
         placed = {name: made for ask in asks for name, made in ask(data, root).items()}
     return {name: judge(data, made) for name, made in placed.items()}

@@ -62,6 +62,22 @@ def test_a_verb_in_the_wrong_place_or_misspelt(launch: Launch) -> None:
     launch("nodes=1", "plan").assert_error(2, "plan is a verb", "launch plan KEY=VALUE")
     launch("-m", "topo").assert_error(2, "topo is a verb")
     launch("doktor").assert_error(2, "no verb 'doktor'", "did you mean doctor?")
+    launch("Plan").assert_error(2, "no verb 'Plan'", "did you mean plan?")
+    launch("plan", "topo").assert_error(2, "plan and topo are two verbs")
+
+
+def test_a_path_of_an_unset_shell_variable(launch: Launch, here: Path) -> None:
+    launch("run_dir=", "--", "true").assert_error(2, "run_dir= is empty", "name a run's directory")
+    launch("doctor", "run_dir=").assert_error(2, "run_dir= is empty")
+    launch("plan", "machine.snapshot=").assert_error(2, "machine.snapshot= cannot be read")
+    assert not list(here.iterdir())
+
+
+def test_files_that_topo_alone_writes(launch: Launch, here: Path) -> None:
+    launch("plan", "save=a").assert_error(2, "`launch plan` writes no save=a", "`launch topo save=…`")
+    launch("doctor", "image=a.svg").assert_error(2, "`launch doctor` writes no image=a.svg")
+    launch("save=a", "--", "true").assert_error(2, "`launch` writes no save=a")
+    assert not list(here.iterdir())
 
 
 def test_nodes_that_are_not_here_say_how(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:

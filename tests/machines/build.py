@@ -1,7 +1,6 @@
 """The snapshots and options of the shipped machines, made of their descriptions."""
 
 import json
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from textwrap import wrap
@@ -9,6 +8,7 @@ from textwrap import wrap
 from launcher.plan.codec import machine_to_json
 from launcher.plan.model import Gpu, Limits, Machine, Nic
 from launcher.probe.machine import probe
+from tests.probe.probe_trees import short_lived
 
 from .tree import Data, write_tree
 
@@ -25,8 +25,8 @@ def read_description(name: str) -> Data:
 
 def build_machine(data: Data) -> Machine:
     """Probe the tree of a description, and set what a tree cannot show or only stands in for."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_tree(data, Path(folder))
+    with short_lived() as folder:
+        write_tree(data, folder)
         found = probe(folder)
     return replace(
         found,

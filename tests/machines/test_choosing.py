@@ -11,6 +11,7 @@ from launcher.cli import VERBS
 from launcher.completion import answer_query
 from tests.conftest import Result
 from tests.plan.plan_lab import fsroot, load
+from tests.probe.probe_trees import short_lived
 
 from .build import NAMES, SHIPPED
 
@@ -93,6 +94,33 @@ def test_a_damaged_snapshot_is_named(here: Path, launch: Launch) -> None:
     assert "conf/machine/ours.json: not a machine snapshot" in result.err.splitlines()[-1]
 
 
+def test_what_is_no_text_or_has_no_end_is_no_snapshot(here: Path, launch: Launch) -> None:
+    (here / "binary").write_bytes(b"{}\xff\xfe")
+    launch("plan", "machine.snapshot=binary").assert_error(2, "binary: not a machine snapshot (no UTF-8 text")
+    launch("plan", "machine.snapshot=/dev/zero").assert_error(
+        2, "it has over 64 MiB", "launch topo save=FILE"
+    )
+
+
+def test_a_byte_order_mark_is_skipped(here: Path, launch: Launch) -> None:
+    (here / "marked.json").write_text((SHIPPED / "gh200.json").read_text(), encoding="utf-8-sig")
+    assert plan(launch, "machine.snapshot=marked.json") == plan(launch, "machine=gh200")
+
+
+def test_two_machines_at_once_are_refused(here: Path, launch: Launch) -> None:
+    for verb in ("plan", "topo", "doctor"):
+        done = launch(verb, "machine=gh200", f"machine.root={here}")
+        done.assert_error(2, "gh200.json", f"machine.root={here}", "two machines: leave one of them out")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_where_a_machine_is_known_from_is_told_whole(launch: Launch, name: str) -> None:
+    data = json.loads((SHIPPED / f"{name}.json").read_text())
+    shown = " ".join(launch("topo", f"machine={name}").out.split())
+    assert shown.startswith(f"Machine {data['name']} ")
+    assert f"source {' '.join(data['source'].split())}" in shown
+
+
 @pytest.mark.parametrize("words", [["machine=dgx_h100"], ["machine.snapshot=dgx_h100.json"]])
 def test_a_run_is_planned_on_the_machine_that_runs_it(launch: Launch, words: list[str]) -> None:
     launch(*words, "--", "true").assert_error(2, "dgx_h100.json", "leave out machine=", "dry_run=true")
@@ -119,11 +147,12 @@ def test_a_thread_count_of_ones_own_travels(launch: Launch, monkeypatch: pytest.
 
 
 def test_a_written_out_machine_is_planned_with_the_device_list(
-    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = fsroot.materialize(load("dgx-h100"), tmp_path / "root")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
-    assert list_pci(plan(launch, f"machine.root={root}")) == ["0000:52:00.0"]
+    with short_lived() as root:
+        fsroot.materialize(load("dgx-h100"), root)
+        assert list_pci(plan(launch, f"machine.root={root}")) == ["0000:52:00.0"]
 
 
 def test_a_rank_for_each_cpu_is_one_of_the_planned_machines(launch: Launch) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from launcher.errors import UsageError
 from launcher.plan.model import Machine, Plan, RankPlan, Request
 from launcher.plan.planner import plan
 from launcher.standalone import plan_for_rank, plan_rank
@@ -153,3 +154,9 @@ except AttributeError as error:
     environ = {"PYTHONPATH": str(SHIM.parents[2])}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     assert done.stdout == "module 'inspect' has no attribute 'nothing'\n"
+
+
+def test_an_absurd_count_of_ranks_is_refused_before_it_fills_memory() -> None:
+    cpus = frozenset({0})
+    with pytest.raises(UsageError, match="said to have 99999999 ranks, and the most is 4096"):
+        plan_for_rank(1, 99_999_999, {}, cpus=cpus, alone=False)
