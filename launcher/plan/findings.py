@@ -138,6 +138,6 @@ def find_quota(machine: Machine, cores: Sequence[Cores]) -> Iterator[str]:
         yield (
             f"the cgroup's quota gives this job the time of {quota:g} CPUs, on {total:.3g} cores, and the "
             "kernel halts what goes beyond: workers and threads are counted within "
-            f"{quota / len(cores):.3g} for each of {len(cores)} ranks: raise the CPU limit (Kubernetes: "
-            "resources.limits.cpu) or remove it"
+            f"{quota / len(cores):.3g} for each of {len(cores)} ranks: raise the CPU limit "
+            "(resources.limits.cpu in Kubernetes) or remove it"
         )

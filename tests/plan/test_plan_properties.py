@@ -152,6 +152,16 @@ def keep_set(request: Request) -> Sequence[str]:
 
 @given(MACHINES, st.integers(1, 30))
 @settings(max_examples=300, deadline=None)
+def test_a_warning_ends_with_its_fix_after_the_last_colon(machine: Machine, ranks: int) -> None:
+    assume(find_usable(machine))
+    for warning in set(plan(machine, Request(ranks)).warnings) - set(machine.warnings):
+        what, colon, fix = warning.rpartition(": ")
+        assert what and colon
+        assert what.count("(") == what.count(")") and fix.count("(") == fix.count(")"), warning
+
+
+@given(MACHINES, st.integers(1, 30))
+@settings(max_examples=300, deadline=None)
 def test_nothing_is_shared_or_idle_where_cores_suffice(machine: Machine, ranks: int) -> None:
     assume(find_usable(machine))
     made = plan(machine, Request(ranks))

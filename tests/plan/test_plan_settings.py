@@ -147,7 +147,7 @@ def test_a_quota_bounds_workers_and_threads_and_not_masks(
 def test_a_quota_that_is_too_small_is_one_warning_with_its_fix() -> None:
     (warning,) = with_quota("dgx-h100", 32).warnings
     assert "the time of 32 CPUs, on 112 cores" in warning
-    assert "within 4 for each of 8 ranks: raise the CPU limit (Kubernetes: resources.limits.cpu)" in warning
+    assert "within 4 for each of 8 ranks: raise the CPU limit (resources.limits.cpu in Kubernetes)" in warning
 
 
 def test_a_quota_leaves_spare_cores_to_workers_where_it_reaches_so_far() -> None:
