@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Mapping
 
-from launcher.errors import UsageError
 from launcher.job import plan_configured
 from launcher.save import refuse_files
 from launcher.schema import LaunchConfig
@@ -12,7 +11,7 @@ from launcher.sources import Sources
 
 
 def show(verb: str, config: LaunchConfig, sources: Sources) -> int:
-    """Do what `launch VERB` asks; return the exit code."""
+    """Do what `launch plan`, `topo` or `doctor` asks; return the exit code."""
     environ = {**os.environ, **config.env}
     if verb != "topo":
         refuse_files(f"launch {verb}", config)
@@ -22,11 +21,9 @@ def show(verb: str, config: LaunchConfig, sources: Sources) -> int:
         from launcher.topo import show_topo
 
         return show_topo(config, environ)
-    if verb == "doctor":
-        from launcher.checkup import show_checkup
+    from launcher.checkup import show_checkup
 
-        return show_checkup(config, environ)
-    raise UsageError(f"launch {verb} is not there yet")
+    return show_checkup(config, environ)
 
 
 def show_plan(config: LaunchConfig, environ: Mapping[str, str]) -> int:
