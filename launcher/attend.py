@@ -171,8 +171,8 @@ def describe_job(job: Job, run: RunDir, own_files: Sequence[str]) -> list[str]:
         lines.append(f"the ranks start when {job.cluster.min_nodes} nodes have met at {job.cluster.endpoint}")
     if own_files:
         lines.append(f"configuration from {', '.join(own_files)}")
-    if job.words is not None and job.composed.choices.get("model") not in (None, "tiny"):
+    if job.words is not None and job.choices.get("model") not in (None, "tiny"):
         lines.append(
-            f"model={job.composed.choices['model']} is not used: the program after -- has its own arguments"
+            f"model={job.choices['model']} is not used: the program after -- has its own arguments"
         )
     return lines

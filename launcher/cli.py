@@ -13,9 +13,14 @@ from launcher.errors import EXIT_MACHINE, LaunchError, UsageError
 
 if TYPE_CHECKING:
     from launcher.flags import Flags
+    from launcher.schema import LaunchConfig
 
-VERBS = ("plan", "topo", "doctor")
+VERBS = ("plan", "topo", "doctor", "status", "logs", "cancel")
 """Words that may stand first; without one, a command line runs a job."""
+OF_RUNS = ("status", "logs", "cancel")
+"""Verbs that take names of runs or numbers of jobs."""
+FOLLOW = ("-f", "--follow")
+"""`follow=true` as `tail` writes it, for `launch logs`."""
 LONGEST = 800
 """Characters of an error."""
 INTERNAL = 70
@@ -29,6 +34,8 @@ class Command:
     verb: str
     words: tuple[str, ...]
     """Overrides and Hydra's flags."""
+    names: tuple[str, ...]
+    """Runs and jobs, for the verbs that take them."""
     program: tuple[str, ...] | None
     """What stands after the first `--`; None where there is none."""
 
@@ -115,12 +122,16 @@ def parse_command(argv: Sequence[str]) -> Command:
             )
     verb = words.pop(0) if words and words[0] in VERBS else "run"
     check_verbs(verb, words)
-    return Command(verb, tuple(words), program)
+    names: list[str] = []
+    if verb in OF_RUNS:
+        names = [word for word in words if "=" not in word and not word.startswith(("-", "~"))]
+        words = ["follow=true" if word in FOLLOW else word for word in words if word not in names]
+    return Command(verb, tuple(words), tuple(names), program)
 
 
 def check_verbs(verb: str, words: Sequence[str]) -> None:
     """Raise UsageError for a verb that does not stand first, and for a first word that is nearly one."""
-    late = next((word for word in words if word in VERBS), None)
+    late = next((word for word in words if word in VERBS and verb not in OF_RUNS), None)
     if late and verb in VERBS:
         raise UsageError(f"{verb} and {late} are two verbs: give one, as in `launch {late}`")
     if late:
@@ -167,8 +178,14 @@ def run_sweep(flags: "Flags", command: Command, argv: Sequence[str]) -> int:
     from launcher.runs.secrets import mask_words
 
     jobs = expand_sweep(flags.sources, flags.overrides)
-    for overrides in jobs:
-        resolve(compose(flags.sources, overrides))  # a mistake in the last job shows before the first runs
+    # A mistake in the last job shows before the first runs.
+    composed = [compose(flags.sources, overrides) for overrides in jobs]
+    if command.verb == "run" and all(is_for_slurm(resolve(each)) for each in composed):
+        from launcher.batch.submit import submit_jobs
+        from launcher.job import draft_job
+
+        drafts = [draft_job(each, command.program, os.environ) for each in composed]
+        return submit_jobs(drafts, argv, flags.sources.list_own(composed[0].choices))
     first = 0
     for number, overrides in enumerate(jobs, 1):
         sys.stderr.write(f"launch: job {number} of {len(jobs)}: {' '.join(mask_words(overrides))}\n")
@@ -177,6 +194,16 @@ def run_sweep(flags: "Flags", command: Command, argv: Sequence[str]) -> int:
         if status - 128 in STOPPING:
             break
     return first
+
+
+def is_for_slurm(config: "LaunchConfig") -> bool:
+    """Tell whether a job is to be submitted: those of a sweep go to the queue together."""
+    from launcher.launch.cluster import choose_cluster
+
+    return config.cluster.kind == "slurm" or (
+        config.cluster.kind == "auto"
+        and choose_cluster("auto", config.nodes, None, None, os.environ).kind == "slurm"
+    )
 
 
 def run_verb(flags: "Flags", command: Command, argv: Sequence[str]) -> int:
@@ -188,18 +215,27 @@ def run_verb(flags: "Flags", command: Command, argv: Sequence[str]) -> int:
         sys.stderr.write(f"launch: warning: {doubt}\n")
     own_files = flags.sources.list_own(composed.choices)
     if command.verb != "run":
-        from launcher.verbs import show
+        from launcher.verbs.dispatch import show
 
         name_files(own_files)
-        return show(command.verb, resolve(composed), flags.sources)
+        return show(command.verb, resolve(composed), command.names)
+    from launcher.job import draft_job
+
+    draft = draft_job(composed, command.program, os.environ)
+    if draft.cluster.kind == "slurm":
+        from launcher.batch.submit import submit_jobs
+
+        return submit_jobs([draft], argv, own_files)
     from launcher.execute import execute_job, preview_job
-    from launcher.job import plan_job
 
-    job = plan_job(composed, command.program, os.environ)
-    if job.config.dry_run:
+    if draft.config.dry_run:
         name_files(own_files)
-        return preview_job(job)
-    return execute_job(job, argv, own_files)
+        return preview_job(draft)
+    if draft.cluster.kind == "allocation":
+        from launcher.batch.head import run_allocation
+
+        return run_allocation(draft, argv, own_files)
+    return execute_job(draft, argv, own_files)
 
 
 def name_files(own_files: Sequence[str]) -> None:

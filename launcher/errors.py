@@ -24,3 +24,9 @@ class MachineError(LaunchError):
     """The machine cannot do what was asked."""
 
     exit_code = EXIT_MACHINE
+
+
+class SchedulerError(LaunchError):
+    """The scheduler refused, or does not answer."""
+
+    exit_code = EXIT_SCHEDULER

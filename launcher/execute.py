@@ -11,24 +11,28 @@ from pathlib import Path
 
 from launcher.attend import attend_job
 from launcher.conclude import conclude_job
-from launcher.config import dump_yaml, resolve
+from launcher.config import dump_yaml
 from launcher.errors import EXIT_MACHINE, MachineError
-from launcher.job import Job, build_environ, open_target, render_agent
+from launcher.job import Draft, Job, build_environ, open_target, plan_job, render_agent
 from launcher.launch.supervise import Supervisor
 from launcher.plan.codec import plan_to_json
 from launcher.runs.logs import measure_file, read_tail
 from launcher.runs.manifest import describe_start, write_manifest
 from launcher.runs.rundir import RunDir, write_json, write_private
 from launcher.runs.secrets import mask_tree
+from launcher.schema import LaunchConfig
 
 AGENT_LINES = 2000
 """Last lines of the agent's log that are searched for its report."""
 
 
-def execute_job(job: Job, argv: Sequence[str], own_files: Sequence[str]) -> int:
-    """Run the job to its end and return the exit code; raises UsageError or MachineError before it starts."""
-    run, manifest = prepare_run(job, argv)
-    command = render_agent(job, resolve(job.composed, run.path), run.id)
+def execute_job(draft: Draft, argv: Sequence[str], own_files: Sequence[str]) -> int:
+    """Run a job here to its end and return the exit code; raises UsageError or MachineError before it starts."""
+    job = plan_job(draft)
+    run, manifest = prepare_run(draft, argv, [job.host])
+    job = job.settle(draft.settle(run.path))
+    write_plan(run, job)
+    command = render_agent(job, run.id)
     attendant = attend_job(job, run, manifest, own_files)
     log = run.agent_log(job.host)
     log_begin, started = measure_file(log), time.monotonic()
@@ -47,27 +51,41 @@ def execute_job(job: Job, argv: Sequence[str], own_files: Sequence[str]) -> int:
     return status
 
 
-def prepare_run(job: Job, argv: Sequence[str]) -> tuple[RunDir, dict[str, object]]:
-    """Make the run directory with plan, configuration and manifest; raises MachineError, leaving nothing."""
-    config = job.config
+def prepare_run(
+    draft: Draft, argv: Sequence[str], hosts: Sequence[str]
+) -> tuple[RunDir, dict[str, object]]:
+    """Make the run directory with configuration and manifest; raises MachineError, leaving nothing."""
+    config = draft.config
     run = None
     try:
-        run = open_target(job)
-        write_json(run.plan_path(job.host), plan_to_json(job.plan))
-        resolve(job.composed, run.path)
-        keep_config(run, dump_yaml(job.composed, mask_tree))
-        manifest = describe_start(run, ["launch", *argv], job.composed.choices)
-        manifest["hosts"] = [job.host]
+        run = open_target(draft)
+        draft.settle(run.path)
+        keep_config(run, dump_yaml(draft.composed, mask_tree))
+        manifest = describe_start(run, ["launch", *argv], draft.composed.choices)
+        manifest["hosts"] = list(hosts)
         write_manifest(run, manifest)
     except OSError as error:
         if run and not config.run_dir:
             remove_run(run)
-        key, target = ("run_dir", config.run_dir) if config.run_dir else ("runs_dir", config.runs_dir)
-        where = f"{error.filename or target} ({error.strerror})"
-        raise MachineError(
-            f"cannot write the run directory, {where}: set {key}=DIR to another place"
-        ) from None
+        raise refuse_run(config, error) from None
     return run, manifest
+
+
+def write_plan(run: RunDir, job: Job) -> None:
+    """Write this node's plan into the run directory; raises MachineError."""
+    try:
+        write_json(run.plan_path(job.host), plan_to_json(job.plan))
+    except OSError as error:
+        if not job.config.run_dir:
+            remove_run(run)
+        raise refuse_run(job.config, error) from None
+
+
+def refuse_run(config: LaunchConfig, error: OSError) -> MachineError:
+    """Return the error for a run directory that cannot be written."""
+    key, target = ("run_dir", config.run_dir) if config.run_dir else ("runs_dir", config.runs_dir)
+    where = f"{error.filename or target} ({error.strerror})"
+    return MachineError(f"cannot write the run directory, {where}: set {key}=DIR to another place")
 
 
 def keep_config(run: RunDir, text: str) -> None:
@@ -86,12 +104,13 @@ def remove_run(run: RunDir) -> None:
             folder.rmdir()
 
 
-def preview_job(job: Job) -> int:
+def preview_job(draft: Draft) -> int:
     """Show the plan and the command, and start nothing: `dry_run=true`."""
     from launcher.report.console import make_console
     from launcher.report.placement import print_placement
 
+    job = plan_job(draft)
     print_placement(make_console(), job.plan, explain=job.config.explain)
-    command = render_agent(job, resolve(job.composed, Path("RUN_DIR")), "RUN_ID")
+    command = render_agent(job.settle(draft.settle(Path("RUN_DIR"))), "RUN_ID")
     sys.stdout.write(shlex.join(command) + "\n")
     return 0

@@ -1,9 +1,9 @@
-"""A job on this node: from a configuration to what is to be started, and from there to its end."""
+"""A job: from a configuration to what is to be run, and on a node to what is to be started there."""
 
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from launcher.launch.cluster import Cluster, choose_cluster
 from launcher.launch.program import render_program, resolve_program
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.launch.torchrun import parse_pairs, render_torchrun
-from launcher.node import MOST_RANKS, VISIBLE_DEVICES, honoured_environ, read_machine
+from launcher.node import MOST_RANKS, VISIBLE_DEVICES, honoured_environ, name_host, read_machine
 from launcher.plan.model import Plan, Request
 from launcher.plan.planner import plan
 from launcher.runs.rundir import RunDir, create_run_dir, open_run_dir
@@ -33,11 +33,29 @@ DEVICE_NAMES = (*VISIBLE_DEVICES, "LAUNCH_NIC", "NCCL_IB_HCA")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """All that is decided before anything is written or started."""
+class Draft:
+    """What the command line and the configuration say, before a run directory is made or a machine read."""
 
     composed: Composed
     config: LaunchConfig
+    words: tuple[str, ...] | None
+    """The program as given after `--`; None for the configured one."""
+    cluster: Cluster
+    environ: Mapping[str, str]
+    """The user's environment with `env.*` over it."""
+
+    def settle(self, run_dir: Path) -> LaunchConfig:
+        """Return the configuration with `${run_dir}` in it resolved; raises UsageError."""
+        return resolve(self.composed, run_dir)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job as one node runs it."""
+
+    config: LaunchConfig
+    choices: Mapping[str, str]
+    """Option chosen for each group of the configuration."""
     words: tuple[str, ...] | None
     """The program as given after `--`; None for the configured one."""
     cluster: Cluster
@@ -46,9 +64,13 @@ class Job:
     """The user's environment with `env.*` over it."""
     host: str
 
+    def settle(self, config: LaunchConfig) -> "Job":
+        """Return the same job with the configuration that knows its run directory."""
+        return replace(self, config=config)
 
-def plan_job(composed: Composed, words: tuple[str, ...] | None, environ: Mapping[str, str]) -> Job:
-    """Decide where and how to run; raises UsageError or MachineError, and writes nothing."""
+
+def draft_job(composed: Composed, words: tuple[str, ...] | None, environ: Mapping[str, str]) -> Draft:
+    """Check a job and decide where it runs; raises UsageError or MachineError, and writes nothing."""
     config = resolve(composed)
     check_strings(asdict(config))
     check_variables(config.env)
@@ -65,10 +87,15 @@ def plan_job(composed: Composed, words: tuple[str, ...] | None, environ: Mapping
     cluster = choose_cluster(
         config.cluster.kind, config.nodes, config.node_rank, config.rdzv_endpoint, merged
     )
-    placed = plan_configured(config, merged)
-    job = Job(composed, config, words, cluster, placed, merged, os.uname().nodename)
-    find_program(job, config)
-    return job
+    find_program(words, config, merged)
+    return Draft(composed, config, words, cluster, merged)
+
+
+def plan_job(draft: Draft) -> Job:
+    """Plan this node for a job; raises UsageError or MachineError."""
+    placed = plan_configured(draft.config, draft.environ)
+    choices, host = draft.composed.choices, name_host(draft.environ)
+    return Job(draft.config, choices, draft.words, draft.cluster, placed, draft.environ, host)
 
 
 def plan_configured(config: LaunchConfig, environ: Mapping[str, str]) -> Plan:
@@ -168,36 +195,38 @@ def check_name(name: str | None) -> None:
         )
 
 
-def find_program(job: Job, config: LaunchConfig) -> tuple[str, ...]:
+def find_program(
+    words: tuple[str, ...] | None, config: LaunchConfig, environ: Mapping[str, str]
+) -> tuple[str, ...]:
     """Return the words of the program; raises UsageError where it is not there or cannot be run."""
-    words = job.words
     if words is None:
         words = render_program(config.program, {"model": config.model, "data": config.data})
-    return resolve_program(words, job.environ)
+    return resolve_program(words, environ)
 
 
-def name_run(job: Job) -> str:
+def name_run(draft: Draft) -> str:
     """Return the run's name: as given, else the program's, else the model's."""
-    if job.config.name:
-        return job.config.name
-    if job.words is None:
-        program = job.composed.choices.get("program", "run")
-        return job.composed.choices.get("model", "run") if program == BUNDLED else program
-    named = job.words[1].rpartition(".")[2] if job.words[0] == "-m" else Path(job.words[0]).stem
+    if draft.config.name:
+        return draft.config.name
+    if draft.words is None:
+        program = draft.composed.choices.get("program", "run")
+        return draft.composed.choices.get("model", "run") if program == BUNDLED else program
+    named = draft.words[1].rpartition(".")[2] if draft.words[0] == "-m" else Path(draft.words[0]).stem
     return named or "run"
 
 
-def open_target(job: Job) -> RunDir:
+def open_target(draft: Draft) -> RunDir:
     """Make or open the run directory; raises OSError."""
-    config = job.config
+    config = draft.config
     if config.run_dir:
         return open_run_dir(Path(config.run_dir), config.node_rank)
-    return create_run_dir(Path(config.runs_dir), name_run(job), datetime.now().astimezone())
+    return create_run_dir(Path(config.runs_dir), name_run(draft), datetime.now().astimezone())
 
 
-def render_agent(job: Job, config: LaunchConfig, rdzv_id: str) -> tuple[str, ...]:
-    """Return torchrun's command line; `config` has the run directory resolved in it."""
-    own, cluster, environ = config.torchrun, job.cluster, job.environ
+def render_agent(job: Job, rdzv_id: str) -> tuple[str, ...]:
+    """Return torchrun's command line; the job's configuration has the run directory resolved in it."""
+    config, cluster, environ = job.config, job.cluster, job.environ
+    own = config.torchrun
     conf = {**parse_pairs(environ.get("PET_RDZV_CONF", "")), **own.rdzv_conf}
     backend = own.rdzv_backend or (None if "PET_RDZV_BACKEND" in environ else "c10d")
     c10d = (backend or environ["PET_RDZV_BACKEND"]) == "c10d"
@@ -208,7 +237,7 @@ def render_agent(job: Job, config: LaunchConfig, rdzv_id: str) -> tuple[str, ...
         "rdzv_backend": backend,
         "rdzv_endpoint": cluster.endpoint,
         # Nodes that are started by hand have to agree: there, torchrun's own default or PET_RDZV_ID.
-        "rdzv_id": own.rdzv_id or (rdzv_id if cluster.kind == "local" else None),
+        "rdzv_id": own.rdzv_id or (rdzv_id if cluster.kind != "manual" else None),
         "rdzv_conf": {"is_host": int(cluster.is_host), **conf} if c10d else conf,
         "max_restarts": own.max_restarts,
         "monitor_interval": own.monitor_interval,
@@ -220,12 +249,12 @@ def render_agent(job: Job, config: LaunchConfig, rdzv_id: str) -> tuple[str, ...
         "signals_to_handle": own.signals_to_handle,
     }
     shim = (sys.executable, "-I", "-S", str(SHIM))
-    return render_torchrun(sys.executable, options, shim, find_program(job, config))
+    return render_torchrun(sys.executable, options, shim, find_program(job.words, config, environ))
 
 
 def build_environ(job: Job, run: RunDir) -> dict[str, str]:
     """Return the agent's environment: the user's, and where the shim finds the plan and the run directory."""
-    config = resolve(job.composed, run.path)
+    config = job.config
     # The stages of a stop are ours: the agent must not come to its SIGKILL before.
     patience = config.torchrun.shutdown_timeout + int(TERM_GRACE + 2 * KILL_GRACE)
     inherited = {name: value for name, value in job.environ.items() if name not in PET_DECIDED}

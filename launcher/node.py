@@ -3,6 +3,9 @@
 `launch-rank` comes here from every rank that has no plan at hand, so imports count.
 """
 
+import os
+from collections.abc import Mapping
+
 from launcher.errors import UsageError
 from launcher.plan.model import HONOURED, Machine
 from launcher.probe.machine import probe
@@ -57,6 +60,11 @@ def decode_text(data: bytes) -> str:
     if text is None:
         raise UsageError(f"not a machine snapshot ({reason}): make one with `launch topo save=FILE`")
     return text
+
+
+def name_host(environ: Mapping[str, str]) -> str:
+    """Return this node's name in a job: SLURM's name for it, else the kernel's."""
+    return environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 def honoured_environ(environ: dict[str, str]) -> tuple[tuple[str, str], ...]:

@@ -8,7 +8,7 @@ import yaml
 from launcher.errors import UsageError
 from launcher.sources import Sources
 
-FREE_FORM = ("env.", "torchrun.rdzv_conf.")
+FREE_FORM = ("env.", "torchrun.rdzv_conf.", "cluster.additional.", "cluster.srun.")
 """Keys that need no `+`, though the schema cannot know them."""
 OVERRIDE = re.compile(r"(\+{0,2})([^=@~+]+)([=@].*)", re.DOTALL)
 QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)

@@ -3,16 +3,84 @@
 These are the dataclasses that Hydra checks overrides against. `conf/launch.yaml` builds on them.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, get_type_hints
+
+
+@dataclass
+class RequeueConfig:
+    """How often a job goes back into the queue, by the reason why it ended; 0 is never."""
+
+    preempted: int = 100
+    """A job of higher priority, or an administrator, took its nodes."""
+    timeout: int = 100
+    """It came to its time limit."""
+    node_failure: int = 10
+    """A node was lost; it is excluded on the next attempt."""
+    crash: int = 0
+    """The program failed."""
+    no_progress: int = 3
+    """Attempts in a row without a later step or a newer checkpoint, after which the job stops."""
+    limit: int = 200
+    """Attempts in all."""
+
+
+@dataclass
+class ContainerConfig:
+    """The container that ranks run in; none where there is no image."""
+
+    runtime: str = "pyxis"
+    """`pyxis` (srun's --container-* options) or `apptainer`."""
+    image: str | None = None
+    mounts: list[str] = field(default_factory=list)
+    """`SRC:DST[:OPTIONS]`, beside the run directory and the working directory."""
+    python: str = "python3"
+    """The container's Python, which has the launcher installed."""
+    args: list[str] = field(default_factory=list)
+    """Further arguments of the runtime."""
 
 
 @dataclass
 class ClusterConfig:
-    """Where the job runs."""
+    """Where the job runs. What is SLURM's has SLURM's own names; null leaves it to SLURM."""
 
     kind: str = "auto"
-    """`auto`, `local` (this machine) or `manual` (one node of a job that is started by hand on each)."""
+    """`auto`, `local` (this machine), `slurm` (sbatch), `allocation` (a step in the job that this is) or
+    `manual` (one node of a job that is started by hand on each)."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    """SLURM's notations: minutes, MM:SS, HH:MM:SS, DD-HH, DD-HH:MM, DD-HH:MM:SS."""
+    gpus_per_node: Any = "auto"
+    """A number, `TYPE:NUMBER`, or `auto`: as many as there are ranks, all of the partition's where these are auto."""
+    cpus_per_task: Any = "auto"
+    """CPUs of each node (there is one task on each); `auto`: the GPUs' share of the partition's nodes."""
+    mem: Any = "auto"
+    """Memory of each node as SLURM writes it (`200G`); `auto`: the GPUs' share of the partition's nodes."""
+    constraint: str | None = None
+    exclude: str | None = None
+    nodelist: str | None = None
+    reservation: str | None = None
+    switches: str | None = None
+    array_parallelism: int = 256
+    """Jobs of a sweep that run at the same time."""
+    dependency: str | None = None
+    mail_user: str | None = None
+    mail_type: str | None = None
+    signal: str = "USR2@120"
+    """Checkpoint signal and how many seconds before the time limit the ranks get it."""
+    setup: list[str] = field(default_factory=list)
+    """Shell lines before the start: module loads, environment activation."""
+    additional: dict[str, Any] = field(default_factory=dict)
+    """Any other option of sbatch, by its name; true is an option without value."""
+    srun: dict[str, Any] = field(default_factory=dict)
+    """Any other option of srun, by its name."""
+    machine: str | None = None
+    """Shipped machine or snapshot that `dry_run=true` plans for, in place of the partition's nodes."""
+    container: ContainerConfig = field(default_factory=ContainerConfig)
+    requeue: RequeueConfig = field(default_factory=RequeueConfig)
 
 
 @dataclass
@@ -84,8 +152,8 @@ class TorchrunConfig:
 class LaunchConfig:
     """All keys."""
 
-    nodes: Any = 1
-    """Nodes: a number, or `min:max` for an elastic job."""
+    nodes: Any = "auto"
+    """Nodes: a number, `min:max` for an elastic job, or `auto`: the allocation's, else 1."""
     nproc_per_node: Any = "auto"
     """Ranks on each node; `auto` is the visible GPUs, else one for each NUMA node with usable CPUs."""
     name: str | None = None
@@ -100,6 +168,14 @@ class LaunchConfig:
     """HOST:PORT where the nodes meet, on the node with `node_rank=0`, for `cluster=manual`."""
     devices: str = "all"
     """`all`: every rank sees the job's GPUs; `own`: each rank sees its own alone."""
+    agent: str = "torchrun"
+    """What starts the ranks of a node in a SLURM job: `torchrun`, or `srun` (each rank is a task)."""
+    follow: bool = False
+    """Stay with a submitted job: its place in the queue, its output, its exit code."""
+    rank: int | None = None
+    """The rank whose output `launch logs` shows; null is all of them."""
+    yes: bool = False
+    """Do not ask (`launch cancel`)."""
     dry_run: bool = False
     """Show the plan and the command, and start nothing."""
     format: str = "table"
@@ -121,3 +197,16 @@ class LaunchConfig:
     machine: MachineConfig = field(default_factory=MachineConfig)
     logs: LogsConfig = field(default_factory=LogsConfig)
     torchrun: TorchrunConfig = field(default_factory=TorchrunConfig)
+
+
+def load_config(data: Mapping[str, Any]) -> LaunchConfig:
+    """Make the configuration from what `dataclasses.asdict` made of one; raises KeyError or TypeError."""
+    return _load(LaunchConfig, data)  # type: ignore[no-any-return]  # one function for all the classes
+
+
+def _load(kind: Any, data: Any) -> Any:  # noqa: ANN401 - see load_config
+    """Make one of the classes above, and those within it."""
+    if not is_dataclass(kind):
+        return data
+    hints = get_type_hints(kind)
+    return kind(**{item.name: _load(hints[item.name], data[item.name]) for item in fields(kind)})  # type: ignore[operator]

@@ -1,12 +1,15 @@
-"""Where a job runs: on this machine, or as one node of a job that is started by hand on each."""
+"""Where a job runs: on this machine, on a cluster, or as one node of a job that is started by hand on each."""
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launcher.errors import MachineError, UsageError
 from launcher.launch.torchrun import check_port_free, parse_endpoint, parse_nodes
 
-KINDS = ("auto", "local", "manual")
+KINDS = ("auto", "local", "slurm", "allocation", "manual")
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+"""SLURM's batch script, the shell of `salloc` and such have step numbers from here on (slurm.h)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +32,77 @@ def choose_cluster(
     """Decide where the job runs; raises UsageError, or MachineError where that cannot be had here."""
     if kind not in KINDS:
         raise UsageError(f"cluster.kind={kind}: choose from {', '.join(KINDS)}")
-    low, high = parse_nodes(nodes)
+    if kind == "auto":
+        kind, why = guess_kind(nodes, environ)
+    else:
+        why = f"cluster={kind}"
+    if kind == "allocation":
+        return join_allocation(why, nodes, environ)
+    low, high = parse_nodes(1 if nodes == "auto" else nodes)
     if kind == "manual":
         return join_manual(low, high, node_rank, endpoint)
     if node_rank is not None and "PET_NODE_RANK" not in environ:
         raise UsageError(f"node_rank={node_rank} goes with cluster=manual: add that, or leave node_rank out")
-    if low > 1 or (high > 1 and kind == "local"):
-        raise MachineError(explain_nodes(kind, nodes, environ))
-    why = f"nodes={nodes}" if kind == "auto" else "cluster=local"
-    if kind == "auto" and "SLURM_JOB_ID" in environ:
-        why += f", on this node of SLURM job {environ['SLURM_JOB_ID']}"
+    if kind == "slurm":
+        check_command("sbatch", why, environ)
+        return Cluster("slurm", why, low, high, "", is_host=False)
+    if low > 1 or (high > 1 and why == "cluster=local"):
+        raise MachineError(explain_nodes(nodes, environ))
     if endpoint:
         check_port_free(parse_endpoint(endpoint)[1])
     return Cluster("local", why, low, min(high, 1), endpoint or "localhost:0", is_host=True)
+
+
+def guess_kind(nodes: object, environ: Mapping[str, str]) -> tuple[str, str]:
+    """Choose for `cluster=auto`: the allocation that this is in, SLURM for several nodes, else this machine.
+
+    Returns the kind, and why.
+    """
+    low, _ = parse_nodes(1 if nodes == "auto" else nodes)
+    job = environ.get("SLURM_JOB_ID")
+    shown = "one node" if nodes == "auto" else f"nodes={nodes}"
+    if job and is_step_task(environ):
+        return "local", f"{shown}, a task of SLURM step {job}.{environ['SLURM_STEP_ID']}"
+    if job and shutil.which("srun", path=environ.get("PATH")):
+        return "allocation", f"SLURM job {job}"
+    if job:
+        return "local", f"{shown}, on this node of SLURM job {job}, and no srun on PATH"
+    if low > 1 and shutil.which("sbatch", path=environ.get("PATH")):
+        return "slurm", f"nodes={nodes}"
+    return "local", shown
+
+
+def is_step_task(environ: Mapping[str, str]) -> bool:
+    """Tell whether this process is a task that srun has started, rather than a batch script or salloc's shell."""
+    step = environ.get("SLURM_STEP_ID", "")
+    return step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
+
+
+def join_allocation(why: str, nodes: object, environ: Mapping[str, str]) -> Cluster:
+    """Run over the nodes of the SLURM job that this is in; raises MachineError where there is none."""
+    if "SLURM_JOB_ID" not in environ:
+        raise MachineError(
+            "cluster=allocation, but this is no SLURM job (SLURM_JOB_ID is not set): start it from salloc or a"
+            " job script, or use cluster=slurm"
+        )
+    check_command("srun", why, environ)
+    have = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES", "1")
+    low, high = parse_nodes(have if nodes == "auto" else nodes)
+    if have.isdecimal() and low > int(have):
+        raise MachineError(
+            f"nodes={nodes}, but SLURM job {environ['SLURM_JOB_ID']} has {have}: set nodes={have}, or ask"
+            " salloc or sbatch for more"
+        )
+    return Cluster("allocation", why, low, min(high, int(have)), "", is_host=False)
+
+
+def check_command(name: str, why: str, environ: Mapping[str, str]) -> None:
+    """Raise MachineError where one of SLURM's commands is not there."""
+    if not shutil.which(name, path=environ.get("PATH")):
+        raise MachineError(
+            f"{why} needs SLURM, and there is no {name} on PATH: load SLURM's module, start from a login node,"
+            " or set cluster=local"
+        )
 
 
 def join_manual(low: int, high: int, node_rank: int | None, endpoint: str | None) -> Cluster:
@@ -63,18 +124,17 @@ def join_manual(low: int, high: int, node_rank: int | None, endpoint: str | None
     return Cluster("manual", f"node {node_rank}", low, high, endpoint, is_host=node_rank == 0)
 
 
-def explain_nodes(kind: str, nodes: object, environ: Mapping[str, str]) -> str:
+def explain_nodes(nodes: object, environ: Mapping[str, str]) -> str:
     """Say why several nodes cannot be had, and how to get them."""
     by_hand = "cluster=manual node_rank=N rdzv_endpoint=HOST:PORT"
     if "SLURM_JOB_ID" in environ:
-        each = by_hand.replace("=N ", "=$SLURM_NODEID ")
         return (
-            f"nodes={nodes} on {kind}: this version does not start SLURM steps by itself; in this allocation,"
-            f" run `srun --nodes={nodes} --ntasks-per-node=1 bash -c 'launch nodes={nodes} {each} …'`"
+            f"nodes={nodes} on one node of SLURM job {environ['SLURM_JOB_ID']}: run launch outside of srun, in the"
+            " job script or salloc's shell, and it starts the ranks on all nodes"
         )
     return (
-        f"nodes={nodes} on {kind}: this is one machine, and this version does not submit to SLURM;"
-        f" run launch on every node with {by_hand}, or set nodes=1"
+        f"nodes={nodes}, and there is no SLURM here (no sbatch on PATH): start from a login node of the cluster,"
+        f" or run launch on every node with {by_hand}, or set nodes=1"
     )
 
 

@@ -38,7 +38,7 @@ def describe_applied(identity: Identity, share: Share, applied: Applied) -> dict
     """Return the record of one rank; `pid` stays the program's, since the shim execs."""
     return {
         "schema": 1,
-        "host": os.uname().nodename,
+        "host": os.environ.get("SLURMD_NODENAME") or os.uname().nodename,
         "rank": identity.rank,
         "local_rank": identity.local_rank,
         "attempt": identity.attempt,

@@ -16,7 +16,7 @@ from launcher.report.palette import find_colour, lighten
 from launcher.report.picture import Box, arrange, walk_boxes
 from launcher.report.png import measure_text, render_png
 from launcher.report.svg import NAMESPACE, render_svg
-from launcher.topo import number_classes
+from launcher.verbs.topo import number_classes
 from tests.plan.plan_lab import NAMES
 from tests.topo import topo_lab
 

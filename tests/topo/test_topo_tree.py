@@ -9,7 +9,7 @@ from rich.console import Console
 
 from launcher.plan.model import Cpu, Machine, NumaNode
 from launcher.report.topology import print_topology
-from launcher.topo import number_classes
+from launcher.verbs.topo import number_classes
 from tests.conftest import Result
 from tests.plan.plan_lab import NAMES, fsroot, load
 from tests.probe.probe_trees import short_lived

@@ -1,29 +1,40 @@
-"""The verbs that show something and start nothing."""
+"""Which verb does what."""
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from launcher.job import plan_configured
 from launcher.save import refuse_files
 from launcher.schema import LaunchConfig
-from launcher.sources import Sources
 
 
-def show(verb: str, config: LaunchConfig, sources: Sources) -> int:
-    """Do what `launch plan`, `topo` or `doctor` asks; return the exit code."""
+def show(verb: str, config: LaunchConfig, names: Sequence[str] = ()) -> int:
+    """Do what a verb asks, of these runs and jobs where it takes any; return the exit code."""
     environ = {**os.environ, **config.env}
     if verb != "topo":
         refuse_files(f"launch {verb}", config)
     if verb == "plan":
         return show_plan(config, environ)
     if verb == "topo":
-        from launcher.topo import show_topo
+        from launcher.verbs.topo import show_topo
 
         return show_topo(config, environ)
-    from launcher.checkup import show_checkup
+    if verb == "doctor":
+        from launcher.verbs.doctor import show_checkup
 
-    return show_checkup(config, environ)
+        return show_checkup(config, environ)
+    if verb == "status":
+        from launcher.verbs.status import show_status
+
+        return show_status(config, names)
+    if verb == "logs":
+        from launcher.verbs.logs import show_logs
+
+        return show_logs(config, names)
+    from launcher.verbs.cancel import cancel_runs
+
+    return cancel_runs(config, names)
 
 
 def show_plan(config: LaunchConfig, environ: Mapping[str, str]) -> int:

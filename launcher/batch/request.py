@@ -1,0 +1,94 @@
+"""`job.json`: all that a job's processes on the cluster need to know, frozen at submission."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import MachineError
+from launcher.runs.rundir import write_json
+from launcher.runs.secrets import mask_tree, mask_words
+from launcher.schema import LaunchConfig, load_config
+
+FILE = "job.json"
+SECRETS = "LAUNCH_SECRETS"
+"""Variable that carries what must not be written down: JSON, {run directory: what `write_request` returned}.
+
+SLURM keeps a job's environment itself, so that it is there on every attempt; no rank gets it.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """A job as it was submitted, the same for every attempt."""
+
+    config: LaunchConfig
+    """With the run directory resolved in it."""
+    choices: Mapping[str, str]
+    """Option chosen for each group of the configuration."""
+    words: tuple[str, ...] | None
+    """The program as given after `--`; None for the configured one."""
+    command: tuple[str, ...]
+    """The command line of `launch`, for the manifest; secrets masked."""
+    directory: str
+    """Where it was given."""
+    min_nodes: int
+    max_nodes: int
+
+
+def write_request(request: JobRequest, run_path: Path) -> dict[str, Any]:
+    """Write a request into its run directory, and return the values that were left out; raises OSError.
+
+    They are {"config": tree of secrets, "words": list}, empty where there are none: see `read_request`.
+    """
+    whole = json.loads(json.dumps(asdict(request)))
+    masked = {**whole, "config": mask_tree(whole["config"])}
+    masked["words"] = None if request.words is None else mask_words(request.words)
+    write_json(run_path / FILE, {"schema": 1, **masked})
+    secrets = {key: whole[key] for key in ("config", "words") if masked[key] != whole[key]}
+    return {key: find_hidden(whole[key], masked[key]) for key in secrets}
+
+
+def read_request(run_path: Path, environ: Mapping[str, str]) -> JobRequest:
+    """Read a run directory's request, with the secrets that the environment carries; raises MachineError."""
+    path = run_path / FILE
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        secrets = json.loads(environ.get(SECRETS) or "{}").get(str(run_path), {})
+        for key in secrets:
+            data[key] = put_back(data[key], secrets[key])
+        words = None if data["words"] is None else tuple(data["words"])
+        return JobRequest(
+            load_config(data["config"]),
+            data["choices"],
+            words,
+            tuple(data["command"]),
+            data["directory"],
+            data["min_nodes"],
+            data["max_nodes"],
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise MachineError(
+            f"{path} cannot be read on {os.uname().nodename} ({error!r}): is the run directory on a filesystem"
+            " that all nodes share? runs_dir=DIR chooses another"
+        ) from None
+
+
+def find_hidden(whole: Any, masked: Any) -> Any:  # noqa: ANN401 - JSON
+    """Return a tree of what differs: dictionaries by key, lists by index as text, else the value itself."""
+    if isinstance(whole, dict):
+        return {key: find_hidden(whole[key], masked[key]) for key in whole if whole[key] != masked[key]}
+    if isinstance(whole, list):
+        return {str(n): find_hidden(a, b) for n, (a, b) in enumerate(zip(whole, masked, strict=True)) if a != b}
+    return whole
+
+
+def put_back(masked: Any, hidden: Any) -> Any:  # noqa: ANN401 - JSON
+    """Undo what `find_hidden` took out."""
+    if isinstance(masked, dict):
+        return {key: put_back(value, hidden[key]) if key in hidden else value for key, value in masked.items()}
+    if isinstance(masked, list):
+        return [put_back(value, hidden[str(n)]) if str(n) in hidden else value for n, value in enumerate(masked)]
+    return hidden

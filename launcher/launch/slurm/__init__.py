@@ -1,0 +1,1 @@
+"""SLURM: its options, its commands, and what they say."""

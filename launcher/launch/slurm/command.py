@@ -1,0 +1,38 @@
+"""SLURM's commands, run with their errors told."""
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from launcher.errors import SchedulerError
+
+PATIENCE = 60.0
+"""Seconds that a command has; slurmctld itself gives up on a request after less (MessageTimeout)."""
+
+
+def run_slurm(words: Sequence[str], environ: Mapping[str, str] | None = None) -> str:
+    """Run one of SLURM's commands and return what it prints; raises SchedulerError with what it complained of.
+
+    Numbers, times and states are SLURM's own in every locale, so the output can be read.
+    """
+    try:
+        done = subprocess.run(
+            words,
+            env={**(os.environ if environ is None else environ), "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PATIENCE,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise SchedulerError(f"there is no {words[0]} on PATH: load SLURM's module") from None
+    except subprocess.TimeoutExpired:
+        raise SchedulerError(
+            f"{words[0]} did not answer in {PATIENCE:.0f} s: is slurmctld up (`scontrol ping`)?"
+        ) from None
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).split()) or f"code {done.returncode}, and nothing printed"
+        raise SchedulerError(f"{words[0]}: {said}")
+    return done.stdout

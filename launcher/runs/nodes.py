@@ -1,0 +1,82 @@
+"""What each node of a SLURM job leaves of an attempt: `logs/ATTEMPT/node-HOST.json`, whatever happened."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from launcher.runs.rundir import write_json
+
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""What reading a damaged file raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFailure:
+    """The first rank of a node that failed, as far as its node can tell."""
+
+    rank: int
+    local_rank: int
+    time: float
+    """Seconds since the epoch; the nodes' clocks differ by milliseconds where NTP keeps them."""
+    exitcode: int
+    """As subprocess gives it: -n for signal n."""
+    reason: str
+    """In words, `was killed by SIGKILL (signal 9), …`."""
+    log: str
+    lines: tuple[str, ...]
+    """The end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """One node's account of an attempt."""
+
+    host: str
+    node_rank: int
+    """SLURM_NODEID."""
+    state: str
+    """`succeeded`, `failed`, or `stopped` by a signal."""
+    exit_code: int
+    signal: str | None
+    """The first stopping signal."""
+    agent_said: str
+    """The last line of torchrun's agent, where it failed and no rank did."""
+    failure: NodeFailure | None
+    restarts: int
+    """Of torchrun's worker group, within the attempt."""
+    started: float
+    ended: float
+    """Seconds since the epoch."""
+
+
+def node_path(run_path: Path, attempt: int, host: str) -> Path:
+    """The record of one node; `attempt` is the first of the start that it belongs to."""
+    return run_path / "logs" / str(attempt) / f"node-{host}.json"
+
+
+def write_node(run_path: Path, attempt: int, record: NodeRecord) -> None:
+    """Write a node's record, whole or not at all; raises OSError."""
+    path = node_path(run_path, attempt, record.host)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    write_json(path, {"schema": 1, **asdict(record)})
+
+
+def read_nodes(run_path: Path, attempt: int) -> list[NodeRecord]:
+    """Read the records of an attempt, by node rank; those that cannot be read count as missing."""
+    found = []
+    for path in run_path.glob(f"logs/{attempt}/node-*.json"):
+        try:
+            found.append(parse_node(json.loads(path.read_text(encoding="utf-8"))))
+        except DAMAGE:
+            continue
+    return sorted(found, key=lambda record: (record.node_rank, record.host))
+
+
+def parse_node(data: Mapping[str, object]) -> NodeRecord:
+    """Read one record; raises KeyError, TypeError or ValueError."""
+    values = {name: data[name] for name in NodeRecord.__slots__}
+    failure = values["failure"]
+    if isinstance(failure, dict):
+        values["failure"] = NodeFailure(**{**failure, "lines": tuple(failure["lines"])})
+    return NodeRecord(**values)  # type: ignore[arg-type]  # a record that another version wrote is shown as it is

@@ -1,0 +1,102 @@
+"""The files that SLURM reads: slurm.conf(5), gres.conf(5), slurmdbd.conf(5)."""
+
+import getpass
+import socket
+
+from sandboxed.cluster import Cluster
+
+SLURM_CONF = """\
+ClusterName=sandbox
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+SlurmUser={user}
+SlurmdUser={user}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd-%n.log
+SlurmdParameters=config_overrides
+SchedulerParameters=bf_interval=1,sched_interval=1
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+DefMemPerCPU=100
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+MpiDefault=none
+ReturnToService=2
+SlurmdTimeout=20
+KillWait={kill_wait}
+MinJobAge=3600
+GresTypes=gpu
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+"""
+ACCOUNTING = """\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={port}
+AccountingStoragePass={folder}/munge.socket
+"""
+PARTITIONS = """\
+PartitionName=main Nodes={nodes} Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=urgent Nodes={nodes} MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+"""
+DBD_CONF = """\
+AuthType=auth/munge
+AuthInfo={folder}/munge.socket
+DbdHost=localhost
+DbdAddr=127.0.0.1
+DbdPort={port}
+SlurmUser={user}
+PidFile={folder}/slurmdbd.pid
+LogFile={folder}/log/slurmdbd.log
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StoragePort={storage_port}
+StorageUser=slurm
+StorageLoc=slurm
+"""
+
+
+def render_slurm_conf(cluster: Cluster) -> str:
+    """Two partitions: `main`, and `urgent`, whose jobs requeue those of `main`."""
+    host, user = socket.gethostname(), getpass.getuser()
+    parts = [
+        SLURM_CONF.format(
+            host=host, port=cluster.ports[0], folder=cluster.folder, user=user, kill_wait=cluster.kill_wait
+        )
+    ]
+    if cluster.accounting:
+        parts.append(ACCOUNTING.format(port=cluster.ports[1], folder=cluster.folder))
+    for name, port in zip(cluster.names, cluster.ports[3:], strict=True):
+        parts.append(render_node(cluster, name, host, port))
+    parts.append(PARTITIONS.format(nodes=",".join(cluster.names)))
+    return "".join(parts)
+
+
+def render_node(cluster: Cluster, name: str, host: str, port: int) -> str:
+    """One node's line."""
+    gres = f" Gres=gpu:{cluster.gpus}" if cluster.gpus else ""
+    return (
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} Sockets=2 "
+        f"CoresPerSocket={cluster.cpus // 4} ThreadsPerCore=2 RealMemory={cluster.memory_mib}{gres}\n"
+    )
+
+
+def render_gres_conf(cluster: Cluster) -> str:
+    """The nodes' GPUs, which are copies of /dev/null."""
+    if not cluster.gpus:
+        return ""
+    files = f"{cluster.folder}/gpus/nvidia[0-{cluster.gpus - 1}]"
+    return "".join(f"NodeName={name} Name=gpu File={files}\n" for name in cluster.names)
+
+
+def render_dbd_conf(cluster: Cluster) -> str:
+    """The accounting daemon's; munge alone keeps strangers out, since the database listens on this host only."""
+    return DBD_CONF.format(
+        folder=cluster.folder, port=cluster.ports[1], storage_port=cluster.ports[2], user=getpass.getuser()
+    )
