@@ -172,7 +172,5 @@ def describe_job(job: Job, run: RunDir, own_files: Sequence[str]) -> list[str]:
     if own_files:
         lines.append(f"configuration from {', '.join(own_files)}")
     if job.words is not None and job.choices.get("model") not in (None, "tiny"):
-        lines.append(
-            f"model={job.choices['model']} is not used: the program after -- has its own arguments"
-        )
+        lines.append(f"model={job.choices['model']} is not used: the program after -- has its own arguments")
     return lines

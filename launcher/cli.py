@@ -226,16 +226,18 @@ def run_verb(flags: "Flags", command: Command, argv: Sequence[str]) -> int:
         from launcher.batch.submit import submit_jobs
 
         return submit_jobs([draft], argv, own_files)
-    from launcher.execute import execute_job, preview_job
-
-    if draft.config.dry_run:
-        name_files(own_files)
-        return preview_job(draft)
     if draft.cluster.kind == "allocation":
         from launcher.batch.head import run_allocation
 
         return run_allocation(draft, argv, own_files)
-    return execute_job(draft, argv, own_files)
+    from launcher.execute import execute_job, preview_job
+    from launcher.job import plan_job
+
+    job = plan_job(draft)
+    if draft.config.dry_run:
+        name_files(own_files)
+        return preview_job(draft, job)
+    return execute_job(draft, job, argv, own_files)
 
 
 def name_files(own_files: Sequence[str]) -> None:

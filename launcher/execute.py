@@ -13,7 +13,7 @@ from launcher.attend import attend_job
 from launcher.conclude import conclude_job
 from launcher.config import dump_yaml
 from launcher.errors import EXIT_MACHINE, MachineError
-from launcher.job import Draft, Job, build_environ, open_target, plan_job, render_agent
+from launcher.job import Draft, Job, build_environ, open_target, render_agent
 from launcher.launch.supervise import Supervisor
 from launcher.plan.codec import plan_to_json
 from launcher.runs.logs import measure_file, read_tail
@@ -26,12 +26,11 @@ AGENT_LINES = 2000
 """Last lines of the agent's log that are searched for its report."""
 
 
-def execute_job(draft: Draft, argv: Sequence[str], own_files: Sequence[str]) -> int:
-    """Run a job here to its end and return the exit code; raises UsageError or MachineError before it starts."""
-    job = plan_job(draft)
+def execute_job(draft: Draft, job: Job, argv: Sequence[str], own_files: Sequence[str]) -> int:
+    """Run a job here to its end and return the exit code; raises UsageError or MachineError before that."""
     run, manifest = prepare_run(draft, argv, [job.host])
     job = job.settle(draft.settle(run.path))
-    write_plan(run, job)
+    write_plan(run, job, draft.config)
     command = render_agent(job, run.id)
     attendant = attend_job(job, run, manifest, own_files)
     log = run.agent_log(job.host)
@@ -51,9 +50,7 @@ def execute_job(draft: Draft, argv: Sequence[str], own_files: Sequence[str]) -> 
     return status
 
 
-def prepare_run(
-    draft: Draft, argv: Sequence[str], hosts: Sequence[str]
-) -> tuple[RunDir, dict[str, object]]:
+def prepare_run(draft: Draft, argv: Sequence[str], hosts: Sequence[str]) -> tuple[RunDir, dict[str, object]]:
     """Make the run directory with configuration and manifest; raises MachineError, leaving nothing."""
     config = draft.config
     run = None
@@ -71,14 +68,14 @@ def prepare_run(
     return run, manifest
 
 
-def write_plan(run: RunDir, job: Job) -> None:
-    """Write this node's plan into the run directory; raises MachineError."""
+def write_plan(run: RunDir, job: Job, config: LaunchConfig) -> None:
+    """Write this node's plan into the run directory; raises MachineError, leaving nothing of a new one."""
     try:
         write_json(run.plan_path(job.host), plan_to_json(job.plan))
     except OSError as error:
-        if not job.config.run_dir:
+        if not config.run_dir:
             remove_run(run)
-        raise refuse_run(job.config, error) from None
+        raise refuse_run(config, error) from None
 
 
 def refuse_run(config: LaunchConfig, error: OSError) -> MachineError:
@@ -104,12 +101,11 @@ def remove_run(run: RunDir) -> None:
             folder.rmdir()
 
 
-def preview_job(draft: Draft) -> int:
+def preview_job(draft: Draft, job: Job) -> int:
     """Show the plan and the command, and start nothing: `dry_run=true`."""
     from launcher.report.console import make_console
     from launcher.report.placement import print_placement
 
-    job = plan_job(draft)
     print_placement(make_console(), job.plan, explain=job.config.explain)
     command = render_agent(job.settle(draft.settle(Path("RUN_DIR"))), "RUN_ID")
     sys.stdout.write(shlex.join(command) + "\n")

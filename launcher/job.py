@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launcher.config import Composed, resolve
 from launcher.errors import UsageError
-from launcher.launch.cluster import Cluster, choose_cluster
+from launcher.launch.cluster import Cluster, check_command, choose_cluster
 from launcher.launch.program import render_program, resolve_program
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.launch.torchrun import parse_pairs, render_torchrun
@@ -87,6 +87,8 @@ def draft_job(composed: Composed, words: tuple[str, ...] | None, environ: Mappin
     cluster = choose_cluster(
         config.cluster.kind, config.nodes, config.node_rank, config.rdzv_endpoint, merged
     )
+    if cluster.kind == "slurm" and not config.dry_run:
+        check_command("sbatch", cluster.why, merged)
     find_program(words, config, merged)
     return Draft(composed, config, words, cluster, merged)
 

@@ -54,7 +54,7 @@ class ClusterConfig:
     time: str | None = None
     """SLURM's notations: minutes, MM:SS, HH:MM:SS, DD-HH, DD-HH:MM, DD-HH:MM:SS."""
     gpus_per_node: Any = "auto"
-    """A number, `TYPE:NUMBER`, or `auto`: as many as there are ranks, all of the partition's where these are auto."""
+    """A number, `TYPE:NUMBER`, or `auto`: one for each rank; where ranks are `auto`, all that nodes have."""
     cpus_per_task: Any = "auto"
     """CPUs of each node (there is one task on each); `auto`: the GPUs' share of the partition's nodes."""
     mem: Any = "auto"

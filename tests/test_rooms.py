@@ -17,7 +17,7 @@ STDLIB = sys.stdlib_module_names
 ROOMS: dict[str, set[str]] = {
     "plan": {"launcher.errors", "launcher.cpulist"},
     "probe": {"launcher.plan.model", "launcher.errors", "launcher.cpulist", "pynvml"},
-    "launch": {"launcher.plan.model", "launcher.errors", "psutil"},
+    "launch": {"launcher.plan.model", "launcher.errors", "psutil", "submitit"},
     "rank": {"launcher.cpulist"},
     "runs": {"launcher.plan.model", "launcher.cpulist"},
     "doctor": {
@@ -39,6 +39,8 @@ ROOMS: dict[str, set[str]] = {
     "programs": {"torch", "numpy"},
 }
 """What each room may import beside the standard library and itself."""
+WIRING = {"batch", "verbs"}
+"""Folders that join the rooms, as the files beside them do: they may import all of them."""
 DOORS = {("rank/share.py", "launcher.errors"), ("rank/share.py", "launcher.standalone")}
 """Imports that a room makes only where it is used by itself: `launch-rank` without a plan makes one."""
 ONE_FILE = {
@@ -46,6 +48,7 @@ ONE_FILE = {
     "omegaconf": {"config.py"},
     "pynvml": {"probe/nvml.py"},
     "PIL": {"report/png.py"},
+    "submitit": {"launch/slurm/submission.py"},
 }
 """Heavy packages and the files that may know them."""
 ONE_ROOM = {"torch": "programs", "numpy": "programs", "rich": "report"}
@@ -82,7 +85,10 @@ def is_within(module: str, names: set[str]) -> bool:
 
 
 def test_the_rooms_are_the_folders() -> None:
-    assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()} == set(ROOMS)
+    assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()} == {
+        *ROOMS,
+        *WIRING,
+    }
 
 
 @pytest.mark.parametrize("room", ROOMS)

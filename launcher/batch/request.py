@@ -71,8 +71,8 @@ def read_request(run_path: Path, environ: Mapping[str, str]) -> JobRequest:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise MachineError(
-            f"{path} cannot be read on {os.uname().nodename} ({error!r}): is the run directory on a filesystem"
-            " that all nodes share? runs_dir=DIR chooses another"
+            f"{path} cannot be read on {os.uname().nodename} ({error!r}): is the run directory on a"
+            " filesystem that all nodes share? runs_dir=DIR chooses another"
         ) from None
 
 
@@ -81,14 +81,16 @@ def find_hidden(whole: Any, masked: Any) -> Any:  # noqa: ANN401 - JSON
     if isinstance(whole, dict):
         return {key: find_hidden(whole[key], masked[key]) for key in whole if whole[key] != masked[key]}
     if isinstance(whole, list):
-        return {str(n): find_hidden(a, b) for n, (a, b) in enumerate(zip(whole, masked, strict=True)) if a != b}
+        pairs = enumerate(zip(whole, masked, strict=True))
+        return {str(number): find_hidden(a, b) for number, (a, b) in pairs if a != b}
     return whole
 
 
 def put_back(masked: Any, hidden: Any) -> Any:  # noqa: ANN401 - JSON
     """Undo what `find_hidden` took out."""
     if isinstance(masked, dict):
-        return {key: put_back(value, hidden[key]) if key in hidden else value for key, value in masked.items()}
+        return {key: put_back(item, hidden[key]) if key in hidden else item for key, item in masked.items()}
     if isinstance(masked, list):
-        return [put_back(value, hidden[str(n)]) if str(n) in hidden else value for n, value in enumerate(masked)]
+        pairs = ((str(number), item) for number, item in enumerate(masked))
+        return [put_back(item, hidden[key]) if key in hidden else item for key, item in pairs]
     return hidden

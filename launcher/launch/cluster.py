@@ -1,4 +1,4 @@
-"""Where a job runs: on this machine, on a cluster, or as one node of a job that is started by hand on each."""
+"""Where a job runs: here, on a cluster, or as one node of a job that is started by hand on each."""
 
 import shutil
 from collections.abc import Mapping
@@ -44,7 +44,6 @@ def choose_cluster(
     if node_rank is not None and "PET_NODE_RANK" not in environ:
         raise UsageError(f"node_rank={node_rank} goes with cluster=manual: add that, or leave node_rank out")
     if kind == "slurm":
-        check_command("sbatch", why, environ)
         return Cluster("slurm", why, low, high, "", is_host=False)
     if low > 1 or (high > 1 and why == "cluster=local"):
         raise MachineError(explain_nodes(nodes, environ))
@@ -54,15 +53,15 @@ def choose_cluster(
 
 
 def guess_kind(nodes: object, environ: Mapping[str, str]) -> tuple[str, str]:
-    """Choose for `cluster=auto`: the allocation that this is in, SLURM for several nodes, else this machine.
-
-    Returns the kind, and why.
-    """
+    """Choose for `cluster=auto`: the allocation that this is in, SLURM for several nodes, else here."""
     low, _ = parse_nodes(1 if nodes == "auto" else nodes)
     job = environ.get("SLURM_JOB_ID")
     shown = "one node" if nodes == "auto" else f"nodes={nodes}"
     if job and is_step_task(environ):
-        return "local", f"{shown}, a task of SLURM step {job}.{environ['SLURM_STEP_ID']}"
+        return (
+            "local",
+            f"{shown}, a task of SLURM step {job}.{environ['SLURM_STEP_ID']}{count_tasks(environ)}",
+        )
     if job and shutil.which("srun", path=environ.get("PATH")):
         return "allocation", f"SLURM job {job}"
     if job:
@@ -73,17 +72,25 @@ def guess_kind(nodes: object, environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def is_step_task(environ: Mapping[str, str]) -> bool:
-    """Tell whether this process is a task that srun has started, rather than a batch script or salloc's shell."""
+    """Tell whether this process is a task of srun's, rather than a batch script or salloc's shell."""
     step = environ.get("SLURM_STEP_ID", "")
     return step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
+
+
+def count_tasks(environ: Mapping[str, str]) -> str:
+    """Say where srun has started several of this, which hardly anybody wants."""
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    return (
+        "" if tasks == "1" else f", which has {tasks}: each starts a job of its own, run launch without srun"
+    )
 
 
 def join_allocation(why: str, nodes: object, environ: Mapping[str, str]) -> Cluster:
     """Run over the nodes of the SLURM job that this is in; raises MachineError where there is none."""
     if "SLURM_JOB_ID" not in environ:
         raise MachineError(
-            "cluster=allocation, but this is no SLURM job (SLURM_JOB_ID is not set): start it from salloc or a"
-            " job script, or use cluster=slurm"
+            "cluster=allocation, but this is no SLURM job (SLURM_JOB_ID is not set): start it from salloc or"
+            " a job script, or use cluster=slurm"
         )
     check_command("srun", why, environ)
     have = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES", "1")
@@ -100,8 +107,8 @@ def check_command(name: str, why: str, environ: Mapping[str, str]) -> None:
     """Raise MachineError where one of SLURM's commands is not there."""
     if not shutil.which(name, path=environ.get("PATH")):
         raise MachineError(
-            f"{why} needs SLURM, and there is no {name} on PATH: load SLURM's module, start from a login node,"
-            " or set cluster=local"
+            f"{why} needs SLURM, and there is no {name} on PATH: load SLURM's module, start from a login"
+            " node, or set cluster=local"
         )
 
 
@@ -129,12 +136,12 @@ def explain_nodes(nodes: object, environ: Mapping[str, str]) -> str:
     by_hand = "cluster=manual node_rank=N rdzv_endpoint=HOST:PORT"
     if "SLURM_JOB_ID" in environ:
         return (
-            f"nodes={nodes} on one node of SLURM job {environ['SLURM_JOB_ID']}: run launch outside of srun, in the"
-            " job script or salloc's shell, and it starts the ranks on all nodes"
+            f"nodes={nodes} on one node of SLURM job {environ['SLURM_JOB_ID']}: run launch outside of srun,"
+            " in the job script or salloc's shell, and it starts the ranks on all nodes"
         )
     return (
-        f"nodes={nodes}, and there is no SLURM here (no sbatch on PATH): start from a login node of the cluster,"
-        f" or run launch on every node with {by_hand}, or set nodes=1"
+        f"nodes={nodes}, and there is no SLURM here (no sbatch on PATH): start from a login node of the"
+        f" cluster, or run launch on every node with {by_hand}, or set nodes=1"
     )
 
 

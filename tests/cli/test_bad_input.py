@@ -81,11 +81,14 @@ def test_files_that_topo_alone_writes(launch: Launch, here: Path) -> None:
 
 
 def test_nodes_that_are_not_here_say_how(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch("nodes=4", "--", "true").assert_error(
+    program = shutil.which("true") or ""
+    monkeypatch.setenv("PATH", "/nowhere")
+    launch("nodes=4", "--", program).assert_error(
         3, "nodes=4", "cluster=manual node_rank=N rdzv_endpoint=HOST:PORT"
     )
+    launch("cluster=slurm", "--", program).assert_error(3, "no sbatch on PATH")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    launch("nodes=4", "--", "true").assert_error(3, "srun")
+    launch("nodes=4", "--", program).assert_error(3, "srun")
 
 
 def test_a_run_directory_that_cannot_be(here: Path) -> None:

@@ -21,7 +21,7 @@ def test_cfg_job_is_the_configuration_as_yaml(launch: Launch) -> None:
         "gpt2",
         3,
         {"A": "007"},
-        1,
+        "auto",
     )
     assert "hydra" not in tree
 

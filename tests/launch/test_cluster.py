@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,16 +35,76 @@ def port() -> int:
         ("auto", 1, {}, Cluster("local", "nodes=1", 1, 1, "localhost:0", is_host=True)),
         ("local", "1:1", {}, Cluster("local", "cluster=local", 1, 1, "localhost:0", is_host=True)),
         ("auto", "1:4", {}, Cluster("local", "nodes=1:4", 1, 1, "localhost:0", is_host=True)),
+        ("auto", "auto", {}, Cluster("local", "one node", 1, 1, "localhost:0", is_host=True)),
         (
             "auto",
             1,
             {"SLURM_JOB_ID": "7"},
-            Cluster("local", "nodes=1, on this node of SLURM job 7", 1, 1, "localhost:0", is_host=True),
+            Cluster(
+                "local",
+                "nodes=1, on this node of SLURM job 7, and no srun on PATH",
+                *(1, 1),
+                "localhost:0",
+                is_host=True,
+            ),
+        ),
+        (
+            "auto",
+            "auto",
+            {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+            Cluster("local", "one node, a task of SLURM step 7.0", 1, 1, "localhost:0", is_host=True),
         ),
     ],
 )
 def test_one_machine(kind: str, nodes: object, environ: Mapping[str, str], cluster: Cluster) -> None:
-    assert choose_cluster(kind, nodes, None, None, environ) == cluster
+    assert choose_cluster(kind, nodes, None, None, {"PATH": "/nowhere", **environ}) == cluster
+
+
+def test_several_tasks_of_a_step_are_told() -> None:
+    environ = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    assert "which has 2: each starts a job of its own" in choose_cluster("auto", 1, None, None, environ).why
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """A PATH with SLURM's commands on it; they are looked up, and not run."""
+    for name in ("srun", "sbatch"):
+        (tmp_path / name).touch(mode=0o755)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "nodes", "environ", "found"),
+    [
+        ("auto", 4, {}, ("slurm", "nodes=4", 4, 4)),
+        ("auto", "2:4", {}, ("slurm", "nodes=2:4", 2, 4)),
+        ("slurm", "auto", {}, ("slurm", "cluster=slurm", 1, 1)),
+        ("auto", 1, {}, ("local", "nodes=1", 1, 1)),
+        ("auto", "auto", {"SLURM_JOB_ID": "7", "SLURM_NNODES": "3"}, ("allocation", "SLURM job 7", 3, 3)),
+        ("auto", 2, {"SLURM_JOB_ID": "7", "SLURM_NNODES": "3"}, ("allocation", "SLURM job 7", 2, 2)),
+        ("auto", "2:9", {"SLURM_JOB_ID": "7", "SLURM_NNODES": "3"}, ("allocation", "SLURM job 7", 2, 3)),
+        # The batch script's own step, as slurm.h numbers it.
+        (
+            "auto",
+            1,
+            {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "4294967291"},
+            ("allocation", "SLURM job 7", 1, 1),
+        ),
+        ("slurm", 2, {"SLURM_JOB_ID": "7"}, ("slurm", "cluster=slurm", 2, 2)),
+        ("allocation", "auto", {"SLURM_JOB_ID": "7"}, ("allocation", "cluster=allocation", 1, 1)),
+    ],
+)
+def test_where_there_is_slurm(
+    path: str, kind: str, nodes: object, environ: Mapping[str, str], found: tuple[str, str, int, int]
+) -> None:
+    cluster = choose_cluster(kind, nodes, None, None, {"PATH": path, **environ})
+    assert (cluster.kind, cluster.why, cluster.min_nodes, cluster.max_nodes) == found
+
+
+def test_more_nodes_than_the_allocation_has(path: str) -> None:
+    environ = {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
+    with pytest.raises(MachineError, match="nodes=4, but SLURM job 7 has 2: set nodes=2"):
+        choose_cluster("auto", 4, None, None, environ)
 
 
 def test_one_node_of_several(port: int) -> None:
@@ -55,8 +116,9 @@ def test_one_node_of_several(port: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (("slurm", 1, None, None), UsageError, "cluster.kind=slurm: choose from auto, local, manual"),
-        (("auto", 4, None, None), MachineError, "nodes=4 on auto: this is one machine"),
+        (("pbs", 1, None, None), UsageError, "cluster.kind=pbs: choose from auto, local, slurm, allocation"),
+        (("allocation", 1, None, None), MachineError, "SLURM_JOB_ID is not set"),
+        (("auto", 4, None, None), MachineError, "nodes=4, and there is no SLURM here"),
         (("local", "1:2", None, None), MachineError, "set nodes=1"),
         (("manual", 2, None, None), UsageError, "needs this node's number, node_rank=0 to node_rank=1"),
         (("manual", 2, 2, "a:1"), UsageError, "node_rank=2"),
@@ -73,13 +135,13 @@ def test_what_cannot_be(
     arguments: tuple[str, object, int | None, str | None], error: type[LaunchError], message: str
 ) -> None:
     with pytest.raises(error) as caught:
-        choose_cluster(*arguments, {})
+        choose_cluster(*arguments, {"PATH": "/nowhere"})
     assert message in str(caught.value)
 
 
-def test_several_nodes_in_an_allocation_say_what_to_run() -> None:
-    with pytest.raises(MachineError, match=r"srun .* node_rank=\$SLURM_NODEID"):
-        choose_cluster("auto", 4, None, None, {"SLURM_JOB_ID": "7"})
+def test_several_nodes_from_a_task_of_srun_say_what_to_run() -> None:
+    with pytest.raises(MachineError, match="run launch outside of srun"):
+        choose_cluster("auto", 4, None, None, {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"})
 
 
 @pytest.mark.parametrize(

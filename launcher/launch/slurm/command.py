@@ -11,9 +11,9 @@ PATIENCE = 60.0
 
 
 def run_slurm(words: Sequence[str], environ: Mapping[str, str] | None = None) -> str:
-    """Run one of SLURM's commands and return what it prints; raises SchedulerError with what it complained of.
+    """Run one of SLURM's commands and return what it prints; raises SchedulerError with its complaint.
 
-    Numbers, times and states are SLURM's own in every locale, so the output can be read.
+    LC_ALL is C, so that numbers and times look the same everywhere.
     """
     try:
         done = subprocess.run(
@@ -33,6 +33,7 @@ def run_slurm(words: Sequence[str], environ: Mapping[str, str] | None = None) ->
             f"{words[0]} did not answer in {PATIENCE:.0f} s: is slurmctld up (`scontrol ping`)?"
         ) from None
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split()) or f"code {done.returncode}, and nothing printed"
+        said = " ".join((done.stderr or done.stdout).split())
+        said = said or f"ended with {done.returncode}, and printed nothing"
         raise SchedulerError(f"{words[0]}: {said}")
     return done.stdout
