@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test test-gpu test-kernels check bench clean
+.PHONY: run test test-gpu test-kernels test-slurm check bench clean
 
 run: $(VENV)/.run  ## install, and train the bundled model with two ranks; ARGS="key=value …" are overrides
 	@$(BIN)/launch nproc_per_node=2 $(ARGS)
@@ -17,6 +17,9 @@ test-gpu: $(VENV)/.test  ## the tests that need an NVIDIA GPU; they skip, saying
 
 test-kernels: $(VENV)/.test  ## placement on real kernels, booted in QEMU (README in tests/kernels); ARGS="-k 64-cpus" selects
 	@$(BIN)/python -m pytest -m kernels tests/kernels -v --durations=8 $(ARGS)
+
+test-slurm: $(VENV)/.test  ## on a real SLURM of several nodes, started here (slurm/sandbox); ARGS="-k preempt" selects
+	@$(BIN)/python -m pytest -m slurm tests -v --durations=8 $(ARGS)
 
 check: $(VENV)/.test  ## ruff and mypy
 	@$(BIN)/ruff check .

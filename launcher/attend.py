@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 TICK = 0.05
 """Seconds between two looks at the logs."""
+MANAGED = ("slurm", "allocation")
+"""Kinds of clusters where one node speaks for all."""
 PATIENCE = 10.0
 """Seconds that a terminal or pipe has, at the end, to take what is still to be shown."""
 
@@ -42,6 +44,8 @@ class Viewer:
     """All of that has been shown."""
     closing: threading.Event = field(default_factory=threading.Event)
     """No message will follow."""
+    shows_job: bool = True
+    """Begin with what was chosen and with the placement; of several nodes, one does."""
     steps: Sequence[Progress] = ()
     """The first and the last logging step that rank 0 has printed."""
 
@@ -81,9 +85,12 @@ class Viewer:
     def open_console(self) -> "JobConsole":
         """Return the console, with the placement on it."""
         from launcher.report.console import JobConsole, make_console
-        from launcher.report.placement import print_placement
 
         console = JobConsole(self.job.config.logs.console, self.job.host, make_console())
+        if not self.shows_job:
+            return console
+        from launcher.report.placement import print_placement
+
         for line in describe_job(self.job, self.run, self.own_files):
             console.say(line)
         console.guard(lambda out: print_placement(out, self.job.plan, explain=self.job.config.explain))
@@ -135,6 +142,9 @@ class Attendant:
         """Show one of our own lines."""
         self.viewer.messages.put(text)
 
+    def note_stop(self, number: int) -> None:
+        """Nothing to do: the manifest is written at the end."""
+
     def may_reap(self) -> bool:
         """Tell whether no git of ours is running."""
         return not self.sources.is_alive()
@@ -165,7 +175,8 @@ def attend_job(job: Job, run: RunDir, manifest: dict[str, object], own_files: Se
 def describe_job(job: Job, run: RunDir, own_files: Sequence[str]) -> list[str]:
     """Say what was chosen and why."""
     count = len(job.plan.ranks)
-    ranks = f"{count} rank{'s' if count > 1 else ''} on {job.host}"
+    first = f", the first of {job.cluster.max_nodes} nodes" if job.cluster.kind in MANAGED else ""
+    ranks = f"{count} rank{'s' if count > 1 else ''} on {job.host}{first if job.cluster.max_nodes > 1 else ''}"
     lines = [f"{ranks} (cluster={job.cluster.kind}: {job.cluster.why}), run directory {run.path}"]
     if job.cluster.max_nodes > 1:
         lines.append(f"the ranks start when {job.cluster.min_nodes} nodes have met at {job.cluster.endpoint}")

@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from launcher.config import ask_completion
+from launcher.cli import OF_RUNS
 from launcher.errors import UsageError
 from launcher.flags import make_parser, parse_flags
 from launcher.sources import Sources
@@ -24,6 +24,8 @@ def complete_line(sources: Sources, request: Sequence[str], verbs: Sequence[str]
     if asked not in (["install"], ["uninstall"], ["query"]):
         raise UsageError('say which shell: eval "$(launch -sc install=bash)", or `launch -sc install=fish`')
     if asked != ["query"]:
+        from launcher.config import ask_completion  # noqa: PLC0415 - Hydra takes longer than all the rest
+
         sys.stdout.write(ask_completion(sources, request[0]))
         return 0
     # A newline is what fish asks for, and bash and zsh split at it too.
@@ -38,16 +40,24 @@ def answer_query(request: str, line: str, verbs: Sequence[str]) -> list[str]:
     if "--" in words[:-1]:
         return []
     *before, last = words
+    flags = sorted(name for name in make_parser()._option_string_actions if name.startswith(last))
+    if before and before[0] in OF_RUNS:
+        from launcher.verbs.complete import complete_names  # noqa: PLC0415 - for these verbs alone
+
+        found = [word for word in complete_names(before[0], before[1:], last) if PLAIN.fullmatch(word)]
+        return found + flags if last.startswith("-") else found
     if last.startswith("-"):
-        return sorted(name for name in make_parser()._option_string_actions if name.startswith(last))
+        return flags
     answers = [verb for verb in verbs if verb.startswith(last)] if not before else []
     if before and before[0] in verbs:
         before.pop(0)
     if len(last.split()) > 1:
         return []
+    from launcher.config import ask_completion  # noqa: PLC0415 - see above
+
     try:
-        flags = parse_flags(before)
-        found = ask_completion(flags.sources, request, [*flags.overrides, last]).split()
+        known = parse_flags(before)
+        found = ask_completion(known.sources, request, [*known.overrides, last]).split()
     except UsageError:
         return answers
     return answers + [answer for answer in found if PLAIN.fullmatch(answer)]

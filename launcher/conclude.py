@@ -13,6 +13,11 @@ from launcher.report.summary import describe_progress, describe_time
 from launcher.runs.applied import compare_applied
 from launcher.runs.logs import read_tail
 from launcher.runs.manifest import stamp_time, write_manifest
+from launcher.runs.rundir import RunDir
+from launcher.wording import tell_first
+
+SHIM_LINES = ("launch-rank: rank ", "launch-rank: warning: ")
+"""Beginnings of the shim's lines in a rank's log, which are not the program's last words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,7 @@ def describe_failure(attendant: Attendant, failure: Failure) -> dict[str, object
         "attempt": failure.attempt,
         "exit_code": failure.status,
         "reason": failure.describe(),
-        "last_lines": tail_rank(attendant, failure)[1],
+        "last_lines": tail_rank(attendant.run, failure, attendant.job.config.logs.tail)[1],
     }
 
 
@@ -110,23 +115,26 @@ def explain_failure(attendant: Attendant, ending: Ending) -> list[str]:
     """Say who failed first and show the end of its log; or what the agent said, where no rank failed."""
     failure, host = ending.failure, attendant.job.host
     if failure is None:
-        code = ending.outcome.agent_exitcode
-        said = [line.strip() for line in ending.agent_log if any(map(str.isalpha, line))]
-        how = name_signal(-code) if code < 0 else f"code {code}: {said[-1] if said else 'it printed nothing'}"
         path = attendant.run.agent_log(host)
-        return [f"no rank failed, but torchrun's agent ended with {how}", f"its log is {path}"]
-    source, lines = tail_rank(attendant, failure)
+        return [f"no rank failed, but torchrun's agent {quote_agent(ending)}", f"its log is {path}"]
+    source, lines = tail_rank(attendant.run, failure, attendant.job.config.logs.tail)
     where = f"rank {failure.rank} on {host} (local rank {failure.local_rank})"
-    said = [f"the end of {source}:", *(f"  | {line}" for line in lines)] if lines else ["it printed nothing"]
-    return [f"{where} failed first: it {failure.describe()}", *said]
+    return tell_first(where, failure.describe(), source, lines)
 
 
-def tail_rank(attendant: Attendant, failure: Failure) -> tuple[str, list[str]]:
+def quote_agent(ending: Ending) -> str:
+    """Say how an agent ended that failed by itself, with its last words."""
+    code = ending.outcome.agent_exitcode
+    said = [line.strip() for line in ending.agent_log if any(map(str.isalpha, line))]
+    how = name_signal(-code) if code < 0 else f"code {code}: {said[-1] if said else 'it printed nothing'}"
+    return f"ended with {how}"
+
+
+def tail_rank(run: RunDir, failure: Failure, count: int) -> tuple[str, list[str]]:
     """Return the log with the first failed rank's last words, and these; stdout where stderr is silent."""
-    count = attendant.job.config.logs.tail
     for ending in ("err", "out"):
-        path = attendant.run.rank_log(failure.rank, failure.attempt, ending)
-        lines = [line for line in read_tail(path, count + 5) if not line.startswith("launch-rank: rank ")]
+        path = run.rank_log(failure.rank, failure.attempt, ending)
+        lines = [line for line in read_tail(path, count + 5) if not line.startswith(SHIM_LINES)]
         if any(line.strip() for line in lines):
             return str(path), lines[-count:]
-    return str(attendant.run.rank_log(failure.rank, failure.attempt, "err")), []
+    return str(run.rank_log(failure.rank, failure.attempt, "err")), []

@@ -18,6 +18,7 @@ from launcher.launch.supervise import Supervisor
 from launcher.plan.codec import plan_to_json
 from launcher.runs.logs import measure_file, read_tail
 from launcher.runs.manifest import describe_start, write_manifest
+from launcher.runs.process import identify_process
 from launcher.runs.rundir import RunDir, write_json, write_private
 from launcher.runs.secrets import mask_tree
 from launcher.schema import LaunchConfig
@@ -60,6 +61,8 @@ def prepare_run(draft: Draft, argv: Sequence[str], hosts: Sequence[str]) -> tupl
         keep_config(run, dump_yaml(draft.composed, mask_tree))
         manifest = describe_start(run, ["launch", *argv], draft.composed.choices)
         manifest["hosts"] = list(hosts)
+        if hosts:  # else a job is being submitted, and hangs on no process of ours
+            manifest["process"] = identify_process(os.getpid())
         write_manifest(run, manifest)
     except OSError as error:
         if run and not config.run_dir:

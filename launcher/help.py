@@ -10,6 +10,7 @@ from launcher.sources import Sources, find_shipped, find_sources
 RUN = """\
 usage: launch [KEY=VALUE ...] [-- PROGRAM ARGUMENT ...]
        launch plan|topo|doctor [KEY=VALUE ...]
+       launch status|logs|cancel [RUN ...] [KEY=VALUE ...]
 
 Starts distributed PyTorch training with every rank where it belongs: on the cores and memory next to its
 GPU, with thread counts and DataLoader workers to match. torchrun does the rest; your program is not changed.
@@ -24,6 +25,9 @@ verbs
   plan            show the placement and start nothing; explain=true says why, format=json is for programs
   topo            show the machine, and what this job may use of it
   doctor          look for what slows jobs down here, and compare the last run with its plan
+  status          how runs stand: state, nodes, step, last line; those that are named in detail
+  logs            what a run's ranks have printed; -f goes on to its end, rank=3 is that rank alone
+  cancel          end runs, in SLURM's queue or here, after asking
 
 keys (all of them: launch --cfg job)
   nproc_per_node  ranks on each node: a number, or auto (the visible GPUs, else one for each NUMA node)
@@ -63,8 +67,43 @@ finding is an error (x) or a warning (!), and 0 where there are notes (i) and un
   format=table|json    json is for programs: {"schema": 1, "findings": [{level, subject, what, why, fix}]}
   run_dir=DIR          compare this run rather than the last one below runs_dir
 """
+STATUS = """\
+usage: launch status [RUN ...] [KEY=VALUE ...]
+
+Shows how runs stand, here and in SLURM's queue: the newest 10 and all that wait or run, or those that are
+named. One that is named is shown in detail, with its attempts and the first rank that failed.
+RUN is NAME/ID, an ID, a NAME (its newest run), a run directory, or a job (12, or 12_3 of an array).
+  format=table|json    json is for programs: {"schema": 1, "runs": [{run, state, reason, step, ...}]}
+  runs_dir=DIR         where the runs are
+"""
+LOGS = """\
+usage: launch logs [-f] [rank=K] RUN [KEY=VALUE ...]
+
+Prints what the ranks of a run's last attempt have printed, each line with its host and rank; where no rank
+has printed anything, the job's own log. RUN is as for `launch status`.
+  -f                   go on to the run's end, over all attempts; it begins with the last lines of each rank
+  logs.tail=N          how many of those (20)
+  rank=K               this rank alone, without host and rank before each line
+  runs_dir=DIR         where the runs are
+"""
+CANCEL = """\
+usage: launch cancel RUN ... [KEY=VALUE ...]
+
+Ends runs after asking, and waits for their ends: jobs by scancel, also those that wait; runs on this machine
+by SIGTERM to their `launch`. RUN is as for `launch status`; an array's number means all of its members.
+  yes=true             do not ask
+  runs_dir=DIR         where the runs are
+"""
 WIDTH = 106
-HELP = {"run": RUN, "plan": PLAN, "topo": TOPO, "doctor": DOCTOR}
+HELP = {
+    "run": RUN,
+    "plan": PLAN,
+    "topo": TOPO,
+    "doctor": DOCTOR,
+    "status": STATUS,
+    "logs": LOGS,
+    "cancel": CANCEL,
+}
 
 
 def print_help(verb: str) -> int:

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from launcher.config import Composed, resolve
 from launcher.errors import UsageError
 from launcher.launch.cluster import Cluster, check_command, choose_cluster
 from launcher.launch.program import render_program, resolve_program
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
+from launcher.launch.slurm.srun import refuse_options
 from launcher.launch.torchrun import parse_pairs, render_torchrun
 from launcher.node import MOST_RANKS, VISIBLE_DEVICES, honoured_environ, name_host, read_machine
 from launcher.plan.model import Plan, Request
@@ -20,9 +21,13 @@ from launcher.runs.rundir import RunDir, create_run_dir, open_run_dir
 from launcher.save import refuse_files
 from launcher.schema import LaunchConfig
 
+if TYPE_CHECKING:
+    from launcher.config import Composed
+
 SHIM = Path(__file__).parent / "rank" / "__main__.py"
 CONSOLES = ("rank0", "all", "none")
 DEVICES = ("all", "own")
+AGENTS = ("torchrun", "srun")
 FORMATS = ("table", "json")
 PET_DECIDED = ("PET_MODULE", "PET_RUN_PATH", "PET_NO_PYTHON", "PET_STANDALONE")
 """torchrun's variables for what `launch` decides itself; torchrun would take them beside our options."""
@@ -36,7 +41,7 @@ DEVICE_NAMES = (*VISIBLE_DEVICES, "LAUNCH_NIC", "NCCL_IB_HCA")
 class Draft:
     """What the command line and the configuration say, before a run directory is made or a machine read."""
 
-    composed: Composed
+    composed: "Composed"
     config: LaunchConfig
     words: tuple[str, ...] | None
     """The program as given after `--`; None for the configured one."""
@@ -46,6 +51,8 @@ class Draft:
 
     def settle(self, run_dir: Path) -> LaunchConfig:
         """Return the configuration with `${run_dir}` in it resolved; raises UsageError."""
+        from launcher.config import resolve  # Hydra, which the nodes of a SLURM job have no use for
+
         return resolve(self.composed, run_dir)
 
 
@@ -69,13 +76,16 @@ class Job:
         return replace(self, config=config)
 
 
-def draft_job(composed: Composed, words: tuple[str, ...] | None, environ: Mapping[str, str]) -> Draft:
+def draft_job(composed: "Composed", words: tuple[str, ...] | None, environ: Mapping[str, str]) -> Draft:
     """Check a job and decide where it runs; raises UsageError or MachineError, and writes nothing."""
+    from launcher.config import resolve
+
     config = resolve(composed)
     check_strings(asdict(config))
     check_variables(config.env)
     check_choice("logs.console", config.logs.console, CONSOLES)
     check_choice("devices", config.devices, DEVICES)
+    check_choice("agent", config.agent, AGENTS)
     check_name(config.name)
     check_least("logs.tail", config.logs.tail, 1)
     check_least("torchrun.shutdown_timeout", config.torchrun.shutdown_timeout, 0)
@@ -89,6 +99,7 @@ def draft_job(composed: Composed, words: tuple[str, ...] | None, environ: Mappin
     )
     if cluster.kind == "slurm" and not config.dry_run:
         check_command("sbatch", cluster.why, merged)
+    check_agent(config, cluster)
     find_program(words, config, merged)
     return Draft(composed, config, words, cluster, merged)
 
@@ -135,6 +146,17 @@ def parse_nproc(text: object, cpus: int) -> int | None:
             f"nproc_per_node={shown}: give a number of at least 1 and at most {MOST_RANKS}, or auto"
         )
     return number
+
+
+def check_agent(config: LaunchConfig, cluster: Cluster) -> None:
+    """Raise UsageError for agent=srun where there is no srun to start the ranks, or where it needs torchrun's."""
+    if config.agent != "srun":
+        return
+    if cluster.kind not in ("slurm", "allocation"):
+        raise UsageError(
+            f"agent=srun, but the ranks run here ({cluster.why}): set cluster=slurm, or leave agent out"
+        )
+    refuse_options(asdict(config.torchrun), cluster.min_nodes, cluster.max_nodes)
 
 
 def check_choice(key: str, value: str, choices: Sequence[str]) -> None:

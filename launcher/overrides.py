@@ -10,6 +10,19 @@ from launcher.sources import Sources
 
 FREE_FORM = ("env.", "torchrun.rdzv_conf.", "cluster.additional.", "cluster.srun.")
 """Keys that need no `+`, though the schema cannot know them."""
+SLURM_TEXTS = (
+    "partition",
+    "account",
+    "qos",
+    "constraint",
+    "exclude",
+    "nodelist",
+    "reservation",
+    "dependency",
+    "mail_user",
+    "mail_type",
+)
+"""Keys of `cluster` in SLURM's own notation, `n[0-3],n7`, `a100&ib`, `afterok:1?afterok:2`."""
 OVERRIDE = re.compile(r"(\+{0,2})([^=@~+]+)([=@].*)", re.DOTALL)
 QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 """A whole value in Hydra's quotes."""
@@ -35,7 +48,8 @@ def rewrite_override(sources: Sources, defaults: set[str], word: str, *, sweep: 
         return word
     key, rest = match[2], match[3]
     variable = key.startswith("env.") and not sweep and rest.startswith("=")
-    if variable or FOREIGN.fullmatch(rest):
+    slurm = key.startswith("cluster.") and key[8:] in SLURM_TEXTS and not sweep and rest not in ("=", "=null")
+    if variable or FOREIGN.fullmatch(rest) or (slurm and rest.startswith("=")):
         rest = "=" + quote_value(rest[1:])
     if key.startswith(FREE_FORM):
         return f"++{key}{rest}"

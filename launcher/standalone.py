@@ -8,10 +8,36 @@ from dataclasses import replace
 
 from launcher.errors import UsageError
 from launcher.node import MOST_RANKS, VISIBLE_DEVICES, honoured_environ
-from launcher.plan.codec import rank_to_json
+from launcher.plan.codec import plan_to_json, rank_to_json
 from launcher.plan.model import Gpu, Machine, Plan, RankPlan, Request
 from launcher.plan.planner import plan
 from launcher.probe.machine import probe
+from launcher.rank.plain_json import parse_json
+
+WISHES: Mapping[str, object] = {
+    "root": "/",
+    "binding": "exclusive",
+    "strict": False,
+    "reserve_cores": 0,
+    "devices": "all",
+    "num_workers": 2,
+    "nic": False,
+}
+"""What `launch` hands over in LAUNCH_REQUEST, as JSON: the machine's root, and the fields of a Request."""
+
+
+def read_wishes(environ: Mapping[str, str]) -> dict[str, object]:
+    """Return what is asked of the node: by `launch`, else by LAUNCH_BINDING; raises UsageError."""
+    text = environ.get("LAUNCH_REQUEST")
+    if not text:
+        return {**WISHES, "binding": environ.get("LAUNCH_BINDING") or WISHES["binding"]}
+    try:
+        told = parse_json(text)
+    except (ValueError, RecursionError):
+        told = None
+    if not isinstance(told, dict) or any(type(told.get(name)) is not type(WISHES[name]) for name in WISHES):
+        raise UsageError(f"LAUNCH_REQUEST={text[:200]} is not as `launch` writes it: unset it")
+    return {name: told[name] for name in WISHES}
 
 
 def plan_for_rank(
@@ -21,25 +47,28 @@ def plan_for_rank(
     *,
     cpus: frozenset[int],
     alone: bool,
+    whole: bool = False,
 ) -> dict[str, object]:
     """Return the part of the node's plan that a rank needs, as JSON values: `ranks` and `warnings`.
 
-    `cpus` are those of all ranks of the node, or, where they are not known (`alone`), this rank's.
-    Raises UsageError and MachineError as `plan` does.
+    `cpus` are those of all ranks of the node, or, where they are not known (`alone`), this rank's. `whole`
+    is for a plan that is kept: all of it. Raises UsageError and MachineError as `plan` does.
     """
     if local_world_size and local_world_size > MOST_RANKS:
         raise UsageError(
             f"this node is said to have {local_world_size} ranks, and the most is {MOST_RANKS}: "
             "correct LOCAL_WORLD_SIZE, or the like of the launcher that started them"
         )
+    wishes = read_wishes(environ)
+    root = str(wishes.pop("root"))
     request = Request(
         # A rank that keeps its CPUs need not know how many it has beside it.
         nproc_per_node=local_world_size or (local_rank + 1 if alone else None),
-        binding=environ.get("LAUNCH_BINDING") or "exclusive",
         environ=honoured_environ(dict(environ)),
+        **wishes,  # type: ignore[arg-type]  # read_wishes has compared the types
     )
     # MIG instances are in NVML alone: where one is named, its word is wanted from the start.
-    machine = probe("/", quick="MIG-" not in environ.get("CUDA_VISIBLE_DEVICES", ""))
+    machine = probe(root, quick="MIG-" not in environ.get("CUDA_VISIBLE_DEVICES", ""))
     # The affinity is the kernel's own word, and needs no /proc.
     allowed = cpus & {cpu.id for cpu in machine.cpus}
     made = plan_rank(
@@ -49,6 +78,8 @@ def plan_for_rank(
         environ,
         alone=alone,
     )
+    if whole:
+        return plan_to_json(made)
     return {"ranks": [rank_to_json(rank) for rank in made.ranks], "warnings": list(made.warnings)}
 
 

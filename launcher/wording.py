@@ -1,6 +1,6 @@
 """Sizes, counts, CPU lists and names in the form that people read."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from launcher.cpulist import format_cpulist
 
@@ -52,3 +52,9 @@ def clean_text(text: str, most: int = 80) -> str:
     """A name from firmware on one line and without control characters, its end left out where it is long."""
     line = "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
     return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def tell_first(where: str, how: str, source: str, lines: Sequence[str]) -> list[str]:
+    """Say which rank failed first, and show the end of its log; `how` continues `it …`."""
+    said = [f"the end of {source}:", *(f"  | {line}" for line in lines)] if lines else ["it printed nothing"]
+    return [f"{where} failed first: it {how}", *said]

@@ -16,6 +16,8 @@ FILE = "job.json"
 SECRETS = "LAUNCH_SECRETS"
 """Variable that carries what must not be written down: JSON, {run directory: what `write_request` returned}.
 
+The empty name stands for all the runs of a job array.
+
 SLURM keeps a job's environment itself, so that it is there on every attempt; no rank gets it.
 """
 
@@ -56,7 +58,8 @@ def read_request(run_path: Path, environ: Mapping[str, str]) -> JobRequest:
     path = run_path / FILE
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        secrets = json.loads(environ.get(SECRETS) or "{}").get(str(run_path), {})
+        carried = json.loads(environ.get(SECRETS) or "{}")
+        secrets = carried.get(str(run_path), carried.get("", {}))
         for key in secrets:
             data[key] = put_back(data[key], secrets[key])
         words = None if data["words"] is None else tuple(data["words"])

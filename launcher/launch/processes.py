@@ -83,6 +83,15 @@ class Watch:
             with contextlib.suppress(OSError):
                 os.kill(process.pid, number)
 
+    def signal_catchers(self, number: int) -> tuple[int, int]:
+        """Send a signal to the living ranks that have a handler; return how many have one, and have not."""
+        ranks = [*self.alive.items(), *((None, process) for process in self.unseen)]
+        catching = [(pidfd, process.pid) for pidfd, process in ranks if catches(process.pid, number)]
+        for pidfd, pid in catching:
+            with contextlib.suppress(OSError):
+                os.kill(pid, number) if pidfd is None else signal.pidfd_send_signal(pidfd, number)
+        return len(catching), len(ranks) - len(catching)
+
     def poll(self, others: Iterable[int], timeout: float) -> list[int]:
         """Wait until a rank dies, another descriptor is readable, or the time (s) is over."""
         poller = select.poll()
@@ -109,6 +118,50 @@ def read_exitcode(pid: int) -> int | None:
         return os.waitstatus_to_exitcode(int(fields[EXIT_CODE_FIELD - 3]))
     except (OSError, IndexError, ValueError):
         return None
+
+
+def catches(pid: int, number: int) -> bool:
+    """Tell whether a process has a handler for a signal (`SigCgt` in /proc/PID/status, proc(5))."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
+            masks = [int(line.split()[1], 16) for line in file if line.startswith("SigCgt:")]
+    except (OSError, ValueError, IndexError):
+        return False
+    return any(mask >> (number - 1) & 1 for mask in masks)
+
+
+def list_ranks(agent: int, first_attempt: int) -> list[RankProcess]:
+    """Return the ranks among an agent's children, as their environments tell (proc(5)).
+
+    It asks nobody but this node's kernel, where records on a shared filesystem would be looked for by all.
+    """
+    found = []
+    for pid in list_children(agent):
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
+                pairs = dict(item.partition(b"=")[::2] for item in file.read().split(b"\0"))
+            numbers = [int(pairs[name]) for name in (b"RANK", b"LOCAL_RANK", b"TORCHELASTIC_RESTART_COUNT")]
+        except (OSError, KeyError, ValueError):  # it has ended, or is none
+            continue
+        found.append(RankProcess(numbers[0], numbers[1], first_attempt + numbers[2], pid))
+    return found
+
+
+def list_children(parent: int) -> list[int]:
+    """Return the PIDs of a process's children; where the kernel keeps no such list, psutil makes one."""
+    found: list[int] = []
+    try:
+        for thread in os.listdir(f"/proc/{parent}/task"):  # noqa: PTH208 - no pathlib in what is asked so often
+            with open(f"/proc/{parent}/task/{thread}/children", encoding="ascii") as file:  # noqa: PTH123
+                found += map(int, file.read().split())
+        return found
+    except OSError:
+        import psutil  # noqa: PLC0415 - see end_leftovers
+
+        try:
+            return [child.pid for child in psutil.Process(parent).children()]
+        except psutil.Error:
+            return []
 
 
 def adopt_orphans() -> None:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -12,6 +12,8 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end the job; the ones that torchrun handles too."""
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that go to the ranks alone: the agent has no handler for them and would die."""
+HARD = (signal.SIGTERM, signal.SIGKILL)
+"""Stages that come from several sides in a SLURM job: from SLURM itself, and from the job's head."""
 TERM_GRACE = 10.0
 """Seconds between SIGTERM and SIGKILL, after the first signal's own grace."""
 KILL_GRACE = 5.0
@@ -40,14 +42,14 @@ class Inbox:
 
 
 @contextlib.contextmanager
-def catch_signals() -> Iterator[Inbox]:
-    """Collect the signals above until the end of the block.
+def catch_signals(others: Iterable[int] = ()) -> Iterator[Inbox]:
+    """Collect the signals above, and others, until the end of the block.
 
     A signal that was ignored at the start (nohup, a shell's background job) stays ignored.
     """
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     inbox = Inbox(reading)
-    wanted = [n for n in (*STOPPING, *FORWARDED) if signal.getsignal(n) is not signal.SIG_IGN]
+    wanted = [n for n in {*STOPPING, *FORWARDED, *others} if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, inbox.note) for number in wanted}
     old_wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     try:
@@ -68,6 +70,8 @@ class Stop:
     """(signal, seconds until the next), those that are still to come."""
     deadline: float = 0.0
     """Monotonic time of the next stage; 0 before the first."""
+    current: int | None = None
+    """Signal of the stage that it is in."""
 
     @classmethod
     def begin(cls, number: int, grace: float) -> "Stop":
@@ -75,10 +79,15 @@ class Stop:
         harder = [(signal.SIGTERM, TERM_GRACE)] if number == signal.SIGINT else []
         return cls([(number, grace), *harder, (signal.SIGKILL, KILL_GRACE)])
 
+    def has_reached(self, number: int) -> bool:
+        """Tell whether SIGTERM's or SIGKILL's stage has come; signals of a user always go a stage on."""
+        return number in HARD and number not in (stage for stage, _ in self.stages)
+
     def next_stage(self) -> int | None:
         """Enter the next stage and return its signal; None after the last."""
         number, seconds = self.stages.pop(0) if self.stages else (None, KILL_GRACE)
         self.deadline = time.monotonic() + seconds
+        self.current = number
         return number
 
 

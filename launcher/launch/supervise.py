@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from launcher.launch.control import Control
 from launcher.launch.processes import (
     Death,
     RankProcess,
@@ -19,10 +20,26 @@ from launcher.launch.processes import (
     prepare_agent,
     reap_orphans,
 )
-from launcher.launch.signals import FORWARDED, KILL_GRACE, Inbox, Stop, catch_signals, name_signal
+from launcher.launch.signals import (
+    FORWARDED,
+    HARD,
+    KILL_GRACE,
+    STOPPING,
+    Inbox,
+    Stop,
+    catch_signals,
+    name_signal,
+)
 
 TICK = 0.05
 """Seconds between two looks for new ranks and signals."""
+
+SLURM_GRACE = 20.0
+"""Seconds that ranks have after SLURM's SIGTERM at most: its own patience (KillWait) is 30 by default."""
+HEARING = 0.5
+"""Seconds in which an agent says that it was sent a signal."""
+HEARD = b"death signal"
+"""What torchelastic's agent says then (torch/distributed/elastic/agent/server/api.py)."""
 
 
 class Observer(Protocol):
@@ -36,6 +53,9 @@ class Observer(Protocol):
 
     def announce(self, text: str) -> None:
         """Told a line for people."""
+
+    def note_stop(self, number: int) -> None:
+        """Told once, of the first stopping signal."""
 
     def may_reap(self) -> bool:
         """Tell whether the agent is the only child that somebody waits for."""
@@ -73,12 +93,20 @@ class Supervisor:
     stop: Stop | None = None
     first_signal: int | None = None
     signal_time: float = math.inf
+    control: Control | None = None
+    """Commands from the job's head; None outside of a step of SLURM's."""
+    agent_heard: bool = False
+    """SLURM has sent the agent the stopping signal by itself."""
+    log: Path = field(default_factory=Path)
+    """The agent's."""
+    log_begin: int = 0
 
     def run(self, command: Sequence[str], environ: Mapping[str, str], log: Path) -> Outcome:
         """Run the agent to its end; raises OSError where it cannot be started."""
         adopt_orphans()
+        self.log, self.log_begin = log, log.stat().st_size if log.exists() else 0
         with catch_signals() as inbox:
-            agent = start_agent(command, environ, log)
+            agent = start_agent(command, environ, log, in_step=self.control is not None)
             try:
                 self.observer.begin()
                 self.attend(agent, inbox)
@@ -93,11 +121,12 @@ class Supervisor:
         """Watch ranks and pass on signals until the agent ends."""
         while agent.poll() is None:
             known = len(self.watch.deaths)
-            self.watch.poll((inbox.wakeup,), TICK)
+            self.watch.poll((inbox.wakeup, *(self.control.descriptors if self.control else ())), TICK)
             self.tell_deaths(self.watch.deaths[known:])
             if len(self.watch.alive) < self.expected:
                 self.admit_ranks(agent.pid)
             self.handle_signals(inbox, agent)
+            self.heed_head(agent)
             if self.observer.may_reap():
                 reap_orphans(agent.pid)
         self.admit_ranks(agent.pid)
@@ -125,15 +154,54 @@ class Supervisor:
     def handle_signals(self, inbox: Inbox, agent: "subprocess.Popen[bytes]") -> None:
         """Pass on what has arrived; each stopping signal goes a stage on, and so does the time."""
         for number in inbox.take():
-            if number in FORWARDED:
+            if number not in FORWARDED:
+                self.note_slurm(number, agent) if self.control else self.note_stop(number, agent, self.grace)
+            elif self.control is None:  # to a step, SLURM has sent it to every process by itself
                 self.watch.signal_ranks(number)
-                continue
-            if self.first_signal is None:
-                self.first_signal, self.signal_time = number, time.time()
-            self.stop = self.stop or Stop.begin(number, self.grace)
-            self.advance_stop(self.stop, agent)
         if self.stop and time.monotonic() >= self.stop.deadline:
             self.advance_stop(self.stop, agent)
+
+    def note_stop(self, number: int, agent: "subprocess.Popen[bytes]", grace: float) -> None:
+        """Begin to stop, or go a stage on. In a step, what SLURM and the head both send is one stage."""
+        if self.stop is None:
+            self.note_first(number)
+            self.stop = Stop.begin(number, grace)
+        elif self.control and self.stop.has_reached(number):
+            return
+        self.advance_stop(self.stop, agent)
+        while self.control and number in HARD and not self.stop.has_reached(number):
+            self.advance_stop(self.stop, agent)
+
+    def note_first(self, number: int) -> None:
+        """Remember the first stopping signal: how ranks end from now on is no failure."""
+        if self.first_signal is None:
+            self.first_signal, self.signal_time = number, time.time()
+            self.observer.note_stop(number)
+
+    def note_slurm(self, number: int, agent: "subprocess.Popen[bytes]") -> None:
+        """Stop by SLURM's signal, which the agent may have got as well, and then is not to get from here.
+
+        Where SLURM tracks processes by cgroup, it has: a second one would break off the agent's own shutdown,
+        and so the ranks' time to end.
+        """
+        deadline = time.monotonic() + HEARING
+        if self.stop is None:
+            self.note_first(number)
+            while not self.agent_heard and time.monotonic() < deadline and agent.poll() is None:
+                time.sleep(TICK)
+                self.agent_heard = has_heard(self.log, self.log_begin)
+        self.note_stop(number, agent, min(self.grace, SLURM_GRACE))
+
+    def heed_head(self, agent: "subprocess.Popen[bytes]") -> None:
+        """Do what the head says: stop by its signals, and pass others on to the ranks that catch them."""
+        for number in self.control.read_signals() if self.control else ():
+            if number in (*STOPPING, *HARD):
+                self.note_stop(number, agent, self.grace)
+                continue
+            _, spared = self.watch.signal_catchers(number)
+            if spared:
+                ranks = "1 rank has" if spared == 1 else f"{spared} ranks have"
+                self.observer.announce(f"{name_signal(number)} not sent: {ranks} no handler for it")
 
     def advance_stop(self, stop: Stop, agent: "subprocess.Popen[bytes]") -> None:
         """Enter the next stage. The agent forwards the first signal, later ones go to the ranks directly."""
@@ -148,15 +216,28 @@ class Supervisor:
         left = stop.deadline - time.monotonic()
         self.observer.announce(f"{name_signal(number)} to the ranks, which have {left:.0f} s to end")
         if first:
-            agent.send_signal(number)
+            agent.send_signal(number) if not self.agent_heard else None
         else:
             self.watch.signal_groups(number)
 
 
-def start_agent(command: Sequence[str], environ: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes]":
+def has_heard(log: Path, begin: int) -> bool:
+    """Tell whether an agent's log says that it was sent a signal."""
+    try:
+        with log.open("rb") as file:
+            file.seek(begin)
+            return HEARD in file.read()
+    except OSError:
+        return False
+
+
+def start_agent(
+    command: Sequence[str], environ: Mapping[str, str], log: Path, *, in_step: bool = False
+) -> "subprocess.Popen[bytes]":
     """Start the agent in a session of its own, so that a terminal's Ctrl-C reaches `launch` alone.
 
-    SLURM sends a step's signals to every process in it: the agent would die of those for the ranks.
+    SLURM sends a step's signals to every process in it: the agent would die of those for the ranks. There,
+    stdin brings what the head says, which is not for the agent.
     """
     parent = os.getpid()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -164,6 +245,7 @@ def start_agent(command: Sequence[str], environ: Mapping[str, str], log: Path) -
         return subprocess.Popen(
             command,
             env=dict(environ),
+            stdin=subprocess.DEVNULL if in_step else None,
             stdout=descriptor,
             stderr=descriptor,
             start_new_session=True,

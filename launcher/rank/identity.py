@@ -32,13 +32,23 @@ class Identity:
         self.rank, self.local_rank = 0, 0
         self.local_world_size: int | None = 1
         """Ranks on this node; None where no launcher tells."""
-        for local_rank, rank, size in FAMILIES:
+        for local_rank, rank, size in FAMILIES[-1:] if is_srun_rank(environ) else FAMILIES:
             if is_number(environ.get(local_rank, "")) and not is_batch_shell(environ, local_rank):
                 self.family = local_rank
                 self.local_rank = int(environ[local_rank])
                 self.rank = read_number(environ, rank, self.local_rank)
                 self.local_world_size = read_size(environ, size) or find_size(environ, self.local_rank)
                 return
+
+
+def is_srun_rank(environ: dict[str, str]) -> bool:
+    """Tell whether LAUNCH_AGENT says that srun's tasks are the ranks, and no agent is in between."""
+    return (
+        environ.get("LAUNCH_AGENT") == "srun"
+        and "TORCHELASTIC_RUN_ID" not in environ
+        and "SLURM_STEP_ID" in environ
+        and is_number(environ.get("SLURM_LOCALID", ""))
+    )
 
 
 def is_number(text: str) -> bool:

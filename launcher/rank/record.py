@@ -24,21 +24,32 @@ def redirect_output(run_dir: str, identity: Identity) -> None:
         os.close(target)
 
 
-def write_applied(run_dir: str, identity: Identity, share: Share, applied: Applied) -> None:
-    """Write `rank-N.applied.json`, whole or not at all; raises OSError."""
-    path = f"{run_dir}/rank-{identity.rank}.applied.json"
-    draft = f"{path}.{os.getpid()}"
+def write_records(run_dir: str, identity: Identity, share: Share, applied: Applied) -> None:
+    """Write `rank-N.applied.json`, and the plan of the node where this rank keeps it; raises OSError."""
+    write_json(f"{run_dir}/rank-{identity.rank}.applied.json", describe_applied(identity, share, applied))
+    if share.plan is not None:
+        write_json(f"{run_dir}/plan-{name_host()}.json", share.plan)
+
+
+def write_json(path: str, value: dict[str, object]) -> None:
+    """Write a file for its owner alone, whole or not at all; raises OSError."""
+    draft = f"{path}.{os.uname().nodename}.{os.getpid()}"
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(format_json(describe_applied(identity, share, applied)) + "\n")
+        file.write(format_json(value) + "\n")
     os.replace(draft, path)
+
+
+def name_host() -> str:
+    """Return this node's name in a job: SLURM's name for it, else the kernel's."""
+    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 def describe_applied(identity: Identity, share: Share, applied: Applied) -> dict[str, object]:
     """Return the record of one rank; `pid` stays the program's, since the shim execs."""
     return {
         "schema": 1,
-        "host": os.environ.get("SLURMD_NODENAME") or os.uname().nodename,
+        "host": name_host(),
         "rank": identity.rank,
         "local_rank": identity.local_rank,
         "attempt": identity.attempt,

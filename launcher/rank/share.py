@@ -28,6 +28,7 @@ class Share:
         "nodes",
         "notes",
         "num_workers",
+        "plan",
         "policy",
         "problems",
     )
@@ -55,6 +56,8 @@ class Share:
         """Where it falls short for this rank."""
         self.advice: list[str] = []
         """Warnings of a plan that was made here, which are the same for all ranks of the node."""
+        self.plan: dict[str, object] | None = None
+        """All of a plan that was made here, where this rank keeps it for its node."""
 
 
 def find_share(identity: Identity, environ: dict[str, str]) -> Share:
@@ -115,23 +118,26 @@ def make_share(identity: Identity, environ: dict[str, str]) -> Share:
     from launcher.rank.room import find_room
 
     import_later("inspect")  # 8 ms for `dataclasses`, which needs it for classes without a docstring
-    from launcher.standalone import plan_for_rank
+    from launcher.standalone import plan_for_rank, read_wishes
 
-    binding = environ.get("LAUNCH_BINDING") or "exclusive"
     room = find_room(identity, environ)
-    if binding == "none":  # whoever bound this rank meant it
-        room.keep_own()
+    keeps = identity.local_rank == 0 and bool(environ.get("LAUNCH_RUN_DIR"))
     try:
+        binding = str(read_wishes(environ)["binding"])
+        if binding == "none":  # whoever bound this rank meant it
+            room.keep_own()
         plan = plan_for_rank(
             identity.local_rank,
             identity.local_world_size,
             environ,
             cpus=room.cpus,
             alone=room.is_own,
+            whole=keeps,
         )
     except LaunchError as error:
         raise NoShareError(str(error)) from None
     share = take_share(identity, plan, "made here")
+    share.plan = plan if keeps else None
     share.notes += [f"binding {binding}"] if binding != "exclusive" else []
     share.notes += [f"bound to {format_cpulist(room.own)} before"] if room.cpus != room.own else []
     share.problems += [room.problem] if room.problem else []

@@ -4,6 +4,7 @@ import os
 import sys
 from _signal import (  # type: ignore[import-not-found]  # `signal` costs 4 ms
     SIG_DFL,
+    SIG_IGN,
     SIGINT,
     SIGPIPE,
     SIGUSR1,
@@ -14,8 +15,8 @@ from _signal import (  # type: ignore[import-not-found]  # `signal` costs 4 ms
 )
 
 from launcher.rank.apply import Applied
-from launcher.rank.identity import Identity, is_number
-from launcher.rank.record import describe_line, redirect_output, write_applied
+from launcher.rank.identity import Identity, is_number, read_number
+from launcher.rank.record import describe_line, redirect_output, write_records
 from launcher.rank.share import NoShareError, find_share
 
 HELP = """\
@@ -48,6 +49,8 @@ Variables that are read:
     LAUNCH_STRICT=1        end with status 3 where the placement cannot be applied
     LAUNCH_QUIET=1         no line, and no advice about the plan
     LAUNCH_NUM_WORKERS=N   DataLoader workers for each rank, which the plan then leaves cores for
+    LAUNCH_AGENT=srun      srun's tasks are the ranks: the program finds RANK, LOCAL_RANK, WORLD_SIZE and the
+                           like as torchrun sets them; MASTER_ADDR and MASTER_PORT are the job script's to set
     OMP_NUM_THREADS, LAUNCH_NIC, NCCL_IB_HCA, CUDA_VISIBLE_DEVICES and the like are kept where set
 
 Variables that the program finds, where it has not set them itself: OMP_NUM_THREADS (the rank's cores
@@ -56,7 +59,18 @@ network card next to the GPU.
 
 Exit codes: the program's own; 127 where there is no such program, 126 where it cannot be run.
 """
-OURS = ("LAUNCH_PLAN", "LAUNCH_RUN_DIR", "LAUNCH_ATTEMPT", "LAUNCH_STRICT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+OURS = (
+    "LAUNCH_PLAN",
+    "LAUNCH_RUN_DIR",
+    "LAUNCH_ATTEMPT",
+    "LAUNCH_STRICT",
+    "LAUNCH_AGENT",
+    "LAUNCH_REQUEST",
+    "LAUNCH_ROLE",
+    "LAUNCH_RUN_ID",
+    "LAUNCH_SIGNAL",
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+)
 """What `launch` tells the shim and torchrun: nothing to the program, nor to jobs that it starts itself."""
 NOT_FOUND, NOT_EXECUTABLE, NOT_PLACED, USAGE = 127, 126, 3, 2
 """Exit codes: a shell's own for a program that is not there or cannot be run; ours for the rest."""
@@ -82,8 +96,24 @@ def main() -> int:
         return USAGE
     if getsignal(SIGINT) is default_int_handler:
         signal(SIGINT, SIG_DFL)  # Ctrl-C ends this process as it would end the program, without a traceback
-    environ = dict(os.environ)
+    return run_rank(words, dict(os.environ))
+
+
+def run_rank(words: list[str], environ: dict[str, str]) -> int:
+    """Place this rank and become its program; returns an exit code where that cannot be started."""
+    kept = read_number(environ, "LAUNCH_SIGNAL")
+    if kept:
+        signal(kept, SIG_IGN)
     identity = Identity(environ)
+    named: dict[str, str] = {}
+    if environ.get("LAUNCH_AGENT") == "srun":
+        from launcher.rank.tasks import PORT_TAKEN, can_serve, name_task
+
+        named = name_task(identity, environ)
+        if not named:
+            say("LAUNCH_AGENT=srun is set, but this is no task of srun's: RANK and the like are not set")
+        elif not can_serve(identity, environ):
+            return PORT_TAKEN
     if environ.get("LAUNCH_RUN_DIR"):
         attach_run(identity, environ["LAUNCH_RUN_DIR"])
     try:
@@ -95,7 +125,22 @@ def main() -> int:
             return NOT_PLACED
         workers = environ.get("LAUNCH_NUM_WORKERS", "")
         words = fill_workers(words, workers if is_number(workers) else WORKERS)
+    environ.update(named)
+    settle_signals(environ, kept)
     return become_program(words, environ)
+
+
+def settle_signals(environ: dict[str, str], kept: int) -> None:
+    """Leave to the program the signals as it is to find them; an ignored one stays ignored over exec.
+
+    The interpreter ignores SIGPIPE at its start, and `launch` has its agent ignore the user signals, which
+    SLURM sends to every process of a step. Where srun is the agent, the checkpoint signal (`kept`) comes to
+    every process as well: those that have no handler for it are to live on.
+    """
+    for number in (SIGPIPE, SIGUSR1, SIGUSR2) if "LAUNCH_RUN_DIR" in environ else (SIGPIPE,):
+        signal(number, SIG_DFL)
+    if kept:
+        signal(kept, SIG_IGN)
 
 
 def attach_run(identity: Identity, run_dir: str) -> None:
@@ -126,7 +171,7 @@ def place_rank(identity: Identity, environ: dict[str, str], words: list[str]) ->
         emit(2, describe_line(identity, share, applied) + "\n")
     if run_dir := environ.get("LAUNCH_RUN_DIR"):
         try:
-            write_applied(run_dir, identity, share, applied)
+            write_records(run_dir, identity, share, applied)
         except OSError as error:
             say(f"rank {identity.rank}: there is no record of what was applied ({error})")
     environ.update(share.env)
@@ -140,13 +185,8 @@ def fill_workers(words: list[str], workers: str) -> list[str]:
 
 def become_program(words: list[str], environ: dict[str, str]) -> int:
     """Exec the program; the PID stays, so signals reach it. Returns a shell's exit code if that fails."""
-    under_launch = "LAUNCH_RUN_DIR" in environ
-    for name in OURS if under_launch else ():
+    for name in OURS if "LAUNCH_RUN_DIR" in environ else ():
         environ.pop(name, None)
-    # An ignored signal stays ignored over exec: the interpreter ignores SIGPIPE at its start, and `launch`
-    # has its agent ignore the user signals, which SLURM sends to every process of a step.
-    for number in (SIGPIPE, SIGUSR1, SIGUSR2) if under_launch else (SIGPIPE,):
-        signal(number, SIG_DFL)
     try:
         words = add_python(words)
         try:

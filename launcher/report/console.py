@@ -30,12 +30,17 @@ class JobConsole:
 
     def show_line(self, line: Line) -> None:
         """Print a rank's line where the mode says so, and read progress from rank 0's."""
-        if line.rank == 0 and (step := parse_progress(line.text)):
+        if line.rank == 0:
+            self.note_progress(line.text)
+        if self.mode == "all" or (self.mode == "rank0" and line.rank == 0):
+            self.write(line.stream, f"[{self.host}:{line.rank}] {line.text}\n")
+
+    def note_progress(self, text: str) -> None:
+        """Read progress from a line of rank 0's, and show it."""
+        if step := parse_progress(text):
             step = merge_steps(self.steps[-1], step) if self.steps else step
             self.steps[1:] = [step]
             self.show_step(step)
-        if self.mode == "all" or (self.mode == "rank0" and line.rank == 0):
-            self.write(line.stream, f"[{self.host}:{line.rank}] {line.text}\n")
 
     def say(self, text: str) -> None:
         """Print one of our own lines."""

@@ -9,6 +9,8 @@ from launcher.runs.rundir import RunDir
 
 CHUNK = 1 << 20
 """Bytes that are read at once, and that a line can have."""
+BACKWARDS = 64 << 20
+"""Bytes that are searched for the beginning of the last lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +32,12 @@ class Follower:
     earlier: dict[Path, int] = field(default_factory=dict)
     """Sizes of the logs that an earlier start into the same directory has left."""
     partial: dict[Path, bytes] = field(default_factory=dict)
+    is_new: bool = False
+    """The attempt's folder was made for this start alone, so that nothing has to be looked for."""
 
     def __post_init__(self) -> None:
         """Note what is there already."""
-        for path in self.run.path.glob("logs/*/rank-*"):
+        for path in () if self.is_new else self.run.path.glob("logs/*/rank-*"):
             self.earlier[path] = measure_file(path)
 
     def watch_rank(self, rank: int, attempt: int) -> None:
@@ -101,6 +105,28 @@ def read_from(path: Path, offset: int) -> tuple[bytes, int]:
             return file.read(CHUNK), offset
     except OSError:
         return b"", offset
+
+
+def find_tail(path: Path, count: int) -> int:
+    """Return the offset of the last `count` (1 or more) lines of a log; at most BACKWARDS before its end."""
+    size = measure_file(path)
+    least = max(0, size - BACKWARDS)
+    try:
+        with path.open("rb") as file:
+            end = size - 1  # the last byte ends a line, or is in one that has no end yet
+            while end > least:
+                begin = max(least, end - CHUNK)
+                file.seek(begin)
+                data = file.read(end - begin)
+                at = len(data)
+                while (at := data.rfind(b"\n", 0, at)) >= 0:
+                    count -= 1
+                    if count == 0:
+                        return begin + at + 1
+                end = begin
+    except OSError:
+        return size
+    return least
 
 
 def read_tail(path: Path, count: int, begin: int = 0) -> list[str]:

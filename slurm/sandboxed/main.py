@@ -9,7 +9,7 @@ from sandboxed.cluster import Cluster, default_folder, load_cluster, pick_ports,
 from sandboxed.daemons import answers, run, start_all, stop_all
 from sandboxed.errors import SandboxError
 from sandboxed.hosts import add_names, drop_names
-from sandboxed.packages import ensure_programs
+from sandboxed.packages import ensure_programs, list_missing
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -27,6 +27,9 @@ def make_parser() -> argparse.ArgumentParser:
     verbs.add_parser("down", help="cancel its jobs, stop it, and remove its files")
     verbs.add_parser("status", help="show its nodes and jobs")
     verbs.add_parser("env", help='print what a shell needs: eval "$(slurm/sandbox env)"')
+    install = verbs.add_parser("install", help="install what it needs, where that is missing (Debian, as root)")
+    install.add_argument("--accounting", action=argparse.BooleanOptionalAction, default=True)
+    install.add_argument("--dry-run", action="store_true", help="only print the packages; 1 where some are missing")
     return parser
 
 
@@ -34,10 +37,20 @@ def main(argv: Sequence[str]) -> int:
     """Run a command line; returns 0, 1 for a failure, 3 where there is no cluster."""
     args = make_parser().parse_args(argv)
     try:
-        return {"up": up, "down": down, "status": status, "env": env}[args.verb](args)
+        return {"up": up, "down": down, "status": status, "env": env, "install": install_programs}[args.verb](args)
     except SandboxError as error:
         sys.stderr.write(f"sandbox: error: {error}\n")
         return 1
+
+
+def install_programs(args: argparse.Namespace) -> int:
+    """Install what is missing, or print it."""
+    if args.dry_run:
+        missing = list_missing(args.accounting)
+        print(*missing)
+        return int(bool(missing))
+    ensure_programs(args.accounting)
+    return 0
 
 
 def up(args: argparse.Namespace) -> int:

@@ -10,7 +10,9 @@ PATIENCE = 60.0
 """Seconds that a command has; slurmctld itself gives up on a request after less (MessageTimeout)."""
 
 
-def run_slurm(words: Sequence[str], environ: Mapping[str, str] | None = None) -> str:
+def run_slurm(
+    words: Sequence[str], environ: Mapping[str, str] | None = None, *, patience: float = PATIENCE
+) -> str:
     """Run one of SLURM's commands and return what it prints; raises SchedulerError with its complaint.
 
     LC_ALL is C, so that numbers and times look the same everywhere.
@@ -23,14 +25,14 @@ def run_slurm(words: Sequence[str], environ: Mapping[str, str] | None = None) ->
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=PATIENCE,
+            timeout=patience,
             check=False,
         )
     except FileNotFoundError:
         raise SchedulerError(f"there is no {words[0]} on PATH: load SLURM's module") from None
     except subprocess.TimeoutExpired:
         raise SchedulerError(
-            f"{words[0]} did not answer in {PATIENCE:.0f} s: is slurmctld up (`scontrol ping`)?"
+            f"{words[0]} did not answer in {patience:.0f} s: is slurmctld up (`scontrol ping`)?"
         ) from None
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())

@@ -1,0 +1,24 @@
+"""`python -m launcher.batch RUN_DIR`: the end of the batch script, on the first node of a SLURM job."""
+
+import sys
+from pathlib import Path
+
+from launcher.cli import INTERNAL, complain, report_defect
+from launcher.errors import LaunchError
+
+
+def main() -> int:
+    """Run one attempt of the job and return its exit code."""
+    from launcher.batch.head import run_batch
+
+    try:
+        return run_batch(Path(sys.argv[1]))
+    except LaunchError as error:
+        complain(str(error))
+        return error.exit_code
+    except Exception as error:
+        return report_defect(error, f"internal error, {type(error).__name__}: {error}: report it", INTERNAL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""One attempt of a SLURM job: its manifest from start to end, and what comes after it."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from launcher.batch.history import Manifest, follow_trail, judge_advance, keep_manifest, renew_manifest
+from launcher.batch.judge import Sight, choose_status, judge_end, judge_trail, look_ahead, look_at
+from launcher.batch.lastwords import describe_outcome, say, tell_attempt, tell_end, tell_failure
+from launcher.batch.request import JobRequest
+from launcher.errors import LaunchError, SchedulerError
+from launcher.launch.slurm.ownjob import QUICK, exclude_nodes, ignore_stops, name_job, requeue_job
+from launcher.launch.slurm.requeue import Verdict
+from launcher.runs.advance import Advance, measure_advance
+from launcher.runs.manifest import stamp_time
+from launcher.runs.nodes import NodeRecord
+from launcher.runs.rundir import RunDir
+
+PATIENCE = 60.0
+"""Seconds in which slurmctld may come back for a requeue, while nothing ends this job."""
+
+
+class StoppedError(LaunchError):
+    """The policy lets no further attempt begin; the exit code is the last attempt's."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """How the step of one attempt ended, as the head saw it."""
+
+    srun_exitcode: int
+    """As subprocess gives it: -n for signal n."""
+    records: tuple[NodeRecord, ...]
+    missing: tuple[str, ...]
+    """Hosts that left no record."""
+    signals: tuple[tuple[int, float], ...]
+    """What the head was sent, and when, in seconds since the epoch."""
+    checkpointed: bool
+    """The ranks were sent the checkpoint signal."""
+    said: tuple[str, ...] = ()
+    """What srun complained of: its own lines on stderr."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """An attempt that is running."""
+
+    request: JobRequest
+    run: RunDir
+    environ: Mapping[str, str]
+    hosts: tuple[str, ...]
+    manifest: Manifest
+    requeues: bool
+    """The job is ours to requeue; not so where `launch` runs in somebody's allocation."""
+    started: float = field(default_factory=time.time)
+    foreseen: tuple[Sight, Verdict] | None = None
+    """What was settled when SLURM began to end the job."""
+
+    @property
+    def job_id(self) -> str:
+        """SLURM's id of the job; `12_3` for an array's member."""
+        return name_job(self.environ)
+
+    @property
+    def restarts(self) -> int:
+        """How often the job had been requeued when this attempt began."""
+        count = self.environ.get("SLURM_RESTART_COUNT", "")
+        return int(count) if count.isdecimal() else 0
+
+    @property
+    def trail(self) -> tuple[Manifest, ...]:
+        """The attempts before this one, each requeued into the next; a start by hand begins anew."""
+        return follow_trail(self.manifest, self.job_id)
+
+    def measure(self) -> tuple[Advance, bool | None]:
+        """Return how far it has come, and whether that is progress; None where nothing tells."""
+        advance = measure_advance(self.run)
+        return advance, judge_advance(advance, self.trail)
+
+
+def begin_attempt(
+    request: JobRequest,
+    run: RunDir,
+    environ: Mapping[str, str],
+    hosts: Sequence[str],
+    *,
+    requeues: bool = True,
+) -> Attempt:
+    """Write the manifest of a new attempt, and return it.
+
+    Raises StoppedError, a LaunchError, where the job is to end at once: SLURM requeues a preempted job, and
+    one that lost a node, by itself, and what `cluster.requeue` says of that is carried out here.
+    """
+    manifest = renew_manifest(request, run, environ, hosts, owned=requeues)
+    attempt = Attempt(request, run, environ, tuple(hosts), manifest, requeues)
+    verdict = judge_trail(attempt.trail, request.config.cluster.requeue) if requeues else None
+    if verdict:
+        raise refuse_attempt(attempt, verdict)
+    keep_manifest(run, manifest)
+    return attempt
+
+
+def refuse_attempt(attempt: Attempt, verdict: Verdict) -> StoppedError:
+    """Close the manifest with the last attempt's end, and return the error that says why."""
+    *earlier, last = attempt.trail
+    outcome = {**last["outcome"], "state": "failed", "cause": verdict.cause, "reason": verdict.why}
+    before = attempt.manifest["earlier"]
+    keep_manifest(attempt.run, {**attempt.manifest, **last, "outcome": outcome, "earlier": before[:-1]})
+    text = f"attempt {len(earlier) + 2} does not begin: attempt {len(earlier) + 1} ended: {verdict.why}"
+    return StoppedError(text, outcome.get("exit_code") or 1)
+
+
+def foresee_end(attempt: Attempt) -> None:
+    """Settle at once what becomes of a job that SLURM has begun to end: for when the head gets SIGTERM.
+
+    KillWait later all is killed, and the ranks may need all of that time. Then the manifest tells why, and
+    the job is in the queue again. Does nothing where a user sent the signal.
+    """
+    sight = look_ahead(attempt)
+    if sight is None or attempt.foreseen:
+        return
+    verdict = settle_end(attempt, sight, QUICK)
+    attempt.foreseen = (sight, verdict)
+
+
+def end_attempt(attempt: Attempt, end: StepEnd) -> int:
+    """Judge an attempt, requeue the job or conclude it, say so on stderr, and return the head's exit code."""
+    if attempt.foreseen:
+        before, verdict = attempt.foreseen
+        sight = replace(before, end=end, advance=measure_advance(attempt.run))
+        record_end(attempt, sight, verdict)
+    else:
+        sight = look_at(attempt, end)
+        for line in tell_failure(sight):
+            say(line)
+        verdict = settle_end(attempt, sight, QUICK if sight.kill else PATIENCE)
+    for line in tell_end(sight, verdict, attempt.run, time.time() - attempt.started):
+        say(line)
+    return choose_status(sight)
+
+
+def settle_end(attempt: Attempt, sight: Sight, patience: float) -> Verdict:
+    """Decide, write the manifest, and requeue: the manifest first, since a requeue ends the head too."""
+    verdict = judge_end(attempt, sight)
+    record_end(attempt, sight, verdict)
+    if sight.cause:
+        say(f"attempt {len(attempt.trail) + 1} ended: {tell_attempt(sight, verdict)}")
+    if not verdict.requeue:
+        return verdict
+    try:
+        if sight.kill != "requeued":
+            requeue_job(attempt.job_id, attempt.environ, patience)
+    except SchedulerError as error:
+        verdict = replace(verdict, requeue=False, why=f"{verdict.why}, but SLURM refuses ({error})")
+        say(f"warning: the job could not be requeued ({error})")
+        record_end(attempt, sight, verdict)
+        return verdict
+    exclude_lost(attempt, sight)
+    return verdict
+
+
+def exclude_lost(attempt: Attempt, sight: Sight) -> None:
+    """Keep the next attempt off the nodes that this one and those before it have lost."""
+    lost = [*sight.lost, *(host for past in attempt.trail for host in past["outcome"].get("lost") or ())]
+    if lost:
+        ignore_stops()
+        least = attempt.request.min_nodes
+        doubt = exclude_nodes(attempt.job_id, list(dict.fromkeys(lost)), least, attempt.environ)
+        if doubt:
+            say(f"warning: {doubt}")
+
+
+def record_end(attempt: Attempt, sight: Sight, verdict: Verdict) -> None:
+    """Complete the manifest."""
+    attempt.manifest["ended"] = stamp_time()
+    outcome = describe_outcome(sight, verdict, attempt.run, choose_status(sight))
+    attempt.manifest["outcome"] = {**outcome, "advanced": judge_advance(sight.advance, attempt.trail)}
+    keep_manifest(attempt.run, attempt.manifest)

@@ -1,0 +1,194 @@
+"""One attempt of a SLURM job, on its first node or in its user's shell: the step, and the account of it."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from launcher.batch.attempts import Attempt, StepEnd, begin_attempt, end_attempt
+from launcher.batch.overseer import Overseer
+from launcher.batch.request import SECRETS, JobRequest, read_request, write_request
+from launcher.batch.steps import collect_nodes, describe_step, start_nodes
+from launcher.errors import EXIT_SCHEDULER, MachineError, SchedulerError
+from launcher.job import Draft
+from launcher.launch.processes import adopt_orphans, end_leftovers
+from launcher.launch.signals import KILL_GRACE, STOPPING, catch_signals
+from launcher.launch.slurm.hostlist import expand_hosts
+from launcher.launch.slurm.notations import parse_signal
+from launcher.launch.slurm.rendezvous import PORT_TAKEN, TRIALS, pick_port, read_local_ports
+from launcher.runs.manifest import describe_sources
+from launcher.runs.nodes import NodeRecord, node_path, read_nodes
+from launcher.runs.rundir import RunDir, open_run_dir
+from launcher.runs.secrets import mask_words
+
+BEGUN = re.compile(r"\btasks? \d|Node failure|slurmstepd|Job step aborted|io error")
+"""What srun says of a step that has begun."""
+
+
+def run_batch(run_path: Path) -> int:
+    """Run one attempt of a submitted job and return its exit code; raises LaunchError."""
+    request = read_request(run_path, os.environ)
+    return run_attempt(request, open_run(run_path), os.environ, requeues=True)
+
+
+def run_allocation(draft: Draft, argv: Sequence[str], own_files: Sequence[str]) -> int:
+    """Run a job over the nodes of the SLURM job that this is, on its terminal; raises LaunchError."""
+    from launcher.execute import prepare_run
+
+    hosts = choose_hosts(os.environ, draft.cluster.max_nodes)
+    run, _ = prepare_run(draft, argv, hosts)
+    config = draft.settle(run.path)
+    config = replace(config, cluster=replace(config.cluster, kind=draft.cluster.kind))
+    request = JobRequest(
+        config,
+        draft.composed.choices,
+        draft.words,
+        ("launch", *mask_words(argv)),
+        os.getcwd(),  # noqa: PTH109 - as a string
+        draft.cluster.min_nodes,
+        draft.cluster.max_nodes,
+    )
+    secrets = write_request(request, run.path)
+    if own_files:
+        sys.stderr.write(f"launch: configuration from {', '.join(own_files)}\n")
+    carried = {SECRETS: json.dumps({str(run.path): secrets})} if secrets else {}
+    return run_attempt(request, run, {**os.environ, **carried}, requeues=False)
+
+
+def open_run(run_path: Path) -> RunDir:
+    """Open the run directory for this start; raises MachineError."""
+    try:
+        return open_run_dir(run_path, None)
+    except OSError as error:
+        raise MachineError(
+            f"{os.uname().nodename} cannot write the run directory, {error.filename} ({error.strerror}):"
+            " runs_dir=DIR chooses one on a filesystem that all nodes share"
+        ) from None
+
+
+def choose_hosts(environ: Mapping[str, str], most: int) -> tuple[str, ...]:
+    """Return the nodes to run on: the first of the job's; raises MachineError."""
+    text = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
+    try:
+        hosts = expand_hosts(text)
+    except ValueError:
+        hosts = ()
+    if not hosts:
+        raise MachineError(f"SLURM_JOB_NODELIST={text!r} is no list of nodes: is this a SLURM job?")
+    return hosts[:most]
+
+
+def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *, requeues: bool) -> int:
+    """Run one attempt to its end and return the exit code; raises LaunchError before it starts."""
+    hosts = choose_hosts(environ, request.max_nodes)
+    number, _ = parse_signal(request.config.cluster.signal)
+    adopt_orphans()
+    with catch_signals((number,)) as inbox:
+        attempt = begin_attempt(request, run, environ, hosts, requeues=requeues)
+        folder = run.path / "logs" / str(run.first_attempt)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        salt = 0 if requeues else zlib.crc32(os.fsencode(run.path))
+        try:
+            end = run_steps(attempt, Overseer(attempt, inbox), salt)
+        finally:
+            end_leftovers(KILL_GRACE)
+        return end_attempt(attempt, end)
+
+
+def run_steps(attempt: Attempt, overseer: Overseer, salt: int) -> StepEnd:
+    """Run the step, again with another port where the first node has something else at that one."""
+    job, local = int(attempt.environ.get("SLURM_JOB_ID", "0")), read_local_ports()
+    for trial in range(TRIALS):
+        clear_records(attempt)
+        port = pick_port(job + salt, attempt.run.first_attempt, trial, local)
+        run = run_ranks if attempt.request.config.agent == "srun" else run_nodes
+        end = run(attempt, overseer, f"{attempt.hosts[0]}:{port}")
+        taken = any(record.exit_code == PORT_TAKEN and not record.failure for record in end.records)
+        if not taken or overseer.signals:
+            break
+    return end
+
+
+def run_nodes(attempt: Attempt, overseer: Overseer, endpoint: str) -> StepEnd:
+    """Run the step of `agent=torchrun`: a task of ours on each node, which writes the node's record."""
+    try:
+        step = start_nodes(attempt, endpoint)
+    except OSError as error:
+        raise refuse_srun(error) from None
+    with describe_meanwhile(attempt):
+        overseer.watch(step)
+    step.close()
+    return describe_end(attempt, overseer, step.process.returncode, collect_nodes(attempt, step), step.said)
+
+
+@contextlib.contextmanager
+def describe_meanwhile(attempt: Attempt) -> Iterator[None]:
+    """Complete the manifest with git commit and package versions, which a submission has done already."""
+    if "git" in attempt.manifest:
+        yield
+        return
+    directory = Path(attempt.request.directory)
+    asking = threading.Thread(target=lambda: attempt.manifest.update(describe_sources(directory)), daemon=True)
+    asking.start()
+    yield
+    asking.join()
+
+
+def run_ranks(attempt: Attempt, overseer: Overseer, endpoint: str) -> StepEnd:
+    """Run the step of `agent=srun`: a task for each rank; the records are made here, from what srun tells."""
+    from launcher.batch.rankrecords import Account, record_nodes
+    from launcher.batch.rankstart import RankJob, start_ranks
+
+    request, run, started = attempt.request, attempt.run, time.time()
+    job = RankJob(request, run, attempt.hosts, attempt.environ)
+    try:
+        step = start_ranks(job, describe_step(attempt), endpoint)
+    except OSError as error:
+        raise refuse_srun(error) from None
+    with describe_meanwhile(attempt):
+        overseer.watch(step)
+    step.close()
+    code, tail = step.process.returncode, request.config.logs.tail
+    stops = [number for number, _ in overseer.signals if number in STOPPING]
+    stop = next(iter(stops), signal.SIGTERM if overseer.stop else None)
+    told = step.told
+    records = record_nodes(Account(run, attempt.hosts, job.ranks, tail, code, told, stop, started))
+    return describe_end(attempt, overseer, code, records, told.said)
+
+
+def describe_end(
+    attempt: Attempt, overseer: Overseer, code: int, records: Sequence[NodeRecord], said: Iterable[str]
+) -> StepEnd:
+    """Return the account of a step. Where no task ever ran, no node was lost: SLURM refused the step."""
+    said, heard = tuple(said), {record.host for record in records}
+    missing = tuple(host for host in attempt.hosts if host not in heard)
+    if code and not records and not overseer.signals and not any(map(BEGUN.search, said)):
+        records, missing = [record_refusal(attempt, code, said)], ()
+    return StepEnd(code, tuple(records), missing, tuple(overseer.signals), overseer.checkpointed, said)
+
+
+def record_refusal(attempt: Attempt, code: int, said: Sequence[str]) -> NodeRecord:
+    """Return a record that says why there is no step, in srun's words."""
+    words = [line.removeprefix("srun: ").removeprefix("error: ") for line in said]
+    reason = f"srun did not start the step (code {code}): {'; '.join(words[-3:]) or 'it printed nothing'}"
+    now = time.time()
+    return NodeRecord(attempt.hosts[0], 0, "failed", EXIT_SCHEDULER, None, reason, None, 0, now, now)
+
+
+def refuse_srun(error: OSError) -> SchedulerError:
+    """Return the error for an srun that cannot be run."""
+    return SchedulerError(f"srun cannot be run ({error.strerror}): load SLURM's module, as cluster.setup can")
+
+
+def clear_records(attempt: Attempt) -> None:
+    """Remove the records of a try that found its port taken."""
+    for record in read_nodes(attempt.run.path, attempt.run.first_attempt):
+        node_path(attempt.run.path, attempt.run.first_attempt, record.host).unlink(missing_ok=True)

@@ -1,0 +1,209 @@
+"""Judges the end of an attempt: what SLURM and the nodes' records say, its class, and the first failure."""
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from launcher.batch.history import Manifest, judge_advance
+from launcher.errors import EXIT_MACHINE, SchedulerError
+from launcher.launch.signals import STOPPING
+from launcher.launch.slurm.hostlist import expand_hosts
+from launcher.launch.slurm.notations import parse_signal
+from launcher.launch.slurm.ownjob import ask_job, ask_nodes, is_down
+from launcher.launch.slurm.requeue import (
+    RUNNING,
+    WORDS,
+    Facts,
+    JobWord,
+    Past,
+    Policy,
+    Verdict,
+    classify_end,
+    decide_requeue,
+    is_near_limit,
+    read_kill,
+)
+from launcher.runs.advance import Advance
+from launcher.runs.nodes import NodeFailure, NodeRecord
+from launcher.schema import RequeueConfig
+
+if TYPE_CHECKING:
+    from launcher.batch.attempts import Attempt, StepEnd
+
+TOLD = re.compile(r"srun: error: (\S+): tasks? [\d,\-]+: (.+)")
+"""srun's word on how tasks ended, on nodes that are there to tell."""
+ENDED = "Terminated"
+"""The word on tasks that srun itself has ended because another one failed."""
+FOLLOWS = re.compile(
+    r"gloo/transport|lost the connection|Connection (closed|reset) by|remote process exited|Broken pipe"
+    r"|ncclRemoteError|Socket (closed|Timeout)",
+    re.IGNORECASE,
+)
+"""What ranks say that failed because another one did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """All that is known of an attempt's end."""
+
+    end: "StepEnd | None"
+    """None while the step is still ending."""
+    kill: str
+    """How SLURM is ending the job, see `read_kill`; empty where it is not."""
+    cause: str | None
+    """Class of the end; None for a success."""
+    lost: tuple[str, ...]
+    states: tuple[tuple[str, str], ...]
+    """Nodes that left no record or are down, with sinfo's words for them."""
+    killed: tuple[tuple[str, str], ...]
+    """Nodes that are there, but whose task ended without a record, with srun's word; srun's own doing left out."""
+    advance: Advance
+
+    @property
+    def first(self) -> tuple[NodeRecord, NodeFailure] | None:
+        """The first rank that failed by itself, and its node; a lost node comes before any rank."""
+        return find_first(self.end.records) if self.end and self.cause == "crash" else None
+
+
+def find_first(records: Sequence[NodeRecord]) -> tuple[NodeRecord, NodeFailure] | None:
+    """Return the first failure over nodes: not by SIGTERM, nor for want of another rank, if there is such."""
+
+    def order(found: tuple[NodeRecord, NodeFailure]) -> tuple[bool, bool, float]:
+        failure = found[1]
+        follows = any(FOLLOWS.search(line) for line in failure.lines)
+        return failure.exitcode == -signal.SIGTERM, failure.exitcode > 0 and follows, failure.time
+
+    return min(((record, record.failure) for record in records if record.failure), key=order, default=None)
+
+
+def look_ahead(attempt: "Attempt") -> Sight | None:
+    """Return what SLURM's word is while the step still ends; None where SLURM is not ending the job."""
+    word = ask_word(attempt) if attempt.requeues else None
+    kill = read_kill(word, attempt.restarts)
+    if word is None or not kill or word.state in RUNNING:
+        return None
+    advance, _ = attempt.measure()
+    states = ask_states(attempt, attempt.hosts)
+    lost = tuple(host for host, state in states if is_down(state))
+    cause = classify_end(Facts(False, advance.finished, False, bool(lost), True, False), kill)
+    return Sight(None, kill, cause, lost, states, (), advance)
+
+
+def look_at(attempt: "Attempt", end: "StepEnd") -> Sight:
+    """Return what is known of an attempt whose step has ended; SLURM is not asked about a plain success."""
+    advance, _ = attempt.measure()
+    asked = any(number in STOPPING for number, _ in end.signals)
+    succeeded = has_succeeded(attempt, end)
+    if succeeded and not end.checkpointed and not asked and not end.missing:
+        return Sight(end, "", None, (), (), (), advance)
+    word = ask_word(attempt)
+    kill = read_kill(word, attempt.restarts)
+    states = ask_states(attempt, attempt.hosts if kill else end.missing)
+    told = find_told(end)
+    killed = tuple((host, word) for host, word in told.items() if word != ENDED and not (kill or asked))
+    down = {host for host, state in states if is_down(state)}
+    lost = down if kill else down | {*end.missing} - {*told}
+    failed = bool(find_failed(end.records) or killed)
+    facts = Facts(succeeded, advance.finished, failed, bool(lost), asked, came_near(attempt, end, word))
+    ordered = tuple(host for host in attempt.hosts if host in lost)
+    return Sight(end, kill, classify_end(facts, kill), ordered, states, killed, advance)
+
+
+def has_succeeded(attempt: "Attempt", end: "StepEnd") -> bool:
+    """Tell whether all nodes ended well; of an elastic job's, those that are left, where they are enough."""
+    request = attempt.request
+    if any(record.state != "succeeded" or record.exit_code for record in end.records):
+        return False
+    if request.min_nodes < request.max_nodes and len(end.records) >= request.min_nodes:
+        return True
+    return end.srun_exitcode == 0 and not end.missing
+
+
+def find_failed(records: Sequence[NodeRecord]) -> list[NodeRecord]:
+    """Return the nodes on which a rank, or the agent, failed by itself rather than by SIGTERM."""
+    return [
+        record
+        for record in records
+        if record.state == "failed" and (record.failure is None or record.failure.exitcode != -signal.SIGTERM)
+    ]
+
+
+def came_near(attempt: "Attempt", end: "StepEnd", word: JobWord | None) -> bool:
+    """Tell whether the ranks got the checkpoint signal for the time limit's sake."""
+    checkpoint, seconds = parse_signal(attempt.request.config.cluster.signal)
+    limit = word.end_time if word else None
+    sent = [moment for number, moment in end.signals if number == checkpoint]
+    return end.checkpointed and any(is_near_limit(moment, limit, seconds) for moment in sent)
+
+
+def ask_word(attempt: "Attempt") -> JobWord | None:
+    """Ask SLURM how the job stands; None where it does not answer."""
+    try:
+        return ask_job(attempt.job_id, attempt.environ)
+    except SchedulerError:
+        return None
+
+
+def ask_states(attempt: "Attempt", hosts: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Ask for the states of nodes; empty where SLURM does not answer."""
+    try:
+        return tuple(ask_nodes(hosts, attempt.environ).items())
+    except SchedulerError:
+        return ()
+
+
+def find_told(end: "StepEnd") -> dict[str, str]:
+    """Return the nodes without a record that srun has heard of, with its word on how their task ended."""
+    found = [match for line in end.said if (match := TOLD.search(line))]
+    hosts = {host: match[2].strip() for match in found for host in expand_hosts(match[1])}
+    return {host: word for host, word in hosts.items() if host in end.missing}
+
+
+def read_policy(config: RequeueConfig) -> Policy:
+    """Return the configured policy."""
+    reasons = ("preempted", "timeout", "node_failure", "crash")
+    allowed = {reason: getattr(config, reason) for reason in reasons}
+    return Policy(allowed, config.no_progress, config.limit)
+
+
+def read_past(trail: Sequence[Manifest]) -> list[Past]:
+    """Return what the policy looks at in earlier attempts."""
+    outcomes = [entry["outcome"] for entry in trail]
+    return [Past(str(outcome.get("cause")), outcome.get("advanced")) for outcome in outcomes]
+
+
+def judge_end(attempt: "Attempt", sight: Sight) -> Verdict:
+    """Decide what becomes of the job; in somebody's allocation nothing goes back into the queue."""
+    if sight.cause and not attempt.requeues:
+        return Verdict(False, sight.cause, WORDS[sight.cause])
+    advanced = judge_advance(sight.advance, attempt.trail)
+    policy = read_policy(attempt.request.config.cluster.requeue)
+    return decide_requeue(sight.cause, policy, read_past(attempt.trail), advanced)
+
+
+def judge_trail(trail: Sequence[Manifest], config: RequeueConfig) -> Verdict | None:
+    """Return the verdict on a last attempt that no other was to follow; None where one may."""
+    past = read_past(trail)
+    if not past or past[-1].cause not in WORDS:
+        return None
+    last = past.pop()
+    verdict = decide_requeue(last.cause, read_policy(config), past, last.advanced)
+    return None if verdict.requeue else verdict
+
+
+def choose_status(sight: Sight) -> int:
+    """Return the exit code: the program's own, 3 for a lost node, 128+n for a job that was ended."""
+    if sight.cause is None:
+        return 0
+    if sight.cause == "node_failure":
+        return EXIT_MACHINE
+    first, end = sight.first, sight.end
+    if first:
+        return 128 - first[1].exitcode if first[1].exitcode < 0 else first[1].exitcode
+    if sight.cause == "crash" and end:
+        codes = [record.exit_code for record in find_failed(end.records) if record.exit_code]
+        return next(iter(codes), abs(end.srun_exitcode) or EXIT_MACHINE)
+    stops = [number for number, _ in end.signals if number in STOPPING] if end else []
+    return 128 + next(iter(stops), signal.SIGTERM)

@@ -1,0 +1,106 @@
+"""The end of an attempt in words: for the manifest, and for people."""
+
+import signal
+
+from launcher.batch.history import Manifest, complain, describe_advance
+from launcher.batch.judge import Sight
+from launcher.launch.signals import STOPPING, name_signal
+from launcher.launch.slurm.requeue import Verdict
+from launcher.report.summary import describe_progress, describe_time
+from launcher.runs.nodes import NodeFailure, NodeRecord
+from launcher.runs.rundir import RunDir
+from launcher.wording import tell_first
+
+HINTS = {"Killed": ", probably out of memory"}
+say = complain
+"""Lines of ours go to stderr, which is the job's log."""
+
+
+def name_state(sight: Sight, verdict: Verdict) -> str:
+    """Return the manifest's word: what SLURM has requeued is in the queue, whatever the policy says."""
+    if verdict.requeue or sight.kill == "requeued":
+        return "requeued"
+    if sight.cause is None:
+        return "succeeded"
+    ended = sight.cause in ("cancelled", "preempted", "timeout") and verdict.cause == sight.cause
+    return "stopped" if ended else "failed"
+
+
+def describe_outcome(sight: Sight, verdict: Verdict, run: RunDir, status: int) -> Manifest:
+    """Return the manifest's outcome."""
+    end, first = sight.end, sight.first
+    stops = [number for number, _ in end.signals if number in STOPPING] if end else [signal.SIGTERM]
+    requeued = name_state(sight, verdict) == "requeued"
+    reason = "; ".join([*tell_lost(sight), verdict.why])
+    return {
+        "state": name_state(sight, verdict),
+        "cause": sight.cause if requeued else verdict.cause,
+        "exit_code": status,
+        "signal": name_signal(stops[0]) if stops else None,
+        "reason": None if sight.cause is None else reason,
+        "lost": list(sight.lost),
+        "first_failure": describe_first(first, run) if first else None,
+        "attempts": 1 + run.first_attempt + max((r.restarts for r in end.records), default=0)
+        if end
+        else None,
+        **describe_advance(sight.advance),
+    }
+
+
+def describe_first(first: tuple[NodeRecord, NodeFailure], run: RunDir) -> Manifest:
+    """Return the first failure for the manifest."""
+    record, failure = first
+    return {
+        "rank": failure.rank,
+        "local_rank": failure.local_rank,
+        "host": record.host,
+        "attempt": run.first_attempt + record.restarts,
+        "exit_code": 128 - failure.exitcode if failure.exitcode < 0 else failure.exitcode,
+        "reason": failure.reason,
+        "last_lines": list(failure.lines),
+    }
+
+
+def tell_attempt(sight: Sight, verdict: Verdict) -> str:
+    """Say why an attempt ended and what comes next; SLURM's own requeue is not undone here."""
+    if sight.kill == "requeued" and not verdict.requeue:
+        return f"{verdict.why}; SLURM requeues it, and the next attempt ends at once"
+    return verdict.why
+
+
+def tell_failure(sight: Sight) -> list[str]:
+    """Say which nodes were lost, or which rank failed first, with the end of its log."""
+    lost = tell_lost(sight)
+    if lost or sight.cause != "crash" or sight.end is None:
+        return lost
+    if sight.first:
+        record, failure = sight.first
+        where = f"rank {failure.rank} on {record.host} (local rank {failure.local_rank})"
+        return tell_first(where, failure.reason, failure.log, failure.lines)
+    said = [f"{record.host}: {record.agent_said}" for record in sight.end.records if record.agent_said]
+    return (
+        ["no rank failed, but a node did", *said] if said else [f"srun ended with {sight.end.srun_exitcode}"]
+    )
+
+
+def tell_lost(sight: Sight) -> list[str]:
+    """Say which nodes were lost, and which are there but lost their task."""
+    states = dict(sight.states)
+    lines = [f"{host} was lost: {tell_node(states.get(host, ''))}" for host in sight.lost]
+    return lines + [
+        f"{host} is there, but its task left no record, and ended: {word}{HINTS.get(word, '')}"
+        for host, word in sight.killed
+        if host not in sight.lost
+    ]
+
+
+def tell_node(state: str) -> str:
+    """Say what is known of a lost node."""
+    return f"SLURM has it as {state}" if state else "it left no record, and SLURM does not tell its state"
+
+
+def tell_end(sight: Sight, verdict: Verdict, run: RunDir, seconds: float) -> list[str]:
+    """Say how it went, in one line, and where everything is."""
+    result = describe_progress(sight.advance.steps)
+    word = f"{name_state(sight, verdict)} after {describe_time(seconds)}"
+    return [word + (f": {result}" if result else ""), f"run directory {run.path}"]

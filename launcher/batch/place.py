@@ -1,0 +1,37 @@
+"""Which node of the job a task is, from what SLURM and the head have told it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from launcher.node import name_host
+
+RENDEZVOUS = "LAUNCH_RENDEZVOUS"
+"""Variable with HOST:PORT where the nodes meet."""
+ATTEMPT = "LAUNCH_ATTEMPT"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One task's place in the step."""
+
+    host: str
+    node_rank: int
+    nodes: int
+    """Of the step."""
+    attempt: int
+    endpoint: str
+    step: str
+    """`JOB.STEP`."""
+
+
+def read_place(environ: Mapping[str, str]) -> Place:
+    """Read the variables; a task that is started by hand is the only one of its job."""
+    job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
+    return Place(
+        name_host(environ),
+        int(environ.get("SLURM_NODEID", "0")),
+        int(environ.get("SLURM_STEP_NUM_NODES", "1")),
+        int(environ.get(ATTEMPT, "0")),
+        environ.get(RENDEZVOUS, "localhost:0"),
+        f"{job}.{step}",
+    )

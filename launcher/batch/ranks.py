@@ -1,0 +1,142 @@
+"""The step of `agent=srun`, whose tasks are the ranks: the head has nobody on the nodes to ask."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from launcher.batch.rankview import RankView
+from launcher.errors import SchedulerError
+from launcher.launch.signals import STOPPING, name_signal
+from launcher.launch.slurm.command import run_slurm
+from launcher.launch.slurm.environ import scrub_environ
+from launcher.launch.slurm.hostlist import expand_hosts
+from launcher.launch.slurm.srun import TaskEnd, is_noise, parse_end, parse_lost
+from launcher.launch.slurm.step import Step, render_step
+
+LAST = 40
+"""Lines of srun's, and of tasks that have no logs yet, that are kept for the account."""
+CANCELLED = " CANCELLED AT "
+"""In what slurmstepd says of a step that was ended from outside."""
+
+
+@dataclass(slots=True)
+class Told:
+    """What srun has told of a step's tasks."""
+
+    ends: list[tuple[float, TaskEnd]] = field(default_factory=list)
+    """With the time of the line, in seconds since the epoch."""
+    lost: set[str] = field(default_factory=set)
+    """Hosts."""
+    said: deque[str] = field(default_factory=lambda: deque(maxlen=LAST))
+    """All of its lines that are of use."""
+    cancelled: bool = False
+
+    def note_line(self, line: str) -> bool:
+        """Take a line of srun's stderr; false where there is nothing in it for people."""
+        if is_noise(line):
+            return False
+        self.said.append(line)
+        if end := parse_end(line):
+            self.ends.append((time.time(), end))
+            return False
+        if hosts := parse_lost(line):
+            with contextlib.suppress(ValueError):
+                self.lost.update(expand_hosts(hosts))
+        cancelled = CANCELLED in line
+        self.cancelled = self.cancelled or cancelled
+        # That srun itself has the others ended is no news after the first end.
+        return not (cancelled and self.ends)
+
+
+@dataclass(slots=True)
+class RankStep:
+    """A running step whose tasks are the ranks."""
+
+    process: "subprocess.Popen[bytes]"
+    view: RankView
+    describing: Step
+    """What srun was started with."""
+    run_id: str
+    """TORCHELASTIC_RUN_ID, which no other step of the job has."""
+    environ: Mapping[str, str]
+    """The head's."""
+    started: float = field(default_factory=time.time)
+    told: Told = field(default_factory=Told)
+    stopped: int | None = None
+    """The first stopping signal that the ranks were sent."""
+    reader: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin to read what srun tells, and to show what the ranks print."""
+        self.reader = threading.Thread(target=self.read_errors, daemon=True)
+        self.reader.start()
+        self.view.start()
+
+    def read_errors(self) -> None:
+        """Take srun's stderr to its end: the thread's body."""
+        for raw in self.process.stderr or ():
+            line, is_first = raw.decode(errors="replace").rstrip("\n"), not self.told.ends
+            if self.told.note_line(line):
+                self.view.show_text(line)
+            if is_first and self.told.ends and self.stopped is None:
+                self.view.say(self.describe_first(self.told.ends[0][1]))
+
+    def describe_first(self, end: TaskEnd) -> str:
+        """Say at once that ranks have failed, since the others may take long to end."""
+        how = f"code {end.exitcode}" if end.exitcode > 0 else name_signal(-end.exitcode)
+        hosts = ", ".join(dict.fromkeys(self.view.name_host(rank) for rank in end.tasks))
+        ranks = "rank" if len(end.tasks) == 1 else "ranks"
+        numbers = ", ".join(map(str, end.tasks[:8])) + (" …" if len(end.tasks) > 8 else "")
+        return f"{ranks} {numbers} on {hosts} failed ({how}); srun ends the others"
+
+    def send(self, number: int) -> None:
+        """Send a signal to the ranks: those that stop to all, others where they are caught.
+
+        It takes a step of its own, and so a thread; the last stage is srun's.
+        """
+        if number in STOPPING and self.stopped is None:
+            self.stopped = number
+        if number == signal.SIGKILL:
+            self.process.send_signal(signal.SIGTERM)
+        else:
+            threading.Thread(target=self.tell_ranks, args=(number,), daemon=True).start()
+
+    def tell_ranks(self, number: int) -> None:
+        """Have each node's ranks sent a signal; where that fails, srun sends a user signal to all."""
+        try:
+            said = run_slurm(self.render_telling(number), scrub_environ(self.environ))
+            spared = sum(map(int, said.split()))
+        except (SchedulerError, ValueError) as error:
+            if self.process.poll() is None:
+                self.view.say(f"warning: {name_signal(number)} not sent to the ranks alone ({error})")
+                if number not in STOPPING:
+                    self.process.send_signal(number)
+            return
+        if spared:
+            ranks = "1 rank has" if spared == 1 else f"{spared} ranks have"
+            self.view.say(f"{name_signal(number)} not sent: {ranks} no handler for it")
+
+    def render_telling(self, number: int) -> tuple[str, ...]:
+        """Return the words of the step that sends a signal: a task on each node, outside of any container."""
+        job = self.environ.get("SLURM_JOB_ID", "")
+        command = (sys.executable, "-P", "-m", "launcher.batch.tell", str(int(number)), job, self.run_id)
+        own = Step(
+            self.describing.nodes,
+            self.describing.nodelist,
+            elastic=True,
+            directory=self.describing.directory,
+            command=command,
+            options={"input": "none", "gres": "none"},
+        )
+        return render_step(own)
+
+    def close(self) -> None:
+        """Read and show the rest, after srun's end."""
+        self.reader.join()
+        self.view.close()

@@ -1,0 +1,104 @@
+"""Starts the step of `agent=srun`: what its ranks are told, and the process of srun."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from launcher.batch.ranks import RankStep
+from launcher.batch.rankview import RankView
+from launcher.batch.request import JobRequest
+from launcher.job import SHIM, find_program
+from launcher.launch.processes import prepare_agent
+from launcher.launch.signals import FORWARDED
+from launcher.launch.slurm.notations import parse_signal
+from launcher.launch.slurm.srun import build_environ, count_ranks, render_ranks
+from launcher.launch.slurm.step import Step
+from launcher.launch.torchrun import parse_endpoint
+from launcher.runs.rundir import RunDir
+from launcher.schema import LaunchConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RankJob:
+    """One attempt of a job whose ranks srun starts."""
+
+    request: JobRequest
+    run: RunDir
+    hosts: tuple[str, ...]
+    """The nodes of the step, by SLURM_NODEID."""
+    environ: Mapping[str, str]
+    """The head's."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks on each node; raises UsageError where neither the configuration nor SLURM tells."""
+        return count_ranks(self.request.config.nproc_per_node, self.environ)
+
+
+def start_ranks(job: RankJob, step: Step, endpoint: str) -> RankStep:
+    """Start the ranks on the step's nodes; `endpoint` (HOST:PORT) is where rank 0 is to serve the others.
+
+    The step's command is replaced. Raises UsageError for what cannot run, OSError where there is no srun.
+    """
+    config = job.request.config
+    own = {**job.environ, **config.env}
+    told = tell_ranks(job, endpoint)
+    step = replace(step, command=render_command(job.request, own))
+    process = open_srun(render_ranks(step, job.ranks), build_environ(own, told, describe_wishes(config)))
+    view = RankView(job.run, job.hosts, job.ranks, config.logs.console)
+    return RankStep(process, view, step, told["LAUNCH_RUN_ID"], job.environ)
+
+
+def render_command(request: JobRequest, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the shim and the program; a container has its own Python, and the launcher with it."""
+    box = request.config.cluster.container
+    shim = (sys.executable, "-I", "-S", str(SHIM))
+    if box.image:
+        shim = (box.python, "-P", "-m", "launcher.rank")
+        environ = {"PYTHON_EXEC": box.python, **environ}
+    return (*shim, *find_program(request.words, request.config, environ))
+
+
+def tell_ranks(job: RankJob, endpoint: str) -> dict[str, str]:
+    """Return what the shim is told, and where the ranks meet."""
+    config, own, run = job.request.config, job.request.config.torchrun, job.run
+    host, port = parse_endpoint(endpoint)
+    unique = f"{run.id}-{job.environ.get('SLURM_JOB_ID')}-{run.first_attempt}-{os.getpid()}-{port}"
+    return {
+        "LAUNCH_RUN_DIR": str(run.path),
+        "LAUNCH_ATTEMPT": str(run.first_attempt),
+        "LAUNCH_RUN_ID": own.rdzv_id or unique,
+        "LAUNCH_SIGNAL": str(int(parse_signal(config.cluster.signal)[0])),
+        **({"LAUNCH_ROLE": own.role} if own.role else {}),
+        **({"LAUNCH_STRICT": "1"} if config.binding.strict else {}),
+        "MASTER_ADDR": own.master_addr or host,
+        "MASTER_PORT": str(own.master_port or port),
+    }
+
+
+def describe_wishes(config: LaunchConfig) -> dict[str, object]:
+    """Return what is asked of each node's placement, for LAUNCH_REQUEST."""
+    return {
+        "root": config.machine.root,
+        "binding": config.binding.policy,
+        "strict": config.binding.strict,
+        "reserve_cores": config.binding.reserve_cores,
+        "devices": config.devices,
+        "num_workers": config.dataloader.num_workers,
+        "nic": config.binding.nic,
+    }
+
+
+def open_srun(words: Sequence[str], environ: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    """Start srun in a session of its own, so that a terminal's Ctrl-C reaches the head alone."""
+    parent = os.getpid()
+    return subprocess.Popen(
+        words,
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=lambda: prepare_agent(parent, FORWARDED),  # noqa: PLW1509 - no other thread forks here
+    )

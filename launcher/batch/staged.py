@@ -1,0 +1,118 @@
+"""A run directory filled for submission, and emptied again where the job is refused."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.batch.request import FILE, JobRequest, write_request
+from launcher.errors import UsageError
+from launcher.execute import prepare_run, refuse_run, remove_run
+from launcher.job import Draft
+from launcher.launch.slurm.queue import ENDED, ask_queue
+from launcher.runs.manifest import write_manifest
+from launcher.runs.rundir import RunDir, write_private
+from launcher.runs.secrets import mask_words
+
+SCRIPT = "submission.sh"
+KEPT = ("config.yaml", "manifest.json", FILE, SCRIPT)
+"""What a submission writes."""
+ALIVE = ("submitted", "running", "requeued")
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A run directory that is ready for its job."""
+
+    run: RunDir
+    draft: Draft
+    secrets: Mapping[str, object]
+    """What `job.json` must not hold."""
+    before: Mapping[str, str | None]
+    """The files' contents before, None where there was none."""
+    fresh: bool
+    """The directory is new."""
+
+    @property
+    def script(self) -> Path:
+        """The submission script."""
+        return self.run.path / SCRIPT
+
+    def undo(self) -> None:
+        """Leave things as they were."""
+        with contextlib.suppress(OSError):
+            for name, text in self.before.items():
+                if text is None:
+                    (self.run.path / name).unlink(missing_ok=True)
+                else:
+                    write_private(self.run.path / name, text)
+        if self.fresh and self.draft.config.run_dir:
+            shutil.rmtree(self.run.path, ignore_errors=True)
+        elif self.fresh:
+            remove_run(self.run)
+
+    def note_job(self, job_id: str) -> None:
+        """Add the job's number to the manifest, unless the job has done so already; raises OSError."""
+        found = json.loads(self.run.manifest_path.read_text(encoding="utf-8"))
+        if found["outcome"]["state"] == "submitted":
+            write_manifest(self.run, {**found, "slurm": {"job_id": job_id}})
+
+
+def stage_run(draft: Draft, argv: Sequence[str], origin: Mapping[str, object]) -> Staged:
+    """Make or open the run directory, with configuration, manifest and request in it.
+
+    `origin` are the manifest's sources. Raises UsageError, MachineError or SchedulerError, leaving nothing.
+    """
+    given = draft.config.run_dir
+    target = Path(given) if given else None
+    if target:
+        refuse_busy(target)
+    fresh = target is None or not target.exists()
+    before = {name: read_text(target / name) if target else None for name in KEPT}
+    run, manifest = prepare_run(draft, argv, [])
+    staged = Staged(run, draft, {}, before, fresh)
+    try:
+        request = JobRequest(
+            config=draft.settle(run.path),
+            choices=draft.composed.choices,
+            words=draft.words,
+            command=tuple(mask_words(["launch", *argv])),
+            directory=str(Path.cwd()),
+            min_nodes=draft.cluster.min_nodes,
+            max_nodes=draft.cluster.max_nodes,
+        )
+        secrets = write_request(request, run.path)
+        write_manifest(run, {**manifest, **origin, "outcome": {"state": "submitted"}})
+    except OSError as error:
+        staged.undo()
+        raise refuse_run(draft.config, error) from None
+    except BaseException:
+        staged.undo()
+        raise
+    return Staged(run, draft, secrets, before, fresh)
+
+
+def read_text(path: Path) -> str | None:
+    """Return a file's text; None where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return None
+
+
+def refuse_busy(path: Path) -> None:
+    """Raise UsageError for a run directory whose job has not ended: two jobs would write into it."""
+    try:
+        found = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        job_id = str(found["slurm"]["job_id"])
+        alive = found["outcome"]["state"] in ALIVE
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    state = ask_queue([job_id]).get(job_id) if alive else None
+    if state and state.state not in ENDED:
+        raise UsageError(
+            f"run_dir={path} belongs to job {job_id}, which is {state.state}: wait for its end, or"
+            f" `launch cancel {job_id}`"
+        )

@@ -1,0 +1,197 @@
+"""Submits jobs to SLURM: run directories, one sbatch, and what to do next."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from launcher.batch.asked import Asked, ask_for
+from launcher.batch.request import SECRETS
+from launcher.batch.staged import SCRIPT, Staged, stage_run
+from launcher.errors import LaunchError, MachineError, SchedulerError, UsageError
+from launcher.execute import refuse_run
+from launcher.job import Draft
+from launcher.launch.slurm.inherited import clean_environ
+from launcher.launch.slurm.refusal import explain_refusal
+from launcher.launch.slurm.script import MODULE, render_script
+from launcher.runs.manifest import describe_sources
+from launcher.runs.rundir import write_private
+
+NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - to warn of
+ISOLATED = ("-I", "-P")
+"""Ways to keep Python from importing what lies in the working directory, the first that finds us winning.
+
+-I leaves PYTHONPATH out too, whose empty entries are the working directory, and which modules set.
+"""
+
+
+def submit_jobs(drafts: Sequence[Draft], argv: Sequence[str], own_files: Sequence[str]) -> int:
+    """Submit a job, or several as one job array, and say how to go on; returns the exit code.
+
+    With dry_run=true, show the script and the plan. Raises LaunchError, leaving no new run directory.
+    """
+    dry = any(draft.config.dry_run for draft in drafts)
+    if own_files:
+        say(f"configuration from {', '.join(own_files)}")
+    # What takes a process each is asked for at the same time.
+    with ThreadPoolExecutor() as pool:
+        sources = None if dry else pool.submit(describe_sources, Path.cwd())
+        python = pool.submit(find_python)
+        asked = ask_for(drafts, os.environ, dry=dry)
+        for warning in asked.warnings:
+            say(f"warning: {warning}")
+        if sources is None:
+            from launcher.batch.preview import preview_submission
+
+            return preview_submission(drafts, asked, python.result())
+        staged = stage_all(drafts, argv, sources.result())
+        try:
+            job_id = send_script(staged, asked, python.result())
+        except LaunchError:
+            for each in staged:
+                each.undo()
+            raise
+    jobs = note_jobs(staged, job_id)
+    tell_submitted(jobs, job_id, asked)
+    if not any(draft.config.follow for draft in drafts):
+        return 0
+    from launcher.batch.follow import follow_jobs
+
+    sys.stdout.flush()
+    return follow_jobs([(each.run.path, number) for number, each in jobs.items()])
+
+
+def stage_all(drafts: Sequence[Draft], argv: Sequence[str], sources: Mapping[str, object]) -> list[Staged]:
+    """Make all run directories, or none."""
+    paths = [draft.config.run_dir for draft in drafts if draft.config.run_dir]
+    if len(paths) > len(set(paths)):
+        raise UsageError(
+            f"run_dir={paths[0]} is one directory for {len(paths)} jobs of a sweep: leave it out, and each"
+            " gets its own"
+        )
+    staged: list[Staged] = []
+    try:
+        for draft in drafts:
+            staged.append(stage_run(draft, argv, sources))
+    except BaseException:
+        for each in staged:
+            each.undo()
+        raise
+    warn_local(staged[0].run.path)
+    return staged
+
+
+def send_script(staged: Sequence[Staged], asked: Asked, python: Sequence[str]) -> str:
+    """Write the script into each run directory, submit it, and return the job's id."""
+    from launcher.launch.slurm.submission import submit_script
+
+    config = staged[0].draft.config
+    text = render_script(asked.options, [str(each.run.path) for each in staged], config.cluster.setup, python)
+    check_syntax(text, config.cluster.setup)
+    try:
+        for each in staged:
+            write_private(each.script, text)
+    except OSError as error:
+        raise refuse_run(config, error) from None
+    environ = clean_environ(os.environ, [option.name for option in asked.options])
+    try:
+        return submit_script(staged[0].script, {**environ, **carry_secrets(staged)})
+    except SchedulerError as error:
+        raise explain_refusal(str(error), asked.options, asked.partitions, asked.kinds) from None
+
+
+def carry_secrets(staged: Sequence[Staged]) -> dict[str, str]:
+    """Return the variable that tells the jobs what their files do not; mostly one value for all."""
+    secrets = {str(each.run.path): each.secrets for each in staged if each.secrets}
+    values = list(secrets.values())
+    if len(values) == len(staged) > 1 and all(value == values[0] for value in values):
+        secrets = {"": values[0]}
+    return {SECRETS: json.dumps(secrets)} if secrets else {}
+
+
+def find_python() -> tuple[str, ...]:
+    """Return this interpreter with the options to run the head of a job with; raises MachineError."""
+    for option in ISOLATED:
+        words = [sys.executable, option, "-c", f"import {MODULE}"]
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        if done.returncode == 0:
+            return (sys.executable, option)
+    raise MachineError(
+        f"the nodes would not find launch by {sys.executable} outside of {Path.cwd()}: install it there,"
+        " `python -m pip install -e FOLDER`"
+    )
+
+
+def check_syntax(text: str, setup: Sequence[str]) -> None:
+    """Raise UsageError where the user's lines make a script that bash cannot read."""
+    if not setup:
+        return
+    done = subprocess.run(
+        ["bash", "-n"],
+        input=os.fsencode(text),
+        env={**os.environ, "LC_ALL": "C"},
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        said = " ".join(done.stderr.decode(errors="replace").split())
+        raise UsageError(
+            f"cluster.setup={list(setup)} is no valid bash ({said}): each entry is a whole command"
+        )
+
+
+def warn_local(path: Path) -> None:
+    """Warn of a run directory on a disk that the nodes, as a rule, do not share."""
+    if any(path.is_relative_to(folder) for folder in NODE_LOCAL):
+        say(
+            f"warning: the run directory {path} is below {path.parents[-2]}, which every node has its own of"
+            " as a rule: runs_dir=DIR chooses a shared one"
+        )
+
+
+def note_jobs(staged: Sequence[Staged], job_id: str) -> dict[str, Staged]:
+    """Write the job's number into each manifest, and return the run directories by their numbers."""
+    numbers = [job_id] if len(staged) == 1 else [f"{job_id}_{number}" for number in range(len(staged))]
+    jobs = dict(zip(numbers, staged, strict=True))
+    for number, each in jobs.items():
+        try:
+            each.note_job(number)
+        except (OSError, ValueError, KeyError) as error:
+            say(f"warning: {each.run.manifest_path} does not tell the job's number {number} ({error})")
+    return jobs
+
+
+def tell_submitted(jobs: Mapping[str, Staged], job_id: str, asked: Asked) -> None:
+    """Print the job, the run directories, and the commands to go on with."""
+    values = {option.name: option for option in asked.options}
+    shown = [
+        values[name].render() for name in ("nodes", "gpus-per-node", "cpus-per-task", "mem") if name in values
+    ]
+    what = "job" if len(jobs) == 1 else f"array of {len(jobs)} jobs,"
+    print_line(f"submitted {what} {job_id} ({' '.join(shown)})")
+    for number, each in jobs.items():
+        print_line(f"{'run directory' if len(jobs) == 1 else number} {each.run.path}")
+    first = next(iter(jobs.values()))
+    default = (Path.cwd() / "runs") == first.run.path.parents[1]
+    run = f"{first.run.path.parent.name}/{first.run.id}" if default else str(first.run.path)
+    whole = job_id if default else run
+    print_line(f"follow with  launch status {shlex.quote(whole)}")
+    print_line(f"             launch logs -f {shlex.quote(run)}")
+    print_line(f"             launch cancel {shlex.quote(whole)}")
+
+
+def print_line(text: str) -> None:
+    """Print a line of the answer."""
+    sys.stdout.write(f"{text}\n")
+
+
+def say(text: str) -> None:
+    """Print one of our own lines."""
+    sys.stderr.write(f"launch: {text}\n")
+
+
+__all__ = ["SCRIPT", "submit_jobs"]

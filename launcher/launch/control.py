@@ -1,0 +1,74 @@
+"""What the head of a SLURM job says to the tasks on its nodes: names of signals, one a line, by srun's stdin.
+
+srun gives each task a copy of what it reads (`--input=all`). So a signal that is meant for the ranks reaches
+them alone: not the agent, nor DataLoader workers, as one by SLURM does.
+"""
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+
+GREETING = "HELLO"
+"""First line. Without it, the end of the channel says nothing: there was none."""
+
+
+@dataclass(slots=True)
+class Control:
+    """The tasks' end."""
+
+    descriptor: int | None
+    """None once it has ended."""
+    partial: bytes = b""
+    greeted: bool = False
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What to poll."""
+        return () if self.descriptor is None else (self.descriptor,)
+
+    def read_signals(self) -> list[int]:
+        """Return the signals that the head asks for; SIGTERM where the head is gone."""
+        if self.descriptor is None:
+            return []
+        data = self.read_new(self.descriptor)
+        if data == b"":
+            self.descriptor = None
+            return [signal.SIGTERM] if self.greeted else []
+        *lines, self.partial = (self.partial + (data or b"")).split(b"\n")
+        words = [line.decode("ascii", "replace").strip() for line in lines]
+        self.greeted = self.greeted or GREETING in words
+        return [number for word in words if (number := parse_number(word)) is not None]
+
+    def read_new(self, descriptor: int) -> bytes | None:
+        """Return what there is to read, empty at the end; None where there is nothing yet."""
+        try:
+            return os.read(descriptor, 4096)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+
+def open_control(descriptor: int) -> Control:
+    """Return the channel behind a descriptor, which is read without waiting."""
+    os.set_blocking(descriptor, False)
+    return Control(descriptor)
+
+
+def open_channel() -> tuple[int, int]:
+    """Return the descriptors of a new channel: what srun reads, and what the head writes to."""
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    os.write(writing, f"{GREETING}\n".encode())
+    return reading, writing
+
+
+def write_signal(descriptor: int, number: int) -> None:
+    """Tell the tasks of a signal: the head's end; one whose tasks are gone needs no telling."""
+    with contextlib.suppress(OSError):
+        os.write(descriptor, f"{signal.Signals(number).name}\n".encode())
+
+
+def parse_number(word: str) -> int | None:
+    """Read a signal's name; None for another word."""
+    return signal.Signals[word] if word in signal.Signals.__members__ else None

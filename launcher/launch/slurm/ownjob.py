@@ -1,0 +1,165 @@
+"""What a job's head asks SLURM about its own job, and the requeue."""
+
+import contextlib
+import re
+import signal
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+
+from launcher.errors import SchedulerError
+from launcher.launch.slurm.command import run_slurm
+from launcher.launch.slurm.queue import FORMATS, split_rows
+from launcher.launch.slurm.requeue import JobWord
+
+QUICK = 4.0
+"""Seconds for one question: a job that is being ended has KillWait in all, 30 s by default."""
+RETRY = 0.5
+"""Seconds between two tries to requeue."""
+DOWN = ("down", "fail", "error", "unknown", "reboot", "power")
+"""Beginnings of sinfo's states of a node that is not there; one that does not respond ends in `*`."""
+BOOT = re.compile(r"^NodeName=(\S+).*\bBootTime=(\S+)", re.MULTILINE)
+FIELDS = "State,RestartCnt,EndTime,PreemptTime,Reason"
+"""squeue's columns; the reason can hold anything, and comes last."""
+
+
+def name_job(environ: Mapping[str, str]) -> str:
+    """Return the job's id, `12_3` for an array's member: the bare number of one may be the whole array's."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID", "")
+
+
+def clean_formats(environ: Mapping[str, str]) -> dict[str, str]:
+    """Drop the variables that change what SLURM's commands show."""
+    hidden = (*FORMATS, "SINFO_", "SLURM_BITSTR_LEN")
+    return {name: value for name, value in environ.items() if not name.startswith(hidden)}
+
+
+def ask_job(job_id: str, environ: Mapping[str, str]) -> JobWord:
+    """Ask how the job stands; raises SchedulerError."""
+    columns = ",".join(f"{name}:|" for name in FIELDS.split(","))
+    words = [
+        "squeue",
+        "--noheader",
+        "--array",
+        "--all",
+        "--states=all",
+        f"--jobs={job_id}",
+        f"--Format={columns}",
+    ]
+    text = run_slurm(words, clean_formats(environ), patience=QUICK)
+    for state, restarts, end, preempted, reason in split_rows(text, len(FIELDS.split(","))):
+        count = int(restarts) if restarts.isdecimal() else 0
+        return JobWord(state, reason, count, read_time(end), read_time(preempted) is not None)
+    raise SchedulerError(f"squeue: nothing on job {job_id}")
+
+
+def read_time(text: str) -> float | None:
+    """Read SLURM's local time, in seconds since the epoch; None for `N/A` and such."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
+def ask_nodes(hosts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the states of nodes as sinfo has them, `down*`; raises SchedulerError."""
+    if not hosts:
+        return {}
+    words = ["sinfo", "--noheader", "--Node", "--all", f"--nodes={','.join(hosts)}", "--format=%N|%T"]
+    text = run_slurm(words, clean_formats(environ), patience=QUICK)
+    return dict(split_rows(text, 2))
+
+
+def ask_boots(hosts: Sequence[str], environ: Mapping[str, str]) -> dict[str, float]:
+    """Return when nodes were booted, in seconds since the epoch; raises SchedulerError."""
+    words = ["scontrol", "--oneliner", "show", "node", ",".join(hosts)]
+    text = run_slurm(words, clean_formats(environ), patience=QUICK) if hosts else ""
+    times = [(found[1], read_time(found[2])) for found in BOOT.finditer(text)]
+    return {name: when for name, when in times if when is not None}
+
+
+def is_down(state: str) -> bool:
+    """Tell whether a node in this state is not there."""
+    return state.startswith(DOWN) or state.endswith("*")
+
+
+def ask_last_end(job_id: str, environ: Mapping[str, str]) -> str:
+    """Return the state in which accounting has the job's attempt before this one; empty where it has none."""
+    words = ["sacct", "--duplicates", "--parsable2", "--noheader", "--allocations", f"--jobs={job_id}"]
+    with contextlib.suppress(SchedulerError):
+        text = run_slurm([*words, "--format=State,Start"], clean_formats(environ), patience=QUICK)
+        ended = [
+            state.split()[0] for state, _ in split_rows(text, 2) if state and not state.startswith(("R", "P"))
+        ]
+        return ended[-1] if ended else ""
+    return ""
+
+
+def ignore_stops() -> None:
+    """Ignore SIGTERM from here on: a requeue ends the batch step, whose commands would die of it half-way.
+
+    An ignored signal stays ignored over exec.
+    """
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def requeue_job(job_id: str, environ: Mapping[str, str], patience: float) -> None:
+    """Put the job back into the queue; tries for `patience` seconds where slurmctld is away.
+
+    Raises SchedulerError. A requeue that came in between is as good as ours.
+    """
+    ignore_stops()
+    end = time.monotonic() + patience
+    while True:
+        try:
+            run_slurm(["scontrol", "requeue", job_id], clean_formats(environ), patience=max(QUICK, patience))
+        except SchedulerError as error:
+            if "pending execution" in str(error):
+                return
+            if "disabled" in str(error) or "nvalid" in str(error) or time.monotonic() > end:
+                raise
+            time.sleep(RETRY)
+        else:
+            return
+
+
+def exclude_nodes(job_id: str, lost: Iterable[str], least: int, environ: Mapping[str, str]) -> str:
+    """Exclude lost nodes from a job that is being requeued; returns what could not be done, empty if nothing.
+
+    What the user excluded stays so. A node that the user named with --nodelist is not excluded, nor any
+    where the partition would have fewer than `least` nodes left: SLURM would never start the job.
+    """
+    clean = clean_formats(environ)
+    words = [
+        "squeue",
+        "--noheader",
+        "--array",
+        "--all",
+        "--states=all",
+        f"--jobs={job_id}",
+        "--format=%x|%n|%P",
+    ]
+    try:
+        excluded, required, partition = next(split_rows(run_slurm(words, clean, patience=QUICK), 3))
+        named = list_nodes(required, partition, clean) if required else set()
+        wanted = [name for name in lost if name not in named]
+        gone = list_nodes(excluded, partition, clean) if excluded else set()
+        keep = list_nodes("", partition, clean) - gone
+        if not wanted:
+            return ""
+        if len(keep - {*wanted}) < least:
+            return f"{', '.join(wanted)} not excluded: partition {partition} would have too few nodes left"
+        names = ",".join(part for part in (excluded, *wanted) if part)
+        run_slurm(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={names}"], clean, patience=QUICK)
+    except (SchedulerError, StopIteration) as error:
+        return f"{', '.join(lost)} not excluded ({error})"
+    return ""
+
+
+def list_nodes(expression: str, partition: str, environ: Mapping[str, str]) -> set[str]:
+    """Return the nodes of a partition, those in `expression` alone where there is one."""
+    words = ["sinfo", "--noheader", "--Node", "--all", f"--partition={partition}", "--format=%N"]
+    words += [f"--nodes={expression}"] if expression else []
+    return set(run_slurm(words, environ, patience=QUICK).split())

@@ -1,0 +1,92 @@
+"""What to do about a job that sbatch refused."""
+
+import contextlib
+import getpass
+from collections.abc import Sequence
+
+from launcher.errors import SchedulerError
+from launcher.launch.slurm.command import run_slurm
+from launcher.launch.slurm.inventory import NodeKind
+from launcher.launch.slurm.options import Option
+
+CAUSES = (
+    ("partition", ("partition",)),
+    ("account", ("account",)),
+    ("qos", ("qos",)),
+    ("time limit", ("time",)),
+    ("time specification", ("time",)),
+    ("reservation", ("reservation",)),
+    ("feature", ("constraint",)),
+    ("node name", ("nodelist", "exclude")),
+    ("array", ("array",)),
+    ("dependency", ("dependency",)),
+    ("mail", ("mail-type", "mail-user")),
+    ("memory", ("mem",)),
+    ("cpu count", ("cpus-per-task",)),
+    ("generic resource", ("gpus-per-node",)),
+    ("node count", ("nodes",)),
+    ("configuration is not available", ("nodes", "gpus-per-node", "cpus-per-task", "mem", "constraint")),
+)
+"""Words of sbatch's complaints (slurm_errno.c), and the options that they are about."""
+
+
+def explain_refusal(
+    complaint: str, options: Sequence[Option], partitions: Sequence[str], kinds: Sequence[NodeKind]
+) -> SchedulerError:
+    """Return the error with the values that were refused and what there is; `kinds` are the partition's."""
+    text = complaint.lower()
+    if "contact slurm controller" in text or "unable to process configuration" in text:
+        return SchedulerError(f"{complaint}: is slurmctld up (`scontrol ping`)? Nothing was submitted")
+    names = next((names for words, names in CAUSES if words in text), ())
+    given = [f"{option.key}: {option.render()}" for option in options if option.name in names]
+    shown = f" ({', '.join(given)})" if given else ""
+    return SchedulerError(f"{complaint}{shown}: {suggest_fix(names, partitions, kinds)}")
+
+
+def suggest_fix(names: Sequence[str], partitions: Sequence[str], kinds: Sequence[NodeKind]) -> str:
+    """Say what there is to choose from."""
+    if "partition" in names and partitions:
+        return f"choose cluster.partition from {', '.join(partitions)}"
+    if "account" in names or "qos" in names:
+        return list_associations()
+    if "array" in names:
+        return f"make the sweep smaller{ask_array_size()}"
+    if kinds and {"nodes", "mem", "cpus-per-task", "gpus-per-node", "constraint"} & {*names}:
+        return f"the partition's nodes: {'; '.join(describe_kinds(kinds))}"
+    if names:
+        return f"change {' or '.join('--' + name for name in names)}, or leave it out"
+    return "change cluster.* accordingly; dry_run=true shows the script"
+
+
+def describe_kinds(kinds: Sequence[NodeKind]) -> list[str]:
+    """Return each kind of node in words, with the number of them, whatever state they are in."""
+    counts: dict[str, int] = {}
+    for kind in kinds:
+        counts[kind.describe()] = counts.get(kind.describe(), 0) + kind.count
+    return [f"{count} with {text}" for text, count in counts.items()]
+
+
+def list_associations() -> str:
+    """Return the accounts that the user may use, where accounting tells."""
+    words = ["sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={getpass.getuser()}"]
+    with contextlib.suppress(SchedulerError):
+        rows = [line.split("|") for line in run_slurm([*words, "format=account,partition,qos"]).splitlines()]
+        shown = {
+            account
+            + (f" in partition {partition}" if partition else "")
+            + (f" with QOS {qos}" if qos else "")
+            for account, partition, qos in rows
+        }
+        if shown:
+            return f"yours are {'; '.join(sorted(shown))}"
+    return "set cluster.account and cluster.qos to what you may use (`sacctmgr show assoc user=$USER`)"
+
+
+def ask_array_size() -> str:
+    """Return how many members an array can have, in words."""
+    with contextlib.suppress(SchedulerError):
+        for line in run_slurm(["scontrol", "show", "config"]).splitlines():
+            name, _, value = line.partition("=")
+            if name.strip() == "MaxArraySize" and value.strip().isdecimal():
+                return f": SLURM takes {int(value) - 1} jobs in one array here (MaxArraySize={value.strip()})"
+    return ": SLURM's limit is MaxArraySize (`scontrol show config`)"

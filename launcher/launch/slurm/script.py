@@ -1,0 +1,113 @@
+"""The submission script as text."""
+
+import shlex
+from collections.abc import Sequence
+
+from launcher.errors import UsageError
+from launcher.launch.slurm.options import Option
+
+MODULE = "launcher.batch"
+HEAD = "#!/bin/bash"
+SETUP = """\
+# cluster.setup: a line that fails ends the job
+trap 'launch_code=$?; printf "launch: error: cluster.setup ended with %s at: %s\\n" \\
+    "$launch_code" "$launch_line" >&2; exit "$((launch_code ? launch_code : 1))"' EXIT
+launch_check() { if [ "$1" != 0 ]; then exit "$1"; fi; }
+"""
+SETUP_END = """\
+trap - EXIT
+unset -v launch_line launch_code
+unset -f launch_check"""
+
+
+def render_script(
+    options: Sequence[Option], runs: Sequence[str], setup: Sequence[str], python: Sequence[str]
+) -> str:
+    """Return the script of a job, or of a job array with a run directory for each member.
+
+    `python` is the interpreter, with its options. Raises UsageError for a path that SLURM cannot take.
+    """
+    for run in runs:
+        check_path(run)
+    lines = [HEAD, *(render_option(option) for option in options)]
+    lines += [render_option(Option(*pair, "run_dir")) for pair in find_output(runs)]
+    lines += ["", *choose_run(runs)]
+    lines += render_setup(setup)
+    lines += ["", *render_exec(python)]
+    return "\n".join(lines) + "\n"
+
+
+def check_path(path: str) -> None:
+    """Raise UsageError for what `--output` cannot hold: a backslash there means that `%j` is no pattern."""
+    if "\\" in path or not path.isprintable():
+        raise UsageError(
+            f"the run directory {path!r} has a character that SLURM's --output cannot have: set runs_dir=DIR"
+            " and name=NAME without backslashes, line breaks and the like"
+        )
+
+
+def find_output(runs: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the options for the log; an array's members open their own, since SLURM has one path for all."""
+    path = f"{runs[0].replace('%', '%%')}/logs/slurm-%j.out" if len(runs) == 1 else "/dev/null"
+    return [("open-mode", "append"), ("output", path)]
+
+
+def render_option(option: Option) -> str:
+    """Write an option as sbatch reads it: in double quotes where it has other than plain characters.
+
+    sbatch splits at white space, takes `#` for a comment and the word hetjob for a separator, and knows
+    backslashes before quotes and backslashes.
+    """
+    text = option.render()
+    name, equals, value = text.partition("=")
+    plain = all(char.isalnum() or char in "-_.,:/@%+=[]()*&|~^" for char in value) and "job" not in value
+    if plain:
+        return f"#SBATCH {text}"
+    quoted = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'#SBATCH {name}{equals}"{quoted}"'
+
+
+def choose_run(runs: Sequence[str]) -> list[str]:
+    """Set the run directory; a member of an array picks its own."""
+    if len(runs) == 1:
+        return [f"launch_run={shlex.quote(runs[0])}"]
+    return [
+        "launch_runs=(",
+        *(f"    {shlex.quote(run)}" for run in runs),
+        ")",
+        "launch_run=${launch_runs[$SLURM_ARRAY_TASK_ID]}",
+        'exec >>"$launch_run/logs/slurm-$SLURM_JOB_ID.out" 2>&1',
+    ]
+
+
+def render_setup(setup: Sequence[str]) -> list[str]:
+    """Write the user's lines as they are, each followed by a look at how it ended."""
+    if not setup:
+        return []
+    lines = ["", *SETUP.splitlines()]
+    for line in join_lines(setup):
+        lines += [f"launch_line={shlex.quote(line)}", line, "launch_check $?"]
+    return [*lines, *SETUP_END.splitlines()]
+
+
+def join_lines(setup: Sequence[str]) -> list[str]:
+    """Return the lines, with those together that end in a backslash and go on in the next."""
+    joined: list[str] = []
+    goes_on = False
+    for line in setup:
+        joined = [*joined[:-1], f"{joined[-1]}\n{line}"] if goes_on else [*joined, line]
+        goes_on = (len(line) - len(line.rstrip("\\"))) % 2 == 1
+    return joined
+
+
+def render_exec(python: Sequence[str]) -> list[str]:
+    """Become the head of the job, by the interpreter of the submission whatever environment is active."""
+    program = shlex.quote(python[0])
+    missing = f"launch: error: no {python[0]} on this node: is it on a filesystem that all nodes share?"
+    return [
+        f"if [ ! -x {program} ]; then",
+        f"    printf '%s\\n' {shlex.quote(missing)} >&2",
+        "    exit 3",
+        "fi",
+        f'exec {shlex.join(python)} -m {MODULE} "$launch_run"',
+    ]

@@ -1,0 +1,83 @@
+"""How far an attempt has come: the steps that rank 0 printed, and its checkpoints."""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.runs.logs import decode_line, read_from, read_tail
+from launcher.runs.progress import Progress, parse_progress
+from launcher.runs.rundir import RunDir
+
+LINES = 20000
+"""Last lines of a log that are searched for a step."""
+MOST = 10000
+"""Entries of the folder of checkpoints that are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """What is to be seen of an attempt's progress."""
+
+    steps: tuple[Progress, ...]
+    """The first and the last step that rank 0 printed; none where it printed none."""
+    newest: float | None
+    """When the newest checkpoint was written, by the filesystem's clock; None where there is none."""
+
+    @property
+    def step(self) -> int | None:
+        """The last step."""
+        return self.steps[-1].step if self.steps else None
+
+    @property
+    def finished(self) -> bool | None:
+        """Whether the last step is the last of all; None where the program does not tell."""
+        last = self.steps[-1] if self.steps else None
+        return None if last is None or last.total is None else last.step >= last.total
+
+
+def measure_advance(run: RunDir) -> Advance:
+    """Read what the attempt has left, torchrun's restarts included; nothing raises."""
+    logs = [path for number in list_attempts(run) for path in find_logs(run, number)]
+    first = next((step for path in logs for step in read_first(path)), None)
+    last = next((step for path in reversed(logs) for step in read_last(path)), None)
+    steps = (first or last, last) if last else ()
+    return Advance(tuple(step for step in steps if step), find_newest(run.path / "checkpoints"))
+
+
+def list_attempts(run: RunDir) -> list[int]:
+    """List the numbers of this start's attempts."""
+    try:
+        names = [entry.name for entry in (run.path / "logs").iterdir()]
+    except OSError:
+        return []
+    return sorted(int(name) for name in names if name.isdecimal() and int(name) >= run.first_attempt)
+
+
+def find_logs(run: RunDir, attempt: int) -> Iterable[Path]:
+    """Give rank 0's logs; some programs report on stderr."""
+    return (run.rank_log(0, attempt, ending) for ending in ("err", "out"))
+
+
+def read_first(path: Path) -> Iterable[Progress]:
+    """Give the steps in the first part of a log."""
+    lines = read_from(path, 0)[0].split(b"\n")
+    return (step for raw in lines if (step := parse_progress(decode_line(raw))))
+
+
+def read_last(path: Path) -> Iterable[Progress]:
+    """Give the steps in the last part of a log, the last one first."""
+    lines = reversed(read_tail(path, LINES))
+    return (step for line in lines if (step := parse_progress(line)))
+
+
+def find_newest(folder: Path) -> float | None:
+    """Return when something in a folder was last written, or in the folders in it."""
+    try:
+        entries = list(itertools.islice(folder.iterdir(), MOST))
+        below = [
+            path for entry in entries if entry.is_dir() for path in itertools.islice(entry.iterdir(), MOST)
+        ]
+        return max((path.stat().st_mtime for path in (*entries, *below)), default=None)
+    except OSError:
+        return None

@@ -1,0 +1,69 @@
+"""What a run's rank 0 has come to: its newest step, and the last line that it printed."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.runs.logs import read_tail
+from launcher.runs.progress import Progress, parse_progress
+
+ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+"""What colours and moves on a terminal (ECMA-48)."""
+SHIM = "launch-rank: "
+"""How the line begins that the shim prints of each rank, which is no program's."""
+TAIL = 400
+"""Last lines of a log that are searched for a step."""
+
+
+def find_latest(path: Path) -> tuple[Progress | None, str]:
+    """Return a run's newest step and its last line; None and empty where there are none."""
+    attempts = sorted(list_attempts(path), reverse=True)
+    # Until the newest attempt has come to a step, that of the one before it counts.
+    step = next((found for attempt in attempts if (found := find_step(path, attempt))), None)
+    last = next((line for attempt in attempts[:1] if (line := find_last_line(path, attempt))), "")
+    return step, last or find_own_line(path)
+
+
+def list_attempts(path: Path) -> list[int]:
+    """Return the numbers of a run's attempts that have a folder for logs."""
+    try:
+        return [int(entry.name) for entry in (path / "logs").iterdir() if entry.name.isdecimal()]
+    except OSError:
+        return []
+
+
+def find_step(path: Path, attempt: int) -> Progress | None:
+    """Return the newest step among the last lines of rank 0."""
+    logs = (path / "logs" / str(attempt) / f"rank-0.{ending}" for ending in ("out", "err"))
+    steps = [step for log in logs for line in read_tail(log, TAIL) if (step := parse_progress(line))]
+    return max(steps, key=lambda step: step.step, default=None)
+
+
+def find_last_line(path: Path, attempt: int) -> str:
+    """Return the last line that rank 0's program printed, on the stream that it wrote to last."""
+    logs = [path / "logs" / str(attempt) / f"rank-0.{ending}" for ending in ("out", "err")]
+    return take_last([log for log in logs if log.exists()])
+
+
+def find_own_line(path: Path) -> str:
+    """Return the last line of the job's own log, or else of the agents', where no rank has printed any."""
+    jobs, agents = (list(path.glob(f"logs/{pattern}")) for pattern in ("slurm-*.out", "agent-*.log"))
+    return take_last(jobs) or take_last(agents)
+
+
+def take_last(logs: Sequence[Path]) -> str:
+    """Return the last line with something in it, of the log that was written to last."""
+    for log in sorted(logs, key=read_change, reverse=True):
+        for line in reversed(read_tail(log, TAIL)):
+            text = ESCAPES.sub("", line).strip()
+            if text and not text.startswith(SHIM):
+                return text
+    return ""
+
+
+def read_change(path: Path) -> float:
+    """Return when a file was written to; 0 where it is gone."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

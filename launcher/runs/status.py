@@ -1,0 +1,193 @@
+"""How a run stands, as far as its directory tells: what `launch status` shows of it."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+
+from launcher.runs.find import name_run, read_job, read_manifest
+from launcher.runs.latest import find_latest, list_attempts
+from launcher.runs.process import check_process
+
+LIVE = ("queued", "running")
+"""States of a run that is still to end."""
+STATES = {
+    "submitted": "queued",
+    "requeued": "queued",
+    "running": "running",
+    "succeeded": "succeeded",
+    "failed": "failed",
+    "stopped": "stopped",
+}
+"""The manifest's states, and those that are shown."""
+CAUSES = {
+    "preempted": "preempted",
+    "timeout": "time limit",
+    "node_failure": "a node was lost",
+    "crash": "the program failed",
+    "cancelled": "cancelled",
+    "no_progress": "no progress in several attempts",
+    "limit": "the limit on attempts",
+}
+"""The manifest's causes in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptStatus:
+    """One start of a run that is over, or the one that the run is at."""
+
+    started: str
+    ended: str
+    state: str
+    cause: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """A run."""
+
+    run: str
+    """`NAME/ID`."""
+    path: str
+    state: str
+    """`queued`, `running`, `succeeded`, `failed`, `stopped`; `lost` where it ended and nobody wrote how;
+    `unknown` where the manifest cannot be read."""
+    reason: str = ""
+    """Why it waits or ended; in SLURM's words for a job that waits."""
+    job_id: str | None = None
+    slurm_state: str | None = None
+    """SLURM's own word; None where it was not asked, or no longer knows the job."""
+    partition: str = ""
+    nodes: int = 0
+    nodelist: str = ""
+    step: int | None = None
+    total: int | None = None
+    last_line: str = ""
+    restarts: int = 0
+    """Starts after the first: SLURM's requeues, and torchrun's restarts of its ranks."""
+    started: str = ""
+    """ISO 8601, of the last attempt; of the submission where none has begun."""
+    ended: str = ""
+    known_since: float | None = None
+    """When its first attempt began, or it was submitted, in seconds since the epoch; None where unknown."""
+    seconds: float | None = None
+    """How long the last attempt has run, or a job that waits has waited; None where that is not known."""
+    exit_code: int | None = None
+    first_failure: Mapping[str, object] | None = None
+    command: tuple[str, ...] = ()
+    attempts: tuple[AttemptStatus, ...] = ()
+    """Oldest first."""
+    process: Mapping[str, object] = field(default_factory=dict)
+    """What the run hangs on where it is no job of SLURM's: see `runs/process.py`."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is still to end, as far as is known."""
+        return self.state in LIVE
+
+
+def read_status(path: Path) -> RunStatus:
+    """Read a run's manifest; nothing raises, and what is damaged is left out."""
+    manifest = read_manifest(path)
+    outcome = take_dict(manifest, "outcome")
+    word = str(outcome.get("state"))
+    hosts = [str(host) for host in take_list(manifest, "hosts")]
+    failure = take_dict(outcome, "first_failure")
+    code = outcome.get("exit_code")
+    status = RunStatus(
+        run=name_run(path),
+        path=str(path.absolute()),
+        state=STATES.get(word, "unknown"),
+        job_id=read_job(manifest),
+        nodes=len(hosts),
+        nodelist=",".join(hosts),
+        restarts=max(list_attempts(path), default=0),
+        started=str(manifest.get("started") or ""),
+        ended=str(manifest.get("ended") or ""),
+        exit_code=code if isinstance(code, int) else None,
+        first_failure=failure or None,
+        command=tuple(map(str, take_list(manifest, "command"))),
+        attempts=read_attempts(manifest),
+        process=take_dict(manifest, "process"),
+    )
+    since = min(
+        filter(None, map(read_time, [*(one.started for one in status.attempts), status.started])),
+        default=None,
+    )
+    reason = explain_outcome(outcome) if status.state != "unknown" else "its manifest.json cannot be read"
+    return check_local(replace(status, reason=reason, seconds=measure_time(status), known_since=since))
+
+
+def check_local(status: RunStatus) -> RunStatus:
+    """Find out whether the process of a run that says that it is running is there."""
+    if status.state != "running" or not status.process or check_process(status.process) is not False:
+        return status
+    pid, host = (status.process.get(key) for key in ("pid", "host"))
+    return mark_lost(status, f"process {pid} on {host} is gone, and left no word")
+
+
+def mark_lost(status: RunStatus, reason: str) -> RunStatus:
+    """Return the status of a run that ended without a word; nobody knows when."""
+    return replace(status, state="lost", reason=reason, seconds=None)
+
+
+def explain_outcome(outcome: Mapping[str, object]) -> str:
+    """Say why a run ended: who failed first, the cause, or the signal."""
+    failure, cause = take_dict(outcome, "first_failure"), str(outcome.get("cause") or "")
+    words = [CAUSES.get(cause, cause)] if cause and not (failure and cause == "crash") else []
+    if failure:
+        words.append(f"rank {failure.get('rank')} on {failure.get('host')} {failure.get('reason')}")
+    if not words and outcome.get("signal"):
+        words.append(f"by {outcome['signal']}")
+    return "; ".join(words or [str(outcome.get("reason") or "")])
+
+
+def read_attempts(manifest: Mapping[str, object]) -> tuple[AttemptStatus, ...]:
+    """Return a manifest's starts; a submission that never ran is none."""
+    earlier = [entry for entry in take_list(manifest, "earlier") if isinstance(entry, dict)]
+    found = []
+    for entry in (*earlier, manifest):
+        outcome = take_dict(entry, "outcome")
+        state, cause = (str(outcome.get(key) or "") for key in ("state", "cause"))
+        if state and state != "submitted":
+            started, ended = (str(entry.get(key) or "") for key in ("started", "ended"))
+            found.append(AttemptStatus(started, ended, state, cause, explain_outcome(outcome)))
+    return tuple(found)
+
+
+def measure_time(status: RunStatus) -> float | None:
+    """Return the seconds from a run's start to its end, or to now."""
+    start, end = read_time(status.started), time.time() if status.is_live else read_time(status.ended)
+    if status.state == "queued":
+        start = read_time(status.ended) or start  # of the attempt before, where there was one
+    return None if start is None or end is None else max(0.0, end - start)
+
+
+def read_time(text: str) -> float | None:
+    """Return a time of a manifest's, or of SLURM's, in seconds since the epoch; None where it is none."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
+def add_progress(status: RunStatus) -> RunStatus:
+    """Add what rank 0 has printed last: its step, and its last line."""
+    step, last = find_latest(Path(status.path))
+    if step is None:
+        return replace(status, last_line=last)
+    return replace(status, step=step.step, total=step.total, last_line=last)
+
+
+def take_dict(mapping: Mapping[str, object], key: str) -> Mapping[str, object]:
+    """Return a dictionary in a manifest; empty where there is none."""
+    found = mapping.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def take_list(mapping: Mapping[str, object], key: str) -> list[object]:
+    """Return a list in a manifest; empty where there is none."""
+    found = mapping.get(key)
+    return found if isinstance(found, list) else []

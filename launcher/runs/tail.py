@@ -1,0 +1,123 @@
+"""A run's output as its directory has it: the ranks' lines over the attempts, or the job's own log."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher.runs.applied import AppliedReader
+from launcher.runs.logs import Follower, decode_line, find_tail, measure_file
+from launcher.runs.rundir import RunDir
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A line, and whose it is."""
+
+    text: str
+    rank: int | None = None
+    """None for the job's own log, and for a remark of ours."""
+    host: str = ""
+    remark: bool = False
+    """Not from a log: something that happened."""
+
+
+@dataclass(slots=True)
+class RunTail:
+    """Reads what a run's ranks print, from the last attempt on that has any output."""
+
+    path: Path
+    rank: int | None = None
+    """The one rank to read; None is all of them."""
+    lines: int | None = None
+    """Of what is there at first, so many last lines of each file; None is all."""
+    attempt: int | None = None
+    """The attempt that is read; None before there is one."""
+    follower: Follower = field(init=False)
+    reader: AppliedReader = field(init=False)
+    hosts: dict[int, str] = field(default_factory=dict)
+    """Where each rank of the attempt runs."""
+
+    def __post_init__(self) -> None:
+        """Look at nothing yet."""
+        self.follower = Follower(RunDir(self.path))
+        self.reader = AppliedReader(self.path)
+
+    def read_lines(self, *, final: bool = False) -> Iterator[Output]:
+        """Give the new lines; `final` gives all that is left, and how a job ended that never had a rank."""
+        attempts = self.find_attempts()
+        first = self.attempt is None
+        for attempt, logs in attempts.items():
+            if attempt != self.attempt:
+                yield from self.begin_attempt(attempt)
+            for log in logs:
+                begin = find_tail(log, self.lines) if first and self.lines is not None else 0
+                self.follower.offsets.setdefault(log, begin)
+            yield from self.read_ranks(final=final or attempt != max(attempts))
+        if final and self.is_without_ranks():
+            yield from self.read_own()
+
+    def find_attempts(self) -> dict[int, list[Path]]:
+        """Return the ranks' logs by attempt, from the one that is read; at first, of the last alone."""
+        found: dict[int, list[Path]] = {}
+        for folder in self.list_folders():
+            if self.attempt is None or int(folder.name) >= self.attempt:
+                pattern = "rank-*" if self.rank is None else f"rank-{self.rank}.*"
+                logs = [log for log in folder.glob(pattern) if log.suffix in (".out", ".err")]
+                found[int(folder.name)] = sorted(logs, key=lambda log: (read_rank(log), log.suffix != ".out"))
+        with_logs = [attempt for attempt in sorted(found) if found[attempt]]
+        return {attempt: found[attempt] for attempt in with_logs[-1 if self.attempt is None else 0 :]}
+
+    def list_folders(self) -> list[Path]:
+        """Return the attempts' folders."""
+        try:
+            return [entry for entry in (self.path / "logs").iterdir() if entry.name.isdecimal()]
+        except OSError:  # a network filesystem's hiccup
+            return []
+
+    def begin_attempt(self, attempt: int) -> Iterator[Output]:
+        """Turn to another attempt; the one before it has been read to its end."""
+        self.follower.offsets.clear()
+        self.follower.partial.clear()
+        self.hosts.clear()
+        if self.attempt is not None:
+            yield Output(f"attempt {attempt}", remark=True)
+        self.attempt = attempt
+
+    def read_ranks(self, *, final: bool) -> Iterator[Output]:
+        """Give the new lines of the attempt's ranks."""
+        self.hosts |= {record.rank: record.host for record in self.reader.read_new()}
+        for line in self.follower.read_lines(final=final):
+            yield Output(line.text, line.rank, self.hosts.get(line.rank, "?"))
+
+    def is_without_ranks(self) -> bool:
+        """Tell whether the newest attempt has no rank's log: what there is to know is in the job's own."""
+        newest = max((int(folder.name) for folder in self.list_folders()), default=None)
+        return newest is None or not any((self.path / "logs" / str(newest)).glob("rank-*"))
+
+    def read_own(self) -> Iterator[Output]:
+        """Give the job's own log; else what torchrun's agents said."""
+        logs = find_own_logs(self.path)
+        for log in logs:
+            if len(logs) > 1:
+                yield Output(f"{log.name}:", remark=True)
+            start = find_tail(log, self.lines) if self.lines else 0
+            follower = Follower(RunDir(self.path), offsets={log: start})
+            while lines := follower.read_new(log):
+                yield from (Output(decode_line(raw)) for raw in lines)
+            if rest := follower.partial.get(log):
+                yield Output(decode_line(rest))
+
+
+def read_rank(log: Path) -> int:
+    """Return the rank whose log this is; -1 for a file that is none."""
+    number = log.stem.partition("-")[2]
+    return int(number) if number.isdecimal() else -1
+
+
+def find_own_logs(path: Path) -> list[Path]:
+    """Return the logs of a run's jobs, each with something in it; else those of its agents."""
+    for pattern in ("slurm-*.out", "agent-*.log"):
+        logs = [log for log in sorted(path.glob(f"logs/{pattern}")) if measure_file(log)]
+        if logs:
+            return logs
+    return []

@@ -1,0 +1,132 @@
+"""Real SLURM clusters for a session's tests: one without accounting, and one with it for what asks for it."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Result, clean_environ, run_outside
+
+COMMAND = Path(__file__).parents[2] / "slurm" / "sandbox"
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE"}
+"""States that no job of these tests leaves again."""
+HOW = "needs a SLURM: as root on Debian, slurm/sandbox install gets it"
+
+
+@dataclass(frozen=True, slots=True)
+class Sandbox:
+    """A running cluster: nodes n0 to n3, with 16 CPUs and 2 GPUs each as SLURM counts them."""
+
+    folder: Path
+    environ: dict[str, str]
+    """Of a user's shell on the login node: clean, with SLURM_CONF."""
+
+    @property
+    def conf(self) -> Path:
+        """Its slurm.conf."""
+        return self.folder / "slurm.conf"
+
+    def run(self, *words: str | Path, env: Mapping[str, str] | None = None, timeout: float = 60) -> str:
+        """Run a command, one of SLURM's as a rule, and return its output; it must succeed."""
+        done = subprocess.run(
+            words,
+            env={**self.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        assert done.returncode == 0, f"{shlex.join(map(str, words))}: {done.returncode}: {done.stderr}{done.stdout}"
+        return done.stdout
+
+    def break_it(self, *words: str) -> str:
+        """Run `slurm/sandbox WORDS` on this cluster: kill NODE, start NODE, restart-controller."""
+        return self.run(sys.executable, COMMAND, "--folder", self.folder, *words)
+
+    def launch(
+        self, *words: str | bytes, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 120
+    ) -> Result:
+        """Run `launch WORDS` as a user on the login node does."""
+        return run_outside(words, cwd, {**self.environ, **(env or {})}, timeout=timeout)
+
+    def list_states(self, job_id: str) -> list[str]:
+        """The states of a job, or of all members of an array."""
+        words = ("squeue", "--states=all", "--array", "--noheader", f"--jobs={job_id}", "--format=%T")
+        return self.run(*words).split()
+
+    def wait(self, job_id: str, *states: str, timeout: float = 120) -> str:
+        """Wait until a job (each member of an array) is in one of the states, and return it (the first's)."""
+        end = time.monotonic() + timeout
+        while not set(now := self.list_states(job_id)) <= set(states):
+            stuck = ENDED & set(now) - set(states)
+            if stuck or time.monotonic() > end:
+                pytest.fail(f"job {job_id} is {now}, not {states}: {self.run('scontrol', 'show', 'job', job_id)}")
+            time.sleep(0.1)
+        return now[0]
+
+
+def ask_command(*words: str | Path, timeout: float = 900) -> subprocess.CompletedProcess[str]:
+    """Run slurm/sandbox."""
+    command = [sys.executable, COMMAND, *words]
+    return subprocess.run(
+        command, env=make_environ(), capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def make_environ() -> dict[str, str]:
+    """This environment without a job's or a cluster's variables."""
+    return {n: v for n, v in clean_environ().items() if not n.startswith(("SBATCH_", "SRUN_", "SALLOC_"))}
+
+
+def demand_programs(*options: str) -> None:
+    """Skip where SLURM's programs are missing; in CI they are installed, and what stops that is a failure."""
+    missing = ask_command("install", "--dry-run", *options)
+    if missing.returncode == 0:
+        return
+    if not os.environ.get("LAUNCH_CI"):
+        pytest.skip(f"{HOW} ({missing.stdout.strip()})")
+    done = ask_command("install", *options)
+    if done.returncode:
+        pytest.fail(done.stderr, pytrace=False)
+
+
+@contextmanager
+def start_sandbox(*options: str) -> Iterator[Sandbox]:
+    """A cluster; its folder's path is short, since munge's socket in it must be."""
+    parent = Path(tempfile.mkdtemp(prefix="sb", dir="/tmp"))
+    folder = parent / "c"
+    try:
+        done = ask_command("--folder", folder, "up", *options)
+        if done.returncode:
+            pytest.fail(f"slurm/sandbox up {shlex.join(options)}: {done.stderr}", pytrace=False)
+        yield Sandbox(folder, {**make_environ(), "SLURM_CONF": str(folder / "slurm.conf")})
+    finally:
+        down = ask_command("--folder", folder, "down")
+        shutil.rmtree(parent, ignore_errors=True)
+    assert down.returncode == 0, down.stderr
+
+
+@pytest.fixture(scope="session")
+def sandbox() -> Iterator[Sandbox]:
+    """A cluster without accounting, as many are."""
+    demand_programs("--no-accounting")
+    with start_sandbox("--no-accounting") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def accounted() -> Iterator[Sandbox]:
+    """A cluster with accounting: sacct works."""
+    demand_programs()
+    with start_sandbox("--accounting") as cluster:
+        yield cluster

@@ -1,0 +1,59 @@
+"""A head without torch, for the tests of attempts: `python -m tests.slurm.small_head RUN_DIR`, in a job script.
+
+It starts one task of `small_task` on each node, and has its end judged as the real head does.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from launcher.batch.attempts import StepEnd, StoppedError, begin_attempt, end_attempt, foresee_end
+from launcher.batch.request import read_request
+from launcher.launch.slurm.environ import scrub_environ
+from launcher.launch.slurm.hostlist import expand_hosts
+from launcher.runs.nodes import read_nodes
+from launcher.runs.rundir import open_run_dir
+
+run = open_run_dir(Path(sys.argv[1]), None)
+hosts = expand_hosts(os.environ["SLURM_JOB_NODELIST"])
+got: list[tuple[int, float]] = []
+for number in (signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, lambda found, _: got.append((found, time.time())))
+try:
+    attempt = begin_attempt(read_request(run.path, os.environ), run, os.environ, hosts)
+except StoppedError as error:
+    sys.stderr.write(f"launch: error: {error}\n")
+    sys.exit(error.exit_code)
+(run.path / "logs" / str(run.first_attempt)).mkdir(mode=0o700)
+environ = {**scrub_environ(os.environ), "RUN_DIR": str(run.path), "ATTEMPT": str(run.first_attempt)}
+words = (
+    "srun",
+    "--ntasks-per-node=1",
+    "--overlap",
+    "--mpi=none",
+    "--kill-on-bad-exit=1",
+    "--quiet",
+    f"-N{len(hosts)}",
+)
+said = (run.path / "srun.err").open("w+")
+step = subprocess.Popen(
+    [*words, sys.executable, "-m", "tests.slurm.small_task"], env=environ, stderr=said, start_new_session=True
+)
+while step.poll() is None:
+    if any(number == signal.SIGTERM for number, _ in got):
+        foresee_end(attempt)
+        step.send_signal(signal.SIGTERM)
+        step.wait()
+    elif got:
+        step.send_signal(signal.SIGUSR2)
+        step.wait()
+    time.sleep(0.05)
+said.seek(0)
+records = tuple(read_nodes(run.path, run.first_attempt))
+missing = tuple(host for host in hosts if host not in {record.host for record in records})
+checkpointed = any(number == signal.SIGUSR2 for number, _ in got)
+end = StepEnd(step.returncode, records, missing, tuple(got), checkpointed, tuple(said.read().splitlines()))
+sys.exit(end_attempt(attempt, end))

@@ -1,0 +1,44 @@
+"""One node's part of a job, without torch: what it does in which attempt stands in RUN_DIR/acts.json.
+
+An act is {"steps": last step that is printed, "do": "end", "crash", "wait" or "die"}.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from launcher.runs.nodes import NodeFailure, NodeRecord, write_node
+
+run, attempt, started = Path(os.environ["RUN_DIR"]), int(os.environ["ATTEMPT"]), time.time()
+host, number = os.environ["SLURMD_NODENAME"], int(os.environ["SLURM_PROCID"])
+acts = json.loads((run / "acts.json").read_text())
+act = acts[min(attempt, len(acts) - 1)]
+
+
+def leave(state: str, code: int, failure: NodeFailure | None = None) -> None:
+    """Write the record, and end."""
+    stop = "SIGTERM" if state == "stopped" else None
+    write_node(
+        run, attempt, NodeRecord(host, number, state, code, stop, "", failure, 0, started, time.time())
+    )
+    sys.exit(code)
+
+
+signal.signal(signal.SIGTERM, lambda *_: leave("stopped", 143))
+signal.signal(signal.SIGUSR2, lambda *_: leave("succeeded", 0))
+if number == 0:
+    log = run / "logs" / str(attempt) / "rank-0.out"
+    log.write_text("".join(f"step {step}/10 loss 1.0\n" for step in range(1, act["steps"] + 1)))
+if act["do"] == "crash" and number == act.get("rank", 1):
+    lines = ("boom",)
+    leave("failed", 7, NodeFailure(number, 0, time.time(), 7, "exited with code 7", "its.log", lines))
+if act["do"] == "die" and number == act.get("rank", 1):
+    os.kill(os.getpid(), signal.SIGKILL)
+if act["do"] == "end":
+    leave("succeeded", 0)
+(run / f"waits-{attempt}-{host}").touch()
+while True:
+    time.sleep(1)
