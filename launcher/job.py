@@ -33,6 +33,9 @@ PET_DECIDED = ("PET_MODULE", "PET_RUN_PATH", "PET_NO_PYTHON", "PET_STANDALONE")
 """torchrun's variables for what `launch` decides itself; torchrun would take them beside our options."""
 BUNDLED = "train"
 """Option of the group `program` whose runs are named after their model."""
+FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Makes torchrun give restarted ranks a store of their own; in the agents' shared one they find the addresses
+of the ranks before them, and fail to connect (github.com/pytorch/pytorch/issues/135712; torch 2.13 still)."""
 DEVICE_NAMES = (*VISIBLE_DEVICES, "LAUNCH_NIC", "NCCL_IB_HCA")
 """Variables that name devices of this machine, which a snapshot's has not."""
 
@@ -276,6 +279,12 @@ def render_agent(job: Job, rdzv_id: str) -> tuple[str, ...]:
     return render_torchrun(sys.executable, options, shim, find_program(job.words, config, environ))
 
 
+def may_restart(job: Job) -> bool:
+    """Tell whether torchrun may start the ranks anew, after a failure or with other nodes."""
+    restarts = job.config.torchrun.max_restarts or job.environ.get("PET_MAX_RESTARTS", "0")
+    return str(restarts) != "0" or job.cluster.min_nodes < job.cluster.max_nodes
+
+
 def build_environ(job: Job, run: RunDir) -> dict[str, str]:
     """Return the agent's environment: the user's, and where the shim finds the plan and the run directory."""
     config = job.config
@@ -284,6 +293,7 @@ def build_environ(job: Job, run: RunDir) -> dict[str, str]:
     inherited = {name: value for name, value in job.environ.items() if name not in PET_DECIDED}
     return {
         "PYTHONUNBUFFERED": "1",
+        **({FRESH_STORE: "1"} if may_restart(job) else {}),
         **inherited,
         **config.env,
         **({"LAUNCH_STRICT": "1"} if config.binding.strict else {}),

@@ -21,7 +21,11 @@ class RequeueConfig:
     crash: int = 0
     """The program failed."""
     no_progress: int = 3
-    """Attempts in a row without a later step or a newer checkpoint, after which the job stops."""
+    """Attempts in a row without a later step or a newer checkpoint, after which the job stops; 0 is never.
+
+    Steps are what rank 0 prints, checkpoints what is below RUN_DIR/checkpoints; a job that never showed
+    either is not judged. Preempted attempts do not count.
+    """
     limit: int = 200
     """Attempts in all."""
 

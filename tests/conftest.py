@@ -80,8 +80,9 @@ def drop_powers() -> None:
 
 def clean_environ() -> dict[str, str]:
     """Return this process's environment without what changes a job's placement or size."""
-    prefixes = ("PET_", "SLURM_", "LAUNCH_", "TORCHELASTIC_", "CUDA_VISIBLE", "OMP_NUM", "HYDRA_", "COMP_")
-    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    ours = ("PET_", "LAUNCH_", "TORCHELASTIC_", "CUDA_VISIBLE", "OMP_NUM", "HYDRA_", "COMP_")
+    slurms = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_")
+    return {name: value for name, value in os.environ.items() if not name.startswith((*ours, *slurms))}
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.batch.sexagesimal import check_files
-from launcher.errors import MachineError, SchedulerError, UsageError
+from launcher.batch.staged import SCRIPT
+from launcher.errors import SchedulerError, UsageError
 from launcher.job import Draft, check_choice, name_run, parse_nproc
 from launcher.launch.slurm.inventory import Inventory, NodeKind, ask_sinfo
 from launcher.launch.slurm.options import (
@@ -15,7 +16,9 @@ from launcher.launch.slurm.options import (
     check_cluster,
     require_same,
 )
+from launcher.launch.slurm.refusal import explain_refusal, is_away
 from launcher.launch.slurm.resources import check_limits, fill_in
+from launcher.runs.secrets import MASK, mask_text
 
 RUNTIMES = ("pyxis", "apptainer")
 
@@ -40,14 +43,14 @@ def ask_for(drafts: Sequence[Draft], environ: Mapping[str, str], *, dry: bool) -
     for draft in drafts:
         check_draft(draft)
     first = drafts[0].config.cluster
-    inventory, warnings = look_around(environ, first.additional.get("clusters"))
+    inventory, warnings = look_around(environ, first.additional.get("clusters"), dry=dry)
     every = []
     for draft in drafts:
         cluster = draft.config.cluster
         kinds = inventory.select(cluster.partition or environ.get("SBATCH_PARTITION"))
         filled = fill_in(cluster, read_nproc(draft.config.nproc_per_node), kinds, environ)
         try:
-            check_limits(cluster, draft.cluster.min_nodes, filled.gpus_per_node, kinds)
+            check_limits(cluster, draft.cluster.min_nodes, filled, kinds)
         except SchedulerError as error:
             if not dry:
                 raise
@@ -67,11 +70,24 @@ def check_draft(draft: Draft) -> None:
     check_cluster(draft.config.cluster)
     check_choice("cluster.container.runtime", draft.config.cluster.container.runtime, RUNTIMES)
     read_nproc(draft.config.nproc_per_node)
+    check_secrets(draft.config.cluster.setup)
     if draft.config.machine.root != "/":
         raise UsageError(
             f"machine.root={draft.config.machine.root} is of this machine, and the job plans its own nodes:"
             " leave it out, or set cluster=local"
         )
+
+
+def check_secrets(setup: Sequence[str]) -> None:
+    """Raise UsageError for a secret's value, rather than an expansion, in lines that go to a file."""
+    for line in setup:
+        masked = mask_text(line)
+        hidden = line[len(masked.partition(MASK)[0]) :].lstrip("\"'")
+        if masked != line and not hidden.startswith(("$", "`")):
+            raise UsageError(
+                f"cluster.setup has a secret, {masked}, which would stand in {SCRIPT}: set env.NAME=VALUE,"
+                " which is written nowhere"
+            )
 
 
 def check_setups(drafts: Sequence[Draft]) -> None:
@@ -86,11 +102,16 @@ def check_setups(drafts: Sequence[Draft]) -> None:
                 )
 
 
-def look_around(environ: Mapping[str, str], clusters: object) -> tuple[Inventory, list[str]]:
-    """Ask sinfo; where that fails, return an empty inventory and what to say of it."""
+def look_around(environ: Mapping[str, str], clusters: object, *, dry: bool) -> tuple[Inventory, list[str]]:
+    """Ask sinfo; where that fails, return an empty inventory and what to say of it.
+
+    Raises SchedulerError where sbatch would fail too, which takes a minute each.
+    """
     try:
         return ask_sinfo(environ, None if clusters is None else str(clusters)), []
-    except (SchedulerError, MachineError) as error:
+    except SchedulerError as error:
+        if is_away(str(error)) and not dry:
+            raise explain_refusal(str(error), (), (), ()) from None
         left = "what is auto of cluster.gpus_per_node, cpus_per_task and mem is left to SLURM"
         return Inventory(()), [f"{error}; {left}"]
 

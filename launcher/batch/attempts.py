@@ -123,8 +123,9 @@ def foresee_end(attempt: Attempt) -> None:
     sight = look_ahead(attempt)
     if sight is None or attempt.foreseen:
         return
-    verdict = settle_end(attempt, sight, QUICK)
-    attempt.foreseen = (sight, verdict)
+    for line in tell_failure(sight):
+        say(line)
+    attempt.foreseen = (sight, settle_end(attempt, sight, QUICK))
 
 
 def end_attempt(attempt: Attempt, end: StepEnd) -> int:
@@ -165,7 +166,8 @@ def settle_end(attempt: Attempt, sight: Sight, patience: float) -> Verdict:
 
 def exclude_lost(attempt: Attempt, sight: Sight) -> None:
     """Keep the next attempt off the nodes that this one and those before it have lost."""
-    lost = [*sight.lost, *(host for past in attempt.trail for host in past["outcome"].get("lost") or ())]
+    outcomes = [entry["outcome"] for entry in reversed(attempt.trail)]
+    lost = [*sight.lost, *(host for outcome in outcomes for host in outcome.get("lost") or ())]
     if lost:
         ignore_stops()
         least = attempt.request.min_nodes

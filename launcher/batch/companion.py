@@ -75,19 +75,21 @@ class Companion:
     def end(self) -> None:
         """Nothing to wait for."""
 
-    def write_end(self, ending: Ending) -> None:
-        """Record how this node's part ended, and say what was not as planned."""
+    def write_end(self, ending: Ending) -> str | None:
+        """Record how this node's part ended, and say what was not as planned; returns the kept state."""
         failure, number = ending.failure, ending.outcome.signal
         if number and failure and failure.exitcode == -signal.SIGTERM:
             failure = None  # SLURM sent the same signal to the rank
         state = "stopped" if number and not failure and ending.status else ending.state
         said = "" if failure or state != "failed" else f"torchrun's agent {quote_agent(ending)}"
+        for line in self.check_success(ending) if state == "succeeded" else ():
+            self.announce(f"warning: {line}")
         try:
             self.write_record(state, ending.status, number, said, self.describe_failure(ending, failure))
         except OSError as error:
             self.announce(f"warning: its record could not be written ({error})")
-        for line in self.check_success(ending) if state == "succeeded" else ():
-            self.announce(f"warning: {line}")
+            return None
+        return state
 
     def write_record(
         self, state: str, status: int, number: int | None, said: str, failure: NodeFailure | None

@@ -93,7 +93,8 @@ class Following:
         """Read the manifests, and show what is new in the log; tells whether there was anything."""
         if time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + MANIFEST_TICK
-            if any([job.read_manifest() for job in self.open_jobs]):
+            news = [job.read_manifest() for job in self.open_jobs]
+            if any(news):
                 self.poller.ask_now()
         lines = self.log.take_lines() if self.log else []
         if self.log and lines:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import sys
 import threading
 import time
@@ -136,7 +135,9 @@ def describe_meanwhile(attempt: Attempt) -> Iterator[None]:
         yield
         return
     directory = Path(attempt.request.directory)
-    asking = threading.Thread(target=lambda: attempt.manifest.update(describe_sources(directory)), daemon=True)
+    asking = threading.Thread(
+        target=lambda: attempt.manifest.update(describe_sources(directory)), daemon=True
+    )
     asking.start()
     yield
     asking.join()
@@ -144,11 +145,13 @@ def describe_meanwhile(attempt: Attempt) -> Iterator[None]:
 
 def run_ranks(attempt: Attempt, overseer: Overseer, endpoint: str) -> StepEnd:
     """Run the step of `agent=srun`: a task for each rank; the records are made here, from what srun tells."""
-    from launcher.batch.rankrecords import Account, record_nodes
-    from launcher.batch.rankstart import RankJob, start_ranks
+    from launcher.batch.rankrecords import Account, record_nodes, refuse_port
+    from launcher.batch.rankstart import RankJob, is_taken_here, start_ranks
 
     request, run, started = attempt.request, attempt.run, time.time()
     job = RankJob(request, run, attempt.hosts, attempt.environ)
+    if is_taken_here(job, endpoint):
+        return describe_end(attempt, overseer, PORT_TAKEN, [refuse_port(attempt.hosts[0], started)], ())
     try:
         step = start_ranks(job, describe_step(attempt), endpoint)
     except OSError as error:
@@ -157,9 +160,8 @@ def run_ranks(attempt: Attempt, overseer: Overseer, endpoint: str) -> StepEnd:
         overseer.watch(step)
     step.close()
     code, tail = step.process.returncode, request.config.logs.tail
-    stops = [number for number, _ in overseer.signals if number in STOPPING]
-    stop = next(iter(stops), signal.SIGTERM if overseer.stop else None)
     told = step.told
+    stop = next((sent for sent in overseer.signals if sent[0] in STOPPING), told.stop)
     records = record_nodes(Account(run, attempt.hosts, job.ranks, tail, code, told, stop, started))
     return describe_end(attempt, overseer, code, records, told.said)
 

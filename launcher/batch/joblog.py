@@ -52,7 +52,7 @@ class JobLog:
         return lines
 
     def refresh_size(self) -> None:
-        """Open the file now and then: NFS looks at the server then, and trusts its cache for up to 60 s else."""
+        """Open the file now and then: NFS asks the server then, else it may believe its cache for 60 s."""
         now = time.monotonic()
         if now - self.opened > FRESH:
             self.opened = now

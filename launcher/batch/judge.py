@@ -11,7 +11,7 @@ from launcher.errors import EXIT_MACHINE, SchedulerError
 from launcher.launch.signals import STOPPING
 from launcher.launch.slurm.hostlist import expand_hosts
 from launcher.launch.slurm.notations import parse_signal
-from launcher.launch.slurm.ownjob import ask_job, ask_nodes, is_down
+from launcher.launch.slurm.ownjob import CALM, QUICK, ask_job, ask_nodes, is_down
 from launcher.launch.slurm.requeue import (
     RUNNING,
     WORDS,
@@ -58,7 +58,7 @@ class Sight:
     states: tuple[tuple[str, str], ...]
     """Nodes that left no record or are down, with sinfo's words for them."""
     killed: tuple[tuple[str, str], ...]
-    """Nodes that are there, but whose task ended without a record, with srun's word; srun's own doing left out."""
+    """Nodes that are there, but whose task ended by itself without a record, with srun's word."""
     advance: Advance
 
     @property
@@ -80,12 +80,12 @@ def find_first(records: Sequence[NodeRecord]) -> tuple[NodeRecord, NodeFailure] 
 
 def look_ahead(attempt: "Attempt") -> Sight | None:
     """Return what SLURM's word is while the step still ends; None where SLURM is not ending the job."""
-    word = ask_word(attempt) if attempt.requeues else None
+    word = ask_word(attempt, QUICK) if attempt.requeues else None
     kill = read_kill(word, attempt.restarts)
     if word is None or not kill or word.state in RUNNING:
         return None
     advance, _ = attempt.measure()
-    states = ask_states(attempt, attempt.hosts)
+    states = ask_states(attempt, attempt.hosts, QUICK)
     lost = tuple(host for host, state in states if is_down(state))
     cause = classify_end(Facts(False, advance.finished, False, bool(lost), True, False), kill)
     return Sight(None, kill, cause, lost, states, (), advance)
@@ -98,9 +98,10 @@ def look_at(attempt: "Attempt", end: "StepEnd") -> Sight:
     succeeded = has_succeeded(attempt, end)
     if succeeded and not end.checkpointed and not asked and not end.missing:
         return Sight(end, "", None, (), (), (), advance)
-    word = ask_word(attempt)
+    patience = QUICK if asked else CALM
+    word = ask_word(attempt, patience)
     kill = read_kill(word, attempt.restarts)
-    states = ask_states(attempt, attempt.hosts if kill else end.missing)
+    states = ask_states(attempt, attempt.hosts if kill else end.missing, patience)
     told = find_told(end)
     killed = tuple((host, word) for host, word in told.items() if word != ENDED and not (kill or asked))
     down = {host for host, state in states if is_down(state)}
@@ -138,18 +139,18 @@ def came_near(attempt: "Attempt", end: "StepEnd", word: JobWord | None) -> bool:
     return end.checkpointed and any(is_near_limit(moment, limit, seconds) for moment in sent)
 
 
-def ask_word(attempt: "Attempt") -> JobWord | None:
+def ask_word(attempt: "Attempt", patience: float) -> JobWord | None:
     """Ask SLURM how the job stands; None where it does not answer."""
     try:
-        return ask_job(attempt.job_id, attempt.environ)
+        return ask_job(attempt.job_id, attempt.environ, patience)
     except SchedulerError:
         return None
 
 
-def ask_states(attempt: "Attempt", hosts: Sequence[str]) -> tuple[tuple[str, str], ...]:
+def ask_states(attempt: "Attempt", hosts: Sequence[str], patience: float) -> tuple[tuple[str, str], ...]:
     """Ask for the states of nodes; empty where SLURM does not answer."""
     try:
-        return tuple(ask_nodes(hosts, attempt.environ).items())
+        return tuple(ask_nodes(hosts, attempt.environ, patience).items())
     except SchedulerError:
         return ()
 

@@ -1,6 +1,7 @@
 """One node's part of a SLURM job: its plan, torchrun's agent, and its record."""
 
 import os
+import signal
 import socket
 import time
 from collections.abc import Mapping
@@ -42,7 +43,12 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
         check_port(job)
     except MachineError as error:
         return refuse_port(run, place, str(error), started)
-    write_json(run.plan_path(place.host), plan_to_json(job.plan))
+    try:
+        write_json(run.plan_path(place.host), plan_to_json(job.plan))
+    except OSError as error:
+        raise MachineError(
+            f"{error.filename} cannot be written ({error.strerror}): is there room, and do all nodes share it?"
+        ) from None
     return run_agent(job, run, place, started)
 
 
@@ -55,14 +61,15 @@ def run_agent(job: Job, run: RunDir, place: Place, started: float) -> int:
     companion = Companion(job, run, place, viewer, started)
     grace = job.config.torchrun.shutdown_timeout
     supervisor = Supervisor(companion, len(job.plan.ranks), grace, control=open_control(0))
+    signal.signal(signal.SIGTERM, lambda *_: None)  # from here on the supervisor's, and nothing after it
     outcome = supervisor.run(command, build_environ(job, run), log)
     ending = judge_outcome(outcome, tuple(read_tail(log, AGENT_LINES, log_begin)))
-    companion.write_end(ending)
+    state = companion.write_end(ending)
+    # To srun, the first task that fails is the end of all: others may still have time to stop.
+    status = 0 if state == "stopped" and supervisor.commanded else ending.status
     if not companion.close():
-        os._exit(
-            ending.status
-        )  # a thread is stuck in a write, and the interpreter would wait for it
-    return ending.status
+        os._exit(status)  # a thread is stuck in a write, and the interpreter's end would wait for it
+    return status
 
 
 def enter_directory(directory: str, host: str) -> None:

@@ -1,6 +1,7 @@
 """What each node's task would have recorded of an attempt, made by the head from what srun told."""
 
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -35,8 +36,8 @@ class Account:
     exitcode: int
     """srun's."""
     told: Told
-    signal: int | None
-    """The first stopping signal that the ranks were sent by the head, or by SLURM."""
+    stop: tuple[int, float] | None
+    """The first stopping signal that the head or the ranks were sent, and when (s since the epoch)."""
     started: float
     """Seconds since the epoch."""
 
@@ -89,23 +90,30 @@ def find_silence(run: RunDir, rank: int) -> float:
 def judge_node(account: Account, ends: list[RankEnd], node: int) -> NodeRecord:
     """Return the record of one node."""
     own = [end for end in ends if end.rank // account.ranks == node and end.exitcode]
-    failure = next((end for end in own if end.exitcode != -signal.SIGTERM), None)
-    said, found = "", None
-    number = signal.SIGTERM if account.signal is None else account.signal
+    number, since = account.stop or (signal.SIGTERM, math.inf)
+    # What comes after a signal that stops is no failure.
+    failed = (end for end in own if end.exitcode != -signal.SIGTERM and end.time < since)
+    failure, said, found = next(failed, None), "", None
     state, status, by = "stopped", 128 + number, name_signal(number)
     if account.exitcode == 0:
         state, status, by = "succeeded", 0, ""
     elif failure and is_port_taken(account.run, failure):
-        state, status, by, said = "failed", PORT_TAKEN, "", "the port for the ranks' meeting is not free"
+        return refuse_port(account.hosts[node], account.started)
     elif failure:
         found = describe_end(account, failure)
         state, status, by = "failed", as_failure(account, failure).status, ""
-    elif not ends and not account.told.cancelled and account.signal is None:
+    elif not ends and not account.told.cancelled and account.stop is None:
         state, status, by, said = "failed", EXIT_MACHINE, "", quote_srun(account)
     return NodeRecord(
         *(account.hosts[node], node, state, status, by or None, said, found, 0),
         *(account.started, time.time()),
     )
+
+
+def refuse_port(host: str, started: float) -> NodeRecord:
+    """Return the record of a first node that cannot serve the ranks: the head chooses another port."""
+    said = "the port where the ranks are to meet is not free"
+    return NodeRecord(host, 0, "failed", PORT_TAKEN, None, said, None, 0, started, time.time())
 
 
 def is_port_taken(run: RunDir, end: RankEnd) -> bool:

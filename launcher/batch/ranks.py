@@ -36,6 +36,8 @@ class Told:
     said: deque[str] = field(default_factory=lambda: deque(maxlen=LAST))
     """All of its lines that are of use."""
     cancelled: bool = False
+    stop: tuple[int, float] | None = None
+    """The first stopping signal that the ranks were sent, and when, in seconds since the epoch."""
 
     def note_line(self, line: str) -> bool:
         """Take a line of srun's stderr; false where there is nothing in it for people."""
@@ -68,8 +70,6 @@ class RankStep:
     """The head's."""
     started: float = field(default_factory=time.time)
     told: Told = field(default_factory=Told)
-    stopped: int | None = None
-    """The first stopping signal that the ranks were sent."""
     reader: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class RankStep:
             line, is_first = raw.decode(errors="replace").rstrip("\n"), not self.told.ends
             if self.told.note_line(line):
                 self.view.show_text(line)
-            if is_first and self.told.ends and self.stopped is None:
+            if is_first and self.told.ends and not (self.told.stop or self.told.cancelled):
                 self.view.say(self.describe_first(self.told.ends[0][1]))
 
     def describe_first(self, end: TaskEnd) -> str:
@@ -100,8 +100,8 @@ class RankStep:
 
         It takes a step of its own, and so a thread; the last stage is srun's.
         """
-        if number in STOPPING and self.stopped is None:
-            self.stopped = number
+        if number in STOPPING and self.told.stop is None:
+            self.told.stop = (number, time.time())
         if number == signal.SIGKILL:
             self.process.send_signal(signal.SIGTERM)
         else:

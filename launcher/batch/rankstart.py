@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from launcher.batch.ranks import RankStep
 from launcher.batch.rankview import RankView
 from launcher.batch.request import JobRequest
+from launcher.errors import MachineError
 from launcher.job import SHIM, find_program
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import FORWARDED
 from launcher.launch.slurm.notations import parse_signal
 from launcher.launch.slurm.srun import build_environ, count_ranks, render_ranks
 from launcher.launch.slurm.step import Step
-from launcher.launch.torchrun import parse_endpoint
+from launcher.launch.torchrun import check_port_free, parse_endpoint
 from launcher.runs.rundir import RunDir
 from launcher.schema import LaunchConfig
 
@@ -35,6 +36,21 @@ class RankJob:
     def ranks(self) -> int:
         """Ranks on each node; raises UsageError where neither the configuration nor SLURM tells."""
         return count_ranks(self.request.config.nproc_per_node, self.environ)
+
+
+def is_taken_here(job: RankJob, endpoint: str) -> bool:
+    """Tell whether this is the node to serve the ranks, and its port is not free.
+
+    From elsewhere, as with `salloc` on a login node, rank 0 has to find it, when the others have begun.
+    """
+    names = (job.environ.get("SLURMD_NODENAME"), os.uname().nodename.partition(".")[0])
+    if job.hosts[0] not in names or job.request.config.torchrun.master_addr:
+        return False
+    try:
+        check_port_free(job.request.config.torchrun.master_port or parse_endpoint(endpoint)[1])
+    except MachineError:
+        return True
+    return False
 
 
 def start_ranks(job: RankJob, step: Step, endpoint: str) -> RankStep:

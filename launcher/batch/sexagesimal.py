@@ -1,4 +1,7 @@
-"""Times without quotes in configuration files: YAML 1.1 reads `10:00:00` as the number 36000, to base 60."""
+"""Times, and `nodes`, without quotes in configuration files.
+
+YAML 1.1 reads `10:00:00` as the number 36000, and `2:4` as 124: to base 60.
+"""
 
 import re
 from collections.abc import Iterator
@@ -14,12 +17,12 @@ LINE = re.compile(
 
 
 def check_files(draft: Draft) -> None:
-    """Raise UsageError for a time, of `cluster` or `cluster.additional`, that a file has without quotes.
+    """Raise UsageError for a time of `cluster`, or for `nodes`, that a file has without quotes.
 
-    SLURM would take the number for minutes.
+    SLURM would take a time for minutes.
     """
     cluster = draft.config.cluster
-    values = {"time": cluster.time, **cluster.additional}
+    values = {"nodes": draft.config.nodes, "time": cluster.time, **cluster.additional}
     suspects = {key: str(value) for key, value in values.items() if str(value).isdecimal()}
     for path in list_files(draft) if suspects else ():
         for match in LINE.finditer(path.read_text(encoding="utf-8", errors="replace")):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from launcher.batch.request import FILE, JobRequest, write_request
 from launcher.errors import UsageError
-from launcher.execute import prepare_run, refuse_run, remove_run
-from launcher.job import Draft
+from launcher.execute import prepare_run, refuse_run
+from launcher.job import Draft, name_run
 from launcher.launch.slurm.queue import ENDED, ask_queue
 from launcher.runs.manifest import write_manifest
 from launcher.runs.rundir import RunDir, write_private
@@ -32,8 +32,8 @@ class Staged:
     """What `job.json` must not hold."""
     before: Mapping[str, str | None]
     """The files' contents before, None where there was none."""
-    fresh: bool
-    """The directory is new."""
+    fresh: tuple[Path, ...]
+    """Directories that were not there, the innermost first."""
 
     @property
     def script(self) -> Path:
@@ -48,10 +48,9 @@ class Staged:
                     (self.run.path / name).unlink(missing_ok=True)
                 else:
                     write_private(self.run.path / name, text)
-        if self.fresh and self.draft.config.run_dir:
-            shutil.rmtree(self.run.path, ignore_errors=True)
-        elif self.fresh:
-            remove_run(self.run)
+        for folder in self.fresh:
+            with contextlib.suppress(OSError):
+                (shutil.rmtree if folder == self.run.path else Path.rmdir)(folder)
 
     def note_job(self, job_id: str) -> None:
         """Add the job's number to the manifest, unless the job has done so already; raises OSError."""
@@ -69,9 +68,11 @@ def stage_run(draft: Draft, argv: Sequence[str], origin: Mapping[str, object]) -
     target = Path(given) if given else None
     if target:
         refuse_busy(target)
-    fresh = target is None or not target.exists()
+    above = Path(draft.config.runs_dir, name_run(draft)).absolute()
+    missing = list_missing(target.absolute() if target else above)
     before = {name: read_text(target / name) if target else None for name in KEPT}
     run, manifest = prepare_run(draft, argv, [])
+    fresh = missing if target else (run.path, *missing)
     staged = Staged(run, draft, {}, before, fresh)
     try:
         request = JobRequest(
@@ -92,6 +93,11 @@ def stage_run(draft: Draft, argv: Sequence[str], origin: Mapping[str, object]) -
         staged.undo()
         raise
     return Staged(run, draft, secrets, before, fresh)
+
+
+def list_missing(path: Path) -> tuple[Path, ...]:
+    """Return the directories of a path that are not there, the innermost first."""
+    return tuple(folder for folder in (path, *path.parents) if not folder.exists())
 
 
 def read_text(path: Path) -> str | None:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from launcher.batch.attempts import Attempt
 from launcher.batch.place import ATTEMPT, RENDEZVOUS
-from launcher.launch.control import open_channel, write_signal
+from launcher.launch.control import LOST, open_channel, write_signal, write_word
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import FORWARDED
 from launcher.launch.slurm.environ import scrub_environ
-from launcher.launch.slurm.srun import is_noise
+from launcher.launch.slurm.srun import is_noise, parse_lost
 from launcher.launch.slurm.step import Container, Step, render_step
 from launcher.runs.nodes import NodeRecord, read_nodes
 from launcher.schema import ContainerConfig
@@ -58,6 +58,8 @@ class NodeStep:
                 if is_noise(line):
                     continue
                 self.said.append(line)
+                if parse_lost(line):
+                    write_word(self.control, LOST)  # to those that can go on: of an elastic job
             with contextlib.suppress(OSError):
                 os.write(2, raw)
 

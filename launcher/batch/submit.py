@@ -5,19 +5,20 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import launcher
 from launcher.batch.asked import Asked, ask_for
 from launcher.batch.request import SECRETS
-from launcher.batch.staged import SCRIPT, Staged, stage_run
+from launcher.batch.staged import Staged, stage_run
 from launcher.errors import LaunchError, MachineError, SchedulerError, UsageError
 from launcher.execute import refuse_run
 from launcher.job import Draft
 from launcher.launch.slurm.inherited import clean_environ
 from launcher.launch.slurm.refusal import explain_refusal
-from launcher.launch.slurm.script import MODULE, render_script
+from launcher.launch.slurm.script import render_script
 from launcher.runs.manifest import describe_sources
 from launcher.runs.rundir import write_private
 
@@ -42,19 +43,18 @@ def submit_jobs(drafts: Sequence[Draft], argv: Sequence[str], own_files: Sequenc
         sources = None if dry else pool.submit(describe_sources, Path.cwd())
         python = pool.submit(find_python)
         asked = ask_for(drafts, os.environ, dry=dry)
-        for warning in asked.warnings:
-            say(f"warning: {warning}")
         if sources is None:
             from launcher.batch.preview import preview_submission
 
+            say_warnings(asked.warnings)
             return preview_submission(drafts, asked, python.result())
         staged = stage_all(drafts, argv, sources.result())
         try:
             job_id = send_script(staged, asked, python.result())
         except LaunchError:
-            for each in staged:
-                each.undo()
+            undo_all(staged)
             raise
+    say_warnings([*asked.warnings, *check_place(staged[0].run.path)])
     jobs = note_jobs(staged, job_id)
     tell_submitted(jobs, job_id, asked)
     if not any(draft.config.follow for draft in drafts):
@@ -78,11 +78,15 @@ def stage_all(drafts: Sequence[Draft], argv: Sequence[str], sources: Mapping[str
         for draft in drafts:
             staged.append(stage_run(draft, argv, sources))
     except BaseException:
-        for each in staged:
-            each.undo()
+        undo_all(staged)
         raise
-    warn_local(staged[0].run.path)
     return staged
+
+
+def undo_all(staged: Sequence[Staged]) -> None:
+    """Undo what was made, the last first: the first has made the directories that the others are in."""
+    for each in reversed(staged):
+        each.undo()
 
 
 def send_script(staged: Sequence[Staged], asked: Asked, python: Sequence[str]) -> str:
@@ -114,11 +118,16 @@ def carry_secrets(staged: Sequence[Staged]) -> dict[str, str]:
 
 
 def find_python() -> tuple[str, ...]:
-    """Return this interpreter with the options to run the head of a job with; raises MachineError."""
+    """Return this interpreter, and the option by which it finds this very package; raises MachineError."""
     for option in ISOLATED:
-        words = [sys.executable, option, "-c", f"import {MODULE}"]
+        words = [
+            sys.executable,
+            option,
+            "-c",
+            "import os, launcher; print(os.fsencode(launcher.__file__).hex())",
+        ]
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-        if done.returncode == 0:
+        if done.stdout.split() == [os.fsencode(launcher.__file__).hex().encode()]:
             return (sys.executable, option)
     raise MachineError(
         f"the nodes would not find launch by {sys.executable} outside of {Path.cwd()}: install it there,"
@@ -144,13 +153,14 @@ def check_syntax(text: str, setup: Sequence[str]) -> None:
         )
 
 
-def warn_local(path: Path) -> None:
-    """Warn of a run directory on a disk that the nodes, as a rule, do not share."""
-    if any(path.is_relative_to(folder) for folder in NODE_LOCAL):
-        say(
-            f"warning: the run directory {path} is below {path.parents[-2]}, which every node has its own of"
-            " as a rule: runs_dir=DIR chooses a shared one"
-        )
+def check_place(path: Path) -> list[str]:
+    """Return a warning for a run directory on a disk that the nodes, as a rule, do not share."""
+    return [
+        f"the run directory {path} is below {folder}, which every node has its own of as a rule: runs_dir=DIR"
+        " chooses a shared one"
+        for folder in NODE_LOCAL
+        if path.is_relative_to(folder)
+    ]
 
 
 def note_jobs(staged: Sequence[Staged], job_id: str) -> dict[str, Staged]:
@@ -189,9 +199,12 @@ def print_line(text: str) -> None:
     sys.stdout.write(f"{text}\n")
 
 
+def say_warnings(warnings: Iterable[str]) -> None:
+    """Print warnings; where a job is refused, its error alone is said."""
+    for warning in warnings:
+        say(f"warning: {warning}")
+
+
 def say(text: str) -> None:
     """Print one of our own lines."""
     sys.stderr.write(f"launch: {text}\n")
-
-
-__all__ = ["SCRIPT", "submit_jobs"]

@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from launcher.launch.processes import catches
 from launcher.launch.signals import STOPPING
+from launcher.node import name_host
 
 
 def main() -> int:
@@ -29,7 +30,9 @@ def main() -> int:
 
 def list_ranks(job: str, run_id: str) -> list[int]:
     """Return the PIDs of a run's ranks: processes with its variables, whose parents have not got them."""
-    wanted = {b"SLURM_JOB_ID=" + os.fsencode(job), b"TORCHELASTIC_RUN_ID=" + os.fsencode(run_id)}
+    # The node's name too: in a cluster of the sandbox's kind several nodes are one machine.
+    told = {"SLURM_JOB_ID": job, "TORCHELASTIC_RUN_ID": run_id, "SLURMD_NODENAME": name_host(os.environ)}
+    wanted = {os.fsencode(f"{name}={value}") for name, value in told.items()}
     parents = dict(list_processes(wanted))
     return [pid for pid, parent in parents.items() if parent not in parents]
 

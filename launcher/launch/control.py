@@ -7,10 +7,13 @@ them alone: not the agent, nor DataLoader workers, as one by SLURM does.
 import contextlib
 import os
 import signal
+import time
 from dataclasses import dataclass
 
 GREETING = "HELLO"
 """First line. Without it, the end of the channel says nothing: there was none."""
+LOST = "LOST"
+"""A node of an elastic job was lost."""
 
 
 @dataclass(slots=True)
@@ -21,6 +24,8 @@ class Control:
     """None once it has ended."""
     partial: bytes = b""
     greeted: bool = False
+    lost_at: float | None = None
+    """Monotonic time of the word that a node was lost, until somebody has acted on it."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -38,6 +43,8 @@ class Control:
         *lines, self.partial = (self.partial + (data or b"")).split(b"\n")
         words = [line.decode("ascii", "replace").strip() for line in lines]
         self.greeted = self.greeted or GREETING in words
+        if LOST in words:
+            self.lost_at = time.monotonic()
         return [number for word in words if (number := parse_number(word)) is not None]
 
     def read_new(self, descriptor: int) -> bytes | None:
@@ -65,8 +72,13 @@ def open_channel() -> tuple[int, int]:
 
 def write_signal(descriptor: int, number: int) -> None:
     """Tell the tasks of a signal: the head's end; one whose tasks are gone needs no telling."""
+    write_word(descriptor, signal.Signals(number).name)
+
+
+def write_word(descriptor: int, word: str) -> None:
+    """Tell the tasks something else."""
     with contextlib.suppress(OSError):
-        os.write(descriptor, f"{signal.Signals(number).name}\n".encode())
+        os.write(descriptor, f"{word}\n".encode())
 
 
 def parse_number(word: str) -> int | None:

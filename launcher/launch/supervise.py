@@ -36,6 +36,8 @@ TICK = 0.05
 
 SLURM_GRACE = 20.0
 """Seconds that ranks have after SLURM's SIGTERM at most: its own patience (KillWait) is 30 by default."""
+LOST_GRACE = 10.0
+"""Seconds in which ranks may notice by themselves that a node was lost."""
 HEARING = 0.5
 """Seconds in which an agent says that it was sent a signal."""
 HEARD = b"death signal"
@@ -95,6 +97,10 @@ class Supervisor:
     signal_time: float = math.inf
     control: Control | None = None
     """Commands from the job's head; None outside of a step of SLURM's."""
+    commanded: bool = False
+    """The head has asked for the end."""
+    admitted: float = 0.0
+    """Monotonic time at which a rank was last seen to have started."""
     agent_heard: bool = False
     """SLURM has sent the agent the stopping signal by itself."""
     log: Path = field(default_factory=Path)
@@ -127,6 +133,7 @@ class Supervisor:
                 self.admit_ranks(agent.pid)
             self.handle_signals(inbox, agent)
             self.heed_head(agent)
+            self.mend_group()
             if self.observer.may_reap():
                 reap_orphans(agent.pid)
         self.admit_ranks(agent.pid)
@@ -145,6 +152,7 @@ class Supervisor:
     def admit_ranks(self, agent: int) -> None:
         """Watch ranks that have started, and tell of a restart of the worker group."""
         fresh = list(self.observer.find_ranks(agent))
+        self.admitted = time.monotonic() if fresh else self.admitted
         seen = max((process.attempt for process in self.watch.processes()), default=None)
         newest = max((process.attempt for process in fresh), default=None)
         if seen is not None and newest is not None and newest > seen:
@@ -196,12 +204,27 @@ class Supervisor:
         """Do what the head says: stop by its signals, and pass others on to the ranks that catch them."""
         for number in self.control.read_signals() if self.control else ():
             if number in (*STOPPING, *HARD):
+                self.commanded = True
                 self.note_stop(number, agent, self.grace)
                 continue
             _, spared = self.watch.signal_catchers(number)
             if spared:
                 ranks = "1 rank has" if spared == 1 else f"{spared} ranks have"
                 self.observer.announce(f"{name_signal(number)} not sent: {ranks} no handler for it")
+
+    def mend_group(self) -> None:
+        """End ranks that go on as if a lost node were there, so that torchrun starts them anew without it.
+
+        Those that notice fail by themselves. Others wait in a collective, or for the lost ranks to connect,
+        until that times out: torchrun's agents restart for nodes that come, not for those that go.
+        """
+        lost_at = self.control.lost_at if self.control else None
+        if self.control is None or lost_at is None or self.stop or self.admitted > lost_at:
+            return
+        if time.monotonic() > lost_at + LOST_GRACE:
+            self.control.lost_at = None
+            self.observer.announce("a node was lost: SIGKILL to the ranks, which torchrun starts without it")
+            self.watch.signal_groups(signal.SIGKILL)
 
     def advance_stop(self, stop: Stop, agent: "subprocess.Popen[bytes]") -> None:
         """Enter the next stage. The agent forwards the first signal, later ones go to the ranks directly."""

@@ -127,6 +127,8 @@ def list_details(run: RunStatus) -> Iterator[tuple[str, str]]:
         yield "nodes", f"{run.nodes}: {clean_text(run.nodelist, LONGEST)}" if run.nodelist else str(run.nodes)
     if run.reason:
         yield "reason", clean_text(run.reason, LONGEST)
+    if run.expected_start:
+        yield "expected start", shorten_time(run.expected_start)
     if not run.attempts:
         yield "submitted", shorten_time(run.started)
     for number, attempt in enumerate(run.attempts):

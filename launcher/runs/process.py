@@ -40,12 +40,13 @@ def check_process(record: Mapping[str, object]) -> bool | None:
     """Tell whether a process that was identified so is alive; None where that cannot be seen here."""
     try:
         place = identify_place()
-        if record.get("host") != os.uname().nodename or record.get("namespace") != place["namespace"]:
+        if record.get("host") != os.uname().nodename:
             return None
-        # After a boot, none of the processes before it is left.
-        return record.get("boot") == place["boot"] and read_start(int(str(record["pid"]))) == record.get(
-            "start"
-        )
+        if record.get("boot") != place["boot"]:
+            return False  # none of the processes before a boot is left
+        if record.get("namespace") != place["namespace"]:
+            return None
+        return read_start(int(str(record["pid"]))) == record.get("start")
     except OSError:
         return False
     except (KeyError, ValueError):

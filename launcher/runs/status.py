@@ -70,6 +70,8 @@ class RunStatus:
     started: str = ""
     """ISO 8601, of the last attempt; of the submission where none has begun."""
     ended: str = ""
+    expected_start: str = ""
+    """When SLURM thinks that a job that waits will begin, in local time; empty where it does not say."""
     known_since: float | None = None
     """When its first attempt began, or it was submitted, in seconds since the epoch; None where unknown."""
     seconds: float | None = None
@@ -112,10 +114,8 @@ def read_status(path: Path) -> RunStatus:
         attempts=read_attempts(manifest),
         process=take_dict(manifest, "process"),
     )
-    since = min(
-        filter(None, map(read_time, [*(one.started for one in status.attempts), status.started])),
-        default=None,
-    )
+    times = (read_time(str(manifest.get("submitted"))), *(read_time(one.started) for one in status.attempts))
+    since = min((time for time in (*times, read_time(status.started)) if time is not None), default=None)
     reason = explain_outcome(outcome) if status.state != "unknown" else "its manifest.json cannot be read"
     return check_local(replace(status, reason=reason, seconds=measure_time(status), known_since=since))
 
@@ -136,12 +136,13 @@ def mark_lost(status: RunStatus, reason: str) -> RunStatus:
 def explain_outcome(outcome: Mapping[str, object]) -> str:
     """Say why a run ended: who failed first, the cause, or the signal."""
     failure, cause = take_dict(outcome, "first_failure"), str(outcome.get("cause") or "")
-    words = [CAUSES.get(cause, cause)] if cause and not (failure and cause == "crash") else []
+    reason = str(outcome.get("reason") or "")
+    words = [reason or CAUSES.get(cause, cause)] if cause and not (failure and cause == "crash") else []
     if failure:
         words.append(f"rank {failure.get('rank')} on {failure.get('host')} {failure.get('reason')}")
     if not words and outcome.get("signal"):
         words.append(f"by {outcome['signal']}")
-    return "; ".join(words or [str(outcome.get("reason") or "")])
+    return "; ".join(words or [reason])
 
 
 def read_attempts(manifest: Mapping[str, object]) -> tuple[AttemptStatus, ...]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.errors import EXIT_MACHINE, MachineError, UsageError
+from launcher.errors import EXIT_MACHINE, MachineError, SchedulerError, UsageError
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.launch.slurm.command import run_slurm
 from launcher.launch.slurm.queue import ENDED, ask_queue
@@ -115,8 +115,11 @@ def cancel_jobs(runs: Sequence[RunStatus]) -> int:
 
 
 def list_living(job_ids: Sequence[str]) -> list[str]:
-    """Return the jobs that have not ended; raises SchedulerError."""
-    jobs = ask_queue(job_ids)
+    """Return the jobs that have not ended, as far as SLURM says: all of them while it does not answer."""
+    try:
+        jobs = ask_queue(job_ids)
+    except SchedulerError:
+        return list(job_ids)
     return [job_id for job_id in job_ids if job_id in jobs and jobs[job_id].state not in ENDED]
 
 
@@ -129,7 +132,8 @@ def record_end(run: RunStatus) -> None:
     if state not in ("submitted", "running", "requeued"):
         return
     manifest["ended"] = stamp_time()
-    manifest["outcome"] = {"state": "stopped", "cause": "cancelled", "exit_code": 128 + signal.SIGTERM}
+    words = {"cause": "cancelled", "reason": "cancelled", "exit_code": 128 + signal.SIGTERM}
+    manifest["outcome"] = {"state": "stopped", **words}
     try:
         write_manifest(RunDir(path), manifest)
     except OSError as error:

@@ -140,7 +140,7 @@ class RunWatch:
 
     def tell_wait(self, run: RunStatus) -> None:
         """Say that a run waits, and why, where that is new."""
-        if run.state == "queued" and (self.answered or run.job_id is None):
+        if run.state == "queued" and self.answered and run.reason:
             self.tell(describe_run(run))
 
     def tell(self, text: str) -> None:

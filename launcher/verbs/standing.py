@@ -54,11 +54,10 @@ def stand(run: RunStatus, job: JobState | None) -> RunStatus:
 
 def judge_run(run: RunStatus, job: JobState | None) -> RunStatus:
     """Return how a run stands: SLURM's word counts where the manifest tells no end."""
+    if run.job_id is None:
+        return mark_lost(run, "it was never submitted") if run.state == "queued" else run
     if not run.is_live and run.state != "unknown":
         return run
-    if run.job_id is None:
-        never = run.state == "queued"
-        return mark_lost(run, "it was never submitted") if never else run
     if job is None or is_another(run, job):
         return mark_lost(run, explain_forgotten(run)) if run.is_live else run
     run = replace(
@@ -69,13 +68,24 @@ def judge_run(run: RunStatus, job: JobState | None) -> RunStatus:
         nodelist=job.nodelist,
         restarts=max(run.restarts, job.restarts or 0),
     )
-    if job.state in WAITING:
-        return replace(run, state="queued", reason=job.reason)
     if job.state in ENDED:
-        state, words = ENDINGS.get(job.state, ("failed", job.state))
-        told = "; ".join(text for text in (words, explain_reason(job)) if text)
-        return replace(run, state=state, reason=told, exit_code=job.exit_code, seconds=None)
-    return replace(run, state="running", reason="" if job.state == "RUNNING" else job.state.lower())
+        return tell_end(run, job)
+    if job.state in WAITING:
+        return replace(run, state="queued", reason=job.reason, expected_start=job.start)
+    # While its nodes are cleared, the manifest tells whether it is to begin again.
+    clearing = job.state == "COMPLETING"
+    state = run.state if clearing else "running"
+    return replace(run, state=state, reason="" if job.state == "RUNNING" else job.state.lower())
+
+
+def tell_end(run: RunStatus, job: JobState) -> RunStatus:
+    """Return a run with the end that SLURM tells of."""
+    state, words = ENDINGS.get(job.state, ("failed", job.state))
+    told = [words, "" if job.reason == "NonZeroExitCode" else job.reason]
+    if job.state not in ENDINGS and job.exit_code:
+        told.append(f"exit code {job.exit_code}")
+    reason = "; ".join(filter(None, told))
+    return replace(run, state=state, reason=reason, exit_code=job.exit_code, seconds=None)
 
 
 def is_another(run: RunStatus, job: JobState) -> bool:
@@ -87,13 +97,6 @@ def is_another(run: RunStatus, job: JobState) -> bool:
     if submitted is None or run.known_since is None or job.restarts != 0:
         return False
     return submitted > run.known_since + TOLERANCE
-
-
-def explain_reason(job: JobState) -> str:
-    """Return SLURM's reason for an end, where it says more than the state does."""
-    if job.reason == "NonZeroExitCode" or (job.exit_code and not job.reason):
-        return f"exit code {job.exit_code}"
-    return job.reason
 
 
 def explain_forgotten(run: RunStatus) -> str:

@@ -3,16 +3,17 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
 from launcher.job import FORMATS, check_choice
+from launcher.launch.slurm.waiting import explain_reason
 from launcher.runs.find import list_runs
 from launcher.runs.status import RunStatus, add_progress, read_status
 from launcher.schema import LaunchConfig
 from launcher.verbs.choose import choose_named
-from launcher.verbs.standing import Standing, find_standing
+from launcher.verbs.standing import WAITING, Standing, find_standing
 
 SCHEMA = 1
 """Version of the JSON form."""
@@ -50,7 +51,9 @@ def print_runs(config: LaunchConfig, runs: Sequence[RunStatus], *, detailed: boo
     print_table(console, runs)
     # Of an array's members and the like, the rows are what is asked for.
     if detailed and len(runs) == 1:
-        print_details(console, runs[0])
+        (run,) = runs
+        waits = run.slurm_state in WAITING
+        print_details(console, replace(run, reason=explain_reason(run.reason)) if waits else run)
 
 
 def choose_newest(runs_dir: Path) -> list[Path]:

@@ -1,8 +1,8 @@
 """What a sandbox cluster is made of."""
 
-import getpass
 import json
 import os
+import pwd
 import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from sandboxed.errors import SandboxError
 
 FIRST_PORT, LAST_PORT = 17000, 32000
 """Below the ports that the kernel gives to clients (net.ipv4.ip_local_port_range: 32768 and up)."""
+DESCRIPTION = "cluster.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,13 @@ class Cluster:
     kill_wait: int
     """Seconds from SIGTERM to SIGKILL (slurm.conf's KillWait)."""
     ports: tuple[int, ...]
-    """slurmctld's, slurmdbd's, MariaDB's, then one for each slurmd."""
+    """slurmctld's, slurmdbd's, then one for each slurmd."""
+    grace_time: int = 0
+    """Seconds that a preempted job of `main` has (its GraceTime)."""
+    preempt_signal: bool = False
+    """Whether a preempted job gets the signal that its --signal names (preempt_send_user_signal)."""
+    slurmd_timeout: int = 10
+    """Seconds until a silent node is DOWN (SlurmdTimeout)."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -46,42 +53,60 @@ class Cluster:
         return f"{self.folder}/{name}"
 
 
+def find_user() -> str:
+    """Return the name of the user that this runs as, not of who logged in; raises SandboxError."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        raise SandboxError(
+            f"user {os.geteuid()} has no name, and SLURM needs one: add to /etc/passwd"
+        ) from None
+
+
 def default_folder() -> Path:
-    """A folder for each user, since a munge socket's path must be short."""
-    return Path(f"/tmp/launch-sandbox-{getpass.getuser()}")
+    """A folder for each user, with a short path, since a munge socket's must be; `up` makes it, mode 0700."""
+    return Path(f"/tmp/launch-sandbox-{os.geteuid()}")  # noqa: S108  # never taken over from someone else
 
 
 def save_cluster(cluster: Cluster) -> None:
-    """Write down what the cluster is, for `down` and `status`."""
-    Path(cluster.folder, "cluster.json").write_text(json.dumps(asdict(cluster)), encoding="utf-8")
+    """Write down what the cluster is, for the other verbs."""
+    Path(cluster.folder, DESCRIPTION).write_text(json.dumps(asdict(cluster)), encoding="utf-8")
 
 
 def load_cluster(folder: Path) -> Cluster | None:
-    """The cluster of a folder; None where there is none."""
+    """Return the cluster of a folder, None where there is none; raises SandboxError for someone else's."""
+    path = folder / DESCRIPTION
     try:
-        data = json.loads((folder / "cluster.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        owner = folder.stat().st_uid
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
         return None
-    return Cluster(**{**data, "ports": tuple(data["ports"])})
+    except (OSError, ValueError) as error:
+        raise SandboxError(f"{path} cannot be read ({error}): name another --folder") from None
+    if owner != os.geteuid():
+        raise SandboxError(f"{folder} is not yours, but user {owner}'s: name another --folder")
+    return Cluster(**{**data, "folder": str(folder), "ports": tuple(data["ports"])})
 
 
 def pick_ports(count: int) -> tuple[int, ...]:
     """Free ports; raises SandboxError where there are not enough."""
     found: list[int] = []
-    start = FIRST_PORT + os.getpid() % 1000 * 10
+    start = FIRST_PORT + os.getpid() % 900 * 16  # two that start at once seldom ask for the same
     for port in (*range(start, LAST_PORT), *range(FIRST_PORT, start)):
         if is_free(port):
             found.append(port)
         if len(found) == count:
             return tuple(found)
-    raise SandboxError(f"there are no {count} free ports between {FIRST_PORT} and {LAST_PORT}: stop something")
+    raise SandboxError(
+        f"{count} ports needed, {len(found)} free in {FIRST_PORT} to {LAST_PORT}: fewer --nodes"
+    )
 
 
 def is_free(port: int) -> bool:
-    """Whether nothing listens on a port."""
+    """Whether nothing listens on a port, at whatever address."""
     with socket.socket() as probe:
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind(("", port))
         except OSError:
             return False
     return True

@@ -1,42 +1,56 @@
 """The nodes' names in /etc/hosts: the programs of a job meet on the first node by its name."""
 
+import fcntl
 import os
+import shlex
 import socket
-import sys
 from pathlib import Path
 
 from sandboxed.cluster import Cluster
+from sandboxed.commands import tell
 
 HOSTS = Path("/etc/hosts")
 
 
-def mark(cluster: Cluster) -> str:
-    """What ends our line."""
+def mark_of(cluster: Cluster) -> str:
+    """What ends the cluster's line."""
     return f"# sandbox {cluster.folder}"
 
 
 def add_names(cluster: Cluster) -> None:
-    """Add the names that do not resolve, where that is allowed; else say so."""
-    unknown = [name for name in cluster.names if not resolves(name)]
-    if not unknown:
-        return
-    line = f"127.0.0.1 {' '.join(unknown)} {mark(cluster)}"
+    """Add a line of the cluster's own, also where another's has the same names; say where that is forbidden.
+
+    This machine's name is among them where it is unknown: SLURM's clients are called back by it.
+    """
+    host = socket.gethostname()
+    names = [*cluster.names, *([] if resolves(host) else [host])]
+    line = f"127.0.0.1 {' '.join(names)} {mark_of(cluster)}"
     if os.access(HOSTS, os.W_OK):
-        with HOSTS.open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
-    else:
-        sys.stderr.write(f"sandbox: the nodes' names do not resolve; add to {HOSTS}: {line}\n")
+        with HOSTS.open("r+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            text = file.read()
+            file.write(f"{'' if text.endswith(chr(10)) or not text else chr(10)}{line}\n")
+    elif not all(map(resolves, names)):
+        command = f"echo {shlex.quote(line)} | sudo tee -a {HOSTS}"
+        tell(f"torchrun finds no node by its name, since {HOSTS} is not yours to write: {command}")
 
 
 def drop_names(cluster: Cluster) -> None:
-    """Take our line out again."""
+    """Take the cluster's line out again.
+
+    Written in place: in a container /etc/hosts is a mount and cannot be replaced. It is cut last, so that
+    who reads it meanwhile finds every other name.
+    """
     if not os.access(HOSTS, os.W_OK):
         return
-    lines = HOSTS.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if not line.rstrip().endswith(mark(cluster))]
-    if len(kept) < len(lines):
-        # Written in place: in a container /etc/hosts is a mount and cannot be replaced.
-        HOSTS.write_text("".join(kept), encoding="utf-8")
+    with HOSTS.open("r+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        lines = file.readlines()
+        kept = [line for line in lines if not line.rstrip().endswith(mark_of(cluster))]
+        if len(kept) < len(lines):
+            file.seek(0)
+            file.write("".join(kept))
+            file.truncate()
 
 
 def resolves(name: str) -> bool:

@@ -1,6 +1,5 @@
-"""The files that SLURM reads: slurm.conf(5), gres.conf(5), slurmdbd.conf(5)."""
+"""The files that SLURM reads: slurm.conf(5), gres.conf(5), cgroup.conf(5), slurmdbd.conf(5)."""
 
-import getpass
 import socket
 
 from sandboxed.cluster import Cluster
@@ -9,6 +8,7 @@ SLURM_CONF = """\
 ClusterName=sandbox
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 SlurmUser={user}
@@ -27,14 +27,18 @@ DefMemPerCPU=100
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 MpiDefault=none
+MailProg=/bin/true
 ReturnToService=2
-SlurmdTimeout=20
+MessageTimeout=7
+SlurmdTimeout={slurmd_timeout}
 KillWait={kill_wait}
 MinJobAge=3600
 GresTypes=gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 """
+PREEMPT_SIGNAL = "SlurmctldParameters=preempt_send_user_signal\n"
+"""The name that every version knows; from 23.02 it is also PreemptParameters=send_user_signal."""
 ACCOUNTING = """\
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=127.0.0.1
@@ -42,7 +46,7 @@ AccountingStoragePort={port}
 AccountingStoragePass={folder}/munge.socket
 """
 PARTITIONS = """\
-PartitionName=main Nodes={nodes} Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=main Nodes={nodes} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace_time}
 PartitionName=urgent Nodes={nodes} MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 DBD_CONF = """\
@@ -55,26 +59,36 @@ SlurmUser={user}
 PidFile={folder}/slurmdbd.pid
 LogFile={folder}/log/slurmdbd.log
 StorageType=accounting_storage/mysql
-StorageHost=127.0.0.1
-StoragePort={storage_port}
+StorageHost=localhost
 StorageUser=slurm
 StorageLoc=slurm
 """
 
 
-def render_slurm_conf(cluster: Cluster) -> str:
-    """Two partitions: `main`, and `urgent`, whose jobs requeue those of `main`."""
-    host, user = socket.gethostname(), getpass.getuser()
+def render_slurm_conf(cluster: Cluster, user: str) -> str:
+    """Two partitions: `main`, and `urgent`, whose jobs requeue those of `main`.
+
+    cred_expire is the time that a requeued job waits before it can start again, and MinJobAge the time that
+    squeue and scontrol know an ended one.
+    """
+    host = socket.gethostname()
     parts = [
         SLURM_CONF.format(
-            host=host, port=cluster.ports[0], folder=cluster.folder, user=user, kill_wait=cluster.kill_wait
+            host=host,
+            port=cluster.ports[0],
+            folder=cluster.folder,
+            user=user,
+            kill_wait=cluster.kill_wait,
+            slurmd_timeout=cluster.slurmd_timeout,
         )
     ]
+    if cluster.preempt_signal:
+        parts.append(PREEMPT_SIGNAL)
     if cluster.accounting:
         parts.append(ACCOUNTING.format(port=cluster.ports[1], folder=cluster.folder))
-    for name, port in zip(cluster.names, cluster.ports[3:], strict=True):
+    for name, port in zip(cluster.names, cluster.ports[2:], strict=True):
         parts.append(render_node(cluster, name, host, port))
-    parts.append(PARTITIONS.format(nodes=",".join(cluster.names)))
+    parts.append(PARTITIONS.format(nodes=",".join(cluster.names), grace_time=cluster.grace_time))
     return "".join(parts)
 
 
@@ -83,7 +97,8 @@ def render_node(cluster: Cluster, name: str, host: str, port: int) -> str:
     gres = f" Gres=gpu:{cluster.gpus}" if cluster.gpus else ""
     return (
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} Sockets=2 "
-        f"CoresPerSocket={cluster.cpus // 4} ThreadsPerCore=2 RealMemory={cluster.memory_mib}{gres}\n"
+        f"CoresPerSocket={cluster.cpus // 4} ThreadsPerCore=2 RealMemory={cluster.memory_mib} "
+        f"Feature=sandbox{gres}\n"
     )
 
 
@@ -95,8 +110,14 @@ def render_gres_conf(cluster: Cluster) -> str:
     return "".join(f"NodeName={name} Name=gpu File={files}\n" for name in cluster.names)
 
 
-def render_dbd_conf(cluster: Cluster) -> str:
-    """The accounting daemon's; munge alone keeps strangers out, since the database listens on this host only."""
-    return DBD_CONF.format(
-        folder=cluster.folder, port=cluster.ports[1], storage_port=cluster.ports[2], user=getpass.getuser()
-    )
+def render_cgroup_conf(version: tuple[int, int]) -> str:
+    """Keep slurmd from cgroups, which it sets up at its start through systemd, also where nothing uses them.
+
+    `disabled` came with 24.05; before, the plugin for version 1 does nothing until it is used.
+    """
+    return f"CgroupPlugin={'disabled' if version >= (24, 5) else 'cgroup/v1'}\n"
+
+
+def render_dbd_conf(cluster: Cluster, user: str) -> str:
+    """The accounting daemon's; its database is reached by a socket in the folder, the user's alone."""
+    return DBD_CONF.format(folder=cluster.folder, port=cluster.ports[1], user=user)

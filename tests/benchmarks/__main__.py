@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks [start|command|shim|probe|growth|planners …] [rounds=N]`: all without words."""
+"""`python -m tests.benchmarks [start|command|shim|probe|growth|slurm|planners …] [rounds=N]`: none is all."""
 
 import os
 import platform
@@ -11,6 +11,7 @@ from tests.benchmarks.growth import bench_growth
 from tests.benchmarks.planners import bench_planners
 from tests.benchmarks.probing import bench_command, bench_probe
 from tests.benchmarks.shim import bench_shim
+from tests.benchmarks.slurm import bench_slurm
 from tests.benchmarks.start import bench_start
 from tests.probe.probe_trees import short_lived
 
@@ -20,6 +21,7 @@ TIMED: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
     "shim": (bench_shim, 40),
     "probe": (bench_probe, 20),
     "growth": (bench_growth, 10),
+    "slurm": (bench_slurm, 6),
 }
 """What is timed, with the rounds of each."""
 PLANNERS = "planners"

@@ -249,3 +249,29 @@ def test_choices_name_the_option_of_each_group(here: Path) -> None:
     assert composed.choices["model"] == "gpt2"
     assert composed.choices["binding"] == "none"
     assert not any("hydra" in group for group in composed.choices)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("nodelist", "n[0-3],n7"),
+        ("exclude", "n1,n2"),
+        ("constraint", "a100&ib"),
+        ("constraint", "[rack1|rack2]"),
+        ("dependency", "afterok:1:2,afterany:3"),
+        ("dependency", "singleton?afterok:3"),
+        ("partition", "gpu,spare"),
+        ("mail_type", "END,FAIL"),
+        ("time", "1-12:00:00"),
+        ("time", "10:00:00"),
+        ("switches", "1@10:00"),
+        ("signal", "USR1@90"),
+    ],
+)
+def test_slurms_notations_need_no_quotes(here: Path, key: str, value: str) -> None:
+    assert getattr(configure("cluster=slurm", f"cluster.{key}={value}").cluster, key) == value
+    assert getattr(configure("cluster=slurm", f"cluster.{key}='{value}'").cluster, key) == value
+
+
+def test_null_leaves_an_option_to_slurm(here: Path) -> None:
+    assert configure("cluster=slurm", "cluster.partition=null").cluster.partition is None

@@ -19,7 +19,6 @@ from tests.conftest import Result, clean_environ, run_outside
 COMMAND = Path(__file__).parents[2] / "slurm" / "sandbox"
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE"}
 """States that no job of these tests leaves again."""
-HOW = "needs a SLURM: as root on Debian, slurm/sandbox install gets it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +45,13 @@ class Sandbox:
             timeout=timeout,
             check=False,
         )
-        assert done.returncode == 0, f"{shlex.join(map(str, words))}: {done.returncode}: {done.stderr}{done.stdout}"
+        assert done.returncode == 0, (
+            f"{shlex.join(map(str, words))}: {done.returncode}: {done.stderr}{done.stdout}"
+        )
         return done.stdout
 
     def break_it(self, *words: str) -> str:
-        """Run `slurm/sandbox WORDS` on this cluster: kill NODE, start NODE, restart-controller."""
+        """Run `slurm/sandbox WORDS` on this cluster: kill NAME, start NAME, restart-controller, ps."""
         return self.run(sys.executable, COMMAND, "--folder", self.folder, *words)
 
     def launch(
@@ -58,6 +59,19 @@ class Sandbox:
     ) -> Result:
         """Run `launch WORDS` as a user on the login node does."""
         return run_outside(words, cwd, {**self.environ, **(env or {})}, timeout=timeout)
+
+    def list_processes(self, program: str = "") -> list[str]:
+        """Return the processes of jobs (those of a program), as "PID NODE PROGRAM"."""
+        lines = self.break_it("ps").splitlines()
+        return [line for line in lines if not program or line.split(maxsplit=2)[2] == program]
+
+    def wait_empty(self, timeout: float = 60) -> None:
+        """Wait until no job has left a process behind."""
+        end = time.monotonic() + timeout
+        while left := self.list_processes():
+            if time.monotonic() > end:
+                pytest.fail(f"processes of jobs are left: {left}")
+            time.sleep(0.1)
 
     def list_states(self, job_id: str) -> list[str]:
         """The states of a job, or of all members of an array."""
@@ -70,22 +84,20 @@ class Sandbox:
         while not set(now := self.list_states(job_id)) <= set(states):
             stuck = ENDED & set(now) - set(states)
             if stuck or time.monotonic() > end:
-                pytest.fail(f"job {job_id} is {now}, not {states}: {self.run('scontrol', 'show', 'job', job_id)}")
+                pytest.fail(
+                    f"job {job_id} is {now}, not {states}: {self.run('scontrol', 'show', 'job', job_id)}"
+                )
             time.sleep(0.1)
         return now[0]
 
 
-def ask_command(*words: str | Path, timeout: float = 900) -> subprocess.CompletedProcess[str]:
+def ask_command(
+    *words: str | Path, env: Mapping[str, str] | None = None, timeout: float = 900
+) -> subprocess.CompletedProcess[str]:
     """Run slurm/sandbox."""
+    environ = {**clean_environ(), **(env or {})}
     command = [sys.executable, COMMAND, *words]
-    return subprocess.run(
-        command, env=make_environ(), capture_output=True, text=True, timeout=timeout, check=False
-    )
-
-
-def make_environ() -> dict[str, str]:
-    """This environment without a job's or a cluster's variables."""
-    return {n: v for n, v in clean_environ().items() if not n.startswith(("SBATCH_", "SRUN_", "SALLOC_"))}
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 def demand_programs(*options: str) -> None:
@@ -94,7 +106,7 @@ def demand_programs(*options: str) -> None:
     if missing.returncode == 0:
         return
     if not os.environ.get("LAUNCH_CI"):
-        pytest.skip(f"{HOW} ({missing.stdout.strip()})")
+        pytest.skip(f"needs a SLURM: {missing.stderr.strip()}")
     done = ask_command("install", *options)
     if done.returncode:
         pytest.fail(done.stderr, pytrace=False)
@@ -109,9 +121,9 @@ def start_sandbox(*options: str) -> Iterator[Sandbox]:
         done = ask_command("--folder", folder, "up", *options)
         if done.returncode:
             pytest.fail(f"slurm/sandbox up {shlex.join(options)}: {done.stderr}", pytrace=False)
-        yield Sandbox(folder, {**make_environ(), "SLURM_CONF": str(folder / "slurm.conf")})
+        yield Sandbox(folder, {**clean_environ(), "SLURM_CONF": str(folder / "slurm.conf")})
     finally:
-        down = ask_command("--folder", folder, "down")
+        down = ask_command("--folder", folder, "down", "--now")
         shutil.rmtree(parent, ignore_errors=True)
     assert down.returncode == 0, down.stderr
 

@@ -1,4 +1,4 @@
-"""A head without torch, for the tests of attempts: `python -m tests.slurm.small_head RUN_DIR`, in a job script.
+"""A head without torch for the tests of attempts: `python -m tests.slurm.small_head RUN_DIR` in a job script.
 
 It starts one task of `small_task` on each node, and has its end judged as the real head does.
 """

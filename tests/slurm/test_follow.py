@@ -335,3 +335,42 @@ def test_several_jobs_have_a_line_for_each_change(desk: Desk) -> None:
     assert status == 4
     assert f"launch: job {jobs[0][1]} succeeded ({jobs[0][0]})\n" in text, text
     assert f"launch: job {jobs[1][1]} failed with exit code 4 ({jobs[1][0]})\n" in text, text
+
+
+@pytest.mark.parametrize("code", [0, 3, 137])
+def test_launch_follows_what_it_submits(desk: Desk, code: int) -> None:
+    program = f"import os; print('rank', os.environ['RANK'], flush=True); os._exit({code})"
+    words = (
+        "nodes=2",
+        "nproc_per_node=1",
+        "cluster.gpus_per_node=0",
+        "cluster.cpus_per_task=1",
+        "agent=srun",
+    )
+    words = (*words, "follow=true", "logs.console=all", "--", sys.executable, "-c", program)
+    done = desk.sandbox.launch(*words, cwd=desk.folder)
+    assert done.code == code, done
+    for rank in (0, 1):
+        assert re.search(rf"^\[n\d:{rank}\] rank {rank}$", done.out, re.MULTILINE), done
+    run = next((desk.folder / "runs").glob("*/*"))
+    outcome = json.loads((run / "manifest.json").read_text())["outcome"]
+    assert (outcome["state"], outcome["exit_code"]) == ("failed" if code else "succeeded", code)
+    assert done.err.splitlines()[-1] == f"launch: run directory {run}", done
+
+
+def test_launch_follows_a_sweep(desk: Desk) -> None:
+    words = (
+        "-m",
+        "nodes=2",
+        "nproc_per_node=1",
+        "agent=srun",
+        "cluster.gpus_per_node=0",
+        "cluster.cpus_per_task=1",
+    )
+    words = (*words, "follow=true", "env.CODE=0,6", "--", "sh", "-c", "exit $CODE")
+    done = desk.sandbox.launch(*words, cwd=desk.folder)
+    assert done.code == 6, done
+    runs = sorted((desk.folder / "runs").glob("*/*"), key=lambda path: (len(path.name), path.name))
+    assert [run.is_dir() for run in runs] == [True, True]
+    (job,) = set(re.findall(r"launch: job (\d+)_0 succeeded", done.err))
+    assert re.search(rf"launch: job {job}_1 failed with exit code 6: rank \d on n\d ", done.err), done

@@ -1,5 +1,6 @@
 """What squeue and sacct say, on real clusters."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from launcher.launch.slurm.queue import ENDED, JobState, ask_queue, list_members
 from tests.launch.support import wait_for
 from tests.slurm.conftest import Sandbox
 from tests.slurm.forgetful import forget, start_forgetful, stop_controller
+from tests.verbs.making import make_run
 
 pytestmark = pytest.mark.slurm
 QUIET = ("--parsable", "--output=/dev/null", "--nodes=1")
@@ -40,11 +42,11 @@ def test_pending_running_and_ended_jobs(queue: Sandbox) -> None:
     queue.wait(failed, "FAILED")
     queue.wait(killed, "FAILED")
     jobs = ask_queue([held, runs, failed, killed, "999999"])
-    start = jobs[runs].start
-    assert start.startswith("20") and "T" in start
-    assert jobs[held] == JobState(held, "PENDING", "JobHeldUser", "main", 1, "", "", 0, None)
-    nodes = jobs[runs].nodelist
-    assert jobs[runs] == JobState(runs, "RUNNING", "", "main", 2, nodes, start, 0, None)
+    came, start, nodes = jobs[held].submitted, jobs[runs].start, jobs[runs].nodelist
+    assert came.startswith("20") and came <= jobs[runs].submitted <= start
+    assert jobs[held] == JobState(held, "PENDING", "JobHeldUser", "main", 1, "", "", 0, None, came)
+    expected = JobState(runs, "RUNNING", "", "main", 2, nodes, start, 0, None, jobs[runs].submitted)
+    assert jobs[runs] == expected
     assert nodes.startswith("n[")
     assert (jobs[failed].state, jobs[failed].exit_code) == ("FAILED", 3)
     assert (jobs[killed].state, jobs[killed].exit_code) == ("FAILED", 137)
@@ -118,7 +120,7 @@ def test_no_slurm_at_all_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ask_queue(["1"])
 
 
-def test_accounting_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accounting_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with start_forgetful("--accounting") as cluster:
         monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
         failed, killed = submit(cluster, wrap="exit 3"), submit(cluster, wrap="kill -9 $$")
@@ -139,6 +141,9 @@ def test_accounting_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {jobs[member].state for member in members} == {"CANCELLED"}
         assert jobs[f"{array}_1"].nodelist and not jobs[f"{array}_4"].nodelist
         assert {"CANCELLED", "FAILED"} <= ENDED
+        make_run(tmp_path / "runs", state="running", slurm={"job_id": failed})
+        (row,) = json.loads(cluster.launch("status", "format=json", cwd=tmp_path).out)["runs"]
+        assert (row["state"], row["reason"], row["exit_code"]) == ("failed", "FAILED; exit code 3", 3)
 
 
 @pytest.mark.parametrize(

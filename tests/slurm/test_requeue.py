@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from tests.slurm.conftest import Sandbox
 pytestmark = pytest.mark.slurm
 
 SOURCES = Path(__file__).parents[2]
+URGENT = ("sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=true")
+"""A job that takes all nodes of the partition `main`."""
 FINAL = ("succeeded", "failed", "stopped")
 
 
@@ -56,7 +58,7 @@ class SmallJob:
         return (self.path / "job.log").read_text()
 
 
-def await_true(condition: Callable[[], bool], job: SmallJob, timeout: float = 120) -> None:
+def await_true(condition: Callable[[], bool], job: SmallJob, timeout: float = 240) -> None:
     """Wait for a condition."""
     import time
 
@@ -119,9 +121,7 @@ def test_a_crash_is_not_requeued_by_default(submit: Submit) -> None:
 
 
 def test_a_crash_that_the_policy_allows_is_requeued_as_often(submit: Submit) -> None:
-    job = submit(
-        [{"steps": 1, "do": "crash"}, {"steps": 2, "do": "crash"}, {"steps": 3, "do": "crash"}], {"crash": 2}
-    )
+    job = submit([{"steps": step, "do": "crash"} for step in (1, 2, 3)], {"crash": 2})
     outcome = job.await_final()
     assert (outcome["state"], outcome["cause"]) == ("failed", "crash")
     assert job.list_causes() == ["crash"] * 3
@@ -131,6 +131,15 @@ def test_a_crash_that_the_policy_allows_is_requeued_as_often(submit: Submit) -> 
         in job.log
     )
     assert [entry["slurm"]["restarts"] for entry in job.read()["earlier"]] == [0, 1]
+
+
+def test_one_member_of_an_array_is_requeued(submit: Submit) -> None:
+    """The last member has the array's own number, which stands for all of them."""
+    job = submit([{"steps": 1, "do": "crash"}, {"steps": 10, "do": "end"}], {"crash": 1}, "--array=3")
+    member = replace(job, job_id=f"{job.job_id}_3")
+    assert member.await_final()["state"] == "succeeded"
+    assert member.list_causes() == ["crash", None]
+    assert job.read()["slurm"] == {"job_id": member.job_id, "restarts": 1}
 
 
 def test_no_progress_ends_the_job(submit: Submit) -> None:
@@ -180,8 +189,7 @@ def test_a_requeue_by_an_administrator(submit: Submit) -> None:
 def test_a_job_of_higher_priority_takes_the_nodes(submit: Submit) -> None:
     job = submit([{"steps": 1, "do": "wait"}, {"steps": 10, "do": "end"}])
     job.await_wait(0)
-    urgent = ("sbatch", "--parsable", "-purgent", "-N4", "--exclusive", "--output=/dev/null", "--wrap=true")
-    job.sandbox.run(*urgent)
+    job.sandbox.run(*URGENT)
     assert job.await_final()["state"] == "succeeded"
     assert job.list_causes() == ["preempted", None]
 
@@ -203,16 +211,7 @@ def test_a_job_with_grace_is_requeued_by_the_head(sandbox: Sandbox, submit: Subm
     try:
         job = submit([{"steps": 1, "do": "wait"}, {"steps": 10, "do": "end"}])
         job.await_wait(0)
-        urgent = (
-            "sbatch",
-            "--parsable",
-            "-purgent",
-            "-N4",
-            "--exclusive",
-            "--output=/dev/null",
-            "--wrap=true",
-        )
-        sandbox.run(*urgent)
+        sandbox.run(*URGENT)
         assert job.await_final()["state"] == "succeeded"
     finally:
         sandbox.run("scontrol", "update", "PartitionName=main", "GraceTime=0")
@@ -220,7 +219,7 @@ def test_a_job_with_grace_is_requeued_by_the_head(sandbox: Sandbox, submit: Subm
 
 
 def test_the_checkpoint_signal_before_the_time_limit(submit: Submit) -> None:
-    """SLURM may send it up to a minute early, which is at once here. The program ends with code 0, unfinished."""
+    """SLURM may send it up to a minute early. The program ends with code 0, unfinished."""
     job = submit([{"steps": 1, "do": "wait"}], {"timeout": 1}, "--time=1", "--signal=B:USR2@30")
     outcome = job.await_final()
     assert (outcome["state"], outcome["cause"]) == ("stopped", "timeout")

@@ -1,19 +1,264 @@
-"""The sandbox cluster."""
+"""The sandbox cluster, through its command line."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from .conftest import Sandbox
+from tests.conftest import clean_environ
+
+from .conftest import COMMAND, Sandbox, ask_command, demand_programs, start_sandbox
 
 pytestmark = pytest.mark.slurm
+STUBBORN = """
+env -i setsid sh -c 'trap "" TERM; echo $$ > {folder}/orphan; kill -STOP $$' &
+trap "" TERM
+echo $$ > {folder}/batch
+while true; do sleep 1; done
+"""
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose path is short enough for a cluster, and which has none yet."""
+    with tempfile.TemporaryDirectory(prefix="sb", dir="/tmp") as parent:
+        folder = Path(parent, "c")
+        yield folder
+        if folder.exists():
+            ask_command("--folder", folder, "down", "--now")
+
+
+def wait_for(check: Callable[[], object], what: str, timeout: float = 60) -> None:
+    end = time.monotonic() + timeout
+    while not check():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
+def find_pids(folder: Path) -> list[int]:
+    """Processes whose command line or environment names a folder, except for this one's own children."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
+        except OSError:
+            continue
+        if bytes(folder) in text:
+            found.append(int(path.name))
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def submit(sandbox: Sandbox, folder: Path, script: str, *options: str) -> str:
+    path = folder / "job.sh"
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    words = ("--parsable", f"--output={folder}/%j.out", f"--chdir={folder}", *options)
+    return sandbox.run("sbatch", *words, path).strip()
 
 
 def test_a_job_over_all_nodes_sees_each_nodes_gpus(sandbox: Sandbox, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    script = 'srun --ntasks-per-node=1 sh -c "echo \\$SLURMD_NODENAME \\$CUDA_VISIBLE_DEVICES"'
-    job = sandbox.run(
-        "sbatch", "--parsable", "--nodes=4", "--gpus-per-node=2", f"--output={out}", f"--wrap={script}"
-    ).strip()
+    script = "srun --ntasks-per-node=1 sh -c 'echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES'"
+    job = submit(sandbox, tmp_path, script, "--nodes=4", "--gpus-per-node=2")
     sandbox.wait(job, "COMPLETED")
-    assert sorted(out.read_text().splitlines()) == [f"n{number} 0,1" for number in range(4)]
+    shown = (tmp_path / f"{job}.out").read_text().splitlines()
+    assert sorted(shown) == [f"n{number} 0,1" for number in range(4)]
+
+
+def test_the_nodes_names_are_known(sandbox: Sandbox) -> None:
+    lines = sandbox.run("getent", "hosts", "n0", "n3").splitlines()
+    assert {line.split()[0] for line in lines} == {"127.0.0.1"}
+
+
+def test_accounting_is_on_or_off(sandbox: Sandbox, accounted: Sandbox, tmp_path: Path) -> None:
+    job = submit(accounted, tmp_path, "exit 3")
+    accounted.wait(job, "FAILED")
+    words = (
+        "sacct",
+        "--noheader",
+        "--parsable2",
+        "--allocations",
+        f"--jobs={job}",
+        "--format=State,ExitCode",
+    )
+    wait_for(lambda: accounted.run(*words).strip() == "FAILED|3:0", "sacct does not know the job's end")
+    done = subprocess.run(words, env=sandbox.environ, capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert "accounting storage is disabled" in done.stderr
+
+
+def test_an_urgent_job_preempts_and_requeues(sandbox: Sandbox, tmp_path: Path) -> None:
+    script = "trap 'echo told; exit' TERM; echo start $SLURM_RESTART_COUNT; sleep 600 & wait"
+    low = submit(sandbox, tmp_path, script, "--nodes=4", "--exclusive", "--open-mode=append")
+    sandbox.wait(low, "RUNNING")
+    wait_for((tmp_path / f"{low}.out").exists, "the job writes nothing")
+    high = submit(sandbox, tmp_path, "true", "--nodes=4", "--exclusive", "--partition=urgent")
+    sandbox.wait(high, "COMPLETED")
+    wait_for(lambda: "start 1" in (tmp_path / f"{low}.out").read_text(), "the job does not start again")
+    assert (tmp_path / f"{low}.out").read_text().splitlines()[0] == "start"
+    assert "told" in (tmp_path / f"{low}.out").read_text()
+    sandbox.run("scancel", low)
+    sandbox.wait(low, "CANCELLED")
+    sandbox.wait_empty()
+
+
+def test_a_preempted_job_gets_its_signal_and_its_grace(tmp_path: Path) -> None:
+    demand_programs("--no-accounting")
+    options = ("--nodes", "1", "--gpus", "0", "--no-accounting", "--grace-time", "60", "--preempt-signal")
+    script = "trap 'echo saved; exit' USR2; sleep 600 & wait; wait"
+    with start_sandbox(*options) as sandbox:
+        low = submit(sandbox, tmp_path, script, "--exclusive", "--signal=B:USR2@1")
+        sandbox.wait(low, "RUNNING")
+        wait_for(lambda: sandbox.list_processes("sleep"), "the job does not start")
+        high = submit(sandbox, tmp_path, "true", "--exclusive", "--partition=urgent")
+        sandbox.wait(high, "COMPLETED", timeout=50)  # less than the grace: the signal came first
+        assert (tmp_path / f"{low}.out").read_text() == "saved\n"
+
+
+def test_a_killed_node_goes_down_and_comes_back(sandbox: Sandbox, tmp_path: Path) -> None:
+    script = "srun --ntasks-per-node=1 --kill-on-bad-exit=0 sh -c 'env -i setsid sleep 600 & sleep 600'"
+    job = submit(sandbox, tmp_path, script, "--nodes=2", "--nodelist=n2,n3", "--no-requeue")
+    wait_for(lambda: len(sandbox.list_processes("sleep")) == 4, "the step does not start")
+    sandbox.break_it("kill", "n3")
+    nodes = {line.split()[1] for line in sandbox.list_processes()}
+    assert nodes == {"n2"}
+    sandbox.wait(job, "NODE_FAIL", "COMPLETING")
+    state = ("sinfo", "--noheader", "--nodes=n3", "--partition=main", "--format=%t")
+    assert "down*" in sandbox.run(*state)
+    done = ask_command("--folder", sandbox.folder, "status")
+    assert (done.returncode, "n3 not running" in done.stderr) == (1, True)
+    sandbox.break_it("start", "n3")
+    wait_for(lambda: sandbox.run(*state).strip() == "idle", "n3 does not come back")
+    for line in sandbox.list_processes("sleep"):
+        os.kill(int(line.split()[0]), signal.SIGKILL)
+    sandbox.wait_empty()
+    assert ask_command("--folder", sandbox.folder, "status").returncode == 0
+
+
+def test_the_controller_restarts_and_dies_while_a_job_goes_on(sandbox: Sandbox, tmp_path: Path) -> None:
+    job = submit(sandbox, tmp_path, "until [ -e go ]; do sleep 0.1; done; echo done", "--nodes=1")
+    sandbox.wait(job, "RUNNING")
+    sandbox.break_it("restart-controller")
+    assert sandbox.list_states(job) == ["RUNNING"]
+    sandbox.break_it("kill", "slurmctld")
+    assert "slurmctld not running" in ask_command("--folder", sandbox.folder, "status").stderr
+    (tmp_path / "go").touch()
+    sandbox.break_it("start", "slurmctld")
+    sandbox.wait(job, "COMPLETED")
+    assert (tmp_path / f"{job}.out").read_text() == "done\n"
+
+
+def test_down_leaves_nothing(short: Path, sandbox: Sandbox, tmp_path: Path) -> None:
+    hosts = Path("/etc/hosts")
+    options = ("--nodes", "2", "--gpus", "0", "--kill-wait", "1", "--no-accounting")
+    done = ask_command("--folder", short, "up", *options)
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr
+    assert f"# sandbox {short}\n" in hosts.read_text() or not os.access(hosts, os.W_OK)
+    cluster = Sandbox(short, {**sandbox.environ, "SLURM_CONF": str(short / "slurm.conf")})
+    submit(cluster, tmp_path, STUBBORN.format(folder=tmp_path))
+    wait_for(
+        lambda: all((tmp_path / name).exists() for name in ("orphan", "batch")), "the job does not start"
+    )
+    pids = [int((tmp_path / name).read_text()) for name in ("orphan", "batch")]
+    wait_for(lambda: "T" in Path(f"/proc/{pids[0]}/stat").read_text().split(")")[1][:3], "it does not stop")
+    done = ask_command("--folder", short, "down")
+    assert (done.returncode, "processes of jobs had to be killed" in done.stdout) == (0, True), done
+    assert not any(map(is_alive, pids))
+    assert not short.exists()
+    assert not find_pids(short)
+    assert f"# sandbox {short}\n" not in hosts.read_text()
+    assert f"# sandbox {sandbox.folder}\n" in hosts.read_text() or not os.access(hosts, os.W_OK)
+    sandbox.run("sinfo")
+
+
+@pytest.mark.parametrize("moment", ["log/mariadb.log", "log/slurmctld.log"])
+def test_an_interrupted_up_leaves_nothing(moment: str, short: Path) -> None:
+    demand_programs()
+    command: list[str | Path] = [sys.executable, COMMAND, "--folder", short, "up"]
+    process = subprocess.Popen(command, env=clean_environ(), stderr=subprocess.PIPE, text=True)
+    wait_for((short / moment).exists, f"{moment} does not appear")
+    process.terminate()
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 143, said
+    assert "Traceback" not in said
+    assert not short.exists()
+    assert not find_pids(short)
+    assert f"# sandbox {short}\n" not in Path("/etc/hosts").read_text()
+
+
+def test_an_up_that_fails_says_why_and_leaves_nothing(short: Path, tmp_path: Path) -> None:
+    demand_programs("--no-accounting")
+    fake = tmp_path / "slurmctld"
+    fake.write_text("#!/bin/sh\necho no luck >&2\nexit 7\n")
+    fake.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = ask_command("--folder", short, "up", "--no-accounting", env={"PATH": path})
+    assert done.returncode == 1
+    assert f"sandbox: error: slurmctld -f {short}/slurm.conf failed with 7: no luck\n" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not short.exists()
+    assert not find_pids(short)
+
+
+def test_a_cluster_is_there_once_dies_and_goes(short: Path) -> None:
+    demand_programs("--no-accounting")
+    command = ("--folder", short)
+    assert ask_command(*command, "up", "--nodes", "1", "--no-accounting").returncode == 0
+    done = ask_command(*command, "up")
+    assert (done.returncode, done.stderr) == (
+        1, f"sandbox: error: there is a cluster in {short} already: slurm/sandbox --folder {short} down\n",
+    )  # fmt: skip
+    for pid in find_pids(short):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not find_pids(short), "the daemons do not die")
+    for verb in ("up", "status"):
+        done = ask_command(*command, verb)
+        assert (done.returncode, "has died" in done.stderr) == (1, True), done
+    assert ask_command(*command, "down").returncode == 0
+    for verb in ("down", "status", "env", "ps", "restart-controller"):
+        done = ask_command(*command, verb)
+        expected = f"sandbox: error: there is no cluster in {short}: slurm/sandbox --folder {short} up\n"
+        assert (done.returncode, done.stderr, done.stdout) == (1, expected, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("kill", "n9"), "there is no 'n9' here: one of n0, n1, n2, n3, slurmctld"),
+        (("kill", "slurmdbd"), "there is no 'slurmdbd' here"),
+        (("start", "n1"), "n1 is running: slurm/sandbox kill n1"),
+        (("start", "slurmctld"), "slurmctld is running"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_not_there_cannot_be_killed(words: tuple[str, ...], part: str, sandbox: Sandbox) -> None:
+    done = ask_command("--folder", sandbox.folder, *words)
+    assert done.returncode == 1
+    assert done.stderr.startswith("sandbox: error: ")
+    assert part in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_another_users_folder_is_not_taken_down(short: Path) -> None:
+    """Someone else can make a folder under /tmp first; what it says is not to be believed."""
+    if os.geteuid():
+        pytest.skip("only root can make a folder that is another user's")
+    short.mkdir()
+    (short / "cluster.json").write_text(json.dumps({"folder": "/etc", "ports": []}))
+    os.chown(short, 65534, 65534)
+    for verb in ("up", "down", "status"):
+        done = ask_command("--folder", short, verb)
+        assert (done.returncode, "is not yours, but user 65534's" in done.stderr) == (1, True), done
+    assert (short / "cluster.json").exists()

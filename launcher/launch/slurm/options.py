@@ -98,9 +98,9 @@ def build_options(cluster: "ClusterConfig", shape: Shape, filled: Resources) -> 
         Option({"name": "job-name"}.get(key, key), check_text(key, value), key)
         for key, value in pairs.items()
     ]
-    found.append(Option("ntasks-per-node", "1", "nodes"))
-    if shape.min_nodes < shape.max_nodes:
-        found.append(Option("no-kill", None, "nodes"))
+    # With --ntasks-per-node, SLURM 22.05 gives the least of a range of nodes, however many are free.
+    elastic = shape.min_nodes < shape.max_nodes
+    found.append(Option("no-kill", None, "nodes") if elastic else Option("ntasks-per-node", "1", "nodes"))
     for name, value in {**plain, **name_resources(filled)}.items():
         if value is not None:
             found.append(

@@ -4,7 +4,7 @@ import contextlib
 import re
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from launcher.errors import SchedulerError
@@ -14,10 +14,14 @@ from launcher.launch.slurm.requeue import JobWord
 
 QUICK = 4.0
 """Seconds for one question: a job that is being ended has KillWait in all, 30 s by default."""
+CALM = 20.0
+"""Seconds for one question while nothing ends the job: slurmctld can be busy."""
 RETRY = 0.5
 """Seconds between two tries to requeue."""
 DOWN = ("down", "fail", "error", "unknown", "reboot", "power")
 """Beginnings of sinfo's states of a node that is not there; one that does not respond ends in `*`."""
+AWAY = re.compile("contact|connect|did not answer|timed out|backup|try again", re.IGNORECASE)
+"""What SLURM's commands complain of where slurmctld is not there."""
 BOOT = re.compile(r"^NodeName=(\S+).*\bBootTime=(\S+)", re.MULTILINE)
 FIELDS = "State,RestartCnt,EndTime,PreemptTime,Reason"
 """squeue's columns; the reason can hold anything, and comes last."""
@@ -35,7 +39,7 @@ def clean_formats(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith(hidden)}
 
 
-def ask_job(job_id: str, environ: Mapping[str, str]) -> JobWord:
+def ask_job(job_id: str, environ: Mapping[str, str], patience: float = QUICK) -> JobWord:
     """Ask how the job stands; raises SchedulerError."""
     columns = ",".join(f"{name}:|" for name in FIELDS.split(","))
     words = [
@@ -47,7 +51,7 @@ def ask_job(job_id: str, environ: Mapping[str, str]) -> JobWord:
         f"--jobs={job_id}",
         f"--Format={columns}",
     ]
-    text = run_slurm(words, clean_formats(environ), patience=QUICK)
+    text = run_slurm(words, clean_formats(environ), patience=patience)
     for state, restarts, end, preempted, reason in split_rows(text, len(FIELDS.split(","))):
         count = int(restarts) if restarts.isdecimal() else 0
         return JobWord(state, reason, count, read_time(end), read_time(preempted) is not None)
@@ -62,12 +66,12 @@ def read_time(text: str) -> float | None:
         return None
 
 
-def ask_nodes(hosts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+def ask_nodes(hosts: Sequence[str], environ: Mapping[str, str], patience: float = QUICK) -> dict[str, str]:
     """Return the states of nodes as sinfo has them, `down*`; raises SchedulerError."""
     if not hosts:
         return {}
     words = ["sinfo", "--noheader", "--Node", "--all", f"--nodes={','.join(hosts)}", "--format=%N|%T"]
-    text = run_slurm(words, clean_formats(environ), patience=QUICK)
+    text = run_slurm(words, clean_formats(environ), patience=patience)
     return dict(split_rows(text, 2))
 
 
@@ -118,48 +122,48 @@ def requeue_job(job_id: str, environ: Mapping[str, str], patience: float) -> Non
         except SchedulerError as error:
             if "pending execution" in str(error):
                 return
-            if "disabled" in str(error) or "nvalid" in str(error) or time.monotonic() > end:
+            if not AWAY.search(str(error)) or time.monotonic() > end:
                 raise
             time.sleep(RETRY)
         else:
             return
 
 
-def exclude_nodes(job_id: str, lost: Iterable[str], least: int, environ: Mapping[str, str]) -> str:
-    """Exclude lost nodes from a job that is being requeued; returns what could not be done, empty if nothing.
+def exclude_nodes(job_id: str, lost: Sequence[str], least: int, environ: Mapping[str, str]) -> str:
+    """Exclude lost nodes, the newest loss first, from a job that is in the queue; returns which could not be.
 
-    What the user excluded stays so. A node that the user named with --nodelist is not excluded, nor any
-    where the partition would have fewer than `least` nodes left: SLURM would never start the job.
+    What the user excluded stays so. A node that the user named with --nodelist is not excluded, nor are
+    more than leave the partition `least` nodes: SLURM would never start the job.
     """
     clean = clean_formats(environ)
-    words = [
-        "squeue",
-        "--noheader",
-        "--array",
-        "--all",
-        "--states=all",
-        f"--jobs={job_id}",
-        "--format=%x|%n|%P",
-    ]
+    words = ["squeue", "--noheader", "--array", "--all", "--states=all", f"--jobs={job_id}"]
     try:
-        excluded, required, partition = next(split_rows(run_slurm(words, clean, patience=QUICK), 3))
+        row = next(split_rows(run_slurm([*words, "--format=%x|%n|%P"], clean, patience=QUICK), 3))
+        excluded, required, partition = row
         named = list_nodes(required, partition, clean) if required else set()
-        wanted = [name for name in lost if name not in named]
-        gone = list_nodes(excluded, partition, clean) if excluded else set()
-        keep = list_nodes("", partition, clean) - gone
-        if not wanted:
-            return ""
-        if len(keep - {*wanted}) < least:
-            return f"{', '.join(wanted)} not excluded: partition {partition} would have too few nodes left"
-        names = ",".join(part for part in (excluded, *wanted) if part)
-        run_slurm(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={names}"], clean, patience=QUICK)
+        before = list_nodes(excluded, partition, clean) if excluded else set()
+        own = before - {*lost}
+        chosen = choose_excluded(lost, list_nodes("", partition, clean) - own, named, least)
+        if own | {*chosen} != before:
+            names = ",".join(sorted(own | {*chosen}))
+            run_slurm(
+                ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={names}"], clean, patience=QUICK
+            )
     except (SchedulerError, StopIteration) as error:
         return f"{', '.join(lost)} not excluded ({error})"
-    return ""
+    kept = [name for name in lost if name not in chosen]
+    why = f"the job asks for it, or partition {partition} would have too few nodes"
+    return f"{', '.join(kept)} not excluded: {why}" if kept else ""
+
+
+def choose_excluded(lost: Sequence[str], nodes: set[str], named: set[str], least: int) -> list[str]:
+    """Return the lost nodes that can be spared, the first ones first, so that `least` of the nodes remain."""
+    able = [name for name in lost if name in nodes and name not in named]
+    return able[: max(len(nodes) - least, 0)]
 
 
 def list_nodes(expression: str, partition: str, environ: Mapping[str, str]) -> set[str]:
     """Return the nodes of a partition, those in `expression` alone where there is one."""
-    words = ["sinfo", "--noheader", "--Node", "--all", f"--partition={partition}", "--format=%N"]
+    words = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N"]
     words += [f"--nodes={expression}"] if expression else []
     return set(run_slurm(words, environ, patience=QUICK).split())

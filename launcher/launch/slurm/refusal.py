@@ -2,6 +2,7 @@
 
 import contextlib
 import getpass
+import re
 from collections.abc import Sequence
 
 from launcher.errors import SchedulerError
@@ -14,13 +15,12 @@ CAUSES = (
     ("account", ("account",)),
     ("qos", ("qos",)),
     ("time limit", ("time",)),
-    ("time specification", ("time",)),
+    ("number of nodes", ("nodes", "nodelist")),
     ("reservation", ("reservation",)),
     ("feature", ("constraint",)),
     ("node name", ("nodelist", "exclude")),
     ("array", ("array",)),
     ("dependency", ("dependency",)),
-    ("mail", ("mail-type", "mail-user")),
     ("memory", ("mem",)),
     ("cpu count", ("cpus-per-task",)),
     ("generic resource", ("gpus-per-node",)),
@@ -28,6 +28,14 @@ CAUSES = (
     ("configuration is not available", ("nodes", "gpus-per-node", "cpus-per-task", "mem", "constraint")),
 )
 """Words of sbatch's complaints (slurm_errno.c), and the options that they are about."""
+NAMED = re.compile(r"(?:unrecognized option '|invalid )--(?P<name>[a-z-]+)")
+AWAY = (
+    "contact slurm controller",
+    "unable to process configuration",
+    "protocol authentication",
+    "did not answer",
+)
+"""Complaints of every command where slurmctld, munge or slurm.conf is not there."""
 
 
 def explain_refusal(
@@ -35,12 +43,19 @@ def explain_refusal(
 ) -> SchedulerError:
     """Return the error with the values that were refused and what there is; `kinds` are the partition's."""
     text = complaint.lower()
-    if "contact slurm controller" in text or "unable to process configuration" in text:
+    if is_away(text):
         return SchedulerError(f"{complaint}: is slurmctld up (`scontrol ping`)? Nothing was submitted")
-    names = next((names for words, names in CAUSES if words in text), ())
+    named = NAMED.search(text)
+    found = (names for words, names in CAUSES if words in text)
+    names = (named["name"],) if named else next(found, ())
     given = [f"{option.key}: {option.render()}" for option in options if option.name in names]
     shown = f" ({', '.join(given)})" if given else ""
     return SchedulerError(f"{complaint}{shown}: {suggest_fix(names, partitions, kinds)}")
+
+
+def is_away(complaint: str) -> bool:
+    """Tell whether no command of SLURM's can do anything."""
+    return any(words in complaint.lower() for words in AWAY)
 
 
 def suggest_fix(names: Sequence[str], partitions: Sequence[str], kinds: Sequence[NodeKind]) -> str:

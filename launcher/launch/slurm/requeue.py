@@ -40,7 +40,7 @@ class Facts:
     """How the step of an attempt ended."""
 
     succeeded: bool
-    """Exit code 0 on all nodes."""
+    """Exit code 0 on all nodes, or on enough of an elastic job's."""
     finished: bool | None
     """The last step that was printed is the last of all; None where the program does not tell."""
     failed: bool
@@ -114,7 +114,7 @@ def classify_end(facts: Facts, kill: str) -> str | None:
     """
     if kill == "requeued":
         return "node_failure" if facts.lost else "preempted"
-    if facts.succeeded and not facts.lost and (facts.finished or not (kill or facts.near_limit)):
+    if facts.succeeded and (facts.finished or not (kill or facts.near_limit)):
         return None
     if kill:
         return kill

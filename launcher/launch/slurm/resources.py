@@ -106,11 +106,13 @@ def find_share(kind: NodeKind, gpus: Gpus | None) -> Fraction:
     return Fraction(min(gpus.count, have), have) if gpus and gpus.count and have else Fraction(1)
 
 
-def check_limits(cluster: "ClusterConfig", nodes: int, gpus: str | None, kinds: tuple[NodeKind, ...]) -> None:
-    """Raise SchedulerError for what SLURM as a rule would leave in the queue for ever: nodes, and time."""
+def check_limits(
+    cluster: "ClusterConfig", nodes: int, filled: Resources, kinds: tuple[NodeKind, ...]
+) -> None:
+    """Raise SchedulerError for what SLURM as a rule would leave in the queue for ever: nodes, CPUs, time."""
     if not kinds:
         return
-    asked = read_gpus("cluster.gpus_per_node", gpus) if gpus else Gpus(None, 0)
+    asked = read_gpus("cluster.gpus_per_node", filled.gpus_per_node or 0)
     names = sorted({kind.partition for kind in kinds})
     fitting = [kind for kind in kinds if kind.count_gpus(asked.kind) >= asked.count] or list(kinds)
     have = max(sum(kind.count for kind in fitting if kind.partition == name) for name in names)
@@ -119,6 +121,11 @@ def check_limits(cluster: "ClusterConfig", nodes: int, gpus: str | None, kinds: 
         wanted = f" with {asked} GPUs" if asked.count else ""
         raise SchedulerError(
             f"nodes={nodes}, and {where} has {have}{wanted}: set nodes={have}, or another partition"
+        )
+    most = max(kind.cpus for kind in fitting)
+    if int(filled.cpus_per_task or 1) > most:
+        raise SchedulerError(
+            f"cluster.cpus_per_task={filled.cpus_per_task}, and nodes of {where} have {most} CPUs"
         )
     limit = max(kind.time_limit for kind in kinds)
     if cluster.time is not None and read_time("cluster.time", cluster.time) > limit:

@@ -65,7 +65,6 @@ def test_everything_under_slurms_names() -> None:
     assert render(cluster, Shape("a b", 2, 4), Resources("a100:4", "32", "0")) == [
         "--job-name=a b",
         "--nodes=2-4",
-        "--ntasks-per-node=1",
         "--no-kill",
         "--partition=gpu,spare",
         "--account=me",

@@ -119,18 +119,20 @@ def test_defaults_in_the_environment_stand(environ: dict[str, str], expected: tu
 
 def test_limits() -> None:
     kinds = parse_sinfo(SINFO).select(None)
-    check_limits(ClusterConfig(time="2-00:00:00"), 64, "8", kinds)
-    check_limits(ClusterConfig(time="99-0"), 9999, "8", ())
+    check_limits(ClusterConfig(time="2-00:00:00"), 64, Resources("8", None, None), kinds)
+    check_limits(ClusterConfig(time="99-0"), 9999, Resources("8", None, None), ())
     with pytest.raises(SchedulerError, match="nodes=65, and partition gpu has 64 with 8 GPUs: set nodes=64"):
-        check_limits(ClusterConfig(), 65, "8", kinds)
+        check_limits(ClusterConfig(), 65, Resources("8", None, None), kinds)
     with pytest.raises(
         SchedulerError, match=r"cluster\.time=2-00:00:01 is over the limit of .*gpu, 2-00:00:00"
     ):
-        check_limits(ClusterConfig(time="2-00:00:01"), 1, None, kinds)
+        check_limits(ClusterConfig(time="2-00:00:01"), 1, Resources(None, None, None), kinds)
     mixed = parse_sinfo(SINFO).select("mixed")
-    check_limits(ClusterConfig(time="UNLIMITED"), 4, "4", mixed)
+    check_limits(ClusterConfig(time="UNLIMITED"), 4, Resources("4", "256", None), mixed)
     with pytest.raises(SchedulerError, match="nodes=3, and partition mixed has 2 with 8 GPUs"):
-        check_limits(ClusterConfig(), 3, "8", mixed)
+        check_limits(ClusterConfig(), 3, Resources("8", None, None), mixed)
     both = parse_sinfo(SINFO).select("gpu,cpu")
     with pytest.raises(SchedulerError, match="nodes=70, and partition cpu, gpu has 64"):
-        check_limits(ClusterConfig(), 70, None, both)
+        check_limits(ClusterConfig(), 70, Resources(None, None, None), both)
+    with pytest.raises(SchedulerError, match="cpus_per_task=65, and nodes of partition cpu have 64 CPUs"):
+        check_limits(ClusterConfig(), 1, Resources(None, "65", None), parse_sinfo(SINFO).select("cpu"))

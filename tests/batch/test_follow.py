@@ -1,0 +1,209 @@
+"""Following a job: what is told of the queue, and when and how a job has ended."""
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.batch import followed
+from launcher.batch.followed import FollowedJob
+from launcher.batch.joblog import QUIET, JobLog
+from launcher.batch.polling import Answer
+from launcher.launch.slurm.queue import JobState
+from launcher.launch.slurm.waiting import Place, describe_wait, explain_reason, find_place
+from launcher.report.console import JobConsole, make_console
+from launcher.runs.rundir import RunDir
+
+NOW = datetime(2026, 8, 1, 12)
+
+
+def make_state(state: str, reason: str = "", **values: object) -> JobState:
+    usual = {"nodes": 2, "nodelist": "n[0-1]", "start": "", "restarts": 0, "exit_code": None}
+    if state == "PENDING":
+        usual["nodelist"] = ""
+    return JobState(job_id="12", state=state, reason=reason, partition="main", **{**usual, **values})  # type: ignore[arg-type]  # the fields' own types
+
+
+def answer(state: JobState | None, place: Place | None = None) -> Answer:
+    return Answer({"12": state} if state else {}, frozenset({"12"}), place)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> FollowedJob:
+    return FollowedJob(tmp_path, "12")
+
+
+def write_outcome(job: FollowedJob, *, job_id: str = "12", **outcome: object) -> None:
+    text = json.dumps({"slurm": {"job_id": job_id}, "outcome": outcome})
+    (job.run_path / "manifest.json").write_text(text)
+    job.read_manifest()
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        ("Priority", "Priority (jobs of higher priority go first)"),
+        (
+            "QOSMaxJobsPerUserLimit",
+            "QOSMaxJobsPerUserLimit (it is above what the QOS allows to one job, user",
+        ),
+        ("QOSGrpCpuLimit", "QOSGrpCpuLimit (the QOS's jobs together have come to a limit)"),
+        ("AssocGrpGRES", "AssocGrpGRES (the account's jobs together have come to a limit)"),
+        (
+            "ReqNodeNotAvail, UnavailableNodes:n[1-2]",
+            "ReqNodeNotAvail, UnavailableNodes:n[1-2] (nodes that it",
+        ),
+        ("SomethingNew", "SomethingNew"),
+        ("", ""),
+    ],
+)
+def test_reasons_have_words(reason: str, text: str) -> None:
+    assert explain_reason(reason).startswith(text)
+    assert ("(" in explain_reason(reason)) == ("(" in text)
+
+
+@pytest.mark.parametrize(
+    ("start", "text"),
+    [
+        ("2026-08-01T12:00:30", ", expected start 2026-08-01 12:00 (in 1 min)"),
+        ("2026-08-01T14:03:00", ", expected start 2026-08-01 14:03 (in 2 h 3 min)"),
+        ("2026-08-09T14:03:00", ", expected start 2026-08-09 14:03"),
+        ("2026-08-01T11:59:00", ""),
+        ("", ""),
+        ("N/A", ""),
+    ],
+)
+def test_the_wait_is_described(start: str, text: str) -> None:
+    state = make_state("PENDING", "Resources", start=start)
+    wait = describe_wait(state, Place(1, 3), NOW)
+    words = "Resources (the next in line, until enough nodes are free), position 1 of 3 in main"
+    assert wait == words + text
+
+
+@pytest.mark.parametrize(
+    ("job_id", "place"),
+    [
+        ("12", Place(2, 4)),
+        ("10", Place(1, 4)),
+        ("14", None),  # held
+        ("13_3", Place(3, 4)),
+        ("15_1", Place(4, 4)),
+        ("99", None),
+    ],
+)
+def test_the_place_counts_who_goes_first(job_id: str, place: Place | None) -> None:
+    lines: Sequence[str] = ["10 900", "12 500", "13_[2-5%2] 400", "14 0", "15_1 300", "", "slurm says"]
+    assert find_place(lines, job_id) == place
+
+
+def test_a_change_is_told_once(job: FollowedJob) -> None:
+    waits = make_state("PENDING", "Priority")
+    assert job.note_answer(answer(make_state("PENDING"))) == ""
+    assert job.note_answer(answer(waits, Place(3, 3))).startswith("job 12 waits: Priority (")
+    assert job.note_answer(answer(waits, Place(2, 3))) == ""
+    assert job.note_answer(answer(make_state("PENDING", "Resources"))).startswith("job 12 waits: Resources (")
+    assert job.note_answer(answer(make_state("RUNNING"))) == "job 12 is running on n[0-1]"
+    assert job.note_answer(answer(make_state("RUNNING"))) == ""
+    assert job.note_answer(answer(make_state("COMPLETING"))) == ""
+
+
+def test_a_requeue_is_told_with_its_cause(job: FollowedJob) -> None:
+    job.note_answer(answer(make_state("RUNNING")))
+    write_outcome(job, state="requeued", cause="node_failure")
+    text = job.note_answer(answer(make_state("PENDING", "BeginTime", restarts=1)))
+    assert text.startswith("job 12 is back in the queue (node_failure): BeginTime (")
+    again = job.note_answer(answer(make_state("RUNNING", restarts=2)))
+    assert again == "job 12 is running on n[0-1], after 2 requeues"
+
+
+@pytest.mark.parametrize("state", ["submitted", "running", "requeued"])
+def test_a_job_that_goes_on_has_no_end(job: FollowedJob, state: str) -> None:
+    write_outcome(job, state=state)
+    job.note_answer(answer(make_state("RUNNING")))
+    assert job.judge_end() is None and job.status is None
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status"),
+    [
+        ({"state": "succeeded", "exit_code": 0}, 0),
+        ({"state": "failed", "exit_code": 137}, 137),
+        ({"state": "stopped", "exit_code": 143}, 143),
+        ({"state": "failed"}, 1),
+        ({"state": "succeeded"}, 0),
+    ],
+)
+@pytest.mark.parametrize("slurm", ["COMPLETED", "COMPLETING", "FAILED", None])
+def test_the_manifest_has_the_last_word(
+    job: FollowedJob, outcome: dict[str, Any], status: int, slurm: str | None
+) -> None:
+    write_outcome(job, **outcome)
+    job.note_answer(answer(make_state(slurm, exit_code=1) if slurm else None))
+    assert job.judge_end() == ""
+    assert job.status == status
+
+
+def test_another_jobs_manifest_tells_nothing(job: FollowedJob) -> None:
+    write_outcome(job, job_id="11", state="failed", exit_code=9)
+    job.note_answer(answer(make_state("RUNNING")))
+    assert job.judge_end() is None
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "text"),
+    [
+        (make_state("COMPLETED", exit_code=0), 0, "job 12 ended: COMPLETED"),
+        (make_state("FAILED", "NonZeroExitCode", exit_code=5), 5, "job 12 ended: FAILED (NonZeroExitCode)"),
+        (make_state("CANCELLED", exit_code=0), 1, "job 12 ended: CANCELLED"),
+        (make_state("NODE_FAIL"), 1, "job 12 ended: NODE_FAIL"),
+        (None, 1, "SLURM has forgotten job 12, and "),
+    ],
+)
+def test_slurm_has_the_word_where_the_head_died(
+    job: FollowedJob, monkeypatch: pytest.MonkeyPatch, state: JobState | None, status: int, text: str
+) -> None:
+    write_outcome(job, state="running")
+    job.note_answer(answer(state))
+    assert job.judge_end() is None, "the manifest's end may still come, over a network filesystem"
+    monkeypatch.setattr(followed, "PATIENCE", -1)
+    said = job.judge_end()
+    assert said is not None and said.startswith(text)
+    assert job.status == status
+
+
+def test_a_job_that_never_ran_is_not_waited_for(job: FollowedJob) -> None:
+    write_outcome(job, state="submitted")
+    job.note_answer(answer(make_state("CANCELLED", nodelist="", exit_code=0)))
+    assert job.judge_end() == "job 12 ended before it ran: CANCELLED"
+    assert job.status == 1
+
+
+def test_an_end_that_was_none_is_forgotten(job: FollowedJob) -> None:
+    job.note_answer(answer(make_state("NODE_FAIL")))
+    assert job.judge_end() is None and job.ending is not None
+    job.note_answer(answer(make_state("PENDING", "BeginTime", restarts=1)))
+    assert job.judge_end() is None and job.ending is None
+
+
+def test_the_log_is_shown_as_it_grows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").mkdir()
+    log = JobLog(RunDir(tmp_path), "12", JobConsole("all", "", make_console()))
+    assert log.take_lines() == []
+    with log.path.open("a", buffering=1) as file:
+        file.write("launch: 2 ranks\n[n0:0] step 3/9 loss 1.5\n[n1:1] a\nlaun")
+        for text in log.take_lines():
+            log.show_line(text)
+        assert not log.is_complete(time.monotonic())
+        assert log.is_complete(time.monotonic() - QUIET - 1) is False, "a line has just come"
+        file.write("ch: succeeded\n")
+        for text in log.take_lines():
+            log.show_line(text)
+    assert log.is_complete(time.monotonic())
+    assert log.console.steps[-1].step == 3
+    shown = capfd.readouterr()
+    assert shown.out == "[n0:0] step 3/9 loss 1.5\n[n1:1] a\n"
+    assert shown.err == "launch: 2 ranks\nlaunch: succeeded\n"
