@@ -227,7 +227,7 @@ def run_verb(flags: "Flags", command: Command, argv: Sequence[str]) -> int:
 
         return submit_jobs([draft], argv, own_files)
     if draft.cluster.kind == "allocation":
-        from launcher.batch.head import run_allocation
+        from launcher.batch.allocation import run_allocation
 
         return run_allocation(draft, argv, own_files)
     from launcher.execute import execute_job, preview_job

@@ -10,21 +10,19 @@ from typing import TYPE_CHECKING
 
 from launcher.errors import UsageError
 from launcher.launch.cluster import Cluster, check_command, choose_cluster
-from launcher.launch.program import render_program, resolve_program
+from launcher.launch.program import SHIM, find_program
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.launch.slurm.srun import refuse_options
 from launcher.launch.torchrun import parse_pairs, render_torchrun
 from launcher.node import MOST_RANKS, VISIBLE_DEVICES, honoured_environ, name_host, read_machine
-from launcher.plan.model import Plan, Request
-from launcher.plan.planner import plan
 from launcher.runs.rundir import RunDir, create_run_dir, open_run_dir
 from launcher.save import refuse_files
 from launcher.schema import LaunchConfig
 
 if TYPE_CHECKING:
     from launcher.config import Composed
+    from launcher.plan.model import Plan
 
-SHIM = Path(__file__).parent / "rank" / "__main__.py"
 CONSOLES = ("rank0", "all", "none")
 DEVICES = ("all", "own")
 AGENTS = ("torchrun", "srun")
@@ -69,7 +67,7 @@ class Job:
     words: tuple[str, ...] | None
     """The program as given after `--`; None for the configured one."""
     cluster: Cluster
-    plan: Plan
+    plan: "Plan"
     environ: Mapping[str, str]
     """The user's environment with `env.*` over it."""
     host: str
@@ -114,8 +112,11 @@ def plan_job(draft: Draft) -> Job:
     return Job(draft.config, choices, draft.words, draft.cluster, placed, draft.environ, host)
 
 
-def plan_configured(config: LaunchConfig, environ: Mapping[str, str]) -> Plan:
+def plan_configured(config: LaunchConfig, environ: Mapping[str, str]) -> "Plan":
     """Plan the machine that the configuration names; raises UsageError or MachineError."""
+    from launcher.plan.model import Request
+    from launcher.plan.planner import plan
+
     check_choice("format", config.format, FORMATS)
     machine = read_machine(config.machine.root, config.machine.snapshot)
     if config.machine.snapshot:
@@ -220,15 +221,6 @@ def check_name(name: str | None) -> None:
         raise UsageError(
             f"name={name!r}: give a name without / of 1 to 200 bytes; runs_dir=DIR says where it goes"
         )
-
-
-def find_program(
-    words: tuple[str, ...] | None, config: LaunchConfig, environ: Mapping[str, str]
-) -> tuple[str, ...]:
-    """Return the words of the program; raises UsageError where it is not there or cannot be run."""
-    if words is None:
-        words = render_program(config.program, {"model": config.model, "data": config.data})
-    return resolve_program(words, environ)
 
 
 def name_run(draft: Draft) -> str:

@@ -1,14 +1,17 @@
 """What is read on a node before its ranks are planned: the machine, and the variables that count.
 
-`launch-rank` comes here from every rank that has no plan at hand, so imports count.
+`launch-rank` comes here from every rank that has no plan at hand, so imports count; and a job's head, which
+plans nothing, for names alone.
 """
 
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from launcher.errors import UsageError
-from launcher.plan.model import HONOURED, Machine
-from launcher.probe.machine import probe
+
+if TYPE_CHECKING:
+    from launcher.plan.model import Machine
 
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Variables that choose and number the GPUs of this machine."""
@@ -18,9 +21,11 @@ LARGEST = 64 << 20
 """Bytes beyond which a file is no snapshot: the largest machine's has less than one MiB."""
 
 
-def read_machine(root: str, snapshot: str | None) -> Machine:
+def read_machine(root: str, snapshot: str | None) -> "Machine":
     """Return the machine below `root`, or a snapshot's; raises UsageError or MachineError."""
     if snapshot is None:
+        from launcher.probe.machine import probe
+
         return probe(root)
     if root != "/":
         raise UsageError(
@@ -29,7 +34,7 @@ def read_machine(root: str, snapshot: str | None) -> Machine:
     return load_snapshot(snapshot)
 
 
-def load_snapshot(path: str) -> Machine:
+def load_snapshot(path: str) -> "Machine":
     """Read a machine from what `launch topo save=FILE` or `launch plan format=json` wrote.
 
     Raises UsageError for a file that cannot be read, or that holds something else.
@@ -72,6 +77,8 @@ def honoured_environ(environ: dict[str, str]) -> tuple[tuple[str, str], ...]:
 
     torchrun sets OMP_NUM_THREADS=1 by itself where there are several ranks: that is nobody's choice.
     """
+    from launcher.plan.model import HONOURED
+
     kept = {name: environ[name] for name in HONOURED if name in environ}
     if "TORCHELASTIC_RUN_ID" in environ and kept.get("OMP_NUM_THREADS") == "1":
         del kept["OMP_NUM_THREADS"]

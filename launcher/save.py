@@ -4,12 +4,10 @@ import contextlib
 import errno
 import json
 import os
-import secrets
 from pathlib import Path
 
 from launcher.errors import MachineError, UsageError
 from launcher.node import LARGEST
-from launcher.plan.codec import KIND
 from launcher.schema import LaunchConfig
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -46,6 +44,8 @@ def check_snapshot(name: str) -> None:
 
 def is_replaceable(path: Path) -> bool:
     """Tell whether a file is a snapshot of any version, or empty."""
+    from launcher.plan.codec import KIND
+
     try:
         size = path.stat().st_size
         data = json.loads(path.read_bytes()) if 0 < size <= LARGEST else {}
@@ -71,7 +71,7 @@ def write_file(key: str, name: str, data: bytes) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write a draft beside the file and rename it; raises OSError."""
-    draft = path.with_name(f".launch-{secrets.token_hex(6)}")
+    draft = path.with_name(f".launch-{os.urandom(6).hex()}")
     try:
         with draft.open("xb") as file:
             if path.exists():

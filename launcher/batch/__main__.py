@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-from launcher.cli import INTERNAL, complain, report_defect
 from launcher.errors import LaunchError
 
 
@@ -14,9 +13,13 @@ def main() -> int:
     try:
         return run_batch(Path(sys.argv[1]))
     except LaunchError as error:
+        from launcher.cli import complain
+
         complain(str(error))
         return error.exit_code
     except Exception as error:
+        from launcher.cli import INTERNAL, report_defect
+
         return report_defect(error, f"internal error, {type(error).__name__}: {error}: report it", INTERNAL)
 
 

@@ -4,7 +4,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from launcher.batch.history import Manifest, follow_trail, judge_advance, keep_manifest, renew_manifest
+from launcher.batch.history import (
+    Manifest,
+    count_unrecorded,
+    follow_trail,
+    judge_advance,
+    keep_manifest,
+    renew_manifest,
+)
 from launcher.batch.judge import Sight, choose_status, judge_end, judge_trail, look_ahead, look_at
 from launcher.batch.lastwords import describe_outcome, say, tell_attempt, tell_end, tell_failure
 from launcher.batch.request import JobRequest
@@ -75,6 +82,11 @@ class Attempt:
     def trail(self) -> tuple[Manifest, ...]:
         """The attempts before this one, each requeued into the next; a start by hand begins anew."""
         return follow_trail(self.manifest, self.job_id)
+
+    @property
+    def unrecorded(self) -> int:
+        """Attempts that SLURM counts and the manifest lacks, since it could not be written."""
+        return count_unrecorded(self.manifest, self.job_id, self.restarts)
 
     def measure(self) -> tuple[Advance, bool | None]:
         """Return how far it has come, and whether that is progress; None where nothing tells."""
@@ -149,7 +161,7 @@ def settle_end(attempt: Attempt, sight: Sight, patience: float) -> Verdict:
     verdict = judge_end(attempt, sight)
     record_end(attempt, sight, verdict)
     if sight.cause:
-        say(f"attempt {len(attempt.trail) + 1} ended: {tell_attempt(sight, verdict)}")
+        say(f"attempt {len(attempt.trail) + attempt.unrecorded + 1} ended: {tell_attempt(sight, verdict)}")
     if not verdict.requeue:
         return verdict
     try:

@@ -1,23 +1,19 @@
 """One attempt of a SLURM job, on its first node or in its user's shell: the step, and the account of it."""
 
 import contextlib
-import json
 import os
 import re
-import sys
 import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from launcher.batch.attempts import Attempt, StepEnd, begin_attempt, end_attempt
 from launcher.batch.overseer import Overseer
-from launcher.batch.request import SECRETS, JobRequest, read_request, write_request
+from launcher.batch.request import JobRequest, read_request
 from launcher.batch.steps import collect_nodes, describe_step, start_nodes
-from launcher.errors import EXIT_SCHEDULER, MachineError, SchedulerError
-from launcher.job import Draft
+from launcher.errors import EXIT_SCHEDULER, LaunchError, MachineError
 from launcher.launch.processes import adopt_orphans, end_leftovers
 from launcher.launch.signals import KILL_GRACE, STOPPING, catch_signals
 from launcher.launch.slurm.hostlist import expand_hosts
@@ -26,40 +22,19 @@ from launcher.launch.slurm.rendezvous import PORT_TAKEN, TRIALS, pick_port, read
 from launcher.runs.manifest import describe_sources
 from launcher.runs.nodes import NodeRecord, node_path, read_nodes
 from launcher.runs.rundir import RunDir, open_run_dir
-from launcher.runs.secrets import mask_words
 
 BEGUN = re.compile(r"\btasks? \d|Node failure|slurmstepd|Job step aborted|io error")
 """What srun says of a step that has begun."""
+AWAY = re.compile(r"srun did not start .*(contact|imed out|Connection refused|temporar|busy|Zero Bytes)")
+"""What it says where slurmctld is away, or the nodes are not ready for another step."""
+RETRY = 5.0
+"""Seconds until the next try then."""
 
 
 def run_batch(run_path: Path) -> int:
     """Run one attempt of a submitted job and return its exit code; raises LaunchError."""
     request = read_request(run_path, os.environ)
     return run_attempt(request, open_run(run_path), os.environ, requeues=True)
-
-
-def run_allocation(draft: Draft, argv: Sequence[str], own_files: Sequence[str]) -> int:
-    """Run a job over the nodes of the SLURM job that this is, on its terminal; raises LaunchError."""
-    from launcher.execute import prepare_run
-
-    hosts = choose_hosts(os.environ, draft.cluster.max_nodes)
-    run, _ = prepare_run(draft, argv, hosts)
-    config = draft.settle(run.path)
-    config = replace(config, cluster=replace(config.cluster, kind=draft.cluster.kind))
-    request = JobRequest(
-        config,
-        draft.composed.choices,
-        draft.words,
-        ("launch", *mask_words(argv)),
-        os.getcwd(),  # noqa: PTH109 - as a string
-        draft.cluster.min_nodes,
-        draft.cluster.max_nodes,
-    )
-    secrets = write_request(request, run.path)
-    if own_files:
-        sys.stderr.write(f"launch: configuration from {', '.join(own_files)}\n")
-    carried = {SECRETS: json.dumps({str(run.path): secrets})} if secrets else {}
-    return run_attempt(request, run, {**os.environ, **carried}, requeues=False)
 
 
 def open_run(run_path: Path) -> RunDir:
@@ -95,8 +70,16 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
         folder = run.path / "logs" / str(run.first_attempt)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         salt = 0 if requeues else zlib.crc32(os.fsencode(run.path))
+        overseer = Overseer(attempt, inbox)
         try:
-            end = run_steps(attempt, Overseer(attempt, inbox), salt)
+            end = run_steps(attempt, overseer, salt)
+        except OSError as error:
+            reason = (
+                f"srun cannot be run ({error.strerror}): load SLURM's module, as cluster.setup can"
+            )
+            end = refuse_step(overseer, reason, EXIT_SCHEDULER)
+        except LaunchError as error:
+            end = refuse_step(overseer, str(error), error.exit_code)
         finally:
             end_leftovers(KILL_GRACE)
         return end_attempt(attempt, end)
@@ -111,17 +94,17 @@ def run_steps(attempt: Attempt, overseer: Overseer, salt: int) -> StepEnd:
         run = run_ranks if attempt.request.config.agent == "srun" else run_nodes
         end = run(attempt, overseer, f"{attempt.hosts[0]}:{port}")
         taken = any(record.exit_code == PORT_TAKEN and not record.failure for record in end.records)
-        if not taken or overseer.signals:
+        away = any(AWAY.search(record.agent_said) for record in end.records if record.failure is None)
+        if away:
+            overseer.wait(RETRY)
+        if overseer.signals or not (taken or away):
             break
     return end
 
 
 def run_nodes(attempt: Attempt, overseer: Overseer, endpoint: str) -> StepEnd:
     """Run the step of `agent=torchrun`: a task of ours on each node, which writes the node's record."""
-    try:
-        step = start_nodes(attempt, endpoint)
-    except OSError as error:
-        raise refuse_srun(error) from None
+    step = start_nodes(attempt, endpoint)
     with describe_meanwhile(attempt):
         overseer.watch(step)
     step.close()
@@ -152,10 +135,7 @@ def run_ranks(attempt: Attempt, overseer: Overseer, endpoint: str) -> StepEnd:
     job = RankJob(request, run, attempt.hosts, attempt.environ)
     if is_taken_here(job, endpoint):
         return describe_end(attempt, overseer, PORT_TAKEN, [refuse_port(attempt.hosts[0], started)], ())
-    try:
-        step = start_ranks(job, describe_step(attempt), endpoint)
-    except OSError as error:
-        raise refuse_srun(error) from None
+    step = start_ranks(job, describe_step(attempt), endpoint)
     with describe_meanwhile(attempt):
         overseer.watch(step)
     step.close()
@@ -181,13 +161,19 @@ def record_refusal(attempt: Attempt, code: int, said: Sequence[str]) -> NodeReco
     """Return a record that says why there is no step, in srun's words."""
     words = [line.removeprefix("srun: ").removeprefix("error: ") for line in said]
     reason = f"srun did not start the step (code {code}): {'; '.join(words[-3:]) or 'it printed nothing'}"
+    return make_refusal(attempt, reason, EXIT_SCHEDULER)
+
+
+def make_refusal(attempt: Attempt, reason: str, status: int) -> NodeRecord:
+    """Return a record, the head's own, that says why there is no step."""
     now = time.time()
-    return NodeRecord(attempt.hosts[0], 0, "failed", EXIT_SCHEDULER, None, reason, None, 0, now, now)
+    return NodeRecord(attempt.hosts[0], 0, "failed", status, None, reason, None, 0, now, now)
 
 
-def refuse_srun(error: OSError) -> SchedulerError:
-    """Return the error for an srun that cannot be run."""
-    return SchedulerError(f"srun cannot be run ({error.strerror}): load SLURM's module, as cluster.setup can")
+def refuse_step(overseer: Overseer, reason: str, status: int) -> StepEnd:
+    """Return the account of a step that could not be started."""
+    record = make_refusal(overseer.attempt, reason, status)
+    return StepEnd(status, (record,), (), tuple(overseer.signals), overseer.checkpointed)
 
 
 def clear_records(attempt: Attempt) -> None:

@@ -105,6 +105,13 @@ def follow_trail(manifest: Manifest, job_id: str) -> tuple[Manifest, ...]:
     return tuple(reversed(trail))
 
 
+def count_unrecorded(manifest: Manifest, job_id: str, restarts: int) -> int:
+    """Count the attempts of the job between the last one that a manifest tells of and its own."""
+    earlier = [take_dict(entry, "slurm") for entry in take_list(manifest, "earlier")]
+    known = [slurm.get("restarts") for slurm in earlier if slurm.get("job_id") == job_id]
+    return max(restarts - 1 - max((number for number in known if isinstance(number, int)), default=-1), 0)
+
+
 def judge_advance(advance: Advance, trail: Sequence[Manifest]) -> bool | None:
     """Tell whether an attempt came to a later step, or wrote a newer checkpoint, than those before it.
 

@@ -105,7 +105,7 @@ def look_at(attempt: "Attempt", end: "StepEnd") -> Sight:
     told = find_told(end)
     killed = tuple((host, word) for host, word in told.items() if word != ENDED and not (kill or asked))
     down = {host for host, state in states if is_down(state)}
-    lost = down if kill else down | {*end.missing} - {*told}
+    lost = down if kill else down | find_silent(attempt, end) - {*told}
     failed = bool(find_failed(end.records) or killed)
     facts = Facts(succeeded, advance.finished, failed, bool(lost), asked, came_near(attempt, end, word))
     ordered = tuple(host for host in attempt.hosts if host in lost)
@@ -155,6 +155,15 @@ def ask_states(attempt: "Attempt", hosts: Sequence[str], patience: float) -> tup
         return ()
 
 
+def find_silent(attempt: "Attempt", end: "StepEnd") -> set[str]:
+    """Return the nodes that left no record; none where the head's own did not either, which is there.
+
+    Then it is the records that are not to be had: the disk is full, or the tasks cannot start.
+    """
+    own = attempt.environ.get("SLURMD_NODENAME")
+    return set() if own in end.missing and own not in find_told(end) else {*end.missing}
+
+
 def find_told(end: "StepEnd") -> dict[str, str]:
     """Return the nodes without a record that srun has heard of, with its word on how their task ended."""
     found = [match for line in end.said if (match := TOLD.search(line))]
@@ -181,7 +190,12 @@ def judge_end(attempt: "Attempt", sight: Sight) -> Verdict:
         return Verdict(False, sight.cause, WORDS[sight.cause])
     advanced = judge_advance(sight.advance, attempt.trail)
     policy = read_policy(attempt.request.config.cluster.requeue)
-    return decide_requeue(sight.cause, policy, read_past(attempt.trail), advanced)
+    past = read_past(attempt.trail)
+    if attempt.unrecorded and sight.cause:
+        # What could not write its manifest has written no checkpoint.
+        past += [Past(sight.cause, False)] * attempt.unrecorded
+        advanced = bool(advanced)
+    return decide_requeue(sight.cause, policy, past, advanced)
 
 
 def judge_trail(trail: Sequence[Manifest], config: RequeueConfig) -> Verdict | None:

@@ -78,15 +78,15 @@ def tell_failure(sight: Sight) -> list[str]:
         where = f"rank {failure.rank} on {record.host} (local rank {failure.local_rank})"
         return tell_first(where, failure.reason, failure.log, failure.lines)
     said = [f"{record.host}: {record.agent_said}" for record in sight.end.records if record.agent_said]
-    return (
-        ["no rank failed, but a node did", *said] if said else [f"srun ended with {sight.end.srun_exitcode}"]
-    )
+    if sight.end.missing:
+        said.append(f"no record came from {', '.join(sight.end.missing)}: is the disk full?")
+    return said or [f"no rank failed, but srun ended with {sight.end.srun_exitcode}"]
 
 
 def tell_lost(sight: Sight) -> list[str]:
     """Say which nodes were lost, and which are there but lost their task."""
     states = dict(sight.states)
-    lines = [f"{host} was lost: {tell_node(states.get(host, ''))}" for host in sight.lost]
+    lines = [f"{host} was lost: it left no record{tell_node(states.get(host))}" for host in sight.lost]
     return lines + [
         f"{host} is there, but its task left no record, and ended: {word}{HINTS.get(word, '')}"
         for host, word in sight.killed
@@ -94,9 +94,9 @@ def tell_lost(sight: Sight) -> list[str]:
     ]
 
 
-def tell_node(state: str) -> str:
-    """Say what is known of a lost node."""
-    return f"SLURM has it as {state}" if state else "it left no record, and SLURM does not tell its state"
+def tell_node(state: str | None) -> str:
+    """Say what SLURM knows of a lost node, which it may be minutes late to see (SlurmdTimeout)."""
+    return f", and is {state}, says SLURM" if state else ""
 
 
 def tell_end(sight: Sight, verdict: Verdict, run: RunDir, seconds: float) -> list[str]:

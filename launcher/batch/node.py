@@ -47,7 +47,7 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
         write_json(run.plan_path(place.host), plan_to_json(job.plan))
     except OSError as error:
         raise MachineError(
-            f"{error.filename} cannot be written ({error.strerror}): is there room, and do all nodes share it?"
+            f"{error.filename} cannot be written ({error.strerror}): is there room, and is it shared?"
         ) from None
     return run_agent(job, run, place, started)
 

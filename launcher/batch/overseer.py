@@ -76,6 +76,13 @@ class Overseer:
             if pidfd:
                 os.close(pidfd)
 
+    def wait(self, seconds: float) -> None:
+        """Let time pass while there is no step; a signal ends that."""
+        poller = select.poll()
+        poller.register(self.inbox.wakeup, select.POLLIN)
+        poller.poll(seconds * 1000)
+        self.signals += [(number, time.time()) for number in self.inbox.take()]
+
     def heed(self, number: int, step: Step) -> None:
         """Do what a signal asks for."""
         self.signals.append((number, time.time()))

@@ -10,8 +10,8 @@ from launcher.batch.ranks import RankStep
 from launcher.batch.rankview import RankView
 from launcher.batch.request import JobRequest
 from launcher.errors import MachineError
-from launcher.job import SHIM, find_program
 from launcher.launch.processes import prepare_agent
+from launcher.launch.program import SHIM, find_program
 from launcher.launch.signals import FORWARDED
 from launcher.launch.slurm.notations import parse_signal
 from launcher.launch.slurm.srun import build_environ, count_ranks, render_ranks

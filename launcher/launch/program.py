@@ -6,11 +6,26 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launcher.errors import UsageError
 
+if TYPE_CHECKING:
+    from launcher.schema import LaunchConfig
+
+SHIM = Path(__file__).parents[1] / "rank" / "__main__.py"
+"""What each rank runs just before the program."""
 RESERVED = ("command", "sections")
 """Keys of the group `program` that say what to run; all others are the program's own options."""
+
+
+def find_program(
+    words: tuple[str, ...] | None, config: "LaunchConfig", environ: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Return the words of the program, given or configured; raises UsageError where it cannot be run."""
+    if words is None:
+        words = render_program(config.program, {"model": config.model, "data": config.data})
+    return resolve_program(words, environ)
 
 
 def resolve_program(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """Runs the agent on this node: watches the ranks, passes signals on in stages, and leaves no process."""
 
 import math
-import os
 import signal
 import subprocess
 import time
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from launcher.launch.agent import has_heard, start_agent
 from launcher.launch.control import Control
 from launcher.launch.processes import (
     Death,
@@ -17,7 +17,6 @@ from launcher.launch.processes import (
     Watch,
     adopt_orphans,
     end_leftovers,
-    prepare_agent,
     reap_orphans,
 )
 from launcher.launch.signals import (
@@ -40,8 +39,6 @@ LOST_GRACE = 10.0
 """Seconds in which ranks may notice by themselves that a node was lost."""
 HEARING = 0.5
 """Seconds in which an agent says that it was sent a signal."""
-HEARD = b"death signal"
-"""What torchelastic's agent says then (torch/distributed/elastic/agent/server/api.py)."""
 
 
 class Observer(Protocol):
@@ -101,6 +98,8 @@ class Supervisor:
     """The head has asked for the end."""
     admitted: float = 0.0
     """Monotonic time at which a rank was last seen to have started."""
+    mended_at: float = math.inf
+    """When ranks were ended for a lost node's sake, in seconds since the epoch."""
     agent_heard: bool = False
     """SLURM has sent the agent the stopping signal by itself."""
     log: Path = field(default_factory=Path)
@@ -144,7 +143,8 @@ class Supervisor:
         for death in deaths:
             attempt, code = death.process.attempt, death.exitcode
             failed = (d for d in self.watch.deaths if d.process.attempt == attempt and d.exitcode)
-            if code and self.stop is None and next(failed) is death:
+            ended = 0 <= death.time - self.mended_at < KILL_GRACE and code == -signal.SIGKILL
+            if code and not ended and self.stop is None and next(failed) is death:
                 status = f"code {code}" if code > 0 else name_signal(-code)
                 rank = death.process.rank
                 self.observer.announce(f"rank {rank} failed ({status}); torchrun ends the others")
@@ -222,7 +222,7 @@ class Supervisor:
         if self.control is None or lost_at is None or self.stop or self.admitted > lost_at:
             return
         if time.monotonic() > lost_at + LOST_GRACE:
-            self.control.lost_at = None
+            self.control.lost_at, self.mended_at = None, time.time()
             self.observer.announce("a node was lost: SIGKILL to the ranks, which torchrun starts without it")
             self.watch.signal_groups(signal.SIGKILL)
 
@@ -242,37 +242,3 @@ class Supervisor:
             agent.send_signal(number) if not self.agent_heard else None
         else:
             self.watch.signal_groups(number)
-
-
-def has_heard(log: Path, begin: int) -> bool:
-    """Tell whether an agent's log says that it was sent a signal."""
-    try:
-        with log.open("rb") as file:
-            file.seek(begin)
-            return HEARD in file.read()
-    except OSError:
-        return False
-
-
-def start_agent(
-    command: Sequence[str], environ: Mapping[str, str], log: Path, *, in_step: bool = False
-) -> "subprocess.Popen[bytes]":
-    """Start the agent in a session of its own, so that a terminal's Ctrl-C reaches `launch` alone.
-
-    SLURM sends a step's signals to every process in it: the agent would die of those for the ranks. There,
-    stdin brings what the head says, which is not for the agent.
-    """
-    parent = os.getpid()
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    try:
-        return subprocess.Popen(
-            command,
-            env=dict(environ),
-            stdin=subprocess.DEVNULL if in_step else None,
-            stdout=descriptor,
-            stderr=descriptor,
-            start_new_session=True,
-            preexec_fn=lambda: prepare_agent(parent, FORWARDED),  # noqa: PLW1509 - there is one thread
-        )
-    finally:
-        os.close(descriptor)

@@ -82,7 +82,7 @@ def find_runs(runs_dir: Path, text: str) -> tuple[Path, ...]:
             f"{text} is the job of {name_run(jobs[0])}, and means {name_run(named)} too: write NAME/ID"
         )
     if jobs or named:
-        return jobs or (named,) if named else jobs
+        return (named,) if named else jobs
     if is_run(Path(text)):
         return (Path(text).absolute(),)
     raise RunLookupError(explain_missing(runs_dir, text))

@@ -4,7 +4,6 @@ import json
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from launcher.runs.rundir import RunDir, write_json
@@ -52,6 +51,8 @@ def ask_git(directory: Path, *arguments: str) -> str | None:
 
 def find_version(package: str) -> str | None:
     """Return an installed package's version."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package)
     except PackageNotFoundError:

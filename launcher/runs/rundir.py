@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -57,6 +56,8 @@ def create_run_dir(runs_dir: Path, name: str, now: datetime) -> RunDir:
         try:
             return RunDir(prepare_folders(path.absolute()))
         except OSError:
+            import shutil
+
             shutil.rmtree(path, ignore_errors=True)
             raise
 

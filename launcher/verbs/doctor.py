@@ -12,7 +12,8 @@ from pathlib import Path
 from launcher.doctor.finding import Case, Trial
 from launcher.doctor.judge import count_exit, judge
 from launcher.errors import UsageError
-from launcher.job import SHIM, check_run_dir, plan_configured
+from launcher.job import check_run_dir, plan_configured
+from launcher.launch.program import SHIM
 from launcher.plan.codec import plan_to_json
 from launcher.plan.model import Plan, RankPlan
 from launcher.probe.examine import read_health

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from launcher.batch.attempts import Attempt, StepEnd, StoppedError, begin_attempt, end_attempt
-from launcher.batch.history import follow_trail, judge_advance
+from launcher.batch.history import count_unrecorded, follow_trail, judge_advance
 from launcher.batch.judge import find_first, find_told, look_at
 from launcher.batch.request import JobRequest
 from launcher.launch.slurm.ownjob import choose_excluded, is_down, name_job, read_time
@@ -237,6 +237,41 @@ def test_a_disk_that_is_full_is_told_and_changes_nothing(
     said = capsys.readouterr().err
     assert "launch: warning: the manifest could not be written ([Errno 28] No space left on device)\n" in said
     assert "attempt 1 ended: the program failed" in said
+
+
+def test_attempts_that_could_not_be_recorded_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk must not let a job be requeued for ever: SLURM counts too."""
+    submit_run(tmp_path / "a")
+    attempt = begin(tmp_path / "a", make_request(crash=100), SLURM_RESTART_COUNT="2")
+    assert attempt.unrecorded == 2 and read(tmp_path / "a")["earlier"] == []
+    print_steps(attempt, "step 1/10 loss 3.0")
+    end_attempt(attempt, end(record("n0", "failed", 7, fail(0, 1.0, 7)), WELL[1]))
+    assert "attempt 3 ended: the program failed: requeued (attempt 4" in capsys.readouterr().err
+    submit_run(tmp_path / "b")
+    attempt = begin(tmp_path / "b", make_request(crash=100), SLURM_RESTART_COUNT="2")
+    assert end_attempt(attempt, end(record("n0", "failed", 7, fail(0, 1.0, 7)), WELL[1])) == 7
+    assert "no progress in 3 attempts in a row (cluster.requeue.no_progress=3)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("known", "restarts", "count"),
+    [([], 0, 0), ([], 3, 3), ([0], 1, 0), ([0, 1], 2, 0), ([0], 4, 3), ([3], 2, 0), ([None], 1, 1)],
+)
+def test_attempts_that_slurm_alone_counts(known: list[int | None], restarts: int, count: int) -> None:
+    earlier = [{"slurm": {"job_id": "7", "restarts": number}} for number in known]
+    assert count_unrecorded({"earlier": earlier}, "7", restarts) == count
+
+
+def test_records_that_nobody_could_write_are_no_lost_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The head is on the first node, which is there, and left no record either."""
+    submit_run(tmp_path)
+    assert end_attempt(begin(tmp_path, SLURMD_NODENAME="n0"), end()) == 1
+    assert read(tmp_path)["outcome"]["cause"] == "crash" and read(tmp_path)["outcome"]["lost"] == []
+    assert "launch: no record came from n0, n1: is the disk full?\n" in capsys.readouterr().err
 
 
 def leave_running(path: Path, **outcome: object) -> None:

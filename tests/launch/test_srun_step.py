@@ -2,6 +2,8 @@
 
 import json
 import signal
+import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -17,6 +19,7 @@ from launcher.launch.slurm.srun import (
     render_ranks,
 )
 from launcher.launch.slurm.step import Container, Step
+from tests.conftest import Result
 
 PROGRAM = ("python", "-I", "-S", "shim", "train.py", "a b", "$(x)", "")
 
@@ -143,3 +146,9 @@ def test_nodes_that_were_lost_and_lines_that_say_nothing() -> None:
     assert parse_lost("srun: error: n1: task 2: Killed") == ""
     assert is_noise("srun: cluster configuration lacks support for cpu binding")
     assert not is_noise("srun: error: Node failure on n1")
+
+
+def test_an_agent_that_there_is_not(launch: Callable[..., Result]) -> None:
+    program = ("--", sys.executable, "-c", "")
+    launch("agent=srun", "cluster=local", *program).assert_error(2, "the ranks run here", "cluster=slurm")
+    launch("agent=mpirun", *program).assert_error(2, "agent=mpirun: choose from torchrun, srun")

@@ -5,11 +5,14 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.slurm.conftest import demand_programs
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,6 +78,9 @@ def test_the_wheel_carries_configuration_types_and_licence(wheel: Path) -> None:
     machines = {f"launcher/conf/machine/{path.name}" for path in (ROOT / "conf/machine").iterdir()}
     assert "launcher/conf/machine/dgx_h100.json" in machines <= names
     assert {"launcher/slurm/README.md", "launcher/slurm/torchrun-launch-rank.sbatch"} <= names
+    sandbox = {f"launcher/slurm/sandboxed/{path.name}" for path in (ROOT / "slurm/sandboxed").glob("*.py")}
+    assert sandbox | {"launcher/slurm/sandbox", "launcher/slurm/launch.sbatch"} <= names
+    assert not any("__pycache__" in name for name in names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any(name.startswith(("tests/", "conf/", "slurm/")) for name in names)
 
@@ -112,3 +118,26 @@ def test_launch_rank_is_installed(scripts: Path, tmp_path: Path) -> None:
     )
     assert done.stdout == "ran\n"
     assert done.stderr.startswith("launch-rank: rank 0, cpus ")
+
+
+def find_sandbox(scripts: Path) -> Path:
+    (found,) = scripts.parent.glob("lib/python*/site-packages/launcher/slurm/sandbox")
+    return found
+
+
+def test_the_sandbox_is_a_command_of_the_package(scripts: Path, tmp_path: Path) -> None:
+    command = [find_sandbox(scripts), "--folder", tmp_path, "status"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"sandbox: error: there is no cluster in {tmp_path}: ")
+
+
+@pytest.mark.slurm
+def test_the_packaged_sandbox_starts_and_stops(scripts: Path) -> None:
+    demand_programs("--no-accounting")
+    with tempfile.TemporaryDirectory(prefix="sb", dir="/tmp") as parent:
+        command = [find_sandbox(scripts), "--folder", Path(parent, "c")]
+        for words in (["up", "--nodes=1", "--no-accounting"], ["status"], ["kill", "n0"], ["down"]):
+            done = subprocess.run([*command, *words], cwd=parent, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+        assert list(Path(parent).iterdir()) == []

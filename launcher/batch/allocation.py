@@ -1,0 +1,65 @@
+"""`launch` within a SLURM job, in salloc's shell or a job script: a step over its nodes, on this terminal."""
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from launcher.batch.attempts import Attempt
+from launcher.batch.head import choose_hosts, run_attempt
+from launcher.batch.request import SECRETS, JobRequest, write_request
+from launcher.batch.steps import describe_step
+from launcher.execute import prepare_run
+from launcher.job import Draft, plan_job
+from launcher.launch.slurm.step import render_step
+from launcher.node import name_host
+from launcher.runs.rundir import RunDir
+from launcher.runs.secrets import mask_words
+
+
+def run_allocation(draft: Draft, argv: Sequence[str], own_files: Sequence[str]) -> int:
+    """Run a job over the nodes of the SLURM job that this is; returns the exit code, raises LaunchError."""
+    hosts = choose_hosts(os.environ, draft.cluster.max_nodes)
+    if own_files:
+        sys.stderr.write(f"launch: configuration from {', '.join(own_files)}\n")
+    if draft.config.dry_run:
+        return preview_allocation(draft, argv, hosts)
+    run, _ = prepare_run(draft, argv, hosts)
+    request = describe_request(draft, argv, run.path)
+    secrets = write_request(request, run.path)
+    carried = {SECRETS: json.dumps({str(run.path): secrets})} if secrets else {}
+    return run_attempt(request, run, {**os.environ, **carried}, requeues=False)
+
+
+def describe_request(draft: Draft, argv: Sequence[str], run_path: Path) -> JobRequest:
+    """Return what the nodes are told."""
+    config = draft.settle(run_path)
+    return JobRequest(
+        replace(config, cluster=replace(config.cluster, kind=draft.cluster.kind)),
+        draft.composed.choices,
+        draft.words,
+        ("launch", *mask_words(argv)),
+        str(Path.cwd()),
+        draft.cluster.min_nodes,
+        draft.cluster.max_nodes,
+    )
+
+
+def preview_allocation(draft: Draft, argv: Sequence[str], hosts: Sequence[str]) -> int:
+    """Show srun's command, and the plan where this is one of the nodes: `dry_run=true`."""
+    from launcher.report.console import make_console
+    from launcher.report.placement import print_placement
+
+    if name_host(os.environ) in hosts:
+        print_placement(make_console(), plan_job(draft).plan, explain=draft.config.explain)
+    else:
+        sys.stderr.write(f"launch: {', '.join(hosts)} plan for themselves: this machine is none of them\n")
+    run_path = Path("RUN_DIR")
+    request = describe_request(draft, argv, run_path)
+    attempt = Attempt(request, RunDir(run_path), os.environ, tuple(hosts), {}, requeues=False)
+    sys.stderr.flush()
+    sys.stdout.write(shlex.join(render_step(describe_step(attempt))) + "\n")
+    return 0

@@ -1,0 +1,109 @@
+"""The channel from a job's head to its tasks, and the ranks that a signal is for."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from launcher.launch.control import LOST, open_channel, open_control, write_signal, write_word
+from launcher.launch.processes import Watch, catches, list_ranks
+from launcher.launch.signals import Stop
+from tests.launch.support import wait_for
+
+SLEEPER = "import signal, time\n{}\nprint('UP', flush=True)\ntime.sleep(60)"
+CATCHER = "signal.signal(signal.SIGUSR2, lambda *_: (print('CAUGHT', flush=True)))"
+
+
+def test_signals_come_through_in_their_order() -> None:
+    reading, writing = open_channel()
+    control = open_control(reading)
+    assert control.read_signals() == []
+    write_signal(writing, signal.SIGUSR2)
+    write_signal(writing, signal.SIGTERM)
+    assert control.read_signals() == [signal.SIGUSR2, signal.SIGTERM]
+    write_word(writing, LOST)
+    assert control.read_signals() == [] and control.lost_at is not None
+    os.close(writing)
+    assert control.read_signals() == [signal.SIGTERM], "the head is gone"
+    assert control.read_signals() == [] and control.descriptors == ()
+    os.close(reading)
+
+
+def test_a_word_in_two_pieces_and_words_of_a_later_version() -> None:
+    reading, writing = os.pipe()
+    control = open_control(reading)
+    os.write(writing, b"HELLO\nDANCE now\nSIGU")
+    assert control.read_signals() == []
+    os.write(writing, b"SR1\n\xff\n")
+    assert control.read_signals() == [signal.SIGUSR1]
+    os.close(writing)
+    os.close(reading)
+
+
+def test_without_a_greeting_the_end_says_nothing() -> None:
+    control = open_control(os.open(os.devnull, os.O_RDONLY))
+    assert control.read_signals() == [] and control.descriptors == ()
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "reached"),
+    [
+        (signal.SIGTERM, signal.SIGTERM, True),
+        (signal.SIGTERM, signal.SIGKILL, False),
+        (signal.SIGINT, signal.SIGTERM, False),
+        (signal.SIGINT, signal.SIGINT, False),
+        (signal.SIGHUP, signal.SIGTERM, True),
+    ],
+)
+def test_what_slurm_and_the_head_both_send_is_one_stage(first: int, then: int, reached: bool) -> None:
+    stop = Stop.begin(first, 1.0)
+    assert stop.next_stage() == first
+    assert stop.has_reached(then) is reached
+
+
+def test_a_signal_is_for_those_that_catch_it() -> None:
+    agent = f"""
+import os, subprocess, sys
+for rank, text in enumerate({[SLEEPER.format(CATCHER), SLEEPER.format("")]!r}):
+    env = dict(os.environ, RANK=str(rank + 4), LOCAL_RANK=str(rank), TORCHELASTIC_RESTART_COUNT="2")
+    subprocess.Popen([sys.executable, "-c", text], env=env)
+subprocess.Popen(["sleep", "60"])
+sys.stdin.read()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", agent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout
+    watch = Watch()
+    try:
+        assert [process.stdout.readline() for _ in range(2)] == ["UP\n"] * 2
+        ranks = list_ranks(process.pid, first_attempt=10)
+        found = sorted((rank.rank, rank.local_rank, rank.attempt) for rank in ranks)
+        assert found == [(4, 0, 12), (5, 1, 12)], "its other child is none"
+        watch.add_ranks(ranks)
+        assert watch.signal_catchers(signal.SIGUSR2) == (1, 1)
+        assert process.stdout.readline() == "CAUGHT\n"
+        watch.poll((), 0.1)
+        assert len(watch.alive) == 2, "the one that does not catch it lives on"
+    finally:
+        for rank in watch.processes():
+            os.kill(rank.pid, signal.SIGKILL)
+        wait_for(lambda: not watch.poll((), 0) and len(watch.deaths) == 2, "their ends")
+        watch.close()
+        for child in list_children_of(process.pid):
+            os.kill(child, signal.SIGKILL)
+        process.communicate("")
+
+
+def list_children_of(pid: int) -> list[int]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(word) for word in file.read().split()]
+
+
+def test_a_process_that_is_gone_catches_nothing() -> None:
+    done = subprocess.Popen(["true"])
+    done.wait()
+    assert not catches(done.pid, signal.SIGTERM)
+    assert list_ranks(done.pid, 0) == []
