@@ -4,6 +4,7 @@ import contextlib
 import queue
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,8 @@ class Viewer:
     """No message will follow."""
     shows_job: bool = True
     """Begin with what was chosen and with the placement; of several nodes, one does."""
+    hold: float = 0
+    """Seconds in which the console's import waits for something to show: it takes CPU time from the agent's."""
     steps: Sequence[Progress] = ()
     """The first and the last logging step that rank 0 has printed."""
 
@@ -60,6 +63,7 @@ class Viewer:
 
     def show_job(self) -> None:
         """Show what is new until there is no more; the console's import is hidden by torch's in the agent."""
+        self.await_news()
         console = self.open_console()
         while not self.ending.wait(TICK):
             self.show_lines(console, final=False)
@@ -71,6 +75,13 @@ class Viewer:
         self.shown.set()
         self.closing.wait()
         self.show_messages(console)
+
+    def await_news(self) -> None:
+        """Wait until a rank has started, there is a message, the end has come, or it has been long enough."""
+        deadline = time.monotonic() + self.hold
+        while time.monotonic() < deadline and not self.follower.offsets and self.messages.empty():
+            if self.ending.wait(TICK):
+                return
 
     def show_lines(self, console: "JobConsole", *, final: bool) -> None:
         """Show what the ranks have printed since the last call."""
@@ -176,7 +187,9 @@ def describe_job(job: Job, run: RunDir, own_files: Sequence[str]) -> list[str]:
     """Say what was chosen and why."""
     count = len(job.plan.ranks)
     first = f", the first of {job.cluster.max_nodes} nodes" if job.cluster.kind in MANAGED else ""
-    ranks = f"{count} rank{'s' if count > 1 else ''} on {job.host}{first if job.cluster.max_nodes > 1 else ''}"
+    ranks = (
+        f"{count} rank{'s' if count > 1 else ''} on {job.host}{first if job.cluster.max_nodes > 1 else ''}"
+    )
     lines = [f"{ranks} (cluster={job.cluster.kind}: {job.cluster.why}), run directory {run.path}"]
     if job.cluster.max_nodes > 1:
         lines.append(f"the ranks start when {job.cluster.min_nodes} nodes have met at {job.cluster.endpoint}")

@@ -13,12 +13,15 @@ usage: launch [KEY=VALUE ...] [-- PROGRAM ARGUMENT ...]
        launch status|logs|cancel [RUN ...] [KEY=VALUE ...]
 
 Starts distributed PyTorch training with every rank where it belongs: on the cores and memory next to its
-GPU, with thread counts and DataLoader workers to match. torchrun does the rest; your program is not changed.
+GPU, with thread counts and DataLoader workers to match: here, in a SLURM allocation, or through SLURM's
+queue. torchrun does the rest; your program is not changed.
 
   launch                                       train the bundled tiny model here
   launch nproc_per_node=2 -- train.py --lr 3e-4    your own script, with its own arguments
   launch -- -m package.train                   a module; or any executable
   launch +model=gpt2 program.steps=1000        the bundled program with another model
+  launch nodes=4 -- train.py                   four nodes through SLURM; in a job script, nodes of that job
+  launch nodes=4 cluster.partition=gpu cluster.time=12:00:00 follow=true -- train.py
   launch plan format=json                      where the ranks would run, and why
 
 verbs
@@ -31,13 +34,17 @@ verbs
 
 keys (all of them: launch --cfg job)
   nproc_per_node  ranks on each node: a number, or auto (the visible GPUs, else one for each NUMA node)
-  nodes           1, or min:max with cluster=manual
+  nodes           a number, min:max for an elastic job, or auto: all of the allocation's, else 1
+  cluster.X       SLURM's options by SLURM's names: partition, account, qos, time, mem, constraint, …;
+                  cluster.additional.X is any other, cluster.requeue.X how often a job is requeued for what
+  agent           torchrun, or srun: each rank a SLURM task
+  follow=true     stay with a submitted job: queue, output, exit code; Ctrl-C asks whether to cancel it
   name, runs_dir  the run directory is RUNS_DIR/NAME/ID; run_dir=DIR goes on with an earlier one
   env.NAME=VALUE  a variable for the program
   devices         all: every rank sees the job's GPUs; own: each its own
   logs.console    rank0, all or none: whose output is shown (the run directory keeps all of it)
   torchrun.X      torchrun's own options, such as torchrun.max_restarts=3
-  dry_run=true    show the plan and torchrun's command, start nothing
+  dry_run=true    show the plan and the command or the submission script, start nothing
 """
 PLAN = """\
 usage: launch plan [KEY=VALUE ...]
@@ -116,7 +123,8 @@ def print_help(verb: str) -> int:
     lines += ["", "flags", *list_flags()]
     lines += [
         "",
-        "exit codes: the program's own, 128+n for a signal; 2 wrong command line, 3 not possible here",
+        "exit codes: the program's own, 128+n for a signal; 2 wrong command line, 3 not possible here,",
+        "            4 refused by SLURM",
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0

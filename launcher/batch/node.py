@@ -28,6 +28,8 @@ from launcher.runs.rundir import RunDir, write_json
 
 AGENT_LINES = 2000
 """Last lines of the agent's log that are searched for its report."""
+HOLD = 5.0
+"""Seconds after which the plan is shown in any case, while torch is imported or the nodes wait for each other."""
 RESTARTS = 3
 """Of an elastic job, where nobody says: the loss of a node takes one at every node that remains."""
 
@@ -57,7 +59,7 @@ def run_agent(job: Job, run: RunDir, place: Place, started: float) -> int:
     command = render_agent(job, f"{run.id}-{place.step}-{place.attempt}")
     log = run.agent_log(place.host)
     log_begin = measure_file(log)
-    viewer = Viewer(job, run, (), Follower(run, is_new=True), shows_job=place.node_rank == 0)
+    viewer = Viewer(job, run, (), Follower(run, is_new=True), shows_job=place.node_rank == 0, hold=HOLD)
     companion = Companion(job, run, place, viewer, started)
     grace = job.config.torchrun.shutdown_timeout
     supervisor = Supervisor(companion, len(job.plan.ranks), grace, control=open_control(0))

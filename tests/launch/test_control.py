@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from launcher.launch.control import LOST, open_channel, open_control, write_signal, write_word
-from launcher.launch.processes import Watch, catches, list_ranks
+from launcher.launch.processes import Watch, catches, list_children, list_ranks
 from launcher.launch.signals import Stop
 from tests.launch.support import wait_for
 
@@ -92,14 +92,9 @@ sys.stdin.read()
             os.kill(rank.pid, signal.SIGKILL)
         wait_for(lambda: not watch.poll((), 0) and len(watch.deaths) == 2, "their ends")
         watch.close()
-        for child in list_children_of(process.pid):
+        for child in list_children(process.pid):
             os.kill(child, signal.SIGKILL)
         process.communicate("")
-
-
-def list_children_of(pid: int) -> list[int]:
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(word) for word in file.read().split()]
 
 
 def test_a_process_that_is_gone_catches_nothing() -> None:

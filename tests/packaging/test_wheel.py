@@ -126,7 +126,7 @@ def find_sandbox(scripts: Path) -> Path:
 
 
 def test_the_sandbox_is_a_command_of_the_package(scripts: Path, tmp_path: Path) -> None:
-    command = [find_sandbox(scripts), "--folder", tmp_path, "status"]
+    command: list[str | Path] = [find_sandbox(scripts), "--folder", tmp_path, "status"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"sandbox: error: there is no cluster in {tmp_path}: ")
@@ -136,7 +136,7 @@ def test_the_sandbox_is_a_command_of_the_package(scripts: Path, tmp_path: Path) 
 def test_the_packaged_sandbox_starts_and_stops(scripts: Path) -> None:
     demand_programs("--no-accounting")
     with tempfile.TemporaryDirectory(prefix="sb", dir="/tmp") as parent:
-        command = [find_sandbox(scripts), "--folder", Path(parent, "c")]
+        command: list[str | Path] = [find_sandbox(scripts), "--folder", Path(parent, "c")]
         for words in (["up", "--nodes=1", "--no-accounting"], ["status"], ["kill", "n0"], ["down"]):
             done = subprocess.run([*command, *words], cwd=parent, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr

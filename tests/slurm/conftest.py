@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,3 +142,34 @@ def accounted() -> Iterator[Sandbox]:
     demand_programs()
     with start_sandbox("--accounting") as cluster:
         yield cluster
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose path is short enough for a cluster, and which has none yet."""
+    with tempfile.TemporaryDirectory(prefix="sb", dir="/tmp") as parent:
+        folder = Path(parent, "c")
+        yield folder
+        if folder.exists():
+            ask_command("--folder", folder, "down", "--now")
+
+
+def wait_for(check: Callable[[], object], what: str, timeout: float = 60) -> None:
+    """Poll until a condition holds."""
+    end = time.monotonic() + timeout
+    while not check():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
+def find_pids(folder: Path) -> list[int]:
+    """Processes whose command line or environment names a folder, but for this one's own."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
+        except OSError:
+            continue
+        if bytes(folder) in text:
+            found.append(int(path.name))
+    return found

@@ -1,20 +1,13 @@
 """The sandbox cluster, through its command line."""
 
-import json
 import os
 import signal
 import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import clean_environ
-
-from .conftest import COMMAND, Sandbox, ask_command, demand_programs, start_sandbox
+from .conftest import Sandbox, ask_command, demand_programs, find_pids, start_sandbox, wait_for
 
 pytestmark = pytest.mark.slurm
 STUBBORN = """
@@ -23,36 +16,6 @@ trap "" TERM
 echo $$ > {folder}/batch
 while true; do sleep 1; done
 """
-
-
-@pytest.fixture
-def short() -> Iterator[Path]:
-    """A folder whose path is short enough for a cluster, and which has none yet."""
-    with tempfile.TemporaryDirectory(prefix="sb", dir="/tmp") as parent:
-        folder = Path(parent, "c")
-        yield folder
-        if folder.exists():
-            ask_command("--folder", folder, "down", "--now")
-
-
-def wait_for(check: Callable[[], object], what: str, timeout: float = 60) -> None:
-    end = time.monotonic() + timeout
-    while not check():
-        assert time.monotonic() < end, what
-        time.sleep(0.05)
-
-
-def find_pids(folder: Path) -> list[int]:
-    """Processes whose command line or environment names a folder, except for this one's own children."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
-        except OSError:
-            continue
-        if bytes(folder) in text:
-            found.append(int(path.name))
-    return found
 
 
 def is_alive(pid: int) -> bool:
@@ -181,84 +144,3 @@ def test_down_leaves_nothing(short: Path, sandbox: Sandbox, tmp_path: Path) -> N
     assert f"# sandbox {short}\n" not in hosts.read_text()
     assert f"# sandbox {sandbox.folder}\n" in hosts.read_text() or not os.access(hosts, os.W_OK)
     sandbox.run("sinfo")
-
-
-@pytest.mark.parametrize("moment", ["log/mariadb.log", "log/slurmctld.log"])
-def test_an_interrupted_up_leaves_nothing(moment: str, short: Path) -> None:
-    demand_programs()
-    command: list[str | Path] = [sys.executable, COMMAND, "--folder", short, "up"]
-    process = subprocess.Popen(command, env=clean_environ(), stderr=subprocess.PIPE, text=True)
-    wait_for((short / moment).exists, f"{moment} does not appear")
-    process.terminate()
-    said = process.communicate(timeout=60)[1]
-    assert process.returncode == 143, said
-    assert "Traceback" not in said
-    assert not short.exists()
-    assert not find_pids(short)
-    assert f"# sandbox {short}\n" not in Path("/etc/hosts").read_text()
-
-
-def test_an_up_that_fails_says_why_and_leaves_nothing(short: Path, tmp_path: Path) -> None:
-    demand_programs("--no-accounting")
-    fake = tmp_path / "slurmctld"
-    fake.write_text("#!/bin/sh\necho no luck >&2\nexit 7\n")
-    fake.chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    done = ask_command("--folder", short, "up", "--no-accounting", env={"PATH": path})
-    assert done.returncode == 1
-    assert f"sandbox: error: slurmctld -f {short}/slurm.conf failed with 7: no luck\n" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not short.exists()
-    assert not find_pids(short)
-
-
-def test_a_cluster_is_there_once_dies_and_goes(short: Path) -> None:
-    demand_programs("--no-accounting")
-    command = ("--folder", short)
-    assert ask_command(*command, "up", "--nodes", "1", "--no-accounting").returncode == 0
-    done = ask_command(*command, "up")
-    assert (done.returncode, done.stderr) == (
-        1, f"sandbox: error: there is a cluster in {short} already: slurm/sandbox --folder {short} down\n",
-    )  # fmt: skip
-    for pid in find_pids(short):
-        os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not find_pids(short), "the daemons do not die")
-    for verb in ("up", "status"):
-        done = ask_command(*command, verb)
-        assert (done.returncode, "has died" in done.stderr) == (1, True), done
-    assert ask_command(*command, "down").returncode == 0
-    for verb in ("down", "status", "env", "ps", "restart-controller"):
-        done = ask_command(*command, verb)
-        expected = f"sandbox: error: there is no cluster in {short}: slurm/sandbox --folder {short} up\n"
-        assert (done.returncode, done.stderr, done.stdout) == (1, expected, "")
-
-
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (("kill", "n9"), "there is no 'n9' here: one of n0, n1, n2, n3, slurmctld"),
-        (("kill", "slurmdbd"), "there is no 'slurmdbd' here"),
-        (("start", "n1"), "n1 is running: slurm/sandbox kill n1"),
-        (("start", "slurmctld"), "slurmctld is running"),
-    ],
-    ids=" ".join,
-)
-def test_what_is_not_there_cannot_be_killed(words: tuple[str, ...], part: str, sandbox: Sandbox) -> None:
-    done = ask_command("--folder", sandbox.folder, *words)
-    assert done.returncode == 1
-    assert done.stderr.startswith("sandbox: error: ")
-    assert part in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-def test_another_users_folder_is_not_taken_down(short: Path) -> None:
-    """Someone else can make a folder under /tmp first; what it says is not to be believed."""
-    if os.geteuid():
-        pytest.skip("only root can make a folder that is another user's")
-    short.mkdir()
-    (short / "cluster.json").write_text(json.dumps({"folder": "/etc", "ports": []}))
-    os.chown(short, 65534, 65534)
-    for verb in ("up", "down", "status"):
-        done = ask_command("--folder", short, verb)
-        assert (done.returncode, "is not yours, but user 65534's" in done.stderr) == (1, True), done
-    assert (short / "cluster.json").exists()

@@ -43,6 +43,7 @@ def test_each_cluster_has_its_own_line(before: str, hosts: ModuleType, tmp_path:
     assert "127.0.0.1 n0 n1 # sandbox /tmp/s\n127.0.0.1 n0 n1 # sandbox /tmp/s2\n" in file.read_text()
     hosts.drop_names(first)
     assert "/tmp/s\n" not in file.read_text()
+    assert "127.0.0.1 n0 n1 # sandbox /tmp/s2\n" in file.read_text()
     hosts.drop_names(second)
     assert file.read_text().rstrip("\n") == before.rstrip("\n")
 
