@@ -14,9 +14,9 @@ from launcher.job import Job
 from launcher.launch.processes import RankProcess
 from launcher.runs.applied import Applied, AppliedReader
 from launcher.runs.logs import Follower
-from launcher.runs.manifest import describe_sources
 from launcher.runs.progress import Progress
 from launcher.runs.rundir import RunDir
+from launcher.runs.sources import describe_sources
 
 if TYPE_CHECKING:
     from launcher.report.console import JobConsole
@@ -48,7 +48,7 @@ class Viewer:
     shows_job: bool = True
     """Begin with what was chosen and with the placement; of several nodes, one does."""
     hold: float = 0
-    """Seconds in which the console's import waits for something to show: it takes CPU time from the agent's."""
+    """Seconds that the console's import waits for something to show: it slows down the agent's."""
     steps: Sequence[Progress] = ()
     """The first and the last logging step that rank 0 has printed."""
 

@@ -14,6 +14,7 @@ from launcher.conclude import conclude_job
 from launcher.config import dump_yaml
 from launcher.errors import EXIT_MACHINE, MachineError
 from launcher.job import Draft, Job, build_environ, open_target, render_agent
+from launcher.launch.agent import start_agent
 from launcher.launch.supervise import Supervisor
 from launcher.plan.codec import plan_to_json
 from launcher.runs.logs import measure_file, read_tail
@@ -38,7 +39,8 @@ def execute_job(draft: Draft, job: Job, argv: Sequence[str], own_files: Sequence
     log_begin, started = measure_file(log), time.monotonic()
     supervisor = Supervisor(attendant, len(job.plan.ranks), job.config.torchrun.shutdown_timeout)
     try:
-        outcome = supervisor.run(command, build_environ(job, run), log)
+        environ = build_environ(job.config, job.cluster, job.environ, run, job.host)
+        outcome = supervisor.run(lambda: start_agent(command, environ, log), log)
     except OSError as error:
         manifest["outcome"] = {"state": "failed", "exit_code": EXIT_MACHINE, "reason": str(error)}
         with contextlib.suppress(OSError):

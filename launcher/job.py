@@ -271,26 +271,27 @@ def render_agent(job: Job, rdzv_id: str) -> tuple[str, ...]:
     return render_torchrun(sys.executable, options, shim, find_program(job.words, config, environ))
 
 
-def may_restart(job: Job) -> bool:
+def may_restart(config: LaunchConfig, cluster: Cluster, environ: Mapping[str, str]) -> bool:
     """Tell whether torchrun may start the ranks anew, after a failure or with other nodes."""
-    restarts = job.config.torchrun.max_restarts or job.environ.get("PET_MAX_RESTARTS", "0")
-    return str(restarts) != "0" or job.cluster.min_nodes < job.cluster.max_nodes
+    restarts = config.torchrun.max_restarts or environ.get("PET_MAX_RESTARTS", "0")
+    return str(restarts) != "0" or cluster.min_nodes < cluster.max_nodes
 
 
-def build_environ(job: Job, run: RunDir) -> dict[str, str]:
+def build_environ(
+    config: LaunchConfig, cluster: Cluster, environ: Mapping[str, str], run: RunDir, host: str
+) -> dict[str, str]:
     """Return the agent's environment: the user's, and where the shim finds the plan and the run directory."""
-    config = job.config
     # The stages of a stop are ours: the agent must not come to its SIGKILL before.
     patience = config.torchrun.shutdown_timeout + int(TERM_GRACE + 2 * KILL_GRACE)
-    inherited = {name: value for name, value in job.environ.items() if name not in PET_DECIDED}
+    inherited = {name: value for name, value in environ.items() if name not in PET_DECIDED}
     return {
         "PYTHONUNBUFFERED": "1",
-        **({FRESH_STORE: "1"} if may_restart(job) else {}),
+        **({FRESH_STORE: "1"} if may_restart(config, cluster, environ) else {}),
         **inherited,
         **config.env,
         **({"LAUNCH_STRICT": "1"} if config.binding.strict else {}),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(patience),
-        "LAUNCH_PLAN": str(run.plan_path(job.host)),
+        "LAUNCH_PLAN": str(run.plan_path(host)),
         "LAUNCH_RUN_DIR": str(run.path),
         "LAUNCH_ATTEMPT": str(run.first_attempt),
     }

@@ -16,7 +16,14 @@ from launcher.batch.judge import Sight, choose_status, judge_end, judge_trail, l
 from launcher.batch.lastwords import describe_outcome, say, tell_attempt, tell_end, tell_failure
 from launcher.batch.request import JobRequest
 from launcher.errors import LaunchError, SchedulerError
-from launcher.launch.slurm.ownjob import QUICK, exclude_nodes, ignore_stops, name_job, requeue_job
+from launcher.launch.slurm.ownjob import (
+    QUICK,
+    count_restarts,
+    exclude_nodes,
+    ignore_stops,
+    name_job,
+    requeue_job,
+)
 from launcher.launch.slurm.requeue import Verdict
 from launcher.runs.advance import Advance, measure_advance
 from launcher.runs.manifest import stamp_time
@@ -75,8 +82,7 @@ class Attempt:
     @property
     def restarts(self) -> int:
         """How often the job had been requeued when this attempt began."""
-        count = self.environ.get("SLURM_RESTART_COUNT", "")
-        return int(count) if count.isdecimal() else 0
+        return count_restarts(self.environ)
 
     @property
     def trail(self) -> tuple[Manifest, ...]:

@@ -12,6 +12,7 @@ from launcher.attend import PATIENCE, Viewer
 from launcher.batch.place import Place
 from launcher.conclude import Ending, quote_agent, tail_rank
 from launcher.job import Job
+from launcher.launch.control import Control
 from launcher.launch.failure import Failure
 from launcher.launch.processes import RankProcess, list_ranks
 from launcher.launch.signals import name_signal
@@ -28,6 +29,7 @@ class Companion:
     run: RunDir
     place: Place
     viewer: Viewer
+    control: Control
     started: float
     """Seconds since the epoch."""
     ranks: dict[int, RankProcess] = field(default_factory=dict)
@@ -94,7 +96,13 @@ class Companion:
     def write_record(
         self, state: str, status: int, number: int | None, said: str, failure: NodeFailure | None
     ) -> None:
-        """Write this node's record; raises OSError."""
+        """Write this node's record; raises OSError.
+
+        Not so once this task is cut off from the job: with the daemon behind it gone, the node is lost to the
+        job, which a record would hide.
+        """
+        if self.control.is_cut:
+            return
         newest = max((process.attempt for process in self.ranks.values()), default=self.place.attempt)
         record = NodeRecord(
             self.place.host,

@@ -1,6 +1,5 @@
 """One job that is followed: what its manifest and SLURM say of it, what is new, and when it has ended."""
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,11 +9,8 @@ from pathlib import Path
 from launcher.batch.polling import Answer
 from launcher.launch.slurm.queue import ENDED, JobState
 from launcher.launch.slurm.waiting import Place, describe_wait
-from launcher.runs.nodes import DAMAGE
-from launcher.runs.rundir import RunDir
+from launcher.runs.manifest import CLOSED, read_job, read_manifest, take_dict
 
-FINAL = ("succeeded", "failed", "stopped")
-"""States of a manifest after which no attempt follows."""
 PATIENCE = 5.0
 """Seconds that a network filesystem has to show what was written, and SLURM to notice an end."""
 SILENT = ("COMPLETING", "STAGE_OUT", "SIGNALING", "REQUEUED")
@@ -73,13 +69,13 @@ class FollowedJob:
     def read_manifest(self) -> bool:
         """Read how the run stands, and tell whether that is news."""
         before = self.outcome.get("state")
-        self.outcome = read_outcome(RunDir(self.run_path), self.job_id) or self.outcome
+        self.outcome = read_outcome(self.run_path, self.job_id) or self.outcome
         return self.outcome.get("state") != before
 
     @property
     def is_final(self) -> bool:
         """Whether the manifest tells the end."""
-        return self.outcome.get("state") in FINAL
+        return self.outcome.get("state") in CLOSED
 
     @property
     def is_over(self) -> bool:
@@ -141,11 +137,7 @@ def read_code(value: object, default: int) -> int:
     return value if isinstance(value, int) else default
 
 
-def read_outcome(run: RunDir, job_id: str) -> Mapping[str, object]:
+def read_outcome(run_path: Path, job_id: str) -> Mapping[str, object]:
     """Return the outcome that a manifest tells of a job; empty where it tells none."""
-    try:
-        manifest = json.loads(run.manifest_path.read_text(encoding="utf-8"))
-        own = manifest["slurm"]["job_id"] == job_id
-        return dict(manifest["outcome"]) if own else {}
-    except DAMAGE:
-        return {}
+    manifest = read_manifest(run_path)
+    return take_dict(manifest, "outcome") if read_job(manifest) == job_id else {}

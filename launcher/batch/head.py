@@ -10,18 +10,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from launcher.batch.attempts import Attempt, StepEnd, begin_attempt, end_attempt
+from launcher.batch.history import complain
 from launcher.batch.overseer import Overseer
 from launcher.batch.request import JobRequest, read_request
 from launcher.batch.steps import collect_nodes, describe_step, start_nodes
 from launcher.errors import EXIT_SCHEDULER, LaunchError, MachineError
 from launcher.launch.processes import adopt_orphans, end_leftovers
-from launcher.launch.signals import KILL_GRACE, STOPPING, catch_signals
+from launcher.launch.signals import KILL_GRACE, STOPPING, catch_signals, name_signal
 from launcher.launch.slurm.hostlist import expand_hosts
 from launcher.launch.slurm.notations import parse_signal
 from launcher.launch.slurm.rendezvous import PORT_TAKEN, TRIALS, pick_port, read_local_ports
-from launcher.runs.manifest import describe_sources
 from launcher.runs.nodes import NodeRecord, node_path, read_nodes
 from launcher.runs.rundir import RunDir, open_run_dir
+from launcher.runs.sources import describe_sources
 
 BEGUN = re.compile(r"\btasks? \d|Node failure|slurmstepd|Job step aborted|io error")
 """What srun says of a step that has begun."""
@@ -74,9 +75,7 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
         try:
             end = run_steps(attempt, overseer, salt)
         except OSError as error:
-            reason = (
-                f"srun cannot be run ({error.strerror}): load SLURM's module, as cluster.setup can"
-            )
+            reason = f"srun cannot be run ({error.strerror}): load SLURM's module, as cluster.setup can"
             end = refuse_step(overseer, reason, EXIT_SCHEDULER)
         except LaunchError as error:
             end = refuse_step(overseer, str(error), error.exit_code)
@@ -99,6 +98,8 @@ def run_steps(attempt: Attempt, overseer: Overseer, salt: int) -> StepEnd:
             overseer.wait(RETRY)
         if overseer.signals or not (taken or away):
             break
+        if taken:
+            complain(f"port {port} of {attempt.hosts[0]} was taken: the step starts again, with another one")
     return end
 
 
@@ -155,13 +156,18 @@ def describe_end(
     """Return the account of a step. Where no task ever ran, no node was lost: SLURM refused the step."""
     said, heard = tuple(said), {record.host for record in records}
     missing = tuple(host for host in attempt.hosts if host not in heard)
-    if code and not records and not overseer.signals and not any(map(BEGUN.search, said)):
+    begun = any(map(BEGUN.search, said))
+    if not records and not overseer.signals and (code < 0 or (code and not begun)):
         records, missing = [record_refusal(attempt, code, said)], ()
     return StepEnd(code, tuple(records), missing, tuple(overseer.signals), overseer.checkpointed, said)
 
 
 def record_refusal(attempt: Attempt, code: int, said: Sequence[str]) -> NodeRecord:
-    """Return a record that says why there is no step, in srun's words."""
+    """Return a record that says why there is no step, in srun's words; or what ended srun, and so the step."""
+    if code < 0:
+        return make_refusal(
+            attempt, f"srun was ended by {name_signal(-code)}, and the step by that", 128 - code
+        )
     words = [line.removeprefix("srun: ").removeprefix("error: ") for line in said]
     reason = f"srun did not start the step (code {code}): {'; '.join(words[-3:]) or 'it printed nothing'}"
     return make_refusal(attempt, reason, EXIT_SCHEDULER)

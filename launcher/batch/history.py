@@ -2,15 +2,21 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from launcher.batch.request import JobRequest
 from launcher.errors import SchedulerError
 from launcher.launch.slurm.ownjob import ask_boots, ask_last_end, ask_nodes, is_down, name_job
 from launcher.runs.advance import Advance, measure_advance
-from launcher.runs.find import read_manifest
-from launcher.runs.manifest import describe_start, stamp_time, write_manifest
+from launcher.runs.manifest import (
+    describe_start,
+    read_manifest,
+    read_time,
+    stamp_time,
+    take_dict,
+    take_earlier,
+    write_manifest,
+)
 from launcher.runs.rundir import RunDir
 
 Manifest = dict[str, Any]
@@ -29,9 +35,9 @@ def renew_manifest(
     A submission that never ran is no attempt, nor is what `launch` has written of this very start in an
     allocation (where the job is not `owned`).
     """
-    found: Manifest = dict(read_manifest(run.path)) or describe_start(run, request.command, request.choices)
+    found: Manifest = read_manifest(run.path) or describe_start(run, request.command, request.choices)
     state, slurm = take_dict(found, "outcome").get("state"), take_dict(found, "slurm")
-    earlier = take_list(found, "earlier")
+    earlier = take_earlier(found)
     job_id = name_job(environ)
     if owned and state == "running" and slurm.get("job_id") == job_id:
         found["outcome"] = explain_silence(found, run, environ)
@@ -59,7 +65,7 @@ def explain_silence(found: Manifest, run: RunDir, environ: Mapping[str, str]) ->
     and what is left is a preemption.
     """
     outcome, hosts = take_dict(found, "outcome"), [str(host) for host in found.get("hosts") or ()]
-    lost = find_lost(hosts, read_stamp(found.get("started")), environ)
+    lost = find_lost(hosts, read_time(found.get("started")), environ)
     word = ask_last_end(name_job(environ), environ)
     cause = outcome.get("cause") or ENDS.get(word) or ("preempted" if word or not lost else "node_failure")
     advance = measure_advance(RunDir(run.path, found.get("attempt") or 0))
@@ -76,28 +82,20 @@ def explain_silence(found: Manifest, run: RunDir, environ: Mapping[str, str]) ->
     }
 
 
-def find_lost(hosts: Sequence[str], since: float, environ: Mapping[str, str]) -> list[str]:
+def find_lost(hosts: Sequence[str], since: float | None, environ: Mapping[str, str]) -> list[str]:
     """Return the nodes that are down, or were booted since; none where SLURM does not answer."""
     try:
         down = {host for host, state in ask_nodes(hosts, environ).items() if is_down(state)}
-        booted = {host for host, boot in ask_boots(hosts, environ).items() if boot > since}
+        booted = {host for host, boot in ask_boots(hosts, environ).items() if since and boot > since}
     except SchedulerError:
         return []
     return [host for host in hosts if host in down | booted]
 
 
-def read_stamp(text: object) -> float:
-    """Read a manifest's time, in seconds since the epoch; infinite where there is none."""
-    try:
-        return datetime.fromisoformat(str(text)).timestamp()
-    except ValueError:
-        return float("inf")
-
-
 def follow_trail(manifest: Manifest, job_id: str) -> tuple[Manifest, ...]:
     """Return the attempts that led to a manifest's last one by requeues of the same job, oldest first."""
     trail: list[Manifest] = []
-    for entry in reversed(take_list(manifest, "earlier")):
+    for entry in reversed(take_earlier(manifest)):
         requeued = take_dict(entry, "outcome").get("state") == "requeued"
         if not requeued or take_dict(entry, "slurm").get("job_id") != job_id:
             break
@@ -107,7 +105,7 @@ def follow_trail(manifest: Manifest, job_id: str) -> tuple[Manifest, ...]:
 
 def count_unrecorded(manifest: Manifest, job_id: str, restarts: int) -> int:
     """Count the attempts of the job between the last one that a manifest tells of and its own."""
-    earlier = [take_dict(entry, "slurm") for entry in take_list(manifest, "earlier")]
+    earlier = [take_dict(entry, "slurm") for entry in take_earlier(manifest)]
     known = [slurm.get("restarts") for slurm in earlier if slurm.get("job_id") == job_id]
     return max(restarts - 1 - max((number for number in known if isinstance(number, int)), default=-1), 0)
 
@@ -145,15 +143,3 @@ def complain(text: str) -> None:
         sys.stderr.flush()
     except OSError:
         return
-
-
-def take_list(mapping: Mapping[str, Any], key: str) -> list[Manifest]:
-    """Take a list of mappings from a manifest; empty where there is none."""
-    value = mapping.get(key)
-    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
-
-
-def take_dict(mapping: Mapping[str, Any], key: str) -> Manifest:
-    """Return a nested mapping; empty where there is none."""
-    value = mapping.get(key)
-    return value if isinstance(value, dict) else {}

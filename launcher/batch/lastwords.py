@@ -11,6 +11,8 @@ from launcher.runs.nodes import NodeFailure, NodeRecord
 from launcher.runs.rundir import RunDir
 from launcher.wording import tell_first
 
+MOST = 3
+"""Sentences of the manifest's reason."""
 HINTS = {"Killed": ", probably out of memory"}
 say = complain
 """Lines of ours go to stderr, which is the job's log."""
@@ -31,7 +33,7 @@ def describe_outcome(sight: Sight, verdict: Verdict, run: RunDir, status: int) -
     end, first = sight.end, sight.first
     stops = [number for number, _ in end.signals if number in STOPPING] if end else [signal.SIGTERM]
     requeued = name_state(sight, verdict) == "requeued"
-    reason = "; ".join([*tell_lost(sight), verdict.why])
+    reason = "; ".join([*tell_reasons(sight), verdict.why])
     return {
         "state": name_state(sight, verdict),
         "cause": sight.cause if requeued else verdict.cause,
@@ -71,12 +73,24 @@ def tell_attempt(sight: Sight, verdict: Verdict) -> str:
 def tell_failure(sight: Sight) -> list[str]:
     """Say which nodes were lost, or which rank failed first, with the end of its log."""
     lost = tell_lost(sight)
-    if lost or sight.cause != "crash" or sight.end is None:
-        return lost
-    if sight.first:
+    if sight.first and not lost:
         record, failure = sight.first
         where = f"rank {failure.rank} on {record.host} (local rank {failure.local_rank})"
         return tell_first(where, failure.reason, failure.log, failure.lines)
+    return lost or tell_agents(sight)
+
+
+def tell_reasons(sight: Sight) -> list[str]:
+    """Say the same for the manifest, which has the first failure by itself: of many nodes' words, the first."""
+    said = tell_lost(sight) or tell_agents(sight)
+    more = f" (and {len(said) - MOST} more)" if len(said) > MOST else ""
+    return [*said[: MOST - 1], said[MOST - 1] + more] if more else said
+
+
+def tell_agents(sight: Sight) -> list[str]:
+    """Say what was in the way where the attempt failed, but no rank did: what the nodes' agents said."""
+    if sight.cause != "crash" or sight.end is None or sight.first:
+        return []
     said = [f"{record.host}: {record.agent_said}" for record in sight.end.records if record.agent_said]
     if sight.end.missing:
         said.append(f"no record came from {', '.join(sight.end.missing)}: is the disk full?")

@@ -1,7 +1,6 @@
 """A run directory filled for submission, and emptied again where the job is refused."""
 
 import contextlib
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,14 +11,13 @@ from launcher.errors import UsageError
 from launcher.execute import prepare_run, refuse_run
 from launcher.job import Draft, name_run
 from launcher.launch.slurm.queue import ENDED, ask_queue
-from launcher.runs.manifest import write_manifest
+from launcher.runs.manifest import OPEN, read_job, read_manifest, take_dict, write_manifest
 from launcher.runs.rundir import RunDir, write_private
 from launcher.runs.secrets import mask_words
 
 SCRIPT = "submission.sh"
 KEPT = ("config.yaml", "manifest.json", FILE, SCRIPT)
 """What a submission writes."""
-ALIVE = ("submitted", "running", "requeued")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +51,8 @@ class Staged:
                 (shutil.rmtree if folder == self.run.path else Path.rmdir)(folder)
 
     def note_job(self, job_id: str) -> None:
-        """Add the job's number to the manifest, unless the job has done so already; raises OSError."""
-        found = json.loads(self.run.manifest_path.read_text(encoding="utf-8"))
+        """Add the job's number to the manifest, unless the job has done so; raises OSError or KeyError."""
+        found = read_manifest(self.run.path)
         if found["outcome"]["state"] == "submitted":
             write_manifest(self.run, {**found, "slurm": {"job_id": job_id}})
 
@@ -110,13 +108,11 @@ def read_text(path: Path) -> str | None:
 
 def refuse_busy(path: Path) -> None:
     """Raise UsageError for a run directory whose job has not ended: two jobs would write into it."""
-    try:
-        found = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        job_id = str(found["slurm"]["job_id"])
-        alive = found["outcome"]["state"] in ALIVE
-    except (OSError, ValueError, KeyError, TypeError):
+    found = read_manifest(path)
+    job_id = read_job(found)
+    if job_id is None or take_dict(found, "outcome").get("state") not in OPEN:
         return
-    state = ask_queue([job_id]).get(job_id) if alive else None
+    state = ask_queue([job_id]).get(job_id)
     if state and state.state not in ENDED:
         raise UsageError(
             f"run_dir={path} belongs to job {job_id}, which is {state.state}: wait for its end, or"

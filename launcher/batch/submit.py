@@ -19,8 +19,8 @@ from launcher.job import Draft
 from launcher.launch.slurm.inherited import clean_environ
 from launcher.launch.slurm.refusal import explain_refusal
 from launcher.launch.slurm.script import render_script
-from launcher.runs.manifest import describe_sources
 from launcher.runs.rundir import write_private
+from launcher.runs.sources import describe_sources
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - to warn of
 ISOLATED = ("-I", "-P")
@@ -170,7 +170,7 @@ def note_jobs(staged: Sequence[Staged], job_id: str) -> dict[str, Staged]:
     for number, each in jobs.items():
         try:
             each.note_job(number)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, KeyError) as error:
             say(f"warning: {each.run.manifest_path} does not tell the job's number {number} ({error})")
     return jobs
 

@@ -1,8 +1,11 @@
 """torchrun's agent as a process: how it is started, and what its log tells at once."""
 
+import contextlib
+import json
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.launch.processes import prepare_agent
@@ -10,6 +13,44 @@ from launcher.launch.signals import FORWARDED
 
 HEARD = b"death signal"
 """What torchelastic's agent says of a signal that it got (torch/distributed/elastic/agent/server/api.py)."""
+
+PRELOAD = (
+    "import json, os, sys; pipe = os.fdopen(int(sys.argv[1])); import torch.distributed.run as torchrun; "
+    "words = pipe.read() or sys.exit(1); pipe.close(); sys.argv[:] = json.loads(words); torchrun.main()"
+)
+"""An agent that imports torch, takes over a second for that, and is told what to do while it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyAgent:
+    """An agent on its way, which waits for its command line."""
+
+    process: "subprocess.Popen[bytes]"
+    pipe: int
+
+    def begin(self, command: Sequence[str]) -> "subprocess.Popen[bytes]":
+        """Tell it its command line, that of `render_torchrun`; one that has ended already is returned too."""
+        words = command[command.index("-m") + 1 :]
+        with contextlib.suppress(BrokenPipeError), os.fdopen(self.pipe, "w") as pipe:
+            json.dump(words, pipe)
+        return self.process
+
+
+def preload_agent(python: str, environ: Mapping[str, str], log: Path) -> EarlyAgent:
+    """Start an agent of a step before its node is planned; it ends with this process.
+
+    The plan and what it takes are hidden by torch's import so; the environment is the agent's from its start.
+    """
+    reading, writing = os.pipe()
+    try:
+        # The last word is for those who look at the processes.
+        command = (python, "-P", "-c", PRELOAD, str(reading), f"torchrun for {log.parents[1]}")
+        return EarlyAgent(open_agent(command, environ, log, subprocess.DEVNULL, (reading,)), writing)
+    except OSError:
+        os.close(writing)
+        raise
+    finally:
+        os.close(reading)
 
 
 def has_heard(log: Path, begin: int) -> bool:
@@ -22,13 +63,18 @@ def has_heard(log: Path, begin: int) -> bool:
         return False
 
 
-def start_agent(
-    command: Sequence[str], environ: Mapping[str, str], log: Path, *, in_step: bool = False
+def start_agent(command: Sequence[str], environ: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes]":
+    """Start the agent with the user's stdin; raises OSError."""
+    return open_agent(command, environ, log, None, ())
+
+
+def open_agent(
+    command: Sequence[str], environ: Mapping[str, str], log: Path, stdin: int | None, files: Sequence[int]
 ) -> "subprocess.Popen[bytes]":
     """Start the agent in a session of its own, so that a terminal's Ctrl-C reaches `launch` alone.
 
     SLURM sends a step's signals to every process in it: the agent would die of those for the ranks. There,
-    stdin brings what the head says, which is not for the agent.
+    stdin brings what the head says, which is not for the agent. `files` stay open.
     """
     parent = os.getpid()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -36,9 +82,10 @@ def start_agent(
         return subprocess.Popen(
             command,
             env=dict(environ),
-            stdin=subprocess.DEVNULL if in_step else None,
+            stdin=stdin,
             stdout=descriptor,
             stderr=descriptor,
+            pass_fds=files,
             start_new_session=True,
             preexec_fn=lambda: prepare_agent(parent, FORWARDED),  # noqa: PLW1509 - there is one thread
         )

@@ -32,6 +32,11 @@ class Control:
         """What to poll."""
         return () if self.descriptor is None else (self.descriptor,)
 
+    @property
+    def is_cut(self) -> bool:
+        """Tell whether there was a head, or srun's daemon on this node, and it is gone."""
+        return self.greeted and self.descriptor is None
+
     def read_signals(self) -> list[int]:
         """Return the signals that the head asks for; SIGTERM where the head is gone."""
         if self.descriptor is None:

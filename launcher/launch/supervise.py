@@ -4,12 +4,12 @@ import math
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from launcher.launch.agent import has_heard, start_agent
+from launcher.launch.agent import has_heard
 from launcher.launch.control import Control
 from launcher.launch.processes import (
     Death,
@@ -106,12 +106,12 @@ class Supervisor:
     """The agent's."""
     log_begin: int = 0
 
-    def run(self, command: Sequence[str], environ: Mapping[str, str], log: Path) -> Outcome:
-        """Run the agent to its end; raises OSError where it cannot be started."""
+    def run(self, start: Callable[[], "subprocess.Popen[bytes]"], log: Path) -> Outcome:
+        """Run the agent, which `start` starts, to its end; raises OSError where it cannot be started."""
         adopt_orphans()
         self.log, self.log_begin = log, log.stat().st_size if log.exists() else 0
         with catch_signals() as inbox:
-            agent = start_agent(command, environ, log, in_step=self.control is not None)
+            agent = start()
             try:
                 self.observer.begin()
                 self.attend(agent, inbox)

@@ -17,14 +17,15 @@ def render_torchrun(
 ) -> tuple[str, ...]:
     """Return the agent's command: torchrun's options, then the shim, then the program's words as they are.
 
-    An option that is None is left out, so that torchrun takes it from `PET_*` or its own default.
+    An option that is None is left out, so that torchrun takes it from `PET_*` or its own default. As with
+    the `torchrun` script, a `json.py` in the working directory is not what the agent imports (-P).
     """
     rendered = [
         f"--{name.replace('_', '-')}={render_value(value)}"
         for name, value in options.items()
         if value is not None and value != {}
     ]
-    return (python, "-m", MODULE, *rendered, "--no-python", *shim, *program)
+    return (python, "-P", "-m", MODULE, *rendered, "--no-python", *shim, *program)
 
 
 def render_value(value: object) -> str:

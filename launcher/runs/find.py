@@ -1,17 +1,17 @@
 """Finds runs below `runs_dir`: the newest, or those that a name, a path or the number of a job means."""
 
 import difflib
-import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
 
+from launcher.runs.manifest import JOB, read_job, read_manifest
+
 STAMP = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
 """A run's ID as `create_run_dir` makes it."""
-JOB = re.compile(r"\d+(?:_\d+)?")
 MOST_NEAR = 200
 """Runs whose names are compared with one that is not found."""
 
@@ -117,22 +117,6 @@ def find_jobs(runs_dir: Path, number: str) -> tuple[Path, ...]:
             found.setdefault(job_id, path.absolute())
     members = sorted(found, key=lambda job_id: int(job_id.partition("_")[2]))
     return tuple(found[job_id] for job_id in members)
-
-
-def read_manifest(path: Path) -> Mapping[str, object]:
-    """Read a run's manifest; empty where it cannot be read."""
-    try:
-        found = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def read_job(manifest: Mapping[str, object]) -> str | None:
-    """Return the number of the SLURM job that a manifest names; None where there is none."""
-    slurm = manifest.get("slurm")
-    job_id = str(slurm.get("job_id")) if isinstance(slurm, dict) else ""
-    return job_id if JOB.fullmatch(job_id) else None
 
 
 def explain_missing(runs_dir: Path, text: str) -> str:

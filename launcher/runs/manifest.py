@@ -1,16 +1,21 @@
 """`manifest.json`: what was run, from which sources, where and when, and how it ended."""
 
 import json
-import subprocess
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from launcher.runs.rundir import RunDir, write_json
 from launcher.runs.secrets import mask_words
 
-PACKAGES = ("launch", "torch", "numpy", "hydra-core", "nvidia-ml-py")
-"""Packages whose versions are recorded."""
+OPEN = ("submitted", "running", "requeued")
+"""States of an outcome after which more is to come."""
+CLOSED = ("succeeded", "failed", "stopped")
+"""States after which no attempt follows."""
+JOB = re.compile(r"\d+(?:_\d+)?")
+"""A job of SLURM's: `12`, `12_3`."""
 
 
 def describe_start(run: RunDir, command: Sequence[str], choices: Mapping[str, str]) -> dict[str, object]:
@@ -29,39 +34,49 @@ def describe_start(run: RunDir, command: Sequence[str], choices: Mapping[str, st
     }
 
 
-def describe_sources(directory: Path) -> dict[str, object]:
-    """Return the git commit, whether the work tree is dirty, and package versions."""
-    commit = ask_git(directory, "rev-parse", "HEAD")
-    dirty = ask_git(directory, "status", "--porcelain", "--untracked-files=no")
-    return {
-        "git": {"commit": commit, "dirty": None if dirty is None else bool(dirty)},
-        "packages": {name: found for name in PACKAGES if (found := find_version(name))},
-    }
-
-
-def ask_git(directory: Path, *arguments: str) -> str | None:
-    """Return git's answer; None outside a work tree, without git, or after 5 seconds."""
-    command = ["git", "-C", str(directory), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
-    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def find_version(package: str) -> str | None:
-    """Return an installed package's version."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def stamp_time() -> str:
     """Return the time now in ISO 8601, with the zone."""
     return datetime.now().astimezone().isoformat(timespec="milliseconds")
+
+
+def read_time(text: object) -> float | None:
+    """Return a time of a manifest's, or of SLURM's, in seconds since the epoch; None where it is none."""
+    try:
+        return datetime.fromisoformat(str(text)).timestamp()
+    except ValueError:
+        return None
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read the manifest of a run directory; empty where it cannot be read."""
+    try:
+        found = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_job(manifest: Mapping[str, object]) -> str | None:
+    """Return the number of the SLURM job that a manifest names; None where there is none."""
+    job_id = str(take_dict(manifest, "slurm").get("job_id"))
+    return job_id if JOB.fullmatch(job_id) else None
+
+
+def take_dict(mapping: Mapping[str, object], key: str) -> dict[str, Any]:
+    """Return a dictionary in a manifest; empty where there is none."""
+    found = mapping.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def take_list(mapping: Mapping[str, object], key: str) -> list[object]:
+    """Return a list in a manifest; empty where there is none."""
+    found = mapping.get(key)
+    return found if isinstance(found, list) else []
+
+
+def take_earlier(manifest: Mapping[str, object]) -> list[dict[str, Any]]:
+    """Return the attempts before a manifest's last one, oldest first."""
+    return [entry for entry in take_list(manifest, "earlier") if isinstance(entry, dict)]
 
 
 def read_earlier(path: Path) -> list[object]:

@@ -3,11 +3,19 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
 
-from launcher.runs.find import name_run, read_job, read_manifest
+from launcher.runs.find import name_run
 from launcher.runs.latest import find_latest, list_attempts
+from launcher.runs.manifest import (
+    CLOSED,
+    read_job,
+    read_manifest,
+    read_time,
+    take_dict,
+    take_earlier,
+    take_list,
+)
 from launcher.runs.process import check_process
 
 LIVE = ("queued", "running")
@@ -16,9 +24,7 @@ STATES = {
     "submitted": "queued",
     "requeued": "queued",
     "running": "running",
-    "succeeded": "succeeded",
-    "failed": "failed",
-    "stopped": "stopped",
+    **dict(zip(CLOSED, CLOSED, strict=True)),
 }
 """The manifest's states, and those that are shown."""
 CAUSES = {
@@ -114,7 +120,7 @@ def read_status(path: Path) -> RunStatus:
         attempts=read_attempts(manifest),
         process=take_dict(manifest, "process"),
     )
-    times = (read_time(str(manifest.get("submitted"))), *(read_time(one.started) for one in status.attempts))
+    times = (read_time(manifest.get("submitted")), *(read_time(one.started) for one in status.attempts))
     since = min((time for time in (*times, read_time(status.started)) if time is not None), default=None)
     reason = explain_outcome(outcome) if status.state != "unknown" else "its manifest.json cannot be read"
     return check_local(replace(status, reason=reason, seconds=measure_time(status), known_since=since))
@@ -147,9 +153,8 @@ def explain_outcome(outcome: Mapping[str, object]) -> str:
 
 def read_attempts(manifest: Mapping[str, object]) -> tuple[AttemptStatus, ...]:
     """Return a manifest's starts; a submission that never ran is none."""
-    earlier = [entry for entry in take_list(manifest, "earlier") if isinstance(entry, dict)]
     found = []
-    for entry in (*earlier, manifest):
+    for entry in (*take_earlier(manifest), manifest):
         outcome = take_dict(entry, "outcome")
         state, cause = (str(outcome.get(key) or "") for key in ("state", "cause"))
         if state and state != "submitted":
@@ -166,29 +171,9 @@ def measure_time(status: RunStatus) -> float | None:
     return None if start is None or end is None else max(0.0, end - start)
 
 
-def read_time(text: str) -> float | None:
-    """Return a time of a manifest's, or of SLURM's, in seconds since the epoch; None where it is none."""
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        return None
-
-
 def add_progress(status: RunStatus) -> RunStatus:
     """Add what rank 0 has printed last: its step, and its last line."""
     step, last = find_latest(Path(status.path))
     if step is None:
         return replace(status, last_line=last)
     return replace(status, step=step.step, total=step.total, last_line=last)
-
-
-def take_dict(mapping: Mapping[str, object], key: str) -> Mapping[str, object]:
-    """Return a dictionary in a manifest; empty where there is none."""
-    found = mapping.get(key)
-    return found if isinstance(found, dict) else {}
-
-
-def take_list(mapping: Mapping[str, object], key: str) -> list[object]:
-    """Return a list in a manifest; empty where there is none."""
-    found = mapping.get(key)
-    return found if isinstance(found, list) else []

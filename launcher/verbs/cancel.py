@@ -14,8 +14,7 @@ from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.launch.slurm.command import run_slurm
 from launcher.launch.slurm.queue import ENDED, ask_queue
 from launcher.report.summary import describe_time
-from launcher.runs.find import read_manifest
-from launcher.runs.manifest import stamp_time, write_manifest
+from launcher.runs.manifest import OPEN, read_manifest, stamp_time, take_dict, write_manifest
 from launcher.runs.process import check_process, open_process
 from launcher.runs.rundir import RunDir
 from launcher.runs.status import RunStatus
@@ -126,10 +125,8 @@ def list_living(job_ids: Sequence[str]) -> list[str]:
 def record_end(run: RunStatus) -> None:
     """Write that a run was cancelled, where its job has not done so: one that never began, or was killed."""
     path = Path(run.path)
-    manifest = dict(read_manifest(path))
-    outcome = manifest.get("outcome")
-    state = outcome.get("state") if isinstance(outcome, dict) else None
-    if state not in ("submitted", "running", "requeued"):
+    manifest = read_manifest(path)
+    if take_dict(manifest, "outcome").get("state") not in OPEN:
         return
     manifest["ended"] = stamp_time()
     words = {"cause": "cancelled", "reason": "cancelled", "exit_code": 128 + signal.SIGTERM}

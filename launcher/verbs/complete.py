@@ -6,7 +6,8 @@ from pathlib import Path
 
 from launcher.errors import UsageError
 from launcher.flags import parse_flags
-from launcher.runs.find import list_runs, name_run, read_job, read_manifest
+from launcher.runs.find import list_runs, name_run
+from launcher.runs.manifest import read_job, read_manifest, take_dict
 from launcher.runs.status import LIVE, STATES
 from launcher.schema import LaunchConfig
 from launcher.sources import find_shipped
@@ -35,8 +36,7 @@ def complete_names(verb: str, before: Sequence[str], last: str) -> list[str]:
     names, jobs = [], []
     for path in islice(list_runs(runs_dir), MOST):
         manifest = read_manifest(path)
-        outcome = manifest.get("outcome")
-        state = STATES.get(str(outcome.get("state")) if isinstance(outcome, dict) else "")
+        state = STATES.get(str(take_dict(manifest, "outcome").get("state")))
         if verb != "cancel" or state in LIVE:
             names.append(name_run(path))
             jobs.append(read_job(manifest))

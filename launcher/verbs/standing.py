@@ -6,7 +6,8 @@ from pathlib import Path
 
 from launcher.errors import SchedulerError
 from launcher.launch.slurm.queue import ENDED, JobState, ask_queue
-from launcher.runs.status import RunStatus, mark_lost, read_status, read_time
+from launcher.runs.manifest import read_time
+from launcher.runs.status import RunStatus, mark_lost, read_status
 
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 """SLURM's states of a job that is to start, or to start again."""

@@ -341,6 +341,7 @@ def test_torchruns_command_line() -> None:
     }
     assert render_torchrun("py", options, ("shim",), ("prog", "a b", "--x", "", "é\n")) == (
         "py",
+        "-P",
         "-m",
         "torch.distributed.run",
         "--nnodes=1:1",

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.runs.manifest import describe_sources, describe_start, stamp_time
+from launcher.runs.manifest import describe_start, stamp_time
 from launcher.runs.rundir import RunDir
+from launcher.runs.sources import describe_sources
 from tests.conftest import Result, run_outside
 
 SECRET = "hunter2-hunter2"

@@ -34,6 +34,23 @@ tell() { # tell STATE CODE [CAUSE]
 }
 tell running null
 """
+SMALL = (
+    "nodes=2",
+    "nproc_per_node=1",
+    "agent=srun",
+    "cluster.gpus_per_node=0",
+    "cluster.cpus_per_task=1",
+    "follow=true",
+)
+MEET = """
+import os, pathlib, time
+print("rank", os.environ["RANK"], flush=True)
+pathlib.Path("met-" + os.environ["RANK"]).touch()
+while not all(pathlib.Path(name).exists() for name in ("met-0", "met-1")):
+    time.sleep(0.05)
+os._exit({code})
+"""
+"""No rank ends before both have printed: the first that fails ends the others."""
 TIMEOUT = 60
 
 
@@ -339,15 +356,7 @@ def test_several_jobs_have_a_line_for_each_change(desk: Desk) -> None:
 
 @pytest.mark.parametrize("code", [0, 3, 137])
 def test_launch_follows_what_it_submits(desk: Desk, code: int) -> None:
-    program = f"import os; print('rank', os.environ['RANK'], flush=True); os._exit({code})"
-    words = (
-        "nodes=2",
-        "nproc_per_node=1",
-        "cluster.gpus_per_node=0",
-        "cluster.cpus_per_task=1",
-        "agent=srun",
-    )
-    words = (*words, "follow=true", "logs.console=all", "--", sys.executable, "-c", program)
+    words = (*SMALL, "logs.console=all", "--", sys.executable, "-c", MEET.format(code=code))
     done = desk.sandbox.launch(*words, cwd=desk.folder)
     assert done.code == code, done
     for rank in (0, 1):
@@ -359,15 +368,7 @@ def test_launch_follows_what_it_submits(desk: Desk, code: int) -> None:
 
 
 def test_launch_follows_a_sweep(desk: Desk) -> None:
-    words = (
-        "-m",
-        "nodes=2",
-        "nproc_per_node=1",
-        "agent=srun",
-        "cluster.gpus_per_node=0",
-        "cluster.cpus_per_task=1",
-    )
-    words = (*words, "follow=true", "env.CODE=0,6", "--", "sh", "-c", "exit $CODE")
+    words = ("-m", *SMALL, "env.CODE=0,6", "--", "sh", "-c", "exit $CODE")
     done = desk.sandbox.launch(*words, cwd=desk.folder)
     assert done.code == 6, done
     runs = sorted((desk.folder / "runs").glob("*/*"), key=lambda path: (len(path.name), path.name))

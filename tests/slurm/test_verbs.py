@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launcher.runs.find import read_manifest
+from launcher.runs.manifest import read_manifest
 from tests.conftest import LAUNCH, Result
 from tests.launch.support import wait_for, write_program
 from tests.slurm.conftest import Sandbox

@@ -6,6 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from launcher.errors import SchedulerError
 
+FORMATS = ("SQUEUE_", "SACCT_", "SINFO_", "SLURM_TIME_FORMAT")
+"""Beginnings of the variables by which people choose what these commands show, which is read here."""
+FIXED = {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}
+"""Numbers and times look the same everywhere, and those of an array's members are shown in full."""
 PATIENCE = 60.0
 """Seconds that a command has; slurmctld itself gives up on a request after less (MessageTimeout)."""
 
@@ -15,12 +19,14 @@ def run_slurm(
 ) -> str:
     """Run one of SLURM's commands and return what it prints; raises SchedulerError with its complaint.
 
-    LC_ALL is C, so that numbers and times look the same everywhere.
+    How it shows things is by its words alone, whatever the user's variables say.
     """
+    given = os.environ if environ is None else environ
+    own = {name: value for name, value in given.items() if not name.startswith(FORMATS)}
     try:
         done = subprocess.run(
             words,
-            env={**(os.environ if environ is None else environ), "LC_ALL": "C"},
+            env={**own, **FIXED},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

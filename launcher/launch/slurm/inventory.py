@@ -63,10 +63,9 @@ class Inventory:
 
 
 def ask_sinfo(environ: Mapping[str, str], clusters: str | None) -> Inventory:
-    """Ask for all partitions; raises SchedulerError. SINFO_PARTITION would hide some."""
-    kept = {name: value for name, value in environ.items() if not name.startswith("SINFO_")}
+    """Ask for all partitions; raises SchedulerError."""
     words = ["sinfo", "--all", "--exact", "--noheader", f"--format={'|'.join(FIELDS)}"]
-    return parse_sinfo(run_slurm([*words, f"--clusters={clusters}"] if clusters else words, kept))
+    return parse_sinfo(run_slurm([*words, f"--clusters={clusters}"] if clusters else words, environ))
 
 
 def parse_sinfo(text: str) -> Inventory:

@@ -9,7 +9,7 @@ from datetime import datetime
 
 from launcher.errors import SchedulerError
 from launcher.launch.slurm.command import run_slurm
-from launcher.launch.slurm.queue import FORMATS, split_rows
+from launcher.launch.slurm.queue import split_rows
 from launcher.launch.slurm.requeue import JobWord
 
 QUICK = 4.0
@@ -33,12 +33,6 @@ def name_job(environ: Mapping[str, str]) -> str:
     return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID", "")
 
 
-def clean_formats(environ: Mapping[str, str]) -> dict[str, str]:
-    """Drop the variables that change what SLURM's commands show."""
-    hidden = (*FORMATS, "SINFO_", "SLURM_BITSTR_LEN")
-    return {name: value for name, value in environ.items() if not name.startswith(hidden)}
-
-
 def ask_job(job_id: str, environ: Mapping[str, str], patience: float = QUICK) -> JobWord:
     """Ask how the job stands; raises SchedulerError."""
     columns = ",".join(f"{name}:|" for name in FIELDS.split(","))
@@ -51,7 +45,7 @@ def ask_job(job_id: str, environ: Mapping[str, str], patience: float = QUICK) ->
         f"--jobs={job_id}",
         f"--Format={columns}",
     ]
-    text = run_slurm(words, clean_formats(environ), patience=patience)
+    text = run_slurm(words, environ, patience=patience)
     for state, restarts, end, preempted, reason in split_rows(text, len(FIELDS.split(","))):
         count = int(restarts) if restarts.isdecimal() else 0
         return JobWord(state, reason, count, read_time(end), read_time(preempted) is not None)
@@ -71,14 +65,14 @@ def ask_nodes(hosts: Sequence[str], environ: Mapping[str, str], patience: float 
     if not hosts:
         return {}
     words = ["sinfo", "--noheader", "--Node", "--all", f"--nodes={','.join(hosts)}", "--format=%N|%T"]
-    text = run_slurm(words, clean_formats(environ), patience=patience)
+    text = run_slurm(words, environ, patience=patience)
     return dict(split_rows(text, 2))
 
 
 def ask_boots(hosts: Sequence[str], environ: Mapping[str, str]) -> dict[str, float]:
     """Return when nodes were booted, in seconds since the epoch; raises SchedulerError."""
     words = ["scontrol", "--oneliner", "show", "node", ",".join(hosts)]
-    text = run_slurm(words, clean_formats(environ), patience=QUICK) if hosts else ""
+    text = run_slurm(words, environ, patience=QUICK) if hosts else ""
     times = [(found[1], read_time(found[2])) for found in BOOT.finditer(text)]
     return {name: when for name, when in times if when is not None}
 
@@ -92,7 +86,7 @@ def ask_last_end(job_id: str, environ: Mapping[str, str]) -> str:
     """Return the state in which accounting has the job's attempt before this one; empty where it has none."""
     words = ["sacct", "--duplicates", "--parsable2", "--noheader", "--allocations", f"--jobs={job_id}"]
     with contextlib.suppress(SchedulerError):
-        text = run_slurm([*words, "--format=State,Start"], clean_formats(environ), patience=QUICK)
+        text = run_slurm([*words, "--format=State,Start"], environ, patience=QUICK)
         ended = [
             state.split()[0] for state, _ in split_rows(text, 2) if state and not state.startswith(("R", "P"))
         ]
@@ -118,15 +112,31 @@ def requeue_job(job_id: str, environ: Mapping[str, str], patience: float) -> Non
     end = time.monotonic() + patience
     while True:
         try:
-            run_slurm(["scontrol", "requeue", job_id], clean_formats(environ), patience=max(QUICK, patience))
+            run_slurm(["scontrol", "requeue", job_id], environ, patience=max(QUICK, patience))
         except SchedulerError as error:
             if "pending execution" in str(error):
                 return
-            if not AWAY.search(str(error)) or time.monotonic() > end:
+            if AWAY.search(str(error)) and time.monotonic() <= end:
+                time.sleep(RETRY)
+            elif is_requeued(job_id, environ):
+                return
+            else:
                 raise
-            time.sleep(RETRY)
         else:
             return
+
+
+def is_requeued(job_id: str, environ: Mapping[str, str]) -> bool:
+    """Tell whether SLURM has requeued the job since this start of it: by a request that got no answer, too."""
+    with contextlib.suppress(SchedulerError):
+        return ask_job(job_id, environ).restarts > count_restarts(environ)
+    return False
+
+
+def count_restarts(environ: Mapping[str, str]) -> int:
+    """Return how often the job had been requeued when this start of it began."""
+    count = environ.get("SLURM_RESTART_COUNT", "")
+    return int(count) if count.isdecimal() else 0
 
 
 def exclude_nodes(job_id: str, lost: Sequence[str], least: int, environ: Mapping[str, str]) -> str:
@@ -135,19 +145,18 @@ def exclude_nodes(job_id: str, lost: Sequence[str], least: int, environ: Mapping
     What the user excluded stays so. A node that the user named with --nodelist is not excluded, nor are
     more than leave the partition `least` nodes: SLURM would never start the job.
     """
-    clean = clean_formats(environ)
     words = ["squeue", "--noheader", "--array", "--all", "--states=all", f"--jobs={job_id}"]
     try:
-        row = next(split_rows(run_slurm([*words, "--format=%x|%n|%P"], clean, patience=QUICK), 3))
+        row = next(split_rows(run_slurm([*words, "--format=%x|%n|%P"], environ, patience=QUICK), 3))
         excluded, required, partition = row
-        named = list_nodes(required, partition, clean) if required else set()
-        before = list_nodes(excluded, partition, clean) if excluded else set()
+        named = list_nodes(required, partition, environ) if required else set()
+        before = list_nodes(excluded, partition, environ) if excluded else set()
         own = before - {*lost}
-        chosen = choose_excluded(lost, list_nodes("", partition, clean) - own, named, least)
+        chosen = choose_excluded(lost, list_nodes("", partition, environ) - own, named, least)
         if own | {*chosen} != before:
             names = ",".join(sorted(own | {*chosen}))
             run_slurm(
-                ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={names}"], clean, patience=QUICK
+                ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={names}"], environ, patience=QUICK
             )
     except (SchedulerError, StopIteration) as error:
         return f"{', '.join(lost)} not excluded ({error})"

@@ -1,9 +1,8 @@
 """What SLURM knows of jobs: from squeue, and from sacct for those that the controller has forgotten."""
 
 import contextlib
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from launcher.errors import SchedulerError
@@ -38,8 +37,6 @@ MOST = 1000
 """Jobs of one question: an argument can have 128 KiB."""
 UNKNOWN = ("", "N/A", "None", "Unknown", "None assigned", "(null)", "NONE")
 """How SLURM writes that there is no such thing."""
-FORMATS = ("SQUEUE_", "SACCT_", "SLURM_TIME_FORMAT")
-"""Variables by which people choose what these commands show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +70,23 @@ def ask_queue(job_ids: Sequence[str]) -> dict[str, JobState]:
     """
     wanted = list(dict.fromkeys(job_ids))
     found: dict[str, JobState] = {}
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(FORMATS)}
-    environ["SLURM_BITSTR_LEN"] = "0"  # the numbers of an array's members in full
     for at in range(0, len(wanted), MOST):
-        found |= ask_controller(wanted[at : at + MOST], environ)
+        found |= ask_controller(wanted[at : at + MOST])
     known = {*found, *(job_id.partition("_")[0] for job_id in found)}
     forgotten = [job_id for job_id in wanted if job_id not in known]
     for at in range(0, len(forgotten), MOST):
         # Where accounting is off or down, sacct fails, and there is no more to know.
         with contextlib.suppress(SchedulerError):
-            found |= ask_accounting(forgotten[at : at + MOST], environ)
+            found |= ask_accounting(forgotten[at : at + MOST])
     return found
 
 
-def ask_controller(job_ids: Sequence[str], environ: Mapping[str, str]) -> dict[str, JobState]:
+def ask_controller(job_ids: Sequence[str]) -> dict[str, JobState]:
     """Ask slurmctld, which forgets a job MinJobAge seconds after its end; raises SchedulerError."""
     fields = ",".join(SQUEUE).split(",")
     words = ["squeue", "--noheader", "--array", "--all", "--states=all", f"--jobs={','.join(job_ids)}"]
     try:
-        text = run_slurm([*words, "--Format=" + ",".join(f"{name}:|" for name in fields)], environ)
+        text = run_slurm([*words, "--Format=" + ",".join(f"{name}:|" for name in fields)])
     except SchedulerError as error:
         # Of one job that it does not know it says so; in a list it passes over such.
         if "Invalid job id" in str(error):
@@ -101,13 +96,13 @@ def ask_controller(job_ids: Sequence[str], environ: Mapping[str, str]) -> dict[s
     return {job.job_id: job for job in found}
 
 
-def ask_accounting(job_ids: Sequence[str], environ: Mapping[str, str]) -> dict[str, JobState]:
+def ask_accounting(job_ids: Sequence[str]) -> dict[str, JobState]:
     """Ask slurmdbd about jobs that the controller has forgotten; raises SchedulerError."""
     # Members that never began have one row together, which is not shown for the number of one of them.
     numbers = dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids)
     words = ["sacct", "--parsable2", "--noheader", "--allocations", f"--jobs={','.join(numbers)}"]
     fields = ",".join(SACCT).split(",")
-    text = run_slurm([*words, f"--format={','.join(fields)}"], environ)
+    text = run_slurm([*words, f"--format={','.join(fields)}"])
     rows = [read_sacct(row) for row in split_rows(text, len(fields))]
     # A member that ran has a row of its own, and is still counted in that of those that never did.
     rows.sort(key=lambda job: "[" not in job.job_id)

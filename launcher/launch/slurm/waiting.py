@@ -1,12 +1,11 @@
 """Why a job waits, in words, and how many are before it in the queue."""
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from launcher.launch.slurm.command import run_slurm
-from launcher.launch.slurm.queue import FORMATS, JobState
+from launcher.launch.slurm.queue import JobState
 
 REASONS = {
     "Priority": "jobs of higher priority go first",
@@ -98,9 +97,8 @@ def ask_place(job: JobState) -> Place | None:
     """
     if job.reason not in IN_LINE:
         return None
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(FORMATS)}
     words = ["squeue", "--noheader", "--states=PENDING", f"--partition={job.partition}", "--format=%i %Q"]
-    return find_place(run_slurm(words, environ).splitlines(), job.job_id)
+    return find_place(run_slurm(words).splitlines(), job.job_id)
 
 
 def find_place(lines: Iterable[str], job_id: str) -> Place | None:

@@ -1,0 +1,65 @@
+"""An agent that is started before its command line is known."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.launch.agent import EarlyAgent, preload_agent
+from tests.conftest import clean_environ
+
+TORCHRUN = """
+import json, os, sys
+def main():
+    files = sorted(map(int, os.listdir("/proc/self/fd")))
+    print(json.dumps([sys.argv, os.environ.get("OWN"), sys.stdin.read(), files]))
+"""
+
+
+def preload(folder: Path, torchrun: str = TORCHRUN) -> tuple[EarlyAgent, Path]:
+    """An agent with a torch of the test's own, which tells what it was started with."""
+    module = folder / "torch" / "distributed" / "run.py"
+    module.parent.mkdir(parents=True)
+    for package in (module.parent, module.parent.parent):
+        (package / "__init__.py").touch()
+    module.write_text(torchrun)
+    (folder / "logs").mkdir()
+    log = folder / "logs" / "agent-n0.log"
+    environ = {**clean_environ(), "PYTHONPATH": str(folder), "OWN": "1"}
+    return preload_agent(sys.executable, environ, log), log
+
+
+def test_it_gets_its_words_environment_and_nothing_else(tmp_path: Path) -> None:
+    agent, log = preload(tmp_path)
+    assert agent.process.poll() is None, "it waits for its words"
+    words = ["--nnodes=2:2", "--no-python", "pro gram", "-m", 'é $(x)\n"' + "long" * 50000]
+    process = agent.begin([sys.executable, "-m", "torch.distributed.run", *words])
+    assert process.wait(30) == 0, log.read_text()
+    argv, own, stdin, files = json.loads(log.read_text())
+    assert argv == ["torch.distributed.run", *words]
+    assert (own, stdin) == ("1", "")
+    assert files[:3] == [0, 1, 2] and len(files) == 4, "the listing's own, and no pipe"
+
+
+def test_it_ends_where_nobody_wants_it_any_more(tmp_path: Path) -> None:
+    agent, log = preload(tmp_path)
+    os.close(agent.pipe)
+    assert agent.process.wait(30) == 1
+    assert log.read_text() == ""
+
+
+def test_one_that_cannot_import_torch_tells_so_in_its_log(tmp_path: Path) -> None:
+    agent, log = preload(tmp_path, "raise ImportError('libcudart.so.12')")
+    assert agent.process.wait(30) == 1
+    assert agent.begin([sys.executable, "-m", "torch.distributed.run"]).returncode == 1
+    assert "ImportError: libcudart.so.12" in log.read_text()
+
+
+def test_one_that_cannot_be_started_leaves_no_descriptor(tmp_path: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(FileNotFoundError):
+        preload_agent("/no/such/python", {}, tmp_path / "logs" / "agent-n0.log")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
