@@ -54,8 +54,15 @@ def execute_job(draft: Draft, job: Job, argv: Sequence[str], own_files: Sequence
 
 
 def prepare_run(draft: Draft, argv: Sequence[str], hosts: Sequence[str]) -> tuple[RunDir, dict[str, object]]:
-    """Make the run directory with configuration and manifest; raises MachineError, leaving nothing."""
+    """Make the run directory with configuration and manifest.
+
+    Raises MachineError, leaving nothing, and UsageError or SchedulerError where another run may be at it.
+    """
     config = draft.config
+    if config.run_dir and draft.cluster.kind != "manual":  # nodes that are started by hand share one
+        from launcher.busy import refuse_busy
+
+        refuse_busy(Path(config.run_dir), submits=draft.cluster.kind == "slurm")
     run = None
     try:
         run = open_target(draft)

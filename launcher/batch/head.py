@@ -20,6 +20,7 @@ from launcher.launch.signals import KILL_GRACE, STOPPING, catch_signals, name_si
 from launcher.launch.slurm.hostlist import expand_hosts
 from launcher.launch.slurm.notations import parse_signal
 from launcher.launch.slurm.rendezvous import PORT_TAKEN, TRIALS, pick_port, read_local_ports
+from launcher.launch.torchrun import check_port_free
 from launcher.runs.nodes import NodeRecord, node_path, read_nodes
 from launcher.runs.rundir import RunDir, open_run_dir
 from launcher.runs.sources import describe_sources
@@ -90,6 +91,8 @@ def run_steps(attempt: Attempt, overseer: Overseer, salt: int) -> StepEnd:
     for trial in range(TRIALS):
         clear_records(attempt)
         port = pick_port(job + salt, attempt.run.first_attempt, trial, local)
+        if trial + 1 < TRIALS and is_first_host(attempt) and not is_free(port):
+            continue
         run = run_ranks if attempt.request.config.agent == "srun" else run_nodes
         end = run(attempt, overseer, f"{attempt.hosts[0]}:{port}")
         taken = any(record.exit_code == PORT_TAKEN and not record.failure for record in end.records)
@@ -98,9 +101,23 @@ def run_steps(attempt: Attempt, overseer: Overseer, salt: int) -> StepEnd:
             overseer.wait(RETRY)
         if overseer.signals or not (taken or away):
             break
-        if taken:
+        if taken and trial + 1 < TRIALS:
             complain(f"port {port} of {attempt.hosts[0]} was taken: the step starts again, with another one")
     return end
+
+
+def is_first_host(attempt: Attempt) -> bool:
+    """Tell whether this is the node that serves the rendezvous, rather than a login node with `salloc`."""
+    return attempt.hosts[0] == attempt.environ.get("SLURMD_NODENAME")
+
+
+def is_free(port: int) -> bool:
+    """Tell whether a port of this host can be served; the node itself looks again."""
+    try:
+        check_port_free(port)
+    except MachineError:
+        return False
+    return True
 
 
 def run_nodes(attempt: Attempt, overseer: Overseer, endpoint: str) -> StepEnd:
@@ -163,11 +180,9 @@ def describe_end(
 
 
 def record_refusal(attempt: Attempt, code: int, said: Sequence[str]) -> NodeRecord:
-    """Return a record that says why there is no step, in srun's words; or what ended srun, and so the step."""
+    """Return a record that says why there is no step, in srun's words, or what ended srun and its step."""
     if code < 0:
-        return make_refusal(
-            attempt, f"srun was ended by {name_signal(-code)}, and the step by that", 128 - code
-        )
+        return make_refusal(attempt, f"srun was ended by {name_signal(-code)}, and its step", 128 - code)
     words = [line.removeprefix("srun: ").removeprefix("error: ") for line in said]
     reason = f"srun did not start the step (code {code}): {'; '.join(words[-3:]) or 'it printed nothing'}"
     return make_refusal(attempt, reason, EXIT_SCHEDULER)

@@ -81,7 +81,7 @@ def tell_failure(sight: Sight) -> list[str]:
 
 
 def tell_reasons(sight: Sight) -> list[str]:
-    """Say the same for the manifest, which has the first failure by itself: of many nodes' words, the first."""
+    """Say the same for the manifest, which has the first failure elsewhere; of many nodes, the first ones."""
     said = tell_lost(sight) or tell_agents(sight)
     more = f" (and {len(said) - MOST} more)" if len(said) > MOST else ""
     return [*said[: MOST - 1], said[MOST - 1] + more] if more else said

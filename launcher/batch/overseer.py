@@ -14,6 +14,7 @@ from launcher.errors import SchedulerError
 from launcher.launch.signals import STOPPING, Inbox, Stop, name_signal
 from launcher.launch.slurm.notations import parse_signal
 from launcher.launch.slurm.ownjob import ask_job
+from launcher.launch.slurm.rendezvous import PORT_TAKEN
 from launcher.launch.slurm.requeue import plan_stop
 from launcher.runs.nodes import read_nodes
 
@@ -57,7 +58,8 @@ class Overseer:
         return self.attempt.request.config.torchrun.shutdown_timeout
 
     def watch(self, step: Step) -> None:
-        """Stay with a step to its end."""
+        """Stay with a step to its end; what an earlier one was stopped for, a port in use, is over."""
+        self.stop = self.failed_at = None
         poller = select.poll()
         poller.register(self.inbox.wakeup, select.POLLIN)
         pidfd = None
@@ -143,6 +145,8 @@ class Overseer:
         if request.min_nodes == request.max_nodes:
             return False
         records = read_nodes(run.path, run.first_attempt)
+        if any(record.exit_code == PORT_TAKEN and not record.failure for record in records):
+            return True
         if self.failed_at is None and any(record.state == "failed" for record in records):
             self.failed_at = time.monotonic()
         return self.failed_at is not None and time.monotonic() > self.failed_at + ELASTIC_GRACE

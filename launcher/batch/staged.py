@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.batch.request import FILE, JobRequest, write_request
-from launcher.errors import UsageError
 from launcher.execute import prepare_run, refuse_run
 from launcher.job import Draft, name_run
-from launcher.launch.slurm.queue import ENDED, ask_queue
-from launcher.runs.manifest import OPEN, read_job, read_manifest, take_dict, write_manifest
+from launcher.runs.manifest import read_manifest, write_manifest
 from launcher.runs.rundir import RunDir, write_private
 from launcher.runs.secrets import mask_words
 
@@ -64,8 +62,6 @@ def stage_run(draft: Draft, argv: Sequence[str], origin: Mapping[str, object]) -
     """
     given = draft.config.run_dir
     target = Path(given) if given else None
-    if target:
-        refuse_busy(target)
     above = Path(draft.config.runs_dir, name_run(draft)).absolute()
     missing = list_missing(target.absolute() if target else above)
     before = {name: read_text(target / name) if target else None for name in KEPT}
@@ -104,17 +100,3 @@ def read_text(path: Path) -> str | None:
         return path.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return None
-
-
-def refuse_busy(path: Path) -> None:
-    """Raise UsageError for a run directory whose job has not ended: two jobs would write into it."""
-    found = read_manifest(path)
-    job_id = read_job(found)
-    if job_id is None or take_dict(found, "outcome").get("state") not in OPEN:
-        return
-    state = ask_queue([job_id]).get(job_id)
-    if state and state.state not in ENDED:
-        raise UsageError(
-            f"run_dir={path} belongs to job {job_id}, which is {state.state}: wait for its end, or"
-            f" `launch cancel {job_id}`"
-        )

@@ -1,12 +1,20 @@
 """An attempt's manifest and verdict, where there is no SLURM to ask; tests/slurm has the same with one."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launcher.batch.attempts import Attempt, StepEnd, StoppedError, begin_attempt, end_attempt
+from launcher.batch.attempts import (
+    Attempt,
+    StepEnd,
+    StoppedError,
+    begin_attempt,
+    end_attempt,
+    settle_end,
+)
 from launcher.batch.history import count_unrecorded, follow_trail, judge_advance
 from launcher.batch.judge import find_first, find_told, look_at
 from launcher.batch.request import JobRequest
@@ -422,3 +430,41 @@ def test_an_exclusion_leaves_enough_nodes(
     lost: list[str], nodes: set[str], named: set[str], least: int, chosen: list[str]
 ) -> None:
     assert choose_excluded(lost, nodes, named, least) == chosen
+
+
+def write_fake(folder: Path, name: str, text: str) -> None:
+    """A command of SLURM's that a real one cannot be made to act like at will."""
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize(("restarts", "state"), [(1, "requeued"), (0, "failed")])
+def test_a_requeue_whose_answer_was_lost(tmp_path: Path, restarts: int, state: str) -> None:
+    """A busy slurmctld does it, and answers to the next try alone, with a complaint."""
+    write_fake(tmp_path, "scontrol", "echo 'Unexpected message received for job 7' >&2; exit 1")
+    write_fake(tmp_path, "squeue", f"echo 'COMPLETING|{restarts}|N/A|N/A|None|'")
+    run = tmp_path / "run"
+    submit_run(run)
+    attempt = begin(run, make_request(crash=1), PATH=str(tmp_path))
+    # What SLURM says is asked for before the requeue too, where a node left no record.
+    sight = look_at(attempt, end(record("n0", "failed", 7, fail(0, 1.0, 7)), record("n1", "stopped", 143)))
+    settle_end(attempt, replace(sight, kill=""), 0)
+    assert read(run)["outcome"]["state"] == state
+
+
+def test_the_manifest_tells_what_was_in_the_way_where_no_rank_failed(tmp_path: Path) -> None:
+    submit_run(tmp_path)
+    attempt = begin(tmp_path)
+    end_attempt(attempt, end(*(record(host, "failed", 3, said="no such file") for host in HOSTS)))
+    outcome = read(tmp_path)["outcome"]
+    assert outcome["reason"].startswith(
+        "n0: no such file; n1: no such file; the program failed: not requeued"
+    )
+    assert outcome["first_failure"] is None
+
+
+def test_of_many_nodes_words_the_manifest_has_the_first(tmp_path: Path) -> None:
+    submit_run(tmp_path)
+    attempt = begin(tmp_path)
+    end_attempt(attempt, end(*(record(f"n{n}", "failed", 3, said="full") for n in range(500))))
+    assert "n0: full; n1: full; n2: full (and 497 more); the program" in read(tmp_path)["outcome"]["reason"]

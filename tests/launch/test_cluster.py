@@ -369,7 +369,7 @@ def test_torchrun_itself_reads_that_command_line() -> None:
     }
     command = render_torchrun("py", options, ("shim", "-I"), ("prog", "--nnodes", "--", "-x"))
     parse: Callable[[list[str]], Any] = parse_args
-    parsed = parse(list(command[3:]))
+    parsed = parse(list(command[4:]))
     assert (parsed.nnodes, parsed.nproc_per_node, parsed.rdzv_conf, parsed.max_restarts) == (
         "1:1",
         "2",

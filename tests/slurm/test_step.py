@@ -272,7 +272,8 @@ def test_two_at_once_in_one_job(sandbox: Sandbox, tmp_path: Path) -> None:
     assert len(runs) == 2 and len(met) == 2
 
 
-def test_a_port_that_is_taken_is_no_failure(sandbox: Sandbox, tmp_path: Path) -> None:
+@pytest.mark.parametrize("nodes", ["2", "1:2"])
+def test_a_port_that_is_taken_is_no_failure(sandbox: Sandbox, tmp_path: Path, nodes: str) -> None:
     (tmp_path / "serve.py").write_text(
         "import os, socket, subprocess, sys, zlib\n"
         "from launcher.launch.slurm.rendezvous import pick_port, read_local_ports\n"
@@ -281,10 +282,13 @@ def test_a_port_that_is_taken_is_no_failure(sandbox: Sandbox, tmp_path: Path) ->
         "with socket.create_server(('', port)):\n"
         "    sys.exit(subprocess.run(sys.argv[1:]).returncode)\n"
     )
-    words = [LAUNCH[0], "serve.py", *LAUNCH, "run_dir=run", "nproc_per_node=1", "--", write(tmp_path, SHOW)]
+    # Longer than the grace of what ended the first step: that must not come over the second one.
+    program = write(tmp_path, f"import time\ntime.sleep(4)\n{SHOW}")
+    settings = [f"nodes={nodes}", "run_dir=run", "nproc_per_node=1", "torchrun.shutdown_timeout=1"]
+    words = [LAUNCH[0], "serve.py", *LAUNCH, *settings, "--", program]
     done = finish(allocate(sandbox, tmp_path, shlex.join(words), "--nodes=2"))
     assert done.code == 0, done
-    assert "code 199" in done.err, "the first candidate was taken"
+    assert "was taken: the step starts again" in done.err
     manifest = json.loads((tmp_path / "run/manifest.json").read_text())
     assert (manifest["earlier"], manifest["outcome"]["attempts"]) == ([], 1)
 

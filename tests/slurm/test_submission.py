@@ -212,6 +212,8 @@ def test_a_refused_run_that_was_to_go_on_is_as_it_was(sandbox: Sandbox, tmp_path
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     busy = sandbox.launch("run_dir=my/run", *HELD, cwd=tmp_path)
     busy.assert_error(2, f"belongs to job {job_id}, which is PENDING", f"launch cancel {job_id}")
+    here = sandbox.launch("run_dir=my/run", "cluster=local", "--", "true", cwd=tmp_path)
+    here.assert_error(2, f"belongs to job {job_id}, which is PENDING", f"launch cancel {job_id}")
     sandbox.run("scancel", job_id)
     refused = sandbox.launch("run_dir=my/run", "cluster.partition=nope", *HELD, cwd=tmp_path)
     assert (refused.code, refused.out) == (4, ""), refused

@@ -127,7 +127,7 @@ def requeue_job(job_id: str, environ: Mapping[str, str], patience: float) -> Non
 
 
 def is_requeued(job_id: str, environ: Mapping[str, str]) -> bool:
-    """Tell whether SLURM has requeued the job since this start of it: by a request that got no answer, too."""
+    """Tell whether SLURM has requeued the job since this start: by a request whose answer was lost, too."""
     with contextlib.suppress(SchedulerError):
         return ask_job(job_id, environ).restarts > count_restarts(environ)
     return False
