@@ -1,18 +1,17 @@
 """A job: from a configuration to what is to be run, and on a node to what is to be started there."""
 
-import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.checks import FORMATS, check_agent, check_choice, check_config, check_container
 from launcher.errors import UsageError
 from launcher.launch.cluster import Cluster, check_command, choose_cluster
 from launcher.launch.program import SHIM, find_program
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
-from launcher.launch.slurm.srun import refuse_options
 from launcher.launch.torchrun import parse_pairs, render_torchrun
 from launcher.node import MOST_RANKS, VISIBLE_DEVICES, honoured_environ, name_host, read_machine
 from launcher.runs.rundir import RunDir, create_run_dir, open_run_dir
@@ -23,10 +22,6 @@ if TYPE_CHECKING:
     from launcher.config import Composed
     from launcher.plan.model import Plan
 
-CONSOLES = ("rank0", "all", "none")
-DEVICES = ("all", "own")
-AGENTS = ("torchrun", "srun")
-FORMATS = ("table", "json")
 PET_DECIDED = ("PET_MODULE", "PET_RUN_PATH", "PET_NO_PYTHON", "PET_STANDALONE")
 """torchrun's variables for what `launch` decides itself; torchrun would take them beside our options."""
 BUNDLED = "train"
@@ -82,17 +77,7 @@ def draft_job(composed: "Composed", words: tuple[str, ...] | None, environ: Mapp
     from launcher.config import resolve
 
     config = resolve(composed)
-    check_strings(asdict(config))
-    check_variables(config.env)
-    check_choice("logs.console", config.logs.console, CONSOLES)
-    check_choice("devices", config.devices, DEVICES)
-    check_choice("agent", config.agent, AGENTS)
-    check_name(config.name)
-    check_least("logs.tail", config.logs.tail, 1)
-    check_least("torchrun.shutdown_timeout", config.torchrun.shutdown_timeout, 0)
-    check_least("torchrun.max_restarts", config.torchrun.max_restarts or 0, 0)
-    check_own_machine(config)
-    check_run_dir(config.run_dir)
+    check_config(config)
     refuse_files("launch", config)
     merged = {**environ, **config.env}
     cluster = choose_cluster(
@@ -101,6 +86,7 @@ def draft_job(composed: "Composed", words: tuple[str, ...] | None, environ: Mapp
     if cluster.kind == "slurm" and not config.dry_run:
         check_command("sbatch", cluster.why, merged)
     check_agent(config, cluster)
+    check_container(config, cluster)
     find_program(words, config, merged)
     return Draft(composed, config, words, cluster, merged)
 
@@ -150,77 +136,6 @@ def parse_nproc(text: object, cpus: int) -> int | None:
             f"nproc_per_node={shown}: give a number of at least 1 and at most {MOST_RANKS}, or auto"
         )
     return number
-
-
-def check_agent(config: LaunchConfig, cluster: Cluster) -> None:
-    """Raise UsageError for agent=srun where there is no srun to start the ranks, or where it needs torchrun's."""
-    if config.agent != "srun":
-        return
-    if cluster.kind not in ("slurm", "allocation"):
-        raise UsageError(
-            f"agent=srun, but the ranks run here ({cluster.why}): set cluster=slurm, or leave agent out"
-        )
-    refuse_options(asdict(config.torchrun), cluster.min_nodes, cluster.max_nodes)
-
-
-def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
-    """Raise UsageError for a value that is not one of the choices."""
-    if value not in choices:
-        raise UsageError(f"{key}={value}: choose from {', '.join(choices)}")
-
-
-def check_least(key: str, value: int, least: int) -> None:
-    """Raise UsageError for a number that is too small."""
-    if value < least:
-        raise UsageError(f"{key}={value}: give a number of at least {least}")
-
-
-def check_strings(value: object) -> None:
-    """Raise UsageError for a text that can be no path, argument or variable: NUL, or not in the encoding."""
-    if isinstance(value, dict):
-        value = [*value, *value.values()]
-    if isinstance(value, list):
-        for item in value:
-            check_strings(item)
-    elif isinstance(value, str):
-        try:
-            possible = b"\0" not in os.fsencode(value)
-        except UnicodeEncodeError:
-            possible = False
-        if not possible:
-            raise UsageError(f"{value!r} has a character that no path, argument or variable can have")
-
-
-def check_variables(env: Mapping[str, str]) -> None:
-    """Raise UsageError for a name that no variable of the environment can have."""
-    for name in env:
-        if not name or "=" in name:
-            raise UsageError(f"env has a variable named {name!r}: give a name without =")
-
-
-def check_own_machine(config: LaunchConfig) -> None:
-    """Raise UsageError for a run with a snapshot: its plan has to be that of the machine it runs on."""
-    if config.machine.snapshot and not config.dry_run:
-        raise UsageError(
-            f"machine.snapshot={config.machine.snapshot} is another machine, and a run reads the one that it "
-            "is on: leave out machine=…, or see the other's plan with `launch plan` or dry_run=true"
-        )
-
-
-def check_run_dir(path: str | None) -> None:
-    """Raise UsageError for an empty path: a run that was meant to go on must not start anew."""
-    if path == "":
-        raise UsageError("run_dir= is empty, perhaps from an unset shell variable: name a run's directory")
-
-
-def check_name(name: str | None) -> None:
-    """Raise UsageError for a run's name that cannot be the name of a folder."""
-    if name is None:
-        return
-    if name in ("", ".", "..") or "/" in name or len(os.fsencode(name)) > 200 or not name.isprintable():
-        raise UsageError(
-            f"name={name!r}: give a name without / of 1 to 200 bytes; runs_dir=DIR says where it goes"
-        )
 
 
 def name_run(draft: Draft) -> str:

@@ -1,7 +1,16 @@
 """Errors of Hydra, OmegaConf and YAML in one line, with the nearest right name."""
 
 import difflib
+import re
 from collections.abc import Sequence
+from dataclasses import fields
+
+from launcher import schema
+
+COMPOSING = re.compile(r"In '(?P<file>[^']*)': \w+ raised while composing config: ")
+"""How Hydra's errors begin that are about a value in a file, named by its group."""
+UNKNOWN = re.compile(r"Key '[^']*' not in '(?P<schema>\w+)'")
+"""OmegaConf's words for a key that a dataclass does not have."""
 
 
 def suggest(word: str, known: Sequence[str]) -> str:
@@ -20,4 +29,15 @@ def shorten_message(error: BaseException) -> str:
     text = " ".join(
         line for line in lines if not line.startswith(("full_key", "object_type", "reference_type"))
     )
-    return f"{key}: {text}" if key else text or type(error).__name__
+    where = COMPOSING.match(text)
+    file = f"{where['file']}.yaml: " if where else ""
+    text = text[where.end() :] if where else text
+    if where and key and (unknown := UNKNOWN.match(text)):
+        return f"{file}there is no key {key!r}{suggest(key, list_beside(key, unknown['schema']))}"
+    return f"{file}{key}: {text}" if key else text or type(error).__name__
+
+
+def list_beside(key: str, name: str) -> list[str]:
+    """Return the keys that there are beside one that there is not, by the name of their dataclass."""
+    above = key.rpartition(".")[0]
+    return [f"{above}.{field.name}" if above else field.name for field in fields(getattr(schema, name))]

@@ -1,5 +1,7 @@
-"""Sizes, counts, CPU lists and names in the form that people read."""
+"""Sizes, counts, CPU lists and names in the form that people read, and our own lines."""
 
+import contextlib
+import sys
 from collections.abc import Collection, Sequence
 
 from launcher.cpulist import format_cpulist
@@ -58,3 +60,10 @@ def tell_first(where: str, how: str, source: str, lines: Sequence[str]) -> list[
     """Say which rank failed first, and show the end of its log; `how` continues `it …`."""
     said = [f"the end of {source}:", *(f"  | {line}" for line in lines)] if lines else ["it printed nothing"]
     return [f"{where} failed first: it {how}", *said]
+
+
+def say(text: str) -> None:
+    """Print one of our own lines on stderr; one that cannot be written, as on a full disk, is left out."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"launch: {text}\n")
+        sys.stderr.flush()

@@ -4,9 +4,10 @@ import contextlib
 import ctypes
 import io
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,3 +102,11 @@ def launch(here: Path) -> Callable[..., Result]:
     """`launch(*words)` in this process, from the empty directory."""
     assert here.is_dir()
     return lambda *words: run_inside(words)
+
+
+@pytest.fixture(autouse=True)
+def signals_are_as_they_were() -> Iterator[None]:
+    """A signal that a test leaves ignored stays so in all that later tests start, and then stop in vain."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from launcher.batch.sexagesimal import check_files
 from launcher.batch.staged import SCRIPT
+from launcher.checks import check_choice
 from launcher.errors import SchedulerError, UsageError
-from launcher.job import Draft, check_choice, name_run, parse_nproc
+from launcher.job import Draft, name_run, parse_nproc
 from launcher.launch.slurm.inventory import Inventory, NodeKind, ask_sinfo
 from launcher.launch.slurm.options import (
     Option,

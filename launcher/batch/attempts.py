@@ -13,14 +13,13 @@ from launcher.batch.history import (
     renew_manifest,
 )
 from launcher.batch.judge import Sight, choose_status, judge_end, judge_trail, look_ahead, look_at
-from launcher.batch.lastwords import describe_outcome, say, tell_attempt, tell_end, tell_failure
+from launcher.batch.lastwords import describe_outcome, tell_attempt, tell_end, tell_failure
 from launcher.batch.request import JobRequest
 from launcher.errors import LaunchError, SchedulerError
 from launcher.launch.slurm.ownjob import (
     QUICK,
     count_restarts,
     exclude_nodes,
-    ignore_stops,
     name_job,
     requeue_job,
 )
@@ -29,6 +28,7 @@ from launcher.runs.advance import Advance, measure_advance
 from launcher.runs.manifest import stamp_time
 from launcher.runs.nodes import NodeRecord
 from launcher.runs.rundir import RunDir
+from launcher.wording import say
 
 PATIENCE = 60.0
 """Seconds in which slurmctld may come back for a requeue, while nothing ends this job."""
@@ -187,7 +187,6 @@ def exclude_lost(attempt: Attempt, sight: Sight) -> None:
     outcomes = [entry["outcome"] for entry in reversed(attempt.trail)]
     lost = [*sight.lost, *(host for outcome in outcomes for host in outcome.get("lost") or ())]
     if lost:
-        ignore_stops()
         least = attempt.request.min_nodes
         doubt = exclude_nodes(attempt.job_id, list(dict.fromkeys(lost)), least, attempt.environ)
         if doubt:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from launcher.batch.attempts import Attempt, StepEnd, begin_attempt, end_attempt
-from launcher.batch.history import complain
 from launcher.batch.overseer import Overseer
 from launcher.batch.request import JobRequest, read_request
 from launcher.batch.steps import collect_nodes, describe_step, start_nodes
@@ -21,9 +20,10 @@ from launcher.launch.slurm.hostlist import expand_hosts
 from launcher.launch.slurm.notations import parse_signal
 from launcher.launch.slurm.rendezvous import PORT_TAKEN, TRIALS, pick_port, read_local_ports
 from launcher.launch.torchrun import check_port_free
-from launcher.runs.nodes import NodeRecord, node_path, read_nodes
+from launcher.runs.nodes import NodeRecord, node_path, read_nodes, refuse_node
 from launcher.runs.rundir import RunDir, open_run_dir
 from launcher.runs.sources import describe_sources
+from launcher.wording import say
 
 BEGUN = re.compile(r"\btasks? \d|Node failure|slurmstepd|Job step aborted|io error")
 """What srun says of a step that has begun."""
@@ -102,7 +102,7 @@ def run_steps(attempt: Attempt, overseer: Overseer, salt: int) -> StepEnd:
         if overseer.signals or not (taken or away):
             break
         if taken and trial + 1 < TRIALS:
-            complain(f"port {port} of {attempt.hosts[0]} was taken: the step starts again, with another one")
+            say(f"port {port} of {attempt.hosts[0]} was taken: the step starts again, with another one")
     return end
 
 
@@ -190,8 +190,7 @@ def record_refusal(attempt: Attempt, code: int, said: Sequence[str]) -> NodeReco
 
 def make_refusal(attempt: Attempt, reason: str, status: int) -> NodeRecord:
     """Return a record, the head's own, that says why there is no step."""
-    now = time.time()
-    return NodeRecord(attempt.hosts[0], 0, "failed", status, None, reason, None, 0, now, now)
+    return refuse_node(attempt.hosts[0], 0, status, reason, time.time())
 
 
 def refuse_step(overseer: Overseer, reason: str, status: int) -> StepEnd:

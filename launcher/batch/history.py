@@ -1,6 +1,5 @@
 """The attempts of a job in its manifest, and how the last one ended whose head left no word."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from launcher.runs.manifest import (
     write_manifest,
 )
 from launcher.runs.rundir import RunDir
+from launcher.wording import say
 
 Manifest = dict[str, Any]
 """A manifest, or one of its earlier attempts."""
@@ -133,13 +133,4 @@ def keep_manifest(run: RunDir, manifest: Manifest) -> None:
     try:
         write_manifest(run, manifest)
     except OSError as error:
-        complain(f"warning: the manifest could not be written ({error})")
-
-
-def complain(text: str) -> None:
-    """Say a line of our own on stderr, which may be on the same full disk."""
-    try:
-        sys.stderr.write(f"launch: {text}\n")
-        sys.stderr.flush()
-    except OSError:
-        return
+        say(f"warning: the manifest could not be written ({error})")

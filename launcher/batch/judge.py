@@ -25,6 +25,7 @@ from launcher.launch.slurm.requeue import (
     is_near_limit,
     read_kill,
 )
+from launcher.launch.slurm.srun import ENDED
 from launcher.runs.advance import Advance
 from launcher.runs.nodes import NodeFailure, NodeRecord
 from launcher.schema import RequeueConfig
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
 TOLD = re.compile(r"srun: error: (\S+): tasks? [\d,\-]+: (.+)")
 """srun's word on how tasks ended, on nodes that are there to tell."""
-ENDED = "Terminated"
-"""The word on tasks that srun itself has ended because another one failed."""
 FOLLOWS = re.compile(
     r"gloo/transport|lost the connection|Connection (closed|reset) by|remote process exited|Broken pipe"
     r"|ncclRemoteError|Socket (closed|Timeout)",
@@ -216,7 +215,7 @@ def choose_status(sight: Sight) -> int:
         return EXIT_MACHINE
     first, end = sight.first, sight.end
     if first:
-        return 128 - first[1].exitcode if first[1].exitcode < 0 else first[1].exitcode
+        return first[1].status
     if sight.cause == "crash" and end:
         codes = [record.exit_code for record in find_failed(end.records) if record.exit_code]
         return next(iter(codes), abs(end.srun_exitcode) or EXIT_MACHINE)

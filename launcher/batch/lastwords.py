@@ -2,7 +2,7 @@
 
 import signal
 
-from launcher.batch.history import Manifest, complain, describe_advance
+from launcher.batch.history import Manifest, describe_advance
 from launcher.batch.judge import Sight
 from launcher.launch.signals import STOPPING, name_signal
 from launcher.launch.slurm.requeue import Verdict
@@ -14,8 +14,6 @@ from launcher.wording import tell_first
 MOST = 3
 """Sentences of the manifest's reason."""
 HINTS = {"Killed": ", probably out of memory"}
-say = complain
-"""Lines of ours go to stderr, which is the job's log."""
 
 
 def name_state(sight: Sight, verdict: Verdict) -> str:
@@ -57,7 +55,7 @@ def describe_first(first: tuple[NodeRecord, NodeFailure], run: RunDir) -> Manife
         "local_rank": failure.local_rank,
         "host": record.host,
         "attempt": run.first_attempt + record.restarts,
-        "exit_code": 128 - failure.exitcode if failure.exitcode < 0 else failure.exitcode,
+        "exit_code": failure.status,
         "reason": failure.reason,
         "last_lines": list(failure.lines),
     }
@@ -91,7 +89,10 @@ def tell_agents(sight: Sight) -> list[str]:
     """Say what was in the way where the attempt failed, but no rank did: what the nodes' agents said."""
     if sight.cause != "crash" or sight.end is None or sight.first:
         return []
-    said = [f"{record.host}: {record.agent_said}" for record in sight.end.records if record.agent_said]
+    hosts: dict[str, list[str]] = {}
+    for record in sight.end.records:
+        hosts.setdefault(record.agent_said, []).append(record.host)
+    said = [f"{', '.join(names)}: {text}" for text, names in hosts.items() if text]
     if sight.end.missing:
         said.append(f"no record came from {', '.join(sight.end.missing)}: is the disk full?")
     return said or [f"no rank failed, but srun ended with {sight.end.srun_exitcode}"]

@@ -3,7 +3,6 @@
 import os
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,7 @@ from launcher.launch.slurm.environ import drop_ours
 from launcher.launch.slurm.rendezvous import PORT_TAKEN
 from launcher.launch.torchrun import check_port_free, parse_endpoint
 from launcher.runs.logs import measure_file
-from launcher.runs.nodes import NodeRecord, write_node
+from launcher.runs.nodes import refuse_node, write_node
 from launcher.runs.rundir import RunDir, write_json
 from launcher.schema import LaunchConfig
 
@@ -109,9 +108,6 @@ def check_port(config: LaunchConfig, cluster: Cluster) -> None:
 
 def refuse_port(run: RunDir, place: Place, reason: str, started: float) -> int:
     """Leave word for the head, which chooses another port."""
-    record = NodeRecord(
-        *(place.host, place.node_rank, "failed", PORT_TAKEN, None, reason, None, 0),
-        *(started, time.time()),
-    )
+    record = refuse_node(place.host, place.node_rank, PORT_TAKEN, reason, started)
     write_node(run.path, place.attempt, record)
     return PORT_TAKEN

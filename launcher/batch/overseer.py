@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from launcher.batch.attempts import Attempt, foresee_end
-from launcher.batch.history import complain
 from launcher.errors import SchedulerError
 from launcher.launch.signals import STOPPING, Inbox, Stop, name_signal
 from launcher.launch.slurm.notations import parse_signal
@@ -17,6 +16,7 @@ from launcher.launch.slurm.ownjob import ask_job
 from launcher.launch.slurm.rendezvous import PORT_TAKEN
 from launcher.launch.slurm.requeue import plan_stop
 from launcher.runs.nodes import read_nodes
+from launcher.wording import say
 
 TICK = 1.0
 """Seconds after which the head looks around in any case."""
@@ -115,7 +115,7 @@ class Overseer:
             if time.monotonic() >= self.stop.deadline:
                 self.advance_stop(signal.SIGTERM, step)
         elif self.stop_at and time.time() >= self.stop_at:
-            complain("the time limit is near")
+            say("the time limit is near")
             self.advance_stop(signal.SIGTERM, step)
         elif self.has_failed():
             self.advance_stop(signal.SIGTERM, step)
@@ -133,7 +133,7 @@ class Overseer:
             step.process.terminate()
             return
         again = "; once more goes on at once" if not self.attempt.requeues and stage == signal.SIGINT else ""
-        complain(f"{name_signal(stage)} to the ranks{again}")
+        say(f"{name_signal(stage)} to the ranks{again}")
         step.send(stage)
 
     def has_failed(self) -> bool:

@@ -14,7 +14,7 @@ from launcher.launch.failure import Failure
 from launcher.launch.signals import name_signal
 from launcher.launch.slurm.rendezvous import PORT_TAKEN
 from launcher.runs.logs import measure_file
-from launcher.runs.nodes import NodeFailure, NodeRecord, write_node
+from launcher.runs.nodes import NodeFailure, NodeRecord, refuse_node, write_node
 from launcher.runs.rundir import RunDir
 
 INSTANT = 1e-6
@@ -113,7 +113,7 @@ def judge_node(account: Account, ends: list[RankEnd], node: int) -> NodeRecord:
 def refuse_port(host: str, started: float) -> NodeRecord:
     """Return the record of a first node that cannot serve the ranks: the head chooses another port."""
     said = "the port where the ranks are to meet is not free"
-    return NodeRecord(host, 0, "failed", PORT_TAKEN, None, said, None, 0, started, time.time())
+    return refuse_node(host, 0, PORT_TAKEN, said, started)
 
 
 def is_port_taken(run: RunDir, end: RankEnd) -> bool:

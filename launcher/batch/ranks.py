@@ -16,13 +16,11 @@ from launcher.launch.signals import STOPPING, name_signal
 from launcher.launch.slurm.command import run_slurm
 from launcher.launch.slurm.environ import scrub_environ
 from launcher.launch.slurm.hostlist import expand_hosts
-from launcher.launch.slurm.srun import TaskEnd, is_noise, parse_end, parse_lost
+from launcher.launch.slurm.srun import CANCELLED, TaskEnd, is_noise, parse_end, parse_lost
 from launcher.launch.slurm.step import Step, render_step
 
 LAST = 40
 """Lines of srun's, and of tasks that have no logs yet, that are kept for the account."""
-CANCELLED = " CANCELLED AT "
-"""In what slurmstepd says of a step that was ended from outside."""
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from launcher.launch.control import LOST, open_channel, write_signal, write_word
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import FORWARDED
 from launcher.launch.slurm.environ import scrub_environ
-from launcher.launch.slurm.srun import is_noise, parse_lost
+from launcher.launch.slurm.srun import is_accounted, is_noise, parse_lost
 from launcher.launch.slurm.step import Container, Step, render_step
 from launcher.runs.nodes import NodeRecord, read_nodes
 from launcher.schema import ContainerConfig
@@ -57,7 +57,10 @@ class NodeStep:
             if line.startswith(OWN):
                 if is_noise(line):
                     continue
+                known = is_accounted(line, self.said)
                 self.said.append(line)
+                if known:
+                    continue
                 if parse_lost(line):
                     write_word(self.control, LOST)  # to those that can go on: of an elastic job
             with contextlib.suppress(OSError):

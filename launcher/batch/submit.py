@@ -21,6 +21,7 @@ from launcher.launch.slurm.refusal import explain_refusal
 from launcher.launch.slurm.script import render_script
 from launcher.runs.rundir import write_private
 from launcher.runs.sources import describe_sources
+from launcher.wording import say
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - to warn of
 ISOLATED = ("-I", "-P")
@@ -203,8 +204,3 @@ def say_warnings(warnings: Iterable[str]) -> None:
     """Print warnings; where a job is refused, its error alone is said."""
     for warning in warnings:
         say(f"warning: {warning}")
-
-
-def say(text: str) -> None:
-    """Print one of our own lines."""
-    sys.stderr.write(f"launch: {text}\n")

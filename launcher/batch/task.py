@@ -43,14 +43,15 @@ def stop_early(_number: int, _frame: FrameType | None) -> NoReturn:
 
 def give_up(reason: str, status: int, started: float) -> int:
     """Record why there are no ranks on this node; the head tells it. Where that fails, say it here."""
+    from dataclasses import replace
+
     from launcher.batch.place import read_place
-    from launcher.runs.nodes import NodeRecord, write_node
+    from launcher.runs.nodes import refuse_node, write_node
 
     place = read_place(os.environ)
-    state = "stopped" if status == STOPPED else "failed"
-    record = NodeRecord(
-        place.host, place.node_rank, state, status, None, reason, None, 0, started, time.time()
-    )
+    record = refuse_node(place.host, place.node_rank, status, reason, started)
+    if status == STOPPED:
+        record = replace(record, state="stopped")
     try:
         write_node(Path(sys.argv[1]), place.attempt, record)
     except OSError as error:

@@ -22,7 +22,8 @@ def judge_run(case: Case) -> Iterator[Finding]:
     if run is None:
         yield Finding("unknown", SUBJECT, f"not compared: {case.run_reason}")
         return
-    found = [*find_damage(run), *(finding for host in run.hosts for finding in judge_host(host))]
+    going = run.state == "running"
+    found = [*find_damage(run), *(finding for host in run.hosts for finding in judge_host(host, going))]
     yield from found
     ranks = sum(len(host.records) for host in run.hosts)
     state = f", {run.state}" if run.state else ""
@@ -47,8 +48,8 @@ def find_damage(run: RunRecords) -> Iterator[Finding]:
         )
 
 
-def judge_host(host: HostRecords) -> Iterator[Finding]:
-    """One host's records of the last attempt."""
+def judge_host(host: HostRecords, going: bool) -> Iterator[Finding]:
+    """One host's records of the last attempt; those of a run that is `going` on may be still to come."""
     if not host.planned:
         ranks = ", ".join(str(record.rank) for record in host.records)
         why = "there is no plan of that host to compare them with"
@@ -57,7 +58,7 @@ def judge_host(host: HostRecords) -> Iterator[Finding]:
     found = {record.local_rank: record for record in host.records}
     for rank in host.planned:
         if rank.local_rank not in found:
-            yield report_missing(host, rank.local_rank)
+            yield report_missing(host, rank.local_rank, going)
             continue
         for line in compare_rank(rank, found[rank.local_rank]):
             yield Finding("error", SUBJECT, f"{host.name}: {line}", OTHERWISE, AGAIN)
@@ -74,9 +75,12 @@ def judge_host(host: HostRecords) -> Iterator[Finding]:
             yield Finding("warning", SUBJECT, what, OTHERWISE, "start the job in a new run directory")
 
 
-def report_missing(host: HostRecords, local_rank: int) -> Finding:
+def report_missing(host: HostRecords, local_rank: int, going: bool) -> Finding:
     """A planned rank without a record."""
     attempt = f" in attempt {host.attempt}" if host.attempt else ""
+    if going:
+        what = f"{host.name}: local rank {local_rank} has no record of its placement yet{attempt}"
+        return Finding("note", SUBJECT, what, "the ranks have not started", "look again when they have")
     return Finding(
         "warning",
         SUBJECT,

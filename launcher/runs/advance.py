@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.runs.latest import list_attempts
 from launcher.runs.logs import decode_line, read_from, read_tail
 from launcher.runs.progress import Progress, parse_progress
 from launcher.runs.rundir import RunDir
@@ -38,20 +39,12 @@ class Advance:
 
 def measure_advance(run: RunDir) -> Advance:
     """Read what the attempt has left, torchrun's restarts included; nothing raises."""
-    logs = [path for number in list_attempts(run) for path in find_logs(run, number)]
+    numbers = sorted(number for number in list_attempts(run.path) if number >= run.first_attempt)
+    logs = [path for number in numbers for path in find_logs(run, number)]
     first = next((step for path in logs for step in read_first(path)), None)
     last = next((step for path in reversed(logs) for step in read_last(path)), None)
     steps = (first or last, last) if last else ()
     return Advance(tuple(step for step in steps if step), find_newest(run.path / "checkpoints"))
-
-
-def list_attempts(run: RunDir) -> list[int]:
-    """List the numbers of this start's attempts."""
-    try:
-        names = [entry.name for entry in (run.path / "logs").iterdir()]
-    except OSError:
-        return []
-    return sorted(int(name) for name in names if name.isdecimal() and int(name) >= run.first_attempt)
 
 
 def find_logs(run: RunDir, attempt: int) -> Iterable[Path]:

@@ -9,8 +9,8 @@ from launcher.runs.progress import Progress, parse_progress
 
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 """What colours and moves on a terminal (ECMA-48)."""
-SHIM = "launch-rank: "
-"""How the line begins that the shim prints of each rank, which is no program's."""
+PASSED_OVER = ("launch-rank: ", "launch: run directory ")
+"""How lines begin that tell nothing: the shim's of each rank, and the last one of a job's own log."""
 TAIL = 400
 """Last lines of a log that are searched for a step."""
 
@@ -56,7 +56,7 @@ def take_last(logs: Sequence[Path]) -> str:
     for log in sorted(logs, key=read_change, reverse=True):
         for line in reversed(read_tail(log, TAIL)):
             text = ESCAPES.sub("", line).strip()
-            if text and not text.startswith(SHIM):
+            if text and not text.startswith(PASSED_OVER):
                 return text
     return ""
 

@@ -1,6 +1,7 @@
 """What each node of a SLURM job leaves of an attempt: `logs/ATTEMPT/node-HOST.json`, whatever happened."""
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +28,11 @@ class NodeFailure:
     lines: tuple[str, ...]
     """The end of its log."""
 
+    @property
+    def status(self) -> int:
+        """The exit code as a shell gives it: 128+n for signal n."""
+        return 128 - self.exitcode if self.exitcode < 0 else self.exitcode
+
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
@@ -48,6 +54,11 @@ class NodeRecord:
     started: float
     ended: float
     """Seconds since the epoch."""
+
+
+def refuse_node(host: str, node_rank: int, status: int, said: str, started: float) -> NodeRecord:
+    """Return the record of a node on which no rank was started; `said` is why."""
+    return NodeRecord(host, node_rank, "failed", status, None, said, None, 0, started, time.time())
 
 
 def node_path(run_path: Path, attempt: int, host: str) -> Path:

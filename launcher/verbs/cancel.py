@@ -21,6 +21,7 @@ from launcher.runs.status import RunStatus
 from launcher.schema import LaunchConfig
 from launcher.verbs.choose import choose_named
 from launcher.verbs.standing import find_standing
+from launcher.wording import say
 
 PATIENCE = 60.0
 """Seconds that SLURM has to end jobs: twice KillWait's default."""
@@ -159,9 +160,3 @@ def stop_process(run: RunStatus, grace: float) -> int:
     (now,) = find_standing([Path(run.path)]).runs
     say(f"{run.run} has ended: {now.state}" if ready else f"{run.run} is still ending")
     return 0 if ready else 1
-
-
-def say(text: str) -> None:
-    """Print one of our own lines."""
-    sys.stderr.write(f"launch: {text}\n")
-    sys.stderr.flush()

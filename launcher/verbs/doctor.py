@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from launcher.checks import check_run_dir
 from launcher.doctor.finding import Case, Trial
 from launcher.doctor.judge import count_exit, judge
 from launcher.errors import UsageError
-from launcher.job import check_run_dir, plan_configured
+from launcher.job import plan_configured
 from launcher.launch.program import SHIM
 from launcher.plan.codec import plan_to_json
 from launcher.plan.model import Plan, RankPlan

@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.batch.polling import Poller
+from launcher.checks import check_least
 from launcher.errors import UsageError
-from launcher.job import check_least
 from launcher.launch.slurm.queue import JobState
 from launcher.runs.status import RunStatus, read_status
 from launcher.runs.tail import Output, RunTail
 from launcher.schema import LaunchConfig
 from launcher.verbs.choose import choose_one
 from launcher.verbs.standing import find_standing, stand
+from launcher.wording import say
 
 TICK = 0.25
 """Seconds between two looks at the logs."""
@@ -81,12 +82,6 @@ def write_lines(lines: Iterable[Output], rank: int | None) -> int:
         count += 1
     sys.stdout.flush()
     return count
-
-
-def say(text: str) -> None:
-    """Print one of our own lines."""
-    sys.stderr.write(f"launch: {text}\n")
-    sys.stderr.flush()
 
 
 def describe_run(run: RunStatus) -> str:

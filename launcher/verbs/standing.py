@@ -103,5 +103,7 @@ def is_another(run: RunStatus, job: JobState) -> bool:
 def explain_forgotten(run: RunStatus) -> str:
     """Say what it means that SLURM no longer knows a job whose end nobody has written down."""
     if run.state == "queued" and not run.attempts:
+        if any(Path(run.path).glob("logs/slurm-*.out")):
+            return f"job {run.job_id} ended before it came to the program (cluster.setup?): see launch logs"
         return f"SLURM no longer knows job {run.job_id}, which never began: it was cancelled in the queue"
     return f"SLURM no longer knows job {run.job_id}, and how it ended was not written down"

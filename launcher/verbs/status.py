@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
-from launcher.job import FORMATS, check_choice
+from launcher.checks import FORMATS, check_choice
 from launcher.launch.slurm.waiting import explain_reason
 from launcher.runs.find import list_runs
 from launcher.runs.status import RunStatus, add_progress, read_status

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from launcher.checks import FORMATS, check_choice, check_strings
 from launcher.errors import UsageError
-from launcher.job import FORMATS, check_choice, check_strings, plan_configured
+from launcher.job import plan_configured
 from launcher.node import read_machine
 from launcher.overrides import quote_value
 from launcher.plan.codec import machine_to_json

@@ -1,7 +1,6 @@
 """An attempt's manifest and verdict, where there is no SLURM to ask; tests/slurm has the same with one."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,13 @@ from launcher.batch.attempts import (
     StoppedError,
     begin_attempt,
     end_attempt,
-    settle_end,
 )
+from launcher.batch.head import describe_end
 from launcher.batch.history import count_unrecorded, follow_trail, judge_advance
 from launcher.batch.judge import find_first, find_told, look_at
+from launcher.batch.overseer import Overseer
 from launcher.batch.request import JobRequest
+from launcher.launch.signals import catch_signals
 from launcher.launch.slurm.ownjob import choose_excluded, is_down, name_job, read_time
 from launcher.runs.advance import Advance, measure_advance
 from launcher.runs.manifest import describe_start, write_manifest
@@ -441,15 +442,19 @@ def write_fake(folder: Path, name: str, text: str) -> None:
 @pytest.mark.parametrize(("restarts", "state"), [(1, "requeued"), (0, "failed")])
 def test_a_requeue_whose_answer_was_lost(tmp_path: Path, restarts: int, state: str) -> None:
     """A busy slurmctld does it, and answers to the next try alone, with a complaint."""
-    write_fake(tmp_path, "scontrol", "echo 'Unexpected message received for job 7' >&2; exit 1")
-    write_fake(tmp_path, "squeue", f"echo 'COMPLETING|{restarts}|N/A|N/A|None|'")
-    run = tmp_path / "run"
-    submit_run(run)
-    attempt = begin(run, make_request(crash=1), PATH=str(tmp_path))
-    # What SLURM says is asked for before the requeue too, where a node left no record.
-    sight = look_at(attempt, end(record("n0", "failed", 7, fail(0, 1.0, 7)), record("n1", "stopped", 143)))
-    settle_end(attempt, replace(sight, kill=""), 0)
-    assert read(run)["outcome"]["state"] == state
+    asked = tmp_path / "asked"
+    write_fake(tmp_path, "scontrol", f": > {asked}; echo 'Unexpected message received for job 7' >&2; exit 1")
+    after = f"echo 'COMPLETING|{restarts}|N/A|N/A|None|'"
+    write_fake(
+        tmp_path, "squeue", f"if [ -e {asked} ]; then {after}; else echo 'RUNNING|0|N/A|N/A|None|'; fi"
+    )
+    submit_run(tmp_path / "run")
+    attempt = begin(tmp_path / "run", make_request(crash=1), PATH=str(tmp_path))
+    assert (
+        end_attempt(attempt, end(record("n0", "failed", 7, fail(0, 1.0, 7)), record("n1", "failed", 7))) == 7
+    )
+    outcome = read(tmp_path / "run")["outcome"]
+    assert (outcome["state"], outcome["cause"]) == (state, "crash")
 
 
 def test_the_manifest_tells_what_was_in_the_way_where_no_rank_failed(tmp_path: Path) -> None:
@@ -457,9 +462,7 @@ def test_the_manifest_tells_what_was_in_the_way_where_no_rank_failed(tmp_path: P
     attempt = begin(tmp_path)
     end_attempt(attempt, end(*(record(host, "failed", 3, said="no such file") for host in HOSTS)))
     outcome = read(tmp_path)["outcome"]
-    assert outcome["reason"].startswith(
-        "n0: no such file; n1: no such file; the program failed: not requeued"
-    )
+    assert outcome["reason"].startswith("n0, n1: no such file; the program failed: not")
     assert outcome["first_failure"] is None
 
 
@@ -468,3 +471,13 @@ def test_of_many_nodes_words_the_manifest_has_the_first(tmp_path: Path) -> None:
     attempt = begin(tmp_path)
     end_attempt(attempt, end(*(record(f"n{n}", "failed", 3, said="full") for n in range(500))))
     assert "n0: full; n1: full; n2: full (and 497 more); the program" in read(tmp_path)["outcome"]["reason"]
+
+
+def test_a_step_whose_srun_was_killed(tmp_path: Path) -> None:
+    submit_run(tmp_path)
+    attempt = begin(tmp_path)
+    with catch_signals() as inbox:
+        seen = describe_end(attempt, Overseer(attempt, inbox), -9, [], ["srun: error: n0: task 0: Killed"])
+    assert end_attempt(attempt, seen) == 137
+    outcome = read(tmp_path)["outcome"]
+    assert outcome["reason"].startswith("n0: srun was ended by SIGKILL, and its step; the program failed")

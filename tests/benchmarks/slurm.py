@@ -3,6 +3,7 @@
 The nodes are all this machine: several of them start one after another where it has few cores.
 """
 
+import getpass
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launcher.wording import count_things
 from tests.benchmarks.measure import Sample, measure_in_turn, print_table, time_call
 from tests.slurm.conftest import Sandbox, start_sandbox
 
@@ -75,7 +77,7 @@ class Bench:
     def time_submission(self, *command: str) -> float:
         """Milliseconds of a command that submits a job, which goes again before it runs."""
         taken = time_call(lambda: self.submit(*command))
-        self.sandbox.run("scancel", "--user=root", "--state=PENDING")
+        self.sandbox.run("scancel", f"--user={getpass.getuser()}", "--state=PENDING")
         return taken
 
     def time_start(self, nodes: int, *command: str) -> float:
@@ -144,8 +146,8 @@ def bench_job_start(bench: Bench, agent: str, rounds: int) -> None:
         )
         hand = ("sbatch", f"-N{nodes}", f"{agent}.sbatch")
         things: dict[str, Callable[[], float]] = {
-            f"{agent}.sbatch by hand, {nodes} nodes": lambda: bench.time_start(nodes, *hand),  # noqa: B023 - called at once
-            f"launch agent={agent}, {nodes} nodes": lambda: bench.time_start(nodes, *launch),  # noqa: B023 - as above
+            f"{agent}.sbatch by hand, {count_things(nodes, 'node')}": lambda: bench.time_start(nodes, *hand),  # noqa: B023 - called at once
+            f"launch agent={agent}, {count_things(nodes, 'node')}": lambda: bench.time_start(nodes, *launch),  # noqa: B023 - as above
         }
         samples: list[Sample] = measure_in_turn(things, rounds if nodes < 4 else -(-rounds // 2))
         print_table(title, samples)

@@ -161,6 +161,17 @@ def test_malformed_yaml_is_named_with_its_line(here: Path, launch: Launch) -> No
     launch("dry_run=true").assert_error(2, "conf/model/tiny.yaml", "line ")
 
 
+def test_a_wrong_key_or_value_in_a_file_is_named_with_the_file(here: Path, launch: Launch) -> None:
+    ours = here / "conf/cluster/ours.yaml"
+    write(ours, "kind: slurm\npartiton: gpu\n")
+    wrong = "cluster/ours.yaml: there is no key 'cluster.partiton': did you mean cluster.partition"
+    launch("cluster=ours", "dry_run=true").assert_error(2, wrong)
+    write(ours, "kind: slurm\narray_parallelism: many\n")
+    done = launch("cluster=ours", "dry_run=true")
+    done.assert_error(2, "cluster/ours.yaml: cluster.array_parallelism: Value 'many'")
+    assert "raised" not in done.err
+
+
 def test_bytes_that_are_not_text_are_one_line(here: Path, launch: Launch) -> None:
     write(here / "conf/model/tiny.yaml", "").write_bytes(b"name: \xff\xfe\n")
     launch("dry_run=true").assert_error(2)

@@ -124,6 +124,9 @@ def test_a_rank_without_a_record_is_missed(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run")
     (path / "rank-1.applied.json").unlink()
     assert problems(path) == [("warning", "a: local rank 1 left no record of its placement")]
+    (path / "manifest.json").write_text(json.dumps({"outcome": {"state": "running"}}))
+    assert problems(path) == []
+    assert "a: local rank 1 has no record of its placement yet" in [one.what for one in judge_path(path)]
 
 
 def test_the_last_attempt_counts_on_each_host(tmp_path: Path) -> None:

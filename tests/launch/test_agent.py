@@ -43,6 +43,18 @@ def test_it_gets_its_words_environment_and_nothing_else(tmp_path: Path) -> None:
     assert files[:3] == [0, 1, 2] and len(files) == 4, "the listing's own, and no pipe"
 
 
+def test_files_in_the_working_directory_do_not_shadow_its_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    for name in ("json.py", "random.py", "torch.py"):
+        (folder / name).write_text("raise SystemExit('shadowed')")
+    monkeypatch.chdir(folder)
+    agent, log = preload(tmp_path)
+    assert agent.begin([sys.executable, "-m", "torch.distributed.run"]).wait(30) == 0, log.read_text()
+
+
 def test_it_ends_where_nobody_wants_it_any_more(tmp_path: Path) -> None:
     agent, log = preload(tmp_path)
     os.close(agent.pipe)

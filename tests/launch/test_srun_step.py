@@ -12,6 +12,7 @@ from launcher.launch.slurm.srun import (
     TaskEnd,
     build_environ,
     count_ranks,
+    is_accounted,
     is_noise,
     parse_end,
     parse_lost,
@@ -146,6 +147,15 @@ def test_nodes_that_were_lost_and_lines_that_say_nothing() -> None:
     assert parse_lost("srun: error: n1: task 2: Killed") == ""
     assert is_noise("srun: cluster configuration lacks support for cpu binding")
     assert not is_noise("srun: error: Node failure on n1")
+
+
+def test_lines_that_the_nodes_records_make_needless() -> None:
+    exited = "srun: error: n[0-1]: tasks 0-1: Exited with exit code 1"
+    cancelled = "slurmstepd-n0: error: *** STEP 2.0 ON n0 CANCELLED AT 2026-01-01T00:00:00 ***"
+    assert is_accounted(exited, ()) and is_accounted("srun: error: n1: task 1: Terminated", ())
+    assert is_accounted(cancelled, (exited,)) and not is_accounted(cancelled, ())
+    for news in ("n1: task 1: Killed", "n1: task 1: Out Of Memory", "Node failure on n1"):
+        assert not is_accounted(f"srun: error: {news}", (exited,))
 
 
 def test_an_agent_that_there_is_not(launch: Callable[..., Result]) -> None:

@@ -26,7 +26,13 @@ def test_a_run_whose_process_is_gone(tmp_path: Path) -> None:
 
 def test_a_job_that_cannot_be_asked_for_is_no_obstacle_to_a_run_here(tmp_path: Path) -> None:
     path = make_run(tmp_path / "runs", state="requeued", slurm={"job_id": "7"})
-    environ = {**os.environ, "SLURM_CONF": str(tmp_path / "none")}
+    # A controller that does not answer is waited for; this one is refused at once.
+    squeue = tmp_path / "squeue"
+    squeue.write_text(
+        "#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller' >&2\nexit 1\n"
+    )
+    squeue.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = run_outside([f"run_dir={path}", *HERE, "--", "true"], tmp_path, environ)
     assert done.code == 0, done
     assert f"whether run_dir={path} is still in use is not known: squeue" in done.err

@@ -177,6 +177,7 @@ def test_the_rank_that_failed_first(sandbox: Sandbox, tmp_path: Path) -> None:
     host = manifest["hosts"][1]
     assert f"rank 1 on {host} (local rank 0) failed first: it exited with code 1" in done.err
     assert "  | the disk is on fire" in done.err
+    assert "srun:" not in done.err and "slurmstepd" not in done.err, "it is said in our words"
     first = manifest["outcome"]["first_failure"]
     assert (first["rank"], first["host"], first["exit_code"]) == (1, host, 1)
     peer, failed = read_nodes(run, 0)

@@ -178,9 +178,10 @@ REFUSALS = {
     "gpu type": (["cluster.gpus_per_node=h100:1"], ["--gpus-per-node=h100:1", "gpu:2"]),
     "cpus": (["cluster.cpus_per_task=17"], ["cluster.cpus_per_task=17, and nodes of partition main have 16"]),
     "memory": (["cluster.mem=1T"], ["--mem=1T", "16000 MiB"]),
-    "feature": (["cluster.constraint=a&b"], ["--constraint=a&b"]),
+    "feature": (["cluster.constraint=a&b"], ["--constraint=a&b", "have no features"]),
+    "too few left": (["nodes=2", "cluster.exclude=n[0-2]"], ["cluster.exclude: --exclude=n[0-2]"]),
     "node": (["cluster.nodelist=zz"], ["Invalid node name", "--nodelist=zz"]),
-    "reservation": (["cluster.reservation=r"], ["--reservation=r"]),
+    "reservation": (["cluster.reservation=r"], ["--reservation=r", "change cluster.reservation, or leave"]),
     "unknown option": (["cluster.additional.no_such=1"], ["cluster.additional.no_such: --no-such=1"]),
     "mail": (["cluster.mail_type=FOO"], ["cluster.mail_type: --mail-type=FOO"]),
 }

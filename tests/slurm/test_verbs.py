@@ -92,7 +92,7 @@ def test_a_job_from_the_queue_to_its_failure(sandbox: Sandbox, tmp_path: Path) -
 def test_a_sweep_has_a_row_for_each_and_one_or_all_can_be_cancelled(sandbox: Sandbox, tmp_path: Path) -> None:
     words = ("-m", *SMALL, "name=a,b,c", "cluster.array_parallelism=2", "--", write_program(tmp_path, STEPS))
     assert sandbox.launch(*words, "1000", "-1", cwd=tmp_path).code == 0
-    array = str(read_manifest(next(tmp_path.glob("runs/a/*")))["slurm"]["job_id"]).partition("_")[0]  # type: ignore[index]  # JSON
+    array = str(read_manifest(next(tmp_path.glob("runs/a/*")))["slurm"]["job_id"]).partition("_")[0]
     sandbox.wait(f"{array}_1", "RUNNING")
     rows = [
         (row["run"][0], row["job_id"], row["state"], row["reason"]) for row in ask(sandbox, tmp_path, array)

@@ -163,7 +163,7 @@ def test_the_step_of_the_attempt_before_counts_until_there_is_one(tmp_path: Path
 
 def test_the_last_line_is_the_programs_of_the_stream_that_it_wrote_to_last(tmp_path: Path) -> None:
     path = make_run(tmp_path)
-    (path / "logs/slurm-12.out").write_text("head\n")
+    (path / "logs/slurm-12.out").write_text("head\nlaunch: run directory /a/b\n")
     assert add_progress(read_status(path)).last_line == "head"
     err = write_log(path, 0, "warned\nlaunch-rank: rank 0, cpus 0\n", ending="err")
     assert add_progress(read_status(path)).last_line == "warned"

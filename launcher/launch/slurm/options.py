@@ -33,7 +33,7 @@ PLAIN = (
     "mail_type",
 )
 """Keys whose values SLURM alone can judge."""
-OWN = {*PLAIN, "time", "gpus_per_node", "cpus_per_task", "mem", "dependency"}
+OWN = (*PLAIN, "time", "gpus_per_node", "cpus_per_task", "mem", "dependency")
 INSTEAD = {
     **{name.replace("_", "-"): f"set cluster.{name}" for name in OWN},
     **dict.fromkeys(("gpus", "gpus-per-task", "gpus-per-socket"), "set cluster.gpus_per_node"),

@@ -4,7 +4,7 @@ import contextlib
 import re
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
 from launcher.errors import SchedulerError
@@ -94,21 +94,25 @@ def ask_last_end(job_id: str, environ: Mapping[str, str]) -> str:
     return ""
 
 
-def ignore_stops() -> None:
-    """Ignore SIGTERM from here on: a requeue ends the batch step, whose commands would die of it half-way.
+@contextlib.contextmanager
+def ignore_stops() -> Iterator[None]:
+    """Ignore SIGTERM in a block: a requeue ends the batch step, whose commands would die of it half-way.
 
     An ignored signal stays ignored over exec.
     """
-    with contextlib.suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
+@ignore_stops()
 def requeue_job(job_id: str, environ: Mapping[str, str], patience: float) -> None:
     """Put the job back into the queue; tries for `patience` seconds where slurmctld is away.
 
     Raises SchedulerError. A requeue that came in between is as good as ours.
     """
-    ignore_stops()
     end = time.monotonic() + patience
     while True:
         try:
@@ -139,6 +143,7 @@ def count_restarts(environ: Mapping[str, str]) -> int:
     return int(count) if count.isdecimal() else 0
 
 
+@ignore_stops()
 def exclude_nodes(job_id: str, lost: Sequence[str], least: int, environ: Mapping[str, str]) -> str:
     """Exclude lost nodes, the newest loss first, from a job that is in the queue; returns which could not be.
 

@@ -25,9 +25,13 @@ CAUSES = (
     ("cpu count", ("cpus-per-task",)),
     ("generic resource", ("gpus-per-node",)),
     ("node count", ("nodes",)),
-    ("configuration is not available", ("nodes", "gpus-per-node", "cpus-per-task", "mem", "constraint")),
+    (
+        "configuration is not available",
+        ("nodes", "gpus-per-node", "cpus-per-task", "mem", "constraint", "nodelist", "exclude"),
+    ),
 )
 """Words of sbatch's complaints (slurm_errno.c), and the options that they are about."""
+NO_FEATURES = "the partition's nodes have no features: leave cluster.constraint out"
 NAMED = re.compile(r"(?:unrecognized option '|invalid )--(?P<name>[a-z-]+)")
 AWAY = (
     "contact slurm controller",
@@ -48,9 +52,11 @@ def explain_refusal(
     named = NAMED.search(text)
     found = (names for words, names in CAUSES if words in text)
     names = (named["name"],) if named else next(found, ())
-    given = [f"{option.key}: {option.render()}" for option in options if option.name in names]
-    shown = f" ({', '.join(given)})" if given else ""
-    return SchedulerError(f"{complaint}{shown}: {suggest_fix(names, partitions, kinds)}")
+    given = [option for option in options if option.name in names]
+    shown = ", ".join(f"{option.key}: {option.render()}" for option in given)
+    keys = [option.key for option in given] or [f"--{name}" for name in names]
+    fix = suggest_fix(names, keys, partitions, kinds)
+    return SchedulerError(f"{complaint}{f' ({shown})' if shown else ''}: {fix}")
 
 
 def is_away(complaint: str) -> bool:
@@ -58,18 +64,23 @@ def is_away(complaint: str) -> bool:
     return any(words in complaint.lower() for words in AWAY)
 
 
-def suggest_fix(names: Sequence[str], partitions: Sequence[str], kinds: Sequence[NodeKind]) -> str:
-    """Say what there is to choose from."""
+def suggest_fix(
+    names: Sequence[str], keys: Sequence[str], partitions: Sequence[str], kinds: Sequence[NodeKind]
+) -> str:
+    """Say what there is to choose from, or which of the `keys` that were given to change."""
     if "partition" in names and partitions:
         return f"choose cluster.partition from {', '.join(partitions)}"
     if "account" in names or "qos" in names:
         return list_associations()
     if "array" in names:
         return f"make the sweep smaller{ask_array_size()}"
-    if kinds and {"nodes", "mem", "cpus-per-task", "gpus-per-node", "constraint"} & {*names}:
+    if kinds and names == ("constraint",):
+        features = sorted({feature for kind in kinds for feature in kind.features})
+        return f"the partition's nodes have the features {', '.join(features)}" if features else NO_FEATURES
+    if kinds and {"nodes", "mem", "cpus-per-task", "gpus-per-node"} & {*names}:
         return f"the partition's nodes: {'; '.join(describe_kinds(kinds))}"
     if names:
-        return f"change {' or '.join('--' + name for name in names)}, or leave it out"
+        return f"change {' or '.join(keys)}, or leave it out"
     return "change cluster.* accordingly; dry_run=true shows the script"
 
 

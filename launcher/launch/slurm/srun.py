@@ -3,7 +3,7 @@
 import json
 import re
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from launcher.errors import UsageError
@@ -40,6 +40,10 @@ LOST = re.compile(r"srun: error: Node failure on (?P<hosts>\S+)")
 EXITED = re.compile(r"Exited with exit code (\d+)")
 OUT_OF_MEMORY = "Out Of Memory"
 CORE = " (core dumped)"
+CANCELLED = " CANCELLED AT "
+"""In what slurmstepd says of a step that was ended from outside, or by srun."""
+ENDED = "Terminated"
+"""The word on tasks that srun itself has ended because another one failed."""
 NOISE = "cluster configuration lacks support for cpu binding"
 """What --cpu-bind=none is told, even --quiet, where no TaskPlugin could bind."""
 
@@ -142,6 +146,17 @@ def parse_lost(line: str) -> str:
     """Return the list of nodes that a line of srun's stderr says are lost; empty for any other line."""
     found = LOST.match(line)
     return found["hosts"] if found else ""
+
+
+def is_accounted(line: str, before: Iterable[str]) -> bool:
+    """Tell whether a line says what the nodes' records say better, where there is a task of ours on each.
+
+    A task that was killed left no record. That srun has the others ended is no news after the first end.
+    """
+    if found := TASKS.match(line):
+        how = found["how"].strip()
+        return how == ENDED or bool(EXITED.fullmatch(how))
+    return CANCELLED in line and any(map(TASKS.match, before))
 
 
 def is_noise(line: str) -> bool:

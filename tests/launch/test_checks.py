@@ -1,0 +1,24 @@
+"""What a job is refused for before anything is written, rather than to go on without it in silence."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Result
+
+IMAGE = "cluster.container.image=a.sif"
+MANUAL = ("cluster=manual", "nodes=2", "node_rank=1", "rdzv_endpoint=far:29500")
+
+
+@pytest.mark.parametrize("words", [("cluster=local",), MANUAL], ids=lambda words: words[0])
+def test_a_container_where_no_srun_starts_the_ranks(
+    here: Path, launch: Callable[..., Result], words: tuple[str, ...]
+) -> None:
+    launch(IMAGE, *words, "--", "true").assert_error(2, IMAGE, "the ranks run here", "cluster=slurm")
+    assert not (here / "runs").exists()
+
+
+def test_a_rendezvous_where_there_is_none(here: Path, launch: Callable[..., Result]) -> None:
+    words = ("cluster=slurm", "nodes=2", "agent=srun", "rdzv_endpoint=far:29500", "dry_run=true")
+    launch(*words, "--", "true").assert_error(2, "rdzv_endpoint=far:29500", "torchrun.master_addr")
