@@ -181,8 +181,8 @@ def run_sweep(flags: "Flags", command: Command, argv: Sequence[str]) -> int:
     # A mistake in the last job shows before the first runs.
     composed = [compose(flags.sources, overrides) for overrides in jobs]
     if command.verb == "run" and all(is_for_slurm(resolve(each)) for each in composed):
-        from launcher.batch.submit import submit_jobs
         from launcher.job import draft_job
+        from launcher.submit.jobs import submit_jobs
 
         drafts = [draft_job(each, command.program, os.environ) for each in composed]
         return submit_jobs(drafts, argv, flags.sources.list_own(composed[0].choices))
@@ -223,7 +223,7 @@ def run_verb(flags: "Flags", command: Command, argv: Sequence[str]) -> int:
 
     draft = draft_job(composed, command.program, os.environ)
     if draft.cluster.kind == "slurm":
-        from launcher.batch.submit import submit_jobs
+        from launcher.submit.jobs import submit_jobs
 
         return submit_jobs([draft], argv, own_files)
     if draft.cluster.kind == "allocation":

@@ -39,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
     "programs": {"torch", "numpy"},
 }
 """What each room may import beside the standard library and itself."""
-WIRING = {"batch", "verbs"}
+WIRING = {"batch", "follow", "submit", "verbs"}
 """Folders that join the rooms, as the files beside them do: they may import all of them."""
 DOORS = {("rank/share.py", "launcher.errors"), ("rank/share.py", "launcher.standalone")}
 """Imports that a room makes only where it is used by itself: `launch-rank` without a plan makes one."""

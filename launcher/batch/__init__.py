@@ -1,1 +1,1 @@
-"""Jobs on a cluster: their submission, what runs on the first node, and what runs on each."""
+"""A job of SLURM's while it runs: its head on the first node, and a task on each."""

@@ -146,16 +146,16 @@ def describe_meanwhile(attempt: Attempt) -> Iterator[None]:
 
 def run_ranks(attempt: Attempt, overseer: Overseer, endpoint: str) -> StepEnd:
     """Run the step of `agent=srun`: a task for each rank; the records are made here, from what srun tells."""
-    from launcher.batch.rankstart import RankJob, is_taken_here, start_ranks
+    from launcher.batch.ranks.start import RankJob, is_taken_here, start_ranks
 
     request, run, started = attempt.request, attempt.run, time.time()
     job = RankJob(request, run, attempt.hosts, attempt.environ)
     if is_taken_here(job, endpoint):
-        from launcher.batch.rankrecords import refuse_port
+        from launcher.batch.ranks.records import refuse_port
 
         return describe_end(attempt, overseer, PORT_TAKEN, [refuse_port(attempt.hosts[0], started)], ())
     step = start_ranks(job, describe_step(attempt), endpoint)
-    from launcher.batch.rankrecords import Account, record_nodes  # while the ranks start
+    from launcher.batch.ranks.records import Account, record_nodes  # while the ranks start
 
     with describe_meanwhile(attempt):
         overseer.watch(step)

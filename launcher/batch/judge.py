@@ -118,7 +118,8 @@ def has_succeeded(attempt: "Attempt", end: "StepEnd") -> bool:
         return False
     if request.min_nodes < request.max_nodes and len(end.records) >= request.min_nodes:
         return True
-    return end.srun_exitcode == 0 and not end.missing
+    # A task ends with 0 where its ranks did, or was stopped: a record may be late, or the disk full.
+    return end.srun_exitcode == 0 and not (end.missing and end.signals)
 
 
 def find_failed(records: Sequence[NodeRecord]) -> list[NodeRecord]:

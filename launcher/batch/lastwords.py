@@ -1,6 +1,7 @@
 """The end of an attempt in words: for the manifest, and for people."""
 
 import signal
+from collections.abc import Sequence
 
 from launcher.batch.history import Manifest, describe_advance
 from launcher.batch.judge import Sight
@@ -12,7 +13,7 @@ from launcher.runs.rundir import RunDir
 from launcher.wording import tell_first
 
 MOST = 3
-"""Sentences of the manifest's reason."""
+"""Sentences of the manifest's reason, and nodes that are named in one."""
 HINTS = {"Killed": ", probably out of memory"}
 
 
@@ -92,10 +93,16 @@ def tell_agents(sight: Sight) -> list[str]:
     hosts: dict[str, list[str]] = {}
     for record in sight.end.records:
         hosts.setdefault(record.agent_said, []).append(record.host)
-    said = [f"{', '.join(names)}: {text}" for text, names in hosts.items() if text]
+    said = [f"{list_hosts(names)}: {text}" for text, names in hosts.items() if text]
     if sight.end.missing:
         said.append(f"no record came from {', '.join(sight.end.missing)}: is the disk full?")
     return said or [f"no rank failed, but srun ended with {sight.end.srun_exitcode}"]
+
+
+def list_hosts(names: Sequence[str]) -> str:
+    """Return the first few of some nodes, and how many more there are."""
+    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+    return ", ".join(names[:MOST]) + more
 
 
 def tell_lost(sight: Sight) -> list[str]:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.batch.polling import Poller
 from launcher.checks import check_least
 from launcher.errors import UsageError
+from launcher.follow.polling import Poller
 from launcher.launch.slurm.queue import JobState
 from launcher.runs.status import RunStatus, read_status
 from launcher.runs.tail import Output, RunTail

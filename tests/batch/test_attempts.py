@@ -470,7 +470,10 @@ def test_of_many_nodes_words_the_manifest_has_the_first(tmp_path: Path) -> None:
     submit_run(tmp_path)
     attempt = begin(tmp_path)
     end_attempt(attempt, end(*(record(f"n{n}", "failed", 3, said="full") for n in range(500))))
-    assert "n0: full; n1: full; n2: full (and 497 more); the program" in read(tmp_path)["outcome"]["reason"]
+    assert "n0, n1, n2 and 497 more: full; the program" in read(tmp_path)["outcome"]["reason"]
+    others = (record(f"n{n}", "failed", 3, said=f"no {n}") for n in range(500))
+    end_attempt(attempt, end(*others))
+    assert "n0: no 0; n1: no 1; n2: no 2 (and 497 more); the" in read(tmp_path)["outcome"]["reason"]
 
 
 def test_a_step_whose_srun_was_killed(tmp_path: Path) -> None:
@@ -481,3 +484,20 @@ def test_a_step_whose_srun_was_killed(tmp_path: Path) -> None:
     assert end_attempt(attempt, seen) == 137
     outcome = read(tmp_path)["outcome"]
     assert outcome["reason"].startswith("n0: srun was ended by SIGKILL, and its step; the program failed")
+
+
+@pytest.mark.parametrize("records", [(), WELL[:1]])
+def test_a_success_whose_records_could_not_be_written(
+    tmp_path: Path, records: tuple[NodeRecord, ...]
+) -> None:
+    submit_run(tmp_path)
+    attempt = begin(tmp_path, make_request(crash=9))
+    assert end_attempt(attempt, end(*records, code=0)) == 0
+    assert read(tmp_path)["outcome"]["state"] == "succeeded"
+
+
+def test_a_stop_without_records_is_no_success(tmp_path: Path) -> None:
+    submit_run(tmp_path)
+    attempt = begin(tmp_path)
+    assert end_attempt(attempt, end(code=0, signals=(15,))) != 0
+    assert read(tmp_path)["outcome"]["state"] != "succeeded"

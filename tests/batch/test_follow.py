@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from launcher.batch import followed
-from launcher.batch.followed import FollowedJob
-from launcher.batch.joblog import QUIET, JobLog
-from launcher.batch.polling import Answer
+from launcher.follow import job as followed
+from launcher.follow.job import FollowedJob
+from launcher.follow.log import QUIET, JobLog
+from launcher.follow.polling import Answer
 from launcher.launch.slurm.queue import JobState
 from launcher.launch.slurm.waiting import Place, describe_wait, explain_reason, find_place
 from launcher.report.console import JobConsole, make_console

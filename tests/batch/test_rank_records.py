@@ -5,8 +5,8 @@ import signal
 import time
 from pathlib import Path
 
-from launcher.batch.rankrecords import Account, record_nodes
-from launcher.batch.ranks import Told
+from launcher.batch.ranks.records import Account, record_nodes
+from launcher.batch.ranks.step import Told
 from launcher.launch.slurm.rendezvous import PORT_TAKEN
 from launcher.rank import tasks
 from launcher.runs.nodes import NodeRecord, read_nodes

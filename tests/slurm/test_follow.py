@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slurm
 FOLLOW = """
 import sys
 from pathlib import Path
-from launcher.batch.follow import follow_jobs, follow_run
+from launcher.follow.jobs import follow_jobs, follow_run
 jobs = [(Path(path), job_id) for path, job_id in zip(sys.argv[1::2], sys.argv[2::2])]
 sys.exit(follow_run(*jobs[0]) if len(jobs) == 1 else follow_jobs(jobs))
 """

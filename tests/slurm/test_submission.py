@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import launcher
-from launcher.batch.submit import find_python
 from launcher.errors import MachineError, SchedulerError
 from launcher.launch.slurm.refusal import explain_refusal
 from launcher.launch.slurm.submission import submit_script
+from launcher.submit.jobs import find_python
 from tests.slurm.conftest import Sandbox
 
 pytestmark = pytest.mark.slurm
@@ -178,7 +178,7 @@ REFUSALS = {
     "gpu type": (["cluster.gpus_per_node=h100:1"], ["--gpus-per-node=h100:1", "gpu:2"]),
     "cpus": (["cluster.cpus_per_task=17"], ["cluster.cpus_per_task=17, and nodes of partition main have 16"]),
     "memory": (["cluster.mem=1T"], ["--mem=1T", "16000 MiB"]),
-    "feature": (["cluster.constraint=a&b"], ["--constraint=a&b", "have no features"]),
+    "feature": (["cluster.constraint=a&b"], ["--constraint=a&b", "nodes have the features sandbox"]),
     "too few left": (["nodes=2", "cluster.exclude=n[0-2]"], ["cluster.exclude: --exclude=n[0-2]"]),
     "node": (["cluster.nodelist=zz"], ["Invalid node name", "--nodelist=zz"]),
     "reservation": (["cluster.reservation=r"], ["--reservation=r", "change cluster.reservation, or leave"]),

@@ -14,6 +14,7 @@ from rich.console import Console
 from launcher.report.runs import print_details, print_table
 from launcher.runs.process import check_process, identify_process, open_process
 from launcher.runs.status import RunStatus, add_progress, read_status
+from launcher.verbs.standing import judge_run
 from tests.conftest import Result
 from tests.launch.support import start, wait_for, write_program
 from tests.verbs.making import make_run, write_log
@@ -244,3 +245,11 @@ def test_a_real_run_that_was_interrupted(here: Path, launch: Launch) -> None:
         run.wait()
     (found,) = read_runs(launch("status", "format=json"))
     assert (found["state"], found["reason"], found["exit_code"]) == ("stopped", "by SIGTERM", 143)
+
+
+def test_a_job_that_slurm_forgot_has_begun_where_it_has_a_log(tmp_path: Path) -> None:
+    path = make_run(tmp_path, state="submitted", slurm={"job_id": "12"})
+    assert "cancelled in the queue" in judge_run(read_status(path), None).reason
+    (path / "logs/slurm-12.out").write_text("launch: error: cluster.setup ended with 127 at: module\n")
+    found = judge_run(read_status(path), None)
+    assert found.state == "lost" and "ended before it came to the program" in found.reason

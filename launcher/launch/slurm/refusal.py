@@ -31,7 +31,6 @@ CAUSES = (
     ),
 )
 """Words of sbatch's complaints (slurm_errno.c), and the options that they are about."""
-NO_FEATURES = "the partition's nodes have no features: leave cluster.constraint out"
 NAMED = re.compile(r"(?:unrecognized option '|invalid )--(?P<name>[a-z-]+)")
 AWAY = (
     "contact slurm controller",
@@ -74,11 +73,9 @@ def suggest_fix(
         return list_associations()
     if "array" in names:
         return f"make the sweep smaller{ask_array_size()}"
-    if kinds and names == ("constraint",):
-        features = sorted({feature for kind in kinds for feature in kind.features})
-        return f"the partition's nodes have the features {', '.join(features)}" if features else NO_FEATURES
-    if kinds and {"nodes", "mem", "cpus-per-task", "gpus-per-node"} & {*names}:
-        return f"the partition's nodes: {'; '.join(describe_kinds(kinds))}"
+    if kinds and {"nodes", "mem", "cpus-per-task", "gpus-per-node", "constraint"} & {*names}:
+        nodes = f"the partition's nodes: {'; '.join(describe_kinds(kinds))}"
+        return list_features(kinds) if tuple(names) == ("constraint",) else nodes
     if names:
         return f"change {' or '.join(keys)}, or leave it out"
     return "change cluster.* accordingly; dry_run=true shows the script"
@@ -90,6 +87,14 @@ def describe_kinds(kinds: Sequence[NodeKind]) -> list[str]:
     for kind in kinds:
         counts[kind.describe()] = counts.get(kind.describe(), 0) + kind.count
     return [f"{count} with {text}" for text, count in counts.items()]
+
+
+def list_features(kinds: Sequence[NodeKind]) -> str:
+    """Return the features of the nodes, in words."""
+    features = sorted({feature for kind in kinds for feature in kind.features})
+    if features:
+        return f"the partition's nodes have the features {', '.join(features)}"
+    return "the partition's nodes have no features: leave cluster.constraint out"
 
 
 def list_associations() -> str:

@@ -1,6 +1,8 @@
 """The submission script as text."""
 
+import os
 import shlex
+import subprocess
 from collections.abc import Sequence
 
 from launcher.errors import UsageError
@@ -111,3 +113,21 @@ def render_exec(python: Sequence[str]) -> list[str]:
         "fi",
         f'exec {shlex.join(python)} -m {MODULE} "$launch_run"',
     ]
+
+
+def check_syntax(text: str, setup: Sequence[str]) -> None:
+    """Raise UsageError where the user's lines make a script that bash cannot read."""
+    if not setup:
+        return
+    done = subprocess.run(
+        ["bash", "-n"],
+        input=os.fsencode(text),
+        env={**os.environ, "LC_ALL": "C"},
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        said = " ".join(done.stderr.decode(errors="replace").split())
+        raise UsageError(
+            f"cluster.setup={list(setup)} is no valid bash ({said}): each entry is a whole command"
+        )

@@ -1,4 +1,4 @@
-"""`python -m launcher.batch.tell SIGNAL JOB RUN_ID`: sends a signal to the ranks here that srun has started.
+"""`python -m launcher.batch.ranks.tell SIGNAL JOB RUN_ID`: signals the ranks that srun has started here.
 
 srun's own way (of `scancel` too) is to send it to every process of a step: to DataLoader and compile workers,
 which die of one that only the program itself expects.

@@ -10,17 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import launcher
-from launcher.batch.asked import Asked, ask_for
 from launcher.batch.request import SECRETS
-from launcher.batch.staged import Staged, stage_run
 from launcher.errors import LaunchError, MachineError, SchedulerError, UsageError
 from launcher.execute import refuse_run
 from launcher.job import Draft
 from launcher.launch.slurm.inherited import clean_environ
 from launcher.launch.slurm.refusal import explain_refusal
-from launcher.launch.slurm.script import render_script
+from launcher.launch.slurm.script import check_syntax, render_script
 from launcher.runs.rundir import write_private
 from launcher.runs.sources import describe_sources
+from launcher.submit.asked import Asked, ask_for
+from launcher.submit.staged import Staged, stage_run
 from launcher.wording import say
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - to warn of
@@ -45,7 +45,7 @@ def submit_jobs(drafts: Sequence[Draft], argv: Sequence[str], own_files: Sequenc
         python = pool.submit(find_python)
         asked = ask_for(drafts, os.environ, dry=dry)
         if sources is None:
-            from launcher.batch.preview import preview_submission
+            from launcher.submit.preview import preview_submission
 
             say_warnings(asked.warnings)
             return preview_submission(drafts, asked, python.result())
@@ -60,7 +60,7 @@ def submit_jobs(drafts: Sequence[Draft], argv: Sequence[str], own_files: Sequenc
     tell_submitted(jobs, job_id, asked)
     if not any(draft.config.follow for draft in drafts):
         return 0
-    from launcher.batch.follow import follow_jobs
+    from launcher.follow.jobs import follow_jobs
 
     sys.stdout.flush()
     return follow_jobs([(each.run.path, number) for number, each in jobs.items()])
@@ -134,24 +134,6 @@ def find_python() -> tuple[str, ...]:
         f"the nodes would not find launch by {sys.executable} outside of {Path.cwd()}: install it there,"
         " `python -m pip install -e FOLDER`"
     )
-
-
-def check_syntax(text: str, setup: Sequence[str]) -> None:
-    """Raise UsageError where the user's lines make a script that bash cannot read."""
-    if not setup:
-        return
-    done = subprocess.run(
-        ["bash", "-n"],
-        input=os.fsencode(text),
-        env={**os.environ, "LC_ALL": "C"},
-        capture_output=True,
-        check=False,
-    )
-    if done.returncode:
-        said = " ".join(done.stderr.decode(errors="replace").split())
-        raise UsageError(
-            f"cluster.setup={list(setup)} is no valid bash ({said}): each entry is a whole command"
-        )
 
 
 def check_place(path: Path) -> list[str]:

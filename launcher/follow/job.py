@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from launcher.batch.polling import Answer
+from launcher.follow.polling import Answer
 from launcher.launch.slurm.queue import ENDED, JobState
 from launcher.launch.slurm.waiting import Place, describe_wait
 from launcher.runs.manifest import CLOSED, read_job, read_manifest, take_dict

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launcher.batch.ranks import Told
+from launcher.batch.ranks.step import Told
 from launcher.conclude import tail_rank
 from launcher.errors import EXIT_MACHINE
 from launcher.launch.failure import Failure

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.batch.followed import FollowedJob
-from launcher.batch.joblog import JobLog
-from launcher.batch.polling import Answer, Poller
 from launcher.errors import SchedulerError
+from launcher.follow.job import FollowedJob
+from launcher.follow.log import JobLog
+from launcher.follow.polling import Answer, Poller
 from launcher.launch.signals import FORWARDED, Inbox, catch_signals
 from launcher.launch.slurm.command import run_slurm
 from launcher.report.console import JobConsole, make_console

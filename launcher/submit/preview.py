@@ -7,12 +7,12 @@ from pathlib import Path
 
 import yaml
 
-from launcher.batch.asked import Asked
 from launcher.errors import UsageError
 from launcher.job import Draft, name_run, plan_configured
 from launcher.launch.slurm.notations import read_gpus
-from launcher.launch.slurm.script import render_script
+from launcher.launch.slurm.script import check_syntax, render_script
 from launcher.schema import MachineConfig
+from launcher.submit.asked import Asked
 from launcher.suggest import suggest
 
 RUN_ID = "RUN_ID"
@@ -21,8 +21,6 @@ RUN_ID = "RUN_ID"
 
 def preview_submission(drafts: Sequence[Draft], asked: Asked, python: Sequence[str]) -> int:
     """Show the plan on stderr and the script on stdout; returns the exit code."""
-    from launcher.batch.submit import check_syntax
-
     setup = drafts[0].config.cluster.setup
     text = render_script(asked.options, foresee_runs(drafts), setup, python)
     check_syntax(text, setup)

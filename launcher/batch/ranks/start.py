@@ -6,8 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from launcher.batch.ranks import RankStep
-from launcher.batch.rankview import RankView
+from launcher.batch.ranks.step import RankStep
+from launcher.batch.ranks.view import RankView
 from launcher.batch.request import JobRequest
 from launcher.errors import MachineError
 from launcher.launch.processes import prepare_agent

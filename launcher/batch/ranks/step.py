@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from launcher.batch.rankview import RankView
+from launcher.batch.ranks.view import RankView
 from launcher.errors import SchedulerError
 from launcher.launch.signals import STOPPING, name_signal
 from launcher.launch.slurm.command import run_slurm
@@ -123,7 +123,15 @@ class RankStep:
     def render_telling(self, number: int) -> tuple[str, ...]:
         """Return the words of the step that sends a signal: a task on each node, outside of any container."""
         job = self.environ.get("SLURM_JOB_ID", "")
-        command = (sys.executable, "-P", "-m", "launcher.batch.tell", str(int(number)), job, self.run_id)
+        command = (
+            sys.executable,
+            "-P",
+            "-m",
+            "launcher.batch.ranks.tell",
+            str(int(number)),
+            job,
+            self.run_id,
+        )
         own = Step(
             self.describing.nodes,
             self.describing.nodelist,

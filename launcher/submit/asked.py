@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from launcher.batch.sexagesimal import check_files
-from launcher.batch.staged import SCRIPT
 from launcher.checks import check_choice
 from launcher.errors import SchedulerError, UsageError
 from launcher.job import Draft, name_run, parse_nproc
@@ -20,6 +18,8 @@ from launcher.launch.slurm.options import (
 from launcher.launch.slurm.refusal import explain_refusal, is_away
 from launcher.launch.slurm.resources import check_limits, fill_in
 from launcher.runs.secrets import MASK, mask_text
+from launcher.submit.sexagesimal import check_files
+from launcher.submit.staged import SCRIPT
 
 RUNTIMES = ("pyxis", "apptainer")
 

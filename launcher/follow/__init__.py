@@ -1,0 +1,1 @@
+"""Staying with submitted jobs: `follow=true`."""

@@ -1,0 +1,1 @@
+"""Jobs on their way to SLURM: what they ask for, their run directories, sbatch."""
