@@ -109,6 +109,12 @@ def test_a_step_that_never_began(tmp_path: Path) -> None:
     assert REFUSED in records[0].agent_said
 
 
+def test_an_option_that_srun_does_not_know_is_named(tmp_path: Path) -> None:
+    lines = ["srun: unrecognized option '--foo=1'", 'Try "srun --help" for more information']
+    first = record(make_run(tmp_path, {0: 1.0}), lines, 255)[0]
+    assert "unrecognized option '--foo=1'" in first.agent_said and "Try" not in first.agent_said
+
+
 def test_a_port_that_is_taken_is_no_failure_of_a_rank(tmp_path: Path) -> None:
     assert tasks.PORT_TAKEN == PORT_TAKEN
     lines = [f"srun: error: a: task 0: Exited with exit code {PORT_TAKEN}"]

@@ -137,6 +137,6 @@ def describe_end(account: Account, end: RankEnd) -> NodeFailure:
 
 def quote_srun(account: Account) -> str:
     """Say how srun ended that started no rank, with its last words."""
-    code, said = account.exitcode, account.told.said
+    code, said = account.exitcode, [line for line in account.told.said if not line.startswith("Try ")]
     how = name_signal(-code) if code < 0 else f"code {code}"
     return f"srun ended with {how}: {said[-1] if said else 'it printed nothing'}"
