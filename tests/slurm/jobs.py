@@ -94,6 +94,19 @@ class Run:
         return list_processes(str(self.path))
 
 
+def assert_same_losses(run: Run, other: Run) -> None:
+    """Assert the same steps with the same losses, to one in the last of the four decimals.
+
+    Between two runs that nothing befell, sums of floats differ in their last bit now and then (by where
+    buffers lie in memory), which shows in a printed loss once in a thousand steps.
+    """
+    ours, theirs = run.read_losses(), other.read_losses()
+    assert list(ours) == list(theirs)
+    assert {step: float(loss) for step, loss in ours.items()} == pytest.approx(
+        {step: float(loss) for step, loss in theirs.items()}, abs=1.5e-4, rel=0
+    )
+
+
 def wait_for(check: Callable[[], bool], what: str, run: Run, timeout: float) -> None:
     """Poll a condition; the test fails with what is known of the run where it does not come."""
     end = time.monotonic() + timeout

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.slurm.conftest import Sandbox
-from tests.slurm.jobs import SHRUNK, Run, list_processes, submit, wait_for
+from tests.slurm.jobs import SHRUNK, Run, assert_same_losses, list_processes, submit, wait_for
 
 pytestmark = pytest.mark.slurm
 
@@ -57,7 +57,7 @@ def test_four_nodes_with_two_ranks_each(undisturbed: Run) -> None:
 def test_ranks_as_tasks_of_srun(sandbox: Sandbox, tmp_path: Path, undisturbed: Run) -> None:
     run = submit(sandbox, tmp_path, *FOUR, "agent=srun")
     assert run.await_end() == "succeeded"
-    assert run.read_losses() == undisturbed.read_losses()
+    assert_same_losses(run, undisturbed)
 
 
 def test_inside_salloc(sandbox: Sandbox, tmp_path: Path, undisturbed: Run) -> None:
@@ -69,7 +69,7 @@ def test_inside_salloc(sandbox: Sandbox, tmp_path: Path, undisturbed: Run) -> No
     )
     assert done.returncode == 0, done
     (path,) = tmp_path.glob("runs/*/*")
-    assert Run(path, sandbox).read_losses() == undisturbed.read_losses()
+    assert_same_losses(Run(path, sandbox), undisturbed)
     assert "succeeded" in done.stderr
 
 
@@ -90,7 +90,7 @@ def test_requeued_by_an_administrator(sandbox: Sandbox, tmp_path: Path, undistur
     sandbox.run("scontrol", "requeue", run.job_id)
     assert run.await_end() == "succeeded"
     assert run.causes == ["preempted", None]
-    assert run.read_losses() == undisturbed.read_losses()
+    assert_same_losses(run, undisturbed)
 
 
 def test_preempted_by_a_job_of_higher_priority(sandbox: Sandbox, tmp_path: Path, undisturbed: Run) -> None:
@@ -102,7 +102,7 @@ def test_preempted_by_a_job_of_higher_priority(sandbox: Sandbox, tmp_path: Path,
     sandbox.wait(urgent.strip(), "COMPLETED")
     assert run.await_end() == "succeeded"
     assert run.causes == ["preempted", None]
-    assert run.read_losses() == undisturbed.read_losses()
+    assert_same_losses(run, undisturbed)
 
 
 def test_a_rank_is_killed_and_restarted(sandbox: Sandbox, tmp_path: Path, undisturbed: Run) -> None:
@@ -111,7 +111,7 @@ def test_a_rank_is_killed_and_restarted(sandbox: Sandbox, tmp_path: Path, undist
     os.kill(find_rank(run, 5), signal.SIGKILL)
     assert run.await_end() == "succeeded"
     assert (run.path / "logs" / "1" / "rank-5.out").exists()
-    assert run.read_losses() == undisturbed.read_losses()
+    assert_same_losses(run, undisturbed)
 
 
 def test_a_rank_is_killed_for_good(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_two_jobs_at_once_on_the_same_nodes(sandbox: Sandbox, tmp_path: Path) ->
     assert [run.await_end() for run in both] == ["succeeded"] * 2
     started = [run.manifest["started"] for run in both]
     assert max(started) < min(run.manifest["ended"] for run in both), "they did not run at once"
-    assert both[0].read_losses() == both[1].read_losses()
+    assert_same_losses(both[0], both[1])
 
 
 def test_a_time_limit_shorter_than_the_training(sandbox: Sandbox, tmp_path: Path, undisturbed: Run) -> None:
@@ -233,7 +233,7 @@ def test_a_time_limit_shorter_than_the_training(sandbox: Sandbox, tmp_path: Path
     run = submit(sandbox, tmp_path, *settings, "cluster.time=1", "cluster.signal=USR2@40", "name=limited")
     assert run.await_end(timeout=400) == "succeeded"
     assert run.causes[-1] is None and set(run.causes[:-1]) == {"timeout"}
-    assert run.read_losses() == whole.read_losses()
+    assert_same_losses(run, whole)
 
 
 def test_names_paths_arguments_and_variables_of_every_kind(sandbox: Sandbox, tmp_path: Path) -> None:
