@@ -133,6 +133,14 @@ def list_processes(word: str) -> list[str]:
     return found
 
 
+def await_nothing(word: str, timeout: float = 20) -> None:
+    """Wait until no process is there whose command line or environment holds a word; they must go."""
+    end = time.monotonic() + timeout
+    while left := list_processes(word):
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+
+
 def submit(sandbox: Sandbox, cwd: Path, *words: str | bytes, env: Mapping[str, str] | None = None) -> Run:
     """Submit a job by `launch WORDS` in an empty folder, and return its run."""
     before = set(cwd.glob("runs/*/*"))

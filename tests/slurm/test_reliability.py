@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.slurm.conftest import Sandbox
-from tests.slurm.jobs import SHRUNK, Run, assert_same_losses, list_processes, submit, wait_for
+from tests.slurm.jobs import SHRUNK, Run, assert_same_losses, await_nothing, submit, wait_for
 
 pytestmark = pytest.mark.slurm
 
@@ -36,9 +36,9 @@ def undisturbed(sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory) -> R
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    """After each test no process of its job is there."""
+    """After each test no process of its job is there, once those that SLURM has just killed have gone."""
     yield
-    assert list_processes(str(tmp_path)) == []
+    await_nothing(str(tmp_path))
 
 
 def test_four_nodes_with_two_ranks_each(undisturbed: Run) -> None:
@@ -51,7 +51,7 @@ def test_four_nodes_with_two_ranks_each(undisturbed: Run) -> None:
     }
     assert len(list(undisturbed.path.glob("rank-*.applied.json"))) == 8
     assert len(list(undisturbed.path.parents[1].glob("*/*"))) == 1
-    assert undisturbed.list_processes() == []
+    await_nothing(str(undisturbed.path))
 
 
 def test_ranks_as_tasks_of_srun(sandbox: Sandbox, tmp_path: Path, undisturbed: Run) -> None:
