@@ -133,8 +133,12 @@ def list_processes(word: str) -> list[str]:
     return found
 
 
-def await_nothing(word: str, timeout: float = 20) -> None:
-    """Wait until no process is there whose command line or environment holds a word; they must go."""
+def await_nothing(word: str, timeout: float = 90) -> None:
+    """Wait until no process is there whose command line or environment holds a word; they must go.
+
+    The sandbox tracks processes by their group (proctrack/pgid), so that SLURM's SIGKILL misses an agent,
+    which then ends its ranks by itself within its own patience; under cgroups they go at once.
+    """
     end = time.monotonic() + timeout
     while left := list_processes(word):
         assert time.monotonic() < end, left
