@@ -7,15 +7,17 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.batch.attempts import Attempt
 from launcher.batch.place import ATTEMPT, RENDEZVOUS
-from launcher.launch.control import LOST, open_channel, write_signal, write_word
+from launcher.launch.control import KILL_WAIT, LOST, open_channel, write_signal, write_word
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import FORWARDED
 from launcher.launch.slurm.environ import scrub_environ
+from launcher.launch.slurm.ownjob import ask_kill_wait
 from launcher.launch.slurm.srun import is_accounted, is_noise, parse_lost
 from launcher.launch.slurm.step import Container, Step, render_step
 from launcher.runs.nodes import NodeRecord, read_nodes
@@ -36,15 +38,25 @@ class NodeStep:
     process: "subprocess.Popen[bytes]"
     control: int
     """Descriptor of srun's stdin, which every task reads a copy of."""
+    environ: Mapping[str, str]
     started: float = field(default_factory=time.time)
     said: deque[str] = field(default_factory=lambda: deque(maxlen=LAST))
     """srun's own lines."""
     reader: threading.Thread = field(init=False)
+    teller: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
-        """Begin to pass stderr on."""
+        """Begin to pass stderr on, and tell the tasks how long SLURM will wait for them."""
         self.reader = threading.Thread(target=self.pass_errors, daemon=True)
+        self.teller = threading.Thread(target=self.tell_patience, daemon=True)
         self.reader.start()
+        self.teller.start()
+
+    def tell_patience(self) -> None:
+        """Ask SLURM for its KillWait, once the step is on its way: the thread's body."""
+        seconds = ask_kill_wait(self.environ)
+        if seconds is not None:
+            write_word(self.control, f"{KILL_WAIT} {seconds}")
 
     def send(self, number: int) -> None:
         """Send a signal to the ranks, by way of their supervisors."""
@@ -69,6 +81,7 @@ class NodeStep:
     def close(self) -> None:
         """Take what is left, after srun's end."""
         self.reader.join(SETTLE)
+        self.teller.join()
         os.close(self.control)
 
 
@@ -118,7 +131,7 @@ def start_nodes(attempt: Attempt, endpoint: str) -> NodeStep:
         raise
     finally:
         os.close(reading)
-    return NodeStep(process, writing)
+    return NodeStep(process, writing, attempt.environ)
 
 
 def collect_nodes(attempt: Attempt, step: NodeStep) -> list[NodeRecord]:

@@ -14,6 +14,8 @@ GREETING = "HELLO"
 """First line. Without it, the end of the channel says nothing: there was none."""
 LOST = "LOST"
 """A node of an elastic job was lost."""
+KILL_WAIT = "KILLWAIT"
+"""`KILLWAIT 30`: seconds from SLURM's SIGTERM to its SIGKILL, as this cluster has it (slurm.conf)."""
 
 
 @dataclass(slots=True)
@@ -26,6 +28,8 @@ class Control:
     greeted: bool = False
     lost_at: float | None = None
     """Monotonic time of the word that a node was lost, until somebody has acted on it."""
+    kill_wait: float | None = None
+    """SLURM's patience in seconds; None where the head has not told."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -50,6 +54,9 @@ class Control:
         self.greeted = self.greeted or GREETING in words
         if LOST in words:
             self.lost_at = time.monotonic()
+        for name, _, value in (word.partition(" ") for word in words):
+            if name == KILL_WAIT and value.isdecimal():
+                self.kill_wait = float(value)
         return [number for word in words if (number := parse_number(word)) is not None]
 
     def read_new(self, descriptor: int) -> bytes | None:

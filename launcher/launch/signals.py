@@ -18,6 +18,11 @@ TERM_GRACE = 10.0
 """Seconds between SIGTERM and SIGKILL, after the first signal's own grace."""
 KILL_GRACE = 5.0
 """Seconds that the kernel and the agent have after SIGKILL."""
+SLURM_GRACE = 20.0
+"""Seconds that ranks have after SLURM's SIGTERM at most: its own patience (KillWait) is 30 by default."""
+SLURM_MARGIN = KILL_GRACE + 2.0
+"""Seconds before the end of a shorter KillWait in which ranks are killed from here, and recorded: SLURM's own
+SIGKILL ends this process, and where SLURM does not track by cgroup, neither agent nor ranks."""
 
 
 @dataclass(slots=True)
@@ -89,6 +94,12 @@ class Stop:
         self.deadline = time.monotonic() + seconds
         self.current = number
         return number
+
+
+def limit_grace(grace: float, kill_wait: float | None) -> float:
+    """Return the seconds that ranks have after SLURM's SIGTERM: those asked for, within SLURM's patience."""
+    left = SLURM_GRACE if kill_wait is None else max(kill_wait - SLURM_MARGIN, 1.0)
+    return min(grace, SLURM_GRACE, left)
 
 
 def name_signal(number: int) -> str:

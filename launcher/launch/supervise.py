@@ -27,14 +27,12 @@ from launcher.launch.signals import (
     Inbox,
     Stop,
     catch_signals,
+    limit_grace,
     name_signal,
 )
 
 TICK = 0.05
 """Seconds between two looks for new ranks and signals."""
-
-SLURM_GRACE = 20.0
-"""Seconds that ranks have after SLURM's SIGTERM at most: its own patience (KillWait) is 30 by default."""
 LOST_GRACE = 10.0
 """Seconds in which ranks may notice by themselves that a node was lost."""
 HEARING = 0.5
@@ -198,7 +196,8 @@ class Supervisor:
             while not self.agent_heard and time.monotonic() < deadline and agent.poll() is None:
                 time.sleep(TICK)
                 self.agent_heard = has_heard(self.log, self.log_begin)
-        self.note_stop(number, agent, min(self.grace, SLURM_GRACE))
+        kill_wait = self.control.kill_wait if self.control else None
+        self.note_stop(number, agent, limit_grace(self.grace, kill_wait))
 
     def heed_head(self, agent: "subprocess.Popen[bytes]") -> None:
         """Do what the head says: stop by its signals, and pass others on to the ranks that catch them."""

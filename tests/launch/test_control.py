@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from launcher.launch.control import LOST, open_channel, open_control, write_signal, write_word
+from launcher.launch.control import KILL_WAIT, LOST, open_channel, open_control, write_signal, write_word
 from launcher.launch.processes import Watch, catches, list_children, list_ranks
-from launcher.launch.signals import Stop
+from launcher.launch.signals import Stop, limit_grace
 
 SLEEPER = "import os, signal, time\n{}\nos.write(1, b'UP\\n')\ntime.sleep(60)"
 CATCHER = "signal.signal(signal.SIGUSR2, lambda *_: os.write(1, b'CAUGHT\\n'))"
@@ -22,6 +22,9 @@ def test_signals_come_through_in_their_order() -> None:
     write_signal(writing, signal.SIGUSR2)
     write_signal(writing, signal.SIGTERM)
     assert control.read_signals() == [signal.SIGUSR2, signal.SIGTERM]
+    assert control.kill_wait is None
+    write_word(writing, f"{KILL_WAIT} 30")
+    assert control.read_signals() == [] and control.kill_wait == 30
     write_word(writing, LOST)
     assert control.read_signals() == [] and control.lost_at is not None
     os.close(writing)
@@ -98,3 +101,17 @@ def test_a_process_that_is_gone_catches_nothing() -> None:
     done.wait()
     assert not catches(done.pid, signal.SIGTERM)
     assert list_ranks(done.pid, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("grace", "word", "limit"),
+    [(30, "", 20), (30, "30", 20), (5, "30", 5), (30, "10", 3), (30, "2", 1), (30, "300", 20), (30, "x", 20)],
+)
+def test_ranks_are_ended_before_slurm_is_out_of_patience(grace: float, word: str, limit: float) -> None:
+    reading, writing = open_channel()
+    control = open_control(reading)
+    write_word(writing, f"{KILL_WAIT} {word}")
+    control.read_signals()
+    assert limit_grace(grace, control.kill_wait) == limit
+    os.close(writing)
+    os.close(reading)

@@ -133,11 +133,11 @@ def list_processes(word: str) -> list[str]:
     return found
 
 
-def await_nothing(word: str, timeout: float = 90) -> None:
+def await_nothing(word: str, timeout: float = 15) -> None:
     """Wait until no process is there whose command line or environment holds a word; they must go.
 
-    The sandbox tracks processes by their group (proctrack/pgid), so that SLURM's SIGKILL misses an agent,
-    which then ends its ranks by itself within its own patience; under cgroups they go at once.
+    The sandbox tracks processes by their group (proctrack/pgid), so that SLURM's SIGKILL misses an agent: it is
+    ended before that, by its supervisor.
     """
     end = time.monotonic() + timeout
     while left := list_processes(word):

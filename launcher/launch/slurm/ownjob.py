@@ -23,6 +23,7 @@ DOWN = ("down", "fail", "error", "unknown", "reboot", "power")
 AWAY = re.compile("contact|connect|did not answer|timed out|backup|try again", re.IGNORECASE)
 """What SLURM's commands complain of where slurmctld is not there."""
 BOOT = re.compile(r"^NodeName=(\S+).*\bBootTime=(\S+)", re.MULTILINE)
+KILL_WAIT = re.compile(r"^KillWait\s*=\s*(\d+)", re.MULTILINE)
 FIELDS = "State,RestartCnt,EndTime,PreemptTime,Reason"
 """squeue's columns; the reason can hold anything, and comes last."""
 
@@ -58,6 +59,15 @@ def read_time(text: str) -> float | None:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         return None
+
+
+def ask_kill_wait(environ: Mapping[str, str]) -> int | None:
+    """Ask for the seconds from SLURM's SIGTERM to its SIGKILL; None where it does not tell."""
+    try:
+        found = KILL_WAIT.search(run_slurm(["scontrol", "show", "config"], environ, patience=QUICK))
+    except SchedulerError:
+        return None
+    return int(found[1]) if found else None
 
 
 def ask_nodes(hosts: Sequence[str], environ: Mapping[str, str], patience: float = QUICK) -> dict[str, str]:
