@@ -17,6 +17,7 @@ from launcher.node import MOST_RANKS, VISIBLE_DEVICES, honoured_environ, name_ho
 from launcher.runs.rundir import RunDir, create_run_dir, open_run_dir
 from launcher.save import refuse_files
 from launcher.schema import LaunchConfig
+from launcher.wishes import describe_wishes
 
 if TYPE_CHECKING:
     from launcher.config import Composed
@@ -109,13 +110,8 @@ def plan_configured(config: LaunchConfig, environ: Mapping[str, str]) -> "Plan":
         environ = {k: v for k, v in environ.items() if k not in DEVICE_NAMES or k in config.env}
     request = Request(
         nproc_per_node=parse_nproc(config.nproc_per_node, len(machine.allowed_cpus)),
-        binding=config.binding.policy,
-        strict=config.binding.strict,
-        reserve_cores=config.binding.reserve_cores,
-        devices=config.devices,
-        num_workers=config.dataloader.num_workers,
-        nic=config.binding.nic,
         environ=honoured_environ(dict(environ)),
+        **describe_wishes(config),  # type: ignore[arg-type]  # values by their names
     )
     return plan(machine, request)
 

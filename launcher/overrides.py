@@ -8,7 +8,7 @@ import yaml
 from launcher.errors import UsageError
 from launcher.sources import Sources
 
-FREE_FORM = ("env.", "torchrun.rdzv_conf.", "cluster.additional.", "cluster.srun.")
+FREE_FORM = ("env.", "allocator.", "torchrun.rdzv_conf.", "cluster.additional.", "cluster.srun.")
 """Keys that need no `+`, though the schema cannot know them."""
 SLURM_TEXTS = (
     "partition",

@@ -107,7 +107,28 @@ class DataloaderConfig:
 
     workload: str = "text"
     num_workers: int = 2
-    """Workers that each rank would like; fewer where it has too few cores."""
+    """Workers that each rank would like; fewer where it has too few cores, or too little memory."""
+    worker_gib: float = 0.0
+    """Memory of one worker in GiB; 0 where it is not known, and does not limit them."""
+    worker_shm_mib: float = 0.0
+    """What the batches of one worker take of /dev/shm, in MiB; 0 where it is not known."""
+    default: bool = False
+    """Let a `DataLoader(...)` without num_workers have that many."""
+
+
+@dataclass
+class GcConfig:
+    """Garbage collection in the ranks; steps are those of the optimizer."""
+
+    policy: str = "synchronized"
+    """`synchronized`, `disabled`, `frozen` or `default`."""
+    warmup: int = 30
+    """Steps after which objects are frozen (`synchronized`, `frozen`)."""
+    every: int = 50
+    """Steps from one full collection to the next, on all ranks at the same step (`synchronized`, `disabled`);
+    0 is never."""
+    log: bool = False
+    """Have each rank tell of its collections on stderr."""
 
 
 @dataclass
@@ -198,6 +219,10 @@ class LaunchConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     binding: BindingConfig = field(default_factory=BindingConfig)
     dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
+    allocator: dict[str, Any] = field(default_factory=dict)
+    """PyTorch's allocator settings by their names in PYTORCH_CUDA_ALLOC_CONF; `host` is what serves malloc:
+    `system`, `tcmalloc` or `jemalloc`."""
+    gc: GcConfig = field(default_factory=GcConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     logs: LogsConfig = field(default_factory=LogsConfig)
     torchrun: TorchrunConfig = field(default_factory=TorchrunConfig)

@@ -16,12 +16,13 @@ from launcher.rank.plain_json import parse_json
 
 WISHES: Mapping[str, object] = {
     "root": "/",
-    "binding": "exclusive",
-    "strict": False,
-    "reserve_cores": 0,
-    "devices": "all",
-    "num_workers": 2,
-    "nic": False,
+    **{
+        name: getattr(Request(), name)
+        for name in (
+            *("binding", "strict", "reserve_cores", "nic", "devices", "gc", "allocator"),
+            *("workload", "num_workers", "worker_gib", "worker_shm_mib", "loader_default"),
+        )
+    },
 }
 """What `launch` hands over in LAUNCH_REQUEST, as JSON: the machine's root, and the fields of a Request."""
 

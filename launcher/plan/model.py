@@ -157,12 +157,28 @@ class Request:
     """Physical cores left for the system, spread over the NUMA nodes."""
     devices: str = "all"
     """`all`: every rank sees the job's GPUs; `own`: each rank sees its own alone."""
+    workload: str = "text"
+    """Name of what `num_workers` was chosen for, for people."""
     num_workers: int = 2
     """DataLoader workers that each rank would like; the plan gives fewer where cores are short."""
+    worker_gib: float = 0.0
+    """Memory of a worker in GiB; 0 where it is not known."""
+    worker_shm_mib: float = 0.0
+    """Shared memory for the batches of a worker in MiB; 0 where it is not known."""
+    loader_default: bool = False
+    """A `DataLoader(...)` without num_workers gets the plan's."""
+    gc: str = "synchronized,warmup=30,every=50"
+    """Garbage collection in the ranks, as LAUNCH_GC has it."""
+    allocator: str = "expandable_segments:True"
+    """Settings of PyTorch's allocator, as PYTORCH_CUDA_ALLOC_CONF has them."""
+    host_allocator: str = ""
+    """Path of a library that replaces malloc (LD_PRELOAD); empty for the system's own."""
     nic: bool = False
     """Offer each rank its NIC as `NCCL_IB_HCA` too."""
     environ: tuple[tuple[str, str], ...] = ()
-    """The user's environment, as far as the plan depends on it (names in `HONOURED`)."""
+    """The environment, the configuration's variables in it, as far as the plan depends on it (`HONOURED`)."""
+    configured: tuple[tuple[str, str], ...] = ()
+    """Variables that the configuration sets (`env.X`), by their names, secrets masked: for people."""
 
 
 HONOURED = (
@@ -172,6 +188,7 @@ HONOURED = (
     "ROCR_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
     "LAUNCH_NUM_WORKERS",
+    "LAUNCH_GC",
     "LAUNCH_NIC",
     "NCCL_IB_HCA",
 )

@@ -133,7 +133,7 @@ def finish_rank(
     asked = read_count(environ, "LAUNCH_NUM_WORKERS", 0)
     workers = count_workers(request.num_workers, cores) if asked is None else asked
     threads = read_count(environ, "OMP_NUM_THREADS", 1) or count_threads(workers, cores)
-    env = {"LAUNCH_NUM_WORKERS": str(workers), "OMP_NUM_THREADS": str(threads)}
+    env = {"LAUNCH_NUM_WORKERS": str(workers), "OMP_NUM_THREADS": str(threads), "LAUNCH_GC": request.gc}
     env |= set_devices(request, gpu, own, link)
     kept = find_kept(environ, env if request.devices == "own" else {})
     notes = [why, *find_lacks(request, link, cores, workers if asked is None else request.num_workers)]
@@ -172,6 +172,7 @@ def find_kept(environ: Mapping[str, str], decided: Mapping[str, str]) -> tuple[s
         "CUDA_DEVICE_ORDER": not environ.get("CUDA_DEVICE_ORDER"),
         "OMP_NUM_THREADS": read_count(environ, "OMP_NUM_THREADS", 1) is None,
         "LAUNCH_NUM_WORKERS": read_count(environ, "LAUNCH_NUM_WORKERS", 0) is None,
+        "LAUNCH_GC": not environ.get("LAUNCH_GC"),
         "LAUNCH_NIC": not environ.get("LAUNCH_NIC"),
         "NCCL_IB_HCA": not environ.get("NCCL_IB_HCA"),
     }

@@ -22,6 +22,7 @@ class Share:
     __slots__ = (
         "advice",
         "cpus",
+        "entry",
         "env",
         "gpu",
         "gpu_place",
@@ -35,6 +36,7 @@ class Share:
 
     def __init__(self, entry: dict[str, object]) -> None:
         """Read the entry; raises KeyError, TypeError, ValueError or AttributeError where it is not one."""
+        self.entry = entry
         memory, env, gpu = entry["memory"], entry["env"], entry["gpu"]
         if not isinstance(memory, dict) or not isinstance(env, dict):
             raise TypeError("memory and env are objects")

@@ -15,6 +15,7 @@ from _signal import (  # type: ignore[import-not-found]  # `signal` costs 4 ms
 )
 
 from launcher.rank.apply import Applied
+from launcher.rank.hook import add_hook
 from launcher.rank.identity import Identity, is_number, read_number
 from launcher.rank.record import describe_line, redirect_output, write_records
 from launcher.rank.share import NoShareError, find_share
@@ -175,6 +176,7 @@ def place_rank(identity: Identity, environ: dict[str, str], words: list[str]) ->
         except OSError as error:
             say(f"rank {identity.rank}: there is no record of what was applied ({error})")
     environ.update(share.env)
+    add_hook(environ, share)
     return fill_workers(words, str(share.num_workers))
 
 

@@ -136,8 +136,8 @@ def list_processes(word: str) -> list[str]:
 def await_nothing(word: str, timeout: float = 15) -> None:
     """Wait until no process is there whose command line or environment holds a word; they must go.
 
-    The sandbox tracks processes by their group (proctrack/pgid), so that SLURM's SIGKILL misses an agent: it is
-    ended before that, by its supervisor.
+    The sandbox tracks processes by their group (proctrack/pgid), so that SLURM's SIGKILL misses an agent:
+    its supervisor has ended it before that.
     """
     end = time.monotonic() + timeout
     while left := list_processes(word):

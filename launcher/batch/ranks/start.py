@@ -18,7 +18,7 @@ from launcher.launch.slurm.srun import build_environ, count_ranks, render_ranks
 from launcher.launch.slurm.step import Step
 from launcher.launch.torchrun import check_port_free, parse_endpoint
 from launcher.runs.rundir import RunDir
-from launcher.schema import LaunchConfig
+from launcher.wishes import describe_wishes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,9 @@ def start_ranks(job: RankJob, step: Step, endpoint: str) -> RankStep:
     config = job.request.config
     own = {**job.environ, **config.env}
     told = tell_ranks(job, endpoint)
+    wishes = {"root": config.machine.root, **describe_wishes(config)}
     step = replace(step, command=render_command(job.request, own))
-    process = open_srun(render_ranks(step, job.ranks), build_environ(own, told, describe_wishes(config)))
+    process = open_srun(render_ranks(step, job.ranks), build_environ(own, told, wishes))
     view = RankView(job.run, job.hosts, job.ranks, config.logs.console)
     return RankStep(process, view, step, told["LAUNCH_RUN_ID"], job.environ)
 
@@ -91,19 +92,6 @@ def tell_ranks(job: RankJob, endpoint: str) -> dict[str, str]:
         **({"LAUNCH_STRICT": "1"} if config.binding.strict else {}),
         "MASTER_ADDR": own.master_addr or host,
         "MASTER_PORT": str(own.master_port or port),
-    }
-
-
-def describe_wishes(config: LaunchConfig) -> dict[str, object]:
-    """Return what is asked of each node's placement, for LAUNCH_REQUEST."""
-    return {
-        "root": config.machine.root,
-        "binding": config.binding.policy,
-        "strict": config.binding.strict,
-        "reserve_cores": config.binding.reserve_cores,
-        "devices": config.devices,
-        "num_workers": config.dataloader.num_workers,
-        "nic": config.binding.nic,
     }
 
 

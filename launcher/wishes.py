@@ -1,0 +1,30 @@
+"""What a configuration asks of a node's placement: the fields of a Request that do not depend on the node."""
+
+from launcher.launch.allocator import render_allocator
+from launcher.schema import GcConfig, LaunchConfig
+
+
+def describe_wishes(config: LaunchConfig) -> dict[str, object]:
+    """Return fields of a Request by their names, as JSON values; raises UsageError."""
+    loader = config.dataloader
+    return {
+        "binding": config.binding.policy,
+        "strict": config.binding.strict,
+        "reserve_cores": config.binding.reserve_cores,
+        "nic": config.binding.nic,
+        "devices": config.devices,
+        "workload": loader.workload,
+        "num_workers": loader.num_workers,
+        "worker_gib": float(loader.worker_gib),
+        "worker_shm_mib": float(loader.worker_shm_mib),
+        "loader_default": loader.default,
+        "gc": render_gc(config.gc),
+        "allocator": render_allocator(config.allocator),
+    }
+
+
+def render_gc(gc: GcConfig) -> str:
+    """Return the policy as LAUNCH_GC has it: `synchronized,warmup=30,every=50`."""
+    used = {"synchronized": ("warmup", "every"), "disabled": ("every",), "frozen": ("warmup",)}
+    words = [f"{name}={getattr(gc, name)}" for name in used.get(gc.policy, ())]
+    return ",".join([gc.policy, *words, *(["log"] if gc.log else [])])
