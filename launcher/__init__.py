@@ -1,1 +1,49 @@
-"""`launch` starts distributed PyTorch training, every rank in its right place."""
+"""`launch` starts distributed PyTorch training, every rank in its right place.
+
+For programs that want to know of it; they run without `launch` just as well:
+
+    launcher.num_workers()    # DataLoader workers for this rank
+    launcher.rank_plan()      # its CPUs, memory, GPU and NIC, as the plan has them
+    launcher.collect()        # at the end of a step: garbage is collected when it is due, on all ranks alike
+"""
+
+# The shim, which counts milliseconds, imports this file: what functions need is imported in them.
+import os
+import sys
+
+__all__ = ["collect", "num_workers", "rank_plan"]
+
+KEYS = ("local_rank", "gpu", "cpus", "worker_cpus", "memory", "num_workers", "omp_num_threads", "nic")
+"""What of its plan a rank is told."""
+
+
+def collect(*, now: bool = False) -> bool:
+    """Mark the end of a step, for the group `gc`'s policy; return whether garbage was collected.
+
+    For programs whose steps are not those of an optimizer: from the first call on, optimizers' steps do not
+    count. `now` collects at once. Where no policy is at work (outside of launch, `gc=default`, or in a
+    program that handles gc itself) nothing happens, and False is returned.
+    """
+    collector = sys.modules.get("launch_inprocess.collector")
+    return collector is not None and bool(collector.end_step(now=now))
+
+
+def num_workers(default: int = 2) -> int:
+    """Return how many DataLoader workers this rank is to have; `default` outside of launch."""
+    text = os.environ.get("LAUNCH_NUM_WORKERS", "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else default
+
+
+def rank_plan() -> dict[str, object] | None:
+    """Return this rank's part of the plan, as `launch plan format=json` has it; None outside of launch.
+
+    Its keys are KEYS. CPUs are in the kernel's list notation: `48-55,176-183`.
+    """
+    text = os.environ.get("LAUNCH_RANK_PLAN", "")
+    try:
+        import json
+
+        plan = json.loads(text)
+    except ValueError:
+        return None
+    return {name: plan.get(name) for name in KEYS} if isinstance(plan, dict) else None

@@ -13,6 +13,8 @@ CONSOLES = ("rank0", "all", "none")
 DEVICES = ("all", "own")
 AGENTS = ("torchrun", "srun")
 FORMATS = ("table", "json")
+MOST_WORKERS = 1024
+"""DataLoader workers of a rank: more than a node has cores; a slip of the finger must not be planned."""
 
 
 def check_config(config: LaunchConfig) -> None:
@@ -23,6 +25,7 @@ def check_config(config: LaunchConfig) -> None:
     check_choice("devices", config.devices, DEVICES)
     check_choice("agent", config.agent, AGENTS)
     check_name(config.name)
+    check_workers(config.dataloader.num_workers)
     check_least("logs.tail", config.logs.tail, 1)
     check_least("torchrun.shutdown_timeout", config.torchrun.shutdown_timeout, 0)
     check_least("torchrun.max_restarts", config.torchrun.max_restarts or 0, 0)
@@ -66,6 +69,14 @@ def check_least(key: str, value: int, least: int) -> None:
     """Raise UsageError for a number that is too small."""
     if value < least:
         raise UsageError(f"{key}={value}: give a number of at least {least}")
+
+
+def check_workers(number: int) -> None:
+    """Raise UsageError for a number of DataLoader workers that no rank can have."""
+    if not 0 <= number <= MOST_WORKERS:
+        raise UsageError(
+            f"dataloader.num_workers={number}: give a number of at least 0 and at most {MOST_WORKERS}"
+        )
 
 
 def check_strings(value: object) -> None:

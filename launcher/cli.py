@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from launcher.flags import Flags
     from launcher.schema import LaunchConfig
 
-VERBS = ("plan", "topo", "doctor", "status", "logs", "cancel")
+VERBS = ("plan", "topo", "doctor", "tune", "status", "logs", "cancel")
 """Words that may stand first; without one, a command line runs a job."""
+SUBJECTS = ("dataloader",)
+"""What `tune` can tune."""
 OF_RUNS = ("status", "logs", "cancel")
 """Verbs that take names of runs or numbers of jobs."""
 FOLLOW = ("-f", "--follow")
@@ -35,7 +37,7 @@ class Command:
     words: tuple[str, ...]
     """Overrides and Hydra's flags."""
     names: tuple[str, ...]
-    """Runs and jobs, for the verbs that take them."""
+    """Runs and jobs, for the verbs that take them; what `tune` is to tune."""
     program: tuple[str, ...] | None
     """What stands after the first `--`; None where there is none."""
 
@@ -43,6 +45,10 @@ class Command:
 def main() -> None:
     """Entry point of `launch`: runs the command line and exits with its code."""
     open_streams()
+    if "LAUNCH_RANK_PLAN" in os.environ:
+        from launcher.rank.outer import leave_rank
+
+        leave_rank(os.environ)
     sys.exit(run_guarded(sys.argv[1:]))
 
 
@@ -126,6 +132,8 @@ def parse_command(argv: Sequence[str]) -> Command:
     if verb in OF_RUNS:
         names = [word for word in words if "=" not in word and not word.startswith(("-", "~"))]
         words = ["follow=true" if word in FOLLOW else word for word in words if word not in names]
+    if verb == "tune" and words and words[0].isalpha():
+        names = [words.pop(0)]
     return Command(verb, tuple(words), tuple(names), program)
 
 
@@ -214,11 +222,15 @@ def run_verb(flags: "Flags", command: Command, argv: Sequence[str]) -> int:
     for doubt in composed.warnings:
         sys.stderr.write(f"launch: warning: {doubt}\n")
     own_files = flags.sources.list_own(composed.choices)
+    if command.verb == "tune":
+        from launcher.verbs.tune import tune_program
+
+        return tune_program(composed, command.names, command.program, argv, own_files)
     if command.verb != "run":
         from launcher.verbs.dispatch import show
 
         name_files(own_files)
-        return show(command.verb, resolve(composed), command.names)
+        return show(command.verb, resolve(composed), command.names, given=composed.given)
     from launcher.job import draft_job
 
     draft = draft_job(composed, command.program, os.environ)

@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from launcher.cli import OF_RUNS
+from launcher.cli import OF_RUNS, SUBJECTS
 from launcher.errors import UsageError
 from launcher.flags import make_parser, parse_flags
 from launcher.sources import Sources
@@ -37,7 +37,7 @@ def complete_line(sources: Sources, request: Sequence[str], verbs: Sequence[str]
 def answer_query(request: str, line: str, verbs: Sequence[str]) -> list[str]:
     """Return the words that may stand where the line ends; nothing after `--`."""
     words = split_line(line)[1:] or [""]
-    if "--" in words[:-1]:
+    if "--" in words[:-1] or len(words[-1].split()) > 1:
         return []
     *before, last = words
     flags = sorted(name for name in make_parser()._option_string_actions if name.startswith(last))
@@ -49,10 +49,10 @@ def answer_query(request: str, line: str, verbs: Sequence[str]) -> list[str]:
     if last.startswith("-"):
         return flags
     answers = [verb for verb in verbs if verb.startswith(last)] if not before else []
+    if before == ["tune"]:
+        return [subject for subject in SUBJECTS if subject.startswith(last)]
     if before and before[0] in verbs:
-        before.pop(0)
-    if len(last.split()) > 1:
-        return []
+        del before[: 2 if before[0] == "tune" else 1]
     from launcher.config import ask_completion  # noqa: PLC0415 - see above
 
     try:

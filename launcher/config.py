@@ -25,6 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from launcher.envfile import write_values
 from launcher.errors import UsageError
 from launcher.flags import Flags
 from launcher.overrides import check_shape, is_choice, read_key, rewrite_overrides
@@ -51,6 +52,8 @@ class Composed:
     """What Hydra finds doubtful, each in one line."""
     sources: Sources
     """Where it comes from."""
+    given: frozenset[str] = frozenset()
+    """Keys that the command line sets."""
 
 
 @contextmanager
@@ -85,7 +88,7 @@ def compose(sources: Sources, overrides: Sequence[str]) -> Composed:
     if OmegaConf.get_type(tree) is not LaunchConfig:
         raise UsageError(explain_foreign(sources))
     doubts = dict.fromkeys(" ".join(str(entry.message).split()) for entry in caught)
-    return Composed(tree, choices, tuple(doubts), sources)
+    return Composed(tree, choices, tuple(doubts), sources, frozenset(map(read_key, overrides)))
 
 
 def compose_tree(hydra: Hydra, sources: Sources, words: list[str]) -> DictConfig:
@@ -112,6 +115,7 @@ def resolve(composed: Composed, run_dir: Path | None = None) -> LaunchConfig:
         raise UsageError("the configuration does not build on launch_schema: put it first in its defaults")
     if unknown:
         tree.run_dir = config.run_dir = None
+    config.env = write_values(config.env)
     config.machine.snapshot = composed.sources.find_beside("machine", config.machine.snapshot)
     return config
 

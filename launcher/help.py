@@ -10,6 +10,7 @@ from launcher.sources import Sources, find_shipped, find_sources
 RUN = """\
 usage: launch [KEY=VALUE ...] [-- PROGRAM ARGUMENT ...]
        launch plan|topo|doctor [KEY=VALUE ...]
+       launch tune dataloader [KEY=VALUE ...] [-- PROGRAM ARGUMENT ...]
        launch status|logs|cancel [RUN ...] [KEY=VALUE ...]
 
 Starts distributed PyTorch training with every rank where it belongs: on the cores and memory next to its
@@ -25,9 +26,10 @@ queue. torchrun does the rest; your program is not changed.
   launch plan format=json                      where the ranks would run, and why
 
 verbs
-  plan            show the placement and start nothing; explain=true says why, format=json is for programs
+  plan            show placement and variables, start nothing; explain=true: why, format=json: for programs
   topo            show the machine, and what this job may use of it
   doctor          look for what slows jobs down here, and compare the last run with its plan
+  tune            find the number of DataLoader workers that a program is fastest with
   status          how runs stand: state, nodes, step, last line; those that are named in detail
   logs            what a run's ranks have printed; -f goes on to its end, rank=3 is that rank alone
   cancel          end runs, in SLURM's queue or here, after asking
@@ -40,7 +42,13 @@ keys (all of them: launch --cfg job)
   agent           torchrun, or srun: each rank a SLURM task
   follow=true     stay with a submitted job: queue, output, exit code; Ctrl-C asks whether to cancel it
   name, runs_dir  the run directory is RUNS_DIR/NAME/ID; run_dir=DIR goes on with an earlier one
-  env.NAME=VALUE  a variable for the program
+  env.NAME=VALUE  a variable for the program; env.from_file=FILE, or [A,B], takes all those of dotenv files,
+                  which env.NAME comes over; `launch plan explain=true` lists variables and who set them
+  gc.X            garbage collection in the ranks: gc=synchronized, at the same steps on all (gc.every=50)
+  dataloader.X    DataLoader workers: dataloader=vision or a number; default=true gives them to a DataLoader
+                  that names none
+  allocator.X     PyTorch's settings by their names, as allocator.max_split_size_mb=512;
+                  allocator.host=tcmalloc or jemalloc serves malloc
   devices         all: every rank sees the job's GPUs; own: each its own
   logs.console    rank0, all or none: whose output is shown (the run directory keeps all of it)
   torchrun.X      torchrun's own options, such as torchrun.max_restarts=3
@@ -51,6 +59,7 @@ usage: launch plan [KEY=VALUE ...]
 
 Shows where each rank would run, and starts nothing. The keys are those of `launch`, and
   format=table|json    json is the very value that a run uses, and can be read back:
+  explain=true         why each rank is where it is, and each variable of the ranks with who set it
   machine=NAME         plan for a shipped machine (the group below)
   machine.snapshot=F   plan for the machine that such a file describes
   machine.root=DIR     read the machine from DIR/sys and DIR/proc
@@ -73,6 +82,23 @@ its plan. Each finding says why it matters, and the fix. Nothing is changed. The
 finding is an error (x) or a warning (!), and 0 where there are notes (i) and unmade checks (?) at most.
   format=table|json    json is for programs: {"schema": 1, "findings": [{level, subject, what, why, fix}]}
   run_dir=DIR          compare this run rather than the last one below runs_dir
+"""
+TUNE = """\
+usage: launch tune dataloader [KEY=VALUE ...] [-- PROGRAM ARGUMENT ...]
+
+Runs the program on this machine with several numbers of DataLoader workers, for some dozens of steps each,
+and ends it when its steps per second and its waiting for data are clear. The program is not changed: a
+DataLoader(...) without num_workers gets the number to be tried, and so do LAUNCH_NUM_WORKERS and
+`{num_workers}` among the arguments. It starts from its beginning each time, and writes what it writes. The
+choice, the fewest workers that are as fast as any, is kept as an option of the group dataloader.
+  save=FILE            where to keep it (conf/dataloader/tuned.yaml, for `launch dataloader=tuned`)
+  yes=true             replace a file there that launch has not written
+  format=table|json    json is for programs: {"schema": 1, "num_workers": N, "trials": [{workers, ...}]}
+  dry_run=true         show what would be tried
+  tune.max_workers=N   workers of a rank at most (auto: two for each of its cores, if memory allows)
+  tune.steps=N         measured steps at most for each number of workers (48)
+  tune.seconds=N       time after which a number has been measured for long enough (60)
+  tune.timeout=N       seconds that a run of the program may take (900)
 """
 STATUS = """\
 usage: launch status [RUN ...] [KEY=VALUE ...]
@@ -107,6 +133,7 @@ HELP = {
     "plan": PLAN,
     "topo": TOPO,
     "doctor": DOCTOR,
+    "tune": TUNE,
     "status": STATUS,
     "logs": LOGS,
     "cancel": CANCEL,

@@ -7,16 +7,27 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.checks import FORMATS, check_agent, check_choice, check_config, check_container
+from launcher.allocator import settle_allocator, unset_settings
+from launcher.checks import FORMATS, check_agent, check_choice, check_config, check_container, check_workers
 from launcher.errors import UsageError
 from launcher.launch.cluster import Cluster, check_command, choose_cluster
 from launcher.launch.program import SHIM, find_program
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.launch.torchrun import parse_pairs, render_torchrun
-from launcher.node import MOST_RANKS, VISIBLE_DEVICES, honoured_environ, name_host, read_machine
+from launcher.node import (
+    MOST_RANKS,
+    VISIBLE_DEVICES,
+    honoured_environ,
+    locate_malloc,
+    name_host,
+    read_machine,
+    telling_environ,
+)
 from launcher.runs.rundir import RunDir, create_run_dir, open_run_dir
+from launcher.runs.secrets import mask_variables
 from launcher.save import refuse_files
 from launcher.schema import LaunchConfig
+from launcher.unused import refuse_keys, warn_unused
 from launcher.wishes import describe_wishes
 
 if TYPE_CHECKING:
@@ -45,12 +56,20 @@ class Draft:
     cluster: Cluster
     environ: Mapping[str, str]
     """The user's environment with `env.*` over it."""
+    loaded: Mapping[str, str]
+    """Variables of `env.from_file`."""
+    unset: tuple[str, ...]
+    """Settings of the allocator's that do not go with the program."""
 
     def settle(self, run_dir: Path) -> LaunchConfig:
         """Return the configuration with `${run_dir}` in it resolved; raises UsageError."""
         from launcher.config import resolve  # Hydra, which the nodes of a SLURM job have no use for
+        from launcher.envfile import cover_env
 
-        return resolve(self.composed, run_dir)
+        config = resolve(self.composed, run_dir)
+        cover_env(config, self.loaded)
+        unset_settings(config, self.unset)
+        return config
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +92,22 @@ class Job:
         return replace(self, config=config)
 
 
-def draft_job(composed: "Composed", words: tuple[str, ...] | None, environ: Mapping[str, str]) -> Draft:
-    """Check a job and decide where it runs; raises UsageError or MachineError, and writes nothing."""
+def draft_job(
+    composed: "Composed", words: tuple[str, ...] | None, environ: Mapping[str, str], verb: str = "launch"
+) -> Draft:
+    """Check a job and decide where it runs; raises UsageError or MachineError, and writes nothing.
+
+    `verb` is the command that was given, which may write files of its own.
+    """
     from launcher.config import resolve
+    from launcher.envfile import fill_env
 
     config = resolve(composed)
+    loaded = fill_env(config)
     check_config(config)
-    refuse_files("launch", config)
+    refuse_files(verb, config)
+    if verb == "launch":
+        refuse_keys(config, composed.given)
     merged = {**environ, **config.env}
     cluster = choose_cluster(
         config.cluster.kind, config.nodes, config.node_rank, config.rdzv_endpoint, merged
@@ -88,8 +116,10 @@ def draft_job(composed: "Composed", words: tuple[str, ...] | None, environ: Mapp
         check_command("sbatch", cluster.why, merged)
     check_agent(config, cluster)
     check_container(config, cluster)
-    find_program(words, config, merged)
-    return Draft(composed, config, words, cluster, merged)
+    program = find_program(words, config, merged)
+    warn_unused(config, cluster, composed.given)
+    unset = settle_allocator(config, program, merged, composed.given)
+    return Draft(composed, config, words, cluster, merged, loaded, unset)
 
 
 def plan_job(draft: Draft) -> Job:
@@ -99,19 +129,28 @@ def plan_job(draft: Draft) -> Job:
     return Job(draft.config, choices, draft.words, draft.cluster, placed, draft.environ, host)
 
 
-def plan_configured(config: LaunchConfig, environ: Mapping[str, str]) -> "Plan":
-    """Plan the machine that the configuration names; raises UsageError or MachineError."""
+def plan_configured(config: LaunchConfig, environ: Mapping[str, str], caches: str = "") -> "Plan":
+    """Plan the machine that the configuration names; raises UsageError or MachineError.
+
+    `caches` is a folder for the compilers' caches, where they are not to have their own.
+    """
     from launcher.plan.model import Request
     from launcher.plan.planner import plan
 
     check_choice("format", config.format, FORMATS)
+    check_workers(config.dataloader.num_workers)
     machine = read_machine(config.machine.root, config.machine.snapshot)
     if config.machine.snapshot:
         environ = {k: v for k, v in environ.items() if k not in DEVICE_NAMES or k in config.env}
+    wishes = describe_wishes(config)
+    root = config.machine.root if config.machine.snapshot is None else ""
     request = Request(
         nproc_per_node=parse_nproc(config.nproc_per_node, len(machine.allowed_cpus)),
-        environ=honoured_environ(dict(environ)),
-        **describe_wishes(config),  # type: ignore[arg-type]  # values by their names
+        environ=(*honoured_environ(dict(environ)), *telling_environ(environ)),
+        configured=tuple(mask_variables(config.env).items()),
+        caches=caches,
+        host_library=locate_malloc(str(wishes["host_allocator"]), environ, root),
+        **wishes,  # type: ignore[arg-type]  # values by their names
     )
     return plan(machine, request)
 

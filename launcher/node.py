@@ -17,6 +17,13 @@ VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_
 """Variables that choose and number the GPUs of this machine."""
 MOST_RANKS = 4096
 """Ranks on a node: several times the threads of the largest; a slip of the finger must not fill memory."""
+FAMILIES = (
+    *("CUDA_", "GLOO_", "GOMP_", "HSA_", "KMP_", "MALLOC_", "MKL_", "NCCL_", "OMP_", "OPENBLAS_", "PYTORCH_"),
+    *("TORCH_", "TORCHINDUCTOR_", "TRITON_", "UCX_"),
+)
+"""Beginnings of the variables that set how PyTorch, and what is under it, behave."""
+FACTS = ("_VERSION", "_HOME", "_ROOT", "_ARCH_LIST", "_PATH")
+"""Endings of those by which images and modules say what is where."""
 LARGEST = 64 << 20
 """Bytes beyond which a file is no snapshot: the largest machine's has less than one MiB."""
 
@@ -83,3 +90,24 @@ def honoured_environ(environ: dict[str, str]) -> tuple[tuple[str, str], ...]:
     if "TORCHELASTIC_RUN_ID" in environ and kept.get("OMP_NUM_THREADS") == "1":
         del kept["OMP_NUM_THREADS"]
     return tuple(kept.items())
+
+
+def telling_environ(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return what is set of PyTorch's and its libraries' variables beside those, secrets masked."""
+    from launcher.plan.model import HONOURED
+    from launcher.runs.secrets import mask_variables
+
+    names = (name for name in sorted(environ) if name.startswith(FAMILIES) and not name.endswith(FACTS))
+    return tuple(mask_variables({name: environ[name] for name in names if name not in HONOURED}).items())
+
+
+def locate_malloc(word: str, environ: Mapping[str, str], root: str) -> str | None:
+    """Return the path of the library for `allocator.host` on this node, empty where it has none.
+
+    None for the system's malloc, and for another machine, whose files are not here.
+    """
+    if word == "system" or root != "/":
+        return None
+    from launcher.probe.libraries import find_malloc
+
+    return find_malloc(word, environ)

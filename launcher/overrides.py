@@ -9,7 +9,7 @@ from launcher.errors import UsageError
 from launcher.sources import Sources
 
 FREE_FORM = ("env.", "allocator.", "torchrun.rdzv_conf.", "cluster.additional.", "cluster.srun.")
-"""Keys that need no `+`, though the schema cannot know them."""
+"""Keys that need no `+`, though the schema cannot know them; nor do several in braces."""
 SLURM_TEXTS = (
     "partition",
     "account",
@@ -23,6 +23,10 @@ SLURM_TEXTS = (
     "mail_type",
 )
 """Keys of `cluster` in SLURM's own notation, `n[0-3],n7`, `a100&ib`, `afterok:1?afterok:2`."""
+COUNTED = {"dataloader": "num_workers"}
+"""Groups that take a number in place of an option: what it is the number of."""
+COUNT = re.compile(r"[+-]?[\d.][\w.+-]*")
+"""A word that starts as numbers do, a wrong one too: `-1`, `2.5`, `1e3`, `3x`."""
 OVERRIDE = re.compile(r"(\+{0,2})([^=@~+]+)([=@].*)", re.DOTALL)
 QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 """A whole value in Hydra's quotes."""
@@ -47,15 +51,48 @@ def rewrite_override(sources: Sources, defaults: set[str], word: str, *, sweep: 
     if not match:
         return word
     key, rest = match[2], match[3]
+    if key in COUNTED and rest.startswith("=") and holds_counts(sources, key, rest[1:]):
+        return f"{key}.{COUNTED[key]}{rest}"
     variable = key.startswith("env.") and not sweep and rest.startswith("=")
+    if key == "env.from_file" and rest.startswith(("=[", "=null")):  # a list of files, or none
+        variable = False
     slurm = key.startswith("cluster.") and key[8:] in SLURM_TEXTS and not sweep and rest not in ("=", "=null")
-    if variable or FOREIGN.fullmatch(rest) or (slurm and rest.startswith("=")):
+    divisions = key.startswith("allocator.") and rest.startswith("=[") and ">" in rest  # [256:1,>:8]
+    if variable or divisions or FOREIGN.fullmatch(rest) or (slurm and rest.startswith("=")):
         rest = "=" + quote_value(rest[1:])
-    if key.startswith(FREE_FORM):
+    # Not so a whole `env`: Hydra makes 1000.0 of `1e3` within braces.
+    whole = f"{key}." in FREE_FORM and key != "env" and rest.startswith("={")
+    if key.startswith(FREE_FORM) or whole:
         return f"++{key}{rest}"
     if "." not in key and sources.has_group(key):
         return f"{'' if key in defaults else '+'}{key}{rest}"
     return f"{match[1]}{key}{rest}"
+
+
+def holds_counts(sources: Sources, group: str, value: str) -> bool:
+    """Tell whether a value holds numbers in place of a group's options, a sweep's commas between them.
+
+    Raises UsageError for numbers beside options, and for what is no whole number.
+    """
+    if value.startswith("range("):
+        return True
+    options = sources.list_options(group)
+    words = [word.strip() for word in value.removeprefix("choice(").removesuffix(")").split(",")]
+    whole = [word for word in words if re.fullmatch(r"[+-]?\d+", word, re.ASCII)]
+    counts = [word for word in words if word in whole or (COUNT.fullmatch(word) and word not in options)]
+    for word in counts:
+        if word not in whole:
+            raise UsageError(
+                f"{group}={value}: {word} is no whole number of workers, and no option "
+                f"({', '.join(options)}): give one of them"
+            )
+    if 0 < len(counts) < len(words):
+        other = next(word for word in words if word not in counts)
+        raise UsageError(
+            f"{group}={value} has numbers beside {other or 'nothing'}: give numbers alone, "
+            f"{group}.{COUNTED[group]}=…, or options alone ({', '.join(options)})"
+        )
+    return bool(counts)
 
 
 def check_shape(word: str) -> None:

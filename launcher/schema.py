@@ -114,6 +114,8 @@ class DataloaderConfig:
     """What the batches of one worker take of /dev/shm, in MiB; 0 where it is not known."""
     default: bool = False
     """Let a `DataLoader(...)` without num_workers have that many."""
+    measured: bool = False
+    """`num_workers` has been measured, by `launch tune dataloader` or by hand, and is not limited by cores."""
 
 
 @dataclass
@@ -129,6 +131,20 @@ class GcConfig:
     0 is never."""
     log: bool = False
     """Have each rank tell of its collections on stderr."""
+
+
+@dataclass
+class TuneConfig:
+    """How `launch tune dataloader` measures."""
+
+    max_workers: Any = "auto"
+    """Workers of each rank at most; `auto`: two for each of its cores and at least 4, if memory allows."""
+    steps: int = 48
+    """Steps that are measured with each number of workers at most; fewer where the mean is clear."""
+    seconds: float = 60.0
+    """Time after which a number of workers has been measured for long enough."""
+    timeout: float = 900.0
+    """Seconds for a run of the program; one that takes longer is ended."""
 
 
 @dataclass
@@ -200,7 +216,7 @@ class LaunchConfig:
     rank: int | None = None
     """The rank whose output `launch logs` shows; null is all of them."""
     yes: bool = False
-    """Do not ask (`launch cancel`)."""
+    """Do not ask (`launch cancel`); replace a file that is not launch's own (`launch tune`)."""
     dry_run: bool = False
     """Show the plan and the command, and start nothing."""
     format: str = "table"
@@ -208,11 +224,11 @@ class LaunchConfig:
     explain: bool = False
     """Say in a sentence for each rank why it runs where it does."""
     save: str | None = None
-    """File that `launch topo` writes a snapshot of the machine to."""
+    """File that `launch topo` writes a snapshot of the machine to, and `launch tune` its choice."""
     image: str | None = None
     """File that `launch topo` draws the machine and its ranks to: `FILE.svg` or `FILE.png`."""
-    env: dict[str, str] = field(default_factory=dict)
-    """Variables for the program."""
+    env: dict[str, Any] = field(default_factory=dict)
+    """Variables for the program; `from_file` is none, but a dotenv file with more, or a list of such."""
     model: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     program: dict[str, Any] = field(default_factory=dict)
@@ -224,6 +240,7 @@ class LaunchConfig:
     `system`, `tcmalloc` or `jemalloc`."""
     gc: GcConfig = field(default_factory=GcConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
+    tune: TuneConfig = field(default_factory=TuneConfig)
     logs: LogsConfig = field(default_factory=LogsConfig)
     torchrun: TorchrunConfig = field(default_factory=TorchrunConfig)
 

@@ -3,28 +3,37 @@
 Every rank's start pays for this, so imports count.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from launcher.errors import UsageError
-from launcher.node import MOST_RANKS, VISIBLE_DEVICES, honoured_environ
+from launcher.launch.conflicts import find_conflicts, merge_settings
+from launcher.node import MOST_RANKS, VISIBLE_DEVICES, honoured_environ, locate_malloc
+from launcher.plan.allocator import EXPANDABLE
 from launcher.plan.codec import plan_to_json, rank_to_json
 from launcher.plan.model import Gpu, Machine, Plan, RankPlan, Request
 from launcher.plan.planner import plan
 from launcher.probe.machine import probe
 from launcher.rank.plain_json import parse_json
 
+ALLOCATOR: Mapping[str, str] = dict([Request().allocator.split(":")])
+"""The allocator's settings where nobody has said which."""
 WISHES: Mapping[str, object] = {
     "root": "/",
+    "configured": {},
     **{
         name: getattr(Request(), name)
         for name in (
-            *("binding", "strict", "reserve_cores", "nic", "devices", "gc", "allocator"),
-            *("workload", "num_workers", "worker_gib", "worker_shm_mib", "loader_default"),
+            *("binding", "strict", "reserve_cores", "nic", "devices", "gc"),
+            *("allocator", "host_allocator"),
+            *("workload", "num_workers", "worker_gib", "worker_shm_mib", "loader_default", "measured"),
         )
     },
 }
-"""What `launch` hands over in LAUNCH_REQUEST, as JSON: the machine's root, and the fields of a Request."""
+"""What `launch` hands over in LAUNCH_REQUEST, as JSON: the machine's root, and the fields of a Request.
+
+`configured` is an object there.
+"""
 
 
 def read_wishes(environ: Mapping[str, str]) -> dict[str, object]:
@@ -49,11 +58,13 @@ def plan_for_rank(
     cpus: frozenset[int],
     alone: bool,
     whole: bool = False,
+    words: Sequence[str] = (),
 ) -> dict[str, object]:
     """Return the part of the node's plan that a rank needs, as JSON values: `ranks` and `warnings`.
 
     `cpus` are those of all ranks of the node, or, where they are not known (`alone`), this rank's. `whole`
-    is for a plan that is kept: all of it. Raises UsageError and MachineError as `plan` does.
+    is for a plan that is kept: all of it. `words` are the program's. Raises UsageError and
+    MachineError as `plan` does.
     """
     if local_world_size and local_world_size > MOST_RANKS:
         raise UsageError(
@@ -61,11 +72,14 @@ def plan_for_rank(
             "correct LOCAL_WORLD_SIZE, or the like of the launcher that started them"
         )
     wishes = read_wishes(environ)
-    root = str(wishes.pop("root"))
+    doubts = [] if "LAUNCH_REQUEST" in environ else leave_conflicts(wishes, environ, words)
+    root, configured = str(wishes.pop("root")), wishes.pop("configured")
     request = Request(
         # A rank that keeps its CPUs need not know how many it has beside it.
         nproc_per_node=local_world_size or (local_rank + 1 if alone else None),
         environ=honoured_environ(dict(environ)),
+        host_library=locate_malloc(str(wishes["host_allocator"]), environ, root),
+        configured=tuple(dict(configured).items()),  # type: ignore[call-overload]  # as for the others
         **wishes,  # type: ignore[arg-type]  # read_wishes has compared the types
     )
     # MIG instances are in NVML alone: where one is named, its word is wanted from the start.
@@ -79,9 +93,20 @@ def plan_for_rank(
         environ,
         alone=alone,
     )
+    made = replace(made, warnings=(*made.warnings, *doubts))
     if whole:
         return plan_to_json(made)
     return {"ranks": [rank_to_json(rank) for rank in made.ranks], "warnings": list(made.warnings)}
+
+
+def leave_conflicts(wishes: dict[str, object], environ: Mapping[str, str], words: Sequence[str]) -> list[str]:
+    """Leave out the allocator's settings that do not go with the program, as `launch` does, and say so."""
+    conflicts = [*find_conflicts(merge_settings(ALLOCATOR, environ), words, environ, contained=False)]
+    if not conflicts or EXPANDABLE in merge_settings({}, environ):
+        return []
+    wishes["allocator"] = ""
+    way = "PYTORCH_CUDA_ALLOC_CONF has it all the same"
+    return [f"{conflict.what}: expandable_segments is left out ({way})" for conflict in conflicts]
 
 
 def plan_rank(

@@ -1,6 +1,6 @@
 """What a configuration asks of a node's placement: the fields of a Request that do not depend on the node."""
 
-from launcher.launch.allocator import render_allocator
+from launcher.launch.allocator import read_host, render_allocator
 from launcher.schema import GcConfig, LaunchConfig
 
 
@@ -18,8 +18,10 @@ def describe_wishes(config: LaunchConfig) -> dict[str, object]:
         "worker_gib": float(loader.worker_gib),
         "worker_shm_mib": float(loader.worker_shm_mib),
         "loader_default": loader.default,
+        "measured": loader.measured,
         "gc": render_gc(config.gc),
         "allocator": render_allocator(config.allocator),
+        "host_allocator": read_host(config.allocator),
     }
 
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launcher.batch.attempts import Attempt
 from launcher.batch.head import choose_hosts, run_attempt
 from launcher.batch.request import SECRETS, JobRequest, write_request
+from launcher.batch.sight import Attempt
 from launcher.batch.steps import describe_step
 from launcher.execute import prepare_run
 from launcher.job import Draft, plan_job

@@ -2,31 +2,18 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from launcher.batch.history import (
-    Manifest,
-    count_unrecorded,
-    follow_trail,
-    judge_advance,
-    keep_manifest,
-    renew_manifest,
-)
-from launcher.batch.judge import Sight, choose_status, judge_end, judge_trail, look_ahead, look_at
+from launcher.batch.history import judge_advance, keep_manifest, renew_manifest
+from launcher.batch.judge import choose_status, judge_end, judge_trail, look_ahead, look_at
 from launcher.batch.lastwords import describe_outcome, tell_attempt, tell_end, tell_failure
 from launcher.batch.request import JobRequest
+from launcher.batch.sight import Attempt, Sight, StepEnd
 from launcher.errors import LaunchError, SchedulerError
-from launcher.launch.slurm.ownjob import (
-    QUICK,
-    count_restarts,
-    exclude_nodes,
-    name_job,
-    requeue_job,
-)
+from launcher.launch.slurm.ownjob import QUICK, exclude_nodes, requeue_job
 from launcher.launch.slurm.requeue import Verdict
-from launcher.runs.advance import Advance, measure_advance
+from launcher.runs.advance import measure_advance
 from launcher.runs.manifest import stamp_time
-from launcher.runs.nodes import NodeRecord
 from launcher.runs.rundir import RunDir
 from launcher.wording import say
 
@@ -40,64 +27,6 @@ class StoppedError(LaunchError):
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
         self.exit_code = exit_code
-
-
-@dataclass(frozen=True, slots=True)
-class StepEnd:
-    """How the step of one attempt ended, as the head saw it."""
-
-    srun_exitcode: int
-    """As subprocess gives it: -n for signal n."""
-    records: tuple[NodeRecord, ...]
-    missing: tuple[str, ...]
-    """Hosts that left no record."""
-    signals: tuple[tuple[int, float], ...]
-    """What the head was sent, and when, in seconds since the epoch."""
-    checkpointed: bool
-    """The ranks were sent the checkpoint signal."""
-    said: tuple[str, ...] = ()
-    """What srun complained of: its own lines on stderr."""
-
-
-@dataclass(slots=True)
-class Attempt:
-    """An attempt that is running."""
-
-    request: JobRequest
-    run: RunDir
-    environ: Mapping[str, str]
-    hosts: tuple[str, ...]
-    manifest: Manifest
-    requeues: bool
-    """The job is ours to requeue; not so where `launch` runs in somebody's allocation."""
-    started: float = field(default_factory=time.time)
-    foreseen: tuple[Sight, Verdict] | None = None
-    """What was settled when SLURM began to end the job."""
-
-    @property
-    def job_id(self) -> str:
-        """SLURM's id of the job; `12_3` for an array's member."""
-        return name_job(self.environ)
-
-    @property
-    def restarts(self) -> int:
-        """How often the job had been requeued when this attempt began."""
-        return count_restarts(self.environ)
-
-    @property
-    def trail(self) -> tuple[Manifest, ...]:
-        """The attempts before this one, each requeued into the next; a start by hand begins anew."""
-        return follow_trail(self.manifest, self.job_id)
-
-    @property
-    def unrecorded(self) -> int:
-        """Attempts that SLURM counts and the manifest lacks, since it could not be written."""
-        return count_unrecorded(self.manifest, self.job_id, self.restarts)
-
-    def measure(self) -> tuple[Advance, bool | None]:
-        """Return how far it has come, and whether that is progress; None where nothing tells."""
-        advance = measure_advance(self.run)
-        return advance, judge_advance(advance, self.trail)
 
 
 def begin_attempt(

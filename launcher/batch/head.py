@@ -2,16 +2,16 @@
 
 import contextlib
 import os
-import re
 import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from launcher.batch.attempts import Attempt, StepEnd, begin_attempt, end_attempt
+from launcher.batch.attempts import begin_attempt, end_attempt
 from launcher.batch.overseer import Overseer
 from launcher.batch.request import JobRequest, read_request
+from launcher.batch.sight import Attempt, StepEnd
 from launcher.batch.steps import collect_nodes, describe_step, start_nodes
 from launcher.errors import EXIT_SCHEDULER, LaunchError, MachineError
 from launcher.launch.processes import adopt_orphans, end_leftovers
@@ -19,18 +19,17 @@ from launcher.launch.signals import KILL_GRACE, STOPPING, catch_signals, name_si
 from launcher.launch.slurm.hostlist import expand_hosts
 from launcher.launch.slurm.notations import parse_signal
 from launcher.launch.slurm.rendezvous import PORT_TAKEN, TRIALS, pick_port, read_local_ports
+from launcher.launch.slurm.told import drop_prefix, has_begun, is_passing
 from launcher.launch.torchrun import check_port_free
 from launcher.runs.nodes import NodeRecord, node_path, read_nodes, refuse_node
 from launcher.runs.rundir import RunDir, open_run_dir
 from launcher.runs.sources import describe_sources
 from launcher.wording import say
 
-BEGUN = re.compile(r"\btasks? \d|Node failure|slurmstepd|Job step aborted|io error")
-"""What srun says of a step that has begun."""
-AWAY = re.compile(r"srun did not start .*(contact|imed out|Connection refused|temporar|busy|Zero Bytes)")
-"""What it says where slurmctld is away, or the nodes are not ready for another step."""
+UNSTARTED = "srun did not start the step"
+"""How the record of a step begins that SLURM has refused."""
 RETRY = 5.0
-"""Seconds until the next try then."""
+"""Seconds until the next try, where slurmctld is away or the nodes are not ready for another step."""
 
 
 def run_batch(run_path: Path) -> int:
@@ -96,7 +95,7 @@ def run_steps(attempt: Attempt, overseer: Overseer, salt: int) -> StepEnd:
         run = run_ranks if attempt.request.config.agent == "srun" else run_nodes
         end = run(attempt, overseer, f"{attempt.hosts[0]}:{port}")
         taken = any(record.exit_code == PORT_TAKEN and not record.failure for record in end.records)
-        away = any(AWAY.search(record.agent_said) for record in end.records if record.failure is None)
+        away = any(is_away(record) for record in end.records)
         if away:
             overseer.wait(RETRY)
         if overseer.signals or not (taken or away):
@@ -104,6 +103,12 @@ def run_steps(attempt: Attempt, overseer: Overseer, salt: int) -> StepEnd:
         if taken and trial + 1 < TRIALS:
             say(f"port {port} of {attempt.hosts[0]} was taken: the step starts again, with another one")
     return end
+
+
+def is_away(record: NodeRecord) -> bool:
+    """Tell whether a record, the head's own, says that there was no step, and that there may be one soon."""
+    said = record.agent_said
+    return record.failure is None and said.startswith(UNSTARTED) and is_passing(said)
 
 
 def is_first_host(attempt: Attempt) -> bool:
@@ -173,8 +178,7 @@ def describe_end(
     """Return the account of a step. Where no task ever ran, no node was lost: SLURM refused the step."""
     said, heard = tuple(said), {record.host for record in records}
     missing = tuple(host for host in attempt.hosts if host not in heard)
-    begun = any(map(BEGUN.search, said))
-    if not records and not overseer.signals and (code < 0 or (code and not begun)):
+    if not records and not overseer.signals and (code < 0 or (code and not has_begun(said))):
         records, missing = [record_refusal(attempt, code, said)], ()
     return StepEnd(code, tuple(records), missing, tuple(overseer.signals), overseer.checkpointed, said)
 
@@ -183,8 +187,8 @@ def record_refusal(attempt: Attempt, code: int, said: Sequence[str]) -> NodeReco
     """Return a record that says why there is no step, in srun's words, or what ended srun and its step."""
     if code < 0:
         return make_refusal(attempt, f"srun was ended by {name_signal(-code)}, and its step", 128 - code)
-    words = [line.removeprefix("srun: ").removeprefix("error: ") for line in said]
-    reason = f"srun did not start the step (code {code}): {'; '.join(words[-3:]) or 'it printed nothing'}"
+    words = "; ".join(map(drop_prefix, said[-3:]))
+    reason = f"{UNSTARTED} (code {code}): {words or 'it printed nothing'}"
     return make_refusal(attempt, reason, EXIT_SCHEDULER)
 
 

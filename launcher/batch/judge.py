@@ -1,15 +1,12 @@
-"""Judges the end of an attempt: what SLURM and the nodes' records say, its class, and the first failure."""
+"""Judges the end of an attempt: what SLURM and the nodes' records say, its class, and what comes of it."""
 
-import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from launcher.batch.history import Manifest, judge_advance
+from launcher.batch.sight import Attempt, Sight, StepEnd
 from launcher.errors import EXIT_MACHINE, SchedulerError
 from launcher.launch.signals import STOPPING
-from launcher.launch.slurm.hostlist import expand_hosts
 from launcher.launch.slurm.notations import parse_signal
 from launcher.launch.slurm.ownjob import CALM, QUICK, ask_job, ask_nodes, is_down
 from launcher.launch.slurm.requeue import (
@@ -25,59 +22,12 @@ from launcher.launch.slurm.requeue import (
     is_near_limit,
     read_kill,
 )
-from launcher.launch.slurm.srun import ENDED
-from launcher.runs.advance import Advance
-from launcher.runs.nodes import NodeFailure, NodeRecord
+from launcher.launch.slurm.told import ENDED, find_ends
+from launcher.runs.nodes import NodeRecord
 from launcher.schema import RequeueConfig
 
-if TYPE_CHECKING:
-    from launcher.batch.attempts import Attempt, StepEnd
 
-TOLD = re.compile(r"srun: error: (\S+): tasks? [\d,\-]+: (.+)")
-"""srun's word on how tasks ended, on nodes that are there to tell."""
-FOLLOWS = re.compile(
-    r"gloo/transport|lost the connection|Connection (closed|reset) by|remote process exited|Broken pipe"
-    r"|ncclRemoteError|Socket (closed|Timeout)",
-    re.IGNORECASE,
-)
-"""What ranks say that failed because another one did."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sight:
-    """All that is known of an attempt's end."""
-
-    end: "StepEnd | None"
-    """None while the step is still ending."""
-    kill: str
-    """How SLURM is ending the job, see `read_kill`; empty where it is not."""
-    cause: str | None
-    """Class of the end; None for a success."""
-    lost: tuple[str, ...]
-    states: tuple[tuple[str, str], ...]
-    """Nodes that left no record or are down, with sinfo's words for them."""
-    killed: tuple[tuple[str, str], ...]
-    """Nodes that are there, but whose task ended by itself without a record, with srun's word."""
-    advance: Advance
-
-    @property
-    def first(self) -> tuple[NodeRecord, NodeFailure] | None:
-        """The first rank that failed by itself, and its node; a lost node comes before any rank."""
-        return find_first(self.end.records) if self.end and self.cause == "crash" else None
-
-
-def find_first(records: Sequence[NodeRecord]) -> tuple[NodeRecord, NodeFailure] | None:
-    """Return the first failure over nodes: not by SIGTERM, nor for want of another rank, if there is such."""
-
-    def order(found: tuple[NodeRecord, NodeFailure]) -> tuple[bool, bool, float]:
-        failure = found[1]
-        follows = any(FOLLOWS.search(line) for line in failure.lines)
-        return failure.exitcode == -signal.SIGTERM, failure.exitcode > 0 and follows, failure.time
-
-    return min(((record, record.failure) for record in records if record.failure), key=order, default=None)
-
-
-def look_ahead(attempt: "Attempt") -> Sight | None:
+def look_ahead(attempt: Attempt) -> Sight | None:
     """Return what SLURM's word is while the step still ends; None where SLURM is not ending the job."""
     word = ask_word(attempt, QUICK) if attempt.requeues else None
     kill = read_kill(word, attempt.restarts)
@@ -90,7 +40,7 @@ def look_ahead(attempt: "Attempt") -> Sight | None:
     return Sight(None, kill, cause, lost, states, (), advance)
 
 
-def look_at(attempt: "Attempt", end: "StepEnd") -> Sight:
+def look_at(attempt: Attempt, end: StepEnd) -> Sight:
     """Return what is known of an attempt whose step has ended; SLURM is not asked about a plain success."""
     advance, _ = attempt.measure()
     asked = any(number in STOPPING for number, _ in end.signals)
@@ -111,7 +61,7 @@ def look_at(attempt: "Attempt", end: "StepEnd") -> Sight:
     return Sight(end, kill, classify_end(facts, kill), ordered, states, killed, advance)
 
 
-def has_succeeded(attempt: "Attempt", end: "StepEnd") -> bool:
+def has_succeeded(attempt: Attempt, end: StepEnd) -> bool:
     """Tell whether all nodes ended well; of an elastic job's, those that are left, where they are enough."""
     request = attempt.request
     if any(record.state != "succeeded" or record.exit_code for record in end.records):
@@ -131,7 +81,7 @@ def find_failed(records: Sequence[NodeRecord]) -> list[NodeRecord]:
     ]
 
 
-def came_near(attempt: "Attempt", end: "StepEnd", word: JobWord | None) -> bool:
+def came_near(attempt: Attempt, end: StepEnd, word: JobWord | None) -> bool:
     """Tell whether the ranks got the checkpoint signal for the time limit's sake."""
     checkpoint, seconds = parse_signal(attempt.request.config.cluster.signal)
     limit = word.end_time if word else None
@@ -139,7 +89,7 @@ def came_near(attempt: "Attempt", end: "StepEnd", word: JobWord | None) -> bool:
     return end.checkpointed and any(is_near_limit(moment, limit, seconds) for moment in sent)
 
 
-def ask_word(attempt: "Attempt", patience: float) -> JobWord | None:
+def ask_word(attempt: Attempt, patience: float) -> JobWord | None:
     """Ask SLURM how the job stands; None where it does not answer."""
     try:
         return ask_job(attempt.job_id, attempt.environ, patience)
@@ -147,7 +97,7 @@ def ask_word(attempt: "Attempt", patience: float) -> JobWord | None:
         return None
 
 
-def ask_states(attempt: "Attempt", hosts: Sequence[str], patience: float) -> tuple[tuple[str, str], ...]:
+def ask_states(attempt: Attempt, hosts: Sequence[str], patience: float) -> tuple[tuple[str, str], ...]:
     """Ask for the states of nodes; empty where SLURM does not answer."""
     try:
         return tuple(ask_nodes(hosts, attempt.environ, patience).items())
@@ -155,7 +105,7 @@ def ask_states(attempt: "Attempt", hosts: Sequence[str], patience: float) -> tup
         return ()
 
 
-def find_silent(attempt: "Attempt", end: "StepEnd") -> set[str]:
+def find_silent(attempt: Attempt, end: StepEnd) -> set[str]:
     """Return the nodes that left no record; none where the head's own did not either, which is there.
 
     Then it is the records that are not to be had: the disk is full, or the tasks cannot start.
@@ -164,11 +114,9 @@ def find_silent(attempt: "Attempt", end: "StepEnd") -> set[str]:
     return set() if own in end.missing and own not in find_told(end) else {*end.missing}
 
 
-def find_told(end: "StepEnd") -> dict[str, str]:
+def find_told(end: StepEnd) -> dict[str, str]:
     """Return the nodes without a record that srun has heard of, with its word on how their task ended."""
-    found = [match for line in end.said if (match := TOLD.search(line))]
-    hosts = {host: match[2].strip() for match in found for host in expand_hosts(match[1])}
-    return {host: word for host, word in hosts.items() if host in end.missing}
+    return {host: word for host, word in find_ends(end.said).items() if host in end.missing}
 
 
 def read_policy(config: RequeueConfig) -> Policy:
@@ -184,7 +132,7 @@ def read_past(trail: Sequence[Manifest]) -> list[Past]:
     return [Past(str(outcome.get("cause")), outcome.get("advanced")) for outcome in outcomes]
 
 
-def judge_end(attempt: "Attempt", sight: Sight) -> Verdict:
+def judge_end(attempt: Attempt, sight: Sight) -> Verdict:
     """Decide what becomes of the job; in somebody's allocation nothing goes back into the queue."""
     if sight.cause and not attempt.requeues:
         return Verdict(False, sight.cause, WORDS[sight.cause])

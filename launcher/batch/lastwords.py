@@ -4,7 +4,7 @@ import signal
 from collections.abc import Sequence
 
 from launcher.batch.history import Manifest, describe_advance
-from launcher.batch.judge import Sight
+from launcher.batch.sight import Sight
 from launcher.launch.signals import STOPPING, name_signal
 from launcher.launch.slurm.requeue import Verdict
 from launcher.report.summary import describe_progress, describe_time

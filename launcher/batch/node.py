@@ -8,14 +8,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from launcher.batch.caches import open_caches
 from launcher.batch.place import Place, read_place
 from launcher.batch.request import JobRequest, read_request
 from launcher.errors import MachineError
 from launcher.job import Job, build_environ, plan_configured, render_agent
 from launcher.launch.agent import preload_agent
 from launcher.launch.cluster import Cluster
-from launcher.launch.slurm.environ import drop_ours
 from launcher.launch.slurm.rendezvous import PORT_TAKEN
+from launcher.launch.slurm.stepenv import drop_ours
 from launcher.launch.torchrun import check_port_free, parse_endpoint
 from launcher.runs.logs import measure_file
 from launcher.runs.nodes import refuse_node, write_node
@@ -43,12 +44,13 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
         check_port(config, cluster)
     except MachineError as error:
         return refuse_port(run, place, str(error), started)
-    plan = plan_configured(config, merged)
-    job = Job(config, request.choices, request.words, cluster, plan, merged, place.host)
-    write_plan(run, job)
-    command = render_agent(job, f"{run.id}-{place.step}-{place.attempt}")
-    start = partial(agent.begin, command)
-    return run_agent(job, run, place, start, log_begin=log_begin, started=started)
+    with open_caches(merged) as caches:
+        plan = plan_configured(config, merged, caches)
+        job = Job(config, request.choices, request.words, cluster, plan, merged, place.host)
+        write_plan(run, job)
+        command = render_agent(job, f"{run.id}-{place.step}-{place.attempt}")
+        start = partial(agent.begin, command)
+        return run_agent(job, run, place, start, log_begin=log_begin, started=started)
 
 
 def enter_directory(directory: str, host: str) -> None:

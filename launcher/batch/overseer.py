@@ -8,7 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from launcher.batch.attempts import Attempt, foresee_end
+from launcher.batch.attempts import foresee_end
+from launcher.batch.sight import Attempt
 from launcher.errors import SchedulerError
 from launcher.launch.signals import STOPPING, Inbox, Stop, name_signal
 from launcher.launch.slurm.notations import parse_signal

@@ -11,22 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.batch.attempts import Attempt
 from launcher.batch.place import ATTEMPT, RENDEZVOUS
+from launcher.batch.sight import Attempt
 from launcher.launch.control import KILL_WAIT, LOST, open_channel, write_signal, write_word
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import FORWARDED
-from launcher.launch.slurm.environ import scrub_environ
 from launcher.launch.slurm.ownjob import ask_kill_wait
-from launcher.launch.slurm.srun import is_accounted, is_noise, parse_lost
 from launcher.launch.slurm.step import Container, Step, render_step
+from launcher.launch.slurm.stepenv import clean_for_step
+from launcher.launch.slurm.told import is_accounted, is_noise, is_own, parse_lost
 from launcher.runs.nodes import NodeRecord, read_nodes
 from launcher.schema import ContainerConfig
 
 LAST = 40
 """Lines of srun's that are kept for the account."""
-OWN = ("srun: ", "slurmstepd")
-"""Beginnings of the lines that are srun's own, or of the daemon behind a task."""
 SETTLE = 5.0
 """Seconds for a record to come into sight of this node, on a filesystem that tells late of new files."""
 
@@ -66,7 +64,7 @@ class NodeStep:
         """Copy the tasks' stderr to ours, and keep srun's own lines: the thread's body."""
         for raw in self.process.stderr or ():
             line = raw.decode(errors="replace").rstrip("\n")
-            if line.startswith(OWN):
+            if is_own(line):
                 if is_noise(line):
                     continue
                 known = is_accounted(line, self.said)
@@ -120,7 +118,7 @@ def start_nodes(attempt: Attempt, endpoint: str) -> NodeStep:
     try:
         process = subprocess.Popen(
             render_step(describe_step(attempt)),
-            env={**scrub_environ(attempt.environ), **told},
+            env={**clean_for_step(attempt.environ), **told},
             stdin=reading,
             stderr=subprocess.PIPE,
             start_new_session=True,  # a terminal's Ctrl-C is for the head alone

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 
 from launcher.cpulist import format_cpulist
 from launcher.doctor.finding import Case, Finding, pass_check
+from launcher.plan.rules import count_needed
 from launcher.wording import count_things
 
 SUBJECT = "CPUs"
-SYSTEM_CORES = 4
-"""Cores for the system in the Machine Learning Engineering book's rule, `gpus * (num_workers + 1) + 4`."""
 
 
 def judge_cpuset(case: Case) -> Iterator[Finding]:
@@ -94,7 +93,7 @@ def judge_count(case: Case) -> Iterator[Finding]:
     """Cores against the processes that will be busy, and the cgroup's CPU quota."""
     machine, ranks = case.machine, len(case.plan.ranks)
     cores = len({cpu.core for cpu in machine.cpus if cpu.id in machine.allowed_cpus})
-    needed = ranks * (case.num_workers + 1) + SYSTEM_CORES
+    needed = count_needed(ranks, case.num_workers)
     workers = count_things(ranks * case.num_workers, "DataLoader worker")
     said = f"{count_things(cores, 'core')} for {count_things(ranks, 'rank')} and {workers}, {needed} wanted"
     if cores >= needed:
@@ -104,7 +103,7 @@ def judge_count(case: Case) -> Iterator[Finding]:
             "warning" if case.gpus else "note",
             SUBJECT,
             said,
-            "one core for each rank, one for each worker, about four for the system: with fewer, processes "
+            "one core for each rank, one for each worker, up to four for the system: with fewer, processes "
             "wait for one another while GPUs idle",
             f"ask for {needed} cores, or set dataloader.num_workers to fewer",
         )

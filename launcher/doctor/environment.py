@@ -3,19 +3,14 @@
 from collections.abc import Iterator
 
 from launcher.doctor.finding import Case, Finding, pass_check, skip_check
+from launcher.plan.model import BINDERS
+from launcher.plan.rules import BINDS, OFF, find_binders
 
 SUBJECT = "environment"
-OFF = ("", "0", "false", "no", "off", "none", "disabled")
-"""Values by which a variable does nothing."""
-BINDS = (
-    "importing torch then shrinks a rank to one core or few, and its DataLoader workers inherit that: the "
-    "plan binds each rank already"
-)
-"""Source: libgomp's and LLVM's manuals; OMP_PLACES and GOMP_CPU_AFFINITY turn OMP_PROC_BIND on."""
 SERIAL = "each kernel launch waits for the last kernel to end: made for debugging (CUDA programming guide)"
 DETOUR = "NCCL's own choice of the fastest path is overruled (NCCL's environment variables: for debugging)"
 DOUBTFUL = {
-    **dict.fromkeys(("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"), ("warning", BINDS)),
+    **dict.fromkeys(BINDERS, ("warning", BINDS)),
     "CUDA_LAUNCH_BLOCKING": ("warning", SERIAL),
     "AMD_SERIALIZE_KERNEL": ("warning", SERIAL),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": ("warning", "each tensor costs a cudaMalloc, which waits for the GPU"),
@@ -24,9 +19,9 @@ DOUBTFUL = {
 """Level and reason for each variable."""
 
 
-def acts(name: str, value: str) -> bool:
-    """Tell whether a variable does something; 0 is a CPU where CPUs are listed."""
-    return value.strip().lower() not in (OFF if name != "GOMP_CPU_AFFINITY" else ("",))
+def acts(value: str) -> bool:
+    """Tell whether a variable does something."""
+    return value.strip().lower() not in OFF
 
 
 def judge_environment(case: Case) -> Iterator[Finding]:
@@ -35,9 +30,8 @@ def judge_environment(case: Case) -> Iterator[Finding]:
     if environ is None:
         yield skip_check(case, SUBJECT, "variables", "unknown")
         return
-    found = [name for name in DOUBTFUL if acts(name, environ.get(name, ""))]
-    if environ.get("OMP_PROC_BIND", "").lower() == "false":
-        found = [name for name in found if name not in ("OMP_PLACES", "GOMP_CPU_AFFINITY")]
+    others = [name for name in DOUBTFUL if name not in BINDERS]
+    found = [*find_binders(environ), *(name for name in others if acts(environ.get(name, "")))]
     for name in found:
         level, why = DOUBTFUL[name]
         yield Finding(level, SUBJECT, f"{name}={environ[name]} is set", why, f"unset {name}")

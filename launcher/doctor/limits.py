@@ -13,7 +13,7 @@ SHM_LEAST = 1 << 20
 """Size in KiB that NCCL's documentation asks for in containers (`--shm-size=1g`)."""
 SHM_FREE = 256 << 10
 """Free part of it below which leftovers are told."""
-HARD = "root raises the hard limit: limits.conf, docker --ulimit nofile, LimitNOFILE of slurmd"
+HARD = "root raises it: limits.conf, docker --ulimit nofile, LimitNOFILE of slurmd"
 FILES_LEAST = 4096
 """Descriptors that leave room for batches of a few hundred tensors: four times the usual default."""
 THREADS_EACH = 64
@@ -48,27 +48,25 @@ def judge_shm(case: Case) -> Iterator[Finding]:
 
 
 def judge_files(case: Case) -> Iterator[Finding]:
-    """Open files. Source: PyTorch's notes on multiprocessing, sharing strategy `file_descriptor`."""
+    """Open files, of which ranks may have as many as the hard limit says: the shim raises theirs to it.
+
+    Source: PyTorch's notes on multiprocessing, sharing strategy `file_descriptor`.
+    """
     files = case.health.files
     if files is None:
         yield skip_check(case, SUBJECT, "open files", "proc/self/limits does not show them")
-    elif files.soft is not None and files.soft < FILES_LEAST:
-        most = "unlimited" if files.hard is None else str(files.hard)
-        raised = FILES_LEAST if files.hard is None else min(max(files.hard, files.soft), 1 << 16)
-        fixes = (
-            [f"ulimit -n {raised}, in the shell or job script before launch"] if raised > files.soft else []
-        )
-        fixes += [HARD] if raised < FILES_LEAST else []
+    elif files.hard is not None and files.hard < FILES_LEAST:
         yield Finding(
             "warning",
             SUBJECT,
-            f"a process may open {files.soft} files (hard limit {most})",
+            f"a rank may open {files.hard} files (the hard limit)",
             "each tensor that a DataLoader worker hands over holds one: beyond, `Too many open files` or "
             "`received 0 items of ancdata`",
-            "; ".join(fixes),
+            HARD,
         )
     else:
-        yield pass_check(SUBJECT, f"open files: {'unlimited' if files.soft is None else files.soft}")
+        most = "unlimited" if files.hard is None else str(files.hard)
+        yield pass_check(SUBJECT, f"open files of a rank: {most}")
 
 
 def judge_locked(case: Case) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from launcher.doctor.finding import Case, Finding, pass_check, skip_check
+from launcher.plan.model import BINDERS
 from launcher.wording import count_things
 
 SUBJECT = "placement"
@@ -14,9 +15,11 @@ PERMISSION = (
 
 
 def judge_plan(case: Case) -> Iterator[Finding]:
-    """The warnings of the probe and of the planner."""
+    """The warnings of the probe and of the planner, but for those that the environment's check has."""
     probed = case.machine.warnings
-    for warning in case.plan.warnings:
+    elsewhere = () if case.environ is None else tuple(f"{name}=" for name in BINDERS)
+    warnings = [warning for warning in case.plan.warnings if not warning.startswith(elsewhere)]
+    for warning in warnings:
         if warning in probed:
             why = "what the kernel or the driver says here is incomplete: the plan assumes the rest"
             yield Finding(
@@ -27,7 +30,7 @@ def judge_plan(case: Case) -> Iterator[Finding]:
             yield Finding("warning", SUBJECT, what or fix, "the placement falls short there", fix)
     for oddity in case.health.oddities:
         yield Finding("note", SUBJECT, oddity, "what it should tell is not checked", "look at the file")
-    if not case.plan.warnings:
+    if not warnings:
         yield pass_check(SUBJECT, f"{count_things(len(case.plan.ranks), 'rank')} planned without a warning")
 
 

@@ -26,17 +26,13 @@ TICK, MANIFEST_TICK = 0.2, 0.5
 INTERRUPTED = 128 + signal.SIGINT
 
 
-def follow_run(run_path: Path, job_id: str) -> int:
-    """Stay with a job to its end, and return its exit code.
-
-    Ctrl-C asks whether to cancel the job (then the exit code is 130) or to detach (0). Where there is no
-    terminal to ask on, and for a second Ctrl-C and any other signal, it detaches with 128+n.
-    """
-    return follow_jobs([(run_path, job_id)])
-
-
 def follow_jobs(jobs: Sequence[tuple[Path, str]]) -> int:
-    """Stay with several jobs, a line for each change of one; returns the first exit code that is not 0."""
+    """Stay with jobs to their ends, and return the first exit code that is not 0.
+
+    Of one job the output is shown, of several a line for each change. Ctrl-C asks whether to cancel them
+    (then the exit code is 130) or to detach (0). Where there is no terminal to ask on, and for a second
+    Ctrl-C and any other signal, it detaches with 128+n.
+    """
     with catch_signals() as inbox:
         following = Following(inbox, [FollowedJob(path, job_id) for path, job_id in jobs])
         try:
@@ -216,3 +212,4 @@ def ask_user(question: str, inbox: Inbox) -> str:
             return ""
         if (answer := line.strip().lower()[:1]) in ("c", "d"):
             return answer
+        sys.stderr.write("launch: c cancels, d detaches and lets it go on, Ctrl-C detaches too\n")

@@ -10,16 +10,6 @@ import sys
 FOLDER = os.path.dirname(__file__)
 
 
-def leave_path() -> None:
-    """Take this folder out of PYTHONPATH, where it is first, and out of sys.path."""
-    head, _, rest = os.environ.get("PYTHONPATH", "").partition(os.pathsep)
-    if head == FOLDER:
-        os.environ["PYTHONPATH"] = rest
-    if not os.environ.get("PYTHONPATH"):
-        os.environ.pop("PYTHONPATH", None)
-    sys.path[:] = [entry for entry in sys.path if entry != FOLDER]
-
-
 def start_policies() -> None:
     """Start what the rank was told to have."""
     try:
@@ -31,16 +21,25 @@ def start_policies() -> None:
         return
 
 
+def leave_path() -> None:
+    """Take this folder out of PYTHONPATH and out of sys.path, wherever it is in them."""
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if FOLDER in entries:
+        kept = os.pathsep.join([entry for entry in entries if entry != FOLDER])
+        os.environ["PYTHONPATH"] = kept
+        if not kept:
+            del os.environ["PYTHONPATH"]
+    sys.path[:] = [entry for entry in sys.path if entry != FOLDER]
+    sys.path_importer_cache.pop(FOLDER, None)
+
+
 def run_own() -> None:
-    """Run the user's own `sitecustomize`, where there is one; what it raises is the interpreter's to tell."""
-    ours = sys.modules.pop("sitecustomize", None)
-    try:
-        __import__("sitecustomize")
-    except ModuleNotFoundError as error:
-        if error.name != "sitecustomize":
-            raise
-        if ours is not None:
-            sys.modules["sitecustomize"] = ours
+    """Run the user's own `sitecustomize`; what it raises is the interpreter's to tell.
+
+    Where there is none, the ImportError of that is, for `site`, what it always is.
+    """
+    sys.modules.pop("sitecustomize", None)
+    __import__("sitecustomize")
 
 
 start_policies()

@@ -1,7 +1,7 @@
 """The JSON form of plans and machine snapshots; launcher.plan.snapshot reads it back."""
 
 from launcher.cpulist import format_cpulist
-from launcher.plan.model import SCHEMA, Cache, Gpu, Limits, Machine, Nic, NumaNode, Plan, RankPlan
+from launcher.plan.model import SCHEMA, Cache, Gpu, Limits, Machine, Nic, NumaNode, Plan, RankPlan, Variable
 
 KIND = "machine"
 """What a snapshot says that it is."""
@@ -32,8 +32,15 @@ def rank_to_json(rank: RankPlan) -> dict[str, object]:
         "omp_num_threads": rank.omp_num_threads,
         "nic": rank.nic,
         "env": dict(rank.env),
+        "variables": [variable_to_json(variable) for variable in rank.variables],
         "notes": list(rank.notes),
     }
+
+
+def variable_to_json(variable: Variable) -> dict[str, object]:
+    """A variable with who set it, and why where there is something to say."""
+    why = {"why": variable.why} if variable.why else {}
+    return {"name": variable.name, "value": variable.value, "from": variable.source, **why}
 
 
 def machine_to_json(machine: Machine) -> dict[str, object]:
@@ -42,6 +49,7 @@ def machine_to_json(machine: Machine) -> dict[str, object]:
         "schema": SCHEMA,
         "kind": KIND,
         "name": machine.name,
+        **({"kernel": machine.kernel} if machine.kernel else {}),
         "source": machine.source,
         "cores": cores_to_json(machine),
         "caches": [take_fields(cache) for cache in machine.caches],

@@ -3,10 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from launcher.cpulist import format_cpulist
+from launcher.plan.allocator import find_missing
+from launcher.plan.cores import Cores
 from launcher.plan.model import Gpu, Machine, Memory, Request
 from launcher.plan.policies import Place
-from launcher.plan.settings import Cores, read_count
+from launcher.plan.rules import BINDS, find_binders
 from launcher.plan.topology import Topology, find_usable, gather_pus
+from launcher.plan.variables import COUNTS, read_count
 
 
 def find_shortfalls(
@@ -118,9 +121,11 @@ def find_advice(
     order = environ.get("CUDA_DEVICE_ORDER") or "PCI_BUS_ID"
     if order != "PCI_BUS_ID" and len({gpu.name for gpu in visible}) > 1:
         yield f"CUDA_DEVICE_ORDER={order} may not number GPUs as this plan does: unset it, or set PCI_BUS_ID"
-    for name, least in (("OMP_NUM_THREADS", 1), ("LAUNCH_NUM_WORKERS", 0)):
+    for name, least in COUNTS.items():
         if environ.get(name) and read_count(environ, name, least) is None:
             yield f"{name}={environ[name]} is no number from {least} on, and is replaced: correct or unset it"
+    for name in find_binders(environ):
+        yield f"{name}={environ[name]} is set, and {BINDS}: unset {name}"
     nic = environ.get("LAUNCH_NIC")
     if nic and nic not in (known := [device.name for device in machine.nics]):
         yield (
@@ -128,6 +133,7 @@ def find_advice(
             "correct or unset it"
         )
     yield from find_quota(machine, cores)
+    yield from find_missing(request)
 
 
 def find_quota(machine: Machine, cores: Sequence[Cores]) -> Iterator[str]:

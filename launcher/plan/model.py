@@ -110,6 +110,8 @@ class Limits:
     """Memory limit of the cgroup."""
     shm_kib: int | None = None
     """Size of /dev/shm."""
+    files: int | None = None
+    """Descriptors that a process may open at most (the hard limit)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,8 @@ class Machine:
     limits: Limits = Limits()
     name: str = ""
     """The product's name (DMI), or a shipped machine's; empty where unknown."""
+    kernel: str = ""
+    """Release of its kernel, which on WSL2 has `microsoft` in it; empty where unknown."""
     source: str = ""
     """Where a shipped machine's facts come from; empty for a machine that was probed."""
     warnings: tuple[str, ...] = ()
@@ -167,30 +171,51 @@ class Request:
     """Shared memory for the batches of a worker in MiB; 0 where it is not known."""
     loader_default: bool = False
     """A `DataLoader(...)` without num_workers gets the plan's."""
+    measured: bool = False
+    """`num_workers` has been measured, and is not bounded."""
     gc: str = "synchronized,warmup=30,every=50"
     """Garbage collection in the ranks, as LAUNCH_GC has it."""
     allocator: str = "expandable_segments:True"
     """Settings of PyTorch's allocator, as PYTORCH_CUDA_ALLOC_CONF has them."""
-    host_allocator: str = ""
-    """Path of a library that replaces malloc (LD_PRELOAD); empty for the system's own."""
+    host_allocator: str = "system"
+    """What serves malloc: `system`, `tcmalloc` or `jemalloc`."""
+    host_library: str | None = None
+    """Path of its library on the node; empty where there is none, None where nobody has looked."""
     nic: bool = False
     """Offer each rank its NIC as `NCCL_IB_HCA` too."""
+    caches: str = ""
+    """Folder on the node for the compilers' caches; empty for their own."""
     environ: tuple[tuple[str, str], ...] = ()
     """The environment, the configuration's variables in it, as far as the plan depends on it (`HONOURED`)."""
     configured: tuple[tuple[str, str], ...] = ()
     """Variables that the configuration sets (`env.X`), by their names, secrets masked: for people."""
 
 
+BINDERS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+"""Variables that have OpenMP bind threads by itself: never set, and warned of."""
 HONOURED = (
     "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_ORDER",
     "HIP_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "NUMEXPR_MAX_THREADS",
+    "TORCHINDUCTOR_COMPILE_THREADS",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    *BINDERS,
     "LAUNCH_NUM_WORKERS",
+    "LAUNCH_LOADER_DEFAULT",
     "LAUNCH_GC",
     "LAUNCH_NIC",
     "NCCL_IB_HCA",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "LD_PRELOAD",
 )
 """Variables of the user's that the plan depends on; one that the user has set wins."""
 
@@ -202,6 +227,19 @@ class Memory:
     policy: str
     """`preferred`, or `default` where nothing is set."""
     nodes: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A variable of a rank's environment and who set it, for people and records."""
+
+    name: str
+    value: str
+    """As the rank has it; secrets masked."""
+    source: str
+    """`plan`, `configuration` (`env.NAME`, `env.from_file`) or `user` (the environment of the command)."""
+    why: str = ""
+    """In a few words; empty where there is nothing to say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +263,8 @@ class RankPlan:
     """Variables that the shim sets, in the order of their names."""
     notes: tuple[str, ...] = ()
     """What a person should know of this rank's placement."""
+    variables: tuple[Variable, ...] = ()
+    """Those of `env`, of the configuration, and of the user's that count, in the order of their names."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,23 @@
 """From a machine and a request to the placement of every rank on the node."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import inf
 
 from launcher.errors import MachineError, UsageError
 from launcher.plan.assign import assign_nodes, order_ranks
+from launcher.plan.cores import count_cores, limit_cores
 from launcher.plan.exclusive import place_exclusive
 from launcher.plan.explain import explain_ranks
 from launcher.plan.findings import find_advice, find_shortfalls
 from launcher.plan.model import Gpu, Machine, Plan, Request
 from launcher.plan.nics import assign_nics
+from launcher.plan.origins import list_variables
 from launcher.plan.policies import Place, place_l3, place_none, place_numa, place_socket
-from launcher.plan.settings import Scene, choose_memory, count_cores, finish_rank, limit_cores
+from launcher.plan.settings import Scene, choose_memory, finish_rank
 from launcher.plan.topology import Topology, survey
 from launcher.plan.visible import resolve_visible
+from launcher.plan.workers import find_tight, plan_crew
 
 POLICIES: Mapping[str, Callable[[Topology, Sequence[int], Sequence[int]], Mapping[int, Place]]] = {
     "exclusive": place_exclusive,
@@ -49,12 +54,14 @@ def plan(machine: Machine, request: Request) -> Plan:
     scene = Scene(machine, topology, request.binding, gpus, places, memories, links)
     cores = count_cores(topology, places)
     within = limit_cores(cores, machine.limits.cpus)
+    crew = plan_crew(request, machine, within)
     own = [seen.own[rank % len(seen.own)] if gpu else None for rank, gpu in enumerate(gpus)]
     ranks = tuple(
-        finish_rank(request, scene, rank, own[rank], cores=within[rank], why=why)
+        finish_rank(request, scene, rank, own[rank], cores=within[rank], crew=crew, why=why)
         for rank, why in enumerate(explain_ranks(scene))
     )
-    advice = find_advice(request, machine, seen.devices, cores)
+    ranks = tuple(replace(rank, variables=list_variables(request, rank)) for rank in ranks)
+    advice = (*find_advice(request, machine, seen.devices, cores), *find_tight(crew, within))
     return Plan(machine, ranks, (*machine.warnings, *seen.warnings, *advice, *shortfalls))
 
 
@@ -73,6 +80,9 @@ def check_request(request: Request) -> None:
     for name, value in given.items():
         if value is not None and value < least[name]:
             raise UsageError(f"{name}={value} is too small: give {least[name]} or more")
+    for name in ("worker_gib", "worker_shm_mib"):
+        if not 0 <= getattr(request, name) < inf:
+            raise UsageError(f"dataloader.{name}={getattr(request, name)} is no amount: give 0 or more")
 
 
 def give_gpus(count: int, visible: Sequence[Gpu]) -> tuple[Gpu | None, ...]:

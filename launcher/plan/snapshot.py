@@ -64,6 +64,7 @@ def build_machine(data: Mapping[str, object]) -> Machine:
         caches=tuple(build_cache(item) for item in take_objects(data, "caches")),
         limits=build_limits(data["limits"]),
         name=take_text(data, "name"),
+        kernel=take_text(data, "kernel") if "kernel" in data else "",  # older snapshots have none
         source=take_text(data, "source"),
         allowed_cpus=parse_cpulist(take_text(data, "allowed_cpus")),
         allowed_mems=parse_cpulist(take_text(data, "allowed_mems")),
@@ -119,6 +120,7 @@ def build_limits(data: object) -> Limits:
         cpus=None if data["cpus"] is None else take_number(data, "cpus"),
         memory_kib=None if data["memory_kib"] is None else take_int(data, "memory_kib"),
         shm_kib=None if data["shm_kib"] is None else take_int(data, "shm_kib"),
+        files=None if data.get("files") is None else take_int(data, "files"),  # older snapshots have none
     )
 
 

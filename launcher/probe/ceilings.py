@@ -2,24 +2,23 @@
 
 from launcher.probe.cgroups import list_groups
 from launcher.probe.health import Ceiling
+from launcher.probe.limits import FILES, RESOURCES, find_resource
 from launcher.probe.sysfs import Tree, parse_number
-
-LIMITS = "proc/self/limits"
 
 
 def read_ceilings(tree: Tree) -> dict[str, Ceiling]:
     """The resource limits by the kernel's names (`Max open files`); none where the file is not there."""
-    text = tree.read(LIMITS)
+    text = tree.read(RESOURCES)
     if text is None:
         return {}
     found = {}
-    for name in ("Max open files", "Max locked memory", "Max processes"):
-        line = next((line for line in text.splitlines() if line.startswith(name)), "")
+    for name in (FILES, "Max locked memory", "Max processes"):
+        line = find_resource(text, name)
         words = line.removeprefix(name).split()
         if len(words) >= 2 and all(is_limit(word) for word in words[:2]):
             found[name] = Ceiling(read_limit(words[0]), read_limit(words[1]))
         else:
-            tree.note(f"{LIMITS} has {{value}} for {name}, which is no limit", value=line)
+            tree.note(f"{RESOURCES} has {{value}} for {name}, which is no limit", value=line)
     return found
 
 

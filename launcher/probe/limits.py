@@ -1,4 +1,4 @@
-"""What the job's cgroup and mounts leave it: CPU time, memory, /dev/shm."""
+"""What the job's cgroup, mounts and resource limits leave it: CPU time, memory, /dev/shm, descriptors."""
 
 import os
 
@@ -11,11 +11,13 @@ UNLIMITED = 1 << 62
 SHM = "/dev/shm"  # noqa: S108  # its size is asked for, nothing is written
 UNSET = ("", "max", "-1")
 """A missing file (the root cgroup, a controller that is off), version 2's and version 1's word for none."""
+FILES = "Max open files"
+RESOURCES = "proc/self/limits"
 UNITS = {"k": 10, "m": 20, "g": 30}
 
 
 def read_limits(tree: Tree) -> Limits:
-    """The tightest limits over the job's cgroup and its ancestors, and the size of /dev/shm."""
+    """The tightest limits over the job's cgroup and its ancestors, /dev/shm, and what a process may open."""
     groups = list_groups(tree, ("cpu", "memory"))
     version, paths = groups.get("cpu", (2, []))
     quotas = [quota for path in paths if (quota := read_quota(tree, version, path))]
@@ -25,6 +27,7 @@ def read_limits(tree: Tree) -> Limits:
         cpus=min(quotas, default=None),
         memory_kib=min(sizes) >> 10 if sizes else None,
         shm_kib=read_shm_size() if tree.is_real else read_shm_option(tree),
+        files=read_files(tree),
     )
 
 
@@ -57,6 +60,17 @@ def read_memory_limit(tree: Tree, version: int, path: str) -> int | None:
 def clean(path: str) -> str:
     """A path for people."""
     return "".join(char if char.isprintable() else "?" for char in f"/{path}")
+
+
+def read_files(tree: Tree) -> int | None:
+    """The hard limit of descriptors; None for no limit, and where it cannot be read."""
+    words = find_resource(tree.read(RESOURCES) or "", FILES).removeprefix(FILES).split()
+    return parse_number(words[1]) if len(words) > 1 else None
+
+
+def find_resource(text: str, name: str) -> str:
+    """The line of a resource in proc/PID/limits: its name, the soft limit, the hard one; empty without it."""
+    return next((line for line in text.splitlines() if line.startswith(name)), "")
 
 
 def read_shm_size() -> int | None:

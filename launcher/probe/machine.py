@@ -9,7 +9,7 @@ from launcher.probe.gpus import read_gpus
 from launcher.probe.limits import read_limits
 from launcher.probe.nics import read_nics
 from launcher.probe.numa import list_nodes, place_cpus, read_nodes
-from launcher.probe.product import read_name
+from launcher.probe.product import clean_name, read_name
 from launcher.probe.sysfs import Tree
 from launcher.probe.usable import STATUS, read_allowed_mems, read_cpu_sets, read_isolated
 
@@ -44,6 +44,7 @@ def probe(root: str | os.PathLike[str] = "/", *, quick: bool = False) -> Machine
         caches=caches,
         limits=read_limits(tree),
         name=read_name(tree),
+        kernel=clean_name(tree.read("proc/sys/kernel/osrelease") or ""),
         warnings=tree.list_warnings(),
     )
 

@@ -12,13 +12,36 @@ TOLD = ("local_rank", "gpu", "cpus", "worker_cpus", "memory", "num_workers", "om
 """What of its plan a rank's program can ask for (`launcher.rank_plan`)."""
 
 
-def add_hook(environ: dict[str, str], share: Share) -> None:
+def add_hook(environ: dict[str, str], share: Share, before: dict[str, str]) -> None:
     """Put the hook first on PYTHONPATH where something asks for it; it takes itself out again.
 
-    `LAUNCH_RANK_PLAN` is what the program can know of its plan, JSON.
+    `LAUNCH_RANK_PLAN` is what the program can know of its plan, JSON, with the variables that were set for it
+    and those that these have replaced (`before`), which is for ranks inside this one.
     """
-    environ["LAUNCH_RANK_PLAN"] = format_json({name: share.entry.get(name) for name in TOLD})
+    told = {name: share.entry.get(name) for name in TOLD}
+    environ["LAUNCH_RANK_PLAN"] = format_json({**told, "env": share.env, "env_before": before})
     wanted = any(environ.get(name, off).partition(",")[0] != off for name, off in NEEDS.items())
     if wanted or share.entry.get("worker_cpus") not in (None, share.entry["cpus"]):
         # An empty entry of PYTHONPATH is the working directory.
         environ["PYTHONPATH"] = os.pathsep.join([FOLDER, *filter(None, [environ.get("PYTHONPATH")])])
+
+
+def is_hooked(environ: dict[str, str]) -> bool:
+    """Tell whether the hook is on PYTHONPATH."""
+    return environ.get("PYTHONPATH", "").partition(os.pathsep)[0] == FOLDER
+
+
+def remove_hook(environ: dict[str, str]) -> None:
+    """Take the hook out of PYTHONPATH again, so that the program's children do not have it either."""
+    _, _, kept = environ["PYTHONPATH"].partition(os.pathsep)
+    environ["PYTHONPATH"] = kept
+    if not kept:
+        del environ["PYTHONPATH"]
+
+
+def find_before(environ: dict[str, str], share: Share) -> dict[str, str]:
+    """Return what is there of the variables that the share sets; torchrun's OMP_NUM_THREADS=1 is nobody's."""
+    before = {name: environ[name] for name in share.env if name in environ}
+    if "TORCHELASTIC_RUN_ID" in environ and before.get("OMP_NUM_THREADS") == "1":
+        del before["OMP_NUM_THREADS"]
+    return before

@@ -12,6 +12,12 @@ from launcher.rank.share import Share
 LONGEST = 80
 """Characters of one item in the line for people; a list of CPUs or of allocator settings can be long."""
 
+KNOWN = (
+    *("LAUNCH_", "CUDA_", "HIP_", "ROCR_", "NCCL_", "PYTORCH_", "LD_PRELOAD", "TORCHINDUCTOR_", "TRITON_"),
+    *("OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "VECLIB_", "BLIS_", "RAYON_"),
+)
+"""Beginnings of the variables that plans set, and that the line for people sums up."""
+
 
 def redirect_output(run_dir: str, identity: Identity) -> None:
     """Point stdout and stderr at `logs/ATTEMPT/rank-N.{out,err}`; raises OSError."""
@@ -65,15 +71,32 @@ def describe_applied(identity: Identity, share: Share, applied: Applied) -> dict
     }
 
 
-def describe_line(identity: Identity, share: Share, applied: Applied) -> str:
-    """Return the one line for people: what this rank has now."""
+def describe_line(identity: Identity, share: Share, applied: Applied, environ: dict[str, str]) -> str:
+    """Return the one line for people: what this rank has now, `environ` being its environment so far."""
     memory = f"{applied.policy} node {format_cpulist(applied.nodes)}" if applied.nodes else applied.policy
     cpus = format_cpulist(applied.cpus) or "unknown"
     parts = [f"rank {identity.rank}", f"cpus {cpus}", f"memory {memory}"]
     parts += [f"gpu {share.gpu_place}"] if share.gpu_place else []
     parts += share.notes
-    parts += [f"{name}={value}" for name, value in share.env.items()]
+    parts += describe_settings(share, {**environ, **share.env})
     return "launch-rank: " + ", ".join(shorten(part) for part in parts)
+
+
+def describe_settings(share: Share, environ: dict[str, str]) -> list[str]:
+    """Say in a few words what the variables come to; those that launch does not know stand as they are."""
+    threads, nic = environ.get("OMP_NUM_THREADS"), environ.get("LAUNCH_NIC")
+    policy = environ.get("LAUNCH_GC", "default").partition(",")[0]
+    allocator = environ.get("PYTORCH_CUDA_ALLOC_CONF") or environ.get("PYTORCH_ALLOC_CONF")
+    malloc = share.env.get("LD_PRELOAD", "").partition(":")[0].rpartition("/")[2]
+    return [
+        *([f"nic {nic}"] if nic else []),
+        f"workers {share.num_workers}",
+        *([f"threads {threads}"] if threads else []),
+        *([f"gc {policy}"] if policy != "default" else []),
+        *([f"allocator {allocator}"] if allocator else []),
+        *([f"malloc {malloc}"] if malloc else []),
+        *(f"{name}={value}" for name, value in share.env.items() if not name.startswith(KNOWN)),
+    ]
 
 
 def shorten(text: str) -> str:

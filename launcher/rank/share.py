@@ -62,10 +62,10 @@ class Share:
         """All of a plan that was made here, where this rank keeps it for its node."""
 
 
-def find_share(identity: Identity, environ: dict[str, str]) -> Share:
-    """Return the share of this rank; raises NoShareError."""
+def find_share(identity: Identity, environ: dict[str, str], words: list[str]) -> Share:
+    """Return the share of this rank, whose program has these words; raises NoShareError."""
     path = environ.get("LAUNCH_PLAN")
-    return take_share(identity, read_plan(path), path) if path else make_share(identity, environ)
+    return take_share(identity, read_plan(path), path) if path else make_share(identity, environ, words)
 
 
 def take_share(identity: Identity, plan: dict[str, object], path: str) -> Share:
@@ -113,7 +113,7 @@ def read_text(path: str) -> str:
     return b"".join(parts).decode()
 
 
-def make_share(identity: Identity, environ: dict[str, str]) -> Share:
+def make_share(identity: Identity, environ: dict[str, str], words: list[str]) -> Share:
     """Plan this node from here, as every other rank on it does; raises NoShareError, OSError."""
     from launcher.errors import LaunchError
     from launcher.rank.later import import_later
@@ -135,6 +135,7 @@ def make_share(identity: Identity, environ: dict[str, str]) -> Share:
             cpus=room.cpus,
             alone=room.is_own,
             whole=keeps,
+            words=words,
         )
     except LaunchError as error:
         raise NoShareError(str(error)) from None

@@ -15,51 +15,13 @@ from _signal import (  # type: ignore[import-not-found]  # `signal` costs 4 ms
 )
 
 from launcher.rank.apply import Applied
-from launcher.rank.hook import add_hook
+from launcher.rank.files import raise_files
+from launcher.rank.hook import add_hook, find_before, is_hooked, remove_hook
 from launcher.rank.identity import Identity, is_number, read_number
+from launcher.rank.program import add_python, find_program, run_script
 from launcher.rank.record import describe_line, redirect_output, write_records
 from launcher.rank.share import NoShareError, find_share
 
-HELP = """\
-usage: launch-rank [--] program [argument ...]
-
-Binds this rank to the CPUs and memory next to its GPU, then execs the program. Put it before the program
-in an existing job, in place of numa-set.sh or numactl:
-
-    torchrun --nproc-per-node=8 --no-python launch-rank train.py
-    srun --ntasks-per-node=8 --gpus-per-node=8 --cpu-bind=none launch-rank python train.py
-    mpirun --bind-to none -np 8 launch-rank python train.py
-    accelerate launch --multi_gpu --num_processes=8 --no_python launch-rank python train.py
-    deepspeed --num_gpus=8 --no_python --no_local_rank launch-rank python -u train.py
-
-The local rank comes from LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_RANK, MPI_LOCALRANKID, PALS_LOCAL_RANKID or
-SLURM_LOCALID, whichever is first. Each rank plans the whole node and takes its part. Ranks that srun,
-mpirun or torchrun has bound one by one are placed anew, on the CPUs of all of them together; where these
-are not known, a rank keeps its CPUs, with memory and threads to match, and says so (--cpu-bind=none and
---bind-to none avoid that). Nothing goes beyond what the job may use.
-
-One line on stderr says what the kernel has made of it. Whatever fails is a warning, and the program runs
-all the same. `{num_workers}` in an argument becomes the rank's number of DataLoader workers. A program
-`train.py` is run by this Python, as torchrun runs it.
-
-Variables that are read:
-
-    LAUNCH_BINDING=POLICY  exclusive (default): whole cores next to the GPU for each rank alone; numa,
-                           socket, l3: all of the GPU's NUMA node, socket or cache; none: no binding
-    LAUNCH_PLAN=FILE       a plan from `launch plan format=json`; without it the node is planned here
-    LAUNCH_STRICT=1        end with status 3 where the placement cannot be applied
-    LAUNCH_QUIET=1         no line, and no advice about the plan
-    LAUNCH_NUM_WORKERS=N   DataLoader workers for each rank, which the plan then leaves cores for
-    LAUNCH_AGENT=srun      srun's tasks are the ranks: the program finds RANK, LOCAL_RANK, WORLD_SIZE and the
-                           like as torchrun sets them; MASTER_ADDR and MASTER_PORT are the job script's to set
-    OMP_NUM_THREADS, LAUNCH_NIC, NCCL_IB_HCA, CUDA_VISIBLE_DEVICES and the like are kept where set
-
-Variables that the program finds, where it has not set them itself: OMP_NUM_THREADS (the rank's cores
-less its workers), LAUNCH_NUM_WORKERS, and with GPUs CUDA_DEVICE_ORDER=PCI_BUS_ID and LAUNCH_NIC, the
-network card next to the GPU.
-
-Exit codes: the program's own; 127 where there is no such program, 126 where it cannot be run.
-"""
 OURS = (
     "LAUNCH_PLAN",
     "LAUNCH_RUN_DIR",
@@ -85,6 +47,8 @@ def main() -> int:
     """Entry point of `launch-rank`; returns only where the program could not be started."""
     words = sys.argv[1:]
     if words[:1] in (["-h"], ["--help"]):
+        from launcher.rank.help import HELP
+
         emit(1, HELP)
         return 0
     if words and words[0].startswith("-") and words[0] != "--":
@@ -105,6 +69,10 @@ def run_rank(words: list[str], environ: dict[str, str]) -> int:
     kept = read_number(environ, "LAUNCH_SIGNAL")
     if kept:
         signal(kept, SIG_IGN)
+    if "LAUNCH_RANK_PLAN" in environ:
+        from launcher.rank.outer import leave_rank
+
+        leave_rank(environ)
     identity = Identity(environ)
     named: dict[str, str] = {}
     if environ.get("LAUNCH_AGENT") == "srun":
@@ -126,9 +94,28 @@ def run_rank(words: list[str], environ: dict[str, str]) -> int:
             return NOT_PLACED
         workers = environ.get("LAUNCH_NUM_WORKERS", "")
         words = fill_workers(words, workers if is_number(workers) else WORKERS)
+    if problem := raise_files():
+        say(f"rank {identity.rank}: {problem}")
     environ.update(named)
     settle_signals(environ, kept)
+    judge_hook(identity, words, environ)
     return become_program(words, environ)
+
+
+def judge_hook(identity: Identity, words: list[str], environ: dict[str, str]) -> None:
+    """Take the hook out, and say so, where the program's Python is told not to look at PYTHONPATH."""
+    if not is_hooked(environ):
+        return
+    from launcher.rank.interpreter import find_deafness
+
+    try:
+        reason = find_deafness(add_python(words), environ)
+    except (OSError, ValueError):  # the start will tell
+        return
+    if reason:
+        remove_hook(environ)
+        if identity.local_rank == 0 and environ.get("LAUNCH_QUIET") != "1":
+            say(f"{reason}: garbage collection and DataLoaders stay as Python and PyTorch have them")
 
 
 def settle_signals(environ: dict[str, str], kept: int) -> None:
@@ -160,7 +147,7 @@ def attach_run(identity: Identity, run_dir: str) -> None:
 
 def place_rank(identity: Identity, environ: dict[str, str], words: list[str]) -> list[str]:
     """Apply the rank's share and record it; put its variables into `environ`, and return the words to run."""
-    share = find_share(identity, environ)
+    share = find_share(identity, environ, words)
     applied = Applied(share)
     for problem in applied.problems:
         say(f"rank {identity.rank}: {problem}")
@@ -169,14 +156,15 @@ def place_rank(identity: Identity, environ: dict[str, str], words: list[str]) ->
     if environ.get("LAUNCH_QUIET") != "1":
         for warning in share.advice:
             say(f"warning: {warning}")
-        emit(2, describe_line(identity, share, applied) + "\n")
+        emit(2, describe_line(identity, share, applied, environ) + "\n")
     if run_dir := environ.get("LAUNCH_RUN_DIR"):
         try:
             write_records(run_dir, identity, share, applied)
         except OSError as error:
             say(f"rank {identity.rank}: there is no record of what was applied ({error})")
+    before = find_before(environ, share)
     environ.update(share.env)
-    add_hook(environ, share)
+    add_hook(environ, share, before)
     return fill_workers(words, str(share.num_workers))
 
 
@@ -204,30 +192,6 @@ def become_program(words: list[str], environ: dict[str, str]) -> int:
     except (OSError, ValueError) as error:
         say(f"{words[0]} cannot be run ({error}): is it executable, with a right #! line?")
         return NOT_EXECUTABLE
-
-
-def add_python(words: list[str]) -> list[str]:
-    """Put this interpreter before a Python file that cannot be executed itself, as torchrun does."""
-    path = words[0]
-    if not path.endswith(".py") or not os.path.isfile(path):
-        return words
-    with open(path, "rb") as file:
-        runs_itself = "/" in path and os.access(path, os.X_OK) and file.read(2) == b"#!"
-    return words if runs_itself else [sys.executable or "python3", "-u", *words]
-
-
-def run_script(path: str, words: list[str], environ: dict[str, str]) -> None:
-    """Give a script without a #! line to the shell, as execvp(3) does; returns for what is no text."""
-    with open(path, "rb") as file:
-        if b"\0" not in file.read(256):
-            os.execve("/bin/sh", ["sh", path, *words[1:]], environ)
-
-
-def find_program(word: str, environ: dict[str, str]) -> str:
-    """Return the path behind a command word, as exec has found it."""
-    folders = [] if "/" in word else os.get_exec_path(environ)
-    paths = (os.path.join(folder, word) for folder in folders)
-    return next((path for path in paths if os.access(path, os.X_OK)), word)
 
 
 def say(text: str) -> None:

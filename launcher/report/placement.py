@@ -8,6 +8,7 @@ from rich.table import Table
 
 from launcher.plan.model import Machine, Memory, Plan, RankPlan
 from launcher.report.bars import BARRED, MOST_CELLS, OTHER, OWN, WORKERS, Ruler, make_ruler
+from launcher.report.variables import count_variables, print_variables
 from launcher.wording import clean_text, count_things, shorten_cpulist
 
 NUMBERS = ("rank", "workers", "threads")
@@ -40,6 +41,10 @@ def print_placement(console: Console, plan: Plan, *, explain: bool = False, full
         for note in rank.notes:
             text = f"rank {rank.local_rank}: {note}"
             console.print(text, style="dim", markup=False, highlight=False, soft_wrap=wrap)
+    if explain:
+        print_variables(console, plan.ranks)
+    elif full and (text := count_variables(plan.ranks)):
+        console.print(text, style="dim", markup=False, highlight=False)
     for warning in plan.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=wrap)
 

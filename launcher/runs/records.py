@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.cpulist import parse_cpulist
-from launcher.plan.model import Gpu, Memory, RankPlan
+from launcher.plan.model import Gpu, Memory, RankPlan, Variable
 from launcher.runs.applied import Applied, parse_applied
 
 LARGEST = 64 << 20
@@ -136,4 +136,17 @@ def read_rank(entry: Mapping[str, object]) -> RankPlan:
         num_workers=int(str(entry["num_workers"])),
         omp_num_threads=int(str(entry["omp_num_threads"])),
         env=tuple((str(name), str(value)) for name, value in env.items()),
+        variables=tuple(map(read_variable, take_list(entry.get("variables", [])))),
     )
+
+
+def read_variable(entry: Mapping[str, object]) -> Variable:
+    """Read one entry of `variables`; raises as `read_ranks`."""
+    return Variable(str(entry["name"]), str(entry["value"]), str(entry["from"]), str(entry.get("why", "")))
+
+
+def take_list(value: object) -> list[Mapping[str, object]]:
+    """Return a list of objects; raises TypeError. Plans of earlier versions have none here."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise TypeError(f"a list of objects is {value!r}")
+    return value

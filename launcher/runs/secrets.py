@@ -1,7 +1,7 @@
 """Values that must not be written down: recognised by the name of the variable or option they belong to."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 SECRET = re.compile(
     r"(?i)token(?!iz|s)|secret|passw|passphrase|credential|api_?-?key|access_?-?key|private_?-?key|[_.-]key\b"
@@ -42,6 +42,11 @@ def mask_text(text: str) -> str:
         if value := VALUE.match(text, name.end()):
             return LOGIN.sub(MASK, text[: value.end()]) + MASK
     return LOGIN.sub(MASK, text)
+
+
+def mask_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return variables of an environment as they may be shown and written down."""
+    return {name: MASK if is_secret(name) else mask_text(value) for name, value in variables.items()}
 
 
 def mask_tree(value: object, *, hide: bool = False) -> object:

@@ -27,16 +27,6 @@ STATES = {
     **dict(zip(CLOSED, CLOSED, strict=True)),
 }
 """The manifest's states, and those that are shown."""
-CAUSES = {
-    "preempted": "preempted",
-    "timeout": "time limit",
-    "node_failure": "a node was lost",
-    "crash": "the program failed",
-    "cancelled": "cancelled",
-    "no_progress": "no progress in several attempts",
-    "limit": "the limit on attempts",
-}
-"""The manifest's causes in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +133,7 @@ def explain_outcome(outcome: Mapping[str, object]) -> str:
     """Say why a run ended: who failed first, the cause, or the signal."""
     failure, cause = take_dict(outcome, "first_failure"), str(outcome.get("cause") or "")
     reason = str(outcome.get("reason") or "")
-    words = [reason or CAUSES.get(cause, cause)] if cause and not (failure and cause == "crash") else []
+    words = [reason or cause] if cause and not (failure and cause == "crash") else []
     if failure:
         words.append(f"rank {failure.get('rank')} on {failure.get('host')} {failure.get('reason')}")
     if not words and outcome.get("signal"):

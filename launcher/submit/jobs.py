@@ -14,8 +14,8 @@ from launcher.batch.request import SECRETS
 from launcher.errors import LaunchError, MachineError, SchedulerError, UsageError
 from launcher.execute import refuse_run
 from launcher.job import Draft
-from launcher.launch.slurm.inherited import clean_environ
 from launcher.launch.slurm.refusal import explain_refusal
+from launcher.launch.slurm.sbatchenv import clean_for_sbatch
 from launcher.launch.slurm.script import check_syntax, render_script
 from launcher.runs.rundir import write_private
 from launcher.runs.sources import describe_sources
@@ -102,7 +102,7 @@ def send_script(staged: Sequence[Staged], asked: Asked, python: Sequence[str]) -
             write_private(each.script, text)
     except OSError as error:
         raise refuse_run(config, error) from None
-    environ = clean_environ(os.environ, [option.name for option in asked.options])
+    environ = clean_for_sbatch(os.environ, [option.name for option in asked.options])
     try:
         return submit_script(staged[0].script, {**environ, **carry_secrets(staged)})
     except SchedulerError as error:

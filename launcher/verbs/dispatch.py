@@ -2,19 +2,30 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from launcher.allocator import find_words, settle_allocator
+from launcher.envfile import fill_env
 from launcher.job import plan_configured
 from launcher.save import refuse_files
 from launcher.schema import LaunchConfig
 
+OF_MACHINE = ("plan", "topo", "doctor")
+"""Verbs that depend on the environment that ranks would have."""
 
-def show(verb: str, config: LaunchConfig, names: Sequence[str] = ()) -> int:
-    """Do what a verb asks, of these runs and jobs where it takes any; return the exit code."""
+
+def show(verb: str, config: LaunchConfig, names: Sequence[str] = (), *, given: Collection[str] = ()) -> int:
+    """Do what a verb asks, of these runs and jobs where it takes any; return the exit code.
+
+    `given` are the command line's keys.
+    """
+    if verb in OF_MACHINE:
+        fill_env(config)
     environ = {**os.environ, **config.env}
     if verb != "topo":
         refuse_files(f"launch {verb}", config)
     if verb == "plan":
+        settle_allocator(config, find_words(config), environ, given)
         return show_plan(config, environ)
     if verb == "topo":
         from launcher.verbs.topo import show_topo

@@ -48,8 +48,7 @@ def stand(run: RunStatus, job: JobState | None) -> RunStatus:
     """Return how a run stands; a manifest that was completed meanwhile is read again."""
     judged = judge_run(run, job)
     if run.is_live and not judged.is_live:
-        newer = read_status(Path(run.path))
-        return judge_run(newer, job) if newer.is_live else newer
+        return judge_run(read_status(Path(run.path)), job)
     return judged
 
 

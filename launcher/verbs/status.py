@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from launcher.checks import FORMATS, check_choice
+from launcher.launch.slurm.hostlist import fold_hosts
 from launcher.launch.slurm.waiting import explain_reason
 from launcher.runs.find import list_runs
 from launcher.runs.status import RunStatus, add_progress, read_status
@@ -48,12 +49,18 @@ def print_runs(config: LaunchConfig, runs: Sequence[RunStatus], *, detailed: boo
     if not runs:
         sys.stdout.write(f"no run below runs_dir={config.runs_dir} yet\n")
         return
+    runs = [replace(run, nodelist=shorten_nodes(run.nodelist)) for run in runs]
     print_table(console, runs)
     # Of an array's members and the like, the rows are what is asked for.
     if detailed and len(runs) == 1:
         (run,) = runs
         waits = run.slurm_state in WAITING
         print_details(console, replace(run, reason=explain_reason(run.reason)) if waits else run)
+
+
+def shorten_nodes(nodelist: str) -> str:
+    """Return a list of nodes in SLURM's form, in which it is for a run whose job SLURM still knows."""
+    return nodelist if "[" in nodelist else fold_hosts(nodelist.split(","))
 
 
 def choose_newest(runs_dir: Path) -> list[Path]:

@@ -6,18 +6,13 @@ from typing import Any
 
 import pytest
 
-from launcher.batch.attempts import (
-    Attempt,
-    StepEnd,
-    StoppedError,
-    begin_attempt,
-    end_attempt,
-)
+from launcher.batch.attempts import StoppedError, begin_attempt, end_attempt
 from launcher.batch.head import describe_end
 from launcher.batch.history import count_unrecorded, follow_trail, judge_advance
-from launcher.batch.judge import find_first, find_told, look_at
+from launcher.batch.judge import find_told, look_at
 from launcher.batch.overseer import Overseer
 from launcher.batch.request import JobRequest
+from launcher.batch.sight import Attempt, StepEnd, find_first
 from launcher.launch.signals import catch_signals
 from launcher.launch.slurm.ownjob import choose_excluded, is_down, name_job, read_time
 from launcher.runs.advance import Advance, measure_advance
@@ -494,6 +489,17 @@ def test_a_success_whose_records_could_not_be_written(
     attempt = begin(tmp_path, make_request(crash=9))
     assert end_attempt(attempt, end(*records, code=0)) == 0
     assert read(tmp_path)["outcome"]["state"] == "succeeded"
+
+
+@pytest.mark.parametrize("odd", [("stopped", 0), ("failed", 0), ("succeeded", 1)])
+@pytest.mark.parametrize("nodes", [(2, 2), (1, 2)])
+def test_a_node_that_did_not_end_well_is_no_success(
+    tmp_path: Path, odd: tuple[str, int], nodes: tuple[int, int]
+) -> None:
+    submit_run(tmp_path)
+    attempt = begin(tmp_path, make_request(nodes))
+    sight = look_at(attempt, end(WELL[0], record("n1", *odd), code=0))
+    assert sight.cause == "crash"
 
 
 def test_a_stop_without_records_is_no_success(tmp_path: Path) -> None:

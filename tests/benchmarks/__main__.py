@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks [start|command|shim|probe|growth|slurm|planners …] [rounds=N]`: none is all."""
+"""`python -m tests.benchmarks [NAME …] [rounds=N]`: those that are named, or all."""
 
 import os
 import platform
@@ -7,12 +7,17 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
+from tests.benchmarks.fragmentation import bench_fragmentation
 from tests.benchmarks.growth import bench_growth
+from tests.benchmarks.hook_cost import bench_hook
+from tests.benchmarks.loading import bench_loader
 from tests.benchmarks.planners import bench_planners
 from tests.benchmarks.probing import bench_command, bench_probe
 from tests.benchmarks.shim import bench_shim
 from tests.benchmarks.slurm import bench_slurm
 from tests.benchmarks.start import bench_start
+from tests.benchmarks.straggler import bench_gc
+from tests.benchmarks.worker_memory import bench_workers
 from tests.probe.probe_trees import short_lived
 
 TIMED: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
@@ -21,7 +26,12 @@ TIMED: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
     "shim": (bench_shim, 40),
     "probe": (bench_probe, 20),
     "growth": (bench_growth, 10),
+    "loader": (bench_loader, 1),
     "slurm": (bench_slurm, 6),
+    "gc": (bench_gc, 3),
+    "hook": (bench_hook, 40),
+    "workers": (bench_workers, 1),
+    "fragmentation": (bench_fragmentation, 1),
 }
 """What is timed, with the rounds of each."""
 PLANNERS = "planners"

@@ -124,6 +124,13 @@ def test_the_rendezvous_takes_any_key(launch: Launch) -> None:
     assert "--rdzv-conf=is_host=0,timeout=77" in result.out
 
 
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_several_options_of_slurms_at_once(here: Path, plus: str) -> None:
+    word = f"{plus}cluster.additional={{wckey: x, nice: 5}}"
+    cluster = configure(word, "cluster.additional.nice=3", "cluster.srun={mem: 1G}").cluster
+    assert (cluster.additional, cluster.srun) == ({"wckey": "x", "nice": 3}, {"mem": "1G"})
+
+
 def test_a_key_of_the_program_may_be_new(launch: Launch) -> None:
     assert "--fancy=7" in launch("+program.fancy=7", "dry_run=true").out
 

@@ -48,7 +48,7 @@ CASES = {
     "one thread of each core": Bad("note", "CPUs", ("32 cores cut in two", "CPUs 32-63"), allow("0-31")),
     "memory barred": Bad("warning", "CPUs", ("CPUs of NUMA node 1", "memory of 0"), allow("0-63", "0")),
     "too few cores": Bad(
-        "warning", "CPUs", ("4 cores for 4 ranks and 8", "16 wanted"), allow("0-1,16-17,32-33,48-49")
+        "warning", "CPUs", ("4 cores for 4 ranks and 8", "14 wanted"), allow("0-1,16-17,32-33,48-49")
     ),
     "isolated": Bad("note", "CPUs", ("CPUs 3 are isolated",), {f"{CPU}/isolated": "3"}),
     "quota": Bad("warning", "CPUs", ("quota is 7.5 CPUs, for 64 CPUs",), {f"{JOB}/cpu.max": "750000 100000"}),
@@ -83,8 +83,8 @@ CASES = {
     "files": Bad(
         "warning",
         "limits",
-        ("may open 1024 files (hard limit 524288)",),
-        {"proc/self/limits": limits(files="1024", files_hard="524288")},
+        ("may open 2048 files",),
+        {"proc/self/limits": limits(files="1024", files_hard="2048")},
     ),
     "locked": Bad(
         "warning", "limits", ("lock 8 MiB", "mlx5_0"), {"proc/self/limits": limits(locked="8388608")}

@@ -32,20 +32,28 @@ class Started:
         return self.process.wait(timeout)
 
     def run_dir(self) -> Path:
-        (found,) = (self.folder / "runs").glob("*/*")
-        return found
+        return find_run(self.folder)
 
     def survivors(self) -> list[int]:
         """Processes other than `launch` itself that carry this start's mark."""
-        found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-        return [pid for pid in found if pid != self.process.pid and is_marked(pid, self.mark)]
+        return [pid for pid in find_processes(self.mark) if pid != self.process.pid]
 
 
-def is_marked(pid: int, mark: str) -> bool:
-    """Tell whether a living process was started with our mark in its environment."""
+def find_processes(word: str) -> dict[int, str]:
+    """Other living processes whose command line or environment holds a word, with their command lines."""
+    found = {}
+    for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()):
+        with contextlib.suppress(OSError):
+            command, environ = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
+            if word.encode() in command + environ and pid != os.getpid() and is_alive(pid):
+                found[pid] = command.replace(b"\0", b" ").decode(errors="replace")
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Tell whether a process is there, and no zombie."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state not in "ZX" and mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
 
@@ -67,13 +75,21 @@ def start(folder: Path, *words: str, **variables: str) -> Iterator[Started]:
         process.wait(10)
 
 
-def wait_for(condition: Callable[[], bool], what: str, timeout: float = 40) -> None:
-    """Wait until a condition holds; fails the test when it does not come to."""
+def wait_for(
+    condition: Callable[[], object], what: str, timeout: float = 60, tell: Callable[[], str] = str
+) -> None:
+    """Wait until a condition holds; where it does not come to, the test fails with what `tell` says."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
-            pytest.fail(f"{what} did not happen in {timeout} s")
-        time.sleep(0.02)
+            pytest.fail(f"waited {timeout:.0f} s for {what} in vain: {tell()}")
+        time.sleep(0.03)
+
+
+def find_run(folder: Path) -> Path:
+    """The one run directory that was made in a folder."""
+    (found,) = (folder / "runs").glob("*/*")
+    return found
 
 
 def write_program(folder: Path, text: str) -> str:

@@ -257,4 +257,4 @@ def test_the_program_is_not_told_of_the_launcher(tmp_path: Path) -> None:
     program = write_program(tmp_path, NAMES)
     with start(tmp_path, "--", program, PET_MODULE="1", PET_RUN_PATH="1") as started:
         assert started.wait() == 0
-    assert "['LAUNCH_NUM_WORKERS']" in started.read("stdout")
+    assert "['LAUNCH_GC', 'LAUNCH_NUM_WORKERS', 'LAUNCH_RANK_PLAN']" in started.read("stdout")

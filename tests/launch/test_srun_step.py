@@ -8,18 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from launcher.errors import UsageError
-from launcher.launch.slurm.srun import (
-    TaskEnd,
-    build_environ,
-    count_ranks,
-    is_accounted,
-    is_noise,
-    parse_end,
-    parse_lost,
-    refuse_options,
-    render_ranks,
-)
+from launcher.launch.slurm.srun import build_environ, count_ranks, refuse_options, render_ranks
 from launcher.launch.slurm.step import Container, Step
+from launcher.launch.slurm.told import TaskEnd, is_accounted, is_noise, parse_end, parse_lost
 from tests.conftest import Result
 
 PROGRAM = ("python", "-I", "-S", "shim", "train.py", "a b", "$(x)", "")

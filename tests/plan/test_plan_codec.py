@@ -46,12 +46,19 @@ def test_everything_that_a_machine_can_hold_reads_back() -> None:
         memory_kib=7,
         nics=(nic, Nic("efa_0", "", None)),
         caches=(Cache(0, 3, 117760),),
-        limits=Limits(2.5, 1024, 64),
+        limits=Limits(2.5, 1024, 64, 4096),
         name="a machine",
         source="a page",
         warnings=("odd",),
     )
     assert machine_from_json(machine_to_json(full)) == full
+
+
+def test_a_snapshot_without_a_limit_on_files_is_an_older_one() -> None:
+    machine = convert(load("gh200"))
+    data = json.loads(json.dumps(machine_to_json(machine)))
+    del data["limits"]["files"]
+    assert machine_from_json(data) == machine
 
 
 def test_a_plan_has_the_form_that_the_design_fixes() -> None:
@@ -68,9 +75,22 @@ def test_a_plan_has_the_form_that_the_design_fixes() -> None:
         "num_workers": 2,
         "omp_num_threads": 8,
         "nic": None,
-        "env": {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "LAUNCH_NUM_WORKERS": "2", "OMP_NUM_THREADS": "8"},
+        "env": {
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "LAUNCH_GC": "synchronized,warmup=30,every=50",
+            "LAUNCH_NUM_WORKERS": "2",
+            "MKL_NUM_THREADS": "8",
+            "NUMEXPR_NUM_THREADS": "8",
+            "OMP_NUM_THREADS": "8",
+            "OPENBLAS_NUM_THREADS": "8",
+            "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+            "TORCHINDUCTOR_COMPILE_THREADS": "16",
+        },
+        "variables": ranks[0]["variables"],
         "notes": list(made.ranks[0].notes),
     }
+    assert {item["name"]: item["value"] for item in ranks[0]["variables"]} == ranks[0]["env"]
     assert (data["schema"], data["warnings"]) == (1, [])
 
 
@@ -100,6 +120,7 @@ WHOLE = json.dumps(machine_to_json(convert(load("gh200"))))
         (WHOLE.replace('"capacity": 1024', '"capacity": true'), "damaged"),
         (WHOLE.replace('"l3": 0,', ""), "damaged"),
         (WHOLE.replace('"limits": {"cpus": null', '"limits": {"cpus": "1"'), "damaged"),
+        (WHOLE.replace('"files": null', '"files": 1.5'), "damaged"),
         (WHOLE.replace('"distances": [10, ', '"distances": ['), "damaged"),
         (WHOLE.replace('"allowed_cpus": "', '"allowed_cpus": "x'), "damaged"),
         (WHOLE.replace('"id": 1,', '"id": 0,'), "damaged"),

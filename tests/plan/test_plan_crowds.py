@@ -97,7 +97,7 @@ def test_eight_threads_a_core_stay_together() -> None:
     data = describe(["0-31", "32-63"], [0, 0, 1], threads={"adjacent": 8})
     made = plan(convert(data), Request())
     assert masks(made) == ["0-15", "16-31", "32-63"]
-    assert [rank.omp_num_threads for rank in made.ranks] == [1, 1, 2]
+    assert [(rank.num_workers, rank.omp_num_threads) for rank in made.ranks] == [(1, 1), (1, 1), (1, 3)]
 
 
 def test_four_threads_a_core_part_when_ranks_outnumber_cores() -> None:

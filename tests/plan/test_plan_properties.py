@@ -18,6 +18,7 @@ from launcher.plan.planner import POLICIES, plan
 from launcher.plan.shares import cut_evenly, find_edges, order_sizes
 from launcher.plan.snapshot import parse_machine
 from launcher.plan.topology import find_usable, survey
+from launcher.plan.variables import COUNTS
 
 from .plan_lab import convert, score
 from .plan_random import describe_machine
@@ -36,7 +37,12 @@ def make_machine(seed: int) -> Machine:
         allowed_mems=random.choice([frozenset(range(4)), pick(random, range(6))]),
         isolated=random.choice([frozenset(), pick(random, numbers)]),
         nics=tuple(make_nic(random, at) for at in range(random.choice([0, 0, 1, 3, 6]))),
-        limits=Limits(cpus=random.choice([None, None, 0.25, 3.0, 500.0])),
+        limits=Limits(
+            cpus=random.choice([None, None, 0.25, 3.0, 500.0]),
+            memory_kib=random.choice([None, None, 1, 4 << 20]),
+            shm_kib=random.choice([None, None, 0, 64 << 10]),
+            files=random.choice([None, None, 0, 600]),
+        ),
     )
 
 
@@ -98,6 +104,8 @@ NAMES = st.sampled_from(
     [
         *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"),
         *("OMP_NUM_THREADS", "LAUNCH_NUM_WORKERS", "LAUNCH_NIC", "NCCL_IB_HCA"),
+        *("MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMEXPR_MAX_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"),
+        *("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "LAUNCH_LOADER_DEFAULT"),
     ]
 )
 TEXTS = (
@@ -113,6 +121,8 @@ REQUESTS = st.builds(
     reserve_cores=st.integers(0, 8),
     devices=st.sampled_from(["all", "own"]),
     num_workers=st.integers(0, 9),
+    worker_gib=st.sampled_from([0.0, 0.5, 1e300]),
+    worker_shm_mib=st.sampled_from([0.0, 4.0, 5e-324]),
     nic=st.booleans(),
     environ=st.dictionaries(NAMES, TEXTS, max_size=3).map(lambda names: tuple(names.items())),
 )
@@ -146,15 +156,16 @@ def test_masks_are_never_empty_nor_outside_what_the_job_may_use(machine: Machine
 def keep_set(request: Request) -> Sequence[str]:
     """The user's variables that nothing may replace, as far as they hold something sensible."""
     own = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if request.devices == "own" else ()
-    numbers = ("OMP_NUM_THREADS", "LAUNCH_NUM_WORKERS")
-    return [name for name, value in request.environ if value and name not in (*own, *numbers)]
+    return [name for name, value in request.environ if value and name not in (*own, *COUNTS)]
 
 
 @given(MACHINES, st.integers(1, 30))
 @settings(max_examples=300, deadline=None)
 def test_a_warning_ends_with_its_fix_after_the_last_colon(machine: Machine, ranks: int) -> None:
     assume(find_usable(machine))
-    for warning in set(plan(machine, Request(ranks)).warnings) - set(machine.warnings):
+    bound = (("OMP_PLACES", "cores"), ("KMP_AFFINITY", "compact"), ("MKL_NUM_THREADS", "x"))
+    request = Request(ranks, num_workers=8, worker_gib=1, worker_shm_mib=100, environ=bound)
+    for warning in set(plan(machine, request).warnings) - set(machine.warnings):
         what, colon, fix = warning.rpartition(": ")
         assert what and colon
         assert what.count("(") == what.count(")") and fix.count("(") == fix.count(")"), warning

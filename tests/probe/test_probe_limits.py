@@ -1,6 +1,7 @@
 """Limits of cgroups and mounts, as systems and containers of every kind show them."""
 
 import os
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -274,6 +275,22 @@ def test_size_of_shm_by_its_mount_option(path: str, option: str, kib: int | None
 def test_last_mount_on_shm_hides_the_others(tmp_path: Path) -> None:
     lines = "a /dev/shm tmpfs size=1k 0 0\nb /dev/shm tmpfs size=2k 0 0"
     assert read(tmp_path, {"proc/self/mounts": lines}).shm_kib == 2
+
+
+@pytest.mark.parametrize(
+    ("limits", "files"),
+    [("1024 524288", 524288), ("1024 unlimited", None), ("1024", None), ("1024 many", None), ("4 -1", None)],
+)
+def test_files_are_those_of_the_hard_limit(limits: str, files: int | None, tmp_path: Path) -> None:
+    lines = f"Max processes 7 9 processes\nMax open files            {limits} files\n"
+    if limits == "1024":
+        lines = lines.replace(" files\n", "\n")
+    assert read(tmp_path, {"proc/self/limits": lines}) == Limits(files=files)
+
+
+def test_this_machines_files_are_the_kernels_own_word() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert read_limits(Tree()).files == (None if hard == resource.RLIM_INFINITY else hard)
 
 
 def test_this_machines_shm_is_what_it_holds() -> None:

@@ -32,7 +32,8 @@ ranks = [
 ]
 print(json.dumps([rank.communicate() for rank in ranks]))
 """
-    environs = [{"PATH": os.environ["PATH"], **variables(rank)} for rank in range(len(cpus))]
+    quiet = {"PATH": os.environ["PATH"], "LAUNCH_GC": "default"}
+    environs = [{**quiet, **variables(rank)} for rank in range(len(cpus))]
     words = [sys.executable, "-c", code, json.dumps([[sorted(one) for one in cpus], environs])]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     return [(set(json.loads(out)), err) for out, err in json.loads(done.stdout)]

@@ -10,12 +10,14 @@ CALLS = {
         "sched_getaffinity": 204,
         "set_mempolicy": 238,
         "get_mempolicy": 239,
+        "prlimit64": 302,
     },
     "aarch64": {
         "sched_setaffinity": 122,
         "sched_getaffinity": 123,
         "set_mempolicy": 237,
         "get_mempolicy": 236,
+        "prlimit64": 261,
     },
 }
 """System call numbers by machine."""

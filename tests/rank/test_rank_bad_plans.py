@@ -111,6 +111,6 @@ def test_the_line_is_one_line_and_short(tmp_path: Path) -> None:
     env = {"A": "x" * 5000, "B": "two\nlines\x1b[31m", "C": "0"}
     gpu = {"index": 3, "uuid": "GPU-" + "a" * 36, "pci": "0000:47:00.0"}
     done = run_shim(*ECHO, LAUNCH_PLAN=str(write_plan(tmp_path, str(ALLOWED[0]), env=env, gpu=gpu)))
-    assert_ran(done, ", gpu 3 0000:47:00.0, A=xxx")
+    assert_ran(done, ", gpu 3 0000:47:00.0, workers 3, A=xxx")
     assert "B=two\\nlines\\x1b[31m, C=0\n" in done.stderr
     assert len(done.stderr) < 250

@@ -26,7 +26,8 @@ def test_the_program_has_what_was_planned(tmp_path: Path) -> None:
     assert told["argv"] == [*words[:-2], "3", "--n=3"]
     assert isinstance(told["env"], dict)
     assert told["env"]["OMP_NUM_THREADS"] == "5"
-    assert done.stderr == f"launch-rank: rank 0, cpus {cpu}, memory preferred node 0, OMP_NUM_THREADS=5\n"
+    said = f"launch-rank: rank 0, cpus {cpu}, memory preferred node 0, workers 3, threads 5\n"
+    assert done.stderr == said
 
 
 def test_the_process_stays_the_same(tmp_path: Path) -> None:
@@ -217,3 +218,33 @@ def test_numbers_come_from_one_launcher(
 ) -> None:
     found = Identity(environ)
     assert (found.rank, found.local_rank, found.local_world_size) == expected
+
+
+def test_the_line_says_what_the_variables_come_to(tmp_path: Path) -> None:
+    env = {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "LAUNCH_GC": "synchronized,warmup=30,every=50",
+        "LAUNCH_NIC": "mlx5_2",
+        "LAUNCH_NUM_WORKERS": "3",
+        "MKL_NUM_THREADS": "8",
+        "NCCL_IB_HCA": "=mlx5_2",
+        "OMP_NUM_THREADS": "8",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "MINE": "1",
+    }
+    plan = str(
+        write_plan(tmp_path, str(ALLOWED[0]), env={**env, "LD_PRELOAD": "/no/libjemalloc.so.2:/no/mine.so"})
+    )
+    line = run_shim("/bin/true", LAUNCH_PLAN=plan).stderr.splitlines()[0]
+    assert line.partition("node 0, ")[2] == (
+        "nic mlx5_2, workers 3, threads 8, gc synchronized, allocator expandable_segments:True, "
+        "malloc libjemalloc.so.2, MINE=1"
+    )
+
+
+def test_the_line_tells_of_what_the_user_has_set_too(tmp_path: Path) -> None:
+    plan = str(write_plan(tmp_path, str(ALLOWED[0]), env={}))
+    own = {"OMP_NUM_THREADS": "7", "LAUNCH_GC": "default", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    line = run_shim("/bin/true", preexec=None, LAUNCH_PLAN=plan, **own).stderr
+    assert line.endswith("node 0, workers 3, threads 7, allocator max_split_size_mb:64\n")

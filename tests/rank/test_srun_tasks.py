@@ -12,6 +12,8 @@ import pytest
 
 from launcher.cpulist import parse_cpulist
 from launcher.runs.records import read_run
+from launcher.schema import DataloaderConfig, LaunchConfig
+from launcher.wishes import describe_wishes
 from tests.rank.shim_starts import ALLOWED, COMMAND, run_words
 
 TELL = "import json, os; print(json.dumps(dict(os.environ)))"
@@ -45,12 +47,8 @@ NAMED = {
 }
 WISHES = {
     "root": "/",
-    "binding": "exclusive",
-    "strict": False,
-    "reserve_cores": 0,
-    "devices": "all",
-    "num_workers": 3,
-    "nic": False,
+    "configured": {"A": "1", "HF_TOKEN": "***", "OMP_NUM_THREADS": "5"},
+    **describe_wishes(LaunchConfig(dataloader=DataloaderConfig(num_workers=3))),
 }
 
 
@@ -119,7 +117,8 @@ def test_a_rank_of_launch_has_its_logs_and_leaves_no_trace_of_ours(tmp_path: Pat
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     told = json.loads((tmp_path / "logs/4/rank-3.out").read_text())
     assert told["LAUNCH_NUM_WORKERS"].isdecimal()
-    assert [name for name in told if name.startswith("LAUNCH_")] == ["LAUNCH_NUM_WORKERS"]
+    ours = {"LAUNCH_GC", "LAUNCH_NUM_WORKERS", "LAUNCH_RANK_PLAN"}
+    assert {name for name in told if name.startswith("LAUNCH_")} == ours
     expected = {**NAMED, "ROLE_NAME": "trainer", "TORCHELASTIC_RUN_ID": "here"}
     assert {name: told.get(name) for name in NAMED} == expected
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from launcher import standalone
 from launcher.errors import UsageError
 from launcher.plan.model import Machine, Plan, RankPlan, Request
 from launcher.plan.planner import plan
-from launcher.standalone import plan_for_rank, plan_rank
+from launcher.standalone import WISHES, plan_for_rank, plan_rank
 from tests.plan.plan_lab import NAMES, convert, load
 from tests.rank.shim_starts import SHIM
 
@@ -160,3 +161,28 @@ def test_an_absurd_count_of_ranks_is_refused_before_it_fills_memory() -> None:
     cpus = frozenset({0})
     with pytest.raises(UsageError, match="said to have 99999999 ranks, and the most is 4096"):
         plan_for_rank(1, 99_999_999, {}, cpus=cpus, alone=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "settings"),
+    [
+        ([], {}, "expandable_segments:True"),
+        (["train.py", "--use-nccl-ub"], {}, None),
+        (["train.py", "--enable-cuda-graph"], {}, None),
+        (["train.py", "--enable-cuda-graph"], {"NCCL_GRAPH_REGISTER": "0"}, "expandable_segments:True"),
+        (["--use-nccl-ub"], {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "expandable_segments:True"),
+        (["--use-nccl-ub"], {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        (["--use-nccl-ub"], {"LAUNCH_REQUEST": json.dumps(WISHES)}, "expandable_segments:True"),
+    ],
+)
+def test_expandable_segments_are_left_out_for_a_program_that_refuses_them(
+    words: list[str], environ: dict[str, str], settings: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = MACHINES["gh200"]
+    monkeypatch.setattr(standalone, "probe", lambda root, quick: machine)
+    made = plan_for_rank(0, 1, environ, cpus=machine.allowed_cpus, alone=False, words=words)
+    ranks, warnings = made["ranks"], made["warnings"]
+    assert isinstance(ranks, list) and isinstance(warnings, list)
+    assert ranks[0]["env"].get("PYTORCH_CUDA_ALLOC_CONF") == settings
+    left = settings in (None, "max_split_size_mb:64")
+    assert len([text for text in warnings if "expandable_segments is left out" in text]) == left

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,24 +152,3 @@ def short() -> Iterator[Path]:
         yield folder
         if folder.exists():
             ask_command("--folder", folder, "down", "--now")
-
-
-def wait_for(check: Callable[[], object], what: str, timeout: float = 60) -> None:
-    """Poll until a condition holds."""
-    end = time.monotonic() + timeout
-    while not check():
-        assert time.monotonic() < end, what
-        time.sleep(0.05)
-
-
-def find_pids(folder: Path) -> list[int]:
-    """Processes whose command line or environment names a folder, but for this one's own."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
-        except OSError:
-            continue
-        if bytes(folder) in text:
-            found.append(int(path.name))
-    return found

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.launch.support import wait_for
+from tests.launch.support import is_alive, wait_for
 from tests.slurm.conftest import Sandbox, demand_programs, start_sandbox
 
 BRIEF = "MinJobAge=2\nMessageTimeout=2\n"
@@ -36,7 +36,7 @@ def stop_controller(cluster: Sandbox) -> Iterator[None]:
     """No slurmctld for a while."""
     pid = int((cluster.folder / "slurmctld.pid").read_text())
     os.kill(pid, signal.SIGTERM)
-    wait_for(lambda: not is_running(pid), "slurmctld's end", 30)
+    wait_for(lambda: not is_alive(pid), "slurmctld's end", 30)
     try:
         yield
     finally:
@@ -48,12 +48,3 @@ def does_answer(cluster: Sandbox) -> bool:
     """Whether slurmctld answers."""
     ping = ["scontrol", "ping"]
     return subprocess.run(ping, env=cluster.environ, capture_output=True, check=False).returncode == 0
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process is there."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

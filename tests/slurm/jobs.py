@@ -1,16 +1,15 @@
 """Jobs of the tests: submitted by `launch`, and read back from their run directories."""
 
 import json
-import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from tests.launch.support import find_processes, wait_for
 from tests.programs.starting import read_losses
 from tests.slurm.conftest import Sandbox
 
@@ -80,18 +79,27 @@ class Run:
 
     def await_step(self, step: int, timeout: float = 90) -> None:
         """Wait until rank 0 has printed a step."""
-        wait_for(lambda: max(self.read_losses(), default=0) >= step, f"step {step}", self, timeout)
+        self.wait_for(lambda: max(self.read_losses(), default=0) >= step, f"step {step}", timeout)
 
     def await_end(self, timeout: float = 150) -> str:
         """Wait until the run says that it is over and SLURM that the job is; return the run's state."""
         states = ("succeeded", "failed", "stopped")
-        wait_for(lambda: self.outcome["state"] in states, "the end", self, timeout)
+        self.wait_for(lambda: self.outcome["state"] in states, "the end", timeout)
         self.sandbox.wait(self.job_id, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", timeout=60)
         return str(self.outcome["state"])
 
-    def list_processes(self) -> list[str]:
+    def find_processes(self) -> dict[int, str]:
         """Processes of the job that are still there, on all nodes."""
-        return list_processes(str(self.path))
+        return find_processes(str(self.path))
+
+    def wait_for(self, check: Callable[[], object], what: str, timeout: float = 60) -> None:
+        """Wait until a condition holds; where it does not come to, the test fails with what is known."""
+        wait_for(check, what, timeout, self.describe)
+
+    def describe(self) -> str:
+        """What is known of the run."""
+        queue = self.sandbox.run("squeue", "--states=all", "--format=%i %T %r %N")
+        return f"{json.dumps(self.manifest, indent=1)}\n{self.read_console()}\n{queue}"
 
 
 def assert_same_losses(run: Run, other: Run) -> None:
@@ -107,42 +115,14 @@ def assert_same_losses(run: Run, other: Run) -> None:
     )
 
 
-def wait_for(check: Callable[[], bool], what: str, run: Run, timeout: float) -> None:
-    """Poll a condition; the test fails with what is known of the run where it does not come."""
-    end = time.monotonic() + timeout
-    while not check():
-        if time.monotonic() > end:
-            queue = run.sandbox.run("squeue", "--states=all", "--format=%i %T %r %N")
-            told = f"{json.dumps(run.manifest, indent=1)}\n{run.read_console()}\n{queue}"
-            pytest.fail(f"waited {timeout:.0f} s for {what} in vain\n{told}", pytrace=False)
-        time.sleep(0.1)
-
-
-def list_processes(word: str) -> list[str]:
-    """Processes, other than this one, whose command line or environment holds a word."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
-                continue
-            texts = (*process.cmdline(), *process.environ().values())
-        except psutil.Error:
-            continue
-        if any(word in text for text in texts):
-            found.append(f"{process.pid} {process.cmdline()}")
-    return found
-
-
 def await_nothing(word: str, timeout: float = 15) -> None:
     """Wait until no process is there whose command line or environment holds a word; they must go.
 
     The sandbox tracks processes by their group (proctrack/pgid), so that SLURM's SIGKILL misses an agent:
     its supervisor has ended it before that.
     """
-    end = time.monotonic() + timeout
-    while left := list_processes(word):
-        assert time.monotonic() < end, left
-        time.sleep(0.1)
+    left = partial(find_processes, word)
+    wait_for(lambda: not left(), "the processes' end", timeout, lambda: str(left()))
 
 
 def submit(sandbox: Sandbox, cwd: Path, *words: str | bytes, env: Mapping[str, str] | None = None) -> Run:

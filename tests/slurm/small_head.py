@@ -10,10 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-from launcher.batch.attempts import StepEnd, StoppedError, begin_attempt, end_attempt, foresee_end
+from launcher.batch.attempts import StoppedError, begin_attempt, end_attempt, foresee_end
 from launcher.batch.request import read_request
-from launcher.launch.slurm.environ import scrub_environ
+from launcher.batch.sight import StepEnd
 from launcher.launch.slurm.hostlist import expand_hosts
+from launcher.launch.slurm.stepenv import clean_for_step
 from launcher.runs.nodes import read_nodes
 from launcher.runs.rundir import open_run_dir
 
@@ -28,7 +29,7 @@ except StoppedError as error:
     sys.stderr.write(f"launch: error: {error}\n")
     sys.exit(error.exit_code)
 (run.path / "logs" / str(run.first_attempt)).mkdir(mode=0o700)
-environ = {**scrub_environ(os.environ), "RUN_DIR": str(run.path), "ATTEMPT": str(run.first_attempt)}
+environ = {**clean_for_step(os.environ), "RUN_DIR": str(run.path), "ATTEMPT": str(run.first_attempt)}
 words = (
     "srun",
     "--ntasks-per-node=1",

@@ -13,8 +13,9 @@ import pytest
 from launcher.launch.slurm.rendezvous import pick_port, read_local_ports
 from launcher.runs.nodes import read_nodes
 from launcher.runs.records import read_run
+from tests.launch.support import find_run, write_program
 from tests.slurm.conftest import Sandbox
-from tests.slurm.jobs import SHRUNK, Run, submit, wait_for
+from tests.slurm.jobs import SHRUNK, Run, submit
 
 pytestmark = pytest.mark.slurm
 
@@ -47,15 +48,9 @@ helper.kill()
 """
 
 
-def write(folder: Path, text: str) -> str:
-    """A program beside the job's run directory."""
-    (folder / "program.py").write_text(text)
-    return "program.py"
-
-
 def run_job(sandbox: Sandbox, folder: Path, text: str, *words: str) -> Run:
     """A job of four ranks on two nodes, to its end."""
-    run = submit(sandbox, folder, *TWO, *words, "--", write(folder, text))
+    run = submit(sandbox, folder, *TWO, *words, "--", write_program(folder, text))
     run.await_end()
     return run
 
@@ -74,22 +69,33 @@ ACCOUNTED = {
     "MASTER_PORT",  # of each job its own
     "TORCHELASTIC_USE_AGENT_STORE",  # no agent, no store of its
     "TORCHELASTIC_SIGNALS_TO_HANDLE",  # the agent's own
+    "TRITON_CACHE_DIR",  # on the node for the job, where there is somebody to remove them
+    "TORCHINDUCTOR_CACHE_DIR",
+    "LAUNCH_RANK_PLAN",  # it has all of these that the plan sets
 }
 """Where the two agents differ."""
+TOLD = {"LAUNCH_GC", "LAUNCH_NUM_WORKERS", "LAUNCH_RANK_PLAN"}
+"""Variables of the launcher's that are for the program."""
 
 
 def test_both_agents_give_the_program_the_same_variables(sandbox: Sandbox, tmp_path: Path) -> None:
     users = {"RANK": "9", "LOCAL_RANK": "9", "MY_OWN": "a  b", "SLURM_NTASKS_PER_NODE": "7"}
     told = {}
     for agent in ("torchrun", "srun"):
-        words = ("nodes=2", "nproc_per_node=2", "name=both", f"agent={agent}", "env.SEEN=yes")
-        run = submit(sandbox, tmp_path, *words, "--", write(tmp_path, SHOW), env=users)
+        (tmp_path / "x.env").write_text("SEEN=no\nTOLD='by file'\nHF_TOKEN=file-secret\n")
+        words = ("nodes=2", "nproc_per_node=2", "name=both", f"agent={agent}")
+        env = ("env.SEEN=yes", "env.from_file=x.env")
+        run = submit(sandbox, tmp_path, *words, *env, "--", write_program(tmp_path, SHOW), env=users)
+        (tmp_path / "x.env").unlink()  # it was read at submission
         assert run.await_end() == "succeeded", run.read_console()
         told[agent] = [
             {n: v for n, v in read_environ(run, rank).items() if not n.startswith(STEPS_OWN)}
             for rank in range(4)
         ]
         (tmp_path / "program.py").unlink()
+        files = [path for path in run.path.rglob("*") if path.is_file() and path.suffix != ".out"]
+        assert len(files) > 8
+        assert not [path for path in files if "file-secret" in path.read_text(errors="replace")]
     for rank in range(4):
         by_agent, by_srun = told["torchrun"][rank], told["srun"][rank]
         differ = {name for name in {*by_agent, *by_srun} if by_agent.get(name) != by_srun.get(name)}
@@ -98,7 +104,12 @@ def test_both_agents_give_the_program_the_same_variables(sandbox: Sandbox, tmp_p
         sizes = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "SEEN": "yes"}
         expected |= {**sizes, "MY_OWN": "a  b", "MASTER_ADDR": "n0"}
         assert {name: by_srun.get(name) for name in expected} == expected
-        assert not [name for name in by_srun if name.startswith("LAUNCH_") and name != "LAUNCH_NUM_WORKERS"]
+        assert {name for name in by_srun if name.startswith("LAUNCH_")} == TOLD
+        plans = [json.loads(environ["LAUNCH_RANK_PLAN"]) for environ in (by_agent, by_srun)]
+        for plan in plans:
+            plan["env"] = {name: value for name, value in plan["env"].items() if name not in ACCOUNTED}
+        assert plans[0] == plans[1]
+        assert (by_srun["TOLD"], by_srun["HF_TOKEN"]) == ("by file", "file-secret")
 
 
 def test_training_to_the_end(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -119,7 +130,7 @@ def test_training_to_the_end(sandbox: Sandbox, tmp_path: Path) -> None:
     assert "[n0:0] " in console and "step 12" in console
     assert "[n1:2] " not in console
     assert "cpu binding" not in console
-    assert run.list_processes() == []
+    assert run.find_processes() == {}
 
 
 @pytest.mark.parametrize(("how", "code", "reason"), [(0, 7, "code 7"), (9, 137, "SIGKILL")])
@@ -138,27 +149,27 @@ def test_a_rank_that_fails_ends_the_others_and_is_told(
     assert "launch: rank 2 on n1 failed" in console
     states = {record.host: (record.state, record.exit_code) for record in read_nodes(run.path, 0)}
     assert states == {"n0": ("stopped", 143), "n1": ("failed", code)}
-    assert run.list_processes() == []
+    assert run.find_processes() == {}
 
 
 def test_scancel_leaves_nothing(sandbox: Sandbox, tmp_path: Path) -> None:
     code = "import time; print('up', flush=True); time.sleep(120)"
-    run = submit(sandbox, tmp_path, *TWO, "--", write(tmp_path, code))
-    wait_for(lambda: all("up" in run.read_rank(rank) for rank in range(4)), "ranks", run, 60)
+    run = submit(sandbox, tmp_path, *TWO, "--", write_program(tmp_path, code))
+    run.wait_for(lambda: all("up" in run.read_rank(rank) for rank in range(4)), "ranks", 60)
     sandbox.run("scancel", run.job_id)
     assert run.await_end() == "stopped"
     assert run.outcome["cause"] == "cancelled"
-    wait_for(lambda: not run.list_processes(), "the end of all processes", run, 30)
+    run.wait_for(lambda: not run.find_processes(), "the end of all processes", 30)
 
 
 def test_the_checkpoint_signal_reaches_the_ranks_that_catch_it_and_nobody_else(
     sandbox: Sandbox, tmp_path: Path
 ) -> None:
-    run = submit(sandbox, tmp_path, *TWO, "--", write(tmp_path, CATCH))
-    wait_for(lambda: all("up" in run.read_rank(rank) for rank in range(4)), "ranks", run, 60)
+    run = submit(sandbox, tmp_path, *TWO, "--", write_program(tmp_path, CATCH))
+    run.wait_for(lambda: all("up" in run.read_rank(rank) for rank in range(4)), "ranks", 60)
     sandbox.run("scancel", "--batch", "--signal=USR2", run.job_id)
     catching = (0, 2, 3)
-    wait_for(lambda: all("caught" in run.read_rank(rank) for rank in catching), "the signal", run, 30)
+    run.wait_for(lambda: all("caught" in run.read_rank(rank) for rank in catching), "the signal", 30)
     (tmp_path / "told").touch()
     assert run.await_end() == "succeeded", run.read_console()
     for rank in catching:
@@ -169,7 +180,7 @@ def test_the_checkpoint_signal_reaches_the_ranks_that_catch_it_and_nobody_else(
 
 def test_arguments_survive(sandbox: Sandbox, tmp_path: Path) -> None:
     given = ["a b", "c'd\"", "$(touch x)", "new\nline", "é\t*", "", "--", "\\", "%t", "{num_workers}"]
-    words = (*TWO, "nproc_per_node=1", "--", write(tmp_path, SHOW), *given)
+    words = (*TWO, "nproc_per_node=1", "--", write_program(tmp_path, SHOW), *given)
     run = submit(sandbox, tmp_path, *words)
     assert run.await_end() == "succeeded", run.read_console()
     for rank in range(2):
@@ -178,7 +189,7 @@ def test_arguments_survive(sandbox: Sandbox, tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_left_to_its_owner(sandbox: Sandbox, tmp_path: Path) -> None:
-    words = (*TWO, "nproc_per_node=1", "cluster.additional.hold=true", "--", write(tmp_path, SHOW))
+    words = (*TWO, "nproc_per_node=1", "cluster.additional.hold=true", "--", write_program(tmp_path, SHOW))
     run = submit(sandbox, tmp_path, *words)
     ports = [pick_port(int(run.job_id), 0, trial, read_local_ports()) for trial in range(2)]
     with socket.create_server(("", ports[0])):
@@ -210,8 +221,7 @@ def test_inside_an_allocation(sandbox: Sandbox, tmp_path: Path) -> None:
     assert {line for line in told.splitlines() if "] rank " in line} == {
         f"[n{rank // 2}:{rank}] rank {rank}" for rank in range(4)
     }
-    (path,) = tmp_path.glob("runs/*/*")
-    assert Run(path, sandbox).outcome["state"] == "succeeded"
+    assert Run(find_run(tmp_path), sandbox).outcome["state"] == "succeeded"
 
 
 def test_ctrl_c_in_an_allocation_stops_the_ranks(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -220,16 +230,15 @@ def test_ctrl_c_in_an_allocation_stops_the_ranks(sandbox: Sandbox, tmp_path: Pat
     for rank in range(4):
         line = next(line for line in shell.stdout if line.endswith("] up\n"))
         assert line.startswith(("[n0:", "[n1:")), rank
-    (path,) = tmp_path.glob("runs/*/*")
-    run = Run(path, sandbox)
+    run = Run(find_run(tmp_path), sandbox)
     os.kill(run.manifest["process"]["pid"], signal.SIGINT)
     told = shell.communicate(timeout=60)[0]
     assert told.count("KeyboardInterrupt") == 4, told
     assert " failed (" not in told
     assert (run.outcome["state"], run.outcome["signal"]) == ("stopped", "SIGINT")
     assert shell.returncode == run.outcome["exit_code"] == 130
-    assert {(record.state, record.signal) for record in read_nodes(path, 0)} == {("stopped", "SIGINT")}
-    assert run.list_processes() == []
+    assert {(record.state, record.signal) for record in read_nodes(run.path, 0)} == {("stopped", "SIGINT")}
+    assert run.find_processes() == {}
 
 
 def test_what_torchrun_alone_can_do_is_refused(sandbox: Sandbox, tmp_path: Path) -> None:

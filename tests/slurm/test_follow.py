@@ -21,9 +21,8 @@ pytestmark = pytest.mark.slurm
 FOLLOW = """
 import sys
 from pathlib import Path
-from launcher.follow.jobs import follow_jobs, follow_run
-jobs = [(Path(path), job_id) for path, job_id in zip(sys.argv[1::2], sys.argv[2::2])]
-sys.exit(follow_run(*jobs[0]) if len(jobs) == 1 else follow_jobs(jobs))
+from launcher.follow.jobs import follow_jobs
+sys.exit(follow_jobs([(Path(path), job_id) for path, job_id in zip(sys.argv[1::2], sys.argv[2::2])]))
 """
 SCRIPT = """#!/bin/bash
 umask 077
@@ -291,6 +290,7 @@ def test_ctrl_c_asks_and_detaches(desk: Desk) -> None:
     watcher.type("\x03")
     watcher.wait_for(f"cancel job {job[1]}, or detach? [c/d]")
     watcher.type("what\n")
+    watcher.wait_for("what", "launch: c cancels, d detaches and lets it go on, Ctrl-C detaches too")
     watcher.type("d\n")
     status, text = watcher.end()
     assert status == 0

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.slurm.conftest import Sandbox
-from tests.slurm.jobs import SHRUNK, Run, assert_same_losses, await_nothing, submit, wait_for
+from tests.slurm.jobs import SHRUNK, Run, assert_same_losses, await_nothing, submit
 
 pytestmark = pytest.mark.slurm
 
@@ -168,7 +168,7 @@ def test_scancel(sandbox: Sandbox, tmp_path: Path) -> None:
     sandbox.run("scancel", run.job_id)
     assert run.await_end() == "stopped"
     assert run.outcome["cause"] == "cancelled"
-    wait_for(lambda: not run.list_processes(), "the job's processes to end", run, 20)
+    run.wait_for(lambda: not run.find_processes(), "the job's processes to end", 20)
     assert list((run.path / "checkpoints").iterdir())
 
 

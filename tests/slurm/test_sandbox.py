@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Sandbox, ask_command, demand_programs, find_pids, start_sandbox, wait_for
+from tests.launch.support import find_processes, is_alive, wait_for
+
+from .conftest import Sandbox, ask_command, demand_programs, start_sandbox
 
 pytestmark = pytest.mark.slurm
 STUBBORN = """
@@ -16,13 +18,6 @@ trap "" TERM
 echo $$ > {folder}/batch
 while true; do sleep 1; done
 """
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def submit(sandbox: Sandbox, folder: Path, script: str, *options: str) -> str:
@@ -56,7 +51,7 @@ def test_accounting_is_on_or_off(sandbox: Sandbox, accounted: Sandbox, tmp_path:
         f"--jobs={job}",
         "--format=State,ExitCode",
     )
-    wait_for(lambda: accounted.run(*words).strip() == "FAILED|3:0", "sacct does not know the job's end")
+    wait_for(lambda: accounted.run(*words).strip() == "FAILED|3:0", "sacct to know the job's end")
     done = subprocess.run(words, env=sandbox.environ, capture_output=True, text=True, check=False)
     assert done.returncode
     assert "accounting storage is disabled" in done.stderr
@@ -66,10 +61,10 @@ def test_an_urgent_job_preempts_and_requeues(sandbox: Sandbox, tmp_path: Path) -
     script = "trap 'echo told; exit' TERM; echo start $SLURM_RESTART_COUNT; sleep 600 & wait"
     low = submit(sandbox, tmp_path, script, "--nodes=4", "--exclusive", "--open-mode=append")
     sandbox.wait(low, "RUNNING")
-    wait_for((tmp_path / f"{low}.out").exists, "the job writes nothing")
+    wait_for((tmp_path / f"{low}.out").exists, "the job's output")
     high = submit(sandbox, tmp_path, "true", "--nodes=4", "--exclusive", "--partition=urgent")
     sandbox.wait(high, "COMPLETED")
-    wait_for(lambda: "start 1" in (tmp_path / f"{low}.out").read_text(), "the job does not start again")
+    wait_for(lambda: "start 1" in (tmp_path / f"{low}.out").read_text(), "the job's next start")
     assert (tmp_path / f"{low}.out").read_text().splitlines()[0] == "start"
     assert "told" in (tmp_path / f"{low}.out").read_text()
     sandbox.run("scancel", low)
@@ -84,7 +79,7 @@ def test_a_preempted_job_gets_its_signal_and_its_grace(tmp_path: Path) -> None:
     with start_sandbox(*options) as sandbox:
         low = submit(sandbox, tmp_path, script, "--exclusive", "--signal=B:USR2@1")
         sandbox.wait(low, "RUNNING")
-        wait_for(lambda: sandbox.list_processes("sleep"), "the job does not start")
+        wait_for(lambda: sandbox.list_processes("sleep"), "the job's start")
         high = submit(sandbox, tmp_path, "true", "--exclusive", "--partition=urgent")
         sandbox.wait(high, "COMPLETED", timeout=50)  # less than the grace: the signal came first
         assert (tmp_path / f"{low}.out").read_text().splitlines()[0] == "saved"
@@ -93,7 +88,7 @@ def test_a_preempted_job_gets_its_signal_and_its_grace(tmp_path: Path) -> None:
 def test_a_killed_node_goes_down_and_comes_back(sandbox: Sandbox, tmp_path: Path) -> None:
     script = "srun --ntasks-per-node=1 --kill-on-bad-exit=0 sh -c 'env -i setsid sleep 600 & sleep 600'"
     job = submit(sandbox, tmp_path, script, "--nodes=2", "--nodelist=n2,n3", "--no-requeue")
-    wait_for(lambda: len(sandbox.list_processes("sleep")) == 4, "the step does not start")
+    wait_for(lambda: len(sandbox.list_processes("sleep")) == 4, "the step's start")
     sandbox.break_it("kill", "n3")
     nodes = {line.split()[1] for line in sandbox.list_processes()}
     assert nodes == {"n2"}
@@ -103,7 +98,7 @@ def test_a_killed_node_goes_down_and_comes_back(sandbox: Sandbox, tmp_path: Path
     done = ask_command("--folder", sandbox.folder, "status")
     assert (done.returncode, "n3 not running" in done.stderr) == (1, True)
     sandbox.break_it("start", "n3")
-    wait_for(lambda: sandbox.run(*state).strip() == "idle", "n3 does not come back")
+    wait_for(lambda: sandbox.run(*state).strip() == "idle", "n3 to come back")
     for line in sandbox.list_processes("sleep"):
         os.kill(int(line.split()[0]), signal.SIGKILL)
     sandbox.wait_empty()
@@ -131,16 +126,14 @@ def test_down_leaves_nothing(short: Path, sandbox: Sandbox, tmp_path: Path) -> N
     assert f"# sandbox {short}\n" in hosts.read_text() or not os.access(hosts, os.W_OK)
     cluster = Sandbox(short, {**sandbox.environ, "SLURM_CONF": str(short / "slurm.conf")})
     submit(cluster, tmp_path, STUBBORN.format(folder=tmp_path))
-    wait_for(
-        lambda: all((tmp_path / name).exists() for name in ("orphan", "batch")), "the job does not start"
-    )
+    wait_for(lambda: all((tmp_path / name).exists() for name in ("orphan", "batch")), "the job's start")
     pids = [int((tmp_path / name).read_text()) for name in ("orphan", "batch")]
-    wait_for(lambda: "T" in Path(f"/proc/{pids[0]}/stat").read_text().split(")")[1][:3], "it does not stop")
+    wait_for(lambda: "T" in Path(f"/proc/{pids[0]}/stat").read_text().split(")")[1][:3], "its stop")
     done = ask_command("--folder", short, "down")
     assert (done.returncode, "processes of jobs had to be killed" in done.stdout) == (0, True), done
     assert not any(map(is_alive, pids))
     assert not short.exists()
-    assert not find_pids(short)
+    assert not find_processes(str(short))
     assert f"# sandbox {short}\n" not in hosts.read_text()
     assert f"# sandbox {sandbox.folder}\n" in hosts.read_text() or not os.access(hosts, os.W_OK)
     sandbox.run("sinfo")

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import clean_environ
+from tests.launch.support import find_processes, wait_for
 
-from .conftest import COMMAND, Sandbox, ask_command, demand_programs, find_pids, wait_for
+from .conftest import COMMAND, Sandbox, ask_command, demand_programs
 
 pytestmark = pytest.mark.slurm
 
@@ -21,13 +22,13 @@ def test_an_interrupted_up_leaves_nothing(moment: str, short: Path) -> None:
     demand_programs()
     command: list[str | Path] = [sys.executable, COMMAND, "--folder", short, "up"]
     process = subprocess.Popen(command, env=clean_environ(), stderr=subprocess.PIPE, text=True)
-    wait_for((short / moment).exists, f"{moment} does not appear")
+    wait_for((short / moment).exists, moment)
     process.terminate()
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 143, said
     assert "Traceback" not in said
     assert not short.exists()
-    assert not find_pids(short)
+    assert not find_processes(str(short))
     assert f"# sandbox {short}\n" not in Path("/etc/hosts").read_text()
 
 
@@ -42,7 +43,7 @@ def test_an_up_that_fails_says_why_and_leaves_nothing(short: Path, tmp_path: Pat
     assert f"sandbox: error: slurmctld -f {short}/slurm.conf failed with 7: no luck\n" in done.stderr
     assert "Traceback" not in done.stderr
     assert not short.exists()
-    assert not find_pids(short)
+    assert not find_processes(str(short))
 
 
 def test_a_cluster_is_there_once_dies_and_goes(short: Path) -> None:
@@ -53,9 +54,9 @@ def test_a_cluster_is_there_once_dies_and_goes(short: Path) -> None:
     assert (done.returncode, done.stderr) == (
         1, f"sandbox: error: there is a cluster in {short} already: slurm/sandbox --folder {short} down\n",
     )  # fmt: skip
-    for pid in find_pids(short):
+    for pid in find_processes(str(short)):
         os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not find_pids(short), "the daemons do not die")
+    wait_for(lambda: not find_processes(str(short)), "the daemons' end")
     for verb in ("up", "status"):
         done = ask_command(*command, verb)
         assert (done.returncode, "has died" in done.stderr) == (1, True), done

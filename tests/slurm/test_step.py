@@ -7,8 +7,6 @@ import select
 import shlex
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,9 @@ import pytest
 from launcher.launch.slurm.hostlist import expand_hosts
 from launcher.runs.nodes import read_nodes
 from tests.conftest import LAUNCH, Result
+from tests.launch.support import find_processes, find_run, wait_for, write_program
 from tests.slurm.conftest import Sandbox
-from tests.slurm.jobs import list_processes, submit
+from tests.slurm.jobs import submit
 
 pytestmark = pytest.mark.slurm
 
@@ -59,11 +58,6 @@ HOSTILE = (
 )
 
 
-def write(folder: Path, text: str) -> str:
-    (folder / "program.py").write_text(text)
-    return "program.py"
-
-
 def allocate(
     sandbox: Sandbox, cwd: Path, script: str, *options: str, **variables: str
 ) -> "subprocess.Popen[bytes]":
@@ -86,18 +80,6 @@ def finish(process: "subprocess.Popen[bytes]", timeout: float = 120) -> Result:
     return Result(process.returncode, out.decode(), err.decode())
 
 
-def wait_until(check: Callable[[], object], what: str, timeout: float = 60) -> None:
-    end = time.monotonic() + timeout
-    while not check():
-        assert time.monotonic() < end, f"waited {timeout:.0f} s in vain for {what}"
-        time.sleep(0.05)
-
-
-def find_run(cwd: Path) -> Path:
-    (path,) = cwd.glob("runs/*/*")
-    return path
-
-
 def read_found(run: Path, rank: int) -> dict[str, Any]:
     text = (run / "logs/0" / f"rank-{rank}.out").read_text()
     (line,) = (line for line in text.splitlines() if line.startswith("FOUND "))
@@ -110,7 +92,14 @@ def count_up(run: Path) -> int:
 
 
 def test_what_the_program_finds(sandbox: Sandbox, tmp_path: Path) -> None:
-    words = ["nproc_per_node=2", "env.HF_TOKEN=s3cret", "env.NICE=a b", "--", write(tmp_path, SHOW), *HOSTILE]
+    words = [
+        "nproc_per_node=2",
+        "env.HF_TOKEN=s3cret",
+        "env.NICE=a b",
+        "--",
+        write_program(tmp_path, SHOW),
+        *HOSTILE,
+    ]
     done = finish(allocate(sandbox, tmp_path, f"launch {shlex.join(words)}", MINE="kept"))
     assert done.code == 0, done
     run = find_run(tmp_path)
@@ -155,7 +144,7 @@ def test_a_job_script_whose_variables_contradict(sandbox: Sandbox, tmp_path: Pat
         "MINE": "kept",
     }
     exports = "\n".join(f"export {name}={value}" for name, value in wrong.items())
-    command = shlex.join([*LAUNCH, "nproc_per_node=1", "--", write(tmp_path, SHOW)])
+    command = shlex.join([*LAUNCH, "nproc_per_node=1", "--", write_program(tmp_path, SHOW)])
     (tmp_path / "job.sh").write_text(f"#!/bin/bash\ncd {shlex.quote(str(tmp_path))}\n{exports}\n{command}\n")
     words = ["sbatch", "--parsable", "--nodes=2", "--cpus-per-task=4", "--gpus-per-node=2"]
     out = tmp_path / "out"
@@ -170,7 +159,7 @@ def test_a_job_script_whose_variables_contradict(sandbox: Sandbox, tmp_path: Pat
 
 
 def test_the_rank_that_failed_first(sandbox: Sandbox, tmp_path: Path) -> None:
-    done = finish(allocate(sandbox, tmp_path, f"launch nproc_per_node=1 -- {write(tmp_path, FAIL)}"))
+    done = finish(allocate(sandbox, tmp_path, f"launch nproc_per_node=1 -- {write_program(tmp_path, FAIL)}"))
     assert done.code == 1, done
     run = find_run(tmp_path)
     manifest = json.loads((run / "manifest.json").read_text())
@@ -183,43 +172,51 @@ def test_the_rank_that_failed_first(sandbox: Sandbox, tmp_path: Path) -> None:
     peer, failed = read_nodes(run, 0)
     assert (peer.state, peer.failure) == ("stopped", None)
     assert failed.failure and failed.failure.lines == ("the disk is on fire",)
-    wait_until(lambda: not list_processes(str(run)), "the ranks' end")
+    wait_for(lambda: not find_processes(str(run)), "the ranks' end")
 
 
 def test_the_checkpoint_signal_is_for_ranks_that_catch_it(sandbox: Sandbox, tmp_path: Path) -> None:
-    run = submit(sandbox, tmp_path, "nodes=2", "nproc_per_node=1", "--", write(tmp_path, STAY))
-    wait_until(lambda: count_up(run.path) == 2, "the ranks")
+    run = submit(sandbox, tmp_path, "nodes=2", "nproc_per_node=1", "--", write_program(tmp_path, STAY))
+    wait_for(lambda: count_up(run.path) == 2, "the ranks")
     sandbox.run("scancel", "--signal=USR2", "--batch", run.job_id)
-    wait_until(lambda: "GOT SIGUSR2" in run.read_rank(0), "the signal")
-    wait_until(lambda: "1 rank has no handler" in run.read_console(), "word of the other rank")
+    wait_for(lambda: "GOT SIGUSR2" in run.read_rank(0), "the signal")
+    wait_for(lambda: "1 rank has no handler" in run.read_console(), "word of the other rank")
     assert run.outcome["state"] == "running"
     sandbox.run("scancel", run.job_id)
     assert run.await_end() == "stopped"
     assert run.read_rank(1).split("\n")[:2] == ["UP", "GOT SIGTERM"]
     assert {record.state for record in read_nodes(run.path, 0)} == {"stopped"}
-    wait_until(lambda: not run.list_processes(), "the job's end")
+    wait_for(lambda: not run.find_processes(), "the job's end")
 
 
 def test_nothing_is_left_of_a_head_that_is_killed(sandbox: Sandbox, tmp_path: Path) -> None:
-    program = write(tmp_path, STAY)
+    program = write_program(tmp_path, STAY)
     process = allocate(
         sandbox, tmp_path, f"launch nproc_per_node=1 -- {program} & echo $! > pid; wait; sleep 60"
     )
     try:
-        wait_until(lambda: list(tmp_path.glob("runs/*/*/manifest.json")), "the run directory")
+        wait_for(lambda: list(tmp_path.glob("runs/*/*/manifest.json")), "the run directory")
         run = find_run(tmp_path)
-        wait_until(lambda: count_up(run) == 2, "the ranks")
+        wait_for(lambda: count_up(run) == 2, "the ranks")
         inner = int((tmp_path / "pid").read_text())  # of the shell's function, whose child is the head
         (head,) = Path(f"/proc/{inner}/task/{inner}/children").read_text().split()
         os.kill(int(head), signal.SIGKILL)
-        wait_until(lambda: not list_processes(str(run)), "the end of all that it had started")
+        wait_for(lambda: not find_processes(str(run)), "the end of all that it had started")
     finally:
         process.terminate()
         finish(process)
 
 
 def test_ctrl_c_ends_the_ranks_and_not_srun(sandbox: Sandbox, tmp_path: Path) -> None:
-    words = ["salloc", "--quiet", "--nodes=2", *LAUNCH, "nproc_per_node=1", "--", write(tmp_path, STAY)]
+    words = [
+        "salloc",
+        "--quiet",
+        "--nodes=2",
+        *LAUNCH,
+        "nproc_per_node=1",
+        "--",
+        write_program(tmp_path, STAY),
+    ]
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(tmp_path)
@@ -245,14 +242,14 @@ def test_ctrl_c_ends_the_ranks_and_not_srun(sandbox: Sandbox, tmp_path: Path) ->
         assert (run / f"logs/0/rank-{rank}.out").read_text() == "UP\nGOT SIGINT\n"
     assert b"srun: error" not in shown and b"Traceback" not in shown
     assert json.loads((run / "manifest.json").read_text())["outcome"]["state"] == "stopped"
-    assert not list_processes(str(run))
+    assert not find_processes(str(run))
 
 
 def test_a_node_that_cannot_plan_ends_the_job_at_once(sandbox: Sandbox, tmp_path: Path) -> None:
     script = f"""
     last=$(scontrol show hostnames | tail -1)
     mkdir -p run/plan-$last.json
-    launch run_dir=run nproc_per_node=1 -- {write(tmp_path, SHOW)}
+    launch run_dir=run nproc_per_node=1 -- {write_program(tmp_path, SHOW)}
     """
     done = finish(allocate(sandbox, tmp_path, script))
     assert done.code == 3, done
@@ -263,7 +260,7 @@ def test_a_node_that_cannot_plan_ends_the_job_at_once(sandbox: Sandbox, tmp_path
 
 
 def test_two_at_once_in_one_job(sandbox: Sandbox, tmp_path: Path) -> None:
-    program = write(tmp_path, SHOW)
+    program = write_program(tmp_path, SHOW)
     one = f"launch name=one nproc_per_node=1 -- {program} & first=$!"
     script = f"{one}\nlaunch name=two nproc_per_node=1 -- {program}; second=$?\nwait $first; echo $? $second"
     done = finish(allocate(sandbox, tmp_path, script))
@@ -284,7 +281,7 @@ def test_a_port_that_is_taken_is_no_failure(sandbox: Sandbox, tmp_path: Path, no
         "    sys.exit(subprocess.run(sys.argv[1:]).returncode)\n"
     )
     # Longer than the grace of what ended the first step: that must not come over the second one.
-    program = write(tmp_path, f"import time\ntime.sleep(4)\n{SHOW}")
+    program = write_program(tmp_path, f"import time\ntime.sleep(4)\n{SHOW}")
     settings = [f"nodes={nodes}", "run_dir=run", "nproc_per_node=1", "torchrun.shutdown_timeout=1"]
     words = [LAUNCH[0], "serve.py", *LAUNCH, *settings, "--", program]
     done = finish(allocate(sandbox, tmp_path, shlex.join(words), "--nodes=2"))
@@ -295,7 +292,7 @@ def test_a_port_that_is_taken_is_no_failure(sandbox: Sandbox, tmp_path: Path, no
 
 
 def test_a_step_that_slurm_refuses(sandbox: Sandbox, tmp_path: Path) -> None:
-    words = ["nproc_per_node=1", "+cluster.srun.mem=999G", "--", write(tmp_path, SHOW)]
+    words = ["nproc_per_node=1", "+cluster.srun.mem=999G", "--", write_program(tmp_path, SHOW)]
     done = finish(allocate(sandbox, tmp_path, f"launch {shlex.join(words)}"))
     assert done.code == 4, done
     assert "srun did not start the step" in done.err and "emory" in done.err
@@ -303,7 +300,7 @@ def test_a_step_that_slurm_refuses(sandbox: Sandbox, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_starts_nothing(sandbox: Sandbox, tmp_path: Path) -> None:
-    done = finish(allocate(sandbox, tmp_path, f"launch dry_run=true -- {write(tmp_path, SHOW)}"))
+    done = finish(allocate(sandbox, tmp_path, f"launch dry_run=true -- {write_program(tmp_path, SHOW)}"))
     assert done.code == 0, done
     (line,) = done.out.splitlines()
     assert line.startswith("srun --nodes=2 ") and line.endswith("-m launcher.batch.task RUN_DIR")

@@ -15,6 +15,7 @@ from launcher.errors import MachineError, SchedulerError
 from launcher.launch.slurm.refusal import explain_refusal
 from launcher.launch.slurm.submission import submit_script
 from launcher.submit.jobs import find_python
+from tests.launch.support import find_run
 from tests.slurm.conftest import Sandbox
 
 pytestmark = pytest.mark.slurm
@@ -29,11 +30,6 @@ def show(sandbox: Sandbox, job_id: str) -> dict[str, str]:
     text = sandbox.run("scontrol", "show", "job", job_id)
     found = re.findall(r"(\S+?)=(.*?)(?= \S+?=|$)", text, re.MULTILINE)
     return {name: value.strip() for name, value in found}
-
-
-def find_run(folder: Path) -> Path:
-    (manifest,) = folder.glob("runs/*/*/manifest.json")
-    return manifest.parent
 
 
 def find_job(out: str) -> str:

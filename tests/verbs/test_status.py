@@ -81,9 +81,10 @@ def test_attempts_are_told_with_their_causes(launch: Launch, here: Path) -> None
     earlier = [
         {**times, "outcome": {"state": "submitted"}},
         {**times, "outcome": {"state": "requeued", "cause": "preempted"}},
-        {**times, "outcome": {"state": "requeued", "cause": "timeout"}},
+        {**times, "outcome": {"state": "requeued", "cause": "timeout", "reason": "time limit: requeued"}},
     ]
-    make_run(here / "runs", state="stopped", earlier=earlier, outcome={"cause": "no_progress"})
+    outcome = {"cause": "no_progress", "reason": "no progress in 3 attempts in a row"}
+    make_run(here / "runs", state="stopped", earlier=earlier, outcome=outcome)
     (run,) = read_runs(launch("status", "format=json", "tiny"))
     attempts = run["attempts"]
     assert isinstance(attempts, list)
@@ -92,9 +93,30 @@ def test_attempts_are_told_with_their_causes(launch: Launch, here: Path) -> None
         ("requeued", "timeout"),
         ("stopped", "no_progress"),
     ]
-    shown = launch("status", "tiny").out
-    assert "requeued: preempted" in shown and "requeued: time limit" in shown
-    assert "stopped: no progress in several attempts" in shown
+    shown = [line.strip().rpartition("  ")[2] for line in launch("status", "tiny").out.splitlines()]
+    assert "requeued: preempted" in shown and "requeued: time limit: requeued" in shown
+    assert "stopped: no progress in 3 attempts in a row" in shown
+
+
+@pytest.mark.parametrize(
+    ("hosts", "cell"),
+    [
+        (["n0", "n1"], "2 n[0-1]"),
+        (["gpu12", "gpu09", "gpu10", "gpu11"], "4 gpu[09-12]"),
+        (["box"], "1 box"),
+        (["login", "n3"], "2 login,n3"),
+        (["n1-ib.cluster", "n2-ib.cluster"], "2"),
+    ],
+)
+def test_nodes_of_a_run_that_has_ended_are_shown_as_slurm_writes_them(
+    launch: Launch, here: Path, hosts: list[str], cell: str
+) -> None:
+    make_run(here / "runs", hosts=hosts)
+    header, row = launch("status").out.splitlines()
+    at = header.index("nodes")
+    assert row[at:].partition("  ")[0].strip() == cell, row
+    (run,) = read_runs(launch("status", "format=json"))
+    assert run["nodelist"] == ",".join(hosts)
 
 
 def test_the_newest_ten_and_all_that_live(launch: Launch, here: Path) -> None:

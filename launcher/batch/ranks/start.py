@@ -18,6 +18,7 @@ from launcher.launch.slurm.srun import build_environ, count_ranks, render_ranks
 from launcher.launch.slurm.step import Step
 from launcher.launch.torchrun import check_port_free, parse_endpoint
 from launcher.runs.rundir import RunDir
+from launcher.runs.secrets import mask_variables
 from launcher.wishes import describe_wishes
 
 
@@ -61,7 +62,8 @@ def start_ranks(job: RankJob, step: Step, endpoint: str) -> RankStep:
     config = job.request.config
     own = {**job.environ, **config.env}
     told = tell_ranks(job, endpoint)
-    wishes = {"root": config.machine.root, **describe_wishes(config)}
+    shown = {"configured": mask_variables(config.env)}
+    wishes = {"root": config.machine.root, **shown, **describe_wishes(config)}
     step = replace(step, command=render_command(job.request, own))
     process = open_srun(render_ranks(step, job.ranks), build_environ(own, told, wishes))
     view = RankView(job.run, job.hosts, job.ranks, config.logs.console)

@@ -14,10 +14,10 @@ from launcher.batch.ranks.view import RankView
 from launcher.errors import SchedulerError
 from launcher.launch.signals import STOPPING, name_signal
 from launcher.launch.slurm.command import run_slurm
-from launcher.launch.slurm.environ import scrub_environ
 from launcher.launch.slurm.hostlist import expand_hosts
-from launcher.launch.slurm.srun import CANCELLED, TaskEnd, is_noise, parse_end, parse_lost
 from launcher.launch.slurm.step import Step, render_step
+from launcher.launch.slurm.stepenv import clean_for_step
+from launcher.launch.slurm.told import TaskEnd, is_cancelled, is_noise, parse_end, parse_lost
 
 LAST = 40
 """Lines of srun's, and of tasks that have no logs yet, that are kept for the account."""
@@ -48,7 +48,7 @@ class Told:
         if hosts := parse_lost(line):
             with contextlib.suppress(ValueError):
                 self.lost.update(expand_hosts(hosts))
-        cancelled = CANCELLED in line
+        cancelled = is_cancelled(line)
         self.cancelled = self.cancelled or cancelled
         # That srun itself has the others ended is no news after the first end.
         return not (cancelled and self.ends)
@@ -108,7 +108,7 @@ class RankStep:
     def tell_ranks(self, number: int) -> None:
         """Have each node's ranks sent a signal; where that fails, srun sends a user signal to all."""
         try:
-            said = run_slurm(self.render_telling(number), scrub_environ(self.environ))
+            said = run_slurm(self.render_telling(number), clean_for_step(self.environ))
             spared = sum(map(int, said.split()))
         except (SchedulerError, ValueError) as error:
             if self.process.poll() is None:

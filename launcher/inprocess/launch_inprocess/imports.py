@@ -1,11 +1,16 @@
 """Waits for the program to import a module."""
 
-import sys
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from __future__ import annotations
 
-Action = Callable[[ModuleType], object]
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # these would cost each start of an interpreter a millisecond
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+    Action = Callable[[ModuleType], object]
 
 
 class Waiter:
@@ -15,18 +20,24 @@ class Waiter:
         self.actions: dict[str, list[Action]] = {}
 
     def find_spec(
-        self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
-    ) -> "ModuleSpec | None":
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Find a module that is waited for by the other finders, and have its loader tell of it."""
-        actions = self.actions.pop(name, None)
-        if actions is None:
+        if name not in self.actions:
             return None
-        if not self.actions:
-            leave(self)
         spec = find_by_others(self, name, path, target)
         if spec is not None and spec.loader is not None:
-            tell_after(spec.loader, actions)
+            tell_after(spec.loader, name)
         return spec
+
+    def do_actions(self, name: str, module: ModuleType) -> None:
+        """Do what waits for a module; a finder that waits for nothing more leaves."""
+        actions = self.actions.pop(name, [])
+        finders = getattr(sys, "meta_path", None) or []
+        if not self.actions and self in finders:
+            finders.remove(self)
+        for action in actions:
+            attempt(action, module)
 
 
 WAITER = Waiter()
@@ -38,23 +49,24 @@ def when_imported(name: str, action: Action) -> None:
 
     What the action raises is dropped: nothing of ours ends the program.
     """
-    if name in sys.modules:
-        attempt(action, sys.modules[name])
+    module = sys.modules.get(name)
+    if module is not None and not is_loading(module):
+        attempt(action, module)
         return
-    if not WAITER.actions:
-        sys.meta_path.insert(0, WAITER)
+    finders = getattr(sys, "meta_path", None)
+    if finders is not None and WAITER not in finders:
+        finders.insert(0, WAITER)
     WAITER.actions.setdefault(name, []).append(action)
 
 
-def leave(finder: Waiter) -> None:
-    """Take a finder out of `sys.meta_path`, where it still is."""
-    if finder in sys.meta_path:
-        sys.meta_path.remove(finder)
+def is_loading(module: ModuleType) -> bool:
+    """Tell whether a module's code is still running."""
+    return getattr(getattr(module, "__spec__", None), "_initializing", False) is True
 
 
 def find_by_others(
-    finder: Waiter, name: str, path: "Sequence[str] | None", target: "ModuleType | None"
-) -> "ModuleSpec | None":
+    finder: Waiter, name: str, path: Sequence[str] | None, target: ModuleType | None
+) -> ModuleSpec | None:
     """Ask the finders beside this one, as the import system does."""
     for other in list(sys.meta_path):
         find = getattr(other, "find_spec", None)
@@ -64,17 +76,25 @@ def find_by_others(
     return None
 
 
-def tell_after(loader: object, actions: "Sequence[Action]") -> None:
-    """Have a module's loader, which is this module's alone, do what waits for it."""
-    execute = loader.exec_module  # type: ignore[attr-defined]  # loaders have had it since Python 3.4
+def tell_after(loader: object, name: str) -> None:
+    """Have a loader do what waits for a module once it has loaded it.
+
+    A loader may serve other modules too (`zipimport`), and may be of a kind that cannot be told.
+    """
+    execute, own = getattr(loader, "exec_module", None), getattr(loader, "__dict__", None)
+    if execute is None or own is None or isinstance(loader, type) or "exec_module" in own:
+        return
 
     def execute_and_tell(module: ModuleType) -> None:
-        del loader.exec_module  # type: ignore[attr-defined]
         execute(module)
-        for action in actions:
-            attempt(action, module)
+        if getattr(module, "__name__", None) == name:
+            own.pop("exec_module", None)
+            WAITER.do_actions(name, module)
 
-    loader.exec_module = execute_and_tell  # type: ignore[attr-defined]
+    try:
+        loader.exec_module = execute_and_tell  # type: ignore[attr-defined]  # shadows the class's own
+    except Exception:
+        return
 
 
 def attempt(action: Action, module: ModuleType) -> None:

@@ -1,7 +1,48 @@
 """Starts what the environment of a rank asks for."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+import os
+
+from .collector import start_collector
+from .steps import COUNTER
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    Starter = Callable[[Mapping[str, str]], None]
 
 
 def start(environ: Mapping[str, str]) -> None:
-    """Start the policies; called once, before the program's first line."""
+    """Start the policies; called once, before the program's first line. One that fails leaves the others."""
+    os.register_at_fork(after_in_child=COUNTER.stop)
+    for starter in (start_collector, set_loaders, measure):
+        attempt(starter, environ)
+
+
+def set_loaders(environ: Mapping[str, str]) -> None:
+    """Put DataLoader workers on their CPUs, and give loaders that many where that is wanted."""
+    from .workers import place_workers
+
+    place_workers(environ)
+    if environ.get("LAUNCH_LOADER_DEFAULT") == "1":
+        from .loaders import give_workers
+
+        give_workers(environ)
+
+
+def measure(environ: Mapping[str, str]) -> None:
+    """Measure the rank where `launch tune` asks for it; the module for that is loaded for nobody else."""
+    if environ.get("LAUNCH_METER"):
+        from .meter import start_meter
+
+        start_meter(environ)
+
+
+def attempt(starter: Starter, environ: Mapping[str, str]) -> None:
+    """Start one; nothing of ours ends the program."""
+    try:
+        starter(environ)
+    except Exception:
+        return

@@ -1,12 +1,12 @@
 """What SLURM knows of jobs: from squeue, and from sacct for those that the controller has forgotten."""
 
 import contextlib
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from launcher.errors import SchedulerError
 from launcher.launch.slurm.command import run_slurm
+from launcher.launch.slurm.hostlist import expand_ranges
 
 ENDED = frozenset(
     {
@@ -31,8 +31,6 @@ SACCT = ("JobID,State,Partition,NNodes,NodeList", "Start,ExitCode,Reason")
 
 sacct's `Restarts` came with 23.11.
 """
-PART = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+))?")
-"""Numbers of an array's members: `3`, `3-5`, `3-9:2`."""
 MOST = 1000
 """Jobs of one question: an argument can have 128 KiB."""
 UNKNOWN = ("", "N/A", "None", "Unknown", "None assigned", "(null)", "NONE")
@@ -118,10 +116,8 @@ def list_members(job_id: str) -> Iterator[str]:
     if not bracket:
         yield job_id
     for part in members.rstrip("]").partition("%")[0].split(",") if bracket else ():
-        span = PART.fullmatch(part)
-        if span:
-            low, high, step = int(span[1]), int(span[2] or span[1]), int(span[3] or 1)
-            yield from (f"{array}{number}" for number in range(low, high + 1, step or 1))
+        with contextlib.suppress(ValueError):  # `...`, where the list was too long for it
+            yield from (f"{array}{number}" for number in expand_ranges(part))
 
 
 def split_rows(text: str, count: int) -> Iterator[list[str]]:

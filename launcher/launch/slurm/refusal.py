@@ -11,8 +11,8 @@ from launcher.launch.slurm.inventory import NodeKind
 from launcher.launch.slurm.options import Option
 
 CAUSES = (
+    ("account", ("account",)),  # `Invalid account or account/partition combination`, too
     ("partition", ("partition",)),
-    ("account", ("account",)),
     ("qos", ("qos",)),
     ("time limit", ("time",)),
     ("number of nodes", ("nodes", "nodelist")),
@@ -30,7 +30,7 @@ CAUSES = (
         ("nodes", "gpus-per-node", "cpus-per-task", "mem", "constraint", "nodelist", "exclude"),
     ),
 )
-"""Words of sbatch's complaints (slurm_errno.c), and the options that they are about."""
+"""Words of sbatch's complaints (slurm_errno.c), and the options that they are about, the first that fits."""
 NAMED = re.compile(r"(?:unrecognized option '|invalid )--(?P<name>[a-z-]+)")
 AWAY = (
     "contact slurm controller",

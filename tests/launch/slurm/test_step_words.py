@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.launch.slurm.environ import drop_ours, scrub_environ
-from launcher.launch.slurm.hostlist import expand_hosts
+from launcher.launch.slurm.hostlist import expand_hosts, fold_hosts
 from launcher.launch.slurm.rendezvous import DEFAULT_LOCAL, LOWEST, TRIALS, pick_port, read_local_ports
 from launcher.launch.slurm.step import Container, Step, render_step
+from launcher.launch.slurm.stepenv import clean_for_step, drop_ours
 
 STEP = Step(2, ("n0", "n1"), False, "/home/me/a b", ("python", "-m", "task", "/runs/x"), {})
 BOX = Container("pyxis", "nvcr.io/x:1", ("/runs/x:/runs/x", "/data:/data:ro"), ("--container-writable",))
@@ -108,7 +108,7 @@ def test_apptainer() -> None:
     ],
 )
 def test_what_srun_or_mpi_would_take_for_an_option_goes(name: str) -> None:
-    assert scrub_environ({name: "1", "PATH": "/bin"}) == {"PATH": "/bin"}
+    assert clean_for_step({name: "1", "PATH": "/bin"}) == {"PATH": "/bin"}
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_what_srun_or_mpi_would_take_for_an_option_goes(name: str) -> None:
     ],
 )
 def test_what_tells_of_the_job_or_is_the_users_stays(name: str) -> None:
-    assert scrub_environ({name: "x"}) == {name: "x"}
+    assert clean_for_step({name: "x"}) == {name: "x"}
 
 
 def test_what_the_head_tells_the_tasks_is_not_for_ranks() -> None:
@@ -157,6 +157,31 @@ def test_what_the_head_tells_the_tasks_is_not_for_ranks() -> None:
 )
 def test_lists_of_nodes(text: str, names: list[str]) -> None:
     assert list(expand_hosts(text)) == names
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["n0"], "n0"),
+        (["n1", "n0", "n3"], "n[0-1,3]"),
+        (["n08", "n09", "n10", "n8", "n9"], "n[8-9,08-10]"),
+        (["n9", "n10", "n99", "n100"], "n[9-10,99-100]"),
+        (["login", "n1", "a-ib", "n2"], "login,n[1-2],a-ib"),
+        (["box", "box1", "box2"], "box,box[1-2]"),
+        (["7"], "7"),
+        ([], ""),
+    ],
+)
+def test_names_are_folded(names: list[str], text: str) -> None:
+    assert fold_hosts(names) == text
+
+
+HOST = st.from_regex(r"[a-z.-]{0,3}([0-9]{1,3}[a-z.-]{0,2}){0,2}[0-9]{0,3}", fullmatch=True).filter(bool)
+
+
+@given(st.lists(HOST, unique=True, max_size=40))
+def test_what_is_folded_is_expanded_to_the_same(names: list[str]) -> None:
+    assert sorted(expand_hosts(fold_hosts(names))) == sorted(names)
 
 
 def test_a_list_that_is_none() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launcher.launch.slurm.inherited import clean_environ
+from launcher.launch.slurm.sbatchenv import clean_for_sbatch
 
 PLAIN = {"PATH": "/bin", "HOME": "/home/me", "SLURM_CONF": "/etc/x", "RANKING": "1", "MASTER_ADDR": "head"}
 
@@ -34,7 +34,7 @@ PLAIN = {"PATH": "/bin", "HOME": "/home/me", "SLURM_CONF": "/etc/x", "RANKING": 
 )
 def test_what_contradicts_goes(name: str) -> None:
     options = ("time", "mem", "cpus-per-task", "partition", "switches")
-    assert clean_environ({**PLAIN, name: "1"}, options) == PLAIN
+    assert clean_for_sbatch({**PLAIN, name: "1"}, options) == PLAIN
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,16 @@ def test_what_contradicts_goes(name: str) -> None:
     ],
 )
 def test_defaults_for_what_is_not_set_stay(name: str) -> None:
-    assert clean_environ({**PLAIN, name: "nvme:1"}, ("nodes", "gpus-per-node")) == {**PLAIN, name: "nvme:1"}
+    assert clean_for_sbatch({**PLAIN, name: "nvme:1"}, ("nodes", "gpus-per-node")) == {
+        **PLAIN,
+        name: "nvme:1",
+    }
 
 
 def test_gpus_among_generic_resources_contradict() -> None:
     environ = {**PLAIN, "SBATCH_GRES": "gpu:4"}
-    assert clean_environ(environ, ("gpus-per-node",)) == PLAIN
-    assert clean_environ(environ, ("nodes",)) == environ
+    assert clean_for_sbatch(environ, ("gpus-per-node",)) == PLAIN
+    assert clean_for_sbatch(environ, ("nodes",)) == environ
 
 
 def test_nothing_of_an_enclosing_job_stays() -> None:
@@ -71,9 +74,14 @@ def test_nothing_of_an_enclosing_job_stays() -> None:
         "PMIX_RANK": "0",
     }
     outside = {name: value for name, value in PLAIN.items() if name != "MASTER_ADDR"}
-    assert clean_environ({**PLAIN, **job}, ()) == outside
+    assert clean_for_sbatch({**PLAIN, **job}, ()) == outside
 
 
 def test_devices_that_the_user_chose_stay() -> None:
     environ = {**PLAIN, "CUDA_VISIBLE_DEVICES": "0"}
-    assert clean_environ(environ, ()) == environ
+    assert clean_for_sbatch(environ, ()) == environ
+
+
+def test_devices_that_an_enclosing_rank_has_do_not() -> None:
+    rank = {"TORCHELASTIC_RUN_ID": "x", "CUDA_VISIBLE_DEVICES": "GPU-7"}
+    assert clean_for_sbatch({**PLAIN, **rank}, ()).keys() == PLAIN.keys() - {"MASTER_ADDR"}

@@ -1,6 +1,6 @@
 """The environment that sbatch runs with, which is the job's too: nothing in it contradicts the options.
 
-Variables win over `#SBATCH` lines (sbatch(1), input environment variables).
+Variables win over `#SBATCH` lines (sbatch(1), input environment variables). For a job's steps see stepenv.py.
 """
 
 from collections.abc import Collection, Mapping
@@ -31,7 +31,7 @@ DEVICES = (
     "GPU_DEVICE_ORDINAL",
     "ZE_AFFINITY_MASK",
 )
-"""Set by SLURM in the enclosing job, for its GPUs."""
+"""Of the enclosing job or rank, for the GPUs of its node."""
 DECIDED = (
     "ARRAY_INX",
     "WAIT",
@@ -72,7 +72,7 @@ VARIABLES = {
 """Options whose variables have other names, or contradict them."""
 
 
-def clean_environ(environ: Mapping[str, str], options: Collection[str]) -> dict[str, str]:
+def clean_for_sbatch(environ: Mapping[str, str], options: Collection[str]) -> dict[str, str]:
     """Return the environment without what contradicts the options, which are given by their names.
 
     SBATCH_* for options that are not given stay: they are a user's or a site's defaults. Of an enclosing
@@ -86,10 +86,8 @@ def clean_environ(environ: Mapping[str, str], options: Collection[str]) -> dict[
         dropped.add("SBATCH_GRES")
     if "clusters" in options:
         dropped.add("SLURM_CLUSTERS")
-    if "SLURM_JOB_ID" in environ:
-        dropped |= {*DEVICES}
     if "TORCHELASTIC_RUN_ID" in environ or "SLURM_JOB_ID" in environ:
-        dropped |= {*RANK} | {name for name in environ if name.startswith("TORCHELASTIC_")}
+        dropped |= {*DEVICES, *RANK} | {name for name in environ if name.startswith("TORCHELASTIC_")}
     return {
         name: value
         for name, value in environ.items()

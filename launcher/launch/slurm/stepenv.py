@@ -1,4 +1,4 @@
-"""Which of the inherited variables a step, and the ranks in it, get to see."""
+"""Which of a job's variables its steps, and the ranks in them, get to see; for sbatch see sbatchenv.py."""
 
 from collections.abc import Mapping
 
@@ -27,7 +27,7 @@ OURS = ("LAUNCH_SECRETS", "LAUNCH_RENDEZVOUS", "LAUNCH_ATTEMPT")
 """Variables from the head to the tasks, which no rank gets to see."""
 
 
-def scrub_environ(environ: Mapping[str, str]) -> dict[str, str]:
+def clean_for_step(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which srun does what its words say and nothing else."""
     return {name: value for name, value in environ.items() if not is_option(name)}
 

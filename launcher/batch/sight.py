@@ -1,0 +1,114 @@
+"""An attempt, how its step ended, and what is seen of its end: the values that the judgement is made from."""
+
+import re
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from launcher.batch.history import Manifest, count_unrecorded, follow_trail, judge_advance
+from launcher.batch.request import JobRequest
+from launcher.launch.slurm.ownjob import count_restarts, name_job
+from launcher.launch.slurm.requeue import Verdict
+from launcher.runs.advance import Advance, measure_advance
+from launcher.runs.nodes import NodeFailure, NodeRecord
+from launcher.runs.rundir import RunDir
+
+FOLLOWS = re.compile(
+    r"gloo/transport|lost the connection|Connection (closed|reset) by|remote process exited|Broken pipe"
+    r"|ncclRemoteError|Socket (closed|Timeout)",
+    re.IGNORECASE,
+)
+"""What ranks say that failed because another one did."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """How the step of one attempt ended, as the head saw it."""
+
+    srun_exitcode: int
+    """As subprocess gives it: -n for signal n."""
+    records: tuple[NodeRecord, ...]
+    missing: tuple[str, ...]
+    """Hosts that left no record."""
+    signals: tuple[tuple[int, float], ...]
+    """What the head was sent, and when, in seconds since the epoch."""
+    checkpointed: bool
+    """The ranks were sent the checkpoint signal."""
+    said: tuple[str, ...] = ()
+    """What srun complained of: its own lines on stderr."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """All that is known of an attempt's end."""
+
+    end: StepEnd | None
+    """None while the step is still ending."""
+    kill: str
+    """How SLURM is ending the job, see `read_kill`; empty where it is not."""
+    cause: str | None
+    """Class of the end; None for a success."""
+    lost: tuple[str, ...]
+    states: tuple[tuple[str, str], ...]
+    """Nodes that left no record or are down, with sinfo's words for them."""
+    killed: tuple[tuple[str, str], ...]
+    """Nodes that are there, but whose task ended by itself without a record, with srun's word."""
+    advance: Advance
+
+    @property
+    def first(self) -> tuple[NodeRecord, NodeFailure] | None:
+        """The first rank that failed by itself, and its node; a lost node comes before any rank."""
+        return find_first(self.end.records) if self.end and self.cause == "crash" else None
+
+
+@dataclass(slots=True)
+class Attempt:
+    """An attempt that is running."""
+
+    request: JobRequest
+    run: RunDir
+    environ: Mapping[str, str]
+    hosts: tuple[str, ...]
+    manifest: Manifest
+    requeues: bool
+    """The job is ours to requeue; not so where `launch` runs in somebody's allocation."""
+    started: float = field(default_factory=time.time)
+    foreseen: tuple[Sight, Verdict] | None = None
+    """What was settled when SLURM began to end the job."""
+
+    @property
+    def job_id(self) -> str:
+        """SLURM's id of the job; `12_3` for an array's member."""
+        return name_job(self.environ)
+
+    @property
+    def restarts(self) -> int:
+        """How often the job had been requeued when this attempt began."""
+        return count_restarts(self.environ)
+
+    @property
+    def trail(self) -> tuple[Manifest, ...]:
+        """The attempts before this one, each requeued into the next; a start by hand begins anew."""
+        return follow_trail(self.manifest, self.job_id)
+
+    @property
+    def unrecorded(self) -> int:
+        """Attempts that SLURM counts and the manifest lacks, since it could not be written."""
+        return count_unrecorded(self.manifest, self.job_id, self.restarts)
+
+    def measure(self) -> tuple[Advance, bool | None]:
+        """Return how far it has come, and whether that is progress; None where nothing tells."""
+        advance = measure_advance(self.run)
+        return advance, judge_advance(advance, self.trail)
+
+
+def find_first(records: Sequence[NodeRecord]) -> tuple[NodeRecord, NodeFailure] | None:
+    """Return the first failure over nodes: not by SIGTERM, nor for want of another rank, if there is such."""
+
+    def order(found: tuple[NodeRecord, NodeFailure]) -> tuple[bool, bool, float]:
+        failure = found[1]
+        follows = any(FOLLOWS.search(line) for line in failure.lines)
+        return failure.exitcode == -signal.SIGTERM, failure.exitcode > 0 and follows, failure.time
+
+    return min(((record, record.failure) for record in records if record.failure), key=order, default=None)

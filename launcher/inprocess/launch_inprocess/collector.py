@@ -1,0 +1,228 @@
+"""Garbage collection in a rank: at the same step on every rank, and never over what has come to stay.
+
+A rank that collects keeps all others waiting at the next collective. Sources: S. Bekman, Machine Learning
+Engineering Open Book, on collecting in step; CPython's documentation of `gc.freeze`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import sys
+from time import monotonic
+
+from .steps import mark_step, on_step, on_takeover
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+POLICIES = ("synchronized", "disabled", "frozen")
+WARMUP, EVERY = 30, 50
+LEAST, PART = 50_000, 10
+"""Automatic collections wait for this many new objects, or one for so many frozen ones.
+
+They bound memory where no steps come (evaluation), and do not come at all between steps as a rule.
+"""
+FIRST_REVIEW = 16
+"""Collections in step after which the frozen objects are looked at anew, and again after twice as many."""
+
+real_collect = gc.collect
+
+
+class Policy:
+    """What this process does about garbage."""
+
+    def __init__(self, name: str, warmup: int = WARMUP, every: int = EVERY, rank: str | None = None) -> None:
+        self.name = name
+        self.warmup = warmup
+        self.every = every
+        self.rank = rank
+        """Who tells of collections on stderr; nobody where it is None."""
+        self.found = self.left = gc.isenabled(), gc.get_threshold()
+        """The collector's state as it was at the start, and as it was left last."""
+        self.frozen_at_start = gc.get_freeze_count()
+        self.active = True
+        """The program leaves the collector to this policy."""
+        self.held = self.frozen = False
+        """The warm-up is over, and what there was then is frozen."""
+        self.step = self.began = 0
+        """The last step, and the one before this phase."""
+        self.total = self.rounds = 0
+        """Collections, and those in step in this phase."""
+
+    def start(self) -> None:
+        """Act from now on."""
+        if self.name == "disabled":
+            gc.disable()
+            self.left = False, self.found[1]
+            self.held = True
+        else:
+            replace_collect()
+        on_step(self.see_step)
+        on_takeover(self.begin_phase, 2 * (self.every or EVERY))
+        os.register_at_fork(after_in_child=self.leave_child)
+        # At its end the interpreter collects once more, and finalizers run.
+        atexit.register(self.release)
+
+    def see_step(self, step: int) -> None:
+        """Do what is due after a step."""
+        self.step = step
+        if not self.active or not self.is_due(step - self.began) or is_capturing():
+            return
+        if self.is_taken():
+            self.stand_down()
+        elif not self.held:
+            self.held = True
+            self.freeze()
+        else:
+            self.collect_in_step()
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether something is to be done after a step of this phase."""
+        if not self.held:
+            return step >= self.warmup
+        return self.every > 0 and self.name != "frozen" and step % self.every == 0
+
+    def is_taken(self) -> bool:
+        """Tell whether the program handles the collector itself."""
+        if (gc.isenabled(), gc.get_threshold()) != self.left:
+            return True
+        return not self.held and gc.get_freeze_count() > self.frozen_at_start
+
+    def collect_in_step(self) -> None:
+        """Collect among what is not frozen; at doubling distances, look at all objects anew."""
+        self.rounds += 1
+        if self.frozen and self.rounds >= FIRST_REVIEW and self.rounds & (self.rounds - 1) == 0:
+            self.freeze()
+        else:
+            began = monotonic()
+            self.note(began, real_collect())
+
+    def freeze(self) -> None:
+        """Collect among all objects, and freeze those that stay."""
+        began = monotonic()
+        gc.unfreeze()
+        freed = real_collect()
+        gc.freeze()
+        self.frozen = True
+        count = gc.get_freeze_count()
+        if self.name == "synchronized":
+            gc.set_threshold(max(LEAST, count // PART), *self.found[1][1:])
+            self.left = self.found[0], gc.get_threshold()
+        self.note(began, freed, f", {count} are frozen")
+
+    def collect_now(self) -> None:
+        """Collect among all objects."""
+        if self.frozen:
+            self.freeze()
+        else:
+            began = monotonic()
+            self.note(began, real_collect())
+
+    def begin_phase(self, step: int) -> None:
+        """Warm up anew: another optimizer leads, and what is frozen may have been the last one's."""
+        self.began = step
+        if self.active and self.frozen:
+            self.release()
+            self.held, self.rounds, self.left = False, 0, self.found
+            began = monotonic()
+            self.note(began, real_collect(), ", another optimizer leads")
+
+    def stand_down(self) -> None:
+        """Leave the collector to the program for good."""
+        self.active = False
+        self.release()
+        self.say("gc is the program's own: left alone")
+
+    def release(self) -> None:
+        """Undo what is still as this policy left it."""
+        if gc.isenabled() == self.left[0] != self.found[0]:
+            gc.enable() if self.found[0] else gc.disable()
+        if gc.get_threshold() == self.left[1]:
+            gc.set_threshold(*self.found[1])
+        if self.frozen:
+            self.frozen = False
+            gc.unfreeze()
+
+    def leave_child(self) -> None:
+        """Leave a forked child with the collector that it would have had."""
+        self.release()
+        self.active = False
+        if gc.collect is collect:
+            gc.collect = real_collect
+
+    def note(self, began: float, freed: int, more: str = "") -> None:
+        """Count a collection, and tell of it."""
+        self.total += 1
+        self.say(f"{freed} objects collected in {1e3 * (monotonic() - began):.1f} ms{more}")
+
+    def say(self, text: str) -> None:
+        """Print a line to stderr, where that is asked for."""
+        if self.rank is not None:
+            try:
+                os.write(2, f"launch: rank {self.rank}: step {self.step}: {text}\n".encode())
+            except OSError:
+                return
+
+
+policy: Policy | None = None
+"""The one of this interpreter, as its collector is."""
+
+
+def start_collector(environ: Mapping[str, str]) -> None:
+    """Start the policy that LAUNCH_GC names: `synchronized,warmup=30,every=50,log`."""
+    global policy  # noqa: PLW0603 - an interpreter has one collector
+    name, *words = environ.get("LAUNCH_GC", "").split(",")
+    if name in POLICIES:
+        values = dict(word.partition("=")[::2] for word in words)
+        rank = environ.get("RANK", "0") if "log" in values else None
+        policy = Policy(name, int(values.get("warmup", WARMUP)), int(values.get("every", EVERY)), rank)
+        policy.start()
+
+
+def end_step(*, now: bool = False) -> bool:
+    """Mark the end of a step, and tell whether garbage was collected; `now` collects at once.
+
+    From the first mark on, the optimizer's steps do not count. Without a policy this does nothing.
+    """
+    if policy is None or not policy.active:
+        return False
+    if now:
+        policy.collect_now()
+        return True
+    before = policy.total
+    mark_step()
+    return policy.total > before
+
+
+def is_capturing() -> bool:
+    """Tell whether a CUDA graph is being captured, during which nothing on the GPU may be freed."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return bool(cuda is not None and cuda.is_initialized() and cuda.is_current_stream_capturing())
+
+
+def replace_collect() -> None:
+    """Have `gc.collect()` of the program collect everything, frozen objects too.
+
+    One of `gc.callbacks` would not do: what a signal's handler raises in it (`sys.exit`) is lost.
+    """
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(collect, name, getattr(real_collect, name))
+    collect.__wrapped__ = real_collect  # type: ignore[attr-defined]  # for inspect.signature
+    collect._torchdynamo_disable = True  # type: ignore[attr-defined]  # as a builtin function is for it
+    gc.collect = collect
+
+
+def collect(*words: int, **named: int) -> int:
+    """What the program calls as `gc.collect`."""
+    generation = words[0] if words else named.get("generation", 2)
+    if policy is None or not policy.frozen or generation != 2:
+        return real_collect(*words, **named)
+    gc.unfreeze()
+    try:
+        return real_collect(*words, **named)
+    finally:
+        if policy.frozen:
+            gc.freeze()

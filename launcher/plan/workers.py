@@ -1,0 +1,154 @@
+"""DataLoader workers of each rank: as many as the workload asks for, within what the node has for them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from launcher.plan.cores import Cores, count_usable
+from launcher.plan.model import Machine, Request
+from launcher.plan.rules import FILES_RANK, FILES_WORKER, SHARE, count_system
+from launcher.plan.variables import Part, read_count
+
+ROUNDING = 1e-6
+"""Shares of cores are sums of fractions."""
+SHM_FIX = (
+    "make it larger (docker --shm-size={}g or --ipc=host, Kubernetes an emptyDir with medium Memory), or set "
+    "dataloader.worker_shm_mib to what the batches of one take"
+)
+MEMORY_FIX = (
+    "ask for more (cluster.mem, the container's limit), or set dataloader.worker_gib to what one takes"
+)
+FILES_FIX = "raise the hard limit (limits.conf, docker --ulimit nofile=1048576, LimitNOFILE of slurmd)"
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What bounds the DataLoader workers of each rank."""
+
+    most: int
+    what: str
+    """What there is, with its amount."""
+    fix: str = ""
+    """How there would be more, where people may not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """What is asked for, and the bounds that all ranks of a node have in common."""
+
+    who: str
+    """What asks: the workload, or the user's variable."""
+    wanted: int
+    bounded: bool
+    """What the user has set, or has measured, is not bounded."""
+    bounds: tuple[Bound, ...]
+    """That of the node's cores is the first."""
+
+
+def plan_crew(request: Request, machine: Machine, cores: Sequence[Cores]) -> Crew:
+    """Find out how many workers are asked for, and what the node has for them; `cores` are each rank's."""
+    asked, ranks = read_count(dict(request.environ), "LAUNCH_NUM_WORKERS", 0), len(cores)
+    wanted = request.num_workers if asked is None else asked
+    bounds = (
+        bound_cores(machine, cores),
+        *bound_memory(request, machine, ranks),
+        *bound_shm(machine, wanted * ranks, ranks, request.worker_shm_mib),
+        *bound_files(machine),
+    )
+    who = f"dataloader={request.workload}" if asked is None else "LAUNCH_NUM_WORKERS"
+    return Crew(who, wanted, asked is None and not request.measured, bounds)
+
+
+def bound_cores(machine: Machine, cores: Sequence[Cores]) -> Bound:
+    """The book's rule for the cores of a node, `ranks * (workers + 1) + 4`; a quota counts as cores.
+
+    Source: S. Bekman, Machine Learning Engineering Open Book, chapter on CPUs.
+    """
+    ranks, usable, quota = len(cores), count_usable(machine), machine.limits.cpus
+    total, named = (usable, "cores") if quota is None or quota >= usable else (quota, "CPUs of time")
+    rooms = [max(0, bound_own(each).most) for each in cores]
+    most = find_level(rooms, int(total - ranks - count_system(ranks) + ROUNDING))
+    return Bound(most, f"{total:g} {named} and {ranks} rank{'' if ranks == 1 else 's'}")
+
+
+def bound_own(cores: Cores) -> Bound:
+    """A core for each worker beside the rank's process."""
+    total = cores.own + cores.spare
+    named = "CPUs of time" if cores.limited else "cores"
+    return Bound(int(total + ROUNDING) - 1, "its one core" if total == 1 else f"its {total:.3g} {named}")
+
+
+def find_level(rooms: Sequence[int], total: int) -> int:
+    """The largest number that, given to each rank as far as it has room, comes to no more than the total."""
+    left = total
+    for at, room in enumerate(sorted(rooms)):
+        share = left // (len(rooms) - at)
+        if share < room:
+            return max(0, share)
+        left -= room
+    return max(rooms)
+
+
+def bound_memory(request: Request, machine: Machine, ranks: int) -> Iterator[Bound]:
+    """Half of the memory that the job may use: the rest is for ranks, page cache and checkpoints.
+
+    What is in /dev/shm counts as memory too, and against a cgroup's limit.
+    """
+    allowed = (node for node in machine.nodes if node.normal and node.id in machine.allowed_mems)
+    sizes = (machine.memory_kib, machine.limits.memory_kib, sum(node.memory_kib for node in allowed))
+    have = min(filter(None, sizes), default=0)
+    each = request.worker_gib + request.worker_shm_mib / 1024
+    if have and request.worker_gib:
+        gib = have / (1 << 20)
+        what = f"{gib:.3g} GiB of memory, {each:.3g} GiB for each worker"
+        yield Bound(divide(SHARE * gib, each * ranks), what, MEMORY_FIX)
+
+
+def bound_shm(machine: Machine, workers: int, ranks: int, each: float) -> Iterator[Bound]:
+    """Half of /dev/shm, through which batches come: the rest is for NCCL and a second DataLoader.
+
+    `workers` are asked for on the node, and take so much of it `each`, in MiB.
+    """
+    if machine.limits.shm_kib is not None and each:
+        mib = machine.limits.shm_kib / 1024
+        what = f"{mib:.3g} MiB of /dev/shm, {each:.3g} MiB for each worker"
+        enough = int(min(workers * each / SHARE / 1024, 1e6)) + 1
+        yield Bound(divide(SHARE * mib, each * ranks), what, SHM_FIX.format(enough))
+
+
+def bound_files(machine: Machine) -> Iterator[Bound]:
+    """Descriptors of a rank's process, whose soft limit is raised to the hard one at its start."""
+    files = machine.limits.files
+    if files is not None:
+        yield Bound(max(0, files - FILES_RANK) // FILES_WORKER, f"{files} open files", FILES_FIX)
+
+
+def divide(total: float, each: float) -> int:
+    """How often a part is in the total; a number of workers, however small the part."""
+    return int(min(total / each, 1e6))
+
+
+def set_workers(request: Request, crew: Crew, cores: Cores) -> tuple[int, Part]:
+    """The number of a rank's DataLoader workers, with its variables and why it is that.
+
+    At least one, unless none are asked for: without one the GPU waits for every batch.
+    """
+    bound = min((bound_own(cores), *crew.bounds), key=lambda bound: bound.most)
+    most = max(0, bound.most)
+    workers = min(crew.wanted, max(1, most)) if crew.bounded else crew.wanted
+    note = f"num_workers={workers}: {crew.who} asks for {crew.wanted}"
+    note += f"; at most {most} for {bound.what}" if crew.wanted else ""
+    note += ", yet at least 1" if crew.bounded and workers > most else ""
+    env = {"LAUNCH_NUM_WORKERS": str(workers)}
+    return workers, (env | {"LAUNCH_LOADER_DEFAULT": "1"} if request.loader_default else env, [note])
+
+
+def find_tight(crew: Crew, cores: Sequence[Cores]) -> Iterator[str]:
+    """Where something else than cores leaves ranks with fewer workers than they would have, and its fix."""
+    room = max(min(bound_own(each).most, crew.bounds[0].most) for each in cores)
+    had = min(crew.wanted, max(1, room)) if crew.bounded else crew.wanted
+    for bound in crew.bounds:
+        if bound.fix and bound.most < had:
+            yield (
+                f"{crew.who} asks for {crew.wanted} DataLoader workers on each of {len(cores)} ranks, "
+                f"and there is room for {bound.most} ({bound.what}): {bound.fix}"
+            )

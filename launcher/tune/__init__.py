@@ -1,0 +1,1 @@
+"""Finds settings by trying them: which to try next, and what the trials' records say."""

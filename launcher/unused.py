@@ -1,0 +1,54 @@
+"""What a job is given that has no use where it runs, or has none for a run at all."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import fields, is_dataclass
+
+from launcher.errors import UsageError
+from launcher.launch.cluster import Cluster
+from launcher.schema import ClusterConfig, LaunchConfig
+from launcher.wording import say
+
+OF_VERBS = {"rank": "launch logs", "yes": "launch cancel"}
+"""Keys for one verb; a file may hold them, since that is read for all verbs."""
+ANYWHERE = ("kind", "container")
+"""Keys of `cluster` that are no others' business: a container is refused where there is no srun."""
+
+
+def refuse_keys(config: LaunchConfig, given: Collection[str]) -> None:
+    """Raise UsageError for a verb's key on the command line of a run; `given` are the command line's keys."""
+    for key, verb in OF_VERBS.items():
+        value = getattr(config, key)
+        if key in given and value is not None and value is not False:
+            shown = str(value).lower()
+            raise UsageError(f"{key}={shown} is for `{verb}`, and has no use for a run: leave it out")
+
+
+def warn_unused(config: LaunchConfig, cluster: Cluster, given: Collection[str]) -> None:
+    """Say which of the settings for SLURM have no use, since the job runs on this machine.
+
+    Where `cluster` says outright that it is to run here, those in files are meant for other runs, and the
+    command line's alone count.
+    """
+    if cluster.kind not in ("local", "manual"):
+        return
+    keys = list(list_changed("cluster", config.cluster, ClusterConfig()))
+    if config.cluster.kind != "auto":
+        keys = [key for key in keys if any(f"{word}.".startswith(f"{key}.") for word in given)]
+    if keys:
+        verb, them = ("is", "it") if len(keys) == 1 else ("are", "them")
+        say(
+            f"warning: {', '.join(keys)} {verb} for SLURM, and this job runs here ({cluster.why}): set"
+            f" cluster=slurm, or leave {them} out"
+        )
+
+
+def list_changed(name: str, found: object, default: object) -> Iterator[str]:
+    """Give the keys whose values are not the defaults."""
+    for field in fields(found):  # type: ignore[arg-type]  # a dataclass of the schema
+        key, value, usual = f"{name}.{field.name}", getattr(found, field.name), getattr(default, field.name)
+        if field.name in ANYWHERE or value == usual:
+            continue
+        if is_dataclass(value):
+            yield from list_changed(key, value, usual)
+        else:
+            yield key

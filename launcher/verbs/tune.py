@@ -1,0 +1,255 @@
+"""`launch tune dataloader`: tries a program with several numbers of workers, and keeps the best."""
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.checks import FORMATS, check_choice, check_least
+from launcher.cli import SUBJECTS
+from launcher.config import resolve
+from launcher.errors import LaunchError, MachineError, UsageError
+from launcher.execute import prepare_run
+from launcher.job import Draft, draft_job, name_run, plan_job, render_agent
+from launcher.report.console import make_console
+from launcher.report.tuning import announce_trial, describe_trial, name_workers, print_trials
+from launcher.runs.manifest import stamp_time, write_manifest
+from launcher.runs.rundir import RunDir, write_json
+from launcher.schema import LaunchConfig
+from launcher.tune.records import MeasureError, MismatchError
+from launcher.tune.search import Trial, choose_best, choose_next, price_all
+from launcher.verbs.room import find_most
+from launcher.verbs.trial import (
+    FailedTrialError,
+    InterruptedTrialError,
+    describe_program,
+    draft_trial,
+    run_trial,
+)
+from launcher.verbs.tuned import check_override, render_override, save_override, tell_use
+from launcher.wording import count_things, say
+
+if TYPE_CHECKING:
+    from launcher.config import Composed
+
+OURS = ("LAUNCH_NUM_WORKERS", "LAUNCH_LOADER_DEFAULT", "LAUNCH_METER")
+"""Variables that a trial sets."""
+
+
+@dataclass(slots=True)
+class Tuning:
+    """A search under way."""
+
+    draft: Draft
+    argv: Sequence[str]
+    run: RunDir
+    most: int
+    trials: list[Trial] = field(default_factory=list)
+    interrupted: int | None = None
+    """Signal that has ended the search early."""
+
+    def search(self) -> None:
+        """Try what tells most until it is clear which number is best; raises as `try_count`."""
+        thrift = price_all(self.most, self.draft.config.tune.steps) / 2
+        while (count := choose_next(self.trials, self.most, thrift)) is not None:
+            try:
+                self.try_count(count)
+            except InterruptedTrialError as error:
+                self.interrupted = error.args[0]
+                return
+            except KeyboardInterrupt:  # between two runs
+                self.interrupted = signal.SIGINT
+                return
+
+    def try_count(self, count: int) -> None:
+        """Try a number of workers; raises MeasureError where the program cannot be tuned.
+
+        Where fewer workers have gone well, a failure is one of the number, and more are not tried.
+        """
+        folder = self.run.path / f"workers-{count}"
+        progress = announce_trial(make_console(), f"trying {name_workers(count)} …")
+        try:
+            trial = run_trial(self.draft, self.argv, count, folder, progress)
+        except MeasureError as error:
+            known = [each.workers for each in self.trials if each.rate]
+            if not known or (isinstance(error, MismatchError) and not any(known)):
+                raise
+            trial = Trial(count, failure=str(error))
+            self.most = min(self.most, count - 1)
+        self.trials.append(trial)
+        for line in describe_trial(trial).splitlines():
+            say(line)
+
+
+def tune_program(
+    composed: "Composed",
+    names: Sequence[str],
+    words: tuple[str, ...] | None,
+    argv: Sequence[str],
+    own_files: Sequence[str],
+) -> int:
+    """Tune what is named for a program, and return the exit code; raises LaunchError."""
+    if list(names) != [*SUBJECTS]:
+        given = f"`{names[0]}` cannot be tuned" if names else "tune what?"
+        raise UsageError(f"{given}: say `launch tune dataloader [KEY=VALUE …] [-- PROGRAM ARGUMENT …]`")
+    draft = draft_search(composed, words)
+    target = check_override(draft.config.save, replaces=draft.config.yes)
+    job = plan_job(draft)
+    most, why = find_most(job.config, job.plan)
+    if draft.config.dry_run:
+        return preview_search(draft, most, why, target)
+    named = replace(draft, config=replace(draft.config, name=f"{name_run(draft)}-tune"))
+    run, manifest = prepare_run(named, argv, [job.host])
+    if own_files:
+        say(f"configuration from {', '.join(own_files)}")
+    where = f"{count_things(len(job.plan.ranks), 'rank')} of {job.host}"
+    say(f"{describe_program(draft)} on {where}, with 0 to {most} workers each ({why})")
+    say(f"run directory {run.path}")
+    tuning = Tuning(draft, argv, run, most)
+    try:
+        tuning.search()
+    except (MeasureError, LaunchError) as error:
+        return give_up(tuning, manifest, error)
+    return conclude_search(tuning, manifest, target, where)
+
+
+def draft_search(composed: "Composed", words: tuple[str, ...] | None) -> Draft:
+    """Check what is asked, and return what the trials have in common; raises LaunchError."""
+    config = resolve(composed)
+    check_settings(config)
+    come_here(composed, config)
+    draft = draft_job(composed, words, os.environ, "launch tune")
+    for name in OURS:
+        if name in draft.config.env:
+            raise UsageError(f"env.{name} is set, which `launch tune` chooses: leave it out")
+    return draft
+
+
+def check_settings(config: LaunchConfig) -> None:
+    """Raise UsageError for settings that mean nothing."""
+    check_choice("format", config.format, FORMATS)
+    check_least("tune.steps", config.tune.steps, 8)
+    if config.run_dir is not None:
+        raise UsageError(
+            f"run_dir={config.run_dir}: `launch tune` makes a run directory of its own, leave it out"
+        )
+    for key in ("seconds", "timeout"):
+        if not getattr(config.tune, key) > 0:
+            raise UsageError(f"tune.{key}={getattr(config.tune, key):g}: give seconds, more than 0")
+
+
+def come_here(composed: "Composed", config: LaunchConfig) -> None:
+    """Have the trials run on this machine; raises UsageError for a job that is to run elsewhere."""
+    nodes, kind = str(config.nodes), config.cluster.kind
+    if nodes not in ("auto", "1", "1:1"):
+        raise UsageError(f"nodes={nodes}: `launch tune` measures on one node, leave nodes out")
+    if kind in ("slurm", "manual"):
+        raise UsageError(
+            f"cluster={kind}: `launch tune` runs the program here, again and again: run it on a node like"
+            " those of the job, inside an allocation (`salloc`, then `srun -N1 -n1 launch tune …`)"
+        )
+    job = os.environ.get("SLURM_JOB_ID")
+    if kind != "local" and job and "SLURMD_NODENAME" not in os.environ:
+        raise UsageError(
+            f"this shell belongs to SLURM job {job}, but is not on its nodes: `srun -N1 -n1 launch tune …`,"
+            " or set cluster=local to measure here"
+        )
+    composed.tree.cluster.kind, composed.tree.nodes = "local", 1
+
+
+def preview_search(draft: Draft, most: int, why: str, target: str) -> int:
+    """Show what would be tried, and start nothing."""
+    folder = Path("RUN_DIR", "workers-0")
+    first = draft_trial(draft, 0, folder)
+    words = render_agent(plan_job(first).settle(draft.settle(folder)), "RUN_ID")
+    variables = [f"{name}={first.environ[name]}" for name in OURS]
+    steps = draft.config.tune.steps
+    sys.stdout.write(
+        f"would try 0 workers, then up to {most} ({why}) until it is clear, each for {steps} steps at most\n"
+        f"would write {target}\n{shlex.join(['env', *variables, *words])}\n"
+    )
+    return 0
+
+
+def give_up(tuning: Tuning, manifest: dict[str, object], error: MeasureError | LaunchError) -> int:
+    """Say why nothing could be measured; returns the program's exit code, or raises UsageError."""
+    status = error.status if isinstance(error, FailedTrialError) else getattr(error, "exit_code", 2)
+    end_run(tuning, manifest, "failed", status)
+    if isinstance(error, LaunchError):
+        raise error
+    if not isinstance(error, FailedTrialError):
+        raise UsageError(f"{error} (run directory {tuning.run.path})")
+    for line in str(error).splitlines():
+        say(line)
+    say(f"run directory {tuning.run.path}")
+    return error.status
+
+
+def conclude_search(tuning: Tuning, manifest: dict[str, object], target: str, where: str) -> int:
+    """Show what was measured, keep the choice, and return the exit code."""
+    chosen, config = choose_best(tuning.trials), tuning.draft.config
+    stopped = tuning.interrupted
+    program = describe_program(tuning.draft)
+    saved = None
+    if chosen and not stopped:
+        origin = f"{program}, {where}"
+        save_override(
+            target, render_override(tuning.trials, chosen, config.dataloader, name=target, origin=origin)
+        )
+        saved = target
+    result = describe_result(tuning, chosen, saved)
+    with contextlib.suppress(OSError):
+        write_json(tuning.run.path / "tuning.json", result)
+    status = 128 + stopped if stopped else 0
+    end_run(tuning, manifest, "stopped" if stopped else "succeeded", status)
+    if config.format == "json":
+        sys.stdout.write(json.dumps(result, indent=1) + "\n")
+    elif tuning.trials:
+        print_trials(make_console(stderr=False), tuning.trials, chosen)
+        sys.stdout.flush()
+    say(tell_result(chosen, saved, f" -- {program}" if tuning.draft.words else ""))
+    return status
+
+
+def describe_result(tuning: Tuning, chosen: Trial | None, saved: str | None) -> dict[str, object]:
+    """Return the result for programs."""
+    rows = [
+        {
+            "workers": trial.workers,
+            "steps_per_second": round(trial.rate, 4) if trial.rate else None,
+            "wait_share": round(trial.wait, 4) if trial.rate else None,
+            "memory_kib": trial.memory_kib or None,
+            "steps": trial.steps,
+            "unit": trial.unit,
+            "failure": trial.failure or None,
+        }
+        for trial in sorted(tuning.trials, key=lambda trial: trial.workers)
+    ]
+    state = {"complete": tuning.interrupted is None, "max_workers": tuning.most}
+    choice = {"num_workers": chosen.workers if chosen else None, "saved": saved}
+    return {"schema": 1, "subject": "dataloader", **state, **choice, "trials": rows}
+
+
+def tell_result(chosen: Trial | None, saved: str | None, program: str) -> str:
+    """Say what was chosen and how to use it."""
+    if chosen is None:
+        return "interrupted before anything was measured"
+    if saved is None:
+        return f"interrupted: {name_workers(chosen.workers)} is the best so far, and no file was written"
+    return f"{name_workers(chosen.workers)} chosen; {saved} written: {tell_use(saved, program)}"
+
+
+def end_run(tuning: Tuning, manifest: dict[str, object], state: str, status: int) -> None:
+    """Complete the manifest."""
+    manifest["ended"] = stamp_time()
+    manifest["outcome"] = {"state": state, "exit_code": status}
+    try:
+        write_manifest(tuning.run, manifest)
+    except OSError as error:
+        raise MachineError(f"{tuning.run.manifest_path} cannot be written ({error}): make room") from None

@@ -1,0 +1,134 @@
+"""The compilers' caches of a SLURM job: on the node, private, shared by its ranks, and gone with the job."""
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from launcher.batch.caches import CACHES, open_caches
+from launcher.batch.request import JobRequest, write_request
+from launcher.config import compose
+from launcher.job import draft_job
+from launcher.plan.model import Request
+from launcher.plan.planner import plan
+from launcher.runs.records import read_run
+from launcher.sources import find_sources
+from tests.conftest import clean_environ
+from tests.plan.plan_lab import convert, load
+
+SHOW = """
+import os, stat, sys
+folders = [os.environ[name] for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")]
+for folder in folders:
+    os.makedirs(folder, exist_ok=True)
+open(f"{folders[0]}/{os.environ['RANK']}", "w").close()
+print([*folders, oct(os.stat(os.path.dirname(folders[0])).st_mode & 0o777)], flush=True)
+if "wait" in sys.argv:
+    import signal
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("names", [("SLURM_TMPDIR", "TMPDIR"), ("TMPDIR",)])
+def test_a_private_folder_on_the_first_disk_that_will_do(tmp_path: Path, names: tuple[str, ...]) -> None:
+    places = {name: str(tmp_path / name) for name in names}
+    for place in places.values():
+        Path(place).mkdir()
+    with open_caches({**places, "SLURM_JOB_ID": "47"}) as folder:
+        assert Path(folder).parent == tmp_path / names[0]
+        assert Path(folder).name.startswith("launch-47-")
+        assert Path(folder).stat().st_mode & 0o777 == 0o700
+        (Path(folder) / "triton").mkdir()
+    assert not list(tmp_path.glob("*/*"))
+
+
+def test_a_disk_that_will_not_do_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    odd = {"SLURM_TMPDIR": str(tmp_path / "none"), "TMPDIR": str(tmp_path / "file")}
+    with open_caches(odd) as folder:
+        assert Path(folder).parent == Path("/tmp")
+    with open_caches({"SLURM_TMPDIR": "/proc", "TMPDIR": str(tmp_path)}) as folder:  # noexec, and read-only
+        assert Path(folder).parent == tmp_path
+
+
+def test_it_goes_where_the_work_fails_and_is_not_made_where_the_user_has_caches(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), open_caches({"TMPDIR": str(tmp_path)}):
+        raise RuntimeError
+    own = dict.fromkeys(CACHES, "/mine")
+    with open_caches({**own, "TMPDIR": str(tmp_path)}) as folder:
+        assert folder == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_plan_says_who_set_them() -> None:
+    machine = convert(load("gh200"))
+    request = Request(caches="/t/x", environ=(("TRITON_CACHE_DIR", "/mine"),))
+    (rank,) = plan(machine, request).ranks
+    told = {each.name: (each.value, each.source) for each in rank.variables}
+    assert told["TORCHINDUCTOR_CACHE_DIR"] == ("/t/x/inductor", "plan")
+    assert told["TRITON_CACHE_DIR"] == ("/mine", "user")
+    assert not {*CACHES} & set(dict(plan(machine, Request()).ranks[0].env))
+
+
+@contextmanager
+def start_task(folder: Path, *words: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """A node's task with two ranks, as srun starts it; its stdin is the head's channel."""
+    run = folder / "run"
+    (run / "logs").mkdir(parents=True)
+    (folder / "tmp").mkdir()
+    (folder / "show.py").write_text(SHOW)
+    composed = compose(find_sources(None, None, None), ["nproc_per_node=2"])
+    program = (str(folder / "show.py"), *words)
+    config = draft_job(composed, program, os.environ).settle(run)
+    write_request(JobRequest(config, {}, program, ("launch",), str(folder), 1, 1), run)
+    told = {"SLURMD_NODENAME": "localhost", "SLURM_JOB_ID": "47", "TMPDIR": str(folder / "tmp")}
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "launcher.batch.task", str(run)],
+        env={**clean_environ(), **told},
+        stdin=subprocess.PIPE,
+    ) as task:
+        try:
+            yield task
+        finally:
+            if task.poll() is None:
+                task.kill()
+
+
+def read_shown(folder: Path, rank: int) -> list[str]:
+    (line,) = (folder / f"run/logs/0/rank-{rank}.out").read_text().splitlines()
+    found = ast.literal_eval(line)
+    assert isinstance(found, list)
+    return found
+
+
+def test_the_ranks_of_a_node_share_a_folder_that_is_gone_at_the_end(tmp_path: Path) -> None:
+    with start_task(tmp_path) as task:
+        assert task.wait(120) == 0
+    triton, inductor, mode = read_shown(tmp_path, 0)
+    assert read_shown(tmp_path, 1) == [triton, inductor, mode]
+    assert Path(triton).is_relative_to(tmp_path / "tmp") and mode == "0o700"
+    assert not list((tmp_path / "tmp").glob("launch-*"))
+    (host,) = read_run(tmp_path / "run").hosts
+    assert ("TRITON_CACHE_DIR", triton, "plan") in [
+        (each.name, each.value, each.source) for each in host.planned[1].variables
+    ]
+
+
+def test_a_job_that_is_stopped_leaves_none(tmp_path: Path) -> None:
+    with start_task(tmp_path, "wait") as task:
+        logs = [tmp_path / f"run/logs/0/rank-{rank}.out" for rank in range(2)]
+        while not all(log.exists() and log.read_text() for log in logs):
+            assert task.poll() is None
+            time.sleep(0.05)
+        assert list((tmp_path / "tmp").glob("launch-47-*/triton/*"))
+        task.send_signal(signal.SIGTERM)
+        task.wait(60)
+    assert not list((tmp_path / "tmp").glob("launch-*"))

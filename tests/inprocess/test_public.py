@@ -1,0 +1,92 @@
+"""What `launcher` offers to programs: under `launch`, and where nothing of it is there."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import launcher
+from launcher.cpulist import parse_cpulist
+from tests.conftest import clean_environ, run_outside
+from tests.inprocess.loader_runs import ALL, OWN, read_notes, run_program
+
+PACKAGE = Path(launcher.__file__).parent
+
+
+def test_outside_of_launch_everything_has_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LAUNCH_NUM_WORKERS", "LAUNCH_RANK_PLAN"):
+        monkeypatch.delenv(name, raising=False)
+    assert launcher.num_workers() == 2
+    assert launcher.num_workers(5) == launcher.num_workers(default=5) == 5
+    assert launcher.rank_plan() is None
+    assert (launcher.collect(), launcher.collect(now=True)) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("0", 0), ("12", 12), ("", 7), ("-1", 7), ("many", 7), ("²", 7)]
+)
+def test_the_number_is_the_variables(monkeypatch: pytest.MonkeyPatch, text: str, number: int) -> None:
+    monkeypatch.setenv("LAUNCH_NUM_WORKERS", text)
+    assert launcher.num_workers(7) == number
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3"])
+def test_a_plan_that_is_none_is_none(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("LAUNCH_RANK_PLAN", text)
+    assert launcher.rank_plan() is None
+
+
+def test_a_rank_is_told_its_part_of_the_plan(tmp_path: Path) -> None:
+    lines = """
+import launcher
+note(plan=launcher.rank_plan(), workers=launcher.num_workers(9), due=launcher.collect(),
+     now=launcher.collect(now=True))
+"""
+    notes = read_notes(run_program(tmp_path, lines, LAUNCH_GC="synchronized"))
+    plan = notes["plan"]
+    assert isinstance(plan, dict)
+    assert set(plan) == set(launcher.KEYS)
+    assert [sorted(parse_cpulist(plan[name])) for name in ("cpus", "worker_cpus")] == [OWN, ALL]
+    assert (plan["local_rank"], plan["num_workers"], plan["memory"]["policy"]) == (0, 2, "preferred")
+    assert (notes["workers"], notes["due"], notes["now"]) == (2, False, True)
+
+
+def test_the_package_is_as_cheap_as_it_was_and_typed() -> None:
+    code = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); before = set(sys.modules)\n"
+    code += "import launcher; print(sorted(set(sys.modules) - before - {'os', 'posixpath', 'stat'}))"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code],
+        env=clean_environ(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "['launcher']\n"
+    assert (PACKAGE / "py.typed").is_file()
+
+
+HANDED = """
+import json, os, sys
+import launcher
+from torch.utils.data import DataLoader
+ways = [os.environ["LAUNCH_NUM_WORKERS"], sys.argv[1], launcher.num_workers(9)]
+ways.append(DataLoader([1, 2]).num_workers)
+print("WAYS", json.dumps([int(way) for way in ways]), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [(["dataloader=1"], 1), (["dataloader=none", "env.LAUNCH_NUM_WORKERS=3"], 3)],
+    ids=str,
+)
+def test_the_number_is_handed_over_in_four_ways(tmp_path: Path, words: list[str], number: int) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(HANDED)
+    job = ["nproc_per_node=2", "dataloader.default=true", *words, "--", str(program), "{num_workers}"]
+    done = run_outside(job, tmp_path, timeout=240)
+    assert done.code == 0, done.err
+    logs = sorted((tmp_path / "runs").glob("*/*/logs/0/rank-*.out"))
+    assert [log.read_text() for log in logs] == [f"WAYS {[number] * 4}\n"] * 2

@@ -1,0 +1,104 @@
+"""Steps of real optimizers: which one leads, and what torch.compile makes of the hook."""
+
+import re
+import sys
+from pathlib import Path
+
+from tests.inprocess.hooked import PYTHON, run_code, run_program
+
+LOG = "synchronized,warmup=3,every=5,log"
+MODEL = """
+import gc, json, torch
+model = torch.nn.Linear(4, 4)
+
+def make(kind=torch.optim.SGD):
+    return kind(model.parameters(), lr=0.01)
+
+def train(*optimizers, steps=1):
+    for _ in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            for _ in range(2):  # gradient accumulation
+                model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+"""
+
+
+def read_steps(code: str, folder: Path, policy: str = LOG) -> list[int]:
+    """Steps at which a program's garbage was collected, as the log has them."""
+    (folder / "program.py").write_text(MODEL + code)
+    done = run_program([*PYTHON, "program.py"], folder, policy)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    found = re.findall(r"^launch: rank 0: step (\d+): .*$", done.stderr, re.MULTILINE)
+    assert len(found) == done.stderr.count("\n"), done.stderr
+    return [int(step) for step in found]
+
+
+def test_the_first_of_several_optimizers_leads_until_another_replaces_it(tmp_path: Path) -> None:
+    """The new one leads from its tenth step on, which is number 13, and has its own warm-up."""
+    code = """
+first, second = make(), make(torch.optim.AdamW)
+train(first, second, second, second, steps=12)
+train(make(), steps=9 + 8)
+"""
+    assert read_steps(code, tmp_path) == [3, 5, 10, 12, 15, 17]
+
+
+def test_of_many_small_optimizers_one_counts_and_the_free_ones_change_nothing(tmp_path: Path) -> None:
+    """An optimizer for each parameter, as those are that step within the backward pass."""
+    code = """
+train(*(make() for _ in range(40)), steps=7)
+for _ in range(30):
+    train(make(), steps=2)
+"""
+    assert read_steps(code, tmp_path) == [3, 5]
+
+
+def test_without_an_optimizers_step_nothing_is_touched(tmp_path: Path) -> None:
+    code = (
+        MODEL
+        + """
+make()
+with torch.no_grad():
+    for _ in range(100):
+        model(torch.ones(2, 4))
+print(json.dumps([gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()]))
+"""
+    )
+    look = "import gc, json\nprint(json.dumps([gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()]))"
+    assert run_code(code, tmp_path) == run_code(look, tmp_path, None)
+
+
+COMPILED = """
+import gc, json, sys, torch
+from torch._dynamo.utils import counters
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
+
+def step(x, collect):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    if collect:
+        gc.collect()
+    optimizer.zero_grad()
+    return loss
+
+run = torch.compile(step, backend="eager")
+alone = torch.compile(optimizer.step, backend="eager")
+for number in range(24):
+    run(torch.ones(2, 4), number % 2 == 1)
+    alone()
+found = {name: dict(counters[name]) for name in ("stats", "recompile_limit")}
+found["breaks"] = sorted(counters["graph_break"].values())  # gc.collect() is one, for another reason
+print(json.dumps([found, gc.get_freeze_count() > 1000]))
+"""
+
+
+def test_compiled_steps_have_no_more_graphs_nor_breaks(tmp_path: Path) -> None:
+    with_hook = run_code(COMPILED, tmp_path, python=(sys.executable,))
+    without = run_code(COMPILED, tmp_path, None, python=(sys.executable,))
+    assert isinstance(with_hook, list) and isinstance(without, list)
+    assert with_hook[0] == without[0]
+    assert without[0]["stats"]["unique_graphs"] > 1
+    assert (with_hook[1], without[1]) == (True, False)
