@@ -1,6 +1,6 @@
 """What a placed rank is started with: memory policy, DataLoader workers, threads, variables."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.plan.allocator import set_allocator, set_malloc
@@ -93,34 +93,44 @@ def finish_rank(
     `own` are the variable and value that show the rank's GPU alone, `crew` is what bounds the workers.
     """
     environ = dict(request.environ)
-    gpu, place, link = scene.gpus[rank], scene.places[rank], scene.links[rank]
+    place, link = scene.places[rank], scene.links[rank]
     workers, loading = set_workers(request, crew, cores)
     threads, threading = set_threads(environ, workers, cores)
-    parts = (
-        loading,
-        threading,
-        set_collector(request),
-        set_devices(request, gpu, own),
-        set_nic(request, link),
-        set_allocator(request, gpu, scene.machine.kernel),
-        set_malloc(request),
-        set_caches(request),
-    )
-    env = {name: value for variables, _ in parts for name, value in variables.items()}
-    kept = find_kept(environ, env if request.devices == "own" else {})
+    parts = (loading, threading, *set_others(request, scene, rank, own))
+    env, notes = join_parts(parts, environ, own_devices=request.devices == "own")
     return RankPlan(
         local_rank=rank,
-        gpu=gpu,
+        gpu=scene.gpus[rank],
         cpus=place.cpus,
         worker_cpus=place.worker_cpus,
         memory=scene.memories[rank],
         num_workers=workers,
         omp_num_threads=threads,
         nic=link.nic.name if link else None,
-        env=tuple(sorted((name, value) for name, value in env.items() if name not in kept)),
-        notes=(
-            why,
-            *(note for _, notes in parts for note in notes),
-            *(f"{name}={environ[name]} kept, set by the user" for name in kept),
-        ),
+        env=env,
+        notes=(why, *notes),
     )
+
+
+def set_others(request: Request, scene: Scene, rank: int, own: tuple[str, str] | None) -> tuple[Part, ...]:
+    """What a rank is started with beside its workers and threads."""
+    gpu = scene.gpus[rank]
+    return (
+        set_collector(request),
+        set_devices(request, gpu, own),
+        set_nic(request, scene.links[rank]),
+        set_allocator(request, gpu, scene.machine.kernel),
+        set_malloc(request),
+        set_caches(request),
+    )
+
+
+def join_parts(
+    parts: Sequence[Part], environ: Mapping[str, str], *, own_devices: bool
+) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """All variables but those that stay as the user has them, by name, and all notes."""
+    env = {name: value for variables, _ in parts for name, value in variables.items()}
+    kept = find_kept(environ, env if own_devices else {})
+    notes = [note for _, notes in parts for note in notes]
+    notes += [f"{name}={environ[name]} kept, set by the user" for name in kept]
+    return tuple(sorted((name, value) for name, value in env.items() if name not in kept)), tuple(notes)

@@ -43,5 +43,7 @@ LAUNCH_RANK_PLAN is the rank's part of the plan as JSON, and tells a launch-rank
 nobody's choice. PYTHONPATH begins with a folder of launch's, whose sitecustomize takes it out again, starts
 what LAUNCH_GC asks for, and then runs your own sitecustomize.
 
+The program may open as many files as the hard limit (ulimit -Hn) allows.
+
 Exit codes: the program's own; 127 where there is no such program, 126 where it cannot be run.
 """

@@ -120,7 +120,7 @@ class Figures:
 
 def sum_up(runs: Sequence[Run]) -> Figures:
     """Take the figures of steps after the warm-up, which ends with the step that freezes."""
-    steady = [run.steps[WARMUP - 1 :] for run in runs]
+    steady = [run.steps[WARMUP:] for run in runs]
     return Figures(
         p50=statistics.median(float(np.percentile(steps, 50)) for steps in steady),
         p99=statistics.median(float(np.percentile(steps, 99)) for steps in steady),

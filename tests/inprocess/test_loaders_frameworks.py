@@ -1,8 +1,8 @@
-"""Lightning and Accelerate make loaders anew; the default, and an explicit 0, are still there afterwards."""
+"""Lightning and Accelerate make loaders anew, torchdata has one of its own: the default is theirs too."""
 
 from pathlib import Path
 
-from tests.inprocess.loader_runs import read_notes, run_program
+from tests.inprocess.loader_runs import ALL, read_notes, run_program
 
 PROGRAM = """
 import logging
@@ -51,3 +51,20 @@ note(hook=[fit(None, **options) for options in said],
 def test_loaders_that_are_made_anew_keep_their_workers(tmp_path: Path) -> None:
     notes = read_notes(run_program(tmp_path, PROGRAM))
     assert notes == {"hook": [2, 0, 1], "given": [2, 0, 1], "accelerate": [2, 0, 1]}
+
+
+STATEFUL = """
+warnings.simplefilter("ignore")  # of a function of torch's that torchdata calls
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+loader = StatefulDataLoader(Places(), collate_fn=keep)
+rows = [row for batch in loader for row in batch]
+note(counts=[StatefulDataLoader(data, **options).num_workers for data, options in
+             [(Places(), {}), (Places(), {"num_workers": 0}), (Lines(), {})]],
+     places=[row[2] for row in rows], workers=len({row[0] for row in rows}))
+"""
+
+
+def test_torchdatas_loader_has_them_on_their_cpus(tmp_path: Path) -> None:
+    notes = read_notes(run_program(tmp_path, STATEFUL))
+    assert notes == {"counts": [2, 0, 0], "places": [ALL] * 4, "workers": 2}

@@ -1,0 +1,149 @@
+"""What becomes of garbage under a policy, in programs without torch that mark their steps themselves."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.inprocess.hooked import QUICK, STEPS, run_code
+
+STATE = """
+def look():
+    return [gc.isenabled(), gc.get_threshold()[0] > 10_000, gc.get_freeze_count() > 1000]
+"""
+CYCLE = """
+class Node:
+    pass
+
+def make_cycle():
+    node = Node()
+    node.me = node
+    return node
+"""
+
+
+def test_garbage_goes_in_step_and_not_between(tmp_path: Path) -> None:
+    code = (
+        STEPS
+        + CYCLE
+        + """
+for step in range(1, 12):
+    node = weakref.ref(make_cycle())
+    for _ in range(2000):  # what the automatic collector would not let lie
+        []. append(make_cycle())
+    collect()
+    seen.append(node() is None)
+print(json.dumps([step for step, gone in enumerate(seen, 1) if gone and step > 3]))
+"""
+    )
+    assert run_code(code, tmp_path) == [5, 10]
+
+
+@pytest.mark.parametrize("policy", [QUICK, "frozen,warmup=3"])
+def test_a_programs_own_collect_frees_what_is_frozen(policy: str, tmp_path: Path) -> None:
+    code = (
+        STEPS
+        + STATE
+        + CYCLE
+        + """
+node = make_cycle()
+watch = weakref.ref(node)
+for _ in range(4):
+    collect()
+del node
+collect(), collect()  # the fifth step's does not look at what is frozen
+seen.append(watch() is not None)
+seen.append(gc.collect(1) >= 0 and watch() is not None)
+freed = gc.collect()
+seen.append(watch() is None and freed > 0)
+print(json.dumps([seen, look()]))
+"""
+    )
+    found = run_code(code, tmp_path, policy)
+    assert found == [[True, True, True], [True, policy == QUICK, True]]
+
+
+def test_now_collects_everything_at_once(tmp_path: Path) -> None:
+    code = (
+        STEPS
+        + CYCLE
+        + """
+node = make_cycle()
+watch = weakref.ref(node)
+for _ in range(4):
+    collect()
+del node
+seen = [watch() is None, collect(now=True), watch() is None, collect(), collect(), collect()]
+print(json.dumps(seen))
+"""
+    )
+    assert run_code(code, tmp_path) == [False, True, True, True, False, False]
+
+
+def test_what_is_frozen_is_looked_at_anew_at_doubling_distances(tmp_path: Path) -> None:
+    code = (
+        STEPS
+        + CYCLE
+        + """
+node = make_cycle()
+watch = weakref.ref(node)
+collect(), collect(), collect()
+del node
+for step in range(4, 200):
+    collect()
+    if watch() is None:
+        break
+print(json.dumps(step))
+"""
+    )
+    assert run_code(code, tmp_path) == 16 * 5
+
+
+def test_without_steps_the_collector_still_bounds_memory(tmp_path: Path) -> None:
+    """Evaluation after training: no steps, and garbage that must go all the same."""
+    code = (
+        STEPS
+        + CYCLE
+        + """
+for _ in range(4):
+    collect()
+watch = [weakref.ref(make_cycle()) for _ in range(100)]
+for _ in range(120_000):
+    make_cycle()
+print(json.dumps(sum(node() is not None for node in watch)))
+"""
+    )
+    assert run_code(code, tmp_path) == 0
+
+
+@pytest.mark.parametrize("policy", [QUICK, "disabled,every=5", "frozen,warmup=3"])
+def test_finalizers_run_at_the_end_as_without_us(policy: str, tmp_path: Path) -> None:
+    code = STEPS + CYCLE + "Node.__del__ = lambda self: print(1)\nnode = make_cycle()\n"
+    code += "for _ in range(8):\n    collect()\ndel node\n"
+    assert run_code(code, tmp_path, policy) == 1
+
+
+def grow(folder: Path, policy: str | None) -> float:
+    """Highest resident size in MB of a program with a million objects and much cyclic garbage."""
+    code = (
+        STEPS
+        + CYCLE
+        + """
+live = [{"number": number} for number in range(1_000_000)]
+for step in range(3000):
+    for number in range(100 + step % 300):
+        make_cycle().text = bytes(500)
+    collect()
+with open("/proc/self/status") as file:
+    text = file.read()
+print(json.dumps(int(text.split("VmHWM:")[1].split()[0]) / 1e3))
+"""
+    )
+    peak = run_code(code, folder, policy)
+    assert isinstance(peak, float)
+    return peak
+
+
+def test_memory_stays_within_a_tenth_of_the_defaults(tmp_path: Path) -> None:
+    default = grow(tmp_path, None)
+    assert grow(tmp_path, "synchronized") < 1.1 * default
+    assert grow(tmp_path, "disabled,every=0") > 2 * default  # the garbage is there
