@@ -115,7 +115,7 @@ class DataloaderConfig:
     default: bool = False
     """Let a `DataLoader(...)` without num_workers have that many."""
     measured: bool = False
-    """`num_workers` has been measured, by `launch tune dataloader` or by hand, and is not limited by cores."""
+    """`num_workers` has been measured, as by `launch tune dataloader`, and is not limited by cores."""
 
 
 @dataclass

@@ -67,7 +67,7 @@ def bench_gc(folder: Path, rounds: int) -> None:
     things = {name: partial(run_policy, policy, folder) for name, policy in POLICIES.items()}
     runs = run_in_turn(things, rounds)
     print_runs(runs)
-    base = min(float(np.median(run.steps)) for several in runs.values() for run in several)
+    base = min(sum_up(several).p50 for several in runs.values())
     print_at_scale({name: choose_stalls(POLICIES[name], several) for name, several in runs.items()}, base)
 
 
