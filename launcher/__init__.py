@@ -13,9 +13,6 @@ import sys
 
 __all__ = ["collect", "num_workers", "rank_plan"]
 
-KEYS = ("local_rank", "gpu", "cpus", "worker_cpus", "memory", "num_workers", "omp_num_threads", "nic")
-"""What of its plan a rank is told."""
-
 
 def collect(*, now: bool = False) -> bool:
     """Mark the end of a step, for the group `gc`'s policy; return whether garbage was collected.
@@ -37,13 +34,16 @@ def num_workers(default: int = 2) -> int:
 def rank_plan() -> dict[str, object] | None:
     """Return this rank's part of the plan, as `launch plan format=json` has it; None outside of launch.
 
-    Its keys are KEYS. CPUs are in the kernel's list notation: `48-55,176-183`.
+    Its keys are local_rank, gpu, cpus, worker_cpus, memory, num_workers, omp_num_threads and nic. CPUs are in
+    the kernel's list notation: `48-55,176-183`.
     """
+    import json
+
+    from launcher.rank.hook import TOLD
+
     text = os.environ.get("LAUNCH_RANK_PLAN", "")
     try:
-        import json
-
         plan = json.loads(text)
     except ValueError:
         return None
-    return {name: plan.get(name) for name in KEYS} if isinstance(plan, dict) else None
+    return {name: plan.get(name) for name in TOLD} if isinstance(plan, dict) else None

@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from launcher.cli import OF_RUNS, SUBJECTS
+from launcher.command import OF_RUNS, SUBJECTS
 from launcher.errors import UsageError
 from launcher.flags import make_parser, parse_flags
 from launcher.sources import Sources

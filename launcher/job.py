@@ -19,16 +19,16 @@ from launcher.node import (
     VISIBLE_DEVICES,
     honoured_environ,
     locate_malloc,
-    name_host,
     read_machine,
     telling_environ,
 )
+from launcher.rank.identity import name_host
 from launcher.runs.rundir import RunDir, create_run_dir, open_run_dir
 from launcher.runs.secrets import mask_variables
 from launcher.save import refuse_files
 from launcher.schema import LaunchConfig
 from launcher.unused import refuse_keys, warn_unused
-from launcher.wishes import describe_wishes
+from launcher.wishes import check_wishes, describe_wishes
 
 if TYPE_CHECKING:
     from launcher.config import Composed
@@ -105,6 +105,7 @@ def draft_job(
     config = resolve(composed)
     loaded = fill_env(config)
     check_config(config)
+    check_wishes(config)
     refuse_files(verb, config)
     if verb == "launch":
         refuse_keys(config, composed.given)

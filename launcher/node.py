@@ -4,7 +4,6 @@
 plans nothing, for names alone.
 """
 
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -74,27 +73,17 @@ def decode_text(data: bytes) -> str:
     return text
 
 
-def name_host(environ: Mapping[str, str]) -> str:
-    """Return this node's name in a job: SLURM's name for it, else the kernel's."""
-    return environ.get("SLURMD_NODENAME") or os.uname().nodename
+def honoured_environ(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return the variables that the plan depends on, as far as somebody has set them."""
+    from launcher.plan.variables import HONOURED
+    from launcher.rank.identity import find_chosen
 
-
-def honoured_environ(environ: dict[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return the variables that the plan depends on.
-
-    torchrun sets OMP_NUM_THREADS=1 by itself where there are several ranks: that is nobody's choice.
-    """
-    from launcher.plan.model import HONOURED
-
-    kept = {name: environ[name] for name in HONOURED if name in environ}
-    if "TORCHELASTIC_RUN_ID" in environ and kept.get("OMP_NUM_THREADS") == "1":
-        del kept["OMP_NUM_THREADS"]
-    return tuple(kept.items())
+    return tuple(find_chosen(environ, HONOURED).items())
 
 
 def telling_environ(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """Return what is set of PyTorch's and its libraries' variables beside those, secrets masked."""
-    from launcher.plan.model import HONOURED
+    from launcher.plan.variables import HONOURED
     from launcher.runs.secrets import mask_variables
 
     names = (name for name in sorted(environ) if name.startswith(FAMILIES) and not name.endswith(FACTS))

@@ -106,6 +106,7 @@ class DataloaderConfig:
     """How many DataLoader workers a rank gets."""
 
     workload: str = "text"
+    """What the number is for, in the words of the plan."""
     num_workers: int = 2
     """Workers that each rank would like; fewer where it has too few cores, or too little memory."""
     worker_gib: float = 0.0
@@ -115,7 +116,8 @@ class DataloaderConfig:
     default: bool = False
     """Let a `DataLoader(...)` without num_workers have that many."""
     measured: bool = False
-    """`num_workers` has been measured, as by `launch tune dataloader`, and is not limited by cores."""
+    """`num_workers` has been measured, as by `launch tune dataloader`, and nothing limits it; the plan warns
+    where memory and the like are short."""
 
 
 @dataclass
@@ -138,7 +140,7 @@ class TuneConfig:
     """How `launch tune dataloader` measures."""
 
     max_workers: Any = "auto"
-    """Workers of each rank at most; `auto`: two for each of its cores and at least 4, if memory allows."""
+    """Workers of each rank at most; `auto`: two for each of its cores, from 4 to 64, if memory allows."""
     steps: int = 48
     """Steps that are measured with each number of workers at most; fewer where the mean is clear."""
     seconds: float = 60.0
@@ -220,7 +222,7 @@ class LaunchConfig:
     dry_run: bool = False
     """Show the plan and the command, and start nothing."""
     format: str = "table"
-    """What `launch plan`, `topo` and `doctor` print: `table` or `json`."""
+    """What `launch plan`, `topo`, `doctor`, `status` and `tune` print: `table` or `json`."""
     explain: bool = False
     """Say in a sentence for each rank why it runs where it does."""
     save: str | None = None

@@ -73,15 +73,10 @@ def plan_for_rank(
         )
     wishes = read_wishes(environ)
     doubts = [] if "LAUNCH_REQUEST" in environ else leave_conflicts(wishes, environ, words)
-    root, configured = str(wishes.pop("root")), wishes.pop("configured")
-    request = Request(
-        # A rank that keeps its CPUs need not know how many it has beside it.
-        nproc_per_node=local_world_size or (local_rank + 1 if alone else None),
-        environ=honoured_environ(dict(environ)),
-        host_library=locate_malloc(str(wishes["host_allocator"]), environ, root),
-        configured=tuple(dict(configured).items()),  # type: ignore[call-overload]  # as for the others
-        **wishes,  # type: ignore[arg-type]  # read_wishes has compared the types
-    )
+    root = str(wishes.pop("root"))
+    # A rank that keeps its CPUs need not know how many it has beside it.
+    ranks = local_world_size or (local_rank + 1 if alone else None)
+    request = make_request(wishes, ranks, environ, root)
     # MIG instances are in NVML alone: where one is named, its word is wanted from the start.
     machine = probe(root, quick="MIG-" not in environ.get("CUDA_VISIBLE_DEVICES", ""))
     # The affinity is the kernel's own word, and needs no /proc.
@@ -97,6 +92,19 @@ def plan_for_rank(
     if whole:
         return plan_to_json(made)
     return {"ranks": [rank_to_json(rank) for rank in made.ranks], "warnings": list(made.warnings)}
+
+
+def make_request(
+    wishes: Mapping[str, object], ranks: int | None, environ: Mapping[str, str], root: str
+) -> Request:
+    """Return what is asked of this node: the wishes, and what depends on the node itself."""
+    asked = {**wishes, "configured": tuple(dict(wishes["configured"]).items())}  # type: ignore[call-overload]  # see below
+    return Request(
+        nproc_per_node=ranks,
+        environ=honoured_environ(environ),
+        host_library=locate_malloc(str(wishes["host_allocator"]), environ, root),
+        **asked,  # type: ignore[arg-type]  # read_wishes has compared the types
+    )
 
 
 def leave_conflicts(wishes: dict[str, object], environ: Mapping[str, str], words: Sequence[str]) -> list[str]:

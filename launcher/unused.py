@@ -8,8 +8,8 @@ from launcher.launch.cluster import Cluster
 from launcher.schema import ClusterConfig, LaunchConfig
 from launcher.wording import say
 
-OF_VERBS = {"rank": "launch logs", "yes": "launch cancel"}
-"""Keys for one verb; a file may hold them, since that is read for all verbs."""
+OF_VERBS = {"rank": "launch logs", "yes": "launch cancel` and `launch tune"}
+"""Keys for verbs; a file may hold them, since that is read for all verbs."""
 ANYWHERE = ("kind", "container")
 """Keys of `cluster` that are no others' business: a container is refused where there is no srun."""
 

@@ -1,6 +1,8 @@
 """What a configuration asks of a node's placement: the fields of a Request that do not depend on the node."""
 
+from launcher.checks import check_choice, check_least
 from launcher.launch.allocator import read_host, render_allocator
+from launcher.plan.rules import COLLECTORS
 from launcher.schema import GcConfig, LaunchConfig
 
 
@@ -25,8 +27,19 @@ def describe_wishes(config: LaunchConfig) -> dict[str, object]:
     }
 
 
+def check_wishes(config: LaunchConfig) -> None:
+    """Raise UsageError for values that no plan could take, before a job waits in a queue with them."""
+    from launcher.plan.model import Request
+    from launcher.plan.planner import check_request
+
+    check_request(Request(**describe_wishes(config)))  # type: ignore[arg-type]  # values by their names
+
+
 def render_gc(gc: GcConfig) -> str:
-    """Return the policy as LAUNCH_GC has it: `synchronized,warmup=30,every=50`."""
+    """Return the policy as LAUNCH_GC has it: `synchronized,warmup=30,every=50`; raises UsageError."""
+    check_choice("gc.policy", gc.policy, COLLECTORS)
+    check_least("gc.warmup", gc.warmup, 0)
+    check_least("gc.every", gc.every, 0)
     used = {"synchronized": ("warmup", "every"), "disabled": ("every",), "frozen": ("warmup",)}
     words = [f"{name}={getattr(gc, name)}" for name in used.get(gc.policy, ())]
     return ",".join([gc.policy, *words, *(["log"] if gc.log else [])])

@@ -15,7 +15,7 @@ from launcher.batch.steps import describe_step
 from launcher.execute import prepare_run
 from launcher.job import Draft, plan_job
 from launcher.launch.slurm.step import render_step
-from launcher.node import name_host
+from launcher.rank.identity import name_host
 from launcher.runs.rundir import RunDir
 from launcher.runs.secrets import mask_words
 

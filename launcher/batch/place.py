@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from launcher.node import name_host
+from launcher.rank.identity import name_host
 
 RENDEZVOUS = "LAUNCH_RENDEZVOUS"
 """Variable with HOST:PORT where the nodes meet."""

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from launcher.doctor.finding import Case, Finding, pass_check, skip_check
-from launcher.plan.model import BINDERS
-from launcher.plan.rules import BINDS, OFF, find_binders
+from launcher.plan.rules import BINDERS, BINDS, OFF, find_binders
 
 SUBJECT = "environment"
 SERIAL = "each kernel launch waits for the last kernel to end: made for debugging (CUDA programming guide)"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from launcher.doctor.finding import Case, Finding, pass_check, skip_check
-from launcher.plan.model import BINDERS
+from launcher.plan.rules import BINDERS
 from launcher.wording import count_things
 
 SUBJECT = "placement"

@@ -7,7 +7,7 @@ from launcher.plan.allocator import find_missing
 from launcher.plan.cores import Cores
 from launcher.plan.model import Gpu, Machine, Memory, Request
 from launcher.plan.policies import Place
-from launcher.plan.rules import BINDS, find_binders
+from launcher.plan.rules import BINDS, COLLECTORS, find_binders
 from launcher.plan.topology import Topology, find_usable, gather_pus
 from launcher.plan.variables import COUNTS, read_count
 
@@ -126,6 +126,11 @@ def find_advice(
             yield f"{name}={environ[name]} is no number from {least} on, and is replaced: correct or unset it"
     for name in find_binders(environ):
         yield f"{name}={environ[name]} is set, and {BINDS}: unset {name}"
+    if fault := find_policy_fault(environ.get("LAUNCH_GC") or "default"):
+        yield (
+            f"LAUNCH_GC={environ['LAUNCH_GC']}: {fault}, and garbage is left to Python: give default, "
+            "synchronized,warmup=30,every=50, disabled,every=50 or frozen,warmup=30"
+        )
     nic = environ.get("LAUNCH_NIC")
     if nic and nic not in (known := [device.name for device in machine.nics]):
         yield (
@@ -134,6 +139,18 @@ def find_advice(
         )
     yield from find_quota(machine, cores)
     yield from find_missing(request)
+
+
+def find_policy_fault(text: str) -> str:
+    """What the rank's interpreter would not take of a policy for garbage collection; empty where it does."""
+    name, *words = text.split(",")
+    if name not in COLLECTORS:
+        return f"there is no policy {name!r}"
+    for word in words:
+        key, _, value = word.partition("=")
+        if word != "log" and (key not in ("warmup", "every") or read_count({key: value}, key, 0) is None):
+            return f"{word!r} is neither log nor a number of steps, warmup=N or every=N"
+    return ""
 
 
 def find_quota(machine: Machine, cores: Sequence[Cores]) -> Iterator[str]:

@@ -191,35 +191,6 @@ class Request:
     """Variables that the configuration sets (`env.X`), by their names, secrets masked: for people."""
 
 
-BINDERS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-"""Variables that have OpenMP bind threads by itself: never set, and warned of."""
-HONOURED = (
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_ORDER",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "NUMEXPR_NUM_THREADS",
-    "NUMEXPR_MAX_THREADS",
-    "TORCHINDUCTOR_COMPILE_THREADS",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR",
-    *BINDERS,
-    "LAUNCH_NUM_WORKERS",
-    "LAUNCH_LOADER_DEFAULT",
-    "LAUNCH_GC",
-    "LAUNCH_NIC",
-    "NCCL_IB_HCA",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_HIP_ALLOC_CONF",
-    "PYTORCH_ALLOC_CONF",
-    "LD_PRELOAD",
-)
-"""Variables of the user's that the plan depends on; one that the user has set wins."""
-
-
 @dataclass(frozen=True, slots=True)
 class Memory:
     """A NUMA memory policy, in the terms of set_mempolicy(2)."""

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 
-from launcher.plan.model import BINDERS, HONOURED, RankPlan, Request, Variable
+from launcher.plan.model import RankPlan, Request, Variable
+from launcher.plan.rules import BINDERS
+from launcher.plan.variables import HONOURED
 
 REASONS = {
     "CUDA_DEVICE_ORDER": "GPUs are numbered as in this plan",
@@ -36,11 +38,9 @@ def list_variables(request: Request, rank: RankPlan) -> tuple[Variable, ...]:
 
 def find_given(request: Request) -> Iterator[Variable]:
     """Variables that are there before the plan sets its own; the configuration's come over the user's."""
-    configured = dict(request.configured)
     for source, given in (("user", request.environ), ("configuration", request.configured)):
         for name, value in given:
-            if source == "configuration" or name not in configured:
-                yield Variable(name, value, source, describe_given(name))
+            yield Variable(name, value, source, describe_given(name))
 
 
 def describe_given(name: str) -> str:

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
-from launcher.plan.model import BINDERS
-
+BINDERS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+"""Variables that have OpenMP bind threads by itself: never set, and warned of."""
 SYSTEM_CORES = 4
 """Cores of a node beside those of ranks and workers, in the book's rule `gpus * (num_workers + 1) + 4`."""
 SHARE = 0.5
@@ -21,6 +21,8 @@ BINDS = (
 )
 """Source: libgomp's and LLVM's manuals; OMP_PLACES and GOMP_CPU_AFFINITY turn OMP_PROC_BIND on. Tried with
 torch 2.13: with any of the three, one of two CPUs is left."""
+COLLECTORS = ("synchronized", "disabled", "frozen", "default")
+"""Policies for garbage collection, as LAUNCH_GC names them."""
 KMP_TYPES = ("balanced", "compact", "explicit", "logical", "physical", "scatter")
 """Words of KMP_AFFINITY that bind; `none` is what it does without one (LLVM's OpenMP runtime reference)."""
 

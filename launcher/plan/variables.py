@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from launcher.plan.model import BINDERS, HONOURED
+from launcher.plan.allocator_text import NAMES
+from launcher.plan.rules import BINDERS
 
 Part = tuple[Mapping[str, str], Sequence[str]]
 """What one concern of a rank comes to: variables by name, and notes for people."""
@@ -15,12 +16,21 @@ COUNTS = {
     "LAUNCH_NUM_WORKERS": 0,
 }
 """Variables that hold a number, and the least that it may be."""
-MERGED = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "LD_PRELOAD")
+MERGED = (*NAMES, "LD_PRELOAD")
 """Variables whose settings the plan joins with its own."""
 DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 """Variables that can show a rank its own GPU alone."""
 EMPTY = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Variables that hide all GPUs where they are empty."""
+HONOURED = (
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    *COUNTS,
+    *("NUMEXPR_MAX_THREADS", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
+    *BINDERS,
+    *("LAUNCH_LOADER_DEFAULT", "LAUNCH_GC", "LAUNCH_NIC", "NCCL_IB_HCA"),
+    *MERGED,
+)
+"""Variables of the user's that the plan depends on; one that the user has set wins."""
 
 
 def read_count(environ: Mapping[str, str], name: str, least: int) -> int | None:

@@ -1,6 +1,7 @@
 """Lets a rank's interpreter start with `launcher.inprocess`: garbage collection, DataLoaders."""
 
 import os
+from _collections_abc import MutableMapping  # `collections.abc` costs a millisecond
 
 from launcher.rank.plain_json import format_json
 from launcher.rank.share import Share
@@ -26,22 +27,14 @@ def add_hook(environ: dict[str, str], share: Share, before: dict[str, str]) -> N
         environ["PYTHONPATH"] = os.pathsep.join([FOLDER, *filter(None, [environ.get("PYTHONPATH")])])
 
 
-def is_hooked(environ: dict[str, str]) -> bool:
-    """Tell whether the hook is on PYTHONPATH."""
+def is_hooked(environ: MutableMapping[str, str]) -> bool:
+    """Tell whether the hook is on PYTHONPATH, where each interpreter that starts it takes it out."""
     return environ.get("PYTHONPATH", "").partition(os.pathsep)[0] == FOLDER
 
 
-def remove_hook(environ: dict[str, str]) -> None:
-    """Take the hook out of PYTHONPATH again, so that the program's children do not have it either."""
-    _, _, kept = environ["PYTHONPATH"].partition(os.pathsep)
-    environ["PYTHONPATH"] = kept
-    if not kept:
-        del environ["PYTHONPATH"]
-
-
-def find_before(environ: dict[str, str], share: Share) -> dict[str, str]:
-    """Return what is there of the variables that the share sets; torchrun's OMP_NUM_THREADS=1 is nobody's."""
-    before = {name: environ[name] for name in share.env if name in environ}
-    if "TORCHELASTIC_RUN_ID" in environ and before.get("OMP_NUM_THREADS") == "1":
-        del before["OMP_NUM_THREADS"]
-    return before
+def remove_hook(environ: MutableMapping[str, str]) -> None:
+    """Take the hook out of PYTHONPATH where it is there, so that what starts next does not have it."""
+    if is_hooked(environ):
+        _, _, kept = environ.pop("PYTHONPATH").partition(os.pathsep)
+        if kept:
+            environ["PYTHONPATH"] = kept

@@ -1,5 +1,8 @@
 """Which rank this process is, from the variables of the launcher that started it."""
 
+import os
+from _collections_abc import Iterable, Mapping  # `collections.abc` costs a millisecond
+
 FAMILIES = (
     ("LOCAL_RANK", "RANK", "LOCAL_WORLD_SIZE"),
     ("LOCAL_RANK", "RANK", "LOCAL_SIZE"),
@@ -60,6 +63,22 @@ def read_number(environ: dict[str, str], name: str, default: int = 0) -> int:
     """Return the number in a variable."""
     text = environ.get(name, "")
     return int(text) if is_number(text) else default
+
+
+def name_host(environ: Mapping[str, str]) -> str:
+    """Return this node's name in a job: SLURM's name for it, else the kernel's."""
+    return environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
+def find_chosen(environ: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """Return which of these variables somebody has set.
+
+    torchrun sets OMP_NUM_THREADS=1 by itself where there are several ranks: that is nobody's choice.
+    """
+    chosen = {name: environ[name] for name in names if name in environ}
+    if "TORCHELASTIC_RUN_ID" in environ and chosen.get("OMP_NUM_THREADS") == "1":
+        del chosen["OMP_NUM_THREADS"]
+    return chosen
 
 
 def is_batch_shell(environ: dict[str, str], name: str) -> bool:

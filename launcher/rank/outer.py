@@ -1,9 +1,8 @@
 """A rank inside a rank: what the outer one's plan has set is nobody's choice."""
 
-import os
 from collections.abc import MutableMapping
 
-from launcher.rank.hook import FOLDER
+from launcher.rank.hook import remove_hook
 from launcher.rank.plain_json import parse_json
 
 RANK_PLAN = "LAUNCH_RANK_PLAN"
@@ -15,7 +14,7 @@ CONFINES = "_VISIBLE_DEVICES"
 def leave_rank(environ: MutableMapping[str, str]) -> None:
     """Undo what the shim of an enclosing rank has set, as far as it is still as that has left it."""
     text = environ.pop(RANK_PLAN, "")
-    leave_hook(environ)
+    remove_hook(environ)
     try:
         told = parse_json(text)
     except (ValueError, RecursionError):
@@ -30,13 +29,3 @@ def leave_rank(environ: MutableMapping[str, str]) -> None:
             environ[name] = str(before[name])
         else:
             del environ[name]
-
-
-def leave_hook(environ: MutableMapping[str, str]) -> None:
-    """Take the hook out of PYTHONPATH, where no interpreter has done so since."""
-    head, _, rest = environ.get("PYTHONPATH", "").partition(os.pathsep)
-    if head != FOLDER:
-        return
-    del environ["PYTHONPATH"]
-    if rest:
-        environ["PYTHONPATH"] = rest

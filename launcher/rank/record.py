@@ -5,7 +5,7 @@ import time
 
 from launcher.cpulist import format_cpulist
 from launcher.rank.apply import Applied
-from launcher.rank.identity import Identity
+from launcher.rank.identity import Identity, name_host
 from launcher.rank.plain_json import format_json
 from launcher.rank.share import Share
 
@@ -34,7 +34,7 @@ def write_records(run_dir: str, identity: Identity, share: Share, applied: Appli
     """Write `rank-N.applied.json`, and the plan of the node where this rank keeps it; raises OSError."""
     write_json(f"{run_dir}/rank-{identity.rank}.applied.json", describe_applied(identity, share, applied))
     if share.plan is not None:
-        write_json(f"{run_dir}/plan-{name_host()}.json", share.plan)
+        write_json(f"{run_dir}/plan-{name_host(os.environ)}.json", share.plan)
 
 
 def write_json(path: str, value: dict[str, object]) -> None:
@@ -46,16 +46,11 @@ def write_json(path: str, value: dict[str, object]) -> None:
     os.replace(draft, path)
 
 
-def name_host() -> str:
-    """Return this node's name in a job: SLURM's name for it, else the kernel's."""
-    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-
-
 def describe_applied(identity: Identity, share: Share, applied: Applied) -> dict[str, object]:
     """Return the record of one rank; `pid` stays the program's, since the shim execs."""
     return {
         "schema": 1,
-        "host": name_host(),
+        "host": name_host(os.environ),
         "rank": identity.rank,
         "local_rank": identity.local_rank,
         "attempt": identity.attempt,

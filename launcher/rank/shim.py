@@ -16,8 +16,8 @@ from _signal import (  # type: ignore[import-not-found]  # `signal` costs 4 ms
 
 from launcher.rank.apply import Applied
 from launcher.rank.files import raise_files
-from launcher.rank.hook import add_hook, find_before, is_hooked, remove_hook
-from launcher.rank.identity import Identity, is_number, read_number
+from launcher.rank.hook import add_hook, is_hooked, remove_hook
+from launcher.rank.identity import Identity, find_chosen, is_number, read_number
 from launcher.rank.program import add_python, find_program, run_script
 from launcher.rank.record import describe_line, redirect_output, write_records
 from launcher.rank.share import NoShareError, find_share
@@ -74,15 +74,9 @@ def run_rank(words: list[str], environ: dict[str, str]) -> int:
 
         leave_rank(environ)
     identity = Identity(environ)
-    named: dict[str, str] = {}
-    if environ.get("LAUNCH_AGENT") == "srun":
-        from launcher.rank.tasks import PORT_TAKEN, can_serve, name_task
-
-        named = name_task(identity, environ)
-        if not named:
-            say("LAUNCH_AGENT=srun is set, but this is no task of srun's: RANK and the like are not set")
-        elif not can_serve(identity, environ):
-            return PORT_TAKEN
+    named, status = name_rank(identity, environ) if environ.get("LAUNCH_AGENT") == "srun" else ({}, 0)
+    if status:
+        return status
     if environ.get("LAUNCH_RUN_DIR"):
         attach_run(identity, environ["LAUNCH_RUN_DIR"])
     try:
@@ -100,6 +94,16 @@ def run_rank(words: list[str], environ: dict[str, str]) -> int:
     settle_signals(environ, kept)
     judge_hook(identity, words, environ)
     return become_program(words, environ)
+
+
+def name_rank(identity: Identity, environ: dict[str, str]) -> tuple[dict[str, str], int]:
+    """Return the variables that make a rank of srun's task, and an exit code where it cannot be one."""
+    from launcher.rank.tasks import PORT_TAKEN, can_serve, name_task
+
+    named = name_task(identity, environ)
+    if not named:
+        say("LAUNCH_AGENT=srun is set, but this is no task of srun's: RANK and the like are not set")
+    return named, PORT_TAKEN if named and not can_serve(identity, environ) else 0
 
 
 def judge_hook(identity: Identity, words: list[str], environ: dict[str, str]) -> None:
@@ -162,7 +166,7 @@ def place_rank(identity: Identity, environ: dict[str, str], words: list[str]) ->
             write_records(run_dir, identity, share, applied)
         except OSError as error:
             say(f"rank {identity.rank}: there is no record of what was applied ({error})")
-    before = find_before(environ, share)
+    before = find_chosen(environ, share.env)
     environ.update(share.env)
     add_hook(environ, share, before)
     return fill_workers(words, str(share.num_workers))

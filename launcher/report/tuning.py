@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launcher.tune.search import Trial
-from launcher.wording import format_size
+from launcher.tune.search import UNITS, Trial
+from launcher.wording import count_things, format_size
 
 BAR = 40
 """Columns of the longest bar."""
@@ -26,19 +26,9 @@ def announce_trial(console: Console, text: str) -> contextlib.AbstractContextMan
 def describe_trial(trial: Trial) -> str:
     """Return a trial in a line."""
     if trial.failure:
-        return f"{name_workers(trial.workers)}: {trial.failure}"
-    what = f"{format_rate(trial.rate)} {name_unit(trial)}/s, {trial.wait:.0%} of the time waiting for data"
-    return f"{name_workers(trial.workers)}: {what} ({trial.steps} {name_unit(trial)})"
-
-
-def name_workers(count: int) -> str:
-    """Return `1 worker`, `2 workers`."""
-    return f"{count} worker{'' if count == 1 else 's'}"
-
-
-def name_unit(trial: Trial) -> str:
-    """Return what is counted, in the plural."""
-    return {"step": "steps", "batch": "batches"}[trial.unit]
+        return f"{count_things(trial.workers, 'worker')}: {trial.failure}"
+    what = f"{format_rate(trial.rate)} {UNITS[trial.unit]}/s, {trial.wait:.0%} of the time waiting for data"
+    return f"{count_things(trial.workers, 'worker')}: {what} ({trial.steps} {UNITS[trial.unit]})"
 
 
 def format_rate(rate: float) -> str:
@@ -49,7 +39,7 @@ def format_rate(rate: float) -> str:
 def tabulate(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
     """Return the rows of the table with its head, in the order of the workers."""
     ordered = sorted(trials, key=lambda trial: trial.workers)
-    unit = name_unit(next((trial for trial in ordered if trial.rate), ordered[0]))
+    unit = UNITS[next((trial for trial in ordered if trial.rate), ordered[0]).unit]
     rows: list[tuple[str, ...]] = [("workers", f"{unit}/s", "waiting for data", "memory", unit)]
     for trial in ordered:
         if trial.failure:
@@ -79,7 +69,7 @@ def print_trials(console: Console, trials: Sequence[Trial], chosen: Trial | None
     for trial in measured:
         console.print(draw_bar(trial, max(each.rate for each in measured), console.encoding))
     full, waiting = choose_marks(console.encoding)
-    console.print(f"{full} {name_unit(measured[0])}/s  {waiting} what waiting for data costs of the best")
+    console.print(f"{full} {UNITS[measured[0].unit]}/s  {waiting} what waiting for data costs of the best")
 
 
 def draw_bar(trial: Trial, best: float, encoding: str) -> Text:

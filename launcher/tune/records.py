@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.tune.search import Trial
+from launcher.tune.search import UNITS, Trial
 
 FEWEST = 4
 """Measured steps below which nothing can be said."""
@@ -27,7 +27,7 @@ class Record:
 
     rank: int
     unit: str
-    """`step` of the leading optimizer, or `batch` where there is none."""
+    """A key of UNITS."""
     steps: int
     """All steps, those before the first measured one among them."""
     first: int | None
@@ -85,8 +85,9 @@ def judge_trial(records: Sequence[Record], workers: int, ranks: int) -> Trial:
     check_loaders(records, workers)
     short = min(records, key=lambda record: len(record.times))
     if len(short.times) < FEWEST:
+        unit = short.unit if short.steps == 1 else UNITS[short.unit]
         raise MeasureError(
-            f"the program ended after {short.steps} {name_unit(short, short.steps)} of rank {short.rank}, too"
+            f"the program ended after {short.steps} {unit} of rank {short.rank}, too"
             f" few to measure: let it run for {2 * workers + 20} at least"
         )
     return Trial(
@@ -130,8 +131,3 @@ def share_wait(records: Sequence[Record]) -> float:
         return max(sum(record.waits) / sum(record.times) for record in records)
     waited = sum(max(each[number][1] for each in steps) for number in common)
     return min(1.0, waited / max(sum(each[number][0] for number in common) for each in steps))
-
-
-def name_unit(record: Record, count: int) -> str:
-    """Return what a rank's steps are called."""
-    return record.unit if count == 1 else {"step": "steps", "batch": "batches"}[record.unit]

@@ -28,6 +28,10 @@ MOST_WAIT = 0.99
 """Share of waiting at most: without any computing there would be no limit to hope for."""
 
 
+UNITS = {"step": "steps", "batch": "batches"}
+"""What is counted, steps of the optimizer or batches where there is none, with the plural."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """What a number of workers has brought."""
@@ -42,7 +46,7 @@ class Trial:
     memory_kib: int = 0
     """Memory of all ranks and their workers; 0 where unknown."""
     unit: str = "step"
-    """`step` of the optimizer, or `batch` where there is none."""
+    """A key of UNITS."""
     failure: str = ""
     """Why there is no rate."""
 

@@ -14,10 +14,17 @@ OF_MACHINE = ("plan", "topo", "doctor")
 """Verbs that depend on the environment that ranks would have."""
 
 
-def show(verb: str, config: LaunchConfig, names: Sequence[str] = (), *, given: Collection[str] = ()) -> int:
+def show(
+    verb: str,
+    config: LaunchConfig,
+    names: Sequence[str] = (),
+    *,
+    given: Collection[str] = (),
+    program: Sequence[str] = (),
+) -> int:
     """Do what a verb asks, of these runs and jobs where it takes any; return the exit code.
 
-    `given` are the command line's keys.
+    `given` are the command line's keys, and `program` its words after `--`.
     """
     if verb in OF_MACHINE:
         fill_env(config)
@@ -25,7 +32,7 @@ def show(verb: str, config: LaunchConfig, names: Sequence[str] = (), *, given: C
     if verb != "topo":
         refuse_files(f"launch {verb}", config)
     if verb == "plan":
-        settle_allocator(config, find_words(config), environ, given)
+        settle_allocator(config, program or find_words(config), environ, given)
         return show_plan(config, environ)
     if verb == "topo":
         from launcher.verbs.topo import show_topo

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import shlex
 import signal
 import sys
@@ -11,20 +10,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.checks import FORMATS, check_choice, check_least
-from launcher.cli import SUBJECTS
-from launcher.config import resolve
+from launcher.command import SUBJECTS
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.execute import prepare_run
-from launcher.job import Draft, draft_job, name_run, plan_job, render_agent
+from launcher.job import Draft, name_run, plan_job, render_agent
 from launcher.report.console import make_console
-from launcher.report.tuning import announce_trial, describe_trial, name_workers, print_trials
+from launcher.report.tuning import announce_trial, describe_trial, print_trials
 from launcher.runs.manifest import stamp_time, write_manifest
 from launcher.runs.rundir import RunDir, write_json
-from launcher.schema import LaunchConfig
 from launcher.tune.records import MeasureError, MismatchError
 from launcher.tune.search import Trial, choose_best, choose_next, price_all
 from launcher.verbs.room import find_most
+from launcher.verbs.terms import OURS, draft_search
 from launcher.verbs.trial import (
     FailedTrialError,
     InterruptedTrialError,
@@ -37,9 +34,6 @@ from launcher.wording import count_things, say
 
 if TYPE_CHECKING:
     from launcher.config import Composed
-
-OURS = ("LAUNCH_NUM_WORKERS", "LAUNCH_LOADER_DEFAULT", "LAUNCH_METER")
-"""Variables that a trial sets."""
 
 
 @dataclass(slots=True)
@@ -73,7 +67,7 @@ class Tuning:
         Where fewer workers have gone well, a failure is one of the number, and more are not tried.
         """
         folder = self.run.path / f"workers-{count}"
-        progress = announce_trial(make_console(), f"trying {name_workers(count)} …")
+        progress = announce_trial(make_console(), f"trying {count_things(count, 'worker')} …")
         try:
             trial = run_trial(self.draft, self.argv, count, folder, progress)
         except MeasureError as error:
@@ -117,50 +111,6 @@ def tune_program(
     except (MeasureError, LaunchError) as error:
         return give_up(tuning, manifest, error)
     return conclude_search(tuning, manifest, target, where)
-
-
-def draft_search(composed: "Composed", words: tuple[str, ...] | None) -> Draft:
-    """Check what is asked, and return what the trials have in common; raises LaunchError."""
-    config = resolve(composed)
-    check_settings(config)
-    come_here(composed, config)
-    draft = draft_job(composed, words, os.environ, "launch tune")
-    for name in OURS:
-        if name in draft.config.env:
-            raise UsageError(f"env.{name} is set, which `launch tune` chooses: leave it out")
-    return draft
-
-
-def check_settings(config: LaunchConfig) -> None:
-    """Raise UsageError for settings that mean nothing."""
-    check_choice("format", config.format, FORMATS)
-    check_least("tune.steps", config.tune.steps, 8)
-    if config.run_dir is not None:
-        raise UsageError(
-            f"run_dir={config.run_dir}: `launch tune` makes a run directory of its own, leave it out"
-        )
-    for key in ("seconds", "timeout"):
-        if not getattr(config.tune, key) > 0:
-            raise UsageError(f"tune.{key}={getattr(config.tune, key):g}: give seconds, more than 0")
-
-
-def come_here(composed: "Composed", config: LaunchConfig) -> None:
-    """Have the trials run on this machine; raises UsageError for a job that is to run elsewhere."""
-    nodes, kind = str(config.nodes), config.cluster.kind
-    if nodes not in ("auto", "1", "1:1"):
-        raise UsageError(f"nodes={nodes}: `launch tune` measures on one node, leave nodes out")
-    if kind in ("slurm", "manual"):
-        raise UsageError(
-            f"cluster={kind}: `launch tune` runs the program here, again and again: run it on a node like"
-            " those of the job, inside an allocation (`salloc`, then `srun -N1 -n1 launch tune …`)"
-        )
-    job = os.environ.get("SLURM_JOB_ID")
-    if kind != "local" and job and "SLURMD_NODENAME" not in os.environ:
-        raise UsageError(
-            f"this shell belongs to SLURM job {job}, but is not on its nodes: `srun -N1 -n1 launch tune …`,"
-            " or set cluster=local to measure here"
-        )
-    composed.tree.cluster.kind, composed.tree.nodes = "local", 1
 
 
 def preview_search(draft: Draft, most: int, why: str, target: str) -> int:
@@ -240,9 +190,10 @@ def tell_result(chosen: Trial | None, saved: str | None, program: str) -> str:
     """Say what was chosen and how to use it."""
     if chosen is None:
         return "interrupted before anything was measured"
+    best = count_things(chosen.workers, "worker")
     if saved is None:
-        return f"interrupted: {name_workers(chosen.workers)} is the best so far, and no file was written"
-    return f"{name_workers(chosen.workers)} chosen; {saved} written: {tell_use(saved, program)}"
+        return f"interrupted: {best} is the best so far, and no file was written"
+    return f"{best} chosen; {saved} written: {tell_use(saved, program)}"
 
 
 def end_run(tuning: Tuning, manifest: dict[str, object], state: str, status: int) -> None:

@@ -55,7 +55,24 @@ def test_a_disk_that_will_not_do_is_passed_over(tmp_path: Path) -> None:
     odd = {"SLURM_TMPDIR": str(tmp_path / "none"), "TMPDIR": str(tmp_path / "file")}
     with open_caches(odd) as folder:
         assert Path(folder).parent == Path("/tmp")
-    with open_caches({"SLURM_TMPDIR": "/proc", "TMPDIR": str(tmp_path)}) as folder:  # noexec, and read-only
+    with open_caches({"SLURM_TMPDIR": "/proc", "TMPDIR": str(tmp_path)}) as folder:  # takes no folders
+        assert Path(folder).parent == tmp_path
+
+
+def test_a_disk_that_nothing_can_be_loaded_from_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor and Triton load what they have compiled; mounting one with noexec takes root."""
+    (tmp_path / "noexec").mkdir()
+    look = os.statvfs
+
+    def see(place: str) -> os.statvfs_result:
+        found = [*look(place)]
+        found[8] |= os.ST_NOEXEC if "noexec" in place else 0
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, "statvfs", see)
+    with open_caches({"SLURM_TMPDIR": str(tmp_path / "noexec"), "TMPDIR": str(tmp_path)}) as folder:
         assert Path(folder).parent == tmp_path
 
 

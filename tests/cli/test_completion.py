@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli import VERBS
+from launcher.command import VERBS
 from launcher.completion import answer_query, split_line
 from tests.conftest import Result, clean_environ
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher import errors
-from launcher.cli import VERBS
+from launcher.command import VERBS
 from launcher.flags import make_parser
 from launcher.schema import LaunchConfig
 from launcher.sources import find_sources

@@ -62,6 +62,51 @@ print(json.dumps([seen, look()]))
     assert found == [[True, True, True], [True, policy == QUICK, True]]
 
 
+@pytest.mark.parametrize("policy", [QUICK, "frozen,warmup=3"])
+def test_a_program_that_looks_for_objects_finds_those_that_are_frozen(policy: str, tmp_path: Path) -> None:
+    code = (
+        STEPS
+        + CYCLE
+        + """
+import inspect, pickle
+node = make_cycle()
+holder = [node]
+for _ in range(4):
+    collect()
+frozen = gc.get_freeze_count() > 1000
+seen.append(str(inspect.signature(gc.get_objects)))
+seen += [pickle.dumps(call).hex() for call in (gc.get_objects, gc.get_referrers)]
+seen.append(sum(type(each) is Node for each in gc.get_objects()))
+collect()
+found = gc.get_referrers(node)
+seen.append([len(found), any(each is holder for each in found)])
+print(json.dumps([seen, frozen]))
+"""
+    )
+    without, found = run_code(code, tmp_path, None), run_code(code, tmp_path, policy)
+    assert isinstance(without, list) and isinstance(found, list)
+    assert found[0] == without[0]
+    assert (found[1], without[1]) == (True, False)
+
+
+def test_garbage_is_not_frozen_by_a_look_at_the_objects(tmp_path: Path) -> None:
+    code = (
+        STEPS
+        + STATE
+        + CYCLE
+        + """
+for step in range(1, 41):
+    node = weakref.ref(make_cycle())
+    len(gc.get_objects())
+    collect()
+    if node() is None:
+        seen.append(step)
+print(json.dumps([seen, look()]))
+"""
+    )
+    assert run_code(code, tmp_path) == [[3, *range(5, 41, 5)], [True, True, True]]
+
+
 def test_now_collects_everything_at_once(tmp_path: Path) -> None:
     code = (
         STEPS

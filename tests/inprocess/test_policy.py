@@ -91,6 +91,13 @@ def test_a_programs_pickled_collect_is_pythons(tmp_path: Path) -> None:
     assert run_code(code, tmp_path) == run_code(code, tmp_path, None)
 
 
+def test_a_collect_in_a_class_is_no_method_as_pythons_is_none(tmp_path: Path) -> None:
+    """A function of Python's would get the instance as the generation."""
+    code = STEPS + "class Model:\n    clean = gc.collect\n"
+    code += "for _ in range(4):\n    collect()\nprint(json.dumps(Model().clean() >= 0))"
+    assert run_code(code, tmp_path) is True
+
+
 @pytest.mark.parametrize("call", ["gc.collect(generation=3)", "gc.collect(0, 1)", "gc.collect('x')"])
 def test_a_wrong_call_of_collect_says_what_it_says(call: str, tmp_path: Path) -> None:
     code = (

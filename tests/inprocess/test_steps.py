@@ -1,10 +1,12 @@
 """Steps of real optimizers: which one leads, and what torch.compile makes of the hook."""
 
+import gc
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.inprocess.hooked import PYTHON, run_code, run_program
+from tests.inprocess.hooked import PYTHON, QUICK, run_code, run_program
 
 LOG = "synchronized,warmup=3,every=5,log"
 MODEL = """
@@ -44,14 +46,23 @@ train(make(), steps=9 + 8)
     assert read_steps(code, tmp_path) == [3, 5, 10, 12, 15, 17]
 
 
-def test_of_many_small_optimizers_one_counts_and_the_free_ones_change_nothing(tmp_path: Path) -> None:
+def test_of_many_small_optimizers_one_counts(tmp_path: Path) -> None:
     """An optimizer for each parameter, as those are that step within the backward pass."""
+    assert read_steps("train(*(make() for _ in range(40)), steps=12)", tmp_path) == [3, 5, 10]
+
+
+def test_short_trainings_after_one_another_end_the_first_ones_phase(tmp_path: Path) -> None:
+    """None of them leads; after ten rounds without the leader, Python's own collector is back."""
     code = """
-train(*(make() for _ in range(40)), steps=7)
-for _ in range(30):
+train(make(), steps=7)
+for number in range(30):
     train(make(), steps=2)
+    look = gc.get_threshold()[0], gc.get_freeze_count()
+    assert (look == (START, 0)) == (number >= 9), (number, look)
+train(make(), steps=12)
 """
-    assert read_steps(code, tmp_path) == [3, 5]
+    code = f"{code}\nassert gc.get_threshold()[0] != START".replace("START", str(gc.get_threshold()[0]))
+    assert read_steps(code, tmp_path) == [3, 5, 7, 10]
 
 
 def test_without_an_optimizers_step_nothing_is_touched(tmp_path: Path) -> None:
@@ -86,7 +97,7 @@ def step(x, collect):
 
 run = torch.compile(step, backend="eager")
 alone = torch.compile(optimizer.step, backend="eager")
-for number in range(24):
+for number in range(8):  # two steps in each
     run(torch.ones(2, 4), number % 2 == 1)
     alone()
 found = {name: dict(counters[name]) for name in ("stats", "recompile_limit")}
@@ -96,8 +107,13 @@ print(json.dumps([found, gc.get_freeze_count() > 1000]))
 
 
 def test_compiled_steps_have_no_more_graphs_nor_breaks(tmp_path: Path) -> None:
-    with_hook = run_code(COMPILED, tmp_path, python=(sys.executable,))
-    without = run_code(COMPILED, tmp_path, None, python=(sys.executable,))
+    def run(policy: str | None) -> object:
+        folder = tmp_path / str(policy is None)
+        folder.mkdir()
+        return run_code(COMPILED, folder, policy, python=(sys.executable,))
+
+    with ThreadPoolExecutor() as pool:
+        with_hook, without = pool.map(run, (QUICK, None))
     assert isinstance(with_hook, list) and isinstance(without, list)
     assert with_hook[0] == without[0]
     assert without[0]["stats"]["unique_graphs"] > 1

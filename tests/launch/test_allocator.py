@@ -262,6 +262,11 @@ def test_a_variable_that_shows_a_conflict_leaves_them_out_of_the_plan(
     assert read_settings(theirs) == "expandable_segments:True" and "left out" not in theirs.err
 
 
+def test_a_plan_for_a_program_is_the_one_that_its_run_has(launch: Launch) -> None:
+    planned = launch(*PLAN, "--", "python", "pretrain.py", "--use-nccl-ub")
+    assert read_settings(planned) is None and "expandable_segments is left out" in planned.err
+
+
 def test_programs_that_share_gpu_memory_are_warned_of_in_a_container(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

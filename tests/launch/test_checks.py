@@ -22,3 +22,17 @@ def test_a_container_where_no_srun_starts_the_ranks(
 def test_a_rendezvous_where_there_is_none(here: Path, launch: Callable[..., Result]) -> None:
     words = ("cluster=slurm", "nodes=2", "agent=srun", "rdzv_endpoint=far:29500", "dry_run=true")
     launch(*words, "--", "true").assert_error(2, "rdzv_endpoint=far:29500", "torchrun.master_addr")
+
+
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [
+        ("gc.every=-1", "give a number of at least 0"),
+        ("dataloader.worker_gib=-3", "give 0 or more"),
+        ("binding.policy=x", "use one of exclusive"),
+    ],
+)
+def test_what_no_node_could_plan_does_not_go_into_the_queue(
+    launch: Callable[..., Result], word: str, fix: str
+) -> None:
+    launch("cluster=slurm", "nodes=2", "dry_run=true", word, "--", "true").assert_error(2, fix)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launcher.cli import VERBS
+from launcher.command import VERBS
 from launcher.completion import answer_query
 from tests.conftest import Result
 from tests.plan.plan_lab import fsroot, load

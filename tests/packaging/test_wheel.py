@@ -77,6 +77,13 @@ def test_the_wheel_carries_configuration_types_and_licence(wheel: Path) -> None:
     assert {"launcher/conf/launch.yaml", "launcher/conf/model/llama7b.yaml", "launcher/py.typed"} <= names
     machines = {f"launcher/conf/machine/{path.name}" for path in (ROOT / "conf/machine").iterdir()}
     assert "launcher/conf/machine/dgx_h100.json" in machines <= names
+    for folder, target in (("conf", "launcher/conf"), ("launcher/inprocess", "launcher/inprocess")):
+        files = {
+            path.relative_to(ROOT / folder)
+            for kind in ("py", "yaml")
+            for path in (ROOT / folder).rglob(f"*.{kind}")
+        }
+        assert files and {f"{target}/{path}" for path in files} <= names
     assert {"launcher/slurm/README.md", "launcher/slurm/torchrun-launch-rank.sbatch"} <= names
     sandbox = {f"launcher/slurm/sandboxed/{path.name}" for path in (ROOT / "slurm/sandboxed").glob("*.py")}
     assert sandbox | {"launcher/slurm/sandbox", "launcher/slurm/launch.sbatch"} <= names
@@ -98,12 +105,16 @@ def test_the_shipped_configuration_is_found_from_an_empty_folder(scripts: Path, 
 
 
 def test_a_job_runs_from_the_installed_package(scripts: Path, tmp_path: Path) -> None:
-    (tmp_path / "show.py").write_text("import launcher; print(launcher.__file__)")
+    code = (
+        "import launcher, sys; print(launcher.__file__, sys.modules['launch_inprocess.collector'].__file__)"
+    )
+    (tmp_path / "show.py").write_text(code)
     done = run(scripts, tmp_path, "--", "show.py")
     assert done.returncode == 0, done.stderr
     out = next(tmp_path.glob("runs/*/*/logs/0/rank-0.out")).read_text()
     assert done.stderr.count("launch-rank: rank 0") == 1
-    assert Path(out.strip()).is_relative_to(scripts.parent)
+    package, hook = map(Path, out.split())
+    assert package.is_relative_to(scripts.parent) and hook.is_relative_to(package.parent)
     shim = next(tmp_path.glob("runs/*/*/rank-0.applied.json"))
     assert json.loads(shim.read_text())["problems"] == []
 

@@ -212,3 +212,22 @@ def test_the_shipped_workloads_ask_for_the_books_numbers() -> None:
         "video": 8,
     }
     assert all(conf.workload == name for name, conf in files.items())
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        ("synchronised", "there is no policy 'synchronised'"),
+        ("synchronized,every=abc", "'every=abc' is neither"),
+        ("frozen,warmup=-1", "'warmup=-1' is neither"),
+        ("disabled,evry=5", "'evry=5' is neither"),
+    ],
+)
+def test_a_policy_that_no_interpreter_would_take_is_warned_of(value: str, fault: str) -> None:
+    (warning,) = plan(convert(describe(["0-3"], [0])), Request(environ=(("LAUNCH_GC", value),))).warnings
+    assert warning.startswith(f"LAUNCH_GC={value}: {fault}")
+
+
+@pytest.mark.parametrize("value", ["", "default", "disabled,every=0", "synchronized,warmup=5,every=9,log"])
+def test_a_policy_of_the_users_is_kept_in_silence(value: str) -> None:
+    assert plan(convert(describe(["0-3"], [0])), Request(environ=(("LAUNCH_GC", value),))).warnings == ()

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.plan.model import BINDERS, Limits, Request
+from launcher.plan.model import Limits, Request
 from launcher.plan.planner import plan
+from launcher.plan.rules import BINDERS
 
 from .plan_lab import convert, describe, load
 

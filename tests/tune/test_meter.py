@@ -70,6 +70,14 @@ def test_without_an_optimizer_batches_count_and_the_end_of_a_short_program_is_it
     assert judge_trial([record], 0, 1).wait > 0.3
 
 
+def test_what_one_loader_reads_from_another_is_counted_once(tmp_path: Path) -> None:
+    inner = "{'sampler': DataLoader(range(100), batch_size=None)}"
+    assert finish(start(tmp_path, inner, "eval", "7")) == (0, "the end\n", "")
+    (record,) = read_records(tmp_path / "measured")
+    assert (record.steps, record.loaders) == (8, ((0, False, 8),))
+    assert sum(record.waits) < sum(record.times)
+
+
 def test_a_rank_that_is_done_goes_on_until_all_are(tmp_path: Path) -> None:
     quick = start(tmp_path, "{}", RANK="0", WORLD_SIZE="2", PACE="0.001")
     slow = start(tmp_path, "{}", RANK="1", WORLD_SIZE="2", PACE="0.3")

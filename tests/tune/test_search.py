@@ -73,6 +73,12 @@ def test_bounds_are_those_of_a_concave_throughput() -> None:
     assert bound_rate(trials[1:], 3) == pytest.approx(3 * 1.02 * 3 / 2)  # each worker as much again
 
 
+def test_a_slowed_first_trial_does_not_end_the_search() -> None:
+    """Something else on the machine has slowed computing in the first trial; one worker is waited for."""
+    trials = [Trial(0, 13.1, 0.48, 51), Trial(1, 29.9, 0.97, 51)]
+    assert choose_next(trials, 3) in (2, 3)
+
+
 def test_the_price_of_trying_all() -> None:
     assert price_all(0, 48) == 51
     assert price_all(2, 48) == 51 + 53 + 55

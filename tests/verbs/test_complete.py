@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli import VERBS
+from launcher.command import VERBS
 from launcher.completion import answer_query
 from tests.cli import test_completion
 from tests.cli.test_completion import complete_in_bash

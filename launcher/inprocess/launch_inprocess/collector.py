@@ -12,6 +12,7 @@ import os
 import sys
 from time import monotonic
 
+from .outlook import real_collect, replace_functions, restore_functions
 from .steps import mark_step, on_step, on_takeover
 
 TYPE_CHECKING = False
@@ -27,8 +28,6 @@ They bound memory where no steps come (evaluation), and do not come at all betwe
 """
 FIRST_REVIEW = 16
 """Collections in step after which the frozen objects are looked at anew, and again after twice as many."""
-
-real_collect = gc.collect
 
 
 class Policy:
@@ -59,7 +58,7 @@ class Policy:
             self.left = False, self.found[1]
             self.held = True
         else:
-            replace_collect()
+            replace_functions(self)
         on_step(self.see_step)
         on_takeover(self.begin_phase, 2 * (self.every or EVERY))
         os.register_at_fork(after_in_child=self.leave_child)
@@ -94,7 +93,8 @@ class Policy:
     def collect_in_step(self) -> None:
         """Collect among what is not frozen; at doubling distances, look at all objects anew."""
         self.rounds += 1
-        if self.frozen and self.rounds >= FIRST_REVIEW and self.rounds & (self.rounds - 1) == 0:
+        is_review = self.rounds >= FIRST_REVIEW and self.rounds & (self.rounds - 1) == 0
+        if self.name == "synchronized" and (is_review or not self.frozen):
             self.freeze()
         else:
             began = monotonic()
@@ -122,13 +122,13 @@ class Policy:
             self.note(began, real_collect())
 
     def begin_phase(self, step: int) -> None:
-        """Warm up anew: another optimizer leads, and what is frozen may have been the last one's."""
+        """Warm up anew: the leading optimizer is gone, and what is frozen may have been its model's."""
         self.began = step
         if self.active and self.frozen:
             self.release()
             self.held, self.rounds, self.left = False, 0, self.found
             began = monotonic()
-            self.note(began, real_collect(), ", another optimizer leads")
+            self.note(began, real_collect(), ", a new phase begins")
 
     def stand_down(self) -> None:
         """Leave the collector to the program for good."""
@@ -142,6 +142,13 @@ class Policy:
             gc.enable() if self.found[0] else gc.disable()
         if gc.get_threshold() == self.left[1]:
             gc.set_threshold(*self.found[1])
+        self.thaw()
+
+    def thaw(self) -> None:
+        """Have the program see all objects; those that stay are frozen again when it is due.
+
+        Not at once: that would freeze garbage which has not been collected.
+        """
         if self.frozen:
             self.frozen = False
             gc.unfreeze()
@@ -150,8 +157,7 @@ class Policy:
         """Leave a forked child with the collector that it would have had."""
         self.release()
         self.active = False
-        if gc.collect is collect:
-            gc.collect = real_collect
+        restore_functions()
 
     def note(self, began: float, freed: int, more: str = "") -> None:
         """Count a collection, and tell of it."""
@@ -201,28 +207,3 @@ def is_capturing() -> bool:
     """Tell whether a CUDA graph is being captured, during which nothing on the GPU may be freed."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     return bool(cuda is not None and cuda.is_initialized() and cuda.is_current_stream_capturing())
-
-
-def replace_collect() -> None:
-    """Have `gc.collect()` of the program collect everything, frozen objects too.
-
-    One of `gc.callbacks` would not do: what a signal's handler raises in it (`sys.exit`) is lost.
-    """
-    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
-        setattr(collect, name, getattr(real_collect, name))
-    collect.__wrapped__ = real_collect  # type: ignore[attr-defined]  # for inspect.signature
-    collect._torchdynamo_disable = True  # type: ignore[attr-defined]  # as a builtin function is for it
-    gc.collect = collect
-
-
-def collect(*words: int, **named: int) -> int:
-    """What the program calls as `gc.collect`."""
-    generation = words[0] if words else named.get("generation", 2)
-    if policy is None or not policy.frozen or generation != 2:
-        return real_collect(*words, **named)
-    gc.unfreeze()
-    try:
-        return real_collect(*words, **named)
-    finally:
-        if policy.frozen:
-            gc.freeze()

@@ -26,7 +26,7 @@ def set_loaders(environ: Mapping[str, str]) -> None:
     from .workers import place_workers
 
     place_workers(environ)
-    if environ.get("LAUNCH_LOADER_DEFAULT") == "1":
+    if environ.get("LAUNCH_LOADER_DEFAULT") == "1":  # for nobody else is the module loaded
         from .loaders import give_workers
 
         give_workers(environ)

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     Action = Callable[[int], object]
 
 PATIENCE = 100
-"""Steps of another optimizer without one of the leader, after which that other one leads."""
+"""Steps of another optimizer without one of the leader, after which that other one leads.
+
+Where none lives that long, so many rounds of others' steps end the leader's phase, and none begins.
+"""
 
 
 class Counter:
@@ -32,8 +35,10 @@ class Counter:
         self.marked = False
         """The program marks its steps itself."""
         self.leader: Callable[[], object] | None = None
-        self.others: dict[int, tuple[Callable[[], object], int]] = {}
-        """Optimizers by their ids, with the steps they have done since the leader's last one."""
+        self.others: dict[int, tuple[Callable[[], object], int, int]] = {}
+        """Optimizers by their ids: their steps since the leader's last one, and their last round."""
+        self.rounds = 0
+        """Rounds since then: one ends where an optimizer steps that has done so in it already."""
 
     def see_step(self, optimizer: object, _args: object = None, _kwargs: object = None) -> None:
         """Hear of an optimizer's step; torch's hook."""
@@ -48,14 +53,19 @@ class Counter:
             tell(self.takeovers, self.step)
         if self.others:
             self.others.clear()
+            self.rounds = 0
         self.advance()
 
     def lets_lead(self, optimizer: object) -> bool:
         """Count a step of an optimizer that does not lead, and tell whether it does from now on."""
-        known, count = self.others.get(id(optimizer), (None, 0))
+        known, count, last = self.others.get(id(optimizer), (None, 0, -1))
         if known is None or known() is not optimizer:
-            known, count = ref(optimizer), 0
-        self.others[id(optimizer)] = known, count + 1
+            known, count, last = ref(optimizer), 0, -1
+        if last == self.rounds:
+            self.rounds += 1
+            if self.rounds == self.patience:
+                tell(self.takeovers, self.step)
+        self.others[id(optimizer)] = known, count + 1, self.rounds
         return count + 1 >= self.patience
 
     def advance(self) -> None:
@@ -84,7 +94,11 @@ def on_step(action: Action) -> None:
 
 
 def on_takeover(action: Action, patience: int) -> None:
-    """Have `action(step)` called when another optimizer leads from then on, before its step counts."""
+    """Have `action(step)` called when the leader's phase is over.
+
+    That is when another optimizer leads from then on, before its step counts; or when many short-lived ones
+    have stepped as long, as in a search among hyperparameters.
+    """
     COUNTER.patience = patience
     COUNTER.takeovers.append(action)
 
