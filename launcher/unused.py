@@ -1,6 +1,6 @@
 """What a job is given that has no use where it runs, or has none for a run at all."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 
 from launcher.errors import UsageError
@@ -10,6 +10,8 @@ from launcher.wording import say
 
 OF_VERBS = {"rank": "launch logs", "yes": "launch cancel` and `launch tune"}
 """Keys for verbs; a file may hold them, since that is read for all verbs."""
+OVERRULED = {"gc": "LAUNCH_GC", "dataloader": "LAUNCH_NUM_WORKERS"}
+"""Variables of the user's that come over a group."""
 ANYWHERE = ("kind", "container")
 """Keys of `cluster` that are no others' business: a container is refused where there is no srun."""
 
@@ -40,6 +42,14 @@ def warn_unused(config: LaunchConfig, cluster: Cluster, given: Collection[str]) 
             f"warning: {', '.join(keys)} {verb} for SLURM, and this job runs here ({cluster.why}): set"
             f" cluster=slurm, or leave {them} out"
         )
+
+
+def warn_overruled(environ: Mapping[str, str], given: Collection[str]) -> None:
+    """Say which variables of the environment come over what the command line asks for."""
+    for key in sorted(given):
+        name = OVERRULED.get(key.partition(".")[0], "")
+        if environ.get(name):
+            say(f"warning: {name}={environ[name]} is set, and comes over {key} of the command line: unset it")
 
 
 def list_changed(name: str, found: object, default: object) -> Iterator[str]:

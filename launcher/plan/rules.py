@@ -13,6 +13,10 @@ FILES_RANK, FILES_WORKER = 512, 64
 its queues and its end, and one for each tensor of the two batches ahead, 29 in each. PyTorch's notes on
 multiprocessing (sharing strategy `file_descriptor`); counted with torch 2.13: 8 more for each worker at 2
 tensors a batch, 29 at 20."""
+WORKLOADS = {"text": 2, "vision": 4, "video": 8, "none": 0}
+"""DataLoader workers for each rank by what they do: 2 for text, 3 to 4 and sometimes more for images.
+
+Source: S. Bekman, Machine Learning Engineering Open Book. The files of the group `dataloader` agree."""
 OFF = ("", "0", "false", "no", "off", "none", "disabled")
 """Values by which a variable does nothing."""
 BINDS = (

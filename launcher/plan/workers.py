@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from launcher.plan.cores import Cores, count_usable
 from launcher.plan.model import Machine, Request
-from launcher.plan.rules import FILES_RANK, FILES_WORKER, SHARE, count_system
+from launcher.plan.rules import FILES_RANK, FILES_WORKER, SHARE, WORKLOADS, count_system
 from launcher.plan.variables import Part, read_count
 
+NUMBER = "dataloader.num_workers"
 ROUNDING = 1e-6
 """Shares of cores are sums of fractions."""
 SHM_FIX = (
@@ -54,8 +55,14 @@ def plan_crew(request: Request, machine: Machine, cores: Sequence[Cores]) -> Cre
         *bound_shm(machine, wanted * ranks, ranks, request.worker_shm_mib),
         *bound_files(machine),
     )
-    who = f"dataloader={request.workload}" if asked is None else "LAUNCH_NUM_WORKERS"
+    who = name_asker(request) if asked is None else "LAUNCH_NUM_WORKERS"
     return Crew(who, wanted, asked is None and not request.measured, bounds)
+
+
+def name_asker(request: Request) -> str:
+    """Name the key that asks: the workload, or the number where that is not the workload's."""
+    is_usual = WORKLOADS.get(request.workload, request.num_workers) == request.num_workers
+    return f"dataloader={request.workload}" if is_usual else NUMBER
 
 
 def bound_cores(machine: Machine, cores: Sequence[Cores]) -> Bound:
@@ -143,9 +150,15 @@ def set_workers(request: Request, crew: Crew, cores: Cores) -> tuple[int, Part]:
 
 
 def find_tight(crew: Crew, cores: Sequence[Cores]) -> Iterator[str]:
-    """Where something else than cores leaves ranks with fewer workers than they would have, and its fix."""
+    """Where ranks have fewer workers than they would have, and the fix; cores count where a number was given."""
     room = max(min(bound_own(each).most, crew.bounds[0].most) for each in cores)
     had = min(crew.wanted, max(1, room)) if crew.bounded else crew.wanted
+    is_told = any(each.limited for each in cores)  # a quota has a warning of its own
+    if crew.who == NUMBER and had < crew.wanted and not is_told:
+        yield (
+            f"{NUMBER}={crew.wanted} is more than there are cores for: ranks get {had} at most "
+            f"({crew.bounds[0].what}): ask for more CPUs, or set dataloader.measured=true to have them all"
+        )
     for bound in crew.bounds:
         if bound.fix and bound.most < had:
             yield (

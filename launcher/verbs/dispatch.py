@@ -9,6 +9,7 @@ from launcher.envfile import fill_env
 from launcher.job import plan_configured
 from launcher.save import refuse_files
 from launcher.schema import LaunchConfig
+from launcher.unused import warn_overruled
 
 OF_MACHINE = ("plan", "topo", "doctor")
 """Verbs that depend on the environment that ranks would have."""
@@ -32,6 +33,7 @@ def show(
     if verb != "topo":
         refuse_files(f"launch {verb}", config)
     if verb == "plan":
+        warn_overruled(environ, given)
         settle_allocator(config, program or find_words(config), environ, given)
         return show_plan(config, environ)
     if verb == "topo":

@@ -81,3 +81,15 @@ def test_a_file_may_hold_the_keys_of_verbs(launch: Launch, here: Path) -> None:
     (here / "conf/mine/own.yaml").write_text('# @package _global_\n"yes": true\nrank: 0\n')
     assert launch(*HERE, "mine=own").code == 0
     assert launch(*HERE, "rank=null", "yes=false").code == 0
+
+
+@pytest.mark.parametrize("words", [["plan"], [*HERE]], ids=["plan", "run"])
+def test_a_variable_that_comes_over_the_command_line_is_told_of(
+    launch: Launch, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAUNCH_GC", "default")
+    monkeypatch.setenv("LAUNCH_NUM_WORKERS", "1")
+    told = [line for line in launch(*words, "gc.every=9").err.splitlines() if "comes over" in line]
+    assert told == [
+        "launch: warning: LAUNCH_GC=default is set, and comes over gc.every of the command line: unset it"
+    ]

@@ -9,7 +9,7 @@ from tests.inprocess.hooked import QUICK, ROOT, STEPS, run_code, run_program
 
 STATE = """
 def look():
-    return [gc.isenabled(), gc.get_threshold()[0] > 10_000, gc.get_freeze_count() > 1000]
+    return [gc.isenabled(), gc.get_threshold()[1] > 100, gc.get_freeze_count() > 1000]
 """
 
 
@@ -45,12 +45,12 @@ def test_the_collector_is_as_it_was_until_the_warm_up_is_over(tmp_path: Path) ->
     [
         (QUICK, 1, "gc.disable()", [False, False, False]),
         (QUICK, 1, "gc.freeze()", [True, False, True]),
-        (QUICK, 1, "gc.set_threshold(20_000)", [True, True, False]),
+        (QUICK, 1, "gc.set_threshold(700, 2_000)", [True, True, False]),
         (QUICK, 7, "gc.disable()", [False, False, False]),
-        (QUICK, 7, "gc.set_threshold(20_000)", [True, True, False]),
+        (QUICK, 7, "gc.set_threshold(700, 2_000)", [True, True, False]),
         ("frozen,warmup=3", 1, "gc.disable()", [False, False, False]),
         ("disabled,every=5", 1, "gc.enable()", [True, False, False]),
-        ("disabled,every=5", 7, "gc.set_threshold(20_000)", [True, True, False]),
+        ("disabled,every=5", 7, "gc.set_threshold(700, 2_000)", [True, True, False]),
     ],
 )
 def test_a_program_that_handles_gc_itself_is_left_alone(

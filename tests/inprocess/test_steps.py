@@ -57,11 +57,11 @@ def test_short_trainings_after_one_another_end_the_first_ones_phase(tmp_path: Pa
 train(make(), steps=7)
 for number in range(30):
     train(make(), steps=2)
-    look = gc.get_threshold()[0], gc.get_freeze_count()
+    look = gc.get_threshold()[1], gc.get_freeze_count()
     assert (look == (START, 0)) == (number >= 9), (number, look)
 train(make(), steps=12)
 """
-    code = f"{code}\nassert gc.get_threshold()[0] != START".replace("START", str(gc.get_threshold()[0]))
+    code = f"{code}\nassert gc.get_threshold()[1] != START".replace("START", str(gc.get_threshold()[1]))
     assert read_steps(code, tmp_path) == [3, 5, 7, 10]
 
 

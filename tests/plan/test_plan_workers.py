@@ -230,7 +230,7 @@ def test_more_than_one_worker_is_never_more_than_there_is_room_for(
     time = min(cores, limits.cpus or cores)
     for rank in made.ranks:
         assert min(1, request.num_workers) <= rank.num_workers <= request.num_workers
-        assert rank.notes[1].startswith(f"num_workers={rank.num_workers}: dataloader=text asks for ")
+        assert rank.notes[1].startswith(f"num_workers={rank.num_workers}: dataloader")
         own = {cpu.core for cpu in machine.cpus if cpu.id in rank.worker_cpus}
         assert rank.num_workers <= max(1, len(own) - 1)
     least = min(rank.num_workers for rank in made.ranks)
@@ -242,3 +242,16 @@ def test_more_than_one_worker_is_never_more_than_there_is_room_for(
     busy = [rank for rank in made.ranks if rank.num_workers > 1]
     if len(busy) == ranks:
         assert sum(rank.num_workers + 1 for rank in busy) + min(4, ranks / 2) <= time
+
+
+def test_a_number_that_cores_cut_is_warned_of() -> None:
+    small = convert(describe(["0-3"], [0]))
+    made = plan(small, Request(num_workers=9))
+    assert count(made) == [2]
+    assert tell(made) == "num_workers=2: dataloader.num_workers asks for 9; at most 2 for 4 cores and 1 rank"
+    (warning,) = made.warnings
+    assert warning.startswith(
+        "dataloader.num_workers=9 is more than there are cores for: ranks get 2 at most"
+    )
+    assert plan(small, Request(num_workers=9, measured=True)).warnings == ()
+    assert plan(small, Request(workload="ours", num_workers=9)).warnings == ()

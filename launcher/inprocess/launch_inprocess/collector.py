@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 
 POLICIES = ("synchronized", "disabled", "frozen")
 WARMUP, EVERY = 30, 50
-LEAST, PART = 50_000, 10
-"""Automatic collections wait for this many new objects, or one for so many frozen ones.
-
-They bound memory where no steps come (evaluation), and do not come at all between steps as a rule.
+LEAST, PART = 1_000_000, 10
+"""Automatic collections beyond the youngest generation wait for this many new objects, or one for so many
+frozen ones. They bound memory where no steps come (evaluation), and seldom come between collections in step.
 """
 FIRST_REVIEW = 16
 """Collections in step after which the frozen objects are looked at anew, and again after twice as many."""
@@ -109,7 +108,7 @@ class Policy:
         self.frozen = True
         count = gc.get_freeze_count()
         if self.name == "synchronized":
-            gc.set_threshold(max(LEAST, count // PART), *self.found[1][1:])
+            gc.set_threshold(*hold_back(self.found[1], max(LEAST, count // PART)))
             self.left = self.found[0], gc.get_threshold()
         self.note(began, freed, f", {count} are frozen")
 
@@ -207,3 +206,13 @@ def is_capturing() -> bool:
     """Tell whether a CUDA graph is being captured, during which nothing on the GPU may be freed."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     return bool(cuda is not None and cuda.is_initialized() and cuda.is_current_stream_capturing())
+
+
+def hold_back(found: tuple[int, int, int], objects: int) -> tuple[int, int, int]:
+    """Return thresholds with which only the youngest generation is collected before so many new objects.
+
+    That goes on as it was: it looks at some hundred objects, and without it the garbage of every step, with
+    the tensors in it, would stay until the next collection in step.
+    """
+    young, middle, old = found
+    return young, max(middle, objects // max(1, young)), old
