@@ -150,7 +150,7 @@ def set_workers(request: Request, crew: Crew, cores: Cores) -> tuple[int, Part]:
 
 
 def find_tight(crew: Crew, cores: Sequence[Cores]) -> Iterator[str]:
-    """Where ranks have fewer workers than they would have, and the fix; cores count where a number was given."""
+    """Where ranks have fewer workers than they would, and the fix; cores count where a number was given."""
     room = max(min(bound_own(each).most, crew.bounds[0].most) for each in cores)
     had = min(crew.wanted, max(1, room)) if crew.bounded else crew.wanted
     is_told = any(each.limited for each in cores)  # a quota has a warning of its own
