@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from launcher.node import FAMILIES
+from launcher.plan.variables import HONOURED
+
 LAUNCH = (sys.executable, "-c", "import sys; sys.argv[0] = 'launch'; from launcher.cli import main; main()")
 
 
@@ -80,8 +83,11 @@ def drop_powers() -> None:
 
 
 def clean_environ() -> dict[str, str]:
-    """Return this process's environment without what changes a job's placement or size."""
-    ours = ("PET_", "LAUNCH_", "TORCHELASTIC_", "CUDA_VISIBLE", "OMP_NUM", "HYDRA_", "COMP_")
+    """Return this process's environment without what changes a job's placement or size, or a plan shows.
+
+    Libraries that a test imports in this process leave variables of their own.
+    """
+    ours = ("PET_", "LAUNCH_", "TORCHELASTIC_", "HYDRA_", "COMP_", *HONOURED, *FAMILIES)
     slurms = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_")
     return {name: value for name, value in os.environ.items() if not name.startswith((*ours, *slurms))}
 
