@@ -25,8 +25,6 @@ from launcher.launch.conflicts import (
 from launcher.launch.program import render_program
 from launcher.plan.allocator import EXPANDABLE
 from launcher.plan.allocator_text import find_variable, parse_settings
-from launcher.probe.examine import read_capabilities
-from launcher.probe.sysfs import Tree
 from launcher.schema import LaunchConfig
 from launcher.wording import say
 
@@ -97,6 +95,9 @@ def is_contained(config: LaunchConfig) -> bool:
         return True
     if not any(Path(mark).exists() for mark in MARKS):
         return False
+    from launcher.probe.examine import read_capabilities  # the doctor's, which most starts need not
+    from launcher.probe.sysfs import Tree
+
     return not read_capabilities(Tree()) >> SYS_PTRACE & 1
 
 

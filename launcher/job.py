@@ -109,6 +109,7 @@ def draft_job(
     refuse_files(verb, config)
     if verb == "launch":
         refuse_keys(config, composed.given)
+        warn_overruled({**environ, **config.env}, composed.given)
     merged = {**environ, **config.env}
     cluster = choose_cluster(
         config.cluster.kind, config.nodes, config.node_rank, config.rdzv_endpoint, merged
@@ -119,7 +120,6 @@ def draft_job(
     check_container(config, cluster)
     program = find_program(words, config, merged)
     warn_unused(config, cluster, composed.given)
-    warn_overruled(merged, composed.given)
     unset = settle_allocator(config, program, merged, composed.given)
     return Draft(composed, config, words, cluster, merged, loaded, unset)
 

@@ -5,10 +5,10 @@ plans nothing, for names alone.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from launcher.errors import UsageError
 
+TYPE_CHECKING = False  # `typing` costs 4 ms
 if TYPE_CHECKING:
     from launcher.plan.model import Machine
 

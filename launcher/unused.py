@@ -1,17 +1,22 @@
-"""What a job is given that has no use where it runs, or has none for a run at all."""
+"""What a job is given that has no use where it runs, has none for a run at all, or is overruled."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 
 from launcher.errors import UsageError
 from launcher.launch.cluster import Cluster
+from launcher.plan.allocator_text import find_variable, parse_settings
+from launcher.plan.variables import stays
 from launcher.schema import ClusterConfig, LaunchConfig
 from launcher.wording import say
 
 OF_VERBS = {"rank": "launch logs", "yes": "launch cancel` and `launch tune"}
 """Keys for verbs; a file may hold them, since that is read for all verbs."""
-OVERRULED = {"gc": "LAUNCH_GC", "dataloader": "LAUNCH_NUM_WORKERS"}
-"""Variables of the user's that come over a group."""
+OVERRULED = {
+    "LAUNCH_GC": ("gc", "gc.policy", "gc.warmup", "gc.every", "gc.log"),
+    "LAUNCH_NUM_WORKERS": ("dataloader", "dataloader.num_workers", "dataloader.workload"),
+}
+"""Variables of the user's, with the keys that they come over."""
 ANYWHERE = ("kind", "container")
 """Keys of `cluster` that are no others' business: a container is refused where there is no srun."""
 
@@ -46,10 +51,12 @@ def warn_unused(config: LaunchConfig, cluster: Cluster, given: Collection[str]) 
 
 def warn_overruled(environ: Mapping[str, str], given: Collection[str]) -> None:
     """Say which variables of the environment come over what the command line asks for."""
-    for key in sorted(given):
-        name = OVERRULED.get(key.partition(".")[0], "")
-        if environ.get(name):
-            say(f"warning: {name}={environ[name]} is set, and comes over {key} of the command line: unset it")
+    over = {name: keys for name, keys in OVERRULED.items() if name in environ and stays(environ, name, {})}
+    if name := find_variable(environ):
+        over[name] = tuple(f"allocator.{key}" for key in parse_settings(environ[name]) or ())
+    for name, keys in over.items():
+        if lost := [key for key in keys if key in given]:
+            say(f"warning: {name}={environ[name]} is set, and comes over {', '.join(lost)}: unset it")
 
 
 def list_changed(name: str, found: object, default: object) -> Iterator[str]:

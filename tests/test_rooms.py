@@ -235,7 +235,15 @@ assert shim.main() == 127
     loaded = list_loaded(script, tmp_path) - list_loaded("", tmp_path)
     assert "launcher.plan.planner" in loaded and "launcher.probe.machine" in loaded
     assert {module.partition(".")[0] for module in loaded} - {"launcher"} <= STDLIB
-    for heavy in ("subprocess", "pathlib", "argparse", "asyncio", "shutil", "tempfile"):
+    for heavy in (
+        "subprocess",
+        "pathlib",
+        "argparse",
+        "asyncio",
+        "shutil",
+        "tempfile",
+        "typing",
+    ):
         assert heavy not in loaded, heavy
 
 

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from launcher.errors import UsageError
 from launcher.plan.model import Limits, Machine, Plan, Request
 from launcher.plan.planner import plan
+from launcher.plan.rules import WORKLOADS
 from launcher.plan.topology import find_usable
 from launcher.plan.workers import find_level
 
@@ -255,3 +256,9 @@ def test_a_number_that_cores_cut_is_warned_of() -> None:
     )
     assert plan(small, Request(num_workers=9, measured=True)).warnings == ()
     assert plan(small, Request(workload="ours", num_workers=9)).warnings == ()
+
+
+def test_the_workloads_files_say_what_the_rule_says() -> None:
+    files = {path.stem: OmegaConf.load(path) for path in (CONF / "dataloader").glob("*.yaml")}
+    assert {file.workload: file.num_workers for file in files.values()} == WORKLOADS
+    assert set(files) == set(WORKLOADS)
