@@ -22,6 +22,8 @@ class Scene:
     topology: Topology
     binding: str
     gpus: Sequence[Gpu | None]
+    homes: Sequence[frozenset[int]]
+    """NUMA nodes nearest to each rank's GPU."""
     places: Sequence[Place]
     memories: Sequence[Memory]
     links: Sequence[Link | None]

@@ -47,8 +47,8 @@ class Crew:
 
 def plan_crew(request: Request, machine: Machine, cores: Sequence[Cores]) -> Crew:
     """Find out how many workers are asked for, and what the node has for them; `cores` are each rank's."""
-    asked, ranks = read_count(dict(request.environ), "LAUNCH_NUM_WORKERS", 0), len(cores)
-    wanted = request.num_workers if asked is None else asked
+    asked, ranks = read_asked(request), len(cores)
+    wanted = count_wanted(request)
     bounds = (
         bound_cores(machine, cores),
         *bound_memory(request, machine, ranks),
@@ -57,6 +57,17 @@ def plan_crew(request: Request, machine: Machine, cores: Sequence[Cores]) -> Cre
     )
     who = name_asker(request) if asked is None else "LAUNCH_NUM_WORKERS"
     return Crew(who, wanted, asked is None and not request.measured, bounds)
+
+
+def read_asked(request: Request) -> int | None:
+    """The number in the user's LAUNCH_NUM_WORKERS; None without one."""
+    return read_count(dict(request.environ), "LAUNCH_NUM_WORKERS", 0)
+
+
+def count_wanted(request: Request) -> int:
+    """DataLoader workers that each rank would like."""
+    asked = read_asked(request)
+    return request.num_workers if asked is None else asked
 
 
 def name_asker(request: Request) -> str:

@@ -66,11 +66,11 @@ def test_small_machines_have_a_worker_and_more_where_cores_allow(
     assert [min(count(made)), max(count(made))] == [workers] * 2
 
 
-def test_a_rank_with_more_cores_is_not_held_to_the_others() -> None:
+def test_ranks_share_all_cores_where_each_asks_for_more() -> None:
     made = plan(convert(describe(["0-31", "32-63"], [0, 1, 1, 1, 1])), Request(num_workers=99))
-    assert count(made) == [28, 7, 7, 7, 7]
-    assert tell(made, 0).endswith("at most 28 for 64 cores and 5 ranks")
-    assert tell(made, 1).endswith("at most 7 for its 8 cores")
+    assert count(made) == [12, 11, 11, 11, 11]
+    assert tell(made, 0).endswith("at most 12 for 64 cores and 5 ranks")
+    assert tell(made, 1).endswith("at most 11 for its 12 cores")
 
 
 def test_cores_kept_back_count_for_the_system() -> None:
