@@ -130,13 +130,21 @@ def describe(gpu: Gpu | None, shared: int, distance: int) -> str:
 def deal(
     wanted: Mapping[Seeker, Choices], ranks: Mapping[Seeker, int], likes: Mapping[Seeker, int]
 ) -> dict[Seeker, int]:
-    """Give each one of the NICs that it wants, those with fewest ranks first; who has least choice begins."""
+    """Give each one of the NICs that it wants, those with fewest ranks first; who has least choice begins.
+
+    Those that may have the same NICs get them in blocks (0, 0, 1, 1), as NVIDIA's and the clouds' topology
+    files have it: neighbours on a bus share a NIC.
+    """
     load: Counter[int] = Counter()
     dealt: dict[Seeker, int] = {}
+    alike: dict[tuple[tuple[int, ...], int], list[Seeker]] = {}
     for seeker in sorted(wanted, key=lambda seeker: (len(wanted[seeker][1]), seeker[1], seeker[0])):
-        liked = likes.get(seeker)
-        dealt[seeker] = min(wanted[seeker][1], key=lambda at: (load[at], at != liked, at))
+        nics, liked = wanted[seeker][1], likes.get(seeker)
+        dealt[seeker] = min(nics, key=lambda at: (load[at], at != liked, at))
         load[dealt[seeker]] += ranks[seeker]
+        alike.setdefault((nics, ranks[seeker]), []).append(seeker)
+    for group in alike.values():
+        dealt.update(zip(group, sorted(dealt[seeker] for seeker in group), strict=True))
     return dealt
 
 
