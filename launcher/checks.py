@@ -7,10 +7,10 @@ from dataclasses import asdict
 from launcher.errors import UsageError
 from launcher.launch.cluster import Cluster
 from launcher.launch.slurm.srun import refuse_options
+from launcher.plan.rules import DEVICES
 from launcher.schema import LaunchConfig
 
 CONSOLES = ("rank0", "all", "none")
-DEVICES = ("all", "own")
 AGENTS = ("torchrun", "srun")
 FORMATS = ("table", "json")
 MOST_WORKERS = 1024

@@ -210,7 +210,8 @@ class LaunchConfig:
     rdzv_endpoint: str | None = None
     """HOST:PORT where the nodes meet, on the node with `node_rank=0`, for `cluster=manual`."""
     devices: str = "all"
-    """`all`: every rank sees the job's GPUs; `own`: each rank sees its own alone."""
+    """`all`: every rank sees the job's GPUs, and rank N uses GPU N; `own`: each rank sees its own alone;
+    `spread`: with fewer ranks than GPUs, all ranks see as many GPUs, spread over packages and NICs."""
     agent: str = "torchrun"
     """What starts the ranks of a node in a SLURM job: `torchrun`, or `srun` (each rank is a task)."""
     follow: bool = False

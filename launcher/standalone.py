@@ -76,6 +76,8 @@ def plan_for_rank(
     root = str(wishes.pop("root"))
     # A rank that keeps its CPUs need not know how many it has beside it.
     ranks = local_world_size or (local_rank + 1 if alone else None)
+    if not local_world_size and wishes["devices"] == "spread":
+        wishes["devices"] = "all"  # ranks that do not know how many they are would choose differently
     request = make_request(wishes, ranks, environ, root)
     # MIG instances are in NVML alone: where one is named, its word is wanted from the start.
     machine = probe(root, quick="MIG-" not in environ.get("CUDA_VISIBLE_DEVICES", ""))
@@ -185,7 +187,9 @@ def keep_cpus(machine: Machine, request: Request, rank: RankPlan) -> Plan:
     )
     own = plan(island, replace(forget_devices(request), nproc_per_node=1, binding=binding)).ranks[0]
     cpus = machine.allowed_cpus
-    mine = replace(own, local_rank=rank.local_rank, gpu=rank.gpu, cpus=cpus, worker_cpus=cpus)
+    shown = {name: value for name, value in rank.env if name in VISIBLE_DEVICES}
+    env = tuple(sorted({**dict(own.env), **shown}.items()))
+    mine = replace(own, local_rank=rank.local_rank, gpu=rank.gpu, cpus=cpus, worker_cpus=cpus, env=env)
     return Plan(machine, (mine,), machine.warnings)
 
 

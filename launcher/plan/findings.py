@@ -162,7 +162,7 @@ def find_advice(
             "and NCCL refuses two ranks on one GPU: "
             f"set nproc_per_node={len(visible)} unless the program means it (MPS)"
         )
-    if len(visible) > 1 and request.devices == "all" and any(gpu.uuid.startswith("MIG-") for gpu in visible):
+    if len(visible) > 1 and request.devices != "own" and any(gpu.uuid.startswith("MIG-") for gpu in visible):
         yield "CUDA opens one MIG instance in a process, so every rank would use the first: set devices=own"
     order = environ.get("CUDA_DEVICE_ORDER") or "PCI_BUS_ID"
     if order != "PCI_BUS_ID" and len({gpu.name for gpu in visible}) > 1:

@@ -14,8 +14,9 @@ from launcher.plan.model import Gpu, Machine, Plan, Request
 from launcher.plan.nics import assign_nics
 from launcher.plan.origins import list_variables
 from launcher.plan.policies import Place, place_l3, place_none, place_numa, place_socket
-from launcher.plan.rules import count_each
+from launcher.plan.rules import DEVICES, count_each
 from launcher.plan.settings import Scene, choose_memory, finish_rank
+from launcher.plan.spread import spread_devices
 from launcher.plan.topology import Topology, survey
 from launcher.plan.visible import resolve_visible
 from launcher.plan.workers import count_wanted, find_tight, plan_crew
@@ -40,6 +41,8 @@ def plan(machine: Machine, request: Request) -> Plan:
     environ = dict(request.environ)
     seen = resolve_visible(machine.gpus, environ)
     topology = survey(machine, 0 if request.binding == "none" else request.reserve_cores)
+    if request.devices == "spread":
+        seen = spread_devices(machine, topology, seen, request)
     gpus = give_gpus(request.nproc_per_node or len(seen.devices) or len(topology.cores), seen.devices)
     each = count_each(count_wanted(request)) if request.binding == "exclusive" else 0
     assignment = assign_ranks(topology, gpus, each)
@@ -71,8 +74,8 @@ def check_request(request: Request) -> None:
     """Raise UsageError for values that mean nothing."""
     if request.binding not in POLICIES:
         raise UsageError(f"binding={request.binding} is unknown: use one of {', '.join(POLICIES)}")
-    if request.devices not in ("all", "own"):
-        raise UsageError(f"devices={request.devices} is unknown: use all or own")
+    if request.devices not in DEVICES:
+        raise UsageError(f"devices={request.devices} is unknown: use one of {', '.join(DEVICES)}")
     least = {"nproc_per_node": 1, "reserve_cores": 0, "num_workers": 0}
     given = {
         "nproc_per_node": request.nproc_per_node,

@@ -27,6 +27,8 @@ BINDS = (
 )
 """Source: libgomp's and LLVM's manuals; OMP_PLACES and GOMP_CPU_AFFINITY turn OMP_PROC_BIND on. Tried with
 torch 2.13: with any of the three, one of two CPUs is left."""
+DEVICES = ("all", "own", "spread")
+"""What ranks see of the job's GPUs, as `devices` names it."""
 COLLECTORS = ("synchronized", "disabled", "frozen", "default")
 """Policies for garbage collection, as LAUNCH_GC names them."""
 KMP_TYPES = ("balanced", "compact", "explicit", "logical", "physical", "scatter")

@@ -119,7 +119,7 @@ REQUESTS = st.builds(
     binding=st.sampled_from(sorted(POLICIES)),
     strict=st.booleans(),
     reserve_cores=st.integers(0, 8),
-    devices=st.sampled_from(["all", "own"]),
+    devices=st.sampled_from(["all", "own", "spread"]),
     num_workers=st.integers(0, 9),
     worker_gib=st.sampled_from([0.0, 0.5, 1e300]),
     worker_shm_mib=st.sampled_from([0.0, 4.0, 5e-324]),
@@ -155,7 +155,7 @@ def test_masks_are_never_empty_nor_outside_what_the_job_may_use(machine: Machine
 
 def keep_set(request: Request) -> Sequence[str]:
     """The user's variables that nothing may replace, as far as they hold something sensible."""
-    own = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if request.devices == "own" else ()
+    own = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if request.devices != "all" else ()
     return [name for name, value in request.environ if value and name not in (*own, *COUNTS)]
 
 
