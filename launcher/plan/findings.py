@@ -79,18 +79,21 @@ def find_uneven(scene: Scene) -> Iterator[str]:
     """
     topology = scene.topology
     sizes = {node: len(cores) for node, cores in topology.cores.items()}
+    if sum(sizes.values()) < len(scene.places):
+        return
     groups: dict[frozenset[int], set[int]] = {}
     for rank, home in enumerate(scene.homes):
         groups.setdefault(home, set()).add(rank)
     cores = {home: sum(sizes[node] for node in home) for home in groups}
     each = {home: cores[home] / len(ranks) for home, ranks in groups.items()}
     most = max(each.values())
-    for home, ranks in groups.items() if sum(sizes.values()) >= len(scene.places) else ():
+    for home, ranks in groups.items():
         if each[home] < LEAST_CORES and 2 * each[home] <= most:
             yield (
                 f"local rank {format_cpulist(ranks)} has {cores[home]} usable cores next to its GPUs, on "
-                f"{format_nodes(home)}, {each[home]:.2g} for each where others have {most:.3g}, so "
-                f"{describe_help(topology, home, ranks, scene.places)}: {suggest_cores(scene.machine, home)}"
+                f"{format_nodes(home)}, {each[home]:.2g} for each where other ranks have {most:.3g} next to "
+                f"theirs, so {describe_help(topology, home, ranks, scene.places)}: "
+                f"{suggest_cores(scene.machine, home)}"
             )
 
 

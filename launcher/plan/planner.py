@@ -16,7 +16,6 @@ from launcher.plan.origins import list_variables
 from launcher.plan.policies import Place, place_l3, place_none, place_numa, place_socket
 from launcher.plan.rules import DEVICES, count_each
 from launcher.plan.settings import Scene, choose_memory, finish_rank
-from launcher.plan.spread import spread_devices
 from launcher.plan.topology import Topology, survey
 from launcher.plan.visible import resolve_visible
 from launcher.plan.workers import count_wanted, find_tight, plan_crew
@@ -42,6 +41,8 @@ def plan(machine: Machine, request: Request) -> Plan:
     seen = resolve_visible(machine.gpus, environ)
     topology = survey(machine, 0 if request.binding == "none" else request.reserve_cores)
     if request.devices == "spread":
+        from launcher.plan.spread import spread_devices  # noqa: PLC0415  # a rank's start pays for imports
+
         seen = spread_devices(machine, topology, seen, request)
     gpus = give_gpus(request.nproc_per_node or len(seen.devices) or len(topology.cores), seen.devices)
     each = count_each(count_wanted(request)) if request.binding == "exclusive" else 0

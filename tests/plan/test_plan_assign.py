@@ -88,9 +88,9 @@ def test_a_job_with_two_cores_at_one_socket_has_four_for_each_of_eight_ranks() -
     assert (count_cores(made), memory(made)) == ([4] * 8, list("00001111"))
     assert [(rank.num_workers, rank.omp_num_threads) for rank in made.ranks[3:6]] == [(2, 2), (2, 1), (2, 1)]
     assert made.warnings == (
-        "local rank 4-7 has 2 usable cores next to its GPUs, on NUMA node 1, 0.5 for each where others have "
-        "7.5, so local rank 6-7 runs on NUMA node 0, and workers of local rank 4-5 also run on NUMA node 0: "
-        "ask for more CPUs of NUMA node 1 (cpus_per_task, or the whole node)",
+        "local rank 4-7 has 2 usable cores next to its GPUs, on NUMA node 1, 0.5 for each where other ranks "
+        "have 7.5 next to theirs, so local rank 6-7 runs on NUMA node 0, and workers of local rank 4-5 also "
+        "run on NUMA node 0: ask for more CPUs of NUMA node 1 (cpus_per_task, or the whole node)",
     )
 
 

@@ -109,6 +109,7 @@ def test_mig_instances_of_different_gpus_are_taken_first_and_warned_of() -> None
 @given(MACHINES, st.integers(1, 6))
 def test_what_ranks_are_shown_is_what_the_plan_says_they_have(machine: Machine, ranks: int) -> None:
     assume(find_usable(machine) and not any(gpu.mig for gpu in machine.gpus))
+    assume(len({len(gpu.uuid) for gpu in machine.gpus}) < 2)  # as real ones are: none begins another
     made = spread(machine, ranks)
     for rank in made.ranks:
         if rank.gpu:
