@@ -125,8 +125,10 @@ import gc, sys
 collect = sys.modules["launch_inprocess.collector"].end_step
 node = [[]]
 node.append(node)
+oldest = gc.get_threshold()[2]
+live = [[] for _ in range(50 * gc.get_threshold()[0] * gc.get_threshold()[1])]
 seen = [n for n in range(1, 12) if collect()]
-print(seen, gc.get_freeze_count() > 1000, gc.collect() >= 0, gc.get_threshold()[1] > 100)
+print(seen, gc.get_freeze_count() > 1000, gc.collect() >= 0, gc.get_threshold()[2] > oldest)
 """
     done = run_program([python, "-W", "error", "-c", code], tmp_path)
     assert (done.stdout, done.stderr) == ("[3, 5, 10] True True True\n", "")
