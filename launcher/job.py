@@ -11,7 +11,7 @@ from launcher.allocator import settle_allocator, unset_settings
 from launcher.checks import FORMATS, check_agent, check_choice, check_config, check_container, check_workers
 from launcher.errors import UsageError
 from launcher.launch.cluster import Cluster, check_command, choose_cluster
-from launcher.launch.program import SHIM, find_program
+from launcher.launch.program import SHIM, describe_interpreter, find_program
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.launch.torchrun import parse_pairs, render_torchrun
 from launcher.node import (
@@ -29,6 +29,7 @@ from launcher.save import refuse_files
 from launcher.schema import LaunchConfig
 from launcher.unused import refuse_keys, warn_elsewhere, warn_overruled, warn_unused
 from launcher.wishes import check_wishes, describe_wishes
+from launcher.wording import say
 
 if TYPE_CHECKING:
     from launcher.config import Composed
@@ -117,6 +118,8 @@ def draft_job(
     check_agent(config, cluster)
     check_container(config, cluster)
     program = find_program(words, config, merged)
+    if words and (remark := describe_interpreter(words)):
+        say(remark)
     warn_unused(config, cluster, composed.given)
     if cluster.kind != "slurm":
         warn_elsewhere(config, environ)
