@@ -230,6 +230,9 @@ class LaunchConfig:
     """File that `launch topo` writes a snapshot of the machine to, and `launch tune` its choice."""
     image: str | None = None
     """File that `launch topo` draws the machine and its ranks to: `FILE.svg` or `FILE.png`."""
+    objective: str = "loss"
+    """What a sweeper such as Optuna optimizes: `loss`, the last that rank 0 prints, or `file`, the number in
+    RUN_DIR/objective.txt, or numbers, that the program writes."""
     env: dict[str, Any] = field(default_factory=dict)
     """Variables for the program; `from_file` is none, but a dotenv file with more, or a list of such."""
     model: dict[str, Any] = field(default_factory=dict)
