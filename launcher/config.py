@@ -116,6 +116,8 @@ def compose(sources: Sources, overrides: Sequence[str], number: int | None = Non
     del tree["hydra"]
     if OmegaConf.get_type(tree) is not LaunchConfig:
         raise UsageError(explain_primary(sources))
+    if "dataloader.num_workers" in map(read_key, words):
+        tree.dataloader.workload = ""  # a number of the user's own is nobody's rule of thumb
     doubts = dict.fromkeys(" ".join(str(entry.message).split()) for entry in caught)
     return Composed(
         tree=tree,

@@ -106,9 +106,10 @@ class DataloaderConfig:
     """How many DataLoader workers a rank gets."""
 
     workload: str = "text"
-    """What the number is for, in the words of the plan."""
+    """What the number is for, in the words of the plan; empty for a number that the command line sets."""
     num_workers: int = 2
-    """Workers that each rank would like; fewer where it has too few cores, or too little memory."""
+    """Workers that each rank would like. A workload's number is less if cores or memory are too few; any
+    other number stays as it is, with a warning."""
     worker_gib: float = 0.0
     """Memory of one worker in GiB; 0 where it is not known, and does not limit them."""
     worker_shm_mib: float = 0.0

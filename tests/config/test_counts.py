@@ -34,7 +34,7 @@ def test_other_keys_go_with_it(here: Path) -> None:
     loader = configure(
         "dataloader=video", "dataloader=5", "dataloader.default=true", "dataloader.worker_gib=2"
     )
-    assert (loader.workload, loader.num_workers, loader.default, loader.worker_gib) == ("video", 5, True, 2.0)
+    assert (loader.workload, loader.num_workers, loader.default, loader.worker_gib) == ("", 5, True, 2.0)
 
 
 def test_an_option_of_ones_own_may_begin_as_a_number(here: Path) -> None:
