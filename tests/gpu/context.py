@@ -17,6 +17,8 @@ SHOWN = 4000
 """Characters of a program's output, from its end, that go to the log."""
 PATIENCE = 90
 """Seconds that a run may take."""
+AT_ONCE = min(8, len(os.sched_getaffinity(0)))
+"""Processes that start CUDA at the same time."""
 GRACE = 15
 """Seconds that a program has to end after SIGTERM; `launch` needs some to end its ranks."""
 Item = TypeVar("Item")
@@ -116,7 +118,9 @@ def show(command: Sequence[str], ended: Ended) -> None:
     print(f"{title}\n{''.join(text for text in texts if text.count(chr(10)) > 2)}", flush=True)
 
 
-def together(function: Callable[[Item], Result], items: Iterable[Item], at_once: int) -> list[Result]:
+def together(
+    function: Callable[[Item], Result], items: Iterable[Item], at_once: int = AT_ONCE
+) -> list[Result]:
     """Return the function's results for all items, some of them worked on at the same time."""
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(function, items))

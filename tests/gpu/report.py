@@ -10,6 +10,8 @@ from tests.gpu.running import RUNNING, Outcome
 
 SCHEMA = 1
 """Version of the JSON form."""
+LONGEST = 400
+"""Characters of a text in Markdown."""
 JSON, MARKDOWN = "proof.json", "proof.md"
 
 
@@ -140,8 +142,10 @@ def show_cell(value: Cell) -> str:
 
 
 def clean_cell(text: str) -> str:
-    """A text that fits into a table."""
-    return " ".join(text.split()).replace("|", "\\|")
+    """A text that fits into a table: its two ends if it is long, since JSON and log have the whole."""
+    plain = " ".join(text.split())
+    short = plain if len(plain) <= LONGEST else f"{plain[: LONGEST // 2]} … {plain[-LONGEST // 2 :]}"
+    return short.replace("|", "\\|")
 
 
 def show_fact(value: object) -> str:

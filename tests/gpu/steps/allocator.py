@@ -13,8 +13,6 @@ from tests.gpu.context import PROGRAMS, Context, Ended, run_program, together
 from tests.plan.allocator_values import CORE, LAX, RIGHT, WRONG
 
 FIRST_USE = str(PROGRAMS / "first_use.py")
-AT_ONCE = 6
-"""Processes that start CUDA at the same time."""
 RUNTIME = ("backend",)
 """Settings that cannot be changed once torch is imported."""
 
@@ -37,12 +35,7 @@ def run(context: Context) -> None:
     if context.cpu:
         context.record.leave_out("settings at CUDA's first use", "a CPU build of torch does not hear them")
         return
-    attempts = [*list_attempts(version), *list_names(version)]
-    for attempt, ended in zip(
-        attempts, together(lambda one: use(context, one), attempts, AT_ONCE), strict=True
-    ):
-        with context.record.part(attempt.name):
-            judge(context, attempt, ended)
+    together(lambda one: try_settings(context, one), [*list_attempts(version), *list_names(version)])
 
 
 def ask_parser(context: Context, version: Version | None) -> None:
@@ -109,10 +102,11 @@ def list_names(version: Version | None) -> Iterator[Attempt]:
     yield Attempt(f"{NAMES[1]} is heard", {NAMES[1]: wrong}, taken=None)
 
 
-def use(context: Context, attempt: Attempt) -> Ended:
+def try_settings(context: Context, attempt: Attempt) -> None:
     """Use CUDA under the settings, in a process of its own."""
-    folder = context.folder / attempt.name.replace("/", "_")
-    return run_program([sys.executable, FIRST_USE], folder, 60, attempt.environ)
+    with context.record.part(attempt.name):
+        folder = context.folder / attempt.name
+        judge(context, attempt, run_program([sys.executable, FIRST_USE], folder, 60, attempt.environ))
 
 
 def judge(context: Context, attempt: Attempt, ended: Ended) -> None:

@@ -8,12 +8,10 @@ from typing import Any
 from launcher.plan.model import Gpu
 from launcher.plan.visible import resolve_visible
 from launcher.probe.machine import probe
-from tests.gpu.context import PROGRAMS, Context, Ended, run_program, together
+from tests.gpu.context import PROGRAMS, Context, run_program, together
 
 SHOW = str(PROGRAMS / "show_device.py")
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
-AT_ONCE = 4
-"""Processes that start CUDA at the same time."""
 Variables = Mapping[str, str]
 Shown = dict[str, Any]
 """What SHOW prints."""
@@ -27,7 +25,7 @@ def run(context: Context) -> None:
     else:
         with context.record.part(f"forms of {VISIBLE}"):
             try_forms(context, gpus)
-    together(lambda run: try_run(context, *run), list_runs(gpus), AT_ONCE)
+    together(lambda run: try_run(context, *run), list_runs(gpus))
 
 
 def list_forms(gpus: Sequence[Gpu]) -> dict[str, Variables]:
@@ -54,35 +52,27 @@ def list_forms(gpus: Sequence[Gpu]) -> dict[str, Variables]:
 
 def try_forms(context: Context, gpus: Sequence[Gpu]) -> None:
     """Have CUDA count and name its devices under each form, each in a process of its own."""
-    forms = list_forms(gpus)
-    for name, ended in zip(
-        forms, together(lambda name: ask(context, name, forms[name]), forms, AT_ONCE), strict=True
-    ):
-        with context.record.part(f"{VISIBLE}: {name}"):
-            judge_form(context, name, forms[name], read_shown(ended.demand().out), gpus)
+    together(lambda form: try_form(context, *form, gpus), list_forms(gpus).items())
 
 
-def ask(context: Context, name: str, form: Variables) -> Ended:
-    """Have a process tell what CUDA shows it."""
+def try_form(context: Context, name: str, form: Variables, gpus: Sequence[Gpu]) -> None:
+    """Compare what CUDA shows a process with what the launcher takes it to show."""
     unset = [] if VISIBLE in form else ["-u", VISIBLE]
-    command = ["env", *unset, sys.executable, SHOW]
-    return run_program(command, context.folder / f"form {name}", 60, {ORDER: "PCI_BUS_ID", **form})
-
-
-def judge_form(context: Context, name: str, form: Variables, shown: Shown, gpus: Sequence[Gpu]) -> None:
-    """Compare what CUDA shows with what the launcher takes it to show."""
-    expected = [gpu.uuid for gpu in resolve_visible(tuple(gpus), form).devices]
-    found = [name_uuid(device["uuid"], expected) for device in shown["devices"]]
-    holds = context.record.check(f"{VISIBLE}: {name}", found == expected, f"{found}, not {expected}")
-    context.record.row(
-        VISIBLE,
-        form=name,
-        value=form.get(VISIBLE),
-        CUDA_shows=len(found),
-        torch_counts=shown["device_count"],
-        launch_expects=len(expected),
-        same=holds,
-    )
+    command, environ = ["env", *unset, sys.executable, SHOW], {ORDER: "PCI_BUS_ID", **form}
+    with context.record.part(f"{VISIBLE}: {name}"):
+        shown = read_shown(run_program(command, context.folder / f"form {name}", 60, environ).demand().out)
+        expected = [gpu.uuid for gpu in resolve_visible(tuple(gpus), form).devices]
+        found = [name_uuid(device["uuid"], expected) for device in shown["devices"]]
+        holds = context.record.check(f"{VISIBLE}: {name}", found == expected, f"{found}, not {expected}")
+        context.record.row(
+            VISIBLE,
+            form=name,
+            value=form.get(VISIBLE),
+            CUDA_shows=len(found),
+            torch_counts=shown["device_count"],
+            launch_expects=len(expected),
+            same=holds,
+        )
 
 
 def name_uuid(uuid: str, expected: Sequence[str]) -> str:

@@ -10,7 +10,6 @@ from tests.gpu.programs.ending import STATUS
 ENDING, SHOW = str(PROGRAMS / "ending.py"), str(PROGRAMS / "show_device.py")
 RECORDER = {"TORCH_FR_BUFFER_SIZE": "1234", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "NCCL_DEBUG": "WARN"}
 """Variables that a user sets for the flight recorder; each has to reach the ranks as it is."""
-AT_ONCE = 4
 ERRORS = {
     "assert": ("device-side assert", "index 9 is out of bounds"),
     "memory": ("CUDA out of memory", "can't allocate memory"),
@@ -25,7 +24,7 @@ def run(context: Context) -> None:
         with context.record.part(part.__name__.replace("_", " ")):
             part(context)
 
-    together(attempt, (try_exit, try_assert, try_collective, try_rank), AT_ONCE)
+    together(attempt, (try_exit, try_assert, try_collective, try_rank))
     attempt(try_memory)
 
 
