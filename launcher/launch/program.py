@@ -151,11 +151,16 @@ def render_program(
 
 
 def render_options(options: Mapping[str, object], prefix: str) -> list[str]:
-    """Write options: true is `--key`, false is `--no-key`, null is left out, a list is joined by commas."""
+    """Write options: true is `--key`, false is `--no-key`, null is left out, a list is joined by commas.
+
+    A mapping is an option for each of its keys, `--key.name=value`.
+    """
     words: list[str] = []
     for key, value in options.items():
         if isinstance(value, bool):
             words.append(f"--{prefix}{key}" if value else f"--no-{prefix}{key}")
+        elif isinstance(value, Mapping):
+            words += render_options(value, f"{prefix}{key}.")
         elif isinstance(value, list):
             words.append(f"--{prefix}{key}={','.join(map(str, value))}")
         elif value is not None:

@@ -67,7 +67,7 @@ def plan(machine: Machine, request: Request) -> Plan:
         for rank, why in enumerate(explain_ranks(scene))
     )
     ranks = tuple(replace(rank, variables=list_variables(request, rank)) for rank in ranks)
-    advice = (*find_advice(request, machine, seen.devices, cores), *find_tight(crew, within))
+    advice = (*find_advice(request, machine, seen.devices, cores), *find_tight(request, crew, within))
     return Plan(machine, ranks, (*machine.warnings, *seen.warnings, *advice, *shortfalls))
 
 

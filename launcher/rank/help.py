@@ -6,7 +6,7 @@ usage: launch-rank [--] program [argument ...]
 Binds this rank to the CPUs and memory next to its GPU, then execs the program. Put it before the program
 in an existing job, in place of numa-set.sh or numactl:
 
-    torchrun --nproc-per-node=8 --no-python launch-rank train.py
+    torchrun --nproc-per-node=8 --no-python -- launch-rank train.py
     srun --ntasks-per-node=8 --gpus-per-node=8 --cpu-bind=none launch-rank python train.py
     mpirun --bind-to none -np 8 launch-rank python train.py
     accelerate launch --multi_gpu --num_processes=8 --no_python launch-rank python train.py

@@ -147,6 +147,7 @@ def test_a_configured_program_has_an_option_for_each_key() -> None:
         "many": [1, "b"],
         "text": "a b",
         "empty": "",
+        "my_net": {"hidden_size": 2, "bias": False, "norm": {"eps": 1}, "none": {}},
     }
     sections: dict[str, dict[str, object]] = {
         "model": {"layers": 2, "kv_heads": None, "bias": False},
@@ -166,6 +167,9 @@ def test_a_configured_program_has_an_option_for_each_key() -> None:
         "--many=1,b",
         "--text=a b",
         "--empty=",
+        "--my-net.hidden_size=2",
+        "--no-my-net.bias",
+        "--my-net.norm.eps=1",
     )
 
 
