@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tests.gpu.environment import ROOT, ProofError, make_environment, prepare_environ, run
 from tests.gpu.records import FAILED, LEFT_OUT
-from tests.gpu.report import Proof, write_report
-from tests.gpu.running import STOPPED, Outcome, Place, Stopped, run_step
+from tests.gpu.report import MARKDOWN, Proof, write_report
+from tests.gpu.running import RAN, STOPPED, Outcome, Place, Stopped, run_step
 from tests.gpu.table import STEPS, Step
 
 WHEELS = ROOT / ".gpu-wheels"
@@ -110,11 +110,17 @@ def prove(options: argparse.Namespace, steps: Sequence[Step], folder: Path, word
     session = Session(proof, Place(python, environ, folder, log), output, deadline)
     write_report(proof, output)
     session.run()
-    failed = [one.step.name for one in session.proof.outcomes if one.status == FAILED]
-    say(
-        f"{'failed: ' + ', '.join(failed) if failed else 'nothing failed'}; {output}/proof.md has the figures"
-    )
-    return 1 if failed else 0
+    say(f"{sum_up(session.proof.outcomes)}; {output}/{MARKDOWN} has the figures")
+    return int(any(one.status == FAILED for one in session.proof.outcomes))
+
+
+def sum_up(outcomes: Sequence[Outcome]) -> str:
+    """Name the steps by what came of them: `8 ran; failed: loader; left out: drivers`."""
+    names = {
+        status: [one.step.name for one in outcomes if one.status == status] for status in (FAILED, LEFT_OUT)
+    }
+    parts = [f"{status}: {', '.join(found)}" for status, found in names.items() if found]
+    return "; ".join([f"{sum(one.status == RAN for one in outcomes)} ran", *parts])
 
 
 def find_wheels(given: str | None) -> Path | None:

@@ -54,7 +54,7 @@ STEPS = (
     Step(
         "garbage",
         "memory and step times under each collection policy, tensors in garbage",
-        150,
+        130,
         "a small program in main memory",
     ),
     Step("marked_tests", "tests marked `gpu`", 150, "collected, not run"),
@@ -64,5 +64,5 @@ STEPS = (
         100,
         "one step, without figures",
     ),
-    Step("loader", "launch tune dataloader with pinned memory", 100, "the same without pinned memory"),
+    Step("loader", "launch tune dataloader with pinned memory", 125, "the same without pinned memory"),
 )

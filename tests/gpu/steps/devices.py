@@ -23,9 +23,18 @@ def run(context: Context) -> None:
     if context.cpu:
         context.record.leave_out(f"forms of {VISIBLE}", "need a GPU")
     else:
+        tell_lacks(context, gpus)
         with context.record.part(f"forms of {VISIBLE}"):
             try_forms(context, gpus)
     together(lambda run: try_run(context, *run), list_runs(gpus))
+
+
+def tell_lacks(context: Context, gpus: Sequence[Gpu]) -> None:
+    """Record what this machine's GPUs cannot show."""
+    if len(gpus) < 2:
+        context.record.leave_out("the order of several GPUs", f"this machine has {len(gpus)}")
+    if not any(gpu.mig for gpu in gpus):
+        context.record.leave_out("names of MIG instances", "no GPU has any")
 
 
 def list_forms(gpus: Sequence[Gpu]) -> dict[str, Variables]:

@@ -50,18 +50,31 @@ def compare_files(record: Recorder, by_nvml: Sequence[Gpu]) -> None:
     if cards is None:
         record.leave_out("/proc/driver/nvidia tells what NVML tells", f"there is no /{GPUS}")
         return
-    by_files = sort_gpus(read_driver(tree))
-    same(
-        record,
-        "/proc/driver/nvidia has NVML's UUIDs and PCI addresses",
-        [(gpu.uuid, gpu.pci) for gpu in by_files],
-        [(gpu.uuid, gpu.pci) for gpu in by_nvml],
-    )
+    compare_cards(record, sort_gpus(read_driver(tree)), by_nvml)
     same(record, "both tell whether there are MIG instances", has_mig(tree), any(gpu.mig for gpu in by_nvml))
     for pci, fields in cards:
         record.row(
             "/proc/driver/nvidia", pci=pci, **{name.replace(" ", "_"): text for name, text in fields.items()}
         )
+
+
+def compare_cards(record: Recorder, by_files: Sequence[Gpu], by_nvml: Sequence[Gpu]) -> None:
+    """Compare addresses and UUIDs; the driver writes question marks for a UUID until a GPU is opened."""
+    same(
+        record,
+        "/proc/driver/nvidia has NVML's PCI addresses",
+        [gpu.pci for gpu in by_files],
+        [gpu.pci for gpu in by_nvml],
+    )
+    if not all(gpu.uuid for gpu in by_files):
+        record.leave_out("/proc/driver/nvidia has NVML's UUIDs", "the driver does not tell them yet")
+        return
+    same(
+        record,
+        "/proc/driver/nvidia has NVML's UUIDs",
+        [gpu.uuid for gpu in by_files],
+        [gpu.uuid for gpu in by_nvml],
+    )
 
 
 def compare_probes(record: Recorder, by_nvml: Sequence[Gpu]) -> None:

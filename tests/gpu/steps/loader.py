@@ -5,14 +5,15 @@ import json
 from tests.gpu.context import PROGRAMS, Context
 
 PROGRAM = str(PROGRAMS / "pinned_loading.py")
+TUNING = 100
+"""Seconds for the search."""
 
 
 def run(context: Context) -> None:
     """Tune, and run with what was found."""
-    settings = ("tune.max_workers=6", "tune.steps=24", "tune.timeout=60", "format=json")
-    ended = context.verb(
-        "tune", "tune", "dataloader", "nproc_per_node=1", *settings, "--", PROGRAM, "9999", limit=90
-    ).demand()
+    size = ("tune.max_workers=2", "tune.steps=10") if context.cpu else ("tune.max_workers=6", "tune.steps=24")
+    words = ("dataloader", "nproc_per_node=1", *size, "tune.timeout=60", "format=json", "--", PROGRAM, "9999")
+    ended = context.verb("tune", "tune", *words, limit=TUNING).demand()
     result = json.loads(ended.out)
     trials = {trial["workers"]: trial for trial in result["trials"]}
     for workers, trial in sorted(trials.items()):
@@ -30,7 +31,6 @@ def run(context: Context) -> None:
     chosen = result["num_workers"]
     faster = chosen and trials[chosen]["steps_per_second"] > trials[0]["steps_per_second"]
     context.record.check("workers make it faster", bool(faster), f"{chosen} of {sorted(trials)}")
-    words = ("nproc_per_node=1", "dataloader=tuned", "--", PROGRAM, "20")
-    tuned = context.launch("tune", *words).demand()
+    tuned = context.launch("tune", "nproc_per_node=1", "dataloader=tuned", "--", PROGRAM, "20").demand()
     said = [line for line in tuned.err.splitlines() if "launch-rank: rank 0" in line]
     context.record.check("a run takes what was found", f"workers {chosen}," in "".join(said), "".join(said))
