@@ -33,7 +33,7 @@ def run(context: Context) -> None:
     with context.record.part("the parser"):
         ask_parser(context, version)
     if context.cpu:
-        context.record.leave_out("settings at CUDA's first use", "a CPU build of torch does not hear them")
+        context.record.leave_out("settings at CUDA's first use", "needs a GPU")
         return
     together(lambda one: try_settings(context, one), [*list_attempts(version), *list_names(version)])
 
