@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.gpu.records import FAILED, PASSED, Cell, Check, Row
+from tests.gpu.records import FAILED, LEFT_OUT, PASSED, Cell, Check, Row
 from tests.gpu.running import RUNNING, Outcome
 
 SCHEMA = 1
@@ -92,8 +92,11 @@ def render_markdown(proof: Proof) -> str:
 
 def render_line(outcome: Outcome) -> str:
     """A step's line in the table of steps."""
-    passed = sum(check.status == PASSED for check in outcome.checks)
-    checks = f"{passed} of {len(outcome.checks)}" if outcome.checks else ""
+    checks = ", ".join(
+        f"{number} {status}"
+        for status in (PASSED, FAILED, LEFT_OUT)
+        if (number := sum(check.status == status for check in outcome.checks))
+    )
     seconds = f"{outcome.seconds:.1f}" if outcome.seconds else ""
     limit = f"{outcome.limit:.0f}" if outcome.limit else ""
     cells = (outcome.step.name, outcome.status, seconds, limit, checks, clean_cell(outcome.reason))

@@ -30,13 +30,13 @@ STEPS = (
     Step(
         "devices",
         "CUDA's order, indices, UUIDs and MIG names as torch sees them; devices=all, own, spread",
-        70,
+        90,
         "runs of `launch` without a GPU",
     ),
     Step(
         "endings",
         "exit codes, CUDA errors, NCCL, the flight recorder and launch-rank, end to end",
-        70,
+        90,
         "gloo, and errors without CUDA",
     ),
     Step(

@@ -95,6 +95,7 @@ def test_the_steps_find_what_this_machine_is(real: Proved) -> None:
     }
     assert left_out == {"settings at CUDA's first use": "needs a GPU"}
     assert any(check["name"].startswith("the parser, expandable_segments:") for check in allocator["checks"])
+    assert " passed, 1 left out |" in real.markdown
     assert "- left out: settings at CUDA's first use: needs a GPU" in real.markdown
 
 

@@ -9,7 +9,7 @@ import torch
 from launcher.launch.allocator import parse_version
 from launcher.plan.allocator_keys import KNOWN, Version, find_fault, list_keys
 from launcher.plan.allocator_text import NAMES
-from tests.gpu.context import PROGRAMS, Context, Ended, run_program, together
+from tests.gpu.context import NEEDED, PROGRAMS, Context, Ended, run_program, together
 from tests.plan.allocator_values import CORE, LAX, RIGHT, WRONG
 
 FIRST_USE = str(PROGRAMS / "first_use.py")
@@ -33,7 +33,7 @@ def run(context: Context) -> None:
     with context.record.part("the parser"):
         ask_parser(context, version)
     if context.cpu:
-        context.record.leave_out("settings at CUDA's first use", "needs a GPU")
+        context.record.leave_out("settings at CUDA's first use", NEEDED)
         return
     together(lambda one: try_settings(context, one), [*list_attempts(version), *list_names(version)])
 

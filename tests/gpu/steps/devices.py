@@ -8,7 +8,7 @@ from typing import Any
 from launcher.plan.model import Gpu
 from launcher.plan.visible import resolve_visible
 from launcher.probe.machine import probe
-from tests.gpu.context import PROGRAMS, Context, run_program, together
+from tests.gpu.context import NEEDED, PROGRAMS, Context, run_program, together
 
 SHOW = str(PROGRAMS / "show_device.py")
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
@@ -21,7 +21,7 @@ def run(context: Context) -> None:
     """Try the forms, then real runs."""
     gpus = () if context.cpu else probe("/").gpus
     if context.cpu:
-        context.record.leave_out(f"forms of {VISIBLE}", "need a GPU")
+        context.record.leave_out(f"forms of {VISIBLE}", NEEDED)
     else:
         tell_lacks(context, gpus)
         with context.record.part(f"forms of {VISIBLE}"):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from tests.benchmarks.garbage_memory import COMMANDS, DEFAULT, PROGRAMS, Run, run_program
-from tests.gpu.context import Context
+from tests.gpu.context import NEEDED, Context
 
 SYNCHRONIZED = "`gc=synchronized`"
 COMPARED = (DEFAULT, SYNCHRONIZED)
@@ -19,7 +19,7 @@ def run(context: Context) -> None:
     """Run each program under its policies in turn: each has the machine to itself."""
     if context.cpu:
         run_policies(context, "small", SMALL, COMPARED)
-        context.record.leave_out("the GPU's memory under each policy", "needs a GPU")
+        context.record.leave_out("the GPU's memory under each policy", NEEDED)
         return
     for name, policies in TRIED.items():
         runs = run_policies(context, name, (*PROGRAMS[name], "--device=cuda"), policies)

@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from launcher.programs.dimensions import ModelConfig, count_parameters
-from tests.gpu.context import Context
+from tests.gpu.context import NEEDED, Context
 from tests.gpu.environment import ROOT
 from tests.gpu.memory_formula import predict_memory
 from tests.programs.starting import STEP
@@ -69,7 +69,7 @@ def record(context: Context, training: Training, said: str) -> None:
     model = load_model(training.model)
     memory = read_memory(said)
     if context.cpu:
-        context.record.leave_out(f"{name}: memory is told", "needs a GPU")
+        context.record.leave_out(f"{name}: memory is told", NEEDED)
     else:
         context.record.check(f"{name}: memory is told", bool(memory), said[-300:])
         context.record.check(f"{name}: MFU is a share", 0 < mfu < 100, f"{mfu}%")
