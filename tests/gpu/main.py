@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.gpu.environment import ROOT, ProofError, make_environment, prepare_environ, run
 from tests.gpu.records import FAILED, LEFT_OUT
-from tests.gpu.report import MARKDOWN, Proof, write_report
+from tests.gpu.report import MARKDOWN, Proof, render_steps, write_report
 from tests.gpu.running import RAN, STOPPED, Outcome, Place, Stopped, run_step
 from tests.gpu.table import STEPS, Step
 
@@ -110,6 +110,7 @@ def prove(options: argparse.Namespace, steps: Sequence[Step], folder: Path, word
     session = Session(proof, Place(python, environ, folder, log), output, deadline)
     write_report(proof, output)
     session.run()
+    print("\n".join(render_steps(session.proof.outcomes)))
     say(f"{sum_up(session.proof.outcomes)}; {output}/{MARKDOWN} has the figures")
     return int(any(one.status == FAILED for one in session.proof.outcomes))
 

@@ -83,11 +83,16 @@ def render_markdown(proof: Proof) -> str:
     kind = " without a GPU (`--cpu`)" if proof.cpu else ""
     facts = "\n".join(f"- {name}: {show_fact(value)}" for name, value in proof.facts.items())
     lines = [f"# Proof{kind}", "", f"`{proof.command}`, begun {proof.started}", "", facts, ""]
-    lines += ["| step | | s | of at most | checks | why |", "|---|---|---|---|---|---|"]
-    lines += [render_line(outcome) for outcome in proof.outcomes]
+    lines += render_steps(proof.outcomes)
     for outcome in proof.outcomes:
         lines += render_details(outcome)
     return "\n".join(lines) + "\n"
+
+
+def render_steps(outcomes: Sequence[Outcome]) -> list[str]:
+    """The table of steps."""
+    head = ["| step | | s | of at most | checks | why |", "|---|---|---|---|---|---|"]
+    return head + [render_line(outcome) for outcome in outcomes]
 
 
 def render_line(outcome: Outcome) -> str:

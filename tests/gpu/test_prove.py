@@ -81,6 +81,8 @@ def test_cheap_steps_run_and_what_needs_a_gpu_is_left_out(real: Proved) -> None:
     assert real.find("drivers")["reason"] == "needs a GPU"
     assert "| drivers | left out |" in real.markdown
     assert "2 ran; left out: drivers" in real.said
+    table = real.markdown[real.markdown.index("| step |") : real.markdown.index("\n\n## ")]
+    assert table in real.said
     assert real.report["cpu"] is True
     assert real.report["machine"]["gpus"] == []
 
