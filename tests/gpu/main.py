@@ -99,7 +99,8 @@ def prove(options: argparse.Namespace, steps: Sequence[Step], folder: Path, word
     output.mkdir(parents=True, exist_ok=True)
     wheels = find_wheels(options.wheels)
     say(f"{options.python}, wheels: {wheels or 'none'}, output: {output}")
-    python = make_environment(options.python, wheels, folder / "venv")
+    given = Path(options.python).absolute() if "/" in options.python else options.python
+    python = make_environment(str(given), wheels, folder / "venv")
     environ = prepare_environ(folder, python, cpu=options.cpu)
     environ |= {"GPU_PROOF_CPU": str(int(options.cpu)), "GPU_PROOF_OUTPUT": str(output)}
     facts = read_facts(python, environ)

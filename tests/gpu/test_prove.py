@@ -67,7 +67,8 @@ def read(code: int, said: str, output: Path) -> Proved:
 def real(tmp_path_factory: pytest.TempPathFactory) -> Proved:
     """The real command with its cheap steps, from another directory."""
     folder = tmp_path_factory.mktemp("proof")
-    words = [sys.executable, PROVE, "--cpu", "--only", CHEAP, "--output", "found"]
+    python = os.path.relpath(sys.executable, folder)
+    words = [sys.executable, PROVE, "--python", python, "--cpu", "--only", CHEAP, "--output", "found"]
     done = subprocess.run(
         words, cwd=folder, env=clean_environ(), capture_output=True, text=True, timeout=240, check=False
     )
