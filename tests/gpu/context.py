@@ -15,7 +15,7 @@ from tests.gpu.records import Recorder
 PROGRAMS = Path(__file__).parent / "programs"
 NEEDED = "needs a GPU"
 """Why most things are left out with `--cpu`."""
-SHOWN = 4000
+SHOWN = 20_000
 """Characters of a program's output, from its end, that go to the log."""
 PATIENCE = 90
 """Seconds that a run may take."""

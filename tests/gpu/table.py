@@ -57,7 +57,7 @@ STEPS = (
         130,
         "a small program in main memory",
     ),
-    Step("marked_tests", "tests marked `gpu`", 150, "collected, not run"),
+    Step("marked_tests", "tests marked `gpu`", 175, "collected, not run"),
     Step(
         "fragmentation",
         "GPU memory with and without expandable segments, sequences of varying length",
