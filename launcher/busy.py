@@ -9,7 +9,7 @@ from pathlib import Path
 from launcher.errors import SchedulerError, UsageError
 from launcher.launch.slurm.ownjob import name_job
 from launcher.launch.slurm.queue import ENDED, ask_queue
-from launcher.runs.manifest import OPEN, read_job, read_manifest, take_dict
+from launcher.runs.manifest import OPEN, read_job, read_own_manifest, take_dict
 from launcher.runs.process import check_process
 
 
@@ -18,7 +18,10 @@ def refuse_busy(path: Path, *, submits: bool) -> None:
 
     Where SLURM cannot be asked, that is SchedulerError for a job to be submitted, and else a warning.
     """
-    found = read_manifest(path)
+    try:
+        found = read_own_manifest(path)
+    except PermissionError:  # what opens the directory refuses it, and says why
+        return
     if take_dict(found, "outcome").get("state") not in OPEN:
         return
     process = take_dict(found, "process")

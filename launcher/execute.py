@@ -12,6 +12,7 @@ from pathlib import Path
 from launcher.attend import attend_job
 from launcher.conclude import conclude_job
 from launcher.config import dump_yaml
+from launcher.descriptors import LARGEST, read_file
 from launcher.errors import EXIT_MACHINE, MachineError
 from launcher.job import Draft, Job, build_environ, open_target, render_agent
 from launcher.launch.agent import start_agent
@@ -19,7 +20,7 @@ from launcher.launch.supervise import Supervisor
 from launcher.plan.codec import plan_to_json
 from launcher.runs.logs import measure_file, read_tail
 from launcher.runs.manifest import describe_start, write_manifest
-from launcher.runs.process import identify_process
+from launcher.runs.process import hold_directory, identify_process
 from launcher.runs.rundir import RunDir, write_json, write_private
 from launcher.runs.secrets import mask_tree
 from launcher.schema import LaunchConfig
@@ -72,6 +73,7 @@ def prepare_run(draft: Draft, argv: Sequence[str], hosts: Sequence[str]) -> tupl
         manifest["hosts"] = list(hosts)
         if hosts:  # else a job is being submitted, and hangs on no process of ours
             manifest["process"] = identify_process(os.getpid())
+            hold_directory(run.path)
         write_manifest(run, manifest)
     except OSError as error:
         if run and not config.run_dir:
@@ -100,7 +102,7 @@ def refuse_run(config: LaunchConfig, error: OSError) -> MachineError:
 def keep_config(run: RunDir, text: str) -> None:
     """Write `config.yaml`; warn where an earlier start had other settings, and would not go on as it was."""
     path = run.path / "config.yaml"
-    if path.exists() and path.read_text(encoding="utf-8") != text:
+    if path.exists() and read_file(path, LARGEST) != text.encode("utf-8", "surrogateescape"):
         sys.stderr.write(f"launch: warning: other settings than those of the earlier start in {run.path}\n")
     write_private(path, text)
 

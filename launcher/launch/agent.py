@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.descriptors import open_append, open_below
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import FORWARDED
 
@@ -77,7 +78,11 @@ def open_agent(
     stdin brings what the head says, which is not for the agent. `files` stay open.
     """
     parent = os.getpid()
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    logs = open_below(log.parents[1], log.parent.name)
+    try:
+        descriptor = open_append(logs, log.name)
+    finally:
+        os.close(logs)
     try:
         return subprocess.Popen(
             command,

@@ -6,7 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.cpulist import format_cpulist
+from launcher.descriptors import LARGEST, read_file
 from launcher.plan.model import RankPlan
+
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What reading a damaged file raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +53,12 @@ class AppliedReader:
             return []
         for path in paths:
             try:
-                stamp = path.stat().st_mtime_ns
+                stamp = path.lstat().st_mtime_ns
                 if self.seen.get(path) != stamp:
-                    found.append(parse_applied(path.read_text(encoding="utf-8")))
+                    # What it says is signalled: not another user's, planted before the directory was closed.
+                    found.append(parse_applied(read_file(path, LARGEST, own=True).decode()))
                     self.seen[path] = stamp
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            except DAMAGE:
                 continue
         return found
 

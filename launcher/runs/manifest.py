@@ -7,7 +7,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from launcher.runs.rundir import RunDir, write_json
+from launcher.descriptors import LARGEST, open_directory, open_own, read_file
+from launcher.runs.rundir import RunDir, closing_descriptor, write_json
 from launcher.runs.secrets import mask_words
 
 OPEN = ("submitted", "running", "requeued")
@@ -50,8 +51,33 @@ def read_time(text: object) -> float | None:
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read the manifest of a run directory; empty where it cannot be read."""
     try:
-        found = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return parse_manifest(read_file(path / "manifest.json", LARGEST))
+    except OSError:
+        return {}
+
+
+def read_own_manifest(path: Path) -> dict[str, Any]:
+    """Read the manifest of a run directory, to act upon: what it names is signalled, or cancelled.
+
+    Raises PermissionError where the directory or the manifest is another user's, or a link of such a one on
+    the way from `runs_dir` leads there.
+    """
+    try:
+        with closing_descriptor(open_directory(path.parent)) as above:
+            at = open_own(path.name, at=above)
+        with closing_descriptor(at):
+            return parse_manifest(read_file("manifest.json", LARGEST, at=at, own=True))
+    except PermissionError:
+        raise
+    except OSError:
+        return {}
+
+
+def parse_manifest(data: bytes) -> dict[str, Any]:
+    """Return a manifest's values; empty for what is none."""
+    try:
+        found = json.loads(data.decode())
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -82,10 +108,10 @@ def take_earlier(manifest: Mapping[str, object]) -> list[dict[str, Any]]:
 def read_earlier(path: Path) -> list[object]:
     """Return the starts that a manifest tells of, oldest first; none where there is no manifest."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_file(path, LARGEST).decode())
         last = {key: found[key] for key in ("command", "started", "ended", "outcome")}
         return [*found["earlier"], last]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
 
 
