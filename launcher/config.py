@@ -14,13 +14,16 @@ from pathlib import Path
 import yaml
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.hydra import Hydra
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -32,6 +35,8 @@ from launcher.overrides import check_shape, is_choice, read_key, rewrite_overrid
 from launcher.schema import LaunchConfig
 from launcher.sources import PRIMARY, Sources, find_shipped
 from launcher.suggest import shorten_message, suggest
+from launcher.watchdog import SECONDS, ExhaustedError, limit_work
+from launcher.yamlfiles import read_text
 
 FAILURES = (
     *(HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError),
@@ -39,6 +44,8 @@ FAILURES = (
     *(AssertionError, AttributeError, LookupError, TypeError),
 )
 """What Hydra raises for a user's mistake."""
+ANSWER = 3.0
+"""Seconds of CPU time for an answer to a shell that waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +64,10 @@ class Composed:
 
 
 @contextmanager
-def open_hydra(sources: Sources) -> Iterator[Hydra]:
-    """Give a Hydra over these sources, and clear its global state afterwards."""
+def open_hydra(sources: Sources, seconds: float = SECONDS) -> Iterator[Hydra]:
+    """Give a Hydra over these sources, for some seconds, and clear its global state afterwards."""
     Plugins.instance()  # registers the readers of pkg://, file:// and structured:// sources
+    SourcesRegistry.instance().types[CheckedSource.scheme()] = CheckedSource
     ConfigStore.instance().store(name="launch_schema", node=LaunchConfig)
     search_path = ConfigSearchPathImpl()
     search_path.append("hydra", "pkg://hydra.conf")
@@ -68,10 +76,35 @@ def open_hydra(sources: Sources) -> Iterator[Hydra]:
     search_path.append("schema", "structured://")
     GlobalHydra.instance().clear()
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings(action="ignore"), bound_work(sources, seconds):
             yield Hydra.create_main_hydra2(PRIMARY, search_path)
     finally:
         GlobalHydra.instance().clear()
+
+
+class CheckedSource(FileConfigSource):
+    """Hydra's reader of files, which looks at a file's kind, size and aliases before it reads it."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Read a configuration; raises UsageError."""
+        path = Path(self.path, self._normalize_file_name(config_path))
+        if path.exists():
+            read_text(path)
+        return super().load_config(config_path)
+
+
+@contextmanager
+def bound_work(sources: Sources, seconds: float = SECONDS) -> Iterator[None]:
+    """Raise UsageError for a configuration that would take for ever to put together."""
+    try:
+        with limit_work(seconds):
+            yield
+    except ExhaustedError as error:
+        own = [str(folder) for folder in sources.folders if folder != find_shipped()]
+        raise UsageError(
+            f"the configuration takes {error} to put together: look for references that multiply, ${{…}} or"
+            f" defaults, in {', '.join(own) or 'the overrides'}"
+        ) from None
 
 
 def compose(sources: Sources, overrides: Sequence[str]) -> Composed:
@@ -108,7 +141,8 @@ def resolve(composed: Composed, run_dir: Path | None = None) -> LaunchConfig:
         unknown = run_dir is None and tree.run_dir is None
         if run_dir or unknown:
             tree.run_dir = str(run_dir or "RUN_DIR")
-        config = OmegaConf.to_object(tree)
+        with bound_work(composed.sources):
+            config = OmegaConf.to_object(tree)
     except FAILURES as error:
         raise UsageError(shorten_message(error)) from None
     if not isinstance(config, LaunchConfig):
@@ -129,7 +163,8 @@ def expand_sweep(sources: Sources, overrides: Sequence[str]) -> list[list[str]]:
     """Return the overrides of each job of a multirun, as Hydra's basic sweeper does; raises UsageError."""
     try:
         parsed = OverridesParser.create().parse_overrides(normalize_overrides(sources, overrides, sweep=True))
-        return [list(job) for job in BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]]
+        with bound_work(sources):
+            return [list(job) for job in BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]]
     except FAILURES as error:
         raise UsageError(shorten_message(error)) from None
 
@@ -157,15 +192,13 @@ def check_override(word: str, given: str) -> None:
 
 def diagnose_failure(hydra: Hydra, sources: Sources, words: list[str], error: BaseException) -> str:
     """Say in one line what is wrong, with the nearest right name."""
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, option = str(error.missing_cfg_file).rpartition("/")
-        return (
-            f"there is no {option!r} in {group or 'the configuration'}{suggest(option, error.options or ())}"
-        )
+    if early := explain_known(sources, error):
+        return early
     chosen = [word for word in words if is_choice(sources, word)]
     for word in chosen if "Config group override" in str(error) else ():
         group = read_key(word)
-        return f"{word}: name an option of the group, as in {group}={sources.list_options(group)[0]}"
+        option = next(iter(sources.list_options(group)), "NAME")
+        return f"{word}: name an option of the group, as in {group}={option}"
     try:
         tree = compose_tree(hydra, sources, chosen)
     except FAILURES as worse:
@@ -180,12 +213,28 @@ def diagnose_failure(hydra: Hydra, sources: Sources, words: list[str], error: Ba
     return shorten_message(error)
 
 
+def explain_known(sources: Sources, error: BaseException) -> str:
+    """Say what is wrong where the error itself tells; else empty."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        return (
+            f"there is no {option!r} in {group or 'the configuration'}{suggest(option, error.options or ())}"
+        )
+    if isinstance(error, RecursionError):
+        path = sources.find_file(sources.primary)
+        return (
+            f"{path or sources.primary} is built on itself, or has too many levels: the shipped defaults are"
+            " called launch_defaults"
+        )
+    return ""
+
+
 def explain_foreign(sources: Sources) -> str:
     """Say that the primary file is no configuration of ours."""
     path = sources.find_file(sources.primary)
     return (
-        f"{path or sources.primary} does not build on launch_schema: put `launch` (all the shipped defaults)"
-        " or `launch_schema` first in its defaults"
+        f"{path or sources.primary} does not build on launch_schema: begin it with"
+        " `defaults: [launch_defaults, _self_]`, which are the shipped defaults"
     )
 
 
@@ -234,7 +283,11 @@ def ask_completion(sources: Sources, request: str, words: Sequence[str] = ()) ->
     line = " ".join(["launch", *whole, last])
     output = io.StringIO()
     try:
-        with open_hydra(sources) as hydra, borrow_variable("COMP_LINE", line), redirect_stdout(output):
+        with (
+            open_hydra(sources, ANSWER) as hydra,
+            borrow_variable("COMP_LINE", line),
+            redirect_stdout(output),
+        ):
             hydra.shell_completion(sources.primary, [request])
     except FAILURES as error:
         raise UsageError(f"{request}: {shorten_message(error)}") from None

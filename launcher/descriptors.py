@@ -152,7 +152,7 @@ def read_file(
     descriptor = open_file(path, at=at, follow=follow)
     try:
         if os.fstat(descriptor).st_size > most:
-            raise OSError(EFBIG, f"more than {most >> 20} MiB", str(path))
+            raise OSError(EFBIG, f"more than {show_size(most)}", str(path))
         if own:
             check_file(descriptor, path, at)
         return read_bounded(descriptor, most, str(path))
@@ -183,9 +183,14 @@ def read_bounded(descriptor: int, most: int, name: str, *, patience: float | Non
         part = os.read(descriptor, min(CHUNK, most + 1 - len(data)))
         data += part
         if len(data) > most:
-            raise OSError(EFBIG, f"more than {most >> 20} MiB", name)
+            raise OSError(EFBIG, f"more than {show_size(most)}", name)
         if not part:
             return bytes(data)
+
+
+def show_size(size: int) -> str:
+    """Return a number of bytes for people."""
+    return f"{size >> 20} MiB" if size >> 20 else f"{size >> 10} KiB"
 
 
 def await_input(descriptor: int, patience: float, name: str) -> None:

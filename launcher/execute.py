@@ -15,7 +15,7 @@ from launcher.config import dump_yaml
 from launcher.descriptors import LARGEST, read_file
 from launcher.errors import EXIT_MACHINE, MachineError
 from launcher.job import Draft, Job, build_environ, open_target, render_agent
-from launcher.launch.agent import start_agent
+from launcher.launch.agent import check_open_files, start_agent
 from launcher.launch.supervise import Supervisor
 from launcher.plan.codec import plan_to_json
 from launcher.runs.logs import measure_file, read_tail
@@ -31,6 +31,7 @@ AGENT_LINES = 2000
 
 def execute_job(draft: Draft, job: Job, argv: Sequence[str], own_files: Sequence[str]) -> int:
     """Run a job here to its end and return the exit code; raises UsageError or MachineError before that."""
+    check_open_files()
     run, manifest = prepare_run(draft, argv, [job.host])
     job = job.settle(draft.settle(run.path))
     write_plan(run, job, draft.config)

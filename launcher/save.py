@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
+from launcher.descriptors import LARGEST
 from launcher.errors import MachineError, UsageError
-from launcher.node import LARGEST
 from launcher.schema import LaunchConfig
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

@@ -99,8 +99,10 @@ def check_here() -> None:
 
 
 def check_readable(folder: Path) -> None:
-    """Raise UsageError for a folder with a group or an option in it that cannot be read."""
+    """Raise UsageError for a folder with a group or an option in it that cannot be read, or is a pipe."""
     for path in (folder, *folder.glob("*/"), *folder.glob("*.yaml"), *folder.glob("*/*.yaml")):
         needed = os.R_OK | os.X_OK if path.is_dir() else os.R_OK
+        if path.exists() and not (path.is_dir() or path.is_file()):
+            raise UsageError(f"{path} is no regular file: move it away, or start from another folder")
         if not os.access(path, needed):
             raise UsageError(f"{path} cannot be read: `chmod -R u+rX {folder}`, or start from another folder")

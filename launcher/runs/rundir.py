@@ -55,10 +55,9 @@ def create_run_dir(runs_dir: Path, name: str, now: datetime) -> RunDir:
 
     `runs_dir` and `name` may be symbolic links of this user's or root's; `name` is this user's directory.
     """
-    runs_dir.mkdir(parents=True, exist_ok=True)
-    with full_names(runs_dir):
-        at = open_directory(runs_dir)
-    with closing_descriptor(at), full_names(runs_dir):
+    with contextlib.suppress(FileExistsError):
+        runs_dir.mkdir(parents=True)
+    with full_names(runs_dir), closing_descriptor(open_directory(runs_dir)) as at:
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=at)
         inner = open_own(name, at=at)
@@ -93,7 +92,8 @@ def open_run_dir(path: Path, node_rank: int | None) -> RunDir:
     may share the directory and all count from 0, since none knows which came first.
     """
     path = path.absolute()
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
     with full_names(path):
         earlier = prepare_folders(open_own(path), path)
     if node_rank is not None:

@@ -14,6 +14,7 @@ from launcher.launch.slurm.script import check_syntax, render_script
 from launcher.schema import MachineConfig
 from launcher.submit.asked import Asked
 from launcher.suggest import suggest
+from launcher.yamlfiles import read_yaml
 
 RUN_ID = "RUN_ID"
 """Stands for a run's identifier, which is made from the time of the submission."""
@@ -72,8 +73,8 @@ def find_snapshot(draft: Draft, name: str) -> str:
     sources = draft.composed.sources
     path = sources.find_file(f"machine/{name}")
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) if path else {"snapshot": name}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        tree = read_yaml(path) if path else {"snapshot": name}
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"{path} cannot be read ({error}): mend it, or name another machine") from None
     given = tree.get("snapshot") if isinstance(tree, dict) else None
     found = sources.find_beside("machine", str(given)) if given else None

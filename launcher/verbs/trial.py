@@ -14,7 +14,7 @@ from launcher.conclude import Ending, explain_failure, judge_outcome, record_end
 from launcher.errors import MachineError
 from launcher.execute import AGENT_LINES, prepare_run, write_plan
 from launcher.job import Draft, build_environ, plan_job, render_agent
-from launcher.launch.agent import start_agent
+from launcher.launch.agent import check_open_files, start_agent
 from launcher.launch.processes import RankProcess
 from launcher.launch.supervise import Supervisor
 from launcher.runs.logs import read_tail
@@ -128,6 +128,7 @@ def run_trial(
 def open_trial(trial: Draft, argv: Sequence[str]) -> Attendant:
     """Plan a trial, make its run directory, and return who looks after it; raises as any job does."""
     job = plan_job(trial)
+    check_open_files()
     run, manifest = prepare_run(trial, argv, [job.host])
     settled = trial.settle(run.path)
     settled.torchrun.max_restarts = 0
