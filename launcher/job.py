@@ -27,7 +27,7 @@ from launcher.runs.rundir import RunDir, create_run_dir, open_run_dir
 from launcher.runs.secrets import mask_variables
 from launcher.save import refuse_files
 from launcher.schema import LaunchConfig
-from launcher.unused import refuse_keys, warn_overruled, warn_unused
+from launcher.unused import refuse_keys, warn_overruled, warn_unused, warn_visible
 from launcher.wishes import check_wishes, describe_wishes
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ def draft_job(
     check_container(config, cluster)
     program = find_program(words, config, merged)
     warn_unused(config, cluster, composed.given)
+    warn_visible(config, cluster, composed.given)
     unset = settle_allocator(config, program, merged, composed.given)
     return Draft(composed, config, words, cluster, merged, loaded, unset)
 

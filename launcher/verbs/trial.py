@@ -18,6 +18,7 @@ from launcher.launch.agent import check_open_files, start_agent
 from launcher.launch.processes import RankProcess
 from launcher.launch.supervise import Supervisor
 from launcher.runs.logs import read_tail
+from launcher.runs.secrets import mask_words
 from launcher.schema import LaunchConfig
 from launcher.tune.records import MeasureError, judge_trial, read_records
 from launcher.tune.search import Trial
@@ -151,9 +152,9 @@ def check_ending(watcher: Watcher, ending: Ending, config: LaunchConfig) -> None
 
 
 def describe_program(draft: Draft) -> str:
-    """Return the program's words for people, as they are typed."""
+    """Return the program's words for people and files, as they are typed, secrets masked."""
     import shlex
 
     if draft.words is None:
         return f"program={draft.composed.choices.get('program', '')}"
-    return shlex.join(draft.words).replace(f"{os.path.expanduser('~')}/", "~/")  # noqa: PTH111
+    return shlex.join(mask_words(draft.words)).replace(f"{os.path.expanduser('~')}/", "~/")  # noqa: PTH111
