@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from launcher.command import VERBS, Command, parse_command
 from launcher.errors import EXIT_MACHINE, LaunchError
+from launcher.terminal import escape_text
+from launcher.wording import say
 
 if TYPE_CHECKING:
     from launcher.config import Composed
@@ -87,12 +89,7 @@ def drop_output() -> None:
 
 def complain(text: str) -> None:
     """Print an error as one line, the middle of a very long one left out."""
-    line = " ".join(text.split())
-    if len(line) > LONGEST:
-        line = f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"launch: error: {line}\n".encode("utf-8", "backslashreplace").decode())
-        sys.stderr.flush()
+    say(f"error: {escape_text(' '.join(text.split()), LONGEST)}")
 
 
 def run_command(command: Command, argv: Sequence[str]) -> int:
@@ -139,7 +136,7 @@ def run_sweep(flags: "Flags", command: Command, argv: Sequence[str]) -> int:
         return submit_jobs(drafts, argv, flags.sources.list_own(composed[0].choices))
     first = 0
     for number, overrides in enumerate(jobs, 1):
-        sys.stderr.write(f"launch: job {number} of {len(jobs)}: {' '.join(mask_words(overrides))}\n")
+        say(f"job {number} of {len(jobs)}: {' '.join(mask_words(overrides))}")
         status = run_verb(flags.with_overrides(overrides), command, argv)
         first = first or status
         if status - 128 in STOPPING:
@@ -163,7 +160,7 @@ def run_verb(flags: "Flags", command: Command, argv: Sequence[str]) -> int:
 
     composed = compose(flags.sources, add_pet(flags.overrides, os.environ))
     for doubt in composed.warnings:
-        sys.stderr.write(f"launch: warning: {doubt}\n")
+        say(f"warning: {doubt}")
     own_files = flags.sources.list_own(composed.choices)
     if command.verb == "tune":
         from launcher.verbs.tune import tune_program
@@ -206,7 +203,7 @@ def run_job(
 def name_files(own_files: Sequence[str]) -> None:
     """Say which configuration is not the shipped one."""
     if own_files:
-        sys.stderr.write(f"launch: configuration from {', '.join(own_files)}\n")
+        say(f"configuration from {', '.join(own_files)}")
 
 
 def add_pet(overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:

@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +34,7 @@ from launcher.overrides import check_shape, is_choice, read_key, rewrite_overrid
 from launcher.schema import LaunchConfig
 from launcher.sources import PRIMARY, Sources, find_shipped
 from launcher.suggest import shorten_message, suggest
+from launcher.terminal import print_text
 from launcher.watchdog import SECONDS, ExhaustedError, limit_work
 from launcher.yamlfiles import read_text
 
@@ -268,7 +268,7 @@ def show_flags(flags: Flags) -> int:
             raise UsageError(
                 f"the configuration has nothing at {flags.package!r}: see `launch --cfg {flags.cfg}`"
             ) from None
-    sys.stdout.write(output.getvalue())
+    print_text(output.getvalue())
     return 0
 
 

@@ -2,9 +2,7 @@
 
 import contextlib
 import os
-import shlex
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +22,8 @@ from launcher.runs.process import hold_directory, identify_process
 from launcher.runs.rundir import RunDir, write_json, write_private
 from launcher.runs.secrets import mask_tree
 from launcher.schema import LaunchConfig
+from launcher.terminal import join_words, print_text
+from launcher.wording import say
 
 AGENT_LINES = 2000
 """Last lines of the agent's log that are searched for its report."""
@@ -104,7 +104,7 @@ def keep_config(run: RunDir, text: str) -> None:
     """Write `config.yaml`; warn where an earlier start had other settings, and would not go on as it was."""
     path = run.path / "config.yaml"
     if path.exists() and read_file(path, LARGEST) != text.encode("utf-8", "surrogateescape"):
-        sys.stderr.write(f"launch: warning: other settings than those of the earlier start in {run.path}\n")
+        say(f"warning: other settings than those of the earlier start in {run.path}")
     write_private(path, text)
 
 
@@ -123,5 +123,5 @@ def preview_job(draft: Draft, job: Job) -> int:
 
     print_placement(make_console(), job.plan, explain=job.config.explain)
     command = render_agent(job.settle(draft.settle(Path("RUN_DIR"))), "RUN_ID")
-    sys.stdout.write(shlex.join(command) + "\n")
+    print_text(join_words(command) + "\n")
     return 0

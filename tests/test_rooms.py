@@ -32,7 +32,7 @@ ROOMS: dict[str, set[str]] = {
         "torch",
         "launch_inprocess",
     },  # the latter is the room itself, as a rank's interpreter has it
-    "runs": {"launcher.plan.model", "launcher.cpulist", "launcher.descriptors"},
+    "runs": {"launcher.plan.model", "launcher.cpulist", "launcher.descriptors", "launcher.terminal"},
     "tune": {"launcher.descriptors"},
     "doctor": {
         "launcher.plan.model",
@@ -45,6 +45,7 @@ ROOMS: dict[str, set[str]] = {
     "report": {
         "launcher.plan.model",
         "launcher.cpulist",
+        "launcher.terminal",
         "launcher.wording",
         "launcher.runs",
         "launcher.doctor.finding",

@@ -93,7 +93,10 @@ def describe_settings(share: Share, environ: dict[str, str]) -> list[str]:
     ]
 
 
-def shorten(text: str) -> str:
-    """Return a text that stays on its line, and leaves room for others there."""
+def shorten(text: str, most: int = LONGEST) -> str:
+    """Return a text on one line, harmless on a terminal, the middle of a long one left out."""
+    if len(text) > 2 * most:
+        text = text[:most] + text[-most:]
     shown = text if text.isprintable() else repr(text)[1:-1]
-    return shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 1]}…"
+    half = (most - 1) // 2
+    return shown if len(shown) <= most else f"{shown[:half]}…{shown[-half:]}"

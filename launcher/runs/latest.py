@@ -1,15 +1,13 @@
 """What a run's rank 0 has come to: its newest step, and the last line that it printed."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.runs.logs import read_tail
 from launcher.runs.progress import Progress, parse_progress
 from launcher.runs.rundir import list_logs
+from launcher.terminal import strip_sequences
 
-ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-"""What colours and moves on a terminal (ECMA-48)."""
 PASSED_OVER = ("launch-rank: ", "launch: run directory ")
 """How lines begin that tell nothing: the shim's of each rank, and the last one of a job's own log."""
 TAIL = 400
@@ -64,7 +62,7 @@ def take_last(logs: Sequence[Path]) -> str:
     """Return the last line with something in it, of the log that was written to last."""
     for log in sorted(logs, key=read_change, reverse=True):
         for line in reversed(read_tail(log, TAIL)):
-            text = ESCAPES.sub("", line).strip()
+            text = strip_sequences(line).strip()
             if text and not text.startswith(PASSED_OVER):
                 return text
     return ""

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ from launcher.runs.rundir import write_private
 from launcher.runs.sources import describe_sources
 from launcher.submit.asked import Asked, ask_for
 from launcher.submit.staged import Staged, stage_run
+from launcher.terminal import print_text, quote_word
 from launcher.wording import say
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - to warn of
@@ -172,14 +172,14 @@ def tell_submitted(jobs: Mapping[str, Staged], job_id: str, asked: Asked) -> Non
     default = (Path.cwd() / "runs") == first.run.path.parents[1]
     run = f"{first.run.path.parent.name}/{first.run.id}" if default else str(first.run.path)
     whole = job_id if default else run
-    print_line(f"follow with  launch status {shlex.quote(whole)}")
-    print_line(f"             launch logs -f {shlex.quote(run)}")
-    print_line(f"             launch cancel {shlex.quote(whole)}")
+    print_line(f"follow with  launch status {quote_word(whole)}")
+    print_line(f"             launch logs -f {quote_word(run)}")
+    print_line(f"             launch cancel {quote_word(whole)}")
 
 
 def print_line(text: str) -> None:
     """Print a line of the answer."""
-    sys.stdout.write(f"{text}\n")
+    print_text(f"{text}\n")
 
 
 def say_warnings(warnings: Iterable[str]) -> None:

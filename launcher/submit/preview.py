@@ -14,6 +14,8 @@ from launcher.launch.slurm.script import check_syntax, render_script
 from launcher.schema import MachineConfig
 from launcher.submit.asked import Asked
 from launcher.suggest import suggest
+from launcher.terminal import print_text
+from launcher.wording import say
 from launcher.yamlfiles import read_yaml
 
 RUN_ID = "RUN_ID"
@@ -27,7 +29,7 @@ def preview_submission(drafts: Sequence[Draft], asked: Asked, python: Sequence[s
     check_syntax(text, setup)
     show_plan(drafts[0], asked)
     sys.stderr.flush()
-    sys.stdout.write(text)
+    print_text(text)
     return 0
 
 
@@ -54,9 +56,9 @@ def show_plan(draft: Draft, asked: Asked) -> None:
     if config.cluster.machine is not None:
         snapshot = find_snapshot(draft, config.cluster.machine)
     if snapshot is None:
-        sys.stderr.write(
-            "launch: each node makes its own plan: cluster.machine=NAME shows it for a shipped machine or for"
-            " a snapshot that `launch topo save=FILE` wrote on such a node\n"
+        say(
+            "each node makes its own plan: cluster.machine=NAME shows it for a shipped machine or for a"
+            " snapshot that `launch topo save=FILE` wrote on such a node"
         )
         return
     ranks = config.nproc_per_node

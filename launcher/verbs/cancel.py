@@ -19,6 +19,7 @@ from launcher.runs.process import check_process, open_process
 from launcher.runs.rundir import RunDir
 from launcher.runs.status import RunStatus
 from launcher.schema import LaunchConfig
+from launcher.terminal import escape_text
 from launcher.verbs.choose import choose_named
 from launcher.verbs.standing import find_standing
 from launcher.wording import say
@@ -93,9 +94,9 @@ def ask_user(runs: Sequence[RunStatus]) -> bool:
     if len(runs) == 1:
         question = f"cancel {describe_run(runs[0])}?"
     else:
-        sys.stderr.writelines(f"  {describe_run(run)}\n" for run in runs)
+        sys.stderr.writelines(f"  {escape_text(describe_run(run))}\n" for run in runs)
         question = f"cancel these {len(runs)} runs?"
-    sys.stderr.write(f"{question} [y/N] ")
+    sys.stderr.write(f"{escape_text(question)} [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 

@@ -143,5 +143,5 @@ def test_secrets_that_ps_shows_while_launch_runs(
 
 
 def test_a_secret_among_the_options_of_sbatch_is_refused(launch: Launch) -> None:
-    words = ["cluster=slurm", "cluster.additional.comment=HF_TOKEN=abc", "dry_run=true", "--", "true"]
+    words = ["cluster=slurm", "cluster.additional.comment='HF_TOKEN=abc'", "dry_run=true", "--", "true"]
     launch(*words).assert_error(2, "cluster.additional.comment has a secret", "env.NAME")
