@@ -130,10 +130,14 @@ def run_sweep(flags: "Flags", command: Command, argv: Sequence[str]) -> int:
     composed = [compose(flags.sources, overrides) for overrides in jobs]
     if command.verb == "run" and all(is_for_slurm(resolve(each)) for each in composed):
         from launcher.job import draft_job
+        from launcher.ownprogram import tell_program
         from launcher.submit.jobs import submit_jobs
 
         drafts = [draft_job(each, command.program, os.environ) for each in composed]
-        return submit_jobs(drafts, argv, flags.sources.list_own(composed[0].choices))
+        own_files = flags.sources.list_own(composed[0].choices)
+        name_files(own_files)
+        tell_program(drafts[0], own_files)
+        return submit_jobs(drafts, argv)
     first = 0
     for number, overrides in enumerate(jobs, 1):
         say(f"job {number} of {len(jobs)}: {' '.join(mask_words(overrides))}")
@@ -180,24 +184,26 @@ def run_job(
 ) -> int:
     """Run a program where the configuration says, and return the exit code; raises LaunchError."""
     from launcher.job import draft_job
+    from launcher.ownprogram import tell_program
 
     draft = draft_job(composed, words, os.environ)
+    name_files(own_files)
+    tell_program(draft, own_files)
     if draft.cluster.kind == "slurm":
         from launcher.submit.jobs import submit_jobs
 
-        return submit_jobs([draft], argv, own_files)
+        return submit_jobs([draft], argv)
     if draft.cluster.kind == "allocation":
         from launcher.batch.allocation import run_allocation
 
-        return run_allocation(draft, argv, own_files)
+        return run_allocation(draft, argv)
     from launcher.execute import execute_job, preview_job
     from launcher.job import plan_job
 
     job = plan_job(draft)
     if draft.config.dry_run:
-        name_files(own_files)
         return preview_job(draft, job)
-    return execute_job(draft, job, argv, own_files)
+    return execute_job(draft, job, argv)
 
 
 def name_files(own_files: Sequence[str]) -> None:

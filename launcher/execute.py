@@ -29,14 +29,14 @@ AGENT_LINES = 2000
 """Last lines of the agent's log that are searched for its report."""
 
 
-def execute_job(draft: Draft, job: Job, argv: Sequence[str], own_files: Sequence[str]) -> int:
+def execute_job(draft: Draft, job: Job, argv: Sequence[str]) -> int:
     """Run a job here to its end and return the exit code; raises UsageError or MachineError before that."""
     check_open_files()
     run, manifest = prepare_run(draft, argv, [job.host])
     job = job.settle(draft.settle(run.path))
     write_plan(run, job, draft.config)
     command = render_agent(job, run.id)
-    attendant = attend_job(job, run, manifest, own_files)
+    attendant = attend_job(job, run, manifest, ())
     log = run.agent_log(job.host)
     log_begin, started = measure_file(log), time.monotonic()
     supervisor = Supervisor(attendant, len(job.plan.ranks), job.config.torchrun.shutdown_timeout)

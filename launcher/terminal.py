@@ -54,7 +54,9 @@ def tame_text(text: str, *, colours: bool = False) -> str:
     kept = COLOUR.findall(text)
     pieces = (ACTING.sub(lambda found: escape_character(found[0]), piece) for piece in COLOUR.split(text))
     tamed = next(pieces) + "".join(colour + piece for colour, piece in zip(kept, pieces, strict=True))
-    return tamed if not kept or kept[-1] in (RESET, "\x1b[m") else tamed + RESET
+    if not kept or kept[-1] in (RESET, "\x1b[m"):
+        return tamed
+    return tamed.removesuffix("\n") + RESET + "\n" * tamed.endswith("\n")
 
 
 def print_text(text: str, *, colours: bool = False) -> None:

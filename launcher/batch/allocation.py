@@ -21,11 +21,9 @@ from launcher.terminal import join_words, print_text
 from launcher.wording import say
 
 
-def run_allocation(draft: Draft, argv: Sequence[str], own_files: Sequence[str]) -> int:
+def run_allocation(draft: Draft, argv: Sequence[str]) -> int:
     """Run a job over the nodes of the SLURM job that this is; returns the exit code, raises LaunchError."""
     hosts = choose_hosts(os.environ, draft.cluster.max_nodes)
-    if own_files:
-        say(f"configuration from {', '.join(own_files)}")
     if draft.config.dry_run:
         return preview_allocation(draft, argv, hosts)
     run, _ = prepare_run(draft, argv, hosts)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 SHIM = Path(__file__).parents[1] / "rank" / "__main__.py"
 """What each rank runs just before the program."""
+BUNDLED = ("-m", "launcher.programs.train")
+"""The command of the shipped option of the group `program`."""
 RESERVED = ("command", "sections")
 """Keys of the group `program` that say what to run; all others are the program's own options."""
 
@@ -46,7 +48,9 @@ def locate_program(words: Sequence[str], environ: Mapping[str, str]) -> tuple[st
     first = words[0] if words else ""
     if first == "-m":
         check_module(words[1:2], environ)
-        return (python, *words)
+        # A folder `launcher` in the working directory is not to take the bundled program's place.
+        alone = ("-P",) if tuple(words[:2]) == BUNDLED and python == sys.executable else ()
+        return (python, *alone, *words)
     if not first or first.startswith("-"):
         raise UsageError(f"{first!r} is no program: give a script, `-m module` or an executable after `--`")
     if first.endswith(".py") or (Path(first) / "__main__.py").is_file():

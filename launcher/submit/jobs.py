@@ -31,14 +31,12 @@ ISOLATED = ("-I", "-P")
 """
 
 
-def submit_jobs(drafts: Sequence[Draft], argv: Sequence[str], own_files: Sequence[str]) -> int:
+def submit_jobs(drafts: Sequence[Draft], argv: Sequence[str]) -> int:
     """Submit a job, or several as one job array, and say how to go on; returns the exit code.
 
     With dry_run=true, show the script and the plan. Raises LaunchError, leaving no new run directory.
     """
     dry = any(draft.config.dry_run for draft in drafts)
-    if own_files:
-        say(f"configuration from {', '.join(own_files)}")
     # What takes a process each is asked for at the same time.
     with ThreadPoolExecutor() as pool:
         sources = None if dry else pool.submit(describe_sources, Path.cwd())

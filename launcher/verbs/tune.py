@@ -13,6 +13,7 @@ from launcher.command import SUBJECTS
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.execute import prepare_run
 from launcher.job import Draft, name_run, plan_job, render_agent
+from launcher.ownprogram import tell_program
 from launcher.report.console import make_console
 from launcher.report.tuning import announce_trial, describe_trial, print_trials
 from launcher.runs.manifest import stamp_time, write_manifest
@@ -102,6 +103,7 @@ def tune_program(
     run, manifest = prepare_run(named, argv, [job.host])
     if own_files:
         say(f"configuration from {', '.join(own_files)}")
+    tell_program(draft, own_files)
     where = f"{count_things(len(job.plan.ranks), 'rank')} of {job.host}"
     say(f"{describe_program(draft)} on {where}, with 0 to {most} workers each ({why})")
     say(f"run directory {run.path}")
