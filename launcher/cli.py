@@ -207,9 +207,19 @@ def run_job(
 
 
 def name_files(own_files: Sequence[str]) -> None:
-    """Say which configuration is not the shipped one."""
+    """Say which configuration is not the shipped one, and whose it is where it is another user's."""
     if own_files:
-        say(f"configuration from {', '.join(own_files)}")
+        say(f"configuration from {', '.join(map(name_file, own_files))}")
+
+
+def name_file(path: str) -> str:
+    """Return a file's name, with its owner where that is neither this user nor root."""
+    from pathlib import Path
+
+    from launcher.descriptors import name_user
+
+    owner = Path(path).stat().st_uid
+    return path if owner in (os.geteuid(), 0) else f"{path} (of {name_user(owner)})"
 
 
 def add_pet(overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:

@@ -8,6 +8,8 @@ from launcher.errors import UsageError
 
 PRIMARY = "launch"
 """Name of the primary configuration: not `config`, which a training program's own conf/ often holds."""
+DEFAULTS = "launch_defaults"
+"""What that is built on, and what a primary configuration of one's own can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,8 @@ class Sources:
 
     def list_own(self, choices: dict[str, str]) -> list[str]:
         """Return the chosen files that are not the shipped ones, relative to the working directory."""
-        found = [self.find_file(self.primary), *(self.find_file(f"{g}/{o}") for g, o in choices.items())]
+        names = (self.primary, DEFAULTS, *(f"{group}/{option}" for group, option in choices.items()))
+        found = [self.find_file(name) for name in names]
         return [os.path.relpath(path) for path in found if path and find_shipped() not in path.parents]
 
 

@@ -72,8 +72,12 @@ def read_shebang(words: list[str], environ: dict[str, str]) -> list[str]:
     folders = [""] if "/" in "".join(words[:1]) else os.get_exec_path(environ)
     for folder in folders if words else ():
         try:
-            with open(os.path.join(folder, words[0]), "rb", buffering=0) as file:
-                line = file.read(SHEBANG).partition(b"\n")[0]
+            # A pipe, which exec refuses, is not waited for.
+            file = os.open(os.path.join(folder, words[0]), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                line = os.read(file, SHEBANG).partition(b"\n")[0]
+            finally:
+                os.close(file)
         except OSError:
             continue
         # The kernel makes one word of all that follows the interpreter.

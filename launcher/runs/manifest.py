@@ -7,10 +7,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from launcher.descriptors import LARGEST, open_directory, open_own, read_file
+from launcher.descriptors import open_directory, open_own, read_file
 from launcher.runs.rundir import RunDir, closing_descriptor, write_json
 from launcher.runs.secrets import mask_words
 
+MOST_BYTES = 16 << 20
+"""Of a manifest: one of hundreds of attempts has less, and what JSON makes of as much takes half a GiB."""
 OPEN = ("submitted", "running", "requeued")
 """States of an outcome after which more is to come."""
 CLOSED = ("succeeded", "failed", "stopped")
@@ -51,7 +53,7 @@ def read_time(text: object) -> float | None:
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read the manifest of a run directory; empty where it cannot be read."""
     try:
-        return parse_manifest(read_file(path / "manifest.json", LARGEST))
+        return parse_manifest(read_file(path / "manifest.json", MOST_BYTES))
     except OSError:
         return {}
 
@@ -66,7 +68,7 @@ def read_own_manifest(path: Path) -> dict[str, Any]:
         with closing_descriptor(open_directory(path.parent)) as above:
             at = open_own(path.name, at=above)
         with closing_descriptor(at):
-            return parse_manifest(read_file("manifest.json", LARGEST, at=at, own=True))
+            return parse_manifest(read_file("manifest.json", MOST_BYTES, at=at, own=True))
     except PermissionError:
         raise
     except OSError:
@@ -108,7 +110,7 @@ def take_earlier(manifest: Mapping[str, object]) -> list[dict[str, Any]]:
 def read_earlier(path: Path) -> list[object]:
     """Return the starts that a manifest tells of, oldest first; none where there is no manifest."""
     try:
-        found = json.loads(read_file(path, LARGEST).decode())
+        found = json.loads(read_file(path, MOST_BYTES).decode())
         last = {key: found[key] for key in ("command", "started", "ended", "outcome")}
         return [*found["earlier"], last]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

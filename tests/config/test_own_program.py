@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Result, clean_environ
+from tests.strangers import give_away
 
 Launch = Callable[..., Result]
 PRIMARY = "defaults: [launch_defaults, _self_]\n"
@@ -71,3 +72,11 @@ def test_a_folder_of_the_launchers_name_does_not_take_the_bundled_programs_place
     write(here / "launcher/__init__.py", "raise SystemExit('planted')\n")
     assert " -P -m launcher.programs.train " in run_installed(here, "dry_run=true")
     assert "planted" not in run_installed(here, "nproc_per_node=1", "program.steps=1", "model.layers=1")
+
+
+def test_whose_a_configuration_is(launch: Launch, here: Path) -> None:
+    write(here / "conf/launch_defaults.yaml", "defaults: [launch_schema]\nnproc_per_node: 1\n")
+    assert "launch: configuration from conf/launch_defaults.yaml\n" in launch("plan").err
+    give_away(here / "conf/launch_defaults.yaml")
+    said = launch("plan").err
+    assert "configuration from conf/launch_defaults.yaml (of " in said and "65534" in said

@@ -218,3 +218,10 @@ def test_what_variables_hold_is_not_poured_onto_the_terminal(variables: dict[str
     assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr
     assert done.stderr and "\x1b" not in done.stderr and "\x07" not in done.stderr
     assert max(map(len, done.stderr.splitlines())) < 1100
+
+
+def test_a_program_that_is_a_pipe_is_refused_as_exec_refuses_it(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, str(ALLOWED[0]))
+    os.mkfifo(tmp_path / "pipe", 0o755)
+    done = run_shim(str(tmp_path / "pipe"), LAUNCH_PLAN=str(plan), LAUNCH_GC="synchronized")
+    assert done.returncode == 126 and "cannot be run (" in done.stderr, done

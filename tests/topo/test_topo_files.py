@@ -246,3 +246,10 @@ def test_an_ascii_terminal_and_a_pipe_that_ends(odd: str, here: Path) -> None:
         ["/bin/sh", "-c", script], cwd=here, env=clean_environ(), capture_output=True, text=True, check=True
     )
     assert piped.stdout.startswith("Machine  R750") and piped.stderr == ""
+
+
+def test_a_pipe_that_nobody_reads_is_not_waited_for(launch: Launch, odd: str, here: Path) -> None:
+    os.mkfifo(here / "pipe")
+    launch("topo", odd, "save=pipe").assert_error(
+        2, "save=pipe cannot be written (No such device or address)"
+    )
