@@ -134,9 +134,9 @@ def run_sweep(flags: "Flags", command: Command, argv: Sequence[str]) -> int:
         from launcher.submit.jobs import submit_jobs
 
         drafts = [draft_job(each, command.program, os.environ) for each in composed]
-        own_files = flags.sources.list_own(composed[0].choices)
-        name_files(own_files)
-        tell_program(drafts[0], own_files)
+        own = dict.fromkeys(name for each in composed for name in flags.sources.list_own(each.choices))
+        name_files(list(own))
+        tell_program(drafts, list(own))
         return submit_jobs(drafts, argv)
     first = 0
     for number, overrides in enumerate(jobs, 1):
@@ -188,7 +188,7 @@ def run_job(
 
     draft = draft_job(composed, words, os.environ)
     name_files(own_files)
-    tell_program(draft, own_files)
+    tell_program([draft], own_files)
     if draft.cluster.kind == "slurm":
         from launcher.submit.jobs import submit_jobs
 

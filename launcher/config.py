@@ -35,7 +35,7 @@ from launcher.schema import LaunchConfig
 from launcher.sources import PRIMARY, Sources, find_shipped
 from launcher.suggest import shorten_message, suggest
 from launcher.terminal import print_text
-from launcher.watchdog import SECONDS, ExhaustedError, limit_work
+from launcher.watchdog import SECONDS, bound_work
 from launcher.yamlfiles import read_text
 
 FAILURES = (
@@ -91,20 +91,6 @@ class CheckedSource(FileConfigSource):
         if path.exists():
             read_text(path)
         return super().load_config(config_path)
-
-
-@contextmanager
-def bound_work(sources: Sources, seconds: float = SECONDS) -> Iterator[None]:
-    """Raise UsageError for a configuration that would take for ever to put together."""
-    try:
-        with limit_work(seconds):
-            yield
-    except ExhaustedError as error:
-        own = [str(folder) for folder in sources.folders if folder != find_shipped()]
-        raise UsageError(
-            f"the configuration takes {error} to put together: look for references that multiply, ${{…}} or"
-            f" defaults, in {', '.join(own) or 'the overrides'}"
-        ) from None
 
 
 def compose(sources: Sources, overrides: Sequence[str]) -> Composed:

@@ -11,6 +11,8 @@ from errno import EEXIST, EFBIG, EINVAL, ELOOP, ENOTDIR, EPERM, ETIMEDOUT
 
 READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+ON_THE_WAY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+"""For a directory in which something is to be opened, and that this user may perhaps not list."""
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 CHUNK = 1 << 20
 LARGEST = 64 << 20
@@ -19,14 +21,14 @@ PATIENCE = 10.0
 """Seconds without a byte after which a pipe that the user has named is given up."""
 
 
-def open_directory(path: str | os.PathLike[str], *, at: int | None = None) -> int:
+def open_directory(path: str | os.PathLike[str], *, at: int | None = None, flags: int = DIRECTORY) -> int:
     """Open a directory; a symbolic link at its end is followed where this user or root has made it.
 
     People keep runs on another filesystem by such a link. Links on the way are the kernel's to judge
     (fs.protected_symlinks of proc(5)). Raises OSError.
     """
     try:
-        return os.open(path, DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
+        return os.open(path, flags | os.O_NOFOLLOW, dir_fd=at)
     except OSError as error:
         if error.errno not in (ELOOP, ENOTDIR):
             raise
@@ -34,7 +36,7 @@ def open_directory(path: str | os.PathLike[str], *, at: int | None = None) -> in
     if is_planted(link):
         owner = name_user(link.st_uid)
         raise PermissionError(EPERM, f"a symbolic link of {owner}, who can have it lead anywhere", str(path))
-    return os.open(path, DIRECTORY, dir_fd=at)
+    return os.open(path, flags, dir_fd=at)
 
 
 def is_planted(status: os.stat_result) -> bool:
@@ -162,7 +164,7 @@ def read_file(
 
 def check_file(descriptor: int, path: str | os.PathLike[str], at: int | None) -> None:
     """Raise PermissionError for a file that is not this user's or root's; it stays open."""
-    folder = os.open(os.path.dirname(os.path.abspath(path)), DIRECTORY) if at is None else os.dup(at)
+    folder = os.open(os.path.dirname(os.path.abspath(path)), ON_THE_WAY) if at is None else os.dup(at)
     try:
         if not is_own(descriptor, folder):
             owner = name_user(os.fstat(descriptor).st_uid)

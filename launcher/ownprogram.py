@@ -12,9 +12,9 @@ LOADED = ("LD_AUDIT", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "PYTHONHOME", "PY
 """Variables that have other code run than the program's own."""
 
 
-def tell_program(draft: Draft, own_files: Sequence[str]) -> None:
+def tell_program(drafts: Sequence[Draft], own_files: Sequence[str]) -> None:
     """Say what of the user's configuration files is to be run; nothing for what is on the command line."""
-    brought = list(list_brought(draft)) if own_files else []
+    brought = dict.fromkeys(each for draft in drafts for each in list_brought(draft)) if own_files else {}
     if brought:
         say(f"{', '.join(own_files)} has this run: {'; '.join(brought)}")
 

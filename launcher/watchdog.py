@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from resource import RUSAGE_SELF, getrusage
 from types import FrameType
 
+from launcher.errors import UsageError
+from launcher.sources import Sources, find_shipped
+
 SECONDS = 10.0
 """CPU time in which any configuration is put together: thirty times what the shipped one takes."""
 MOST_KIB = 1 << 20
@@ -44,3 +47,17 @@ def limit_work(seconds: float = SECONDS) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+@contextlib.contextmanager
+def bound_work(sources: Sources, seconds: float = SECONDS) -> Iterator[None]:
+    """Raise UsageError for a configuration from these sources that would take for ever to put together."""
+    try:
+        with limit_work(seconds):
+            yield
+    except ExhaustedError as error:
+        own = [str(folder) for folder in sources.folders if folder != find_shipped()]
+        raise UsageError(
+            f"the configuration takes {error} to put together: look for references that multiply, ${{…}} or"
+            f" defaults, in {', '.join(own) or 'the overrides'}"
+        ) from None

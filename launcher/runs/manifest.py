@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from launcher.descriptors import open_directory, open_own, read_file
+from launcher.descriptors import ON_THE_WAY, open_directory, open_own, read_file
 from launcher.runs.rundir import RunDir, closing_descriptor, write_json
 from launcher.runs.secrets import mask_words
 
@@ -65,7 +65,7 @@ def read_own_manifest(path: Path) -> dict[str, Any]:
     the way from `runs_dir` leads there.
     """
     try:
-        with closing_descriptor(open_directory(path.parent)) as above:
+        with closing_descriptor(open_directory(path.parent, flags=ON_THE_WAY)) as above:
             at = open_own(path.name, at=above)
         with closing_descriptor(at):
             return parse_manifest(read_file("manifest.json", MOST_BYTES, at=at, own=True))

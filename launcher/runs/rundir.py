@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from launcher.descriptors import DIRECTORY, make_inner, open_directory, open_inner, open_own, write_whole
+from launcher.descriptors import (
+    DIRECTORY,
+    ON_THE_WAY,
+    make_inner,
+    open_directory,
+    open_inner,
+    open_own,
+    write_whole,
+)
 
 OURS = ("agent-", "slurm-")
 """How the logs begin that are no rank's."""
@@ -57,7 +65,7 @@ def create_run_dir(runs_dir: Path, name: str, now: datetime) -> RunDir:
     """
     with contextlib.suppress(FileExistsError):
         runs_dir.mkdir(parents=True)
-    with full_names(runs_dir), closing_descriptor(open_directory(runs_dir)) as at:
+    with full_names(runs_dir), closing_descriptor(open_directory(runs_dir, flags=ON_THE_WAY)) as at:
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=at)
         inner = open_own(name, at=at)

@@ -103,7 +103,7 @@ def tune_program(
     run, manifest = prepare_run(named, argv, [job.host])
     if own_files:
         say(f"configuration from {', '.join(own_files)}")
-    tell_program(draft, own_files)
+    tell_program([draft], own_files)
     where = f"{count_things(len(job.plan.ranks), 'rank')} of {job.host}"
     say(f"{describe_program(draft)} on {where}, with 0 to {most} workers each ({why})")
     say(f"run directory {run.path}")

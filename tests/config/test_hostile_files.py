@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import config, descriptors
+from launcher import descriptors, watchdog
 from launcher.watchdog import limit_work
 from launcher.yamlfiles import MOST_BYTES
 from tests.conftest import LAUNCH, Result, clean_environ, run_outside
@@ -95,7 +95,7 @@ def refer(levels: int, section: str, first: str, each: str, join: str) -> str:
 def test_references_that_multiply_end_at_a_limit(
     launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    monkeypatch.setattr(config, "limit_work", lambda _: limit_work(1.0))
+    monkeypatch.setattr(watchdog, "limit_work", lambda _: limit_work(1.0))
     write(here / "conf/launch.yaml", f"defaults: [launch_defaults, _self_]\n{text}")
     result = launch("plan")
     assert (result.code, result.out) == (2, "")
@@ -105,7 +105,7 @@ def test_references_that_multiply_end_at_a_limit(
 def test_defaults_that_multiply_end_at_a_limit(
     launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config, "limit_work", lambda _: limit_work(1.0))
+    monkeypatch.setattr(watchdog, "limit_work", lambda _: limit_work(1.0))
     for level in range(9):
         entries = "".join(f"  - c{level + 1}@p{number}\n" for number in range(10))
         write(here / f"conf/g/c{level}.yaml", f"defaults:\n{entries}")

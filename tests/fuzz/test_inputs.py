@@ -14,7 +14,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from launcher import config
+from launcher import watchdog
 from launcher.descriptors import read_input
 from launcher.envfile import read_variables
 from launcher.errors import UsageError
@@ -51,7 +51,7 @@ def folder() -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         for name in set(os.environ) - set(clean_environ()):
             patch.delenv(name)
-        patch.setattr(config, "limit_work", lambda _: limit_work(0.5))
+        patch.setattr(watchdog, "limit_work", lambda _: limit_work(0.5))
         yield found
     os.chdir(before)
     shutil.rmtree(found)

@@ -228,3 +228,17 @@ def test_a_filesystem_that_shows_all_as_anothers_is_known_by_what_is_made_there(
     monkeypatch.setattr(descriptors, "find_shown_uid", lambda _: STRANGER)
     assert read_own_manifest(run.path) == {"a": 1}
     assert open_run_dir(run.path, None).path == run.path
+
+
+def test_runs_are_made_where_a_user_may_not_list(tmp_path: Path) -> None:
+    """As in a /home or a drop box of mode 0711 or 1733."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs").chmod(0o1733)
+
+    def make() -> str:
+        run = create_run_dir(tmp_path / "runs", "name", NOW)
+        write_json(run.manifest_path, {})
+        return f"{read_own_manifest(run.path)} {open_run_dir(run.path, None).first_attempt}"
+
+    with reachable(tmp_path):
+        assert run_as(STRANGER, make) == "{} 0"
