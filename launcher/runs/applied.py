@@ -42,6 +42,8 @@ class AppliedReader:
     """Reads the records that are new or have changed since the last call."""
 
     run_path: Path
+    own: bool = True
+    """What the records say is acted upon: those of other users are left out."""
     seen: dict[Path, int] = field(default_factory=dict)
 
     def read_new(self) -> list[Applied]:
@@ -55,8 +57,7 @@ class AppliedReader:
             try:
                 stamp = path.lstat().st_mtime_ns
                 if self.seen.get(path) != stamp:
-                    # What it says is signalled: not another user's, planted before the directory was closed.
-                    found.append(parse_applied(read_file(path, LARGEST, own=True).decode()))
+                    found.append(parse_applied(read_file(path, LARGEST, own=self.own).decode()))
                     self.seen[path] = stamp
             except DAMAGE:
                 continue

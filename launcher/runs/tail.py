@@ -44,7 +44,7 @@ class RunTail:
     def __post_init__(self) -> None:
         """Look at nothing yet."""
         self.follower = Follower(RunDir(self.path))
-        self.reader = AppliedReader(self.path)
+        self.reader = AppliedReader(self.path, own=False)
 
     def read_lines(self, *, final: bool = False) -> Iterator[Output]:
         """Give the new lines; `final` gives all that is left, and how a job ended that never had a rank."""
