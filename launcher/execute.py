@@ -36,7 +36,7 @@ def execute_job(draft: Draft, job: Job, argv: Sequence[str]) -> int:
     job = job.settle(draft.settle(run.path))
     write_plan(run, job, draft.config)
     command = render_agent(job, run.id)
-    attendant = attend_job(job, run, manifest, ())
+    attendant = attend_job(job, run, manifest)
     log = run.agent_log(job.host)
     log_begin, started = measure_file(log), time.monotonic()
     supervisor = Supervisor(attendant, len(job.plan.ranks), job.config.torchrun.shutdown_timeout)

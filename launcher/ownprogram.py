@@ -1,15 +1,23 @@
 """What a configuration in the working directory brings that runs: told before it does."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
+from launcher.attend import MANAGED
 from launcher.job import Draft
 from launcher.launch.program import BUNDLED
 from launcher.runs.secrets import mask_words
+from launcher.schema import ClusterConfig
 from launcher.terminal import join_words
 from launcher.wording import say
 
-LOADED = ("LD_AUDIT", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "PYTHONHOME", "PYTHONPATH", "PYTHON_EXEC")
+LOADED = (
+    *("BASH_ENV", "LD_AUDIT", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH"),
+    *("PYTHONHOME", "PYTHONPATH", "PYTHONUSERBASE", "PYTHON_EXEC"),
+)
 """Variables that have other code run than the program's own."""
+PROLOGS = ("prolog", "epilog", "task-prolog", "task-epilog")
+"""Options of srun that name programs."""
 
 
 def tell_program(drafts: Sequence[Draft], own_files: Sequence[str]) -> None:
@@ -30,5 +38,29 @@ def list_brought(draft: Draft) -> Iterator[str]:
         keys = {"env", f"env.{name}", *(["env.from_file"] if name in draft.loaded else ())}
         if name in config.env and not given & keys:
             yield join_words([f"{name}={config.env[name]}"])
-    if "cluster.setup" not in given and draft.cluster.kind == "slurm":
-        yield from (f"cluster.setup: {line}" for line in config.cluster.setup)
+    if draft.cluster.kind in MANAGED:
+        yield from list_jobs_own(config.cluster, given)
+
+
+def list_jobs_own(cluster: ClusterConfig, given: AbstractSet[str]) -> Iterator[str]:
+    """Give what a job of SLURM runs besides the program, and in which image that is."""
+    if "cluster.setup" not in given:
+        yield from (f"cluster.setup: {line}" for line in cluster.setup)
+    for name, value in cluster.srun.items():
+        if name.replace("_", "-") in PROLOGS and not given & {"cluster.srun", f"cluster.srun.{name}"}:
+            yield f"cluster.srun.{name}: {value}"
+    if cluster.container.image and "cluster.container.image" not in given:
+        yield f"cluster.container.image: {cluster.container.image}"
+
+
+def list_targets(node: object, key: str) -> Iterator[str]:
+    """Give what Hydra calls to make the objects that a configuration describes (`_target_`), but plugins."""
+    if isinstance(node, Mapping):
+        target = str(node.get("_target_", ""))
+        if target and not target.startswith("hydra_plugins."):
+            yield f"{key}: {target}"
+        for name, value in node.items():
+            yield from list_targets(value, f"{key}.{name}")
+    elif isinstance(node, list):
+        for value in node:
+            yield from list_targets(value, key)

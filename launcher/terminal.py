@@ -4,6 +4,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 SEQUENCE = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[PX^_][^\x1b]*\x1b\\|[ -/]*[0-~])"
@@ -59,9 +60,10 @@ def tame_text(text: str, *, colours: bool = False) -> str:
     return tamed.removesuffix("\n") + RESET + "\n" * tamed.endswith("\n")
 
 
-def print_text(text: str, *, colours: bool = False) -> None:
-    """Write to stdout: as it is to a file or a pipe, and harmless to a terminal."""
-    sys.stdout.write(tame_text(text, colours=colours) if sys.stdout.isatty() else text)
+def print_text(text: str, stream: TextIO | None = None, *, colours: bool = False) -> None:
+    """Write to stdout, or another stream: as it is to a file or a pipe, and harmless to a terminal."""
+    stream = stream or sys.stdout
+    stream.write(tame_text(text, colours=colours) if stream.isatty() else text)
 
 
 def quote_word(word: str) -> str:

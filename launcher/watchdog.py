@@ -50,10 +50,13 @@ def limit_work(seconds: float = SECONDS) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def bound_work(sources: Sources, seconds: float = SECONDS) -> Iterator[None]:
-    """Raise UsageError for a configuration from these sources that would take for ever to put together."""
+def bound_work(sources: Sources, seconds: float | None = SECONDS) -> Iterator[None]:
+    """Raise UsageError for a configuration from these sources that would take for ever to put together.
+
+    None leaves it unwatched.
+    """
     try:
-        with limit_work(seconds):
+        with contextlib.nullcontext() if seconds is None else limit_work(seconds):
             yield
     except ExhaustedError as error:
         own = [str(folder) for folder in sources.folders if folder != find_shipped()]

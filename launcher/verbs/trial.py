@@ -136,7 +136,7 @@ def open_trial(trial: Draft, argv: Sequence[str]) -> Attendant:
     job = job.settle(settled)
     write_plan(run, job, trial.config)
     (run.path / RECORDS).mkdir(mode=0o700)
-    return attend_job(job, run, manifest, ())
+    return attend_job(job, run, manifest)
 
 
 def check_ending(watcher: Watcher, ending: Ending, config: LaunchConfig) -> None:
