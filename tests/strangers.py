@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pickle
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -24,17 +25,11 @@ def give_away(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def reachable(path: Path) -> Iterator[None]:
-    """Let other users go to a temporary directory, which pytest makes for one user alone."""
-    closed = [folder for folder in (path, *path.parents) if not folder.stat().st_mode & 0o001]
-    modes = [folder.stat().st_mode & 0o7777 for folder in closed]
-    if closed and os.geteuid():
-        pytest.skip("becoming another user needs root")
-    for folder, mode in zip(closed, modes, strict=True):
-        folder.chmod(mode | 0o011)
-    yield
-    for folder, mode in zip(closed, modes, strict=True):
-        folder.chmod(mode)
+def open_folder() -> Iterator[Path]:
+    """Give a temporary directory that all users can go to, as they cannot to those that pytest makes."""
+    with tempfile.TemporaryDirectory(prefix="launch-strangers-") as folder:
+        Path(folder).chmod(0o711)
+        yield Path(folder)
 
 
 def run_as(uid: int, function: Callable[[], T]) -> T:

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import stat
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from launcher.runs.logs import read_tail
 from launcher.runs.manifest import read_own_manifest
 from launcher.runs.nodes import refuse_node, write_node
 from launcher.runs.rundir import create_run_dir, list_logs, open_run_dir, write_json, write_private
-from tests.strangers import STRANGER, give_away, reachable, run_as
+from tests.strangers import STRANGER, give_away, open_folder, run_as
 
 NOW = datetime(2031, 2, 3, 4, 5, 6, tzinfo=UTC)
 
@@ -199,21 +200,22 @@ def test_anothers_log_is_not_written_to(tmp_path: Path) -> None:
         start_agent(["true"], {}, run.agent_log("box"))
 
 
-def test_an_ordinary_user_has_runs_where_others_have_theirs(tmp_path: Path) -> None:
+def make_runs(folder: Path, uid: int) -> list[str]:
+    run = create_run_dir(folder, f"of-{uid}", NOW)
+    write_json(run.manifest_path, {})
+    return [open_run_dir(run.path, None).path.name, str(read_own_manifest(run.path))]
+
+
+def test_an_ordinary_user_has_runs_where_others_have_theirs() -> None:
     """In a directory like /tmp, whose owner is root."""
-
-    def make_runs(uid: int) -> list[str]:
-        run = create_run_dir(tmp_path / "runs", f"of-{uid}", NOW)
-        write_json(run.manifest_path, {})
-        return [open_run_dir(run.path, None).path.name, str(read_own_manifest(run.path))]
-
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs").chmod(0o1777)
-    with reachable(tmp_path):
+    with open_folder() as folder:
+        (folder / "runs").mkdir()
+        (folder / "runs").chmod(0o1777)
         for uid in (STRANGER, STRANGER - 1):
-            assert run_as(uid, lambda uid=uid: make_runs(uid)) == ["20310203-040506", "{}"]  # type: ignore[misc]
+            assert run_as(uid, partial(make_runs, folder / "runs", uid)) == ["20310203-040506", "{}"]
+        path = folder / f"runs/of-{STRANGER - 1}/20310203-040506"
         with pytest.raises(PermissionError):
-            run_as(STRANGER, lambda: open_run_dir(tmp_path / f"runs/of-{STRANGER - 1}/20310203-040506", None))
+            run_as(STRANGER, partial(open_run_dir, path, None))
 
 
 def test_a_filesystem_that_shows_all_as_anothers_is_known_by_what_is_made_there(
@@ -230,15 +232,10 @@ def test_a_filesystem_that_shows_all_as_anothers_is_known_by_what_is_made_there(
     assert open_run_dir(run.path, None).path == run.path
 
 
-def test_runs_are_made_where_a_user_may_not_list(tmp_path: Path) -> None:
+def test_runs_are_made_where_a_user_may_not_list() -> None:
     """As in a /home or a drop box of mode 0711 or 1733."""
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs").chmod(0o1733)
-
-    def make() -> str:
-        run = create_run_dir(tmp_path / "runs", "name", NOW)
-        write_json(run.manifest_path, {})
-        return f"{read_own_manifest(run.path)} {open_run_dir(run.path, None).first_attempt}"
-
-    with reachable(tmp_path):
-        assert run_as(STRANGER, make) == "{} 0"
+    with open_folder() as folder:
+        (folder / "runs").mkdir()
+        (folder / "runs").chmod(0o1733)
+        found = run_as(STRANGER, partial(make_runs, folder / "runs", STRANGER))
+    assert found == ["20310203-040506", "{}"]
