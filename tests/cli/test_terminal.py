@@ -20,6 +20,9 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202e]")
 
 
+SCRIPT = ("cluster=slurm", "nproc_per_node=1", "dry_run=true", f"env.A={EVIL}")
+
+
 def show(here: Path, *words: str, env: Mapping[str, str] | None = None) -> tuple[int, str]:
     """Run `launch` on a terminal; return its exit code and all that the terminal gets."""
     master, slave = pty.openpty()
@@ -63,6 +66,9 @@ def assert_harmless(text: str) -> None:
         (["--cfg", "all", f"env.A={EVIL}"], {}),
         (["--info", "all", f"env.A={EVIL}"], {}),
         (["-m", f"env.A={EVIL},b", "plan=x"], {}),
+        (["-m", f"env.A=a,{EVIL}", "dry_run=true", "--", "true"], {}),
+        (["hydra.verbose=true", "dry_run=true", f"env.A={EVIL}", "--", "true"], {}),
+        ([*SCRIPT, f"cluster.setup=[echo {EVIL}]", f"cluster.srun.comment={EVIL}", "--", "echo", EVIL], {}),
     ],
     ids=lambda value: " ".join(value).replace(EVIL, "EVIL"),
 )
@@ -130,6 +136,18 @@ def test_the_command_of_a_dry_run_is_still_the_command(here: Path) -> None:
     script = f"printf '%s\\0' {line}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, check=True)
     assert done.stdout.decode().split("\0")[-7:-1] == words[3:]
+
+
+def test_the_script_of_a_dry_run_is_exact_in_a_file(here: Path) -> None:
+    """An administrator runs it: there, what the program gets is what was given."""
+    setup, words = f"export B='{EVIL}'", [EVIL, "it's", "two\nlines", "é", "$(id)"]
+    done = run_outside([*SCRIPT, f'cluster.setup=["{setup}"]', "--", "echo", *words], here)
+    assert done.code == 0, done.err
+    assert f"\n{setup}\n" in done.out
+    document = json.loads(done.out.partition("<<'END_OF_JOB'\n")[2].rpartition("END_OF_JOB")[0])
+    assert document["words"] == ["echo", *words] and document["config"]["env"] == {"A": EVIL}
+    remarks = [line for line in done.out.splitlines() if line.startswith("#")]
+    assert_harmless("\n".join(remarks))
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,28 @@ def test_defaults_that_multiply_end_at_a_limit(
     launch("plan", "+g=c0").assert_error(2, "takes more than 1 s to put together")
 
 
+def test_a_sweep_that_multiplies_ends_at_a_limit(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "limit_work", lambda _: limit_work(1.0))
+    many = [f"env.{name}=range(100)" for name in "ABCDE"]
+    launch("-m", *many, "dry_run=true").assert_error(2, "takes more than 1 s to put together")
+
+
+@pytest.mark.parametrize("form", ["bomb", "pipe", "device", "primary"])
+def test_folders_of_the_search_path_are_no_way_around(launch: Launch, here: Path, form: str) -> None:
+    """Hydra finds what is in `hydra.searchpath` by itself."""
+    write(here / "more/model/x.yaml", grow(9) if form == "bomb" else "a: 1\n")
+    if form in ("pipe", "device"):
+        (here / "more/model/x.yaml").unlink()
+        (here / "more/model/x.yaml").symlink_to("/dev/zero") if form == "device" else os.mkfifo(
+            here / "more/model/x.yaml"
+        )
+    bomb = f"program:\n{grow(9)}" if form == "primary" else ""
+    text = f"defaults: [launch_defaults, _self_]\nhydra: {{searchpath: [file://{here}/more]}}\n{bomb}"
+    write(here / "conf/launch.yaml", text)
+    told = {"bomb": "x.yaml has 12345679", "primary": "launch.yaml has 12345679"}
+    launch("plan", "model=x").assert_error(2, told.get(form, "no 'x' in model"))
+
+
 def test_a_file_that_is_too_large(launch: Launch, here: Path) -> None:
     write(here / "conf/launch.yaml", "#" * MOST_BYTES + "\n")
     launch("plan").assert_error(2, "conf/launch.yaml cannot be read (more than 512 KiB)")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Result, clean_environ
+from tests.conftest import Result, clean_environ, run_outside
 from tests.strangers import give_away
 
 Launch = Callable[..., Result]
@@ -39,6 +39,25 @@ def write(path: Path, text: str) -> None:
             ["cluster=site", "--", "true"],
             "cluster.setup: ./evil",
         ),
+        (
+            "cluster/site.yaml",
+            "kind: slurm\nsrun: {task-prolog: ./evil}\n",
+            ["cluster=site", "--", "true"],
+            "cluster.srun.task-prolog: ./evil",
+        ),
+        (
+            "cluster/site.yaml",
+            "kind: slurm\nsrun: {task_prolog: ./evil}\n",
+            ["cluster=site", "cluster.srun.task_prolog=mine", "--", "true"],
+            "",
+        ),
+        (
+            "cluster/site.yaml",
+            "kind: slurm\ncontainer: {image: evil.sqsh}\n",
+            ["cluster=site", "--", "true"],
+            "cluster.container.image: evil.sqsh",
+        ),
+        ("launch.yaml", f"{PRIMARY}env: {{BASH_ENV: ./x.sh}}\n", ["--", "true"], "BASH_ENV=./x.sh"),
     ],
 )
 def test_it_is_named(
@@ -49,6 +68,19 @@ def test_it_is_named(
     result = launch("dry_run=true", *words)
     assert f"launch: configuration from conf/{name}\n" in result.err, result
     assert told in result.err and ("has this run" in result.err) == bool(told), result.err
+
+
+def test_what_a_sweeper_calls_is_named_before_it_is(here: Path) -> None:
+    text = f"""{PRIMARY.replace("_self_", "override /hydra/sweeper: optuna, _self_")}
+hydra:
+  sweeper:
+    sampler: {{_target_: subprocess.getoutput, seed: 1}}
+"""
+    write(here / "conf/launch.yaml", text)
+    done = run_outside(["-m", "--", "true"], here)
+    named = "launch: hydra/sweeper=optuna calls hydra.sweeper.sampler: subprocess.getoutput\n"
+    assert named in done.err and "launch: configuration from conf/launch.yaml\n" in done.err, done.err
+    assert done.err.index(named) < done.err.index("the trials of hydra/sweeper=optuna go to")
 
 
 def run_installed(here: Path, *words: str) -> str:
