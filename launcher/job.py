@@ -23,7 +23,7 @@ from launcher.node import (
     telling_environ,
 )
 from launcher.rank.identity import name_host
-from launcher.runs.rundir import RunDir, create_run_dir, open_run_dir
+from launcher.runs.rundir import RunDir, create_run_dir, name_run_dir, open_run_dir
 from launcher.runs.secrets import mask_variables
 from launcher.save import refuse_files
 from launcher.schema import LaunchConfig
@@ -248,6 +248,7 @@ def build_environ(
         **({"LAUNCH_STRICT": "1"} if config.binding.strict else {}),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(patience),
         "LAUNCH_PLAN": str(run.plan_path(host)),
-        "LAUNCH_RUN_DIR": str(run.path),
+        "LAUNCH_RECORD_DIR": str(run.path),
+        **name_run_dir(run),
         "LAUNCH_ATTEMPT": str(run.first_attempt),
     }

@@ -201,7 +201,7 @@ def test_the_shim_loads_the_standard_library_alone(tmp_path: Path) -> None:
 import os, sys
 sys.path[:] = [p for p in sys.path if "site-packages" not in p] + [{str(PACKAGE.parent)!r}]
 before = set(sys.modules)
-os.environ.update(LAUNCH_PLAN="plan.json", LOCAL_RANK="0", LAUNCH_RUN_DIR={str(tmp_path)!r})
+os.environ.update(LAUNCH_PLAN="plan.json", LOCAL_RANK="0", LAUNCH_RECORD_DIR={str(tmp_path)!r})
 from launcher.rank import shim
 sys.argv = ["launch-rank", "/no/such/program"]
 assert shim.main() == 127

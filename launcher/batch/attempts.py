@@ -79,7 +79,9 @@ def end_attempt(attempt: Attempt, end: StepEnd) -> int:
     """Judge an attempt, requeue the job or conclude it, say so on stderr, and return the head's exit code."""
     if attempt.foreseen:
         before, verdict = attempt.foreseen
-        sight = replace(before, end=end, advance=measure_advance(attempt.run))
+        sight = replace(
+            before, end=end, advance=measure_advance(attempt.run, attempt.request.progress_patterns)
+        )
         record_end(attempt, sight, verdict)
     else:
         sight = look_at(attempt, end)

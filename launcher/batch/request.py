@@ -43,6 +43,12 @@ class JobRequest:
     min_nodes: int
     max_nodes: int
 
+    @property
+    def progress_patterns(self) -> tuple[str, ...]:
+        """`progress.paths`, absolute."""
+        paths = self.config.progress.paths
+        return tuple(os.path.join(self.directory, os.path.expanduser(path)) for path in paths)  # noqa: PTH111, PTH118 - patterns are no paths
+
 
 def make_request(draft: "Draft", argv: Sequence[str], run_path: Path) -> JobRequest:
     """Return what the job's processes on the cluster are told, for a run directory; raises UsageError."""

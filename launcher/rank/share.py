@@ -104,7 +104,7 @@ def make_share(identity: Identity, environ: dict[str, str], words: list[str]) ->
     from launcher.standalone import plan_for_rank, read_wishes
 
     room = find_room(identity, environ)
-    keeps = identity.local_rank == 0 and bool(environ.get("LAUNCH_RUN_DIR"))
+    keeps = identity.local_rank == 0 and bool(environ.get("LAUNCH_RECORD_DIR"))
     try:
         binding = str(read_wishes(environ)["binding"])
         if binding == "none":  # whoever bound this rank meant it

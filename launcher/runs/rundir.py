@@ -58,6 +58,11 @@ class RunDir:
         return self.path / "logs" / str(attempt) / f"rank-{rank}.{ending}"
 
 
+def name_run_dir(run: RunDir) -> dict[str, str]:
+    """Return the variables that tell programs of their run directory and its identifier."""
+    return {"LAUNCH_RUN_DIR": str(run.path), "LAUNCH_RUN_ID": run.id}
+
+
 def create_run_dir(runs_dir: Path, name: str, now: datetime) -> RunDir:
     """Make `runs_dir/name/YYYYMMDD-HHMMSS`, with `-2`, `-3` … for runs of the same second; raises OSError.
 

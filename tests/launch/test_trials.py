@@ -20,9 +20,9 @@ x = float(sys.argv[1].removeprefix("--x="))
 if x == 2:
     sys.exit(7)
 print(f"step 1/1 loss {x * x}")
-open(os.environ["OBJECTIVE"], "w").write(str(x))
+open(os.environ["LAUNCH_RUN_DIR"] + "/objective.txt", "w").write(str(x))
 """
-OWN = ("program=mine", "nproc_per_node=1", "env.OBJECTIVE=${run_dir}/objective.txt")
+OWN = ("program=mine", "nproc_per_node=1")
 
 
 @pytest.fixture

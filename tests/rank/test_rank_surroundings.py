@@ -159,7 +159,7 @@ def test_a_read_only_run_directory(tmp_path: Path) -> None:
     plan = write_plan(tmp_path, str(ALLOWED[0]))
     run = tmp_path / "run"
     run.mkdir(mode=0o500)
-    done = run_shim(*ECHO, LAUNCH_PLAN=str(plan), LAUNCH_RUN_DIR=str(run), preexec=drop_powers)
+    done = run_shim(*ECHO, LAUNCH_PLAN=str(plan), LAUNCH_RECORD_DIR=str(run), preexec=drop_powers)
     assert_ran(done, "has no log files", lines=3)
     assert "there is no record of what was applied" in done.stderr
 
@@ -171,7 +171,7 @@ def test_an_interpreter_without_ctypes(tmp_path: Path) -> None:
     words = [sys.executable, "-I", "-S", "-c", code, *ECHO]
     run = {"LAUNCH_PLAN": str(plan), "LAUNCH_QUIET": "1"}
     assert_ran(run_words(words, run), "memory policy preferred of node 0 was refused")
-    done = run_words(words, {**run, "LAUNCH_RUN_DIR": str(tmp_path)})
+    done = run_words(words, {**run, "LAUNCH_RECORD_DIR": str(tmp_path)})
     assert (done.returncode, (tmp_path / "logs/0/rank-0.out").read_text()) == (0, "ran\n")
 
 
