@@ -5,7 +5,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from launcher.batch.request import SECRETS, JobRequest, read_request, write_request
@@ -74,6 +74,8 @@ plain = st.lists(st.sampled_from(ORDINARY), max_size=4)
 
 @FUZZ
 @given(before=plain, form=forms, after=plain)
+@example(before=[], form=(["-p", "hunter2hunter2"], "hunter2hunter2"), after=["-p", "8080"])
+@example(before=["-v"], form=(["program.command=[x,-p,hunter2hunter2]"], "hunter2hunter2"), after=[])
 def test_no_secret_is_written_and_all_arrive(
     before: list[str], form: tuple[list[str], str], after: list[str]
 ) -> None:

@@ -62,8 +62,8 @@ def test_what_is_no_file_of_numbers_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "objective.txt"
     (tmp_path / "elsewhere").write_text("1")
     for plant in (
-        lambda: os.mkfifo(path),
         lambda: path.symlink_to(tmp_path / "elsewhere"),
+        lambda: os.mkfifo(path),
         lambda: path.symlink_to("/dev/zero"),
         lambda: path.write_text("1 " * MOST),
     ):
