@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.runs.applied import AppliedReader
-from launcher.runs.logs import Follower, decode_line, find_tail, measure_file
+from launcher.runs.logs import Follower, LineFollower, decode_line, find_tail, measure_file
 from launcher.runs.rundir import RunDir
 
 
@@ -32,14 +32,14 @@ class RunTail:
     """Of what is there at first, so many last lines of each file; None is all."""
     attempt: int | None = None
     """The attempt that is read; None before there is one."""
-    follower: Follower = field(init=False)
+    follower: LineFollower = field(init=False)
     reader: AppliedReader = field(init=False)
     hosts: dict[int, str] = field(default_factory=dict)
     """Where each rank of the attempt runs."""
 
     def __post_init__(self) -> None:
         """Look at nothing yet."""
-        self.follower = Follower(RunDir(self.path))
+        self.follower = LineFollower(Follower(RunDir(self.path)))
         self.reader = AppliedReader(self.path)
 
     def read_lines(self, *, final: bool = False) -> Iterator[Output]:
@@ -51,7 +51,7 @@ class RunTail:
                 yield from self.begin_attempt(attempt)
             for log in logs:
                 begin = find_tail(log, self.lines) if first and self.lines is not None else 0
-                self.follower.offsets.setdefault(log, begin)
+                self.follower.follower.offsets.setdefault(log, begin)
             yield from self.read_ranks(final=final or attempt != max(attempts))
         if final and self.is_without_ranks():
             yield from self.read_own()
@@ -76,7 +76,7 @@ class RunTail:
 
     def begin_attempt(self, attempt: int) -> Iterator[Output]:
         """Turn to another attempt; the one before it has been read to its end."""
-        self.follower.offsets.clear()
+        self.follower.follower.offsets.clear()
         self.follower.partial.clear()
         self.hosts.clear()
         if self.attempt is not None:
@@ -101,7 +101,7 @@ class RunTail:
             if len(logs) > 1:
                 yield Output(f"{log.name}:", remark=True)
             start = find_tail(log, self.lines) if self.lines else 0
-            follower = Follower(RunDir(self.path), offsets={log: start})
+            follower = LineFollower(Follower(RunDir(self.path), offsets={log: start}))
             while lines := follower.read_new(log):
                 yield from (Output(decode_line(raw)) for raw in lines)
             if rest := follower.partial.get(log):
