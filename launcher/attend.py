@@ -41,8 +41,10 @@ class Viewer:
     own_files: Sequence[str]
     """Configuration files that are not the shipped ones."""
     follower: Follower
+    terminal: PseudoTerminal | None = None
+    """The program's, where it has the user's terminal to itself."""
     output: TerminalOutput | None = None
-    """What a program prints that has the terminal to itself."""
+    """What it prints there."""
     messages: "queue.SimpleQueue[str]" = field(default_factory=queue.SimpleQueue)
     news: threading.Event = field(default_factory=threading.Event)
     """There is something to show, and no time to lose."""
@@ -101,7 +103,8 @@ class Viewer:
         for chunk in self.follower.read_turn():
             console.show(chunk)
             busy = True
-        self.show_messages(console)
+        if not (busy and console.is_within_line):  # whose rest is on its way
+            self.show_messages(console)
         console.tick()
         return busy
 
@@ -129,7 +132,7 @@ class Viewer:
             origin=None if alone else lambda _: job.host,
             shared=job.cluster.kind in MANAGED and job.cluster.max_nodes > 1 and mode == "all",
             followed=job.cluster.kind == "slurm",
-            raw=self.output is not None,
+            is_raw=lambda: self.terminal is not None and self.terminal.is_raw,
         )
         if not self.shows_job:
             return console
@@ -189,6 +192,7 @@ class Attendant:
 
     def use_terminal(self, terminal: PseudoTerminal) -> None:
         """Let the program have the user's terminal; to be called before the start."""
+        self.viewer.terminal = terminal
         self.viewer.output = TerminalOutput(
             lambda attempt: self.run.rank_log(0, attempt, "out"), self.run.first_attempt
         )

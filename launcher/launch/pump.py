@@ -48,6 +48,8 @@ class Pump:
     """When Ctrl-C was pressed, in monotonic seconds."""
     insisted: bool = False
     """Ctrl-C is for the launcher from now on."""
+    group: int = 0
+    """The process group that had the program's terminal when it was last read."""
     typed: bytes = b""
     """Input that the program's terminal has not taken yet."""
     hung_up: bool = False
@@ -83,7 +85,7 @@ class Pump:
                 self.copy_some()
             while self.read_output():
                 pass
-            self.output.end_attempt()
+            self.output.close()
         except Exception as error:
             self.terminal.close()
             self.announce(f"warning: the program's terminal failed ({error!r}): no more of it is shown")
@@ -116,14 +118,11 @@ class Pump:
             data = os.read(self.terminal.master, CHUNK)
         except BlockingIOError:
             return False
-        except OSError:  # EIO: the program has ended, and all that it has printed has been read
-            data = b""
-        if not data:
-            self.typed = b""
-            self.output.end_attempt()
-            self.terminal.reopen()
+        if not self.terminal.is_raw:  # whoever sees it may answer with a key
             self.terminal.update()
-            return False
+        if self.group != (group := self.terminal.find_group()):
+            self.group = group
+            self.output.find_attempt()
         self.output.add(data)
         self.notify()
         return True

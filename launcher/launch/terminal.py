@@ -26,7 +26,7 @@ class PseudoTerminal:
 
     master: int
     slave: int
-    """Kept open, so that the master can be read before the program has come."""
+    """Kept open, so that the master can be read before the program has come, and after it has gone."""
     path: str
     streams: tuple[int, ...]
     """Of stdin, stdout and stderr, those that are the terminal."""
@@ -35,6 +35,8 @@ class PseudoTerminal:
     pressed: dict[int, float] = field(default_factory=dict)
     """When a key last sent the program each signal, in seconds since the epoch."""
     size: bytes = NO_SIZE
+    used: bool = False
+    """A program has it."""
     is_raw: bool = False
     """The user's terminal is raw: its keys are to be read here."""
     suspended: bool = False
@@ -58,7 +60,11 @@ class PseudoTerminal:
         with self.lock:
             if self.closed or self.suspended:
                 return
-            if not (self.find_group() and is_foreground()):
+            group = self.find_group()
+            if self.used and not group:  # as the program has left it is not for a next one
+                termios.tcsetattr(self.slave, termios.TCSANOW, self.cooked)
+            self.used = bool(group)
+            if not (group and is_foreground()):
                 self.restore()
                 return
             with contextlib.suppress(OSError, termios.error):
@@ -81,13 +87,6 @@ class PseudoTerminal:
                 with contextlib.suppress(OSError, termios.error):
                     termios.tcsetattr(0, termios.TCSANOW, self.cooked)
             self.is_raw = False
-
-    def reopen(self) -> None:
-        """Make the pseudo-terminal fit for another program, after the end of one. Raises OSError."""
-        slave, self.slave = self.slave, os.open(self.path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
-        os.close(slave)
-        termios.tcsetattr(self.slave, termios.TCSANOW, self.cooked)
-        self.size = NO_SIZE
 
     def suspend(self, _number: int = 0, _frame: FrameType | None = None) -> None:
         """Stop the program and this process's group until they are to go on: a signal handler for SIGTSTP.

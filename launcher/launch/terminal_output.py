@@ -68,6 +68,8 @@ class TerminalOutput:
             with self.find_log(attempt).open("rb") as file:
                 file.seek(offset)
                 data = file.read(CHUNK)
+            if len(data) == CHUNK and (end := data.rfind(b"\n") + 1):
+                data = data[:end]
         except OSError as error:
             self.fault, data = self.fault or error, b""
         if data:
@@ -79,10 +81,17 @@ class TerminalOutput:
             self.unread = None
         return data.replace(b"\n", b"\r\n")
 
+    def find_attempt(self) -> None:
+        """Turn to the log of another attempt, where there is one: what comes next is of its program."""
+        newest = self.attempt
+        while self.find_log(newest + 1).exists():
+            newest += 1
+        if newest != self.attempt:
+            self.close()
+            self.attempt = newest
+
     def open_log(self) -> None:
-        """Open the newest attempt's log; before there is one, what is printed is an echo of what is typed."""
-        while self.find_log(self.attempt + 1).exists():
-            self.attempt += 1
+        """Open the log; before there is one, what is printed is an echo of what is typed."""
         try:
             self.log = os.open(self.find_log(self.attempt), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
             self.size = os.fstat(self.log).st_size
@@ -108,10 +117,10 @@ class TerminalOutput:
         except OSError as error:
             self.fault = self.fault or error
 
-    def end_attempt(self) -> None:
-        """Close the log: what comes next is another attempt's."""
+    def close(self) -> None:
+        """Close the log: nothing more belongs there."""
         with self.lock:
             if self.log is not None:
                 self.append(b"\r" if self.returned else b"")
                 os.close(self.log)
-            self.log, self.returned = None, False
+            self.log, self.returned, self.size = None, False, 0

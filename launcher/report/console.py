@@ -44,8 +44,8 @@ class JobConsole:
     """Other nodes write to where the output goes: only whole lines are written."""
     followed: bool = False
     """Others write to where the output went, after this: its last line is given an end."""
-    raw: bool = False
-    """The terminal of stdout may be in raw mode."""
+    is_raw: Callable[[], bool] = lambda: False
+    """Tells whether the terminal of stdout is in raw mode."""
     out: Stream = field(default_factory=lambda: open_stream("stdout"))
     err: Stream = field(default_factory=lambda: open_stream("stderr"))
     out_sink: Sink = field(init=False)
@@ -67,8 +67,11 @@ class JobConsole:
         self.err_sink = Sink(self.err.is_screen)
         joined = self.out.leads_where(self.err)
         self.out_sink = self.err_sink if joined else Sink(self.out.is_screen)
-        if self.raw:
-            self.out_sink.newline = b"\r\n"
+
+    @property
+    def is_within_line(self) -> bool:
+        """Whether an unfinished line is where our own would go."""
+        return self.err_sink.open is not None
 
     def show(self, chunk: Chunk) -> None:
         """Show some of a rank's output where the mode says so, and read progress from rank 0's."""
@@ -149,10 +152,13 @@ class JobConsole:
 
     def write_lines(self, lines: bytes) -> None:
         """Write whole lines to stderr that are no rank's."""
+        self.out_sink.newline = b"\r\n" if self.is_raw() else b"\n"
         self.err_sink.say(self.err, lines)
 
     def guard(self, show: Callable[[Console], None]) -> None:
         """Have rich print something on stderr."""
+        if self.err.descriptor is None:
+            return
         with self.console.capture() as captured:
             show(self.console)
         self.write_lines(self.encode(captured.get()))
