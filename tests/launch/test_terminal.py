@@ -240,7 +240,7 @@ def test_ctrl_z_without_a_shell_to_come_back_from_changes_nothing(tmp_path: Path
 
 FLOOD = """
 import os, sys
-for number in range(300_000):
+for number in range(100_000):
     print("line", number, "x" * 60)
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     sys.exit("once more")
@@ -253,7 +253,7 @@ def test_a_terminal_that_is_not_read_holds_up_nothing_and_shows_all_of_it_later(
     with launch_on_terminal(tmp_path, FLOOD, ONE, "torchrun.max_restarts=1") as terminal:
         wait_for((tmp_path / "done").exists, "the program's end, with its output unread")
         assert terminal.finish() == 0
-        lines = "".join(f"line {number} {'x' * 60}\n" for number in range(300_000))
+        lines = "".join(f"line {number} {'x' * 60}\n" for number in range(100_000))
         attempts = [read_log(terminal, attempt=attempt) for attempt in (0, 1)]
         assert attempts[0].endswith(lines + "once more\n") and attempts[1].endswith(lines)
         shown = re.sub(r"\r+\n", "\n", terminal.text()).splitlines(keepends=True)
