@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from launcher import schema
+from launcher.foreign import find_foreign
 
 COMPOSING = re.compile(r"In '(?P<file>[^']*)': \w+ raised while composing config: ")
 """How Hydra's errors begin that are about a value in a file, named by its group."""
@@ -33,6 +34,8 @@ def shorten_message(error: BaseException) -> str:
     file = f"{where['file']}.yaml: " if where else ""
     text = text[where.end() :] if where else text
     if where and key and (unknown := UNKNOWN.match(text)):
+        if foreign := find_foreign(key):
+            return f"{file}{foreign.explain_key(key)}"
         return f"{file}there is no key {key!r}{suggest(key, list_beside(key, unknown['schema']))}"
     return f"{file}{key}: {text}" if key else text or type(error).__name__
 

@@ -35,6 +35,8 @@ class Failure:
     pid: int
     exitcode: int
     """As subprocess gives it: -n for signal n."""
+    memory: str = ""
+    """What the kernel has killed for memory on this node, in words; empty where it has killed nothing."""
 
     @property
     def status(self) -> int:
@@ -44,13 +46,13 @@ class Failure:
     def describe(self) -> str:
         """Say in words how the process ended."""
         if self.exitcode >= 0:
-            hint = EXIT_HINTS.get(self.exitcode)
+            hint = self.memory or EXIT_HINTS.get(self.exitcode)
             return f"exited with code {self.exitcode}" + (f" ({hint})" if hint else "")
         try:
             number = signal.Signals(-self.exitcode)
         except ValueError:
             return f"was killed by signal {-self.exitcode}"
-        hint = SIGNAL_HINTS.get(number)
+        hint = self.memory or SIGNAL_HINTS.get(number)
         return f"was killed by {number.name} (signal {number:d})" + (f", {hint}" if hint else "")
 
 

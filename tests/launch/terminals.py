@@ -78,7 +78,7 @@ class Terminal:
     def rows(self, rows: int = 200, columns: int = COLUMNS) -> list[str]:
         """What the terminal would show, if it was high."""
         screen = pyte.Screen(columns, rows)
-        pyte.ByteStream(screen).feed(self.seen)
+        pyte.ByteStream(screen).feed(bytes(self.seen))
         return [row.rstrip() for row in screen.display if row.strip()]
 
     def settings(self) -> list[object]:

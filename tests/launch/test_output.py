@@ -1,4 +1,4 @@
-"""What a program prints arrives as it is, in files and pipes: every byte, at once, with prefixes for several ranks."""
+"""What a program prints arrives as it is, in files and pipes: every byte, at once, and prefixes alone."""
 
 import os
 import subprocess
