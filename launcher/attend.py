@@ -102,9 +102,7 @@ class Viewer:
         if self.output and (data := self.output.take()):
             console.show(Chunk(0, "out", data))
             busy = True
-        for chunk in self.follower.read_turn():
-            console.show(chunk)
-            busy = True
+        busy = console.show_turn(self.follower, final=self.ending.is_set()) or busy
         if not (busy and console.is_within_line):  # whose rest is on its way
             self.show_messages(console)
         console.tick()

@@ -13,13 +13,15 @@ from rich.console import Console
 from launcher.report.bar import StepBar
 from launcher.report.sink import Sink, Source
 from launcher.report.stream import Stream, open_stream
-from launcher.runs.logs import Chunk
+from launcher.runs.logs import Chunk, Follower
 from launcher.runs.progress import ProgressReader
 
 HOLD = 0.03
 """Seconds that the beginning of a line waits for its end, where several sources share a terminal or pipe."""
 HOLD_SHARED = 1.0
 """The same where other nodes write to the same file."""
+PRECEDENCE = 1.0
+"""Seconds for which other ranks wait for the rest of a line that they would break."""
 MOST_HELD = 1 << 16
 """Bytes that wait."""
 REDRAW = 0.1
@@ -72,6 +74,27 @@ class JobConsole:
     def is_within_line(self) -> bool:
         """Whether an unfinished line is where our own would go."""
         return self.err_sink.open is not None
+
+    def show_turn(self, follower: Follower, *, final: bool) -> bool:
+        """Show some of what is new in the ranks' files; False where there is nothing."""
+        busy = False
+        for chunk in follower.read_turn(self.may_show):
+            self.show(chunk)
+            busy = True
+        if busy or not final:
+            return busy
+        for chunk in follower.read_turn():
+            self.show(chunk)
+            busy = True
+        return busy
+
+    def may_show(self, rank: int, stream: str) -> bool:
+        """Tell whether a rank's stream may be shown now; not while that would break a line just begun."""
+        for target, sink in ((self.out, self.out_sink), (self.err, self.err_sink)):
+            source = sink.find_cut(target)
+            if source and time.monotonic() - sink.opened < PRECEDENCE:
+                return (source.rank, source.stream) == (rank, stream)
+        return True
 
     def show(self, chunk: Chunk) -> None:
         """Show some of a rank's output where the mode says so, and read progress from rank 0's."""

@@ -1,6 +1,7 @@
 """A terminal, pipe or file that output goes to, and its last line: whose it is, and what stands in it."""
 
 import re
+import time
 from dataclasses import dataclass, field
 
 from rich.cells import cell_len
@@ -45,6 +46,8 @@ class Sink:
     """The footer is on the screen."""
     open: Source | None = None
     """Whose unfinished line is the last."""
+    opened: float = 0.0
+    """Since when it has been the last, in monotonic seconds."""
     row: bytes | None = None
     """What stands in it, without the prefix; None where it is too long to be drawn again."""
     erased: dict[Source, bytes] = field(default_factory=dict)
@@ -59,6 +62,8 @@ class Sink:
             self.finish(stream, self.hide(), data)
             return
         before = b"" if self.open in (None, source) else self.interrupt(stream)
+        if self.open != source:
+            self.opened = time.monotonic()
         data = self.erased.pop(source, b"") + data
         if source in self.cut:
             self.cut.discard(source)
@@ -121,14 +126,25 @@ class Sink:
 
     def interrupt(self, stream: Stream) -> bytes:
         """Return what makes room for another line than the unfinished one."""
-        source, row, self.open = self.open, self.row, None
+        source, row, erasable = self.open, self.row, self.can_erase(stream)
+        self.open = None
         if source is None or not source.prefix:
             return self.newline
-        if self.erases and row is not None and measure_row(source.prefix + row) < stream.columns:
-            self.erased[source] = row
+        if erasable:
+            self.erased[source] = row or b""
             return ERASE
         self.cut.add(source)
         return self.newline
+
+    def can_erase(self, stream: Stream) -> bool:
+        """Tell whether the unfinished line can be erased and drawn again."""
+        if not (self.erases and self.open) or self.row is None:
+            return False
+        return measure_row(self.open.prefix + self.row) < stream.columns
+
+    def find_cut(self, stream: Stream) -> Source | None:
+        """Return whose unfinished line would be ended by a newline of ours if another source printed now."""
+        return self.open if self.open and self.open.prefix and not self.can_erase(stream) else None
 
     def redraw(self) -> bytes:
         """Return the line that was erased last, where there is room for it."""

@@ -1,7 +1,7 @@
 """The ranks' log files: what is added to them, as bytes or as lines, and the last lines of one."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,13 +61,16 @@ class Follower:
         path = self.run.rank_log(rank, attempt, stream)
         self.offsets.setdefault(path, self.earlier.get(path, 0))
 
-    def read_turn(self) -> Iterator[Chunk]:
+    def read_turn(self, may_show: Callable[[int, str], bool] = lambda *_: True) -> Iterator[Chunk]:
         """Give what is new of each file in turn: a chunk, and more while that ends within a line.
 
-        So a long line that is there already is not torn apart by other ranks' output.
+        So a long line that is there already is not torn apart by other ranks' output. `may_show` is asked
+        just before each file, by rank and stream.
         """
         for path in list(self.offsets):
             rank, stream = int(path.stem.partition("-")[2]), path.suffix[1:]
+            if not may_show(rank, stream):
+                continue
             while data := self.read_chunk(path):
                 yield Chunk(rank, stream, data)
                 if len(data) < CHUNK or data.endswith(b"\n"):

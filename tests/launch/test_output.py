@@ -1,10 +1,12 @@
 """What a program prints arrives as it is, in files and pipes: every byte, at once, and prefixes alone."""
 
+import contextlib
 import os
+import select
 import subprocess
-import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -14,6 +16,8 @@ import pytest
 from launcher import attend
 from launcher.attend import Viewer
 from launcher.job import Job
+from launcher.report import console
+from launcher.report.stream import Stream
 from launcher.runs.logs import Follower
 from launcher.runs.rundir import RunDir
 from tests.launch.support import LAUNCH, start, wait_for, write_program
@@ -28,7 +32,8 @@ if rank == 0:
 else:
     for number in range(20_000):
         print("line", number)
-print(end="no end", flush=True)
+out.write(b"no end")
+out.flush()
 sys.stderr.buffer.write(b"\\xff error\\n")
 """
 WHOLE = b"0123456789" * (LONG // 10) + b"\n" + bytes(range(256)) * 12288 + b"no end"
@@ -89,43 +94,48 @@ def make_viewer(folder: Path, data: bytes) -> Viewer:
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> int:
-    """This process's stdout as a pipe; returns the end to read."""
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The console's stdout as a pipe that nobody reads by itself; gives the end to read."""
     reading, writing = os.pipe()
-    monkeypatch.setattr(sys, "stdout", os.fdopen(writing, "w"))
+    streams = {"stdout": Stream("stdout", writing), "stderr": Stream("stderr", None)}
+    monkeypatch.setattr(console, "open_stream", streams.__getitem__)
     monkeypatch.setattr(attend, "PATIENCE", 0.5)
-    return reading
+    yield reading
+    for descriptor in (reading, writing):
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 def test_a_slow_reader_is_waited_for_as_long_as_it_reads(tmp_path: Path, slow: int) -> None:
     data = os.urandom(2 << 20)
-    viewer, read = make_viewer(tmp_path, data), bytearray()
-    view = threading.Thread(target=viewer.run_view)
+    viewer, results = make_viewer(tmp_path, data), list[bool]()
+    view = threading.Thread(target=viewer.run_view, daemon=True)
     view.start()
-    waiting = threading.Thread(target=lambda: read.extend(b"shown" if viewer.await_shown() else b"left"))
+    waiting = threading.Thread(target=lambda: results.append(viewer.await_shown()), daemon=True)
     waiting.start()
     taken = b""
-    while len(taken) < len(data):
+    while len(taken) < len(data) and select.select([slow], [], [], 30)[0]:
         taken += os.read(slow, 65536)
         time.sleep(0.05)  # in all, much longer than the patience for one piece
-    waiting.join()
-    assert taken == data and read == b"shown"
+    waiting.join(30)
+    assert taken == data and results == [True]
     viewer.closing.set()
-    view.join()
+    view.join(30)
 
 
 def test_a_reader_that_takes_no_more_is_left_with_a_word(
     tmp_path: Path, slow: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     viewer = make_viewer(tmp_path, b"x" * (1 << 20))
-    view = threading.Thread(target=viewer.run_view)
+    view = threading.Thread(target=viewer.run_view, daemon=True)
     view.start()
     assert not viewer.await_shown()
     viewer.tell_rest()
     assert capfd.readouterr().err == f"launch: warning: not all output was taken: see {tmp_path}/logs\n"
     os.close(slow)
     viewer.closing.set()
-    view.join()
+    view.join(30)
+    assert not view.is_alive()
 
 
 def test_stdout_that_is_closed_is_not_taken_for_another_file(tmp_path: Path) -> None:

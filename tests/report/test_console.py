@@ -18,7 +18,8 @@ import pyte
 import pytest
 
 from launcher.report.console import JobConsole, make_console
-from launcher.runs.logs import Chunk
+from launcher.runs.logs import Chunk, Follower
+from launcher.runs.rundir import RunDir
 from tests.conftest import clean_environ
 
 CHUNKS = [Chunk(0, "out", b"zero\n"), Chunk(0, "err", b"zero's stderr\n"), Chunk(1, "out", b"one\n")]
@@ -112,6 +113,43 @@ def test_where_other_nodes_write_to_the_same_file_only_whole_lines_are_written(
     assert capfd.readouterr().out == "[h:0]  5%\r 6%\n[h:0] next\n"
     console.close()
     assert capfd.readouterr().out == "[h:0] last\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (60, "[h:0] begun, ended\n[h:1] one\n[h:0] last"),
+        (0, "[h:0] begun\n[h:1] one\n[h:0] , ended\n[h:0] last"),
+    ],
+)
+def test_others_wait_a_while_for_the_rest_of_a_line(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    shown: str,
+) -> None:
+    """A pipe has no way to draw a line again: whoever prints within one breaks it."""
+    monkeypatch.setattr("launcher.report.console.HOLD", 0)
+    monkeypatch.setattr("launcher.report.console.PRECEDENCE", seconds)
+    run = RunDir(tmp_path)
+    run.rank_log(0, 0, "out").parent.mkdir(parents=True)
+    console, follower = make("all"), Follower(run, is_new=True)
+
+    def print_and_show(rank: int, data: bytes) -> None:
+        with run.rank_log(rank, 0, "out").open("ab") as file:
+            file.write(data)
+        console.show_turn(follower, final=False)
+        console.tick()
+
+    for rank in (0, 1):
+        follower.watch_stream(rank, 0, "out")
+    print_and_show(0, b"begun")
+    print_and_show(1, b"one\n")
+    print_and_show(0, b", ended\n")
+    print_and_show(0, b"last")
+    assert not console.show_turn(follower, final=True)
+    assert capfd.readouterr().out == shown
 
 
 def test_letters_of_ours_that_the_stream_does_not_know(

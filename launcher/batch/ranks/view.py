@@ -85,10 +85,7 @@ class RankView:
 
     def show_new(self, follower: Follower, console: "JobConsole") -> bool:
         """Show some of what the ranks have printed, and the lines that wait; False where there is nothing."""
-        busy = False
-        for chunk in follower.read_turn():
-            console.show(chunk)
-            busy = True
+        busy = console.show_turn(follower, final=self.ending.is_set())
         while not self.texts.empty():
             own, text = self.texts.get()
             console.say(text) if own else console.write_lines(console.encode(f"{text}\n"))
