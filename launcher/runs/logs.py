@@ -1,5 +1,6 @@
 """The ranks' log files: what is added to them, as bytes or as lines, and the last lines of one."""
 
+import io
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,12 +28,13 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a rank's output."""
+    """One line of a rank's output, or a piece of one that is very long."""
 
     rank: int
     stream: str
     """`out` or `err`."""
-    text: str
+    raw: bytes
+    """As it is, with its end; a piece has none."""
 
 
 @dataclass(slots=True)
@@ -102,14 +104,14 @@ class LineFollower:
         for path in list(self.follower.offsets):
             rank, stream = int(path.stem.partition("-")[2]), path.suffix[1:]
             while lines := self.read_new(path):
-                yield from (Line(rank, stream, decode_line(raw)) for raw in lines)
+                yield from (Line(rank, stream, raw) for raw in lines)
                 if not final:
                     break
             if final and (rest := self.partial.pop(path, b"")):
-                yield Line(rank, stream, decode_line(rest))
+                yield Line(rank, stream, bytes(rest))
 
     def read_new(self, path: Path) -> list[bytes]:
-        """Return some new lines of one file, without their ends."""
+        """Return some new lines of one file, with their ends."""
         lines: list[bytes] = []
         while not lines:
             begin = self.follower.offsets[path]
@@ -125,17 +127,17 @@ class LineFollower:
         """Return the lines that some bytes of a file complete, and keep what is left.
 
         Of a line without end that is drawn anew again and again, such as a progress bar's, the last state is
-        kept.
+        kept, and the others come as a piece.
         """
+        lines = io.BytesIO(data).readlines()
+        rest = b"" if data.endswith(b"\n") else lines.pop()
         partial = self.partial.setdefault(path, bytearray())
-        first, newline, later = data.partition(b"\n")
-        partial += first
-        lines = []
-        if newline:
-            *lines, rest = later.split(b"\n")
-            lines.insert(0, bytes(partial))
-            partial[:] = rest
+        if lines:
+            lines[0] = bytes(partial) + lines[0]
+            partial.clear()
+        partial += rest
         if len(partial) > CHUNK and (at := partial.rfind(b"\r", 0, -1)) >= 0:
+            lines.append(bytes(partial[: at + 1]))
             del partial[: at + 1]
         if len(partial) > LONGEST:
             lines.append(bytes(partial))
@@ -144,8 +146,8 @@ class LineFollower:
 
 
 def decode_line(raw: bytes | bytearray) -> str:
-    """Return a line as text; of a progress bar that redraws its line, the last state is enough."""
-    return raw.decode(errors="replace").removesuffix("\r").rpartition("\r")[2]
+    """Return a line as text, without its end; of a bar that redraws its line, the last state is enough."""
+    return raw.removesuffix(b"\n").decode(errors="replace").removesuffix("\r").rpartition("\r")[2]
 
 
 def measure_file(path: Path) -> int:

@@ -1,5 +1,6 @@
 """A run's output as its directory has it: the ranks' lines over the attempts, or the job's own log."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,14 +12,22 @@ from launcher.runs.rundir import RunDir
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A line, and whose it is."""
+    """A line, or a piece of a very long one, and whose it is."""
 
-    text: str
+    raw: bytes
+    """As it was printed, with its end; a piece, and a log's last line, may have none."""
     rank: int | None = None
     """None for the job's own log, and for a remark of ours."""
+    stream: str = ""
+    """Of a rank's: `out` or `err`."""
     host: str = ""
     remark: bool = False
     """Not from a log: something that happened."""
+
+    @property
+    def text(self) -> str:
+        """The line for people."""
+        return decode_line(self.raw)
 
 
 @dataclass(slots=True)
@@ -80,14 +89,14 @@ class RunTail:
         self.follower.partial.clear()
         self.hosts.clear()
         if self.attempt is not None:
-            yield Output(f"attempt {attempt}", remark=True)
+            yield Output(f"attempt {attempt}".encode(), remark=True)
         self.attempt = attempt
 
     def read_ranks(self, *, final: bool) -> Iterator[Output]:
         """Give the new lines of the attempt's ranks."""
         self.hosts |= {record.rank: record.host for record in self.reader.read_new()}
         for line in self.follower.read_lines(final=final):
-            yield Output(line.text, line.rank, self.hosts.get(line.rank, "?"))
+            yield Output(line.raw, line.rank, line.stream, self.hosts.get(line.rank, "?"))
 
     def is_without_ranks(self) -> bool:
         """Tell whether the newest attempt has no rank's log: what there is to know is in the job's own."""
@@ -99,13 +108,13 @@ class RunTail:
         logs = find_own_logs(self.path)
         for log in logs:
             if len(logs) > 1:
-                yield Output(f"{log.name}:", remark=True)
+                yield Output(os.fsencode(f"{log.name}:"), remark=True)
             start = find_tail(log, self.lines) if self.lines else 0
             follower = LineFollower(Follower(RunDir(self.path), offsets={log: start}))
             while lines := follower.read_new(log):
-                yield from (Output(decode_line(raw)) for raw in lines)
+                yield from map(Output, lines)
             if rest := follower.partial.get(log):
-                yield Output(decode_line(rest))
+                yield Output(bytes(rest))
 
 
 def read_rank(log: Path) -> int:
