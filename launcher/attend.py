@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING
 
 from launcher.job import Job
 from launcher.launch.processes import RankProcess
+from launcher.launch.pump import Pump
+from launcher.launch.terminal import PseudoTerminal
+from launcher.launch.terminal_output import TerminalOutput
 from launcher.probe.oomkills import count_oom_kills
 from launcher.probe.sysfs import Tree
 from launcher.runs.applied import Applied, AppliedReader
-from launcher.runs.logs import Follower
+from launcher.runs.logs import Chunk, Follower
 from launcher.runs.progress import Progress
 from launcher.runs.rundir import RunDir
 from launcher.runs.sources import describe_sources
@@ -22,12 +25,12 @@ from launcher.wording import say
 if TYPE_CHECKING:
     from launcher.report.console import JobConsole
 
-TICK = 0.05
-"""Seconds between two looks at the logs."""
+TICK = 0.04
+"""Seconds between two looks at the logs, while there is nothing new."""
 MANAGED = ("slurm", "allocation")
 """Kinds of clusters where one node speaks for all."""
 PATIENCE = 10.0
-"""Seconds that a terminal or pipe has, at the end, to take what is still to be shown."""
+"""Seconds that a terminal or pipe has, at the end, to take some of what is still to be shown."""
 
 
 @dataclass(slots=True)
@@ -37,7 +40,13 @@ class Viewer:
     job: Job
     run: RunDir
     follower: Follower
+    terminal: PseudoTerminal | None = None
+    """The program's, where it has the user's terminal to itself."""
+    output: TerminalOutput | None = None
+    """What it prints there."""
     messages: "queue.SimpleQueue[str]" = field(default_factory=queue.SimpleQueue)
+    news: threading.Event = field(default_factory=threading.Event)
+    """There is something to show, and no time to lose."""
     ending: threading.Event = field(default_factory=threading.Event)
     """The ranks have ended: what they printed is all there."""
     shown: threading.Event = field(default_factory=threading.Event)
@@ -48,6 +57,7 @@ class Viewer:
     """Begin with what was chosen and with the placement; of several nodes, one does."""
     hold: float = 0
     """Seconds that the console's import waits for something to show: it slows down the agent's."""
+    console: "JobConsole | None" = None
     steps: Sequence[Progress] = ()
     """The first and the last logging step that rank 0 has printed."""
 
@@ -62,14 +72,15 @@ class Viewer:
     def show_job(self) -> None:
         """Show what is new until there is no more; the console's import is hidden by torch's in the agent."""
         self.await_news()
-        console = self.open_console()
-        while not self.ending.wait(TICK):
-            self.show_lines(console, final=False)
-            self.show_messages(console)
-        self.show_lines(console, final=True)
-        self.show_messages(console)
+        self.console = console = self.open_console()
+        while not self.ending.is_set():
+            if not self.show_new(console):
+                self.news.wait(TICK)
+                self.news.clear()
+        while self.show_new(console):
+            pass
         console.close()
-        self.steps = tuple(console.steps)
+        self.steps = tuple(console.progress.steps)
         self.shown.set()
         self.closing.wait()
         self.show_messages(console)
@@ -81,29 +92,76 @@ class Viewer:
             if self.ending.wait(TICK):
                 return
 
-    def show_lines(self, console: "JobConsole", *, final: bool) -> None:
-        """Show what the ranks have printed since the last call."""
-        for line in self.follower.read_lines(final=final):
-            console.show_line(line)
+    def show_new(self, console: "JobConsole") -> bool:
+        """Show some of what is new; False where there is nothing of the ranks'."""
+        busy = False
+        if self.output and (data := self.output.take()):
+            console.show(Chunk(0, "out", data))
+            busy = True
+        busy = console.show_turn(self.follower, final=self.ending.is_set()) or busy
+        if not (busy and console.is_within_line):  # whose rest is on its way
+            self.show_messages(console)
+        console.tick()
+        return busy
 
     def show_messages(self, console: "JobConsole") -> None:
         """Show our own lines that wait."""
         while not self.messages.empty():
             console.say(self.messages.get())
 
+    def watch_rank(self, rank: int, attempt: int, *, has_terminal: bool = False) -> None:
+        """Show what a rank prints, as far as that is asked for; rank 0 tells of progress in any case."""
+        if rank == 0 or self.job.config.logs.console == "all":
+            for stream in ("err",) if has_terminal else ("out", "err"):
+                self.follower.watch_stream(rank, attempt, stream)
+
     def open_console(self) -> "JobConsole":
         """Return the console, with the placement on it."""
         from launcher.report.console import JobConsole, make_console
 
-        console = JobConsole(self.job.config.logs.console, self.job.host, make_console())
+        job, mode = self.job, self.job.config.logs.console
+        alone = len(job.plan.ranks) * job.cluster.max_nodes == 1
+        console = JobConsole(
+            mode,
+            make_console(),
+            str(self.run.path / "logs"),
+            origin=None if alone else lambda _: job.host,
+            shared=job.cluster.kind in MANAGED and job.cluster.max_nodes > 1 and mode == "all",
+            followed=job.cluster.kind == "slurm",
+            is_raw=lambda: self.terminal is not None and self.terminal.is_raw,
+        )
         if not self.shows_job:
             return console
         from launcher.report.placement import print_placement
 
-        for line in describe_job(self.job, self.run):
+        for line in describe_job(job, self.run):
             console.say(line)
-        console.guard(lambda out: print_placement(out, self.job.plan, explain=self.job.config.explain))
+        console.guard(lambda out: print_placement(out, job.plan, explain=job.config.explain))
         return console
+
+    def await_shown(self, *, patient: bool = True) -> bool:
+        """Have the ranks' output shown to its end, for as long as its reader keeps taking some of it."""
+        self.ending.set()
+        self.news.set()
+        taken = -1
+        while not self.shown.wait(PATIENCE):
+            if not patient or taken == self.count_taken():
+                return False
+            taken = self.count_taken()
+        return True
+
+    def count_taken(self) -> int:
+        """Return the bytes that the readers of our output have taken."""
+        return self.console.out.taken + self.console.err.taken if self.console else 0
+
+    def tell_rest(self) -> None:
+        """Say that a reader has left some of the output, where that can be said without waiting for it."""
+        from launcher.report.stream import open_stream
+
+        stderr = open_stream("stderr")
+        if stderr.can_take():
+            logs = self.run.path / "logs"
+            stderr.write(f"launch: warning: not all output was taken: see {logs}\n".encode(errors="replace"))
 
 
 @dataclass(slots=True)
@@ -115,6 +173,8 @@ class Attendant:
     manifest: dict[str, object]
     viewer: Viewer
     reader: AppliedReader
+    pump: Pump | None = None
+    """Where the program has the user's terminal."""
     applied: dict[int, Applied] = field(default_factory=dict)
     """The newest record of each rank of this node."""
     oom_kills: int = 0
@@ -128,11 +188,21 @@ class Attendant:
         self.view = threading.Thread(target=self.viewer.run_view, daemon=True)
         self.sources = threading.Thread(target=self.find_sources, daemon=True)
 
+    def use_terminal(self, terminal: PseudoTerminal) -> None:
+        """Let the program have the user's terminal; to be called before the start."""
+        self.viewer.terminal = terminal
+        self.viewer.output = TerminalOutput(
+            lambda attempt: self.run.rank_log(0, attempt, "out"), self.run.first_attempt
+        )
+        self.pump = Pump(terminal, self.viewer.output, self.announce, self.viewer.news.set)
+
     def begin(self) -> None:
         """Start what could wait until the agent was on its way."""
         self.oom_kills = count_oom_kills(Tree())
         self.view.start()
         self.sources.start()
+        if self.pump:
+            self.pump.start()
 
     def find_sources(self) -> None:
         """Complete the manifest with the git commit of where the job was started, and package versions."""
@@ -147,7 +217,7 @@ class Attendant:
         fresh = [r for r in self.reader.read_new() if (r.host, r.agent) == (self.job.host, agent)]
         for record in fresh:
             self.applied[record.rank] = record
-            self.viewer.follower.watch_rank(record.rank, record.attempt)
+            self.viewer.watch_rank(record.rank, record.attempt, has_terminal=record.has_terminal)
         return [RankProcess(r.rank, r.local_rank, r.attempt, r.pid) for r in fresh]
 
     def announce(self, text: str) -> None:
@@ -165,16 +235,24 @@ class Attendant:
         """Wait for git."""
         self.sources.join()
 
-    def finish_lines(self) -> Sequence[Progress]:
+    def restore_terminal(self) -> None:
+        """Give the user's terminal back as it was, however the job has ended."""
+        if self.pump:
+            self.pump.finish()
+            if fault := self.pump.output.fault:
+                self.announce(f"warning: the log of the program's terminal is not complete ({fault})")
+
+    def finish_lines(self, *, patient: bool = True) -> Sequence[Progress]:
         """Have the ranks' last lines shown, and return the first and last logging step."""
-        self.viewer.ending.set()
-        self.viewer.shown.wait(PATIENCE)
+        self.viewer.await_shown(patient=patient)
         return self.viewer.steps
 
     def close(self) -> bool:
         """Have our last lines shown; False where the reader of our output takes none."""
         self.viewer.closing.set()
         self.view.join(PATIENCE if self.viewer.shown.is_set() else 0)
+        if self.view.is_alive():
+            self.viewer.tell_rest()
         return not self.view.is_alive()
 
 

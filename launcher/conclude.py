@@ -116,7 +116,7 @@ def describe_failure(attendant: Attendant, failure: Failure) -> dict[str, object
 
 def tell_end(attendant: Attendant, ending: Ending, seconds: float) -> None:
     """Say how it went: the first failure or what was not as planned, the result, the run directory."""
-    result = describe_progress(attendant.finish_lines())
+    result = describe_progress(attendant.finish_lines(patient=ending.outcome.signal is None))
     tell = explain_failure if ending.state == "failed" else check_success
     for line in tell(attendant, ending) if ending.state != "stopped" else ():
         attendant.announce(line)

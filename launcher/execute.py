@@ -15,6 +15,7 @@ from launcher.errors import EXIT_MACHINE, MachineError
 from launcher.job import Draft, Job, build_environ, open_target, render_agent
 from launcher.launch.agent import check_open_files, start_agent
 from launcher.launch.supervise import Supervisor
+from launcher.launch.terminal import PseudoTerminal, open_terminal
 from launcher.plan.codec import plan_to_json
 from launcher.runs.logs import measure_file, read_tail
 from launcher.runs.manifest import describe_start, write_manifest
@@ -42,17 +43,30 @@ def execute_job(draft: Draft, job: Job, argv: Sequence[str]) -> int:
     supervisor = Supervisor(attendant, len(job.plan.ranks), job.config.torchrun.shutdown_timeout)
     try:
         environ = build_environ(job.config, job.cluster, job.environ, run, job.host)
+        if terminal := find_terminal(job):
+            attendant.use_terminal(terminal)
+            environ |= terminal.variables
+            supervisor.pressed = terminal.pressed
         outcome = supervisor.run(lambda: start_agent(command, environ, log), log)
     except OSError as error:
         manifest["outcome"] = {"state": "failed", "exit_code": EXIT_MACHINE, "reason": str(error)}
         with contextlib.suppress(OSError):
             write_manifest(run, manifest)
         raise MachineError(f"torchrun's agent could not be run ({error}): see {run.path}") from None
+    finally:
+        attendant.restore_terminal()
     agent_log = read_tail(log, AGENT_LINES, log_begin)
     status = conclude_job(attendant, outcome, agent_log, time.monotonic() - started)
     if not attendant.close():
         os._exit(status)  # a thread is stuck in a write, and the interpreter's own end would wait for it
     return status
+
+
+def find_terminal(job: Job) -> PseudoTerminal | None:
+    """Return a terminal for the job's one rank to have as if there was no launcher; None for other jobs."""
+    if job.cluster.max_nodes * len(job.plan.ranks) > 1 or job.config.logs.console == "none":
+        return None
+    return open_terminal()
 
 
 def prepare_run(draft: Draft, argv: Sequence[str], hosts: Sequence[str]) -> tuple[RunDir, dict[str, object]]:

@@ -44,7 +44,7 @@ def run_inside(words: Sequence[str]) -> Result:
     def refuse(*_: object) -> int:
         raise AssertionError(f"{words} would start a job")
 
-    out, err = io.StringIO(), io.StringIO()
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", newline="") for _ in range(2))
     with (
         pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(out),
@@ -52,7 +52,13 @@ def run_inside(words: Sequence[str]) -> Result:
     ):
         patch.setattr(execute, "execute_job", refuse)
         code = cli.run_guarded(list(words))
-    return Result(code, out.getvalue(), err.getvalue())
+    return Result(code, *(read_buffer(stream) for stream in (out, err)))
+
+
+def read_buffer(stream: io.TextIOWrapper) -> str:
+    """What has been written to a stream in memory."""
+    stream.seek(0)
+    return stream.read()
 
 
 def run_outside(

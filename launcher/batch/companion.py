@@ -37,6 +37,8 @@ class Companion:
     """Seconds since the epoch."""
     ranks: dict[int, RankProcess] = field(default_factory=dict)
     """By PID, over all restarts."""
+    patient: bool = True
+    """Nobody has asked for the end: a slow reader of the output is waited for."""
     oom_kills: int = 0
     """Processes that the kernel had killed for memory here when the agent started."""
     view: threading.Thread = field(init=False)
@@ -64,7 +66,7 @@ class Companion:
         fresh = [process for process in found if self.ranks.get(process.pid) != process]
         for process in fresh:
             self.ranks[process.pid] = process
-            self.viewer.follower.watch_rank(process.rank, process.attempt)
+            self.viewer.watch_rank(process.rank, process.attempt)
         return fresh
 
     def announce(self, text: str) -> None:
@@ -86,6 +88,7 @@ class Companion:
     def write_end(self, ending: Ending) -> str | None:
         """Record how this node's part ended, and say what was not as planned; returns the kept state."""
         failure, number = ending.failure, ending.outcome.signal
+        self.patient = number is None
         if number and failure and failure.exitcode == -signal.SIGTERM:
             failure = None  # SLURM sent the same signal to the rank
         state = "stopped" if number and not failure and ending.status else ending.state
@@ -157,8 +160,7 @@ class Companion:
 
     def close(self) -> bool:
         """Have everything shown; False where the reader of our output takes none."""
-        self.viewer.ending.set()
-        self.viewer.shown.wait(PATIENCE)
+        self.viewer.await_shown(patient=self.patient)
         self.viewer.closing.set()
         self.view.join(PATIENCE if self.viewer.shown.is_set() else 0)
         return not self.view.is_alive()

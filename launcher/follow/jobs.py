@@ -21,7 +21,7 @@ from launcher.report.console import JobConsole, make_console
 from launcher.report.waiting import StatusLine
 from launcher.runs.rundir import RunDir
 
-TICK, MANIFEST_TICK = 0.2, 0.5
+TICK, MANIFEST_TICK = 0.1, 0.5
 """Seconds between two looks at the log, and at the manifests."""
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -47,7 +47,7 @@ class Following:
 
     inbox: Inbox
     jobs: list[FollowedJob]
-    console: JobConsole = field(default_factory=lambda: JobConsole("all", "", make_console()))
+    console: JobConsole = field(default_factory=lambda: JobConsole("all", make_console()))
     poller: Poller = field(init=False)
     line: StatusLine = field(init=False)
     log: JobLog | None = None
@@ -92,12 +92,12 @@ class Following:
             news = [job.read_manifest() for job in self.open_jobs]
             if any(news):
                 self.poller.ask_now()
-        lines = self.log.take_lines() if self.log else []
-        if self.log and lines:
+        data = self.log.read_new() if self.log else b""
+        if self.log and data:
             self.line.close()
-            for text in lines:
-                self.log.show_line(text)
-        return bool(lines)
+            self.log.show(data)
+        self.console.tick()
+        return bool(data)
 
     def take_answer(self, answer: Answer) -> None:
         """Show what is new in an answer of SLURM's; of answers that do not come, the second is told."""
@@ -141,7 +141,7 @@ class Following:
             return
         job = self.jobs[0]
         if job.state and job.state.state == "PENDING":
-            self.console.close()
+            self.console.drop_bar()
             self.line.show(f"job {job.job_id} {job.describe_state(job.state)}")
         else:
             self.line.close()

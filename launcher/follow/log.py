@@ -8,30 +8,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.descriptors import open_file
+from launcher.follow.marked import MarkedLines
 from launcher.report.console import JobConsole
-from launcher.runs.logs import Follower, decode_line
+from launcher.report.sink import Source
+from launcher.runs.logs import Follower
 from launcher.runs.rundir import RunDir
 
 QUIET = 5.0
 """Seconds without a new line after which a log counts as complete."""
 FRESH = 2.0
 """Seconds for which a size that a network filesystem tells is believed."""
-OWN = "launch: "
+OWN = b"launch: "
 """How the head's lines begin, which has the last word."""
-RANK0 = re.compile(r"\[[^][\s]+:0\] (.*)")
+OTHERS = re.compile(rb"^\[[^][\s]+:(?!0\] )\d+\] .*\n", re.MULTILINE)
+"""Lines of other ranks than rank 0."""
+RANKS = Source(0, "out", b"")
+"""The log has the ranks' lines with their origin already."""
 
 
 @dataclass(slots=True)
 class JobLog:
-    """Shows what is added to the log: ranks' lines on stdout, the head's on stderr, and rank 0's progress."""
+    """Shows what is added to the log: ranks' output on stdout, the head's on stderr, rank 0's progress."""
 
     run: RunDir
     job_id: str
     console: JobConsole
     follower: Follower = field(init=False)
-    last: str = ""
+    lines: MarkedLines = field(default_factory=lambda: MarkedLines((OWN,)))
+    heads_last: bool = False
+    """The last line is the head's."""
     changed: float = field(default_factory=time.monotonic)
-    """When the last line came, in monotonic seconds."""
+    """When something last came, in monotonic seconds."""
     opened: float = 0.0
     """When the file was last opened for its size."""
 
@@ -45,13 +52,13 @@ class JobLog:
         """The file, which every attempt appends to."""
         return self.run.path / "logs" / f"slurm-{self.job_id}.out"
 
-    def take_lines(self) -> list[str]:
-        """Return what is new."""
+    def read_new(self) -> bytes:
+        """Return some of what is new."""
         self.refresh_size()
-        lines = [decode_line(raw) for raw in self.follower.read_new(self.path)]
-        if lines:
+        data = self.follower.read_chunk(self.path)
+        if data:
             self.changed = time.monotonic()
-        return lines
+        return data
 
     def refresh_size(self) -> None:
         """Open the file now and then: NFS asks the server then, else it may believe its cache for 60 s."""
@@ -61,17 +68,20 @@ class JobLog:
             with contextlib.suppress(OSError):
                 os.close(open_file(self.path))
 
-    def show_line(self, text: str) -> None:
-        """Show one line."""
-        if found := RANK0.match(text):
-            self.console.note_progress(found[1])
-        self.console.write("err" if text.startswith(OWN) else "out", f"{text}\n")
-        self.last = text
+    def show(self, data: bytes) -> None:
+        """Show some of the log."""
+        for is_own, piece in self.lines.split(data):
+            self.heads_last = is_own
+            if is_own:
+                self.console.write_lines(piece)
+            else:
+                self.console.note_progress("out", OTHERS.sub(b"", piece))
+                self.console.put(RANKS, piece)
 
     def show_rest(self) -> None:
-        """Show a last line that has no end."""
-        if rest := self.follower.partial.pop(self.path, b""):
-            self.show_line(decode_line(rest))
+        """Show a last line of the head's that has no end."""
+        if rest := self.lines.finish():
+            self.console.put(RANKS, rest)
 
     def is_complete(self, ended: float) -> bool:
         """Tell whether nothing more is to be expected of a job, and when its end was noticed.
@@ -79,4 +89,4 @@ class JobLog:
         A network filesystem shows lines some seconds later than the manifest that was written before them.
         """
         quiet = time.monotonic() - max(ended, self.changed) > QUIET
-        return quiet or (self.last.startswith(OWN) and not self.follower.partial.get(self.path))
+        return quiet or (self.heads_last and not self.lines.kept)

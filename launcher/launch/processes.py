@@ -121,13 +121,23 @@ def read_exitcode(pid: int) -> int | None:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Tell whether a process has a handler for a signal (`SigCgt` in /proc/PID/status, proc(5))."""
+    """Tell whether a process has a handler for a signal."""
+    return number in read_signals(pid, "SigCgt")
+
+
+def ignores(pid: int, number: int) -> bool:
+    """Tell whether a process ignores a signal."""
+    return number in read_signals(pid, "SigIgn")
+
+
+def read_signals(pid: int, name: str) -> set[int]:
+    """Return the signals of one of the masks in /proc/PID/status (proc(5)); none where it cannot be read."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
-            masks = [int(line.split()[1], 16) for line in file if line.startswith("SigCgt:")]
+            masks = [int(line.split()[1], 16) for line in file if line.startswith(f"{name}:")]
     except (OSError, ValueError, IndexError):
-        return False
-    return any(mask >> (number - 1) & 1 for mask in masks)
+        return set()
+    return {bit + 1 for mask in masks for bit in range(mask.bit_length()) if mask >> bit & 1}
 
 
 def list_ranks(agent: int, first_attempt: int) -> list[RankProcess]:

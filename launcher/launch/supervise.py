@@ -4,7 +4,7 @@ import math
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -86,6 +86,8 @@ class Supervisor:
     """Ranks on this node: while fewer are alive, new ones are looked for."""
     grace: float
     """Seconds that ranks have after the first stopping signal; then SIGTERM, then SIGKILL."""
+    pressed: Mapping[int, float] = field(default_factory=dict)
+    """When the user's keys last sent the program each signal, past this process (s since the epoch)."""
     watch: Watch = field(default_factory=Watch)
     stop: Stop | None = None
     first_signal: int | None = None
@@ -125,6 +127,7 @@ class Supervisor:
         while agent.poll() is None:
             known = len(self.watch.deaths)
             self.watch.poll((inbox.wakeup, *(self.control.descriptors if self.control else ())), TICK)
+            self.note_keys(self.watch.deaths[known:], agent)
             self.tell_deaths(self.watch.deaths[known:])
             if len(self.watch.alive) < self.expected:
                 self.admit_ranks(agent.pid)
@@ -135,6 +138,15 @@ class Supervisor:
                 reap_orphans(agent.pid)
         self.admit_ranks(agent.pid)
         self.watch.poll((), 0)
+
+    def note_keys(self, deaths: Sequence[Death], agent: "subprocess.Popen[bytes]") -> None:
+        """Take the end of a program by the user's Ctrl-C for a stop, after which nothing restarts."""
+        for number in (end_signal(death) for death in deaths):
+            if number in self.pressed and self.stop is None:
+                self.note_first(number, self.pressed[number])
+                self.stop = Stop.begin(number, self.grace)
+                self.stop.next_stage()
+                agent.send_signal(number)
 
     def tell_deaths(self, deaths: Sequence[Death]) -> None:
         """Say at once that a rank has failed, since its peers may take long to end; not what follows it."""
@@ -178,10 +190,10 @@ class Supervisor:
         while self.control and number in HARD and not self.stop.has_reached(number):
             self.advance_stop(self.stop, agent)
 
-    def note_first(self, number: int) -> None:
-        """Remember the first stopping signal: how ranks end from now on is no failure."""
+    def note_first(self, number: int, when: float | None = None) -> None:
+        """Remember the first stopping signal: how ranks end after it is no failure."""
         if self.first_signal is None:
-            self.first_signal, self.signal_time = number, time.time()
+            self.first_signal, self.signal_time = number, time.time() if when is None else when
             self.observer.note_stop(number)
 
     def note_slurm(self, number: int, agent: "subprocess.Popen[bytes]") -> None:
@@ -241,3 +253,9 @@ class Supervisor:
             agent.send_signal(number) if not self.agent_heard else None
         else:
             self.watch.signal_groups(number)
+
+
+def end_signal(death: Death) -> int:
+    """Return the signal that a rank ended by, also where it told so as a shell does, by 128+n; 0 for none."""
+    code = death.exitcode or 0
+    return -code if code < 0 else max(code - 128, 0)

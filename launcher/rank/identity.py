@@ -24,7 +24,7 @@ variables.
 class Identity:
     """A rank's numbers."""
 
-    __slots__ = ("attempt", "family", "local_rank", "local_world_size", "rank")
+    __slots__ = ("attempt", "family", "has_terminal", "local_rank", "local_world_size", "rank")
 
     def __init__(self, environ: dict[str, str]) -> None:
         """Read them; a single process with no such variables is rank 0 of 1."""
@@ -32,6 +32,8 @@ class Identity:
             environ, "TORCHELASTIC_RESTART_COUNT"
         )
         """Restarts of the worker group so far, over all starts into the same run directory."""
+        self.has_terminal = False
+        """Its output goes to a pseudo-terminal of the launcher's rather than to its log."""
         self.family = ""
         """The variable that the local rank comes from; empty where there is none."""
         self.rank, self.local_rank = 0, 0

@@ -57,6 +57,7 @@ def describe_applied(identity: Identity, share: Share, applied: Applied) -> dict
         "pid": os.getpid(),
         "agent": os.getppid(),
         "time": time.time(),
+        "has_terminal": identity.has_terminal,
         "cpus": format_cpulist(applied.cpus),
         "memory": {"policy": applied.policy, "nodes": format_cpulist(applied.nodes)},
         "gpu": share.gpu,

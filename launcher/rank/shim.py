@@ -32,6 +32,7 @@ OURS = (
     "LAUNCH_ROLE",
     "LAUNCH_RDZV_ID",
     "LAUNCH_SIGNAL",
+    "LAUNCH_TERMINAL",
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
 )
 """What `launch` tells the shim and torchrun: nothing to the program, nor to jobs that it starts itself."""
@@ -165,6 +166,14 @@ def attach_run(identity: Identity, run_dir: str) -> None:
         redirect_output(run_dir, identity)
     except OSError as error:
         say(f"rank {identity.rank} has no log files ({error}): its output goes to the agent's log")
+    if terminal := os.environ.get("LAUNCH_TERMINAL"):
+        from launcher.rank.terminal import take_terminal
+
+        try:
+            take_terminal(terminal)
+            identity.has_terminal = True
+        except (ImportError, OSError, ValueError) as error:
+            say(f"rank {identity.rank} has no terminal ({error}): its output goes to its log files")
 
 
 def place_rank(identity: Identity, environ: dict[str, str], words: list[str]) -> list[str]:

@@ -35,6 +35,8 @@ class Applied:
     """Variables that the shim set; None where the record does not tell."""
     time: float = 0
     """Seconds since the epoch."""
+    has_terminal: bool = False
+    """Its output goes to a pseudo-terminal of the launcher's rather than to its log."""
 
 
 @dataclass(slots=True)
@@ -80,6 +82,7 @@ def parse_applied(text: str) -> Applied:
         num_workers=None if workers is None else int(workers),
         env=None if env is None else {str(name): str(env[name]) for name in env},
         time=float(data.get("time", 0)),
+        has_terminal=data.get("has_terminal") is True,
     )
 
 

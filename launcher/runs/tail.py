@@ -1,5 +1,6 @@
 """A run's output as its directory has it: the ranks' lines over the attempts, or the job's own log."""
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -7,7 +8,7 @@ from pathlib import Path
 
 from launcher.runs.applied import AppliedReader
 from launcher.runs.latest import find_agent_logs, find_job_logs
-from launcher.runs.logs import Follower, decode_line, find_tail, measure_file
+from launcher.runs.logs import Follower, LineFollower, decode_line, find_tail, measure_file
 from launcher.runs.rundir import RunDir, list_logs
 
 RANK_LOG = re.compile(r"rank-[0-9]{1,9}\.(?:out|err)")
@@ -15,14 +16,22 @@ RANK_LOG = re.compile(r"rank-[0-9]{1,9}\.(?:out|err)")
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A line, and whose it is."""
+    """A line, or a piece of a very long one, and whose it is."""
 
-    text: str
+    raw: bytes
+    """As it was printed, with its end; a piece, and a log's last line, may have none."""
     rank: int | None = None
     """None for the job's own log, and for a remark of ours."""
+    stream: str = ""
+    """Of a rank's: `out` or `err`."""
     host: str = ""
     remark: bool = False
     """Not from a log: something that happened."""
+
+    @property
+    def text(self) -> str:
+        """The line for people."""
+        return decode_line(self.raw)
 
 
 @dataclass(slots=True)
@@ -36,14 +45,14 @@ class RunTail:
     """Of what is there at first, so many last lines of each file; None is all."""
     attempt: int | None = None
     """The attempt that is read; None before there is one."""
-    follower: Follower = field(init=False)
+    follower: LineFollower = field(init=False)
     reader: AppliedReader = field(init=False)
     hosts: dict[int, str] = field(default_factory=dict)
     """Where each rank of the attempt runs."""
 
     def __post_init__(self) -> None:
         """Look at nothing yet."""
-        self.follower = Follower(RunDir(self.path))
+        self.follower = LineFollower(Follower(RunDir(self.path)))
         self.reader = AppliedReader(self.path, own=False)
 
     def read_lines(self, *, final: bool = False) -> Iterator[Output]:
@@ -55,7 +64,7 @@ class RunTail:
                 yield from self.begin_attempt(attempt)
             for log in logs:
                 begin = find_tail(log, self.lines) if first and self.lines is not None else 0
-                self.follower.offsets.setdefault(log, begin)
+                self.follower.follower.offsets.setdefault(log, begin)
             yield from self.read_ranks(final=final or attempt != max(attempts))
         if final and self.is_without_ranks():
             yield from self.read_own()
@@ -76,18 +85,18 @@ class RunTail:
 
     def begin_attempt(self, attempt: int) -> Iterator[Output]:
         """Turn to another attempt; the one before it has been read to its end."""
-        self.follower.offsets.clear()
+        self.follower.follower.offsets.clear()
         self.follower.partial.clear()
         self.hosts.clear()
         if self.attempt is not None:
-            yield Output(f"attempt {attempt}", remark=True)
+            yield Output(f"attempt {attempt}".encode(), remark=True)
         self.attempt = attempt
 
     def read_ranks(self, *, final: bool) -> Iterator[Output]:
         """Give the new lines of the attempt's ranks."""
         self.hosts |= {record.rank: record.host for record in self.reader.read_new()}
         for line in self.follower.read_lines(final=final):
-            yield Output(line.text, line.rank, self.hosts.get(line.rank, "?"))
+            yield Output(line.raw, line.rank, line.stream, self.hosts.get(line.rank, "?"))
 
     def is_without_ranks(self) -> bool:
         """Tell whether the newest attempt has no rank's log: what there is to know is in the job's own."""
@@ -99,13 +108,13 @@ class RunTail:
         logs = find_own_logs(self.path)
         for log in logs:
             if len(logs) > 1:
-                yield Output(f"{log.name}:", remark=True)
+                yield Output(os.fsencode(f"{log.name}:"), remark=True)
             start = find_tail(log, self.lines) if self.lines else 0
-            follower = Follower(RunDir(self.path), offsets={log: start})
+            follower = LineFollower(Follower(RunDir(self.path), offsets={log: start}))
             while lines := follower.read_new(log):
-                yield from (Output(decode_line(raw)) for raw in lines)
+                yield from map(Output, lines)
             if rest := follower.partial.get(log):
-                yield Output(decode_line(rest))
+                yield Output(bytes(rest))
 
 
 def list_rank_logs(folder: Path) -> list[Path]:

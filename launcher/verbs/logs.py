@@ -1,5 +1,6 @@
 """`launch logs`: what a run's ranks have printed, and with -f what they print, to the run's end."""
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -10,6 +11,7 @@ from launcher.checks import check_least
 from launcher.errors import UsageError
 from launcher.follow.polling import Poller
 from launcher.launch.slurm.queue import JobState
+from launcher.report.stream import open_stream
 from launcher.runs.status import RunStatus, read_status
 from launcher.runs.tail import Output, RunTail
 from launcher.schema import LaunchConfig
@@ -38,7 +40,7 @@ def show_logs(config: LaunchConfig, names: Sequence[str]) -> int:
         return 0
     tail = RunTail(path, config.rank)
     check_rank(tail)
-    if not write_lines(tail.read_lines(final=True), config.rank):
+    if not OutputWriter(config.rank).write(tail.read_lines(final=True)):
         (run,) = find_standing([path]).runs
         say(f"no output: {describe_run(run)}")
     return 0
@@ -58,37 +60,74 @@ def check_rank(tail: RunTail) -> None:
 
 def follow_output(path: Path, tail: RunTail) -> None:
     """Print what comes, over all attempts, until the run has ended; Ctrl-C ends it earlier."""
-    watch = RunWatch(path)
+    watch, writer = RunWatch(path), OutputWriter(tail.rank)
     try:
         run = watch.look()
         while run.is_live or watch.is_settling():
-            if write_lines(tail.read_lines(), tail.rank):
+            if writer.write(tail.read_lines()):
                 watch.changed = time.monotonic()
             time.sleep(TICK)
             run = watch.look()
-        write_lines(tail.read_lines(final=True), tail.rank)
+        writer.write(tail.read_lines(final=True))
+        if open_stream("stdout").leads_where(open_stream("stderr")):
+            writer.end_line()
         say(describe_run(run))
     finally:
         watch.close()
 
 
-def write_lines(lines: Iterable[Output], rank: int | None) -> int:
-    """Print lines, those of several ranks with their origin, and our remarks on stderr; returns how many.
+@dataclass(slots=True)
+class OutputWriter:
+    """Prints lines on stdout, those of several ranks with their origin, and our remarks on stderr.
 
-    On a terminal, of what acts on it only colours are let through.
+    On a terminal a line is text, of a bar its last state, and of what acts on the terminal only colours are
+    let through; elsewhere it is its bytes.
     """
-    count = 0
-    for line in lines:
-        if line.remark:
-            sys.stdout.flush()
-            say(line.text)
-            continue
-        alone = rank is not None or line.rank is None
-        origin = "" if alone else f"[{escape_text(line.host, LONGEST_HOST)}:{line.rank}] "
-        print_text(f"{origin}{line.text}\n", colours=True)
-        count += 1
-    sys.stdout.flush()
-    return count
+
+    rank: int | None
+    """The one rank that is shown; None is all of them."""
+    unfinished: Output | None = None
+    """What was printed last, where it has no end."""
+
+    def write(self, lines: Iterable[Output]) -> int:
+        """Print lines; returns how many."""
+        count, is_terminal = 0, sys.stdout.isatty()
+        for line in lines:
+            if line.remark:
+                self.end_line()
+                say(line.text)
+                continue
+            self.write_text(line) if is_terminal else self.write_bytes(line)
+            count += 1
+        sys.stdout.flush()
+        return count
+
+    def end_line(self) -> None:
+        """End an unfinished line, and have all that was printed shown."""
+        if self.unfinished:
+            sys.stdout.buffer.write(b"\n")
+            self.unfinished = None
+        sys.stdout.flush()
+
+    def write_text(self, line: Output) -> None:
+        """Print a line for people; not the former states of a bar."""
+        if not line.raw.endswith(b"\r"):
+            print_text(f"{self.find_origin(line)}{line.text}\n", colours=True)
+
+    def write_bytes(self, line: Output) -> None:
+        """Print a line as it is; a newline of ours ends an unfinished one that another source's follows."""
+        before, origin = b"", os.fsencode(self.find_origin(line))
+        if last := self.unfinished:
+            is_same = (last.rank, last.stream, last.host) == (line.rank, line.stream, line.host)
+            before, origin = (b"", b"") if is_same else (b"\n", origin)
+        sys.stdout.buffer.write(before + origin + line.raw)
+        self.unfinished = None if line.raw.endswith(b"\n") else line
+
+    def find_origin(self, line: Output) -> str:
+        """Return what stands before a line."""
+        if self.rank is not None or line.rank is None:
+            return ""
+        return f"[{escape_text(line.host, LONGEST_HOST)}:{line.rank}] "
 
 
 def describe_run(run: RunStatus) -> str:

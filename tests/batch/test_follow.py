@@ -1,6 +1,7 @@
 """Following a job: what is told of the queue, and when and how a job has ended."""
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from datetime import datetime
@@ -8,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from launcher.follow import job as followed
 from launcher.follow.job import FollowedJob
 from launcher.follow.log import QUIET, JobLog
+from launcher.follow.marked import MarkedLines
 from launcher.follow.polling import Answer
 from launcher.launch.slurm.queue import JobState
 from launcher.launch.slurm.waiting import Place, describe_wait, explain_reason, find_place
@@ -191,19 +195,50 @@ def test_an_end_that_was_none_is_forgotten(job: FollowedJob) -> None:
 
 def test_the_log_is_shown_as_it_grows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs").mkdir()
-    log = JobLog(RunDir(tmp_path), "12", JobConsole("all", "", make_console()))
-    assert log.take_lines() == []
+    log = JobLog(RunDir(tmp_path), "12", JobConsole("all", make_console()))
+    assert log.read_new() == b""
     with log.path.open("a", buffering=1) as file:
-        file.write("launch: 2 ranks\n[n0:0] step 3/9 loss 1.5\n[n1:1] a\nlaun")
-        for text in log.take_lines():
-            log.show_line(text)
+        file.write("launch: 2 ranks\n[n0:0] step 3/9 loss 1.5\n[n1:1] step 4/9 loss 1\nlaun")
+        log.show(log.read_new())
         assert not log.is_complete(time.monotonic())
         assert log.is_complete(time.monotonic() - QUIET - 1) is False, "a line has just come"
         file.write("ch: succeeded\n")
-        for text in log.take_lines():
-            log.show_line(text)
+        log.show(log.read_new())
     assert log.is_complete(time.monotonic())
-    assert log.console.steps[-1].step == 3
+    assert log.console.progress.steps[-1].step == 3
     shown = capfd.readouterr()
-    assert shown.out == "[n0:0] step 3/9 loss 1.5\n[n1:1] a\n"
+    assert shown.out == "[n0:0] step 3/9 loss 1.5\n[n1:1] step 4/9 loss 1\n"
     assert shown.err == "launch: 2 ranks\nlaunch: succeeded\n"
+
+
+def test_what_has_no_end_is_shown_at_once_and_all_bytes_as_they_are(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    (tmp_path / "logs").mkdir()
+    log = JobLog(RunDir(tmp_path), "12", JobConsole("all", make_console()))
+    data = bytes(range(256)) * 10_000 + b"\nstep 5/9 loss 2\nname? "
+    log.path.write_bytes(data)
+    while new := log.read_new():
+        log.show(new)
+    assert capfdbinary.readouterr() == (data, b"")
+    assert log.console.progress.steps[-1].step == 5
+    with log.path.open("ab") as file:
+        file.write(b"\nlaunch: no end")
+    log.show(log.read_new())
+    log.show_rest()
+    assert capfdbinary.readouterr() == (b"\nlaunch: no end", b"")
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(
+    st.lists(
+        st.sampled_from([b"launch: a\n", b"launch", b": ", b"x", b"\n", b"launch: ", b"\xff\r"]), max_size=12
+    )
+)
+def test_lines_of_ours_are_told_apart_wherever_the_log_is_cut(pieces: list[bytes]) -> None:
+    lines = MarkedLines((b"launch: ",))
+    split = [found for piece in pieces for found in lines.split(piece)]
+    whole = b"".join(pieces)
+    assert b"".join(piece for _, piece in split) + lines.finish() == whole
+    own = [line for line in re.findall(rb"[^\n]*\n", whole) if line.startswith(b"launch: ")]
+    assert [piece for is_own, piece in split if is_own] == own

@@ -12,6 +12,7 @@ from tests.benchmarks.garbage_memory import bench_garbage_memory
 from tests.benchmarks.growth import bench_growth
 from tests.benchmarks.hook_cost import bench_hook
 from tests.benchmarks.loading import bench_loader
+from tests.benchmarks.output import bench_output
 from tests.benchmarks.planners import bench_planners
 from tests.benchmarks.probing import bench_command, bench_probe
 from tests.benchmarks.shim import bench_shim
@@ -27,6 +28,7 @@ TIMED: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
     "shim": (bench_shim, 40),
     "probe": (bench_probe, 20),
     "growth": (bench_growth, 10),
+    "output": (bench_output, 5),
     "loader": (bench_loader, 1),
     "slurm": (bench_slurm, 6),
     "gc": (bench_gc, 3),

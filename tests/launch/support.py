@@ -36,7 +36,11 @@ class Started:
 
     def survivors(self) -> list[int]:
         """Processes other than `launch` itself that carry this start's mark."""
-        return [pid for pid in find_processes(self.mark) if pid != self.process.pid]
+        return list(self.survivors_words())
+
+    def survivors_words(self) -> dict[int, str]:
+        """The same with their command lines."""
+        return {pid: words for pid, words in find_processes(self.mark).items() if pid != self.process.pid}
 
 
 def find_processes(word: str) -> dict[int, str]:

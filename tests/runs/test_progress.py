@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.runs.progress import Progress, parse_progress
+from launcher.runs.progress import MOST_LINES, Progress, ProgressReader, parse_progress
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,56 @@ def test_other_lines(line: str) -> None:
 def test_any_line_is_read_without_an_error(parts: list[str]) -> None:
     found = parse_progress("".join(parts))
     assert found is None or found.step >= 0
+
+
+def read(*chunks: bytes) -> list[int]:
+    """The first and the last step that a reader finds in chunks of one stream."""
+    reader = ProgressReader()
+    for chunk in chunks:
+        reader.add("out", chunk)
+    return [step.step for step in reader.steps]
+
+
+def make_lines(*steps: int) -> bytes:
+    return b"".join(b"step %d/9999 loss 1.5\nother\n" % step for step in steps)
+
+
+def test_of_many_steps_the_first_and_the_last_are_kept() -> None:
+    assert read(make_lines(*range(3, 2000))) == [3, 1999]
+    assert read(b"hello\n", make_lines(1), b"", b"x\n" * 9, make_lines(2, 3)) == [1, 3]
+    assert read(make_lines(7)) == [7]
+
+
+@pytest.mark.parametrize("at", range(1, 24))
+def test_a_line_that_is_cut_in_two_counts_once_it_is_whole(at: int) -> None:
+    line = b"step 12/200 Loss 1.25 x\n"
+    reader = ProgressReader()
+    assert not reader.add("out", line[:at])
+    assert not reader.add("err", b"some step of another stream")
+    assert reader.add("out", line[at:])
+    assert reader.steps == [Progress(12, 200, (("loss", "1.25"),))]
+
+
+def test_a_bar_that_is_drawn_anew_tells_its_states() -> None:
+    assert read(b"\rstep 1/9 loss 3", b"\rstep 2/9 loss 2", b"\rstep 3/9 los") == [1, 2]
+
+
+def test_a_last_line_without_end_counts_at_the_end() -> None:
+    reader = ProgressReader()
+    assert not reader.add("out", b"step 3/3 loss NaN")
+    assert reader.finish() and not reader.finish()
+    assert reader.steps == [Progress(3, 3, (("loss", "NaN"),))]
+
+
+def test_a_step_keeps_the_metrics_of_those_before_it() -> None:
+    reader = ProgressReader()
+    reader.add("out", b"step 1 loss 3\nstep 2 tokens/s 50\n")
+    reader.add("err", b"step 3 mfu 9%\n")
+    assert dict(reader.steps[-1].metrics) == {"loss": "3", "tokens/s": "50", "mfu": "9%"}
+    assert dict(reader.steps[0].metrics) == {"loss": "3"}
+
+
+def test_other_lines_with_the_word_do_not_take_for_ever() -> None:
+    noise = b"a misstep\n" * 200_000
+    assert read(noise, make_lines(5) + b"a misstep\n" * (MOST_LINES - 2), noise) == [5]
+    assert read(b"step" * 300_000 + b"\n", b"x" * 5_000_000 + b" step 4 loss 2\n") == [4]

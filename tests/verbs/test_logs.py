@@ -37,6 +37,18 @@ def test_all_ranks_with_their_origin_out_before_err(launch: Launch, here: Path) 
     assert launch("logs", "tiny", "rank=10") == Result(0, "out of 10\nno end\nerr of 10\n", "")
 
 
+def test_what_was_printed_arrives_as_its_bytes(here: Path) -> None:
+    path = make_run(here / "runs")
+    written = b"1%\r2%\r" * CHUNK + bytes(range(256)) * 99 + b"no end"
+    for rank in (0, 1):
+        write_log(path, rank, "").write_bytes(written)
+    commands = [[*LAUNCH, "logs", "tiny", *words] for words in ([], ["rank=1"])]
+    both, one = (subprocess.check_output(words, cwd=here, env=clean_environ()) for words in commands)
+    assert one == written
+    marked = [f"[?:{rank}] ".encode() + written.replace(b"\n", f"\n[?:{rank}] ".encode()) for rank in (0, 1)]
+    assert both == b"\n".join(marked)
+
+
 def test_the_last_attempt_with_output(launch: Launch, here: Path) -> None:
     path = make_run(here / "runs")
     write_log(path, 0, "first\n")
@@ -53,12 +65,12 @@ def test_a_job_that_failed_before_its_ranks_began_is_explained_by_its_own_log(
     (path / "logs/agent-box.log").write_text("agent\n")
     assert launch("logs", "tiny").out == "agent\n"
     (path / "logs/slurm-12.out").write_text("module: no such module\nslurmstepd: error")
-    assert launch("logs", "tiny").out == "module: no such module\nslurmstepd: error\n"
+    assert launch("logs", "tiny").out == "module: no such module\nslurmstepd: error"
     write_log(path, 0, "ran\n")
     assert launch("logs", "tiny").out == "[?:0] ran\n"
     (path / "logs/1").mkdir()
-    assert launch("logs", "tiny").out == "[?:0] ran\nmodule: no such module\nslurmstepd: error\n"
-    assert launch("logs", "-f", "tiny", "logs.tail=1").out == "[?:0] ran\nslurmstepd: error\n"
+    assert launch("logs", "tiny").out == "[?:0] ran\nmodule: no such module\nslurmstepd: error"
+    assert launch("logs", "-f", "tiny", "logs.tail=1").out == "[?:0] ran\nslurmstepd: error"
 
 
 def test_no_output_says_how_the_run_stands(launch: Launch, here: Path) -> None:

@@ -12,8 +12,8 @@ from launcher.wording import say
 if TYPE_CHECKING:
     from launcher.report.console import JobConsole
 
-TICK = 0.1
-"""Seconds between two looks at the logs."""
+TICK = 0.04
+"""Seconds between two looks at the logs, while there is nothing new."""
 TICK_FILE = 0.0005
 """Seconds more for each file that is looked at, which on a network filesystem is a question to its server."""
 PATIENCE = 10.0
@@ -34,6 +34,7 @@ class RankView:
     texts: "queue.SimpleQueue[tuple[bool, str]]" = field(default_factory=queue.SimpleQueue)
     """Lines that wait, and whether they are our own."""
     ending: threading.Event = field(default_factory=threading.Event)
+    console: "JobConsole | None" = None
     thread: threading.Thread = field(init=False)
 
     def start(self) -> None:
@@ -64,28 +65,40 @@ class RankView:
     def show_ranks(self) -> None:
         """Show what is new until there is no more; the console's import is hidden by the program's own."""
         follower = Follower(self.run, is_new=True)
-        for rank in range(len(self.hosts) * self.ranks if self.mode == "all" else 1):
+        count = len(self.hosts) * self.ranks
+        for rank in range(count if self.mode == "all" else 1):
             follower.watch_rank(rank, self.run.first_attempt)
         from launcher.report.console import JobConsole, make_console
 
-        console = JobConsole(self.mode, "", make_console())
+        logs, origin = str(self.run.path / "logs"), self.name_host if count > 1 else None
+        self.console = console = JobConsole(self.mode, make_console(), logs, origin)
         tick = TICK + TICK_FILE * len(follower.offsets)
-        while not self.ending.wait(tick):
-            self.show_new(follower, console, final=False)
-        self.show_new(follower, console, final=True)
+        while not self.ending.is_set():
+            if not self.show_new(follower, console):
+                self.ending.wait(tick)
+        while self.show_new(follower, console):
+            pass
         console.close()
+        console.begin_line()
 
-    def show_new(self, follower: Follower, console: "JobConsole", *, final: bool) -> None:
-        """Show what the ranks have printed since the last call, and the lines that wait."""
-        for line in follower.read_lines(final=final):
-            console.host = self.name_host(line.rank)
-            console.show_line(line)
+    def show_new(self, follower: Follower, console: "JobConsole") -> bool:
+        """Show some of what the ranks have printed, and the lines that wait; False where there is nothing."""
+        busy = console.show_turn(follower, final=self.ending.is_set())
         while not self.texts.empty():
             own, text = self.texts.get()
-            console.say(text) if own else console.write("err", f"{text}\n")
+            console.say(text) if own else console.write_lines(console.encode(f"{text}\n"))
+        console.tick()
+        return busy
 
     def close(self) -> bool:
         """Have everything shown; False where the reader of our output takes none."""
         self.ending.set()
-        self.thread.join(PATIENCE)
+        taken = -1
+        while self.thread.is_alive() and taken != self.count_taken():
+            taken = self.count_taken()
+            self.thread.join(PATIENCE)
         return not self.thread.is_alive()
+
+    def count_taken(self) -> int:
+        """Return the bytes that the readers of our output have taken."""
+        return self.console.out.taken + self.console.err.taken if self.console else 0

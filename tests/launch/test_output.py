@@ -1,0 +1,149 @@
+"""What a program prints arrives as it is, in files and pipes: every byte, at once, and prefixes alone."""
+
+import contextlib
+import os
+import select
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from launcher import attend
+from launcher.attend import Viewer
+from launcher.job import Job
+from launcher.report import console
+from launcher.report.stream import Stream
+from launcher.runs.logs import Follower
+from launcher.runs.rundir import RunDir
+from tests.launch.support import LAUNCH, start, wait_for, write_program
+
+LONG = 40 << 20
+ANYTHING = f"""
+import os, sys
+rank, out = int(os.environ["RANK"]), sys.stdout.buffer
+if rank == 0:
+    out.write(b"0123456789" * {LONG // 10} + b"\\n")
+    out.write(bytes(range(256)) * 12288)
+else:
+    for number in range(20_000):
+        print("line", number)
+out.write(b"no end")
+out.flush()
+sys.stderr.buffer.write(b"\\xff error\\n")
+"""
+WHOLE = b"0123456789" * (LONG // 10) + b"\n" + bytes(range(256)) * 12288 + b"no end"
+
+
+def test_one_ranks_output_is_its_bytes(tmp_path: Path) -> None:
+    with start(tmp_path, "nproc_per_node=1", "--", write_program(tmp_path, ANYTHING)) as started:
+        assert started.wait() == 0
+    assert (tmp_path / "stdout").read_bytes() == WHOLE
+    assert b"\n\xff error\nlaunch: succeeded" in (tmp_path / "stderr").read_bytes()
+
+
+def test_several_ranks_output_has_a_prefix_at_each_lines_start_and_nothing_else(tmp_path: Path) -> None:
+    words = ("nproc_per_node=2", "logs.console=all", "--", write_program(tmp_path, ANYTHING))
+    with start(tmp_path, *words) as started:
+        assert started.wait() == 0
+    prefixes = [f"[{os.uname().nodename}:{rank}] ".encode() for rank in (0, 1)]
+    lines = (tmp_path / "stdout").read_bytes().split(b"\n")
+    assert all(line.startswith(tuple(prefixes)) for line in lines)
+    shown = [[line.removeprefix(p) for line in lines if line.startswith(p)] for p in prefixes]
+    assert b"\n".join(shown[0]) == WHOLE
+    assert shown[1] == [b"line %d" % number for number in range(20_000)] + [b"no end"]
+
+
+ASKING = """
+import os, time
+from pathlib import Path
+print(end=f"rank {os.environ['RANK']}? ", flush=True)
+while not Path("answer").exists():
+    time.sleep(0.02)
+print("yes")
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_prompt_is_seen_in_a_file_before_its_line_has_an_end(tmp_path: Path, ranks: int) -> None:
+    words = (f"nproc_per_node={ranks}", "logs.console=rank0", "--", write_program(tmp_path, ASKING))
+    prefix = f"[{os.uname().nodename}:0] " if ranks > 1 else ""
+    with start(tmp_path, *words) as started:
+        wait_for(lambda: started.read("stdout") == f"{prefix}rank 0? ", "the prompt")
+        (tmp_path / "answer").touch()
+        assert started.wait() == 0
+    assert started.read("stdout") == f"{prefix}rank 0? yes\n"
+
+
+def make_viewer(folder: Path, data: bytes) -> Viewer:
+    """A viewer of a job of one rank that has printed some data."""
+    (folder / "logs/0").mkdir(parents=True)
+    run = RunDir(folder)
+    run.rank_log(0, 0, "out").write_bytes(data)
+    config = SimpleNamespace(logs=SimpleNamespace(console="rank0"))
+    cluster = SimpleNamespace(kind="local", max_nodes=1)
+    plan = SimpleNamespace(ranks=(None,))
+    job = cast(Job, SimpleNamespace(config=config, cluster=cluster, plan=plan, host="h"))
+    viewer = Viewer(job, run, Follower(run, is_new=True), shows_job=False)
+    viewer.watch_rank(0, 0)
+    return viewer
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The console's stdout as a pipe that nobody reads by itself; gives the end to read."""
+    reading, writing = os.pipe()
+    streams = {"stdout": Stream("stdout", writing), "stderr": Stream("stderr", None)}
+    monkeypatch.setattr(console, "open_stream", streams.__getitem__)
+    monkeypatch.setattr(attend, "PATIENCE", 0.5)
+    yield reading
+    for descriptor in (reading, writing):
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+def test_a_slow_reader_is_waited_for_as_long_as_it_reads(tmp_path: Path, slow: int) -> None:
+    data = os.urandom(2 << 20)
+    viewer, results = make_viewer(tmp_path, data), list[bool]()
+    view = threading.Thread(target=viewer.run_view, daemon=True)
+    view.start()
+    waiting = threading.Thread(target=lambda: results.append(viewer.await_shown()), daemon=True)
+    waiting.start()
+    taken = b""
+    while len(taken) < len(data) and select.select([slow], [], [], 30)[0]:
+        taken += os.read(slow, 65536)
+        time.sleep(0.05)  # in all, much longer than the patience for one piece
+    waiting.join(30)
+    assert taken == data and results == [True]
+    viewer.closing.set()
+    view.join(30)
+
+
+def test_a_reader_that_takes_no_more_is_left_with_a_word(
+    tmp_path: Path, slow: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    viewer = make_viewer(tmp_path, b"x" * (1 << 20))
+    view = threading.Thread(target=viewer.run_view, daemon=True)
+    view.start()
+    assert not viewer.await_shown()
+    viewer.tell_rest()
+    assert capfd.readouterr().err == f"launch: warning: not all output was taken: see {tmp_path}/logs\n"
+    os.close(slow)
+    viewer.closing.set()
+    view.join(30)
+    assert not view.is_alive()
+
+
+def test_stdout_that_is_closed_is_not_taken_for_another_file(tmp_path: Path) -> None:
+    program = write_program(tmp_path, "print('hello')")
+    words = f'exec "$@" >&- 2>{tmp_path}/errors'
+    done = subprocess.run(
+        ["sh", "-c", words, "sh", *LAUNCH, "nproc_per_node=1", "--", program], cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "program.py"]
+    assert [path.name for path in files if b"hello" in path.read_bytes()] == ["rank-0.out"]
