@@ -5,10 +5,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from launcher.command import Command
-from launcher.config import FAILURES, Composed, compose, resolve
+from launcher.config import Composed, compose, resolve
 from launcher.errors import UsageError
 from launcher.flags import Flags
 from launcher.hydra_output import explain_composition
@@ -16,14 +14,12 @@ from launcher.hydra_settings import apply_settings
 from launcher.job import draft_job
 from launcher.launch.cluster import choose_cluster
 from launcher.launch.signals import STOPPING
-from launcher.multirun import Multirun, expand_sweep, read_multirun
+from launcher.multirun import Multirun, expand_sweep, read_multirun, resolve_sweeper
 from launcher.ownprogram import list_targets, tell_program
 from launcher.runs.manifest import CLOSED, read_manifest, take_dict
 from launcher.runs.secrets import mask_words
-from launcher.suggest import shorten_message
 from launcher.terminal import print_text
 from launcher.verbs.run import add_pet, name_files, run_composed
-from launcher.watchdog import bound_work
 from launcher.wording import say
 
 
@@ -85,16 +81,8 @@ def run_plugin(multirun: Multirun, command: Command, argv: Sequence[str]) -> int
 
 def name_sweeper(multirun: Multirun) -> None:
     """Say which files the sweep is from, and what these may have Hydra call; raises UsageError."""
-    if multirun.tree is None:
-        return
-    choices = {str(group): str(option) for group, option in multirun.tree.hydra.runtime.choices.items()}
-    own_files = multirun.sources.list_own(choices)
+    own_files, node = resolve_sweeper(multirun)
     name_files(own_files)
-    try:
-        with bound_work(multirun.sources):
-            node = OmegaConf.to_container(multirun.tree.hydra.sweeper, resolve=True)
-    except FAILURES as error:
-        raise UsageError(shorten_message(error)) from None
     targets = list(list_targets(node, "hydra.sweeper"))
     if own_files and targets:
         say(f"hydra/sweeper={multirun.settings.sweeper} calls {'; '.join(targets)}")
