@@ -26,7 +26,7 @@ def test_logs_do_not_go_where_links_lead(tmp_path: Path, link: str) -> None:
     path.parent.mkdir(parents=True)
     path.symlink_to(away)
     plan = write_plan(tmp_path, str(ALLOWED[0]))
-    done = run_shim(*ECHO, LAUNCH_PLAN=str(plan), LAUNCH_RUN_DIR=str(tmp_path / "run"))
+    done = run_shim(*ECHO, LAUNCH_PLAN=str(plan), LAUNCH_RECORD_DIR=str(tmp_path / "run"))
     assert_ran(done, "rank 0 has no log files", lines=2)
     assert not away.stat().st_size if away.is_file() else not list(away.iterdir())
     assert (tmp_path / "run/rank-0.applied.json").is_file()
@@ -37,7 +37,7 @@ def test_a_run_directory_of_another_user_gets_nothing(tmp_path: Path) -> None:
     (tmp_path / "run").chmod(0o777)
     give_away(tmp_path / "run")
     plan = write_plan(tmp_path, str(ALLOWED[0]))
-    done = run_shim(*ECHO, LAUNCH_PLAN=str(plan), LAUNCH_RUN_DIR=str(tmp_path / "run"))
+    done = run_shim(*ECHO, LAUNCH_PLAN=str(plan), LAUNCH_RECORD_DIR=str(tmp_path / "run"))
     assert_ran(done, "it belongs to", lines=3)
     assert not list((tmp_path / "run").iterdir())
 
@@ -46,13 +46,13 @@ def test_a_log_that_is_a_pipe_does_not_hang(tmp_path: Path) -> None:
     (tmp_path / "logs/0").mkdir(parents=True)
     os.mkfifo(tmp_path / "logs/0/rank-0.out")
     plan = write_plan(tmp_path, str(ALLOWED[0]))
-    done = run_shim(*ECHO, LAUNCH_PLAN=str(plan), LAUNCH_RUN_DIR=str(tmp_path))
+    done = run_shim(*ECHO, LAUNCH_PLAN=str(plan), LAUNCH_RECORD_DIR=str(tmp_path))
     assert_ran(done, "rank 0 has no log files", lines=2)
 
 
 def test_logs_block_as_files_do(tmp_path: Path) -> None:
     plan = write_plan(tmp_path, str(ALLOWED[0]))
     code = "import os; print(os.get_blocking(1), os.get_blocking(2))"
-    done = run_shim("python3", "-c", code, LAUNCH_PLAN=str(plan), LAUNCH_RUN_DIR=str(tmp_path))
+    done = run_shim("python3", "-c", code, LAUNCH_PLAN=str(plan), LAUNCH_RECORD_DIR=str(tmp_path))
     assert done.returncode == 0
     assert (tmp_path / "logs/0/rank-0.out").read_text() == "True True\n"
