@@ -5,6 +5,7 @@ import fcntl
 import os
 import signal
 import struct
+import subprocess
 import termios
 import threading
 import tty
@@ -13,6 +14,8 @@ from types import FrameType
 
 VARIABLE = "LAUNCH_TERMINAL"
 """Tells the shim: `0,1,2:/dev/pts/5`, the streams that are to be the terminal, and its path."""
+GUARD = """trap '' HUP INT QUIT TERM; saved=$(stty -g <&2) && read -r end || stty "$saved" <&2 2>/dev/null"""
+"""Shell script that sets the terminal behind its stderr as it was, if its stdin ends without a line."""
 NO_SIZE = struct.pack("4H", 0, 0, 0, 0)
 
 
@@ -40,6 +43,8 @@ class PseudoTerminal:
     is_raw: bool = False
     """The user's terminal is raw: its keys are to be read here."""
     suspended: bool = False
+    guard: "subprocess.Popen[bytes] | None" = None
+    """Restores the user's terminal where this process is killed."""
     closed: bool = False
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -107,11 +112,21 @@ class PseudoTerminal:
         if group:
             signal_group(group, signal.SIGCONT)
 
+    def start_guard(self) -> None:
+        """Have the user's terminal restored even if this process is killed; not if another group has it."""
+        with contextlib.suppress(OSError):
+            self.guard = subprocess.Popen(
+                ["sh", "-c", GUARD], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=0
+            )
+
     def close(self) -> None:
         """Restore the user's terminal for good."""
         with self.lock:
             self.restore()
             self.closed = True
+            if self.guard:
+                self.guard.communicate(b"\n")
+                self.guard = None
 
 
 def open_terminal() -> PseudoTerminal | None:
@@ -126,6 +141,7 @@ def open_terminal() -> PseudoTerminal | None:
         termios.tcsetattr(slave, termios.TCSANOW, cooked)
         terminal.copy_size()
         os.set_blocking(master, False)
+        terminal.start_guard()
     except (OSError, termios.error):
         return None
     return terminal

@@ -1,6 +1,7 @@
 """What it costs to show what ranks print: 600,000 lines from two ranks through a pipe, beside torchrun."""
 
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from tests.benchmarks.measure import Sample, measure_in_turn, print_table, time_call
+from tests.benchmarks.measure import measure_in_turn, print_table, time_call
 
 RANKS, LINES, WIDTH = 2, 300_000, 85
 """Ranks, lines of each, and bytes of a line with its newline: 51 MB in all."""
@@ -27,46 +28,49 @@ def bench_output(folder: Path, rounds: int) -> None:
     program = folder / "program.py"
     program.write_text(PROGRAM)
     prefix = len(f"[{os.uname().nodename}:0] ")
-    timed = {}
+    timed, cpu = {}, dict[str, list[float]]()
     for name, words, added in (("torchrun", TORCHRUN, 0), ("launch", LAUNCH, prefix)):
-        for title, lines in (("no line", 0), ("the lines", LINES)):
-            size = RANKS * lines * (WIDTH + added)
-            timed[f"{name}, {title}"] = partial(time_output, folder, (*words, str(program), str(lines)), size)
+        for what, lines in (("no line", 0), ("the lines", LINES)):
+            command, size = (*words, str(program), str(lines)), RANKS * lines * (WIDTH + added)
+            spent = cpu[f"{name}, {what}"] = []
+            timed[f"{name}, {what}"] = partial(time_output, folder, command, size, spent)
     samples = measure_in_turn(timed, rounds)
     title = (
         f"{RANKS * LINES:,} lines, {RANKS * LINES * WIDTH / 1e6:.0f} MB, from {RANKS} ranks through a pipe"
     )
     print_table(title, samples, compare=False)
-    print_more(*samples)
+    print_more("elapsed time", [sample.times for sample in samples])
+    print_more("CPU time", [values[1:] for values in cpu.values()])
 
 
-def print_more(*samples: Sample) -> None:
-    """Print what the lines alone take, from samples of torchrun and launch, each without and with them.
+def print_more(kind: str, columns: Sequence[Sequence[float]]) -> None:
+    """Print what the lines alone take, of torchrun and launch, each without and with them, in milliseconds.
 
     The quickest runs tell it best on a machine that does other things too: these only ever add time.
     """
-    pairs = ((0, "torchrun", 1), (2, "launch", 3))
-    lines = {name: subtract(samples[with_them], samples[without]) for without, name, with_them in pairs}
-    more = [a - b for a, b in zip(lines["launch"], lines["torchrun"], strict=True)]
-    torchrun, launch = (min(samples[b].times) - min(samples[a].times) for a, _, b in pairs)
-    print(
-        f"\nThe lines alone, quickest runs: {torchrun:.0f} ms under torchrun, {launch:.0f} ms under launch:"
-    )
-    print(f"{launch - torchrun:+.0f} ms; median of {len(more)} rounds {statistics.median(more):+.0f} ms.")
+    torchrun, launch = (min(columns[at + 1]) - min(columns[at]) for at in (0, 2))
+    more = [d - c - (b - a) for a, b, c, d in zip(*columns, strict=True)]
+    print(f"\nThe lines alone, {kind} of the quickest runs: {torchrun:.0f} ms by torchrun, {launch:.0f} ms")
+    print(f"by launch, {launch - torchrun:+.0f} ms; in the median round {statistics.median(more):+.0f} ms.")
 
 
-def subtract(sample: Sample, base: Sample) -> list[float]:
-    """Differences of two samples, round by round."""
-    return [a - b for a, b in zip(sample.times, base.times, strict=True)]
+def time_output(folder: Path, words: Sequence[str], size: int, spent: list[float]) -> float:
+    """Milliseconds of a module's run that prints so many bytes; raises RuntimeError if it does not.
 
-
-def time_output(folder: Path, words: Sequence[str], size: int) -> float:
-    """Milliseconds of a module's run that prints so many bytes; raises RuntimeError if it does not."""
-    counts: list[int] = []
+    The CPU time of all its processes is added to `spent`, in milliseconds.
+    """
+    counts, before = list[int](), measure_children()
     taken = time_call(lambda: counts.append(count_output(folder, words)))
+    spent.append(1e3 * (measure_children() - before))
     if counts != [size]:
         raise RuntimeError(f"{words[0]} showed {counts[0]} bytes, not {size}")
     return taken
+
+
+def measure_children() -> float:
+    """CPU seconds of the processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def count_output(folder: Path, words: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import termios
 from pathlib import Path
 
@@ -168,18 +169,19 @@ time.sleep(300)
 """
 
 
-@pytest.mark.parametrize("ending", ["failure", "SIGTERM"])
+@pytest.mark.parametrize("ending", ["failure", "SIGTERM", "SIGKILL"])
 def test_the_terminal_is_as_it_was_after_a_raw_programs_end(tmp_path: Path, ending: str) -> None:
     with launch_on_terminal(tmp_path, EDITOR, ONE) as terminal:
         terminal.expect("raw")
         assert not terminal.settings()[3] & termios.ICANON  # type: ignore[operator]  # an int
         terminal.type("\x03" if ending == "failure" else "x")
-        if ending == "SIGTERM":
-            terminal.process.terminate()
-        else:
+        if ending == "failure":
             terminal.expect("a byte")
-        assert terminal.finish() == (3 if ending == "failure" else 143)
-        assert terminal.is_restored()
+        else:
+            terminal.process.send_signal(signal.Signals[ending])
+        assert terminal.finish() == {"failure": 3, "SIGTERM": 143, "SIGKILL": -signal.SIGKILL}[ending]
+        wait_for(terminal.is_restored, "the terminal's settings")
+        wait_for(lambda: terminal.started().survivors() == [], "the end of all processes")
 
 
 def find_rank(terminal: Terminal) -> int:
