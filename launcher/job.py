@@ -27,7 +27,7 @@ from launcher.runs.rundir import RunDir, create_run_dir, name_run_dir, open_run_
 from launcher.runs.secrets import mask_variables
 from launcher.save import refuse_files
 from launcher.schema import LaunchConfig
-from launcher.unused import refuse_keys, warn_elsewhere, warn_overruled, warn_unused
+from launcher.unused import refuse_keys, warn_elsewhere, warn_overruled, warn_unused, warn_visible
 from launcher.wishes import check_wishes, describe_wishes
 from launcher.wording import say
 
@@ -121,6 +121,7 @@ def draft_job(
     if words and (remark := describe_interpreter(words)):
         say(remark)
     warn_unused(config, cluster, composed.given)
+    warn_visible(config, cluster, composed.given)
     if cluster.kind != "slurm":
         warn_elsewhere(config, environ)
     unset = settle_allocator(config, program, merged, composed.given)

@@ -23,16 +23,17 @@ ROOMS: dict[str, set[str]] = {
         "launcher.plan.allocator_keys",
         "launcher.plan.allocator_text",
         "launcher.errors",
+        "launcher.descriptors",
         "psutil",
         "submitit",
     },
-    "rank": {"launcher.cpulist"},
+    "rank": {"launcher.cpulist", "launcher.descriptors"},
     "inprocess": {
         "torch",
         "launch_inprocess",
     },  # the latter is the room itself, as a rank's interpreter has it
-    "runs": {"launcher.plan.model", "launcher.cpulist"},
-    "tune": set(),
+    "runs": {"launcher.plan.model", "launcher.cpulist", "launcher.descriptors", "launcher.terminal"},
+    "tune": {"launcher.descriptors"},
     "doctor": {
         "launcher.plan.model",
         "launcher.plan.rules",
@@ -44,6 +45,7 @@ ROOMS: dict[str, set[str]] = {
     "report": {
         "launcher.plan.model",
         "launcher.cpulist",
+        "launcher.terminal",
         "launcher.wording",
         "launcher.runs",
         "launcher.doctor.finding",
@@ -225,6 +227,7 @@ os._exit(0)
     assert {module for module in ours if not is_within(module, {"launcher.rank"})} == {
         "launcher",
         "launcher.cpulist",
+        "launcher.descriptors",
     }
     for heavy in ("re", "json", "subprocess", "pathlib", "typing", "dataclasses", "argparse"):
         assert heavy not in loaded, heavy

@@ -5,7 +5,6 @@ The run directory is made once the job starts, as `RUNS_DIR/NAME/job-NUMBER`; la
 
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,12 +14,14 @@ import yaml
 
 from launcher.batch.head import run_batch
 from launcher.batch.request import SECRETS, JobRequest, write_request
+from launcher.descriptors import open_append, open_below
 from launcher.errors import MachineError, UsageError
 from launcher.launch.slurm.ownjob import count_restarts, name_job
 from launcher.runs.manifest import describe_start, write_manifest
-from launcher.runs.rundir import RunDir, open_run_dir, write_private
+from launcher.runs.rundir import RunDir, closing_descriptor, open_run_dir, write_private
 from launcher.runs.secrets import MASK, is_secret, mask_text, mask_tree, mask_words
 from launcher.schema import LaunchConfig, load_config
+from launcher.wording import say
 
 RUN_ID = "RUN_ID"
 """Stands for the name of the run directory, which is known once the job has a number."""
@@ -162,10 +163,10 @@ def merge(usual: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
 
 def redirect_output(run: RunDir, environ: Mapping[str, str]) -> None:
     """Say where the run directory is, and have all that follows in the log there; raises OSError."""
-    log = run.path / "logs" / f"slurm-{environ.get('SLURM_JOB_ID', '')}.out"
-    sys.stderr.write(f"launch: run directory {run.path}: the output goes on in {log}\n")
-    sys.stderr.flush()
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    name = f"slurm-{environ.get('SLURM_JOB_ID', '')}.out"
+    say(f"run directory {run.path}: the output goes on in {run.path / 'logs' / name}")
+    with closing_descriptor(open_below(run.path, "logs")) as folder:
+        descriptor = open_append(folder, name)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)

@@ -19,7 +19,7 @@ from launcher.rank.files import raise_files
 from launcher.rank.hook import add_hook, is_hooked, is_wanted, remove_hook
 from launcher.rank.identity import SRUN, Identity, find_chosen, is_number, read_number
 from launcher.rank.program import add_python, locate, run_script
-from launcher.rank.record import describe_line, redirect_output, write_records
+from launcher.rank.record import describe_line, redirect_output, shorten, write_records
 from launcher.rank.share import NoShareError, find_share
 
 OURS = (
@@ -45,6 +45,8 @@ HIDDEN_GPUS = (
     " use srun --gpus-per-node, not --gpus-per-task"
 )
 ENOEXEC = 8
+LONGEST = 1000
+"""Characters of a line of ours."""
 
 
 def main() -> int:
@@ -228,8 +230,8 @@ def become_program(words: list[str], environ: dict[str, str]) -> int:
 
 
 def say(text: str) -> None:
-    """Print one line to stderr."""
-    emit(2, f"launch-rank: {text}\n")
+    """Print one line to stderr; variables in it may hold anything."""
+    emit(2, f"launch-rank: {shorten(text, LONGEST)}\n")
 
 
 def emit(stream: int, text: str) -> None:

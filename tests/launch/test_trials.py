@@ -112,6 +112,13 @@ def test_a_mistake_is_one_line_and_starts_nothing(
     assert not list(here.glob("swept/*/*"))
 
 
+def test_a_key_that_a_plugin_does_not_have_is_told_of_a_file(launch: Launch, here: Path) -> None:
+    (here / "conf").mkdir()
+    text = "defaults: [launch_defaults, override /hydra/sweeper: optuna, _self_]\n"
+    (here / "conf/launch.yaml").write_text(f"{text}hydra: {{sweeper: {{sampler: {{nope: 1}}}}}}\n")
+    launch("-m", "--", "true").assert_error(2, "launch.yaml: there is no key 'hydra.sweeper.sampler.nope'")
+
+
 def test_a_defect_of_a_plugin_is_one_line_unless_more_is_asked_for(
     launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
