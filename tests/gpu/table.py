@@ -61,7 +61,7 @@ STEPS = (
     Step(
         "fragmentation",
         "GPU memory with and without expandable segments, sequences of varying length",
-        100,
+        120,
         "one step, without figures",
     ),
     Step("loader", "launch tune dataloader with pinned memory", 125, "the same without pinned memory"),
