@@ -21,8 +21,6 @@ HOLD = 0.03
 """Seconds that the beginning of a line waits for its end, where several sources share a terminal or pipe."""
 HOLD_SHARED = 1.0
 """The same where other nodes write to the same file."""
-PRECEDENCE = 1.0
-"""Seconds for which other ranks wait for the rest of a line that they would break."""
 MOST_HELD = 1 << 16
 """Bytes that wait."""
 REDRAW = 0.1
@@ -93,7 +91,7 @@ class JobConsole:
         """Tell whether a rank's stream may be shown now; not while that would break a line just begun."""
         for target, sink in ((self.out, self.out_sink), (self.err, self.err_sink)):
             source = sink.find_cut(target)
-            if source and time.monotonic() - sink.opened < PRECEDENCE:
+            if source and sink.awaits_rest():
                 return (source.rank, source.stream) == (rank, stream)
         return True
 

@@ -131,7 +131,7 @@ def test_others_wait_a_while_for_the_rest_of_a_line(
 ) -> None:
     """A pipe has no way to draw a line again: whoever prints within one breaks it."""
     monkeypatch.setattr("launcher.report.console.HOLD", 0)
-    monkeypatch.setattr("launcher.report.console.PRECEDENCE", seconds)
+    monkeypatch.setattr("launcher.report.sink.PRECEDENCE", seconds)
     run = RunDir(tmp_path)
     run.rank_log(0, 0, "out").parent.mkdir(parents=True)
     console, follower = make("all"), Follower(run, is_new=True)
