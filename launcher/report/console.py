@@ -141,8 +141,9 @@ class JobConsole:
     def tick(self, *, final: bool = False) -> None:
         """Write what has waited long enough, and keep the bar up to date; to be called again and again."""
         due = time.monotonic() - (HOLD_SHARED if self.shared else HOLD)
-        for source, (data, since) in list(self.held.items()):
-            if final or since <= due:
+        unfinished = (self.out_sink.open, self.err_sink.open)
+        for source, (data, since) in sorted(self.held.items(), key=lambda item: item[0] not in unfinished):
+            if final or (since <= due and self.may_show(source.rank, source.stream)):
                 del self.held[source]
                 self.put(source, data)
                 if self.shared:
