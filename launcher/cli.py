@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from launcher.command import VERBS, Command, parse_command
 from launcher.errors import EXIT_MACHINE, LaunchError
+from launcher.wording import leave
 
 if TYPE_CHECKING:
     from launcher.config import Composed
@@ -29,7 +30,7 @@ def main() -> None:
         from launcher.rank.outer import leave_rank
 
         leave_rank(os.environ)
-    sys.exit(run_guarded(sys.argv[1:]))
+    leave(run_guarded(sys.argv[1:]))
 
 
 def open_streams() -> None:

@@ -4,7 +4,7 @@ import math
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -51,8 +51,8 @@ class Observer(Protocol):
     def announce(self, text: str) -> None:
         """Told a line for people."""
 
-    def note_stop(self, number: int) -> None:
-        """Told once, of the first stopping signal."""
+    def note_stop(self, number: int, *, by_head: bool) -> None:
+        """Told once, of the first stopping signal, and whether the job's head sent it."""
 
     def may_reap(self) -> bool:
         """Tell whether the agent is the only child that somebody waits for."""
@@ -100,6 +100,8 @@ class Supervisor:
     """When ranks were ended for a lost node's sake, in seconds since the epoch."""
     agent_heard: bool = False
     """SLURM has sent the agent the stopping signal by itself."""
+    exit_codes: Collection[int] = ()
+    """Those by which a rank asks for another start."""
     log: Path = field(default_factory=Path)
     """The agent's."""
     log_begin: int = 0
@@ -126,6 +128,8 @@ class Supervisor:
             known = len(self.watch.deaths)
             self.watch.poll((inbox.wakeup, *(self.control.descriptors if self.control else ())), TICK)
             self.tell_deaths(self.watch.deaths[known:])
+            if self.control and self.stop is None and known < len(self.watch.deaths):
+                self.look_at_agent(agent)
             if len(self.watch.alive) < self.expected:
                 self.admit_ranks(agent.pid)
             self.handle_signals(inbox, agent)
@@ -144,8 +148,15 @@ class Supervisor:
             ended = 0 <= death.time - self.mended_at < KILL_GRACE and code == -signal.SIGKILL
             if code and not ended and self.stop is None and next(failed) is death:
                 status = f"code {code}" if code > 0 else name_signal(-code)
-                rank = death.process.rank
-                self.observer.announce(f"rank {rank} failed ({status}); torchrun ends the others")
+                what = "asks for another start" if code in self.exit_codes else "failed"
+                self.observer.announce(
+                    f"rank {death.process.rank} {what} ({status}); torchrun ends the others"
+                )
+
+    def look_at_agent(self, agent: "subprocess.Popen[bytes]") -> None:
+        """Stop, too, where a rank has ended because the agent alone got a signal."""
+        if has_heard(self.log, self.log_begin):
+            self.note_slurm(signal.SIGTERM, agent)
 
     def admit_ranks(self, agent: int) -> None:
         """Watch ranks that have started, and tell of a restart of the worker group."""
@@ -170,7 +181,7 @@ class Supervisor:
     def note_stop(self, number: int, agent: "subprocess.Popen[bytes]", grace: float) -> None:
         """Begin to stop, or go a stage on. In a step, what SLURM and the head both send is one stage."""
         if self.stop is None:
-            self.note_first(number)
+            self.note_first(number, by_head=self.commanded)
             self.stop = Stop.begin(number, grace)
         elif self.control and self.stop.has_reached(number):
             return
@@ -178,11 +189,11 @@ class Supervisor:
         while self.control and number in HARD and not self.stop.has_reached(number):
             self.advance_stop(self.stop, agent)
 
-    def note_first(self, number: int) -> None:
+    def note_first(self, number: int, *, by_head: bool) -> None:
         """Remember the first stopping signal: how ranks end from now on is no failure."""
         if self.first_signal is None:
             self.first_signal, self.signal_time = number, time.time()
-            self.observer.note_stop(number)
+            self.observer.note_stop(number, by_head=by_head)
 
     def note_slurm(self, number: int, agent: "subprocess.Popen[bytes]") -> None:
         """Stop by SLURM's signal, which the agent may have got as well, and then is not to get from here.
@@ -192,7 +203,7 @@ class Supervisor:
         """
         deadline = time.monotonic() + HEARING
         if self.stop is None:
-            self.note_first(number)
+            self.note_first(number, by_head=False)
             while not self.agent_heard and time.monotonic() < deadline and agent.poll() is None:
                 time.sleep(TICK)
                 self.agent_heard = has_heard(self.log, self.log_begin)

@@ -133,7 +133,9 @@ def explain_outcome(outcome: Mapping[str, object]) -> str:
     """Say why a run ended: who failed first, the cause, or the signal."""
     failure, cause = take_dict(outcome, "first_failure"), str(outcome.get("cause") or "")
     reason = str(outcome.get("reason") or "")
-    words = [reason or cause] if cause and not (failure and cause == "crash") else []
+    is_crash = bool(failure) and cause in ("", "crash")
+    words = list(map(str, take_list(outcome, "events"))) if is_crash else []
+    words += [reason or cause] if cause and not is_crash else []
     if failure:
         words.append(f"rank {failure.get('rank')} on {failure.get('host')} {failure.get('reason')}")
     if not words and outcome.get("signal"):

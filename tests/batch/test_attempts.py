@@ -27,7 +27,7 @@ NOWHERE = {"PATH": "/nonexistent", "SLURM_JOB_ID": "7"}
 HOSTS = ("n0", "n1")
 
 
-def make_request(nodes: tuple[int, int] = (2, 2), **policy: int) -> JobRequest:
+def make_request(nodes: tuple[int, int] = (2, 2), **policy: Any) -> JobRequest:
     config = LaunchConfig(cluster=ClusterConfig(requeue=RequeueConfig(**policy)))
     return JobRequest(config, {}, ("program",), ("launch", "x"), "/somewhere", *nodes)
 

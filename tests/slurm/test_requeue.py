@@ -74,7 +74,7 @@ Submit = Callable[..., SmallJob]
 def submit(sandbox: Sandbox, tmp_path: Path) -> Submit:
     """Submit two nodes of `small_head`: `submit([{"steps": 1, "do": "end"}], {"crash": 2}, "--time=1")`."""
 
-    def start(acts: list[dict[str, Any]], policy: Mapping[str, int] | None = None, *options: str) -> SmallJob:
+    def start(acts: list[dict[str, Any]], policy: Mapping[str, Any] | None = None, *options: str) -> SmallJob:
         run = open_run_dir(tmp_path / "run dir", None)
         config = LaunchConfig(cluster=ClusterConfig(requeue=RequeueConfig(**(policy or {}))))
         request = JobRequest(config, {}, ("program",), ("launch", "x"), str(tmp_path), 2, 2)

@@ -91,23 +91,31 @@ def judge_node(account: Account, ends: list[RankEnd], node: int) -> NodeRecord:
     """Return the record of one node."""
     own = [end for end in ends if end.rank // account.ranks == node and end.exitcode]
     number, since = account.stop or (signal.SIGTERM, math.inf)
-    # What comes after a signal that stops is no failure.
-    failed = (end for end in own if end.exitcode != -signal.SIGTERM and end.time < since)
+    # What comes after a signal that stops is no failure. By SIGTERM srun ends the others, but not the first.
+    told = account.told
+    first = [] if told.cancelled_first or told.lost else ends[:1]
+    clean = tuple((rank, at) for rank, at in told.clean.items() if rank // account.ranks == node)
+    failed = (end for end in own if (end in first or not has_stopped(end)) and end.time < since)
     failure, said, found = next(failed, None), "", None
     state, status, by = "stopped", 128 + number, name_signal(number)
-    if account.exitcode == 0:
+    if account.exitcode == 0 or len(clean) == account.ranks:
         state, status, by = "succeeded", 0, ""
     elif failure and is_port_taken(account.run, failure):
         return refuse_port(account.hosts[node], account.started)
     elif failure:
         found = describe_end(account, failure)
         state, status, by = "failed", as_failure(account, failure).status, ""
-    elif not ends and not account.told.cancelled and account.stop is None:
+    elif not ends and not told.cancelled and account.stop is None:
         state, status, by, said = "failed", EXIT_MACHINE, "", quote_srun(account)
     return NodeRecord(
         *(account.hosts[node], node, state, status, by or None, said, found, 0),
-        *(account.started, time.time()),
+        *(account.started, time.time(), account.ranks, clean),
     )
+
+
+def has_stopped(end: RankEnd) -> bool:
+    """Tell whether a rank ended by SIGTERM, or as a shell says that it did (143)."""
+    return end.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 def refuse_port(host: str, started: float) -> NodeRecord:

@@ -1,0 +1,75 @@
+"""Room on the run directory's disk for the account of a run, so that a full disk can be told of."""
+
+import contextlib
+import errno
+import os
+
+from launcher.runs.rundir import RunDir
+
+RESERVE = ".reserve"
+SIZE = 256 << 10
+"""Bytes that are held: a manifest of some hundred attempts, the last lines of the log, records."""
+TRIAL = 4 << 10
+"""Bytes that are written to see whether that is possible."""
+FULL = "the run directory's disk is full"
+
+
+def hold_room(run: RunDir) -> None:
+    """Take some room while there is some; what `free_room` gives back. Where that fails, there is none."""
+    with contextlib.suppress(OSError):
+        write_bytes(run, RESERVE, SIZE)
+
+
+def free_room(run: RunDir) -> str:
+    """Give back what was held, when the ranks have ended, who would use it up.
+
+    Returns why nothing could be written any more before that, see `find_trouble`.
+    """
+    trouble = find_trouble(run)
+    with contextlib.suppress(OSError):
+        (run.path / RESERVE).unlink()
+    return trouble
+
+
+def find_trouble(run: RunDir) -> str:
+    """Say why nothing can be written to the run directory, in words; empty where it can."""
+    name = f".trial.{os.getpid()}"
+    try:
+        write_bytes(run, name, TRIAL)
+        (run.path / name).unlink()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            (run.path / name).unlink()
+        return explain_trouble(run, error)
+    return ""
+
+
+def explain_trouble(run: RunDir, error: OSError) -> str:
+    """Say what the error of a write means for a run directory."""
+    if error.errno == errno.EDQUOT:
+        return f"your quota on the run directory's disk is used up ({run.path})"
+    if error.errno == errno.ENOSPC:
+        return f"{FULL} ({run.path})"
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return f"the run directory was removed during the run ({run.path})"
+    return f"the run directory cannot be written ({run.path}: {error.strerror})"
+
+
+def is_full(run: RunDir) -> bool:
+    """Tell whether the run directory's disk has no room; a quota is not seen so, and nothing is written."""
+    with contextlib.suppress(OSError):
+        found = os.statvfs(run.path)
+        return found.f_bavail * found.f_frsize < TRIAL
+    return False
+
+
+def write_bytes(run: RunDir, name: str, count: int) -> None:
+    """Write a file of random bytes, which no filesystem makes smaller; raises OSError."""
+    descriptor = os.open(run.path / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    try:
+        left = count
+        while left:
+            left -= os.write(descriptor, os.urandom(left))
+        os.fsync(descriptor)  # network filesystems tell only then
+    finally:
+        os.close(descriptor)
