@@ -31,7 +31,7 @@ from launcher.flags import Flags
 from launcher.overrides import check_shape, is_choice, read_key, rewrite_overrides
 from launcher.schema import LaunchConfig
 from launcher.sources import PRIMARY, Sources, find_shipped
-from launcher.suggest import shorten_message, suggest
+from launcher.suggest import shorten_message, suggest, suggest_key
 
 FAILURES = (
     *(HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError),
@@ -176,7 +176,7 @@ def diagnose_failure(hydra: Hydra, sources: Sources, words: list[str], error: Ba
     for word in words:
         key = re.split("[=@]", word)[0]
         if key not in known and not key.startswith(("+", "~", "hydra")) and word not in chosen:
-            return f"there is no key {key!r}{suggest(key, [*known, *sources.list_groups()])}"
+            return f"there is no key {key!r}{suggest_key(key, [*known, *sources.list_groups()])}"
     return shorten_message(error)
 
 

@@ -10,10 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.batch.attempts import begin_attempt, end_attempt
+from launcher.batch.judge import find_told
 from launcher.batch.overseer import Overseer
 from launcher.batch.request import JobRequest, read_request
 from launcher.batch.sight import Attempt, StepEnd
-from launcher.batch.steps import collect_nodes, describe_step, pass_numbers, start_nodes
+from launcher.batch.steps import (
+    collect_nodes,
+    describe_step,
+    pass_numbers,
+    remove_caches,
+    start_nodes,
+)
 from launcher.errors import EXIT_SCHEDULER, LaunchError, MachineError
 from launcher.launch.processes import adopt_orphans, end_leftovers
 from launcher.launch.signals import KILL_GRACE, STOPPING, catch_signals, name_signal
@@ -134,6 +141,8 @@ def run_nodes(attempt: Attempt, overseer: Overseer, endpoint: str) -> StepEnd:
         overseer.watch(step)
     step.close()
     end = describe_end(attempt, overseer, step.process.returncode, collect_nodes(attempt, step), step.said)
+    if not overseer.signals:
+        remove_caches(attempt, list(find_told(end)))
     return replace(end, signalled=tuple(step.signalled), cancelled=step.cancelled)
 
 

@@ -85,7 +85,7 @@ def look_at(attempt: Attempt, end: StepEnd, trouble: str = "") -> Sight:
     cause = classify_end(facts, kill)
     requested = facts.requested and cause in ("requested", "timeout")
     ordered = tuple(host for host in attempt.hosts if host in lost)
-    early = None if succeeded or requested else find_left(attempt, end, first)
+    early = None if requested or cause in (None, "stopped") else find_left(attempt, end, first)
     return Sight(end, kill, cause, ordered, states, killed, advance, requested, early, trouble)
 
 

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from launcher.launch.control import (
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import FORWARDED
 from launcher.launch.slurm.command import run_slurm
+from launcher.launch.slurm.hostlist import expand_hosts
 from launcher.launch.slurm.ownjob import ask_kill_wait
 from launcher.launch.slurm.step import Container, Step, render_step
 from launcher.launch.slurm.stepenv import clean_for_step
@@ -42,7 +43,7 @@ from launcher.schema import ContainerConfig
 LAST = 40
 """Lines of srun's that are kept for the account."""
 PASSING: Mapping[str, object] = {"input": "none", "gres": "none"}
-"""Options of a step that does nothing."""
+"""Options of a step that needs nothing."""
 CYCLE = 4
 """Attempts after which a step may have the number of an earlier one's again: by then the node that a signal
 waits for has been lost for longer than several waits in the queue."""
@@ -64,6 +65,8 @@ class NodeStep:
     started: float = field(default_factory=time.time)
     said: deque[str] = field(default_factory=lambda: deque(maxlen=LAST))
     """srun's own lines."""
+    lost: set[str] = field(default_factory=set)
+    """Nodes that SLURM has given up."""
     signalled: list[tuple[str, int]] = field(default_factory=list)
     """Nodes whose task got a signal that the head has not sent, before any task had ended."""
     cancelled: bool = False
@@ -108,7 +111,9 @@ class NodeStep:
         self.said.append(line)
         self.cancelled = self.cancelled or (is_cancelled(line) and not self.ended)
         self.ended = self.ended or (parse_end(line) is not None and not self.elastic)
-        if parse_lost(line):
+        if hosts := parse_lost(line):
+            with contextlib.suppress(ValueError):
+                self.lost.update(expand_hosts(hosts))
             write_word(self.control, LOST)  # to those that can go on: of an elastic job
         return not known
 
@@ -189,6 +194,16 @@ def pass_numbers(attempt: Attempt) -> None:
 
     with ThreadPoolExecutor(count) as pool:
         list(pool.map(pass_one, range(count)))
+
+
+def remove_caches(attempt: Attempt, hosts: Sequence[str]) -> None:
+    """Remove what tasks that were killed have left on the disks of their nodes."""
+    if not hosts or attempt.request.config.cluster.container.image:
+        return
+    command = (sys.executable, "-P", "-m", "launcher.batch.caches")
+    step = Step(len(hosts), tuple(hosts), elastic=True, directory="/", command=command, options=PASSING)
+    with contextlib.suppress(SchedulerError):  # then the next task there does it
+        run_slurm(render_step(step), clean_for_step(attempt.environ), patience=SETTLE)
 
 
 def collect_nodes(attempt: Attempt, step: NodeStep) -> list[NodeRecord]:

@@ -116,8 +116,15 @@ class FollowedJob:
         done = self.state.state == "COMPLETED"
         self.status = self.state.exit_code or (0 if done else 1)
         reason = f" ({self.state.reason})" if self.state.reason else ""
-        when = "" if self.has_run else " before it ran"
-        return f"job {self.job_id} ended{when}: {self.state.state}{reason}"
+        return f"job {self.job_id} ended{self.describe_place()}: {self.state.state}{reason}"
+
+    def describe_place(self) -> str:
+        """Say where a job ended that SLURM shows no nodes of: in the queue, perhaps after some attempts."""
+        if self.has_run:
+            return ""
+        count = (self.state.restarts if self.state else 0) or int(self.ran)
+        attempts = f"{count} attempt{'' if count == 1 else 's'}"
+        return f" in the queue, after {attempts}" if count else " before it ran"
 
     def describe_end(self) -> str:
         """Say how it ended, in a line: the last one of an array's member."""

@@ -1,6 +1,6 @@
 """Ranks that ended with 0 while others went on: the first event of many a failure, which no rank reports."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from launcher.runs.advance import find_last_step
@@ -39,18 +39,17 @@ class EarlyEnd:
 
     def describe(self) -> str:
         """Say it: `rank 3 on n1 ended with 0 at step 40 while 7 ranks went on`."""
-        who = f"rank{'' if len(self.ranks) == 1 else 's'} {', '.join(shorten(self.ranks))}"
+        who = f"rank{'' if len(self.ranks) == 1 else 's'} {shorten(self.ranks)}"
         at = "" if self.step is None else f" at step {self.step}"
         others = {0: "others", 1: "1 rank"}.get(self.others, f"{self.others} ranks")
         came = "" if self.reached is None else f" (rank 0 came to step {self.reached})"
-        return f"{who} on {', '.join(shorten(self.hosts))} ended with 0{at} while {others} went on{came}"
+        return f"{who} on {shorten(self.hosts)} ended with 0{at} while {others} went on{came}"
 
 
-def shorten(items: Sequence[object]) -> Iterator[str]:
-    """Give the first few of some names, and how many more there are."""
-    yield from map(str, items[:MOST])
-    if len(items) > MOST:
-        yield f"and {len(items) - MOST} more"
+def shorten(items: Sequence[object]) -> str:
+    """Return the first few of some names, and how many more there are."""
+    more = f" and {len(items) - MOST} more" if len(items) > MOST else ""
+    return ", ".join(map(str, items[:MOST])) + more
 
 
 def find_early(run: RunDir, ends: Iterable[CleanEnd], before: float, world: int) -> EarlyEnd | None:

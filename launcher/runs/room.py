@@ -70,6 +70,5 @@ def write_bytes(run: RunDir, name: str, count: int) -> None:
         left = count
         while left:
             left -= os.write(descriptor, os.urandom(left))
-        os.fsync(descriptor)  # network filesystems tell only then
     finally:
-        os.close(descriptor)
+        os.close(descriptor)  # network filesystems tell only here

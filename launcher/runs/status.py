@@ -17,6 +17,8 @@ from launcher.runs.manifest import (
     take_list,
 )
 from launcher.runs.process import check_process
+from launcher.runs.room import FULL, is_full
+from launcher.runs.rundir import RunDir
 
 LIVE = ("queued", "running")
 """States of a run that is still to end."""
@@ -121,7 +123,8 @@ def check_local(status: RunStatus) -> RunStatus:
     if status.state != "running" or not status.process or check_process(status.process) is not False:
         return status
     pid, host = (status.process.get(key) for key in ("pid", "host"))
-    return mark_lost(status, f"process {pid} on {host} is gone, and left no word")
+    full = f"; {FULL}" if is_full(RunDir(Path(status.path))) else ""
+    return mark_lost(status, f"process {pid} on {host} is gone, and left no word{full}")
 
 
 def mark_lost(status: RunStatus, reason: str) -> RunStatus:

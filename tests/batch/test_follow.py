@@ -111,6 +111,27 @@ def test_a_change_is_told_once(job: FollowedJob) -> None:
     assert job.note_answer(answer(make_state("COMPLETING"))) == ""
 
 
+@pytest.mark.parametrize(
+    ("restarts", "told"),
+    [
+        (0, "job 12 ended before it ran: CANCELLED"),
+        (1, "job 12 ended in the queue, after 1 attempt: CANCELLED"),
+        (2, "job 12 ended in the queue, after 2 attempts: CANCELLED"),
+    ],
+)
+def test_a_job_that_is_cancelled_in_the_queue(job: FollowedJob, restarts: int, told: str) -> None:
+    job.note_answer(answer(make_state("PENDING", "BeginTime", restarts=restarts)))
+    job.note_answer(answer(make_state("CANCELLED", nodelist="", restarts=restarts)))
+    assert job.judge_end() == told
+    assert job.status == 1
+
+
+def test_a_job_whose_end_accounting_alone_remembers_has_run_if_that_was_seen(job: FollowedJob) -> None:
+    job.note_answer(answer(make_state("RUNNING")))
+    job.note_answer(answer(make_state("CANCELLED", nodelist="", restarts=None)))
+    assert job.judge_end() == "job 12 ended in the queue, after 1 attempt: CANCELLED"
+
+
 def test_a_requeue_is_told_with_its_cause(job: FollowedJob) -> None:
     job.note_answer(answer(make_state("RUNNING")))
     write_outcome(job, state="requeued", cause="node_failure")

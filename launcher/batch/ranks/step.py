@@ -112,6 +112,11 @@ class RankStep:
             what = "asks for another start" if len(end.tasks) == 1 else "ask for another start"
         return f"{ranks} {numbers} on {hosts} {what} ({how}); srun ends the others"
 
+    @property
+    def lost(self) -> set[str]:
+        """Nodes that SLURM has given up."""
+        return self.told.lost
+
     def send(self, number: int) -> None:
         """Send a signal to the ranks: those that stop to all, others where they are caught.
 
