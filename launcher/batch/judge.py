@@ -66,7 +66,8 @@ def look_at(attempt: Attempt, end: StepEnd, trouble: str = "") -> Sight:
     kill = read_kill(word, attempt.restarts)
     states = ask_states(attempt, attempt.hosts if kill else end.missing, patience)
     told = find_told(end)
-    killed = tuple((host, word) for host, word in told.items() if word != ENDED and not (kill or asked))
+    stopped = bool(kill) or asked or end.cancelled
+    killed = tuple((host, word) for host, word in told.items() if word != ENDED and not stopped)
     down = {host for host, state in states if is_down(state)}
     lost = down if kill else down | find_silent(attempt, end) - {*told}
     first = find_first(end.records)

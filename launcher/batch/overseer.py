@@ -28,7 +28,7 @@ SRUN_GRACE = 10.0
 ELASTIC_GRACE = 30.0
 """Seconds that the other nodes have to see by themselves that one of them has failed for good."""
 
-LOOK, LOOK_PATIENCE = 60.0, 2.0
+LOOK, LOOK_PATIENCE = 20.0, 2.0
 """Seconds between two looks for nodes that were lost, and for SLURM's answer."""
 
 

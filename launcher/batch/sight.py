@@ -71,8 +71,8 @@ class Sight:
 
     @property
     def first(self) -> tuple[NodeRecord, NodeFailure] | None:
-        """The first rank that failed by itself, and its node; a lost node comes before any rank."""
-        of_ranks = self.requested or self.cause in OF_RANKS
+        """The first rank that failed by itself, and its node; what befell a node comes before any rank."""
+        of_ranks = (self.requested or self.cause in OF_RANKS) and not self.signalled
         return find_first(self.end.records) if self.end and of_ranks else None
 
     @property

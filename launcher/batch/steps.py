@@ -198,12 +198,13 @@ def pass_numbers(attempt: Attempt) -> None:
 
 def remove_caches(attempt: Attempt, hosts: Sequence[str]) -> None:
     """Remove what tasks that were killed have left on the disks of their nodes."""
-    if not hosts or attempt.request.config.cluster.container.image:
+    config = attempt.request.config
+    if not hosts or config.cluster.container.image:
         return
     command = (sys.executable, "-P", "-m", "launcher.batch.caches")
     step = Step(len(hosts), tuple(hosts), elastic=True, directory="/", command=command, options=PASSING)
     with contextlib.suppress(SchedulerError):  # then the next task there does it
-        run_slurm(render_step(step), clean_for_step(attempt.environ), patience=SETTLE)
+        run_slurm(render_step(step), {**clean_for_step(attempt.environ), **config.env}, patience=SETTLE)
 
 
 def collect_nodes(attempt: Attempt, step: NodeStep) -> list[NodeRecord]:

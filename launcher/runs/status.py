@@ -139,8 +139,9 @@ def explain_outcome(outcome: Mapping[str, object]) -> str:
     is_crash = bool(failure) and cause in ("", "crash")
     words = list(map(str, take_list(outcome, "events"))) if is_crash else []
     words += [reason or cause] if cause and not is_crash else []
-    if failure:
-        words.append(f"rank {failure.get('rank')} on {failure.get('host')} {failure.get('reason')}")
+    who = f"rank {failure.get('rank')} on {failure.get('host')}"
+    if failure and not any(f"{who} " in word for word in words):
+        words.append(f"{who} {failure.get('reason')}")
     if not words and outcome.get("signal"):
         words.append(f"by {outcome['signal']}")
     return "; ".join(words or [reason])

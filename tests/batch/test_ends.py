@@ -101,6 +101,13 @@ def test_the_class_of_an_end_by_what_the_nodes_tell(
     assert judge(tmp_path, seen, nodes).cause == cause
 
 
+def test_a_step_that_is_cancelled_outright(tmp_path: Path) -> None:
+    """By SIGKILL no task leaves a record, and srun tells how each has ended."""
+    said = tuple(f"srun: error: n{n}: task {n}: Killed" for n in range(2))
+    sight = judge(tmp_path, replace(end(said=said, code=137), cancelled=True))
+    assert (sight.cause, sight.killed, sight.lost) == ("cancelled", (), ())
+
+
 def test_a_signal_from_outside_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     submit_run(tmp_path)
     attempt = begin(tmp_path, make_request(stopped=0))
@@ -312,6 +319,7 @@ def test_a_node_whose_tasks_all_ended_with_0(tmp_path: Path) -> None:
         (["srun: error: a: task 0: Exited with exit code 1", "srun: error: b: task 3: Terminated"], 0),
         ([CANCELLED, "srun: error: b: task 3: Terminated"], None),
         ([CANCELLED, "srun: error: b: task 3: Exited with exit code 143"], None),
+        ([CANCELLED, "srun: error: b: task 3: Killed"], None),
         (["srun: error: Node failure on a", "srun: error: b: task 3: Terminated"], None),
     ],
 )

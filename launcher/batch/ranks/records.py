@@ -89,11 +89,11 @@ def find_silence(run: RunDir, rank: int) -> float:
 
 def judge_node(account: Account, ends: list[RankEnd], node: int) -> NodeRecord:
     """Return the record of one node."""
-    own = [end for end in ends if end.rank // account.ranks == node and end.exitcode]
-    number, since = account.stop or (signal.SIGTERM, math.inf)
-    # What comes after a signal that stops is no failure. By SIGTERM srun ends the others, but not the first.
     told = account.told
-    first = [] if told.cancelled_first or told.lost else ends[:1]
+    own = [end for end in ends if end.rank // account.ranks == node and end.exitcode]
+    number, since = account.stop or (signal.SIGTERM, -math.inf if told.cancelled_first else math.inf)
+    # What comes after a signal that stops is no failure. By SIGTERM srun ends the others, but not the first.
+    first = [] if told.lost else ends[:1]
     clean = tuple((rank, at) for rank, at in told.clean.items() if rank // account.ranks == node)
     failed = (end for end in own if (end in first or not has_stopped(end)) and end.time < since)
     failure, said, found = next(failed, None), "", None
