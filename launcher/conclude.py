@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from launcher.attend import Attendant
 from launcher.errors import EXIT_MACHINE
+from launcher.launch.agent import ENDED
 from launcher.launch.failure import Failure, find_failure, list_clean, take_last
 from launcher.launch.signals import name_signal
 from launcher.launch.supervise import Outcome
@@ -177,7 +178,8 @@ def explain_failure(attendant: Attendant, ending: Ending) -> list[str]:
 def quote_agent(ending: Ending) -> str:
     """Say how an agent ended that failed by itself, with its last words."""
     code = ending.outcome.agent_exitcode
-    said = [line.strip() for line in ending.agent_log if any(map(str.isalpha, line))]
+    log = (line.strip() for line in ending.agent_log if not line.startswith(ENDED))
+    said = [line for line in log if any(map(str.isalpha, line))]
     how = name_signal(-code) if code < 0 else f"code {code}: {said[-1] if said else 'it printed nothing'}"
     return f"ended with {how}"
 

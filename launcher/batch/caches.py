@@ -75,9 +75,10 @@ def remove_left(place: str) -> None:
     """Remove this user's folders in a place whose tasks were killed: the kernel has let go of their locks."""
     with contextlib.suppress(OSError), os.scandir(place) as entries:
         for entry in entries:
+            if not entry.name.startswith(OWN):
+                continue
             with contextlib.suppress(OSError):
-                found = entry.stat(follow_symlinks=False)
-                if not entry.name.startswith(OWN) or found.st_uid != os.geteuid():
+                if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
                     continue
                 if (lock := lock_folder(entry.path)) is not None:
                     shutil.rmtree(entry.path, ignore_errors=True)

@@ -80,8 +80,8 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         salt = 0 if requeues else zlib.crc32(os.fsencode(run.path))
         overseer = Overseer(attempt, inbox)
-        pass_numbers(attempt)
         try:
+            pass_numbers(attempt)
             end = run_steps(attempt, overseer, salt)
         except OSError as error:
             reason = f"srun cannot be run ({error.strerror}): load SLURM's module, as cluster.setup can"

@@ -57,8 +57,7 @@ def look_at(attempt: Attempt, end: StepEnd, trouble: str = "") -> Sight:
     `trouble` is what `free_room` has said.
     """
     advance, _ = attempt.measure()
-    asked = any(number in STOPPING for number, _ in end.signals)
-    succeeded = has_succeeded(attempt, end)
+    asked, succeeded = was_asked(end), has_succeeded(attempt, end)
     if succeeded and not end.checkpointed and not asked and not end.missing:
         return Sight(end, "", None, (), (), (), advance, trouble=trouble)
     patience = QUICK if asked else CALM
@@ -70,24 +69,35 @@ def look_at(attempt: Attempt, end: StepEnd, trouble: str = "") -> Sight:
     killed = tuple((host, word) for host, word in told.items() if word != ENDED and not stopped)
     down = {host for host, state in states if is_down(state)}
     lost = down if kill else down | find_silent(attempt, end) - {*told}
-    first = find_first(end.records)
-    facts = Facts(
-        succeeded,
-        advance.finished,
-        bool(find_failed(end.records) or killed),
-        bool(lost),
-        asked,
-        came_near(attempt, end, word),
-        preempted=bool(word and word.preempted),
-        outside=not asked and came_outside(attempt, end, first),
-        requested=bool(first and first[1].status in attempt.request.config.cluster.requeue.exit_codes),
-        ended=end.cancelled,
-    )
+    facts = find_facts(attempt, end, word, lost=bool(lost), killed=bool(killed))
+    facts = replace(facts, succeeded=succeeded, finished=advance.finished)
     cause = classify_end(facts, kill)
     requested = facts.requested and cause in ("requested", "timeout")
     ordered = tuple(host for host in attempt.hosts if host in lost)
-    early = None if requested or cause in (None, "stopped") else find_left(attempt, end, first)
+    early = None if requested or cause in (None, "stopped") else find_left(attempt, end)
     return Sight(end, kill, cause, ordered, states, killed, advance, requested, early, trouble)
+
+
+def was_asked(end: StepEnd) -> bool:
+    """Tell whether the head was sent a signal to stop."""
+    return any(number in STOPPING for number, _ in end.signals)
+
+
+def find_facts(attempt: Attempt, end: StepEnd, word: JobWord | None, *, lost: bool, killed: bool) -> Facts:
+    """Return what the nodes tell of an attempt's end, short of its success and progress."""
+    first, asked = find_first(end.records), was_asked(end)
+    return Facts(
+        succeeded=False,
+        finished=None,
+        failed=killed or bool(find_failed(end.records)),
+        lost=lost,
+        asked=asked,
+        near_limit=came_near(attempt, end, word),
+        preempted=bool(word and word.preempted),
+        outside=not asked and came_outside(attempt, end, first),
+        requested=bool(first and first[1].status in attempt.request.config.cluster.requeue.exit_codes),
+        ended=end.cancelled or (asked and any(record.signal for record in end.records)),
+    )
 
 
 def came_outside(attempt: Attempt, end: StepEnd, first: tuple[NodeRecord, NodeFailure] | None) -> bool:
@@ -103,11 +113,10 @@ def came_outside(attempt: Attempt, end: StepEnd, first: tuple[NodeRecord, NodeFa
     return not (attempt.is_elastic and first and is_own(first[1]))
 
 
-def find_left(
-    attempt: Attempt, end: StepEnd, first: tuple[NodeRecord, NodeFailure] | None
-) -> EarlyEnd | None:
+def find_left(attempt: Attempt, end: StepEnd) -> EarlyEnd | None:
     """Return the ranks that ended with 0 before the first failure, or long before all were stopped."""
     last = max((moment - LONG_BEFORE for _, moment in end.signals), default=None)
+    first = find_first(end.records)
     before = first[1].time if first else last
     if before is None:
         return None
@@ -212,7 +221,7 @@ def judge_trail(trail: Sequence[Manifest], config: RequeueConfig) -> Verdict | N
     """Return the verdict on a last attempt that no other was to follow; None where one may."""
     past = read_past(trail)
     if past and trail[-1]["outcome"].get("exit_code") == 0 and past[-1].cause == "None":
-        return Verdict(False, None, "all ranks had ended with 0 at the last step when SLURM requeued the job")
+        return Verdict(False, None, "all ranks ended with 0 when the job was back in the queue already")
     if not past or past[-1].cause not in WORDS:
         return None
     last = past.pop()

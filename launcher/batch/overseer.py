@@ -6,7 +6,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,7 +27,6 @@ SRUN_GRACE = 10.0
 """Seconds that srun has to end a step that did not end by itself."""
 ELASTIC_GRACE = 30.0
 """Seconds that the other nodes have to see by themselves that one of them has failed for good."""
-
 LOOK, LOOK_PATIENCE = 20.0, 2.0
 """Seconds between two looks for nodes that were lost, and for SLURM's answer."""
 
@@ -40,7 +39,7 @@ class Step(Protocol):
         """Srun."""
 
     @property
-    def lost(self) -> set[str]:
+    def lost(self) -> Set[str]:
         """Nodes that SLURM has given up."""
 
     def send(self, number: int) -> None:

@@ -65,7 +65,7 @@ class NodeStep:
     started: float = field(default_factory=time.time)
     said: deque[str] = field(default_factory=lambda: deque(maxlen=LAST))
     """srun's own lines."""
-    lost: set[str] = field(default_factory=set)
+    lost: frozenset[str] = frozenset()
     """Nodes that SLURM has given up."""
     signalled: list[tuple[str, int]] = field(default_factory=list)
     """Nodes whose task got a signal that the head has not sent, before any task had ended."""
@@ -113,7 +113,7 @@ class NodeStep:
         self.ended = self.ended or (parse_end(line) is not None and not self.elastic)
         if hosts := parse_lost(line):
             with contextlib.suppress(ValueError):
-                self.lost.update(expand_hosts(hosts))
+                self.lost |= {*expand_hosts(hosts)}  # a new value: another thread reads it
             write_word(self.control, LOST)  # to those that can go on: of an elastic job
         return not known
 

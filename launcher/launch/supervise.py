@@ -5,11 +5,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from launcher.launch.agent import has_heard
+from launcher.launch.agent import has_heard, read_exits
 from launcher.launch.control import Control
 from launcher.launch.processes import (
     Death,
@@ -119,8 +119,12 @@ class Supervisor:
             finally:
                 left = end_leftovers(KILL_GRACE)
                 self.watch.close()
-        deaths = tuple(self.watch.deaths)
-        return Outcome(agent.wait(), deaths, self.first_signal, self.signal_time, tuple(left))
+        status, exits = agent.wait(), read_exits(self.log, self.log_begin)
+        deaths = tuple(
+            replace(death, exitcode=exits.get(death.process.pid)) if death.exitcode is None else death
+            for death in self.watch.deaths
+        )
+        return Outcome(status, deaths, self.first_signal, self.signal_time, tuple(left))
 
     def attend(self, agent: "subprocess.Popen[bytes]", inbox: Inbox) -> None:
         """Watch ranks and pass on signals until the agent ends."""
@@ -130,7 +134,8 @@ class Supervisor:
             self.tell_deaths(self.watch.deaths[known:])
             if self.control and self.stop is None and known < len(self.watch.deaths):
                 self.look_at_agent(agent)
-            if len(self.watch.alive) < self.expected:
+            # None comes while they end, and looking for it takes time in which the agent reaps others.
+            if len(self.watch.alive) < self.expected and self.stop is None:
                 self.admit_ranks(agent.pid)
             self.handle_signals(inbox, agent)
             self.heed_head(agent)
@@ -205,7 +210,7 @@ class Supervisor:
         if self.stop is None:
             self.note_first(number, by_head=False)
             while not self.agent_heard and time.monotonic() < deadline and agent.poll() is None:
-                time.sleep(TICK)
+                self.watch.poll((), TICK)  # what a rank ended with is known until the agent looks
                 self.agent_heard = has_heard(self.log, self.log_begin)
         kill_wait = self.control.kill_wait if self.control else None
         self.note_stop(number, agent, limit_grace(self.grace, kill_wait))

@@ -9,8 +9,8 @@ from launcher.runs.progress import Progress, parse_progress
 
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 """What colours and moves on a terminal (ECMA-48)."""
-PASSED_OVER = ("launch-rank: ", "launch: run directory ")
-"""How lines begin that tell nothing: the shim's of each rank, and the last one of a job's own log."""
+PASSED_OVER = ("launch-rank: ", "launch-agent: ", "launch: run directory ")
+"""How lines begin that tell nothing: those on a rank's start and end, and the last one of a job's own log."""
 TAIL = 400
 """Last lines of a log that are searched for a step."""
 

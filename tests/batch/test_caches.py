@@ -18,6 +18,7 @@ from launcher.config import compose
 from launcher.job import draft_job
 from launcher.plan.model import Request
 from launcher.plan.planner import plan
+from launcher.runs.nodes import read_nodes
 from launcher.runs.records import read_run
 from launcher.sources import find_sources
 from tests.conftest import clean_environ
@@ -147,7 +148,10 @@ def test_a_job_that_is_stopped_leaves_none(tmp_path: Path) -> None:
             time.sleep(0.05)
         assert list((tmp_path / "tmp").glob(f"{OWN}47-*/triton/*"))
         task.send_signal(signal.SIGTERM)
-        task.wait(60)
+        assert task.wait(60) == 0, "the ranks end with 0, and that is a success"
+    (record,) = read_nodes(tmp_path / "run", 0)
+    assert (record.state, record.exit_code, record.signal) == ("succeeded", 0, "SIGTERM")
+    assert [rank for rank, _ in sorted(record.clean)] == [0, 1]
     assert not list((tmp_path / "tmp").glob("*launch-*"))
 
 

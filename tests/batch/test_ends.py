@@ -240,7 +240,9 @@ def test_what_is_finished_is_not_run_again_where_slurm_has_requeued_it(tmp_path:
     manifest = read(tmp_path)
     outcome = {"state": "requeued", "cause": None, "exit_code": 0, "step": 10, "advanced": True}
     write_manifest(RunDir(tmp_path), {**manifest, "outcome": outcome})
-    with pytest.raises(StoppedError, match="attempt 2 does not begin: attempt 1 ended: all ranks") as caught:
+    with pytest.raises(
+        StoppedError, match="attempt 2 does not begin: attempt 1 ended: all ranks ended"
+    ) as caught:
         begin(tmp_path, SLURM_RESTART_COUNT="1")
     assert caught.value.exit_code == 0
     assert read_manifest(tmp_path)["outcome"]["state"] == "succeeded"

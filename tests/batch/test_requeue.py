@@ -68,8 +68,12 @@ def test_what_slurm_does_to_the_job(word: JobWord | None, restarts: int, kill: s
         ({"succeeded": True, "finished": True}, "timeout", None),
         ({"succeeded": True, "finished": False}, "timeout", None),
         ({"succeeded": True, "finished": False}, "preempted", None),
-        ({"succeeded": True}, "cancelled", None),
         # But a user who cancels a job in the middle has not let it finish.
+        ({"succeeded": True, "finished": True}, "cancelled", None),
+        ({"succeeded": True}, "cancelled", "cancelled"),
+        ({"succeeded": True, "asked": True, "ended": True}, "", "cancelled"),
+        ({"succeeded": True, "asked": True, "ended": True, "finished": True}, "", None),
+        ({"succeeded": True, "asked": True, "ended": True}, "timeout", None),
         ({"succeeded": True, "finished": False}, "cancelled", "cancelled"),
         # SLURM starts it again in any case; what is finished is not run again.
         ({"succeeded": True, "finished": True}, "requeued", None),

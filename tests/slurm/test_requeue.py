@@ -178,9 +178,9 @@ def test_a_requeue_by_an_administrator(submit: Submit) -> None:
     job.sandbox.run("scontrol", "requeue", job.job_id)
     assert job.await_final()["state"] == "succeeded"
     (before,) = job.read()["earlier"]
-    assert (before["outcome"]["state"], before["outcome"]["cause"]) == ("requeued", "preempted")
+    assert (before["outcome"]["state"], before["outcome"]["cause"]) == ("requeued", "requeued")
     assert job.read()["slurm"]["restarts"] == 1
-    assert "attempt 1 ended: preempted: requeued (attempt 2 of at most 200)\n" in job.log
+    assert "attempt 1 ended: requeued from outside (attempt 2 of at most 200)\n" in job.log
 
 
 def test_a_job_of_higher_priority_takes_the_nodes(submit: Submit) -> None:
@@ -194,7 +194,7 @@ def test_a_job_of_higher_priority_takes_the_nodes(submit: Submit) -> None:
 def test_a_preemption_that_the_policy_forbids_ends_the_next_attempt(submit: Submit) -> None:
     job = submit([{"steps": 1, "do": "wait"}], {"preempted": 0})
     job.await_wait(0)
-    job.sandbox.run("scontrol", "requeue", job.job_id)
+    job.sandbox.run(*URGENT)
     outcome = job.await_final()
     assert (outcome["state"], outcome["cause"], outcome["exit_code"]) == ("failed", "preempted", 143)
     assert job.read()["earlier"] == [] and not list(job.path.glob("waits-1-*"))
@@ -216,8 +216,8 @@ def test_a_job_with_grace_is_requeued_by_the_head(sandbox: Sandbox, submit: Subm
 
 
 def test_the_checkpoint_signal_before_the_time_limit(submit: Submit) -> None:
-    """SLURM may send it up to a minute early. The program ends with code 0, unfinished."""
-    job = submit([{"steps": 1, "do": "wait"}], {"timeout": 1}, "--time=1", "--signal=B:USR2@30")
+    """SLURM may send it up to a minute early. The program asks for another start by its exit code."""
+    job = submit([{"steps": 1, "do": "wait", "code": 75}], {"timeout": 1}, "--time=1", "--signal=B:USR2@30")
     outcome = job.await_final()
     assert (outcome["state"], outcome["cause"]) == ("stopped", "timeout")
     assert job.list_causes() == ["timeout", "timeout"]
@@ -227,10 +227,11 @@ def test_the_checkpoint_signal_before_the_time_limit(submit: Submit) -> None:
     )
 
 
-def test_a_program_that_finishes_on_the_checkpoint_signal_has_finished(submit: Submit) -> None:
-    job = submit([{"steps": 10, "do": "wait"}], {}, "--time=1", "--signal=B:USR2@30")
+def test_a_program_that_ends_with_0_on_the_checkpoint_signal_has_finished(submit: Submit) -> None:
+    job = submit([{"steps": 1, "do": "wait"}], {}, "--time=1", "--signal=B:USR2@30")
     assert job.await_final()["state"] == "succeeded"
     assert job.read()["earlier"] == []
+    assert "launch: warning: all ranks ended with 0, which is a success, but after a signal" in job.log
 
 
 def test_a_checkpoint_that_a_user_asks_for_is_no_time_limit(submit: Submit) -> None:

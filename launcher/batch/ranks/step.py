@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 
 from launcher.batch.ranks.view import RankView
@@ -113,7 +113,7 @@ class RankStep:
         return f"{ranks} {numbers} on {hosts} {what} ({how}); srun ends the others"
 
     @property
-    def lost(self) -> set[str]:
+    def lost(self) -> Set[str]:
         """Nodes that SLURM has given up."""
         return self.told.lost
 

@@ -72,7 +72,7 @@ class Facts:
     requested: bool = False
     """The first rank that failed had one of the exit codes that ask for another start."""
     ended: bool = False
-    """Somebody has cancelled the step, but not the job."""
+    """A user has ended the step, but not the job: by a signal to the head, or by `scancel JOB.STEP`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +145,14 @@ def read_kill(word: JobWord | None, restarts: int) -> str:
 def classify_end(facts: Facts, kill: str) -> str | None:
     """Return the class of an attempt's end; None for a success.
 
-    All ranks ended with 0: that is a success, whatever signals came before. Two things weigh more. What SLURM
-    has requeued by itself begins again, unless the last step was the last of all; and a job that was
-    cancelled is no success while steps were left.
+    All ranks ended with 0: that is a success, whatever signals came before. But what SLURM has requeued by
+    itself begins again, and what a user has ended is cancelled, unless the last step was the last of all.
     """
     if kill == "requeued" and not (facts.succeeded and facts.finished):
         taken = "preempted" if facts.preempted else "requeued"
         return "node_failure" if facts.lost else taken
-    if facts.succeeded and not (kill == "cancelled" and facts.finished is False):
+    by_user = kill == "cancelled" or (facts.ended and not kill)
+    if facts.succeeded and (facts.finished or not by_user):
         return None
     events = (
         (bool(kill), kill),
