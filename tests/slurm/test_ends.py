@@ -181,49 +181,45 @@ def test_the_caches_of_a_task_that_was_killed_are_removed(sandbox: Sandbox, tmp_
     assert not list(place.glob(f"*{OWN}*"))
 
 
-def test_a_node_that_comes_back_to_an_elastic_job_is_told_of(sandbox: Sandbox, tmp_path: Path) -> None:
-    (tmp_path / "wait.py").write_text(
+def start_waiting(sandbox: Sandbox, cwd: Path) -> Run:
+    """Submit an elastic job whose ranks know nothing of each other."""
+    (cwd / "wait.py").write_text(
         "import os, time\nprint('step 3/9 loss 1', flush=True)\n"
         "while not os.path.exists('stop'):\n    time.sleep(0.1)\n"
     )
-    run = start(sandbox, tmp_path, "nodes=2:3", *SMALL, program=("wait.py",))
-    await_rank(run, 0, rank=2)
-    lost = run.manifest["hosts"][2]
-    sandbox.break_it("kill", lost)
-    try:
-        run.wait_for(lambda: f"Node failure on {lost}" in run.read_console(), "the loss", 90)
-    finally:
-        sandbox.break_it("start", lost)
-    said = f"launch: {lost} is back, but no longer in this job, as SLURM has it: the next start may get it\n"
-    run.wait_for(lambda: said in run.read_console(), "the node's return", 60)
-    (tmp_path / "stop").touch()
-    assert run.await_end() == "succeeded"
-    assert run.causes == [None] and run.read_console().count("is back") == 1
+    return start(sandbox, cwd, "nodes=2:3", "name=elastic", *SMALL, program=("wait.py",))
 
 
-def test_a_node_that_was_lost_and_is_back_does_not_end_the_next_attempt(
-    sandbox: Sandbox, tmp_path: Path
-) -> None:
-    """The signal that ended the first attempt's step comes again a minute later, to the node that is back."""
-    log = sandbox.folder / "log/slurmctld.log"
+def test_a_node_that_was_lost_and_is_soon_back(sandbox: Sandbox, tmp_path: Path) -> None:
+    """Two jobs lose it. The elastic one goes on without, and says when it is back.
+
+    The other one's next attempt has it again, and there the signal that ended the first one's step comes a
+    minute late (a node that does not answer is asked again), and meets nothing.
+    """
+    log, told = sandbox.folder / "log/slurmctld.log", "REQUEST_SIGNAL_TASKS"
     sandbox.run("scontrol", "setdebug", "debug2")
     try:
-        run = start(sandbox, tmp_path, "nodes=4", *SMALL)
-        lost = psutil.Process(await_rank(run, 0, rank=3).pid).environ()["SLURMD_NODENAME"]
-        before = log.read_text().count("REQUEST_SIGNAL_TASKS")
+        elastic = start_waiting(sandbox, tmp_path)
+        await_rank(elastic, 0, rank=2)
+        fixed = start(sandbox, tmp_path, "nodes=4", "name=fixed", *SMALL)
+        await_rank(fixed, 0, rank=3)
+        before, lost = log.read_text().count(told), elastic.manifest["hosts"][2]
         sandbox.break_it("kill", lost)
         try:
-            run.wait_for(lambda: f"{lost} was lost" in run.read_console(), "the loss", 90)
+            fixed.wait_for(lambda: f"{lost} was lost" in fixed.read_console(), "the loss", 90)
+            elastic.wait_for(lambda: f"Node failure on {lost}" in elastic.read_console(), "its loss", 60)
         finally:
             sandbox.break_it("start", lost)
-        await_rank(run, 1, rank=3)
-        run.wait_for(
-            lambda: log.read_text().count("REQUEST_SIGNAL_TASKS") >= before + 2, "the repetition", 120
+        back = (
+            f"launch: {lost} is back, but no longer in this job, as SLURM has it: the next start may get it"
         )
-        step = len(run.read_rank(3).splitlines())
-        await_rank(run, 1, rank=3, step=step + 30)
+        elastic.wait_for(lambda: f"{back}\n" in elastic.read_console(), "the node's return", 90)
+        await_rank(fixed, 1, rank=3)
+        fixed.wait_for(lambda: log.read_text().count(told) >= before + 2, "the repetition", 120)
+        await_rank(fixed, 1, rank=3, step=len(fixed.read_rank(3).splitlines()) + 20)
     finally:
         sandbox.run("scontrol", "setdebug", "info")
     (tmp_path / "stop").touch()
-    assert run.await_end() == "succeeded"
-    assert run.causes == ["node_failure", None]
+    assert [run.await_end() for run in (elastic, fixed)] == ["succeeded"] * 2
+    assert (elastic.causes, fixed.causes) == ([None], ["node_failure", None])
+    assert elastic.read_console().count("is back") == 1
