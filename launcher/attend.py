@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from launcher.job import Job
 from launcher.launch.processes import RankProcess
+from launcher.probe.oomkills import count_oom_kills
+from launcher.probe.sysfs import Tree
 from launcher.runs.applied import Applied, AppliedReader
 from launcher.runs.logs import Follower
 from launcher.runs.progress import Progress
@@ -119,6 +121,8 @@ class Attendant:
     reader: AppliedReader
     applied: dict[int, Applied] = field(default_factory=dict)
     """The newest record of each rank of this node."""
+    oom_kills: int = 0
+    """Processes that the kernel had killed for memory here when the agent started."""
     view: threading.Thread = field(init=False)
     sources: threading.Thread = field(init=False)
     """Asks git and the package index, which can take seconds on a network filesystem."""
@@ -130,6 +134,7 @@ class Attendant:
 
     def begin(self) -> None:
         """Start what could wait until the agent was on its way."""
+        self.oom_kills = count_oom_kills(Tree())
         self.view.start()
         self.sources.start()
 

@@ -8,10 +8,11 @@ from launcher.errors import UsageError
 from launcher.launch.cluster import Cluster
 from launcher.launch.slurm.requeue import check_requeue
 from launcher.launch.slurm.srun import refuse_options
+from launcher.plan.rules import DEVICES
+from launcher.runs.objective import KINDS
 from launcher.schema import LaunchConfig
 
 CONSOLES = ("rank0", "all", "none")
-DEVICES = ("all", "own")
 AGENTS = ("torchrun", "srun")
 FORMATS = ("table", "json")
 MOST_WORKERS = 1024
@@ -25,6 +26,7 @@ def check_config(config: LaunchConfig) -> None:
     check_choice("logs.console", config.logs.console, CONSOLES)
     check_choice("devices", config.devices, DEVICES)
     check_choice("agent", config.agent, AGENTS)
+    check_choice("objective", config.objective, KINDS)
     check_name(config.name)
     check_workers(config.dataloader.num_workers)
     check_least("logs.tail", config.logs.tail, 1)

@@ -5,17 +5,11 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from launcher.command import VERBS, Command, parse_command
 from launcher.errors import EXIT_MACHINE, LaunchError
 from launcher.wording import leave
-
-if TYPE_CHECKING:
-    from launcher.config import Composed
-    from launcher.flags import Flags
-    from launcher.schema import LaunchConfig
 
 LONGEST = 800
 """Characters of an error."""
@@ -115,106 +109,17 @@ def run_command(command: Command, argv: Sequence[str]) -> int:
 
         return complete_line(flags.sources, flags.overrides, VERBS)
     if flags.asks_hydra:
-        from launcher.config import show_flags
+        from launcher.hydra_output import show_flags
 
         return show_flags(flags)
-    if flags.multirun:
+    from launcher.multirun import asks_sweep, refuse_other_mode
+
+    sweep = asks_sweep(flags, command.verb)
+    refuse_other_mode(flags, sweep=sweep)
+    if sweep:
+        from launcher.verbs.sweep import run_sweep
+
         return run_sweep(flags, command, argv)
+    from launcher.verbs.run import run_verb
+
     return run_verb(flags, command, argv)
-
-
-def run_sweep(flags: "Flags", command: Command, argv: Sequence[str]) -> int:
-    """Run the jobs of `-m` one after the other; return the first exit code that is not 0."""
-    from launcher.config import compose, expand_sweep, resolve
-    from launcher.launch.signals import STOPPING
-    from launcher.runs.secrets import mask_words
-
-    jobs = expand_sweep(flags.sources, flags.overrides)
-    # A mistake in the last job shows before the first runs.
-    composed = [compose(flags.sources, overrides) for overrides in jobs]
-    if command.verb == "run" and all(is_for_slurm(resolve(each)) for each in composed):
-        from launcher.job import draft_job
-        from launcher.submit.jobs import submit_jobs
-
-        drafts = [draft_job(each, command.program, os.environ) for each in composed]
-        return submit_jobs(drafts, argv, flags.sources.list_own(composed[0].choices))
-    first = 0
-    for number, overrides in enumerate(jobs, 1):
-        sys.stderr.write(f"launch: job {number} of {len(jobs)}: {' '.join(mask_words(overrides))}\n")
-        status = run_verb(flags.with_overrides(overrides), command, argv)
-        first = first or status
-        if status - 128 in STOPPING:
-            break
-    return first
-
-
-def is_for_slurm(config: "LaunchConfig") -> bool:
-    """Tell whether a job is to be submitted: those of a sweep go to the queue together."""
-    from launcher.launch.cluster import choose_cluster
-
-    return config.cluster.kind == "slurm" or (
-        config.cluster.kind == "auto"
-        and choose_cluster("auto", config.nodes, None, None, os.environ).kind == "slurm"
-    )
-
-
-def run_verb(flags: "Flags", command: Command, argv: Sequence[str]) -> int:
-    """Run one configuration."""
-    from launcher.config import compose, resolve
-
-    composed = compose(flags.sources, add_pet(flags.overrides, os.environ))
-    for doubt in composed.warnings:
-        sys.stderr.write(f"launch: warning: {doubt}\n")
-    own_files = flags.sources.list_own(composed.choices)
-    if command.verb == "tune":
-        from launcher.verbs.tune import tune_program
-
-        return tune_program(composed, command.names, command.program, argv, own_files)
-    if command.verb != "run":
-        from launcher.verbs.dispatch import show
-
-        name_files(own_files)
-        words = command.program or ()
-        return show(command.verb, resolve(composed), command.names, given=composed.given, program=words)
-    return run_job(composed, command.program, argv, own_files)
-
-
-def run_job(
-    composed: "Composed", words: tuple[str, ...] | None, argv: Sequence[str], own_files: Sequence[str]
-) -> int:
-    """Run a program where the configuration says, and return the exit code; raises LaunchError."""
-    from launcher.job import draft_job
-
-    draft = draft_job(composed, words, os.environ)
-    if draft.cluster.kind == "slurm":
-        from launcher.submit.jobs import submit_jobs
-
-        return submit_jobs([draft], argv, own_files)
-    if draft.cluster.kind == "allocation":
-        from launcher.batch.allocation import run_allocation
-
-        return run_allocation(draft, argv, own_files)
-    from launcher.execute import execute_job, preview_job
-    from launcher.job import plan_job
-
-    job = plan_job(draft)
-    if draft.config.dry_run:
-        name_files(own_files)
-        return preview_job(draft, job)
-    return execute_job(draft, job, argv, own_files)
-
-
-def name_files(own_files: Sequence[str]) -> None:
-    """Say which configuration is not the shipped one."""
-    if own_files:
-        sys.stderr.write(f"launch: configuration from {', '.join(own_files)}\n")
-
-
-def add_pet(overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Put the overrides that `PET_*` variables stand for before the user's own, which win."""
-    from launcher.launch.cluster import pet_overrides
-    from launcher.overrides import quote_value
-
-    given = {word.lstrip("+").partition("=")[0] for word in overrides}
-    pet = {key: value for key, value in pet_overrides(environ).items() if key not in given}
-    return [*(f"{key}={quote_value(value)}" for key, value in pet.items()), *overrides]

@@ -24,7 +24,7 @@ def complete_line(sources: Sources, request: Sequence[str], verbs: Sequence[str]
     if asked not in (["install"], ["uninstall"], ["query"]):
         raise UsageError('say which shell: eval "$(launch -sc install=bash)", or `launch -sc install=fish`')
     if asked != ["query"]:
-        from launcher.config import ask_completion  # noqa: PLC0415 - Hydra takes longer than all the rest
+        from launcher.hydra_output import ask_completion  # noqa: PLC0415 - Hydra takes longer than all the rest
 
         sys.stdout.write(ask_completion(sources, request[0]))
         return 0
@@ -53,7 +53,7 @@ def answer_query(request: str, line: str, verbs: Sequence[str]) -> list[str]:
         return [subject for subject in SUBJECTS if subject.startswith(last)]
     if before and before[0] in verbs:
         del before[: 2 if before[0] == "tune" else 1]
-    from launcher.config import ask_completion  # noqa: PLC0415 - see above
+    from launcher.hydra_output import ask_completion  # noqa: PLC0415 - see above
 
     try:
         known = parse_flags(before)

@@ -4,12 +4,15 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from launcher.attend import Attendant
+from launcher.attend import MANAGED, Attendant
 from launcher.errors import EXIT_MACHINE
+from launcher.job import Job
 from launcher.launch.agent import ENDED
 from launcher.launch.failure import Failure, find_failure, list_clean, take_last
 from launcher.launch.signals import name_signal
 from launcher.launch.supervise import Outcome
+from launcher.probe.oomkills import count_oom_kills
+from launcher.probe.sysfs import Tree
 from launcher.report.summary import describe_progress, describe_time
 from launcher.runs.applied import compare_applied
 from launcher.runs.early import LONG_BEFORE, CleanEnd, EarlyEnd, find_early
@@ -33,6 +36,8 @@ class Ending:
     status: int
     """Exit code of `launch`."""
     agent_log: tuple[str, ...]
+    memory: str = ""
+    """What the kernel has killed for memory on this node, in words; empty where it has killed nothing."""
 
     requested: bool = False
     """The first rank that failed had one of the exit codes that ask for another start."""
@@ -54,7 +59,9 @@ class Ending:
 def conclude_job(attendant: Attendant, outcome: Outcome, agent_log: Sequence[str], seconds: float) -> int:
     """Write how the job ended, say it, and return the exit code; the agent's log is that of this start."""
     trouble = free_room(attendant.run)
-    ending = look_around(attendant, judge_outcome(outcome, tuple(agent_log)), trouble)
+    ending = judge_outcome(outcome, tuple(agent_log))
+    ending = note_kills(ending, attendant.job, attendant.oom_kills)
+    ending = look_around(attendant, ending, trouble)
     record_end(attendant, ending)
     tell_end(attendant, ending, seconds)
     return ending.status
@@ -79,6 +86,20 @@ def find_left(attendant: Attendant, ending: Ending) -> EarlyEnd | None:
         before = next((d.time for d in deaths if d.process.pid == failure.pid), before)
     ends = [CleanEnd(d.process.rank, host, d.time, d.process.attempt) for d in list_clean(deaths)]
     return find_early(attendant.run, ends, before, len(attendant.job.plan.ranks))
+
+
+def note_kills(ending: Ending, job: Job, before: int) -> Ending:
+    """Add what the kernel has killed for memory here since it had killed `before` processes."""
+    killed = count_oom_kills(Tree()) - before
+    if killed <= 0:
+        return ending
+    limit = job.plan.machine.limits.memory_kib
+    processes = "a process" if killed == 1 else f"{killed} processes"
+    where = f"at the limit of the job's cgroup, {limit >> 10} MiB" if limit else "of the job"
+    fix = ": ask for more with cluster.mem" if limit and job.cluster.kind in MANAGED else ""
+    memory = f"out of memory: the kernel killed {processes} {where}{fix}"
+    failure = replace(ending.failure, memory=memory) if ending.failure else None
+    return replace(ending, failure=failure, memory=memory)
 
 
 def judge_outcome(outcome: Outcome, log: tuple[str, ...], ranks: int = 0) -> Ending:
@@ -148,6 +169,7 @@ def check_success(attendant: Attendant, ending: Ending) -> list[str]:
     lines = [*ending.events]
     lines += compare_applied(attendant.job.plan.ranks, list(attendant.applied.values()))
     lines += [f"{name} outlived the program, and was ended" for name in ending.outcome.leftovers]
+    lines += [ending.memory] if ending.memory else []
     return [f"warning: {line}" for line in lines]
 
 
@@ -181,7 +203,7 @@ def quote_agent(ending: Ending) -> str:
     log = (line.strip() for line in ending.agent_log if not line.startswith(ENDED))
     said = [line for line in log if any(map(str.isalpha, line))]
     how = name_signal(-code) if code < 0 else f"code {code}: {said[-1] if said else 'it printed nothing'}"
-    return f"ended with {how}"
+    return f"ended with {how}" + (f", {ending.memory}" if ending.memory else "")
 
 
 def tail_rank(run: RunDir, failure: Failure, count: int) -> tuple[str, list[str]]:

@@ -1,36 +1,42 @@
 """Configuration by Hydra: overrides, composition, and errors that a user can act on."""
 
-import io
-import os
 import re
-import sys
 import warnings
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
-from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import get_args_parser
+from hydra import initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher.envfile import write_values
 from launcher.errors import UsageError
-from launcher.flags import Flags
-from launcher.overrides import check_shape, is_choice, read_key, rewrite_overrides
+from launcher.foreign import explain_foreign
+from launcher.hydra_settings import (
+    HydraSettings,
+    publish,
+    read_settings,
+    refuse_setting,
+    refuse_words,
+    republish,
+)
+from launcher.overrides import check_removal, check_shape, is_choice, read_key, rewrite_overrides
 from launcher.schema import LaunchConfig
-from launcher.sources import PRIMARY, Sources, find_shipped
+from launcher.sources import PRIMARY, Sources
 from launcher.suggest import shorten_message, suggest, suggest_key
 
 FAILURES = (
@@ -39,6 +45,10 @@ FAILURES = (
     *(AssertionError, AttributeError, LookupError, TypeError),
 )
 """What Hydra raises for a user's mistake."""
+
+
+OTHER_FOLDERS: ContextVar[tuple[Path, ...]] = ContextVar("OTHER_FOLDERS", default=())
+"""Folders of configuration after the first, for the Hydra that is being opened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,48 +64,117 @@ class Composed:
     """Where it comes from."""
     given: frozenset[str] = frozenset()
     """Keys that the command line sets."""
+    settings: HydraSettings = field(default_factory=HydraSettings)
+    """Hydra's own settings."""
+    own_files: tuple[str, ...] = ()
+    """Files that are not the shipped ones, relative to the working directory."""
+    values: DictConfig | None = None
+    """What `${hydra:KEY}` refers to; None where nothing does."""
+
+
+class SearchPath(SearchPathPlugin):
+    """Has Hydra search the folders after the first."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Add the folders, in their order."""
+        for folder in OTHER_FOLDERS.get():
+            search_path.append("launch", f"file://{folder}")
 
 
 @contextmanager
-def open_hydra(sources: Sources) -> Iterator[Hydra]:
-    """Give a Hydra over these sources, and clear its global state afterwards."""
-    Plugins.instance()  # registers the readers of pkg://, file:// and structured:// sources
+def open_hydra(sources: Sources) -> Iterator[ConfigLoader]:
+    """Give a Hydra's loader over these sources, and put back the Hydra that there was before."""
+    Plugins.instance().register(SearchPath)
     ConfigStore.instance().store(name="launch_schema", node=LaunchConfig)
-    search_path = ConfigSearchPathImpl()
-    search_path.append("hydra", "pkg://hydra.conf")
-    for folder in sources.folders:
-        search_path.append("main" if folder == find_shipped() else "conf", f"file://{folder}")
-    search_path.append("schema", "structured://")
+    first, *others = sources.folders
+    token = OTHER_FOLDERS.set(tuple(others))
+    outer = GlobalHydra.instance().hydra  # of a sweep, whose trials are composed here
     GlobalHydra.instance().clear()
     try:
-        with warnings.catch_warnings(action="ignore"):
-            yield Hydra.create_main_hydra2(PRIMARY, search_path)
+        with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(first), PRIMARY, "1.3"):
+            yield GlobalHydra.instance().config_loader()
     finally:
-        GlobalHydra.instance().clear()
+        OTHER_FOLDERS.reset(token)
+        GlobalHydra.instance().hydra = outer
 
 
-def compose(sources: Sources, overrides: Sequence[str]) -> Composed:
-    """Compose the configuration; raises UsageError with the fix."""
-    with open_hydra(sources) as hydra, warnings.catch_warnings(record=True) as caught:
+def compose(sources: Sources, overrides: Sequence[str], number: int | None = None) -> Composed:
+    """Compose the configuration, of the job with this number in a sweep; raises UsageError with the fix."""
+    sources = add_searchpath(sources, overrides)
+    with open_hydra(sources) as loader, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         words = normalize_overrides(sources, overrides)
         try:
-            tree = compose_tree(hydra, sources, words)
+            tree = compose_tree(loader, sources, words)
+            choices = {str(g): str(o) for g, o in tree.hydra.runtime.choices.items() if o}
+            own_files = tuple(sources.list_own(choices))
+            uses_hydra = mentions_hydra(words) or (own_files and sources.mentions("hydra"))
+            values = publish(tree, number) if uses_hydra else None
+            settings = read_settings(loader, tree) if uses_hydra else HydraSettings()
         except FAILURES as error:
-            raise UsageError(diagnose_failure(hydra, sources, words, error)) from None
-    choices = {str(g): str(o) for g, o in tree.hydra.runtime.choices.items() if o and "hydra" not in str(g)}
+            raise UsageError(diagnose_failure(loader, sources, words, error)) from None
     del tree["hydra"]
     if OmegaConf.get_type(tree) is not LaunchConfig:
-        raise UsageError(explain_foreign(sources))
+        raise UsageError(explain_primary(sources))
+    if "dataloader.num_workers" in map(read_key, words):
+        tree.dataloader.workload = ""  # a number of the user's own is nobody's rule of thumb
     doubts = dict.fromkeys(" ".join(str(entry.message).split()) for entry in caught)
-    return Composed(tree, choices, tuple(doubts), sources, frozenset(map(read_key, overrides)))
+    return Composed(
+        tree=tree,
+        choices={group: option for group, option in choices.items() if not group.startswith("hydra/")},
+        warnings=tuple(doubts),
+        sources=sources,
+        given=frozenset(map(read_key, overrides)),
+        settings=settings,
+        own_files=own_files,
+        values=values,
+    )
 
 
-def compose_tree(hydra: Hydra, sources: Sources, words: list[str]) -> DictConfig:
-    """Compose by Hydra, without its logging; keys of the result can be set and removed."""
-    tree = hydra.compose_config(sources.primary, words, RunMode.RUN, with_log_configuration=False)
+def compose_tree(
+    loader: ConfigLoader, sources: Sources, words: list[str], mode: RunMode = RunMode.RUN
+) -> DictConfig:
+    """Compose by Hydra; keys of the result can be set and removed."""
+    tree = loader.load_configuration(sources.primary, words, mode)
     OmegaConf.set_struct(tree, value=False)
     return tree
+
+
+def mentions_hydra(words: Sequence[str]) -> bool:
+    """Tell whether a word of the command line may change or use a setting of Hydra's."""
+    return any("hydra" in word for word in words)
+
+
+def add_searchpath(sources: Sources, overrides: Sequence[str]) -> Sources:
+    """Return the sources with the folders of `hydra.searchpath`, of the command line or the primary file.
+
+    What is wrong with either is left for Hydra to say.
+    """
+    try:
+        given = [word for word in overrides if read_key(word) == "hydra.searchpath"]
+        path = sources.find_file(sources.primary)
+        if given:
+            found = OverridesParser.create().parse_override(given[0]).value()
+        elif path and "searchpath" in path.read_text(encoding="utf-8"):
+            found = OmegaConf.select(OmegaConf.load(path), "hydra.searchpath")
+        else:
+            return sources
+        folders = [find_folder(str(entry)) for entry in (found if isinstance(found, Sequence) else ())]
+    except FAILURES:
+        return sources
+    return replace(sources, searchpath=tuple(folder for folder in folders if folder))
+
+
+def find_folder(entry: str) -> Path | None:
+    """Return the folder of an entry of `hydra.searchpath`: a path, `file://PATH`, `pkg://PACKAGE`."""
+    scheme, separator, name = entry.rpartition("://")
+    if not separator or scheme == "file":
+        return Path(name).absolute()
+    try:
+        spec = find_spec(name.replace("/", ".")) if scheme == "pkg" and name else None
+    except ImportError:
+        return None
+    return next((Path(folder) for folder in (spec and spec.submodule_search_locations) or ()), None)
 
 
 def resolve(composed: Composed, run_dir: Path | None = None) -> LaunchConfig:
@@ -108,6 +187,8 @@ def resolve(composed: Composed, run_dir: Path | None = None) -> LaunchConfig:
         unknown = run_dir is None and tree.run_dir is None
         if run_dir or unknown:
             tree.run_dir = str(run_dir or "RUN_DIR")
+        if composed.values is not None:
+            republish(composed.values, str(tree.run_dir))
         config = OmegaConf.to_object(tree)
     except FAILURES as error:
         raise UsageError(shorten_message(error)) from None
@@ -125,19 +206,15 @@ def dump_yaml(composed: Composed, mask: Callable[[object], object]) -> str:
     return yaml.safe_dump(mask(OmegaConf.to_container(composed.tree, resolve=True)), sort_keys=False)
 
 
-def expand_sweep(sources: Sources, overrides: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of each job of a multirun, as Hydra's basic sweeper does; raises UsageError."""
-    try:
-        parsed = OverridesParser.create().parse_overrides(normalize_overrides(sources, overrides, sweep=True))
-        return [list(job) for job in BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]]
-    except FAILURES as error:
-        raise UsageError(shorten_message(error)) from None
-
-
 def normalize_overrides(sources: Sources, overrides: Sequence[str], *, sweep: bool = False) -> list[str]:
     """Return the overrides in Hydra's terms; raises UsageError for a word that Hydra cannot read."""
     for given in overrides:
         check_shape(given)
+        check_removal(given)
+    own = [(read_key(word), word) for word in overrides if not is_choice(sources, word)]
+    if foreign := explain_foreign(own):
+        raise UsageError(foreign)
+    refuse_words(overrides)
     words = rewrite_overrides(sources, overrides, sweep=sweep)
     for word, given in zip(words, overrides, strict=True):
         check_override(word, given)
@@ -155,23 +232,20 @@ def check_override(word: str, given: str) -> None:
         raise UsageError(f"cannot read {given!r} ({why}): quote the value, as in '{key}=\"…\"'") from None
 
 
-def diagnose_failure(hydra: Hydra, sources: Sources, words: list[str], error: BaseException) -> str:
-    """Say in one line what is wrong, with the nearest right name."""
+def diagnose_failure(loader: ConfigLoader, sources: Sources, words: list[str], error: BaseException) -> str:
+    """Say in one line what is wrong, with the nearest right name; raises UsageError for Hydra's settings."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, option = str(error.missing_cfg_file).rpartition("/")
-        return (
-            f"there is no {option!r} in {group or 'the configuration'}{suggest(option, error.options or ())}"
-        )
+        return explain_missing(str(error.missing_cfg_file), error.options or ())
     chosen = [word for word in words if is_choice(sources, word)]
     for word in chosen if "Config group override" in str(error) else ():
         group = read_key(word)
         return f"{word}: name an option of the group, as in {group}={sources.list_options(group)[0]}"
     try:
-        tree = compose_tree(hydra, sources, chosen)
+        tree = compose_tree(loader, sources, chosen)
     except FAILURES as worse:
         return shorten_message(worse)
     if OmegaConf.get_type(tree) is not LaunchConfig:
-        return explain_foreign(sources)
+        return explain_primary(sources)
     known = list_keys(tree)
     for word in words:
         key = re.split("[=@]", word)[0]
@@ -180,7 +254,17 @@ def diagnose_failure(hydra: Hydra, sources: Sources, words: list[str], error: Ba
     return shorten_message(error)
 
 
-def explain_foreign(sources: Sources) -> str:
+def explain_missing(name: str, options: Sequence[str]) -> str:
+    """Say that there is no `group/option`, with the nearest; raises UsageError for a setting of Hydra's."""
+    group, _, option = name.rpartition("/")
+    told = f"there is no {option!r} in {group or 'the configuration'}{suggest(option, options)}"
+    if not group.startswith("hydra/"):
+        return told
+    refuse_setting(group.removeprefix("hydra/"), option, f"{group}={option}")
+    return f"{told}, or install the plugin that has it"
+
+
+def explain_primary(sources: Sources) -> str:
     """Say that the primary file is no configuration of ours."""
     path = sources.find_file(sources.primary)
     return (
@@ -198,57 +282,3 @@ def list_keys(tree: DictConfig, prefix: str = "") -> list[str]:
         child = tree._get_node(key)
         keys += list_keys(child, f"{name}.") if isinstance(child, DictConfig) and not child._is_none() else []
     return keys
-
-
-def show_flags(flags: Flags) -> int:
-    """Show what `--cfg`, `--info` or `--hydra-help` ask for, as Hydra does; raises UsageError."""
-    name, words = flags.sources.primary, normalize_overrides(flags.sources, flags.overrides)
-    output = io.StringIO()
-    with open_hydra(flags.sources) as hydra:
-        try:
-            with redirect_stdout(output), redirect_stderr(io.StringIO()):
-                if flags.cfg:
-                    hydra.show_cfg(name, words, flags.cfg, flags.package, flags.resolve)
-                elif flags.info:
-                    hydra.show_info(flags.info, name, words)
-                else:
-                    hydra.hydra_help(name, get_args_parser(), Namespace(overrides=[]))
-        except FAILURES as error:
-            raise UsageError(diagnose_failure(hydra, flags.sources, words, error)) from None
-        except SystemExit:  # so Hydra ends where there is no such package
-            raise UsageError(
-                f"the configuration has nothing at {flags.package!r}: see `launch --cfg {flags.cfg}`"
-            ) from None
-    sys.stdout.write(output.getvalue())
-    return 0
-
-
-def ask_completion(sources: Sources, request: str, words: Sequence[str] = ()) -> str:
-    """Return what Hydra's shell completion prints for `install=bash`, or for a query of these words.
-
-    Raises UsageError for a shell that it does not know, or for words that it cannot read.
-    """
-    *before, last = words or [""]
-    # Hydra takes the line from the environment, splits it at white space, and answers on stdout.
-    whole = [word for word in normalize_overrides(sources, before) if len(word.split()) == 1]
-    line = " ".join(["launch", *whole, last])
-    output = io.StringIO()
-    try:
-        with open_hydra(sources) as hydra, borrow_variable("COMP_LINE", line), redirect_stdout(output):
-            hydra.shell_completion(sources.primary, [request])
-    except FAILURES as error:
-        raise UsageError(f"{request}: {shorten_message(error)}") from None
-    return output.getvalue()
-
-
-@contextmanager
-def borrow_variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable for a while."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before

@@ -24,6 +24,8 @@ class Flags:
     info: str | None = None
     completion: bool = False
     hydra_help: bool = False
+    run: bool = False
+    """Run once, whatever `hydra.mode` says."""
 
     @property
     def asks_hydra(self) -> bool:
@@ -89,6 +91,7 @@ def parse_flags(words: Sequence[str]) -> Flags:
         info=known.info,
         completion=known.shell_completion,
         hydra_help=known.hydra_help,
+        run=known.run,
     )
 
 

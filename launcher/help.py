@@ -49,9 +49,12 @@ keys (all of them: launch --cfg job)
                   that names none
   allocator.X     PyTorch's settings by their names, as allocator.max_split_size_mb=512;
                   allocator.host=tcmalloc or jemalloc serves malloc
-  devices         all: every rank sees the job's GPUs; own: each its own
+  devices         all: every rank sees the job's GPUs; own: each its own; spread: of more GPUs than ranks,
+                  all see those that are spread over packages and NICs
   logs.console    rank0, all or none: whose output is shown (the run directory keeps all of it)
   torchrun.X      torchrun's own options, such as torchrun.max_restarts=3
+  objective       loss or file (objective.txt in the run directory): what a sweeper plugin of Hydra's, as in
+                  -m hydra/sweeper=optuna, optimizes
   dry_run=true    show the plan and the command or the submission script, start nothing
 """
 PLAN = """\

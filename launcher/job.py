@@ -11,12 +11,12 @@ from launcher.allocator import settle_allocator, unset_settings
 from launcher.checks import FORMATS, check_agent, check_choice, check_config, check_container, check_workers
 from launcher.errors import UsageError
 from launcher.launch.cluster import Cluster, check_command, choose_cluster
-from launcher.launch.program import SHIM, find_program
+from launcher.launch.program import SHIM, describe_interpreter, find_program
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.launch.torchrun import parse_pairs, render_torchrun
 from launcher.node import (
+    DEVICE_NAMES,
     MOST_RANKS,
-    VISIBLE_DEVICES,
     honoured_environ,
     locate_malloc,
     read_machine,
@@ -27,8 +27,9 @@ from launcher.runs.rundir import RunDir, create_run_dir, open_run_dir
 from launcher.runs.secrets import mask_variables
 from launcher.save import refuse_files
 from launcher.schema import LaunchConfig
-from launcher.unused import refuse_keys, warn_overruled, warn_unused
+from launcher.unused import refuse_keys, warn_elsewhere, warn_overruled, warn_unused
 from launcher.wishes import check_wishes, describe_wishes
+from launcher.wording import say
 
 if TYPE_CHECKING:
     from launcher.config import Composed
@@ -41,8 +42,6 @@ BUNDLED = "train"
 FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Makes torchrun give restarted ranks a store of their own; in the agents' shared one they find the addresses
 of the ranks before them, and fail to connect (github.com/pytorch/pytorch/issues/135712; torch 2.13 still)."""
-DEVICE_NAMES = (*VISIBLE_DEVICES, "LAUNCH_NIC", "NCCL_IB_HCA")
-"""Variables that name devices of this machine, which a snapshot's has not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +118,11 @@ def draft_job(
     check_agent(config, cluster)
     check_container(config, cluster)
     program = find_program(words, config, merged)
+    if words and (remark := describe_interpreter(words)):
+        say(remark)
     warn_unused(config, cluster, composed.given)
+    if cluster.kind != "slurm":
+        warn_elsewhere(config, environ)
     unset = settle_allocator(config, program, merged, composed.given)
     return Draft(composed, config, words, cluster, merged, loaded, unset)
 

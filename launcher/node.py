@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Variables that choose and number the GPUs of this machine."""
+DEVICE_NAMES = (*VISIBLE_DEVICES, "LAUNCH_NIC", "NCCL_IB_HCA")
+"""Variables that name devices of this machine, which a snapshot's has not."""
 MOST_RANKS = 4096
 """Ranks on a node: several times the threads of the largest; a slip of the finger must not fill memory."""
 FAMILIES = (

@@ -1,11 +1,14 @@
 """Overrides as people write them, made into what Hydra takes."""
 
+import json
 import re
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 
 import yaml
 
 from launcher.errors import UsageError
+from launcher.schema import LaunchConfig
 from launcher.sources import Sources
 
 FREE_FORM = ("env.", "allocator.", "torchrun.rdzv_conf.", "cluster.additional.", "cluster.srun.")
@@ -25,6 +28,14 @@ SLURM_TEXTS = (
 """Keys of `cluster` in SLURM's own notation, `n[0-3],n7`, `a100&ib`, `afterok:1?afterok:2`."""
 COUNTED = {"dataloader": "num_workers"}
 """Groups that take a number in place of an option: what it is the number of."""
+NEUTRAL = {
+    "binding": "binding=none",
+    "cluster": "cluster=local",
+    "dataloader": "dataloader=none",
+    "gc": "gc=default",
+    "machine": "machine=local",
+}
+"""Options of groups that cannot be without one, in place of `~GROUP`."""
 COUNT = re.compile(r"[+-]?[\d.][\w.+-]*")
 """A word that starts as numbers do, a wrong one too: `-1`, `2.5`, `1e3`, `3x`."""
 OVERRIDE = re.compile(r"(\+{0,2})([^=@~+]+)([=@].*)", re.DOTALL)
@@ -64,8 +75,9 @@ def rewrite_override(sources: Sources, defaults: set[str], word: str, *, sweep: 
     whole = f"{key}." in FREE_FORM and key != "env" and rest.startswith("={")
     if key.startswith(FREE_FORM) or whole:
         return f"++{key}{rest}"
-    if "." not in key and sources.has_group(key):
-        return f"{'' if key in defaults else '+'}{key}{rest}"
+    if "." not in key and sources.has_group(key) and not key.startswith("hydra/"):
+        package = rest.partition("=")[0]  # `@program.net` puts the option there
+        return f"{'' if f'{key}{package}' in defaults else '+'}{key}{rest}"
     return f"{match[1]}{key}{rest}"
 
 
@@ -105,6 +117,25 @@ def check_shape(word: str) -> None:
         raise UsageError(
             f"{word!r} is not KEY=VALUE: to run a program, put it after `--`, as in `launch -- {word}`"
         )
+
+
+def check_removal(word: str) -> None:
+    """Raise UsageError for `~KEY` where a key always has a value: without one, it would have its default."""
+    if not word.startswith("~"):
+        return
+    *above, name = read_key(word).split(".")
+    parent: object = LaunchConfig()
+    for part in above:
+        parent = getattr(parent, part, None) if is_dataclass(parent) else None
+    value = getattr(parent, name, {}) if is_dataclass(parent) else {}
+    if isinstance(value, dict):
+        return
+    key = ".".join((*above, name))
+    if is_dataclass(value):
+        fix = NEUTRAL.get(key) or f"{key}.{fields(value)[0].name}=…, or another key of it"
+    else:
+        fix = f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+    raise UsageError(f"{word} changes nothing, since {key} always has a value: write {fix}")
 
 
 def quote_value(value: str) -> str:

@@ -112,9 +112,10 @@ class DataloaderConfig:
     """How many DataLoader workers a rank gets."""
 
     workload: str = "text"
-    """What the number is for, in the words of the plan."""
+    """What the number is for, in the words of the plan; empty for a number that the command line sets."""
     num_workers: int = 2
-    """Workers that each rank would like; fewer where it has too few cores, or too little memory."""
+    """Workers that each rank would like. A workload's number is less if cores or memory are too few; any
+    other number stays as it is, with a warning."""
     worker_gib: float = 0.0
     """Memory of one worker in GiB; 0 where it is not known, and does not limit them."""
     worker_shm_mib: float = 0.0
@@ -216,7 +217,8 @@ class LaunchConfig:
     rdzv_endpoint: str | None = None
     """HOST:PORT where the nodes meet, on the node with `node_rank=0`, for `cluster=manual`."""
     devices: str = "all"
-    """`all`: every rank sees the job's GPUs; `own`: each rank sees its own alone."""
+    """`all`: every rank sees the job's GPUs, and rank N uses GPU N; `own`: each rank sees its own alone;
+    `spread`: with fewer ranks than GPUs, all ranks see as many GPUs, spread over packages and NICs."""
     agent: str = "torchrun"
     """What starts the ranks of a node in a SLURM job: `torchrun`, or `srun` (each rank is a task)."""
     follow: bool = False
@@ -235,6 +237,9 @@ class LaunchConfig:
     """File that `launch topo` writes a snapshot of the machine to, and `launch tune` its choice."""
     image: str | None = None
     """File that `launch topo` draws the machine and its ranks to: `FILE.svg` or `FILE.png`."""
+    objective: str = "loss"
+    """What a sweeper such as Optuna optimizes: `loss`, the last that rank 0 prints, or `file`, the number in
+    RUN_DIR/objective.txt, or numbers, that the program writes."""
     env: dict[str, Any] = field(default_factory=dict)
     """Variables for the program; `from_file` is none, but a dotenv file with more, or a list of such."""
     model: dict[str, Any] = field(default_factory=dict)

@@ -1,6 +1,7 @@
 """Where configuration is looked for: the working directory's conf/, then the shipped one."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,9 @@ from launcher.errors import UsageError
 PRIMARY = "launch"
 """Name of the primary configuration: not `config`, which a training program's own conf/ often holds."""
 
+NESTED = ("*.yaml", "*/*.yaml", "*/*/*.yaml")
+"""Where primary files, options, and options of groups in groups are."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sources:
@@ -16,29 +20,36 @@ class Sources:
 
     folders: tuple[Path, ...]
     primary: str = PRIMARY
+    searchpath: tuple[Path, ...] = ()
+    """Folders of `hydra.searchpath`, which come after the others; Hydra finds these by itself."""
+
+    @property
+    def everywhere(self) -> tuple[Path, ...]:
+        """All folders."""
+        return self.folders + self.searchpath
 
     def has_group(self, name: str) -> bool:
         """Tell whether a group of this name exists in any folder."""
         try:
-            return name != "" and any((folder / name).is_dir() for folder in self.folders)
+            return name != "" and any((folder / name).is_dir() for folder in self.everywhere)
         except OSError:  # too long to be a name
             return False
 
     def list_groups(self) -> tuple[str, ...]:
         """Return the groups in alphabetic order."""
         return tuple(
-            sorted({path.parent.name for folder in self.folders for path in folder.glob("*/*.yaml")})
+            sorted({path.parent.name for folder in self.everywhere for path in folder.glob("*/*.yaml")})
         )
 
     def list_options(self, group: str) -> tuple[str, ...]:
         """Return the options of a group in alphabetic order."""
         return tuple(
-            sorted({path.stem for folder in self.folders for path in (folder / group).glob("*.yaml")})
+            sorted({path.stem for folder in self.everywhere for path in (folder / group).glob("*.yaml")})
         )
 
     def find_file(self, name: str) -> Path | None:
         """Return the file that `name` (`launch`, `model/tiny`) is read from; None where there is none."""
-        paths = (folder / f"{name}.yaml" for folder in self.folders)
+        paths = (folder / f"{name}.yaml" for folder in self.everywhere)
         try:
             return next((path for path in paths if path.is_file()), None)
         except OSError:  # too long to be a name
@@ -52,16 +63,31 @@ class Sources:
         if name is None:
             return None
         try:
-            beside = (folder / group / name for folder in self.folders)
+            beside = (folder / group / name for folder in self.everywhere)
             found = None if Path(name).exists() else next((path for path in beside if path.is_file()), None)
         except (OSError, ValueError):  # too long to be a name, or with a NUL in it
             found = None
         return str(found or name)
 
-    def list_own(self, choices: dict[str, str]) -> list[str]:
-        """Return the chosen files that are not the shipped ones, relative to the working directory."""
-        found = [self.find_file(self.primary), *(self.find_file(f"{g}/{o}") for g, o in choices.items())]
+    def list_own(self, choices: Mapping[str, str]) -> list[str]:
+        """Return the chosen files that are not the shipped ones, relative to the working directory.
+
+        A choice is of a group, or of `group@package`.
+        """
+        names = [self.primary, *(f"{group.partition('@')[0]}/{option}" for group, option in choices.items())]
+        found = dict.fromkeys(map(self.find_file, names))
         return [os.path.relpath(path) for path in found if path and find_shipped() not in path.parents]
+
+    def mentions(self, word: str) -> bool:
+        """Tell whether a file of somebody's own holds a word; what cannot be read is for Hydra to tell of."""
+        own = (folder for folder in self.everywhere if folder != find_shipped())
+        for path in (path for folder in own for depth in NESTED for path in folder.glob(depth)):
+            try:
+                if path.is_file() and word.encode() in path.read_bytes():
+                    return True
+            except OSError:
+                continue
+        return False
 
 
 def find_shipped() -> Path:

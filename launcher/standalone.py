@@ -13,6 +13,7 @@ from launcher.plan.allocator import EXPANDABLE
 from launcher.plan.codec import plan_to_json, rank_to_json
 from launcher.plan.model import Gpu, Machine, Plan, RankPlan, Request
 from launcher.plan.planner import plan
+from launcher.plan.topology import survey
 from launcher.probe.machine import probe
 from launcher.rank.plain_json import parse_json
 
@@ -76,6 +77,8 @@ def plan_for_rank(
     root = str(wishes.pop("root"))
     # A rank that keeps its CPUs need not know how many it has beside it.
     ranks = local_world_size or (local_rank + 1 if alone else None)
+    if not local_world_size and wishes["devices"] == "spread":
+        wishes["devices"] = "all"  # ranks that do not know how many they are would choose differently
     request = make_request(wishes, ranks, environ, root)
     # MIG instances are in NVML alone: where one is named, its word is wanted from the start.
     machine = probe(root, quick="MIG-" not in environ.get("CUDA_VISIBLE_DEVICES", ""))
@@ -160,7 +163,8 @@ def plan_own_gpu(machine: Machine, request: Request, local_rank: int, own: Gpu, 
     """Plan a rank that sees its own GPU alone; `position` is that GPU's number on the node, where known.
 
     Each rank takes the place of its GPU where it sees the others' too, whatever their order. Else every rank
-    takes the cores that it would have if all GPUs were where its own is: a small share, but no other's.
+    takes the cores that it would have if all GPUs were where its own is: a small share, but no other's. If
+    there are fewer cores than ranks, they share those.
     """
     count = request.nproc_per_node or 1
     alike = forget_devices(request)
@@ -168,6 +172,10 @@ def plan_own_gpu(machine: Machine, request: Request, local_rank: int, own: Gpu, 
         made = plan(machine, alike)
         mine = made.ranks[position]
     else:
+        topology = survey(machine)
+        cores = sum(len(topology.cores[node]) for node in topology.find_home(own))
+        if alike.binding == "exclusive" and cores < count:
+            alike = replace(alike, binding="numa")
         made = plan(replace(machine, gpus=tuple(replace(own, index=at) for at in range(count))), alike)
         mine = replace(made.ranks[local_rank], gpu=own)
     ranks = (*made.ranks[:local_rank], replace(mine, local_rank=local_rank), *made.ranks[local_rank + 1 :])
@@ -185,7 +193,9 @@ def keep_cpus(machine: Machine, request: Request, rank: RankPlan) -> Plan:
     )
     own = plan(island, replace(forget_devices(request), nproc_per_node=1, binding=binding)).ranks[0]
     cpus = machine.allowed_cpus
-    mine = replace(own, local_rank=rank.local_rank, gpu=rank.gpu, cpus=cpus, worker_cpus=cpus)
+    shown = {name: value for name, value in rank.env if name in VISIBLE_DEVICES}
+    env = tuple(sorted({**dict(own.env), **shown}.items()))
+    mine = replace(own, local_rank=rank.local_rank, gpu=rank.gpu, cpus=cpus, worker_cpus=cpus, env=env)
     return Plan(machine, (mine,), machine.warnings)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from launcher import schema
+from launcher.foreign import find_foreign
 
 COMPOSING = re.compile(r"In '(?P<file>[^']*)': \w+ raised while composing config: ")
 """How Hydra's errors begin that are about a value in a file, named by its group."""
@@ -50,6 +51,8 @@ def shorten_message(error: BaseException) -> str:
         return f"{file}{key}: give a list, as in {key}=[…]"
     text = text[where.end() :] if where else text
     if where and key and (unknown := UNKNOWN.match(text)):
+        if foreign := find_foreign(key):
+            return f"{file}{foreign.explain_key(key)}"
         return f"{file}there is no key {key!r}{suggest_key(key, list_beside(key, unknown['schema']))}"
     return f"{file}{key}: {text}" if key else text or type(error).__name__
 

@@ -2,13 +2,15 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from pathlib import PurePath
 
 from launcher.errors import UsageError
 from launcher.launch.cluster import Cluster
+from launcher.node import DEVICE_NAMES
 from launcher.plan.allocator_text import find_variable, parse_settings
 from launcher.plan.variables import stays
 from launcher.schema import ClusterConfig, LaunchConfig
-from launcher.wording import say
+from launcher.wording import clean_text, say
 
 OF_VERBS = {"rank": "launch logs", "yes": "launch cancel` and `launch tune"}
 """Keys for verbs; a file may hold them, since that is read for all verbs."""
@@ -57,6 +59,23 @@ def warn_overruled(environ: Mapping[str, str], given: Collection[str]) -> None:
     for name, keys in over.items():
         if lost := [key for key in keys if key in given]:
             say(f"warning: {name}={environ[name]} is set, and comes over {', '.join(lost)}: unset it")
+
+
+def warn_elsewhere(config: LaunchConfig, environ: Mapping[str, str]) -> None:
+    """Say which variables of the environment do not count, since another machine is planned for.
+
+    They name this machine's devices, as SLURM's CUDA_VISIBLE_DEVICES does in a job.
+    """
+    for name in DEVICE_NAMES if config.machine.snapshot else ():
+        if name in environ and name not in config.env:
+            machine, value = (
+                clean_text(PurePath(str(config.machine.snapshot)).stem),
+                clean_text(environ[name]),
+            )
+            say(
+                f"warning: {name}={value} is of this machine, and does not count in a plan for {machine}: "
+                f"set env.{name}={value} if it is meant for that"
+            )
 
 
 def list_changed(name: str, found: object, default: object) -> Iterator[str]:

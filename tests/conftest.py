@@ -92,6 +92,17 @@ def clean_environ() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith((*ours, *slurms))}
 
 
+def pytest_configure() -> None:
+    """Let what the tests start be stopped by signals, also where this process ignores them.
+
+    A shell's background job ignores SIGINT and SIGQUIT, under nohup SIGHUP too; children inherit that.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, usual)
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working directory, and an environment that asks for nothing."""

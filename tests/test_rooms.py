@@ -59,8 +59,8 @@ WIRING = {"batch", "follow", "submit", "verbs"}
 DOORS = {("rank/share.py", "launcher.errors"), ("rank/share.py", "launcher.standalone")}
 """Imports that a room makes only where it is used by itself: `launch-rank` without a plan makes one."""
 ONE_FILE = {
-    "hydra": {"config.py"},
-    "omegaconf": {"config.py"},
+    "hydra": {"config.py", "hydra_output.py", "hydra_settings.py", "multirun.py", "trials.py"},
+    "omegaconf": {"config.py", "hydra_settings.py", "multirun.py"},
     "pynvml": {"probe/nvml.py"},
     "PIL": {"report/png.py"},
     "submitit": {"launch/slurm/submission.py"},
@@ -152,6 +152,12 @@ def test_the_room_in_the_ranks_interpreter_imports_nothing_of_torch_by_itself() 
 
 def is_within_any(path: Path, package: str) -> bool:
     return any(is_within(module, {package}) for module in read_imports(path))
+
+
+def test_hydras_plugin_imports_hydra_alone() -> None:
+    """Every program of the environment that uses Hydra imports it."""
+    found = read_imports(PACKAGE.parent / "hydra_plugins/launch.py")
+    assert {module.partition(".")[0] for module in found} - STDLIB == {"hydra", "omegaconf"}
 
 
 def test_nothing_imports_the_programs() -> None:

@@ -1,5 +1,9 @@
-"""`python -m launcher.batch RUN_DIR`: the end of the batch script, on the first node of a SLURM job."""
+"""`python -m launcher.batch RUN_DIR`: the end of the batch script, on the first node of a SLURM job.
 
+`--standalone` reads the job from the script itself, on stdin.
+"""
+
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +16,8 @@ def main() -> int:
     from launcher.batch.head import run_batch
 
     try:
+        if sys.argv[1] == "--standalone":
+            return run_own_script()
         return run_batch(Path(sys.argv[1]))
     except LaunchError as error:
         from launcher.cli import complain
@@ -23,6 +29,15 @@ def main() -> int:
         from launcher.cli import INTERNAL, report_defect
 
         return report_defect(error, f"internal error, {type(error).__name__}: {error}: report it", INTERNAL)
+
+
+def run_own_script() -> int:
+    """Run the job that the script describes, and read nothing more of it; raises LaunchError."""
+    from launcher.batch.standalone_job import run_standalone
+
+    text = sys.stdin.read()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    return run_standalone(text, os.environ)
 
 
 if __name__ == "__main__":

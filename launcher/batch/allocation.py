@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.batch.head import choose_hosts, run_attempt
-from launcher.batch.request import SECRETS, JobRequest, write_request
+from launcher.batch.request import SECRETS, JobRequest, make_request, write_request
 from launcher.batch.sight import Attempt
 from launcher.batch.steps import describe_step
 from launcher.execute import prepare_run
@@ -17,7 +17,6 @@ from launcher.job import Draft, plan_job
 from launcher.launch.slurm.step import render_step
 from launcher.rank.identity import name_host
 from launcher.runs.rundir import RunDir
-from launcher.runs.secrets import mask_words
 
 
 def run_allocation(draft: Draft, argv: Sequence[str], own_files: Sequence[str]) -> int:
@@ -36,16 +35,9 @@ def run_allocation(draft: Draft, argv: Sequence[str], own_files: Sequence[str]) 
 
 def describe_request(draft: Draft, argv: Sequence[str], run_path: Path) -> JobRequest:
     """Return what the nodes are told."""
-    config = draft.settle(run_path)
-    return JobRequest(
-        replace(config, cluster=replace(config.cluster, kind=draft.cluster.kind)),
-        draft.composed.choices,
-        draft.words,
-        ("launch", *mask_words(argv)),
-        str(Path.cwd()),
-        draft.cluster.min_nodes,
-        draft.cluster.max_nodes,
-    )
+    request = make_request(draft, argv, run_path)
+    cluster = replace(request.config.cluster, kind=draft.cluster.kind)
+    return replace(request, config=replace(request.config, cluster=cluster))
 
 
 def preview_allocation(draft: Draft, argv: Sequence[str], hosts: Sequence[str]) -> int:

@@ -16,6 +16,8 @@ from launcher.launch.control import Control, report_signal
 from launcher.launch.failure import Failure, list_clean
 from launcher.launch.processes import RankProcess, list_ranks
 from launcher.launch.signals import name_signal
+from launcher.probe.oomkills import count_oom_kills
+from launcher.probe.sysfs import Tree
 from launcher.runs.applied import Applied, AppliedReader, compare_applied, parse_applied
 from launcher.runs.nodes import NodeFailure, NodeRecord, write_node
 from launcher.runs.rundir import RunDir
@@ -36,6 +38,8 @@ class Companion:
     """By PID, over all restarts."""
     clean: tuple[tuple[int, float], ...] = ()
     """See `NodeRecord.clean`."""
+    oom_kills: int = 0
+    """Processes that the kernel had killed for memory here when the agent started."""
     view: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,6 +48,7 @@ class Companion:
 
     def begin(self) -> None:
         """Start to show: the console's import waits until the agent is on its way."""
+        self.oom_kills = count_oom_kills(Tree())
         self.view.start()
 
     def find_ranks(self, agent: int) -> list[RankProcess]:
@@ -144,7 +149,8 @@ class Companion:
     def check_success(self, ending: Ending) -> list[str]:
         """Say what was not as planned on a node that succeeded."""
         lines = compare_applied(self.job.plan.ranks, self.read_applied())
-        return [*lines, *(f"{name} outlived the program, and was ended" for name in ending.outcome.leftovers)]
+        lines += [f"{name} outlived the program, and was ended" for name in ending.outcome.leftovers]
+        return [*lines, ending.memory] if ending.memory else lines
 
     def read_applied(self) -> Sequence[Applied]:
         """Read what this node's ranks have recorded of themselves: their files alone."""

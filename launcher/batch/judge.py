@@ -140,6 +140,9 @@ def has_succeeded(attempt: Attempt, end: StepEnd) -> bool:
         return False
     if attempt.is_elastic and len(records) >= attempt.request.min_nodes:
         return True
+    # Where the kernel has killed a helper of theirs for memory, srun's code is 1, whatever the tasks' are.
+    if end.records and not end.missing:
+        return True
     # A task ends with 0 where its ranks did, or was stopped: a record may be late, or the disk full.
     return end.srun_exitcode == 0 and not (end.missing and end.signals)
 

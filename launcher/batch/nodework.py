@@ -8,7 +8,7 @@ from collections.abc import Callable
 from launcher.attend import Viewer
 from launcher.batch.companion import Companion
 from launcher.batch.place import Place
-from launcher.conclude import judge_outcome
+from launcher.conclude import judge_outcome, note_kills
 from launcher.job import Job
 from launcher.launch.control import open_control
 from launcher.launch.supervise import Supervisor
@@ -41,6 +41,7 @@ def run_agent(
     signal.signal(signal.SIGTERM, lambda *_: None)  # from here on the supervisor's, and nothing after it
     outcome = supervisor.run(start, log)
     ending = judge_outcome(outcome, tuple(read_tail(log, AGENT_LINES, log_begin)), ranks)
+    ending = note_kills(ending, job, companion.oom_kills)
     state = companion.write_end(ending)
     # To srun, the first task that fails is the end of all: others may still have time to stop.
     status = 0 if state == "stopped" and supervisor.commanded else ending.status

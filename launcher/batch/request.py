@@ -2,15 +2,18 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launcher.errors import MachineError
 from launcher.runs.rundir import write_json
 from launcher.runs.secrets import mask_tree, mask_words
 from launcher.schema import LaunchConfig, load_config
+
+if TYPE_CHECKING:
+    from launcher.job import Draft
 
 FILE = "job.json"
 SECRETS = "LAUNCH_SECRETS"
@@ -38,6 +41,19 @@ class JobRequest:
     """Where it was given."""
     min_nodes: int
     max_nodes: int
+
+
+def make_request(draft: "Draft", argv: Sequence[str], run_path: Path) -> JobRequest:
+    """Return what the job's processes on the cluster are told, for a run directory; raises UsageError."""
+    return JobRequest(
+        config=draft.settle(run_path),
+        choices=draft.composed.choices,
+        words=draft.words,
+        command=tuple(mask_words(["launch", *argv])),
+        directory=str(Path.cwd()),
+        min_nodes=draft.cluster.min_nodes,
+        max_nodes=draft.cluster.max_nodes,
+    )
 
 
 def write_request(request: JobRequest, run_path: Path) -> dict[str, Any]:

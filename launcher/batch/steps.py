@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.batch.place import ATTEMPT, RENDEZVOUS
@@ -27,7 +27,7 @@ from launcher.launch.signals import FORWARDED
 from launcher.launch.slurm.command import run_slurm
 from launcher.launch.slurm.hostlist import expand_hosts
 from launcher.launch.slurm.ownjob import ask_kill_wait
-from launcher.launch.slurm.step import Container, Step, render_step
+from launcher.launch.slurm.step import Container, Step, give_cpus, render_step
 from launcher.launch.slurm.stepenv import clean_for_step
 from launcher.launch.slurm.told import (
     is_accounted,
@@ -154,11 +154,13 @@ def describe_container(config: ContainerConfig, run_path: Path, directory: str) 
 def start_nodes(attempt: Attempt, endpoint: str) -> NodeStep:
     """Start a task on each node, which are to meet at `endpoint`; raises OSError where there is no srun."""
     told = {ATTEMPT: str(attempt.run.first_attempt), RENDEZVOUS: endpoint}
+    step = describe_step(attempt)
+    step = replace(step, options=give_cpus(step.options, attempt.environ))
     reading, writing = open_channel()
     parent = os.getpid()
     try:
         process = subprocess.Popen(
-            render_step(describe_step(attempt)),
+            render_step(step),
             env={**clean_for_step(attempt.environ), **told},
             stdin=reading,
             stderr=subprocess.PIPE,

@@ -39,6 +39,8 @@ class Failure:
     pid: int
     exitcode: int
     """As subprocess gives it: -n for signal n."""
+    memory: str = ""
+    """What the kernel has killed for memory on this node, in words; empty where it has killed nothing."""
 
     @property
     def status(self) -> int:
@@ -48,13 +50,13 @@ class Failure:
     def describe(self) -> str:
         """Say in words how the process ended."""
         if self.exitcode >= 0:
-            meaning = EXIT_HINTS.get(self.exitcode) or explain_status(self.exitcode)
+            meaning = self.memory or EXIT_HINTS.get(self.exitcode) or explain_status(self.exitcode)
             return f"exited with code {self.exitcode}" + (f" ({meaning})" if meaning else "")
         try:
             number = signal.Signals(-self.exitcode)
         except ValueError:
             return f"was killed by signal {-self.exitcode}"
-        hint = SIGNAL_HINTS.get(number)
+        hint = self.memory or SIGNAL_HINTS.get(number)
         return f"was killed by {number.name} (signal {number:d})" + (f", {hint}" if hint else "")
 
 

@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
+from itertools import dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ SHIM = Path(__file__).parents[1] / "rank" / "__main__.py"
 """What each rank runs just before the program."""
 RESERVED = ("command", "sections")
 """Keys of the group `program` that say what to run; all others are the program's own options."""
+SHEBANG = 256
+"""Bytes of a `#!` line at most (BINPRM_BUF_SIZE of the kernel)."""
 
 
 def find_program(
@@ -51,8 +54,39 @@ def locate_program(words: Sequence[str], environ: Mapping[str, str]) -> tuple[st
         raise UsageError(f"{first!r} is no program: give a script, `-m module` or an executable after `--`")
     if first.endswith(".py") or (Path(first) / "__main__.py").is_file():
         check_script(Path(first))
+        if read_interpreter(first) and os.access(first, os.X_OK):
+            return (first if "/" in first else f"./{first}", *words[1:])
         return (python, *words)
     return (find_executable(first, environ), *words[1:])
+
+
+def read_interpreter(script: str) -> str:
+    """Return what a script's `#!` line runs if that is no Python, such as `uv run --script`; else empty.
+
+    A Python that such a line names is not used, as under torchrun: it seldom is the one that has torch.
+    """
+    try:
+        with open(script, "rb") as file:  # noqa: PTH123  # a folder is no script
+            line = file.readline(SHEBANG).decode(errors="replace")
+    except OSError:
+        return ""
+    if not line.startswith("#!"):
+        return ""
+    words = line[2:].split()
+    if words and Path(words[0]).name == "env":
+        words = list(dropwhile(lambda word: word.startswith("-") or "=" in word, words[1:]))
+    return "" if not words or Path(words[0]).name.startswith("python") else " ".join(words)
+
+
+def describe_interpreter(argv: Sequence[str]) -> str:
+    """Say by what a program's words, as given, run if a `#!` line of its own has a part in it; else empty."""
+    script = argv[0] if argv else ""
+    own = read_interpreter(script) if script.endswith(".py") else ""
+    if not own:
+        return ""
+    if os.access(script, os.X_OK):
+        return f"{script} runs by its own #! line, {own}"
+    return f"warning: {script} runs under Python, not by its #! line ({own}): `chmod +x {script}` lets it"
 
 
 def check_module(names: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -117,11 +151,16 @@ def render_program(
 
 
 def render_options(options: Mapping[str, object], prefix: str) -> list[str]:
-    """Write options: true is `--key`, false is `--no-key`, null is left out, a list is joined by commas."""
+    """Write options: true is `--key`, false is `--no-key`, null is left out, a list is joined by commas.
+
+    A mapping is an option for each of its keys, `--key.name=value`.
+    """
     words: list[str] = []
     for key, value in options.items():
         if isinstance(value, bool):
             words.append(f"--{prefix}{key}" if value else f"--no-{prefix}{key}")
+        elif isinstance(value, Mapping):
+            words += render_options(value, f"{prefix}{key}.")
         elif isinstance(value, list):
             words.append(f"--{prefix}{key}={','.join(map(str, value))}")
         elif value is not None:

@@ -18,14 +18,16 @@ def render_torchrun(
     """Return the agent's command: torchrun's options, then the shim, then the program's words as they are.
 
     An option that is None is left out, so that torchrun takes it from `PET_*` or its own default. As with
-    the `torchrun` script, a `json.py` in the working directory is not what the agent imports (-P).
+    the `torchrun` script, a `json.py` in the working directory is not what the agent imports (-P). Without
+    the `--`, argparse (of Python 3.13.0 too) looks for torchrun's options among the program's words, and
+    refuses `--log=x`, which may be short for two of them.
     """
     rendered = [
         f"--{name.replace('_', '-')}={render_value(value)}"
         for name, value in options.items()
         if value is not None and value != {}
     ]
-    return (python, "-P", "-m", MODULE, *rendered, "--no-python", *shim, *program)
+    return (python, "-P", "-m", MODULE, *rendered, "--no-python", "--", *shim, *program)
 
 
 def render_value(value: object) -> str:

@@ -1,45 +1,60 @@
 """Why each rank runs where it does, in a sentence."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from launcher.cpulist import format_cpulist
 from launcher.plan.model import Gpu, Machine, Memory
 from launcher.plan.policies import Place
 from launcher.plan.settings import Scene
-from launcher.plan.topology import Topology
+from launcher.plan.topology import Core, Topology, split_classes
 
 
 def explain_ranks(scene: Scene) -> Iterator[str]:
     """A sentence for each rank: GPU and node, cores, caches, workers' cores, memory, NIC."""
     exclusive = scene.binding == "exclusive"
+    topology = scene.topology
     peers = Counter(place.node if exclusive else place.cpus for place in scene.places)
-    caches = {pu: core.l3 for cores in scene.topology.cores.values() for core in cores for pu in core.pus}
-    users = find_users(scene.places, caches) if exclusive else {}
+    cores = {core.id: core for found in topology.cores.values() for core in found}
+    users = find_users(topology, cores, scene.places) if exclusive else {}
+    extra = [find_extra(topology, cores, place) if exclusive else {} for place in scene.places]
     for rank, (gpu, place, link) in enumerate(zip(scene.gpus, scene.places, scene.links, strict=True)):
-        parts = [tell_place(scene.topology, scene.machine, gpu, place.node)]
+        home, memory = scene.homes[rank], scene.memories[rank]
+        parts = [tell_place(topology, scene.machine, gpu, home, place.node)]
         if exclusive and place.node is not None:
-            shared = tell_caches(rank, {caches[pu] for pu in place.cpus}, users)
-            parts.append(tell_cores(scene.topology, place, place.node, peers[place.node]) + shared)
-            parts += tell_spare(scene.topology, place, place.node)
+            caches = {cores[topology.core_of[pu]].l3 for pu in place.cpus}
+            shared = tell_caches(rank, caches, users)
+            parts.append(tell_cores(topology, place, place.node, peers[place.node]) + shared)
+            parts += tell_given(scene.places, extra, place.node)
+            parts += tell_extra(topology, extra[rank], place.node, peers)
         else:
             others = peers[place.cpus] - 1
             parts.append(f"it has {place.why}{f', shared by {others + 1} ranks' if others else ''}")
-        parts.append(tell_memory(scene.machine, place.node, scene.memories[rank]))
+        parts.append(tell_memory(scene.machine, home, place.node, memory))
         parts += [f"NIC {link.nic.name}, {link.why}"] if link else []
         yield "; ".join(parts)
 
 
-def find_users(places: Sequence[Place], caches: Mapping[int, int]) -> Mapping[int, set[int]]:
+def find_users(
+    topology: Topology, cores: Mapping[int, Core], places: Sequence[Place]
+) -> Mapping[int, set[int]]:
     """Ranks whose own process runs under each last-level cache."""
     users: dict[int, set[int]] = {}
     for rank, place in enumerate(places):
-        for cache in {caches[pu] for pu in place.cpus}:
+        for cache in {cores[topology.core_of[pu]].l3 for pu in place.cpus}:
             users.setdefault(cache, set()).add(rank)
     return users
 
 
-def tell_place(topology: Topology, machine: Machine, gpu: Gpu | None, node: int | None) -> str:
+def find_extra(topology: Topology, cores: Mapping[int, Core], place: Place) -> Mapping[int, int]:
+    """Cores that are for a rank's workers alone, by NUMA node."""
+    found = {topology.core_of[pu] for pu in place.worker_cpus - place.cpus}
+    return Counter(cores[core].node for core in found)
+
+
+def tell_place(
+    topology: Topology, machine: Machine, gpu: Gpu | None, home: frozenset[int], node: int | None
+) -> str:
     """The rank's GPU and where that is, and the NUMA node that follows from it."""
     name = "" if gpu is None else f"GPU {gpu.index} ({gpu.pci})"
     if gpu is None or node is None:
@@ -47,9 +62,13 @@ def tell_place(topology: Topology, machine: Machine, gpu: Gpu | None, node: int 
         return name + known if gpu else "no GPU" + ("" if node is None else tell_spread(topology, node))
     if gpu.node == node:
         return f"{name} is on NUMA node {node}"
-    home = topology.find_home(gpu)
     nodes = f"{'nodes' if len(home) > 1 else 'node'} {format_cpulist(home)}"
     chosen = f", this rank on node {node}" if len(home) > 1 else ""
+    if node not in home:
+        near = count(sum(len(topology.cores[near]) for near in home), "usable core")
+        far = min(topology.distance(near, node) for near in home)
+        taken = f"{name} is nearest to {nodes}, whose {near} other ranks have"
+        return f"{taken}: this one is on node {node} (distance {far})"
     if gpu.node is not None and (gpu.node in topology.cores or gpu.node in topology.distances):
         has_cpus = any(cpu.node == gpu.node for cpu in machine.cpus)
         lack = "whose CPUs are not for this job" if has_cpus else "which has no CPUs"
@@ -77,7 +96,8 @@ def tell_cores(topology: Topology, place: Place, node: int, peers: int) -> str:
     if peers > 1:
         return f"it has {own} of the node's {count(total, 'usable core')}, as one of {peers} ranks there"
     if own < total:
-        return f"it has the {own} most capable of the node's {count(total, 'usable core')}"
+        best = f"the {own} most capable" if split_classes(topology.cores[node])[1:] else own
+        return f"it has {best} of the node's {count(total, 'usable core')}"
     return f"it has {'all ' if total > 1 else ''}the node's {count(total, 'usable core')}"
 
 
@@ -91,36 +111,47 @@ def tell_caches(rank: int, own: set[int], users: Mapping[int, set[int]]) -> str:
     return f", {part} shared with rank{'s' if len(others) > 1 else ''} {format_cpulist(others)}"
 
 
-def tell_spare(topology: Topology, place: Place, node: int) -> Iterator[str]:
+def tell_given(places: Sequence[Place], extra: Sequence[Mapping[int, int]], node: int) -> Iterator[str]:
+    """The cores of a node that workers of ranks on other nodes have."""
+    others = {rank for rank, cores in enumerate(extra) if cores.get(node) and places[rank].node != node}
+    if others:
+        cores = count(sum(extra[rank][node] for rank in others), "core")
+        ranks = f"{'ranks' if len(others) > 1 else 'rank'} {format_cpulist(others)}"
+        yield f"workers of {ranks} have {cores} of the node"
+
+
+def tell_extra(
+    topology: Topology, extra: Mapping[int, int], node: int, used: Collection[object]
+) -> Iterator[str]:
     """Where the cores come from that are for a rank's workers alone."""
-    pus = place.worker_cpus - place.cpus
-    if not pus:
-        return
-    spare = Counter(
-        core.node for cores in topology.cores.values() for core in cores if not pus.isdisjoint(core.pus)
-    )
-    if smaller := spare.pop(node, 0):
-        yield f"its workers also have {count(smaller, 'less capable core')} of the node"
-    if spare:
-        parts = (
+    if extra.get(node):
+        yield f"its workers also have {count(extra[node], 'less capable core')} of the node"
+    for spared in (False, True):
+        parts = [
             f"{count(cores, 'core')} of node {other} (distance {topology.distance(other, node)})"
-            for other, cores in sorted(spare.items())
-        )
-        yield f"its workers also have {', '.join(parts)}, where no rank runs"
+            for other, cores in sorted(extra.items())
+            if other != node and (other in used) == spared
+        ]
+        if parts:
+            why = "which ranks there can spare" if spared else "where no rank runs"
+            yield f"its workers also have {', '.join(parts)}, {why}"
 
 
-def tell_memory(machine: Machine, node: int | None, memory: Memory) -> str:
+def tell_memory(machine: Machine, home: frozenset[int], node: int | None, memory: Memory) -> str:
     """Where a rank's memory comes from, and why where that is not its node."""
     if node is None:
         return "no memory policy"
     if memory.nodes == {node}:
         return f"memory from node {node}"
+    target = format_cpulist(memory.nodes)
+    if node not in home and memory.nodes & home:
+        return f"memory from node {target}, next to its GPU"
     has_memory = any(entry.id == node and entry.normal and entry.memory_kib for entry in machine.nodes)
     barred = has_memory and node not in machine.allowed_mems
     reason = f"since that of node {node} is not for this job" if barred else f"since node {node} has none"
     if not memory.nodes:
         return f"memory wherever the kernel finds it, {reason}"
-    return f"memory from node {format_cpulist(memory.nodes)}, {reason}"
+    return f"memory from node {target}, {reason}"
 
 
 def count(number: int, what: str) -> str:

@@ -1,79 +1,128 @@
 """Where a placement falls short of what was asked, and what the user should know besides."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from launcher.cpulist import format_cpulist
 from launcher.plan.allocator import find_missing
 from launcher.plan.cores import Cores
-from launcher.plan.model import Gpu, Machine, Memory, Request
+from launcher.plan.model import Gpu, Machine, Request
 from launcher.plan.policies import Place
-from launcher.plan.rules import BINDS, COLLECTORS, find_binders
+from launcher.plan.rules import BINDS, COLLECTORS, LEAST_CORES, find_binders
+from launcher.plan.settings import Scene
 from launcher.plan.topology import Topology, find_usable, gather_pus
 from launcher.plan.variables import COUNTS, read_count
 
 
-def find_shortfalls(
-    request: Request,
-    machine: Machine,
-    topology: Topology,
-    *,
-    gpus: Sequence[Gpu | None],
-    places: Sequence[Place],
-    memories: Sequence[Memory],
-) -> tuple[str, ...]:
+def find_shortfalls(request: Request, scene: Scene) -> tuple[str, ...]:
     """What the machine could not give, as `what happened: fix`; nothing where no binding was asked for."""
     if request.binding == "none":
         return ()
     return (
-        *find_remote(machine, topology, gpus),
-        *find_foreign_memory(machine, places, memories),
-        *find_isolated(machine),
-        *find_unreserved(machine, topology, request.reserve_cores),
-        *(find_crowded(topology, places) if request.binding == "exclusive" else ()),
+        *find_remote(scene),
+        *find_foreign_memory(scene),
+        *find_isolated(scene.machine),
+        *find_unreserved(scene.machine, scene.topology, request.reserve_cores),
+        *((*find_crowded(scene), *find_uneven(scene)) if request.binding == "exclusive" else ()),
     )
 
 
-def find_remote(machine: Machine, topology: Topology, gpus: Sequence[Gpu | None]) -> Iterator[str]:
+def find_remote(scene: Scene) -> Iterator[str]:
     """Ranks that run away from their GPU because the job may use none of the CPUs beside it."""
+    usable = frozenset(scene.topology.core_of)
+    by_node: dict[int | None, set[int]] = {}
+    for cpu in scene.machine.cpus:
+        by_node.setdefault(cpu.node, set()).add(cpu.id)
     wanted: dict[frozenset[int], set[int]] = {}
-    for rank, gpu in enumerate(gpus):
-        if gpu is not None:
-            near = frozenset(cpu.id for cpu in machine.cpus if cpu.node == gpu.node) or gpu.local_cpus
-            wanted.setdefault(near, set()).add(rank)
+    for rank, gpu in enumerate(scene.gpus):
+        if gpu is not None and (near := by_node.get(gpu.node, gpu.local_cpus)).isdisjoint(usable):
+            wanted.setdefault(frozenset(near), set()).add(rank)
     for near, ranks in wanted.items():
-        if near and near.isdisjoint(topology.core_of):
+        if near:
             yield (
                 f"local rank {format_cpulist(ranks)} needs CPUs {format_cpulist(near)}, next to its GPU, "
-                f"but this job may use {format_cpulist(frozenset(topology.core_of))}, and runs elsewhere: "
+                f"but this job may use {format_cpulist(usable)}, and runs elsewhere: "
                 "ask for those CPUs (cpus_per_task, or the whole node), or set binding=none"
             )
 
 
-def find_foreign_memory(
-    machine: Machine, places: Sequence[Place], memories: Sequence[Memory]
-) -> Iterator[str]:
-    """Ranks whose own node has memory that the job's cpuset leaves out."""
+def find_foreign_memory(scene: Scene) -> Iterator[str]:
+    """Ranks on a node next to their GPU that has memory, which the job's cpuset leaves out."""
+    machine = scene.machine
     barred = {entry.id for entry in machine.nodes if entry.normal and entry.memory_kib} - machine.allowed_mems
-    for node, ranks in group_ranks(places).items():
-        if node in barred:
+    for node, found in group_ranks(scene.places).items():
+        ranks = {rank for rank in found if node in scene.homes[rank]}
+        if node in barred and ranks:
             yield (
                 f"local rank {format_cpulist(ranks)} runs on NUMA node {node}, but this job may use "
                 f"the memory of {format_cpulist(machine.allowed_mems) or 'no node'}, so its memory comes "
-                f"from {format_cpulist(memories[min(ranks)].nodes) or 'wherever the kernel finds it'}: "
+                f"from {format_cpulist(scene.memories[min(ranks)].nodes) or 'wherever the kernel finds it'}: "
                 f"ask for node {node}'s memory (cpuset.mems)"
             )
 
 
-def find_crowded(topology: Topology, places: Sequence[Place]) -> Iterator[str]:
+def find_crowded(scene: Scene) -> Iterator[str]:
     """NUMA nodes with more ranks than cores."""
-    for node, ranks in group_ranks(places).items():
-        cores = topology.cores[node]
+    for node, ranks in group_ranks(scene.places).items():
+        cores = scene.topology.cores[node]
         if len(ranks) > len(cores):
             yield (
                 f"local rank {format_cpulist(ranks)} must share {len(cores)} cores (CPUs "
                 f"{format_cpulist(gather_pus(cores))}) of NUMA node {node} and will wait for one another: "
                 "ask for more CPUs (cpus_per_task), or start fewer ranks (nproc_per_node)"
             )
+
+
+def find_uneven(scene: Scene) -> Iterator[str]:
+    """Ranks that have few cores next to their GPUs, and at most half as many as others.
+
+    Nothing if there are more ranks than cores, which `find_crowded` tells.
+    """
+    topology = scene.topology
+    sizes = {node: len(cores) for node, cores in topology.cores.items()}
+    if sum(sizes.values()) < len(scene.places):
+        return
+    groups: dict[frozenset[int], set[int]] = {}
+    for rank, home in enumerate(scene.homes):
+        groups.setdefault(home, set()).add(rank)
+    cores = {home: sum(sizes[node] for node in home) for home in groups}
+    each = {home: cores[home] / len(ranks) for home, ranks in groups.items()}
+    most = max(each.values())
+    for home, ranks in groups.items():
+        if each[home] < LEAST_CORES and 2 * each[home] <= most:
+            yield (
+                f"local rank {format_cpulist(ranks)} has {cores[home]} usable cores next to its GPUs, on "
+                f"{format_nodes(home)}, {each[home]:.2g} for each where other ranks have {most:.3g} next to "
+                f"theirs, so {describe_help(topology, home, ranks, scene.places)}: "
+                f"{suggest_cores(scene.machine, home)}"
+            )
+
+
+def format_nodes(nodes: Iterable[int]) -> str:
+    """NUMA nodes by their numbers."""
+    return f"NUMA node {format_cpulist(frozenset(nodes))}"
+
+
+def describe_help(
+    topology: Topology, home: frozenset[int], ranks: Iterable[int], places: Sequence[Place]
+) -> str:
+    """Where ranks run, and their workers, that have too few cores on the nodes of `home`."""
+    node_of = {pu: core.node for cores in topology.cores.values() for core in cores for pu in core.pus}
+    away = {rank for rank in ranks if places[rank].node not in home}
+    used = {rank: {node_of[pu] for pu in places[rank].worker_cpus} - home for rank in ranks}
+    helped = {rank for rank in ranks if used[rank]} - away
+    parts = [
+        f"{who}local rank {format_cpulist(some)} {verb} {format_nodes(set().union(*(used[r] for r in some)))}"
+        for some, who, verb in ((away, "", "runs on"), (helped, "workers of ", "also run on"))
+        if some
+    ]
+    return ", and ".join(parts) or "they set the pace of all"
+
+
+def suggest_cores(machine: Machine, home: frozenset[int]) -> str:
+    """How there would be more cores on some nodes."""
+    if any(cpu.node in home and cpu.id not in machine.allowed_cpus for cpu in machine.cpus):
+        return f"ask for more CPUs of {format_nodes(home)} (cpus_per_task, or the whole node)"
+    return "start fewer ranks (nproc_per_node, with devices=spread), or spread the GPUs' slots over the nodes"
 
 
 def find_isolated(machine: Machine) -> Iterator[str]:
@@ -116,7 +165,7 @@ def find_advice(
             "and NCCL refuses two ranks on one GPU: "
             f"set nproc_per_node={len(visible)} unless the program means it (MPS)"
         )
-    if len(visible) > 1 and request.devices == "all" and any(gpu.uuid.startswith("MIG-") for gpu in visible):
+    if len(visible) > 1 and request.devices != "own" and any(gpu.uuid.startswith("MIG-") for gpu in visible):
         yield "CUDA opens one MIG instance in a process, so every rank would use the first: set devices=own"
     order = environ.get("CUDA_DEVICE_ORDER") or "PCI_BUS_ID"
     if order != "PCI_BUS_ID" and len({gpu.name for gpu in visible}) > 1:

@@ -160,7 +160,8 @@ class Request:
     reserve_cores: int = 0
     """Physical cores left for the system, spread over the NUMA nodes."""
     devices: str = "all"
-    """`all`: every rank sees the job's GPUs; `own`: each rank sees its own alone."""
+    """`all`: every rank sees the job's GPUs; `own`: each rank sees its own alone; `spread`: as `all`, but of
+    more GPUs than ranks the job has those that are spread over packages and NICs."""
     workload: str = "text"
     """Name of what `num_workers` was chosen for, for people."""
     num_workers: int = 2

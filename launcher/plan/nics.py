@@ -42,7 +42,7 @@ def assign_nics(
     nics = choose_usable(machine.nics, environ.get("NCCL_IB_HCA", ""))
     if not nics:
         return (None,) * len(gpus)
-    by_gpu = {name_gpu(gpu): choose_nearest(topology, gpu, None, nics) for gpu in machine.gpus}
+    by_gpu = choose_all(machine, topology, nics)
     by_node = {node: choose_nearest(topology, None, node, nics) for node in set(nodes) if None in gpus}
     seekers = [name_gpu(gpu) if gpu else ("", rank) for rank, gpu in enumerate(gpus)]
     wanted = {
@@ -51,6 +51,18 @@ def assign_nics(
     }
     dealt = deal(wanted, Counter(seekers), deal(by_gpu, Counter(by_gpu.keys()), {}))
     return tuple(Link(nics[dealt[seeker]], wanted[seeker][0]) for seeker in seekers)
+
+
+def choose_all(machine: Machine, topology: Topology, nics: Sequence[Nic]) -> dict[Seeker, Choices]:
+    """The nearest NICs of each of the machine's GPUs."""
+    return {name_gpu(gpu): choose_nearest(topology, gpu, None, nics) for gpu in machine.gpus}
+
+
+def prefer_nics(machine: Machine, topology: Topology, environ: Mapping[str, str]) -> dict[Seeker, int]:
+    """A number for the NIC that each GPU would have if all were in use; empty without NICs."""
+    nics = choose_usable(machine.nics, environ.get("NCCL_IB_HCA", ""))
+    by_gpu = choose_all(machine, topology, nics) if nics else {}
+    return deal(by_gpu, Counter(by_gpu.keys()), {})
 
 
 def name_gpu(gpu: Gpu) -> Seeker:
@@ -84,7 +96,8 @@ def choose_nearest(topology: Topology, gpu: Gpu | None, node: int | None, nics: 
     Near is what shares most bridges of the PCI path, then what is near by NUMA distance.
     """
     starts = find_starts(topology, gpu, node)
-    nearness = [(-count_shared(gpu, nic), measure(topology, starts, nic)) for nic in nics]
+    path = gpu.path if gpu else ()
+    nearness = [(-count_shared(path, nic.path), measure(topology, starts, nic)) for nic in nics]
     nearest = min(nearness)
     near = [at for at, found in enumerate(nearness) if found == nearest]
     fastest = max(nics[at].rate_gbps for at in near)
@@ -101,11 +114,10 @@ def find_starts(topology: Topology, gpu: Gpu | None, node: int | None) -> frozen
     return home if len(home) < len(topology.cores) else frozenset()
 
 
-def count_shared(gpu: Gpu | None, nic: Nic) -> int:
-    """Bridges, the host's included, that the ways to a GPU and to a NIC have in common."""
-    path = gpu.path if gpu else ()
-    most = min(len(path), len(nic.path))
-    return next((at for at in range(most) if path[at] != nic.path[at]), most)
+def count_shared(path: Sequence[str], other: Sequence[str]) -> int:
+    """Bridges, the host's included, that the ways to two devices have in common."""
+    most = min(len(path), len(other))
+    return next((at for at in range(most) if path[at] != other[at]), most)
 
 
 def measure(topology: Topology, starts: frozenset[int], nic: Nic) -> int:
@@ -130,13 +142,21 @@ def describe(gpu: Gpu | None, shared: int, distance: int) -> str:
 def deal(
     wanted: Mapping[Seeker, Choices], ranks: Mapping[Seeker, int], likes: Mapping[Seeker, int]
 ) -> dict[Seeker, int]:
-    """Give each one of the NICs that it wants, those with fewest ranks first; who has least choice begins."""
+    """Give each one of the NICs that it wants, those with fewest ranks first; who has least choice begins.
+
+    Those that may have the same NICs get them in blocks (0, 0, 1, 1), as NVIDIA's and the clouds' topology
+    files have it: neighbours on a bus share a NIC.
+    """
     load: Counter[int] = Counter()
     dealt: dict[Seeker, int] = {}
+    alike: dict[tuple[tuple[int, ...], int], list[Seeker]] = {}
     for seeker in sorted(wanted, key=lambda seeker: (len(wanted[seeker][1]), seeker[1], seeker[0])):
-        liked = likes.get(seeker)
-        dealt[seeker] = min(wanted[seeker][1], key=lambda at: (load[at], at != liked, at))
+        nics, liked = wanted[seeker][1], likes.get(seeker)
+        dealt[seeker] = min(nics, key=lambda at: (load[at], at != liked, at))
         load[dealt[seeker]] += ranks[seeker]
+        alike.setdefault((nics, ranks[seeker]), []).append(seeker)
+    for group in alike.values():
+        dealt.update(zip(group, sorted(dealt[seeker] for seeker in group), strict=True))
     return dealt
 
 

@@ -4,12 +4,10 @@ from collections.abc import Iterator, Mapping
 
 from launcher.plan.model import RankPlan, Request, Variable
 from launcher.plan.rules import BINDERS
-from launcher.plan.variables import HONOURED
+from launcher.plan.variables import DEVICES, HONOURED
 
 REASONS = {
     "CUDA_DEVICE_ORDER": "GPUs are numbered as in this plan",
-    "CUDA_VISIBLE_DEVICES": "devices=own",
-    "HIP_VISIBLE_DEVICES": "devices=own",
     "LAUNCH_GC": "the group gc",
     "LAUNCH_LOADER_DEFAULT": "dataloader.default=true",
     "LAUNCH_NIC": "the RDMA device next to its GPU",
@@ -53,7 +51,8 @@ def describe_given(name: str) -> str:
 def tell_planned(request: Request, name: str, value: str) -> Variable:
     """A variable that the plan sets, and what was there before."""
     before = describe_before(dict(request.environ), dict(request.configured), name, value)
-    return Variable(name, value, "plan", ", ".join(filter(None, [REASONS.get(name, ""), before])))
+    reason = f"devices={request.devices}" if name in DEVICES else REASONS.get(name, "")
+    return Variable(name, value, "plan", ", ".join(filter(None, [reason, before])))
 
 
 def describe_before(environ: Mapping[str, str], configured: Mapping[str, str], name: str, value: str) -> str:

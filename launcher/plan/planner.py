@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import inf
 
 from launcher.errors import MachineError, UsageError
-from launcher.plan.assign import assign_nodes, order_ranks
+from launcher.plan.assign import Assignment, assign_ranks
 from launcher.plan.cores import count_cores, limit_cores
 from launcher.plan.exclusive import place_exclusive
 from launcher.plan.explain import explain_ranks
@@ -14,19 +14,20 @@ from launcher.plan.model import Gpu, Machine, Plan, Request
 from launcher.plan.nics import assign_nics
 from launcher.plan.origins import list_variables
 from launcher.plan.policies import Place, place_l3, place_none, place_numa, place_socket
+from launcher.plan.rules import DEVICES, count_each
 from launcher.plan.settings import Scene, choose_memory, finish_rank
 from launcher.plan.topology import Topology, survey
 from launcher.plan.visible import resolve_visible
-from launcher.plan.workers import find_tight, plan_crew
+from launcher.plan.workers import count_wanted, find_tight, plan_crew
 
-POLICIES: Mapping[str, Callable[[Topology, Sequence[int], Sequence[int]], Mapping[int, Place]]] = {
+POLICIES: Mapping[str, Callable[[Topology, Assignment], Mapping[int, Place]]] = {
     "exclusive": place_exclusive,
     "numa": place_numa,
     "socket": place_socket,
     "l3": place_l3,
     "none": place_none,
 }
-"""The bindings by name; each takes the NUMA node of every rank, and the order in which ranks take CPUs."""
+"""The bindings by name."""
 
 
 def plan(machine: Machine, request: Request) -> Plan:
@@ -39,19 +40,24 @@ def plan(machine: Machine, request: Request) -> Plan:
     environ = dict(request.environ)
     seen = resolve_visible(machine.gpus, environ)
     topology = survey(machine, 0 if request.binding == "none" else request.reserve_cores)
+    if request.devices == "spread":
+        from launcher.plan.spread import spread_devices  # noqa: PLC0415  # a rank's start pays for imports
+
+        seen = spread_devices(machine, topology, seen, request)
     gpus = give_gpus(request.nproc_per_node or len(seen.devices) or len(topology.cores), seen.devices)
-    nodes = assign_nodes(topology, gpus)
-    placed = POLICIES[request.binding](topology, nodes, order_ranks(gpus))
+    each = count_each(count_wanted(request)) if request.binding == "exclusive" else 0
+    assignment = assign_ranks(topology, gpus, each)
+    placed = POLICIES[request.binding](topology, assignment)
     places = [placed[rank] for rank in range(len(gpus))]
     memories = [
-        choose_memory(machine, topology, place.node, topology.find_home(gpu))
-        for place, gpu in zip(places, gpus, strict=True)
+        choose_memory(machine, topology, place.node, home)
+        for place, home in zip(places, assignment.homes, strict=True)
     ]
-    shortfalls = find_shortfalls(request, machine, topology, gpus=gpus, places=places, memories=memories)
+    links = assign_nics(machine, topology, gpus, assignment.nodes, environ)
+    scene = Scene(machine, topology, request.binding, gpus, assignment.homes, places, memories, links)
+    shortfalls = find_shortfalls(request, scene)
     if request.strict and shortfalls:
         raise MachineError(shortfalls[0])
-    links = assign_nics(machine, topology, gpus, nodes, environ)
-    scene = Scene(machine, topology, request.binding, gpus, places, memories, links)
     cores = count_cores(topology, places)
     within = limit_cores(cores, machine.limits.cpus)
     crew = plan_crew(request, machine, within)
@@ -61,7 +67,7 @@ def plan(machine: Machine, request: Request) -> Plan:
         for rank, why in enumerate(explain_ranks(scene))
     )
     ranks = tuple(replace(rank, variables=list_variables(request, rank)) for rank in ranks)
-    advice = (*find_advice(request, machine, seen.devices, cores), *find_tight(crew, within))
+    advice = (*find_advice(request, machine, seen.devices, cores), *find_tight(request, crew, within))
     return Plan(machine, ranks, (*machine.warnings, *seen.warnings, *advice, *shortfalls))
 
 
@@ -69,8 +75,8 @@ def check_request(request: Request) -> None:
     """Raise UsageError for values that mean nothing."""
     if request.binding not in POLICIES:
         raise UsageError(f"binding={request.binding} is unknown: use one of {', '.join(POLICIES)}")
-    if request.devices not in ("all", "own"):
-        raise UsageError(f"devices={request.devices} is unknown: use all or own")
+    if request.devices not in DEVICES:
+        raise UsageError(f"devices={request.devices} is unknown: use one of {', '.join(DEVICES)}")
     least = {"nproc_per_node": 1, "reserve_cores": 0, "num_workers": 0}
     given = {
         "nproc_per_node": request.nproc_per_node,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from launcher.plan.assign import Assignment
 from launcher.plan.topology import Core, Topology, gather_pus
 
 
@@ -18,27 +19,26 @@ class Place:
     """What they are, for people; `exclusive` tells more than a place knows."""
 
 
-def place_numa(topology: Topology, nodes: Sequence[int], order: Sequence[int]) -> dict[int, Place]:
+def place_numa(topology: Topology, assignment: Assignment) -> dict[int, Place]:
     """All usable CPUs of each rank's NUMA node."""
     groups = group_pus(topology, lambda core: core.node)
     return {
-        rank: Place(nodes[rank], groups[nodes[rank]], groups[nodes[rank]], f"all of NUMA node {nodes[rank]}")
-        for rank in order
+        rank: Place(node, groups[node], groups[node], f"all of NUMA node {node}")
+        for rank, node in enumerate(assignment.nodes)
     }
 
 
-def place_socket(topology: Topology, nodes: Sequence[int], order: Sequence[int]) -> dict[int, Place]:
+def place_socket(topology: Topology, assignment: Assignment) -> dict[int, Place]:
     """All usable CPUs of the package that each rank's NUMA node is in."""
     groups = group_pus(topology, lambda core: core.package)
     places = {}
-    for rank in order:
-        package = topology.cores[nodes[rank]][0].package
-        why = f"all of package {package}"
-        places[rank] = Place(nodes[rank], groups[package], groups[package], why)
+    for rank, node in enumerate(assignment.nodes):
+        package = topology.cores[node][0].package
+        places[rank] = Place(node, groups[package], groups[package], f"all of package {package}")
     return places
 
 
-def place_l3(topology: Topology, nodes: Sequence[int], order: Sequence[int]) -> dict[int, Place]:
+def place_l3(topology: Topology, assignment: Assignment) -> dict[int, Place]:
     """One last-level cache for each rank; a node's ranks take its caches in turn, the largest first.
 
     A cache that spans NUMA nodes counts as one for each of them.
@@ -46,8 +46,8 @@ def place_l3(topology: Topology, nodes: Sequence[int], order: Sequence[int]) -> 
     caches = {node: list_caches(cores) for node, cores in topology.cores.items()}
     turns = dict.fromkeys(caches, 0)
     places = {}
-    for rank in order:
-        node = nodes[rank]
+    for rank in assignment.order:
+        node = assignment.nodes[rank]
         mask = caches[node][turns[node] % len(caches[node])]
         turns[node] += 1
         what = (
@@ -68,11 +68,11 @@ def list_caches(cores: Sequence[Core]) -> list[frozenset[int]]:
     return [gather_pus(group) for group in sorted(groups.values(), key=len, reverse=True)]
 
 
-def place_none(topology: Topology, nodes: Sequence[int], order: Sequence[int]) -> dict[int, Place]:
+def place_none(topology: Topology, assignment: Assignment) -> dict[int, Place]:
     """Every usable CPU, and no memory policy."""
     every = frozenset(topology.core_of)
     why = "all CPUs for this job, since no binding was asked for"
-    return {rank: Place(None, every, every, why) for rank in order}
+    return {rank: Place(None, every, every, why) for rank in assignment.order}
 
 
 def group_pus(topology: Topology, key_of: Callable[[Core], int]) -> Mapping[int, frozenset[int]]:

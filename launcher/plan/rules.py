@@ -6,6 +6,8 @@ BINDERS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 """Variables that have OpenMP bind threads by itself: never set, and warned of."""
 SYSTEM_CORES = 4
 """Cores of a node beside those of ranks and workers, in the book's rule `gpus * (num_workers + 1) + 4`."""
+LEAST_CORES = 4
+"""Cores of a rank at least: its process, two DataLoader workers, one more for communication threads."""
 SHARE = 0.5
 """Part of the memory and of /dev/shm that DataLoader workers may take."""
 FILES_RANK, FILES_WORKER = 512, 64
@@ -25,6 +27,8 @@ BINDS = (
 )
 """Source: libgomp's and LLVM's manuals; OMP_PLACES and GOMP_CPU_AFFINITY turn OMP_PROC_BIND on. Tried with
 torch 2.13: with any of the three, one of two CPUs is left."""
+DEVICES = ("all", "own", "spread")
+"""What ranks see of the job's GPUs, as `devices` names it."""
 COLLECTORS = ("synchronized", "disabled", "frozen", "default")
 """Policies for garbage collection, as LAUNCH_GC names them."""
 KMP_TYPES = ("balanced", "compact", "explicit", "logical", "physical", "scatter")
@@ -42,6 +46,11 @@ def count_system(ranks: int) -> float:
 def count_needed(ranks: int, workers: int) -> int:
     """Cores that a node needs for as many ranks, with as many DataLoader workers each."""
     return ranks * (workers + 1) + -int(-count_system(ranks) // 1)
+
+
+def count_each(workers: int) -> int:
+    """Cores that a rank should have for its process, its DataLoader workers and communication threads."""
+    return max(LEAST_CORES, workers + 2)
 
 
 def find_binders(environ: Mapping[str, str]) -> Iterator[str]:

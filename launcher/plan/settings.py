@@ -22,6 +22,8 @@ class Scene:
     topology: Topology
     binding: str
     gpus: Sequence[Gpu | None]
+    homes: Sequence[frozenset[int]]
+    """NUMA nodes nearest to each rank's GPU."""
     places: Sequence[Place]
     memories: Sequence[Memory]
     links: Sequence[Link | None]
@@ -43,11 +45,11 @@ def choose_memory(machine: Machine, topology: Topology, node: int | None, home: 
 
 
 def set_devices(request: Request, gpu: Gpu | None, own: tuple[str, str] | None) -> Part:
-    """Variables that tell a rank of its GPU; `own` shows the GPU alone."""
+    """Variables that tell a rank of its GPU; `own` shows the GPU, unless the rank is to see all."""
     env = {}
     if gpu is not None and gpu.vendor != "amd":
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    if own is not None and request.devices == "own":
+    if own is not None and request.devices != "all":
         env[own[0]] = own[1]
     return env, ()
 
@@ -90,14 +92,14 @@ def finish_rank(
 ) -> RankPlan:
     """Add workers, threads and variables to a placed rank; what the user has set wins.
 
-    `own` are the variable and value that show the rank's GPU alone, `crew` is what bounds the workers.
+    `own` are the variable and value that show the rank's GPU, `crew` is what bounds the workers.
     """
     environ = dict(request.environ)
     place, link = scene.places[rank], scene.links[rank]
     workers, loading = set_workers(request, crew, cores)
     threads, threading = set_threads(environ, workers, cores)
     parts = (loading, threading, *set_others(request, scene, rank, own))
-    env, notes = join_parts(parts, environ, own_devices=request.devices == "own")
+    env, notes = join_parts(parts, environ, show_devices=request.devices != "all")
     return RankPlan(
         local_rank=rank,
         gpu=scene.gpus[rank],
@@ -126,11 +128,11 @@ def set_others(request: Request, scene: Scene, rank: int, own: tuple[str, str] |
 
 
 def join_parts(
-    parts: Sequence[Part], environ: Mapping[str, str], *, own_devices: bool
+    parts: Sequence[Part], environ: Mapping[str, str], *, show_devices: bool
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """All variables but those that stay as the user has them, by name, and all notes."""
     env = {name: value for variables, _ in parts for name, value in variables.items()}
-    kept = find_kept(environ, env if own_devices else {})
+    kept = find_kept(environ, env if show_devices else {})
     notes = [note for _, notes in parts for note in notes]
     notes += [f"{name}={environ[name]} kept, set by the user" for name in kept]
     return tuple(sorted((name, value) for name, value in env.items() if name not in kept)), tuple(notes)

@@ -19,7 +19,7 @@ COUNTS = {
 MERGED = (*NAMES, "LD_PRELOAD")
 """Variables whose settings the plan joins with its own."""
 DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-"""Variables that can show a rank its own GPU alone."""
+"""Variables that can show a rank its GPU, alone or with others."""
 EMPTY = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Variables that hide all GPUs where they are empty."""
 HONOURED = (
@@ -42,7 +42,7 @@ def read_count(environ: Mapping[str, str], name: str, least: int) -> int | None:
 
 
 def find_kept(environ: Mapping[str, str], decided: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the user's variables that stay; `decided` are those that show a GPU alone."""
+    """Names of the user's variables that stay; `decided` are those that show GPUs."""
     return tuple(name for name in HONOURED if name in environ and stays(environ, name, decided))
 
 

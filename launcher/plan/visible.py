@@ -21,7 +21,7 @@ class Visible:
     devices: tuple[Gpu, ...] = ()
     """A MIG instance is given as its parent with the instance's UUID."""
     own: tuple[tuple[str, str], ...] = ()
-    """For each device the variable and value that show it alone."""
+    """For each device the variable and value that show it: alone, or with all that are to be seen."""
     warnings: tuple[str, ...] = ()
     """About illegal entries."""
 
@@ -39,7 +39,8 @@ def resolve_visible(gpus: tuple[Gpu, ...], environ: Mapping[str, str]) -> Visibl
         devices, own, warnings = show_devices(gpus, environ)
         return Visible(devices, own, warnings)
     devices, warnings = resolve_cuda(nvidia, environ.get("CUDA_VISIBLE_DEVICES"))
-    own = tuple(("CUDA_VISIBLE_DEVICES", gpu.uuid or str(gpu.index)) for gpu in devices)
+    named = all(gpu.uuid for gpu in devices)  # a list has numbers or UUIDs
+    own = tuple(("CUDA_VISIBLE_DEVICES", gpu.uuid if named else str(gpu.index)) for gpu in devices)
     return Visible(devices, own, warnings)
 
 

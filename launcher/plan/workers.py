@@ -47,8 +47,8 @@ class Crew:
 
 def plan_crew(request: Request, machine: Machine, cores: Sequence[Cores]) -> Crew:
     """Find out how many workers are asked for, and what the node has for them; `cores` are each rank's."""
-    asked, ranks = read_count(dict(request.environ), "LAUNCH_NUM_WORKERS", 0), len(cores)
-    wanted = request.num_workers if asked is None else asked
+    asked, ranks = read_asked(request), len(cores)
+    wanted = count_wanted(request)
     bounds = (
         bound_cores(machine, cores),
         *bound_memory(request, machine, ranks),
@@ -56,13 +56,24 @@ def plan_crew(request: Request, machine: Machine, cores: Sequence[Cores]) -> Cre
         *bound_files(machine),
     )
     who = name_asker(request) if asked is None else "LAUNCH_NUM_WORKERS"
-    return Crew(who, wanted, asked is None and not request.measured, bounds)
+    return Crew(who, wanted, asked is None and who != NUMBER and not request.measured, bounds)
+
+
+def read_asked(request: Request) -> int | None:
+    """The number in the user's LAUNCH_NUM_WORKERS; None without one."""
+    return read_count(dict(request.environ), "LAUNCH_NUM_WORKERS", 0)
+
+
+def count_wanted(request: Request) -> int:
+    """DataLoader workers that each rank would like."""
+    asked = read_asked(request)
+    return request.num_workers if asked is None else asked
 
 
 def name_asker(request: Request) -> str:
-    """Name the key that asks: the workload, or the number where that is not the workload's."""
-    is_usual = WORKLOADS.get(request.workload, request.num_workers) == request.num_workers
-    return f"dataloader={request.workload}" if is_usual else NUMBER
+    """Name the key that asks: the workload, or the number if that is not the workload's."""
+    usual = WORKLOADS.get(request.workload, request.num_workers if request.workload else None)
+    return NUMBER if request.num_workers != usual else f"dataloader={request.workload}"
 
 
 def bound_cores(machine: Machine, cores: Sequence[Cores]) -> Bound:
@@ -149,15 +160,15 @@ def set_workers(request: Request, crew: Crew, cores: Cores) -> tuple[int, Part]:
     return workers, (env | {"LAUNCH_LOADER_DEFAULT": "1"} if request.loader_default else env, [note])
 
 
-def find_tight(crew: Crew, cores: Sequence[Cores]) -> Iterator[str]:
-    """Where ranks have fewer workers than they would, and the fix; cores count where a number was given."""
-    room = max(min(bound_own(each).most, crew.bounds[0].most) for each in cores)
+def find_tight(request: Request, crew: Crew, cores: Sequence[Cores]) -> Iterator[str]:
+    """Warn of more workers than there is room for, with the fix; of cores only if a number was given."""
+    room = max(0, min(crew.bounds[0].most, *(bound_own(each).most for each in cores)))
     had = min(crew.wanted, max(1, room)) if crew.bounded else crew.wanted
     is_told = any(each.limited for each in cores)  # a quota has a warning of its own
-    if crew.who == NUMBER and had < crew.wanted and not is_told:
+    if crew.who == NUMBER and max(1, room) < crew.wanted and not (is_told or request.measured):
         yield (
-            f"{NUMBER}={crew.wanted} is more than there are cores for: ranks get {had} at most "
-            f"({crew.bounds[0].what}): ask for more CPUs, or set dataloader.measured=true to have them all"
+            f"{NUMBER}={crew.wanted} is more than there are cores for, which is {room} on each rank "
+            f"({crew.bounds[0].what}): workers and ranks will wait for cores: ask for more CPUs, or set fewer"
         )
     for bound in crew.bounds:
         if bound.fix and bound.most < had:

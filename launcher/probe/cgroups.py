@@ -21,15 +21,40 @@ def list_groups(tree: Tree, controllers: tuple[str, ...]) -> dict[str, Groups]:
     for controller in controllers:
         version = 1 if controller in own else 2
         path = own.get(controller if version == 1 else "")
-        if path is None:
-            continue
-        mount = find_usual(tree, controller, version)
-        if ".." in path.split("/") or not tree.has(f"{mount}{path}"):
-            from launcher.probe.mounts import find_cgroup
-
-            mount, path = find_cgroup(tree, controller, version, path) or (mount, path)
-        groups[controller] = version, list_ancestors(tree, mount, path)
+        if path is not None:
+            groups[controller] = version, find_group(tree, controller, version, path)
     return groups
+
+
+def find_group(tree: Tree, controller: str, version: int, path: str) -> list[str]:
+    """The directories of a cgroup and of those above it, as far as they are seen."""
+    mount = find_usual(tree, controller, version)
+    if ".." in path.split("/") or not tree.has(f"{mount}{path}"):
+        from launcher.probe.mounts import find_cgroup
+
+        mount, path = find_cgroup(tree, controller, version, path) or (mount, path)
+    return list_ancestors(tree, mount, path)
+
+
+def read_cpuset(tree: Tree, kind: str) -> frozenset[int] | None:
+    """The `cpus` or `mems` of this process's cpuset by the files of its cgroup; None if none are to be found.
+
+    For trees without proc/self/status, as hwloc-gather-topology captures them. A cgroup that leaves the list
+    empty, or that is without the controller, has that of the next one above it. proc/self/cpuset names the
+    cgroup if proc/self/cgroup does not. Source: cpuset(7); the kernel's cgroup-v1/cpusets and cgroup-v2.
+    """
+    names = {
+        1: (f"cpuset.effective_{kind}", f"cpuset.{kind}", kind),  # the last with noprefix, as before cgroups
+        2: (f"cpuset.{kind}.effective", f"cpuset.{kind}"),
+    }
+    own, named = read_own(tree), tree.read("proc/self/cpuset")
+    for version, path in ((1, own.get("cpuset")), (2, own.get("")), (1, named), (2, named)):
+        if path and path.startswith("/") and len(path) <= LONGEST:
+            folders = find_group(tree, "cpuset", version, path)
+            lists = (tree.read_list(f"{folder}/{name}") for folder in folders for name in names[version])
+            if found := next(filter(None, lists), None):
+                return found
+    return None
 
 
 def read_own(tree: Tree) -> dict[str, str]:

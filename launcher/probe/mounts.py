@@ -60,8 +60,10 @@ def decode(text: str) -> str:
 def find_cgroup(tree: Tree, controller: str, version: int, path: str) -> tuple[str, str] | None:
     """Where a controller's hierarchy is mounted, and a cgroup's path below that; None where it is nowhere."""
     for mount in list_mounts(tree):
-        is_it = mount.kind == "cgroup2" if version == 2 else controller in mount.options
-        below = relate(path, mount.root) if is_it and mount.kind.startswith("cgroup") else None
+        # cpuset was a file system of its own before it was a controller.
+        is_first = (mount.kind == "cgroup" and controller in mount.options) or mount.kind == controller
+        is_it = mount.kind == "cgroup2" if version == 2 else is_first
+        below = relate(path, mount.root) if is_it else None
         if below is not None:
             return mount.point.strip("/"), below
     return None

@@ -1,6 +1,7 @@
 """Which CPUs are online, and which CPUs and memory nodes this job may use of them."""
 
 from launcher.errors import MachineError
+from launcher.probe.cgroups import read_cpuset
 from launcher.probe.sysfs import Tree, parse_list, show
 
 CPU = "sys/devices/system/cpu/"
@@ -13,7 +14,7 @@ def read_cpu_sets(tree: Tree, status: dict[str, str]) -> tuple[frozenset[int], f
     Raises MachineError where nothing names a CPU.
     """
     online = tree.read_list(f"{CPU}online")
-    allowed = parse_list(status.get("Cpus_allowed_list", ""))
+    allowed = parse_list(status.get("Cpus_allowed_list", "")) or read_cpuset(tree, "cpus")
     if not online:
         online = guess_online(tree, allowed)
     if not online:
@@ -24,7 +25,8 @@ def read_cpu_sets(tree: Tree, status: dict[str, str]) -> tuple[frozenset[int], f
         allowed = online
     if not allowed & online:
         # Seen with lxcfs, which renumbers `online` for a container; the affinity is the scheduler's word.
-        text = f"no CPU of Cpus_allowed_list ({{items}}) is in {CPU}online ({{value}}): taken as online"
+        source = "Cpus_allowed_list" if "Cpus_allowed_list" in status else "the cpuset"
+        text = f"no CPU of {source} ({{items}}) is in {CPU}online ({{value}}): taken as online"
         tree.note(text, *allowed, path=f"{CPU}online")
         online = allowed
     return online, allowed & online
@@ -69,8 +71,8 @@ def read_isolated(tree: Tree, online: frozenset[int]) -> frozenset[int]:
 def read_allowed_mems(tree: Tree, status: dict[str, str], nodes: frozenset[int]) -> frozenset[int]:
     """The online NUMA nodes whose memory this job may use; all of them where nothing says."""
     value = status.get("Mems_allowed_list")
-    allowed = (parse_list(value or "") or frozenset()) & nodes
-    if allowed:
-        return allowed
+    allowed = parse_list(value or "") or read_cpuset(tree, "mems") or frozenset()
+    if allowed & nodes:
+        return allowed & nodes
     tree.note(f"Mems_allowed_list of {STATUS} is {{value}}: every NUMA node's memory is used", value=value)
     return nodes

@@ -9,10 +9,12 @@ from launcher.rank.share import Share
 class Applied:
     """What the kernel says this process has, and where that is not what was planned."""
 
-    __slots__ = ("cpus", "nodes", "policy", "problems")
+    __slots__ = ("cpus", "cpus_before", "nodes", "policy", "problems")
 
     def __init__(self, share: Share) -> None:
         """Apply the share; what the kernel refuses becomes a problem, never an exception."""
+        self.cpus_before = read_cpus()
+        """The CPU set that this process was started with."""
         self.problems = [
             *share.problems,
             *bind_cpus(share.cpus),

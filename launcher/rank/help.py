@@ -6,7 +6,7 @@ usage: launch-rank [--] program [argument ...]
 Binds this rank to the CPUs and memory next to its GPU, then execs the program. Put it before the program
 in an existing job, in place of numa-set.sh or numactl:
 
-    torchrun --nproc-per-node=8 --no-python launch-rank train.py
+    torchrun --nproc-per-node=8 --no-python -- launch-rank train.py
     srun --ntasks-per-node=8 --gpus-per-node=8 --cpu-bind=none launch-rank python train.py
     mpirun --bind-to none -np 8 launch-rank python train.py
     accelerate launch --multi_gpu --num_processes=8 --no_python launch-rank python train.py
@@ -17,6 +17,9 @@ SLURM_LOCALID, whichever is first. Each rank plans the whole node and takes its 
 mpirun or torchrun has bound one by one are placed anew, on the CPUs of all of them together; where these
 are not known, a rank keeps its CPUs, with memory and threads to match, and says so (--cpu-bind=none and
 --bind-to none avoid that). Nothing goes beyond what the job may use.
+
+Under srun, where nothing has set RANK, the program finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
+GROUP_RANK, MASTER_ADDR (the step's first node) and MASTER_PORT as torchrun sets them.
 
 One line on stderr says what the kernel has made of it. Whatever fails is a warning, and the program runs
 all the same. `{num_workers}` in an argument becomes the rank's number of DataLoader workers. A program
@@ -32,8 +35,8 @@ Variables that are read:
     LAUNCH_NUM_WORKERS=N   DataLoader workers for each rank, which the plan then leaves cores for
     LAUNCH_GC=default      leave garbage collection to Python; else all ranks collect at the same steps, as
                            synchronized,warmup=30,every=50 says (also: disabled,every=N; frozen,warmup=N)
-    LAUNCH_AGENT=srun      srun's tasks are the ranks: the program finds RANK, LOCAL_RANK, WORLD_SIZE and the
-                           like as torchrun sets them; MASTER_ADDR and MASTER_PORT are the job script's to set
+    LAUNCH_AGENT=srun      srun's tasks are the ranks, whatever RANK a job script has set: the program finds
+                           all variables of torchrun's; MASTER_ADDR and MASTER_PORT are the script's to set
     OMP_NUM_THREADS, LAUNCH_NIC, NCCL_IB_HCA, CUDA_VISIBLE_DEVICES and the like are kept where set
 
 Variables that the program finds, where you have not set them yourself: OMP_NUM_THREADS (the rank's cores

@@ -3,13 +3,15 @@
 import os
 from _collections_abc import Iterable, Mapping  # `collections.abc` costs a millisecond
 
+SRUN = "SLURM_LOCALID"
+"""Where srun tells a task its number on the node."""
 FAMILIES = (
     ("LOCAL_RANK", "RANK", "LOCAL_WORLD_SIZE"),
     ("LOCAL_RANK", "RANK", "LOCAL_SIZE"),
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MPI_LOCALRANKID", "PMI_RANK", "MPI_LOCALNRANKS"),
     ("PALS_LOCAL_RANKID", "PALS_RANKID", "PALS_LOCAL_SIZE"),
-    ("SLURM_LOCALID", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE"),
+    (SRUN, "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE"),
 )
 """Where local rank, rank and ranks of the node are: torchrun and accelerate, DeepSpeed, Open MPI, Intel MPI
 or MPICH, HPE PALS, srun.
@@ -50,7 +52,7 @@ def is_srun_rank(environ: dict[str, str]) -> bool:
         environ.get("LAUNCH_AGENT") == "srun"
         and "TORCHELASTIC_RUN_ID" not in environ
         and "SLURM_STEP_ID" in environ
-        and is_number(environ.get("SLURM_LOCALID", ""))
+        and is_number(environ.get(SRUN, ""))
     )
 
 
@@ -83,7 +85,7 @@ def find_chosen(environ: Mapping[str, str], names: Iterable[str]) -> dict[str, s
 
 def is_batch_shell(environ: dict[str, str], name: str) -> bool:
     """Tell whether SLURM's variable is the batch script's own 0, which is no rank of a step."""
-    return name == "SLURM_LOCALID" and "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ
+    return name == SRUN and "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ
 
 
 def find_size(environ: dict[str, str], local_rank: int) -> int | None:

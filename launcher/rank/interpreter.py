@@ -1,6 +1,8 @@
-"""Finds out whether the program's Python would see what PYTHONPATH says."""
+"""Finds out whether the program's Python would start the hook."""
 
 import os
+
+from launcher.rank.program import locate
 
 DEAF = {"E": "ignores PYTHONPATH", "I": "ignores PYTHONPATH", "S": "runs no sitecustomize"}
 """Options of python(1) with which nothing of ours starts in the interpreter."""
@@ -8,6 +10,8 @@ VALUED = "cmWX"
 """Options that a value follows, in the same word or in the next; `-c` and `-m` are the last ones."""
 FEW = 4
 """How many words may lead to one another: a script's #! line, env, an interpreter."""
+OLDEST = 9
+"""Minor version of the oldest Python 3 that the hook runs in: torch 2.6 needs it, too."""
 SHEBANG = 256
 """Bytes of a #! line at most (BINPRM_BUF_SIZE of the kernel)."""
 
@@ -17,7 +21,7 @@ def find_deafness(words: list[str], environ: dict[str, str]) -> str:
     for _ in range(FEW):
         name = words[0].rpartition("/")[2] if words else ""
         if name.startswith(("python", "pypy")):
-            return judge_options(name, words[1:])
+            return judge_version(words[0], environ) or judge_options(name, words[1:])
         if name == "env":
             words, lost = strip_env(words[1:])
             if lost:
@@ -25,6 +29,14 @@ def find_deafness(words: list[str], environ: dict[str, str]) -> str:
         else:
             words = read_shebang(words, environ)
     return ""
+
+
+def judge_version(word: str, environ: dict[str, str]) -> str:
+    """Look for a Python that is too old, by the name of the file behind a command word: `python3.6`."""
+    name = os.path.realpath(locate(word, environ)).rpartition("/")[2]
+    minor = name.removeprefix("python3.")
+    is_old = name.startswith("python2") or (minor != name and minor.isdecimal() and int(minor) < OLDEST)
+    return f"{name} is older than 3.{OLDEST}" if is_old else ""
 
 
 def judge_options(name: str, words: list[str]) -> str:
@@ -69,13 +81,10 @@ def strip_env(words: list[str]) -> tuple[list[str], str]:
 
 def read_shebang(words: list[str], environ: dict[str, str]) -> list[str]:
     """Return the command line that a script's #! line makes of its own; empty for what has none."""
-    folders = [""] if "/" in "".join(words[:1]) else os.get_exec_path(environ)
-    for folder in folders if words else ():
-        try:
-            with open(os.path.join(folder, words[0]), "rb", buffering=0) as file:
-                line = file.read(SHEBANG).partition(b"\n")[0]
-        except OSError:
-            continue
-        # The kernel makes one word of all that follows the interpreter.
-        return [*os.fsdecode(line[2:]).split(maxsplit=1), *words] if line.startswith(b"#!") else []
-    return []
+    try:
+        with open(locate(words[0], environ) if words else "", "rb", buffering=0) as file:
+            line = file.read(SHEBANG).partition(b"\n")[0]
+    except OSError:
+        return []
+    # The kernel makes one word of all that follows the interpreter.
+    return [*os.fsdecode(line[2:]).split(maxsplit=1), *words] if line.startswith(b"#!") else []

@@ -21,8 +21,8 @@ def run_script(path: str, words: list[str], environ: dict[str, str]) -> None:
             os.execve("/bin/sh", ["sh", path, *words[1:]], environ)
 
 
-def find_program(word: str, environ: dict[str, str]) -> str:
-    """Return the path behind a command word, as exec has found it."""
+def locate(word: str, environ: dict[str, str]) -> str:
+    """Return the path of a command word, looked up in PATH as exec does; else the word itself."""
     folders = [] if "/" in word else os.get_exec_path(environ)
     paths = (os.path.join(folder, word) for folder in folders)
     return next((path for path in paths if os.access(path, os.X_OK)), word)

@@ -5,6 +5,7 @@ import time
 
 from launcher.cpulist import format_cpulist
 from launcher.rank.apply import Applied
+from launcher.rank.hook import is_hooked
 from launcher.rank.identity import Identity, name_host
 from launcher.rank.plain_json import format_json
 from launcher.rank.share import Share
@@ -67,20 +68,20 @@ def describe_applied(identity: Identity, share: Share, applied: Applied) -> dict
 
 
 def describe_line(identity: Identity, share: Share, applied: Applied, environ: dict[str, str]) -> str:
-    """Return the one line for people: what this rank has now, `environ` being its environment so far."""
+    """Return the one line for people: what this rank has, `environ` being its program's environment."""
     memory = f"{applied.policy} node {format_cpulist(applied.nodes)}" if applied.nodes else applied.policy
     cpus = format_cpulist(applied.cpus) or "unknown"
     parts = [f"rank {identity.rank}", f"cpus {cpus}", f"memory {memory}"]
     parts += [f"gpu {share.gpu_place}"] if share.gpu_place else []
     parts += share.notes
-    parts += describe_settings(share, {**environ, **share.env})
+    parts += describe_settings(share, environ)
     return "launch-rank: " + ", ".join(shorten(part) for part in parts)
 
 
 def describe_settings(share: Share, environ: dict[str, str]) -> list[str]:
     """Say in a few words what the variables come to; those that launch does not know stand as they are."""
     threads, nic = environ.get("OMP_NUM_THREADS"), environ.get("LAUNCH_NIC")
-    policy = environ.get("LAUNCH_GC", "default").partition(",")[0]
+    policy = environ.get("LAUNCH_GC", "default").partition(",")[0] if is_hooked(environ) else "default"
     allocator = environ.get("PYTORCH_CUDA_ALLOC_CONF") or environ.get("PYTORCH_ALLOC_CONF")
     malloc = share.env.get("LD_PRELOAD", "").partition(":")[0].rpartition("/")[2]
     return [

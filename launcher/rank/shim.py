@@ -16,9 +16,9 @@ from _signal import (  # type: ignore[import-not-found]  # `signal` costs 4 ms
 
 from launcher.rank.apply import Applied
 from launcher.rank.files import raise_files
-from launcher.rank.hook import add_hook, is_hooked, remove_hook
-from launcher.rank.identity import Identity, find_chosen, is_number, read_number
-from launcher.rank.program import add_python, find_program, run_script
+from launcher.rank.hook import add_hook, is_hooked, is_wanted, remove_hook
+from launcher.rank.identity import SRUN, Identity, find_chosen, is_number, read_number
+from launcher.rank.program import add_python, locate, run_script
 from launcher.rank.record import describe_line, redirect_output, write_records
 from launcher.rank.share import NoShareError, find_share
 
@@ -40,6 +40,10 @@ NOT_FOUND, NOT_EXECUTABLE, NOT_PLACED, USAGE = 127, 126, 3, 2
 WORKERS = "2"
 """For `{num_workers}` where there is no plan: what mostly suffices."""
 LOCAL_RANK_FIX = "deepspeed adds it; give deepspeed --no_local_rank, and the program has LOCAL_RANK"
+HIDDEN_GPUS = (
+    "this task sees fewer GPUs than the node has tasks, so that there may be no cuda:LOCAL_RANK:"
+    " use srun --gpus-per-node, not --gpus-per-task"
+)
 ENOEXEC = 8
 
 
@@ -74,7 +78,7 @@ def run_rank(words: list[str], environ: dict[str, str]) -> int:
 
         leave_rank(environ)
     identity = Identity(environ)
-    named, status = name_rank(identity, environ) if environ.get("LAUNCH_AGENT") == "srun" else ({}, 0)
+    named, status = name_rank(identity, environ)
     if status:
         return status
     if environ.get("LAUNCH_RUN_DIR"):
@@ -92,34 +96,46 @@ def run_rank(words: list[str], environ: dict[str, str]) -> int:
         say(f"rank {identity.rank}: {problem}")
     environ.update(named)
     settle_signals(environ, kept)
-    judge_hook(identity, words, environ)
     return become_program(words, environ)
 
 
 def name_rank(identity: Identity, environ: dict[str, str]) -> tuple[dict[str, str], int]:
-    """Return the variables that make a rank of srun's task, and an exit code where it cannot be one."""
-    from launcher.rank.tasks import PORT_TAKEN, can_serve, name_task
+    """Return the variables that make a rank of srun's task, and an exit code where it cannot be one.
+
+    `LAUNCH_AGENT=srun` asks for all of torchrun's. Without it, a task gets those that torch.distributed reads
+    if nothing has set RANK: by TORCHELASTIC_RUN_ID, frameworks would take another way than under srun.
+    """
+    is_asked = environ.get("LAUNCH_AGENT") == "srun"
+    if not is_asked and ("RANK" in environ or identity.family != SRUN):
+        return {}, 0
+    from launcher.rank.tasks import PORT_TAKEN, can_serve, hides_gpus, name_meeting, name_task
 
     named = name_task(identity, environ)
-    if not named:
-        say("LAUNCH_AGENT=srun is set, but this is no task of srun's: RANK and the like are not set")
-    return named, PORT_TAKEN if named and not can_serve(identity, environ) else 0
+    if is_asked:
+        if not named:
+            say("LAUNCH_AGENT=srun is set, but this is no task of srun's: RANK and the like are not set")
+        return named, PORT_TAKEN if named and not can_serve(identity, environ) else 0
+    if named and hides_gpus(identity, environ):
+        if identity.local_rank == 0:
+            say(f"RANK and the like are not set: {HIDDEN_GPUS}")
+        return {}, 0
+    named = {name: value for name, value in named.items() if not name.startswith("TORCHELASTIC_")}
+    return {**named, **name_meeting(environ)} if named else {}, 0
 
 
-def judge_hook(identity: Identity, words: list[str], environ: dict[str, str]) -> None:
-    """Take the hook out, and say so, where the program's Python is told not to look at PYTHONPATH."""
+def judge_hook(words: list[str], environ: dict[str, str]) -> str:
+    """Take the hook out if the program's Python would not start it, and return why; empty if it would."""
     if not is_hooked(environ):
-        return
+        return ""
     from launcher.rank.interpreter import find_deafness
 
     try:
         reason = find_deafness(add_python(words), environ)
     except (OSError, ValueError):  # the start will tell
-        return
+        return ""
     if reason:
         remove_hook(environ)
-        if identity.local_rank == 0 and environ.get("LAUNCH_QUIET") != "1":
-            say(f"{reason}: garbage collection and DataLoaders stay as Python and PyTorch have them")
+    return reason
 
 
 def settle_signals(environ: dict[str, str], kept: int) -> None:
@@ -157,19 +173,23 @@ def place_rank(identity: Identity, environ: dict[str, str], words: list[str]) ->
         say(f"rank {identity.rank}: {problem}")
     if applied.problems and environ.get("LAUNCH_STRICT") == "1":
         raise NoShareError("LAUNCH_STRICT=1 is set, and the placement is not as it should be")
+    before = find_chosen(environ, share.env)
+    environ.update(share.env)
+    add_hook(environ, share, before, applied.cpus_before)
+    words = fill_workers(words, str(share.num_workers))
+    deafness = judge_hook(words, environ)
     if environ.get("LAUNCH_QUIET") != "1":
         for warning in share.advice:
             say(f"warning: {warning}")
         emit(2, describe_line(identity, share, applied, environ) + "\n")
+        if deafness and identity.local_rank == 0 and is_wanted(environ, share):
+            say(f"{deafness}: garbage collection and DataLoaders stay as Python and PyTorch have them")
     if run_dir := environ.get("LAUNCH_RUN_DIR"):
         try:
             write_records(run_dir, identity, share, applied)
         except OSError as error:
             say(f"rank {identity.rank}: there is no record of what was applied ({error})")
-    before = find_chosen(environ, share.env)
-    environ.update(share.env)
-    add_hook(environ, share, before)
-    return fill_workers(words, str(share.num_workers))
+    return words
 
 
 def fill_workers(words: list[str], workers: str) -> list[str]:
@@ -188,7 +208,7 @@ def become_program(words: list[str], environ: dict[str, str]) -> int:
         except OSError as error:
             if error.errno != ENOEXEC:
                 raise
-            run_script(find_program(words[0], environ), words, environ)
+            run_script(locate(words[0], environ), words, environ)
             raise
     except FileNotFoundError:
         say(f"{words[0]}: no such program: check the path, or that it is on PATH")

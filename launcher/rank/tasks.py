@@ -1,11 +1,13 @@
 """Ranks that are tasks of srun: what torchrun's agent would tell each, from SLURM's own variables."""
 
-from launcher.rank.identity import Identity, is_number, is_srun_rank
+from launcher.rank.identity import SRUN, Identity, is_number, read_number
 
 PORT_TAKEN = 199
 """Exit code of a rank 0 that could not serve the others at MASTER_PORT: the head chooses another port."""
 ROLE = "default"
 """torchrun's own, where no role is given."""
+LOWEST, HIGHEST = 10240, 32767
+"""Ports above those of system services, and below those that the kernel gives to clients (ip(7))."""
 
 
 def name_task(identity: Identity, environ: dict[str, str]) -> dict[str, str]:
@@ -17,7 +19,7 @@ def name_task(identity: Identity, environ: dict[str, str]) -> dict[str, str]:
     """
     ranks, nodes = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("SLURM_STEP_NUM_NODES", "")
     size = identity.local_world_size
-    if not is_srun_rank(environ) or not is_number(ranks) or not is_number(nodes) or not size:
+    if identity.family != SRUN or not is_number(ranks) or not is_number(nodes) or not size:
         return {}
     rank = str(identity.rank)
     return {
@@ -36,6 +38,41 @@ def name_task(identity: Identity, environ: dict[str, str]) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
+
+
+def name_meeting(environ: dict[str, str]) -> dict[str, str]:
+    """Return MASTER_ADDR and MASTER_PORT, the same for all tasks of a step, as far as nobody has set them.
+
+    The address is the step's first node, which has rank 0. The port is another one for each job and step that
+    may share a node, as far as there are ports.
+    """
+    host = find_first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
+    salt = read_number(environ, "SLURM_JOB_ID") * 7919 + read_number(environ, "SLURM_STEP_ID") * 101
+    found = {"MASTER_ADDR": host, "MASTER_PORT": str(LOWEST + salt % (HIGHEST - LOWEST + 1))}
+    return {name: value for name, value in found.items() if value and not environ.get(name)}
+
+
+def find_first_host(text: str) -> str:
+    """Return the first node of SLURM's list of them: `rack1n08` of `rack[1-2]n[08-10],login`."""
+    host, rest = "", text
+    while rest:
+        before, bracket, rest = rest.partition("[")
+        if not bracket or "," in before:
+            return host + before.partition(",")[0]
+        numbers, _, rest = rest.partition("]")
+        host += before + numbers.partition(",")[0].partition("-")[0]
+        if rest.startswith(","):
+            break
+    return host
+
+
+def hides_gpus(identity: Identity, environ: dict[str, str]) -> bool:
+    """Tell whether this task sees fewer GPUs than its node has tasks, as with `--gpus-per-task`.
+
+    The device `cuda:LOCAL_RANK` would not be there then.
+    """
+    visible = [entry for entry in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry]
+    return 0 < len(visible) < (identity.local_world_size or 0)
 
 
 def can_serve(identity: Identity, environ: dict[str, str]) -> bool:

@@ -16,10 +16,11 @@ from launcher.execute import refuse_run
 from launcher.job import Draft
 from launcher.launch.slurm.refusal import explain_refusal
 from launcher.launch.slurm.sbatchenv import clean_for_sbatch
-from launcher.launch.slurm.script import check_syntax, render_script
+from launcher.launch.slurm.script import Script, check_syntax, render_script
 from launcher.runs.rundir import write_private
 from launcher.runs.sources import describe_sources
 from launcher.submit.asked import Asked, ask_for
+from launcher.submit.remarks import describe_jobs
 from launcher.submit.staged import Staged, stage_run
 from launcher.wording import say
 
@@ -48,10 +49,12 @@ def submit_jobs(drafts: Sequence[Draft], argv: Sequence[str], own_files: Sequenc
             from launcher.submit.preview import preview_submission
 
             say_warnings(asked.warnings)
-            return preview_submission(drafts, asked, python.result())
+            return preview_submission(
+                drafts, argv, asked, describe_script(drafts, argv, asked, python.result())
+            )
         staged = stage_all(drafts, argv, sources.result())
         try:
-            job_id = send_script(staged, asked, python.result())
+            job_id = send_script(staged, asked, describe_script(drafts, argv, asked, python.result()))
         except LaunchError:
             undo_all(staged)
             raise
@@ -90,13 +93,21 @@ def undo_all(staged: Sequence[Staged]) -> None:
         each.undo()
 
 
-def send_script(staged: Sequence[Staged], asked: Asked, python: Sequence[str]) -> str:
+def describe_script(
+    drafts: Sequence[Draft], argv: Sequence[str], asked: Asked, python: Sequence[str]
+) -> Script:
+    """Return what the script is made of."""
+    setup = drafts[0].config.cluster.setup
+    return Script(asked.options, describe_jobs(drafts, argv), tuple(setup), tuple(python))
+
+
+def send_script(staged: Sequence[Staged], asked: Asked, script: Script) -> str:
     """Write the script into each run directory, submit it, and return the job's id."""
     from launcher.launch.slurm.submission import submit_script
 
     config = staged[0].draft.config
-    text = render_script(asked.options, [str(each.run.path) for each in staged], config.cluster.setup, python)
-    check_syntax(text, config.cluster.setup)
+    text = render_script(script, [str(each.run.path) for each in staged])
+    check_syntax(text, script.setup)
     try:
         for each in staged:
             write_private(each.script, text)

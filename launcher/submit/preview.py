@@ -1,46 +1,53 @@
-"""`dry_run=true` for SLURM: the submission script and the plan, and nothing written or submitted."""
+"""`dry_run=true` for SLURM: a script that sbatch takes, and the plan; nothing is written or submitted."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import yaml
 
+from launcher.batch.request import JobRequest, make_request
+from launcher.batch.standalone_job import RUN_ID, hides, render_document
 from launcher.errors import UsageError
 from launcher.job import Draft, name_run, plan_configured
 from launcher.launch.slurm.notations import read_gpus
-from launcher.launch.slurm.script import check_syntax, render_script
+from launcher.launch.slurm.script import Script, check_syntax, render_standalone
+from launcher.runs.secrets import MASK, mask_words
 from launcher.schema import MachineConfig
 from launcher.submit.asked import Asked
 from launcher.suggest import suggest
-
-RUN_ID = "RUN_ID"
-"""Stands for a run's identifier, which is made from the time of the submission."""
+from launcher.wording import say
 
 
-def preview_submission(drafts: Sequence[Draft], asked: Asked, python: Sequence[str]) -> int:
+def preview_submission(drafts: Sequence[Draft], argv: Sequence[str], asked: Asked, script: Script) -> int:
     """Show the plan on stderr and the script on stdout; returns the exit code."""
-    setup = drafts[0].config.cluster.setup
-    text = render_script(asked.options, foresee_runs(drafts), setup, python)
-    check_syntax(text, setup)
+    folders = list(map(foresee_run, drafts))
+    requests = [make_request(draft, argv, folder) for draft, folder in zip(drafts, folders, strict=True)]
+    text = render_standalone(script, render_document(requests, folders))
+    check_syntax(text, script.setup)
     show_plan(drafts[0], asked)
+    for line in tell_secrets(requests):
+        say(line)
     sys.stderr.flush()
     sys.stdout.write(text)
     return 0
 
 
-def foresee_runs(drafts: Sequence[Draft]) -> list[str]:
-    """Return the run directories, with RUN_ID for what the submission decides."""
-    found: list[str] = []
-    for draft in drafts:
-        own = draft.config.run_dir
-        base = (
-            Path(own).absolute() if own else Path(draft.config.runs_dir).absolute() / name_run(draft) / RUN_ID
-        )
-        same = sum(path == str(base) or path.startswith(f"{base}-") for path in found)
-        found.append(f"{base}-{same + 1}" if same else str(base))
-    return found
+def foresee_run(draft: Draft) -> Path:
+    """Return the run directory, with RUN_ID for what the job's number decides."""
+    if draft.config.run_dir:
+        return Path(draft.config.run_dir).absolute()
+    return Path(draft.config.runs_dir).absolute() / name_run(draft) / RUN_ID
+
+
+def tell_secrets(requests: Sequence[JobRequest]) -> Iterator[str]:
+    """Say which secrets are not in the script, and how the job gets them."""
+    names = {name for request in requests for name, value in request.config.env.items() if hides(name, value)}
+    if names:
+        yield f"the script leaves out {', '.join(sorted(names))}: export them before sbatch"
+    if any(request.words and mask_words(request.words) != [*request.words] for request in requests):
+        yield f"warning: the script has {MASK} for a secret among the program's arguments: write it there"
 
 
 def show_plan(draft: Draft, asked: Asked) -> None:

@@ -37,7 +37,7 @@ def check_files(draft: Draft) -> None:
 def list_files(draft: Draft) -> Iterator[Path]:
     """Give the files that can hold `cluster`: those of its group, and the primary one."""
     sources = draft.composed.sources
-    for folder in sources.folders:
+    for folder in sources.everywhere:
         yield from sorted((folder / "cluster").glob("*.yaml"))
     primary = sources.find_file(sources.primary)
     if primary:

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.batch.request import FILE, JobRequest, write_request
+from launcher.batch.request import FILE, make_request, write_request
 from launcher.execute import prepare_run, refuse_run
 from launcher.job import Draft, name_run
 from launcher.runs.manifest import read_manifest, write_manifest
 from launcher.runs.rundir import RunDir, write_private
-from launcher.runs.secrets import mask_words
 
 SCRIPT = "submission.sh"
 KEPT = ("config.yaml", "manifest.json", FILE, SCRIPT)
@@ -69,16 +68,7 @@ def stage_run(draft: Draft, argv: Sequence[str], origin: Mapping[str, object]) -
     fresh = missing if target else (run.path, *missing)
     staged = Staged(run, draft, {}, before, fresh)
     try:
-        request = JobRequest(
-            config=draft.settle(run.path),
-            choices=draft.composed.choices,
-            words=draft.words,
-            command=tuple(mask_words(["launch", *argv])),
-            directory=str(Path.cwd()),
-            min_nodes=draft.cluster.min_nodes,
-            max_nodes=draft.cluster.max_nodes,
-        )
-        secrets = write_request(request, run.path)
+        secrets = write_request(make_request(draft, argv, run.path), run.path)
         write_manifest(run, {**manifest, **origin, "outcome": {"state": "submitted"}})
     except OSError as error:
         staged.undo()

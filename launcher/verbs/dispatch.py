@@ -9,7 +9,7 @@ from launcher.envfile import fill_env
 from launcher.job import plan_configured
 from launcher.save import refuse_files
 from launcher.schema import LaunchConfig
-from launcher.unused import warn_overruled
+from launcher.unused import warn_elsewhere, warn_overruled
 
 OF_MACHINE = ("plan", "topo", "doctor")
 """Verbs that depend on the environment that ranks would have."""
@@ -29,6 +29,8 @@ def show(
     """
     if verb in OF_MACHINE:
         fill_env(config)
+    if verb in ("plan", "doctor") or (verb == "topo" and config.image):
+        warn_elsewhere(config, os.environ)
     environ = {**os.environ, **config.env}
     if verb != "topo":
         refuse_files(f"launch {verb}", config)

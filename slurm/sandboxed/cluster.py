@@ -24,7 +24,10 @@ class Cluster:
     gpus: int
     """GPUs of each node as SLURM counts them; nothing can compute on them."""
     cpus: int
-    """Threads of each node as SLURM counts them: two sockets, two threads a core."""
+    """Threads of each node as SLURM counts them.
+
+    A multiple of 4 is two sockets of cores with two threads each; another number one socket of cores.
+    """
     memory_mib: int
     accounting: bool
     kill_wait: int
@@ -37,6 +40,8 @@ class Cluster:
     """Whether a preempted job gets the signal that its --signal names (preempt_send_user_signal)."""
     slurmd_timeout: int = 10
     """Seconds until a silent node is DOWN (SlurmdTimeout)."""
+    cgroup: str = ""
+    """The name of its group in each hierarchy of cgroups; empty where SLURM does without."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -47,6 +52,11 @@ class Cluster:
     def conf(self) -> Path:
         """Its slurm.conf, for the variable SLURM_CONF."""
         return Path(self.folder, "slurm.conf")
+
+    @property
+    def cgroups(self) -> str:
+        """Where its groups are, a directory for each controller (cgroup.conf's CgroupMountpoint)."""
+        return self.path("cgroup")
 
     def path(self, name: str) -> str:
         """A file of the cluster."""

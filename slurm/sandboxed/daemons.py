@@ -7,12 +7,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sandboxed.cgroups import has_swap_limit
 from sandboxed.cluster import Cluster, find_user
 from sandboxed.commands import answers, environ_of, run, tell, wait_until
 from sandboxed.errors import SandboxError
 from sandboxed.packages import find_version
 from sandboxed.render import render_cgroup_conf, render_dbd_conf, render_gres_conf, render_slurm_conf
 
+NVIDIA, FIRST_MINOR = 195, 256
+"""Linux's number for NVIDIA's driver (Documentation/admin-guide/devices.txt), and ours in it."""
 KEEPER = Path(__file__).with_name("keeper.py")
 
 
@@ -22,13 +25,14 @@ def write_files(cluster: Cluster) -> None:
     for name in ("state", "log", "gpus", *(f"spool/{node}" for node in cluster.names)):
         (folder / name).mkdir(parents=True, exist_ok=True, mode=0o700)
     for number in range(cluster.gpus):
-        make_device(folder / "gpus" / f"nvidia{number}")
+        make_device(folder / "gpus" / f"nvidia{number}", number)
     write_private(folder / "munge.key", os.urandom(1024))
     user = find_user()
     cluster.conf.write_text(render_slurm_conf(cluster, user), encoding="utf-8")
     (folder / "gres.conf").write_text(render_gres_conf(cluster), encoding="utf-8")
     version = find_version(run(cluster, ["slurmd", "-V"]))
-    (folder / "cgroup.conf").write_text(render_cgroup_conf(version), encoding="utf-8")
+    constraints = render_cgroup_conf(cluster, version, has_swap_limit(cluster))
+    (folder / "cgroup.conf").write_text(constraints, encoding="utf-8")
     write_private(folder / "slurmdbd.conf", render_dbd_conf(cluster, user).encode())
 
 
@@ -38,10 +42,15 @@ def write_private(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def make_device(path: Path) -> None:
-    """Make a second /dev/null; only root can, and a plain file does for SLURM's counting."""
+def make_device(path: Path, number: int) -> None:
+    """Make a device that no driver serves; only root can, and a plain file does for SLURM's counting.
+
+    It is of NVIDIA's kind with a number that no GPU has (they end at 255), since SLURM's device cgroups
+    forbid jobs by these numbers what is not theirs: a copy of /dev/null would lock away that, and one of a
+    real GPU's number the GPU.
+    """
     try:
-        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(NVIDIA, FIRST_MINOR + number))
     except PermissionError:
         path.touch()
 

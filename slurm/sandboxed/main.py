@@ -61,13 +61,15 @@ def add_sizes(up: argparse.ArgumentParser) -> None:
     for name, default, words in (
         ("--nodes", 4, "nodes, called n0, n1, …"),
         ("--gpus", 2, "GPUs of each node; nothing can compute on them"),
-        ("--cpus", 16, "threads of each node as SLURM counts them, a multiple of 4"),
+        ("--cpus", 16, "threads of each node as SLURM counts them; two a core if a multiple of 4"),
         ("--memory", 16000, "MiB of each node as SLURM counts them"),
         ("--kill-wait", 10, "seconds from SIGTERM to SIGKILL (KillWait)"),
         ("--grace-time", 0, "seconds that a job has which one of partition urgent preempts (GraceTime)"),
         ("--slurmd-timeout", 10, "seconds until a silent node is DOWN (SlurmdTimeout)"),
     ):
         up.add_argument(name, type=int, default=default, metavar="N", help=words)
+    words = "track and constrain jobs by cgroups of version 1 (memory, cores, devices); auto: where possible"
+    up.add_argument("--cgroups", action=argparse.BooleanOptionalAction, default="auto", help=words)
     words = "a preempted job gets the signal that its --signal names"
     up.add_argument("--preempt-signal", action=argparse.BooleanOptionalAction, default=False, help=words)
     add_accounting(up)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sandboxed.cgroups import list_members
 from sandboxed.cluster import Cluster
 from sandboxed.commands import wait_until
 
@@ -50,6 +51,10 @@ def list_processes(cluster: Cluster) -> tuple[Process, ...]:
         if node := find_kept(cluster, process):
             keeper = replace(process, program=KEEPER, node=node)
             found.update((each.pid, each) for each in (keeper, *descend(keeper, children)))
+    for pid, node in list_members(cluster):
+        member = None if pid in found else read_process(pid)
+        if member:  # its node's keeper was killed
+            found[pid] = replace(member, node=node)
     above = list_ancestors({process.pid: process.parent for process in seen})
     return tuple(process for process in found.values() if process.pid not in above)
 

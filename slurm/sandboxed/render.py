@@ -23,9 +23,7 @@ SlurmdParameters=config_overrides
 SchedulerParameters=bf_interval=1,sched_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
-DefMemPerCPU=100
-ProctrackType=proctrack/pgid
-TaskPlugin=task/none
+DefMemPerCPU={memory_per_cpu}
 MpiDefault=none
 MailProg=/bin/true
 ReturnToService=2
@@ -36,6 +34,23 @@ MinJobAge=3600
 GresTypes=gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+"""
+TRACKING = """\
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+"""
+CGROUPS = """\
+ProctrackType=proctrack/cgroup
+TaskPlugin=task/cgroup,task/affinity
+JobAcctGatherType=jobacct_gather/cgroup
+"""
+CGROUP_CONF = """\
+CgroupPlugin=cgroup/v1
+CgroupMountpoint={mountpoint}
+ConstrainCores=yes
+ConstrainRAMSpace=yes
+ConstrainSwapSpace={swap}
+ConstrainDevices=yes
 """
 PREEMPT_SIGNAL = "SlurmctldParameters=preempt_send_user_signal\n"
 """The name that every version knows; from 23.02 it is also PreemptParameters=send_user_signal."""
@@ -80,8 +95,10 @@ def render_slurm_conf(cluster: Cluster, user: str) -> str:
             user=user,
             kill_wait=cluster.kill_wait,
             slurmd_timeout=cluster.slurmd_timeout,
+            memory_per_cpu=max(1, cluster.memory_mib // cluster.cpus),
         )
     ]
+    parts.append(CGROUPS if cluster.cgroup else TRACKING)
     if cluster.preempt_signal:
         parts.append(PREEMPT_SIGNAL)
     if cluster.accounting:
@@ -94,27 +111,32 @@ def render_slurm_conf(cluster: Cluster, user: str) -> str:
 
 def render_node(cluster: Cluster, name: str, host: str, port: int) -> str:
     """One node's line."""
+    sockets, threads = (1, 1) if cluster.cpus % 4 else (2, 2)
+    cores = cluster.cpus // sockets // threads
     gres = f" Gres=gpu:{cluster.gpus}" if cluster.gpus else ""
     return (
-        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} Sockets=2 "
-        f"CoresPerSocket={cluster.cpus // 4} ThreadsPerCore=2 RealMemory={cluster.memory_mib} "
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} Sockets={sockets} "
+        f"CoresPerSocket={cores} ThreadsPerCore={threads} RealMemory={cluster.memory_mib} "
         f"Feature=sandbox{gres}\n"
     )
 
 
 def render_gres_conf(cluster: Cluster) -> str:
-    """The nodes' GPUs, which are copies of /dev/null."""
+    """The nodes' GPUs, which are device files that nothing is behind."""
     if not cluster.gpus:
         return ""
     files = f"{cluster.folder}/gpus/nvidia[0-{cluster.gpus - 1}]"
     return "".join(f"NodeName={name} Name=gpu File={files}\n" for name in cluster.names)
 
 
-def render_cgroup_conf(version: tuple[int, int]) -> str:
-    """Keep slurmd from cgroups, which it sets up at its start through systemd, also where nothing uses them.
+def render_cgroup_conf(cluster: Cluster, version: tuple[int, int], swap: bool) -> str:
+    """Constrain memory, cores and devices; `swap` says whether the kernel can limit that as well.
 
-    `disabled` came with 24.05; before, the plugin for version 1 does nothing until it is used.
+    Without cgroups, keep slurmd from them, which it sets up at its start through systemd, also where nothing
+    uses them: `disabled` came with 24.05; before, the plugin for version 1 does nothing until it is used.
     """
+    if cluster.cgroup:
+        return CGROUP_CONF.format(mountpoint=cluster.cgroups, swap="yes" if swap else "no")
     return f"CgroupPlugin={'disabled' if version >= (24, 5) else 'cgroup/v1'}\n"
 
 

@@ -5,6 +5,7 @@ import shutil
 import signal
 from pathlib import Path
 
+from sandboxed.cgroups import drop_groups, remove_groups, thaw_jobs
 from sandboxed.cluster import DESCRIPTION, Cluster
 from sandboxed.commands import answers, run, tell, wait_until
 from sandboxed.errors import SandboxError
@@ -23,7 +24,10 @@ def stop_all(cluster: Cluster, patient: bool = True) -> int:
     if patient and answers(cluster, ["scontrol", "ping"]):
         end_jobs(cluster)
     stuck = len([process for process in list_processes(cluster) if process.of_job])
+    for node in cluster.names:
+        thaw_jobs(cluster, node)
     kill_processes(cluster, lambda _: True)
+    drop_groups(cluster)
     drop_names(cluster)
     remove_files(Path(cluster.folder))
     return stuck
@@ -70,7 +74,10 @@ def kill_part(cluster: Cluster, name: str) -> int:
 
     if not find_part(cluster, name):
         raise SandboxError(f"{name} is not running: slurm/sandbox start {name}")
-    return len(kill_processes(cluster, belongs))
+    thaw_jobs(cluster, name)
+    killed = kill_processes(cluster, belongs)
+    remove_groups(cluster, name)
+    return len(killed)
 
 
 def stop_controller(cluster: Cluster) -> None:

@@ -2,11 +2,14 @@
 
 import argparse
 import os
+import secrets
 import shlex
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+from sandboxed.cgroups import drop_groups, make_groups
 from sandboxed.cluster import Cluster, load_cluster, pick_ports, save_cluster
 from sandboxed.commands import run, tell
 from sandboxed.daemons import start_all, start_controller, start_dbd, start_node
@@ -35,19 +38,36 @@ def up(args: argparse.Namespace) -> None:
         grace_time=args.grace_time,
         preempt_signal=args.preempt_signal,
         slurmd_timeout=args.slurmd_timeout,
+        cgroup=f"launch-sandbox-{secrets.token_hex(4)}" if args.cgroups else "",
     )
     save_cluster(cluster)
     try:
+        cluster = enter_cgroups(cluster, required=args.cgroups is True)
         add_names(cluster)
         start_all(cluster)
     except BaseException:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        tell("it does not come up: the ends of its logs follow, and it is taken down")
         show_logs(cluster)
         stop_all(cluster, patient=False)
         raise
     print(f"sandbox: {args.nodes} nodes are up, with partitions main and urgent; in a shell:")
     print(f'  eval "$({shlex.quote(sys.argv[0])} --folder {folder} env)"')
+
+
+def enter_cgroups(cluster: Cluster, *, required: bool) -> Cluster:
+    """Make the cluster's cgroups; without them, say why, or raise SandboxError where they are required."""
+    if not cluster.cgroup:
+        return cluster
+    try:
+        make_groups(cluster)
+    except SandboxError as error:
+        if required:
+            raise SandboxError(f"--cgroups: {error}: leave the option out, or give --no-cgroups") from None
+        tell(f"jobs are tracked by process group, not by cgroup: {error}")
+        drop_groups(cluster)
+        cluster = replace(cluster, cgroup="")
+        save_cluster(cluster)
+    return cluster
 
 
 def check_options(args: argparse.Namespace, folder: Path) -> None:
@@ -59,8 +79,8 @@ def check_options(args: argparse.Namespace, folder: Path) -> None:
         raise SandboxError(f"the cluster in {folder} has died: slurm/sandbox --folder {folder} down")
     if len(str(folder)) > 80 or not str(folder).isprintable() or any(c in str(folder) for c in " #,=%[]"):
         raise SandboxError(f"--folder {folder}: at most 80 characters, without blanks and # , = % [ ]")
-    if args.nodes < 1 or args.gpus < 0 or args.cpus < 4 or args.cpus % 4 or args.memory < 1:
-        raise SandboxError("--nodes and --memory from 1, --gpus from 0, --cpus 4 or a multiple of it")
+    if args.nodes < 1 or args.gpus < 0 or args.cpus < 1 or args.memory < 1:
+        raise SandboxError("--nodes, --cpus and --memory from 1, --gpus from 0")
     if args.kill_wait < 1 or args.grace_time < 0 or args.slurmd_timeout < 3:
         raise SandboxError("--kill-wait from 1, --grace-time from 0, --slurmd-timeout from 3 seconds")
 
@@ -78,7 +98,10 @@ def make_folder(folder: Path) -> None:
 
 def show_logs(cluster: Cluster) -> None:
     """Show the ends of the logs of a cluster that did not come up."""
-    for path in sorted(Path(cluster.folder, "log").glob("*.log")):
+    logs = sorted(Path(cluster.folder, "log").glob("*.log"))
+    if logs:
+        tell("it does not come up: the ends of its logs follow, and it is taken down")
+    for path in logs:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
         sys.stderr.write("".join(f"{path.name}: {line}\n" for line in lines))
 

@@ -93,6 +93,14 @@ def test_the_manifest_of_an_attempt(tmp_path: Path) -> None:
     assert read(tmp_path)["ended"] >= read(tmp_path)["started"]
 
 
+def test_a_helper_that_slurm_saw_out_of_memory_costs_no_result(tmp_path: Path) -> None:
+    submit_run(tmp_path)
+    attempt = begin(tmp_path)
+    said = ("srun: error: n1: task 1: Out Of Memory",)
+    assert end_attempt(attempt, end(*WELL, code=1, said=said)) == 0
+    assert read(tmp_path)["outcome"]["state"] == "succeeded"
+
+
 def test_the_first_failure_in_the_manifest_and_in_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

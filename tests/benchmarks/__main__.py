@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tests.benchmarks.fragmentation import bench_fragmentation
+from tests.benchmarks.garbage_memory import bench_garbage_memory
 from tests.benchmarks.growth import bench_growth
 from tests.benchmarks.hook_cost import bench_hook
 from tests.benchmarks.loading import bench_loader
@@ -29,6 +30,7 @@ TIMED: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
     "loader": (bench_loader, 1),
     "slurm": (bench_slurm, 6),
     "gc": (bench_gc, 3),
+    "gc-memory": (bench_garbage_memory, 5),
     "hook": (bench_hook, 40),
     "workers": (bench_workers, 1),
     "fragmentation": (bench_fragmentation, 1),

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config import compose, expand_sweep, resolve
+from launcher.config import compose, resolve
 from launcher.errors import UsageError
+from launcher.multirun import expand_sweep, read_multirun
 from launcher.schema import DataloaderConfig
 from launcher.sources import find_sources
 from tests.conftest import Result, run_inside
@@ -33,7 +34,7 @@ def test_other_keys_go_with_it(here: Path) -> None:
     loader = configure(
         "dataloader=video", "dataloader=5", "dataloader.default=true", "dataloader.worker_gib=2"
     )
-    assert (loader.workload, loader.num_workers, loader.default, loader.worker_gib) == ("video", 5, True, 2.0)
+    assert (loader.workload, loader.num_workers, loader.default, loader.worker_gib) == ("", 5, True, 2.0)
 
 
 def test_an_option_of_ones_own_may_begin_as_a_number(here: Path) -> None:
@@ -52,12 +53,12 @@ def test_an_option_of_ones_own_may_begin_as_a_number(here: Path) -> None:
     ],
 )
 def test_numbers_make_a_sweep(here: Path, word: str, numbers: list[int]) -> None:
-    jobs = expand_sweep(find_sources(None, None, None), [word, "name=x"])
+    jobs = expand_sweep(read_multirun(find_sources(None, None, None), [word, "name=x"]))
     assert [configure(*job).num_workers for job in jobs] == numbers
 
 
 def test_options_make_a_sweep_as_before(here: Path) -> None:
-    jobs = expand_sweep(find_sources(None, None, None), ["dataloader=text,vision"])
+    jobs = expand_sweep(read_multirun(find_sources(None, None, None), ["dataloader=text,vision"]))
     assert [configure(*job).num_workers for job in jobs] == [2, 4]
 
 

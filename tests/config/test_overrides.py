@@ -8,6 +8,7 @@ import pytest
 
 from launcher.config import Composed, compose, resolve
 from launcher.errors import UsageError
+from launcher.overrides import NEUTRAL
 from launcher.schema import LaunchConfig
 from launcher.sources import find_sources
 from tests.conftest import Result
@@ -140,7 +141,35 @@ def test_a_key_may_be_removed(launch: Launch) -> None:
     assert "--steps" not in launch("~program.steps", "dry_run=true").out
 
 
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_an_option_may_go_to_another_package(here: Path, launch: Launch, plus: str) -> None:
+    config = configure(f"{plus}model@program.net=gpt2", "program.net.layers=3")
+    assert (config.model["name"], config.program["net"]["name"]) == ("tiny", "gpt2")
+    result = launch(f"{plus}model@program.net=tiny", "dry_run=true")
+    assert "--net.name=tiny" in result.out and "--net.vocab_size=256" in result.out
+    launch("model@program.net=tyni", "dry_run=true").assert_error(
+        2, "no 'tyni' in model", "did you mean tiny"
+    )
+
+
+def test_an_option_that_a_file_puts_into_another_package_is_changed_there(here: Path) -> None:
+    write(here / "conf/launch2.yaml", "defaults:\n  - launch\n  - model@program.net: tiny\n  - _self_\n")
+    assert configure("model@program.net=gpt2", primary="launch2").program["net"]["name"] == "gpt2"
+
+
 BAD = [
+    ("~gc", "~gc changes nothing", "write gc=default"),
+    ("~binding=exclusive", "~binding=exclusive changes nothing", "write binding=none"),
+    ("~cluster", "write cluster=local", ""),
+    ("~dataloader", "write dataloader=none", ""),
+    ("~machine", "write machine=local", ""),
+    ("~nodes", "~nodes changes nothing, since nodes always has a value", "write nodes=auto"),
+    ("~gc.every", "write gc.every=50", ""),
+    ("~follow", "write follow=false", ""),
+    ("~cluster.time", "write cluster.time=null", ""),
+    ("~cluster.setup", "write cluster.setup=[]", ""),
+    ("~torchrun", "write torchrun.max_restarts=…", ""),
+    ("~zzz", "'zzz' does not exist", ""),
     ("modle=gpt2", "'modle'", "did you mean model"),
     ("nproc_per_nod=2", "'nproc_per_nod'", "did you mean nproc_per_node"),
     ("torchrun.max_restart=2", "'torchrun.max_restart'", "did you mean torchrun.max_restarts"),
@@ -225,6 +254,18 @@ def test_a_wrong_word_is_one_line_with_the_fix(
 def test_an_unset_key_of_a_group_is_named_with_its_near_one(here: Path) -> None:
     with pytest.raises(UsageError, match=r"no key 'model\.layer': did you mean model\.layers"):
         configure("model=llama7b", "model.layer=2")
+
+
+def test_what_takes_the_place_of_a_removal_is_there(here: Path) -> None:
+    assert configure(*NEUTRAL.values()).binding.policy == "none"
+
+
+@pytest.mark.parametrize("word", ["~env", "~data", "~allocator", "~model", "~program.lr", "~model.layers"])
+def test_what_is_a_mapping_may_be_removed(here: Path, word: str) -> None:
+    config = configure("env.A=1", "program.lr=1", word)
+    group, _, key = word[1:].partition(".")
+    found = getattr(config, group)
+    assert key not in found if key else found == {}
 
 
 def test_the_last_word_wins(here: Path) -> None:

@@ -213,3 +213,40 @@ def test_an_unreadable_conf_is_one_line(here: Path, name: str) -> None:
 def test_shipped_configuration_is_found_from_anywhere(here: Path) -> None:
     assert (find_shipped() / "launch.yaml").is_file()
     assert find_sources(None, None, None).folders == (find_shipped(),)
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}"])
+def test_files_of_hydras_search_path_are_told_and_found(here: Path, launch: Launch, form: str) -> None:
+    write(here / "team/experiment/x.yaml", "# @package _global_\nnproc_per_node: 1\nname: theirs\n")
+    write(here / "team/model/theirs.yaml", "name: theirs\n")
+    word = f"hydra.searchpath=[{form.format(here / 'team')}]"
+    for choice in ("experiment=x", "+experiment=x"):
+        result = launch(word, choice, "dry_run=true", "--", "true")
+        assert "configuration from team/experiment/x.yaml\n" in result.err, result
+    assert "--model.name=theirs" in launch(word, "model=theirs", "dry_run=true").out
+    launch(word, "model=their", "dry_run=true").assert_error(2, "no 'their' in model", "theirs")
+
+
+def test_a_search_path_in_the_primary_file_is_heard(here: Path, launch: Launch) -> None:
+    write(here / "team/experiment/x.yaml", "# @package _global_\nnproc_per_node: 1\n")
+    write(here / "conf/mine.yaml", "defaults:\n  - launch\n  - _self_\nhydra:\n  searchpath: [team]\n")
+    result = launch("-cn", "mine", "experiment=x", "dry_run=true", "--", "true")
+    assert "configuration from conf/mine.yaml, team/experiment/x.yaml\n" in result.err, result
+
+
+def test_a_package_in_the_search_path(here: Path, launch: Launch) -> None:
+    write(here / "theirs/__init__.py", "")
+    write(here / "theirs/conf/__init__.py", "")
+    write(here / "theirs/conf/experiment/x.yaml", "# @package _global_\nnproc_per_node: 1\n")
+    words = ["hydra.searchpath=[pkg://theirs.conf]", "experiment=x", "dry_run=true", "--", "true"]
+    result = run_outside(words, here, {"PYTHONPATH": str(here)})
+    assert (result.code, "configuration from theirs/conf/experiment/x.yaml" in result.err) == (0, True), (
+        result
+    )
+
+
+@pytest.mark.parametrize("value", ["[/nowhere]", "[pkg://no.such]", "x", "[1]", "null"])
+def test_a_wrong_search_path_is_a_line(here: Path, launch: Launch, value: str) -> None:
+    result = launch(f"hydra.searchpath={value}", "dry_run=true", "--", "true")
+    assert result.code in (0, 2) and "Traceback" not in result.err
+    assert value == "null" or "searchpath" in result.err, result

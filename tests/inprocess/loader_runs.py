@@ -1,6 +1,7 @@
 """Programs with DataLoaders, run by the shim as a rank of `launch` is, on the real torch."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -57,7 +58,7 @@ def run_program(
     program = folder / "program.py"
     program.write_text(HEAD + lines)
     words = (sys.executable, "-W", "error::UserWarning", str(program))
-    return run_shim(*words, preexec=None, LAUNCH_PLAN=str(plan), **more)
+    return run_shim(*words, preexec=lambda: os.sched_setaffinity(0, ALL), LAUNCH_PLAN=str(plan), **more)
 
 
 def read_notes(done: "subprocess.CompletedProcess[str]") -> dict[str, object]:

@@ -125,8 +125,10 @@ import gc, sys
 collect = sys.modules["launch_inprocess.collector"].end_step
 node = [[]]
 node.append(node)
+oldest = gc.get_threshold()[2]
+live = [[] for _ in range(50 * gc.get_threshold()[0] * gc.get_threshold()[1])]
 seen = [n for n in range(1, 12) if collect()]
-print(seen, gc.get_freeze_count() > 1000, gc.collect() >= 0, gc.get_threshold()[1] > 100)
+print(seen, gc.get_freeze_count() > 1000, gc.collect() >= 0, gc.get_threshold()[2] > oldest)
 """
     done = run_program([python, "-W", "error", "-c", code], tmp_path)
     assert (done.stdout, done.stderr) == ("[3, 5, 10] True True True\n", "")
@@ -211,6 +213,7 @@ def test_an_interpreter_that_sees_no_pythonpath_is_told_of(words: str, tmp_path:
     assert done.returncode == 0
     (line,) = (line for line in done.stderr.splitlines() if "garbage collection" in line)
     assert DEAF[words] in line
+    assert "gc synchronized" not in done.stderr
     if "script" not in words:
         assert "<built-in function collect>" in done.stdout and str(FOLDER) not in done.stdout
 
@@ -218,6 +221,18 @@ def test_an_interpreter_that_sees_no_pythonpath_is_told_of(words: str, tmp_path:
 def test_no_word_of_it_where_the_hook_starts_or_nobody_listens(tmp_path: Path) -> None:
     done = run_words("python -u -X dev", tmp_path)
     assert done.returncode == 0 and "garbage collection" not in done.stderr
+    assert "gc synchronized" in done.stderr
     assert "launch_inprocess" in done.stdout and "<built-in" not in done.stdout
     (tmp_path / "quiet").mkdir()
     assert run_words("python -I", tmp_path / "quiet", "1").stderr == ""
+
+
+def test_an_interpreter_that_is_too_old_for_the_hook_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "python3.6").write_text("#!/bin/sh\necho $PYTHONPATH.\n")
+    (tmp_path / "python3.6").chmod(0o700)
+    (tmp_path / "python").symlink_to("python3.6")
+    plan = str(write_plan(tmp_path, "0"))
+    done = run_shim(str(tmp_path / "python"), LAUNCH_PLAN=plan, LAUNCH_GC=QUICK, PYTHONPATH="")
+    assert (done.returncode, done.stdout) == (0, ".\n")
+    assert "python3.6 is older than 3.9: garbage collection" in done.stderr
+    assert "gc synchronized" not in done.stderr

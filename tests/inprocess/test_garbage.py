@@ -7,9 +7,13 @@ import pytest
 from tests.inprocess.hooked import QUICK, STEPS, run_code
 
 STATE = """
+young, middle, oldest = gc.get_threshold()
+live = [[] for _ in range(50 * young * middle)]
+
 def look():
-    return [gc.isenabled(), gc.get_threshold()[1] > 100, gc.get_freeze_count() > 1000]
+    return [gc.isenabled(), gc.get_threshold()[2] > oldest, gc.get_freeze_count() > len(live)]
 """
+"""Whether the collector is on, its oldest generation waits longer, and objects are frozen."""
 CYCLE = """
 class Node:
     pass
@@ -21,24 +25,27 @@ def make_cycle():
 """
 
 
-def test_what_outlives_the_young_collections_goes_in_step_and_not_between(tmp_path: Path) -> None:
+def test_garbage_of_the_younger_generations_goes_at_once_and_older_garbage_in_step(tmp_path: Path) -> None:
     code = (
         STEPS
         + CYCLE
         + """
 def take_step():
-    young, node = weakref.ref(make_cycle()), make_cycle()
-    gc.collect(0)
-    old = weakref.ref(node)
-    del node
-    for _ in range(30_000):  # Python's own collector would let neither lie
+    old = make_cycle()
+    gc.collect(1)  # to the oldest generation
+    middle = make_cycle()
+    gc.collect(0)  # to the middle one
+    young = make_cycle()
+    found = [weakref.ref(node) for node in (young, middle, old)]
+    del young, middle, old
+    for _ in range(12 * gc.get_threshold()[0]):  # the middle generation is collected, the oldest is not
         make_cycle()
     collect()
-    return young() is None, old() is None
+    return [node() is None for node in found]
 print(json.dumps([[step, *take_step()] for step in range(1, 12)][3:]))
 """
     )
-    assert run_code(code, tmp_path) == [[step, True, step in (5, 10)] for step in range(4, 12)]
+    assert run_code(code, tmp_path) == [[step, True, True, step in (5, 10)] for step in range(4, 12)]
 
 
 @pytest.mark.parametrize("policy", [QUICK, "frozen,warmup=3"])
@@ -50,10 +57,11 @@ def test_a_programs_own_collect_frees_what_is_frozen(policy: str, tmp_path: Path
         + """
 node = make_cycle()
 watch = weakref.ref(node)
-for _ in range(4):
+for _ in range(6):
     collect()
 del node
-collect(), collect()  # the fifth step's does not look at what is frozen
+for _ in range(6):  # the tenth step's does not look at what is frozen
+    collect()
 seen.append(watch() is not None)
 seen.append(gc.collect(1) >= 0 and watch() is not None)
 freed = gc.collect()
@@ -134,9 +142,10 @@ def test_what_is_frozen_is_looked_at_anew_at_doubling_distances(tmp_path: Path) 
         + """
 node = make_cycle()
 watch = weakref.ref(node)
-collect(), collect(), collect()
+for _ in range(6):  # the fifth step's is the first that looks
+    collect()
 del node
-for step in range(4, 200):
+for step in range(7, 200):
     collect()
     if watch() is None:
         break
@@ -144,6 +153,28 @@ print(json.dumps(step))
 """
     )
     assert run_code(code, tmp_path) == 16 * 5
+
+
+def test_frozen_garbage_goes_in_step_once_memory_has_grown(tmp_path: Path) -> None:
+    code = (
+        STEPS
+        + CYCLE
+        + """
+node = make_cycle()
+node.text = bytes(range(250)) * 200_000  # 50 MB
+watch = weakref.ref(node)
+for step in range(1, 30):
+    if step == 6:
+        del node
+    if step == 12:
+        live = bytes(range(250)) * 200_000
+    collect()
+    if watch() is None:
+        break
+print(json.dumps(step))
+"""
+    )
+    assert run_code(code, tmp_path) == 15
 
 
 def test_without_steps_the_collector_still_bounds_memory(tmp_path: Path) -> None:
@@ -174,8 +205,13 @@ def test_finalizers_run_at_the_end_as_without_us(policy: str, tmp_path: Path) ->
 
 
 MANY = "for _ in range(100 + step % 300): make_cycle().text = bytes(500)"
-"""Garbage of a step: many small things, or few with much in them, as tensors have."""
 LARGE = "for _ in range(100): make_cycle()\n    make_cycle().text = bytes(range(250)) * 20_000"
+OUTLIVING = (
+    "node = make_cycle()\n    node.text = bytes(range(250)) * 20_000\n    alive = [[] for _ in range(2000)]"
+)
+"""Garbage of a step: many small things; few with much in them, as tensors have; things that outlive the
+collections of the youngest generation.
+"""
 
 
 def grow(folder: Path, policy: str | None, garbage: str, steps: int) -> float:
@@ -197,7 +233,9 @@ print(json.dumps(int(text.split("VmHWM:")[1].split()[0]) / 1e3))
     return peak
 
 
-@pytest.mark.parametrize(("garbage", "steps"), [(MANY, 3000), (LARGE, 300)], ids=["many", "large"])
+@pytest.mark.parametrize(
+    ("garbage", "steps"), [(MANY, 3000), (LARGE, 300), (OUTLIVING, 300)], ids=["many", "large", "outliving"]
+)
 def test_memory_stays_within_a_tenth_of_the_defaults(garbage: str, steps: int, tmp_path: Path) -> None:
     default = grow(tmp_path, None, garbage, steps)
     assert grow(tmp_path, "synchronized", garbage, steps) < 1.1 * default

@@ -91,8 +91,10 @@ note(moved=count_warnings(2))
 """
 
 
-def test_torch_counts_the_workers_own_cpus(tmp_path: Path) -> None:
-    notes = read_notes(run_program(tmp_path, REASON, default=False))
+@pytest.mark.parametrize("worker_cpus", [ALL, OWN], ids=["the plan's", "those without us"])
+def test_torch_counts_the_cpus_that_workers_get_or_would_have(tmp_path: Path, worker_cpus: list[int]) -> None:
+    cpus = ",".join(map(str, worker_cpus))
+    notes = read_notes(run_program(tmp_path, REASON, default=False, worker_cpus=cpus))
     warning = ["dataloader.py", "This DataLoader will create 3 wo"]
     assert notes["fits"] == []
     assert notes["over"] == [warning, warning]  # when it is made, and when it starts them

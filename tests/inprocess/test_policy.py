@@ -8,9 +8,13 @@ import pytest
 from tests.inprocess.hooked import QUICK, ROOT, STEPS, run_code, run_program
 
 STATE = """
+young, middle, oldest = gc.get_threshold()
+live = [[] for _ in range(50 * young * middle)]
+
 def look():
-    return [gc.isenabled(), gc.get_threshold()[1] > 100, gc.get_freeze_count() > 1000]
+    return [gc.isenabled(), gc.get_threshold()[2] > oldest, gc.get_freeze_count() > len(live)]
 """
+"""Whether the collector is on, its oldest generation waits longer, and objects are frozen."""
 
 
 @pytest.mark.parametrize(
@@ -45,12 +49,12 @@ def test_the_collector_is_as_it_was_until_the_warm_up_is_over(tmp_path: Path) ->
     [
         (QUICK, 1, "gc.disable()", [False, False, False]),
         (QUICK, 1, "gc.freeze()", [True, False, True]),
-        (QUICK, 1, "gc.set_threshold(700, 2_000)", [True, True, False]),
+        (QUICK, 1, "gc.set_threshold(700, 10, 2_000)", [True, True, False]),
         (QUICK, 7, "gc.disable()", [False, False, False]),
-        (QUICK, 7, "gc.set_threshold(700, 2_000)", [True, True, False]),
+        (QUICK, 7, "gc.set_threshold(700, 10, 2_000)", [True, True, False]),
         ("frozen,warmup=3", 1, "gc.disable()", [False, False, False]),
         ("disabled,every=5", 1, "gc.enable()", [True, False, False]),
-        ("disabled,every=5", 7, "gc.set_threshold(700, 2_000)", [True, True, False]),
+        ("disabled,every=5", 7, "gc.set_threshold(700, 10, 2_000)", [True, True, False]),
     ],
 )
 def test_a_program_that_handles_gc_itself_is_left_alone(
@@ -107,14 +111,14 @@ def test_a_wrong_call_of_collect_says_what_it_says(call: str, tmp_path: Path) ->
 
 
 def test_collections_are_told_on_request(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(STEPS + "for _ in range(6):\n    collect()\n")
+    (tmp_path / "program.py").write_text(STEPS + "for _ in range(11):\n    collect()\n")
     done = run_program(
         [sys.executable, "program.py"], tmp_path, f"{QUICK},log", PYTHONPATH=str(ROOT), RANK="7"
     )
     assert done.stdout == ""
-    first, second = done.stderr.splitlines()
-    assert first.startswith("launch: rank 7: step 3: ") and first.endswith(" are frozen"), first
-    assert second.startswith("launch: rank 7: step 5: ") and second.endswith(" ms"), second
+    steps = zip((3, 5, 10), (" are frozen", " are frozen", " ms"), done.stderr.splitlines(), strict=True)
+    for step, end, line in steps:
+        assert line.startswith(f"launch: rank 7: step {step}: ") and line.endswith(end), line
 
 
 def test_nothing_is_collected_while_a_cuda_graph_is_captured(tmp_path: Path) -> None:

@@ -54,14 +54,15 @@ def test_of_many_small_optimizers_one_counts(tmp_path: Path) -> None:
 def test_short_trainings_after_one_another_end_the_first_ones_phase(tmp_path: Path) -> None:
     """None of them leads; after ten rounds without the leader, Python's own collector is back."""
     code = """
+live = [[] for _ in range(350_000)]
 train(make(), steps=7)
 for number in range(30):
     train(make(), steps=2)
-    look = gc.get_threshold()[1], gc.get_freeze_count()
+    look = gc.get_threshold()[2], gc.get_freeze_count()
     assert (look == (START, 0)) == (number >= 9), (number, look)
 train(make(), steps=12)
 """
-    code = f"{code}\nassert gc.get_threshold()[1] != START".replace("START", str(gc.get_threshold()[1]))
+    code = f"{code}\nassert gc.get_threshold()[2] != START".replace("START", str(gc.get_threshold()[2]))
     assert read_steps(code, tmp_path) == [3, 5, 7, 10]
 
 

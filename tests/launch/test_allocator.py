@@ -10,6 +10,7 @@ import pytest
 from launcher import allocator
 from launcher.config import compose
 from launcher.job import draft_job
+from launcher.probe import examine
 from launcher.sources import find_sources
 from tests.conftest import Result, run_outside
 
@@ -284,7 +285,7 @@ def test_a_container_that_may_trace_is_as_good_as_none(
     words = (*RUN, "--", "echo", "verl.trainer")
     monkeypatch.setattr(allocator, "MARKS", ("/",))
     for capabilities in (0, 1 << 19):
-        monkeypatch.setattr(allocator, "read_capabilities", lambda _, found=capabilities: found)
+        monkeypatch.setattr(examine, "read_capabilities", lambda _, found=capabilities: found)
         assert ("165685" in launch(*words).err) == (capabilities == 0)
 
 

@@ -3,7 +3,6 @@
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,6 @@ from launcher.launch.torchrun import (
     parse_endpoint,
     parse_nodes,
     parse_pairs,
-    render_torchrun,
 )
 from tests.conftest import Result
 
@@ -329,61 +327,6 @@ def test_torchruns_variables_that_make_no_sense(launch: Launch, monkeypatch: pyt
 def test_pairs() -> None:
     assert parse_pairs("timeout=900, is_host = 1,,x=a=b") == {"timeout": "900", "is_host": "1", "x": "a=b"}
     assert parse_pairs("") == {}
-
-
-def test_torchruns_command_line() -> None:
-    options = {
-        "nnodes": "1:1",
-        "max_restarts": None,
-        "monitor_interval": 0.5,
-        "rdzv_conf": {"a": 1, "b": "x y"},
-        "other": {},
-    }
-    assert render_torchrun("py", options, ("shim",), ("prog", "a b", "--x", "", "é\n")) == (
-        "py",
-        "-P",
-        "-m",
-        "torch.distributed.run",
-        "--nnodes=1:1",
-        "--monitor-interval=0.5",
-        "--rdzv-conf=a=1,b=x y",
-        "--no-python",
-        "shim",
-        "prog",
-        "a b",
-        "--x",
-        "",
-        "é\n",
-    )
-
-
-def test_torchrun_itself_reads_that_command_line() -> None:
-    from torch.distributed.run import parse_args
-
-    options = {
-        "nnodes": "1:1",
-        "nproc_per_node": 2,
-        "rdzv_conf": {"is_host": 1},
-        "max_restarts": 3,
-        "shutdown_timeout": 50,
-    }
-    command = render_torchrun("py", options, ("shim", "-I"), ("prog", "--nnodes", "--", "-x"))
-    parse: Callable[[list[str]], Any] = parse_args
-    parsed = parse(list(command[4:]))
-    assert (parsed.nnodes, parsed.nproc_per_node, parsed.rdzv_conf, parsed.max_restarts) == (
-        "1:1",
-        "2",
-        "is_host=1",
-        3,
-    )
-    assert [parsed.training_script, *parsed.training_script_args] == [
-        "shim",
-        "-I",
-        "prog",
-        "--nnodes",
-        "--",
-        "-x",
-    ]
 
 
 def test_a_node_rank_without_a_manual_cluster_is_not_ignored() -> None:

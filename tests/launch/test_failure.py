@@ -1,10 +1,22 @@
 """Who failed first, and in which words."""
 
+import math
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
 import pytest
 
+from launcher import conclude
+from launcher.conclude import judge_outcome, note_kills
 from launcher.launch.failure import Failure, find_failure, list_clean
 from launcher.launch.processes import Death, RankProcess
+from launcher.launch.supervise import Outcome
+from launcher.plan.model import Limits
 
+if TYPE_CHECKING:
+    from launcher.job import Job
+
+LIMITED = "at the limit of the job's cgroup, 1024 MiB"
 REPORT = """
 Root Cause (first observed failure):
 [0]:
@@ -44,6 +56,45 @@ def test_ends_in_words(exitcode: int, status: int, words: str) -> None:
     failure = Failure(0, 0, 0, 1, exitcode)
     assert failure.status == status
     assert words in failure.describe()
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "words"),
+    [
+        (1, "exited with code 1 (out of memory: the kernel …)"),
+        (137, "exited with code 137 (out of memory: the kernel …)"),
+        (-9, "was killed by SIGKILL (signal 9), out of memory: the kernel …"),
+    ],
+)
+def test_what_the_kernel_counts_is_no_guess(exitcode: int, words: str) -> None:
+    assert Failure(0, 0, 0, 1, exitcode, "out of memory: the kernel …").describe() == words
+
+
+@pytest.mark.parametrize(
+    ("before", "limit", "kind", "words"),
+    [
+        (5, 1 << 20, "slurm", ""),
+        (
+            4,
+            1 << 20,
+            "slurm",
+            "a process at the limit of the job's cgroup, 1024 MiB: ask for more with cluster.mem",
+        ),
+        (3, 1 << 20, "local", "2 processes at the limit of the job's cgroup, 1024 MiB"),
+        (3, None, "slurm", "2 processes of the job"),
+    ],
+)
+def test_what_the_kernel_has_killed_meanwhile(
+    before: int, limit: int | None, kind: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conclude, "count_oom_kills", lambda _: 5)
+    machine = SimpleNamespace(limits=Limits(memory_kib=limit))
+    job = SimpleNamespace(plan=SimpleNamespace(machine=machine), cluster=SimpleNamespace(kind=kind))
+    ending = judge_outcome(Outcome(1, (death(1, -9),), None, math.inf, ()), ())
+    noted = note_kills(ending, cast("Job", job), before)
+    memory = f"out of memory: the kernel killed {words}" if words else ""
+    assert noted.failure is not None
+    assert (noted.memory, noted.failure.memory, noted.status) == (memory, memory, 137)
 
 
 @pytest.mark.parametrize(

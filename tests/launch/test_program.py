@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.errors import UsageError
-from launcher.launch.program import render_program, resolve_program
+from launcher.launch.program import describe_interpreter, render_program, resolve_program
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 ENVIRON = {"PATH": "/nowhere:bin"}
 PYTHON = sys.executable
+CHMOD = "`chmod +x train.py` lets it"
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,33 @@ PYTHON = sys.executable
 )
 def test_forms_of_programs(words: list[str], resolved: tuple[str, ...]) -> None:
     assert resolve_program(words, ENVIRON) == resolved
+
+
+@pytest.mark.parametrize(
+    ("line", "own"),
+    [
+        ("#!/usr/bin/env -S uv run --script", "uv run --script"),
+        ("#! /bin/sh -e", "/bin/sh -e"),
+        ("#!/usr/bin/env A=1 pixi", "pixi"),
+        ("#!/usr/bin/env -S A=1 python3 -O", ""),
+        ("#!/opt/conda/bin/python", ""),
+        ("#!", ""),
+        ("import torch", ""),
+    ],
+)
+def test_a_python_file_whose_first_line_names_something_else_runs_by_that(
+    folder: Path, line: str, own: str
+) -> None:
+    script = folder / "train.py"
+    script.write_text(f"{line}\n")
+    assert resolve_program(["train.py", "x"], ENVIRON) == (PYTHON, "train.py", "x")
+    says = describe_interpreter(["train.py", "x"])
+    assert says == (own and f"warning: train.py runs under Python, not by its #! line ({own}): {CHMOD}")
+    script.chmod(stat.S_IRWXU)
+    resolved = ("./train.py", "x") if own else (PYTHON, "train.py", "x")
+    assert resolve_program(["train.py", "x"], ENVIRON) == resolved
+    assert describe_interpreter(["train.py"]) == (own and f"train.py runs by its own #! line, {own}")
+    assert describe_interpreter(["tool"]) == ""
 
 
 def test_the_python_that_torchrun_would_use() -> None:
@@ -119,6 +147,7 @@ def test_a_configured_program_has_an_option_for_each_key() -> None:
         "many": [1, "b"],
         "text": "a b",
         "empty": "",
+        "my_net": {"hidden_size": 2, "bias": False, "norm": {"eps": 1}, "none": {}},
     }
     sections: dict[str, dict[str, object]] = {
         "model": {"layers": 2, "kv_heads": None, "bias": False},
@@ -138,6 +167,9 @@ def test_a_configured_program_has_an_option_for_each_key() -> None:
         "--many=1,b",
         "--text=a b",
         "--empty=",
+        "--my-net.hidden_size=2",
+        "--no-my-net.bias",
+        "--my-net.norm.eps=1",
     )
 
 

@@ -141,6 +141,45 @@ def test_this_machines_device_lists_are_not_the_clusters(
     assert list_pci(chosen) == list_pci(alone)[4:6]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["plan"], ["topo", "image=machine.svg"], ["doctor"], ["dry_run=true"]],
+    ids=lambda words: words[0],
+)
+def test_a_device_list_of_this_machine_is_told_of_with_how_to_have_it(
+    here: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,2,5")
+    program = ["--", "true"] if words[0] == "dry_run=true" else []
+    warning = (
+        "launch: warning: CUDA_VISIBLE_DEVICES=6,2,5 is of this machine, and does not count in a plan for "
+        "dgx_h100: set env.CUDA_VISIBLE_DEVICES=6,2,5 if it is meant for that"
+    )
+    assert launch(*words, "machine=dgx_h100", *program).err.splitlines().count(warning) == 1
+    meant = launch(*words, "machine=dgx_h100", "env.CUDA_VISIBLE_DEVICES=6,2,5", *program)
+    assert "does not count" not in meant.err
+    assert "does not count" not in launch("topo", "machine=dgx_h100").err
+    if words == ["plan"]:
+        made = json.loads(
+            launch("plan", "machine=dgx_h100", "env.CUDA_VISIBLE_DEVICES=6,2,5", "format=json").out
+        )
+        assert [rank["gpu"]["index"] for rank in made["ranks"]] == [6, 2, 5]
+
+
+def test_what_a_device_list_has_in_it_does_not_reach_the_terminal(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "\x1b[31m0")
+    assert "CUDA_VISIBLE_DEVICES=?[31m0 is of this machine" in launch("plan", "machine=dgx_h100").err
+
+
+def test_few_ranks_are_spread_where_that_is_asked_for(launch: Launch) -> None:
+    made = plan(launch, "machine=dgx_h100", "nproc_per_node=2", "devices=spread")
+    assert [rank["gpu"]["index"] for rank in made["ranks"]] == [0, 4]
+    assert [rank["env"]["CUDA_VISIBLE_DEVICES"] for rank in made["ranks"]] == ["0,4", "0,4"]
+    launch("plan", "devices=far").assert_error(2, "devices=far", "all, own, spread")
+
+
 def test_a_thread_count_of_ones_own_travels(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert {rank["omp_num_threads"] for rank in plan(launch, "machine=dgx_h100")["ranks"]} == {3}

@@ -78,6 +78,8 @@ def test_a_snapshot_says_what_it_is_and_where_from_and_nothing_of_its_making(nam
 
 WARNED = {
     "a100_slurm_32of112": "GPU",
+    "rtx_a6000_6plus2": "local rank 0-5 has 16 usable cores",
+    "workstation_1plus4": "local rank 1-4 has 8 usable cores",
 }
 """Machines whose plan has a warning, and what it is about."""
 

@@ -75,6 +75,7 @@ def run(scripts: Path, folder: Path, *words: str) -> "subprocess.CompletedProces
 def test_the_wheel_carries_configuration_types_and_licence(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"launcher/conf/launch.yaml", "launcher/conf/model/llama7b.yaml", "launcher/py.typed"} <= names
+    assert "hydra_plugins/launch.py" in names
     machines = {f"launcher/conf/machine/{path.name}" for path in (ROOT / "conf/machine").iterdir()}
     assert "launcher/conf/machine/dgx_h100.json" in machines <= names
     for folder, target in (("conf", "launcher/conf"), ("launcher/inprocess", "launcher/inprocess")):

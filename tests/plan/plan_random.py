@@ -32,6 +32,34 @@ def describe_machine(random: Random) -> Data:
     return description
 
 
+def describe_overlap(random: Random) -> Data:
+    """A random description in which the nodes nearest to different GPUs are likely to overlap.
+
+    The cpuset leaves nodes out: GPUs there are near to several others, and GPUs of unknown place to all.
+    """
+    packages, each = random.choice([(1, 3), (2, 2), (2, 3), (2, 4), (3, 2)])
+    nodes = packages * each
+    sizes = [random.choice([1, 2, 3, 4, 5, 8, 12]) for _ in range(nodes)]
+    ends = list(accumulate(sizes))
+    lists = [f"{end - size}-{end - 1}" for end, size in zip(ends, sizes, strict=True)]
+    allowed = sorted(random.sample(range(nodes), random.randint(max(1, nodes // 2), nodes)))
+    places = [
+        random.randrange(-1 if random.random() < 0.2 else 0, nodes) for _ in range(random.randint(2, 12))
+    ]
+    return {
+        "name": "overlap",
+        "numa": [{"id": at, "package": at // each, "cpus": lists[at], "gib": 64} for at in range(nodes)],
+        "threads": {"none": True},
+        "l3_cores": random.choice([0, 2, 4]),
+        "distance": random.choice([[12, 32], [20, 20]]),
+        "gpus": [
+            {"bdf": f"0000:{at + 16:02x}:00.0", "numa": node, "model": "GPU"}
+            for at, node in enumerate(places)
+        ],
+        "allowed_cpus": ",".join(lists[node] for node in allowed),
+    }
+
+
 def number_cpus(random: Random, nodes: int) -> tuple[list[set[int]], Data]:
     """CPUs of each node and the lab's `threads` rule: numbered in blocks or in turn, siblings far or near."""
     sizes = [random.choice([1, 2, 3, 4, 6, 8, 12, 13, 16, 28])] * nodes

@@ -109,11 +109,12 @@ def test_mig_instances_share_out_the_cores_next_to_their_gpus() -> None:
     machine = convert(describe(["0-7", "8-15"], [0, 1]))
     gpus = (replace(machine.gpus[0], mig=("MIG-a", "MIG-b", "MIG-c")), machine.gpus[1])
     made = plan(replace(machine, gpus=gpus), Request(devices="own"))
-    assert masks(made) == ["0-2", "3-5", "6-7", "8-15"]
+    assert masks(made) == ["0-2", "3-5", "6-7", "8-11"]
 
 
 def test_three_gpus_on_two_nodes() -> None:
-    assert masks(plan(convert(describe(["0-5", "6-11"], [0, 1, 1])), Request())) == ["0-5", "6-8", "9-11"]
+    made = plan(convert(describe(["0-5", "6-11"], [0, 1, 1])), Request())
+    assert (masks(made), workers(made)) == (["0-3", "6-8", "9-11"], ["0-3", "5-8", "4,9-11"])
 
 
 def test_gpus_that_no_rank_uses_do_not_count() -> None:

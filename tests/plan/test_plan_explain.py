@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from launcher.cpulist import format_cpulist
 from launcher.plan.model import Plan, Request
 from launcher.plan.planner import plan
+from launcher.plan.topology import survey
 
 from .plan_lab import NAMES, convert, describe, load
 from .test_plan_crowds import make_hybrid
@@ -162,4 +164,41 @@ def test_what_is_said_of_cores_is_so(name: str) -> None:
         lent = {cpus[pu].node for pu in rank.worker_cpus - rank.cpus}
         assert ("its workers also have" in sentence) == bool(lent)
         assert all(f"of node {other} (distance" in sentence for other in lent)
-        assert rank.memory.nodes == {node} and f"memory from node {node}" in sentence
+        busy = {other for other in lent if any(cpus[pu].node == other for r in made.ranks for pu in r.cpus)}
+        assert ("which ranks there can spare" in sentence) == bool(busy)
+        assert ("where no rank runs" in sentence) == bool(lent - busy)
+        guests = {
+            other.local_rank
+            for other in made.ranks
+            if other not in peers and any(cpus[pu].node == node for pu in other.worker_cpus)
+        }
+        assert (f"workers of ranks {format_cpulist(guests)} have" in sentence) == bool(guests)
+        (target,) = rank.memory.nodes
+        assert f"memory from node {target}" in sentence
+        home = survey(machine).find_home(rank.gpu)
+        assert target in home and (target == node or node not in home)
+
+
+def test_a_rank_that_has_no_core_next_to_its_gpu() -> None:
+    made = plan(convert(load("slurm-30plus2")), Request())
+    assert tell(made, 6) == [
+        "GPU 6 (0000:67:00.0) is nearest to node 1, whose 2 usable cores other ranks have: this one is on "
+        "node 0 (distance 21)",
+        "it has 4 of the node's 30 usable cores, as one of 6 ranks there, "
+        "its last-level cache shared with ranks 0-3,7",
+        "workers of ranks 4-5 have 6 cores of the node",
+        "memory from node 1, next to its GPU",
+    ]
+    assert tell(made, 5)[1:] == [
+        "it has 1 of the node's 2 usable cores, as one of 2 ranks there, "
+        "its last-level cache shared with rank 4",
+        "its workers also have 3 cores of node 0 (distance 21), which ranks there can spare",
+        "memory from node 1",
+    ]
+
+
+def test_a_rank_that_gives_cores_away() -> None:
+    assert tell(plan(convert(load("workstation-1plus4")), Request()))[1:3] == [
+        "it has 4 of the node's 8 usable cores, with 1 last-level cache of its own",
+        "workers of ranks 1-4 have 4 cores of the node",
+    ]

@@ -91,6 +91,27 @@ def test_eight_gpus_share_four_nics_by_switch() -> None:
     assert names(plan(four, Request())) == list("00224466")
 
 
+def test_gpus_that_share_nics_on_one_switch_have_them_in_blocks() -> None:
+    gpus = tuple(make_gpu(at, 0, *under(1), port(at, 1)) for at in range(4))
+    nics = make_nics(*((0, (*under(1), port(8 + at, 1))) for at in range(2)))
+    machine = build(1, gpus, nics)
+    assert names(plan(machine, Request())) == list("0011")
+    assert names(plan(machine, Request(8))) == list("00110011")
+    assert names(plan(replace(machine, gpus=gpus[:3]), Request())) == list("011")
+    shown = Request(environ=(("CUDA_VISIBLE_DEVICES", "3,2,1,0"),))
+    assert names(plan(machine, shown)) == list("1100")
+    # A job with some of the GPUs uses all NICs, and a GPU alone the NIC that it has in the whole machine.
+    assert names(plan(machine, Request(2))) == list("01")
+    assert names(plan(machine, Request(environ=(("CUDA_VISIBLE_DEVICES", "2"),)))) == list("1")
+
+
+def test_gpus_of_unknown_places_have_nics_in_blocks() -> None:
+    gpus = tuple(make_gpu(at, None) for at in range(8))
+    assert names(plan(build(1, gpus, make_nics(*((None, ()) for _ in range(4)))), Request())) == list(
+        "00112233"
+    )
+
+
 def test_four_gpus_share_the_only_nic() -> None:
     one = build(2, tuple(make_gpu(at, at // 2) for at in range(4)), make_nics((0, ())))
     made = plan(one, Request())

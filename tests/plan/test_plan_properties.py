@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import permutations
 from random import Random
@@ -21,7 +21,7 @@ from launcher.plan.topology import find_usable, survey
 from launcher.plan.variables import COUNTS
 
 from .plan_lab import convert, score
-from .plan_random import describe_machine
+from .plan_random import describe_machine, describe_overlap
 
 
 def make_machine(seed: int) -> Machine:
@@ -119,7 +119,7 @@ REQUESTS = st.builds(
     binding=st.sampled_from(sorted(POLICIES)),
     strict=st.booleans(),
     reserve_cores=st.integers(0, 8),
-    devices=st.sampled_from(["all", "own"]),
+    devices=st.sampled_from(["all", "own", "spread"]),
     num_workers=st.integers(0, 9),
     worker_gib=st.sampled_from([0.0, 0.5, 1e300]),
     worker_shm_mib=st.sampled_from([0.0, 4.0, 5e-324]),
@@ -155,7 +155,7 @@ def test_masks_are_never_empty_nor_outside_what_the_job_may_use(machine: Machine
 
 def keep_set(request: Request) -> Sequence[str]:
     """The user's variables that nothing may replace, as far as they hold something sensible."""
-    own = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if request.devices == "own" else ()
+    own = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if request.devices != "all" else ()
     return [name for name, value in request.environ if value and name not in (*own, *COUNTS)]
 
 
@@ -211,18 +211,40 @@ def test_a_snapshot_is_planned_as_the_machine_itself_is(seed: int, request: Requ
     assert plan(snapshot, request) == plan(machine, request)
 
 
-@given(st.integers(0, 2**32), st.integers(1, 24))
+@given(st.integers(0, 2**32), st.integers(1, 24), st.sampled_from([describe_machine, describe_overlap]))
 @settings(max_examples=300, deadline=None)
-def test_cores_are_shared_only_where_no_assignment_could_avoid_it(seed: int, ranks: int) -> None:
-    machine = convert(describe_machine(Random(seed)))
+def test_ranks_share_no_core_where_cores_suffice_and_leave_home_only_where_they_must(
+    seed: int, ranks: int, describe: Callable[[Random], dict[str, Any]]
+) -> None:
+    machine = convert(describe(Random(seed)))
     made = plan(machine, Request(ranks))
     topology = survey(machine)
     homes = [
-        [core.id for node in topology.find_home(rank.gpu) for core in topology.cores[node]]
+        {core.id for node in topology.find_home(rank.gpu) for core in topology.cores[node]}
         for rank in made.ranks
     ]
-    owners = Counter(core for rank in made.ranks for core in {topology.core_of[cpu] for cpu in rank.cpus})
-    assert (max(owners.values()) > 1) == (match_cores(homes) < ranks)
+    used = [{topology.core_of[cpu] for cpu in rank.cpus} for rank in made.ranks]
+    owners = Counter(core for cores in used for core in cores)
+    enough = sum(map(len, topology.cores.values())) >= ranks
+    assert (max(owners.values()) > 1) == (not enough)
+    at_home = sum(cores <= home for cores, home in zip(used, homes, strict=True))
+    assert at_home == (match_cores([sorted(home) for home in homes]) if enough else ranks)
+    assert all(cores <= home or not cores & home for cores, home in zip(used, homes, strict=True))
+
+
+@given(st.integers(0, 2**32), st.sampled_from([describe_machine, describe_overlap]), st.integers(0, 9))
+@settings(max_examples=300, deadline=None)
+def test_no_rank_has_less_with_its_workers_than_all_could_have(
+    seed: int, describe: Callable[[Random], dict[str, Any]], workers: int
+) -> None:
+    random = Random(seed)
+    machine = convert(describe(random))
+    ranks = random.randint(1, 20)
+    made = plan(machine, Request(ranks, num_workers=workers))
+    topology = survey(machine)
+    total = sum(map(len, topology.cores.values()))
+    least = min(len({topology.core_of[cpu] for cpu in rank.worker_cpus}) for rank in made.ranks)
+    assert least >= min(max(4, workers + 2), total // ranks)
 
 
 def match_cores(homes: Sequence[Sequence[int]]) -> int:

@@ -37,7 +37,7 @@ def started(made: Plan) -> list[tuple[int, int]]:
 def test_workers_and_threads_share_the_ranks_cores(
     cores: str, wanted: int, workers: int, threads: int
 ) -> None:
-    made = plan(convert(describe([cores], [0])), Request(num_workers=wanted))
+    made = plan(convert(describe([cores], [0])), Request(workload="ours", num_workers=wanted))
     assert started(made) == [(workers, threads)]
 
 
@@ -140,7 +140,9 @@ def test_what_the_probe_warned_of_comes_first() -> None:
 
 
 def with_quota(name: str, cpus: float | None) -> Plan:
-    return plan(replace(convert(load(name)), limits=Limits(cpus=cpus)), Request(num_workers=4))
+    return plan(
+        replace(convert(load(name)), limits=Limits(cpus=cpus)), Request(workload="ours", num_workers=4)
+    )
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def tell(made: Plan, rank: int = 0) -> str:
 def test_the_books_rule_holds_on_its_examples_with_uneven_shares_too(
     sockets: list[str], wanted: int, workers: int
 ) -> None:
-    made = plan(convert(describe(sockets, EIGHT)), Request(num_workers=wanted))
+    made = plan(convert(describe(sockets, EIGHT)), Request(workload="ours", num_workers=wanted))
     assert count(made) == [workers] * 8
     if sockets[0] == "0-13":
         assert sorted({len(rank.cpus) for rank in made.ranks}) == [3, 4]
@@ -62,15 +62,17 @@ def test_the_books_rule_holds_on_its_examples_with_uneven_shares_too(
 def test_small_machines_have_a_worker_and_more_where_cores_allow(
     cores: str, ranks: int, workers: int
 ) -> None:
-    made = plan(convert(describe([cores], [0] * ranks)), Request(num_workers=4))
+    made = plan(convert(describe([cores], [0] * ranks)), Request(workload="ours", num_workers=4))
     assert [min(count(made)), max(count(made))] == [workers] * 2
 
 
-def test_a_rank_with_more_cores_is_not_held_to_the_others() -> None:
-    made = plan(convert(describe(["0-31", "32-63"], [0, 1, 1, 1, 1])), Request(num_workers=99))
-    assert count(made) == [28, 7, 7, 7, 7]
-    assert tell(made, 0).endswith("at most 28 for 64 cores and 5 ranks")
-    assert tell(made, 1).endswith("at most 7 for its 8 cores")
+def test_ranks_share_all_cores_where_each_asks_for_more() -> None:
+    made = plan(
+        convert(describe(["0-31", "32-63"], [0, 1, 1, 1, 1])), Request(workload="ours", num_workers=99)
+    )
+    assert count(made) == [12, 11, 11, 11, 11]
+    assert tell(made, 0).endswith("at most 12 for 64 cores and 5 ranks")
+    assert tell(made, 1).endswith("at most 11 for its 12 cores")
 
 
 def test_cores_kept_back_count_for_the_system() -> None:
@@ -224,7 +226,7 @@ def test_more_than_one_worker_is_never_more_than_there_is_room_for(
 ) -> None:
     assume(find_usable(machine) and "LAUNCH_NUM_WORKERS" not in dict(asked.environ))
     limits = replace(machine.limits, memory_kib=8 << 20, shm_kib=64 << 10, files=files)
-    request = replace(asked, strict=False, worker_gib=gib, worker_shm_mib=shm)
+    request = replace(asked, strict=False, workload="ours", worker_gib=gib, worker_shm_mib=shm)
     made = plan(replace(machine, limits=limits), request)
     ranks, usable = len(made.ranks), find_usable(machine)
     cores = len({cpu.core for cpu in machine.cpus if cpu.id in usable})
@@ -245,17 +247,23 @@ def test_more_than_one_worker_is_never_more_than_there_is_room_for(
         assert sum(rank.num_workers + 1 for rank in busy) + min(4, ranks / 2) <= time
 
 
-def test_a_number_that_cores_cut_is_warned_of() -> None:
+@pytest.mark.parametrize("request_", [Request(num_workers=9), Request(workload="", num_workers=9)], ids=str)
+def test_a_number_that_is_given_stays_with_a_warning_where_cores_are_too_few(request_: Request) -> None:
     small = convert(describe(["0-3"], [0]))
-    made = plan(small, Request(num_workers=9))
-    assert count(made) == [2]
-    assert tell(made) == "num_workers=2: dataloader.num_workers asks for 9; at most 2 for 4 cores and 1 rank"
+    made = plan(small, request_)
+    assert count(made) == [9]
+    assert tell(made) == "num_workers=9: dataloader.num_workers asks for 9; at most 2 for 4 cores and 1 rank"
     (warning,) = made.warnings
-    assert warning.startswith(
-        "dataloader.num_workers=9 is more than there are cores for: ranks get 2 at most"
-    )
+    assert warning.startswith("dataloader.num_workers=9 is more than there are cores for, which is 2 on each")
     assert plan(small, Request(num_workers=9, measured=True)).warnings == ()
-    assert plan(small, Request(workload="ours", num_workers=9)).warnings == ()
+    bounded = plan(small, Request(workload="ours", num_workers=9))
+    assert (count(bounded), bounded.warnings) == ([2], ())
+
+
+def test_a_number_that_is_the_workloads_own_is_given_all_the_same() -> None:
+    single = convert(describe(["0"], [0]))
+    assert count(plan(single, Request(workload="text", num_workers=2))) == [1]
+    assert count(plan(single, Request(workload="", num_workers=2))) == [2]
 
 
 def test_the_workloads_files_say_what_the_rule_says() -> None:

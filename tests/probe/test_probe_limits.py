@@ -10,6 +10,7 @@ import pytest
 from launcher.plan.model import Limits
 from launcher.probe.limits import read_limits
 from launcher.probe.mounts import decode, relate
+from launcher.probe.oomkills import count_oom_kills
 from launcher.probe.sysfs import Tree
 
 from .probe_trees import put
@@ -298,3 +299,23 @@ def test_this_machines_shm_is_what_it_holds() -> None:
         pytest.skip("this machine has no /dev/shm")
     found = os.statvfs("/dev/shm")
     assert read_limits(Tree()).shm_kib == found.f_blocks * found.f_frsize // 1024
+
+
+@pytest.mark.parametrize(
+    ("own", "path", "text", "count"),
+    [
+        ("0::/job/task", "job/task/memory.events", "low 0\noom 4\noom_kill 3\noom_group_kill 0", 3),
+        ("0::/job/task", "job/memory.events", "oom_kill 3", 0),  # another task's
+        ("4:memory:/job", "memory/job/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2", 2),
+        ("4:memory:/job", "memory/job/memory.oom_control", "oom_kill_disable 0\nunder_oom 0", 0),
+        ("4:memory:/job", "memory/job/memory.oom_control", "oom_kill many", 0),
+        ("4:memory:/job", "memory/other", "", 0),
+        ("", "nothing", "", 0),
+    ],
+)
+def test_processes_that_the_kernel_has_killed(
+    own: str, path: str, text: str, count: int, tmp_path: Path
+) -> None:
+    for name, content in {**V2, OWN: own, f"{TOP}/{path}": text}.items():
+        put(tmp_path, name, content)
+    assert count_oom_kills(Tree(tmp_path)) == count

@@ -68,8 +68,8 @@ def root() -> Iterator[Path]:
         yield folder
 
 
-def test_all_twelve_are_there() -> None:
-    assert len(NAMES) == 12
+def test_all_machines_of_the_lab_are_there() -> None:
+    assert len(NAMES) == 14
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from launcher.cpulist import parse_cpulist
+from launcher.launch.slurm.hostlist import expand_hosts
+from launcher.rank.tasks import find_first_host
 from launcher.runs.records import read_run
 from launcher.schema import DataloaderConfig, LaunchConfig
 from launcher.wishes import describe_wishes
@@ -78,10 +80,70 @@ def test_what_a_job_script_has_set_for_another_step_does_not_stay() -> None:
     assert {name: told.get(name) for name in NAMED} == NAMED
 
 
-def test_without_the_word_nothing_is_set() -> None:
-    told = hear(start(TASK))
-    assert not set(NAMED) & set(told)
-    assert hear(start({**TASK, "RANK": "9"}))["RANK"] == "9"
+USUAL = {name: value for name, value in NAMED.items() if not name.startswith("TORCHELASTIC_")}
+
+
+def test_a_task_without_a_rank_becomes_one() -> None:
+    done = start({**TASK, "SLURM_STEP_NODELIST": "n[0-1]"})
+    told = hear(done)
+    assert {name: told[name] for name in (*NAMED, "MASTER_ADDR") if name in told} == {
+        **USUAL,
+        "MASTER_ADDR": "n0",
+    }
+    other = hear(start({**TASK, "SLURM_STEP_NODELIST": "n[0-1]", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}))
+    assert (other["RANK"], other["MASTER_PORT"]) == ("2", told["MASTER_PORT"])
+    assert 10240 <= int(told["MASTER_PORT"]) < 32768
+    step = hear(start({**TASK, "SLURM_STEP_ID": "1"}))
+    assert step["MASTER_PORT"] != told["MASTER_PORT"] and "MASTER_ADDR" not in step
+
+
+def test_what_a_job_script_has_set_of_the_meeting_stays() -> None:
+    told = hear(start({**TASK, "MASTER_ADDR": "head", "MASTER_PORT": "29500", "WORLD_SIZE": "4"}))
+    assert (told["MASTER_ADDR"], told["MASTER_PORT"], told["RANK"]) == ("head", "29500", "3")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "9"},
+        {"LOCAL_RANK": "1"},
+        {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_RANK": "0"},
+        {"SLURM_STEP_NUM_TASKS": "many"},
+        {"SLURM_STEP_TASKS_PER_NODE": "?"},
+    ],
+)
+def test_ranks_of_another_launcher_are_left_alone(variables: dict[str, str]) -> None:
+    told = hear(start({**TASK, **variables}))
+    names = {*NAMED, "MASTER_ADDR", "MASTER_PORT"}
+    assert {name: told[name] for name in names if name in told} == {
+        name: value for name, value in variables.items() if name in names
+    }
+    assert not set(NAMED) & set(hear(start({"SLURM_JOB_ID": "7", "SLURM_LOCALID": "0", "SLURM_PROCID": "0"})))
+
+
+def test_tasks_that_see_their_own_gpu_alone_are_told_why_they_are_no_ranks() -> None:
+    first = {"SLURM_LOCALID": "0", "SLURM_PROCID": "2"}
+    done = start({**TASK, **first, "CUDA_VISIBLE_DEVICES": "0"})
+    assert not set(NAMED) & set(hear(done))
+    assert "use srun --gpus-per-node, not --gpus-per-task" in done.stderr
+    assert hear(start({**TASK, "CUDA_VISIBLE_DEVICES": "0,1"}))["RANK"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("n[0-3]", "n0"),
+        ("login,n[0-3]", "login"),
+        ("rack[1-2]n[08-10,12],login", "rack1n08"),
+        ("a,b", "a"),
+        ("n7", "n7"),
+        ("n[5,7],m1", "n5"),
+        ("", ""),
+    ],
+)
+def test_the_first_node_of_a_list(text: str, first: str) -> None:
+    assert find_first_host(text) == first
+    assert expand_hosts(text)[:1] == ((first,) if first else ())
 
 
 @pytest.mark.parametrize(

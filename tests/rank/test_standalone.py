@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ from launcher.errors import UsageError
 from launcher.plan.model import Machine, Plan, RankPlan, Request
 from launcher.plan.planner import plan
 from launcher.standalone import WISHES, plan_for_rank, plan_rank
-from tests.plan.plan_lab import NAMES, convert, load
+from tests.plan.plan_lab import NAMES, convert, fsroot, load
 from tests.rank.shim_starts import SHIM
 
 MACHINES = {name: convert(load(name)) for name in NAMES}
@@ -72,7 +73,7 @@ def test_a_rank_that_sees_its_own_gpu_alone_takes_that_gpus_place(name: str, rev
         assert mine == replace(whole.ranks[gpu], local_rank=rank)
     (warning,) = (text for text in plans[0].warnings if "--gpus-per-node" in text)
     assert f"--gpus-per-node={len(order)}" in warning
-    assert not [text for text in plans[0].warnings if "nproc_per_node" in text]
+    assert not [text for text in plans[0].warnings if "NCCL refuses" in text]
 
 
 @pytest.mark.parametrize("name", WITH_GPUS)
@@ -126,6 +127,26 @@ def test_a_rank_that_keeps_its_cpus_has_memory_and_threads_to_match(name: str, b
         nodes = {cpu.node for cpu in machine.cpus if cpu.id in rank.cpus}
         expected = "preferred" if len(nodes) == 1 and binding != "none" else "default"
         assert kept.memory.policy == expected
+
+
+def test_a_rank_that_keeps_its_cpus_sees_the_gpus_that_are_spread() -> None:
+    machine = MACHINES["dgx-h100"]
+    uuids = [machine.gpus[0].uuid, machine.gpus[4].uuid]
+    for rank in (0, 1):
+        made = plan_rank(machine, Request(2, devices="spread"), rank, {}, alone=True)
+        (kept,) = made.ranks
+        assert kept.gpu == machine.gpus[4 * rank]
+        assert dict(kept.env)["CUDA_VISIBLE_DEVICES"] == ",".join(uuids)
+
+
+def test_ranks_that_do_not_know_how_many_they_are_are_not_spread(tmp_path: Path) -> None:
+    fsroot.materialize(load("dgx-h100"), tmp_path)
+    wishes = {**WISHES, "root": str(tmp_path), "devices": "spread"}
+    environ = {"LAUNCH_REQUEST": json.dumps(wishes)}
+    cpus = frozenset(range(224))
+    for rank, size, gpus in ((1, 2, [4]), (1, None, [1])):
+        made = plan_for_rank(rank, size, environ, cpus=cpus, alone=True)
+        assert [entry["gpu"]["index"] for entry in made["ranks"]] == gpus  # type: ignore[attr-defined]  # JSON
 
 
 def test_a_rank_takes_json_values() -> None:

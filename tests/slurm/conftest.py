@@ -1,5 +1,6 @@
 """Real SLURM clusters for a session's tests: one without accounting, and one with it for what asks for it."""
 
+import json
 import os
 import shlex
 import shutil
@@ -10,15 +11,26 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Result, clean_environ, run_outside
+from tests.launch.support import find_processes, wait_for
 
 COMMAND = Path(__file__).parents[2] / "slurm" / "sandbox"
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE"}
 """States that no job of these tests leaves again."""
+
+
+STUBBORN = """
+env -i setsid sh -c 'trap "" TERM; echo $$ > {folder}/orphan; kill -STOP $$' &
+trap "" TERM
+echo $$ > {folder}/batch
+while true; do sleep 1; done
+"""
+"""A job that ends by SIGKILL alone, and a process that has left its session and its environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +45,11 @@ class Sandbox:
     def conf(self) -> Path:
         """Its slurm.conf."""
         return self.folder / "slurm.conf"
+
+    @property
+    def has_cgroups(self) -> bool:
+        """Whether its SLURM tracks and constrains jobs by cgroups."""
+        return "ProctrackType=proctrack/cgroup" in self.conf.read_text()
 
     def run(self, *words: str | Path, env: Mapping[str, str] | None = None, timeout: float = 60) -> str:
         """Run a command, one of SLURM's as a rule, and return its output; it must succeed."""
@@ -112,6 +129,32 @@ def demand_programs(*options: str) -> None:
         pytest.fail(done.stderr, pytrace=False)
 
 
+def demand_cgroups(sandbox: Sandbox) -> None:
+    """Skip where SLURM cannot use cgroups: who is not root, or where version 2 has the controllers."""
+    if not sandbox.has_cgroups:
+        pytest.skip("the sandbox has no cgroups on this machine: `slurm/sandbox up --cgroups` says why")
+
+
+def read_group(folder: Path) -> str:
+    """The name of a cluster's own cgroup in each hierarchy; empty where it has none."""
+    return str(json.loads((folder / "cluster.json").read_text())["cgroup"])
+
+
+def list_groups(folder: Path, group: str) -> list[str]:
+    """What is mounted in a cluster's folder, and its cgroups where this machine mounts the hierarchies."""
+    mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    found = Path("/sys/fs/cgroup").glob(f"*/{group}") if group else ()
+    return [*(mount for mount in mounts if mount.startswith(f"{folder}/")), *map(str, found)]
+
+
+def submit_script(sandbox: Sandbox, folder: Path, script: str, *options: str) -> str:
+    """Submit a shell script by sbatch, its output in a folder, and return the job's number."""
+    path = folder / "job.sh"
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    words = ("--parsable", f"--output={folder}/%j.out", f"--chdir={folder}", *options)
+    return sandbox.run("sbatch", *words, path).strip()
+
+
 @contextmanager
 def start_sandbox(*options: str) -> Iterator[Sandbox]:
     """A cluster; its folder's path is short, since munge's socket in it must be."""
@@ -142,6 +185,24 @@ def accounted() -> Iterator[Sandbox]:
     demand_programs()
     with start_sandbox("--accounting") as cluster:
         yield cluster
+
+
+@pytest.fixture
+def nothing_is_left(sandbox: Sandbox, tmp_path: Path) -> Iterator[None]:
+    """After the test no process of its jobs is there, once those that SLURM has just killed have gone.
+
+    Neither one that names the test's folder, nor one in a node's cgroup or below its slurmd: that finds those
+    that have left their session and emptied their environment.
+    """
+    yield
+    await_nothing(str(tmp_path))
+    sandbox.wait_empty(15)
+
+
+def await_nothing(word: str, timeout: float = 15) -> None:
+    """Wait until no process is there whose command line or environment holds a word; they must go."""
+    left = partial(find_processes, word)
+    wait_for(lambda: not left(), "the processes' end", timeout, lambda: str(left()))
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from tests.launch.support import find_processes, wait_for
 from tests.programs.starting import read_losses
-from tests.slurm.conftest import Sandbox
+from tests.slurm.conftest import ENDED, Sandbox
 
 SHRUNK = (
     "+model=llama7b",
@@ -85,7 +84,7 @@ class Run:
         """Wait until the run says that it is over and SLURM that the job is; return the run's state."""
         states = ("succeeded", "failed", "stopped")
         self.wait_for(lambda: self.outcome["state"] in states, "the end", timeout)
-        self.sandbox.wait(self.job_id, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", timeout=60)
+        self.sandbox.wait(self.job_id, *ENDED, timeout=60)
         return str(self.outcome["state"])
 
     def find_processes(self) -> dict[int, str]:
@@ -113,16 +112,6 @@ def assert_same_losses(run: Run, other: Run) -> None:
     assert {step: float(loss) for step, loss in ours.items()} == pytest.approx(
         {step: float(loss) for step, loss in theirs.items()}, abs=1.5e-4, rel=0
     )
-
-
-def await_nothing(word: str, timeout: float = 15) -> None:
-    """Wait until no process is there whose command line or environment holds a word; they must go.
-
-    The sandbox tracks processes by their group (proctrack/pgid), so that SLURM's SIGKILL misses an agent:
-    its supervisor has ended it before that.
-    """
-    left = partial(find_processes, word)
-    wait_for(lambda: not left(), "the processes' end", timeout, lambda: str(left()))
 
 
 def submit(sandbox: Sandbox, cwd: Path, *words: str | bytes, env: Mapping[str, str] | None = None) -> Run:

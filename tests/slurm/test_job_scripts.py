@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import clean_environ
 
 SLURM = Path(__file__).parents[2] / "slurm"
-PAIRS = {"torchrun": ["--no-python", "launch-rank"], "srun": ["--cpu-bind=none", "launch-rank"]}
+PAIRS = {"torchrun": ["--no-python", "--", "launch-rank"], "srun": ["--cpu-bind=none", "launch-rank"]}
 """The plain scripts, and the words that are new in the others."""
 SCRIPTS = sorted(SLURM.glob("*.sbatch"))
 ALLOWED = sorted(os.sched_getaffinity(0))

@@ -106,3 +106,20 @@ def test_the_script_with_launch(sandbox: Sandbox, tmp_path: Path) -> None:
     (manifest,) = (tmp_path / "launch it's" / "runs").glob("*/*/manifest.json")
     outcome = json.loads(manifest.read_text())["outcome"]
     assert outcome["state"] == "succeeded"
+
+
+def test_srun_and_launch_rank_alone_make_ranks_that_meet(sandbox: Sandbox, tmp_path: Path) -> None:
+    """The line that the README shows, in a script that exports nothing."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    path = f"{make_commands(tmp_path / 'bin')}:{os.environ['PATH']}"
+    options = ("--parsable", f"--chdir={tmp_path}", "--nodes=2", "--gpus-per-node=2", "--cpus-per-task=4")
+    line = "srun --ntasks-per-node=2 --cpu-bind=none launch-rank python train.py a"
+    job = sandbox.run("sbatch", *options, "--ntasks-per-node=2", "--wrap", line, env={"PATH": path}).strip()
+    sandbox.wait(job, "COMPLETED")
+    sandbox.wait_empty()
+    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(4)]
+    assert [rank["ranks"] for rank in ranks] == [4] * 4
+    environs = [rank["environ"] for rank in ranks]
+    assert [environ["LOCAL_RANK"] for environ in environs] == ["0", "1", "0", "1"]
+    assert {environ["MASTER_ADDR"] for environ in environs} == {environs[0]["SLURMD_NODENAME"]}
+    assert not [name for environ in environs for name in environ if name.startswith("TORCHELASTIC")]

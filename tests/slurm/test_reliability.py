@@ -10,16 +10,15 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.slurm.conftest import Sandbox
-from tests.slurm.jobs import SHRUNK, Run, assert_same_losses, await_nothing, submit
+from tests.slurm.conftest import Sandbox, await_nothing
+from tests.slurm.jobs import SHRUNK, Run, assert_same_losses, submit
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("nothing_is_left")]
 
 STEPS = 60
 FOUR = (*SHRUNK, "nodes=4", "nproc_per_node=2", f"program.steps={STEPS}")
@@ -32,13 +31,6 @@ def undisturbed(sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory) -> R
     run = submit(sandbox, tmp_path_factory.mktemp("undisturbed"), *FOUR)
     assert run.await_end() == "succeeded"
     return run
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    """After each test no process of its job is there, once those that SLURM has just killed have gone."""
-    yield
-    await_nothing(str(tmp_path))
 
 
 def test_four_nodes_with_two_ranks_each(undisturbed: Run) -> None:
@@ -96,9 +88,8 @@ def test_requeued_by_an_administrator(sandbox: Sandbox, tmp_path: Path, undistur
 def test_preempted_by_a_job_of_higher_priority(sandbox: Sandbox, tmp_path: Path, undisturbed: Run) -> None:
     run = submit(sandbox, tmp_path, *FOUR)
     run.await_step(15)
-    urgent = sandbox.run(
-        "sbatch", "--parsable", "--partition=urgent", "--nodes=4", "--exclusive", "--wrap=sleep 1"
-    )
+    options = ("--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    urgent = sandbox.run("sbatch", "--parsable", *options)
     sandbox.wait(urgent.strip(), "COMPLETED")
     assert run.await_end() == "succeeded"
     assert run.causes == ["preempted", None]

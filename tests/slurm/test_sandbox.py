@@ -9,27 +9,24 @@ import pytest
 
 from tests.launch.support import find_processes, is_alive, wait_for
 
-from .conftest import Sandbox, ask_command, demand_programs, start_sandbox
+from .conftest import (
+    STUBBORN,
+    Sandbox,
+    ask_command,
+    demand_cgroups,
+    demand_programs,
+    list_groups,
+    read_group,
+    start_sandbox,
+    submit_script,
+)
 
 pytestmark = pytest.mark.slurm
-STUBBORN = """
-env -i setsid sh -c 'trap "" TERM; echo $$ > {folder}/orphan; kill -STOP $$' &
-trap "" TERM
-echo $$ > {folder}/batch
-while true; do sleep 1; done
-"""
-
-
-def submit(sandbox: Sandbox, folder: Path, script: str, *options: str) -> str:
-    path = folder / "job.sh"
-    path.write_text(f"#!/bin/bash\n{script}\n")
-    words = ("--parsable", f"--output={folder}/%j.out", f"--chdir={folder}", *options)
-    return sandbox.run("sbatch", *words, path).strip()
 
 
 def test_a_job_over_all_nodes_sees_each_nodes_gpus(sandbox: Sandbox, tmp_path: Path) -> None:
     script = "srun --ntasks-per-node=1 sh -c 'echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES'"
-    job = submit(sandbox, tmp_path, script, "--nodes=4", "--gpus-per-node=2")
+    job = submit_script(sandbox, tmp_path, script, "--nodes=4", "--gpus-per-node=2")
     sandbox.wait(job, "COMPLETED")
     shown = (tmp_path / f"{job}.out").read_text().splitlines()
     assert sorted(shown) == [f"n{number} 0,1" for number in range(4)]
@@ -41,7 +38,7 @@ def test_the_nodes_names_are_known(sandbox: Sandbox) -> None:
 
 
 def test_accounting_is_on_or_off(sandbox: Sandbox, accounted: Sandbox, tmp_path: Path) -> None:
-    job = submit(accounted, tmp_path, "exit 3")
+    job = submit_script(accounted, tmp_path, "exit 3")
     accounted.wait(job, "FAILED")
     words = (
         "sacct",
@@ -59,10 +56,10 @@ def test_accounting_is_on_or_off(sandbox: Sandbox, accounted: Sandbox, tmp_path:
 
 def test_an_urgent_job_preempts_and_requeues(sandbox: Sandbox, tmp_path: Path) -> None:
     script = "trap 'echo told; exit' TERM; echo start $SLURM_RESTART_COUNT; sleep 600 & wait"
-    low = submit(sandbox, tmp_path, script, "--nodes=4", "--exclusive", "--open-mode=append")
+    low = submit_script(sandbox, tmp_path, script, "--nodes=4", "--exclusive", "--open-mode=append")
     sandbox.wait(low, "RUNNING")
     wait_for((tmp_path / f"{low}.out").exists, "the job's output")
-    high = submit(sandbox, tmp_path, "true", "--nodes=4", "--exclusive", "--partition=urgent")
+    high = submit_script(sandbox, tmp_path, "true", "--nodes=4", "--exclusive", "--partition=urgent")
     sandbox.wait(high, "COMPLETED")
     wait_for(lambda: "start 1" in (tmp_path / f"{low}.out").read_text(), "the job's next start")
     assert (tmp_path / f"{low}.out").read_text().splitlines()[0] == "start"
@@ -77,17 +74,17 @@ def test_a_preempted_job_gets_its_signal_and_its_grace(tmp_path: Path) -> None:
     options = ("--nodes", "1", "--gpus", "0", "--no-accounting", "--grace-time", "60", "--preempt-signal")
     script = "trap 'echo saved; exit' USR2; sleep 600 & wait; wait"
     with start_sandbox(*options) as sandbox:
-        low = submit(sandbox, tmp_path, script, "--exclusive", "--signal=B:USR2@1")
+        low = submit_script(sandbox, tmp_path, script, "--exclusive", "--signal=B:USR2@1")
         sandbox.wait(low, "RUNNING")
         wait_for(lambda: sandbox.list_processes("sleep"), "the job's start")
-        high = submit(sandbox, tmp_path, "true", "--exclusive", "--partition=urgent")
+        high = submit_script(sandbox, tmp_path, "true", "--exclusive", "--partition=urgent")
         sandbox.wait(high, "COMPLETED", timeout=50)  # less than the grace: the signal came first
         assert (tmp_path / f"{low}.out").read_text().splitlines()[0] == "saved"
 
 
 def test_a_killed_node_goes_down_and_comes_back(sandbox: Sandbox, tmp_path: Path) -> None:
     script = "srun --ntasks-per-node=1 --kill-on-bad-exit=0 sh -c 'env -i setsid sleep 600 & sleep 600'"
-    job = submit(sandbox, tmp_path, script, "--nodes=2", "--nodelist=n2,n3", "--no-requeue")
+    job = submit_script(sandbox, tmp_path, script, "--nodes=2", "--nodelist=n2,n3", "--no-requeue")
     wait_for(lambda: len(sandbox.list_processes("sleep")) == 4, "the step's start")
     sandbox.break_it("kill", "n3")
     nodes = {line.split()[1] for line in sandbox.list_processes()}
@@ -106,7 +103,7 @@ def test_a_killed_node_goes_down_and_comes_back(sandbox: Sandbox, tmp_path: Path
 
 
 def test_the_controller_restarts_and_dies_while_a_job_goes_on(sandbox: Sandbox, tmp_path: Path) -> None:
-    job = submit(sandbox, tmp_path, "until [ -e go ]; do sleep 0.1; done; echo done", "--nodes=1")
+    job = submit_script(sandbox, tmp_path, "until [ -e go ]; do sleep 0.1; done; echo done", "--nodes=1")
     sandbox.wait(job, "RUNNING")
     sandbox.break_it("restart-controller")
     assert sandbox.list_states(job) == ["RUNNING"]
@@ -118,19 +115,26 @@ def test_the_controller_restarts_and_dies_while_a_job_goes_on(sandbox: Sandbox, 
     assert (tmp_path / f"{job}.out").read_text() == "done\n"
 
 
-def test_down_leaves_nothing(short: Path, sandbox: Sandbox, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tracking", ["--cgroups", "--no-cgroups"])
+def test_down_leaves_nothing(tracking: str, short: Path, sandbox: Sandbox, tmp_path: Path) -> None:
+    if tracking == "--cgroups":
+        demand_cgroups(sandbox)
     hosts = Path("/etc/hosts")
-    options = ("--nodes", "2", "--gpus", "0", "--kill-wait", "1", "--no-accounting")
+    options = ("--nodes", "2", "--gpus", "0", "--kill-wait", "1", "--no-accounting", tracking)
     done = ask_command("--folder", short, "up", *options)
     assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr
     assert f"# sandbox {short}\n" in hosts.read_text() or not os.access(hosts, os.W_OK)
     cluster = Sandbox(short, {**sandbox.environ, "SLURM_CONF": str(short / "slurm.conf")})
-    submit(cluster, tmp_path, STUBBORN.format(folder=tmp_path))
+    submit_script(cluster, tmp_path, STUBBORN.format(folder=tmp_path))
     wait_for(lambda: all((tmp_path / name).exists() for name in ("orphan", "batch")), "the job's start")
     pids = [int((tmp_path / name).read_text()) for name in ("orphan", "batch")]
     wait_for(lambda: "T" in Path(f"/proc/{pids[0]}/stat").read_text().split(")")[1][:3], "its stop")
+    group = read_group(short)
     done = ask_command("--folder", short, "down")
-    assert (done.returncode, "processes of jobs had to be killed" in done.stdout) == (0, True), done
+    # With cgroups, SLURM itself ends what has left the job's process group.
+    stuck = tracking == "--no-cgroups"
+    assert (done.returncode, "processes of jobs had to be killed" in done.stdout) == (0, stuck), done
+    assert not list_groups(short, group)
     assert not any(map(is_alive, pids))
     assert not short.exists()
     assert not find_processes(str(short))

@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import clean_environ
 from tests.launch.support import find_processes, wait_for
 
-from .conftest import COMMAND, Sandbox, ask_command, demand_programs
+from .conftest import COMMAND, Sandbox, ask_command, demand_programs, list_groups, read_group
 
 pytestmark = pytest.mark.slurm
 
@@ -23,12 +23,14 @@ def test_an_interrupted_up_leaves_nothing(moment: str, short: Path) -> None:
     command: list[str | Path] = [sys.executable, COMMAND, "--folder", short, "up"]
     process = subprocess.Popen(command, env=clean_environ(), stderr=subprocess.PIPE, text=True)
     wait_for((short / moment).exists, moment)
+    group = read_group(short)
     process.terminate()
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 143, said
     assert "Traceback" not in said
     assert not short.exists()
     assert not find_processes(str(short))
+    assert not list_groups(short, group)
     assert f"# sandbox {short}\n" not in Path("/etc/hosts").read_text()
 
 

@@ -24,12 +24,12 @@ def hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     return hosts
 
 
-def make_cluster(folder: str, nodes: int = 2) -> "Cluster":
+def make_cluster(folder: str, nodes: int = 2, cpus: int = 8, cgroup: str = "") -> "Cluster":
     from sandboxed.cluster import Cluster
 
     return Cluster(
-        folder=folder, nodes=nodes, gpus=1, cpus=8, memory_mib=1000, accounting=False, kill_wait=9,
-        ports=(17000, 17001, *range(17002, 17002 + nodes)),
+        folder=folder, nodes=nodes, gpus=1, cpus=cpus, memory_mib=1000, accounting=False, kill_wait=9,
+        ports=(17000, 17001, *range(17002, 17002 + nodes)), cgroup=cgroup,
     )  # fmt: skip
 
 
@@ -66,8 +66,8 @@ def test_hosts_that_cannot_be_written_are_told_of_once_the_names_are_missing(
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (("--nodes", "0"), "--nodes and --memory from 1"),
-        (("--cpus", "6"), "--cpus 4 or a multiple of it"),
+        (("--nodes", "0"), "--nodes, --cpus and --memory from 1"),
+        (("--cpus", "0"), "--nodes, --cpus and --memory from 1"),
         (("--kill-wait", "0"), "--kill-wait from 1"),
     ],
     ids=" ".join,
@@ -110,13 +110,59 @@ def test_it_runs_by_itself() -> None:
     assert subprocess.run([COMMAND, "up", "--help"], capture_output=True, check=False).returncode == 0
 
 
-def test_old_and_new_slurm_are_kept_from_cgroups(hosts: ModuleType) -> None:
+def test_old_and_new_slurm_are_kept_from_cgroups_where_there_are_none(hosts: ModuleType) -> None:
     from sandboxed.packages import find_version
-    from sandboxed.render import render_cgroup_conf
+    from sandboxed.render import render_cgroup_conf, render_slurm_conf
 
     assert hosts
-    assert render_cgroup_conf(find_version("slurm-wlm 22.05.8\n")) == "CgroupPlugin=cgroup/v1\n"
-    assert render_cgroup_conf(find_version("slurm 24.05.2\n")) == "CgroupPlugin=disabled\n"
+    for version, plugin in (("slurm-wlm 22.05.8\n", "cgroup/v1"), ("slurm 24.05.2\n", "disabled")):
+        text = render_cgroup_conf(make_cluster("/tmp/s"), find_version(version), swap=False)
+        assert text == f"CgroupPlugin={plugin}\n"
+    text = render_slurm_conf(make_cluster("/tmp/s"), "me")
+    assert "ProctrackType=proctrack/pgid\nTaskPlugin=task/none\n" in text
+    assert "jobacct_gather" not in text
+
+
+@pytest.mark.parametrize(("swap", "word"), [(True, "yes"), (False, "no")])
+def test_with_cgroups_slurm_constrains_jobs_below_the_clusters_own(
+    swap: bool, word: str, hosts: ModuleType
+) -> None:
+    from sandboxed.render import render_cgroup_conf, render_slurm_conf
+
+    assert hosts
+    cluster = make_cluster("/tmp/s", cgroup="launch-sandbox-1")
+    assert render_cgroup_conf(cluster, (24, 11), swap).splitlines() == [
+        "CgroupPlugin=cgroup/v1",
+        "CgroupMountpoint=/tmp/s/cgroup",
+        "ConstrainCores=yes",
+        "ConstrainRAMSpace=yes",
+        f"ConstrainSwapSpace={word}",
+        "ConstrainDevices=yes",
+    ]
+    lines = render_slurm_conf(cluster, "me").splitlines()
+    assert {
+        "ProctrackType=proctrack/cgroup",
+        "TaskPlugin=task/cgroup,task/affinity",
+        "JobAcctGatherType=jobacct_gather/cgroup",
+    } <= {*lines}
+    assert "TaskPlugin=task/none" not in lines
+
+
+@pytest.mark.parametrize(
+    ("cpus", "shape"),
+    [
+        (16, "Sockets=2 CoresPerSocket=4 ThreadsPerCore=2"),
+        (2, "Sockets=1 CoresPerSocket=2 ThreadsPerCore=1"),
+        (1, "Sockets=1 CoresPerSocket=1 ThreadsPerCore=1"),
+    ],
+)
+def test_the_shape_of_a_node(cpus: int, shape: str, hosts: ModuleType) -> None:
+    from sandboxed.render import render_slurm_conf
+
+    assert hosts
+    text = render_slurm_conf(make_cluster("/tmp/s", cpus=cpus), "me")
+    assert text.count(f" {shape} RealMemory=1000 ") == 2
+    assert f"DefMemPerCPU={1000 // cpus}\n" in text
 
 
 def test_the_configuration_as_a_whole(hosts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ for step in range(1, int(sys.argv[1]) + 1):
 if os.environ["RANK"] == sys.argv[2]:
     sys.exit("the last words")
 """
-SMALL = ("cluster=slurm", "nproc_per_node=1", "cluster.cpus_per_task=1", "cluster.mem=100M")
+SMALL = ("cluster=slurm", "nproc_per_node=1", "cluster.cpus_per_task=1", "cluster.mem=1G")
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,10 @@ from launcher.runs.rundir import RunDir
 
 INSTANT = 1e-6
 """Seconds between two failures that srun has told of in one line."""
-MEMORY = "was killed at the job's memory limit (SLURM: Out Of Memory): ask for more with cluster.mem"
+MEMORY = (
+    "was killed, or another process of the job on its node was, at the job's memory limit (SLURM: Out Of"
+    " Memory): ask for more with cluster.mem"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,10 @@ if TYPE_CHECKING:
 
 POLICIES = ("synchronized", "disabled", "frozen")
 WARMUP, EVERY = 30, 50
-LEAST, PART = 1_000_000, 10
-"""Automatic collections beyond the youngest generation wait for this many new objects, or one for so many
-frozen ones. They bound memory where no steps come (evaluation), and seldom come between collections in step.
-"""
-FIRST_REVIEW = 16
-"""Collections in step after which the frozen objects are looked at anew, and again after twice as many."""
+SECOND_REVIEW = 16
+"""The second collection in step, after the first, that looks at the frozen objects; then at 32, 64, …"""
+GROWTH = 1.1
+"""Growth of memory since all objects were looked at last that has a collection in step look at them again."""
 
 
 class Policy:
@@ -49,6 +47,8 @@ class Policy:
         """The last step, and the one before this phase."""
         self.total = self.rounds = 0
         """Collections, and those in step in this phase."""
+        self.memory: dict[str, int] = {}
+        """What was in use after all objects were looked at last, as `read_memory` returns it."""
 
     def start(self) -> None:
         """Act from now on."""
@@ -73,7 +73,8 @@ class Policy:
             self.stand_down()
         elif not self.held:
             self.held = True
-            self.freeze()
+            # The first collection in step comes soon, and looks at the old objects.
+            self.freeze(young=self.name == "synchronized" and self.every > 0)
         else:
             self.collect_in_step()
 
@@ -90,25 +91,27 @@ class Policy:
         return not self.held and gc.get_freeze_count() > self.frozen_at_start
 
     def collect_in_step(self) -> None:
-        """Collect among what is not frozen; at doubling distances, look at all objects anew."""
+        """Collect what is not frozen; look at all objects at doubling distances, or if memory has grown."""
         self.rounds += 1
-        is_review = self.rounds >= FIRST_REVIEW and self.rounds & (self.rounds - 1) == 0
-        if self.name == "synchronized" and (is_review or not self.frozen):
+        if self.name == "synchronized" and (is_review(self.rounds) or not self.frozen):
             self.freeze()
-        else:
-            began = monotonic()
-            self.note(began, real_collect())
+            return
+        began = monotonic()
+        self.note(began, real_collect())
+        if self.frozen and has_grown(self.memory, read_memory()):
+            self.freeze()
 
-    def freeze(self) -> None:
-        """Collect among all objects, and freeze those that stay."""
+    def freeze(self, *, young: bool = False) -> None:
+        """Collect among all objects, or the `young` ones alone, and freeze those that stay."""
         began = monotonic()
         gc.unfreeze()
-        freed = real_collect()
+        freed = real_collect(1 if young else 2)
         gc.freeze()
         self.frozen = True
         count = gc.get_freeze_count()
         if self.name == "synchronized":
-            gc.set_threshold(*hold_back(self.found[1], max(LEAST, count // PART)))
+            self.memory = read_memory()
+            gc.set_threshold(*raise_oldest(self.found[1], count))
             self.left = self.found[0], gc.get_threshold()
         self.note(began, freed, f", {count} are frozen")
 
@@ -208,11 +211,40 @@ def is_capturing() -> bool:
     return bool(cuda is not None and cuda.is_initialized() and cuda.is_current_stream_capturing())
 
 
-def hold_back(found: tuple[int, int, int], objects: int) -> tuple[int, int, int]:
-    """Return thresholds with which only the youngest generation is collected before so many new objects.
+def is_review(rounds: int) -> bool:
+    """Tell whether a collection in step, counted from 1, looks at the frozen objects, too."""
+    return rounds == 1 or (rounds >= SECOND_REVIEW and rounds & (rounds - 1) == 0)
 
-    That goes on as it was: it looks at some hundred objects, and without it the garbage of every step, with
-    the tensors in it, would stay until the next collection in step.
+
+def read_memory() -> dict[str, int]:
+    """Return the memory in use, in bytes: `resident` of this process, `cuda` of its tensors on its GPU.
+
+    What cannot be read is left out.
     """
-    young, middle, old = found
-    return young, max(middle, objects // max(1, young)), old
+    found = {}
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            found["resident"] = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        cuda = getattr(sys.modules.get("torch"), "cuda", None)
+        if cuda is not None and cuda.is_initialized():
+            found["cuda"] = int(cuda.memory_allocated())
+    except Exception:
+        return found
+    return found
+
+
+def has_grown(before: Mapping[str, int], now: Mapping[str, int]) -> bool:
+    """Tell whether memory of one kind has grown by more than a tenth."""
+    return any(now[kind] > GROWTH * size for kind, size in before.items() if kind in now)
+
+
+def raise_oldest(found: tuple[int, int, int], frozen: int) -> tuple[int, int, int]:
+    """Return thresholds with which the oldest generation is collected as often as if nothing were frozen.
+
+    CPython collects it only once the objects that have come to it are a quarter of those that it held
+    (gc_collect_generations in gcmodule.c), and does not count the frozen ones among these: without this, each
+    tenth collection of the middle generation would be one of the oldest. The younger generations are
+    collected as before: their garbage may hold tensors of any size, so that a delay has no bound in memory.
+    """
+    young, middle, oldest = found
+    return young, middle, max(oldest, frozen // (4 * max(1, young) * max(1, middle)))

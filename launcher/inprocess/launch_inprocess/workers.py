@@ -35,11 +35,11 @@ class Crew:
         self.home = os.sched_getaffinity(0)
         """Where the rank's own process is, and its children begin."""
 
-    def read_cpus(self) -> set[int]:
+    def read_cpus(self, name: str = "worker_cpus") -> set[int]:
         """Return where workers belong; empty where they begin there. Raises KeyError and the like."""
         import json  # torch has imported it by now
 
-        cpus = parse_cpulist(json.loads(self.plan)["worker_cpus"])
+        cpus = parse_cpulist(json.loads(self.plan)[name])
         return set() if cpus == self.home else cpus
 
     def follow_starts(self, module: ModuleType) -> None:
@@ -60,11 +60,14 @@ class Crew:
             module._set_worker_pids = note_and_move  # type: ignore[attr-defined]  # as above
 
     def judge_anew(self, module: ModuleType) -> None:
-        """Let torch's warning of too many workers count the CPUs that they get, not the rank's own."""
-        cpus = self.read_cpus()
-        if cpus:
+        """Let torch's warning of too many workers not count the rank's own CPUs alone.
+
+        The CPUs that workers get count, and so do those that the rank would have had without us.
+        """
+        most = max(len(self.read_cpus("worker_cpus")), len(self.read_cpus("cpus_before")))
+        if most:
             name = "check_worker_number_rationality"
-            setattr(module.DataLoader, name, Check(vars(module.DataLoader)[name], self, len(cpus)))
+            setattr(module.DataLoader, name, Check(vars(module.DataLoader)[name], self, most))
 
     def is_home(self) -> bool:
         """Tell whether this is the rank's own process, and runs where it was started."""

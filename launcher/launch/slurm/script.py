@@ -4,12 +4,15 @@ import os
 import shlex
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from launcher.errors import UsageError
 from launcher.launch.slurm.options import Option
 
 MODULE = "launcher.batch"
 HEAD = "#!/bin/bash"
+MARK = "END_OF_JOB"
+"""Ends the document in a script; a line of JSON is never that."""
 SETUP = """\
 # cluster.setup: a line that fails ends the job
 trap 'launch_code=$?; printf "launch: error: cluster.setup ended with %s at: %s\\n" \\
@@ -22,21 +25,53 @@ unset -v launch_line launch_code
 unset -f launch_check"""
 
 
-def render_script(
-    options: Sequence[Option], runs: Sequence[str], setup: Sequence[str], python: Sequence[str]
-) -> str:
-    """Return the script of a job, or of a job array with a run directory for each member.
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What the script of a job, or of a job array, is made of, whoever submits it."""
 
-    `python` is the interpreter, with its options. Raises UsageError for a path that SLURM cannot take.
+    options: tuple[Option, ...]
+    remarks: tuple[str, ...]
+    """What the job does, for people who read the script."""
+    setup: tuple[str, ...]
+    """The user's own lines of bash."""
+    python: tuple[str, ...]
+    """The interpreter of the submission, with its options."""
+
+
+def render_script(script: Script, runs: Sequence[str]) -> str:
+    """Return the script of a job whose run directory is there, or of an array with one for each member.
+
+    Raises UsageError for a path that SLURM cannot take.
     """
     for run in runs:
         check_path(run)
-    lines = [HEAD, *(render_option(option) for option in options)]
-    lines += [render_option(Option(*pair, "run_dir")) for pair in find_output(runs)]
-    lines += ["", *choose_run(runs)]
-    lines += render_setup(setup)
-    lines += ["", *render_exec(python)]
+    path = f"{runs[0].replace('%', '%%')}/logs/slurm-%j.out" if len(runs) == 1 else "/dev/null"
+    lines = [*render_head(script, path), "", *choose_run(runs), *render_setup(script.setup)]
+    lines += ["", *render_exec(script.python, '"$launch_run"')]
     return "\n".join(lines) + "\n"
+
+
+def render_standalone(script: Script, document: str) -> str:
+    """Return the script of a job whose run directory is made once it starts, from `document`, JSON.
+
+    SLURM's own output file is where `sbatch` is called, and has what comes before there is a run directory.
+    """
+    is_array = any(option.name == "array" for option in script.options)
+    path = "%x-%A_%a.out" if is_array else "%x-%j.out"
+    lines = [*render_head(script, path), *render_setup(script.setup), ""]
+    lines += render_exec(script.python, f"--standalone <<'{MARK}'")
+    return "\n".join([*lines, document, MARK]) + "\n"
+
+
+def render_head(script: Script, output: str) -> list[str]:
+    """Write the remarks and the options, the log's among them."""
+    log = (Option("open-mode", "append", "run_dir"), Option("output", output, "run_dir"))
+    return [HEAD, *map(render_remark, script.remarks), *map(render_option, (*script.options, *log))]
+
+
+def render_remark(text: str) -> str:
+    """Write a comment of one line, which holds nothing that could end it."""
+    return "# " + "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def check_path(path: str) -> None:
@@ -46,12 +81,6 @@ def check_path(path: str) -> None:
             f"the run directory {path!r} has a character that SLURM's --output cannot have: set runs_dir=DIR"
             " and name=NAME without backslashes, line breaks and the like"
         )
-
-
-def find_output(runs: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the options for the log; an array's members open their own, since SLURM has one path for all."""
-    path = f"{runs[0].replace('%', '%%')}/logs/slurm-%j.out" if len(runs) == 1 else "/dev/null"
-    return [("open-mode", "append"), ("output", path)]
 
 
 def render_option(option: Option) -> str:
@@ -70,7 +99,7 @@ def render_option(option: Option) -> str:
 
 
 def choose_run(runs: Sequence[str]) -> list[str]:
-    """Set the run directory; a member of an array picks its own."""
+    """Set the run directory; a member of an array picks its own, and its log: SLURM has one path for all."""
     if len(runs) == 1:
         return [f"launch_run={shlex.quote(runs[0])}"]
     return [
@@ -102,8 +131,11 @@ def join_lines(setup: Sequence[str]) -> list[str]:
     return joined
 
 
-def render_exec(python: Sequence[str]) -> list[str]:
-    """Become the head of the job, by the interpreter of the submission whatever environment is active."""
+def render_exec(python: Sequence[str], words: str) -> list[str]:
+    """Become the head of the job, by the interpreter of the submission whatever environment is active.
+
+    `words` are what follows in the line, as bash reads them.
+    """
     program = shlex.quote(python[0])
     missing = f"launch: error: no {python[0]} on this node: is it on a filesystem that all nodes share?"
     return [
@@ -111,7 +143,7 @@ def render_exec(python: Sequence[str]) -> list[str]:
         f"    printf '%s\\n' {shlex.quote(missing)} >&2",
         "    exit 3",
         "fi",
-        f'exec {shlex.join(python)} -m {MODULE} "$launch_run"',
+        f"exec {shlex.join(python)} -m {MODULE} {words}",
     ]
 
 

@@ -1,7 +1,11 @@
 """srun's words for a step over the nodes of a job, rendered from values."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+COUNTS = re.compile(r"(?:^|,)(\d+)")
+"""The CPUs of nodes in SLURM_JOB_CPUS_PER_NODE, `16(x3),8`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,20 @@ def render_step(step: Step) -> tuple[str, ...]:
     own = {name.replace("_", "-"): value for name, value in step.options.items()}
     pyxis, arguments, command = render_container(step)
     return ("srun", *render_options({**size, **pyxis, **own}), *arguments, *command)
+
+
+def give_cpus(options: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, object]:
+    """Return the user's options of a step with one task on each node, which has all of the job's CPUs there.
+
+    Where they have srun bind (`cpu_bind=cores`), it binds a task of which nobody says how many CPUs it has to
+    a single core, and all of the node's ranks with it. Of nodes with different numbers the smallest counts.
+    """
+    given = {name.replace("_", "-"): value for name, value in options.items()}
+    counts = [int(count) for count in COUNTS.findall(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))]
+    binds = given.get("cpu-bind") and "none" not in str(given["cpu-bind"])
+    if not binds or "cpus-per-task" in given or not counts:
+        return {**options}
+    return {"cpus-per-task": min(counts), **options}
 
 
 def render_options(options: Mapping[str, object]) -> list[str]:

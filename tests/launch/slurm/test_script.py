@@ -4,14 +4,14 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from launcher.errors import UsageError
 from launcher.launch.slurm.options import Option
-from launcher.launch.slurm.script import render_script
+from launcher.launch.slurm.script import MARK, Script, render_script, render_standalone
 
 OPTIONS = (
     Option("job-name", """a "b" c\\d 'e' #f $(id) hetjob ü""", "name"),
@@ -22,8 +22,14 @@ OPTIONS = (
 PYTHON = ("/opt/py env/bin/python", "-I")
 
 
+def make(
+    options: tuple[Option, ...], setup: Sequence[str], python: Sequence[str], remarks: tuple[str, ...] = ()
+) -> Script:
+    return Script(options, remarks, tuple(setup), tuple(python))
+
+
 def test_a_job() -> None:
-    text = render_script(OPTIONS, ["/data/it's 100%/runs/x y/1"], [], PYTHON)
+    text = render_script(make(OPTIONS, [], PYTHON), ["/data/it's 100%/runs/x y/1"])
     assert text == (
         "#!/bin/bash\n"
         '#SBATCH --job-name="a \\"b\\" c\\\\d \'e\' #f $(id) hetjob ü"\n'
@@ -45,7 +51,7 @@ def test_a_job() -> None:
 
 
 def test_an_array_with_setup() -> None:
-    text = render_script((), ["/r/1", "/r/a b"], ["module load cuda/12.4", "export X='1 2'"], ["/py"])
+    text = render_script(make((), ["module load cuda/12.4", "export X='1 2'"], ["/py"]), ["/r/1", "/r/a b"])
     assert text == (
         "#!/bin/bash\n"
         "#SBATCH --open-mode=append\n"
@@ -81,10 +87,27 @@ def test_an_array_with_setup() -> None:
     )
 
 
+def test_remarks_stay_comments() -> None:
+    text = render_script(make((), [], PYTHON, ("Program: 'a\nrm -rf x' \x1b[2J ü", "")), ["/r"])
+    assert text.splitlines()[1:3] == ["# Program: 'a\\nrm -rf x' \\x1b[2J ü", "# "]
+
+
+def test_a_job_that_its_script_describes(fake: Path, tmp_path: Path) -> None:
+    fake.write_text("#!/bin/sh\necho $*; exec cat\n")
+    document = '{"words": ["$(id) `id` \\\\ \'", "é"]}'
+    text = render_standalone(make(OPTIONS, ["echo setup"], [str(fake), "-I"]), document)
+    assert "#SBATCH --output=%x-%j.out\n" in text
+    done = run(text, tmp_path)
+    assert done.stdout == f"setup\n-I -m launcher.batch --standalone\n{document}\n"
+    assert text.endswith(f"\n{document}\n{MARK}\n")
+    array = render_standalone(make((Option("array", "0-1", ""),), [], PYTHON), "[]")
+    assert "#SBATCH --output=%x-%A_%a.out\n" in array
+
+
 @pytest.mark.parametrize("path", ["/a\nb", "/a\\b", "/a\x07"])
 def test_a_path_that_slurm_cannot_take(path: str) -> None:
     with pytest.raises(UsageError, match=r"run directory .* set runs_dir"):
-        render_script((), [path], [], PYTHON)
+        render_script(make((), [], PYTHON), [path])
 
 
 @pytest.fixture
@@ -127,7 +150,7 @@ def run(text: str, cwd: Path, env: Mapping[str, str] | None = None) -> "subproce
     ids=str,
 )
 def test_the_users_lines_do_not_break_ours(setup: list[str], fake: Path, tmp_path: Path) -> None:
-    done = run(render_script((), ["/r u/n"], setup, [str(fake), "-I"]), tmp_path)
+    done = run(render_script(make((), setup, [str(fake), "-I"]), ["/r u/n"]), tmp_path)
     shown = "it's" if "export X=it\\'s" in setup else ""
     assert (done.returncode, done.stdout) == (
         7,
@@ -152,14 +175,14 @@ def test_the_users_lines_do_not_break_ours(setup: list[str], fake: Path, tmp_pat
 def test_a_line_that_fails_ends_the_job(
     setup: list[str], code: int, line: str, fake: Path, tmp_path: Path
 ) -> None:
-    done = run(render_script((), ["/run"], setup, [str(fake)]), tmp_path)
+    done = run(render_script(make((), setup, [str(fake)]), ["/run"]), tmp_path)
     shown = 0 if setup == ["exit 0"] else code
     assert (done.returncode, done.stdout) == (code, ""), done
     assert f"launch: error: cluster.setup ended with {shown} at: {line}\n" in done.stderr
 
 
 def test_a_missing_interpreter_is_told(tmp_path: Path) -> None:
-    done = run(render_script((), ["/run"], [], ["/no/such/python", "-I"]), tmp_path)
+    done = run(render_script(make((), [], ["/no/such/python", "-I"]), ["/run"]), tmp_path)
     assert done.returncode == 3
     assert done.stderr.startswith("launch: error: no /no/such/python on this node")
 
@@ -168,7 +191,7 @@ def test_a_member_of_an_array_has_its_own_directory(fake: Path, tmp_path: Path) 
     runs = [tmp_path / "a b", tmp_path / "$HOME'"]
     for path in runs:
         (path / "logs").mkdir(parents=True)
-    text = render_script((), [str(path) for path in runs], ["echo setup"], [str(fake)])
+    text = render_script(make((), ["echo setup"], [str(fake)]), [str(path) for path in runs])
     done = run(text, tmp_path, {"SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "99"})
     assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
     log = runs[1] / "logs" / "slurm-99.out"
@@ -180,7 +203,7 @@ def test_a_member_of_an_array_has_its_own_directory(fake: Path, tmp_path: Path) 
 def test_files_in_the_working_directory_do_not_shadow_ours(path: str | None, tmp_path: Path) -> None:
     for name in ("random.py", "json.py", "launcher.py"):
         (tmp_path / name).write_text("raise SystemExit('shadowed')")
-    text = render_script((), ["/no/such/run"], [], [sys.executable, "-I"])
+    text = render_script(make((), [], [sys.executable, "-I"]), ["/no/such/run"])
     done = run(text, tmp_path, {} if path is None else {"PYTHONPATH": path})
     assert "shadowed" not in done.stderr + done.stdout
     assert done.returncode != 0

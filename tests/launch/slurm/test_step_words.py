@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from launcher.launch.slurm.hostlist import expand_hosts, fold_hosts
 from launcher.launch.slurm.rendezvous import DEFAULT_LOCAL, LOWEST, TRIALS, pick_port, read_local_ports
-from launcher.launch.slurm.step import Container, Step, render_step
+from launcher.launch.slurm.step import Container, Step, give_cpus, render_step
 from launcher.launch.slurm.stepenv import clean_for_step, drop_ours
 
 STEP = Step(2, ("n0", "n1"), False, "/home/me/a b", ("python", "-m", "task", "/runs/x"), {})
@@ -41,6 +41,31 @@ def test_a_step_has_all_of_its_nodes() -> None:
         "task",
         "/runs/x",
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "cpus", "count"),
+    [
+        ({"cpu_bind": "cores"}, "16(x4)", 16),
+        ({"cpu-bind": "verbose,cores"}, "16(x3),8", 8),
+        ({"cpu_bind": "cores"}, "8,16(x3)", 8),
+        ({"cpu_bind": "cores", "cpus_per_task": 4}, "16(x4)", 4),
+        ({"cpu_bind": "cores"}, "", None),
+        ({"cpu_bind": "verbose,none"}, "16(x4)", None),
+        ({"cpu_bind": None}, "16(x4)", None),
+        ({"mem": "20G"}, "16(x4)", None),
+        ({}, "16(x4)", None),
+    ],
+)
+def test_a_nodes_task_that_srun_binds_has_all_cpus(
+    options: dict[str, object], cpus: str, count: int | None
+) -> None:
+    given = give_cpus(options, {"SLURM_JOB_CPUS_PER_NODE": cpus})
+    words = render_step(replace(STEP, options=given))
+    assert [word for word in words if "cpus-per-task" in word] == (
+        [] if count is None else [f"--cpus-per-task={count}"]
+    )
+    assert {*render_step(replace(STEP, options=options))} <= {*words}
 
 
 def test_an_elastic_step_outlives_a_node() -> None:

@@ -1,0 +1,205 @@
+"""Hydra's own settings: those that are carried out, and what is said of the others."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launcher.config import Composed, compose, resolve
+from launcher.errors import UsageError
+from launcher.hydra_settings import apply_settings
+from launcher.multirun import expand_sweep, read_multirun
+from launcher.sources import find_sources
+from tests.conftest import Result, run_outside
+
+Launch = Callable[..., Result]
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def compose_run(*words: str) -> Composed:
+    composed = compose(find_sources(None, None, None), words)
+    apply_settings(composed.tree, composed.settings, composed.settings.run_dir)
+    return composed
+
+
+REFUSED = [
+    ("hydra/launcher=submitit_slurm", "cluster=slurm submits the jobs of a sweep"),
+    ("hydra/launcher=joblib", "elsewhere they run one after the other"),
+    ("hydra.launcher.n_jobs=4", "hydra.launcher.n_jobs=4 is not carried out by launch: cluster=slurm"),
+    ("hydra.job.chdir=true", "env.OUT='${run_dir}'"),
+    ("hydra.job.env_set.A=3", "write env.A=3"),
+    ("+hydra.job.env_set.A=x", "write env.A=x"),
+    ("hydra.job.env_copy=[PATH]", "programs have all of the environment"),
+    ("hydra.job.env_copy=[NO_SUCH_VARIABLE]", "programs have all of the environment"),
+    ("hydra.job.num=3", "it is the job's number in a sweep"),
+    ("hydra.sweep.subdir=x", "hydra.sweep.dir/0, /1"),
+    ("hydra.sweeper.max_batch_size=2", "cluster.array_parallelism=N"),
+    ("hydra.output_subdir=x", "config.yaml in the run directory"),
+    ("hydra/job_logging=stdout", "logs.console=rank0|all|none"),
+    ("hydra.job_logging.root.level=DEBUG", "logs.console=rank0|all|none"),
+    ("hydra/hydra_logging=colorlog", "logs.console=rank0|all|none"),
+    ("+hydra.callbacks.x._target_=y", "leave it out"),
+    ("hydra.help.app_name=x", "leave it out"),
+    ("hydra.no_such=1", "leave it out"),
+]
+
+
+@pytest.mark.parametrize(("word", "fix"), REFUSED, ids=[word for word, _ in REFUSED])
+def test_what_is_not_carried_out_is_refused(launch: Launch, here: Path, word: str, fix: str) -> None:
+    if not word.startswith(("hydra.sweep", "hydra/sweep")):
+        launch(word, "--", "true").assert_error(2, "is not carried out by launch: ", fix)
+    launch("-m", word, "--", "true").assert_error(2, "is not carried out by launch: ", fix)
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# @package _global_\nhydra:\n  job:\n    chdir: true\n",
+        "# @package _global_\nhydra:\n  sweep:\n    subdir: x\n",
+        "# @package _global_\ndefaults:\n  - override /hydra/job_logging: stdout\n",
+        "# @package _global_\ndefaults:\n  - override /hydra/launcher: submitit_slurm\n",
+    ],
+)
+def test_so_it_is_in_a_file(launch: Launch, here: Path, text: str) -> None:
+    write(here / "conf/experiment/x.yaml", text)
+    result = launch("experiment=x", "dry_run=true")
+    assert result.code == 2 and "hydra" in result.err and not result.out
+    assert "is not carried out by launch" in result.err
+
+
+def test_a_launcher_that_is_installed_is_refused_too(here: Path) -> None:
+    write(here / "conf/hydra/launcher/mine.yaml", "_target_: hydra_plugins.x.Y\n")
+    for word in ("hydra/launcher=mine", "+hydra/launcher=mine"):
+        with pytest.raises(UsageError, match=r"launcher.mine.*cluster=slurm"):
+            compose_run(word)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("hydra.job.chdir=false", "hydra.output_subdir=null", "hydra/launcher=basic"),
+        *("hydra/job_logging=none", "hydra/hydra_logging=disabled", "hydra/job_logging=default"),
+    ],
+)
+def test_what_asks_for_what_happens_anyway_is_fine(here: Path, word: str) -> None:
+    assert compose_run(word).settings.run_dir is None
+
+
+def test_the_run_directory_is_a_new_one_at_that_path(here: Path) -> None:
+    composed = compose_run("hydra.run.dir=out/${now:%Y}/${hydra.job.name}", "hydra.job.name=mine")
+    config = resolve(composed)
+    assert config.name == "mine"
+    assert config.run_dir is not None and config.run_dir.endswith("/mine") and "$" not in config.run_dir
+    for used in ("out", "here.txt", "."):
+        write(here / "out/manifest.json", "{}")
+        (here / "here.txt").touch()
+        with pytest.raises(UsageError, match="is there already: run_dir="):
+            compose_run(f"hydra.run.dir={used}")
+    (here / "empty").mkdir()
+    assert resolve(compose_run("hydra.run.dir=empty")).run_dir == "empty"
+
+
+def test_our_own_keys_come_over_hydras(here: Path) -> None:
+    config = resolve(compose_run("hydra.run.dir=a", "run_dir=b", "hydra.job.name=c", "name=d"))
+    assert (config.run_dir, config.name) == ("b", "d")
+
+
+def test_hydras_run_directory_is_for_runs_alone(launch: Launch, here: Path) -> None:
+    write(here / "conf/launch.yaml", "defaults:\n  - /launch_schema\nhydra:\n  run:\n    dir: .\n")
+    assert launch("status").code == 0
+    assert launch("plan", "format=json").code == 0
+
+
+def test_values_of_hydras_in_interpolations(here: Path) -> None:
+    sources = find_sources(None, None, None)
+    words = ["env.JOB=${hydra:job.num}", "env.OUT=${hydra:runtime.output_dir}/x", "name=a,b"]
+    jobs = expand_sweep(read_multirun(sources, [*words, "env.MODEL=${hydra:runtime.choices.model}"]))
+    composed = [compose(sources, job, number) for number, job in enumerate(jobs)]
+    found = [resolve(each, here / str(number)).env for number, each in enumerate(composed)]
+    assert [env["JOB"] for env in found] == ["0", "1"]
+    assert [env["OUT"] for env in found] == [f"{here}/0/x", f"{here}/1/x"]
+    assert {env["MODEL"] for env in found} == {"tiny"}
+
+
+MULTIRUN = (
+    "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      nproc_per_node: 1,2\n"
+)
+
+
+def test_a_sweep_by_hydras_mode(launch: Launch, here: Path) -> None:
+    for words in (["hydra.mode=MULTIRUN", "nproc_per_node=1,2"], ["-m", "nproc_per_node=1,2"]):
+        assert "launch: job 2 of 2: " in launch(*words, "dry_run=true").err
+    write(here / "conf/experiment/x.yaml", MULTIRUN)
+    result = launch("experiment=x", "dry_run=true", "program.steps=7,8")
+    assert result.out.count("--nproc-per-node=2") == result.out.count("--steps=8") == 2
+    assert launch("experiment=x", "dry_run=true", "nproc_per_node=2").err.count("job 1 of 1") == 1
+    # Neither for other verbs, nor over a flag.
+    assert json.loads(launch("plan", "experiment=x", "format=json", "nproc_per_node=1").out)
+    assert "job 1 of" not in launch("--run", "experiment=x", "dry_run=true").err
+
+
+def test_the_runs_of_a_sweep_are_in_hydras_sweep_directory(here: Path) -> None:
+    (here / "a.py").write_text("")
+    done = run_outside(
+        ["-m", "hydra.sweep.dir=swept/${now:%Y}", "name=a,b", "nproc_per_node=1", "--", "a.py"], here
+    )
+    assert done.code == 0, done.err
+    assert sorted(path.parent.name for path in here.glob("swept/*/*/manifest.json")) == ["0", "1"]
+    again = run_outside(
+        ["-m", "hydra.sweep.dir=swept/${now:%Y}", "name=a,b", "nproc_per_node=1", "--", "a.py"], here
+    )
+    again.assert_error(2, "swept/", "/0, of hydra.run.dir or hydra.sweep.dir, is there already")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["-m", "hydra.run.dir=x", "name=a,b"], "write hydra.sweep.dir=DIR"),
+        (["hydra.sweep.dir=x"], "hydra.sweep.dir=x goes with -m"),
+        (["hydra/sweeper=optuna"], "hydra/sweeper=optuna goes with -m"),
+        (["hydra.sweeper.n_trials=3", "--run"], "hydra.sweeper.n_trials=3 goes with -m"),
+    ],
+)
+def test_what_is_for_the_other_kind_of_start_is_refused(launch: Launch, words: list[str], says: str) -> None:
+    launch(*words, "--", "true").assert_error(2, says)
+
+
+def test_a_glob_is_the_options_of_a_group(launch: Launch) -> None:
+    result = launch("-m", "binding=glob(*,exclude=n*)", "dry_run=true")
+    assert [
+        line.rpartition("binding=")[2].split()[0] for line in result.err.splitlines() if "job " in line
+    ] == [*("exclusive", "l3", "socket")]
+    launch("-m", "binding=glob(zz*)", "dry_run=true").assert_error(2, "binding=glob(zz*) matches nothing")
+
+
+def test_an_interval_needs_a_sweeper_that_takes_one(launch: Launch) -> None:
+    launch("-m", "program.lr=interval(0,1)").assert_error(2, "interval(0,1)", "hydra/sweeper=optuna")
+
+
+def test_a_sweep_keeps_a_removal_and_an_interpolation(here: Path) -> None:
+    sources = find_sources(None, None, None)
+    jobs = expand_sweep(
+        read_multirun(sources, ["~program.steps", "env.A=${model.name}/x", "model=tiny,gpt2"])
+    )
+    configs = [resolve(compose(sources, job)) for job in jobs]
+    assert [config.env["A"] for config in configs] == ["tiny/x", "gpt2/x"]
+    assert not any("steps" in config.program for config in configs)
+
+
+def test_a_sweeper_that_is_not_installed(launch: Launch) -> None:
+    launch("-m", "hydra/sweeper=nonsuch").assert_error(
+        2, "no 'nonsuch' in hydra/sweeper", "install the plugin"
+    )
+
+
+def test_a_verbose_hydra_tells_how_the_configuration_was_composed(launch: Launch) -> None:
+    result = launch("plan", "hydra.verbose=true", "format=json", "nproc_per_node=1")
+    assert "Config search path" in result.err and "Defaults List" in result.err
+    assert json.loads(result.out)["schema"] == 1
+    assert "Defaults List" not in launch("plan", "format=json", "nproc_per_node=1").err

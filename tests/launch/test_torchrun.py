@@ -1,0 +1,96 @@
+"""torchrun's command line, as its own parser reads it."""
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from launcher.launch.torchrun import render_torchrun
+from tests.conftest import run_outside
+
+OPTIONS = {
+    "nnodes": "1:1",
+    "max_restarts": None,
+    "monitor_interval": 0.5,
+    "rdzv_conf": {"a": 1, "b": "x y"},
+    "other": {},
+}
+
+
+def parse(command: tuple[str, ...]) -> Namespace:
+    """Read a command line by the installed torch's parser."""
+    from torch.distributed.run import parse_args
+
+    parse_words: Callable[[list[str]], Namespace] = parse_args
+    assert command[1:4] == ("-P", "-m", "torch.distributed.run")
+    return parse_words(list(command[4:]))
+
+
+@pytest.fixture(scope="module")
+def abbreviations() -> list[str]:
+    """What may be short for an option of torchrun's, and the options themselves."""
+    from torch.distributed.run import get_args_parser
+
+    make_parser: Callable[[], object] = get_args_parser
+    names: list[str] = list(vars(make_parser())["_option_string_actions"])
+    return sorted({name[:size] for name in names for size in range(1, len(name) + 1)})
+
+
+def test_torchruns_command_line() -> None:
+    assert render_torchrun("py", OPTIONS, ("shim",), ("prog", "a b", "--x", "", "é\n")) == (
+        *("py", "-P", "-m", "torch.distributed.run"),
+        *("--nnodes=1:1", "--monitor-interval=0.5", "--rdzv-conf=a=1,b=x y", "--no-python", "--"),
+        *("shim", "prog", "a b", "--x", "", "é\n"),
+    )
+
+
+def test_torchrun_itself_reads_its_options_from_it() -> None:
+    parsed = parse(render_torchrun("py", {**OPTIONS, "nproc_per_node": 2, "max_restarts": 3}, ("shim",), ()))
+    assert (parsed.nnodes, parsed.nproc_per_node, parsed.max_restarts) == ("1:1", "2", 3)
+    assert (parsed.monitor_interval, parsed.rdzv_conf, parsed.no_python) == (0.5, "a=1,b=x y", True)
+    assert (parsed.training_script, parsed.training_script_args) == ("shim", [])
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(st.data())
+@example(None)
+def test_the_programs_words_are_the_programs(abbreviations: list[str], data: st.DataObject | None) -> None:
+    short = st.sampled_from(abbreviations)
+    word = (
+        short
+        | st.builds("{}={}".format, short, st.text())
+        | st.sampled_from(["--", "", "-", "a"])
+        | st.text()
+    )
+    program = data.draw(st.lists(word, max_size=6)) if data else [*abbreviations, "--", "--log=x", "--", ""]
+    parsed = parse(render_torchrun("py", OPTIONS, ("py", "-I", "shim"), ("prog", *program)))
+    assert [parsed.training_script, *parsed.training_script_args] == ["py", "-I", "shim", "prog", *program]
+    assert (parsed.nnodes, parsed.nproc_per_node) == ("1:1", "1")
+
+
+def test_a_program_gets_them_through_launch(tmp_path: Path) -> None:
+    program = "import os, sys\nopen('words', 'wb').write(b'\\0'.join(map(os.fsencode, sys.argv[1:])))"
+    (tmp_path / "save.py").write_text(program)
+    words = [
+        "--log=x",
+        "--max=1",
+        "--run=a",
+        "--n",
+        "--",
+        "a",
+        "--",
+        "b",
+        "",
+        "--nnodes=9",
+        "-m",
+        "é\n",
+        "\udcff",
+    ]
+    done = run_outside(["nproc_per_node=1", "--", sys.executable, "save.py", *words], tmp_path)
+    assert done.code == 0, done.err
+    assert (tmp_path / "words").read_bytes() == b"\0".join(map(os.fsencode, words))
