@@ -46,7 +46,10 @@ def look_ahead(attempt: Attempt) -> Sight | None:
 def look_again(attempt: Attempt, before: Sight, end: StepEnd, trouble: str) -> Sight:
     """Return what is known of an attempt now that its step has ended, of which `look_ahead` knew before."""
     advance, _ = attempt.measure()
-    facts = Facts(has_succeeded(attempt, end), advance.finished, False, bool(before.lost), True, False)
+    facts = Facts(
+        *(has_succeeded(attempt, end), advance.finished, False, bool(before.lost), True, False),
+        preempted=before.cause == "preempted",
+    )
     cause = before.cause if classify_end(facts, before.kill) else None
     return replace(before, end=end, cause=cause, advance=advance, trouble=trouble)
 

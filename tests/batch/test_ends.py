@@ -5,6 +5,7 @@ As in test_attempts.py there is no SLURM to ask; tests/slurm/test_ends.py has th
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -205,15 +206,15 @@ def test_a_success_whose_run_directory_is_gone(tmp_path: Path, capsys: pytest.Ca
     assert f"launch: warning: the run directory was removed during the run ({tmp_path / 'run'})\n" in said
 
 
-def foresee(path: Path, kill: str, *, finished: bool, code: int = 0) -> tuple[str | None, dict[str, object]]:
-    """An end that SLURM had begun before the step ended; the cause, and the manifest's outcome."""
+def foresee(path: Path, kill: str, *, finished: bool, code: int = 0) -> str | None:
+    """The cause of an end that SLURM had begun before the step ended."""
     submit_run(path)
     attempt = begin(path)
     print_steps(attempt, "step 10/10 loss 1.0" if finished else "step 4/10 loss 1.0")
-    cause = {"requeued": "preempted"}.get(kill, kill)
-    before = Sight(None, kill, cause, (), (), (), Advance((), None))
+    seen = "requeued" if kill == "preempted" else kill
+    before = Sight(None, seen, kill, (), (), (), Advance((), None))
     records = WELL if code == 0 else (record("n0", "stopped", 143), STOPPED)
-    return look_again(attempt, before, end(*records, code=code), "").cause, attempt.manifest
+    return look_again(attempt, before, end(*records, code=code), "").cause
 
 
 @pytest.mark.parametrize(
@@ -223,15 +224,17 @@ def foresee(path: Path, kill: str, *, finished: bool, code: int = 0) -> tuple[st
         ("timeout", False, 143, "timeout"),
         ("cancelled", False, 0, "cancelled"),
         ("cancelled", True, 0, None),
-        ("requeued", False, 0, "preempted"),
+        ("requeued", False, 0, "requeued"),
         ("requeued", True, 0, None),
-        ("requeued", True, 143, "preempted"),
+        ("requeued", True, 143, "requeued"),
+        ("preempted", False, 0, None),
+        ("preempted", True, 143, "preempted"),
     ],
 )
 def test_an_end_that_was_foreseen_is_looked_at_again(
     tmp_path: Path, kill: str, finished: bool, code: int, cause: str | None
 ) -> None:
-    assert foresee(tmp_path, kill, finished=finished, code=code)[0] == cause
+    assert foresee(tmp_path, kill, finished=finished, code=code) == cause
 
 
 def test_what_is_finished_is_not_run_again_where_slurm_has_requeued_it(tmp_path: Path) -> None:
@@ -328,6 +331,16 @@ def test_a_node_whose_tasks_all_ended_with_0(tmp_path: Path) -> None:
 def test_a_task_that_died_of_sigterm_first(tmp_path: Path, lines: list[str], failed: int | None) -> None:
     _, records = tell(tmp_path, lines, 143)
     assert [one.failure.rank for one in records if one.failure] == ([] if failed is None else [failed])
+
+
+def test_records_that_cannot_be_written_count_all_the_same(tmp_path: Path) -> None:
+    """The ranks are srun's tasks, and how they ended is known though the disk is full."""
+    run, told = open_run_dir(tmp_path / "run", None), Told()
+    told.note_line("srun: error: a: task 1: Exited with exit code 9")
+    shutil.rmtree(run.path)
+    first, second = record_nodes(Account(run, ("a", "b"), 2, 5, 9, told, None, 1.0))
+    assert first.failure and (first.failure.rank, first.failure.exitcode) == (1, 9)
+    assert second.state == "stopped"
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:

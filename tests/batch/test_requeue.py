@@ -75,10 +75,12 @@ def test_what_slurm_does_to_the_job(word: JobWord | None, restarts: int, kill: s
         ({"succeeded": True, "asked": True, "ended": True, "finished": True}, "", None),
         ({"succeeded": True, "asked": True, "ended": True}, "timeout", None),
         ({"succeeded": True, "finished": False}, "cancelled", "cancelled"),
-        # SLURM starts it again in any case; what is finished is not run again.
+        # SLURM starts it again in any case; what has ended with 0 is not run again, if nobody asked for that.
         ({"succeeded": True, "finished": True}, "requeued", None),
         ({"succeeded": True}, "requeued", "requeued"),
-        ({"succeeded": True, "preempted": True}, "requeued", "preempted"),
+        ({"succeeded": True, "preempted": True}, "requeued", None),
+        ({"succeeded": True, "preempted": True, "finished": False}, "requeued", None),
+        ({"succeeded": True, "preempted": True, "lost": True}, "requeued", "node_failure"),
         ({}, "requeued", "requeued"),
         ({"preempted": True}, "requeued", "preempted"),
         ({"lost": True}, "requeued", "node_failure"),

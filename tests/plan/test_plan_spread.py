@@ -111,7 +111,8 @@ def name_as_real_ones(machine: Machine) -> Machine:
     uuids = [f"GPU-{at:04}" if gpu.uuid else "" for at, gpu in enumerate(machine.gpus)]
     uuids = uuids if all(uuids) else [""] * len(uuids)
     return replace(
-        machine, gpus=tuple(replace(gpu, uuid=uuid, mig=()) for gpu, uuid in zip(machine.gpus, uuids, strict=True))
+        machine,
+        gpus=tuple(replace(gpu, uuid=uuid, mig=()) for gpu, uuid in zip(machine.gpus, uuids, strict=True)),
     )
 
 

@@ -1,7 +1,7 @@
 """One node's part of a job, without torch: what it does in which attempt stands in RUN_DIR/acts.json.
 
 An act is {"steps": last step that is printed, "do": "end", "crash", "wait" or "die", "code": exit code on
-SIGUSR2}.
+SIGUSR2, "ends": whether SIGTERM is answered by a normal end with 0}.
 """
 
 import json
@@ -34,7 +34,7 @@ def leave_by(code: int) -> None:
     leave("failed" if code else "succeeded", code, found if code else None)
 
 
-signal.signal(signal.SIGTERM, lambda *_: leave("stopped", 143))
+signal.signal(signal.SIGTERM, lambda *_: leave_by(0) if act.get("ends") else leave("stopped", 143))
 signal.signal(signal.SIGUSR2, lambda *_: leave_by(act.get("code", 0)))
 if number == 0:
     log = run / "logs" / str(attempt) / "rank-0.out"

@@ -11,7 +11,7 @@ import pytest
 
 from launcher.batch.caches import OWN
 from tests.slurm.conftest import Sandbox
-from tests.slurm.jobs import Run, await_nothing, submit
+from tests.slurm.jobs import Run, submit
 
 pytestmark = pytest.mark.slurm
 
@@ -22,11 +22,10 @@ AGENTS = pytest.mark.parametrize("agent", ["torchrun", "srun"])
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    """After each test no process of its job is there."""
+def programs_end(nothing_is_left: None, tmp_path: Path) -> Iterator[None]:
+    """Programs that a failed test has left end by themselves, before all must have gone."""
     yield
     (tmp_path / "stop").touch()
-    await_nothing(str(tmp_path), 60)
 
 
 def start(sandbox: Sandbox, cwd: Path, *words: str, program: tuple[str, ...] = (PEERS,)) -> Run:

@@ -202,6 +202,17 @@ def test_a_preemption_that_the_policy_forbids_ends_the_next_attempt(submit: Subm
     assert job.sandbox.list_states(job.job_id) == ["FAILED"]
 
 
+def test_a_job_that_ends_with_0_while_it_makes_room_is_not_run_again(submit: Submit) -> None:
+    job = submit([{"steps": 1, "do": "wait", "ends": True}])
+    job.await_wait(0)
+    job.sandbox.run(*URGENT)
+    outcome = job.await_final()
+    assert (outcome["state"], outcome["cause"], outcome["exit_code"]) == ("succeeded", None, 0)
+    assert job.read()["earlier"] == [] and not list(job.path.glob("waits-1-*"))
+    assert "launch: attempt 2 does not begin: attempt 1 ended: all ranks ended with 0" in job.log
+    assert job.sandbox.list_states(job.job_id) == ["COMPLETED"]
+
+
 def test_a_job_with_grace_is_requeued_by_the_head(sandbox: Sandbox, submit: Submit) -> None:
     """With GraceTime SLURM sends SIGTERM to the steps alone, and forgets a job that ends within it."""
     sandbox.run("scontrol", "update", "PartitionName=main", "GraceTime=60")

@@ -56,16 +56,16 @@ class RankEnd:
 
 
 def record_nodes(account: Account) -> list[NodeRecord]:
-    """Write a record for every node that was not lost, and return those that could be written."""
+    """Return a record for every node that was not lost, and write those for which the disk has room."""
     ends = list(list_ends(account))
     records = []
     for node, host in enumerate(account.hosts):
         if host in account.told.lost:
             continue
         record = judge_node(account, ends, node)
+        records.append(record)
         with contextlib.suppress(OSError):
             write_node(account.run.path, account.run.first_attempt, record)
-            records.append(record)
     return records
 
 

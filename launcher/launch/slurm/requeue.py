@@ -145,10 +145,12 @@ def read_kill(word: JobWord | None, restarts: int) -> str:
 def classify_end(facts: Facts, kill: str) -> str | None:
     """Return the class of an attempt's end; None for a success.
 
-    All ranks ended with 0: that is a success, whatever signals came before. But what SLURM has requeued by
-    itself begins again, and what a user has ended is cancelled, unless the last step was the last of all.
+    All ranks ended with 0: that is a success, whatever signals came before. But what an administrator, or the
+    program itself, has put back into the queue begins again, and what a user has ended is cancelled, unless
+    the last step was the last of all.
     """
-    if kill == "requeued" and not (facts.succeeded and facts.finished):
+    done = facts.succeeded and (facts.finished or (facts.preempted and not facts.lost))
+    if kill == "requeued" and not done:
         taken = "preempted" if facts.preempted else "requeued"
         return "node_failure" if facts.lost else taken
     by_user = kill == "cancelled" or (facts.ended and not kill)
