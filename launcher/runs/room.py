@@ -12,6 +12,7 @@ SIZE = 256 << 10
 TRIAL = 4 << 10
 """Bytes that are written to see whether that is possible."""
 FULL = "the run directory's disk is full"
+REMOVED = "the run directory was removed during the run"
 
 
 def hold_room(run: RunDir) -> None:
@@ -51,7 +52,7 @@ def explain_trouble(run: RunDir, error: OSError) -> str:
     if error.errno == errno.ENOSPC:
         return f"{FULL} ({run.path})"
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
-        return f"the run directory was removed during the run ({run.path})"
+        return f"{REMOVED} ({run.path})"
     return f"the run directory cannot be written ({run.path}: {error.strerror})"
 
 
@@ -61,6 +62,13 @@ def is_full(run: RunDir) -> bool:
         found = os.statvfs(run.path)
         return found.f_bavail * found.f_frsize < TRIAL
     return False
+
+
+def explain_silence(run: RunDir) -> str:
+    """Say why nobody has written down how a run ended, as far as a look tells; empty where it does not."""
+    if not run.path.is_dir():
+        return f"{REMOVED} ({run.path})"
+    return f"{FULL} ({run.path})" if is_full(run) else ""
 
 
 def write_bytes(run: RunDir, name: str, count: int) -> None:

@@ -1,6 +1,7 @@
 """Following a job: what is told of the queue, and when and how a job has ended."""
 
 import json
+import shutil
 import time
 from collections.abc import Sequence
 from datetime import datetime
@@ -130,6 +131,14 @@ def test_a_job_whose_end_accounting_alone_remembers_has_run_if_that_was_seen(job
     job.note_answer(answer(make_state("RUNNING")))
     job.note_answer(answer(make_state("CANCELLED", nodelist="", restarts=None)))
     assert job.judge_end() == "job 12 ended in the queue, after 1 attempt: CANCELLED"
+
+
+def test_a_run_directory_that_is_gone_is_told_of(job: FollowedJob) -> None:
+    job.note_answer(answer(make_state("RUNNING")))
+    shutil.rmtree(job.run_path)
+    job.note_answer(answer(make_state("COMPLETED")))
+    told = f"job 12 ended: COMPLETED; the run directory was removed during the run ({job.run_path})"
+    assert job.judge_state() == told and job.status == 0
 
 
 def test_a_requeue_is_told_with_its_cause(job: FollowedJob) -> None:

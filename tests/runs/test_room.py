@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from launcher.runs.room import RESERVE, SIZE, explain_trouble, find_trouble, free_room, hold_room, is_full
+from launcher.runs.room import (
+    RESERVE,
+    SIZE,
+    explain_silence,
+    explain_trouble,
+    find_trouble,
+    free_room,
+    hold_room,
+    is_full,
+)
 from launcher.runs.rundir import RunDir, open_run_dir
 
 
@@ -41,9 +50,10 @@ def test_a_disk_that_gets_full_leaves_room_for_the_account(disk: Path) -> None:
     run = open_run_dir(disk / "run", None)
     hold_room(run)
     assert (run.path / RESERVE).stat().st_size == SIZE
-    assert find_trouble(run) == "" and not is_full(run)
+    assert find_trouble(run) == explain_silence(run) == "" and not is_full(run)
     fill(disk)
     assert is_full(run)
+    assert explain_silence(run) == f"the run directory's disk is full ({run.path})"
     assert free_room(run) == f"the run directory's disk is full ({run.path})"
     (run.path / "manifest.json").write_bytes(bytes(SIZE))
     assert sorted(path.name for path in run.path.iterdir()) == ["logs", "manifest.json"]
@@ -71,7 +81,7 @@ def test_a_run_directory_that_is_gone(tmp_path: Path) -> None:
     shutil.rmtree(run.path)
     hold_room(run)
     told = f"the run directory was removed during the run ({run.path})"
-    assert free_room(run) == told and find_trouble(run) == told and not is_full(run)
+    assert free_room(run) == told and find_trouble(run) == explain_silence(run) == told and not is_full(run)
 
 
 def test_a_link_in_the_place_of_what_is_held_is_not_followed(tmp_path: Path) -> None:

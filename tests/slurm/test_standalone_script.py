@@ -22,7 +22,8 @@ Path(f"{os.environ.get('SLURM_ARRAY_TASK_ID', '')}rank-{rank}.json").write_text(
 """
 FILL = """
 import contextlib, os, sys
-with contextlib.suppress(OSError), open(f"{sys.argv[1]}/filler-{os.environ['RANK']}", "wb", buffering=0) as file:
+name = f"{sys.argv[1]}/filler-{os.environ['RANK']}"
+with contextlib.suppress(OSError), open(name, "wb", buffering=0) as file:
     while file.write(bytes(4096)):
         pass
 os._exit(5)
