@@ -209,7 +209,7 @@ def test_a_job_that_ends_with_0_while_it_makes_room_is_not_run_again(submit: Sub
     outcome = job.await_final()
     assert (outcome["state"], outcome["cause"], outcome["exit_code"]) == ("succeeded", None, 0)
     assert job.read()["earlier"] == [] and not list(job.path.glob("waits-1-*"))
-    assert "launch: attempt 2 does not begin: attempt 1 ended: all ranks ended with 0" in job.log
+    assert "attempt 2 does not begin: attempt 1 ended: all ranks ended with 0" in job.log
     assert job.sandbox.list_states(job.job_id) == ["COMPLETED"]
 
 
