@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from launcher.command import VERBS, Command, parse_command
 from launcher.errors import EXIT_MACHINE, LaunchError
-from launcher.wording import leave
+from launcher.terminal import escape_text
+from launcher.wording import leave, say
 
 LONGEST = 800
 """Characters of an error."""
@@ -82,12 +83,7 @@ def drop_output() -> None:
 
 def complain(text: str) -> None:
     """Print an error as one line, the middle of a very long one left out."""
-    line = " ".join(text.split())
-    if len(line) > LONGEST:
-        line = f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"launch: error: {line}\n".encode("utf-8", "backslashreplace").decode())
-        sys.stderr.flush()
+    say(f"error: {escape_text(' '.join(text.split()), LONGEST)}")
 
 
 def run_command(command: Command, argv: Sequence[str]) -> int:

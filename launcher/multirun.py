@@ -90,9 +90,9 @@ def expand_sweep(multirun: Multirun) -> list[list[str]]:
             words = [*normalize_overrides(multirun.sources, params, sweep=True), *multirun.words]
             parsed = OverridesParser.create(loader).parse_overrides(words)
             values = {override.get_key_element(): list_values(override) for override in parsed}
+            return [list(job) for job in product(*values.values())]
         except FAILURES as error:
             raise UsageError(shorten_message(error)) from None
-    return [list(job) for job in product(*values.values())]
 
 
 def list_values(override: Override) -> list[str]:

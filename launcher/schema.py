@@ -29,8 +29,9 @@ class RequeueConfig:
     no_progress: int = 3
     """Attempts in a row without a later step or a newer checkpoint, after which the job stops; 0 is never.
 
-    Steps are what rank 0 prints, checkpoints what is below RUN_DIR/checkpoints; a job that never showed
-    either is not judged. Attempts that were preempted or requeued from outside do not count.
+    Steps are what rank 0 prints, checkpoints what is below RUN_DIR/checkpoints or found by progress.paths; a
+    job that never showed either is not judged. Attempts that were preempted or requeued from outside do not
+    count.
     """
     limit: int = 200
     """Attempts in all, at least 1."""
@@ -180,6 +181,17 @@ class LogsConfig:
 
 
 @dataclass
+class ProgressConfig:
+    """What counts as progress, beside the steps that rank 0 prints and what is below RUN_DIR/checkpoints."""
+
+    paths: list[str] = field(default_factory=list)
+    """Patterns of the program's checkpoints elsewhere: `/scratch/me/ckpt/*`, `**` for folders at any depth.
+
+    A relative one counts from the working directory. What was written since the submission counts.
+    """
+
+
+@dataclass
 class TorchrunConfig:
     """torchrun's own options, under its own names; null leaves an option to torchrun and its `PET_*`."""
 
@@ -255,6 +267,7 @@ class LaunchConfig:
     machine: MachineConfig = field(default_factory=MachineConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
     logs: LogsConfig = field(default_factory=LogsConfig)
+    progress: ProgressConfig = field(default_factory=ProgressConfig)
     torchrun: TorchrunConfig = field(default_factory=TorchrunConfig)
 
 

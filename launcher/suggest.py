@@ -58,6 +58,9 @@ def shorten_message(error: BaseException) -> str:
 
 
 def list_beside(key: str, name: str) -> list[str]:
-    """Return the keys that there are beside one that there is not, by the name of their dataclass."""
-    above = key.rpartition(".")[0]
-    return [f"{above}.{field.name}" if above else field.name for field in fields(getattr(schema, name))]
+    """Return the keys that there are beside one that there is not, by the name of their dataclass.
+
+    None for one of a plugin of Hydra's.
+    """
+    above, kind = key.rpartition(".")[0], getattr(schema, name, None)
+    return [f"{above}.{field.name}" if above else field.name for field in (fields(kind) if kind else ())]

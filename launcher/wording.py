@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from launcher.cpulist import format_cpulist
+from launcher.terminal import escape_text, strip_sequences
 
 UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 LONG_LIST = 40
@@ -62,7 +63,8 @@ def tell_first(
     where: str, how: str, source: str, lines: Sequence[str], what: str = "failed first"
 ) -> list[str]:
     """Say which rank failed first, and show the end of its log; `how` continues `it …`."""
-    said = [f"the end of {source}:", *(f"  | {line}" for line in lines)] if lines else ["it printed nothing"]
+    shown = [f"  | {strip_sequences(line)}" for line in lines]
+    said = [f"the end of {source}:", *shown] if lines else ["it printed nothing"]
     return [f"{where} {what}: it {how}", *said]
 
 
@@ -84,7 +86,10 @@ def break_line() -> None:
 
 
 def say(text: str) -> None:
-    """Print one of our own lines on stderr; one that cannot be written, as on a full disk, is left out."""
+    """Print one of our own lines on stderr; one that cannot be written, as on a full disk, is left out.
+
+    What others have put into it, such as the names of files, is harmless on a terminal.
+    """
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"launch: {text}\n")
+        sys.stderr.write(f"launch: {escape_text(text)}\n")
         sys.stderr.flush()

@@ -11,6 +11,7 @@ from pathlib import Path
 from launcher.attend import PATIENCE, Viewer
 from launcher.batch.place import Place
 from launcher.conclude import Ending, quote_agent, tail_rank
+from launcher.descriptors import LARGEST, read_file
 from launcher.job import Job
 from launcher.launch.control import Control, report_signal
 from launcher.launch.failure import Failure, list_clean
@@ -18,7 +19,7 @@ from launcher.launch.processes import RankProcess, list_ranks
 from launcher.launch.signals import name_signal
 from launcher.probe.oomkills import count_oom_kills
 from launcher.probe.sysfs import Tree
-from launcher.runs.applied import Applied, AppliedReader, compare_applied, parse_applied
+from launcher.runs.applied import DAMAGE, Applied, AppliedReader, compare_applied, parse_applied
 from launcher.runs.nodes import NodeFailure, NodeRecord, write_node
 from launcher.runs.rundir import RunDir
 
@@ -157,8 +158,8 @@ class Companion:
         found = []
         for rank in {process.rank for process in self.ranks.values()}:
             path = self.run.path / f"rank-{rank}.applied.json"
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-                found.append(parse_applied(path.read_text(encoding="utf-8")))
+            with contextlib.suppress(*DAMAGE):
+                found.append(parse_applied(read_file(path, LARGEST, own=True).decode()))
         return [record for record in found if record.host == self.place.host]
 
     def close(self) -> bool:

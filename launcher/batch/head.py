@@ -21,6 +21,7 @@ from launcher.batch.steps import (
     remove_caches,
     start_nodes,
 )
+from launcher.descriptors import open_below
 from launcher.errors import EXIT_SCHEDULER, LaunchError, MachineError
 from launcher.launch.processes import adopt_orphans, end_leftovers
 from launcher.launch.signals import KILL_GRACE, STOPPING, catch_signals, name_signal
@@ -76,8 +77,7 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
     adopt_orphans()
     with catch_signals((number,)) as inbox:
         attempt = begin_attempt(request, run, environ, hosts, requeues=requeues)
-        folder = run.path / "logs" / str(run.first_attempt)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(open_below(run.path, "logs", str(run.first_attempt)))
         salt = 0 if requeues else zlib.crc32(os.fsencode(run.path))
         overseer = Overseer(attempt, inbox)
         try:

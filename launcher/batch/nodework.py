@@ -32,7 +32,7 @@ def run_agent(
 ) -> int:
     """Run torchrun's agent and its ranks to their end; raises OSError where it cannot be started."""
     log = run.agent_log(place.host)
-    viewer = Viewer(job, run, (), Follower(run, is_new=True), shows_job=place.node_rank == 0, hold=HOLD)
+    viewer = Viewer(job, run, Follower(run, is_new=True), shows_job=place.node_rank == 0, hold=HOLD)
     control = open_control(0)
     companion = Companion(job, run, place, viewer, control, started)
     grace = job.config.torchrun.shutdown_timeout

@@ -123,7 +123,7 @@ class Attempt:
 
     def measure(self) -> tuple[Advance, bool | None]:
         """Return how far it has come, and whether that is progress; None where nothing tells."""
-        advance = measure_advance(self.run)
+        advance = measure_advance(self.run, self.request.progress_patterns)
         return advance, judge_advance(advance, self.trail)
 
 

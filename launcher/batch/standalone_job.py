@@ -3,9 +3,9 @@
 The run directory is made once the job starts, as `RUNS_DIR/NAME/job-NUMBER`; later attempts find it again.
 """
 
+import contextlib
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,14 +15,17 @@ import yaml
 
 from launcher.batch.head import run_batch
 from launcher.batch.request import SECRETS, JobRequest, write_request
+from launcher.descriptors import open_append, open_below
 from launcher.errors import MachineError, UsageError
 from launcher.launch.slurm.ownjob import count_restarts, name_job
 from launcher.runs.manifest import describe_start, read_manifest, take_dict, write_manifest
 from launcher.runs.room import find_trouble
-from launcher.runs.rundir import RunDir, open_run_dir, write_private
+from launcher.runs.rundir import RunDir, closing_descriptor, open_run_dir, write_private
 from launcher.runs.secrets import MASK, is_secret, mask_text, mask_tree, mask_words
 from launcher.runs.status import explain_outcome
 from launcher.schema import LaunchConfig, load_config
+from launcher.terminal import escape_text
+from launcher.wording import say
 
 RUN_ID = "RUN_ID"
 """Stands for the name of the run directory, which is known once the job has a number."""
@@ -89,7 +92,8 @@ def run_standalone(text: str, environ: Mapping[str, str]) -> int:
     try:
         return run_batch(run.path)
     finally:
-        os.write(own, f"launch: {describe_end(run)}\n".encode())
+        with contextlib.suppress(OSError):
+            os.write(own, f"launch: {escape_text(describe_end(run))}\n".encode(errors="replace"))
         os.close(own)
 
 
@@ -180,11 +184,11 @@ def redirect_output(run: RunDir, environ: Mapping[str, str]) -> int:
 
     Returns a descriptor of SLURM's own output file.
     """
-    log = run.path / "logs" / f"slurm-{environ.get('SLURM_JOB_ID', '')}.out"
-    sys.stderr.write(f"launch: run directory {run.path}: the output goes on in {log}\n")
-    sys.stderr.flush()
+    name = f"slurm-{environ.get('SLURM_JOB_ID', '')}.out"
+    say(f"run directory {run.path}: the output goes on in {run.path / 'logs' / name}")
     own = os.dup(2)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    with closing_descriptor(open_below(run.path, "logs")) as folder:
+        descriptor = open_append(folder, name)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)

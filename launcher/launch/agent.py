@@ -8,7 +8,10 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit, setrlimit
 
+from launcher.descriptors import open_append, open_below
+from launcher.errors import MachineError
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import FORWARDED
 
@@ -41,6 +44,11 @@ It tells what its children ended with, since nobody else learns that once it has
 """
 
 
+LEAST_FILES, USUAL_FILES = 32, 1024
+"""Open files without which torchrun's agent hangs or fails (with 12 it waits for ever; 26 are enough for two
+ranks of torch 2.13), and the limit that most shells have."""
+
+
 @dataclass(frozen=True, slots=True)
 class EarlyAgent:
     """An agent on its way, which waits for its command line."""
@@ -71,6 +79,23 @@ def preload_agent(python: str, environ: Mapping[str, str], log: Path) -> EarlyAg
         raise
     finally:
         os.close(reading)
+
+
+def check_open_files() -> None:
+    """Let this process, and so the agent, open as many files as is usual.
+
+    Raises MachineError where the hard limit is too low for any agent.
+    """
+    soft, hard = getrlimit(RLIMIT_NOFILE)
+    wanted = USUAL_FILES if hard == RLIM_INFINITY else min(hard, USUAL_FILES)
+    if wanted < LEAST_FILES:
+        raise MachineError(
+            f"this process may open {hard} files, and torchrun's agent needs {LEAST_FILES}: raise the hard"
+            " limit (`ulimit -Hn`, limits.conf, docker --ulimit nofile=1048576, LimitNOFILE of slurmd)"
+        )
+    if soft != RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            setrlimit(RLIMIT_NOFILE, (wanted, hard))
 
 
 def has_heard(log: Path, begin: int) -> bool:
@@ -107,7 +132,11 @@ def open_agent(
     stdin brings what the head says, which is not for the agent. `files` stay open.
     """
     parent = os.getpid()
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    logs = open_below(log.parents[1], log.parent.name)
+    try:
+        descriptor = open_append(logs, log.name)
+    finally:
+        os.close(logs)
     try:
         return subprocess.Popen(
             command,

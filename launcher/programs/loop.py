@@ -14,7 +14,7 @@ from launcher.programs.checkpoint import Checkpointer, Progress
 from launcher.programs.config import Config
 from launcher.programs.data import Schedule, Text, load
 from launcher.programs.interrupts import AGAIN, CHECKPOINT, NOTHING, STOP, Watch
-from launcher.programs.metrics import Meter
+from launcher.programs.metrics import Meter, describe_memory
 from launcher.programs.optim import learning_rate, set_learning_rate
 from launcher.programs.parallel import autocast, hold_gradients
 from launcher.programs.place import Place
@@ -173,8 +173,10 @@ class Trainer:
         return average(total / self.config.train.eval_batches)
 
     def end(self, seconds: float) -> None:
-        """Print the last line."""
+        """Print the last line, and before it what a GPU's memory was used for."""
         train = self.config.train
+        if self.place.device.type == "cuda":
+            self.say(describe_memory(self.place.device))
         held_out = train.eval_batches > 0 and self.text.split.validation > 0
         validation = f" val_loss {self.validate():.4f}" if held_out else ""
         done = f"done step {self.progress.step}/{train.steps} loss {self.progress.loss:.4f}"

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from launcher.runs.logs import Line
 from launcher.runs.progress import Progress as Step
 from launcher.runs.progress import parse_progress
+from launcher.terminal import escape_text
 
 
 @dataclass(slots=True)
@@ -44,7 +45,7 @@ class JobConsole:
 
     def say(self, text: str) -> None:
         """Print one of our own lines."""
-        self.write("err", f"launch: {text}\n")
+        self.write("err", f"launch: {escape_text(text)}\n")
 
     def write(self, name: str, text: str) -> None:
         """Write to `out` or `err`, which may have been closed, and may not know all characters."""

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launcher.runs.rundir import write_json
-
-DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""What reading a damaged file raises."""
+from launcher.descriptors import LARGEST, open_below, read_file, write_whole
+from launcher.runs.applied import DAMAGE
+from launcher.runs.rundir import closing_descriptor
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +71,9 @@ def node_path(run_path: Path, attempt: int, host: str) -> Path:
 
 def write_node(run_path: Path, attempt: int, record: NodeRecord) -> None:
     """Write a node's record, whole or not at all; raises OSError."""
-    path = node_path(run_path, attempt, record.host)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    write_json(path, {"schema": 1, **asdict(record)})
+    text = json.dumps({"schema": 1, **asdict(record)}, indent=1) + "\n"
+    with closing_descriptor(open_below(run_path, "logs", str(attempt))) as at:
+        write_whole(at, node_path(run_path, attempt, record.host).name, text.encode())
 
 
 def read_nodes(run_path: Path, attempt: int) -> list[NodeRecord]:
@@ -82,7 +81,7 @@ def read_nodes(run_path: Path, attempt: int) -> list[NodeRecord]:
     found = []
     for path in run_path.glob(f"logs/{attempt}/node-*.json"):
         try:
-            found.append(parse_node(json.loads(path.read_text(encoding="utf-8"))))
+            found.append(parse_node(json.loads(read_file(path, LARGEST).decode())))
         except DAMAGE:
             continue
     return sorted(found, key=lambda record: (record.node_rank, record.host))

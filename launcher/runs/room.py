@@ -4,7 +4,8 @@ import contextlib
 import errno
 import os
 
-from launcher.runs.rundir import RunDir
+from launcher.descriptors import open_own, remove
+from launcher.runs.rundir import RunDir, closing_descriptor
 
 RESERVE = ".reserve"
 SIZE = 256 << 10
@@ -28,7 +29,7 @@ def free_room(run: RunDir) -> str:
     """
     trouble = find_trouble(run)
     with contextlib.suppress(OSError):
-        (run.path / RESERVE).unlink()
+        remove_file(run, RESERVE)
     return trouble
 
 
@@ -36,11 +37,11 @@ def find_trouble(run: RunDir) -> str:
     """Say why nothing can be written to the run directory, in words; empty where it can."""
     name = f".trial.{os.getpid()}"
     try:
-        write_bytes(run, name, TRIAL)
-        (run.path / name).unlink()
+        try:
+            write_bytes(run, name, TRIAL)
+        finally:
+            remove_file(run, name)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            (run.path / name).unlink()
         return explain_trouble(run, error)
     return ""
 
@@ -73,10 +74,18 @@ def explain_silence(run: RunDir) -> str:
 
 def write_bytes(run: RunDir, name: str, count: int) -> None:
     """Write a file of random bytes, which no filesystem makes smaller; raises OSError."""
-    descriptor = os.open(run.path / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with closing_descriptor(open_own(run.path)) as at:
+        descriptor = os.open(name, flags, 0o600, dir_fd=at)
     try:
         left = count
         while left:
             left -= os.write(descriptor, os.urandom(left))
     finally:
         os.close(descriptor)  # network filesystems tell only here
+
+
+def remove_file(run: RunDir, name: str) -> None:
+    """Remove such a file where it is there; raises OSError where the directory is not."""
+    with closing_descriptor(open_own(run.path)) as at:
+        remove(at, name)

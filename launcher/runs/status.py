@@ -11,6 +11,7 @@ from launcher.runs.manifest import (
     CLOSED,
     read_job,
     read_manifest,
+    read_own_manifest,
     read_time,
     take_dict,
     take_earlier,
@@ -88,9 +89,16 @@ class RunStatus:
         return self.state in LIVE
 
 
-def read_status(path: Path) -> RunStatus:
-    """Read a run's manifest; nothing raises, and what is damaged is left out."""
-    manifest = read_manifest(path)
+def read_status(path: Path, *, own: bool = False) -> RunStatus:
+    """Read a run's manifest; nothing raises, and what is damaged is left out.
+
+    With `own`, which is for what acts upon it, one that another user may have written is `unknown`.
+    """
+    manifest, doubt = {}, "its manifest.json cannot be read"
+    try:
+        manifest = read_own_manifest(path) if own else read_manifest(path)
+    except PermissionError as error:
+        doubt = f"{error.filename}: {error.strerror}"
     outcome = take_dict(manifest, "outcome")
     word = str(outcome.get("state"))
     hosts = [str(host) for host in take_list(manifest, "hosts")]
@@ -114,7 +122,7 @@ def read_status(path: Path) -> RunStatus:
     )
     times = (read_time(manifest.get("submitted")), *(read_time(one.started) for one in status.attempts))
     since = min((time for time in (*times, read_time(status.started)) if time is not None), default=None)
-    reason = explain_outcome(outcome) if status.state != "unknown" else "its manifest.json cannot be read"
+    reason = explain_outcome(outcome) if status.state != "unknown" else doubt
     return check_local(replace(status, reason=reason, seconds=measure_time(status), known_since=since))
 
 

@@ -13,6 +13,7 @@ from launcher.launch.slurm.queue import JobState
 from launcher.runs.status import RunStatus, read_status
 from launcher.runs.tail import Output, RunTail
 from launcher.schema import LaunchConfig
+from launcher.terminal import escape_text, print_text
 from launcher.verbs.choose import choose_one
 from launcher.verbs.standing import find_standing, stand
 from launcher.wording import say
@@ -21,6 +22,8 @@ TICK = 0.25
 """Seconds between two looks at the logs."""
 LOOK = 1.0
 """Seconds between two looks at the manifest."""
+LONGEST_HOST = 80
+"""Characters of a host's name."""
 SETTLE = 3.0
 """Seconds that a network filesystem has to show the last lines of a job on other machines."""
 
@@ -70,15 +73,19 @@ def follow_output(path: Path, tail: RunTail) -> None:
 
 
 def write_lines(lines: Iterable[Output], rank: int | None) -> int:
-    """Print lines, those of several ranks with their origin, and our remarks on stderr; returns how many."""
+    """Print lines, those of several ranks with their origin, and our remarks on stderr; returns how many.
+
+    On a terminal, of what acts on it only colours are let through.
+    """
     count = 0
     for line in lines:
         if line.remark:
             sys.stdout.flush()
             say(line.text)
             continue
-        origin = "" if rank is not None or line.rank is None else f"[{line.host}:{line.rank}] "
-        sys.stdout.write(f"{origin}{line.text}\n")
+        alone = rank is not None or line.rank is None
+        origin = "" if alone else f"[{escape_text(line.host, LONGEST_HOST)}:{line.rank}] "
+        print_text(f"{origin}{line.text}\n", colours=True)
         count += 1
     sys.stdout.flush()
     return count

@@ -5,8 +5,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 from launcher.command import Command
-from launcher.config import Composed, compose, resolve
+from launcher.config import FAILURES, Composed, compose, resolve
 from launcher.errors import UsageError
 from launcher.flags import Flags
 from launcher.hydra_output import explain_composition
@@ -15,9 +17,13 @@ from launcher.job import draft_job
 from launcher.launch.cluster import choose_cluster
 from launcher.launch.signals import STOPPING
 from launcher.multirun import Multirun, expand_sweep, read_multirun
+from launcher.ownprogram import list_targets, tell_program
 from launcher.runs.manifest import CLOSED, read_manifest, take_dict
 from launcher.runs.secrets import mask_words
-from launcher.verbs.run import add_pet, run_composed
+from launcher.suggest import shorten_message
+from launcher.terminal import print_text
+from launcher.verbs.run import add_pet, name_files, run_composed
+from launcher.watchdog import bound_work
 from launcher.wording import say
 
 
@@ -28,7 +34,7 @@ def run_sweep(flags: Flags, command: Command, argv: Sequence[str]) -> int:
         return run_plugin(multirun, command, argv)
     jobs = expand_sweep(multirun)
     if multirun.settings.verbose:
-        sys.stderr.write(explain_composition(flags.with_overrides(jobs[0])))
+        print_text(explain_composition(flags.with_overrides(jobs[0])), sys.stderr)
     # A mistake in the last job shows before the first runs.
     composed = [compose(multirun.sources, overrides, number) for number, overrides in enumerate(jobs)]
     folder = multirun.settings.sweep_dir
@@ -58,7 +64,10 @@ def submit_all(composed: Sequence[Composed], command: Command, argv: Sequence[st
     from launcher.submit.jobs import submit_jobs
 
     drafts = [draft_job(each, command.program, os.environ) for each in composed]
-    return submit_jobs(drafts, argv, composed[0].own_files)
+    own_files = list(dict.fromkeys(name for each in composed for name in each.own_files))
+    name_files(own_files)
+    tell_program(drafts, own_files)
+    return submit_jobs(drafts, argv)
 
 
 def run_plugin(multirun: Multirun, command: Command, argv: Sequence[str]) -> int:
@@ -70,7 +79,25 @@ def run_plugin(multirun: Multirun, command: Command, argv: Sequence[str]) -> int
         raise UsageError(f"{what}: leave it out for `launch {command.verb}`")
     if multirun.tree is not None and multirun.tree.dry_run:
         raise UsageError(f"{what}, and dry_run=true starts none: leave one of them out")
+    name_sweeper(multirun)
     return run_trials(multirun, lambda batch: run_batch(batch, command, argv))
+
+
+def name_sweeper(multirun: Multirun) -> None:
+    """Say which files the sweep is from, and what these may have Hydra call; raises UsageError."""
+    if multirun.tree is None:
+        return
+    choices = {str(group): str(option) for group, option in multirun.tree.hydra.runtime.choices.items()}
+    own_files = multirun.sources.list_own(choices)
+    name_files(own_files)
+    try:
+        with bound_work(multirun.sources):
+            node = OmegaConf.to_container(multirun.tree.hydra.sweeper, resolve=True)
+    except FAILURES as error:
+        raise UsageError(shorten_message(error)) from None
+    targets = list(list_targets(node, "hydra.sweeper"))
+    if own_files and targets:
+        say(f"hydra/sweeper={multirun.settings.sweeper} calls {'; '.join(targets)}")
 
 
 def run_batch(batch: Sequence[Composed], command: Command, argv: Sequence[str]) -> Iterator[int]:
