@@ -224,7 +224,7 @@ class Attendant:
         """Show one of our own lines."""
         self.viewer.messages.put(text)
 
-    def note_stop(self, number: int) -> None:
+    def note_stop(self, number: int, *, by_head: bool) -> None:
         """Nothing to do: the manifest is written at the end."""
 
     def may_reap(self) -> bool:

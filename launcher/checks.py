@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from launcher.errors import UsageError
 from launcher.launch.cluster import Cluster
+from launcher.launch.slurm.requeue import check_requeue
 from launcher.launch.slurm.srun import refuse_options
 from launcher.plan.rules import DEVICES
 from launcher.runs.objective import KINDS
@@ -32,6 +33,7 @@ def check_config(config: LaunchConfig) -> None:
     check_least("logs.tail", config.logs.tail, 1)
     check_least("torchrun.shutdown_timeout", config.torchrun.shutdown_timeout, 0)
     check_least("torchrun.max_restarts", config.torchrun.max_restarts or 0, 0)
+    check_requeue(config.cluster.requeue)
     check_own_machine(config)
     check_run_dir(config.run_dir)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from launcher.command import VERBS, Command, parse_command
 from launcher.errors import EXIT_MACHINE, LaunchError
 from launcher.terminal import escape_text
-from launcher.wording import say
+from launcher.wording import leave, say
 
 LONGEST = 800
 """Characters of an error."""
@@ -25,7 +25,7 @@ def main() -> None:
         from launcher.rank.outer import leave_rank
 
         leave_rank(os.environ)
-    sys.exit(run_guarded(sys.argv[1:]))
+    leave(run_guarded(sys.argv[1:]))
 
 
 def open_streams() -> None:

@@ -40,7 +40,7 @@ from launcher.hydra_settings import (
 from launcher.overrides import check_removal, check_shape, is_choice, read_key, rewrite_overrides
 from launcher.schema import LaunchConfig
 from launcher.sources import PRIMARY, Sources
-from launcher.suggest import shorten_message, suggest
+from launcher.suggest import shorten_message, suggest, suggest_key
 from launcher.watchdog import SECONDS, bound_work
 from launcher.yamlfiles import read_text
 
@@ -280,7 +280,7 @@ def diagnose_failure(loader: ConfigLoader, sources: Sources, words: list[str], e
     for word in words:
         key = re.split("[=@]", word)[0]
         if key not in known and not key.startswith(("+", "~", "hydra")) and word not in chosen:
-            return f"there is no key {key!r}{suggest(key, [*known, *sources.list_groups()])}"
+            return f"there is no key {key!r}{suggest_key(key, [*known, *sources.list_groups()])}"
     return shorten_message(error)
 
 

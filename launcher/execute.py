@@ -20,6 +20,7 @@ from launcher.plan.codec import plan_to_json
 from launcher.runs.logs import measure_file, read_tail
 from launcher.runs.manifest import describe_start, write_manifest
 from launcher.runs.process import hold_directory, identify_process
+from launcher.runs.room import free_room, hold_room
 from launcher.runs.rundir import RunDir, write_json, write_private
 from launcher.runs.secrets import mask_tree
 from launcher.schema import LaunchConfig
@@ -40,7 +41,11 @@ def execute_job(draft: Draft, job: Job, argv: Sequence[str]) -> int:
     attendant = attend_job(job, run, manifest)
     log = run.agent_log(job.host)
     log_begin, started = measure_file(log), time.monotonic()
-    supervisor = Supervisor(attendant, len(job.plan.ranks), job.config.torchrun.shutdown_timeout)
+    hold_room(run)
+    codes = job.config.cluster.requeue.exit_codes
+    supervisor = Supervisor(
+        attendant, len(job.plan.ranks), job.config.torchrun.shutdown_timeout, exit_codes=codes
+    )
     try:
         environ = build_environ(job.config, job.cluster, job.environ, run, job.host)
         if terminal := find_terminal(job):
@@ -49,6 +54,7 @@ def execute_job(draft: Draft, job: Job, argv: Sequence[str]) -> int:
             supervisor.pressed = terminal.pressed
         outcome = supervisor.run(lambda: start_agent(command, environ, log), log)
     except OSError as error:
+        free_room(run)
         manifest["outcome"] = {"state": "failed", "exit_code": EXIT_MACHINE, "reason": str(error)}
         with contextlib.suppress(OSError):
             write_manifest(run, manifest)

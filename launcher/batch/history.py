@@ -23,7 +23,12 @@ Manifest = dict[str, Any]
 """A manifest, or one of its earlier attempts."""
 OF_ATTEMPT = ("command", "started", "ended", "hosts", "attempt", "slurm", "outcome")
 """What is kept of an attempt when the next one begins."""
-ENDS = {"NODE_FAIL": "node_failure", "BOOT_FAIL": "node_failure", "TIMEOUT": "timeout"}
+ENDS = {
+    "NODE_FAIL": "node_failure",
+    "BOOT_FAIL": "node_failure",
+    "TIMEOUT": "timeout",
+    "REQUEUED": "requeued",
+}
 """States of an attempt in accounting that was requeued for something else than a preemption."""
 
 

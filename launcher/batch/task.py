@@ -61,4 +61,6 @@ def give_up(reason: str, status: int, started: float) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from launcher.wording import leave
+
+    leave(main())

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,30 @@ from launcher.launch.signals import FORWARDED
 HEARD = b"death signal"
 """What torchelastic's agent says of a signal that it got (torch/distributed/elastic/agent/server/api.py)."""
 
-PRELOAD = (
-    "import json, os, sys; pipe = os.fdopen(int(sys.argv[1])); import torch.distributed.run as torchrun; "
-    "words = pipe.read() or sys.exit(1); pipe.close(); sys.argv[:] = json.loads(words); torchrun.main()"
-)
-"""An agent that imports torch, takes over a second for that, and is told what to do while it does."""
+ENDED = "launch-agent: process "
+"""`launch-agent: process 4711 ended with -15`: how the lines begin by which a preloaded agent tells of its
+children, as it finds them to have ended."""
+EXIT = re.compile(rf"^{ENDED}(\d+) ended with (-?\d+)$", re.MULTILINE)
+PRELOAD = f"""\
+import contextlib, json, os, subprocess, sys
+pipe = os.fdopen(int(sys.argv[1]))
+import torch.distributed.run as torchrun
+words = pipe.read() or sys.exit(1)
+pipe.close()
+keep = getattr(subprocess.Popen, "_handle_exitstatus", None)
+def tell(process, *status):
+    keep(process, *status)
+    with contextlib.suppress(OSError):
+        print({ENDED!r} + str(process.pid), "ended with", process.returncode, file=sys.stderr, flush=True)
+if keep:
+    subprocess.Popen._handle_exitstatus = tell
+sys.argv[:] = json.loads(words)
+torchrun.main()
+"""
+"""An agent that imports torch, takes over a second for that, and is told what to do while it does.
+
+It tells what its children ended with, since nobody else learns that once it has looked (waitpid(2)).
+"""
 
 
 LEAST_FILES, USUAL_FILES = 32, 1024
@@ -80,12 +100,22 @@ def check_open_files() -> None:
 
 def has_heard(log: Path, begin: int) -> bool:
     """Tell whether an agent's log says that it was sent a signal."""
+    return HEARD in read_log(log, begin)
+
+
+def read_exits(log: Path, begin: int) -> dict[int, int]:
+    """Return what an agent's children ended with, -n for signal n, by their PIDs, as far as its log tells."""
+    return {int(pid): int(code) for pid, code in EXIT.findall(read_log(log, begin).decode(errors="replace"))}
+
+
+def read_log(log: Path, begin: int) -> bytes:
+    """Return an agent's log from a byte on; empty where it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(begin)
-            return HEARD in file.read()
+            return file.read()
     except OSError:
-        return False
+        return b""
 
 
 def start_agent(command: Sequence[str], environ: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes]":

@@ -58,6 +58,12 @@ def find_logs(run: RunDir, attempt: int) -> Iterable[Path]:
     return (run.rank_log(0, attempt, ending) for ending in ("err", "out"))
 
 
+def find_last_step(run: RunDir, rank: int, attempt: int) -> Progress | None:
+    """Return the last step that a rank printed in an attempt; None where it printed none."""
+    logs = (run.rank_log(rank, attempt, ending) for ending in ("out", "err"))
+    return next((step for path in logs for step in read_last(path)), None)
+
+
 def read_first(path: Path) -> Iterable[Progress]:
     """Give the steps in the first part of a log."""
     lines = read_from(path, 0)[0].split(b"\n")

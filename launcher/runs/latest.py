@@ -8,8 +8,8 @@ from launcher.runs.progress import Progress, parse_progress
 from launcher.runs.rundir import list_logs
 from launcher.terminal import strip_sequences
 
-PASSED_OVER = ("launch-rank: ", "launch: run directory ")
-"""How lines begin that tell nothing: the shim's of each rank, and the last one of a job's own log."""
+PASSED_OVER = ("launch-rank: ", "launch-agent: ", "launch: run directory ")
+"""How lines begin that tell nothing: those on a rank's start and end, and the last one of a job's own log."""
 TAIL = 400
 """Last lines of a log that are searched for a step."""
 

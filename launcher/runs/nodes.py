@@ -53,6 +53,10 @@ class NodeRecord:
     started: float
     ended: float
     """Seconds since the epoch."""
+    ranks: int = 0
+    """How many the node has; 0 where none was started."""
+    clean: tuple[tuple[int, float], ...] = ()
+    """Ranks of its last start that ended with 0, and when, in seconds since the epoch."""
 
 
 def refuse_node(host: str, node_rank: int, status: int, said: str, started: float) -> NodeRecord:
@@ -86,7 +90,9 @@ def read_nodes(run_path: Path, attempt: int) -> list[NodeRecord]:
 def parse_node(data: Mapping[str, object]) -> NodeRecord:
     """Read one record; raises KeyError, TypeError or ValueError."""
     values = {name: data[name] for name in NodeRecord.__slots__}
-    failure = values["failure"]
+    failure, clean = values["failure"], values["clean"]
     if isinstance(failure, dict):
         values["failure"] = NodeFailure(**{**failure, "lines": tuple(failure["lines"])})
+    if isinstance(clean, list):
+        values["clean"] = tuple((rank, moment) for rank, moment in clean)
     return NodeRecord(**values)  # type: ignore[arg-type]  # a record that another version wrote is shown as it is

@@ -18,6 +18,8 @@ from launcher.runs.manifest import (
     take_list,
 )
 from launcher.runs.process import check_process
+from launcher.runs.room import FULL, is_full
+from launcher.runs.rundir import RunDir
 
 LIVE = ("queued", "running")
 """States of a run that is still to end."""
@@ -129,7 +131,8 @@ def check_local(status: RunStatus) -> RunStatus:
     if status.state != "running" or not status.process or check_process(status.process) is not False:
         return status
     pid, host = (status.process.get(key) for key in ("pid", "host"))
-    return mark_lost(status, f"process {pid} on {host} is gone, and left no word")
+    full = f"; {FULL}" if is_full(RunDir(Path(status.path))) else ""
+    return mark_lost(status, f"process {pid} on {host} is gone, and left no word{full}")
 
 
 def mark_lost(status: RunStatus, reason: str) -> RunStatus:
@@ -141,9 +144,12 @@ def explain_outcome(outcome: Mapping[str, object]) -> str:
     """Say why a run ended: who failed first, the cause, or the signal."""
     failure, cause = take_dict(outcome, "first_failure"), str(outcome.get("cause") or "")
     reason = str(outcome.get("reason") or "")
-    words = [reason or cause] if cause and not (failure and cause == "crash") else []
-    if failure:
-        words.append(f"rank {failure.get('rank')} on {failure.get('host')} {failure.get('reason')}")
+    is_crash = bool(failure) and cause in ("", "crash")
+    words = list(map(str, take_list(outcome, "events"))) if is_crash else []
+    words += [reason or cause] if cause and not is_crash else []
+    who = f"rank {failure.get('rank')} on {failure.get('host')}"
+    if failure and not any(f"{who} " in word for word in words):
+        words.append(f"{who} {failure.get('reason')}")
     if not words and outcome.get("signal"):
         words.append(f"by {outcome['signal']}")
     return "; ".join(words or [reason])

@@ -115,7 +115,7 @@ def send_script(staged: Sequence[Staged], asked: Asked, script: Script) -> str:
     try:
         return submit_script(staged[0].script, {**environ, **carry_secrets(staged)})
     except SchedulerError as error:
-        raise explain_refusal(str(error), asked.options, asked.partitions, asked.kinds) from None
+        raise explain_refusal(str(error), asked.options, asked.partitions, asked.kinds, environ) from None
 
 
 def carry_secrets(staged: Sequence[Staged]) -> dict[str, str]:

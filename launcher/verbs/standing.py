@@ -8,6 +8,8 @@ from launcher.errors import SchedulerError
 from launcher.launch.slurm.queue import ENDED, JobState, ask_queue
 from launcher.runs.latest import find_job_logs
 from launcher.runs.manifest import read_time
+from launcher.runs.room import FULL, is_full
+from launcher.runs.rundir import RunDir
 from launcher.runs.status import RunStatus, mark_lost, read_status
 
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT")
@@ -88,6 +90,7 @@ def tell_end(run: RunStatus, job: JobState) -> RunStatus:
     told = [words, "" if job.reason == "NonZeroExitCode" else job.reason]
     if job.state not in ENDINGS and job.exit_code:
         told.append(f"exit code {job.exit_code}")
+    told.append(FULL if is_full(RunDir(Path(run.path))) else "")
     reason = "; ".join(filter(None, told))
     return replace(run, state=state, reason=reason, exit_code=job.exit_code, seconds=None)
 

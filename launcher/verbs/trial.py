@@ -66,7 +66,7 @@ class Watcher:
         """Keep a line for people: they see it if the trial fails."""
         self.said.append(text)
 
-    def note_stop(self, number: int) -> None:
+    def note_stop(self, number: int, *, by_head: bool) -> None:
         """Nothing to do: the trial is over anyway."""
 
     def may_reap(self) -> bool:

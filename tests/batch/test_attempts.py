@@ -29,7 +29,7 @@ NOWHERE = {"PATH": "/nonexistent", "SLURM_JOB_ID": "7"}
 HOSTS = ("n0", "n1")
 
 
-def make_request(nodes: tuple[int, int] = (2, 2), **policy: int) -> JobRequest:
+def make_request(nodes: tuple[int, int] = (2, 2), **policy: Any) -> JobRequest:
     config = LaunchConfig(cluster=ClusterConfig(requeue=RequeueConfig(**policy)))
     return JobRequest(config, {}, ("program",), ("launch", "x"), "/somewhere", *nodes)
 
@@ -486,9 +486,9 @@ def test_a_requeue_whose_answer_was_lost(tmp_path: Path, restarts: int, state: s
     """A busy slurmctld does it, and answers to the next try alone, with a complaint."""
     asked = tmp_path / "asked"
     write_fake(tmp_path, "scontrol", f": > {asked}; echo 'Unexpected message received for job 7' >&2; exit 1")
-    after = f"echo 'COMPLETING|{restarts}|N/A|N/A|None|'"
+    after = f"echo 'COMPLETING|{restarts}|N/A|N/A|1:00|None|'"
     write_fake(
-        tmp_path, "squeue", f"if [ -e {asked} ]; then {after}; else echo 'RUNNING|0|N/A|N/A|None|'; fi"
+        tmp_path, "squeue", f"if [ -e {asked} ]; then {after}; else echo 'RUNNING|0|N/A|N/A|1:00|None|'; fi"
     )
     submit_run(tmp_path / "run")
     attempt = begin(tmp_path / "run", make_request(crash=1), PATH=str(tmp_path))

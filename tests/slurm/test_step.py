@@ -185,7 +185,7 @@ def test_the_checkpoint_signal_is_for_ranks_that_catch_it(sandbox: Sandbox, tmp_
     sandbox.run("scancel", run.job_id)
     assert run.await_end() == "stopped"
     assert run.read_rank(1).split("\n")[:2] == ["UP", "GOT SIGTERM"]
-    assert {record.state for record in read_nodes(run.path, 0)} == {"stopped"}
+    assert {record.signal for record in read_nodes(run.path, 0)} == {"SIGTERM"}
     wait_for(lambda: not run.find_processes(), "the job's end")
 
 

@@ -67,7 +67,8 @@ def start_ranks(job: RankJob, step: Step, endpoint: str) -> RankStep:
     step = replace(step, command=render_command(job.request, own))
     process = open_srun(render_ranks(step, job.ranks), build_environ(own, told, wishes))
     view = RankView(job.run, job.hosts, job.ranks, config.logs.console)
-    return RankStep(process, view, step, told["LAUNCH_RDZV_ID"], job.environ)
+    codes = config.cluster.requeue.exit_codes
+    return RankStep(process, view, step, told["LAUNCH_RDZV_ID"], job.environ, codes)
 
 
 def render_command(request: JobRequest, environ: Mapping[str, str]) -> tuple[str, ...]:

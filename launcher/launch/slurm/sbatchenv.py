@@ -80,6 +80,13 @@ VARIABLES = {
 """Options whose variables have other names, or contradict them."""
 
 
+def find_variables(environ: Mapping[str, str], option: str) -> list[str]:
+    """Return the variables that give sbatch an option, `time`, where the command line does not."""
+    names = VARIABLES.get(option, (option.upper().replace("-", "_"),))
+    found = [f"SBATCH_{name}" for name in names] + (["SLURM_CLUSTERS"] if option == "clusters" else [])
+    return [name for name in found if name in environ]
+
+
 def clean_for_sbatch(environ: Mapping[str, str], options: Collection[str]) -> dict[str, str]:
     """Return the environment without what contradicts the options, which are given by their names.
 
