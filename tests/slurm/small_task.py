@@ -1,7 +1,8 @@
 """One node's part of a job, without torch: what it does in which attempt stands in RUN_DIR/acts.json.
 
 An act is {"steps": last step that is printed, "do": "end", "crash", "wait" or "die", "code": exit code on
-SIGUSR2, "ends": whether SIGTERM is answered by a normal end with 0}.
+SIGUSR2, "ends": whether SIGTERM is answered by a normal end with 0, "saves": whether a checkpoint is written
+beside the run directory}.
 """
 
 import json
@@ -38,6 +39,8 @@ signal.signal(signal.SIGTERM, lambda *_: leave_by(0) if act.get("ends") else lea
 signal.signal(signal.SIGUSR2, lambda *_: leave_by(act.get("code", 0)))
 if number == 0:
     log = run / "logs" / str(attempt) / "rank-0.out"
+    if act.get("saves"):
+        (run.parent / "elsewhere" / f"step-{attempt}").mkdir(parents=True)
     log.write_text("".join(f"step {step}/10 loss 1.0\n" for step in range(1, act["steps"] + 1)))
 if act["do"] == "crash" and number == act.get("rank", 1):
     lines = ("boom",)

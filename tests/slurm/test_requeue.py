@@ -12,7 +12,7 @@ import pytest
 from launcher.batch.request import JobRequest, write_request
 from launcher.runs.manifest import describe_start, write_manifest
 from launcher.runs.rundir import open_run_dir
-from launcher.schema import ClusterConfig, LaunchConfig, RequeueConfig
+from launcher.schema import ClusterConfig, LaunchConfig, ProgressConfig, RequeueConfig
 from tests.launch.support import wait_for
 from tests.slurm.conftest import Sandbox
 
@@ -76,7 +76,10 @@ def submit(sandbox: Sandbox, tmp_path: Path) -> Submit:
 
     def start(acts: list[dict[str, Any]], policy: Mapping[str, Any] | None = None, *options: str) -> SmallJob:
         run = open_run_dir(tmp_path / "run dir", None)
-        config = LaunchConfig(cluster=ClusterConfig(requeue=RequeueConfig(**(policy or {}))))
+        config = LaunchConfig(
+            cluster=ClusterConfig(requeue=RequeueConfig(**(policy or {}))),
+            progress=ProgressConfig(["elsewhere/*"]),
+        )
         request = JobRequest(config, {}, ("program",), ("launch", "x"), str(tmp_path), 2, 2)
         write_request(request, run.path)
         (run.path / "acts.json").write_text(json.dumps(acts))
@@ -145,6 +148,13 @@ def test_no_progress_ends_the_job(submit: Submit) -> None:
     assert (outcome["state"], outcome["cause"]) == ("failed", "no_progress")
     assert job.list_causes() == ["crash", "crash", "no_progress"]
     assert "attempt 3 ended: no progress in 2 attempts in a row (cluster.requeue.no_progress=2)\n" in job.log
+
+
+def test_checkpoints_elsewhere_are_progress(submit: Submit) -> None:
+    job = submit([{"steps": 4, "do": "crash", "saves": True}], {"crash": 3, "no_progress": 1})
+    outcome = job.await_final()
+    assert (outcome["state"], outcome["cause"]) == ("failed", "crash")
+    assert job.list_causes() == ["crash"] * 4
 
 
 def test_the_limit_on_attempts(submit: Submit) -> None:
