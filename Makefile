@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test test-gpu test-kernels test-slurm check bench clean
+.PHONY: run test test-gpu gpu-wheels test-kernels test-slurm check bench clean
 
 run: $(VENV)/.run  ## install, and train the bundled model with two ranks; ARGS="key=value …" are overrides
 	@$(BIN)/launch nproc_per_node=2 $(ARGS)
@@ -14,6 +14,9 @@ test: $(VENV)/.test  ## install the test extra, and run all tests
 
 test-gpu: $(VENV)/.test  ## the tests that need an NVIDIA GPU; they skip, saying why, where there is none
 	@$(BIN)/python -m pytest -m gpu
+
+gpu-wheels: $(VENV)/.test  ## .gpu-wheels, which tests/gpu/prove needs on a machine with a GPU and no network
+	@$(BIN)/python -m tests.gpu.wheels
 
 test-kernels: $(VENV)/.test  ## placement on real kernels, booted in QEMU (README in tests/kernels); ARGS="-k 64-cpus" selects
 	@$(BIN)/python -m pytest -m kernels tests/kernels -v --durations=8 $(ARGS)

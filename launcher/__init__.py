@@ -4,6 +4,7 @@ For programs that want to know of it; they run without `launch` just as well:
 
     launcher.num_workers()    # DataLoader workers for this rank
     launcher.rank_plan()      # its CPUs, memory, GPU and NIC, as the plan has them
+    launcher.run_dir()        # the run directory, the same for all ranks, attempts and requeues
     launcher.collect()        # at the end of a step: garbage is collected when it is due, on all ranks alike
 """
 
@@ -11,7 +12,11 @@ For programs that want to know of it; they run without `launch` just as well:
 import os
 import sys
 
-__all__ = ["collect", "num_workers", "rank_plan"]
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `typing` costs each start of a rank some milliseconds
+    from pathlib import Path
+
+__all__ = ["collect", "num_workers", "rank_plan", "run_dir"]
 
 
 def collect(*, now: bool = False) -> bool:
@@ -29,6 +34,18 @@ def num_workers(default: int = 2) -> int:
     """Return how many DataLoader workers this rank is to have; `default` outside of launch."""
     text = os.environ.get("LAUNCH_NUM_WORKERS", "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else default
+
+
+def run_dir() -> "Path | None":
+    """Return the run directory, which LAUNCH_RUN_DIR names; None outside of launch.
+
+    It is the same for all ranks, attempts and requeues. What is written below `checkpoints` in it counts as
+    progress where a job is requeued.
+    """
+    from pathlib import Path
+
+    text = os.environ.get("LAUNCH_RUN_DIR")
+    return Path(text) if text else None
 
 
 def rank_plan() -> dict[str, object] | None:

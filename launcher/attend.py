@@ -1,8 +1,6 @@
 """Looks after a job while it runs: finds its ranks, and shows what they print."""
 
-import contextlib
 import queue
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -22,6 +20,7 @@ from launcher.runs.logs import Chunk, Follower
 from launcher.runs.progress import Progress
 from launcher.runs.rundir import RunDir
 from launcher.runs.sources import describe_sources
+from launcher.wording import say
 
 if TYPE_CHECKING:
     from launcher.report.console import JobConsole
@@ -40,8 +39,6 @@ class Viewer:
 
     job: Job
     run: RunDir
-    own_files: Sequence[str]
-    """Configuration files that are not the shipped ones."""
     follower: Follower
     terminal: PseudoTerminal | None = None
     """The program's, where it has the user's terminal to itself."""
@@ -69,8 +66,7 @@ class Viewer:
         try:
             self.show_job()
         except Exception as error:
-            with contextlib.suppress(OSError):
-                sys.stderr.write(f"launch: warning: the display failed ({error!r}): see {self.run.path}\n")
+            say(f"warning: the display failed ({error!r}): see {self.run.path}")
             self.shown.set()
 
     def show_job(self) -> None:
@@ -138,7 +134,7 @@ class Viewer:
             return console
         from launcher.report.placement import print_placement
 
-        for line in describe_job(job, self.run, self.own_files):
+        for line in describe_job(job, self.run):
             console.say(line)
         console.guard(lambda out: print_placement(out, job.plan, explain=job.config.explain))
         return console
@@ -228,7 +224,7 @@ class Attendant:
         """Show one of our own lines."""
         self.viewer.messages.put(text)
 
-    def note_stop(self, number: int) -> None:
+    def note_stop(self, number: int, *, by_head: bool) -> None:
         """Nothing to do: the manifest is written at the end."""
 
     def may_reap(self) -> bool:
@@ -260,13 +256,13 @@ class Attendant:
         return not self.view.is_alive()
 
 
-def attend_job(job: Job, run: RunDir, manifest: dict[str, object], own_files: Sequence[str]) -> Attendant:
+def attend_job(job: Job, run: RunDir, manifest: dict[str, object]) -> Attendant:
     """Return the attendant of a job that is about to start."""
-    viewer = Viewer(job, run, own_files, Follower(run))
+    viewer = Viewer(job, run, Follower(run))
     return Attendant(job, run, manifest, viewer, AppliedReader(run.path))
 
 
-def describe_job(job: Job, run: RunDir, own_files: Sequence[str]) -> list[str]:
+def describe_job(job: Job, run: RunDir) -> list[str]:
     """Say what was chosen and why."""
     count = len(job.plan.ranks)
     first = f", the first of {job.cluster.max_nodes} nodes" if job.cluster.kind in MANAGED else ""
@@ -276,8 +272,6 @@ def describe_job(job: Job, run: RunDir, own_files: Sequence[str]) -> list[str]:
     lines = [f"{ranks} (cluster={job.cluster.kind}: {job.cluster.why}), run directory {run.path}"]
     if job.cluster.max_nodes > 1:
         lines.append(f"the ranks start when {job.cluster.min_nodes} nodes have met at {job.cluster.endpoint}")
-    if own_files:
-        lines.append(f"configuration from {', '.join(own_files)}")
     if job.words is not None and job.choices.get("model") not in (None, "tiny"):
         lines.append(f"model={job.choices['model']} is not used: the program after -- has its own arguments")
     return lines

@@ -1,16 +1,16 @@
 """Keeps two runs from writing into one run directory at the same time."""
 
 import os
-import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from launcher.errors import SchedulerError, UsageError
 from launcher.launch.slurm.ownjob import name_job
 from launcher.launch.slurm.queue import ENDED, ask_queue
-from launcher.runs.manifest import OPEN, read_job, read_manifest, take_dict
+from launcher.runs.manifest import OPEN, read_job, read_own_manifest, take_dict
 from launcher.runs.process import check_process
+from launcher.terminal import quote_word
+from launcher.wording import say
 
 
 def refuse_busy(path: Path, *, submits: bool) -> None:
@@ -18,18 +18,21 @@ def refuse_busy(path: Path, *, submits: bool) -> None:
 
     Where SLURM cannot be asked, that is SchedulerError for a job to be submitted, and else a warning.
     """
-    found = read_manifest(path)
+    try:
+        found = read_own_manifest(path)
+    except PermissionError:  # what opens the directory refuses it, and says why
+        return
     if take_dict(found, "outcome").get("state") not in OPEN:
         return
     process = take_dict(found, "process")
     if process and check_process(process):
-        refuse_two(path, f"process {process.get('pid')}", "running", shlex.quote(str(path.absolute())))
+        refuse_two(path, f"process {process.get('pid')}", "running", quote_word(str(path.absolute())))
     try:
         state, job_id = ask_holder(found), str(read_job(found))
     except SchedulerError as error:
         if submits:
             raise
-        sys.stderr.write(f"launch: warning: whether run_dir={path} is still in use is not known: {error}\n")
+        say(f"warning: whether run_dir={path} is still in use is not known: {error}")
         return
     if state:
         refuse_two(path, f"job {job_id}", state, job_id)

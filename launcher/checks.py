@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from launcher.errors import UsageError
 from launcher.launch.cluster import Cluster
+from launcher.launch.slurm.requeue import check_requeue
 from launcher.launch.slurm.srun import refuse_options
 from launcher.plan.rules import DEVICES
 from launcher.runs.objective import KINDS
@@ -28,9 +29,11 @@ def check_config(config: LaunchConfig) -> None:
     check_choice("objective", config.objective, KINDS)
     check_name(config.name)
     check_workers(config.dataloader.num_workers)
+    check_paths("progress.paths", config.progress.paths)
     check_least("logs.tail", config.logs.tail, 1)
     check_least("torchrun.shutdown_timeout", config.torchrun.shutdown_timeout, 0)
     check_least("torchrun.max_restarts", config.torchrun.max_restarts or 0, 0)
+    check_requeue(config.cluster.requeue)
     check_own_machine(config)
     check_run_dir(config.run_dir)
 
@@ -65,6 +68,12 @@ def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
     """Raise UsageError for a value that is not one of the choices."""
     if value not in choices:
         raise UsageError(f"{key}={value}: choose from {', '.join(choices)}")
+
+
+def check_paths(key: str, paths: Sequence[str]) -> None:
+    """Raise UsageError for an empty entry in a list of paths or patterns."""
+    if not all(paths):
+        raise UsageError(f"{key}={','.join(paths)}: an entry is empty, leave it out")
 
 
 def check_least(key: str, value: int, least: int) -> None:

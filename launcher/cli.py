@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from launcher.command import VERBS, Command, parse_command
 from launcher.errors import EXIT_MACHINE, LaunchError
+from launcher.terminal import escape_text
+from launcher.wording import leave, say
 
 LONGEST = 800
 """Characters of an error."""
@@ -23,7 +25,7 @@ def main() -> None:
         from launcher.rank.outer import leave_rank
 
         leave_rank(os.environ)
-    sys.exit(run_guarded(sys.argv[1:]))
+    leave(run_guarded(sys.argv[1:]))
 
 
 def open_streams() -> None:
@@ -81,12 +83,7 @@ def drop_output() -> None:
 
 def complain(text: str) -> None:
     """Print an error as one line, the middle of a very long one left out."""
-    line = " ".join(text.split())
-    if len(line) > LONGEST:
-        line = f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"launch: error: {line}\n".encode("utf-8", "backslashreplace").decode())
-        sys.stderr.flush()
+    say(f"error: {escape_text(' '.join(text.split()), LONGEST)}")
 
 
 def run_command(command: Command, argv: Sequence[str]) -> int:

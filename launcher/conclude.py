@@ -7,15 +7,18 @@ from dataclasses import dataclass, replace
 from launcher.attend import MANAGED, Attendant
 from launcher.errors import EXIT_MACHINE
 from launcher.job import Job
-from launcher.launch.failure import Failure, find_failure
+from launcher.launch.agent import ENDED
+from launcher.launch.failure import Failure, find_failure, list_clean, take_last
 from launcher.launch.signals import name_signal
 from launcher.launch.supervise import Outcome
 from launcher.probe.oomkills import count_oom_kills
 from launcher.probe.sysfs import Tree
 from launcher.report.summary import describe_progress, describe_time
 from launcher.runs.applied import compare_applied
+from launcher.runs.early import LONG_BEFORE, CleanEnd, EarlyEnd, find_early
 from launcher.runs.logs import read_tail
 from launcher.runs.manifest import stamp_time, write_manifest
+from launcher.runs.room import free_room
 from launcher.runs.rundir import RunDir
 from launcher.wording import tell_first
 
@@ -36,21 +39,53 @@ class Ending:
     memory: str = ""
     """What the kernel has killed for memory on this node, in words; empty where it has killed nothing."""
 
+    requested: bool = False
+    """The first rank that failed had one of the exit codes that ask for another start."""
+    asking: bool = False
+    """The same, or a rank had one of them that was stopped."""
+    early: bool = False
+    """Ranks had ended with 0 before the first failure."""
+    events: tuple[str, ...] = ()
+    """What came before the first failure, in words."""
+
     @property
     def state(self) -> str:
-        """`succeeded`, `failed`, or `stopped` by a signal to `launch` before any rank failed."""
+        """`succeeded`, `failed`, or `stopped`: by a signal to `launch` before any failure, or as asked."""
         if self.status == 0:
             return "succeeded"
-        return "stopped" if self.outcome.signal and not self.failure else "failed"
+        return "stopped" if self.requested or (self.outcome.signal and not self.failure) else "failed"
 
 
 def conclude_job(attendant: Attendant, outcome: Outcome, agent_log: Sequence[str], seconds: float) -> int:
     """Write how the job ended, say it, and return the exit code; the agent's log is that of this start."""
+    trouble = free_room(attendant.run)
     ending = judge_outcome(outcome, tuple(agent_log))
     ending = note_kills(ending, attendant.job, attendant.oom_kills)
+    ending = look_around(attendant, ending, trouble)
     record_end(attendant, ending)
     tell_end(attendant, ending, seconds)
     return ending.status
+
+
+def look_around(attendant: Attendant, ending: Ending, trouble: str) -> Ending:
+    """Add what came before the first failure, and what that failure means to this job."""
+    failure, deaths = ending.failure, ending.outcome.deaths
+    codes = attendant.job.config.cluster.requeue.exit_codes
+    requested = bool(failure and failure.status in codes)
+    early = None if requested or ending.status == 0 else find_left(attendant, ending)
+    asking = requested or any(death.exitcode in codes for death in take_last(deaths))
+    events = tuple(filter(None, (trouble, early.describe() if early else "")))
+    return replace(ending, requested=requested, asking=asking, early=bool(early), events=events)
+
+
+def find_left(attendant: Attendant, ending: Ending) -> EarlyEnd | None:
+    """Return the ranks that ended with 0 before the first failure, or long before all were stopped."""
+    host, deaths, failure = attendant.job.host, ending.outcome.deaths, ending.failure
+    before = ending.outcome.signal_time - LONG_BEFORE
+    if failure:
+        before = next((d.time for d in deaths if d.process.pid == failure.pid), before)
+    ends = [CleanEnd(d.process.rank, host, d.time, d.process.attempt) for d in list_clean(deaths)]
+    return find_early(attendant.run, ends, before, len(attendant.job.plan.ranks))
 
 
 def note_kills(ending: Ending, job: Job, before: int) -> Ending:
@@ -67,10 +102,14 @@ def note_kills(ending: Ending, job: Job, before: int) -> Ending:
     return replace(ending, failure=failure, memory=memory)
 
 
-def judge_outcome(outcome: Outcome, log: tuple[str, ...]) -> Ending:
-    """Find the first failure and the exit code: the program's own, 128+n for a signal, 3 for the agent's."""
+def judge_outcome(outcome: Outcome, log: tuple[str, ...], ranks: int = 0) -> Ending:
+    """Find the first failure and the exit code: the program's own, 128+n for a signal, 3 for the agent's.
+
+    Where the number of this node's ranks is given, it is a success if all of them ended with 0, even if a
+    signal had asked them to end.
+    """
     code = outcome.agent_exitcode
-    if code == 0:
+    if code == 0 or (ranks and len(list_clean(outcome.deaths)) == ranks):
         return Ending(outcome, None, 0, log)
     # What comes after a signal to `launch`, or by SIGTERM after the agent was killed, is no failure.
     counted = [d for d in outcome.deaths if d.time < outcome.signal_time]
@@ -92,6 +131,7 @@ def record_end(attendant: Attendant, ending: Ending) -> None:
         "state": ending.state,
         "exit_code": ending.status,
         "signal": name_signal(number) if number else None,
+        "events": list(ending.events),
         "first_failure": describe_failure(attendant, ending.failure) if ending.failure else None,
         "attempts": 1 + max((d.process.attempt for d in deaths), default=attendant.run.first_attempt),
     }
@@ -117,8 +157,8 @@ def describe_failure(attendant: Attendant, failure: Failure) -> dict[str, object
 def tell_end(attendant: Attendant, ending: Ending, seconds: float) -> None:
     """Say how it went: the first failure or what was not as planned, the result, the run directory."""
     result = describe_progress(attendant.finish_lines(patient=ending.outcome.signal is None))
-    tell = explain_failure if ending.state == "failed" else check_success
-    for line in tell(attendant, ending) if ending.state != "stopped" else ():
+    tell = {"failed": explain_failure, "succeeded": check_success, "stopped": explain_stop}
+    for line in tell[ending.state](attendant, ending):
         attendant.announce(line)
     attendant.announce(f"{ending.state} after {describe_time(seconds)}" + (f": {result}" if result else ""))
     attendant.announce(f"run directory {attendant.run.path}")
@@ -126,10 +166,22 @@ def tell_end(attendant: Attendant, ending: Ending, seconds: float) -> None:
 
 def check_success(attendant: Attendant, ending: Ending) -> list[str]:
     """Say what was not as planned in a job that succeeded."""
-    lines = compare_applied(attendant.job.plan.ranks, list(attendant.applied.values()))
+    lines = [*ending.events]
+    lines += compare_applied(attendant.job.plan.ranks, list(attendant.applied.values()))
     lines += [f"{name} outlived the program, and was ended" for name in ending.outcome.leftovers]
     lines += [ending.memory] if ending.memory else []
     return [f"warning: {line}" for line in lines]
+
+
+def explain_stop(attendant: Attendant, ending: Ending) -> list[str]:
+    """Say who asks for another start, and how to go on."""
+    lines, failure = list(ending.events), ending.failure
+    if failure:
+        who = f"rank {failure.rank} on {attendant.job.host}"
+        lines.append(f"{who} ended with {failure.status}, and asks for another start")
+    if ending.asking:
+        lines.append(f"the same command with run_dir={attendant.run.path} goes on")
+    return lines
 
 
 def explain_failure(attendant: Attendant, ending: Ending) -> list[str]:
@@ -137,16 +189,19 @@ def explain_failure(attendant: Attendant, ending: Ending) -> list[str]:
     failure, host = ending.failure, attendant.job.host
     if failure is None:
         path = attendant.run.agent_log(host)
-        return [f"no rank failed, but torchrun's agent {quote_agent(ending)}", f"its log is {path}"]
+        said = f"no rank failed, but torchrun's agent {quote_agent(ending)}"
+        return [*ending.events, said, f"its log is {path}"]
     source, lines = tail_rank(attendant.run, failure, attendant.job.config.logs.tail)
     where = f"rank {failure.rank} on {host} (local rank {failure.local_rank})"
-    return tell_first(where, failure.describe(), source, lines)
+    what = "failed after that" if ending.early else "failed first"
+    return [*ending.events, *tell_first(where, failure.describe(), source, lines, what)]
 
 
 def quote_agent(ending: Ending) -> str:
     """Say how an agent ended that failed by itself, with its last words."""
     code = ending.outcome.agent_exitcode
-    said = [line.strip() for line in ending.agent_log if any(map(str.isalpha, line))]
+    log = (line.strip() for line in ending.agent_log if not line.startswith(ENDED))
+    said = [line for line in log if any(map(str.isalpha, line))]
     how = name_signal(-code) if code < 0 else f"code {code}: {said[-1] if said else 'it printed nothing'}"
     return f"ended with {how}" + (f", {ending.memory}" if ending.memory else "")
 

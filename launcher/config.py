@@ -11,6 +11,8 @@ from pathlib import Path
 
 import yaml
 from hydra import initialize_config_dir
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
@@ -18,6 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -37,7 +40,9 @@ from launcher.hydra_settings import (
 from launcher.overrides import check_removal, check_shape, is_choice, read_key, rewrite_overrides
 from launcher.schema import LaunchConfig
 from launcher.sources import PRIMARY, Sources
-from launcher.suggest import shorten_message, suggest
+from launcher.suggest import shorten_message, suggest, suggest_key
+from launcher.watchdog import SECONDS, bound_work
+from launcher.yamlfiles import read_text
 
 FAILURES = (
     *(HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError),
@@ -45,6 +50,8 @@ FAILURES = (
     *(AssertionError, AttributeError, LookupError, TypeError),
 )
 """What Hydra raises for a user's mistake."""
+ANSWER = 3.0
+"""Seconds of CPU time for an answer to a shell that waits."""
 
 
 OTHER_FOLDERS: ContextVar[tuple[Path, ...]] = ContextVar("OTHER_FOLDERS", default=())
@@ -82,20 +89,39 @@ class SearchPath(SearchPathPlugin):
 
 
 @contextmanager
-def open_hydra(sources: Sources) -> Iterator[ConfigLoader]:
-    """Give a Hydra's loader over these sources, and put back the Hydra that there was before."""
+def open_hydra(sources: Sources, seconds: float | None = SECONDS) -> Iterator[ConfigLoader]:
+    """Give a Hydra's loader over these sources, and put back the Hydra that there was before.
+
+    What is done with it may take some seconds of CPU time; None is for what runs programs.
+    """
     Plugins.instance().register(SearchPath)
+    SourcesRegistry.instance().types[CheckedSource.scheme()] = CheckedSource
     ConfigStore.instance().store(name="launch_schema", node=LaunchConfig)
     first, *others = sources.folders
     token = OTHER_FOLDERS.set(tuple(others))
     outer = GlobalHydra.instance().hydra  # of a sweep, whose trials are composed here
     GlobalHydra.instance().clear()
     try:
-        with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(first), PRIMARY, "1.3"):
+        with (
+            warnings.catch_warnings(action="ignore"),
+            bound_work(sources, seconds),
+            initialize_config_dir(str(first), PRIMARY, "1.3"),
+        ):
             yield GlobalHydra.instance().config_loader()
     finally:
         OTHER_FOLDERS.reset(token)
         GlobalHydra.instance().hydra = outer
+
+
+class CheckedSource(FileConfigSource):
+    """Hydra's reader of files, which looks at a file's kind, size and aliases before it reads it."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Read a configuration; raises UsageError."""
+        path = Path(self.path, self._normalize_file_name(config_path))
+        if path.exists():
+            read_text(path)
+        return super().load_config(config_path)
 
 
 def compose(sources: Sources, overrides: Sequence[str], number: int | None = None) -> Composed:
@@ -153,10 +179,12 @@ def add_searchpath(sources: Sources, overrides: Sequence[str]) -> Sources:
     try:
         given = [word for word in overrides if read_key(word) == "hydra.searchpath"]
         path = sources.find_file(sources.primary)
+        text = "" if given or not path else read_text(path)
         if given:
             found = OverridesParser.create().parse_override(given[0]).value()
-        elif path and "searchpath" in path.read_text(encoding="utf-8"):
-            found = OmegaConf.select(OmegaConf.load(path), "hydra.searchpath")
+        elif "searchpath" in text:
+            with bound_work(sources):
+                found = OmegaConf.select(OmegaConf.create(text), "hydra.searchpath")
         else:
             return sources
         folders = [find_folder(str(entry)) for entry in (found if isinstance(found, Sequence) else ())]
@@ -189,7 +217,8 @@ def resolve(composed: Composed, run_dir: Path | None = None) -> LaunchConfig:
             tree.run_dir = str(run_dir or "RUN_DIR")
         if composed.values is not None:
             republish(composed.values, str(tree.run_dir))
-        config = OmegaConf.to_object(tree)
+        with bound_work(composed.sources):
+            config = OmegaConf.to_object(tree)
     except FAILURES as error:
         raise UsageError(shorten_message(error)) from None
     if not isinstance(config, LaunchConfig):
@@ -234,12 +263,13 @@ def check_override(word: str, given: str) -> None:
 
 def diagnose_failure(loader: ConfigLoader, sources: Sources, words: list[str], error: BaseException) -> str:
     """Say in one line what is wrong, with the nearest right name; raises UsageError for Hydra's settings."""
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        return explain_missing(str(error.missing_cfg_file), error.options or ())
+    if early := explain_known(sources, error):
+        return early
     chosen = [word for word in words if is_choice(sources, word)]
     for word in chosen if "Config group override" in str(error) else ():
         group = read_key(word)
-        return f"{word}: name an option of the group, as in {group}={sources.list_options(group)[0]}"
+        option = next(iter(sources.list_options(group)), "NAME")
+        return f"{word}: name an option of the group, as in {group}={option}"
     try:
         tree = compose_tree(loader, sources, chosen)
     except FAILURES as worse:
@@ -250,8 +280,21 @@ def diagnose_failure(loader: ConfigLoader, sources: Sources, words: list[str], e
     for word in words:
         key = re.split("[=@]", word)[0]
         if key not in known and not key.startswith(("+", "~", "hydra")) and word not in chosen:
-            return f"there is no key {key!r}{suggest(key, [*known, *sources.list_groups()])}"
+            return f"there is no key {key!r}{suggest_key(key, [*known, *sources.list_groups()])}"
     return shorten_message(error)
+
+
+def explain_known(sources: Sources, error: BaseException) -> str:
+    """Say what is wrong where the error itself tells, else empty; raises UsageError for Hydra's settings."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return explain_missing(str(error.missing_cfg_file), error.options or ())
+    if isinstance(error, RecursionError):
+        path = sources.find_file(sources.primary)
+        return (
+            f"{path or sources.primary} is built on itself, or has too many levels: the shipped defaults are"
+            " called launch_defaults"
+        )
+    return ""
 
 
 def explain_missing(name: str, options: Sequence[str]) -> str:
@@ -268,8 +311,8 @@ def explain_primary(sources: Sources) -> str:
     """Say that the primary file is no configuration of ours."""
     path = sources.find_file(sources.primary)
     return (
-        f"{path or sources.primary} does not build on launch_schema: put `launch` (all the shipped defaults)"
-        " or `launch_schema` first in its defaults"
+        f"{path or sources.primary} does not build on launch_schema: begin it with"
+        " `defaults: [launch_defaults, _self_]`, which are the shipped defaults"
     )
 
 

@@ -3,9 +3,11 @@
 import io
 import re
 from collections.abc import Iterator, Mapping
+from errno import EFBIG
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.descriptors import read_input
 from launcher.errors import UsageError
 from launcher.schema import LaunchConfig
 
@@ -63,21 +65,22 @@ def read_variables(name: str) -> dict[str, str]:
 
 
 def read_text(name: str) -> str:
-    """Return a file's text; bytes that are no UTF-8 come through. Raises UsageError."""
+    """Return a file's text, or a pipe's; bytes that are no UTF-8 come through. Raises UsageError."""
     try:
-        with Path(name).open("rb") as file:
-            data = file.read(MOST_BYTES + 1)  # a device may have no end
+        data = read_input(name, MOST_BYTES)
     except FileNotFoundError:
         raise UsageError(
             f"env.{KEY}={name}: there is no such file (from {Path.cwd()}): check the path"
         ) from None
     except (OSError, ValueError) as error:
+        if getattr(error, "errno", None) == EFBIG:
+            raise UsageError(
+                f"env.{KEY}={name} has over {MOST_BYTES >> 20} MiB: is it a file of variables?"
+            ) from None
         raise UsageError(
             f"env.{KEY}={name} cannot be read ({getattr(error, 'strerror', '') or error}): name a file"
             " of lines NAME=VALUE that you may read"
         ) from None
-    if len(data) > MOST_BYTES:
-        raise UsageError(f"env.{KEY}={name} has over {MOST_BYTES >> 20} MiB: is it a file of variables?")
     return data.decode("utf-8-sig", "surrogateescape")
 
 

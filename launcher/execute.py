@@ -2,9 +2,7 @@
 
 import contextlib
 import os
-import shlex
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,33 +10,42 @@ from pathlib import Path
 from launcher.attend import attend_job
 from launcher.conclude import conclude_job
 from launcher.config import dump_yaml
+from launcher.descriptors import LARGEST, read_file
 from launcher.errors import EXIT_MACHINE, MachineError
 from launcher.job import Draft, Job, build_environ, open_target, render_agent
-from launcher.launch.agent import start_agent
+from launcher.launch.agent import check_open_files, start_agent
 from launcher.launch.supervise import Supervisor
 from launcher.launch.terminal import PseudoTerminal, open_terminal
 from launcher.plan.codec import plan_to_json
 from launcher.runs.logs import measure_file, read_tail
 from launcher.runs.manifest import describe_start, write_manifest
-from launcher.runs.process import identify_process
+from launcher.runs.process import hold_directory, identify_process
+from launcher.runs.room import free_room, hold_room
 from launcher.runs.rundir import RunDir, write_json, write_private
 from launcher.runs.secrets import mask_tree
 from launcher.schema import LaunchConfig
+from launcher.terminal import join_words, print_text
+from launcher.wording import say
 
 AGENT_LINES = 2000
 """Last lines of the agent's log that are searched for its report."""
 
 
-def execute_job(draft: Draft, job: Job, argv: Sequence[str], own_files: Sequence[str]) -> int:
+def execute_job(draft: Draft, job: Job, argv: Sequence[str]) -> int:
     """Run a job here to its end and return the exit code; raises UsageError or MachineError before that."""
+    check_open_files()
     run, manifest = prepare_run(draft, argv, [job.host])
     job = job.settle(draft.settle(run.path))
     write_plan(run, job, draft.config)
     command = render_agent(job, run.id)
-    attendant = attend_job(job, run, manifest, own_files)
+    attendant = attend_job(job, run, manifest)
     log = run.agent_log(job.host)
     log_begin, started = measure_file(log), time.monotonic()
-    supervisor = Supervisor(attendant, len(job.plan.ranks), job.config.torchrun.shutdown_timeout)
+    hold_room(run)
+    codes = job.config.cluster.requeue.exit_codes
+    supervisor = Supervisor(
+        attendant, len(job.plan.ranks), job.config.torchrun.shutdown_timeout, exit_codes=codes
+    )
     try:
         environ = build_environ(job.config, job.cluster, job.environ, run, job.host)
         if terminal := find_terminal(job):
@@ -47,6 +54,7 @@ def execute_job(draft: Draft, job: Job, argv: Sequence[str], own_files: Sequence
             supervisor.pressed = terminal.pressed
         outcome = supervisor.run(lambda: start_agent(command, environ, log), log)
     except OSError as error:
+        free_room(run)
         manifest["outcome"] = {"state": "failed", "exit_code": EXIT_MACHINE, "reason": str(error)}
         with contextlib.suppress(OSError):
             write_manifest(run, manifest)
@@ -86,6 +94,7 @@ def prepare_run(draft: Draft, argv: Sequence[str], hosts: Sequence[str]) -> tupl
         manifest["hosts"] = list(hosts)
         if hosts:  # else a job is being submitted, and hangs on no process of ours
             manifest["process"] = identify_process(os.getpid())
+            hold_directory(run.path)
         write_manifest(run, manifest)
     except OSError as error:
         if run and not config.run_dir:
@@ -114,8 +123,8 @@ def refuse_run(config: LaunchConfig, error: OSError) -> MachineError:
 def keep_config(run: RunDir, text: str) -> None:
     """Write `config.yaml`; warn where an earlier start had other settings, and would not go on as it was."""
     path = run.path / "config.yaml"
-    if path.exists() and path.read_text(encoding="utf-8") != text:
-        sys.stderr.write(f"launch: warning: other settings than those of the earlier start in {run.path}\n")
+    if path.exists() and read_file(path, LARGEST) != text.encode("utf-8", "surrogateescape"):
+        say(f"warning: other settings than those of the earlier start in {run.path}")
     write_private(path, text)
 
 
@@ -134,5 +143,5 @@ def preview_job(draft: Draft, job: Job) -> int:
 
     print_placement(make_console(), job.plan, explain=job.config.explain)
     command = render_agent(job.settle(draft.settle(Path("RUN_DIR"))), "RUN_ID")
-    sys.stdout.write(shlex.join(command) + "\n")
+    print_text(join_words(command) + "\n")
     return 0

@@ -1,11 +1,11 @@
 """`launch --help`: what a newcomer needs, without loading Hydra."""
 
-import sys
 from textwrap import fill
 
 from launcher.errors import UsageError
 from launcher.flags import make_parser
 from launcher.sources import Sources, find_shipped, find_sources
+from launcher.terminal import print_text
 
 RUN = """\
 usage: launch [KEY=VALUE ...] [-- PROGRAM ARGUMENT ...]
@@ -156,7 +156,7 @@ def print_help(verb: str) -> int:
         "exit codes: the program's own, 128+n for a signal; 2 wrong command line, 3 not possible here,",
         "            4 refused by SLURM",
     ]
-    sys.stdout.write("\n".join(lines) + "\n")
+    print_text("\n".join(lines) + "\n")
     return 0
 
 

@@ -3,7 +3,6 @@
 import io
 import logging
 import os
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -12,16 +11,24 @@ from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 
-from launcher.config import FAILURES, add_searchpath, diagnose_failure, normalize_overrides, open_hydra
+from launcher.config import (
+    ANSWER,
+    FAILURES,
+    add_searchpath,
+    diagnose_failure,
+    normalize_overrides,
+    open_hydra,
+)
 from launcher.errors import UsageError
 from launcher.flags import Flags, make_parser
 from launcher.sources import Sources
 from launcher.suggest import shorten_message
+from launcher.terminal import print_text
 
 
 def show_flags(flags: Flags) -> int:
     """Show what `--cfg`, `--info` or `--hydra-help` ask for, as Hydra does; raises UsageError."""
-    sys.stdout.write(capture_flags(flags))
+    print_text(capture_flags(flags))
     return 0
 
 
@@ -78,7 +85,7 @@ def ask_completion(sources: Sources, request: str, words: Sequence[str] = ()) ->
     line = " ".join(["launch", *whole, last])
     output = io.StringIO()
     try:
-        with open_hydra(sources), borrow_variable("COMP_LINE", line), redirect_stdout(output):
+        with open_hydra(sources, ANSWER), borrow_variable("COMP_LINE", line), redirect_stdout(output):
             hydra: Any = GlobalHydra.instance().hydra
             hydra.shell_completion(sources.primary, [request])
     except FAILURES as error:

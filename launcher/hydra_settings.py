@@ -24,7 +24,7 @@ INSTEAD = {
     " elsewhere they run one after the other",
     "sweeper.max_batch_size": "cluster.array_parallelism=N says how many jobs run at the same time",
     "sweep.subdir": "the runs of a sweep are in hydra.sweep.dir/0, /1 and so on",
-    "job.chdir": "programs start where `launch` does; env.OUT='${run_dir}' tells them the run directory",
+    "job.chdir": "programs start where `launch` does; LAUNCH_RUN_DIR tells them the run directory",
     "job.env_set": "write env.NAME=VALUE",
     "job.env_copy": "programs have all of the environment, leave it out",
     "job.id": "it is the job's number in a sweep, leave it out",

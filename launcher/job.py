@@ -23,11 +23,11 @@ from launcher.node import (
     telling_environ,
 )
 from launcher.rank.identity import name_host
-from launcher.runs.rundir import RunDir, create_run_dir, open_run_dir
+from launcher.runs.rundir import RunDir, create_run_dir, name_run_dir, open_run_dir
 from launcher.runs.secrets import mask_variables
 from launcher.save import refuse_files
 from launcher.schema import LaunchConfig
-from launcher.unused import refuse_keys, warn_elsewhere, warn_overruled, warn_unused
+from launcher.unused import refuse_keys, warn_elsewhere, warn_overruled, warn_unused, warn_visible
 from launcher.wishes import check_wishes, describe_wishes
 from launcher.wording import say
 
@@ -121,6 +121,7 @@ def draft_job(
     if words and (remark := describe_interpreter(words)):
         say(remark)
     warn_unused(config, cluster, composed.given)
+    warn_visible(config, cluster, composed.given)
     if cluster.kind != "slurm":
         warn_elsewhere(config, environ)
     unset = settle_allocator(config, program, merged, composed.given)
@@ -247,6 +248,7 @@ def build_environ(
         **({"LAUNCH_STRICT": "1"} if config.binding.strict else {}),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(patience),
         "LAUNCH_PLAN": str(run.plan_path(host)),
-        "LAUNCH_RUN_DIR": str(run.path),
+        "LAUNCH_RECORD_DIR": str(run.path),
+        **name_run_dir(run),
         "LAUNCH_ATTEMPT": str(run.first_attempt),
     }

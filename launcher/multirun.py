@@ -8,7 +8,7 @@ from itertools import product
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from launcher.config import (
     FAILURES,
@@ -25,6 +25,7 @@ from launcher.hydra_settings import HydraSettings, publish, read_settings
 from launcher.overrides import read_key
 from launcher.sources import Sources
 from launcher.suggest import shorten_message
+from launcher.watchdog import bound_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,22 @@ def read_multirun(sources: Sources, overrides: Sequence[str]) -> Multirun:
             return Multirun(sources, tuple(words), read_settings(loader, tree), tree)
         except FAILURES as error:
             raise UsageError(diagnose_failure(loader, sources, words, error)) from None
+
+
+def resolve_sweeper(multirun: Multirun) -> tuple[list[str], object]:
+    """Return the files of somebody's own that a sweep is from, and what `hydra.sweeper` holds.
+
+    Raises UsageError.
+    """
+    if multirun.tree is None:
+        return [], {}
+    choices = {str(group): str(option) for group, option in multirun.tree.hydra.runtime.choices.items()}
+    try:
+        with bound_work(multirun.sources):
+            node = OmegaConf.to_container(multirun.tree.hydra.sweeper, resolve=True)
+    except FAILURES as error:
+        raise UsageError(shorten_message(error)) from None
+    return multirun.sources.list_own(choices), node
 
 
 def asks_sweep(flags: Flags, verb: str) -> bool:
@@ -90,9 +107,9 @@ def expand_sweep(multirun: Multirun) -> list[list[str]]:
             words = [*normalize_overrides(multirun.sources, params, sweep=True), *multirun.words]
             parsed = OverridesParser.create(loader).parse_overrides(words)
             values = {override.get_key_element(): list_values(override) for override in parsed}
+            return [list(job) for job in product(*values.values())]
         except FAILURES as error:
             raise UsageError(shorten_message(error)) from None
-    return [list(job) for job in product(*values.values())]
 
 
 def list_values(override: Override) -> list[str]:

@@ -6,6 +6,7 @@ plans nothing, for names alone.
 
 from collections.abc import Mapping
 
+from launcher.descriptors import LARGEST, read_input
 from launcher.errors import UsageError
 
 TYPE_CHECKING = False  # `typing` costs 4 ms
@@ -25,8 +26,6 @@ FAMILIES = (
 """Beginnings of the variables that set how PyTorch, and what is under it, behave."""
 FACTS = ("_VERSION", "_HOME", "_ROOT", "_ARCH_LIST", "_PATH")
 """Endings of those by which images and modules say what is where."""
-LARGEST = 64 << 20
-"""Bytes beyond which a file is no snapshot: the largest machine's has less than one MiB."""
 
 
 def read_machine(root: str, snapshot: str | None) -> "Machine":
@@ -50,8 +49,7 @@ def load_snapshot(path: str) -> "Machine":
     from launcher.plan.snapshot import parse_machine
 
     try:
-        with open(path, "rb") as file:
-            data = file.read(LARGEST + 1)  # a device may have no end
+        data = read_input(path, LARGEST)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"machine.snapshot={path} cannot be read ({getattr(error, 'strerror', '') or error}): "
@@ -66,13 +64,12 @@ def load_snapshot(path: str) -> "Machine":
 def decode_text(data: bytes) -> str:
     """Return a file's text; raises UsageError for what cannot be a snapshot's."""
     try:
-        text = data.decode("utf-8-sig") if len(data) <= LARGEST else None
-        reason = f"it has over {LARGEST >> 20} MiB"
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        text, reason = None, f"no UTF-8 text, {error.reason} at byte {error.start}"
-    if text is None:
-        raise UsageError(f"not a machine snapshot ({reason}): make one with `launch topo save=FILE`")
-    return text
+        reason = f"no UTF-8 text, {error.reason} at byte {error.start}"
+        raise UsageError(
+            f"not a machine snapshot ({reason}): make one with `launch topo save=FILE`"
+        ) from None
 
 
 def honoured_environ(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -10,6 +10,7 @@ import yaml
 from launcher.errors import UsageError
 from launcher.schema import LaunchConfig
 from launcher.sources import Sources
+from launcher.yamlfiles import read_yaml
 
 FREE_FORM = ("env.", "allocator.", "torchrun.rdzv_conf.", "cluster.additional.", "cluster.srun.")
 """Keys that need no `+`, though the schema cannot know them; nor do several in braces."""
@@ -165,8 +166,8 @@ def read_defaults(sources: Sources, name: str, seen: frozenset[str] = frozenset(
     """
     path = sources.find_file(name)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) if path else None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        tree = read_yaml(path) if path else None
+    except (ValueError, RecursionError, yaml.YAMLError):
         return set()
     entries = tree.get("defaults") if isinstance(tree, dict) else None
     groups: set[str] = set()

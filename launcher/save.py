@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
+from launcher.descriptors import LARGEST
 from launcher.errors import MachineError, UsageError
-from launcher.node import LARGEST
 from launcher.schema import LaunchConfig
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -62,11 +62,19 @@ def write_file(key: str, name: str, data: bytes) -> None:
     path = Path(name)
     try:
         if path.exists() and not path.is_file():
-            path.write_bytes(data)
+            write_special(path, data)
         else:
             replace_file(path.resolve(), data)  # a link goes on pointing at the file
     except OSError as error:
         raise explain(key, name, error) from None
+
+
+def write_special(path: Path, data: bytes) -> None:
+    """Write to a device, or to a pipe that somebody reads; raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    with os.fdopen(descriptor, "wb") as file:
+        os.set_blocking(descriptor, True)
+        file.write(data)
 
 
 def replace_file(path: Path, data: bytes) -> None:

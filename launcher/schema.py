@@ -13,21 +13,28 @@ class RequeueConfig:
     """How often a job goes back into the queue, by the reason why it ended; 0 is never."""
 
     preempted: int = 100
-    """A job of higher priority, or an administrator, took its nodes."""
+    """A job of higher priority took its nodes."""
     timeout: int = 100
-    """It came to its time limit."""
+    """It came to its time limit while ranks were running."""
     node_failure: int = 10
     """A node was lost; it is excluded on the next attempt."""
+    stopped: int = 10
+    """One node's task, or a rank, got SIGTERM from outside: neither launch nor SLURM's queue sent it."""
+    requested: int = 100
+    """The first rank that failed had one of `exit_codes`, and no stop had been asked for."""
     crash: int = 0
     """The program failed."""
+    exit_codes: list[int] = field(default_factory=lambda: [75])
+    """Exit codes by which a program asks for another start; 75 is EX_TEMPFAIL of sysexits.h."""
     no_progress: int = 3
     """Attempts in a row without a later step or a newer checkpoint, after which the job stops; 0 is never.
 
-    Steps are what rank 0 prints, checkpoints what is below RUN_DIR/checkpoints; a job that never showed
-    either is not judged. Preempted attempts do not count.
+    Steps are what rank 0 prints, checkpoints what is below RUN_DIR/checkpoints or found by progress.paths; a
+    job that never showed either is not judged. Attempts that were preempted or requeued from outside do not
+    count.
     """
     limit: int = 200
-    """Attempts in all."""
+    """Attempts in all, at least 1."""
 
 
 @dataclass
@@ -174,6 +181,17 @@ class LogsConfig:
 
 
 @dataclass
+class ProgressConfig:
+    """What counts as progress, beside the steps that rank 0 prints and what is below RUN_DIR/checkpoints."""
+
+    paths: list[str] = field(default_factory=list)
+    """Patterns of the program's checkpoints elsewhere: `/scratch/me/ckpt/*`, `**` for folders at any depth.
+
+    A relative one counts from the working directory. What was written since the submission counts.
+    """
+
+
+@dataclass
 class TorchrunConfig:
     """torchrun's own options, under its own names; null leaves an option to torchrun and its `PET_*`."""
 
@@ -249,6 +267,7 @@ class LaunchConfig:
     machine: MachineConfig = field(default_factory=MachineConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
     logs: LogsConfig = field(default_factory=LogsConfig)
+    progress: ProgressConfig = field(default_factory=ProgressConfig)
     torchrun: TorchrunConfig = field(default_factory=TorchrunConfig)
 
 

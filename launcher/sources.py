@@ -5,10 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.descriptors import LARGEST, read_file
 from launcher.errors import UsageError
 
 PRIMARY = "launch"
 """Name of the primary configuration: not `config`, which a training program's own conf/ often holds."""
+DEFAULTS = "launch_defaults"
+"""What that is built on, and what a primary configuration of one's own can be."""
 
 NESTED = ("*.yaml", "*/*.yaml", "*/*/*.yaml")
 """Where primary files, options, and options of groups in groups are."""
@@ -74,8 +77,8 @@ class Sources:
 
         A choice is of a group, or of `group@package`.
         """
-        names = [self.primary, *(f"{group.partition('@')[0]}/{option}" for group, option in choices.items())]
-        found = dict.fromkeys(map(self.find_file, names))
+        options = (f"{group.partition('@')[0]}/{option}" for group, option in choices.items())
+        found = dict.fromkeys(map(self.find_file, (self.primary, DEFAULTS, *options)))
         return [os.path.relpath(path) for path in found if path and find_shipped() not in path.parents]
 
     def mentions(self, word: str) -> bool:
@@ -83,7 +86,7 @@ class Sources:
         own = (folder for folder in self.everywhere if folder != find_shipped())
         for path in (path for folder in own for depth in NESTED for path in folder.glob(depth)):
             try:
-                if path.is_file() and word.encode() in path.read_bytes():
+                if word.encode() in read_file(path, LARGEST, follow=True):
                     return True
             except OSError:
                 continue
@@ -125,8 +128,10 @@ def check_here() -> None:
 
 
 def check_readable(folder: Path) -> None:
-    """Raise UsageError for a folder with a group or an option in it that cannot be read."""
+    """Raise UsageError for a folder with a group or an option in it that cannot be read, or is a pipe."""
     for path in (folder, *folder.glob("*/"), *folder.glob("*.yaml"), *folder.glob("*/*.yaml")):
         needed = os.R_OK | os.X_OK if path.is_dir() else os.R_OK
+        if path.exists() and not (path.is_dir() or path.is_file()):
+            raise UsageError(f"{path} is no regular file: move it away, or start from another folder")
         if not os.access(path, needed):
             raise UsageError(f"{path} cannot be read: `chmod -R u+rX {folder}`, or start from another folder")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -18,6 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 
 from launcher.config import Composed, compose, open_hydra, resolve
+from launcher.descriptors import open_own
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.hydra_settings import apply_settings
 from launcher.multirun import Multirun
@@ -25,6 +26,7 @@ from launcher.overrides import quote_value
 from launcher.runs.objective import ObjectiveError, read_objective
 from launcher.runs.secrets import mask_words
 from launcher.suggest import shorten_message
+from launcher.terminal import tame_text
 from launcher.wording import say
 
 
@@ -117,7 +119,7 @@ def run_trials(multirun: Multirun, run: Callable[[Sequence[Composed]], Iterator[
     node = {"_target_": "hydra_plugins.launch.TrialLauncher"}
     ConfigStore.instance().store(group="hydra/launcher", name="launch", node=node, provider="launch")
     words = [*multirun.words, "hydra/launcher=launch", f"hydra.sweep.dir={quote_value(str(folder))}"]
-    with open_hydra(multirun.sources):
+    with open_hydra(multirun.sources, seconds=None):
         hydra: Any = GlobalHydra.instance().hydra
         try:
             hydra.multirun(multirun.sources.primary, trials, words, with_log_configuration=False)
@@ -158,6 +160,7 @@ def make_folder(multirun: Multirun) -> Path:
         while not settings.sweep_dir and path.exists():
             path = next(numbered)
         path.mkdir(mode=0o700, parents=True, exist_ok=bool(settings.sweep_dir))
+        os.close(open_own(path))  # Hydra and sweepers write into it by name
     except OSError as error:
         raise MachineError(
             f"cannot make the sweep's folder, {error.filename} ({error.strerror}): set hydra.sweep.dir=DIR"
@@ -165,9 +168,18 @@ def make_folder(multirun: Multirun) -> Path:
     return path
 
 
+class HarmlessHandler(logging.StreamHandler[TextIO]):
+    """Writes what is harmless to a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a record."""
+        text = super().format(record)
+        return tame_text(text) if self.stream.isatty() else text
+
+
 def show_logs(*, verbose: bool) -> None:
     """Show on stderr what plugins log: their results among it."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = HarmlessHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("launch: %(message)s"))
     logger = logging.getLogger("hydra_plugins")
     logger.handlers = [handler]

@@ -9,6 +9,7 @@ from launcher.launch.cluster import Cluster
 from launcher.node import DEVICE_NAMES
 from launcher.plan.allocator_text import find_variable, parse_settings
 from launcher.plan.variables import stays
+from launcher.runs.secrets import mask_variables
 from launcher.schema import ClusterConfig, LaunchConfig
 from launcher.wording import clean_text, say
 
@@ -59,6 +60,20 @@ def warn_overruled(environ: Mapping[str, str], given: Collection[str]) -> None:
     for name, keys in over.items():
         if lost := [key for key in keys if key in given]:
             say(f"warning: {name}={environ[name]} is set, and comes over {', '.join(lost)}: unset it")
+
+
+def warn_visible(config: LaunchConfig, cluster: Cluster, given: Collection[str]) -> None:
+    """Say which secrets are on the command line of a `launch` that stays: `ps` shows them to everybody."""
+    if config.dry_run or (cluster.kind == "slurm" and not config.follow):
+        return
+    names = [name for name in config.env if "env" in given or f"env.{name}" in given]
+    masked = mask_variables({name: str(config.env[name]) for name in names})
+    if shown := [f"env.{name}" for name in names if masked[name] != str(config.env[name])]:
+        verb, them = ("is", "it") if len(shown) == 1 else ("are", "them")
+        say(
+            f"warning: {', '.join(shown)} {verb} on the command line, which all users of this machine see by"
+            f" `ps` while launch runs: put {them} into a file that you alone can read, env.from_file=FILE"
+        )
 
 
 def warn_elsewhere(config: LaunchConfig, environ: Mapping[str, str]) -> None:

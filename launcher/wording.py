@@ -1,10 +1,13 @@
 """Sizes, counts, CPU lists and names in the form that people read, and our own lines."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Collection, Sequence
+from typing import NoReturn
 
 from launcher.cpulist import format_cpulist
+from launcher.terminal import escape_text, strip_sequences
 
 UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 LONG_LIST = 40
@@ -56,14 +59,37 @@ def clean_text(text: str, most: int = 80) -> str:
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
-def tell_first(where: str, how: str, source: str, lines: Sequence[str]) -> list[str]:
+def tell_first(
+    where: str, how: str, source: str, lines: Sequence[str], what: str = "failed first"
+) -> list[str]:
     """Say which rank failed first, and show the end of its log; `how` continues `it …`."""
-    said = [f"the end of {source}:", *(f"  | {line}" for line in lines)] if lines else ["it printed nothing"]
-    return [f"{where} failed first: it {how}", *said]
+    shown = [f"  | {strip_sequences(line)}" for line in lines]
+    said = [f"the end of {source}:", *shown] if lines else ["it printed nothing"]
+    return [f"{where} {what}: it {how}", *said]
+
+
+def leave(status: int) -> NoReturn:
+    """Exit with a code, which Python would replace by 120 where the disk behind stdout or stderr is full."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(status)
+
+
+def break_line() -> None:
+    """Begin a new line on stderr, where a full disk may have cut the last one off."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write("\n")
 
 
 def say(text: str) -> None:
-    """Print one of our own lines on stderr; one that cannot be written, as on a full disk, is left out."""
+    """Print one of our own lines on stderr; one that cannot be written, as on a full disk, is left out.
+
+    What others have put into it, such as the names of files, is harmless on a terminal.
+    """
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"launch: {text}\n")
+        sys.stderr.write(f"launch: {escape_text(text)}\n")
         sys.stderr.flush()

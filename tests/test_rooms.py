@@ -23,16 +23,17 @@ ROOMS: dict[str, set[str]] = {
         "launcher.plan.allocator_keys",
         "launcher.plan.allocator_text",
         "launcher.errors",
+        "launcher.descriptors",
         "psutil",
         "submitit",
     },
-    "rank": {"launcher.cpulist"},
+    "rank": {"launcher.cpulist", "launcher.descriptors"},
     "inprocess": {
         "torch",
         "launch_inprocess",
     },  # the latter is the room itself, as a rank's interpreter has it
-    "runs": {"launcher.plan.model", "launcher.cpulist"},
-    "tune": set(),
+    "runs": {"launcher.plan.model", "launcher.cpulist", "launcher.descriptors", "launcher.terminal"},
+    "tune": {"launcher.descriptors"},
     "doctor": {
         "launcher.plan.model",
         "launcher.plan.rules",
@@ -44,6 +45,7 @@ ROOMS: dict[str, set[str]] = {
     "report": {
         "launcher.plan.model",
         "launcher.cpulist",
+        "launcher.terminal",
         "launcher.wording",
         "launcher.runs",
         "launcher.doctor.finding",
@@ -199,7 +201,7 @@ def test_the_shim_loads_the_standard_library_alone(tmp_path: Path) -> None:
 import os, sys
 sys.path[:] = [p for p in sys.path if "site-packages" not in p] + [{str(PACKAGE.parent)!r}]
 before = set(sys.modules)
-os.environ.update(LAUNCH_PLAN="plan.json", LOCAL_RANK="0", LAUNCH_RUN_DIR={str(tmp_path)!r})
+os.environ.update(LAUNCH_PLAN="plan.json", LOCAL_RANK="0", LAUNCH_RECORD_DIR={str(tmp_path)!r})
 from launcher.rank import shim
 sys.argv = ["launch-rank", "/no/such/program"]
 assert shim.main() == 127
@@ -225,6 +227,7 @@ os._exit(0)
     assert {module for module in ours if not is_within(module, {"launcher.rank"})} == {
         "launcher",
         "launcher.cpulist",
+        "launcher.descriptors",
     }
     for heavy in ("re", "json", "subprocess", "pathlib", "typing", "dataclasses", "argparse"):
         assert heavy not in loaded, heavy

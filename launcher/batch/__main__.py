@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from launcher.errors import LaunchError
+from launcher.wording import leave
 
 
 def main() -> int:
@@ -20,8 +21,9 @@ def main() -> int:
         return run_batch(Path(sys.argv[1]))
     except LaunchError as error:
         from launcher.cli import complain
+        from launcher.wording import say
 
-        complain(str(error))
+        (complain if error.exit_code else say)(str(error))
         return error.exit_code
     except Exception as error:
         from launcher.cli import INTERNAL, report_defect
@@ -39,4 +41,4 @@ def run_own_script() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

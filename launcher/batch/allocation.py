@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,13 +16,13 @@ from launcher.job import Draft, plan_job
 from launcher.launch.slurm.step import render_step
 from launcher.rank.identity import name_host
 from launcher.runs.rundir import RunDir
+from launcher.terminal import join_words, print_text
+from launcher.wording import say
 
 
-def run_allocation(draft: Draft, argv: Sequence[str], own_files: Sequence[str]) -> int:
+def run_allocation(draft: Draft, argv: Sequence[str]) -> int:
     """Run a job over the nodes of the SLURM job that this is; returns the exit code, raises LaunchError."""
     hosts = choose_hosts(os.environ, draft.cluster.max_nodes)
-    if own_files:
-        sys.stderr.write(f"launch: configuration from {', '.join(own_files)}\n")
     if draft.config.dry_run:
         return preview_allocation(draft, argv, hosts)
     run, _ = prepare_run(draft, argv, hosts)
@@ -48,10 +47,10 @@ def preview_allocation(draft: Draft, argv: Sequence[str], hosts: Sequence[str]) 
     if name_host(os.environ) in hosts:
         print_placement(make_console(), plan_job(draft).plan, explain=draft.config.explain)
     else:
-        sys.stderr.write(f"launch: {', '.join(hosts)} plan for themselves: this machine is none of them\n")
+        say(f"{', '.join(hosts)} plan for themselves: this machine is none of them")
     run_path = Path("RUN_DIR")
     request = describe_request(draft, argv, run_path)
     attempt = Attempt(request, RunDir(run_path), os.environ, tuple(hosts), {}, requeues=False)
     sys.stderr.flush()
-    sys.stdout.write(shlex.join(render_step(describe_step(attempt))) + "\n")
+    print_text(join_words(render_step(describe_step(attempt))) + "\n")
     return 0

@@ -5,24 +5,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from launcher.batch.history import judge_advance, keep_manifest, renew_manifest
-from launcher.batch.judge import choose_status, judge_end, judge_trail, look_ahead, look_at
+from launcher.batch.judge import choose_status, judge_end, judge_trail, look_again, look_ahead, look_at
 from launcher.batch.lastwords import describe_outcome, tell_attempt, tell_end, tell_failure
 from launcher.batch.request import JobRequest
 from launcher.batch.sight import Attempt, Sight, StepEnd
 from launcher.errors import LaunchError, SchedulerError
 from launcher.launch.slurm.ownjob import QUICK, exclude_nodes, requeue_job
 from launcher.launch.slurm.requeue import Verdict
-from launcher.runs.advance import measure_advance
 from launcher.runs.manifest import stamp_time
+from launcher.runs.room import free_room, hold_room
 from launcher.runs.rundir import RunDir
-from launcher.wording import say
+from launcher.wording import break_line, say
 
 PATIENCE = 60.0
 """Seconds in which slurmctld may come back for a requeue, while nothing ends this job."""
 
 
 class StoppedError(LaunchError):
-    """The policy lets no further attempt begin; the exit code is the last attempt's."""
+    """No further attempt begins, by the policy or since the last one has finished; it has that one's code."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
@@ -48,17 +48,19 @@ def begin_attempt(
     if verdict:
         raise refuse_attempt(attempt, verdict)
     keep_manifest(run, manifest)
+    hold_room(run)
     return attempt
 
 
 def refuse_attempt(attempt: Attempt, verdict: Verdict) -> StoppedError:
     """Close the manifest with the last attempt's end, and return the error that says why."""
     *earlier, last = attempt.trail
-    outcome = {**last["outcome"], "state": "failed", "cause": verdict.cause, "reason": verdict.why}
+    state = "failed" if verdict.cause else "succeeded"
+    outcome = {**last["outcome"], "state": state, "cause": verdict.cause, "reason": verdict.why}
     before = attempt.manifest["earlier"]
     keep_manifest(attempt.run, {**attempt.manifest, **last, "outcome": outcome, "earlier": before[:-1]})
     text = f"attempt {len(earlier) + 2} does not begin: attempt {len(earlier) + 1} ended: {verdict.why}"
-    return StoppedError(text, outcome.get("exit_code") or 1)
+    return StoppedError(text, outcome.get("exit_code") or int(state == "failed"))
 
 
 def foresee_end(attempt: Attempt) -> None:
@@ -77,12 +79,16 @@ def foresee_end(attempt: Attempt) -> None:
 
 def end_attempt(attempt: Attempt, end: StepEnd) -> int:
     """Judge an attempt, requeue the job or conclude it, say so on stderr, and return the head's exit code."""
+    trouble = free_room(attempt.run)
+    if trouble:
+        break_line()
     if attempt.foreseen:
         before, verdict = attempt.foreseen
-        sight = replace(before, end=end, advance=measure_advance(attempt.run))
+        sight = look_again(attempt, before, end, trouble)
+        verdict = verdict if sight.cause else replace(verdict, cause=None)
         record_end(attempt, sight, verdict)
     else:
-        sight = look_at(attempt, end)
+        sight = look_at(attempt, end, trouble)
         for line in tell_failure(sight):
             say(line)
         verdict = settle_end(attempt, sight, QUICK if sight.kill else PATIENCE)

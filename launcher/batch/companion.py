@@ -11,14 +11,15 @@ from pathlib import Path
 from launcher.attend import PATIENCE, Viewer
 from launcher.batch.place import Place
 from launcher.conclude import Ending, quote_agent, tail_rank
+from launcher.descriptors import LARGEST, read_file
 from launcher.job import Job
-from launcher.launch.control import Control
-from launcher.launch.failure import Failure
+from launcher.launch.control import Control, report_signal
+from launcher.launch.failure import Failure, list_clean
 from launcher.launch.processes import RankProcess, list_ranks
 from launcher.launch.signals import name_signal
 from launcher.probe.oomkills import count_oom_kills
 from launcher.probe.sysfs import Tree
-from launcher.runs.applied import Applied, AppliedReader, compare_applied, parse_applied
+from launcher.runs.applied import DAMAGE, Applied, AppliedReader, compare_applied, parse_applied
 from launcher.runs.nodes import NodeFailure, NodeRecord, write_node
 from launcher.runs.rundir import RunDir
 
@@ -38,6 +39,8 @@ class Companion:
     """By PID, over all restarts."""
     patient: bool = True
     """Nobody has asked for the end: a slow reader of the output is waited for."""
+    clean: tuple[tuple[int, float], ...] = ()
+    """See `NodeRecord.clean`."""
     oom_kills: int = 0
     """Processes that the kernel had killed for memory here when the agent started."""
     view: threading.Thread = field(init=False)
@@ -72,8 +75,10 @@ class Companion:
         """Show one of our own lines, with this node's name."""
         self.viewer.messages.put(f"{self.place.host}: {text}")
 
-    def note_stop(self, number: int) -> None:
+    def note_stop(self, number: int, *, by_head: bool) -> None:
         """Leave a record at once: SLURM may kill this process before its ranks have ended."""
+        if not by_head:
+            report_signal(2, self.place.host, number)
         with contextlib.suppress(OSError):
             self.write_record("stopped", 128 + number, number, "it was killed while its ranks ended", None)
 
@@ -91,6 +96,7 @@ class Companion:
         if number and failure and failure.exitcode == -signal.SIGTERM:
             failure = None  # SLURM sent the same signal to the rank
         state = "stopped" if number and not failure and ending.status else ending.state
+        self.clean = tuple((d.process.rank, d.time) for d in list_clean(ending.outcome.deaths))
         said = "" if failure or state != "failed" else f"torchrun's agent {quote_agent(ending)}"
         for line in self.check_success(ending) if state == "succeeded" else ():
             self.announce(f"warning: {line}")
@@ -123,6 +129,8 @@ class Companion:
             newest - self.place.attempt,
             self.started,
             time.time(),
+            len(self.job.plan.ranks),
+            self.clean,
         )
         write_node(self.run.path, self.place.attempt, record)
 
@@ -153,8 +161,8 @@ class Companion:
         found = []
         for rank in {process.rank for process in self.ranks.values()}:
             path = self.run.path / f"rank-{rank}.applied.json"
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-                found.append(parse_applied(path.read_text(encoding="utf-8")))
+            with contextlib.suppress(*DAMAGE):
+                found.append(parse_applied(read_file(path, LARGEST, own=True).decode()))
         return [record for record in found if record.host == self.place.host]
 
     def close(self) -> bool:

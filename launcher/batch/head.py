@@ -6,13 +6,22 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.batch.attempts import begin_attempt, end_attempt
+from launcher.batch.judge import find_told
 from launcher.batch.overseer import Overseer
 from launcher.batch.request import JobRequest, read_request
 from launcher.batch.sight import Attempt, StepEnd
-from launcher.batch.steps import collect_nodes, describe_step, start_nodes
+from launcher.batch.steps import (
+    collect_nodes,
+    describe_step,
+    pass_numbers,
+    remove_caches,
+    start_nodes,
+)
+from launcher.descriptors import open_below
 from launcher.errors import EXIT_SCHEDULER, LaunchError, MachineError
 from launcher.launch.processes import adopt_orphans, end_leftovers
 from launcher.launch.signals import KILL_GRACE, STOPPING, catch_signals, name_signal
@@ -68,11 +77,11 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
     adopt_orphans()
     with catch_signals((number,)) as inbox:
         attempt = begin_attempt(request, run, environ, hosts, requeues=requeues)
-        folder = run.path / "logs" / str(run.first_attempt)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(open_below(run.path, "logs", str(run.first_attempt)))
         salt = 0 if requeues else zlib.crc32(os.fsencode(run.path))
         overseer = Overseer(attempt, inbox)
         try:
+            pass_numbers(attempt)
             end = run_steps(attempt, overseer, salt)
         except OSError as error:
             reason = f"srun cannot be run ({error.strerror}): load SLURM's module, as cluster.setup can"
@@ -131,7 +140,10 @@ def run_nodes(attempt: Attempt, overseer: Overseer, endpoint: str) -> StepEnd:
     with describe_meanwhile(attempt):
         overseer.watch(step)
     step.close()
-    return describe_end(attempt, overseer, step.process.returncode, collect_nodes(attempt, step), step.said)
+    end = describe_end(attempt, overseer, step.process.returncode, collect_nodes(attempt, step), step.said)
+    if not overseer.signals:
+        remove_caches(attempt, list(find_told(end)))
+    return replace(end, signalled=tuple(step.signalled), cancelled=step.cancelled)
 
 
 @contextlib.contextmanager
@@ -169,7 +181,8 @@ def run_ranks(attempt: Attempt, overseer: Overseer, endpoint: str) -> StepEnd:
     told = step.told
     stop = next((sent for sent in overseer.signals if sent[0] in STOPPING), told.stop)
     records = record_nodes(Account(run, attempt.hosts, job.ranks, tail, code, told, stop, started))
-    return describe_end(attempt, overseer, code, records, told.said)
+    end = describe_end(attempt, overseer, code, records, told.said)
+    return replace(end, cancelled=told.cancelled_first)
 
 
 def describe_end(

@@ -23,7 +23,12 @@ Manifest = dict[str, Any]
 """A manifest, or one of its earlier attempts."""
 OF_ATTEMPT = ("command", "started", "ended", "hosts", "attempt", "slurm", "outcome")
 """What is kept of an attempt when the next one begins."""
-ENDS = {"NODE_FAIL": "node_failure", "BOOT_FAIL": "node_failure", "TIMEOUT": "timeout"}
+ENDS = {
+    "NODE_FAIL": "node_failure",
+    "BOOT_FAIL": "node_failure",
+    "TIMEOUT": "timeout",
+    "REQUEUED": "requeued",
+}
 """States of an attempt in accounting that was requeued for something else than a preemption."""
 
 
@@ -40,7 +45,7 @@ def renew_manifest(
     earlier = take_earlier(found)
     job_id = name_job(environ)
     if owned and state == "running" and slurm.get("job_id") == job_id:
-        found["outcome"] = explain_silence(found, run, environ)
+        found["outcome"] = explain_silence(request, found, run, environ)
     if owned and state != "submitted" and slurm:
         earlier.append({key: found.get(key) for key in OF_ATTEMPT})
     restarts = environ.get("SLURM_RESTART_COUNT", "")
@@ -58,7 +63,9 @@ def renew_manifest(
     }
 
 
-def explain_silence(found: Manifest, run: RunDir, environ: Mapping[str, str]) -> Manifest:
+def explain_silence(
+    request: JobRequest, found: Manifest, run: RunDir, environ: Mapping[str, str]
+) -> Manifest:
     """Return the outcome of an attempt whose head left none: it died with its node, or was killed.
 
     Accounting tells, where there is any. Else a node that is down, or was booted since, tells of its loss;
@@ -68,7 +75,7 @@ def explain_silence(found: Manifest, run: RunDir, environ: Mapping[str, str]) ->
     lost = find_lost(hosts, read_time(found.get("started")), environ)
     word = ask_last_end(name_job(environ), environ)
     cause = outcome.get("cause") or ENDS.get(word) or ("preempted" if word or not lost else "node_failure")
-    advance = measure_advance(RunDir(run.path, found.get("attempt") or 0))
+    advance = measure_advance(RunDir(run.path, found.get("attempt") or 0), request.progress_patterns)
     earlier = follow_trail(found, name_job(environ))
     reason = f"{', '.join(lost)} was lost" if lost else "it was killed before it could say why"
     return {

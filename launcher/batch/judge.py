@@ -2,14 +2,16 @@
 
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 
 from launcher.batch.history import Manifest, judge_advance
-from launcher.batch.sight import Attempt, Sight, StepEnd
+from launcher.batch.sight import Attempt, Sight, StepEnd, find_first, is_own, is_stop
 from launcher.errors import EXIT_MACHINE, SchedulerError
 from launcher.launch.signals import STOPPING
 from launcher.launch.slurm.notations import parse_signal
 from launcher.launch.slurm.ownjob import CALM, QUICK, ask_job, ask_nodes, is_down
 from launcher.launch.slurm.requeue import (
+    LIMITED,
     RUNNING,
     WORDS,
     Facts,
@@ -23,7 +25,8 @@ from launcher.launch.slurm.requeue import (
     read_kill,
 )
 from launcher.launch.slurm.told import ENDED, find_ends
-from launcher.runs.nodes import NodeRecord
+from launcher.runs.early import LONG_BEFORE, CleanEnd, EarlyEnd, find_early
+from launcher.runs.nodes import NodeFailure, NodeRecord
 from launcher.schema import RequeueConfig
 
 
@@ -36,37 +39,109 @@ def look_ahead(attempt: Attempt) -> Sight | None:
     advance, _ = attempt.measure()
     states = ask_states(attempt, attempt.hosts, QUICK)
     lost = tuple(host for host, state in states if is_down(state))
-    cause = classify_end(Facts(False, advance.finished, False, bool(lost), True, False), kill)
-    return Sight(None, kill, cause, lost, states, (), advance)
+    facts = Facts(False, advance.finished, False, bool(lost), True, False, preempted=word.preempted)
+    return Sight(None, kill, classify_end(facts, kill), lost, states, (), advance)
 
 
-def look_at(attempt: Attempt, end: StepEnd) -> Sight:
-    """Return what is known of an attempt whose step has ended; SLURM is not asked about a plain success."""
+def look_again(attempt: Attempt, before: Sight, end: StepEnd, trouble: str) -> Sight:
+    """Return what is known of an attempt now that its step has ended, of which `look_ahead` knew before."""
     advance, _ = attempt.measure()
-    asked = any(number in STOPPING for number, _ in end.signals)
-    succeeded = has_succeeded(attempt, end)
+    facts = Facts(
+        *(has_succeeded(attempt, end), advance.finished, False, bool(before.lost), True, False),
+        preempted=before.cause == "preempted",
+    )
+    cause = before.cause if classify_end(facts, before.kill) else None
+    return replace(before, end=end, cause=cause, advance=advance, trouble=trouble)
+
+
+def look_at(attempt: Attempt, end: StepEnd, trouble: str = "") -> Sight:
+    """Return what is known of an attempt whose step has ended; SLURM is not asked about a plain success.
+
+    `trouble` is what `free_room` has said.
+    """
+    advance, _ = attempt.measure()
+    asked, succeeded = was_asked(end), has_succeeded(attempt, end)
     if succeeded and not end.checkpointed and not asked and not end.missing:
-        return Sight(end, "", None, (), (), (), advance)
+        return Sight(end, "", None, (), (), (), advance, trouble=trouble)
     patience = QUICK if asked else CALM
     word = ask_word(attempt, patience)
     kill = read_kill(word, attempt.restarts)
     states = ask_states(attempt, attempt.hosts if kill else end.missing, patience)
     told = find_told(end)
-    killed = tuple((host, word) for host, word in told.items() if word != ENDED and not (kill or asked))
+    stopped = bool(kill) or asked or end.cancelled
+    killed = tuple((host, word) for host, word in told.items() if word != ENDED and not stopped)
     down = {host for host, state in states if is_down(state)}
     lost = down if kill else down | find_silent(attempt, end) - {*told}
-    failed = bool(find_failed(end.records) or killed)
-    facts = Facts(succeeded, advance.finished, failed, bool(lost), asked, came_near(attempt, end, word))
+    facts = find_facts(attempt, end, word, lost=bool(lost), killed=bool(killed))
+    facts = replace(facts, succeeded=succeeded, finished=advance.finished)
+    cause = classify_end(facts, kill)
+    requested = facts.requested and cause in ("requested", "timeout")
     ordered = tuple(host for host in attempt.hosts if host in lost)
-    return Sight(end, kill, classify_end(facts, kill), ordered, states, killed, advance)
+    early = None if requested or cause in (None, "stopped") else find_left(attempt, end)
+    return Sight(end, kill, cause, ordered, states, killed, advance, requested, early, trouble)
+
+
+def was_asked(end: StepEnd) -> bool:
+    """Tell whether the head was sent a signal to stop."""
+    return any(number in STOPPING for number, _ in end.signals)
+
+
+def find_facts(attempt: Attempt, end: StepEnd, word: JobWord | None, *, lost: bool, killed: bool) -> Facts:
+    """Return what the nodes tell of an attempt's end, short of its success and progress."""
+    first, asked = find_first(end.records), was_asked(end)
+    return Facts(
+        succeeded=False,
+        finished=None,
+        failed=killed or bool(find_failed(end.records)),
+        lost=lost,
+        asked=asked,
+        near_limit=came_near(attempt, end, word),
+        preempted=bool(word and word.preempted),
+        outside=not asked and came_outside(attempt, end, first),
+        requested=bool(first and first[1].status in attempt.request.config.cluster.requeue.exit_codes),
+        ended=end.cancelled or (asked and any(record.signal for record in end.records)),
+    )
+
+
+def came_outside(attempt: Attempt, end: StepEnd, first: tuple[NodeRecord, NodeFailure] | None) -> bool:
+    """Tell whether the first event was a signal to some node's task, or to a rank, by nobody that counts.
+
+    A signal to every node's task by way of SLURM is a user's wish that the step end. An elastic job goes on
+    without the node, and may fail for another reason later.
+    """
+    if not end.signalled:
+        return bool(first and is_stop(first[1]) and not end.cancelled)
+    if end.cancelled and len(dict(end.signalled)) == len(attempt.hosts):
+        return False
+    return not (attempt.is_elastic and first and is_own(first[1]))
+
+
+def find_left(attempt: Attempt, end: StepEnd) -> EarlyEnd | None:
+    """Return the ranks that ended with 0 before the first failure, or long before all were stopped."""
+    last = max((moment - LONG_BEFORE for _, moment in end.signals), default=None)
+    first = find_first(end.records)
+    before = first[1].time if first else last
+    if before is None:
+        return None
+    ends = [
+        CleanEnd(rank, record.host, moment, attempt.run.first_attempt + record.restarts)
+        for record in end.records
+        for rank, moment in record.clean
+    ]
+    world = 0 if end.missing else sum(record.ranks for record in end.records)
+    return find_early(attempt.run, ends, before, world)
 
 
 def has_succeeded(attempt: Attempt, end: StepEnd) -> bool:
-    """Tell whether all nodes ended well; of an elastic job's, those that are left, where they are enough."""
-    request = attempt.request
-    if any(record.state != "succeeded" or record.exit_code for record in end.records):
+    """Tell whether all nodes ended well; of an elastic job's, those that are left, where they are enough.
+
+    An elastic job goes on without a node whose task was stopped from outside, as without one that was lost.
+    """
+    left = {host for host, _ in end.signalled} if attempt.is_elastic else set()
+    records = [record for record in end.records if record.host not in left]
+    if any(record.state != "succeeded" or record.exit_code for record in records):
         return False
-    if request.min_nodes < request.max_nodes and len(end.records) >= request.min_nodes:
+    if attempt.is_elastic and len(records) >= attempt.request.min_nodes:
         return True
     # Where the kernel has killed a helper of theirs for memory, srun's code is 1, whatever the tasks' are.
     if end.records and not end.missing:
@@ -80,7 +155,7 @@ def find_failed(records: Sequence[NodeRecord]) -> list[NodeRecord]:
     return [
         record
         for record in records
-        if record.state == "failed" and (record.failure is None or record.failure.exitcode != -signal.SIGTERM)
+        if record.state == "failed" and (record.failure is None or not is_stop(record.failure))
     ]
 
 
@@ -124,8 +199,7 @@ def find_told(end: StepEnd) -> dict[str, str]:
 
 def read_policy(config: RequeueConfig) -> Policy:
     """Return the configured policy."""
-    reasons = ("preempted", "timeout", "node_failure", "crash")
-    allowed = {reason: getattr(config, reason) for reason in reasons}
+    allowed = {reason: getattr(config, reason) for reason in LIMITED}
     return Policy(allowed, config.no_progress, config.limit)
 
 
@@ -152,6 +226,8 @@ def judge_end(attempt: Attempt, sight: Sight) -> Verdict:
 def judge_trail(trail: Sequence[Manifest], config: RequeueConfig) -> Verdict | None:
     """Return the verdict on a last attempt that no other was to follow; None where one may."""
     past = read_past(trail)
+    if past and trail[-1]["outcome"].get("exit_code") == 0 and past[-1].cause == "None":
+        return Verdict(False, None, "all ranks ended with 0 when the job was back in the queue already")
     if not past or past[-1].cause not in WORDS:
         return None
     last = past.pop()
@@ -166,10 +242,12 @@ def choose_status(sight: Sight) -> int:
     if sight.cause == "node_failure":
         return EXIT_MACHINE
     first, end = sight.first, sight.end
+    if sight.signalled:
+        return 128 + sight.signalled[0][1]
     if first:
         return first[1].status
     if sight.cause == "crash" and end:
         codes = [record.exit_code for record in find_failed(end.records) if record.exit_code]
-        return next(iter(codes), abs(end.srun_exitcode) or EXIT_MACHINE)
+        return next(iter(codes), EXIT_MACHINE if sight.trouble else abs(end.srun_exitcode) or EXIT_MACHINE)
     stops = [number for number, _ in end.signals if number in STOPPING] if end else []
     return 128 + next(iter(stops), signal.SIGTERM)

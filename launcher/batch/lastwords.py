@@ -39,6 +39,7 @@ def describe_outcome(sight: Sight, verdict: Verdict, run: RunDir, status: int) -
         "exit_code": status,
         "signal": name_signal(stops[0]) if stops else None,
         "reason": None if sight.cause is None else reason,
+        "events": list_events(sight),
         "lost": list(sight.lost),
         "first_failure": describe_first(first, run) if first else None,
         "attempts": 1 + run.first_attempt + max((r.restarts for r in end.records), default=0)
@@ -70,20 +71,45 @@ def tell_attempt(sight: Sight, verdict: Verdict) -> str:
 
 
 def tell_failure(sight: Sight) -> list[str]:
-    """Say which nodes were lost, or which rank failed first, with the end of its log."""
-    lost = tell_lost(sight)
-    if sight.first and not lost:
+    """Say why the attempt ended, and which rank failed first, with the end of its log."""
+    if sight.first and sight.cause == "crash" and not (sight.lost or sight.killed):
         record, failure = sight.first
         where = f"rank {failure.rank} on {record.host} (local rank {failure.local_rank})"
-        return tell_first(where, failure.reason, failure.log, failure.lines)
-    return lost or tell_agents(sight)
+        what = "failed after that" if sight.early else "failed first"
+        return [*list_events(sight), *tell_first(where, failure.reason, failure.log, failure.lines, what)]
+    return tell_events(sight)
 
 
 def tell_reasons(sight: Sight) -> list[str]:
     """Say the same for the manifest, which has the first failure elsewhere; of many nodes, the first ones."""
-    said = tell_lost(sight) or tell_agents(sight)
+    said = tell_events(sight)
     more = f" (and {len(said) - MOST} more)" if len(said) > MOST else ""
     return [*said[: MOST - 1], said[MOST - 1] + more] if more else said
+
+
+def tell_events(sight: Sight) -> list[str]:
+    """Say what happened to the run directory, the nodes and the agents; a rank's failure has more to it."""
+    return [*list_events(sight), *(tell_lost(sight) or tell_signals(sight) or tell_agents(sight))]
+
+
+def list_events(sight: Sight) -> list[str]:
+    """Say what came before any failure: nothing could be written, or ranks ended with 0 before the others."""
+    return [*filter(None, (sight.trouble, sight.early.describe() if sight.early else ""))]
+
+
+def tell_signals(sight: Sight) -> list[str]:
+    """Say which nodes' tasks, or which rank, got a signal from outside; or which asks for another start."""
+    if sight.signalled:
+        hosts = list_hosts(list(dict(sight.signalled)))
+        what = f"{name_signal(sight.signalled[0][1])} from outside"
+        return [f"{hosts} got {what}: neither launch nor SLURM's queue sent it"]
+    if sight.first is None or sight.cause == "crash":
+        return []
+    record, failure = sight.first
+    who = f"rank {failure.rank} on {record.host}"
+    if sight.requested:
+        return [f"{who} ended with {failure.status}, and asks for another start"]
+    return [f"{who} was stopped first: it {failure.reason}"]
 
 
 def tell_agents(sight: Sight) -> list[str]:
@@ -95,7 +121,8 @@ def tell_agents(sight: Sight) -> list[str]:
         hosts.setdefault(record.agent_said, []).append(record.host)
     said = [f"{list_hosts(names)}: {text}" for text, names in hosts.items() if text]
     if sight.end.missing:
-        said.append(f"no record came from {', '.join(sight.end.missing)}: is the disk full?")
+        doubt = "" if sight.trouble else ": is the disk full?"
+        said.append(f"no record came from {', '.join(sight.end.missing)}{doubt}")
     return said or [f"no rank failed, but srun ended with {sight.end.srun_exitcode}"]
 
 
@@ -125,4 +152,18 @@ def tell_end(sight: Sight, verdict: Verdict, run: RunDir, seconds: float) -> lis
     """Say how it went, in one line, and where everything is."""
     result = describe_progress(sight.advance.steps)
     word = f"{name_state(sight, verdict)} after {describe_time(seconds)}"
-    return [word + (f": {result}" if result else ""), f"run directory {run.path}"]
+    doubts = [f"warning: {doubt}" for doubt in list_doubts(sight)] if sight.cause is None else []
+    return [*doubts, word + (f": {result}" if result else ""), f"run directory {run.path}"]
+
+
+def list_doubts(sight: Sight) -> list[str]:
+    """Say what is odd about a success: it cannot be recorded, or the steps are not done."""
+    doubts = [sight.trouble] if sight.trouble else []
+    stopped = sight.end and (sight.end.signals or sight.kill)
+    if stopped and sight.advance.finished is False:
+        last = sight.advance.steps[-1]
+        doubts.append(
+            f"all ranks ended with 0, which is a success, but after a signal and at step {last.step} of"
+            f" {last.total}: a program that is to be started again ends with 75 (cluster.requeue.exit_codes)"
+        )
+    return doubts

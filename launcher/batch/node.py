@@ -13,7 +13,7 @@ from launcher.batch.place import Place, read_place
 from launcher.batch.request import JobRequest, read_request
 from launcher.errors import MachineError
 from launcher.job import Job, build_environ, plan_configured, render_agent
-from launcher.launch.agent import preload_agent
+from launcher.launch.agent import check_open_files, preload_agent
 from launcher.launch.cluster import Cluster
 from launcher.launch.slurm.rendezvous import PORT_TAKEN
 from launcher.launch.slurm.stepenv import drop_ours
@@ -32,6 +32,7 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
     place = read_place(environ)
     request = read_request(run_path, environ)
     enter_directory(request.directory, place.host)
+    check_open_files()
     run = RunDir(run_path, place.attempt)
     config, cluster = describe_part(request, place)
     merged = {**drop_ours(environ), **config.env}

@@ -32,14 +32,15 @@ def run_agent(
 ) -> int:
     """Run torchrun's agent and its ranks to their end; raises OSError where it cannot be started."""
     log = run.agent_log(place.host)
-    viewer = Viewer(job, run, (), Follower(run, is_new=True), shows_job=place.node_rank == 0, hold=HOLD)
+    viewer = Viewer(job, run, Follower(run, is_new=True), shows_job=place.node_rank == 0, hold=HOLD)
     control = open_control(0)
     companion = Companion(job, run, place, viewer, control, started)
     grace = job.config.torchrun.shutdown_timeout
-    supervisor = Supervisor(companion, len(job.plan.ranks), grace, control=control)
+    ranks, codes = len(job.plan.ranks), job.config.cluster.requeue.exit_codes
+    supervisor = Supervisor(companion, ranks, grace, control=control, exit_codes=codes)
     signal.signal(signal.SIGTERM, lambda *_: None)  # from here on the supervisor's, and nothing after it
     outcome = supervisor.run(start, log)
-    ending = judge_outcome(outcome, tuple(read_tail(log, AGENT_LINES, log_begin)))
+    ending = judge_outcome(outcome, tuple(read_tail(log, AGENT_LINES, log_begin)), ranks)
     ending = note_kills(ending, job, companion.oom_kills)
     state = companion.write_end(ending)
     # To srun, the first task that fails is the end of all: others may still have time to stop.

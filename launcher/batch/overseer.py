@@ -1,10 +1,12 @@
 """The head while a step runs: it waits for its end, and passes signals on to the ranks in stages."""
 
+import contextlib
 import os
 import select
 import signal
 import subprocess
 import time
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,7 +15,7 @@ from launcher.batch.sight import Attempt
 from launcher.errors import SchedulerError
 from launcher.launch.signals import STOPPING, Inbox, Stop, name_signal
 from launcher.launch.slurm.notations import parse_signal
-from launcher.launch.slurm.ownjob import ask_job
+from launcher.launch.slurm.ownjob import ask_job, ask_nodes, is_down
 from launcher.launch.slurm.rendezvous import PORT_TAKEN
 from launcher.launch.slurm.requeue import plan_stop
 from launcher.runs.nodes import read_nodes
@@ -25,6 +27,8 @@ SRUN_GRACE = 10.0
 """Seconds that srun has to end a step that did not end by itself."""
 ELASTIC_GRACE = 30.0
 """Seconds that the other nodes have to see by themselves that one of them has failed for good."""
+LOOK, LOOK_PATIENCE = 20.0, 2.0
+"""Seconds between two looks for nodes that were lost, and for SLURM's answer."""
 
 
 class Step(Protocol):
@@ -33,6 +37,10 @@ class Step(Protocol):
     @property
     def process(self) -> "subprocess.Popen[bytes]":
         """Srun."""
+
+    @property
+    def lost(self) -> Set[str]:
+        """Nodes that SLURM has given up."""
 
     def send(self, number: int) -> None:
         """Send a signal to the ranks: one that stops to all of them, another to those that catch it."""
@@ -52,6 +60,10 @@ class Overseer:
     """When the ranks are to be stopped before the time limit, in seconds since the epoch."""
     failed_at: float | None = None
     """When a node of an elastic job was first seen to have failed for good."""
+    returned: set[str] = field(default_factory=set)
+    """Nodes that were lost, and that are known to be back."""
+    next_look: float = 0.0
+    """Monotonic time of the next look for such nodes."""
 
     @property
     def grace(self) -> float:
@@ -120,6 +132,21 @@ class Overseer:
             self.advance_stop(signal.SIGTERM, step)
         elif self.has_failed():
             self.advance_stop(signal.SIGTERM, step)
+        elif self.attempt.is_elastic and step.lost - self.returned:
+            self.look_for_lost(sorted(step.lost - self.returned))
+
+    def look_for_lost(self, hosts: Sequence[str]) -> None:
+        """Say that a lost node is back, and that SLURM has taken it out of the job (tried with 22.05)."""
+        now = time.monotonic()
+        if now < self.next_look:
+            return
+        self.next_look = now + LOOK
+        with contextlib.suppress(SchedulerError):
+            states = ask_nodes(hosts, self.attempt.environ, LOOK_PATIENCE)
+            back = [host for host in hosts if host in states and not is_down(states[host])]
+            for host in back:
+                say(f"{host} is back, but no longer in this job, as SLURM has it: the next start may get it")
+            self.returned.update(back)
 
     def advance_stop(self, number: int, step: Step) -> None:
         """Enter the next stage of ending the step: the signal, SIGTERM, SIGKILL, and then srun's own ways."""
@@ -142,8 +169,8 @@ class Overseer:
 
         Ranks elsewhere may wait for its ranks in a collective until that comes to its timeout.
         """
-        request, run = self.attempt.request, self.attempt.run
-        if request.min_nodes == request.max_nodes:
+        run = self.attempt.run
+        if not self.attempt.is_elastic:
             return False
         records = read_nodes(run.path, run.first_attempt)
         if any(record.exit_code == PORT_TAKEN and not record.failure for record in records):

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher.descriptors import LARGEST, read_file
 from launcher.errors import MachineError
 from launcher.runs.rundir import write_json
 from launcher.runs.secrets import mask_tree, mask_words
@@ -42,6 +43,12 @@ class JobRequest:
     min_nodes: int
     max_nodes: int
 
+    @property
+    def progress_patterns(self) -> tuple[str, ...]:
+        """`progress.paths`, absolute."""
+        paths = self.config.progress.paths
+        return tuple(os.path.join(self.directory, os.path.expanduser(path)) for path in paths)  # noqa: PTH111, PTH118 - patterns are no paths
+
 
 def make_request(draft: "Draft", argv: Sequence[str], run_path: Path) -> JobRequest:
     """Return what the job's processes on the cluster are told, for a run directory; raises UsageError."""
@@ -73,7 +80,7 @@ def read_request(run_path: Path, environ: Mapping[str, str]) -> JobRequest:
     """Read a run directory's request, with the secrets that the environment carries; raises MachineError."""
     path = run_path / FILE
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_file(path, LARGEST, own=True).decode())  # it says what the job's nodes run
         carried = json.loads(environ.get(SECRETS) or "{}")
         secrets = carried.get(str(run_path), carried.get("", {}))
         for key in secrets:

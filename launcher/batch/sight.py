@@ -11,6 +11,7 @@ from launcher.batch.request import JobRequest
 from launcher.launch.slurm.ownjob import count_restarts, name_job
 from launcher.launch.slurm.requeue import Verdict
 from launcher.runs.advance import Advance, measure_advance
+from launcher.runs.early import EarlyEnd
 from launcher.runs.nodes import NodeFailure, NodeRecord
 from launcher.runs.rundir import RunDir
 
@@ -20,6 +21,8 @@ FOLLOWS = re.compile(
     re.IGNORECASE,
 )
 """What ranks say that failed because another one did."""
+OF_RANKS = ("crash", "stopped")
+"""Classes of an end in which a rank may have been the first to fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,10 @@ class StepEnd:
     """The ranks were sent the checkpoint signal."""
     said: tuple[str, ...] = ()
     """What srun complained of: its own lines on stderr."""
+    signalled: tuple[tuple[str, int], ...] = ()
+    """Nodes, and the stopping signals that their tasks got before any task had ended; none is the head's."""
+    cancelled: bool = False
+    """SLURM said that the step was cancelled, before any task had ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +62,23 @@ class Sight:
     killed: tuple[tuple[str, str], ...]
     """Nodes that are there, but whose task ended by itself without a record, with srun's word."""
     advance: Advance
+    requested: bool = False
+    """The first rank that failed had an exit code that asks for another start (`exit_codes`)."""
+    early: EarlyEnd | None = None
+    """Ranks that ended with 0 before the first failure."""
+    trouble: str = ""
+    """What is wrong with the run directory, see `free_room`."""
 
     @property
     def first(self) -> tuple[NodeRecord, NodeFailure] | None:
-        """The first rank that failed by itself, and its node; a lost node comes before any rank."""
-        return find_first(self.end.records) if self.end and self.cause == "crash" else None
+        """The first rank that failed by itself, and its node; what befell a node comes before any rank."""
+        of_ranks = (self.requested or self.cause in OF_RANKS) and not self.signalled
+        return find_first(self.end.records) if self.end and of_ranks else None
+
+    @property
+    def signalled(self) -> tuple[tuple[str, int], ...]:
+        """The nodes whose tasks got a signal from outside, where that is why the attempt ended."""
+        return self.end.signalled if self.end and self.cause == "stopped" else ()
 
 
 @dataclass(slots=True)
@@ -88,6 +107,11 @@ class Attempt:
         return count_restarts(self.environ)
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether the job goes on with fewer nodes."""
+        return self.request.min_nodes < self.request.max_nodes
+
+    @property
     def trail(self) -> tuple[Manifest, ...]:
         """The attempts before this one, each requeued into the next; a start by hand begins anew."""
         return follow_trail(self.manifest, self.job_id)
@@ -99,16 +123,25 @@ class Attempt:
 
     def measure(self) -> tuple[Advance, bool | None]:
         """Return how far it has come, and whether that is progress; None where nothing tells."""
-        advance = measure_advance(self.run)
+        advance = measure_advance(self.run, self.request.progress_patterns)
         return advance, judge_advance(advance, self.trail)
 
 
 def find_first(records: Sequence[NodeRecord]) -> tuple[NodeRecord, NodeFailure] | None:
     """Return the first failure over nodes: not by SIGTERM, nor for want of another rank, if there is such."""
 
-    def order(found: tuple[NodeRecord, NodeFailure]) -> tuple[bool, bool, float]:
-        failure = found[1]
-        follows = any(FOLLOWS.search(line) for line in failure.lines)
-        return failure.exitcode == -signal.SIGTERM, failure.exitcode > 0 and follows, failure.time
+    def order(found: tuple[NodeRecord, NodeFailure]) -> tuple[bool, float]:
+        return not is_own(found[1]), found[1].time
 
     return min(((record, record.failure) for record in records if record.failure), key=order, default=None)
+
+
+def is_own(failure: NodeFailure) -> bool:
+    """Tell whether a rank failed by itself: not by SIGTERM, nor for want of another rank."""
+    follows = any(FOLLOWS.search(line) for line in failure.lines)
+    return not (is_stop(failure) or (failure.exitcode > 0 and follows))
+
+
+def is_stop(failure: NodeFailure) -> bool:
+    """Tell whether a rank ended by SIGTERM, or as a shell says that it did (143)."""
+    return failure.status == 128 + signal.SIGTERM

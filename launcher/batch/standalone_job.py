@@ -3,9 +3,9 @@
 The run directory is made once the job starts, as `RUNS_DIR/NAME/job-NUMBER`; later attempts find it again.
 """
 
+import contextlib
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,12 +15,17 @@ import yaml
 
 from launcher.batch.head import run_batch
 from launcher.batch.request import SECRETS, JobRequest, write_request
+from launcher.descriptors import open_append, open_below
 from launcher.errors import MachineError, UsageError
 from launcher.launch.slurm.ownjob import count_restarts, name_job
-from launcher.runs.manifest import describe_start, write_manifest
-from launcher.runs.rundir import RunDir, open_run_dir, write_private
+from launcher.runs.manifest import describe_start, read_manifest, take_dict, write_manifest
+from launcher.runs.room import find_trouble
+from launcher.runs.rundir import RunDir, closing_descriptor, open_run_dir, write_private
 from launcher.runs.secrets import MASK, is_secret, mask_text, mask_tree, mask_words
+from launcher.runs.status import explain_outcome
 from launcher.schema import LaunchConfig, load_config
+from launcher.terminal import escape_text
+from launcher.wording import say
 
 RUN_ID = "RUN_ID"
 """Stands for the name of the run directory, which is known once the job has a number."""
@@ -83,8 +88,13 @@ def run_standalone(text: str, environ: Mapping[str, str]) -> int:
         write_manifest(run, {**start, "directory": request.directory, "hosts": [], **slurm})
     if secrets:
         os.environ[SECRETS] = json.dumps({str(run.path): secrets})
-    redirect_output(run, environ)
-    return run_batch(run.path)
+    own = redirect_output(run, environ)
+    try:
+        return run_batch(run.path)
+    finally:
+        with contextlib.suppress(OSError):
+            os.write(own, f"launch: {escape_text(describe_end(run))}\n".encode(errors="replace"))
+        os.close(own)
 
 
 def choose_member(text: str, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -160,12 +170,26 @@ def merge(usual: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def redirect_output(run: RunDir, environ: Mapping[str, str]) -> None:
-    """Say where the run directory is, and have all that follows in the log there; raises OSError."""
-    log = run.path / "logs" / f"slurm-{environ.get('SLURM_JOB_ID', '')}.out"
-    sys.stderr.write(f"launch: run directory {run.path}: the output goes on in {log}\n")
-    sys.stderr.flush()
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+def describe_end(run: RunDir) -> str:
+    """Say how this attempt ended, or why that is not known, in a line."""
+    outcome = take_dict(read_manifest(run.path) or {}, "outcome")
+    state, reason = str(outcome.get("state")), explain_outcome(outcome)
+    if state == "running":
+        return find_trouble(run) or "it ended without a word"
+    return f"{state}: {reason}" if reason else state
+
+
+def redirect_output(run: RunDir, environ: Mapping[str, str]) -> int:
+    """Say where the run directory is, and have all that follows in the log there; raises OSError.
+
+    Returns a descriptor of SLURM's own output file.
+    """
+    name = f"slurm-{environ.get('SLURM_JOB_ID', '')}.out"
+    say(f"run directory {run.path}: the output goes on in {run.path / 'logs' / name}")
+    own = os.dup(2)
+    with closing_descriptor(open_below(run.path, "logs")) as folder:
+        descriptor = open_append(folder, name)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
+    return own

@@ -47,6 +47,7 @@ def give_up(reason: str, status: int, started: float) -> int:
 
     from launcher.batch.place import read_place
     from launcher.runs.nodes import refuse_node, write_node
+    from launcher.wording import say
 
     place = read_place(os.environ)
     record = refuse_node(place.host, place.node_rank, status, reason, started)
@@ -55,9 +56,11 @@ def give_up(reason: str, status: int, started: float) -> int:
     try:
         write_node(Path(sys.argv[1]), place.attempt, record)
     except OSError as error:
-        sys.stderr.write(f"launch: error: {place.host}: {' '.join(reason.split())} ({error})\n")
+        say(f"error: {place.host}: {' '.join(reason.split())} ({error})")
     return status
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from launcher.wording import leave
+
+    leave(main())

@@ -10,6 +10,8 @@ from launcher.follow.polling import Answer
 from launcher.launch.slurm.queue import ENDED, JobState
 from launcher.launch.slurm.waiting import Place, describe_wait
 from launcher.runs.manifest import CLOSED, read_job, read_manifest, take_dict
+from launcher.runs.room import explain_silence
+from launcher.runs.rundir import RunDir
 
 PATIENCE = 5.0
 """Seconds that a network filesystem has to show what was written, and SLURM to notice an end."""
@@ -116,8 +118,17 @@ class FollowedJob:
         done = self.state.state == "COMPLETED"
         self.status = self.state.exit_code or (0 if done else 1)
         reason = f" ({self.state.reason})" if self.state.reason else ""
-        when = "" if self.has_run else " before it ran"
-        return f"job {self.job_id} ended{when}: {self.state.state}{reason}"
+        silence = explain_silence(RunDir(self.run_path))
+        more = f"; {silence}" if silence else ""
+        return f"job {self.job_id} ended{self.describe_place()}: {self.state.state}{reason}{more}"
+
+    def describe_place(self) -> str:
+        """Say where a job ended that SLURM shows no nodes of: in the queue, perhaps after some attempts."""
+        if self.has_run:
+            return ""
+        count = (self.state.restarts if self.state else 0) or int(self.ran)
+        attempts = f"{count} attempt{'' if count == 1 else 's'}"
+        return f" in the queue, after {attempts}" if count else " before it ran"
 
     def describe_end(self) -> str:
         """Say how it ended, in a line: the last one of an array's member."""

@@ -1,11 +1,13 @@
 """The log of a followed job, `logs/slurm-JOBID.out`: what the head and its step print, in every attempt."""
 
 import contextlib
+import os
 import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launcher.descriptors import open_file
 from launcher.follow.marked import MarkedLines
 from launcher.report.console import JobConsole
 from launcher.report.sink import Source
@@ -63,8 +65,8 @@ class JobLog:
         now = time.monotonic()
         if now - self.opened > FRESH:
             self.opened = now
-            with contextlib.suppress(OSError), self.path.open("rb"):
-                pass
+            with contextlib.suppress(OSError):
+                os.close(open_file(self.path))
 
     def show(self, data: bytes) -> None:
         """Show some of the log."""

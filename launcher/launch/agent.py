@@ -3,22 +3,50 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit, setrlimit
 
+from launcher.descriptors import open_append, open_below
+from launcher.errors import MachineError
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import FORWARDED
 
 HEARD = b"death signal"
 """What torchelastic's agent says of a signal that it got (torch/distributed/elastic/agent/server/api.py)."""
 
-PRELOAD = (
-    "import json, os, sys; pipe = os.fdopen(int(sys.argv[1])); import torch.distributed.run as torchrun; "
-    "words = pipe.read() or sys.exit(1); pipe.close(); sys.argv[:] = json.loads(words); torchrun.main()"
-)
-"""An agent that imports torch, takes over a second for that, and is told what to do while it does."""
+ENDED = "launch-agent: process "
+"""`launch-agent: process 4711 ended with -15`: how the lines begin by which a preloaded agent tells of its
+children, as it finds them to have ended."""
+EXIT = re.compile(rf"^{ENDED}(\d+) ended with (-?\d+)$", re.MULTILINE)
+PRELOAD = f"""\
+import contextlib, json, os, subprocess, sys
+pipe = os.fdopen(int(sys.argv[1]))
+import torch.distributed.run as torchrun
+words = pipe.read() or sys.exit(1)
+pipe.close()
+keep = getattr(subprocess.Popen, "_handle_exitstatus", None)
+def tell(process, *status):
+    keep(process, *status)
+    with contextlib.suppress(OSError):
+        print({ENDED!r} + str(process.pid), "ended with", process.returncode, file=sys.stderr, flush=True)
+if keep:
+    subprocess.Popen._handle_exitstatus = tell
+sys.argv[:] = json.loads(words)
+torchrun.main()
+"""
+"""An agent that imports torch, takes over a second for that, and is told what to do while it does.
+
+It tells what its children ended with, since nobody else learns that once it has looked (waitpid(2)).
+"""
+
+
+LEAST_FILES, USUAL_FILES = 32, 1024
+"""Open files without which torchrun's agent hangs or fails (with 12 it waits for ever; 26 are enough for two
+ranks of torch 2.13), and the limit that most shells have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +81,41 @@ def preload_agent(python: str, environ: Mapping[str, str], log: Path) -> EarlyAg
         os.close(reading)
 
 
+def check_open_files() -> None:
+    """Let this process, and so the agent, open as many files as is usual.
+
+    Raises MachineError where the hard limit is too low for any agent.
+    """
+    soft, hard = getrlimit(RLIMIT_NOFILE)
+    wanted = USUAL_FILES if hard == RLIM_INFINITY else min(hard, USUAL_FILES)
+    if wanted < LEAST_FILES:
+        raise MachineError(
+            f"this process may open {hard} files, and torchrun's agent needs {LEAST_FILES}: raise the hard"
+            " limit (`ulimit -Hn`, limits.conf, docker --ulimit nofile=1048576, LimitNOFILE of slurmd)"
+        )
+    if soft != RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            setrlimit(RLIMIT_NOFILE, (wanted, hard))
+
+
 def has_heard(log: Path, begin: int) -> bool:
     """Tell whether an agent's log says that it was sent a signal."""
+    return HEARD in read_log(log, begin)
+
+
+def read_exits(log: Path, begin: int) -> dict[int, int]:
+    """Return what an agent's children ended with, -n for signal n, by their PIDs, as far as its log tells."""
+    return {int(pid): int(code) for pid, code in EXIT.findall(read_log(log, begin).decode(errors="replace"))}
+
+
+def read_log(log: Path, begin: int) -> bytes:
+    """Return an agent's log from a byte on; empty where it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(begin)
-            return HEARD in file.read()
+            return file.read()
     except OSError:
-        return False
+        return b""
 
 
 def start_agent(command: Sequence[str], environ: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes]":
@@ -77,7 +132,11 @@ def open_agent(
     stdin brings what the head says, which is not for the agent. `files` stay open.
     """
     parent = os.getpid()
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    logs = open_below(log.parents[1], log.parent.name)
+    try:
+        descriptor = open_append(logs, log.name)
+    finally:
+        os.close(logs)
     try:
         return subprocess.Popen(
             command,

@@ -1,11 +1,13 @@
 """What the head of a SLURM job says to the tasks on its nodes: names of signals, one a line, by srun's stdin.
 
 srun gives each task a copy of what it reads (`--input=all`). So a signal that is meant for the ranks reaches
-them alone: not the agent, nor DataLoader workers, as one by SLURM does.
+them alone: not the agent, nor DataLoader workers, as one by SLURM does. The tasks have one word for the head,
+by srun's stderr: that they got a signal which it has not sent.
 """
 
 import contextlib
 import os
+import select
 import signal
 import time
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ LOST = "LOST"
 """A node of an elastic job was lost."""
 KILL_WAIT = "KILLWAIT"
 """`KILLWAIT 30`: seconds from SLURM's SIGTERM to its SIGKILL, as this cluster has it (slurm.conf)."""
+SIGNALLED = "launch-task: signalled"
+"""`launch-task: signalled n2 SIGTERM`: a task's word for the head."""
 
 
 @dataclass(slots=True)
@@ -91,6 +95,22 @@ def write_word(descriptor: int, word: str) -> None:
     """Tell the tasks something else."""
     with contextlib.suppress(OSError):
         os.write(descriptor, f"{word}\n".encode())
+
+
+def report_signal(descriptor: int, host: str, number: int) -> None:
+    """Tell the head of a signal that it has not sent; where nobody reads, that is left out."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLOUT)
+    with contextlib.suppress(OSError, ValueError):
+        if any(event & select.POLLOUT for _, event in poller.poll(0)):
+            os.write(descriptor, f"{SIGNALLED} {host} {signal.Signals(number).name}\n".encode())
+
+
+def parse_report(line: str) -> tuple[str, int] | None:
+    """Read a task's word, as the node's name and the signal; None for another line."""
+    words = line.removeprefix(SIGNALLED).split() if line.startswith(SIGNALLED) else []
+    number = parse_number(words[1]) if len(words) == 2 else None
+    return None if number is None else (words[0], number)
 
 
 def parse_number(word: str) -> int | None:

@@ -1,5 +1,6 @@
 """Which rank failed first, and what its exit says."""
 
+import os
 import re
 import signal
 from collections.abc import Sequence
@@ -12,14 +13,17 @@ REPORT = re.compile(
     r"exitcode\s*: (?P<exitcode>-?\d+) \(pid: (?P<pid>\d+)\)"
 )
 """One entry of the table in torchelastic's ChildFailedError."""
+CLOSING = re.compile(r"Sending process (\d+) closing signal")
+"""What the agent says of a rank that it ends itself (torch/distributed/elastic/multiprocessing/api.py)."""
 SIGNAL_HINTS = {
-    signal.SIGTERM: "from outside, or by torchrun where another node of the job failed",
+    signal.SIGTERM: "from outside",
     signal.SIGKILL: "probably out of memory: see `dmesg`, and the job's memory limit",
     signal.SIGBUS: "a bus error: often /dev/shm is full",
     signal.SIGSEGV: "a crash in native code: PYTHONFAULTHANDLER=1 shows where",
     signal.SIGABRT: "aborted: often a CUDA assertion, or a collective that ran into its timeout",
 }
 EXIT_HINTS = {
+    os.EX_TEMPFAIL: "EX_TEMPFAIL: it asks for another start",
     126: "the program cannot be executed",
     127: "the program was not found",
 }
@@ -46,8 +50,8 @@ class Failure:
     def describe(self) -> str:
         """Say in words how the process ended."""
         if self.exitcode >= 0:
-            hint = self.memory or EXIT_HINTS.get(self.exitcode)
-            return f"exited with code {self.exitcode}" + (f" ({hint})" if hint else "")
+            meaning = self.memory or EXIT_HINTS.get(self.exitcode) or explain_status(self.exitcode)
+            return f"exited with code {self.exitcode}" + (f" ({meaning})" if meaning else "")
         try:
             number = signal.Signals(-self.exitcode)
         except ValueError:
@@ -56,28 +60,51 @@ class Failure:
         return f"was killed by {number.name} (signal {number:d})" + (f", {hint}" if hint else "")
 
 
+def explain_status(code: int) -> str:
+    """Say what a code above 128 means as a shell gives it, which the program may have passed on."""
+    try:
+        number = signal.Signals(code - 128)
+    except ValueError:
+        return ""
+    hint = SIGNAL_HINTS.get(number, "")
+    return f"128+{number:d}, as of a child killed by {number.name}" + (f", {hint}" if hint else "")
+
+
 def find_failure(deaths: Sequence[Death], agent_log: str) -> Failure | None:
     """Return the first failure of the last attempt; None where no rank failed.
 
     The kernel's order of deaths decides, since the agent polls and sees several at once. Where the agent
-    reaped a process before its exit code was read, the code is taken from the agent's report.
+    reaped a process before its exit code was read, the code is taken from the agent's report. Ranks that the
+    agent itself has ended did not fail.
     """
     reported = {int(m["pid"]): m for m in REPORT.finditer(agent_log)}
+    closed = {int(pid) for pid in CLOSING.findall(agent_log)}
     last = max((death.process.attempt for death in deaths), default=0)
-    # When nodes join or leave, torchrun starts the ranks anew within an attempt: only the newest count.
-    newest = {death.process.local_rank: death.process.pid for death in deaths}
-    for death in deaths:
+    for death in take_last(deaths):
         process = death.process
-        if newest[process.local_rank] != process.pid:
-            continue
         report = reported.get(process.pid)
         exitcode = death.exitcode if death.exitcode is not None else report and int(report["exitcode"])
-        if process.attempt == last and exitcode:
+        if exitcode and not (exitcode == -signal.SIGTERM and process.pid in closed):
             return make_failure(process, exitcode)
     for pid, report in reported.items():
         process = RankProcess(int(report["rank"]), int(report["local_rank"]), last, pid)
         return make_failure(process, int(report["exitcode"]))
     return None
+
+
+def take_last(deaths: Sequence[Death]) -> list[Death]:
+    """Return the ends of the last start's ranks, in their order.
+
+    When nodes join or leave, torchrun starts the ranks anew within an attempt: only the newest count.
+    """
+    last = max((death.process.attempt for death in deaths), default=0)
+    newest = {death.process.local_rank: death.process.pid for death in deaths}
+    return [d for d in deaths if d.process.attempt == last and newest[d.process.local_rank] == d.process.pid]
+
+
+def list_clean(deaths: Sequence[Death]) -> list[Death]:
+    """Return those of the last start's ranks that ended with 0."""
+    return [death for death in take_last(deaths) if death.exitcode == 0]
 
 
 def make_failure(process: RankProcess, exitcode: int) -> Failure:

@@ -9,6 +9,7 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.descriptors import open_file
 from launcher.errors import UsageError
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 SHIM = Path(__file__).parents[1] / "rank" / "__main__.py"
 """What each rank runs just before the program."""
+BUNDLED = ("-m", "launcher.programs.train")
+"""The command of the shipped option of the group `program`."""
 RESERVED = ("command", "sections")
 """Keys of the group `program` that say what to run; all others are the program's own options."""
 SHEBANG = 256
@@ -49,7 +52,9 @@ def locate_program(words: Sequence[str], environ: Mapping[str, str]) -> tuple[st
     first = words[0] if words else ""
     if first == "-m":
         check_module(words[1:2], environ)
-        return (python, *words)
+        # A folder `launcher` in the working directory is not to take the bundled program's place.
+        alone = ("-P",) if tuple(words[:2]) == BUNDLED and python == sys.executable else ()
+        return (python, *alone, *words)
     if not first or first.startswith("-"):
         raise UsageError(f"{first!r} is no program: give a script, `-m module` or an executable after `--`")
     if first.endswith(".py") or (Path(first) / "__main__.py").is_file():
@@ -66,10 +71,15 @@ def read_interpreter(script: str) -> str:
     A Python that such a line names is not used, as under torchrun: it seldom is the one that has torch.
     """
     try:
-        with open(script, "rb") as file:  # noqa: PTH123  # a folder is no script
-            line = file.readline(SHEBANG).decode(errors="replace")
+        file = open_file(script, follow=True)  # a folder or a pipe is no script
     except OSError:
         return ""
+    try:
+        line = os.read(file, SHEBANG).partition(b"\n")[0].decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(file)
     if not line.startswith("#!"):
         return ""
     words = line[2:].split()

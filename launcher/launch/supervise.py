@@ -4,12 +4,12 @@ import math
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from launcher.launch.agent import has_heard
+from launcher.launch.agent import has_heard, read_exits
 from launcher.launch.control import Control
 from launcher.launch.processes import (
     Death,
@@ -51,8 +51,8 @@ class Observer(Protocol):
     def announce(self, text: str) -> None:
         """Told a line for people."""
 
-    def note_stop(self, number: int) -> None:
-        """Told once, of the first stopping signal."""
+    def note_stop(self, number: int, *, by_head: bool) -> None:
+        """Told once, of the first stopping signal, and whether the job's head sent it."""
 
     def may_reap(self) -> bool:
         """Tell whether the agent is the only child that somebody waits for."""
@@ -102,6 +102,8 @@ class Supervisor:
     """When ranks were ended for a lost node's sake, in seconds since the epoch."""
     agent_heard: bool = False
     """SLURM has sent the agent the stopping signal by itself."""
+    exit_codes: Collection[int] = ()
+    """Those by which a rank asks for another start."""
     log: Path = field(default_factory=Path)
     """The agent's."""
     log_begin: int = 0
@@ -119,8 +121,12 @@ class Supervisor:
             finally:
                 left = end_leftovers(KILL_GRACE)
                 self.watch.close()
-        deaths = tuple(self.watch.deaths)
-        return Outcome(agent.wait(), deaths, self.first_signal, self.signal_time, tuple(left))
+        status, exits = agent.wait(), read_exits(self.log, self.log_begin)
+        deaths = tuple(
+            replace(death, exitcode=exits.get(death.process.pid)) if death.exitcode is None else death
+            for death in self.watch.deaths
+        )
+        return Outcome(status, deaths, self.first_signal, self.signal_time, tuple(left))
 
     def attend(self, agent: "subprocess.Popen[bytes]", inbox: Inbox) -> None:
         """Watch ranks and pass on signals until the agent ends."""
@@ -129,7 +135,10 @@ class Supervisor:
             self.watch.poll((inbox.wakeup, *(self.control.descriptors if self.control else ())), TICK)
             self.note_keys(self.watch.deaths[known:], agent)
             self.tell_deaths(self.watch.deaths[known:])
-            if len(self.watch.alive) < self.expected:
+            if self.control and self.stop is None and known < len(self.watch.deaths):
+                self.look_at_agent(agent)
+            # None comes while they end, and looking for it takes time in which the agent reaps others.
+            if len(self.watch.alive) < self.expected and self.stop is None:
                 self.admit_ranks(agent.pid)
             self.handle_signals(inbox, agent)
             self.heed_head(agent)
@@ -143,7 +152,7 @@ class Supervisor:
         """Take the end of a program by the user's Ctrl-C for a stop, after which nothing restarts."""
         for number in (end_signal(death) for death in deaths):
             if number in self.pressed and self.stop is None:
-                self.note_first(number, self.pressed[number])
+                self.note_first(number, self.pressed[number], by_head=False)
                 self.stop = Stop.begin(number, self.grace)
                 self.stop.next_stage()
                 agent.send_signal(number)
@@ -156,8 +165,15 @@ class Supervisor:
             ended = 0 <= death.time - self.mended_at < KILL_GRACE and code == -signal.SIGKILL
             if code and not ended and self.stop is None and next(failed) is death:
                 status = f"code {code}" if code > 0 else name_signal(-code)
-                rank = death.process.rank
-                self.observer.announce(f"rank {rank} failed ({status}); torchrun ends the others")
+                what = "asks for another start" if code in self.exit_codes else "failed"
+                self.observer.announce(
+                    f"rank {death.process.rank} {what} ({status}); torchrun ends the others"
+                )
+
+    def look_at_agent(self, agent: "subprocess.Popen[bytes]") -> None:
+        """Stop, too, where a rank has ended because the agent alone got a signal."""
+        if has_heard(self.log, self.log_begin):
+            self.note_slurm(signal.SIGTERM, agent)
 
     def admit_ranks(self, agent: int) -> None:
         """Watch ranks that have started, and tell of a restart of the worker group."""
@@ -182,7 +198,7 @@ class Supervisor:
     def note_stop(self, number: int, agent: "subprocess.Popen[bytes]", grace: float) -> None:
         """Begin to stop, or go a stage on. In a step, what SLURM and the head both send is one stage."""
         if self.stop is None:
-            self.note_first(number)
+            self.note_first(number, by_head=self.commanded)
             self.stop = Stop.begin(number, grace)
         elif self.control and self.stop.has_reached(number):
             return
@@ -190,11 +206,11 @@ class Supervisor:
         while self.control and number in HARD and not self.stop.has_reached(number):
             self.advance_stop(self.stop, agent)
 
-    def note_first(self, number: int, when: float | None = None) -> None:
+    def note_first(self, number: int, when: float | None = None, *, by_head: bool) -> None:
         """Remember the first stopping signal: how ranks end after it is no failure."""
         if self.first_signal is None:
             self.first_signal, self.signal_time = number, time.time() if when is None else when
-            self.observer.note_stop(number)
+            self.observer.note_stop(number, by_head=by_head)
 
     def note_slurm(self, number: int, agent: "subprocess.Popen[bytes]") -> None:
         """Stop by SLURM's signal, which the agent may have got as well, and then is not to get from here.
@@ -204,9 +220,9 @@ class Supervisor:
         """
         deadline = time.monotonic() + HEARING
         if self.stop is None:
-            self.note_first(number)
+            self.note_first(number, by_head=False)
             while not self.agent_heard and time.monotonic() < deadline and agent.poll() is None:
-                time.sleep(TICK)
+                self.watch.poll((), TICK)  # what a rank ended with is known until the agent looks
                 self.agent_heard = has_heard(self.log, self.log_begin)
         kill_wait = self.control.kill_wait if self.control else None
         self.note_stop(number, agent, limit_grace(self.grace, kill_wait))

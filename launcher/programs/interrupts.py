@@ -9,12 +9,14 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+AGAIN = os.EX_TEMPFAIL
+"""Exit code of a program that was stopped, and goes on from its checkpoint when it is started again."""
 NOTHING, CHECKPOINT, STOP = 0, 1, 2
 """What a rank wants; all do the largest of the wishes."""
 MEANING = {signal.SIGUSR2: CHECKPOINT, signal.SIGTERM: STOP}
 
 
-def die_by(number: signal.Signals) -> NoReturn:
+def die_by(number: int) -> NoReturn:
     """End this process by a signal, so that the parent sees 128 + n."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

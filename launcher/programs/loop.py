@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from launcher.programs.checkpoint import Checkpointer, Progress
 from launcher.programs.config import Config
 from launcher.programs.data import Schedule, Text, load
-from launcher.programs.interrupts import CHECKPOINT, NOTHING, STOP, Watch
-from launcher.programs.metrics import Meter
+from launcher.programs.interrupts import AGAIN, CHECKPOINT, NOTHING, STOP, Watch
+from launcher.programs.metrics import Meter, describe_memory
 from launcher.programs.optim import learning_rate, set_learning_rate
 from launcher.programs.parallel import autocast, hold_gradients
 from launcher.programs.place import Place
@@ -55,8 +55,11 @@ class Trainer:
         self.progress = checkpointer.load(found)
         return f"at step {self.progress.step}, resumed from {found}"
 
-    def train(self) -> signal.Signals | None:
-        """Train to the last step; give the signal to die by where one asked to stop."""
+    def train(self) -> int:
+        """Train to the last step, and give the exit code; -n for the signal n to die by.
+
+        Where a signal asked to stop, and a checkpoint has been written, it is the code for another start.
+        """
         watch, meter, begun = Watch(), self.make_meter(), time.perf_counter()
         batches = iter(self.load())
         first, last = self.progress.step + 1, self.config.train.steps
@@ -71,10 +74,10 @@ class Trainer:
                 self.save(loss, agreed)
                 meter.restart()
             if agreed == STOP and step < last:
-                return signal.SIGTERM
+                return AGAIN if self.state.checkpointer else -signal.SIGTERM
         watch.finish()
         self.end(time.perf_counter() - begun)
-        return None
+        return 0
 
     @property
     def sequences(self) -> int:
@@ -170,8 +173,10 @@ class Trainer:
         return average(total / self.config.train.eval_batches)
 
     def end(self, seconds: float) -> None:
-        """Print the last line."""
+        """Print the last line, and before it what a GPU's memory was used for."""
         train = self.config.train
+        if self.place.device.type == "cuda":
+            self.say(describe_memory(self.place.device))
         held_out = train.eval_batches > 0 and self.text.split.validation > 0
         validation = f" val_loss {self.validate():.4f}" if held_out else ""
         done = f"done step {self.progress.step}/{train.steps} loss {self.progress.loss:.4f}"

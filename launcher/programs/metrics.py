@@ -105,3 +105,14 @@ class Meter:
         needed = count_flops(self.model, self.seq_len) * rate / self.world_size / 1e12
         done = count_flops(self.model, self.seq_len, recompute=self.recompute) * rate / self.world_size / 1e12
         return Speed(rate, done, needed / self.peak.tflops)
+
+
+def describe_memory(device: torch.device) -> str:
+    """Give the most that tensors took of a GPU and that the allocator held, and what the GPU has in use now.
+
+    The last counts what is outside torch's allocator, too: CUDA's context, NCCL's buffers, other processes.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    peaks = f"{allocated / 2**30:.2f} GiB allocated, {reserved / 2**30:.2f} reserved at most"
+    return f"memory  {peaks}, {(total - free) / 2**30:.2f} of {total / 2**30:.2f} in use"

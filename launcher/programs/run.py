@@ -1,7 +1,6 @@
 """One run of the program, from the configuration to the exit."""
 
 import gc
-import signal
 import sys
 from pathlib import Path
 
@@ -33,8 +32,8 @@ def make_trainer(config: Config) -> Trainer:
     return Trainer(config, text, place, State(module, optimizer, checkpointer))
 
 
-def work(config: Config) -> signal.Signals | None:
-    """Train from the newest checkpoint to the end; give the signal to die by, if one ended it."""
+def work(config: Config) -> int:
+    """Train from the newest checkpoint to the end; give the exit code, -n for the signal n to die by."""
     trainer = make_trainer(config)
     resumed = trainer.resume()
     trainer.say(describe(config, trainer.text, trainer.place, resumed))
@@ -43,10 +42,10 @@ def work(config: Config) -> signal.Signals | None:
 
 @record
 def run(config: Config) -> None:
-    """Run the program, and end as it should: status 2 for a mistake of the user's, or by a signal."""
-    ending, status, message = None, 0, ""
+    """Run the program, and end as it should: status 2 for a mistake of the user's, 75 to be started again."""
+    status, message = 0, ""
     try:
-        ending = work(config)
+        status = work(config)
     except OptionError as error:
         status, message = 2, str(error)
     except RuntimeError as error:
@@ -57,11 +56,12 @@ def run(config: Config) -> None:
     finally:
         end_workers()
     leave()
-    if status:
+    if message:
         print(f"train: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    if status < 0:
+        die_by(-status)
+    if status:
         sys.exit(status)
-    if ending is not None:
-        die_by(ending)
 
 
 def leave() -> None:

@@ -22,8 +22,8 @@ Under srun, where nothing has set RANK, the program finds RANK, LOCAL_RANK, WORL
 GROUP_RANK, MASTER_ADDR (the step's first node) and MASTER_PORT as torchrun sets them.
 
 One line on stderr says what the kernel has made of it. Whatever fails is a warning, and the program runs
-all the same. `{num_workers}` in an argument becomes the rank's number of DataLoader workers. A program
-`train.py` is run by this Python, as torchrun runs it.
+all the same. `{num_workers}` in an argument becomes the rank's number of DataLoader workers, and `{run_dir}`
+what LAUNCH_RUN_DIR says. A program `train.py` is run by this Python, as torchrun runs it.
 
 Variables that are read:
 
@@ -37,6 +37,7 @@ Variables that are read:
                            synchronized,warmup=30,every=50 says (also: disabled,every=N; frozen,warmup=N)
     LAUNCH_AGENT=srun      srun's tasks are the ranks, whatever RANK a job script has set: the program finds
                            all variables of torchrun's; MASTER_ADDR and MASTER_PORT are the script's to set
+    LAUNCH_RUN_DIR=DIR     what `{run_dir}` in arguments stands for; `launch` sets it
     OMP_NUM_THREADS, LAUNCH_NIC, NCCL_IB_HCA, CUDA_VISIBLE_DEVICES and the like are kept where set
 
 Variables that the program finds, where you have not set them yourself: OMP_NUM_THREADS (the rank's cores

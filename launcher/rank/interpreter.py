@@ -82,8 +82,13 @@ def strip_env(words: list[str]) -> tuple[list[str], str]:
 def read_shebang(words: list[str], environ: dict[str, str]) -> list[str]:
     """Return the command line that a script's #! line makes of its own; empty for what has none."""
     try:
-        with open(locate(words[0], environ) if words else "", "rb", buffering=0) as file:
-            line = file.read(SHEBANG).partition(b"\n")[0]
+        # A pipe, which exec refuses, is not waited for.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        file = os.open(locate(words[0], environ) if words else "", flags)
+        try:
+            line = os.read(file, SHEBANG).partition(b"\n")[0]
+        finally:
+            os.close(file)
     except OSError:
         return []
     # The kernel makes one word of all that follows the interpreter.

@@ -4,6 +4,7 @@ import os
 import time
 
 from launcher.cpulist import format_cpulist
+from launcher.descriptors import open_append, open_below, open_own, write_whole
 from launcher.rank.apply import Applied
 from launcher.rank.hook import is_hooked
 from launcher.rank.identity import Identity, name_host
@@ -22,29 +23,27 @@ KNOWN = (
 
 def redirect_output(run_dir: str, identity: Identity) -> None:
     """Point stdout and stderr at `logs/ATTEMPT/rank-N.{out,err}`; raises OSError."""
-    folder = f"{run_dir}/logs/{identity.attempt}"
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    for stream, ending in ((1, "out"), (2, "err")):
-        path = f"{folder}/rank-{identity.rank}.{ending}"
-        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        os.dup2(target, stream)
-        os.close(target)
+    folder = open_below(run_dir, "logs", str(identity.attempt))
+    try:
+        for stream, ending in ((1, "out"), (2, "err")):
+            target = open_append(folder, f"rank-{identity.rank}.{ending}")
+            os.dup2(target, stream)
+            os.close(target)
+    finally:
+        os.close(folder)
 
 
 def write_records(run_dir: str, identity: Identity, share: Share, applied: Applied) -> None:
     """Write `rank-N.applied.json`, and the plan of the node where this rank keeps it; raises OSError."""
-    write_json(f"{run_dir}/rank-{identity.rank}.applied.json", describe_applied(identity, share, applied))
-    if share.plan is not None:
-        write_json(f"{run_dir}/plan-{name_host(os.environ)}.json", share.plan)
-
-
-def write_json(path: str, value: dict[str, object]) -> None:
-    """Write a file for its owner alone, whole or not at all; raises OSError."""
-    draft = f"{path}.{os.uname().nodename}.{os.getpid()}"
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(format_json(value) + "\n")
-    os.replace(draft, path)
+    folder = open_own(run_dir)
+    try:
+        record = describe_applied(identity, share, applied)
+        write_whole(folder, f"rank-{identity.rank}.applied.json", format_json(record).encode() + b"\n")
+        if share.plan is not None:
+            name = f"plan-{name_host(os.environ)}.json"
+            write_whole(folder, name, format_json(share.plan).encode() + b"\n")
+    finally:
+        os.close(folder)
 
 
 def describe_applied(identity: Identity, share: Share, applied: Applied) -> dict[str, object]:
@@ -96,7 +95,10 @@ def describe_settings(share: Share, environ: dict[str, str]) -> list[str]:
     ]
 
 
-def shorten(text: str) -> str:
-    """Return a text that stays on its line, and leaves room for others there."""
+def shorten(text: str, most: int = LONGEST) -> str:
+    """Return a text on one line, harmless on a terminal, the middle of a long one left out."""
+    if len(text) > 2 * most:
+        text = text[:most] + text[-most:]
     shown = text if text.isprintable() else repr(text)[1:-1]
-    return shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 1]}…"
+    half = (most - 1) // 2
+    return shown if len(shown) <= most else f"{shown[:half]}…{shown[-half:]}"

@@ -1,15 +1,9 @@
 """A rank's part of the plan: taken from the file that `LAUNCH_PLAN` names, or planned here and now."""
 
-import os
-
 from launcher.cpulist import format_cpulist, parse_cpulist
+from launcher.descriptors import LARGEST, read_file
 from launcher.rank.identity import Identity
 from launcher.rank.plain_json import parse_json
-
-MOST_BYTES = 1 << 26
-"""Size of a plan file at most; that of 4,096 ranks on 8,192 CPUs has a tenth of it."""
-REGULAR, KIND = 0o100000, 0o170000
-"""Regular files among the kinds of inode(7)."""
 
 
 class NoShareError(Exception):
@@ -86,31 +80,18 @@ def take_share(identity: Identity, plan: dict[str, object], path: str) -> Share:
 
 
 def read_plan(path: str) -> dict[str, object]:
-    """Read a plan as `launch plan format=json` prints it; raises NoShareError."""
+    """Read a plan as `launch plan format=json` prints it; raises NoShareError.
+
+    Another user's is refused: the variables in it would be the program's, LD_PRELOAD among them.
+    """
     try:
-        plan = parse_json(read_text(path))
+        plan = parse_json(read_file(path, LARGEST, follow=True, own=True).decode())
     except (OSError, ValueError, RecursionError) as error:
-        raise NoShareError(f"LAUNCH_PLAN={path} cannot be read ({error})") from None
+        reason = getattr(error, "strerror", None) or error
+        raise NoShareError(f"LAUNCH_PLAN={path} cannot be read ({reason})") from None
     if not isinstance(plan, dict):
         raise NoShareError(f"LAUNCH_PLAN={path} is not a plan")
     return plan
-
-
-def read_text(path: str) -> str:
-    """Read a regular file of a plan's size; what is another kind of file must not hang the start."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        status = os.fstat(handle)
-        if status.st_mode & KIND != REGULAR:
-            raise ValueError("it is no regular file")
-        if status.st_size > MOST_BYTES:
-            raise ValueError(f"it has {status.st_size} bytes, more than any plan")
-        parts = []
-        while part := os.read(handle, MOST_BYTES):
-            parts.append(part)
-    finally:
-        os.close(handle)
-    return b"".join(parts).decode()
 
 
 def make_share(identity: Identity, environ: dict[str, str], words: list[str]) -> Share:
@@ -123,7 +104,7 @@ def make_share(identity: Identity, environ: dict[str, str], words: list[str]) ->
     from launcher.standalone import plan_for_rank, read_wishes
 
     room = find_room(identity, environ)
-    keeps = identity.local_rank == 0 and bool(environ.get("LAUNCH_RUN_DIR"))
+    keeps = identity.local_rank == 0 and bool(environ.get("LAUNCH_RECORD_DIR"))
     try:
         binding = str(read_wishes(environ)["binding"])
         if binding == "none":  # whoever bound this rank meant it

@@ -19,18 +19,18 @@ from launcher.rank.files import raise_files
 from launcher.rank.hook import add_hook, is_hooked, is_wanted, remove_hook
 from launcher.rank.identity import SRUN, Identity, find_chosen, is_number, read_number
 from launcher.rank.program import add_python, locate, run_script
-from launcher.rank.record import describe_line, redirect_output, write_records
+from launcher.rank.record import describe_line, redirect_output, shorten, write_records
 from launcher.rank.share import NoShareError, find_share
 
 OURS = (
     "LAUNCH_PLAN",
-    "LAUNCH_RUN_DIR",
+    "LAUNCH_RECORD_DIR",
     "LAUNCH_ATTEMPT",
     "LAUNCH_STRICT",
     "LAUNCH_AGENT",
     "LAUNCH_REQUEST",
     "LAUNCH_ROLE",
-    "LAUNCH_RUN_ID",
+    "LAUNCH_RDZV_ID",
     "LAUNCH_SIGNAL",
     "LAUNCH_TERMINAL",
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
@@ -46,6 +46,8 @@ HIDDEN_GPUS = (
     " use srun --gpus-per-node, not --gpus-per-task"
 )
 ENOEXEC = 8
+LONGEST = 1000
+"""Characters of a line of ours."""
 
 
 def main() -> int:
@@ -82,8 +84,8 @@ def run_rank(words: list[str], environ: dict[str, str]) -> int:
     named, status = name_rank(identity, environ)
     if status:
         return status
-    if environ.get("LAUNCH_RUN_DIR"):
-        attach_run(identity, environ["LAUNCH_RUN_DIR"])
+    if environ.get("LAUNCH_RECORD_DIR"):
+        attach_run(identity, environ["LAUNCH_RECORD_DIR"])
     try:
         words = place_rank(identity, environ, words)
     except Exception as error:  # whatever goes wrong here, a job that would have run without us still runs
@@ -92,7 +94,7 @@ def run_rank(words: list[str], environ: dict[str, str]) -> int:
         if environ.get("LAUNCH_STRICT") == "1":
             return NOT_PLACED
         workers = environ.get("LAUNCH_NUM_WORKERS", "")
-        words = fill_workers(words, workers if is_number(workers) else WORKERS)
+        words = fill_words(words, workers if is_number(workers) else WORKERS, environ)
     if problem := raise_files():
         say(f"rank {identity.rank}: {problem}")
     environ.update(named)
@@ -146,7 +148,7 @@ def settle_signals(environ: dict[str, str], kept: int) -> None:
     SLURM sends to every process of a step. Where srun is the agent, the checkpoint signal (`kept`) comes to
     every process as well: those that have no handler for it are to live on.
     """
-    for number in (SIGPIPE, SIGUSR1, SIGUSR2) if "LAUNCH_RUN_DIR" in environ else (SIGPIPE,):
+    for number in (SIGPIPE, SIGUSR1, SIGUSR2) if "LAUNCH_RECORD_DIR" in environ else (SIGPIPE,):
         signal(number, SIG_DFL)
     if kept:
         signal(kept, SIG_IGN)
@@ -185,7 +187,7 @@ def place_rank(identity: Identity, environ: dict[str, str], words: list[str]) ->
     before = find_chosen(environ, share.env)
     environ.update(share.env)
     add_hook(environ, share, before, applied.cpus_before)
-    words = fill_workers(words, str(share.num_workers))
+    words = fill_words(words, str(share.num_workers), environ)
     deafness = judge_hook(words, environ)
     if environ.get("LAUNCH_QUIET") != "1":
         for warning in share.advice:
@@ -193,7 +195,7 @@ def place_rank(identity: Identity, environ: dict[str, str], words: list[str]) ->
         emit(2, describe_line(identity, share, applied, environ) + "\n")
         if deafness and identity.local_rank == 0 and is_wanted(environ, share):
             say(f"{deafness}: garbage collection and DataLoaders stay as Python and PyTorch have them")
-    if run_dir := environ.get("LAUNCH_RUN_DIR"):
+    if run_dir := environ.get("LAUNCH_RECORD_DIR"):
         try:
             write_records(run_dir, identity, share, applied)
         except OSError as error:
@@ -201,14 +203,23 @@ def place_rank(identity: Identity, environ: dict[str, str], words: list[str]) ->
     return words
 
 
-def fill_workers(words: list[str], workers: str) -> list[str]:
-    """Put the number of DataLoader workers into the arguments that ask for it."""
-    return [word.replace("{num_workers}", workers) for word in words]
+def fill_words(words: list[str], workers: str, environ: dict[str, str]) -> list[str]:
+    """Put the number of DataLoader workers and the run directory into the arguments that ask for them.
+
+    Without `launch` there is no run directory, unless LAUNCH_RUN_DIR names one: then `{run_dir}` stays.
+    """
+    words = [word.replace("{num_workers}", workers) for word in words]
+    run_dir = environ.get("LAUNCH_RUN_DIR")
+    if run_dir:
+        return [word.replace("{run_dir}", run_dir) for word in words]
+    if any("{run_dir}" in word for word in words):
+        say("{run_dir} stays as it is: LAUNCH_RUN_DIR, which `launch` sets, names no directory")
+    return words
 
 
 def become_program(words: list[str], environ: dict[str, str]) -> int:
     """Exec the program; the PID stays, so signals reach it. Returns a shell's exit code if that fails."""
-    for name in OURS if "LAUNCH_RUN_DIR" in environ else ():
+    for name in OURS if "LAUNCH_RECORD_DIR" in environ else ():
         environ.pop(name, None)
     try:
         words = add_python(words)
@@ -228,8 +239,8 @@ def become_program(words: list[str], environ: dict[str, str]) -> int:
 
 
 def say(text: str) -> None:
-    """Print one line to stderr."""
-    emit(2, f"launch-rank: {text}\n")
+    """Print one line to stderr; variables in it may hold anything."""
+    emit(2, f"launch-rank: {shorten(text, LONGEST)}\n")
 
 
 def emit(stream: int, text: str) -> None:

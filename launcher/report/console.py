@@ -15,13 +15,12 @@ from launcher.report.sink import Sink, Source
 from launcher.report.stream import Stream, open_stream
 from launcher.runs.logs import Chunk, Follower
 from launcher.runs.progress import ProgressReader
+from launcher.terminal import escape_text
 
 HOLD = 0.03
 """Seconds that the beginning of a line waits for its end, where several sources share a terminal or pipe."""
 HOLD_SHARED = 1.0
 """The same where other nodes write to the same file."""
-PRECEDENCE = 1.0
-"""Seconds for which other ranks wait for the rest of a line that they would break."""
 MOST_HELD = 1 << 16
 """Bytes that wait."""
 REDRAW = 0.1
@@ -92,7 +91,7 @@ class JobConsole:
         """Tell whether a rank's stream may be shown now; not while that would break a line just begun."""
         for target, sink in ((self.out, self.out_sink), (self.err, self.err_sink)):
             source = sink.find_cut(target)
-            if source and time.monotonic() - sink.opened < PRECEDENCE:
+            if source and sink.awaits_rest():
                 return (source.rank, source.stream) == (rank, stream)
         return True
 
@@ -142,8 +141,9 @@ class JobConsole:
     def tick(self, *, final: bool = False) -> None:
         """Write what has waited long enough, and keep the bar up to date; to be called again and again."""
         due = time.monotonic() - (HOLD_SHARED if self.shared else HOLD)
-        for source, (data, since) in list(self.held.items()):
-            if final or since <= due:
+        unfinished = (self.out_sink.open, self.err_sink.open)
+        for source, (data, since) in sorted(self.held.items(), key=lambda item: item[0] not in unfinished):
+            if final or (since <= due and self.may_show(source.rank, source.stream)):
                 del self.held[source]
                 self.put(source, data)
                 if self.shared:
@@ -171,7 +171,7 @@ class JobConsole:
 
     def say(self, text: str) -> None:
         """Print one of our own lines."""
-        self.write_lines(self.encode(f"launch: {text}\n"))
+        self.write_lines(self.encode(f"launch: {escape_text(text)}\n"))
 
     def write_lines(self, lines: bytes) -> None:
         """Write whole lines to stderr that are no rank's."""

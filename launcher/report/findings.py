@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.doctor.finding import LEVELS, Finding
+from launcher.terminal import escape_text
 
 MARKS = {"error": "✗", "warning": "!", "note": "i", "unknown": "?", "ok": "✓"}
 PLAIN = {"error": "x", "warning": "!", "note": "i", "unknown": "?", "ok": "+"}
@@ -28,10 +29,11 @@ def print_findings(console: Console, findings: Sequence[Finding]) -> None:
         subject = "" if finding.subject == shown else finding.subject
         shown = finding.subject
         mark = Text(marks[finding.level], COLOURS[finding.level])
-        table.add_row(mark, Text(subject, "bold"), Text(clean_text(finding.what)))
+        table.add_row(mark, Text(subject, "bold"), Text(escape_text(finding.what, LONGEST)))
         for label, text in (("why", finding.why), ("fix", finding.fix)):
             if text:
-                table.add_row("", "", Text(f"{label}: {clean_text(text)}", "dim" if label == "why" else ""))
+                style = "dim" if label == "why" else ""
+                table.add_row("", "", Text(f"{label}: {escape_text(text, LONGEST)}", style))
     console.print(table)
     console.print(Text(count_findings(findings)))
 
@@ -60,12 +62,3 @@ def count_findings(findings: Sequence[Finding]) -> str:
     rest = [f"{counts['ok']} check{'' if counts['ok'] == 1 else 's'} passed"]
     rest += [f"{counts['unknown']} could not be made"] if counts["unknown"] else []
     return f"{', '.join(problems) or 'nothing to mend'}; {', '.join(rest)}"
-
-
-def clean_text(text: str) -> str:
-    """A text with what terminals would act on escaped, and not too long."""
-    short = text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape", "backslashreplace").decode()
-        for char in short
-    )

@@ -9,6 +9,7 @@ from rich.table import Table
 from launcher.plan.model import Machine, Memory, Plan, RankPlan
 from launcher.report.bars import BARRED, MOST_CELLS, OTHER, OWN, WORKERS, Ruler, make_ruler
 from launcher.report.variables import count_variables, print_variables
+from launcher.terminal import escape_text
 from launcher.wording import clean_text, count_things, shorten_cpulist
 
 NUMBERS = ("rank", "workers", "threads")
@@ -39,14 +40,15 @@ def print_placement(console: Console, plan: Plan, *, explain: bool = False, full
     print_table(console, plan, full=full)
     for rank in plan.ranks if explain else ():
         for note in rank.notes:
-            text = f"rank {rank.local_rank}: {note}"
+            text = escape_text(f"rank {rank.local_rank}: {note}")
             console.print(text, style="dim", markup=False, highlight=False, soft_wrap=wrap)
     if explain:
         print_variables(console, plan.ranks)
     elif full and (text := count_variables(plan.ranks)):
         console.print(text, style="dim", markup=False, highlight=False)
     for warning in plan.warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=wrap)
+        text = escape_text(f"warning: {warning}")
+        console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=wrap)
 
 
 def print_table(console: Console, plan: Plan, *, full: bool) -> None:

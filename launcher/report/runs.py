@@ -10,6 +10,7 @@ from rich.text import Text
 
 from launcher.report.summary import describe_time
 from launcher.runs.status import RunStatus
+from launcher.terminal import quote_word
 from launcher.wording import clean_text
 
 COLOURS = {
@@ -122,7 +123,7 @@ def list_details(run: RunStatus) -> Iterator[tuple[str, str]]:
     yield "command", clean_text(shlex.join(run.command), LONGEST)
     if run.job_id:
         where = f" in {run.partition}" if run.partition else ""
-        yield "job", f"{run.job_id}{where}" + (f", {run.slurm_state}" if run.slurm_state else "")
+        yield "job", clean_text(f"{run.job_id}{where}" + (f", {run.slurm_state}" if run.slurm_state else ""))
     if run.nodes:
         yield "nodes", f"{run.nodes}: {clean_text(run.nodelist, LONGEST)}" if run.nodelist else str(run.nodes)
     if run.reason:
@@ -141,7 +142,7 @@ def list_details(run: RunStatus) -> Iterator[tuple[str, str]]:
     yield from list_failure(run)
     if run.last_line:
         yield "last line", clean_text(run.last_line, LONGEST)
-    yield "output", f"launch logs {shlex.quote(run.path)}"
+    yield "output", f"launch logs {quote_word(run.path)}"
 
 
 def shorten_time(text: str) -> str:

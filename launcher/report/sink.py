@@ -14,6 +14,10 @@ RETURN = re.compile(rb"\r(?=[^\n])")
 COLOURS = re.compile(rb"\x1b\[[0-9;:]*m")
 MOST_ROW = 4096
 """Bytes of an unfinished line that are kept to be drawn again: more than fit into a row."""
+PRECEDENCE = 1.0
+"""Seconds for which other sources wait for more of an unfinished line that they would break."""
+LONGEST_WAIT = 10.0
+"""Seconds for which they wait for all of a line that grows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,10 @@ class Sink:
     """Whose unfinished line is the last."""
     opened: float = 0.0
     """Since when it has been the last, in monotonic seconds."""
+    grown: float = 0.0
+    """When something was last added to it."""
+    redrawn: bool = False
+    """It goes back to its beginning, as a progress bar does."""
     row: bytes | None = None
     """What stands in it, without the prefix; None where it is too long to be drawn again."""
     erased: dict[Source, bytes] = field(default_factory=dict)
@@ -62,8 +70,7 @@ class Sink:
             self.finish(stream, self.hide(), data)
             return
         before = b"" if self.open in (None, source) else self.interrupt(stream)
-        if self.open != source:
-            self.opened = time.monotonic()
+        self.note_growth(source, data)
         data = self.erased.pop(source, b"") + data
         if source in self.cut:
             self.cut.discard(source)
@@ -141,6 +148,24 @@ class Sink:
         if not (self.erases and self.open) or self.row is None:
             return False
         return measure_row(self.open.prefix + self.row) < stream.columns
+
+    def note_growth(self, source: Source, data: bytes) -> None:
+        """Note when the unfinished line began that a source's data leave, and how it goes on."""
+        self.grown = time.monotonic()
+        begin = data.rfind(b"\n") + 1
+        if begin or self.open != source:
+            self.opened, self.redrawn = self.grown, False
+        self.redrawn = self.redrawn or data.find(b"\r", begin) >= 0
+
+    def awaits_rest(self) -> bool:
+        """Tell whether the rest of the unfinished line is likely to come soon.
+
+        A line that grows is waited for longer than one that is drawn anew, which may go on for hours.
+        """
+        now = time.monotonic()
+        if now - self.opened < PRECEDENCE:
+            return True
+        return not self.redrawn and now - self.grown < PRECEDENCE and now - self.opened < LONGEST_WAIT
 
     def find_cut(self, stream: Stream) -> Source | None:
         """Return whose unfinished line would be ended by a newline of ours if another source printed now."""

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.plan.model import RankPlan, Variable
+from launcher.terminal import escape_text
 from launcher.wording import count_things, shorten_cpulist
 
 SOURCES = {"plan": "the plan", "configuration": "the configuration", "user": "you"}
@@ -28,16 +29,10 @@ def print_variables(console: Console, ranks: Sequence[RankPlan]) -> None:
     for variable, owners in groups.items():
         who = "all" if len(owners) == len(ranks) else shorten_cpulist(owners)
         source = SOURCES.get(variable.source, variable.source)
-        cells = [show_text(variable.name), show_text(variable.value), *([] if alike else [who])]
-        table.add_row(*cells, source, show_text(variable.why))
+        texts = [escape_text(text, LONGEST) for text in (variable.name, variable.value, variable.why)]
+        table.add_row(*texts[:2], *([] if alike else [who]), source, texts[2])
     if groups:
         console.print(table, markup=False)
-
-
-def show_text(text: str) -> str:
-    """A text on one line, what is not printable as Python writes it, its end left out where it is long."""
-    line = text if text.isprintable() else repr(text)[1:-1]
-    return line if len(line) <= LONGEST else f"{line[: LONGEST - 1]}…"
 
 
 def group_variables(ranks: Sequence[RankPlan]) -> Mapping[Variable, list[int]]:

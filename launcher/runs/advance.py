@@ -1,8 +1,9 @@
 """How far an attempt has come: the steps that rank 0 printed, and its checkpoints."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from glob import iglob
 from pathlib import Path
 
 from launcher.runs.latest import list_attempts
@@ -37,19 +38,30 @@ class Advance:
         return None if last is None or last.total is None else last.step >= last.total
 
 
-def measure_advance(run: RunDir) -> Advance:
-    """Read what the attempt has left, torchrun's restarts included; nothing raises."""
+def measure_advance(run: RunDir, patterns: Sequence[str] = ()) -> Advance:
+    """Read what the attempt has left, torchrun's restarts included; nothing raises.
+
+    Absolute `patterns`, as glob has them, find checkpoints that are not in the run directory.
+    """
     numbers = sorted(number for number in list_attempts(run.path) if number >= run.first_attempt)
     logs = [path for number in numbers for path in find_logs(run, number)]
     first = next((step for path in logs for step in read_first(path)), None)
     last = next((step for path in reversed(logs) for step in read_last(path)), None)
     steps = (first or last, last) if last else ()
-    return Advance(tuple(step for step in steps if step), find_newest(run.path / "checkpoints"))
+    newest = [find_newest(run.path / "checkpoints"), find_newest_elsewhere(run, patterns)]
+    times = [time for time in newest if time is not None]
+    return Advance(tuple(step for step in steps if step), max(times, default=None))
 
 
 def find_logs(run: RunDir, attempt: int) -> Iterable[Path]:
     """Give rank 0's logs; some programs report on stderr."""
     return (run.rank_log(0, attempt, ending) for ending in ("err", "out"))
+
+
+def find_last_step(run: RunDir, rank: int, attempt: int) -> Progress | None:
+    """Return the last step that a rank printed in an attempt; None where it printed none."""
+    logs = (run.rank_log(rank, attempt, ending) for ending in ("out", "err"))
+    return next((step for path in logs for step in read_last(path)), None)
 
 
 def read_first(path: Path) -> Iterable[Progress]:
@@ -62,6 +74,33 @@ def read_last(path: Path) -> Iterable[Progress]:
     """Give the steps in the last part of a log, the last one first."""
     lines = reversed(read_tail(path, LINES))
     return (step for line in lines if (step := parse_progress(line)))
+
+
+def find_newest_elsewhere(run: RunDir, patterns: Sequence[str]) -> float | None:
+    """Return when the newest checkpoint was written that a pattern finds, a folder's files included.
+
+    What is not newer than the run's configuration is an earlier run's.
+    """
+    try:
+        begun = (run.path / "config.yaml").stat().st_mtime
+    except OSError:
+        begun = 0.0
+    found = (
+        time
+        for pattern in patterns
+        for name in itertools.islice(iglob(pattern, recursive=True), MOST)  # noqa: PTH207 - it is absolute
+        for time in (read_mtime(Path(name)), find_newest(Path(name)))
+        if time is not None and time > begun
+    )
+    return max(found, default=None)
+
+
+def read_mtime(path: Path) -> float | None:
+    """Return when a file was last written; None where that is not to be had."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
 
 
 def find_newest(folder: Path) -> float | None:

@@ -6,7 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.cpulist import format_cpulist
+from launcher.descriptors import LARGEST, read_file
 from launcher.plan.model import RankPlan
+
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What reading a damaged file raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class AppliedReader:
     """Reads the records that are new or have changed since the last call."""
 
     run_path: Path
+    own: bool = True
+    """What the records say is acted upon: those of other users are left out."""
     seen: dict[Path, int] = field(default_factory=dict)
 
     def read_new(self) -> list[Applied]:
@@ -51,11 +57,11 @@ class AppliedReader:
             return []
         for path in paths:
             try:
-                stamp = path.stat().st_mtime_ns
+                stamp = path.lstat().st_mtime_ns
                 if self.seen.get(path) != stamp:
-                    found.append(parse_applied(path.read_text(encoding="utf-8")))
+                    found.append(parse_applied(read_file(path, LARGEST, own=self.own).decode()))
                     self.seen[path] = stamp
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            except DAMAGE:
                 continue
         return found
 

@@ -8,7 +8,9 @@ from datetime import datetime
 from itertools import islice
 from pathlib import Path
 
+from launcher.descriptors import LARGEST, is_planted, open_directory, read_file
 from launcher.runs.manifest import JOB, read_job, read_manifest
+from launcher.runs.rundir import closing_descriptor
 
 STAMP = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
 """A run's ID as `create_run_dir` makes it."""
@@ -33,12 +35,17 @@ def list_folders(runs_dir: Path) -> Iterator[Path]:
 
 
 def list_within(folder: Path) -> list[Path]:
-    """Return the folders in a folder; none where it cannot be read."""
+    """Return the folders in a folder; none where it cannot be read, or is another user's symbolic link."""
     try:
-        with os.scandir(folder) as entries:
-            return [Path(entry.path) for entry in entries if entry.is_dir()]
+        with closing_descriptor(open_directory(folder)) as at, os.scandir(at) as entries:
+            return [folder / entry.name for entry in entries if entry.is_dir() and not is_strange(entry)]
     except (OSError, ValueError):
         return []
+
+
+def is_strange(entry: "os.DirEntry[str]") -> bool:
+    """Tell whether an entry is another user's symbolic link."""
+    return entry.is_symlink() and is_planted(entry.stat(follow_symlinks=False))
 
 
 def read_age(path: Path) -> tuple[str, int, str]:
@@ -106,7 +113,7 @@ def find_jobs(runs_dir: Path, number: str) -> tuple[Path, ...]:
     found: dict[str, Path] = {}
     for path in list_runs(runs_dir):
         try:
-            if mark not in (path / "manifest.json").read_bytes():
+            if mark not in read_file(path / "manifest.json", LARGEST):
                 continue  # parsing thousands of manifests would take seconds
         except OSError:
             continue

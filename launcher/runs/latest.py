@@ -1,16 +1,15 @@
 """What a run's rank 0 has come to: its newest step, and the last line that it printed."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.runs.logs import read_tail
 from launcher.runs.progress import Progress, parse_progress
+from launcher.runs.rundir import list_logs
+from launcher.terminal import strip_sequences
 
-ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-"""What colours and moves on a terminal (ECMA-48)."""
-PASSED_OVER = ("launch-rank: ", "launch: run directory ")
-"""How lines begin that tell nothing: the shim's of each rank, and the last one of a job's own log."""
+PASSED_OVER = ("launch-rank: ", "launch-agent: ", "launch: run directory ")
+"""How lines begin that tell nothing: those on a rank's start and end, and the last one of a job's own log."""
 TAIL = 400
 """Last lines of a log that are searched for a step."""
 
@@ -26,10 +25,7 @@ def find_latest(path: Path) -> tuple[Progress | None, str]:
 
 def list_attempts(path: Path) -> list[int]:
     """Return the numbers of a run's attempts that have a folder for logs."""
-    try:
-        return [int(entry.name) for entry in (path / "logs").iterdir() if entry.name.isdecimal()]
-    except OSError:
-        return []
+    return [int(name) for name in list_logs(path) if name.isdecimal()]
 
 
 def find_step(path: Path, attempt: int) -> Progress | None:
@@ -47,15 +43,26 @@ def find_last_line(path: Path, attempt: int) -> str:
 
 def find_own_line(path: Path) -> str:
     """Return the last line of the job's own log, or else of the agents', where no rank has printed any."""
-    jobs, agents = (list(path.glob(f"logs/{pattern}")) for pattern in ("slurm-*.out", "agent-*.log"))
-    return take_last(jobs) or take_last(agents)
+    return take_last(find_job_logs(path)) or take_last(find_agent_logs(path))
+
+
+def find_job_logs(path: Path) -> list[Path]:
+    """Return the logs of a run's jobs."""
+    names = sorted(list_logs(path))
+    return [path / "logs" / name for name in names if name.startswith("slurm-") and name.endswith(".out")]
+
+
+def find_agent_logs(path: Path) -> list[Path]:
+    """Return the logs of torchrun's agents."""
+    names = sorted(list_logs(path))
+    return [path / "logs" / name for name in names if name.startswith("agent-") and name.endswith(".log")]
 
 
 def take_last(logs: Sequence[Path]) -> str:
     """Return the last line with something in it, of the log that was written to last."""
     for log in sorted(logs, key=read_change, reverse=True):
         for line in reversed(read_tail(log, TAIL)):
-            text = ESCAPES.sub("", line).strip()
+            text = strip_sequences(line).strip()
             if text and not text.startswith(PASSED_OVER):
                 return text
     return ""
@@ -64,6 +71,6 @@ def take_last(logs: Sequence[Path]) -> str:
 def read_change(path: Path) -> float:
     """Return when a file was written to; 0 where it is gone."""
     try:
-        return path.stat().st_mtime
+        return path.lstat().st_mtime
     except OSError:
         return 0.0

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launcher.descriptors import open_file
 from launcher.runs.rundir import RunDir
 
 CHUNK = 1 << 20
@@ -151,9 +152,9 @@ def decode_line(raw: bytes | bytearray) -> str:
 
 
 def measure_file(path: Path) -> int:
-    """Return a file's size in bytes; 0 where there is none."""
+    """Return a file's size in bytes; 0 where there is none. A symbolic link is not followed here, or read."""
     try:
-        return path.stat().st_size
+        return path.lstat().st_size
     except OSError:
         return 0
 
@@ -167,7 +168,7 @@ def read_from(path: Path, offset: int) -> tuple[bytes, int]:
     if measure_file(path) == offset:
         return b"", offset
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_file(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             offset = offset if offset <= size else 0
             file.seek(offset)
@@ -181,7 +182,7 @@ def find_tail(path: Path, count: int) -> int:
     size = measure_file(path)
     least = max(0, size - BACKWARDS)
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_file(path), "rb") as file:
             end = size - 1  # the last byte ends a line, or is in one that has no end yet
             while end > least:
                 begin = max(least, end - CHUNK)

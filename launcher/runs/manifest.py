@@ -7,9 +7,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from launcher.runs.rundir import RunDir, write_json
+from launcher.descriptors import ON_THE_WAY, open_directory, open_own, read_file
+from launcher.runs.rundir import RunDir, closing_descriptor, write_json
 from launcher.runs.secrets import mask_words
 
+MOST_BYTES = 16 << 20
+"""Of a manifest: one of hundreds of attempts has less, and what JSON makes of as much takes half a GiB."""
 OPEN = ("submitted", "running", "requeued")
 """States of an outcome after which more is to come."""
 CLOSED = ("succeeded", "failed", "stopped")
@@ -50,8 +53,33 @@ def read_time(text: object) -> float | None:
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read the manifest of a run directory; empty where it cannot be read."""
     try:
-        found = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return parse_manifest(read_file(path / "manifest.json", MOST_BYTES))
+    except OSError:
+        return {}
+
+
+def read_own_manifest(path: Path) -> dict[str, Any]:
+    """Read the manifest of a run directory, to act upon: what it names is signalled, or cancelled.
+
+    Raises PermissionError where the directory or the manifest is another user's, or a link of such a one on
+    the way from `runs_dir` leads there.
+    """
+    try:
+        with closing_descriptor(open_directory(path.parent, flags=ON_THE_WAY)) as above:
+            at = open_own(path.name, at=above)
+        with closing_descriptor(at):
+            return parse_manifest(read_file("manifest.json", MOST_BYTES, at=at, own=True))
+    except PermissionError:
+        raise
+    except OSError:
+        return {}
+
+
+def parse_manifest(data: bytes) -> dict[str, Any]:
+    """Return a manifest's values; empty for what is none."""
+    try:
+        found = json.loads(data.decode())
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -82,10 +110,10 @@ def take_earlier(manifest: Mapping[str, object]) -> list[dict[str, Any]]:
 def read_earlier(path: Path) -> list[object]:
     """Return the starts that a manifest tells of, oldest first; none where there is no manifest."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_file(path, MOST_BYTES).decode())
         last = {key: found[key] for key in ("command", "started", "ended", "outcome")}
         return [*found["earlier"], last]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
 
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launcher.runs.rundir import write_json
-
-DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""What reading a damaged file raises."""
+from launcher.descriptors import LARGEST, open_below, read_file, write_whole
+from launcher.runs.applied import DAMAGE
+from launcher.runs.rundir import closing_descriptor
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +53,10 @@ class NodeRecord:
     started: float
     ended: float
     """Seconds since the epoch."""
+    ranks: int = 0
+    """How many the node has; 0 where none was started."""
+    clean: tuple[tuple[int, float], ...] = ()
+    """Ranks of its last start that ended with 0, and when, in seconds since the epoch."""
 
 
 def refuse_node(host: str, node_rank: int, status: int, said: str, started: float) -> NodeRecord:
@@ -68,9 +71,9 @@ def node_path(run_path: Path, attempt: int, host: str) -> Path:
 
 def write_node(run_path: Path, attempt: int, record: NodeRecord) -> None:
     """Write a node's record, whole or not at all; raises OSError."""
-    path = node_path(run_path, attempt, record.host)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    write_json(path, {"schema": 1, **asdict(record)})
+    text = json.dumps({"schema": 1, **asdict(record)}, indent=1) + "\n"
+    with closing_descriptor(open_below(run_path, "logs", str(attempt))) as at:
+        write_whole(at, node_path(run_path, attempt, record.host).name, text.encode())
 
 
 def read_nodes(run_path: Path, attempt: int) -> list[NodeRecord]:
@@ -78,7 +81,7 @@ def read_nodes(run_path: Path, attempt: int) -> list[NodeRecord]:
     found = []
     for path in run_path.glob(f"logs/{attempt}/node-*.json"):
         try:
-            found.append(parse_node(json.loads(path.read_text(encoding="utf-8"))))
+            found.append(parse_node(json.loads(read_file(path, LARGEST).decode())))
         except DAMAGE:
             continue
     return sorted(found, key=lambda record: (record.node_rank, record.host))
@@ -87,7 +90,9 @@ def read_nodes(run_path: Path, attempt: int) -> list[NodeRecord]:
 def parse_node(data: Mapping[str, object]) -> NodeRecord:
     """Read one record; raises KeyError, TypeError or ValueError."""
     values = {name: data[name] for name in NodeRecord.__slots__}
-    failure = values["failure"]
+    failure, clean = values["failure"], values["clean"]
     if isinstance(failure, dict):
         values["failure"] = NodeFailure(**{**failure, "lines": tuple(failure["lines"])})
+    if isinstance(clean, list):
+        values["clean"] = tuple((rank, moment) for rank, moment in clean)
     return NodeRecord(**values)  # type: ignore[arg-type]  # a record that another version wrote is shown as it is

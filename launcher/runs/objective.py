@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from launcher.descriptors import read_file
 from launcher.runs.advance import find_logs, read_last
 from launcher.runs.latest import list_attempts
 from launcher.runs.rundir import RunDir
@@ -11,7 +12,7 @@ FILE = "objective.txt"
 LOSS, FROM_FILE = KINDS = ("loss", "file")
 """Where an objective comes from: the values of `objective`."""
 MOST = 1 << 16
-"""Bytes of the file that are read."""
+"""Bytes of the file at most."""
 
 
 class ObjectiveError(ValueError):
@@ -51,9 +52,7 @@ def read_loss(path: Path) -> float:
 def read_numbers(path: Path) -> float | list[float]:
     """Return the number in a file, or all of several between spaces or line ends; raises ObjectiveError."""
     try:
-        with path.open("rb") as file:
-            text = file.read(MOST).decode()
-        numbers = [float(word) for word in text.split()]
+        numbers = [float(word) for word in read_file(path, MOST).decode().split()]
     except OSError as error:
         raise ObjectiveError(
             f"{path} cannot be read ({error.strerror}): the program is to write it"

@@ -2,7 +2,10 @@
 
 import os
 from collections.abc import Mapping
+from errno import EPERM
 from pathlib import Path
+
+from launcher.descriptors import open_own
 
 START_FIELD = 22
 """Field of /proc/PID/stat with the start in clock ticks since boot (proc(5))."""
@@ -53,13 +56,52 @@ def check_process(record: Mapping[str, object]) -> bool | None:
         return None
 
 
-def open_process(record: Mapping[str, object]) -> int:
-    """Return a pidfd of a process that was identified so; raises ProcessLookupError where it is gone.
+def hold_directory(path: Path) -> None:
+    """Keep a run directory open until this process ends: by that it is known as the run's `launch`.
 
-    The check comes after the opening: from then on, the descriptor stands for this very process.
+    Raises OSError. The descriptor is not passed on to other programs.
     """
-    descriptor = os.pidfd_open(int(str(record["pid"])))
-    if check_process(record):
-        return descriptor
-    os.close(descriptor)
-    raise ProcessLookupError(f"process {record['pid']} is another one, or has ended")
+    open_own(path)
+
+
+def open_process(record: Mapping[str, object], path: Path) -> int:
+    """Return a pidfd of the `launch` of a run, whose manifest identifies it so.
+
+    Raises ProcessLookupError where it is gone, and PermissionError for a process that is another user's, or
+    is not this run's: the record alone could name any process. The checks come after the opening: from then
+    on, the descriptor stands for this very process.
+    """
+    pid = int(str(record["pid"]))
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError as error:
+        raise ProcessLookupError(f"process {pid}: {error.strerror}") from None
+    try:
+        if not check_process(record):
+            raise ProcessLookupError(f"process {pid} is another one, or has ended")
+        if Path(f"/proc/{pid}").stat().st_uid != os.geteuid():
+            raise PermissionError(EPERM, f"process {pid} is another user's")
+        if not holds_directory(pid, path):
+            raise PermissionError(EPERM, f"process {pid} is not the launch of this run")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def holds_directory(pid: int, path: Path) -> bool:
+    """Tell whether a process has a directory open, as a `launch` has that of its run; raises OSError."""
+    wanted = path.stat()
+    try:
+        with os.scandir(f"/proc/{pid}/fd") as entries:
+            return any(is_same(entry, wanted) for entry in entries)
+    except FileNotFoundError:
+        raise ProcessLookupError(f"process {pid} has ended") from None
+
+
+def is_same(entry: "os.DirEntry[str]", wanted: os.stat_result) -> bool:
+    """Tell whether a descriptor in /proc/PID/fd is open on this file."""
+    try:
+        return os.path.samestat(entry.stat(), wanted)
+    except OSError:  # closed meanwhile
+        return False

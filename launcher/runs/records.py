@@ -6,13 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.cpulist import parse_cpulist
+from launcher.descriptors import LARGEST, read_file
 from launcher.plan.model import Gpu, Memory, RankPlan, Variable
-from launcher.runs.applied import Applied, parse_applied
-
-LARGEST = 64 << 20
-"""Bytes of a file of ours at most; the plan of the largest machine has less than one MiB."""
-DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What reading a damaged file raises."""
+from launcher.runs.applied import DAMAGE, Applied, parse_applied
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +55,17 @@ def read_run(path: Path) -> RunRecords:
         host = file.name.removeprefix("plan-").removesuffix(".json")
         plans[host] = None
         try:
-            plans[host] = read_ranks(json.loads(read_file(file)))
+            plans[host] = read_ranks(json.loads(read_file(file, LARGEST).decode()))
         except DAMAGE as error:
             damaged.append(describe_damage(file, error))
     for file in sorted(path.glob("rank-*.applied.json")):
         try:
-            records.append(parse_applied(read_file(file)))
+            records.append(parse_applied(read_file(file, LARGEST).decode()))
         except DAMAGE as error:
             damaged.append(describe_damage(file, error))
     state, manifest = "", min(path.glob("manifest*.json"), default=path / "manifest.json")
     try:
-        state = str(json.loads(read_file(manifest))["outcome"]["state"])
+        state = str(json.loads(read_file(manifest, LARGEST).decode())["outcome"]["state"])
     except DAMAGE as error:
         damaged.append(describe_damage(manifest, error))
     hosts = sorted({*plans, *(record.host for record in records)} - {h for h in plans if plans[h] is None})
@@ -95,22 +91,13 @@ def gather(name: str, planned: tuple[RankPlan, ...], records: list[Applied]) -> 
     return HostRecords(name, planned, tuple(newest[rank] for rank in sorted(newest)), last)
 
 
-def read_file(path: Path) -> str:
-    """Text of a regular file of a sane size; raises OSError or ValueError."""
-    if not path.is_file():
-        raise OSError("not there" if not path.exists() else "no regular file")
-    if path.stat().st_size > LARGEST:
-        raise ValueError(f"larger than {LARGEST >> 20} MiB")
-    return path.read_text(encoding="utf-8")
-
-
 def describe_damage(path: Path, error: Exception) -> str:
     """Say which file cannot be read, and why."""
-    reason = (
-        str(error)
-        if isinstance(error, OSError | json.JSONDecodeError | UnicodeDecodeError)
-        else f"not as expected, {error!r}"
-    )
+    reason = f"not as expected, {error!r}"
+    if isinstance(error, FileNotFoundError):
+        reason = "not there"
+    elif isinstance(error, OSError | json.JSONDecodeError | UnicodeDecodeError):
+        reason = getattr(error, "strerror", None) or str(error)
     return f"{path.name} cannot be read ({reason[:200]})"
 
 

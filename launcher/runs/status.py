@@ -11,12 +11,15 @@ from launcher.runs.manifest import (
     CLOSED,
     read_job,
     read_manifest,
+    read_own_manifest,
     read_time,
     take_dict,
     take_earlier,
     take_list,
 )
 from launcher.runs.process import check_process
+from launcher.runs.room import FULL, is_full
+from launcher.runs.rundir import RunDir
 
 LIVE = ("queued", "running")
 """States of a run that is still to end."""
@@ -86,9 +89,16 @@ class RunStatus:
         return self.state in LIVE
 
 
-def read_status(path: Path) -> RunStatus:
-    """Read a run's manifest; nothing raises, and what is damaged is left out."""
-    manifest = read_manifest(path)
+def read_status(path: Path, *, own: bool = False) -> RunStatus:
+    """Read a run's manifest; nothing raises, and what is damaged is left out.
+
+    With `own`, which is for what acts upon it, one that another user may have written is `unknown`.
+    """
+    manifest, doubt = {}, "its manifest.json cannot be read"
+    try:
+        manifest = read_own_manifest(path) if own else read_manifest(path)
+    except PermissionError as error:
+        doubt = f"{error.filename}: {error.strerror}"
     outcome = take_dict(manifest, "outcome")
     word = str(outcome.get("state"))
     hosts = [str(host) for host in take_list(manifest, "hosts")]
@@ -112,7 +122,7 @@ def read_status(path: Path) -> RunStatus:
     )
     times = (read_time(manifest.get("submitted")), *(read_time(one.started) for one in status.attempts))
     since = min((time for time in (*times, read_time(status.started)) if time is not None), default=None)
-    reason = explain_outcome(outcome) if status.state != "unknown" else "its manifest.json cannot be read"
+    reason = explain_outcome(outcome) if status.state != "unknown" else doubt
     return check_local(replace(status, reason=reason, seconds=measure_time(status), known_since=since))
 
 
@@ -121,7 +131,8 @@ def check_local(status: RunStatus) -> RunStatus:
     if status.state != "running" or not status.process or check_process(status.process) is not False:
         return status
     pid, host = (status.process.get(key) for key in ("pid", "host"))
-    return mark_lost(status, f"process {pid} on {host} is gone, and left no word")
+    full = f"; {FULL}" if is_full(RunDir(Path(status.path))) else ""
+    return mark_lost(status, f"process {pid} on {host} is gone, and left no word{full}")
 
 
 def mark_lost(status: RunStatus, reason: str) -> RunStatus:
@@ -133,9 +144,12 @@ def explain_outcome(outcome: Mapping[str, object]) -> str:
     """Say why a run ended: who failed first, the cause, or the signal."""
     failure, cause = take_dict(outcome, "first_failure"), str(outcome.get("cause") or "")
     reason = str(outcome.get("reason") or "")
-    words = [reason or cause] if cause and not (failure and cause == "crash") else []
-    if failure:
-        words.append(f"rank {failure.get('rank')} on {failure.get('host')} {failure.get('reason')}")
+    is_crash = bool(failure) and cause in ("", "crash")
+    words = list(map(str, take_list(outcome, "events"))) if is_crash else []
+    words += [reason or cause] if cause and not is_crash else []
+    who = f"rank {failure.get('rank')} on {failure.get('host')}"
+    if failure and not any(f"{who} " in word for word in words):
+        words.append(f"{who} {failure.get('reason')}")
     if not words and outcome.get("signal"):
         words.append(f"by {outcome['signal']}")
     return "; ".join(words or [reason])

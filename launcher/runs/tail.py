@@ -1,13 +1,17 @@
 """A run's output as its directory has it: the ranks' lines over the attempts, or the job's own log."""
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.runs.applied import AppliedReader
+from launcher.runs.latest import find_agent_logs, find_job_logs
 from launcher.runs.logs import Follower, LineFollower, decode_line, find_tail, measure_file
-from launcher.runs.rundir import RunDir
+from launcher.runs.rundir import RunDir, list_logs
+
+RANK_LOG = re.compile(r"rank-[0-9]{1,9}\.(?:out|err)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ class RunTail:
     def __post_init__(self) -> None:
         """Look at nothing yet."""
         self.follower = LineFollower(Follower(RunDir(self.path)))
-        self.reader = AppliedReader(self.path)
+        self.reader = AppliedReader(self.path, own=False)
 
     def read_lines(self, *, final: bool = False) -> Iterator[Output]:
         """Give the new lines; `final` gives all that is left, and how a job ended that never had a rank."""
@@ -70,18 +74,14 @@ class RunTail:
         found: dict[int, list[Path]] = {}
         for folder in self.list_folders():
             if self.attempt is None or int(folder.name) >= self.attempt:
-                pattern = "rank-*" if self.rank is None else f"rank-{self.rank}.*"
-                logs = [log for log in folder.glob(pattern) if log.suffix in (".out", ".err")]
+                logs = [log for log in list_rank_logs(folder) if self.rank in (None, read_rank(log))]
                 found[int(folder.name)] = sorted(logs, key=lambda log: (read_rank(log), log.suffix != ".out"))
         with_logs = [attempt for attempt in sorted(found) if found[attempt]]
         return {attempt: found[attempt] for attempt in with_logs[-1 if self.attempt is None else 0 :]}
 
     def list_folders(self) -> list[Path]:
         """Return the attempts' folders."""
-        try:
-            return [entry for entry in (self.path / "logs").iterdir() if entry.name.isdecimal()]
-        except OSError:  # a network filesystem's hiccup
-            return []
+        return [self.path / "logs" / name for name in list_logs(self.path) if name.isdecimal()]
 
     def begin_attempt(self, attempt: int) -> Iterator[Output]:
         """Turn to another attempt; the one before it has been read to its end."""
@@ -100,8 +100,8 @@ class RunTail:
 
     def is_without_ranks(self) -> bool:
         """Tell whether the newest attempt has no rank's log: what there is to know is in the job's own."""
-        newest = max((int(folder.name) for folder in self.list_folders()), default=None)
-        return newest is None or not any((self.path / "logs" / str(newest)).glob("rank-*"))
+        newest = max(self.list_folders(), key=lambda folder: int(folder.name), default=None)
+        return newest is None or not list_rank_logs(newest)
 
     def read_own(self) -> Iterator[Output]:
         """Give the job's own log; else what torchrun's agents said."""
@@ -117,16 +117,18 @@ class RunTail:
                 yield Output(bytes(rest))
 
 
+def list_rank_logs(folder: Path) -> list[Path]:
+    """Return the logs of the ranks of an attempt."""
+    logs = [folder / name for name in list_logs(folder.parents[1], folder.name)]
+    return [log for log in logs if RANK_LOG.fullmatch(log.name)]
+
+
 def read_rank(log: Path) -> int:
-    """Return the rank whose log this is; -1 for a file that is none."""
-    number = log.stem.partition("-")[2]
-    return int(number) if number.isdecimal() else -1
+    """Return the rank whose log this is."""
+    return int(log.stem.partition("-")[2])
 
 
 def find_own_logs(path: Path) -> list[Path]:
     """Return the logs of a run's jobs, each with something in it; else those of its agents."""
-    for pattern in ("slurm-*.out", "agent-*.log"):
-        logs = [log for log in sorted(path.glob(f"logs/{pattern}")) if measure_file(log)]
-        if logs:
-            return logs
-    return []
+    jobs = [log for log in find_job_logs(path) if measure_file(log)]
+    return jobs or [log for log in find_agent_logs(path) if measure_file(log)]

@@ -18,6 +18,7 @@ from launcher.launch.slurm.options import (
 from launcher.launch.slurm.refusal import explain_refusal, is_away
 from launcher.launch.slurm.resources import check_limits, fill_in
 from launcher.runs.secrets import MASK, mask_text
+from launcher.schema import ClusterConfig
 from launcher.submit.sexagesimal import check_files
 from launcher.submit.staged import SCRIPT
 
@@ -71,7 +72,7 @@ def check_draft(draft: Draft) -> None:
     check_cluster(draft.config.cluster)
     check_choice("cluster.container.runtime", draft.config.cluster.container.runtime, RUNTIMES)
     read_nproc(draft.config.nproc_per_node)
-    check_secrets(draft.config.cluster.setup)
+    check_secrets(draft.config.cluster)
     if draft.config.machine.root != "/":
         raise UsageError(
             f"machine.root={draft.config.machine.root} is of this machine, and the job plans its own nodes:"
@@ -79,14 +80,18 @@ def check_draft(draft: Draft) -> None:
         )
 
 
-def check_secrets(setup: Sequence[str]) -> None:
+def check_secrets(cluster: ClusterConfig) -> None:
     """Raise UsageError for a secret's value, rather than an expansion, in lines that go to a file."""
-    for line in setup:
+    lines = [("cluster.setup", line) for line in cluster.setup]
+    lines += [
+        (f"cluster.additional.{name}", f"--{name}={value}") for name, value in cluster.additional.items()
+    ]
+    for key, line in lines:
         masked = mask_text(line)
         hidden = line[len(masked.partition(MASK)[0]) :].lstrip("\"'")
         if masked != line and not hidden.startswith(("$", "`")):
             raise UsageError(
-                f"cluster.setup has a secret, {masked}, which would stand in {SCRIPT}: set env.NAME=VALUE,"
+                f"{key} has a secret, {masked}, which would stand in {SCRIPT}: set env.NAME=VALUE,"
                 " which is written nowhere"
             )
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ from launcher.runs.sources import describe_sources
 from launcher.submit.asked import Asked, ask_for
 from launcher.submit.remarks import describe_jobs
 from launcher.submit.staged import Staged, stage_run
+from launcher.terminal import print_text, quote_word
 from launcher.wording import say
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - to warn of
@@ -32,14 +32,12 @@ ISOLATED = ("-I", "-P")
 """
 
 
-def submit_jobs(drafts: Sequence[Draft], argv: Sequence[str], own_files: Sequence[str]) -> int:
+def submit_jobs(drafts: Sequence[Draft], argv: Sequence[str]) -> int:
     """Submit a job, or several as one job array, and say how to go on; returns the exit code.
 
     With dry_run=true, show the script and the plan. Raises LaunchError, leaving no new run directory.
     """
     dry = any(draft.config.dry_run for draft in drafts)
-    if own_files:
-        say(f"configuration from {', '.join(own_files)}")
     # What takes a process each is asked for at the same time.
     with ThreadPoolExecutor() as pool:
         sources = None if dry else pool.submit(describe_sources, Path.cwd())
@@ -117,7 +115,7 @@ def send_script(staged: Sequence[Staged], asked: Asked, script: Script) -> str:
     try:
         return submit_script(staged[0].script, {**environ, **carry_secrets(staged)})
     except SchedulerError as error:
-        raise explain_refusal(str(error), asked.options, asked.partitions, asked.kinds) from None
+        raise explain_refusal(str(error), asked.options, asked.partitions, asked.kinds, environ) from None
 
 
 def carry_secrets(staged: Sequence[Staged]) -> dict[str, str]:
@@ -183,14 +181,14 @@ def tell_submitted(jobs: Mapping[str, Staged], job_id: str, asked: Asked) -> Non
     default = (Path.cwd() / "runs") == first.run.path.parents[1]
     run = f"{first.run.path.parent.name}/{first.run.id}" if default else str(first.run.path)
     whole = job_id if default else run
-    print_line(f"follow with  launch status {shlex.quote(whole)}")
-    print_line(f"             launch logs -f {shlex.quote(run)}")
-    print_line(f"             launch cancel {shlex.quote(whole)}")
+    print_line(f"follow with  launch status {quote_word(whole)}")
+    print_line(f"             launch logs -f {quote_word(run)}")
+    print_line(f"             launch cancel {quote_word(whole)}")
 
 
 def print_line(text: str) -> None:
     """Print a line of the answer."""
-    sys.stdout.write(f"{text}\n")
+    print_text(f"{text}\n")
 
 
 def say_warnings(warnings: Iterable[str]) -> None:

@@ -17,7 +17,9 @@ from launcher.runs.secrets import MASK, mask_words
 from launcher.schema import MachineConfig
 from launcher.submit.asked import Asked
 from launcher.suggest import suggest
+from launcher.terminal import print_text
 from launcher.wording import say
+from launcher.yamlfiles import read_yaml
 
 
 def preview_submission(drafts: Sequence[Draft], argv: Sequence[str], asked: Asked, script: Script) -> int:
@@ -30,7 +32,7 @@ def preview_submission(drafts: Sequence[Draft], argv: Sequence[str], asked: Aske
     for line in tell_secrets(requests):
         say(line)
     sys.stderr.flush()
-    sys.stdout.write(text)
+    print_text(text)
     return 0
 
 
@@ -60,9 +62,9 @@ def show_plan(draft: Draft, asked: Asked) -> None:
     if config.cluster.machine is not None:
         snapshot = find_snapshot(draft, config.cluster.machine)
     if snapshot is None:
-        sys.stderr.write(
-            "launch: each node makes its own plan: cluster.machine=NAME shows it for a shipped machine or for"
-            " a snapshot that `launch topo save=FILE` wrote on such a node\n"
+        say(
+            "each node makes its own plan: cluster.machine=NAME shows it for a shipped machine or for a"
+            " snapshot that `launch topo save=FILE` wrote on such a node"
         )
         return
     ranks = config.nproc_per_node
@@ -79,8 +81,8 @@ def find_snapshot(draft: Draft, name: str) -> str:
     sources = draft.composed.sources
     path = sources.find_file(f"machine/{name}")
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) if path else {"snapshot": name}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        tree = read_yaml(path) if path else {"snapshot": name}
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"{path} cannot be read ({error}): mend it, or name another machine") from None
     given = tree.get("snapshot") if isinstance(tree, dict) else None
     found = sources.find_beside("machine", str(given)) if given else None

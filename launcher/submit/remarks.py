@@ -33,7 +33,7 @@ def describe_job(draft: Draft) -> Iterator[str]:
     words = find_program(draft.words, draft.config, draft.environ)
     agent = "srun, a task for each rank" if draft.config.agent == "srun" else "torchrun on each node"
     yield f"Program: {shlex.join(mask_words(words))} (ranks are started by {agent}, in {Path.cwd()})"
-    yield f"Step: {shlex.join(render_any(draft))}"
+    yield f"Step: {shlex.join(mask_words(render_any(draft)))}"
     variables = (f"{name}={shlex.quote(value)}" for name, value in mask_variables(draft.config.env).items())
     yield f"Variables: those of the shell that submits, and {' '.join(variables) or 'no others'}"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from launcher.errors import UsageError
 from launcher.job import Draft
+from launcher.yamlfiles import read_text
 
 LINE = re.compile(
     r"""^\s*["']?(?P<key>[\w-]+)["']?\s*:\s+(?P<text>[0-9][0-9_]*(?::[0-5]?[0-9])+)\s*(?:\#.*)?$""",
@@ -25,7 +26,7 @@ def check_files(draft: Draft) -> None:
     values = {"nodes": draft.config.nodes, "time": cluster.time, **cluster.additional}
     suspects = {key: str(value) for key, value in values.items() if str(value).isdecimal()}
     for path in list_files(draft) if suspects else ():
-        for match in LINE.finditer(path.read_text(encoding="utf-8", errors="replace")):
+        for match in LINE.finditer(read_text(path)):
             key, text = match["key"], match["text"]
             if suspects.get(key) == str(read_sexagesimal(text)):
                 raise UsageError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.batch.request import FILE, make_request, write_request
+from launcher.descriptors import LARGEST, read_file
 from launcher.execute import prepare_run, refuse_run
 from launcher.job import Draft, name_run
 from launcher.runs.manifest import read_manifest, write_manifest
@@ -87,6 +88,6 @@ def list_missing(path: Path) -> tuple[Path, ...]:
 def read_text(path: Path) -> str | None:
     """Return a file's text; None where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8", errors="surrogateescape")
+        return read_file(path, LARGEST).decode("utf-8", "surrogateescape")
     except OSError:
         return None

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.descriptors import LARGEST, read_file
 from launcher.tune.search import UNITS, Trial
 
 FEWEST = 4
 """Measured steps below which nothing can be said."""
-DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 """What reading a damaged record raises."""
 
 
@@ -51,7 +52,7 @@ def read_records(folder: Path) -> list[Record]:
 def read_record(path: Path) -> Record:
     """Read one record; raises MeasureError."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_file(path, LARGEST).decode())
         return Record(
             rank=int(data["rank"]),
             unit=str(data["unit"]),

@@ -19,6 +19,7 @@ from launcher.runs.process import check_process, open_process
 from launcher.runs.rundir import RunDir
 from launcher.runs.status import RunStatus
 from launcher.schema import LaunchConfig
+from launcher.terminal import escape_text
 from launcher.verbs.choose import choose_named
 from launcher.verbs.standing import find_standing
 from launcher.wording import say
@@ -39,7 +40,7 @@ def cancel_runs(config: LaunchConfig, names: Sequence[str]) -> int:
     """
     if not names:
         raise UsageError("cancel which run? `launch status` lists them: launch cancel NAME/ID")
-    standing = find_standing(choose_named(config, names))
+    standing = find_standing(choose_named(config, names), own=True)
     if standing.error:
         raise standing.error
     for run in standing.runs:
@@ -66,10 +67,24 @@ def check_reach(run: RunStatus) -> None:
     if run.is_live and run.process and check_process(run.process) is None:
         host, pid = run.process.get("host"), run.process.get("pid")
         raise MachineError(f"{run.run} is process {pid} on {host}: give this command there")
+    if run.is_live and run.process:
+        with contextlib.suppress(ProcessLookupError):
+            os.close(open_launch(run))
     if run.is_live and not run.process and not run.job_id:
         raise MachineError(
             f"{run.run} has no job, and its manifest names no process: end its `launch` where it was started"
         )
+
+
+def open_launch(run: RunStatus) -> int:
+    """Return a pidfd of the `launch` that a local run hangs on.
+
+    Raises ProcessLookupError where it is gone, and MachineError where the process is no launch of this run.
+    """
+    try:
+        return open_process(run.process, Path(run.path))
+    except PermissionError as error:
+        raise MachineError(f"{run.run} is left alone: {error.strerror} ({run.path})") from None
 
 
 def ask_user(runs: Sequence[RunStatus]) -> bool:
@@ -79,9 +94,9 @@ def ask_user(runs: Sequence[RunStatus]) -> bool:
     if len(runs) == 1:
         question = f"cancel {describe_run(runs[0])}?"
     else:
-        sys.stderr.writelines(f"  {describe_run(run)}\n" for run in runs)
+        sys.stderr.writelines(f"  {escape_text(describe_run(run))}\n" for run in runs)
         question = f"cancel these {len(runs)} runs?"
-    sys.stderr.write(f"{question} [y/N] ")
+    sys.stderr.write(f"{escape_text(question)} [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
@@ -141,8 +156,8 @@ def record_end(run: RunStatus) -> None:
 def stop_process(run: RunStatus, grace: float) -> int:
     """Send a local run's `launch` SIGTERM and wait for its end; returns 1 where it is still ending."""
     try:
-        descriptor = open_process(run.process)
-    except OSError:
+        descriptor = open_launch(run)
+    except ProcessLookupError:
         say(f"{run.run} has just ended")
         return 0
     try:
@@ -150,10 +165,6 @@ def stop_process(run: RunStatus, grace: float) -> int:
         say(f"stopping {run.run}, whose ranks have {grace:.0f} s to end")
         # After the grace, launch itself goes on to SIGKILL.
         ready, _, _ = select.select([descriptor], [], [], grace + TERM_GRACE + 2 * KILL_GRACE)
-    except PermissionError:
-        raise MachineError(
-            f"{run.run} is another user's process ({run.process.get('pid')}): ask its owner"
-        ) from None
     finally:
         with contextlib.suppress(OSError):
             os.close(descriptor)

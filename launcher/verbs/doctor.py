@@ -98,7 +98,7 @@ def try_rank(rank: RankPlan, folder: str) -> Iterator[str]:
     environ = {
         **{name: value for name, value in os.environ.items() if not name.startswith("LAUNCH_")},
         "LAUNCH_PLAN": f"{folder}/plan.json",
-        "LAUNCH_RUN_DIR": folder,
+        "LAUNCH_RECORD_DIR": folder,
         "LAUNCH_QUIET": "1",
         "RANK": str(rank.local_rank),
         "LOCAL_RANK": str(rank.local_rank),

@@ -15,6 +15,7 @@ from launcher.report.stream import open_stream
 from launcher.runs.status import RunStatus, read_status
 from launcher.runs.tail import Output, RunTail
 from launcher.schema import LaunchConfig
+from launcher.terminal import escape_text, print_text
 from launcher.verbs.choose import choose_one
 from launcher.verbs.standing import find_standing, stand
 from launcher.wording import say
@@ -23,6 +24,8 @@ TICK = 0.25
 """Seconds between two looks at the logs."""
 LOOK = 1.0
 """Seconds between two looks at the manifest."""
+LONGEST_HOST = 80
+"""Characters of a host's name."""
 SETTLE = 3.0
 """Seconds that a network filesystem has to show the last lines of a job on other machines."""
 
@@ -77,7 +80,8 @@ def follow_output(path: Path, tail: RunTail) -> None:
 class OutputWriter:
     """Prints lines on stdout, those of several ranks with their origin, and our remarks on stderr.
 
-    On a terminal a line is text, of a bar its last state; elsewhere it is its bytes.
+    On a terminal a line is text, of a bar its last state, and of what acts on the terminal only colours are
+    let through; elsewhere it is its bytes.
     """
 
     rank: int | None
@@ -108,7 +112,7 @@ class OutputWriter:
     def write_text(self, line: Output) -> None:
         """Print a line for people; not the former states of a bar."""
         if not line.raw.endswith(b"\r"):
-            sys.stdout.write(f"{self.find_origin(line)}{line.text}\n")
+            print_text(f"{self.find_origin(line)}{line.text}\n", colours=True)
 
     def write_bytes(self, line: Output) -> None:
         """Print a line as it is; a newline of ours ends an unfinished one that another source's follows."""
@@ -121,7 +125,9 @@ class OutputWriter:
 
     def find_origin(self, line: Output) -> str:
         """Return what stands before a line."""
-        return "" if self.rank is not None or line.rank is None else f"[{line.host}:{line.rank}] "
+        if self.rank is not None or line.rank is None:
+            return ""
+        return f"[{escape_text(line.host, LONGEST_HOST)}:{line.rank}] "
 
 
 def describe_run(run: RunStatus) -> str:

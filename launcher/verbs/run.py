@@ -3,13 +3,17 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from launcher.command import Command
 from launcher.config import Composed, compose, resolve
+from launcher.descriptors import name_user
 from launcher.flags import Flags
 from launcher.hydra_settings import apply_settings
 from launcher.launch.cluster import pet_overrides
 from launcher.overrides import quote_value
+from launcher.terminal import print_text
+from launcher.wording import say
 
 
 def run_verb(flags: Flags, command: Command, argv: Sequence[str]) -> int:
@@ -20,14 +24,14 @@ def run_verb(flags: Flags, command: Command, argv: Sequence[str]) -> int:
     if composed.settings.verbose:
         from launcher.hydra_output import explain_composition
 
-        sys.stderr.write(explain_composition(flags))
+        print_text(explain_composition(flags), sys.stderr)
     return run_composed(composed, command, argv)
 
 
 def run_composed(composed: Composed, command: Command, argv: Sequence[str]) -> int:
     """Do what a verb asks with a configuration."""
     for doubt in composed.warnings:
-        sys.stderr.write(f"launch: warning: {doubt}\n")
+        say(f"warning: {doubt}")
     if command.verb == "run":
         return run_job(composed, command.program, argv, composed.own_files)
     if command.verb == "tune":
@@ -46,30 +50,38 @@ def run_job(
 ) -> int:
     """Run a program where the configuration says, and return the exit code; raises LaunchError."""
     from launcher.job import draft_job
+    from launcher.ownprogram import tell_program
 
     draft = draft_job(composed, words, os.environ)
+    name_files(own_files)
+    tell_program([draft], own_files)
     if draft.cluster.kind == "slurm":
         from launcher.submit.jobs import submit_jobs
 
-        return submit_jobs([draft], argv, own_files)
+        return submit_jobs([draft], argv)
     if draft.cluster.kind == "allocation":
         from launcher.batch.allocation import run_allocation
 
-        return run_allocation(draft, argv, own_files)
+        return run_allocation(draft, argv)
     from launcher.execute import execute_job, preview_job
     from launcher.job import plan_job
 
     job = plan_job(draft)
     if draft.config.dry_run:
-        name_files(own_files)
         return preview_job(draft, job)
-    return execute_job(draft, job, argv, own_files)
+    return execute_job(draft, job, argv)
 
 
 def name_files(own_files: Sequence[str]) -> None:
-    """Say which configuration is not the shipped one."""
+    """Say which configuration is not the shipped one, and whose it is where it is another user's."""
     if own_files:
-        sys.stderr.write(f"launch: configuration from {', '.join(own_files)}\n")
+        say(f"configuration from {', '.join(map(name_file, own_files))}")
+
+
+def name_file(path: str) -> str:
+    """Return a file's name, with its owner where that is neither this user nor root."""
+    owner = Path(path).stat().st_uid
+    return path if owner in (os.geteuid(), 0) else f"{path} (of {name_user(owner)})"
 
 
 def add_pet(overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:

@@ -6,7 +6,10 @@ from pathlib import Path
 
 from launcher.errors import SchedulerError
 from launcher.launch.slurm.queue import ENDED, JobState, ask_queue
+from launcher.runs.latest import find_job_logs
 from launcher.runs.manifest import read_time
+from launcher.runs.room import FULL, is_full
+from launcher.runs.rundir import RunDir
 from launcher.runs.status import RunStatus, mark_lost, read_status
 
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT")
@@ -33,9 +36,12 @@ class Standing:
     """Why SLURM could not be asked: then the runs are as their manifests have them."""
 
 
-def find_standing(paths: Sequence[Path]) -> Standing:
-    """Find out how some runs stand; SLURM is asked about those that have not ended by their manifests."""
-    runs = [read_status(path) for path in paths]
+def find_standing(paths: Sequence[Path], *, own: bool = False) -> Standing:
+    """Find out how some runs stand; SLURM is asked about those that have not ended by their manifests.
+
+    With `own`, what another user may have written is not heard: see `read_status`.
+    """
+    runs = [read_status(path, own=own) for path in paths]
     asked = [run.job_id for run in runs if run.job_id and (run.is_live or run.state == "unknown")]
     try:
         jobs = ask_queue(asked) if asked else {}
@@ -84,6 +90,7 @@ def tell_end(run: RunStatus, job: JobState) -> RunStatus:
     told = [words, "" if job.reason == "NonZeroExitCode" else job.reason]
     if job.state not in ENDINGS and job.exit_code:
         told.append(f"exit code {job.exit_code}")
+    told.append(FULL if is_full(RunDir(Path(run.path))) else "")
     reason = "; ".join(filter(None, told))
     return replace(run, state=state, reason=reason, exit_code=job.exit_code, seconds=None)
 
@@ -102,7 +109,7 @@ def is_another(run: RunStatus, job: JobState) -> bool:
 def explain_forgotten(run: RunStatus) -> str:
     """Say what it means that SLURM no longer knows a job whose end nobody has written down."""
     if run.state == "queued" and not run.attempts:
-        if any(Path(run.path).glob("logs/slurm-*.out")):
+        if find_job_logs(Path(run.path)):
             return f"job {run.job_id} ended before it came to the program (cluster.setup?): see launch logs"
         return f"SLURM no longer knows job {run.job_id}, which never began: it was cancelled in the queue"
     return f"SLURM no longer knows job {run.job_id}, and how it ended was not written down"

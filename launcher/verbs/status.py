@@ -13,8 +13,10 @@ from launcher.launch.slurm.waiting import explain_reason
 from launcher.runs.find import list_runs
 from launcher.runs.status import RunStatus, add_progress, read_status
 from launcher.schema import LaunchConfig
+from launcher.terminal import print_text
 from launcher.verbs.choose import choose_named
 from launcher.verbs.standing import WAITING, Standing, find_standing
+from launcher.wording import say
 
 SCHEMA = 1
 """Version of the JSON form."""
@@ -47,7 +49,7 @@ def print_runs(config: LaunchConfig, runs: Sequence[RunStatus], *, detailed: boo
 
     console = make_console(stderr=False)
     if not runs:
-        sys.stdout.write(f"no run below runs_dir={config.runs_dir} yet\n")
+        print_text(f"no run below runs_dir={config.runs_dir} yet\n")
         return
     runs = [replace(run, nodelist=shorten_nodes(run.nodelist)) for run in runs]
     print_table(console, runs)
@@ -72,6 +74,4 @@ def choose_newest(runs_dir: Path) -> list[Path]:
 def warn(standing: Standing) -> None:
     """Say that SLURM could not be asked."""
     if standing.error:
-        sys.stderr.write(
-            f"launch: warning: {standing.error}: the runs' states are as they were written down\n"
-        )
+        say(f"warning: {standing.error}: the runs' states are as they were written down")

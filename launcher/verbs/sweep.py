@@ -14,10 +14,12 @@ from launcher.hydra_settings import apply_settings
 from launcher.job import draft_job
 from launcher.launch.cluster import choose_cluster
 from launcher.launch.signals import STOPPING
-from launcher.multirun import Multirun, expand_sweep, read_multirun
+from launcher.multirun import Multirun, expand_sweep, read_multirun, resolve_sweeper
+from launcher.ownprogram import list_targets, tell_program
 from launcher.runs.manifest import CLOSED, read_manifest, take_dict
 from launcher.runs.secrets import mask_words
-from launcher.verbs.run import add_pet, run_composed
+from launcher.terminal import print_text
+from launcher.verbs.run import add_pet, name_files, run_composed
 from launcher.wording import say
 
 
@@ -28,7 +30,7 @@ def run_sweep(flags: Flags, command: Command, argv: Sequence[str]) -> int:
         return run_plugin(multirun, command, argv)
     jobs = expand_sweep(multirun)
     if multirun.settings.verbose:
-        sys.stderr.write(explain_composition(flags.with_overrides(jobs[0])))
+        print_text(explain_composition(flags.with_overrides(jobs[0])), sys.stderr)
     # A mistake in the last job shows before the first runs.
     composed = [compose(multirun.sources, overrides, number) for number, overrides in enumerate(jobs)]
     folder = multirun.settings.sweep_dir
@@ -58,7 +60,10 @@ def submit_all(composed: Sequence[Composed], command: Command, argv: Sequence[st
     from launcher.submit.jobs import submit_jobs
 
     drafts = [draft_job(each, command.program, os.environ) for each in composed]
-    return submit_jobs(drafts, argv, composed[0].own_files)
+    own_files = list(dict.fromkeys(name for each in composed for name in each.own_files))
+    name_files(own_files)
+    tell_program(drafts, own_files)
+    return submit_jobs(drafts, argv)
 
 
 def run_plugin(multirun: Multirun, command: Command, argv: Sequence[str]) -> int:
@@ -70,7 +75,17 @@ def run_plugin(multirun: Multirun, command: Command, argv: Sequence[str]) -> int
         raise UsageError(f"{what}: leave it out for `launch {command.verb}`")
     if multirun.tree is not None and multirun.tree.dry_run:
         raise UsageError(f"{what}, and dry_run=true starts none: leave one of them out")
+    name_sweeper(multirun)
     return run_trials(multirun, lambda batch: run_batch(batch, command, argv))
+
+
+def name_sweeper(multirun: Multirun) -> None:
+    """Say which files the sweep is from, and what these may have Hydra call; raises UsageError."""
+    own_files, node = resolve_sweeper(multirun)
+    name_files(own_files)
+    targets = list(list_targets(node, "hydra.sweeper"))
+    if own_files and targets:
+        say(f"hydra/sweeper={multirun.settings.sweeper} calls {'; '.join(targets)}")
 
 
 def run_batch(batch: Sequence[Composed], command: Command, argv: Sequence[str]) -> Iterator[int]:

@@ -18,6 +18,7 @@ from launcher.plan.model import Machine
 from launcher.plan.topology import gather_cores, split_classes
 from launcher.save import check_snapshot, check_target, write_file
 from launcher.schema import LaunchConfig
+from launcher.wording import say
 
 IMAGES = (".svg", ".png")
 SIMPLE = re.compile(r"[\w./ -]+")
@@ -65,12 +66,7 @@ def save(machine: Machine, name: str) -> None:
     if name.isprintable() and Path(name).is_file():
         value = name if SIMPLE.fullmatch(name) else quote_value(name)
         use = f"; plan for it anywhere: {shlex.join(['launch', 'plan', f'machine.snapshot={value}'])}"
-    sys.stderr.write(f"launch: the machine is saved in {show_name(name)}{use}\n")
-
-
-def show_name(name: str) -> str:
-    """A file's name on one line."""
-    return name if name.isprintable() else repr(name)
+    say(f"the machine is saved in {name}{use}")
 
 
 def check_apart(image: str, save: str | None) -> None:
@@ -100,8 +96,8 @@ def draw(config: LaunchConfig, environ: Mapping[str, str], name: str, ending: st
     picture = lay_out(plan, number_classes(plan.machine), subtitle, measure_text)
     write_file("image", name, render_svg(picture) if ending == ".svg" else render_png(picture))
     for warning in plan.warnings:
-        sys.stderr.write(f"launch: warning: {warning}\n")
-    sys.stderr.write(f"launch: the machine is drawn in {show_name(name)}, with the ranks on it\n")
+        say(f"warning: {warning}")
+    say(f"the machine is drawn in {name}, with the ranks on it")
     return plan.machine
 
 

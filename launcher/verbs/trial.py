@@ -14,10 +14,11 @@ from launcher.conclude import Ending, explain_failure, judge_outcome, record_end
 from launcher.errors import MachineError
 from launcher.execute import AGENT_LINES, prepare_run, write_plan
 from launcher.job import Draft, build_environ, plan_job, render_agent
-from launcher.launch.agent import start_agent
+from launcher.launch.agent import check_open_files, start_agent
 from launcher.launch.processes import RankProcess
 from launcher.launch.supervise import Supervisor
 from launcher.runs.logs import read_tail
+from launcher.runs.secrets import mask_words
 from launcher.schema import LaunchConfig
 from launcher.tune.records import MeasureError, judge_trial, read_records
 from launcher.tune.search import Trial
@@ -65,7 +66,7 @@ class Watcher:
         """Keep a line for people: they see it if the trial fails."""
         self.said.append(text)
 
-    def note_stop(self, number: int) -> None:
+    def note_stop(self, number: int, *, by_head: bool) -> None:
         """Nothing to do: the trial is over anyway."""
 
     def may_reap(self) -> bool:
@@ -128,13 +129,14 @@ def run_trial(
 def open_trial(trial: Draft, argv: Sequence[str]) -> Attendant:
     """Plan a trial, make its run directory, and return who looks after it; raises as any job does."""
     job = plan_job(trial)
+    check_open_files()
     run, manifest = prepare_run(trial, argv, [job.host])
     settled = trial.settle(run.path)
     settled.torchrun.max_restarts = 0
     job = job.settle(settled)
     write_plan(run, job, trial.config)
     (run.path / RECORDS).mkdir(mode=0o700)
-    return attend_job(job, run, manifest, ())
+    return attend_job(job, run, manifest)
 
 
 def check_ending(watcher: Watcher, ending: Ending, config: LaunchConfig) -> None:
@@ -150,9 +152,9 @@ def check_ending(watcher: Watcher, ending: Ending, config: LaunchConfig) -> None
 
 
 def describe_program(draft: Draft) -> str:
-    """Return the program's words for people, as they are typed."""
+    """Return the program's words for people and files, as they are typed, secrets masked."""
     import shlex
 
     if draft.words is None:
         return f"program={draft.composed.choices.get('program', '')}"
-    return shlex.join(draft.words).replace(f"{os.path.expanduser('~')}/", "~/")  # noqa: PTH111
+    return shlex.join(mask_words(draft.words)).replace(f"{os.path.expanduser('~')}/", "~/")  # noqa: PTH111

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,10 +13,12 @@ from launcher.command import SUBJECTS
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.execute import prepare_run
 from launcher.job import Draft, name_run, plan_job, render_agent
+from launcher.ownprogram import tell_program
 from launcher.report.console import make_console
 from launcher.report.tuning import announce_trial, describe_trial, print_trials
 from launcher.runs.manifest import stamp_time, write_manifest
 from launcher.runs.rundir import RunDir, write_json
+from launcher.terminal import join_words, print_text
 from launcher.tune.records import MeasureError, MismatchError
 from launcher.tune.search import Trial, choose_best, choose_next, price_all
 from launcher.verbs.room import find_most
@@ -102,6 +103,7 @@ def tune_program(
     run, manifest = prepare_run(named, argv, [job.host])
     if own_files:
         say(f"configuration from {', '.join(own_files)}")
+    tell_program([draft], own_files)
     where = f"{count_things(len(job.plan.ranks), 'rank')} of {job.host}"
     say(f"{describe_program(draft)} on {where}, with 0 to {most} workers each ({why})")
     say(f"run directory {run.path}")
@@ -120,9 +122,9 @@ def preview_search(draft: Draft, most: int, why: str, target: str) -> int:
     words = render_agent(plan_job(first).settle(draft.settle(folder)), "RUN_ID")
     variables = [f"{name}={first.environ[name]}" for name in OURS]
     steps = draft.config.tune.steps
-    sys.stdout.write(
+    print_text(
         f"would try 0 workers, then up to {most} ({why}) until it is clear, each for {steps} steps at most\n"
-        f"would write {target}\n{shlex.join(['env', *variables, *words])}\n"
+        f"would write {target}\n{join_words(['env', *variables, *words])}\n"
     )
     return 0
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from launcher.descriptors import open_file
 from launcher.errors import UsageError
 from launcher.report.tuning import tabulate
 from launcher.save import check_target, explain, write_file
@@ -38,11 +39,11 @@ def check_override(name: str | None, *, replaces: bool) -> str:
 def is_ours(path: Path) -> bool:
     """Tell whether a file is an earlier choice, or empty."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with os.fdopen(open_file(path, follow=True), "rb") as file:
             first = file.read(len(MARK))
-    except (OSError, UnicodeDecodeError):
+    except OSError:
         return False
-    return first in ("", MARK)
+    return first in (b"", MARK.encode())
 
 
 def render_override(

@@ -1,6 +1,8 @@
 """An attempt's manifest and verdict, where there is no SLURM to ask; tests/slurm has the same with one."""
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,14 @@ from launcher.runs.manifest import describe_start, write_manifest
 from launcher.runs.nodes import NodeFailure, NodeRecord
 from launcher.runs.progress import Progress
 from launcher.runs.rundir import RunDir, open_run_dir
-from launcher.schema import ClusterConfig, LaunchConfig, RequeueConfig
+from launcher.schema import ClusterConfig, LaunchConfig, ProgressConfig, RequeueConfig
 
 NOWHERE = {"PATH": "/nonexistent", "SLURM_JOB_ID": "7"}
 """A job's environment in which no command of SLURM's is found."""
 HOSTS = ("n0", "n1")
 
 
-def make_request(nodes: tuple[int, int] = (2, 2), **policy: int) -> JobRequest:
+def make_request(nodes: tuple[int, int] = (2, 2), **policy: Any) -> JobRequest:
     config = LaunchConfig(cluster=ClusterConfig(requeue=RequeueConfig(**policy)))
     return JobRequest(config, {}, ("program",), ("launch", "x"), "/somewhere", *nodes)
 
@@ -381,6 +383,43 @@ def test_the_progress_that_is_read(tmp_path: Path) -> None:
     assert measure_advance(RunDir(tmp_path, 2)).finished is True
 
 
+def test_checkpoints_elsewhere_count_from_the_submission_on(tmp_path: Path) -> None:
+    run = open_run_dir(tmp_path / "run", None)
+    (run.path / "config.yaml").write_text("")
+    places = LaunchConfig(progress=ProgressConfig([f"{tmp_path}/ckpt/step-*", "own/**/*.pt"]))
+    request = JobRequest(places, {}, None, (), str(tmp_path), 1, 1)
+    patterns = request.progress_patterns
+    assert measure_advance(run, patterns) == Advance((), None)
+    now = (run.path / "config.yaml").stat().st_mtime
+    shards = [tmp_path / "ckpt/step-1/rank0.pt", tmp_path / "ckpt/step-2/rank0.pt", tmp_path / "own/a/b/c.pt"]
+    for at, shard in enumerate(shards):
+        shard.parent.mkdir(parents=True)
+        shard.touch()
+        for path in (shard, shard.parent):
+            os.utime(path, (now - 5 + at * 10,) * 2)
+    assert measure_advance(run, patterns).newest == now + 15
+    assert measure_advance(run, patterns[:1]).newest == now + 5
+    shards[1].unlink()
+    os.utime(shards[1].parent, (now - 5,) * 2)
+    assert measure_advance(run, patterns[:1]).newest is None
+    assert measure_advance(run).newest is None
+
+
+def test_attempts_are_judged_by_checkpoints_elsewhere(tmp_path: Path) -> None:
+    """An attempt whose head left no word is judged by its successor."""
+    request = replace(make_request(), directory=str(tmp_path))
+    request.config.progress.paths = ["ckpt/*"]
+    (tmp_path / "ckpt").mkdir()
+    run = submit_run(tmp_path / "run")
+    attempt = begin(run.path, request)
+    (tmp_path / "ckpt/step-1").touch()
+    assert attempt.measure()[1] is True
+    leave_running(run.path)
+    begin(run.path, request, SLURM_RESTART_COUNT="1")
+    (before,) = read(run.path)["earlier"]
+    assert before["outcome"]["checkpoint"] == (tmp_path / "ckpt/step-1").stat().st_mtime
+
+
 @pytest.mark.parametrize(
     ("environ", "name"),
     [
@@ -447,9 +486,9 @@ def test_a_requeue_whose_answer_was_lost(tmp_path: Path, restarts: int, state: s
     """A busy slurmctld does it, and answers to the next try alone, with a complaint."""
     asked = tmp_path / "asked"
     write_fake(tmp_path, "scontrol", f": > {asked}; echo 'Unexpected message received for job 7' >&2; exit 1")
-    after = f"echo 'COMPLETING|{restarts}|N/A|N/A|None|'"
+    after = f"echo 'COMPLETING|{restarts}|N/A|N/A|1:00|None|'"
     write_fake(
-        tmp_path, "squeue", f"if [ -e {asked} ]; then {after}; else echo 'RUNNING|0|N/A|N/A|None|'; fi"
+        tmp_path, "squeue", f"if [ -e {asked} ]; then {after}; else echo 'RUNNING|0|N/A|N/A|1:00|None|'; fi"
     )
     submit_run(tmp_path / "run")
     attempt = begin(tmp_path / "run", make_request(crash=1), PATH=str(tmp_path))

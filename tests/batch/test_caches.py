@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from launcher.batch.caches import CACHES, open_caches
+from launcher.batch.caches import CACHES, OWN, open_caches, remove_left
 from launcher.batch.request import JobRequest, write_request
 from launcher.config import compose
 from launcher.job import draft_job
 from launcher.plan.model import Request
 from launcher.plan.planner import plan
+from launcher.runs.nodes import read_nodes
 from launcher.runs.records import read_run
 from launcher.sources import find_sources
 from tests.conftest import clean_environ
@@ -44,7 +45,7 @@ def test_a_private_folder_on_the_first_disk_that_will_do(tmp_path: Path, names: 
         Path(place).mkdir()
     with open_caches({**places, "SLURM_JOB_ID": "47"}) as folder:
         assert Path(folder).parent == tmp_path / names[0]
-        assert Path(folder).name.startswith("launch-47-")
+        assert Path(folder).name.startswith(f"{OWN}47-")
         assert Path(folder).stat().st_mode & 0o777 == 0o700
         (Path(folder) / "triton").mkdir()
     assert not list(tmp_path.glob("*/*"))
@@ -132,7 +133,7 @@ def test_the_ranks_of_a_node_share_a_folder_that_is_gone_at_the_end(tmp_path: Pa
     triton, inductor, mode = read_shown(tmp_path, 0)
     assert read_shown(tmp_path, 1) == [triton, inductor, mode]
     assert Path(triton).is_relative_to(tmp_path / "tmp") and mode == "0o700"
-    assert not list((tmp_path / "tmp").glob("launch-*"))
+    assert not list((tmp_path / "tmp").glob("*launch-*"))
     (host,) = read_run(tmp_path / "run").hosts
     assert ("TRITON_CACHE_DIR", triton, "plan") in [
         (each.name, each.value, each.source) for each in host.planned[1].variables
@@ -145,7 +146,75 @@ def test_a_job_that_is_stopped_leaves_none(tmp_path: Path) -> None:
         while not all(log.exists() and log.read_text() for log in logs):
             assert task.poll() is None
             time.sleep(0.05)
-        assert list((tmp_path / "tmp").glob("launch-47-*/triton/*"))
+        assert list((tmp_path / "tmp").glob(f"{OWN}47-*/triton/*"))
         task.send_signal(signal.SIGTERM)
-        task.wait(60)
-    assert not list((tmp_path / "tmp").glob("launch-*"))
+        assert task.wait(60) == 0, "the ranks end with 0, and that is a success"
+    (record,) = read_nodes(tmp_path / "run", 0)
+    assert (record.state, record.exit_code, record.signal) == ("succeeded", 0, "SIGTERM")
+    assert [rank for rank, _ in sorted(record.clean)] == [0, 1]
+    assert not list((tmp_path / "tmp").glob("*launch-*"))
+
+
+HOLD = """
+import os, sys
+from launcher.batch.caches import open_caches
+with open_caches({"TMPDIR": sys.argv[1], "SLURM_JOB_ID": "46"}) as folder:
+    os.mkdir(folder + "/triton")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def hold_caches(place: Path) -> Iterator["tuple[subprocess.Popen[str], Path]"]:
+    """A process that has a folder open, until it is killed or its stdin ends."""
+    words = [sys.executable, "-c", HOLD, str(place)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, env=clean_environ(), stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout
+        yield process, Path(process.stdout.readline().strip())
+
+
+def test_what_a_killed_task_has_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    with hold_caches(tmp_path) as (killed, left), hold_caches(tmp_path) as (_, kept):
+        assert left != kept and left.parent == kept.parent == tmp_path
+        killed.kill()
+        killed.wait()
+        assert (left / "triton").is_dir()
+        with open_caches({"TMPDIR": str(tmp_path)}) as own:
+            assert {*tmp_path.iterdir()} == {kept, Path(own)}
+        assert (kept / "triton").is_dir()
+    assert not list(tmp_path.iterdir())
+
+
+def test_they_are_removed_by_a_command_too(tmp_path: Path) -> None:
+    with hold_caches(tmp_path) as (killed, left):
+        killed.kill()
+        killed.wait()
+        environ = {**clean_environ(), "TMPDIR": str(tmp_path)}
+        subprocess.run([sys.executable, "-m", "launcher.batch.caches"], env=environ, check=True)
+        assert not left.exists()
+
+
+def test_what_is_not_a_jobs_own_folder_stays(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").touch()
+    (tmp_path / f"{OWN}1-linked00").symlink_to(elsewhere)
+    (tmp_path / f"{OWN}1-file0000").touch()
+    (tmp_path / "launch-1-of-another-version").mkdir()
+    (tmp_path / f".{OWN}1-being00").mkdir()
+    before = {*tmp_path.iterdir()}
+    remove_left(str(tmp_path))
+    remove_left(str(tmp_path / "none"))
+    assert {*tmp_path.iterdir()} == before and (elsewhere / "precious").exists()
+
+
+def test_another_users_folder_stays(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("giving a folder away needs root")
+    theirs = tmp_path / f"{OWN}1-theirs00"
+    theirs.mkdir()
+    os.chown(theirs, 12345, 12345)
+    remove_left(str(tmp_path))
+    assert theirs.is_dir()

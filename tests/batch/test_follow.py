@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import time
 from collections.abc import Sequence
 from datetime import datetime
@@ -113,6 +114,35 @@ def test_a_change_is_told_once(job: FollowedJob) -> None:
     assert job.note_answer(answer(make_state("RUNNING"))) == "job 12 is running on n[0-1]"
     assert job.note_answer(answer(make_state("RUNNING"))) == ""
     assert job.note_answer(answer(make_state("COMPLETING"))) == ""
+
+
+@pytest.mark.parametrize(
+    ("restarts", "told"),
+    [
+        (0, "job 12 ended before it ran: CANCELLED"),
+        (1, "job 12 ended in the queue, after 1 attempt: CANCELLED"),
+        (2, "job 12 ended in the queue, after 2 attempts: CANCELLED"),
+    ],
+)
+def test_a_job_that_is_cancelled_in_the_queue(job: FollowedJob, restarts: int, told: str) -> None:
+    job.note_answer(answer(make_state("PENDING", "BeginTime", restarts=restarts)))
+    job.note_answer(answer(make_state("CANCELLED", nodelist="", restarts=restarts)))
+    assert job.judge_end() == told
+    assert job.status == 1
+
+
+def test_a_job_whose_end_accounting_alone_remembers_has_run_if_that_was_seen(job: FollowedJob) -> None:
+    job.note_answer(answer(make_state("RUNNING")))
+    job.note_answer(answer(make_state("CANCELLED", nodelist="", restarts=None)))
+    assert job.judge_end() == "job 12 ended in the queue, after 1 attempt: CANCELLED"
+
+
+def test_a_run_directory_that_is_gone_is_told_of(job: FollowedJob) -> None:
+    job.note_answer(answer(make_state("RUNNING")))
+    shutil.rmtree(job.run_path)
+    job.note_answer(answer(make_state("COMPLETED")))
+    told = f"job 12 ended: COMPLETED; the run directory was removed during the run ({job.run_path})"
+    assert job.judge_state() == told and job.status == 0
 
 
 def test_a_requeue_is_told_with_its_cause(job: FollowedJob) -> None:

@@ -74,7 +74,7 @@ def test_the_outcome_of_a_crash() -> None:
     }
     assert outcome == {
         **{"state": "failed", "cause": "crash", "exit_code": 137, "signal": None, "reason": "not again"},
-        **{"lost": [], "attempts": 7, "step": 7, "checkpoint": 8.0},
+        **{"events": [], "lost": [], "attempts": 7, "step": 7, "checkpoint": 8.0},
     }
 
 

@@ -10,7 +10,7 @@ from launcher.batch.ranks.step import Told
 from launcher.launch.slurm.rendezvous import PORT_TAKEN
 from launcher.rank import tasks
 from launcher.runs.nodes import NodeRecord, read_nodes
-from launcher.runs.rundir import RunDir, prepare_folders
+from launcher.runs.rundir import RunDir, open_run_dir
 
 NOISE = "srun: cluster configuration lacks support for cpu binding"
 REFUSED = "srun: error: Unable to create step for job 7: Requested node configuration is not available"
@@ -18,7 +18,7 @@ REFUSED = "srun: error: Unable to create step for job 7: Requested node configur
 
 def make_run(tmp_path: Path, silent: dict[int, float]) -> RunDir:
     """A run whose ranks last wrote to their logs at these times."""
-    run = RunDir(prepare_folders(tmp_path))
+    run = open_run_dir(tmp_path, 0)
     for rank, moment in silent.items():
         for ending in ("out", "err"):
             log = run.rank_log(rank, 0, ending)
@@ -118,7 +118,7 @@ def test_an_option_that_srun_does_not_know_is_named(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_no_failure_of_a_rank(tmp_path: Path) -> None:
     assert tasks.PORT_TAKEN == PORT_TAKEN
     lines = [f"srun: error: a: task 0: Exited with exit code {PORT_TAKEN}"]
-    run = RunDir(prepare_folders(tmp_path))
+    run = open_run_dir(tmp_path, 0)
     (run.path / "logs/0").mkdir()
     first, second = record(run, lines, 143)
     assert (first.exit_code, first.failure, second.state) == (PORT_TAKEN, None, "stopped")

@@ -1,5 +1,6 @@
 """The policy: why an attempt ended, whether the job is requeued, and when ranks are stopped, as tables."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.launch.slurm.requeue import (
+    LIMITED,
     WORDS,
     Facts,
     JobWord,
@@ -22,7 +24,8 @@ from launcher.launch.slurm.requeue import (
 RUNNING = JobWord("RUNNING", "", 0, 1000.0, preempted=False)
 ENDING = replace(RUNNING, state="COMPLETING")
 PLAIN = Facts(succeeded=False, finished=None, failed=False, lost=False, asked=False, near_limit=False)
-POLICY = Policy({"preempted": 100, "timeout": 100, "node_failure": 10, "crash": 0}, 3, 200)
+ALLOWED = {"preempted": 100, "timeout": 100, "node_failure": 10, "stopped": 10, "requested": 100, "crash": 0}
+POLICY = Policy(ALLOWED, 3, 200)
 
 
 @pytest.mark.parametrize(
@@ -57,17 +60,31 @@ def test_what_slurm_does_to_the_job(word: JobWord | None, restarts: int, kill: s
         ({"succeeded": True}, "", None),
         ({"succeeded": True, "finished": False}, "", None),
         ({"succeeded": True, "asked": True}, "", None),
-        ({"succeeded": True, "near_limit": True}, "", "timeout"),
-        ({"succeeded": True, "near_limit": True, "finished": False}, "", "timeout"),
+        # All ranks ended with 0: a success, whatever else there is.
+        ({"succeeded": True, "near_limit": True}, "", None),
+        ({"succeeded": True, "near_limit": True, "finished": False}, "", None),
         ({"succeeded": True, "near_limit": True, "finished": True}, "", None),
+        ({"succeeded": True, "outside": True, "requested": True}, "", None),
         ({"succeeded": True, "finished": True}, "timeout", None),
-        ({"succeeded": True}, "timeout", "timeout"),
+        ({"succeeded": True, "finished": False}, "timeout", None),
+        ({"succeeded": True, "finished": False}, "preempted", None),
+        # But a user who cancels a job in the middle has not let it finish.
+        ({"succeeded": True, "finished": True}, "cancelled", None),
         ({"succeeded": True}, "cancelled", "cancelled"),
-        # SLURM starts it again in any case.
-        ({"succeeded": True, "finished": True}, "requeued", "preempted"),
-        ({}, "requeued", "preempted"),
+        ({"succeeded": True, "asked": True, "ended": True}, "", "cancelled"),
+        ({"succeeded": True, "asked": True, "ended": True, "finished": True}, "", None),
+        ({"succeeded": True, "asked": True, "ended": True}, "timeout", None),
+        ({"succeeded": True, "finished": False}, "cancelled", "cancelled"),
+        # SLURM starts it again in any case; what has ended with 0 is not run again, if nobody asked for that.
+        ({"succeeded": True, "finished": True}, "requeued", None),
+        ({"succeeded": True}, "requeued", "requeued"),
+        ({"succeeded": True, "preempted": True}, "requeued", None),
+        ({"succeeded": True, "preempted": True, "finished": False}, "requeued", None),
+        ({"succeeded": True, "preempted": True, "lost": True}, "requeued", "node_failure"),
+        ({}, "requeued", "requeued"),
+        ({"preempted": True}, "requeued", "preempted"),
         ({"lost": True}, "requeued", "node_failure"),
-        ({"failed": True}, "requeued", "preempted"),
+        ({"failed": True}, "requeued", "requeued"),
         ({}, "preempted", "preempted"),
         ({"failed": True, "lost": True}, "timeout", "timeout"),
         ({"failed": True}, "cancelled", "cancelled"),
@@ -79,7 +96,16 @@ def test_what_slurm_does_to_the_job(word: JobWord | None, restarts: int, kill: s
         ({"near_limit": True}, "", "timeout"),
         ({"near_limit": True, "asked": True}, "", "timeout"),
         ({"asked": True}, "", "cancelled"),
+        ({"ended": True}, "", "cancelled"),
         ({"lost": True, "asked": True}, "", "node_failure"),
+        ({"outside": True}, "", "stopped"),
+        ({"outside": True, "failed": True, "requested": True}, "", "stopped"),
+        ({"outside": True, "lost": True}, "", "node_failure"),
+        ({"outside": True}, "timeout", "timeout"),
+        ({"requested": True, "failed": True}, "", "requested"),
+        ({"requested": True, "failed": True, "near_limit": True}, "", "timeout"),
+        ({"requested": True, "failed": True, "lost": True}, "", "node_failure"),
+        ({"requested": True, "failed": True}, "cancelled", "cancelled"),
     ],
 )
 def test_the_class_of_an_end(changes: dict[str, bool], kill: str, cause: str | None) -> None:
@@ -114,6 +140,32 @@ IDLE = Past("timeout", OFF)
             ("node_failure", "node failure: requeued (attempt 20 of at most 200)"),
         ),
         ("timeout", [IDLE], OFF, True, ("timeout", None)),
+        ("stopped", [], ON, True, ("stopped", "stopped from outside: requeued (attempt 2 of at most 200)")),
+        (
+            "stopped",
+            [Past("stopped", ON)] * 10,
+            ON,
+            False,
+            ("stopped", "stopped from outside: not requeued after 10 of them (cluster.requeue.stopped=10)"),
+        ),
+        (
+            "requested",
+            [],
+            ON,
+            True,
+            ("requested", "the program asks for another start: requeued (attempt 2 of at most 200)"),
+        ),
+        ("requested", [Past("requested", OFF)] * 2, OFF, False, ("no_progress", None)),
+        ("requeued", [], OFF, True, ("requeued", "requeued from outside (attempt 2 of at most 200)")),
+        ("requeued", [Past("requeued", OFF)] * 150, OFF, True, ("requeued", None)),
+        (
+            "requeued",
+            [Past("requeued", ON)] * 199,
+            ON,
+            False,
+            ("limit", "requeued from outside: not requeued (cluster.requeue.limit=200)"),
+        ),
+        ("timeout", [IDLE, Past("requeued", OFF), IDLE], OFF, False, ("no_progress", None)),
         (
             "timeout",
             [IDLE] * 2,
@@ -167,7 +219,7 @@ def test_progress_is_not_looked_at_where_that_is_said() -> None:
     ),
     st.builds(
         Policy,
-        st.fixed_dictionaries({name: st.integers(-1, 5) for name in sorted(WORDS) if name != "cancelled"}),
+        st.fixed_dictionaries({name: st.integers(-1, 5) for name in LIMITED}),
         st.integers(-1, 4),
         st.integers(-1, 10),
     ),
@@ -191,7 +243,8 @@ def test_no_policy_requeues_for_ever(ends: list[Past], policy: Policy) -> None:
         (820.0, 1000.0, True),  # a minute early, as SLURM may be
         (700.0, 1000.0, False),  # a user's own
         (1100.0, 1000.0, True),
-        (0.0, None, True),
+        (0.0, None, True),  # SLURM does not tell
+        (0.0, math.inf, False),  # there is no limit: a user's own
     ],
 )
 def test_whose_checkpoint_signal_it_is(now: float, end_time: float | None, near: bool) -> None:
@@ -207,6 +260,7 @@ def test_whose_checkpoint_signal_it_is(now: float, end_time: float | None, near:
         (880.0, None, 120, 30, 955.0),
         (100.0, 1000.0, 120, 30, None),  # a user's own
         (1010.0, 1000.0, 120, 30, 1010.0),  # past the limit: at once
+        (100.0, math.inf, 120, 30, None),
     ],
 )
 def test_when_the_ranks_are_stopped(

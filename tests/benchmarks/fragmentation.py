@@ -1,14 +1,13 @@
 """GPU memory under sequences of varying length: what is reserved, and the largest batch that fits."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.probe.machine import probe
-from tests.conftest import clean_environ
+from tests.benchmarks.measure import run_quietly
 
 PROGRAM = Path(__file__).with_name("fragmentation_program.py")
 ALLOCATORS = ("default", "expandable")
@@ -64,13 +63,12 @@ def find_largest(fits: Callable[[int], bool]) -> int:
 
 
 def fill(folder: Path, allocator: str, batch: int, *words: str) -> Fill:
-    """Run the program once, in a process of its own; raises CalledProcessError."""
+    """Run the program once, in a process of its own; raises RuntimeError where it fails."""
     report = folder / "fill.json"
     report.unlink(missing_ok=True)
     launch = [sys.executable, "-m", "launcher", "nproc_per_node=1", f"allocator={allocator}", "--"]
     command = [*launch, str(PROGRAM), f"--batch={batch}", *words, str(report)]
-    quiet = subprocess.DEVNULL
-    subprocess.run(command, cwd=folder, env=clean_environ(), check=True, stdout=quiet, stderr=quiet)
+    run_quietly(command, folder)
     return Fill(**json.loads(report.read_text()))
 
 

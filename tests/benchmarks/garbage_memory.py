@@ -2,13 +2,12 @@
 
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.conftest import clean_environ
+from tests.benchmarks.measure import run_quietly
 
 PROGRAM = Path(__file__).with_name("garbage_memory_program.py")
 PROGRAMS: Mapping[str, tuple[str, ...]] = {
@@ -37,6 +36,10 @@ class Run:
     """Highest resident memory."""
     median_ms: float
     """Of a step after the warm-up."""
+    allocated_mb: float = 0.0
+    """The most that tensors had of the GPU; 0 without one."""
+    reserved_mb: float = 0.0
+    """The most that the allocator held for them."""
 
 
 def bench_garbage_memory(folder: Path, rounds: int) -> None:
@@ -50,10 +53,9 @@ def bench_garbage_memory(folder: Path, rounds: int) -> None:
 
 
 def run_program(folder: Path, command: Sequence[str], words: Sequence[str]) -> Run:
-    """Run the program once; raises CalledProcessError."""
-    report, quiet = folder / "garbage.json", subprocess.DEVNULL
-    whole = [sys.executable, *command, str(PROGRAM), *words, str(report)]
-    subprocess.run(whole, cwd=folder, env=clean_environ(), check=True, stdout=quiet, stderr=quiet)
+    """Run the program once; raises RuntimeError where it fails."""
+    report = folder / "garbage.json"
+    run_quietly([sys.executable, *command, str(PROGRAM), *words, str(report)], folder)
     return Run(**json.loads(report.read_text()))
 
 

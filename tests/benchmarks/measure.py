@@ -5,6 +5,9 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from tests.conftest import clean_environ
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,21 @@ def time_process(command: Sequence[str], environ: Mapping[str, str] | None = Non
     """Milliseconds of a whole process, its output thrown away; raises CalledProcessError where it fails."""
     sink = subprocess.DEVNULL
     return time_call(lambda: subprocess.run(command, env=environ, check=True, stdout=sink, stderr=sink))
+
+
+def run_quietly(command: Sequence[str], folder: Path) -> None:
+    """Run a process in a folder, in silence; raises RuntimeError with its last words where it fails."""
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=clean_environ(),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"exit code {done.returncode}: {' '.join(command)}\n{done.stderr[-2000:]}")
 
 
 def print_table(

@@ -1,10 +1,15 @@
 """Settings that have no use for a run here are told of; a verb's own are refused."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from launcher import job
+from launcher.config import compose
+from launcher.job import draft_job
+from launcher.sources import find_sources
 from tests.conftest import Result
 
 Launch = Callable[..., Result]
@@ -105,3 +110,38 @@ def test_a_variable_that_comes_over_the_command_line_is_told_of(
         "LAUNCH_NUM_WORKERS=7 is set, and comes over dataloader: unset it"
         in launch(*words, "dataloader=3").err
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["env.HF_TOKEN=abc"], "env.HF_TOKEN is on the command line"),
+        (["+env.A=ghp_AbCdEfGh12345678AbCdEfGh12345678AbCd"], "env.A is on the command line"),
+        (["env.HF_TOKEN=abc", "env.B=1", "env.PASSWORD=x"], "env.HF_TOKEN, env.PASSWORD are on the command"),
+        (["+env={HF_TOKEN: abc}"], "env.HF_TOKEN is on the command line"),
+        (["env.B=1"], ""),
+        (["env.from_file=x.env"], ""),
+        (["env.HF_TOKEN=abc", "dry_run=true"], ""),
+        (["env.HF_TOKEN=abc", "cluster=slurm"], ""),
+        (["env.HF_TOKEN=abc", "cluster=slurm", "follow=true"], "env.HF_TOKEN is on the command line"),
+    ],
+    ids=str,
+)
+def test_secrets_that_ps_shows_while_launch_runs(
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    told: str,
+) -> None:
+    monkeypatch.setattr(job, "check_command", lambda *_: None)  # no sbatch is needed to say so
+    (here / "x.env").write_text("HF_TOKEN=abc\n")
+    draft_job(compose(find_sources(None, None, None), words), ("true",), os.environ)
+    said = capsys.readouterr().err
+    assert told in said and ("env.from_file=FILE" in said) == bool(told)
+    assert "abc" not in said
+
+
+def test_a_secret_among_the_options_of_sbatch_is_refused(launch: Launch) -> None:
+    words = ["cluster=slurm", "cluster.additional.comment='HF_TOKEN=abc'", "dry_run=true", "--", "true"]
+    launch(*words).assert_error(2, "cluster.additional.comment has a secret", "env.NAME")

@@ -8,22 +8,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from launcher.overrides import quote_value
 from tests.conftest import Result, clean_environ, run_inside, run_outside
+from tests.fuzzing import FUZZ
 
-FUZZ = settings(
-    max_examples=90,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-"""The same examples each time, some seconds of them; LAUNCH_FUZZ=N runs N others of each kind."""
-if count := os.environ.get("LAUNCH_FUZZ"):
-    FUZZ = settings(FUZZ, max_examples=int(count), derandomize=False)
 VALID = (
     "model=llama7b",
     "+model=gpt2",

@@ -31,7 +31,7 @@ REFUSED = [
     ("hydra/launcher=submitit_slurm", "cluster=slurm submits the jobs of a sweep"),
     ("hydra/launcher=joblib", "elsewhere they run one after the other"),
     ("hydra.launcher.n_jobs=4", "hydra.launcher.n_jobs=4 is not carried out by launch: cluster=slurm"),
-    ("hydra.job.chdir=true", "env.OUT='${run_dir}'"),
+    ("hydra.job.chdir=true", "LAUNCH_RUN_DIR tells them the run directory"),
     ("hydra.job.env_set.A=3", "write env.A=3"),
     ("+hydra.job.env_set.A=x", "write env.A=x"),
     ("hydra.job.env_copy=[PATH]", "programs have all of the environment"),

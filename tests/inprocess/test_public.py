@@ -15,11 +15,12 @@ PACKAGE = Path(launcher.__file__).parent
 
 
 def test_outside_of_launch_everything_has_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LAUNCH_NUM_WORKERS", "LAUNCH_RANK_PLAN"):
+    for name in ("LAUNCH_NUM_WORKERS", "LAUNCH_RANK_PLAN", "LAUNCH_RUN_DIR"):
         monkeypatch.delenv(name, raising=False)
     assert launcher.num_workers() == 2
     assert launcher.num_workers(5) == launcher.num_workers(default=5) == 5
     assert launcher.rank_plan() is None
+    assert launcher.run_dir() is None
     assert (launcher.collect(), launcher.collect(now=True)) == (False, False)
 
 
@@ -75,6 +76,7 @@ from torch.utils.data import DataLoader
 ways = [os.environ["LAUNCH_NUM_WORKERS"], sys.argv[1], launcher.num_workers(9)]
 ways.append(DataLoader([1, 2]).num_workers)
 print("WAYS", json.dumps([int(way) for way in ways]), flush=True)
+print(sys.argv[2], os.environ["LAUNCH_RUN_DIR"], launcher.run_dir(), os.environ["LAUNCH_RUN_ID"], flush=True)
 """
 
 
@@ -83,11 +85,23 @@ print("WAYS", json.dumps([int(way) for way in ways]), flush=True)
     [(["dataloader=1"], 1), (["dataloader=none", "env.LAUNCH_NUM_WORKERS=3"], 3)],
     ids=str,
 )
-def test_the_number_is_handed_over_in_four_ways(tmp_path: Path, words: list[str], number: int) -> None:
+def test_the_number_and_the_run_directory_are_handed_over_in_all_ways(
+    tmp_path: Path, words: list[str], number: int
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(HANDED)
-    job = ["nproc_per_node=2", "dataloader.default=true", *words, "--", str(program), "{num_workers}"]
+    job = [
+        "nproc_per_node=2",
+        "dataloader.default=true",
+        *words,
+        "--",
+        str(program),
+        "{num_workers}",
+        "{run_dir}",
+    ]
     done = run_outside(job, tmp_path, timeout=240)
     assert done.code == 0, done.err
     logs = sorted((tmp_path / "runs").glob("*/*/logs/0/rank-*.out"))
-    assert [log.read_text() for log in logs] == [f"WAYS {[number] * 4}\n"] * 2
+    run = logs[0].parents[2]
+    told = f"WAYS {[number] * 4}\n{run} {run} {run} {run.name}\n"
+    assert [log.read_text() for log in logs] == [told] * 2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.launch.agent import EarlyAgent, preload_agent
+from launcher.launch.agent import EarlyAgent, preload_agent, read_exits
 from tests.conftest import clean_environ
 
 TORCHRUN = """
@@ -41,6 +41,28 @@ def test_it_gets_its_words_environment_and_nothing_else(tmp_path: Path) -> None:
     assert argv == ["torch.distributed.run", *words]
     assert (own, stdin) == ("1", "")
     assert files[:3] == [0, 1, 2] and len(files) == 4, "the listing's own, and no pipe"
+
+
+CHILDREN = """
+import subprocess, sys
+def main():
+    for word in ("exit 0", "exit 3", "kill -TERM $$"):
+        print(subprocess.Popen(["sh", "-c", word]).wait(10), flush=True)
+    waited = subprocess.Popen(["true"])
+    while waited.poll() is None:
+        pass
+"""
+
+
+def test_it_tells_what_its_children_ended_with(tmp_path: Path) -> None:
+    agent, log = preload(tmp_path, CHILDREN)
+    log.write_text("launch-agent: process 1 ended with 5\n")  # of an earlier start
+    begin = log.stat().st_size
+    assert agent.begin([sys.executable, "-m", "torch.distributed.run"]).wait(30) == 0, log.read_text()
+    exits = read_exits(log, begin)
+    assert sorted(exits.values()) == [-15, 0, 0, 3] and 1 not in exits
+    assert "\n0\n" in log.read_text() and "\n-15\n" in log.read_text(), "they end as they did"
+    assert read_exits(tmp_path / "none", 0) == {}
 
 
 def test_files_in_the_working_directory_do_not_shadow_its_modules(

@@ -1,5 +1,6 @@
 """The channel from a job's head to its tasks, and the ranks that a signal is for."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -7,7 +8,17 @@ import sys
 
 import pytest
 
-from launcher.launch.control import KILL_WAIT, LOST, open_channel, open_control, write_signal, write_word
+from launcher.launch.control import (
+    KILL_WAIT,
+    LOST,
+    SIGNALLED,
+    open_channel,
+    open_control,
+    parse_report,
+    report_signal,
+    write_signal,
+    write_word,
+)
 from launcher.launch.processes import Watch, catches, list_children, list_ranks
 from launcher.launch.signals import Stop, limit_grace
 
@@ -31,6 +42,23 @@ def test_signals_come_through_in_their_order() -> None:
     assert control.read_signals() == [signal.SIGTERM], "the head is gone"
     assert control.read_signals() == [] and control.descriptors == () and control.is_cut
     os.close(reading)
+
+
+def test_a_tasks_word_for_the_head() -> None:
+    reading, writing = os.pipe()
+    report_signal(writing, "n2", signal.SIGTERM)
+    line = os.read(reading, 4096).decode()
+    assert line.endswith("\n") and parse_report(line.rstrip("\n")) == ("n2", signal.SIGTERM)
+    others = ("launch: n2: SIGTERM to the ranks", f"{SIGNALLED} n2", f"{SIGNALLED} n2 DANCE", "")
+    assert not any(map(parse_report, others))
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(writing, bytes(4096)):
+            pass
+    report_signal(writing, "n2", signal.SIGTERM)  # nobody reads: it does not wait
+    os.close(reading)
+    report_signal(writing, "n2", signal.SIGTERM)
+    os.close(writing)
 
 
 def test_a_word_in_two_pieces_and_words_of_a_later_version() -> None:

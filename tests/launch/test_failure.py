@@ -8,7 +8,7 @@ import pytest
 
 from launcher import conclude
 from launcher.conclude import judge_outcome, note_kills
-from launcher.launch.failure import Failure, find_failure
+from launcher.launch.failure import Failure, find_failure, list_clean
 from launcher.launch.processes import Death, RankProcess
 from launcher.launch.supervise import Outcome
 from launcher.plan.model import Limits
@@ -39,6 +39,11 @@ def death(rank: int, exitcode: int | None, *, attempt: int = 0, pid: int = 0) ->
         (3, 3, "exited with code 3"),
         (127, 127, "exited with code 127 (the program was not found)"),
         (126, 126, "the program cannot be executed"),
+        (75, 75, "exited with code 75 (EX_TEMPFAIL: it asks for another start)"),
+        (137, 137, "code 137 (128+9, as of a child killed by SIGKILL, probably out of memory: see `dmesg`"),
+        (139, 139, "code 139 (128+11, as of a child killed by SIGSEGV, a crash in native code"),
+        (143, 143, "code 143 (128+15, as of a child killed by SIGTERM, from outside)"),
+        (255, 255, "exited with code 255"),
         (-9, 137, "was killed by SIGKILL (signal 9), probably out of memory"),
         (-11, 139, "was killed by SIGSEGV (signal 11), a crash in native code"),
         (-7, 135, "was killed by SIGBUS (signal 7)"),
@@ -114,6 +119,21 @@ def test_the_first_of_the_last_attempt(deaths: list[Death], report: str, rank: i
 )
 def test_no_rank_failed(deaths: list[Death]) -> None:
     assert find_failure(deaths, "nothing of note") is None
+
+
+def test_a_rank_that_the_agent_has_ended_did_not_fail() -> None:
+    log = "W1122 api.py:1029] Sending process 101 closing signal SIGTERM"
+    assert find_failure([death(1, -15)], log) is None
+    assert find_failure([death(0, -15), death(1, -15)], log) is not None, "nobody has ended that one"
+    found = find_failure([death(1, -9)], log)
+    assert found is not None and found.exitcode == -9
+
+
+def test_the_ranks_that_ended_with_0() -> None:
+    deaths = [death(0, 0, pid=100), death(1, 1, pid=101), death(0, 0, attempt=1, pid=200)]
+    assert [d.process.pid for d in list_clean(deaths)] == [200]
+    assert list_clean([death(0, None), death(1, 0, pid=7)])[0].process.pid == 7
+    assert list_clean([]) == []
 
 
 def test_ranks_that_were_started_anew_within_an_attempt_do_not_count() -> None:

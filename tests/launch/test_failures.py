@@ -257,4 +257,5 @@ def test_the_program_is_not_told_of_the_launcher(tmp_path: Path) -> None:
     program = write_program(tmp_path, NAMES)
     with start(tmp_path, "--", program, PET_MODULE="1", PET_RUN_PATH="1") as started:
         assert started.wait() == 0
-    assert "['LAUNCH_GC', 'LAUNCH_NUM_WORKERS', 'LAUNCH_RANK_PLAN']" in started.read("stdout")
+    names = ["LAUNCH_GC", "LAUNCH_NUM_WORKERS", "LAUNCH_RANK_PLAN", "LAUNCH_RUN_DIR", "LAUNCH_RUN_ID"]
+    assert str(names) in started.read("stdout")

@@ -89,7 +89,7 @@ def make_viewer(folder: Path, data: bytes) -> Viewer:
     cluster = SimpleNamespace(kind="local", max_nodes=1)
     plan = SimpleNamespace(ranks=(None,))
     job = cast(Job, SimpleNamespace(config=config, cluster=cluster, plan=plan, host="h"))
-    viewer = Viewer(job, run, (), Follower(run, is_new=True), shows_job=False)
+    viewer = Viewer(job, run, Follower(run, is_new=True), shows_job=False)
     viewer.watch_rank(0, 0)
     return viewer
 

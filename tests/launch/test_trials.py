@@ -20,9 +20,9 @@ x = float(sys.argv[1].removeprefix("--x="))
 if x == 2:
     sys.exit(7)
 print(f"step 1/1 loss {x * x}")
-open(os.environ["OBJECTIVE"], "w").write(str(x))
+open(os.environ["LAUNCH_RUN_DIR"] + "/objective.txt", "w").write(str(x))
 """
-OWN = ("program=mine", "nproc_per_node=1", "env.OBJECTIVE=${run_dir}/objective.txt")
+OWN = ("program=mine", "nproc_per_node=1")
 
 
 @pytest.fixture
@@ -110,6 +110,13 @@ def test_a_mistake_is_one_line_and_starts_nothing(
     assert (result.code, "Traceback" in result.err) == (2, False), result
     assert says in result.err.splitlines()[-1], result
     assert not list(here.glob("swept/*/*"))
+
+
+def test_a_key_that_a_plugin_does_not_have_is_told_of_a_file(launch: Launch, here: Path) -> None:
+    (here / "conf").mkdir()
+    text = "defaults: [launch_defaults, override /hydra/sweeper: optuna, _self_]\n"
+    (here / "conf/launch.yaml").write_text(f"{text}hydra: {{sweeper: {{sampler: {{nope: 1}}}}}}\n")
+    launch("-m", "--", "true").assert_error(2, "launch.yaml: there is no key 'hydra.sweeper.sampler.nope'")
 
 
 def test_a_defect_of_a_plugin_is_one_line_unless_more_is_asked_for(

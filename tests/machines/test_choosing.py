@@ -98,7 +98,7 @@ def test_what_is_no_text_or_has_no_end_is_no_snapshot(here: Path, launch: Launch
     (here / "binary").write_bytes(b"{}\xff\xfe")
     launch("plan", "machine.snapshot=binary").assert_error(2, "binary: not a machine snapshot (no UTF-8 text")
     launch("plan", "machine.snapshot=/dev/zero").assert_error(
-        2, "it has over 64 MiB", "launch topo save=FILE"
+        2, "machine.snapshot=/dev/zero cannot be read (more than 64 MiB)"
     )
 
 

@@ -118,11 +118,20 @@ def test_a_signal_to_one_rank_makes_all_save_the_same_step(start: Start, tmp_pat
     os.killpg(ranks[0].pid, signal.SIGTERM)  # as torchrun does: its DataLoader workers too
     stopped = read_until(process, "on SIGTERM")
     _, errors = process.communicate(timeout=60)
-    assert errors.count("(SIGTERM)") >= 2  # torchrun names both ranks' ends
+    assert "exitcode  : 75 " in errors and "exitcode  : -" not in errors  # torchrun names the ranks' ends
     assert "train.py" not in errors
     names = [f"step-{int(line.split()[2]):08}" for line in (saved, stopped)]
     assert [path.name for path in list_complete(tmp_path)] == names
     assert not psutil.wait_procs(everything, timeout=10)[1]
+
+
+def test_a_process_that_has_saved_its_state_asks_for_another_start(start: Start, tmp_path: Path) -> None:
+    process = start.popen(0, steps="3000", checkpoint_every="0", checkpoint_dir=str(tmp_path))
+    read_until(process, "step 2/")
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (os.EX_TEMPFAIL, "")
+    assert "on SIGTERM" in output and len(list_complete(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -10,24 +10,22 @@ from tests.rank.shim_starts import ALLOWED, ECHO, assert_ran, run_shim, write_pl
 
 
 def test_a_plan_file_that_is_a_directory(tmp_path: Path) -> None:
-    assert_ran(run_shim(*ECHO, LAUNCH_PLAN=str(tmp_path)), "it is no regular file")
+    assert_ran(run_shim(*ECHO, LAUNCH_PLAN=str(tmp_path)), "no regular file")
 
 
 def test_a_plan_file_that_is_a_pipe_does_not_hang(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "plan")
-    assert_ran(run_shim(*ECHO, LAUNCH_PLAN=str(tmp_path / "plan")), "it is no regular file")
+    assert_ran(run_shim(*ECHO, LAUNCH_PLAN=str(tmp_path / "plan")), "no regular file")
 
 
 def test_a_plan_file_that_never_ends() -> None:
-    assert_ran(run_shim(*ECHO, LAUNCH_PLAN="/dev/zero"), "it is no regular file")
+    assert_ran(run_shim(*ECHO, LAUNCH_PLAN="/dev/zero"), "no regular file")
 
 
 def test_a_plan_file_of_a_gigabyte(tmp_path: Path) -> None:
     with (tmp_path / "plan").open("wb") as file:
         file.truncate(1 << 30)
-    assert_ran(
-        run_shim(*ECHO, LAUNCH_PLAN=str(tmp_path / "plan")), "has 1073741824 bytes, more than any plan"
-    )
+    assert_ran(run_shim(*ECHO, LAUNCH_PLAN=str(tmp_path / "plan")), "more than 64 MiB")
 
 
 def test_a_plan_file_that_cannot_be_read(tmp_path: Path) -> None:

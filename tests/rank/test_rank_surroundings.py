@@ -159,7 +159,7 @@ def test_a_read_only_run_directory(tmp_path: Path) -> None:
     plan = write_plan(tmp_path, str(ALLOWED[0]))
     run = tmp_path / "run"
     run.mkdir(mode=0o500)
-    done = run_shim(*ECHO, LAUNCH_PLAN=str(plan), LAUNCH_RUN_DIR=str(run), preexec=drop_powers)
+    done = run_shim(*ECHO, LAUNCH_PLAN=str(plan), LAUNCH_RECORD_DIR=str(run), preexec=drop_powers)
     assert_ran(done, "has no log files", lines=3)
     assert "there is no record of what was applied" in done.stderr
 
@@ -171,7 +171,7 @@ def test_an_interpreter_without_ctypes(tmp_path: Path) -> None:
     words = [sys.executable, "-I", "-S", "-c", code, *ECHO]
     run = {"LAUNCH_PLAN": str(plan), "LAUNCH_QUIET": "1"}
     assert_ran(run_words(words, run), "memory policy preferred of node 0 was refused")
-    done = run_words(words, {**run, "LAUNCH_RUN_DIR": str(tmp_path)})
+    done = run_words(words, {**run, "LAUNCH_RECORD_DIR": str(tmp_path)})
     assert (done.returncode, (tmp_path / "logs/0/rank-0.out").read_text()) == (0, "ran\n")
 
 
@@ -200,3 +200,28 @@ def test_an_ignored_interrupt_stays_ignored() -> None:
     code = "import signal; print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)"
     command = ["sh", "-c", 'trap "" INT; exec "$0" "$@"', *COMMAND, sys.executable, "-c", code]
     assert run_words(command, {}).stdout == "True\n"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"LAUNCH_PLAN": "/nowhere/" + "x" * 50_000},
+        {"LAUNCH_PLAN": "/nowhere/\x1b[2J\x1b]0;title\x07"},
+        {"LAUNCH_REQUEST": "\x1b[2J" + "y" * 50_000},
+        {"LAUNCH_BINDING": "\x1b[2J" + "z" * 50_000},
+        {"LAUNCH_RECORD_DIR": "/nowhere/\x1b[2J" + "w" * 3_000},
+    ],
+    ids="".join,
+)
+def test_what_variables_hold_is_not_poured_onto_the_terminal(variables: dict[str, str]) -> None:
+    done = run_words([*COMMAND, *ECHO], {**variables, "LOCAL_WORLD_SIZE": "1"})
+    assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr
+    assert done.stderr and "\x1b" not in done.stderr and "\x07" not in done.stderr
+    assert max(map(len, done.stderr.splitlines())) < 1100
+
+
+def test_a_program_that_is_a_pipe_is_refused_as_exec_refuses_it(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, str(ALLOWED[0]))
+    os.mkfifo(tmp_path / "pipe", 0o755)
+    done = run_shim(str(tmp_path / "pipe"), LAUNCH_PLAN=str(plan), LAUNCH_GC="synchronized")
+    assert done.returncode == 126 and "cannot be run (" in done.stderr, done

@@ -110,7 +110,7 @@ def test_logs_and_record_go_to_the_run_directory(tmp_path: Path) -> None:
     done = run_shim(
         *(sys.executable, "-c", code),
         LAUNCH_PLAN=str(plan),
-        LAUNCH_RUN_DIR=str(tmp_path),
+        LAUNCH_RECORD_DIR=str(tmp_path),
         RANK="5",
         TORCHELASTIC_RESTART_COUNT="2",
         LAUNCH_ATTEMPT="1",
@@ -129,7 +129,7 @@ def test_logs_and_record_go_to_the_run_directory(tmp_path: Path) -> None:
 def test_a_run_directory_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     plan = write_plan(tmp_path, str(ALLOWED[0]))
     (tmp_path / "logs").write_text("in the way")
-    done = run_shim("echo", "ran", LAUNCH_PLAN=str(plan), LAUNCH_RUN_DIR=str(tmp_path))
+    done = run_shim("echo", "ran", LAUNCH_PLAN=str(plan), LAUNCH_RECORD_DIR=str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "ran\n")
     assert "has no log files" in done.stderr
 

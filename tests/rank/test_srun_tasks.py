@@ -14,6 +14,7 @@ from launcher.cpulist import parse_cpulist
 from launcher.launch.slurm.hostlist import expand_hosts
 from launcher.rank.tasks import find_first_host
 from launcher.runs.records import read_run
+from launcher.runs.rundir import RunDir, name_run_dir
 from launcher.schema import DataloaderConfig, LaunchConfig
 from launcher.wishes import describe_wishes
 from tests.rank.shim_starts import ALLOWED, COMMAND, run_words
@@ -170,8 +171,9 @@ def test_under_an_agent_that_srun_has_started_the_agent_counts() -> None:
 
 def start_in(run: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
     """A rank as the head has it started."""
-    told = {"LAUNCH_RUN_DIR": str(run), "LAUNCH_ATTEMPT": "4", "LAUNCH_REQUEST": json.dumps(WISHES)}
-    return start({**AGENT, **told, "LAUNCH_ROLE": "trainer", "LAUNCH_RUN_ID": "here", **variables})
+    told = {"LAUNCH_RECORD_DIR": str(run), "LAUNCH_ATTEMPT": "4", "LAUNCH_REQUEST": json.dumps(WISHES)}
+    told |= name_run_dir(RunDir(run))
+    return start({**AGENT, **told, "LAUNCH_ROLE": "trainer", "LAUNCH_RDZV_ID": "here", **variables})
 
 
 def test_a_rank_of_launch_has_its_logs_and_leaves_no_trace_of_ours(tmp_path: Path) -> None:
@@ -179,7 +181,7 @@ def test_a_rank_of_launch_has_its_logs_and_leaves_no_trace_of_ours(tmp_path: Pat
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     told = json.loads((tmp_path / "logs/4/rank-3.out").read_text())
     assert told["LAUNCH_NUM_WORKERS"].isdecimal()
-    ours = {"LAUNCH_GC", "LAUNCH_NUM_WORKERS", "LAUNCH_RANK_PLAN"}
+    ours = {"LAUNCH_GC", "LAUNCH_NUM_WORKERS", "LAUNCH_RANK_PLAN", "LAUNCH_RUN_DIR", "LAUNCH_RUN_ID"}
     assert {name for name in told if name.startswith("LAUNCH_")} == ours
     expected = {**NAMED, "ROLE_NAME": "trainer", "TORCHELASTIC_RUN_ID": "here"}
     assert {name: told.get(name) for name in NAMED} == expected
@@ -242,7 +244,7 @@ def read_mask(run: Path, name: str) -> int:
 def test_the_checkpoint_signal_is_ignored_until_the_program_has_a_handler(
     tmp_path: Path, number: int
 ) -> None:
-    told = {"LAUNCH_RUN_DIR": str(tmp_path), "LAUNCH_ATTEMPT": "4", "LAUNCH_SIGNAL": str(int(number))}
+    told = {"LAUNCH_RECORD_DIR": str(tmp_path), "LAUNCH_ATTEMPT": "4", "LAUNCH_SIGNAL": str(int(number))}
     start({**AGENT, **told}, "cat", "/proc/self/status")
     ignored = read_mask(tmp_path, "SigIgn")
     named = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGURG, signal.SIGPIPE, signal.SIGTERM)

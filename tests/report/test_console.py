@@ -17,7 +17,7 @@ from pathlib import Path
 import pyte
 import pytest
 
-from launcher.report.console import JobConsole, make_console
+from launcher.report.console import MOST_HELD, JobConsole, make_console
 from launcher.runs.logs import Chunk, Follower
 from launcher.runs.rundir import RunDir
 from tests.conftest import clean_environ
@@ -118,8 +118,8 @@ def test_where_other_nodes_write_to_the_same_file_only_whole_lines_are_written(
 @pytest.mark.parametrize(
     ("seconds", "shown"),
     [
-        (60, "[h:0] begun, ended\n[h:1] one\n[h:0] last"),
-        (0, "[h:0] begun\n[h:1] one\n[h:0] , ended\n[h:0] last"),
+        (60, "[h:0] begun, ended\n[h:1] one\n[h:1] two\n[h:0] last"),
+        (0, "[h:0] begun\n[h:1] one\n[h:1] two\n[h:0] , ended\n[h:0] last"),
     ],
 )
 def test_others_wait_a_while_for_the_rest_of_a_line(
@@ -131,7 +131,7 @@ def test_others_wait_a_while_for_the_rest_of_a_line(
 ) -> None:
     """A pipe has no way to draw a line again: whoever prints within one breaks it."""
     monkeypatch.setattr("launcher.report.console.HOLD", 0)
-    monkeypatch.setattr("launcher.report.console.PRECEDENCE", seconds)
+    monkeypatch.setattr("launcher.report.sink.PRECEDENCE", seconds)
     run = RunDir(tmp_path)
     run.rank_log(0, 0, "out").parent.mkdir(parents=True)
     console, follower = make("all"), Follower(run, is_new=True)
@@ -146,10 +146,28 @@ def test_others_wait_a_while_for_the_rest_of_a_line(
         follower.watch_stream(rank, 0, "out")
     print_and_show(0, b"begun")
     print_and_show(1, b"one\n")
+    print_and_show(1, b"two")
     print_and_show(0, b", ended\n")
+    print_and_show(1, b"\n")
     print_and_show(0, b"last")
     assert not console.show_turn(follower, final=True)
     assert capfd.readouterr().out == shown
+
+
+def test_a_beginning_that_has_waited_breaks_no_line_of_another_rank(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is too long to wait is shown at once, and its rest is due first."""
+    monkeypatch.setattr("launcher.report.console.HOLD", 0)
+    monkeypatch.setattr("launcher.report.sink.PRECEDENCE", 60)
+    console, long = make("all"), "x" * (MOST_HELD + 1)
+    console.show(Chunk(1, "out", b"one"))
+    console.show(Chunk(0, "out", long.encode()))
+    console.tick()
+    assert capfd.readouterr().out == f"[h:0] {long}"
+    console.show(Chunk(0, "out", b"\r 5%"))
+    console.close()
+    assert capfd.readouterr().out == "\r 5%\n[h:1] one"
 
 
 def test_letters_of_ours_that_the_stream_does_not_know(
@@ -160,7 +178,7 @@ def test_letters_of_ours_that_the_stream_does_not_know(
         monkeypatch.setattr(sys, "stderr", stderr)
         console.say("é\udcff ok")
         monkeypatch.undo()
-    assert capfdbinary.readouterr().err == b"launch: ?? ok\n"
+    assert capfdbinary.readouterr().err == b"launch: ?\\udcff ok\n"
 
 
 def test_a_stream_that_is_gone_does_not_take_the_other_along(capfd: pytest.CaptureFixture[str]) -> None:

@@ -173,3 +173,32 @@ def test_a_terminal_shows_every_line_as_if_its_rank_were_alone(pieces: list[tupl
         hidden = bool(printed) and not printed[-1][1].endswith(b"\n") and len(shown) == len(alone) - 1
         assert len(shown) == len(alone) or hidden
         assert all(row.startswith(mine) for row, mine in zip(alone, shown, strict=False)), (alone, shown)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "waits"),
+    [
+        ([(0, b"begun")], True),
+        ([(2, b"begun")], False),
+        ([(9, b"begun"), (1.5, b"more"), (0.9, b"more")], True),
+        ([(11, b"begun"), (1.5, b"more"), (0.9, b"more")], False),
+        ([(3, b"begun"), (1.5, b"more")], False),
+        ([(3, b"whole\nbegun"), (0.9, b"more\nbegun")], True),
+        ([(3, b" 5%"), (0.5, b"\r 6%")], False),
+        ([(3, b" 5%"), (0.5, b"\r 6%\nbegun")], True),
+    ],
+    ids=str,
+)
+def test_a_line_that_grows_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, pieces: list[tuple[float, bytes]], waits: bool
+) -> None:
+    """Each piece came so many seconds ago."""
+    now = 100.0
+    monkeypatch.setattr("launcher.report.sink.time.monotonic", lambda: now)
+    stream, sink = Memory("stdout", None, width=80), Sink(erases=False)
+    for ago, data in pieces:
+        now = 100.0 - ago
+        sink.put(stream, A, data)
+    now = 100.0
+    assert sink.find_cut(stream) == A
+    assert sink.awaits_rest() is waits

@@ -8,6 +8,7 @@ import pytest
 
 from launcher.plan.model import Memory, RankPlan
 from launcher.runs.applied import Applied, AppliedReader, compare_applied, parse_applied
+from tests.strangers import give_away
 
 RECORD = {
     "rank": 4,
@@ -85,3 +86,11 @@ def test_differences_are_named() -> None:
     assert compare_applied([PLANNED], [other]) == [
         "rank 4 has memory policy preferred 1, planned preferred 0"
     ]
+
+
+def test_records_of_another_user_are_shown_but_not_acted_upon(tmp_path: Path) -> None:
+    path = tmp_path / "rank-4.applied.json"
+    path.write_text(json.dumps(RECORD))
+    give_away(path)
+    assert AppliedReader(tmp_path).read_new() == []
+    assert AppliedReader(tmp_path, own=False).read_new() == [APPLIED]

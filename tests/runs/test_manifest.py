@@ -1,5 +1,6 @@
 """The manifest: sources, command, versions; and no secret anywhere below a run directory."""
 
+import hashlib
 import json
 import shutil
 import stat
@@ -15,6 +16,7 @@ from launcher.runs.sources import describe_sources
 from tests.conftest import Result, run_outside
 
 SECRET = "hunter2-hunter2"
+TOKEN = "ghp_AbCdEfGh12345678AbCdEfGh12345678AbCd"
 
 
 @pytest.fixture
@@ -90,12 +92,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
         "--",
         "/bin/sh",
         "-c",
-        'echo "$OUT"',
+        'echo "$OUT"; printf "%s\\n" "$@" | sha256sum',
         "sh",
         "--api-key",
         SECRET,
         f"--password={SECRET}",
         f"https://me:{SECRET}@host",
+        *("-p", SECRET, "--port", "8080", TOKEN, f"--url=https://host/?a={TOKEN}"),
     ]
     return folder, run_outside(words, folder, {"WANDB_API_KEY": SECRET}, umask=0)
 
@@ -107,11 +110,18 @@ def test_no_secret_is_below_the_run_directory(finished: tuple[Path, Result]) -> 
     assert {"manifest.json", "config.yaml", "rank-0.applied.json", "rank-0.out"} <= {
         path.name for path in files
     }
-    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
-    assert SECRET not in result.out + result.err
+    for secret in (SECRET, TOKEN):
+        assert [path for path in files if secret.encode() in path.read_bytes()] == []
+        assert secret not in result.out + result.err
     (config,) = (path for path in files if path.name == "config.yaml")
     tree = yaml.safe_load(config.read_text())
     assert tree["env"] == {"HF_TOKEN": "***", "PLAIN": "seen", "OUT": f"{config.parent}/out"}
+
+
+def test_the_program_has_its_arguments_as_they_were_given(finished: tuple[Path, Result]) -> None:
+    words = ["--api-key", SECRET, f"--password={SECRET}", f"https://me:{SECRET}@host"]
+    words += ["-p", SECRET, "--port", "8080", TOKEN, f"--url=https://host/?a={TOKEN}"]
+    assert hashlib.sha256("".join(f"{word}\n" for word in words).encode()).hexdigest() in finished[1].out
 
 
 def test_a_variable_that_refers_to_the_run_directory_has_it(finished: tuple[Path, Result]) -> None:

@@ -1,10 +1,11 @@
 """A run's objective: its last loss, or the numbers that its program has written."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from launcher.runs.objective import ObjectiveError, read_objective
+from launcher.runs.objective import MOST, ObjectiveError, read_objective
 
 
 def write_log(run: Path, attempt: int, text: str, ending: str = "out") -> None:
@@ -55,3 +56,18 @@ def test_what_there_is_none_in(tmp_path: Path) -> None:
     (tmp_path / "objective.txt").write_bytes(b"\xff")
     assert "no number" in explain("file")
     assert explain("loss").endswith("objective.txt: set objective=file")
+
+
+def test_what_is_no_file_of_numbers_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "objective.txt"
+    (tmp_path / "elsewhere").write_text("1")
+    for plant in (
+        lambda: path.symlink_to(tmp_path / "elsewhere"),
+        lambda: os.mkfifo(path),
+        lambda: path.symlink_to("/dev/zero"),
+        lambda: path.write_text("1 " * MOST),
+    ):
+        plant()
+        with pytest.raises(ObjectiveError, match="cannot be read"):
+            read_objective(tmp_path, "file")
+        path.unlink()

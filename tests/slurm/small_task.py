@@ -1,6 +1,7 @@
 """One node's part of a job, without torch: what it does in which attempt stands in RUN_DIR/acts.json.
 
-An act is {"steps": last step that is printed, "do": "end", "crash", "wait" or "die"}.
+An act is {"steps": last step that is printed, "do": "end", "crash", "wait" or "die", "code": exit code on
+SIGUSR2, "ends": whether SIGTERM is answered by a normal end with 0}.
 """
 
 import json
@@ -27,8 +28,14 @@ def leave(state: str, code: int, failure: NodeFailure | None = None) -> None:
     sys.exit(code)
 
 
-signal.signal(signal.SIGTERM, lambda *_: leave("stopped", 143))
-signal.signal(signal.SIGUSR2, lambda *_: leave("succeeded", 0))
+def leave_by(code: int) -> None:
+    """End with a code by one's own will."""
+    found = NodeFailure(number, 0, time.time(), code, f"exited with code {code}", "its.log", ())
+    leave("failed" if code else "succeeded", code, found if code else None)
+
+
+signal.signal(signal.SIGTERM, lambda *_: leave_by(0) if act.get("ends") else leave("stopped", 143))
+signal.signal(signal.SIGUSR2, lambda *_: leave_by(act.get("code", 0)))
 if number == 0:
     log = run / "logs" / str(attempt) / "rank-0.out"
     log.write_text("".join(f"step {step}/10 loss 1.0\n" for step in range(1, act["steps"] + 1)))

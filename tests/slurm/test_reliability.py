@@ -81,7 +81,7 @@ def test_requeued_by_an_administrator(sandbox: Sandbox, tmp_path: Path, undistur
     run.await_step(15)
     sandbox.run("scontrol", "requeue", run.job_id)
     assert run.await_end() == "succeeded"
-    assert run.causes == ["preempted", None]
+    assert run.causes == ["requeued", None]
     assert_same_losses(run, undisturbed)
 
 
@@ -177,11 +177,18 @@ def test_the_run_directory_s_disk_is_full(sandbox: Sandbox, tmp_path: Path) -> N
         with filler.open("wb") as file:
             while file_grows(file.fileno()):
                 pass
-        sandbox.wait(run.job_id, "FAILED", "COMPLETED", timeout=60)
-        filler.unlink()
-        assert "Traceback" not in "".join(own_lines(run))
+        sandbox.wait(run.job_id, "FAILED", timeout=60)
+        told = f"the run directory's disk is full ({run.path})"
+        assert f"\nlaunch: {told}\n" in run.read_console() and "Traceback" not in "".join(own_lines(run))
+        assert (run.outcome["state"], run.outcome["exit_code"], run.outcome["cause"]) == (
+            "failed",
+            3,
+            "crash",
+        )
         status = sandbox.launch("status", run.path.name, "format=json", cwd=tmp_path)
-        assert json.loads(status.out)["runs"][0]["state"] == "failed", status
+        (shown,) = json.loads(status.out)["runs"]
+        assert shown["state"] == "failed" and shown["reason"].startswith(told), status
+        filler.unlink()
         again = (*settings[:-1], "program.steps=30", f"run_dir={run.path}")
         assert sandbox.launch(*again, cwd=tmp_path).code == 0
         assert run.await_end() == "succeeded"
@@ -189,6 +196,20 @@ def test_the_run_directory_s_disk_is_full(sandbox: Sandbox, tmp_path: Path) -> N
         assert sorted(run.read_losses()) == list(range(1, 31))
     finally:
         subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def test_one_node_s_task_gets_sigterm_from_outside(
+    sandbox: Sandbox, tmp_path: Path, undisturbed: Run
+) -> None:
+    run = submit(sandbox, tmp_path, *FOUR)
+    run.await_step(15)
+    rank = psutil.Process(find_rank(run, 5))
+    host = rank.environ()["SLURMD_NODENAME"]
+    rank.parents()[1].terminate()
+    assert run.await_end() == "succeeded"
+    assert run.causes == ["stopped", None]
+    assert f"{host} got SIGTERM from outside" in run.manifest["earlier"][0]["outcome"]["reason"]
+    assert_same_losses(run, undisturbed)
 
 
 def file_grows(descriptor: int) -> bool:

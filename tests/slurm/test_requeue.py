@@ -74,7 +74,7 @@ Submit = Callable[..., SmallJob]
 def submit(sandbox: Sandbox, tmp_path: Path) -> Submit:
     """Submit two nodes of `small_head`: `submit([{"steps": 1, "do": "end"}], {"crash": 2}, "--time=1")`."""
 
-    def start(acts: list[dict[str, Any]], policy: Mapping[str, int] | None = None, *options: str) -> SmallJob:
+    def start(acts: list[dict[str, Any]], policy: Mapping[str, Any] | None = None, *options: str) -> SmallJob:
         run = open_run_dir(tmp_path / "run dir", None)
         config = LaunchConfig(cluster=ClusterConfig(requeue=RequeueConfig(**(policy or {}))))
         request = JobRequest(config, {}, ("program",), ("launch", "x"), str(tmp_path), 2, 2)
@@ -178,9 +178,9 @@ def test_a_requeue_by_an_administrator(submit: Submit) -> None:
     job.sandbox.run("scontrol", "requeue", job.job_id)
     assert job.await_final()["state"] == "succeeded"
     (before,) = job.read()["earlier"]
-    assert (before["outcome"]["state"], before["outcome"]["cause"]) == ("requeued", "preempted")
+    assert (before["outcome"]["state"], before["outcome"]["cause"]) == ("requeued", "requeued")
     assert job.read()["slurm"]["restarts"] == 1
-    assert "attempt 1 ended: preempted: requeued (attempt 2 of at most 200)\n" in job.log
+    assert "attempt 1 ended: requeued from outside (attempt 2 of at most 200)\n" in job.log
 
 
 def test_a_job_of_higher_priority_takes_the_nodes(submit: Submit) -> None:
@@ -194,12 +194,23 @@ def test_a_job_of_higher_priority_takes_the_nodes(submit: Submit) -> None:
 def test_a_preemption_that_the_policy_forbids_ends_the_next_attempt(submit: Submit) -> None:
     job = submit([{"steps": 1, "do": "wait"}], {"preempted": 0})
     job.await_wait(0)
-    job.sandbox.run("scontrol", "requeue", job.job_id)
+    job.sandbox.run(*URGENT)
     outcome = job.await_final()
     assert (outcome["state"], outcome["cause"], outcome["exit_code"]) == ("failed", "preempted", 143)
     assert job.read()["earlier"] == [] and not list(job.path.glob("waits-1-*"))
     assert "launch: error: attempt 2 does not begin: attempt 1 ended: preempted: not requeued" in job.log
     assert job.sandbox.list_states(job.job_id) == ["FAILED"]
+
+
+def test_a_job_that_ends_with_0_while_it_makes_room_is_not_run_again(submit: Submit) -> None:
+    job = submit([{"steps": 1, "do": "wait", "ends": True}])
+    job.await_wait(0)
+    job.sandbox.run(*URGENT)
+    outcome = job.await_final()
+    assert (outcome["state"], outcome["cause"], outcome["exit_code"]) == ("succeeded", None, 0)
+    assert job.read()["earlier"] == [] and not list(job.path.glob("waits-1-*"))
+    assert "attempt 2 does not begin: attempt 1 ended: all ranks ended with 0" in job.log
+    assert job.sandbox.list_states(job.job_id) == ["COMPLETED"]
 
 
 def test_a_job_with_grace_is_requeued_by_the_head(sandbox: Sandbox, submit: Submit) -> None:
@@ -216,8 +227,8 @@ def test_a_job_with_grace_is_requeued_by_the_head(sandbox: Sandbox, submit: Subm
 
 
 def test_the_checkpoint_signal_before_the_time_limit(submit: Submit) -> None:
-    """SLURM may send it up to a minute early. The program ends with code 0, unfinished."""
-    job = submit([{"steps": 1, "do": "wait"}], {"timeout": 1}, "--time=1", "--signal=B:USR2@30")
+    """SLURM may send it up to a minute early. The program asks for another start by its exit code."""
+    job = submit([{"steps": 1, "do": "wait", "code": 75}], {"timeout": 1}, "--time=1", "--signal=B:USR2@30")
     outcome = job.await_final()
     assert (outcome["state"], outcome["cause"]) == ("stopped", "timeout")
     assert job.list_causes() == ["timeout", "timeout"]
@@ -227,10 +238,11 @@ def test_the_checkpoint_signal_before_the_time_limit(submit: Submit) -> None:
     )
 
 
-def test_a_program_that_finishes_on_the_checkpoint_signal_has_finished(submit: Submit) -> None:
-    job = submit([{"steps": 10, "do": "wait"}], {}, "--time=1", "--signal=B:USR2@30")
+def test_a_program_that_ends_with_0_on_the_checkpoint_signal_has_finished(submit: Submit) -> None:
+    job = submit([{"steps": 1, "do": "wait"}], {}, "--time=1", "--signal=B:USR2@30")
     assert job.await_final()["state"] == "succeeded"
     assert job.read()["earlier"] == []
+    assert "launch: warning: all ranks ended with 0, which is a success, but after a signal" in job.log
 
 
 def test_a_checkpoint_that_a_user_asks_for_is_no_time_limit(submit: Submit) -> None:

@@ -114,7 +114,7 @@ def test_what_the_program_finds(sandbox: Sandbox, tmp_path: Path) -> None:
             assert env[name] == str(value), (rank, name)
         assert env["SLURMD_NODENAME"] == hosts[rank // 2]
         assert found["argv"] == list(HOSTILE) and found["cwd"] == str(tmp_path)
-        assert not {"LAUNCH_SECRETS", "LAUNCH_RENDEZVOUS", "LAUNCH_ATTEMPT", "LAUNCH_RUN_DIR"} & set(env)
+        assert not {"LAUNCH_SECRETS", "LAUNCH_RENDEZVOUS", "LAUNCH_ATTEMPT", "LAUNCH_RECORD_DIR"} & set(env)
         planned = json.loads((run / f"plan-{hosts[rank // 2]}.json").read_text())["ranks"][rank % 2]["cpus"]
         applied = json.loads((run / f"rank-{rank}.applied.json").read_text())
         assert (applied["cpus"], applied["host"]) == (planned, hosts[rank // 2])
@@ -185,7 +185,7 @@ def test_the_checkpoint_signal_is_for_ranks_that_catch_it(sandbox: Sandbox, tmp_
     sandbox.run("scancel", run.job_id)
     assert run.await_end() == "stopped"
     assert run.read_rank(1).split("\n")[:2] == ["UP", "GOT SIGTERM"]
-    assert {record.state for record in read_nodes(run.path, 0)} == {"stopped"}
+    assert {record.signal for record in read_nodes(run.path, 0)} == {"SIGTERM"}
     wait_for(lambda: not run.find_processes(), "the job's end")
 
 

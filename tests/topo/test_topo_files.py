@@ -66,7 +66,7 @@ def test_the_command_that_is_shown_reads_the_file(name: str, launch: Launch, odd
 def test_a_name_of_two_lines_is_shown_on_one(launch: Launch, odd: str, here: Path) -> None:
     done = launch("topo", odd, "save='a\nb'", "image='c\nd.svg'")
     assert (done.code, done.err.count("\n")) == (0, len(done.err.splitlines()))
-    assert "launch: the machine is saved in 'a\\nb'\n" in done.err
+    assert "launch: the machine is saved in a\\nb\n" in done.err
     assert sorted(path.name for path in here.iterdir()) == ["a\nb", "c\nd.svg"]
 
 
@@ -246,3 +246,10 @@ def test_an_ascii_terminal_and_a_pipe_that_ends(odd: str, here: Path) -> None:
         ["/bin/sh", "-c", script], cwd=here, env=clean_environ(), capture_output=True, text=True, check=True
     )
     assert piped.stdout.startswith("Machine  R750") and piped.stderr == ""
+
+
+def test_a_pipe_that_nobody_reads_is_not_waited_for(launch: Launch, odd: str, here: Path) -> None:
+    os.mkfifo(here / "pipe")
+    launch("topo", odd, "save=pipe").assert_error(
+        2, "save=pipe cannot be written (No such device or address)"
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.runs.process import identify_process
+from launcher.runs.process import hold_directory, identify_process
 from tests.conftest import LAUNCH, Result, clean_environ
 from tests.launch.support import Started, start, wait_for, write_program
 from tests.verbs.making import make_run
@@ -76,7 +76,8 @@ def test_without_a_terminal_yes_is_asked_for_and_enough(here: Path, launch: Laun
 
 def test_several_runs_are_asked_about_once(here: Path) -> None:
     for stamp in ("20260801-120000", "20260801-120001"):
-        make_run(here / "runs", stamp=stamp, state="running", process=identify_process(os.getpid()))
+        run = make_run(here / "runs", stamp=stamp, state="running", process=identify_process(os.getpid()))
+        hold_directory(run)
     code, shown = answer(here, b"\n", "cancel", "20260801-120000", "20260801-120001")
     assert code == 1
     assert "  tiny/20260801-120000, process" in shown and "cancel these 2 runs? [y/N]" in shown

@@ -1,6 +1,7 @@
 """How runs stand by their manifests and by SLURM's word, from values; tests/slurm has a real one."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -66,6 +67,14 @@ def test_slurms_word_counts_where_the_manifest_tells_no_end(
 ) -> None:
     found = judge_run(run, job)
     assert (found.state, found.reason) == (state, reason)
+
+
+def test_a_full_disk_is_told_of_where_nothing_was_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standing, "is_full", lambda run: run.path == Path("/runs/x"))
+    run = replace(make_status("running"), path="/runs/x")
+    found = judge_run(run, make_job("FAILED", reason="NonZeroExitCode", exit_code=3))
+    assert (found.state, found.reason) == ("failed", "FAILED; exit code 3; the run directory's disk is full")
+    assert "full" not in judge_run(replace(run, path="/runs/y"), make_job("FAILED", exit_code=3)).reason
 
 
 def test_what_slurm_adds() -> None:

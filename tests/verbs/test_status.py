@@ -150,14 +150,18 @@ def test_a_run_whose_process_is_gone_is_lost(launch: Launch, here: Path) -> None
     assert run["state"] == "lost" and str(process.pid) in str(run["reason"])
 
 
-def test_a_process_is_known_by_more_than_its_number() -> None:
+def test_a_process_is_known_by_more_than_its_number(tmp_path: Path) -> None:
     mine = identify_process(os.getpid())
     assert check_process(mine) is True
-    os.close(open_process(mine))
+    with pytest.raises(PermissionError, match="is not the launch of this run"):
+        open_process(mine, tmp_path)
+    held = os.open(tmp_path, os.O_RDONLY)
+    os.close(open_process(mine, tmp_path))
     for other in ({"start": 1}, {"boot": "another"}):
         assert check_process({**mine, **other}) is False
         with pytest.raises(ProcessLookupError):
-            open_process({**mine, **other})
+            open_process({**mine, **other}, tmp_path)
+    os.close(held)
     for other in ({"host": "elsewhere"}, {"namespace": "pid:[1]"}):
         assert check_process({**mine, **other}) is None
     assert check_process({}) is None

@@ -56,16 +56,16 @@ class RankEnd:
 
 
 def record_nodes(account: Account) -> list[NodeRecord]:
-    """Write a record for every node that was not lost, and return those that could be written."""
+    """Return a record for every node that was not lost, and write those for which the disk has room."""
     ends = list(list_ends(account))
     records = []
     for node, host in enumerate(account.hosts):
         if host in account.told.lost:
             continue
         record = judge_node(account, ends, node)
+        records.append(record)
         with contextlib.suppress(OSError):
             write_node(account.run.path, account.run.first_attempt, record)
-            records.append(record)
     return records
 
 
@@ -92,25 +92,33 @@ def find_silence(run: RunDir, rank: int) -> float:
 
 def judge_node(account: Account, ends: list[RankEnd], node: int) -> NodeRecord:
     """Return the record of one node."""
+    told = account.told
     own = [end for end in ends if end.rank // account.ranks == node and end.exitcode]
-    number, since = account.stop or (signal.SIGTERM, math.inf)
-    # What comes after a signal that stops is no failure.
-    failed = (end for end in own if end.exitcode != -signal.SIGTERM and end.time < since)
+    number, since = account.stop or (signal.SIGTERM, -math.inf if told.cancelled_first else math.inf)
+    # What comes after a signal that stops is no failure. By SIGTERM srun ends the others, but not the first.
+    first = [] if told.lost else ends[:1]
+    clean = tuple((rank, at) for rank, at in told.clean.items() if rank // account.ranks == node)
+    failed = (end for end in own if (end in first or not has_stopped(end)) and end.time < since)
     failure, said, found = next(failed, None), "", None
     state, status, by = "stopped", 128 + number, name_signal(number)
-    if account.exitcode == 0:
+    if account.exitcode == 0 or len(clean) == account.ranks:
         state, status, by = "succeeded", 0, ""
     elif failure and is_port_taken(account.run, failure):
         return refuse_port(account.hosts[node], account.started)
     elif failure:
         found = describe_end(account, failure)
         state, status, by = "failed", as_failure(account, failure).status, ""
-    elif not ends and not account.told.cancelled and account.stop is None:
+    elif not ends and not told.cancelled and account.stop is None:
         state, status, by, said = "failed", EXIT_MACHINE, "", quote_srun(account)
     return NodeRecord(
         *(account.hosts[node], node, state, status, by or None, said, found, 0),
-        *(account.started, time.time()),
+        *(account.started, time.time(), account.ranks, clean),
     )
+
+
+def has_stopped(end: RankEnd) -> bool:
+    """Tell whether a rank ended by SIGTERM, or as a shell says that it did (143)."""
+    return end.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 def refuse_port(host: str, started: float) -> NodeRecord:

@@ -17,7 +17,7 @@ from launcher.launch.slurm.notations import parse_signal
 from launcher.launch.slurm.srun import build_environ, count_ranks, render_ranks
 from launcher.launch.slurm.step import Step
 from launcher.launch.torchrun import check_port_free, parse_endpoint
-from launcher.runs.rundir import RunDir
+from launcher.runs.rundir import RunDir, name_run_dir
 from launcher.runs.secrets import mask_variables
 from launcher.wishes import describe_wishes
 
@@ -67,7 +67,8 @@ def start_ranks(job: RankJob, step: Step, endpoint: str) -> RankStep:
     step = replace(step, command=render_command(job.request, own))
     process = open_srun(render_ranks(step, job.ranks), build_environ(own, told, wishes))
     view = RankView(job.run, job.hosts, job.ranks, config.logs.console)
-    return RankStep(process, view, step, told["LAUNCH_RUN_ID"], job.environ)
+    codes = config.cluster.requeue.exit_codes
+    return RankStep(process, view, step, told["LAUNCH_RDZV_ID"], job.environ, codes)
 
 
 def render_command(request: JobRequest, environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -86,9 +87,10 @@ def tell_ranks(job: RankJob, endpoint: str) -> dict[str, str]:
     host, port = parse_endpoint(endpoint)
     unique = f"{run.id}-{job.environ.get('SLURM_JOB_ID')}-{run.first_attempt}-{os.getpid()}-{port}"
     return {
-        "LAUNCH_RUN_DIR": str(run.path),
+        "LAUNCH_RECORD_DIR": str(run.path),
+        **name_run_dir(run),
         "LAUNCH_ATTEMPT": str(run.first_attempt),
-        "LAUNCH_RUN_ID": own.rdzv_id or unique,
+        "LAUNCH_RDZV_ID": own.rdzv_id or unique,
         "LAUNCH_SIGNAL": str(int(parse_signal(config.cluster.signal)[0])),
         **({"LAUNCH_ROLE": own.role} if own.role else {}),
         **({"LAUNCH_STRICT": "1"} if config.binding.strict else {}),

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 
 from launcher.batch.ranks.view import RankView
@@ -17,7 +17,15 @@ from launcher.launch.slurm.command import run_slurm
 from launcher.launch.slurm.hostlist import expand_hosts
 from launcher.launch.slurm.step import Step, render_step
 from launcher.launch.slurm.stepenv import clean_for_step
-from launcher.launch.slurm.told import TaskEnd, is_cancelled, is_noise, parse_end, parse_lost
+from launcher.launch.slurm.told import (
+    TaskEnd,
+    is_cancelled,
+    is_noise,
+    is_verbose,
+    parse_completed,
+    parse_end,
+    parse_lost,
+)
 
 LAST = 40
 """Lines of srun's, and of tasks that have no logs yet, that are kept for the account."""
@@ -28,18 +36,23 @@ class Told:
     """What srun has told of a step's tasks."""
 
     ends: list[tuple[float, TaskEnd]] = field(default_factory=list)
-    """With the time of the line, in seconds since the epoch."""
+    """With the time of the line, in seconds since the epoch; not of those that ended with 0."""
+    clean: dict[int, float] = field(default_factory=dict)
+    """When tasks ended with 0, by their ranks."""
     lost: set[str] = field(default_factory=set)
     """Hosts."""
     said: deque[str] = field(default_factory=lambda: deque(maxlen=LAST))
     """All of its lines that are of use."""
     cancelled: bool = False
+    cancelled_first: bool = False
+    """Before any task had ended."""
     stop: tuple[int, float] | None = None
     """The first stopping signal that the ranks were sent, and when, in seconds since the epoch."""
 
     def note_line(self, line: str) -> bool:
         """Take a line of srun's stderr; false where there is nothing in it for people."""
-        if is_noise(line):
+        if is_noise(line) or is_verbose(line):
+            self.clean |= dict.fromkeys(parse_completed(line), time.time())
             return False
         self.said.append(line)
         if end := parse_end(line):
@@ -50,6 +63,7 @@ class Told:
                 self.lost.update(expand_hosts(hosts))
         cancelled = is_cancelled(line)
         self.cancelled = self.cancelled or cancelled
+        self.cancelled_first = self.cancelled_first or (cancelled and not self.ends)
         # That srun itself has the others ended is no news after the first end.
         return not (cancelled and self.ends)
 
@@ -66,6 +80,8 @@ class RankStep:
     """TORCHELASTIC_RUN_ID, which no other step of the job has."""
     environ: Mapping[str, str]
     """The head's."""
+    exit_codes: Collection[int] = ()
+    """Those by which a rank asks for another start."""
     started: float = field(default_factory=time.time)
     told: Told = field(default_factory=Told)
     reader: threading.Thread = field(init=False)
@@ -91,7 +107,15 @@ class RankStep:
         hosts = ", ".join(dict.fromkeys(self.view.name_host(rank) for rank in end.tasks))
         ranks = "rank" if len(end.tasks) == 1 else "ranks"
         numbers = ", ".join(map(str, end.tasks[:8])) + (" …" if len(end.tasks) > 8 else "")
-        return f"{ranks} {numbers} on {hosts} failed ({how}); srun ends the others"
+        what = "failed"
+        if end.exitcode in self.exit_codes:
+            what = "asks for another start" if len(end.tasks) == 1 else "ask for another start"
+        return f"{ranks} {numbers} on {hosts} {what} ({how}); srun ends the others"
+
+    @property
+    def lost(self) -> Set[str]:
+        """Nodes that SLURM has given up."""
+        return self.told.lost
 
     def send(self, number: int) -> None:
         """Send a signal to the ranks: those that stop to all, others where they are caught.

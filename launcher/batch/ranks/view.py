@@ -1,14 +1,13 @@
 """Shows what the ranks of all nodes print, from their logs, where no process of ours is on the nodes."""
 
-import contextlib
 import queue
-import sys
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from launcher.runs.logs import Follower
 from launcher.runs.rundir import RunDir
+from launcher.wording import say
 
 if TYPE_CHECKING:
     from launcher.report.console import JobConsole
@@ -61,8 +60,7 @@ class RankView:
         try:
             self.show_ranks()
         except Exception as error:
-            with contextlib.suppress(OSError):
-                sys.stderr.write(f"launch: warning: the display failed ({error!r}): see {self.run.path}\n")
+            say(f"warning: the display failed ({error!r}): see {self.run.path}")
 
     def show_ranks(self) -> None:
         """Show what is new until there is no more; the console's import is hidden by the program's own."""

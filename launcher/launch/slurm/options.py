@@ -15,6 +15,7 @@ from launcher.launch.slurm.notations import (
     read_gpus,
     read_time,
 )
+from launcher.launch.slurm.requeue import LIMITED
 
 if TYPE_CHECKING:
     from launcher.schema import ClusterConfig
@@ -147,8 +148,7 @@ def render_nodes(low: int, high: int) -> str:
 def is_requeued(cluster: "ClusterConfig") -> bool:
     """Tell whether any end of an attempt is to be followed by another."""
     policy = cluster.requeue
-    times = (policy.preempted, policy.timeout, policy.node_failure, policy.crash)
-    return policy.limit > 1 and any(count > 0 for count in times)
+    return policy.limit > 1 and any(getattr(policy, reason) > 0 for reason in LIMITED)
 
 
 def read_additional(additional: dict[str, object]) -> tuple[Option, ...]:

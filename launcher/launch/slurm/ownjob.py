@@ -1,6 +1,7 @@
 """What a job's head asks SLURM about its own job, and the requeue."""
 
 import contextlib
+import math
 import re
 import signal
 import time
@@ -24,7 +25,7 @@ AWAY = re.compile("contact|connect|did not answer|timed out|backup|try again", r
 """What SLURM's commands complain of where slurmctld is not there."""
 BOOT = re.compile(r"^NodeName=(\S+).*\bBootTime=(\S+)", re.MULTILINE)
 KILL_WAIT = re.compile(r"^KillWait\s*=\s*(\d+)", re.MULTILINE)
-FIELDS = "State,RestartCnt,EndTime,PreemptTime,Reason"
+FIELDS = "State,RestartCnt,EndTime,PreemptTime,TimeLimit,Reason"
 """squeue's columns; the reason can hold anything, and comes last."""
 
 
@@ -47,9 +48,10 @@ def ask_job(job_id: str, environ: Mapping[str, str], patience: float = QUICK) ->
         f"--Format={columns}",
     ]
     text = run_slurm(words, environ, patience=patience)
-    for state, restarts, end, preempted, reason in split_rows(text, len(FIELDS.split(","))):
+    for state, restarts, end, preempted, limit, reason in split_rows(text, len(FIELDS.split(","))):
         count = int(restarts) if restarts.isdecimal() else 0
-        return JobWord(state, reason, count, read_time(end), read_time(preempted) is not None)
+        until = math.inf if limit == "UNLIMITED" else read_time(end)
+        return JobWord(state, reason, count, until, read_time(preempted) is not None)
     raise SchedulerError(f"squeue: nothing on job {job_id}")
 
 

@@ -3,12 +3,14 @@
 import contextlib
 import getpass
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from launcher.errors import SchedulerError
 from launcher.launch.slurm.command import run_slurm
 from launcher.launch.slurm.inventory import NodeKind
 from launcher.launch.slurm.options import Option
+from launcher.launch.slurm.sbatchenv import find_variables
 
 CAUSES = (
     ("account", ("account",)),  # `Invalid account or account/partition combination`, too
@@ -25,6 +27,7 @@ CAUSES = (
     ("cpu count", ("cpus-per-task",)),
     ("generic resource", ("gpus-per-node",)),
     ("node count", ("nodes",)),
+    ("for --cluster", ("clusters",)),
     (
         "configuration is not available",
         ("nodes", "gpus-per-node", "cpus-per-task", "mem", "constraint", "nodelist", "exclude"),
@@ -35,6 +38,9 @@ NAMED = re.compile(r"(?:unrecognized option '|invalid )--(?P<name>[a-z-]+)")
 AWAY = (
     "contact slurm controller",
     "unable to process configuration",
+    "could not establish a configuration source",
+    "unable to establish control",
+    "unable to resolve",
     "protocol authentication",
     "did not answer",
 )
@@ -42,9 +48,16 @@ AWAY = (
 
 
 def explain_refusal(
-    complaint: str, options: Sequence[Option], partitions: Sequence[str], kinds: Sequence[NodeKind]
+    complaint: str,
+    options: Sequence[Option],
+    partitions: Sequence[str],
+    kinds: Sequence[NodeKind],
+    environ: Mapping[str, str] = MappingProxyType({}),
 ) -> SchedulerError:
-    """Return the error with the values that were refused and what there is; `kinds` are the partition's."""
+    """Return the error with the values that were refused and what there is.
+
+    `kinds` are the partition's, `environ` is what sbatch was run with: its variables are options too.
+    """
     text = complaint.lower()
     if is_away(text):
         return SchedulerError(f"{complaint}: is slurmctld up (`scontrol ping`)? Nothing was submitted")
@@ -52,8 +65,13 @@ def explain_refusal(
     found = (names for words, names in CAUSES if words in text)
     names = (named["name"],) if named else next(found, ())
     given = [option for option in options if option.name in names]
-    shown = ", ".join(f"{option.key}: {option.render()}" for option in given)
-    keys = [option.key for option in given] or [f"--{name}" for name in names]
+    others = {*names} - {option.name for option in given}
+    variables = [name for option in sorted(others) for name in find_variables(environ, option)]
+    shown = ", ".join(
+        [f"{option.key}: {option.render()}" for option in given]
+        + [f"{name}={environ[name]}" for name in variables]
+    )
+    keys = [option.key for option in given] + variables or [f"--{name}" for name in names]
     fix = suggest_fix(names, keys, partitions, kinds)
     return SchedulerError(f"{complaint}{f' ({shown})' if shown else ''}: {fix}")
 
@@ -77,7 +95,8 @@ def suggest_fix(
         nodes = f"the partition's nodes: {'; '.join(describe_kinds(kinds))}"
         return list_features(kinds) if tuple(names) == ("constraint",) else nodes
     if names:
-        return f"change {' or '.join(keys)}, or leave it out"
+        what = "unset it" if all(key.startswith(("SBATCH_", "SLURM_")) for key in keys) else "leave it out"
+        return f"change {' or '.join(keys)}, or {what}"
     return "change cluster.* accordingly; dry_run=true shows the script"
 
 

@@ -9,7 +9,15 @@ FOREIGN = ("SLURM_", "SLURMD_", "SRUN_", "SALLOC_", "SINFO_", "SQUEUE_", "PMI_",
 """Beginnings of what an enclosing job has left; srun's and its kin's are for other commands."""
 KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK_SOCKET")
 """Exceptions: where SLURM is, and who asks it."""
-OURS = ("LAUNCH_PLAN", "LAUNCH_RUN_DIR", "LAUNCH_ATTEMPT", "LAUNCH_SECRETS", "LAUNCH_RENDEZVOUS")
+OURS = (
+    "LAUNCH_PLAN",
+    "LAUNCH_RECORD_DIR",
+    "LAUNCH_RUN_DIR",
+    "LAUNCH_RUN_ID",
+    "LAUNCH_ATTEMPT",
+    "LAUNCH_SECRETS",
+    "LAUNCH_RENDEZVOUS",
+)
 """Of a run that this is started in."""
 RANK = (
     "RANK",
@@ -70,6 +78,13 @@ VARIABLES = {
     "switches": ("REQ_SWITCH", "WAIT4SWITCH"),
 }
 """Options whose variables have other names, or contradict them."""
+
+
+def find_variables(environ: Mapping[str, str], option: str) -> list[str]:
+    """Return the variables that give sbatch an option, `time`, where the command line does not."""
+    names = VARIABLES.get(option, (option.upper().replace("-", "_"),))
+    found = [f"SBATCH_{name}" for name in names] + (["SLURM_CLUSTERS"] if option == "clusters" else [])
+    return [name for name in found if name in environ]
 
 
 def clean_for_sbatch(environ: Mapping[str, str], options: Collection[str]) -> dict[str, str]:

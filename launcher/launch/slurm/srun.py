@@ -10,8 +10,9 @@ from launcher.launch.slurm.stepenv import clean_for_step, drop_ours
 
 GPUS = ("auto", "gpu")
 """Values of `nproc_per_node` that stand for the job's GPUs on a node."""
-RANK_OPTIONS = {"distribution": "block", "input": "none"}
-"""Ranks are numbered node by node as torchrun numbers them, and read nothing."""
+RANK_OPTIONS = {"distribution": "block", "input": "none", "quiet": None, "verbose": True}
+"""Ranks are numbered node by node as torchrun numbers them, and read nothing. srun tells of tasks that ended
+with 0 only if it is verbose."""
 STALE = (
     "LOCAL_SIZE",
     "TORCHELASTIC_RUN_ID",
@@ -69,7 +70,8 @@ def render_ranks(step: Step, ranks: int) -> tuple[str, ...]:
     All of them see all of the job's CPUs and GPUs on their node, which the shim deals out.
     """
     count = {"ntasks": step.nodes * ranks, "ntasks-per-node": ranks}
-    return render_step(replace(step, options={**RANK_OPTIONS, **step.options, **count}))
+    own = {**step.options, **({"verbose": None} if step.options.get("quiet") else {})}
+    return render_step(replace(step, options={**RANK_OPTIONS, **own, **count}))
 
 
 def build_environ(

@@ -22,6 +22,10 @@ ENDED = "Terminated"
 """The word on tasks that srun itself has ended because another one failed."""
 NOISE = "cluster configuration lacks support for cpu binding"
 """What --cpu-bind=none is told, even --quiet, where no TaskPlugin could bind."""
+COMPLETED = re.compile(r"srun: (?:\S+: )*\S+: tasks? (?P<tasks>[\d,-]+): Completed$")
+"""Tasks that ended with 0, of which `srun --verbose` alone tells."""
+USEFUL = re.compile(r"srun: (?:error|fatal|warning|unrecognized|ambiguous|invalid|option)\b", re.IGNORECASE)
+"""What srun says short of being verbose, getopt's complaints included."""
 BEGUN = re.compile(r"\btasks? \d|Node failure|slurmstepd|Job step aborted|io error")
 """In what it says of a step that has begun."""
 PASSING = re.compile(r"contact|imed out|Connection refused|temporar|busy|Zero Bytes")
@@ -48,6 +52,20 @@ def is_own(line: str) -> bool:
 def is_noise(line: str) -> bool:
     """Tell whether a line of srun's stderr is of no use to anybody."""
     return NOISE in line
+
+
+def is_verbose(line: str) -> bool:
+    """Tell whether srun says a line only since it was asked to be verbose."""
+    return line.startswith("srun: ") and not USEFUL.match(line)
+
+
+def parse_completed(line: str) -> tuple[int, ...]:
+    """Return the tasks that a line of srun's says ended with 0; none for any other line."""
+    found = COMPLETED.match(line)
+    try:
+        return tuple(map(int, expand_ranges(found["tasks"]))) if found else ()
+    except ValueError:
+        return ()
 
 
 def has_begun(lines: Iterable[str]) -> bool:

@@ -18,9 +18,12 @@ from launcher.launch.slurm.options import (
     check_cluster,
     require_same,
 )
+from launcher.launch.slurm.requeue import LIMITED
 from launcher.schema import ClusterConfig, RequeueConfig
 
 TRAIN = Shape("train", 1, 1)
+NEVER: dict[str, Any] = dict.fromkeys(LIMITED, 0)
+"""A policy by which nothing is requeued."""
 NOTHING = Resources(None, None, None)
 
 
@@ -60,7 +63,7 @@ def test_everything_under_slurms_names() -> None:
             "wckey": None,
             "licenses": ["a", "b:2"],
         },
-        requeue=RequeueConfig(preempted=0, timeout=0, node_failure=0),
+        requeue=replace(RequeueConfig(), **NEVER),
     )
     assert render(cluster, Shape("a b", 2, 4), Resources("a100:4", "32", "0")) == [
         "--job-name=a b",
@@ -98,8 +101,10 @@ def test_no_gpus_are_no_option() -> None:
     ("requeue", "flag"),
     [
         (RequeueConfig(), "--requeue"),
-        (RequeueConfig(0, 0, 0, 1), "--requeue"),
-        (RequeueConfig(0, 0, 0, 0), "--no-requeue"),
+        (replace(RequeueConfig(), **{**NEVER, "crash": 1}), "--requeue"),
+        (replace(RequeueConfig(), **{**NEVER, "stopped": 1}), "--requeue"),
+        (replace(RequeueConfig(), **{**NEVER, "requested": 1}), "--requeue"),
+        (replace(RequeueConfig(), **NEVER), "--no-requeue"),
         (RequeueConfig(limit=1), "--no-requeue"),
     ],
 )

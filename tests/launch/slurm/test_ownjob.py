@@ -34,7 +34,7 @@ def requeue(tmp_path: Path) -> Requeue:
             for number, text in enumerate(complaints, 1)
         )
         count = f"$(grep -c ^scontrol {tmp_path}/given)"
-        answer = "exit 1" if restarts is None else f"echo 'COMPLETING|{restarts}|N/A|N/A|None|'"
+        answer = "exit 1" if restarts is None else f"echo 'COMPLETING|{restarts}|N/A|N/A|1:00|None|'"
         for name, text in {"scontrol": f'case "{count}" in\n{cases}esac', "squeue": answer}.items():
             (tmp_path / name).write_text(f"#!/bin/sh\n{note}\n{text}\n")
             (tmp_path / name).chmod(0o755)

@@ -134,6 +134,8 @@ def test_an_array_that_is_too_large(nothing_to_ask: Path) -> None:
         "sinfo: fatal: Unable to process configuration file",
         "sbatch: Protocol authentication error",
         "sinfo did not answer in 60 s",
+        "sinfo: fatal: Could not establish a configuration source",
+        'sbatch: slurm_set_addr: Unable to resolve "head"; Unable to establish control machine address',
     ],
 )
 def test_no_command_can_do_anything(complaint: str) -> None:
@@ -141,3 +143,38 @@ def test_no_command_can_do_anything(complaint: str) -> None:
     error = str(explain_refusal(complaint, OPTIONS, ("main",), KINDS))
     assert error == f"{complaint}: is slurmctld up (`scontrol ping`)? Nothing was submitted"
     assert not is_away("Invalid partition name specified")
+
+
+FOREIGN = "'foo' can't be reached now, or it is an invalid entry for --cluster. Use 'sacctmgr list clusters'"
+
+
+@pytest.mark.parametrize(
+    ("complaint", "environ", "told"),
+    [
+        (
+            "Invalid --time specification",
+            {"SBATCH_TIMELIMIT": "abc"},
+            " (SBATCH_TIMELIMIT=abc): change SBATCH_TIMELIMIT, or unset it",
+        ),
+        ("Invalid --time specification", {}, ": change --time, or leave it out"),
+        (FOREIGN, {"SLURM_CLUSTERS": "foo"}, " (SLURM_CLUSTERS=foo): change SLURM_CLUSTERS, or unset it"),
+        ("Invalid qos specification", {"SBATCH_QOS": "x", "SBATCH_TIMELIMIT": "1"}, " (SBATCH_QOS=x): set "),
+    ],
+)
+def test_a_variable_that_nobody_gave_on_the_command_line_is_named(
+    complaint: str, environ: dict[str, str], told: str, nothing_to_ask: Path
+) -> None:
+    error = str(explain_refusal(complaint, (), (), (), environ))
+    assert error.startswith(complaint + told), error
+
+
+def test_a_value_of_the_command_line_comes_before_the_variable() -> None:
+    options = (Option("time", "1", "cluster.time"),)
+    error = str(explain_refusal("Invalid --time specification", options, (), (), {"SBATCH_TIMELIMIT": "abc"}))
+    assert error.endswith(" (cluster.time: --time=1): change cluster.time, or leave it out")
+
+
+def test_another_cluster_that_is_not_there() -> None:
+    options = (Option("clusters", "foo", "cluster.additional.clusters"),)
+    error = str(explain_refusal(FOREIGN, options, (), ()))
+    assert error.endswith("--clusters=foo): change cluster.additional.clusters, or leave it out")

@@ -28,7 +28,9 @@ PLAIN = {"PATH": "/bin", "HOME": "/home/me", "SLURM_CONF": "/etc/x", "RANKING": 
         "SLURM_EXIT_ERROR",
         "SRUN_CPUS_PER_TASK",
         "SALLOC_PARTITION",
+        "LAUNCH_RECORD_DIR",
         "LAUNCH_RUN_DIR",
+        "LAUNCH_RUN_ID",
         "LAUNCH_SECRETS",
     ],
 )

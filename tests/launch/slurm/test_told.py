@@ -2,7 +2,15 @@
 
 import pytest
 
-from launcher.launch.slurm.told import drop_prefix, find_ends, has_begun, is_own, is_passing
+from launcher.launch.slurm.told import (
+    drop_prefix,
+    find_ends,
+    has_begun,
+    is_own,
+    is_passing,
+    is_verbose,
+    parse_completed,
+)
 
 BUSY = "srun: error: Unable to create step for job 7: Requested nodes are busy"
 
@@ -23,6 +31,26 @@ BUSY = "srun: error: Unable to create step for job 7: Requested nodes are busy"
 )
 def test_lines_of_srun_and_of_a_step_that_has_begun(line: str, own: bool, begun: bool) -> None:
     assert (is_own(line), has_begun(["srun: something else", line])) == (own, begun)
+
+
+@pytest.mark.parametrize(
+    ("line", "verbose", "tasks"),
+    [
+        ("srun: launch/slurm: _task_finish: n1: task 1: Completed", True, (1,)),
+        ("srun: n[0-1]: tasks 0,2-3: Completed", True, (0, 2, 3)),
+        ("srun: launch/slurm: launch_p_step_launch: CpuBindType=(null type)", True, ()),
+        ("srun: defined options", True, ()),
+        ("srun: error: n1: task 1: Exited with exit code 3", False, ()),
+        ("srun: fatal: no", False, ()),
+        ("srun: Warning: can't run 1 processes on 2 nodes", False, ()),
+        ("srun: unrecognized option '--bogus'", False, ()),
+        ("srun: option '--mem' requires an argument", False, ()),
+        ("task 1: Completed", False, ()),
+        ("slurmstepd-n0: error: *** STEP 7.0 ON n0 CANCELLED AT 2026-01-01T00:00:00 ***", False, ()),
+    ],
+)
+def test_what_srun_says_only_where_it_is_verbose(line: str, verbose: bool, tasks: tuple[int, ...]) -> None:
+    assert (is_verbose(line), parse_completed(line)) == (verbose, tasks)
 
 
 @pytest.mark.parametrize(

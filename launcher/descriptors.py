@@ -1,0 +1,256 @@
+"""Files and directories opened by descriptors: no waiting for pipes, no planted links, owners looked at.
+
+Others can write to where runs are kept, or plant what a run is to be found at. So a directory is opened
+first, and what is in it from there (openat(2)); what was opened is judged, and not its name, which may lead
+elsewhere by then. The shim imports this, so it does with `os` and what that has loaded.
+"""
+
+import os
+import stat
+from errno import EEXIST, EFBIG, EINVAL, ELOOP, ENOTDIR, EPERM, ETIMEDOUT
+
+READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+ON_THE_WAY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+"""For a directory in which something is to be opened, and that this user may perhaps not list."""
+APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+CHUNK = 1 << 20
+LARGEST = 64 << 20
+"""Bytes of a file of ours at most; the plan of the largest machine has less than one MiB."""
+PATIENCE = 10.0
+"""Seconds without a byte after which a pipe that the user has named is given up."""
+
+
+def open_directory(path: str | os.PathLike[str], *, at: int | None = None, flags: int = DIRECTORY) -> int:
+    """Open a directory; a symbolic link at its end is followed where this user or root has made it.
+
+    People keep runs on another filesystem by such a link. Links on the way are the kernel's to judge
+    (fs.protected_symlinks of proc(5)). Raises OSError.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, dir_fd=at)
+    except OSError as error:
+        if error.errno not in (ELOOP, ENOTDIR):
+            raise
+    link = os.stat(path, dir_fd=at, follow_symlinks=False)
+    if is_planted(link):
+        owner = name_user(link.st_uid)
+        raise PermissionError(EPERM, f"a symbolic link of {owner}, who can have it lead anywhere", str(path))
+    return os.open(path, flags, dir_fd=at)
+
+
+def is_planted(status: os.stat_result) -> bool:
+    """Tell whether this is a symbolic link that another user has made, root aside."""
+    return stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0)
+
+
+def open_own(path: str | os.PathLike[str], *, at: int | None = None) -> int:
+    """Open a directory that is this user's or root's, links as `open_directory` has them; raises OSError."""
+    return check_own(open_directory(path, at=at), str(path))
+
+
+def open_below(path: str | os.PathLike[str], *names: str) -> int:
+    """Open a directory within a run's, made for its owner alone where it is not there; raises OSError."""
+    at = open_own(path)
+    for name in names:
+        try:
+            inner = make_inner(at, name)
+        finally:
+            os.close(at)
+        at = inner
+    return at
+
+
+def open_inner(at: int, name: str) -> int:
+    """Open a directory within an open one, whose links are not followed; raises OSError."""
+    try:
+        return check_own(os.open(name, DIRECTORY | os.O_NOFOLLOW, dir_fd=at), name)
+    except OSError as error:
+        if error.errno in (ELOOP, ENOTDIR) and stat.S_ISLNK(os.lstat(name, dir_fd=at).st_mode):
+            raise OSError(ELOOP, "a symbolic link, which a run directory cannot have there", name) from None
+        raise
+
+
+def make_inner(at: int, name: str) -> int:
+    """Open a directory within an open one, for its owner alone where it has to be made; raises OSError."""
+    try:
+        os.mkdir(name, 0o700, dir_fd=at)
+    except OSError as error:
+        if error.errno != EEXIST:
+            raise
+    return open_inner(at, name)
+
+
+def check_own(descriptor: int, name: str) -> int:
+    """Return a descriptor whose file is this user's or root's; else close it, and raise PermissionError."""
+    if is_own(descriptor):
+        return descriptor
+    owner = name_user(os.fstat(descriptor).st_uid)
+    os.close(descriptor)
+    raise PermissionError(EPERM, f"it belongs to {owner}", name)
+
+
+def is_own(descriptor: int, at: int | None = None) -> bool:
+    """Tell whether an open file or directory belongs to this user or to root.
+
+    Filesystems can show all that somebody makes as another user's (NFS with root_squash or all_squash, EFS
+    access points): there, what is made here now tells who this user is. `at` is the directory of a file.
+    """
+    owner = os.fstat(descriptor).st_uid
+    return owner in (os.geteuid(), 0) or owner == find_shown_uid(descriptor if at is None else at)
+
+
+def find_shown_uid(at: int) -> int | None:
+    """Return the owner of what this process makes in a directory; None where it can make nothing there."""
+    name = f".launch-{os.urandom(8).hex()}"
+    try:
+        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=at)
+    except OSError:
+        return None
+    try:
+        os.unlink(name, dir_fd=at)
+        return os.fstat(descriptor).st_uid
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def name_user(uid: int) -> str:
+    """Return a user for people: `user bob (uid 1004)`, or `uid 1004`."""
+    try:
+        from pwd import getpwuid  # it can take a question to a directory service
+
+        return f"user {getpwuid(uid).pw_name} (uid {uid})"
+    except (ImportError, KeyError):
+        return f"uid {uid}"
+
+
+def open_file(path: str | os.PathLike[str], *, at: int | None = None, follow: bool = False) -> int:
+    """Open a regular file to read, and nothing else, which could hang or never end; raises OSError."""
+    look_at(os.stat(path, dir_fd=at, follow_symlinks=follow), str(path))  # a device may act on being opened
+    descriptor = os.open(path, READ if follow else READ | os.O_NOFOLLOW, dir_fd=at)
+    try:
+        look_at(os.fstat(descriptor), str(path))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def look_at(status: os.stat_result, name: str) -> None:
+    """Raise OSError for what is no regular file."""
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(EINVAL, "no regular file", name)
+
+
+def read_file(
+    path: str | os.PathLike[str], most: int, *, at: int | None = None, follow: bool = False, own: bool = False
+) -> bytes:
+    """Return the bytes of a regular file that has `most` at most; with `own`, of this user's or root's alone.
+
+    Raises OSError.
+    """
+    descriptor = open_file(path, at=at, follow=follow)
+    try:
+        if os.fstat(descriptor).st_size > most:
+            raise OSError(EFBIG, f"more than {show_size(most)}", str(path))
+        if own:
+            check_file(descriptor, path, at)
+        return read_bounded(descriptor, most, str(path))
+    finally:
+        os.close(descriptor)
+
+
+def check_file(descriptor: int, path: str | os.PathLike[str], at: int | None) -> None:
+    """Raise PermissionError for a file that is not this user's or root's; it stays open."""
+    folder = os.open(os.path.dirname(os.path.abspath(path)), ON_THE_WAY) if at is None else os.dup(at)
+    try:
+        if not is_own(descriptor, folder):
+            owner = name_user(os.fstat(descriptor).st_uid)
+            raise PermissionError(EPERM, f"it belongs to {owner}", str(path))
+    finally:
+        os.close(folder)
+
+
+def read_bounded(descriptor: int, most: int, name: str, *, patience: float | None = None) -> bytes:
+    """Return what is left in a descriptor; raises OSError where that is more than `most` bytes.
+
+    `patience` are the seconds to wait for each part; None is for files, which are there.
+    """
+    data = bytearray()
+    while True:
+        if patience is not None:
+            await_input(descriptor, patience, name)
+        part = os.read(descriptor, min(CHUNK, most + 1 - len(data)))
+        data += part
+        if len(data) > most:
+            raise OSError(EFBIG, f"more than {show_size(most)}", name)
+        if not part:
+            return bytes(data)
+
+
+def show_size(size: int) -> str:
+    """Return a number of bytes for people."""
+    return f"{size >> 20} MiB" if size >> 20 else f"{size >> 10} KiB"
+
+
+def await_input(descriptor: int, patience: float, name: str) -> None:
+    """Wait until there is something to read, or its end; raises TimeoutError."""
+    from select import POLLIN, poll
+
+    waiting = poll()
+    waiting.register(descriptor, POLLIN)
+    if not waiting.poll(patience * 1000):
+        raise TimeoutError(ETIMEDOUT, f"nothing came from it in {patience:g} s", name)
+
+
+def read_input(path: str | os.PathLike[str], most: int) -> bytes:
+    """Return the bytes of what a user has named: a file, or a pipe as of `<(command)`; raises OSError.
+
+    What has more than `most` bytes is refused, and so is a pipe, or a device, from which nothing comes.
+    """
+    descriptor = os.open(path, READ)
+    try:
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        return read_bounded(descriptor, most, str(path), patience=None if is_file else PATIENCE)
+    finally:
+        os.close(descriptor)
+
+
+def open_append(at: int, name: str) -> int:
+    """Open a regular file of this user's in an open directory, to append to; raises OSError.
+
+    It is made for its owner alone. What is written to another user's file could be read by that user.
+    """
+    descriptor = os.open(name, APPEND | os.O_NOFOLLOW, 0o600, dir_fd=at)
+    try:
+        look_at(os.fstat(descriptor), name)
+        check_file(descriptor, name, at)
+        os.set_blocking(descriptor, True)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def write_whole(at: int, name: str, data: bytes) -> None:
+    """Write a file for its owner alone into an open directory, whole or not at all; raises OSError."""
+    draft = f"{name}.{os.uname().nodename}.{os.getpid()}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    remove(at, draft)
+    try:
+        with os.fdopen(os.open(draft, flags, 0o600, dir_fd=at), "wb") as file:
+            file.write(data)
+        os.replace(draft, name, src_dir_fd=at, dst_dir_fd=at)
+    except OSError:
+        remove(at, draft)
+        raise
+
+
+def remove(at: int, name: str) -> None:
+    """Remove a file from an open directory where it is there."""
+    try:
+        os.unlink(name, dir_fd=at)
+    except OSError:
+        return

@@ -1,0 +1,181 @@
+"""Nothing that others have put into names, files and variables acts on the terminal."""
+
+import json
+import os
+import pty
+import re
+import shlex
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from launcher.terminal import escape_text, join_words, quote_word, tame_text
+from tests.conftest import LAUNCH, clean_environ, run_outside
+from tests.verbs.making import make_run, write_applied, write_log
+
+EVIL = "\x1b[2J\x1b]0;title\x07\x9b31m\x08\x7f\u202e"
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202e]")
+
+
+SCRIPT = ("cluster=slurm", "nproc_per_node=1", "dry_run=true", f"env.A={EVIL}")
+
+
+def show(here: Path, *words: str, env: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Run `launch` on a terminal; return its exit code and all that the terminal gets."""
+    master, slave = pty.openpty()
+    environ = {**clean_environ(), "COLUMNS": "300", "TERM": "xterm", **(env or {})}
+    process = subprocess.Popen(
+        [*LAUNCH, *words], cwd=here, env=environ, stdin=slave, stdout=slave, stderr=slave
+    )
+    os.close(slave)
+    shown = bytearray()
+    while True:
+        try:
+            part = os.read(master, 65536)
+        except OSError:  # EIO: the terminal's last user has left
+            break
+        shown += part
+    os.close(master)
+    return process.wait(60), shown.decode(errors="replace")
+
+
+def assert_harmless(text: str) -> None:
+    found = CONTROL.search(COLOUR.sub("", text))
+    assert not found, repr(text[max(0, found.start() - 80) : found.end() + 20])
+
+
+@pytest.mark.parametrize(
+    ("words", "env"),
+    [
+        ([f"name={EVIL}", "--", "true"], {}),
+        ([f"{EVIL}=1"], {}),
+        ([f"machine.snapshot={EVIL}", "dry_run=true"], {}),
+        (["plan"], {"CUDA_VISIBLE_DEVICES": EVIL}),
+        (["plan", "explain=true", "machine=dgx_a100"], {"CUDA_VISIBLE_DEVICES": EVIL, "NCCL_X": EVIL}),
+        (
+            ["dry_run=true", "gc.every=3", "--", "echo", EVIL],
+            {"PET_RDZV_CONF": f"a={EVIL}", "LAUNCH_GC": EVIL},
+        ),
+        (["tune", "dataloader", "dry_run=true", f"save={EVIL}", "--", "true"], {}),
+        (["status", f"runs_dir={EVIL}"], {}),
+        (["cancel", EVIL], {}),
+        (["--cfg", "job", f"env.A={EVIL}"], {}),
+        (["--cfg", "all", f"env.A={EVIL}"], {}),
+        (["--info", "all", f"env.A={EVIL}"], {}),
+        (["-m", f"env.A={EVIL},b", "plan=x"], {}),
+        (["-m", f'env.A=a,"{EVIL}"', "dry_run=true", "--", "true"], {}),
+        (["hydra.verbose=true", "dry_run=true", f"env.A={EVIL}", "--", "true"], {}),
+        (
+            [*SCRIPT, f'cluster.setup=["echo {EVIL}"]', f'cluster.srun.comment="{EVIL}"', "--", "echo", EVIL],
+            {},
+        ),
+    ],
+    ids=lambda value: " ".join(value).replace(EVIL, "EVIL"),
+)
+def test_what_was_given(here: Path, words: list[str], env: dict[str, str]) -> None:
+    code, shown = show(here, *words, env=env)
+    assert code in (0, 2, 3) and shown.strip()
+    assert_harmless(shown)
+
+
+@pytest.fixture
+def planted(here: Path) -> Path:
+    """Runs, logs and configuration whose every text is hostile."""
+    name = EVIL.replace("\x9b", "")
+    outcome = {
+        "cause": EVIL,
+        "reason": EVIL,
+        "signal": EVIL,
+        "first_failure": {"rank": EVIL, "host": EVIL, "reason": EVIL, "last_lines": [EVIL]},
+    }
+    texts = {"command": [EVIL], "hosts": [EVIL], "slurm": {"job_id": EVIL}, "process": {"host": EVIL}}
+    run = make_run(here / "runs", name, "20260801-120000", "failed", outcome=outcome, **texts)
+    manifest = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps({**manifest, "started": EVIL, "earlier": [manifest]}))
+    write_log(run, 0, f"\x1b[31mred {EVIL}\x1b[0m\nnext\x1b[32m green\n")
+    write_applied(run, 0, EVIL)
+    (run / f"plan-{EVIL}.json").write_text("{")
+    make_run(here / "runs", name, "20260801-130000", "running", hosts=[EVIL])
+    for group in ("model", name):
+        (here / "conf" / group).mkdir(parents=True)
+        (here / "conf" / group / f"{EVIL}.yaml").write_text(f"a: {json.dumps(EVIL)}\n")
+    return run
+
+
+def test_what_was_planted(here: Path, planted: Path) -> None:
+    commands = (
+        ["status"],
+        ["status", str(planted)],
+        ["logs", str(planted)],
+        ["logs", "rank=0", str(planted)],
+        ["cancel", str(planted), str(planted.with_name("20260801-130000"))],
+        ["doctor", f"run_dir={planted}"],
+        ["plan", "--help"],
+        ["plan", f"model={EVIL}"],
+        ["--info", "searchpath"],
+    )
+    for words in commands:
+        _, shown = show(here, *words)
+        assert shown.strip(), words
+        assert_harmless(shown)
+
+
+def test_logs_keep_colours_on_a_terminal_and_everything_elsewhere(here: Path, planted: Path) -> None:
+    _, shown = show(here, "logs", "rank=0", str(planted))
+    shown = shown.replace("\r\n", "\n")
+    assert shown.startswith("\x1b[31mred \\x1b[2J\\x1b]0;title\\x07\\x9b31m\\x08\\x7f\\u202e\x1b[0m\n")
+    assert shown.endswith("next\x1b[32m green\x1b[0m\n")
+    piped = run_outside(["logs", "rank=0", str(planted)], here)
+    assert piped.out == f"\x1b[31mred {EVIL}\x1b[0m\nnext\x1b[32m green\n"
+
+
+def test_the_command_of_a_dry_run_is_still_the_command(here: Path) -> None:
+    words = ["dry_run=true", "--", "printf", "%s", EVIL, "it's", "a\\b", "two\nlines", "é"]
+    _, shown = show(here, *words)
+    line = shown.replace("\r\n", "\n")[shown.index("-m torch.distributed.run") :]
+    script = f"printf '%s\\0' {line}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, check=True)
+    assert done.stdout.decode().split("\0")[-7:-1] == words[3:]
+
+
+def test_the_script_of_a_dry_run_is_exact_in_a_file(here: Path) -> None:
+    """An administrator runs it: there, what the program gets is what was given."""
+    setup, words = f"export B='{EVIL}'", [EVIL, "it's", "two\nlines", "é", "$(id)"]
+    done = run_outside([*SCRIPT, f'cluster.setup=["{setup}"]', "--", "echo", *words], here)
+    assert done.code == 0, done.err
+    assert f"\n{setup}\n" in done.out
+    document = json.loads(done.out.partition("<<'END_OF_JOB'\n")[2].rpartition("END_OF_JOB")[0])
+    assert document["words"] == ["echo", *words] and document["config"]["env"] == {"A": EVIL}
+    remarks = [line for line in done.out.splitlines() if line.startswith("#")]
+    assert_harmless("\n".join(remarks))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a b", EVIL, "'", "\\", "\x1b'\\", "é\x1b", "$x\x1b`y`", "\n\t", "-\x00"]
+)
+def test_quoting(text: str) -> None:
+    text = text.replace("\0", "")
+    quoted = quote_word(text)
+    assert_harmless(quoted)
+    done = subprocess.run(["bash", "-c", f"printf %s {quoted}"], capture_output=True, check=True)
+    assert done.stdout.decode() == text
+    assert join_words([text, "b"]) == f"{quoted} b"
+    if text.isprintable():
+        assert shlex.split(quoted) == [text]
+
+
+def test_long_texts_lose_their_middle() -> None:
+    assert escape_text("a" * 3000 + "\x1b" + "b" * 3000, 100) == f"{'a' * 48} … {'b' * 48}"
+    assert escape_text("\x1b" * 100, 100) == escape_text("\x1b" * 100_000, 100)
+    assert len(escape_text("\x1b" * 100_000, 100)) <= 100
+    assert escape_text("é\x1b\ud800\n") == "é\\x1b\\ud800\\n"
+
+
+def test_colours_that_are_left_on_are_ended() -> None:
+    assert tame_text("\x1b[31mred", colours=True) == "\x1b[31mred\x1b[0m"
+    assert tame_text("\x1b[31mred\x1b[m", colours=True) == "\x1b[31mred\x1b[m"
+    assert tame_text("plain\tand\nplain", colours=True) == "plain\tand\nplain"
+    assert tame_text("\x1b[31mred\x1b[2K") == "\\x1b[31mred\\x1b[2K"

@@ -1,0 +1,139 @@
+"""Secrets in arguments are never written; texts never act on a terminal; a shell reads what was meant."""
+
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from launcher.batch.request import SECRETS, JobRequest, read_request, write_request
+from launcher.rank.record import shorten
+from launcher.runs.manifest import describe_start
+from launcher.runs.rundir import RunDir
+from launcher.runs.secrets import MASK, mask_tree, mask_variables, mask_words
+from launcher.schema import LaunchConfig
+from launcher.terminal import escape_text, join_words, quote_word, tame_text
+from tests.fuzzing import CONTROL, FUZZ, assert_harmless, texts
+from tests.runs.test_secrets import TOKENS
+
+LETTERS = st.characters(codec="ascii", categories=("Lu", "Ll", "Nd"))
+secrets = st.text(LETTERS, min_size=12, max_size=40).filter(lambda text: not text.isdecimal())
+bodies = st.text(LETTERS, min_size=60, max_size=60).filter(
+    lambda text: any(map(str.isupper, text)) and any(map(str.isdecimal, text))
+)
+options = st.sampled_from(
+    [
+        "--token",
+        "--hf-token",
+        "--api_key",
+        "--password",
+        "--pass",
+        "-p",
+        "--secret",
+        "--wandb.api-key",
+        "--auth",
+    ]
+)
+names = st.sampled_from(
+    ["HF_TOKEN", "WANDB_API_KEY", "env.AWS_SECRET_ACCESS_KEY", "--password", "++env.DB_PASSWORD"]
+)
+forms = st.one_of(
+    st.tuples(options, secrets).map(lambda pair: ([pair[0], pair[1]], pair[1])),
+    st.tuples(names, secrets).map(lambda pair: ([f"{pair[0]}={pair[1]}"], pair[1])),
+    st.tuples(options, secrets).map(
+        lambda pair: ([f"program.command=[train.py,{pair[0]},{pair[1]}]"], pair[1])
+    ),
+    st.tuples(options.filter(lambda name: name != "-p"), secrets).map(
+        lambda pair: (["bash", "-c", f"train {pair[0]} {pair[1]} --lr 3"], pair[1])
+    ),
+    secrets.map(lambda text: ([f"postgres://me:{text}@host/db"], text)),
+    secrets.map(lambda text: (["-u", f"me:{text}"], text)),
+    bodies.map(lambda text: ([f"hf_{text[:34]}"], text[:34])),
+    bodies.map(lambda text: ([f"x,ghp_{text[:36]},y"], text[:36])),
+    bodies.map(lambda text: ([f"--url=https://h/?k=sk-{text}&b"], text)),
+    st.sampled_from(sorted(TOKENS.values())).map(lambda text: ([f"a={text}"], text[8:])),
+)
+"""Words that hold a secret, and the secret."""
+ORDINARY = (
+    "train.py",
+    "--lr",
+    "3e-4",
+    "--port",
+    "8080",
+    "-p",
+    "8080",
+    "model=tiny",
+    "--tokenizer",
+    "gpt2",
+    "-v",
+)
+plain = st.lists(st.sampled_from(ORDINARY), max_size=4)
+
+
+@FUZZ
+@given(before=plain, form=forms, after=plain)
+@example(before=[], form=(["-p", "hunter2hunter2"], "hunter2hunter2"), after=["-p", "8080"])
+@example(before=["-v"], form=(["program.command=[x,-p,hunter2hunter2]"], "hunter2hunter2"), after=[])
+def test_no_secret_is_written_and_all_arrive(
+    before: list[str], form: tuple[list[str], str], after: list[str]
+) -> None:
+    own, secret = form
+    words = [*before, *own, *after]
+    assume(not before or before[-1] != "-p")  # then the next word is what follows `-p`
+    with tempfile.TemporaryDirectory() as folder:
+        config = LaunchConfig(env={"A": own[0]}, program={"command": [*words, 3], "x": {"y": words}})
+        request = JobRequest(config, {}, tuple(words), tuple(mask_words(words)), folder, 1, 1)
+        carried = write_request(request, Path(folder))
+        manifest = json.dumps(describe_start(RunDir(Path(folder)), words, {}))
+        written = (Path(folder) / "job.json").read_text()
+        environ = {SECRETS: json.dumps({folder: carried})}
+        assert read_request(Path(folder), environ) == request
+    tree = json.dumps(mask_tree({"a": words, "b": [*words, 1]}))
+    for text in (written, manifest, tree, *mask_words(words)):
+        assert secret not in text, text
+
+
+@FUZZ
+@given(words=st.lists(st.sampled_from(ORDINARY) | st.text(LETTERS, max_size=11), max_size=8))
+def test_ordinary_words_stay(words: list[str]) -> None:
+    assume("-p" not in words)
+    assume(all(MASK not in word for word in words))
+    assert mask_words(words) == words
+    assert mask_tree(list(words)) == words
+
+
+@FUZZ
+@given(words=st.lists(texts | st.text(max_size=40), max_size=6))
+def test_masking_is_stable_and_keeps_the_number_of_words(words: list[str]) -> None:
+    masked = mask_words(words)
+    assert len(masked) == len(words)
+    assert all(mask_variables({"A": word})["A"] == mask_words([word])[0] for word in words)
+
+
+@FUZZ
+@given(text=texts, most=st.integers(20, 400))
+def test_texts_are_harmless(text: str, most: int) -> None:
+    for line in (escape_text(text, most), shorten(text, most)):
+        assert line.isprintable() and len(line) <= most
+    if text.isprintable() and len(text) <= most:
+        assert escape_text(text, most) == shorten(text, most) == text
+    assert_harmless(tame_text(text, colours=True).replace("\r", ""))
+    assert not CONTROL.search(tame_text(text))
+    assert tame_text(text).count("\n") == text.count("\n")
+
+
+@settings(FUZZ, max_examples=max(20, FUZZ.max_examples // 20))
+@given(
+    words=st.lists(
+        texts.map(lambda text: text.replace("\0", "").replace("\ud800", "")), min_size=20, max_size=60
+    )
+)
+def test_a_shell_reads_the_words_that_were_meant(words: list[str]) -> None:
+    for word in words:
+        assert_harmless(quote_word(word))
+    done = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {join_words(words)}"], capture_output=True, check=True
+    )
+    assert done.stdout.decode().split("\0")[:-1] == words

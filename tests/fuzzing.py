@@ -1,0 +1,66 @@
+"""What the fuzz tests share: how many examples, and texts and values that somebody hostile would write."""
+
+import io
+import os
+import re
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+FUZZ = settings(
+    max_examples=90,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+"""The same examples each time, some seconds of them; LAUNCH_FUZZ=N runs N others of each kind."""
+if count := os.environ.get("LAUNCH_FUZZ"):
+    FUZZ = settings(FUZZ, max_examples=int(count), derandomize=False)
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""What a terminal acts on, but newline, tab and carriage return."""
+SEQUENCES = (
+    *(
+        "\x1b[2J",
+        "\x1b]0;title\x07",
+        "\x1b]8;;http://x\x1b\\",
+        "\x1b[31m",
+        "\x1b[0m",
+        "\x1bc",
+        "\x1bP1$r\x1b\\",
+    ),
+    *(
+        "\x9b2J",
+        "\x9d0;t\x9c",
+        "\x08",
+        "\x7f",
+        "\x07",
+        "\r",
+        "\n",
+        "\t",
+        "\u202e",
+        "\u2028",
+        "\x00",
+        "\ud800",
+    ),
+)
+texts = st.lists(st.sampled_from(SEQUENCES) | st.text(max_size=8), max_size=6).map("".join)
+numbers = st.integers() | st.floats() | st.sampled_from([0, -1, 1 << 63, 10**400, 1e308])
+scalars = st.none() | st.booleans() | numbers | texts
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def assert_harmless(text: str) -> None:
+    """Assert that colours are all that a text would do to a terminal."""
+    found = CONTROL.search(COLOUR.sub("", text))
+    assert not found, repr(text[max(0, found.start() - 80) : found.end() + 20])
