@@ -47,7 +47,7 @@ def test_one_ranks_output_is_its_bytes(tmp_path: Path) -> None:
 
 
 def test_several_ranks_output_has_a_prefix_at_each_lines_start_and_is_whole(tmp_path: Path) -> None:
-    """Where a rank takes more than a second to write its long line, another rank's may break it."""
+    """On a machine where a rank stops for a second within its long line, another rank's may break it."""
     words = ("nproc_per_node=2", "logs.console=all", "--", write_program(tmp_path, ANYTHING))
     with start(tmp_path, *words) as started:
         assert started.wait() == 0
