@@ -51,7 +51,7 @@ def execute_job(draft: Draft, job: Job, argv: Sequence[str]) -> int:
         if terminal := find_terminal(job):
             attendant.use_terminal(terminal)
             environ |= terminal.variables
-            supervisor.pressed = terminal.pressed
+            supervisor.pressed, supervisor.helpers = terminal.pressed, terminal.helpers
         outcome = supervisor.run(lambda: start_agent(command, environ, log), log)
     except OSError as error:
         free_room(run)

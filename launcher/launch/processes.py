@@ -6,7 +6,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 PR_SET_PDEATHSIG = 1
@@ -202,14 +202,19 @@ def reap_orphans(spare: int) -> None:
             os.waitpid(found.si_pid, 0)
 
 
-def end_leftovers(grace: float) -> list[str]:
-    """End every descendant of this process, SIGTERM first; return what they were, as `name (pid)`."""
+def end_leftovers(grace: float, helpers: Collection[int] = ()) -> list[str]:
+    """End every descendant of this process, SIGTERM first; return what they were, as `name (pid)`.
+
+    `helpers` are PIDs of processes of our own, which are left alone.
+    """
     import psutil  # noqa: PLC0415 - 25 ms that the start of a job does not wait for
 
     names: dict[int, str] = {}
     for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
         left = []
         for process in psutil.Process().children(recursive=True):
+            if process.pid in helpers:
+                continue
             with contextlib.suppress(psutil.Error):
                 if process.status() != psutil.STATUS_ZOMBIE:
                     names[process.pid] = f"{process.name()} ({process.pid})"

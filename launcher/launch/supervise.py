@@ -88,6 +88,8 @@ class Supervisor:
     """Seconds that ranks have after the first stopping signal; then SIGTERM, then SIGKILL."""
     pressed: Mapping[int, float] = field(default_factory=dict)
     """When the user's keys last sent the program each signal, past this process (s since the epoch)."""
+    helpers: Collection[int] = ()
+    """PIDs of processes of the launcher's own, which are not the program's leftovers."""
     watch: Watch = field(default_factory=Watch)
     stop: Stop | None = None
     first_signal: int | None = None
@@ -119,7 +121,7 @@ class Supervisor:
                 self.attend(agent, inbox)
                 self.observer.end()
             finally:
-                left = end_leftovers(KILL_GRACE)
+                left = end_leftovers(KILL_GRACE, self.helpers)
                 self.watch.close()
         status, exits = agent.wait(), read_exits(self.log, self.log_begin)
         deaths = tuple(

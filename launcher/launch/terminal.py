@@ -53,6 +53,11 @@ class PseudoTerminal:
         """What the shim is told."""
         return {VARIABLE: f"{','.join(map(str, self.streams))}:{self.path}"}
 
+    @property
+    def helpers(self) -> tuple[int, ...]:
+        """PIDs of processes that are there for the terminal."""
+        return (self.guard.pid,) if self.guard else ()
+
     def find_group(self) -> int:
         """Return the process group that has the pseudo-terminal in the foreground; 0 where there is none."""
         try:

@@ -84,7 +84,8 @@ objective: file
 
 
 def test_ctrl_c_ends_the_sweep_with_the_trial(here: Path, plugin: dict[str, str]) -> None:
-    (here / "mine.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(600)\n")
+    quiet = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+    (here / "mine.py").write_text(quiet + "print('up', flush=True)\ntime.sleep(600)\n")
     with start(here, "-m", "hydra/sweeper=halving", "hydra.sweep.dir=swept", *OWN, **plugin) as started:
         wait_for(lambda: "up" in started.read("stdout"), "the program", tell=started.read)
         started.process.send_signal(signal.SIGINT)
