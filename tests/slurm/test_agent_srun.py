@@ -66,6 +66,8 @@ STEPS_OWN = ("SLURM_", "SLURMD_", "SRUN_", "PMI")
 ACCOUNTED = {
     "TORCHELASTIC_ERROR_FILE",  # torchelastic's @record writes an exception there for its agent to read
     "TORCHELASTIC_RUN_ID",  # of each run its own
+    "LAUNCH_RUN_DIR",
+    "LAUNCH_RUN_ID",
     "MASTER_PORT",  # of each job its own
     "TORCHELASTIC_USE_AGENT_STORE",  # no agent, no store of its
     "TORCHELASTIC_SIGNALS_TO_HANDLE",  # the agent's own
@@ -74,7 +76,7 @@ ACCOUNTED = {
     "LAUNCH_RANK_PLAN",  # it has all of these that the plan sets
 }
 """Where the two agents differ."""
-TOLD = {"LAUNCH_GC", "LAUNCH_NUM_WORKERS", "LAUNCH_RANK_PLAN"}
+TOLD = {"LAUNCH_GC", "LAUNCH_NUM_WORKERS", "LAUNCH_RANK_PLAN", "LAUNCH_RUN_DIR", "LAUNCH_RUN_ID"}
 """Variables of the launcher's that are for the program."""
 
 
