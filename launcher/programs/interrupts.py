@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 from types import FrameType
 from typing import NoReturn
 
@@ -21,6 +22,16 @@ def die_by(number: int) -> NoReturn:
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     raise AssertionError("a fatal signal returned")
+
+
+def end_with(status: int) -> NoReturn:
+    """End with an exit code, whatever signals come meanwhile.
+
+    torchrun sends SIGTERM as soon as the first rank has ended, and Python's finalization takes handlers away
+    (but leaves what is ignored).
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(status)
 
 
 def end_workers() -> None:

@@ -13,7 +13,7 @@ from launcher.programs.corpus import find_text
 from launcher.programs.data import Text, Windows, split_windows
 from launcher.programs.errors import OptionError
 from launcher.programs.header import describe
-from launcher.programs.interrupts import die_by, end_workers
+from launcher.programs.interrupts import die_by, end_with, end_workers
 from launcher.programs.loop import State, Trainer
 from launcher.programs.optim import make_optimizer
 from launcher.programs.parallel import build
@@ -61,7 +61,7 @@ def run(config: Config) -> None:
     if status < 0:
         die_by(-status)
     if status:
-        sys.exit(status)
+        end_with(status)
 
 
 def leave() -> None:
