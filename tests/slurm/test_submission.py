@@ -78,7 +78,10 @@ def test_what_slurm_is_asked_for_and_what_is_written(sandbox: Sandbox, tmp_path:
     [
         (["nodes=1:3"], {"NumNodes": "1-3"}),
         (
-            ["cluster.requeue.preempted=0", "cluster.requeue.timeout=0", "cluster.requeue.node_failure=0"],
+            [
+                f"cluster.requeue.{cause}=0"
+                for cause in ("preempted", "timeout", "node_failure", "stopped", "requested")
+            ],
             {"Requeue": "0"},
         ),
         (["nproc_per_node=auto"], {"CPUs/Task": "16", "MinMemoryNode": "0"}),

@@ -197,7 +197,7 @@ def test_following_from_the_queue_over_a_requeue_to_the_end(sandbox: Sandbox, tm
     (row,) = ask(sandbox, tmp_path, "job")
     assert row["restarts"] == 1
     assert [(one["state"], one["cause"]) for one in row["attempts"]] == [
-        ("requeued", "preempted"),
+        ("requeued", "requeued"),
         ("succeeded", ""),
     ]
 
