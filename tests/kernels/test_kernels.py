@@ -1,5 +1,6 @@
 """On real kernels: the machine as probed is the one that was booted, and every rank has what was planned."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -169,5 +170,6 @@ def test_a_job_away_from_its_gpu_is_told(case: Case) -> None:
     expected = convert(shape.describe(scenario))
     used = {rank["gpu"]["pci"] for rank in report["plan"]["ranks"] if rank["gpu"]}
     away = [gpu for gpu in expected.gpus if gpu.local_cpus.isdisjoint(expected.allowed_cpus)]
-    told = any("next to its GPU" in warning for warning in report["plan"]["warnings"])
+    warnings = report["plan"]["warnings"]
+    told = any(re.search("needs CPUs .*, next to its GPU,", warning) for warning in warnings)
     assert told == any(gpu.pci in used for gpu in away)
