@@ -26,7 +26,7 @@ def collect(*, now: bool = False) -> bool:
     count. `now` collects at once. Where no policy is at work (outside of launch, `gc=default`, or in a
     program that handles gc itself) nothing happens, and False is returned.
     """
-    collector = sys.modules.get("launch_inprocess.collector")
+    collector = sys.modules.get("launch_inprocess.garbage_collection")
     return collector is not None and bool(collector.end_step(now=now))
 
 
@@ -56,7 +56,7 @@ def rank_plan() -> dict[str, object] | None:
     """
     import json
 
-    from launcher.rank.hook import TOLD
+    from launcher.rank.interpreter_hook import TOLD
 
     text = os.environ.get("LAUNCH_RANK_PLAN", "")
     try:

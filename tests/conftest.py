@@ -13,10 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from launcher.node import FAMILIES
-from launcher.plan.variables import HONOURED
+from launcher.plan.environment import HONOURED
+from launcher.probe.node import FAMILIES
 
-LAUNCH = (sys.executable, "-c", "import sys; sys.argv[0] = 'launch'; from launcher.cli import main; main()")
+LAUNCH = (
+    sys.executable,
+    "-c",
+    "import sys; sys.argv[0] = 'launch'; from launcher.cli.main import main; main()",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,8 @@ class Result:
 
 def run_inside(words: Sequence[str]) -> Result:
     """Run a command line in this process; what would start something is an error of the test."""
-    from launcher import cli, execute
+    from launcher.cli import main
+    from launcher.launch import local_run
 
     def refuse(*_: object) -> int:
         raise AssertionError(f"{words} would start a job")
@@ -50,8 +55,8 @@ def run_inside(words: Sequence[str]) -> Result:
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
-        patch.setattr(execute, "execute_job", refuse)
-        code = cli.run_guarded(list(words))
+        patch.setattr(local_run, "execute_job", refuse)
+        code = main.run_guarded(list(words))
     return Result(code, *(read_buffer(stream) for stream in (out, err)))
 
 

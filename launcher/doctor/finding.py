@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from launcher.plan.model import Gpu, Machine, Plan
 from launcher.probe.health import Health
-from launcher.runs.records import RunRecords
+from launcher.runs.run_records import RunRecords
 
 LEVELS = ("error", "warning", "note", "unknown", "ok")
 """Worst first. `unknown` is a check that could not be made; errors and warnings make the exit code 1."""

@@ -14,7 +14,7 @@ def start_policies() -> None:
     """Start what the rank was told to have."""
     try:
         # Found while this folder is on sys.path: type checkers do not have it there.
-        from launch_inprocess.start import start  # type: ignore[import-not-found]
+        from launch_inprocess.startup import start  # type: ignore[import-not-found]
 
         start(os.environ)
     except Exception:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit, setrlimit
 
-from launcher.descriptors import open_append, open_below
 from launcher.errors import MachineError
+from launcher.files import open_append, open_below
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import FORWARDED
 

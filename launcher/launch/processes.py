@@ -166,7 +166,7 @@ def list_children(parent: int) -> list[int]:
                 found += map(int, file.read().split())
         return found
     except OSError:
-        import psutil  # noqa: PLC0415 - see end_leftovers
+        import psutil
 
         try:
             return [child.pid for child in psutil.Process(parent).children()]
@@ -207,7 +207,7 @@ def end_leftovers(grace: float, helpers: Collection[int] = ()) -> list[str]:
 
     `helpers` are PIDs of processes of our own, which are left alone.
     """
-    import psutil  # noqa: PLC0415 - 25 ms that the start of a job does not wait for
+    import psutil
 
     names: dict[int, str] = {}
     for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 
 from launcher.plan.allocator_text import NAMES, find_variable, format_settings, parse_settings
+from launcher.plan.environment import Part
 from launcher.plan.model import Gpu, Request
-from launcher.plan.variables import Part
 
 SET = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """The same under both: CUDA builds of torch know the first alone up to 2.9, and it is to go one day."""

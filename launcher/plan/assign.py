@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from launcher.plan.model import Gpu
-from launcher.plan.topology import Topology
+from launcher.plan.usable_cores import Topology
 
 
 @dataclass(frozen=True, slots=True)

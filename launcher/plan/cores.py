@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from launcher.plan.model import Machine
 from launcher.plan.policies import Place
-from launcher.plan.topology import Topology, find_usable
+from launcher.plan.usable_cores import Topology, find_usable
 
 
 @dataclass(frozen=True, slots=True)

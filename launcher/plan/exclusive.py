@@ -6,7 +6,7 @@ from dataclasses import replace
 from launcher.plan.assign import Assignment
 from launcher.plan.policies import Place
 from launcher.plan.shares import cut_evenly
-from launcher.plan.topology import Core, Topology, gather_pus, split_classes
+from launcher.plan.usable_cores import Core, Topology, gather_pus, split_classes
 
 Shares = dict[int, list[Core]]
 """Cores of each rank."""

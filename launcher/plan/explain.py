@@ -7,7 +7,7 @@ from launcher.cpulist import format_cpulist
 from launcher.plan.model import Gpu, Machine, Memory
 from launcher.plan.policies import Place
 from launcher.plan.settings import Scene
-from launcher.plan.topology import Core, Topology, split_classes
+from launcher.plan.usable_cores import Core, Topology, split_classes
 
 
 def explain_ranks(scene: Scene) -> Iterator[str]:

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 
+from launcher.plan.environment import DEVICES, HONOURED
 from launcher.plan.model import RankPlan, Request, Variable
 from launcher.plan.rules import BINDERS
-from launcher.plan.variables import DEVICES, HONOURED
 
 REASONS = {
     "CUDA_DEVICE_ORDER": "GPUs are numbered as in this plan",

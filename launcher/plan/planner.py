@@ -9,15 +9,15 @@ from launcher.plan.assign import Assignment, assign_ranks
 from launcher.plan.cores import count_cores, limit_cores
 from launcher.plan.exclusive import place_exclusive
 from launcher.plan.explain import explain_ranks
-from launcher.plan.findings import find_advice, find_shortfalls
 from launcher.plan.model import Gpu, Machine, Plan, Request
-from launcher.plan.nics import assign_nics
+from launcher.plan.nic_choice import assign_nics
 from launcher.plan.origins import list_variables
 from launcher.plan.policies import Place, place_l3, place_none, place_numa, place_socket
 from launcher.plan.rules import DEVICES, count_each
 from launcher.plan.settings import Scene, choose_memory, finish_rank
-from launcher.plan.topology import Topology, survey
+from launcher.plan.usable_cores import Topology, survey
 from launcher.plan.visible import resolve_visible
+from launcher.plan.warnings import find_advice, find_shortfalls
 from launcher.plan.workers import count_wanted, find_tight, plan_crew
 
 POLICIES: Mapping[str, Callable[[Topology, Assignment], Mapping[int, Place]]] = {

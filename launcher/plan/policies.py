@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.plan.assign import Assignment
-from launcher.plan.topology import Core, Topology, gather_pus
+from launcher.plan.usable_cores import Core, Topology, gather_pus
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from launcher.plan.allocator import set_allocator, set_malloc
 from launcher.plan.cores import Cores
+from launcher.plan.environment import Part, find_kept
 from launcher.plan.model import Gpu, Machine, Memory, RankPlan, Request
-from launcher.plan.nics import Link, is_verbs
+from launcher.plan.nic_choice import Link, is_verbs
 from launcher.plan.policies import Place
 from launcher.plan.threads import set_threads
-from launcher.plan.topology import Topology
-from launcher.plan.variables import Part, find_kept
+from launcher.plan.usable_cores import Topology
 from launcher.plan.workers import Crew, set_workers
 
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from launcher.plan.model import Machine, Request
-from launcher.plan.nics import count_shared, name_gpu, prefer_nics
+from launcher.plan.nic_choice import count_shared, name_gpu, prefer_nics
 from launcher.plan.rules import count_each
-from launcher.plan.topology import Topology
+from launcher.plan.usable_cores import Topology
 from launcher.plan.visible import Visible
 from launcher.plan.workers import count_wanted
 

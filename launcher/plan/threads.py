@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from launcher.plan.cores import Cores
-from launcher.plan.variables import Part, read_count
+from launcher.plan.environment import Part, read_count
 
 FOLLOWERS = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 """Variables of libraries that take OMP_NUM_THREADS where they have none of their own.

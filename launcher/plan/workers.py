@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from launcher.plan.cores import Cores, count_usable
+from launcher.plan.environment import Part, read_count
 from launcher.plan.model import Machine, Request
 from launcher.plan.rules import FILES_RANK, FILES_WORKER, SHARE, WORKLOADS, count_system
-from launcher.plan.variables import Part, read_count
 
 NUMBER = "dataloader.num_workers"
 ROUNDING = 1e-6

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from launcher.plan.model import Cache
+from launcher.probe.allowed_cpus import CPU
 from launcher.probe.sysfs import Tree
-from launcher.probe.usable import CPU
 
 UNITS = {"K": 1, "M": 1 << 10, "G": 1 << 20}
 """KiB in the units of a cache's `size`; the kernel itself writes K."""

@@ -1,7 +1,7 @@
 """How capable each core is, on machines with several classes of cores."""
 
+from launcher.probe.allowed_cpus import CPU
 from launcher.probe.sysfs import Tree
-from launcher.probe.usable import CPU
 
 CLASSES = {"cpu_atom": 616, "cpu_lowpower": 405}
 """Directories in sys/devices that name a hybrid x86 machine's lesser cores, and the capacity they get.

@@ -1,10 +1,10 @@
 """The online CPUs with their cores, packages, last-level caches and capacities."""
 
 from launcher.plan.model import Cache, Cpu
+from launcher.probe.allowed_cpus import CPU
 from launcher.probe.caches import group, read_caches
 from launcher.probe.capacity import read_capacities
 from launcher.probe.sysfs import Tree
-from launcher.probe.usable import CPU
 
 
 def read_cpus(

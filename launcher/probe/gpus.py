@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from launcher.plan.model import Gpu
 from launcher.probe.amd import read_amd
-from launcher.probe.nvidia import read_driver, read_ready
+from launcher.probe.nvidia_driver import read_driver, read_ready
 from launcher.probe.nvml import read_nvml
 from launcher.probe.pci import parse_pci, read_locality
 from launcher.probe.sysfs import Tree

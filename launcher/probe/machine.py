@@ -4,6 +4,7 @@ import os
 
 from launcher.errors import UsageError
 from launcher.plan.model import Machine
+from launcher.probe.allowed_cpus import STATUS, read_allowed_mems, read_cpu_sets, read_isolated
 from launcher.probe.cpus import read_cpus
 from launcher.probe.gpus import read_gpus
 from launcher.probe.limits import read_limits
@@ -11,7 +12,6 @@ from launcher.probe.nics import read_nics
 from launcher.probe.numa import list_nodes, place_cpus, read_nodes
 from launcher.probe.product import clean_name, read_name
 from launcher.probe.sysfs import Tree
-from launcher.probe.usable import STATUS, read_allowed_mems, read_cpu_sets, read_isolated
 
 
 def probe(root: str | os.PathLike[str] = "/", *, quick: bool = False) -> Machine:

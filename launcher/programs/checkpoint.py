@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.programs.dimensions import ModelConfig
-from launcher.programs.errors import OptionError
-from launcher.programs.ranks import share
+from launcher.programs.process_group import share
+from launcher.programs.user_error import OptionError
 
 KEPT = 2
 """Checkpoints kept; older ones are removed."""

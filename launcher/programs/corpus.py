@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from launcher.programs.errors import OptionError
+from launcher.programs.user_error import OptionError
 
 LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 """Directories of Python's library that are not taken: tests, and what was installed into it."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from launcher.programs.errors import OptionError
+from launcher.programs.user_error import OptionError
 
 MASK = (1 << 64) - 1
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from launcher.programs.errors import OptionError
 from launcher.programs.options import option
+from launcher.programs.user_error import OptionError
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """What a run says of itself before its first step."""
 
-from launcher.programs.config import Config
+from launcher.programs.compute_setup import Place
 from launcher.programs.corpus import describe_origin
 from launcher.programs.data import Text
 from launcher.programs.dimensions import ModelConfig, count_parameters
-from launcher.programs.place import Place
-from launcher.programs.ranks import name_device
+from launcher.programs.process_group import name_device
+from launcher.programs.training_config import Config
 
 
 def describe(config: Config, text: Text, place: Place, resumed: str) -> str:

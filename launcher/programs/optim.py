@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from launcher.programs.config import TrainConfig
+from launcher.programs.training_config import TrainConfig
 
 
 def make_optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from launcher.programs.config import Config
 from launcher.programs.dimensions import count_parameters
-from launcher.programs.model import Transformer, initialise
+from launcher.programs.training_config import Config
+from launcher.programs.transformer import Transformer, initialise
 
 TRAINING_BYTES = 18
 """Bytes a parameter of mixed-precision AdamW: weights 6, optimizer 8, gradients 4."""

@@ -2,7 +2,7 @@
 
 import signal
 
-from launcher.programs.config import parse_config
+from launcher.programs.training_config import parse_config
 
 
 def prepare() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
     """Run the program; `--help` and mistakes on the command line need no torch, which takes two seconds."""
     prepare()
     config = parse_config()
-    from launcher.programs.run import run  # noqa: PLC0415 - see above
+    from launcher.programs.training import run  # noqa: PLC0415 - see above
 
     run(config)
 

@@ -3,7 +3,7 @@
 import os
 
 from launcher.cpulist import format_cpulist
-from launcher.rank.share import Share
+from launcher.rank.assignment import Share
 
 
 class Applied:

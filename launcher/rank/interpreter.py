@@ -2,7 +2,7 @@
 
 import os
 
-from launcher.rank.program import locate
+from launcher.rank.program_kind import locate
 
 DEAF = {"E": "ignores PYTHONPATH", "I": "ignores PYTHONPATH", "S": "runs no sitecustomize"}
 """Options of python(1) with which nothing of ours starts in the interpreter."""

@@ -15,12 +15,12 @@ from _signal import (  # type: ignore[import-not-found]  # `signal` costs 4 ms
 )
 
 from launcher.rank.apply import Applied
-from launcher.rank.files import raise_files
-from launcher.rank.hook import add_hook, is_hooked, is_wanted, remove_hook
+from launcher.rank.assignment import NoShareError, find_share
 from launcher.rank.identity import SRUN, Identity, find_chosen, is_number, read_number
-from launcher.rank.program import add_python, locate, run_script
-from launcher.rank.record import describe_line, redirect_output, shorten, write_records
-from launcher.rank.share import NoShareError, find_share
+from launcher.rank.interpreter_hook import add_hook, is_hooked, is_wanted, remove_hook
+from launcher.rank.open_files import raise_files
+from launcher.rank.program_kind import add_python, locate, run_script
+from launcher.rank.rank_record import describe_line, redirect_output, shorten, write_records
 
 OURS = (
     "LAUNCH_PLAN",
@@ -54,7 +54,7 @@ def main() -> int:
     """Entry point of `launch-rank`; returns only where the program could not be started."""
     words = sys.argv[1:]
     if words[:1] in (["-h"], ["--help"]):
-        from launcher.rank.help import HELP
+        from launcher.rank.usage import HELP
 
         emit(1, HELP)
         return 0
@@ -77,7 +77,7 @@ def run_rank(words: list[str], environ: dict[str, str]) -> int:
     if kept:
         signal(kept, SIG_IGN)
     if "LAUNCH_RANK_PLAN" in environ:
-        from launcher.rank.outer import leave_rank
+        from launcher.rank.nested_rank import leave_rank
 
         leave_rank(environ)
     identity = Identity(environ)
@@ -111,7 +111,7 @@ def name_rank(identity: Identity, environ: dict[str, str]) -> tuple[dict[str, st
     is_asked = environ.get("LAUNCH_AGENT") == "srun"
     if not is_asked and ("RANK" in environ or identity.family != SRUN):
         return {}, 0
-    from launcher.rank.tasks import PORT_TAKEN, can_serve, hides_gpus, name_meeting, name_task
+    from launcher.rank.srun_task import PORT_TAKEN, can_serve, hides_gpus, name_meeting, name_task
 
     named = name_task(identity, environ)
     if is_asked:
@@ -157,7 +157,7 @@ def settle_signals(environ: dict[str, str], kept: int) -> None:
 def attach_run(identity: Identity, run_dir: str) -> None:
     """Tie the rank's life to its agent's, and send its output to its log files."""
     try:
-        from launcher.rank.lifeline import end_with_agent
+        from launcher.rank.parent_death import end_with_agent
 
         end_with_agent()
     except (ImportError, OSError) as error:
@@ -167,7 +167,7 @@ def attach_run(identity: Identity, run_dir: str) -> None:
     except OSError as error:
         say(f"rank {identity.rank} has no log files ({error}): its output goes to the agent's log")
     if terminal := os.environ.get("LAUNCH_TERMINAL"):
-        from launcher.rank.terminal import take_terminal
+        from launcher.rank.controlling_terminal import take_terminal
 
         try:
             take_terminal(terminal)

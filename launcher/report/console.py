@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
-from launcher.report.bar import StepBar
-from launcher.report.sink import Sink, Source
-from launcher.report.stream import Stream, open_stream
-from launcher.runs.logs import Chunk, Follower
+from launcher.report.byte_stream import Stream, open_stream
+from launcher.report.output_target import Sink, Source
+from launcher.report.progress_bar import StepBar
 from launcher.runs.progress import ProgressReader
-from launcher.terminal import escape_text
+from launcher.runs.rank_logs import Chunk, Follower
+from launcher.text import escape_text
 
 HOLD = 0.03
 """Seconds that the beginning of a line waits for its end, where several sources share a terminal or pipe."""

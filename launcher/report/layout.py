@@ -4,14 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from launcher.plan.model import Gpu, Plan
-from launcher.report.devices import describe_gpu, describe_nic
+from launcher.report.device_names import describe_gpu, describe_nic
 from launcher.report.legend import lay_out_legend
+from launcher.report.machine_parts import Part, build_parts
 from launcher.report.palette import find_ink
-from launcher.report.parts import Part, build_parts
+from launcher.report.pci_switches import Device, Switch
 from launcher.report.picture import Box, Measure, Text, arrange, center_text, frame, place_rows, write_lines
-from launcher.report.ranks import FREE, Share, Shares, gather_shares, name_ranks, pick_colours
-from launcher.report.switches import Device, Switch
-from launcher.wording import clean_text, count_things, shorten_cpulist
+from launcher.report.rank_colours import FREE, Share, Shares, gather_shares, name_ranks, pick_colours
+from launcher.text import clean_text, count_things, shorten_cpulist
 
 SMALL, PLAIN, LARGE = 12, 14, 22
 """Font sizes: of PUs, of headings, of the title."""

@@ -7,8 +7,8 @@ from math import ceil
 from launcher.plan.model import RankPlan
 from launcher.report.palette import find_colour, find_ink, lighten
 from launcher.report.picture import Box, Measure, Text, center_text, place_rows
-from launcher.report.ranks import FORBIDDEN, FREE, ISOLATED, Share, Shares
-from launcher.wording import clean_text, shorten_cpulist
+from launcher.report.rank_colours import FORBIDDEN, FREE, ISOLATED, Share, Shares
+from launcher.text import clean_text, shorten_cpulist
 
 SIZE = 13
 """Font size."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from glob import iglob
 from pathlib import Path
 
-from launcher.runs.latest import list_attempts
-from launcher.runs.logs import decode_line, read_from, read_tail
+from launcher.runs.latest_step import list_attempts
 from launcher.runs.progress import Progress, parse_progress
-from launcher.runs.rundir import RunDir
+from launcher.runs.rank_logs import decode_line, read_from, read_tail
+from launcher.runs.run_directory import RunDir
 
 LINES = 20000
 """Last lines of a log that are searched for a step."""

@@ -8,9 +8,9 @@ from datetime import datetime
 from itertools import islice
 from pathlib import Path
 
-from launcher.descriptors import LARGEST, is_planted, open_directory, read_file
+from launcher.files import LARGEST, is_planted, open_directory, read_file
 from launcher.runs.manifest import JOB, read_job, read_manifest
-from launcher.runs.rundir import closing_descriptor
+from launcher.runs.run_directory import closing_descriptor
 
 STAMP = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
 """A run's ID as `create_run_dir` makes it."""

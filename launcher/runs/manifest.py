@@ -7,8 +7,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from launcher.descriptors import ON_THE_WAY, open_directory, open_own, read_file
-from launcher.runs.rundir import RunDir, closing_descriptor, write_json
+from launcher.files import ON_THE_WAY, open_directory, open_own, read_file
+from launcher.runs.run_directory import RunDir, closing_descriptor, write_json
 from launcher.runs.secrets import mask_words
 
 MOST_BYTES = 16 << 20

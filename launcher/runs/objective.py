@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from launcher.descriptors import read_file
+from launcher.files import read_file
 from launcher.runs.advance import find_logs, read_last
-from launcher.runs.latest import list_attempts
-from launcher.runs.rundir import RunDir
+from launcher.runs.latest_step import list_attempts
+from launcher.runs.run_directory import RunDir
 
 FILE = "objective.txt"
 """File in the run directory that holds a run's objective: a number, or one for each of several directions."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from launcher.rank.hook import FOLDER
+from launcher.rank.interpreter_hook import FOLDER
 from tests.benchmarks.measure import measure_in_turn, print_table, time_process
 from tests.benchmarks.shim import LAUNCH_RANK
 from tests.conftest import clean_environ

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.wording import count_things
+from launcher.text import count_things
 from tests.benchmarks.measure import Sample, measure_in_turn, print_table, time_call
-from tests.slurm.conftest import Sandbox, start_sandbox
+from tests.slurm.cluster.conftest import Sandbox, start_sandbox
 
 SIZES = (1, 2, 4, 8)
 """Nodes, with one rank on each."""

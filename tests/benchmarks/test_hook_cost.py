@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.rank.hook import FOLDER
+from launcher.rank.interpreter_hook import FOLDER
 from tests.benchmarks.hook_cost import POLICIES, drop_hook, read_environ, time_optimizers
 from tests.conftest import clean_environ
 

@@ -156,13 +156,13 @@ def test_a_read_only_filesystem(here: Path, mounted: Callable[[str], Path]) -> N
 
 def test_a_full_device_for_the_run_directory(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a mount: the first file is refused for want of space, and the run directory goes again."""
-    from launcher import execute
-    from launcher.cli import run_guarded
+    from launcher.cli.main import run_guarded
+    from launcher.launch import local_run
 
     def refuse(path: Path, _value: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(execute, "write_json", refuse)
+    monkeypatch.setattr(local_run, "write_json", refuse)
     assert run_guarded(["--", "true"]) == 3
     assert not list((here / "runs").glob("*/*"))
 
@@ -344,7 +344,7 @@ def test_huge_words(launch: Launch, here: Path) -> None:
 def test_an_interrupt_while_reading_the_configuration(
     here: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from launcher.verbs import run
+    from launcher.cli import run
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -354,7 +354,7 @@ def test_an_interrupt_while_reading_the_configuration(
 
 
 def test_a_defect_of_ours_is_one_line_that_says_so(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    from launcher.verbs import run
+    from launcher.cli import run
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError("of ours")

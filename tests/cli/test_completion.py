@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.command import VERBS
-from launcher.completion import answer_query, split_line
+from launcher.cli.arguments import VERBS
+from launcher.cli.completion import answer_query, split_line
 from tests.conftest import Result, clean_environ
 
 Launch = Callable[..., Result]
@@ -173,7 +173,9 @@ def binaries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `launch`, as pip installs it."""
     folder = tmp_path_factory.mktemp("bin")
     script = folder / "launch"
-    script.write_text(f"#!{sys.executable}\nimport sys\nfrom launcher.cli import main\nsys.exit(main())\n")
+    script.write_text(
+        f"#!{sys.executable}\nimport sys\nfrom launcher.cli.main import main\nsys.exit(main())\n"
+    )
     script.chmod(0o755)
     return folder
 

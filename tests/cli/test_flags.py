@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launcher.config.hydra_flags import parse_flags
 from launcher.errors import UsageError
-from launcher.flags import parse_flags
 from tests.conftest import Result
 
 Launch = Callable[..., Result]

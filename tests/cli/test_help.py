@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from launcher import errors
-from launcher.command import VERBS
-from launcher.flags import make_parser
-from launcher.schema import LaunchConfig
-from launcher.sources import find_sources
+from launcher.cli.arguments import VERBS
+from launcher.config.hydra_flags import make_parser
+from launcher.config.schema import LaunchConfig
+from launcher.config.search_path import find_sources
 from tests.conftest import Result
 
 Launch = Callable[..., Result]

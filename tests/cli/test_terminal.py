@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.terminal import escape_text, join_words, quote_word, tame_text
+from launcher.text import escape_text, join_words, quote_word, tame_text
+from tests.cli.making import make_run, write_applied, write_log
 from tests.conftest import LAUNCH, clean_environ, run_outside
-from tests.verbs.making import make_run, write_applied, write_log
 
 EVIL = "\x1b[2J\x1b]0;title\x07\x9b31m\x08\x7f\u202e"
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from launcher.overrides import quote_value
+from launcher.config.overrides import quote_value
 from tests.conftest import Result, clean_environ, run_inside, run_outside
 from tests.fuzzing import FUZZ
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config import compose, resolve
+from launcher.config.composition import compose, resolve
+from launcher.config.multirun import expand_sweep, read_multirun
+from launcher.config.schema import DataloaderConfig
+from launcher.config.search_path import find_sources
 from launcher.errors import UsageError
-from launcher.multirun import expand_sweep, read_multirun
-from launcher.schema import DataloaderConfig
-from launcher.sources import find_sources
 from tests.conftest import Result, run_inside
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher import descriptors, watchdog
-from launcher.watchdog import limit_work
-from launcher.yamlfiles import MOST_BYTES
+from launcher import files
+from launcher.config import time_limit
+from launcher.config.time_limit import limit_work
+from launcher.config.yaml_files import MOST_BYTES
 from tests.conftest import LAUNCH, Result, clean_environ, run_outside
 
 Launch = Callable[..., Result]
@@ -95,7 +96,7 @@ def refer(levels: int, section: str, first: str, each: str, join: str) -> str:
 def test_references_that_multiply_end_at_a_limit(
     launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    monkeypatch.setattr(watchdog, "limit_work", lambda _: limit_work(1.0))
+    monkeypatch.setattr(time_limit, "limit_work", lambda _: limit_work(1.0))
     write(here / "conf/launch.yaml", f"defaults: [launch_defaults, _self_]\n{text}")
     result = launch("plan")
     assert (result.code, result.out) == (2, "")
@@ -105,7 +106,7 @@ def test_references_that_multiply_end_at_a_limit(
 def test_defaults_that_multiply_end_at_a_limit(
     launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchdog, "limit_work", lambda _: limit_work(1.0))
+    monkeypatch.setattr(time_limit, "limit_work", lambda _: limit_work(1.0))
     for level in range(9):
         entries = "".join(f"  - c{level + 1}@p{number}\n" for number in range(10))
         write(here / f"conf/g/c{level}.yaml", f"defaults:\n{entries}")
@@ -114,7 +115,7 @@ def test_defaults_that_multiply_end_at_a_limit(
 
 
 def test_a_sweep_that_multiplies_ends_at_a_limit(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "limit_work", lambda _: limit_work(1.0))
+    monkeypatch.setattr(time_limit, "limit_work", lambda _: limit_work(1.0))
     many = [f"env.{name}=range(100)" for name in "ABCDE"]
     launch("-m", *many, "dry_run=true").assert_error(2, "takes more than 1 s to put together")
 
@@ -156,7 +157,7 @@ def test_a_configuration_that_is_no_file(launch: Launch, here: Path, name: str) 
 def test_a_pipe_from_which_nothing_comes(
     launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    monkeypatch.setattr(descriptors, "PATIENCE", 0.1)
+    monkeypatch.setattr(files, "PATIENCE", 0.1)
     os.mkfifo(here / "pipe")
     launch("plan", f"{key}=pipe").assert_error(
         2, f"{key}=pipe cannot be read (nothing came from it in 0.1 s)"

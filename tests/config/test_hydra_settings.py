@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config import Composed, compose, resolve
+from launcher.config.composition import Composed, compose, resolve
+from launcher.config.hydra_settings import apply_settings
+from launcher.config.multirun import expand_sweep, read_multirun
+from launcher.config.search_path import find_sources
 from launcher.errors import UsageError
-from launcher.hydra_settings import apply_settings
-from launcher.multirun import expand_sweep, read_multirun
-from launcher.sources import find_sources
 from tests.conftest import Result, run_outside
 
 Launch = Callable[..., Result]

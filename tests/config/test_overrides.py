@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config import Composed, compose, resolve
+from launcher.config.composition import Composed, compose, resolve
+from launcher.config.overrides import NEUTRAL
+from launcher.config.schema import LaunchConfig
+from launcher.config.search_path import find_sources
 from launcher.errors import UsageError
-from launcher.overrides import NEUTRAL
-from launcher.schema import LaunchConfig
-from launcher.sources import find_sources
 from tests.conftest import Result
 
 Launch = Callable[..., Result]

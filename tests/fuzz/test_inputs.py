@@ -14,14 +14,14 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from launcher import watchdog
-from launcher.descriptors import read_input
-from launcher.envfile import read_variables
+from launcher.config import time_limit
+from launcher.config.environment_files import read_variables
+from launcher.config.time_limit import limit_work
+from launcher.config.yaml_files import MOST_NODES, count_nodes, read_yaml
 from launcher.errors import UsageError
-from launcher.node import load_snapshot
-from launcher.rank.share import NoShareError, Share, read_plan
-from launcher.watchdog import limit_work
-from launcher.yamlfiles import MOST_NODES, count_nodes, read_yaml
+from launcher.files import read_input
+from launcher.probe.node import load_snapshot
+from launcher.rank.assignment import NoShareError, Share, read_plan
 from tests.conftest import clean_environ, run_inside
 from tests.fuzzing import FUZZ, SEQUENCES, scalars, texts
 
@@ -51,7 +51,7 @@ def folder() -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         for name in set(os.environ) - set(clean_environ()):
             patch.delenv(name)
-        patch.setattr(watchdog, "limit_work", lambda _: limit_work(0.5))
+        patch.setattr(time_limit, "limit_work", lambda _: limit_work(0.5))
         yield found
     os.chdir(before)
     shutil.rmtree(found)

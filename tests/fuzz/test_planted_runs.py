@@ -14,24 +14,24 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from launcher.descriptors import open_append, open_below
+from launcher.cli import cancel
+from launcher.cli.plan import show
+from launcher.config.schema import LaunchConfig
 from launcher.errors import LaunchError
-from launcher.launch.slurm.queue import JobState
+from launcher.files import open_append, open_below
 from launcher.rank.apply import Applied
+from launcher.rank.assignment import Share
 from launcher.rank.identity import Identity
-from launcher.rank.record import write_records
-from launcher.rank.share import Share
+from launcher.rank.rank_record import write_records
 from launcher.runs.advance import measure_advance
-from launcher.runs.applied import AppliedReader
-from launcher.runs.nodes import read_nodes, refuse_node, write_node
-from launcher.runs.process import identify_process
-from launcher.runs.records import read_run
-from launcher.runs.rundir import RunDir, create_run_dir, open_run_dir, write_json, write_private
-from launcher.schema import LaunchConfig
-from launcher.verbs import cancel
-from launcher.verbs.dispatch import show
+from launcher.runs.applied_records import AppliedReader
+from launcher.runs.node_records import read_nodes, refuse_node, write_node
+from launcher.runs.run_directory import RunDir, create_run_dir, open_run_dir, write_json, write_private
+from launcher.runs.run_process import identify_process
+from launcher.runs.run_records import read_run
+from launcher.slurm.queue import JobState
 from tests.fuzzing import FUZZ, SEQUENCES, Terminal, assert_harmless, scalars, texts
-from tests.runs.test_rundir import NOW
+from tests.runs.test_run_directory import NOW
 from tests.strangers import STRANGER
 
 ID = "20260801-120000"
@@ -193,7 +193,7 @@ def run_verb(verb: str, place: Place, names: list[str], **settings: object) -> t
         try:
             code = show(verb, config, names)
         except LaunchError as error:
-            from launcher.cli import complain
+            from launcher.cli.main import complain
 
             complain(str(error))
             code = error.exit_code
@@ -221,8 +221,8 @@ def test_verbs(victim: "subprocess.Popen[bytes]", tree: dict[str, Planted]) -> N
     cancelled: list[object] = []
     with pytest.MonkeyPatch.context() as patch, make_place(name_victim(tree, victim)) as place:
         patch.setattr(cancel, "run_slurm", cancelled.append)
-        patch.setattr("launcher.verbs.standing.ask_queue", lambda _: {"12": RUNNING})
-        patch.setattr("launcher.verbs.cancel.ask_queue", lambda _: {})
+        patch.setattr("launcher.slurm.run_states.ask_queue", lambda _: {"12": RUNNING})
+        patch.setattr("launcher.cli.cancel.ask_queue", lambda _: {})
         for verb, names, settings in (
             ("status", [], {}),
             ("status", [str(place.run)], {}),

@@ -8,13 +8,13 @@ from pathlib import Path
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from launcher.batch.request import SECRETS, JobRequest, read_request, write_request
-from launcher.rank.record import shorten
+from launcher.config.schema import LaunchConfig
+from launcher.rank.rank_record import shorten
 from launcher.runs.manifest import describe_start
-from launcher.runs.rundir import RunDir
+from launcher.runs.run_directory import RunDir
 from launcher.runs.secrets import MASK, mask_tree, mask_variables, mask_words
-from launcher.schema import LaunchConfig
-from launcher.terminal import escape_text, join_words, quote_word, tame_text
+from launcher.slurm.job_request import SECRETS, JobRequest, read_request, write_request
+from launcher.text import escape_text, join_words, quote_word, tame_text
 from tests.fuzzing import CONTROL, FUZZ, assert_harmless, texts
 from tests.runs.test_secrets import TOKENS
 

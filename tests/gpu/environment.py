@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launcher.plan.variables import HONOURED
+from launcher.plan.environment import HONOURED
 
 ROOT = Path(__file__).parents[2]
 """The checkout."""

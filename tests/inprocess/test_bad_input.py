@@ -122,7 +122,7 @@ def test_other_versions_of_python(version: str, tmp_path: Path) -> None:
     assert_same([python, "-W", "error", "-c", TELL], tmp_path, PYTHONPATH=str(tmp_path / "own"))
     code = """
 import gc, sys
-collect = sys.modules["launch_inprocess.collector"].end_step
+collect = sys.modules["launch_inprocess.garbage_collection"].end_step
 node = [[]]
 node.append(node)
 oldest = gc.get_threshold()[2]

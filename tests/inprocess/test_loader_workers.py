@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.inprocess.launch_inprocess.workers import parse_cpulist
+from launcher.inprocess.launch_inprocess.worker_affinity import parse_cpulist
 from tests.inprocess.loader_runs import ALL, OWN, read_notes, run_program
 
 pytestmark = pytest.mark.skipif(len(ALL) < 2, reason="one CPU has no room for workers of their own")

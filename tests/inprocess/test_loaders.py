@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.inprocess.launch_inprocess.loaders import give_workers
+from launcher.inprocess.launch_inprocess.dataloader_default import give_workers
 from tests.inprocess.loader_runs import read_notes, run_program
 
 CALLS = {

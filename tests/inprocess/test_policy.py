@@ -144,7 +144,7 @@ def test_a_failure_of_ours_does_not_end_the_program(tmp_path: Path) -> None:
         STEPS
         + """
 collect(), collect(), collect()
-sys.modules["launch_inprocess.collector"].policy.every = None
+sys.modules["launch_inprocess.garbage_collection"].policy.every = None
 print(json.dumps([collect() for _ in range(5)]))
 """
     )

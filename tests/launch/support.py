@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-LAUNCH = (sys.executable, "-c", "from launcher.cli import main; main()")
+LAUNCH = (sys.executable, "-c", "from launcher.cli.main import main; main()")
 """`launch`, as its entry point starts it."""
 
 

@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-from launcher.launch.control import (
+from launcher.launch.processes import Watch, catches, list_children, list_ranks
+from launcher.launch.signals import Stop, limit_grace
+from launcher.launch.stop_requests import (
     KILL_WAIT,
     LOST,
     SIGNALLED,
@@ -19,8 +21,6 @@ from launcher.launch.control import (
     write_signal,
     write_word,
 )
-from launcher.launch.processes import Watch, catches, list_children, list_ranks
-from launcher.launch.signals import Stop, limit_grace
 
 SLEEPER = "import os, signal, time\n{}\nos.write(1, b'UP\\n')\ntime.sleep(60)"
 CATCHER = "signal.signal(signal.SIGUSR2, lambda *_: os.write(1, b'CAUGHT\\n'))"

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from launcher import conclude
-from launcher.conclude import judge_outcome, note_kills
+from launcher.launch import outcome
 from launcher.launch.failure import Failure, find_failure, list_clean
+from launcher.launch.outcome import judge_outcome, note_kills
 from launcher.launch.processes import Death, RankProcess
-from launcher.launch.supervise import Outcome
+from launcher.launch.supervisor import Outcome
 from launcher.plan.model import Limits
 
 if TYPE_CHECKING:
-    from launcher.job import Job
+    from launcher.launch.job import Job
 
 LIMITED = "at the limit of the job's cgroup, 1024 MiB"
 REPORT = """
@@ -87,7 +87,7 @@ def test_what_the_kernel_counts_is_no_guess(exitcode: int, words: str) -> None:
 def test_what_the_kernel_has_killed_meanwhile(
     before: int, limit: int | None, kind: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conclude, "count_oom_kills", lambda _: 5)
+    monkeypatch.setattr(outcome, "count_oom_kills", lambda _: 5)
     machine = SimpleNamespace(limits=Limits(memory_kib=limit))
     job = SimpleNamespace(plan=SimpleNamespace(machine=machine), cluster=SimpleNamespace(kind=kind))
     ending = judge_outcome(Outcome(1, (death(1, -9),), None, math.inf, ()), ())

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.probe.libraries import SONAMES, find_malloc
-from launcher.standalone import WISHES
+from launcher.probe.malloc_library import SONAMES, find_malloc
+from launcher.rank.standalone import WISHES
 from tests.conftest import Result, run_outside
 from tests.rank.shim_starts import COMMAND
 from tests.rank.test_srun_tasks import AGENT
@@ -72,7 +72,7 @@ def test_a_rank_that_srun_starts_finds_it_on_its_node(word: str) -> None:
 def test_where_it_is_not_the_job_runs_with_a_warning(
     launch: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launcher.probe.libraries.list_folders", lambda environ: iter(()))
+    monkeypatch.setattr("launcher.probe.malloc_library.list_folders", lambda environ: iter(()))
     result = launch("plan", "format=json", "allocator.host=jemalloc")
     assert result.code == 0
     data = json.loads(result.out)

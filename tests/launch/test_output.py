@@ -13,13 +13,13 @@ from typing import cast
 
 import pytest
 
-from launcher import attend
-from launcher.attend import Viewer
-from launcher.job import Job
+from launcher.launch import monitor
+from launcher.launch.job import Job
+from launcher.launch.monitor import Viewer
 from launcher.report import console
-from launcher.report.stream import Stream
-from launcher.runs.logs import Follower
-from launcher.runs.rundir import RunDir
+from launcher.report.byte_stream import Stream
+from launcher.runs.rank_logs import Follower
+from launcher.runs.run_directory import RunDir
 from tests.launch.support import LAUNCH, start, wait_for, write_program
 
 LONG = 40 << 20
@@ -99,7 +99,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     reading, writing = os.pipe()
     streams = {"stdout": Stream("stdout", writing), "stderr": Stream("stderr", None)}
     monkeypatch.setattr(console, "open_stream", streams.__getitem__)
-    monkeypatch.setattr(attend, "PATIENCE", 0.5)
+    monkeypatch.setattr(monitor, "PATIENCE", 0.5)
     yield reading
     for descriptor in (reading, writing):
         with contextlib.suppress(OSError):

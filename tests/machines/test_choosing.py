@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from launcher.command import VERBS
-from launcher.completion import answer_query
+from launcher.cli.arguments import VERBS
+from launcher.cli.completion import answer_query
 from tests.conftest import Result
 from tests.plan.plan_lab import fsroot, load
 from tests.probe.probe_trees import short_lived

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.conftest import demand_programs
+from tests.slurm.cluster.conftest import demand_programs
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,9 +85,11 @@ def test_the_wheel_carries_configuration_types_and_licence(wheel: Path) -> None:
             for path in (ROOT / folder).rglob(f"*.{kind}")
         }
         assert files and {f"{target}/{path}" for path in files} <= names
-    assert {"launcher/slurm/README.md", "launcher/slurm/torchrun-launch-rank.sbatch"} <= names
-    sandbox = {f"launcher/slurm/sandboxed/{path.name}" for path in (ROOT / "slurm/sandboxed").glob("*.py")}
-    assert sandbox | {"launcher/slurm/sandbox", "launcher/slurm/launch.sbatch"} <= names
+    assert {"launcher/slurm/scripts/README.md", "launcher/slurm/scripts/torchrun-launch-rank.sbatch"} <= names
+    sandbox = {
+        f"launcher/slurm/scripts/sandboxed/{path.name}" for path in (ROOT / "slurm/sandboxed").glob("*.py")
+    }
+    assert sandbox | {"launcher/slurm/scripts/sandbox", "launcher/slurm/scripts/launch.sbatch"} <= names
     assert not any("__pycache__" in name for name in names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any(name.startswith(("tests/", "conf/", "slurm/")) for name in names)
@@ -106,9 +108,7 @@ def test_the_shipped_configuration_is_found_from_an_empty_folder(scripts: Path, 
 
 
 def test_a_job_runs_from_the_installed_package(scripts: Path, tmp_path: Path) -> None:
-    code = (
-        "import launcher, sys; print(launcher.__file__, sys.modules['launch_inprocess.collector'].__file__)"
-    )
+    code = "import launcher, sys; print(launcher.__file__, sys.modules['launch_inprocess.startup'].__file__)"
     (tmp_path / "show.py").write_text(code)
     done = run(scripts, tmp_path, "--", "show.py")
     assert done.returncode == 0, done.stderr
@@ -133,7 +133,7 @@ def test_launch_rank_is_installed(scripts: Path, tmp_path: Path) -> None:
 
 
 def find_sandbox(scripts: Path) -> Path:
-    (found,) = scripts.parent.glob("lib/python*/site-packages/launcher/slurm/sandbox")
+    (found,) = scripts.parent.glob("lib/python*/site-packages/launcher/slurm/scripts/sandbox")
     return found
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from launcher.config.request import describe_wishes
+from launcher.config.schema import DataloaderConfig, LaunchConfig
 from launcher.cpulist import parse_cpulist
-from launcher.launch.slurm.hostlist import expand_hosts
-from launcher.rank.tasks import find_first_host
-from launcher.runs.records import read_run
-from launcher.runs.rundir import RunDir, name_run_dir
-from launcher.schema import DataloaderConfig, LaunchConfig
-from launcher.wishes import describe_wishes
+from launcher.rank.srun_task import find_first_host
+from launcher.runs.run_directory import RunDir, name_run_dir
+from launcher.runs.run_records import read_run
+from launcher.slurm.hostlist import expand_hosts
 from tests.rank.shim_starts import ALLOWED, COMMAND, run_words
 
 TELL = "import json, os; print(json.dumps(dict(os.environ)))"

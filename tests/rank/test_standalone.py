@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher import standalone
 from launcher.errors import UsageError
 from launcher.plan.model import Machine, Plan, RankPlan, Request
 from launcher.plan.planner import plan
-from launcher.standalone import WISHES, plan_for_rank, plan_rank
+from launcher.rank import standalone
+from launcher.rank.standalone import WISHES, plan_for_rank, plan_rank
 from tests.plan.plan_lab import NAMES, convert, fsroot, load
 from tests.rank.shim_starts import SHIM
 
@@ -158,7 +158,7 @@ def test_a_rank_takes_json_values() -> None:
 def test_a_module_that_is_loaded_later_is_the_real_one() -> None:
     code = """
 import sys
-from launcher.rank.later import import_later
+from launcher.rank.lazy_import import import_later
 import_later("inspect")
 import inspect as before
 assert "ast" not in sys.modules and not hasattr(before, "__path__")

@@ -18,8 +18,8 @@ import pyte
 import pytest
 
 from launcher.report.console import MOST_HELD, JobConsole, make_console
-from launcher.runs.logs import Chunk, Follower
-from launcher.runs.rundir import RunDir
+from launcher.runs.rank_logs import Chunk, Follower
+from launcher.runs.run_directory import RunDir
 from tests.conftest import clean_environ
 
 CHUNKS = [Chunk(0, "out", b"zero\n"), Chunk(0, "err", b"zero's stderr\n"), Chunk(1, "out", b"one\n")]
@@ -131,7 +131,7 @@ def test_others_wait_a_while_for_the_rest_of_a_line(
 ) -> None:
     """A pipe has no way to draw a line again: whoever prints within one breaks it."""
     monkeypatch.setattr("launcher.report.console.HOLD", 0)
-    monkeypatch.setattr("launcher.report.sink.PRECEDENCE", seconds)
+    monkeypatch.setattr("launcher.report.output_target.PRECEDENCE", seconds)
     run = RunDir(tmp_path)
     run.rank_log(0, 0, "out").parent.mkdir(parents=True)
     console, follower = make("all"), Follower(run, is_new=True)
@@ -159,7 +159,7 @@ def test_a_beginning_that_has_waited_breaks_no_line_of_another_rank(
 ) -> None:
     """What is too long to wait is shown at once, and its rest is due first."""
     monkeypatch.setattr("launcher.report.console.HOLD", 0)
-    monkeypatch.setattr("launcher.report.sink.PRECEDENCE", 60)
+    monkeypatch.setattr("launcher.report.output_target.PRECEDENCE", 60)
     console, long = make("all"), "x" * (MOST_HELD + 1)
     console.show(Chunk(1, "out", b"one"))
     console.show(Chunk(0, "out", long.encode()))
@@ -256,7 +256,7 @@ SHOW = """
 import sys, time
 from launcher.report import console as module
 from launcher.report.console import JobConsole, make_console
-from launcher.runs.logs import Chunk
+from launcher.runs.rank_logs import Chunk
 module.REDRAW = 0
 console = JobConsole("rank0", make_console(), "", lambda _: "h")
 for number in (10, 20, 30):

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from launcher.runs.manifest import describe_start, stamp_time
-from launcher.runs.rundir import RunDir
-from launcher.runs.sources import describe_sources
+from launcher.runs.provenance import describe_sources
+from launcher.runs.run_directory import RunDir
 from tests.conftest import Result, run_outside
 
 SECRET = "hunter2-hunter2"

@@ -1,377 +1,274 @@
-"""`follow=true` on a real SLURM: jobs whose batch script writes the log and the manifest as the head does."""
+"""Following a job: what is told of the queue, and when and how a job has ended."""
 
 import json
-import os
-import pty
 import re
-import select
-import signal
-import subprocess
-import sys
+import shutil
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from .conftest import Sandbox
+from launcher.report.console import JobConsole, make_console
+from launcher.runs.run_directory import RunDir
+from launcher.slurm import followed_job as followed
+from launcher.slurm.followed_job import FollowedJob
+from launcher.slurm.followed_log import QUIET, JobLog
+from launcher.slurm.marked_lines import MarkedLines
+from launcher.slurm.pending_reason import Place, describe_wait, explain_reason, find_place
+from launcher.slurm.polling import Answer
+from launcher.slurm.queue import JobState
 
-pytestmark = pytest.mark.slurm
-FOLLOW = """
-import sys
-from pathlib import Path
-from launcher.follow.jobs import follow_jobs
-sys.exit(follow_jobs([(Path(path), job_id) for path, job_id in zip(sys.argv[1::2], sys.argv[2::2])]))
-"""
-SCRIPT = """#!/bin/bash
-umask 077
-tell() { # tell STATE CODE [CAUSE]
-    printf '{"slurm": {"job_id": "%s"}, "outcome": {"state": "%s", "exit_code": %s, "cause": "%s"}}' \\
-        "$SLURM_JOB_ID" "$1" "$2" "${3-}" > manifest.new
-    mv manifest.new manifest.json
-}
-tell running null
-"""
-SMALL = (
-    "nodes=2",
-    "nproc_per_node=1",
-    "agent=srun",
-    "cluster.gpus_per_node=0",
-    "cluster.cpus_per_task=1",
-    "follow=true",
-)
-MEET = """
-import os, pathlib, time
-print("rank", os.environ["RANK"], flush=True)
-pathlib.Path("met-" + os.environ["RANK"]).touch()
-while not all(pathlib.Path(name).exists() for name in ("met-0", "met-1")):
-    time.sleep(0.05)
-os._exit({code})
-"""
-"""No rank ends before both have printed: the first that fails ends the others."""
-TIMEOUT = 60
+NOW = datetime(2026, 8, 1, 12)
 
 
-@dataclass(slots=True)
-class Watcher:
-    """A following process, and what it has printed."""
-
-    process: "subprocess.Popen[bytes]"
-    out: Path | None = None
-    err: Path | None = None
-    terminal: int | None = None
-    seen: str = ""
-
-    def read(self) -> str:
-        """Everything printed so far, without a terminal's control sequences."""
-        if self.terminal is None:
-            assert self.out and self.err
-            return self.out.read_text() + self.err.read_text()
-        while select.select([self.terminal], [], [], 0)[0]:
-            try:
-                data = os.read(self.terminal, 65536)
-            except OSError:  # EIO: the other side is closed
-                break
-            if not data:
-                break
-            self.seen += data.decode()
-        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", self.seen)
-
-    def wait_for(self, *parts: str) -> str:
-        """Wait until all of the parts have been printed."""
-        end = time.monotonic() + TIMEOUT
-        while not all(part in (text := self.read()) for part in parts):
-            assert time.monotonic() < end, (parts, text)
-            assert self.process.poll() is None or all(part in self.read() for part in parts), (
-                parts,
-                self.read(),
-            )
-            time.sleep(0.05)
-        return text
-
-    def type(self, text: str) -> None:
-        """Type on the terminal; `\\x03` is Ctrl-C."""
-        assert self.terminal is not None
-        os.write(self.terminal, text.encode())
-
-    def end(self) -> tuple[int, str]:
-        """Wait for the end; returns the exit code and what was printed."""
-        end = time.monotonic() + TIMEOUT
-        while self.process.poll() is None:  # the terminal has to be read, or the process cannot write
-            assert time.monotonic() < end, self.read()
-            self.read()
-            time.sleep(0.05)
-        return self.process.returncode, self.read()
+def make_state(state: str, reason: str = "", **values: object) -> JobState:
+    usual = {"nodes": 2, "nodelist": "n[0-1]", "start": "", "restarts": 0, "exit_code": None}
+    if state == "PENDING":
+        usual["nodelist"] = ""
+    return JobState(job_id="12", state=state, reason=reason, partition="main", **{**usual, **values})  # type: ignore[arg-type]  # the fields' own types
 
 
-@dataclass(slots=True)
-class Desk:
-    """A user on the login node, with jobs and processes that follow them."""
-
-    sandbox: Sandbox
-    folder: Path
-    jobs: list[str] = field(default_factory=list)
-    watchers: list[Watcher] = field(default_factory=list)
-
-    def submit(self, body: str, *options: str, name: str = "run") -> tuple[Path, str]:
-        """Submit a job, held until its manifest is written; returns its run directory and number."""
-        run = self.folder / "runs" / name
-        (run / "logs").mkdir(parents=True)
-        (run / "script").write_text(SCRIPT + body)
-        words = ("sbatch", "--parsable", "--hold", "--open-mode=append", f"--chdir={run}", *options)
-        job = self.sandbox.run(*words, f"--output={run}/logs/slurm-%j.out", run / "script").strip()
-        manifest = {"slurm": {"job_id": job}, "outcome": {"state": "submitted"}}
-        (run / "manifest.json").write_text(json.dumps(manifest))
-        self.jobs.append(job)
-        return run, job
-
-    def release(self, job: str) -> None:
-        """Let a job go."""
-        self.sandbox.run("scontrol", "release", job)
-
-    def follow(self, *jobs: tuple[Path, str]) -> Watcher:
-        """Follow jobs with the output in files."""
-        number = len(self.watchers)
-        out, err = self.folder / f"{number}.out", self.folder / f"{number}.err"
-        with out.open("w") as out_file, err.open("w") as err_file:
-            process = subprocess.Popen(
-                self.command(jobs),
-                env=self.sandbox.environ,
-                stdout=out_file,
-                stderr=err_file,
-                stdin=subprocess.DEVNULL,
-            )
-        self.watchers.append(Watcher(process, out, err))
-        return self.watchers[-1]
-
-    def follow_on_terminal(self, *jobs: tuple[Path, str]) -> Watcher:
-        """Follow jobs on a terminal, where Ctrl-C reaches the process and its children."""
-        terminal, other = pty.openpty()
-        process = subprocess.Popen(
-            self.command(jobs),
-            env={**self.sandbox.environ, "TERM": "xterm", "COLUMNS": "250"},
-            preexec_fn=lambda: os.login_tty(other),  # noqa: PLW1509 - there is one thread
-            pass_fds=(other,),
-        )
-        os.close(other)
-        self.watchers.append(Watcher(process, terminal=terminal))
-        return self.watchers[-1]
-
-    def command(self, jobs: Sequence[tuple[Path, str]]) -> list[str]:
-        """The command line of a process that follows."""
-        return [sys.executable, "-c", FOLLOW, *(str(word) for job in jobs for word in job)]
+def answer(state: JobState | None, place: Place | None = None) -> Answer:
+    return Answer({"12": state} if state else {}, frozenset({"12"}), place)
 
 
 @pytest.fixture
-def desk(sandbox: Sandbox, tmp_path: Path) -> Iterator[Desk]:
-    """A desk; whatever its jobs and processes are, they are gone after the test."""
-    desk = Desk(sandbox, tmp_path)
-    yield desk
-    for watcher in desk.watchers:
-        if watcher.process.poll() is None:
-            watcher.process.kill()
-            watcher.process.wait()
-        if watcher.terminal is not None:
-            os.close(watcher.terminal)
-    if desk.jobs:
-        sandbox.run("scancel", *desk.jobs)
-        for job in desk.jobs:
-            sandbox.wait(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+def job(tmp_path: Path) -> FollowedJob:
+    return FollowedJob(tmp_path, "12")
 
 
-@pytest.mark.parametrize("code", [0, 3, 137])
-def test_a_job_is_followed_from_the_queue_to_its_exit_code(desk: Desk, code: int) -> None:
-    state = "failed" if code else "succeeded"
-    job = desk.submit(f"""
-echo '[n0:0] step 1/2 loss 5.5'
-echo '[n1:1] hello' >&2
-echo 'launch: {state} after 1.0 s' >&2
-tell {state} {code}
-exit {code}
-""")
-    watcher = desk.follow(job)
-    watcher.wait_for(f"launch: job {job[1]} waits: JobHeldUser (held: `scontrol release` lets it go)")
-    desk.release(job[1])
-    status, _ = watcher.end()
-    assert status == code
-    assert watcher.out and watcher.out.read_text() == "[n0:0] step 1/2 loss 5.5\n[n1:1] hello\n"
-    lines = watcher.err.read_text().splitlines() if watcher.err else []
-    assert lines[-1] == f"launch: {state} after 1.0 s", lines
+def write_outcome(job: FollowedJob, *, job_id: str = "12", **outcome: object) -> None:
+    text = json.dumps({"slurm": {"job_id": job_id}, "outcome": outcome})
+    (job.run_path / "manifest.json").write_text(text)
+    job.read_manifest()
 
 
-def test_the_place_in_the_queue_and_the_expected_start_are_told(desk: Desk) -> None:
-    first = desk.submit("sleep 600", "--nodes=4", "--exclusive", "--time=10", name="first")
-    desk.release(first[1])
-    desk.sandbox.wait(first[1], "RUNNING")
-    second = desk.submit("true", "--nodes=4", "--exclusive", "--time=10", name="second")
-    third = desk.submit("true", "--nodes=4", "--exclusive", "--time=10", name="third")
-    for job in (second, third):
-        desk.release(job[1])
-    watcher = desk.follow(third)
-    text = watcher.wait_for(f"launch: job {third[1]} waits: Priority (jobs of higher priority go first)")
-    assert "position 2 of 2 in main" in text, text
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        ("Priority", "Priority (jobs of higher priority go first)"),
+        (
+            "QOSMaxJobsPerUserLimit",
+            "QOSMaxJobsPerUserLimit (it is above what the QOS allows to one job, user",
+        ),
+        ("QOSGrpCpuLimit", "QOSGrpCpuLimit (the QOS's jobs together have come to a limit)"),
+        ("AssocGrpGRES", "AssocGrpGRES (the account's jobs together have come to a limit)"),
+        (
+            "ReqNodeNotAvail, UnavailableNodes:n[1-2]",
+            "ReqNodeNotAvail, UnavailableNodes:n[1-2] (nodes that it",
+        ),
+        ("SomethingNew", "SomethingNew"),
+        ("", ""),
+    ],
+)
+def test_reasons_have_words(reason: str, text: str) -> None:
+    assert explain_reason(reason).startswith(text)
+    assert ("(" in explain_reason(reason)) == ("(" in text)
 
 
-def test_a_requeue_is_told_and_followed_on(desk: Desk) -> None:
-    job = desk.submit("""
-if [ "${SLURM_RESTART_COUNT-0}" = 0 ]; then
-    trap 'tell requeued null preempted; echo "launch: back into the queue" >&2; exit 1' TERM
-    echo '[n0:0] first'
-    while :; do sleep 0.1; done
-fi
-while [ ! -e go ]; do sleep 0.1; done
-echo '[n0:0] second'
-echo 'launch: succeeded' >&2
-tell succeeded 0
-""")
-    desk.release(job[1])
-    watcher = desk.follow(job)
-    watcher.wait_for("[n0:0] first", "is running on n")
-    desk.sandbox.run("scontrol", "requeue", job[1])
-    watcher.wait_for(", after 1 requeue")
-    (job[0] / "go").touch()
-    status, text = watcher.end()
-    assert status == 0
-    assert [line for line in text.splitlines() if line.startswith("[")] == ["[n0:0] first", "[n0:0] second"]
-    assert f"job {job[1]} is back in the queue (preempted): BeginTime" in text, text
+@pytest.mark.parametrize(
+    ("start", "text"),
+    [
+        ("2026-08-01T12:00:30", ", expected start 2026-08-01 12:00 (in 1 min)"),
+        ("2026-08-01T14:03:00", ", expected start 2026-08-01 14:03 (in 2 h 3 min)"),
+        ("2026-08-09T14:03:00", ", expected start 2026-08-09 14:03"),
+        ("2026-08-01T11:59:00", ""),
+        ("", ""),
+        ("N/A", ""),
+    ],
+)
+def test_the_wait_is_described(start: str, text: str) -> None:
+    state = make_state("PENDING", "Resources", start=start)
+    wait = describe_wait(state, Place(1, 3), NOW)
+    words = "Resources (the next in line, until enough nodes are free), position 1 of 3 in main"
+    assert wait == words + text
 
 
-def test_a_cancelled_job_that_never_ran_is_told_by_slurm(desk: Desk) -> None:
-    job = desk.submit("true")
-    watcher = desk.follow(job)
-    watcher.wait_for("JobHeldUser")
-    desk.sandbox.run("scancel", job[1])
-    status, text = watcher.end()
-    assert status == 1
-    assert f"launch: job {job[1]} ended before it ran: CANCELLED" in text, text
+@pytest.mark.parametrize(
+    ("job_id", "place"),
+    [
+        ("12", Place(2, 4)),
+        ("10", Place(1, 4)),
+        ("14", None),  # held
+        ("13_3", Place(3, 4)),
+        ("15_1", Place(4, 4)),
+        ("99", None),
+    ],
+)
+def test_the_place_counts_who_goes_first(job_id: str, place: Place | None) -> None:
+    lines: Sequence[str] = ["10 900", "12 500", "13_[2-5%2] 400", "14 0", "15_1 300", "", "slurm says"]
+    assert find_place(lines, job_id) == place
 
 
-def test_a_job_that_dies_without_a_word_is_told_by_slurm(desk: Desk) -> None:
-    job = desk.submit("echo '[n0:0] hello'; exit 5")
-    desk.release(job[1])
-    status, text = desk.follow(job).end()
-    assert status == 5
-    assert "[n0:0] hello" in text and f"launch: job {job[1]} ended: FAILED (NonZeroExitCode)" in text, text
+def test_a_change_is_told_once(job: FollowedJob) -> None:
+    waits = make_state("PENDING", "Priority")
+    assert job.note_answer(answer(make_state("PENDING"))) == ""
+    assert job.note_answer(answer(waits, Place(3, 3))).startswith("job 12 waits: Priority (")
+    assert job.note_answer(answer(waits, Place(2, 3))) == ""
+    assert job.note_answer(answer(make_state("PENDING", "Resources"))).startswith("job 12 waits: Resources (")
+    assert job.note_answer(answer(make_state("RUNNING"))) == "job 12 is running on n[0-1]"
+    assert job.note_answer(answer(make_state("RUNNING"))) == ""
+    assert job.note_answer(answer(make_state("COMPLETING"))) == ""
 
 
-def test_a_job_that_slurm_has_forgotten_ends_by_its_manifest(desk: Desk, tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "old"
-    (run / "logs").mkdir(parents=True)
-    (run / "logs" / "slurm-999999.out").write_text("[n0:0] hello\nlaunch: failed after 3.0 s\n")
-    outcome = {"state": "failed", "exit_code": 7}
-    (run / "manifest.json").write_text(json.dumps({"slurm": {"job_id": "999999"}, "outcome": outcome}))
-    assert desk.follow((run, "999999")).end() == (7, "[n0:0] hello\nlaunch: failed after 3.0 s\n")
+@pytest.mark.parametrize(
+    ("restarts", "told"),
+    [
+        (0, "job 12 ended before it ran: CANCELLED"),
+        (1, "job 12 ended in the queue, after 1 attempt: CANCELLED"),
+        (2, "job 12 ended in the queue, after 2 attempts: CANCELLED"),
+    ],
+)
+def test_a_job_that_is_cancelled_in_the_queue(job: FollowedJob, restarts: int, told: str) -> None:
+    job.note_answer(answer(make_state("PENDING", "BeginTime", restarts=restarts)))
+    job.note_answer(answer(make_state("CANCELLED", nodelist="", restarts=restarts)))
+    assert job.judge_end() == told
+    assert job.status == 1
 
 
-def test_the_controller_may_go_away_meanwhile(desk: Desk) -> None:
-    stop = desk.folder / "stop"
-    job = desk.submit(f"""
-echo '[n0:0] before'
-while [ ! -e '{stop}' ]; do sleep 0.1; done
-echo '[n0:0] after'
-echo 'launch: succeeded' >&2
-tell succeeded 0
-""")
-    desk.release(job[1])
-    watcher = desk.follow(job)
-    watcher.wait_for("[n0:0] before")
-    desk.sandbox.break_it("restart-controller")
-    stop.touch()
-    status, text = watcher.end()
-    assert status == 0 and "[n0:0] after\n" in text, text
-    assert text.count("SLURM asked again") <= 1, text
+def test_a_job_whose_end_accounting_alone_remembers_has_run_if_that_was_seen(job: FollowedJob) -> None:
+    job.note_answer(answer(make_state("RUNNING")))
+    job.note_answer(answer(make_state("CANCELLED", nodelist="", restarts=None)))
+    assert job.judge_end() == "job 12 ended in the queue, after 1 attempt: CANCELLED"
 
 
-def test_ctrl_c_asks_and_detaches(desk: Desk) -> None:
-    job = desk.submit("sleep 600")
-    watcher = desk.follow_on_terminal(job)
-    watcher.wait_for("JobHeldUser")
-    watcher.type("\x03")
-    watcher.wait_for(f"cancel job {job[1]}, or detach? [c/d]")
-    watcher.type("what\n")
-    watcher.wait_for("what", "launch: c cancels, d detaches and lets it go on, Ctrl-C detaches too")
-    watcher.type("d\n")
-    status, text = watcher.end()
-    assert status == 0
-    assert f"launch: detached: job {job[1]} goes on; launch logs -f {job[0]}" in text, text
-    assert desk.sandbox.list_states(job[1]) == ["PENDING"]
+def test_a_run_directory_that_is_gone_is_told_of(job: FollowedJob) -> None:
+    job.note_answer(answer(make_state("RUNNING")))
+    shutil.rmtree(job.run_path)
+    job.note_answer(answer(make_state("COMPLETED")))
+    told = f"job 12 ended: COMPLETED; the run directory was removed during the run ({job.run_path})"
+    assert job.judge_state() == told and job.status == 0
 
 
-def test_a_second_ctrl_c_detaches(desk: Desk) -> None:
-    job = desk.submit("sleep 600")
-    watcher = desk.follow_on_terminal(job)
-    watcher.wait_for("JobHeldUser")
-    watcher.type("\x03")
-    watcher.wait_for("[c/d]")
-    watcher.type("\x03")
-    assert watcher.end()[0] == 130
-    assert desk.sandbox.list_states(job[1]) == ["PENDING"]
+def test_a_requeue_is_told_with_its_cause(job: FollowedJob) -> None:
+    job.note_answer(answer(make_state("RUNNING")))
+    write_outcome(job, state="requeued", cause="node_failure")
+    text = job.note_answer(answer(make_state("PENDING", "BeginTime", restarts=1)))
+    assert text.startswith("job 12 is back in the queue (node_failure): BeginTime (")
+    again = job.note_answer(answer(make_state("RUNNING", restarts=2)))
+    assert again == "job 12 is running on n[0-1], after 2 requeues"
 
 
-def test_ctrl_c_asks_and_cancels_and_stays_to_the_end(desk: Desk) -> None:
-    job = desk.submit("""
-trap 'echo "launch: stopped after 1.0 s" >&2; tell stopped 143 cancelled; exit 143' TERM
-echo '[n0:0] step 1/9 loss 5.5'
-while :; do sleep 0.1; done
-""")
-    desk.release(job[1])
-    watcher = desk.follow_on_terminal(job)
-    watcher.wait_for("[n0:0] step 1/9 loss 5.5", "step 1/9", "loss 5.5")
-    watcher.type("\x03")
-    watcher.wait_for("[c/d]")
-    watcher.type("c\n")
-    status, text = watcher.end()
-    assert status == 130
-    assert "launch: stopped after 1.0 s" in text, text
-    desk.sandbox.wait(job[1], "CANCELLED")
+@pytest.mark.parametrize("state", ["submitted", "running", "requeued"])
+def test_a_job_that_goes_on_has_no_end(job: FollowedJob, state: str) -> None:
+    write_outcome(job, state=state)
+    job.note_answer(answer(make_state("RUNNING")))
+    assert job.judge_end() is None and job.status is None
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=str)
-def test_a_signal_without_a_terminal_detaches(desk: Desk, number: signal.Signals) -> None:
-    job = desk.submit("sleep 600")
-    watcher = desk.follow(job)
-    watcher.wait_for("JobHeldUser")
-    watcher.process.send_signal(number)
-    status, text = watcher.end()
-    assert status == 128 + number
-    assert f"launch: detached: job {job[1]} goes on" in text, text
-    assert desk.sandbox.list_states(job[1]) == ["PENDING"]
+@pytest.mark.parametrize(
+    ("outcome", "status"),
+    [
+        ({"state": "succeeded", "exit_code": 0}, 0),
+        ({"state": "failed", "exit_code": 137}, 137),
+        ({"state": "stopped", "exit_code": 143}, 143),
+        ({"state": "failed"}, 1),
+        ({"state": "succeeded"}, 0),
+    ],
+)
+@pytest.mark.parametrize("slurm", ["COMPLETED", "COMPLETING", "FAILED", None])
+def test_the_manifest_has_the_last_word(
+    job: FollowedJob, outcome: dict[str, Any], status: int, slurm: str | None
+) -> None:
+    write_outcome(job, **outcome)
+    job.note_answer(answer(make_state(slurm, exit_code=1) if slurm else None))
+    assert job.judge_end() == ""
+    assert job.status == status
 
 
-def test_several_jobs_have_a_line_for_each_change(desk: Desk) -> None:
-    jobs = [
-        desk.submit(f"tell {'failed' if code else 'succeeded'} {code}; exit {code}", name=f"run{code}")
-        for code in (0, 4, 5)
-    ]
-    watcher = desk.follow(*jobs)
-    watcher.wait_for(*(f"job {job[1]} waits: JobHeldUser" for job in jobs))
-    for job in jobs:
-        desk.release(job[1])
-    status, text = watcher.end()
-    assert status == 4
-    assert f"launch: job {jobs[0][1]} succeeded ({jobs[0][0]})\n" in text, text
-    assert f"launch: job {jobs[1][1]} failed with exit code 4 ({jobs[1][0]})\n" in text, text
+def test_another_jobs_manifest_tells_nothing(job: FollowedJob) -> None:
+    write_outcome(job, job_id="11", state="failed", exit_code=9)
+    job.note_answer(answer(make_state("RUNNING")))
+    assert job.judge_end() is None
 
 
-@pytest.mark.parametrize("code", [0, 3, 137])
-def test_launch_follows_what_it_submits(desk: Desk, code: int) -> None:
-    words = (*SMALL, "logs.console=all", "--", sys.executable, "-c", MEET.format(code=code))
-    done = desk.sandbox.launch(*words, cwd=desk.folder)
-    assert done.code == code, done
-    for rank in (0, 1):
-        assert re.search(rf"^\[n\d:{rank}\] rank {rank}$", done.out, re.MULTILINE), done
-    run = next((desk.folder / "runs").glob("*/*"))
-    outcome = json.loads((run / "manifest.json").read_text())["outcome"]
-    assert (outcome["state"], outcome["exit_code"]) == ("failed" if code else "succeeded", code)
-    assert done.err.splitlines()[-1] == f"launch: run directory {run}", done
+@pytest.mark.parametrize(
+    ("state", "status", "text"),
+    [
+        (make_state("COMPLETED", exit_code=0), 0, "job 12 ended: COMPLETED"),
+        (make_state("FAILED", "NonZeroExitCode", exit_code=5), 5, "job 12 ended: FAILED (NonZeroExitCode)"),
+        (make_state("CANCELLED", exit_code=0), 1, "job 12 ended: CANCELLED"),
+        (make_state("NODE_FAIL"), 1, "job 12 ended: NODE_FAIL"),
+        (None, 1, "SLURM has forgotten job 12, and "),
+    ],
+)
+def test_slurm_has_the_word_where_the_head_died(
+    job: FollowedJob, monkeypatch: pytest.MonkeyPatch, state: JobState | None, status: int, text: str
+) -> None:
+    write_outcome(job, state="running")
+    job.note_answer(answer(state))
+    assert job.judge_end() is None, "the manifest's end may still come, over a network filesystem"
+    monkeypatch.setattr(followed, "PATIENCE", -1)
+    said = job.judge_end()
+    assert said is not None and said.startswith(text)
+    assert job.status == status
 
 
-def test_launch_follows_a_sweep(desk: Desk) -> None:
-    words = ("-m", *SMALL, "env.CODE=0,6", "--", "sh", "-c", "exit $CODE")
-    done = desk.sandbox.launch(*words, cwd=desk.folder)
-    assert done.code == 6, done
-    runs = sorted((desk.folder / "runs").glob("*/*"), key=lambda path: (len(path.name), path.name))
-    assert [run.is_dir() for run in runs] == [True, True]
-    (job,) = set(re.findall(r"launch: job (\d+)_0 succeeded", done.err))
-    assert re.search(rf"launch: job {job}_1 failed with exit code 6: rank \d on n\d ", done.err), done
+def test_a_job_that_never_ran_is_not_waited_for(job: FollowedJob) -> None:
+    write_outcome(job, state="submitted")
+    job.note_answer(answer(make_state("CANCELLED", nodelist="", exit_code=0)))
+    assert job.judge_end() == "job 12 ended before it ran: CANCELLED"
+    assert job.status == 1
+
+
+def test_an_end_that_was_none_is_forgotten(job: FollowedJob) -> None:
+    job.note_answer(answer(make_state("NODE_FAIL")))
+    assert job.judge_end() is None and job.ending is not None
+    job.note_answer(answer(make_state("PENDING", "BeginTime", restarts=1)))
+    assert job.judge_end() is None and job.ending is None
+
+
+def test_the_log_is_shown_as_it_grows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").mkdir()
+    log = JobLog(RunDir(tmp_path), "12", JobConsole("all", make_console()))
+    assert log.read_new() == b""
+    with log.path.open("a", buffering=1) as file:
+        file.write("launch: 2 ranks\n[n0:0] step 3/9 loss 1.5\n[n1:1] step 4/9 loss 1\nlaun")
+        log.show(log.read_new())
+        assert not log.is_complete(time.monotonic())
+        assert log.is_complete(time.monotonic() - QUIET - 1) is False, "a line has just come"
+        file.write("ch: succeeded\n")
+        log.show(log.read_new())
+    assert log.is_complete(time.monotonic())
+    assert log.console.progress.steps[-1].step == 3
+    shown = capfd.readouterr()
+    assert shown.out == "[n0:0] step 3/9 loss 1.5\n[n1:1] step 4/9 loss 1\n"
+    assert shown.err == "launch: 2 ranks\nlaunch: succeeded\n"
+
+
+def test_what_has_no_end_is_shown_at_once_and_all_bytes_as_they_are(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    (tmp_path / "logs").mkdir()
+    log = JobLog(RunDir(tmp_path), "12", JobConsole("all", make_console()))
+    data = bytes(range(256)) * 10_000 + b"\nstep 5/9 loss 2\nname? "
+    log.path.write_bytes(data)
+    while new := log.read_new():
+        log.show(new)
+    assert capfdbinary.readouterr() == (data, b"")
+    assert log.console.progress.steps[-1].step == 5
+    with log.path.open("ab") as file:
+        file.write(b"\nlaunch: no end")
+    log.show(log.read_new())
+    log.show_rest()
+    assert capfdbinary.readouterr() == (b"\nlaunch: no end", b"")
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(
+    st.lists(
+        st.sampled_from([b"launch: a\n", b"launch", b": ", b"x", b"\n", b"launch: ", b"\xff\r"]), max_size=12
+    )
+)
+def test_lines_of_ours_are_told_apart_wherever_the_log_is_cut(pieces: list[bytes]) -> None:
+    lines = MarkedLines((b"launch: ",))
+    split = [found for piece in pieces for found in lines.split(piece)]
+    whole = b"".join(pieces)
+    assert b"".join(piece for _, piece in split) + lines.finish() == whole
+    own = [line for line in re.findall(rb"[^\n]*\n", whole) if line.startswith(b"launch: ")]
+    assert [piece for is_own, piece in split if is_own] == own

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 import launcher.inprocess
-from launcher.tune.records import MeasureError, MismatchError, Record, judge_trial, read_record, read_records
+from launcher.tune.trial_records import (
+    MeasureError,
+    MismatchError,
+    Record,
+    judge_trial,
+    read_record,
+    read_records,
+)
 from tests.conftest import clean_environ
 from tests.tune.programs import ALONE
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.schema import DataloaderConfig
+from launcher.cli.tune_choice import check_override, render_override, save_override, tell_use
+from launcher.config.schema import DataloaderConfig
 from launcher.tune.search import Trial
-from launcher.verbs.tuned import check_override, render_override, save_override, tell_use
 from tests.conftest import LAUNCH, Result, clean_environ, run_outside
 from tests.tune.programs import ALONE, TRAINING
 from tests.tune.test_meter import list_living

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from launcher.launch.allocator import parse_version
+from launcher.config.allocator_options import parse_version
 from launcher.plan.allocator_keys import KNOWN, Version, find_fault, list_keys
 from launcher.plan.allocator_text import NAMES
 from tests.gpu.context import NEEDED, PROGRAMS, Context, Ended, run_program, together

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from launcher.node import honoured_environ
 from launcher.plan.codec import plan_to_json
 from launcher.plan.model import Request
 from launcher.plan.planner import plan
 from launcher.probe.machine import probe
+from launcher.probe.node import honoured_environ
 
 from .cgroups import enter_cgroup
 from .ranks import run_ranks

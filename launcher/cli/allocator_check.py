@@ -1,0 +1,109 @@
+"""A job's allocators: checked before anything starts, and without what does not go with its program."""
+
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from launcher.config.allocator_options import (
+    HOSTS,
+    check_settings,
+    depends_on_version,
+    doubt_variable,
+    read_host,
+    read_settings,
+    read_torch_version,
+)
+from launcher.config.program import render_program
+from launcher.config.schema import LaunchConfig
+from launcher.config.validation import check_choice
+from launcher.errors import UsageError
+from launcher.plan.allocator import EXPANDABLE
+from launcher.plan.allocator_conflicts import (
+    Conflict,
+    describe_idle,
+    describe_ignored,
+    find_conflicts,
+    merge_settings,
+)
+from launcher.plan.allocator_text import find_variable, parse_settings
+from launcher.text import say
+
+MARKS = ("/.dockerenv", "/run/.containerenv")
+"""Files by which docker and podman mark a container."""
+SYS_PTRACE = 19
+"""Bit of the capability to trace any process: capabilities(7)."""
+CHOSEN = ("allocator", f"allocator.{EXPANDABLE}")
+"""Keys of a command line that ask for expandable segments by name."""
+
+
+def settle_allocator(
+    config: LaunchConfig, words: Sequence[str], environ: Mapping[str, str], given: Collection[str]
+) -> tuple[str, ...]:
+    """Check the settings, warn of what is doubtful, and return the names of those that are left out.
+
+    Expandable segments that nobody asked for by name are left out (of `config`, too) where the program is
+    known to fail or crawl with them, as it would not without us. `given` are the command line's keys.
+    Raises UsageError.
+    """
+    check_choice("allocator.host", read_host(config.allocator), HOSTS)
+    settings = read_settings(config.allocator)
+    torch = find_torch(config, environ) if depends_on_version(list_names(settings, environ)) else None
+    merged = merge_settings(settings, environ)
+    asked = not {*CHOSEN}.isdisjoint(given) or EXPANDABLE in merge_settings({}, environ)
+    wanted = {key: value for key, value in merged.items() if asked or key != EXPANDABLE}
+    doubts = [*check_settings(settings, torch), *doubt_variable(environ, torch)]
+    for doubt in filter(None, [*doubts, describe_ignored(wanted), describe_idle(merged)]):
+        say(f"warning: {doubt}")
+    conflicts = [*find_conflicts(merged, words, environ, contained=is_contained(config))]
+    for conflict in conflicts:
+        say(f"warning: {conflict.what}: {describe_way(conflict, asked=asked)}")
+    if asked or not conflicts:
+        return ()
+    unset_settings(config, (EXPANDABLE,))
+    return (EXPANDABLE,)
+
+
+def describe_way(conflict: Conflict, *, asked: bool) -> str:
+    """Say what to do about a conflict with expandable segments, or what was done."""
+    if asked:
+        return f"{conflict.remedy}, or set allocator=default" if conflict.remedy else "set allocator=default"
+    done = f"{EXPANDABLE} is left out (allocator=expandable has it all the same)"
+    return f"{done}; {conflict.remedy} to have both" if conflict.remedy else done
+
+
+def unset_settings(config: LaunchConfig, names: Sequence[str]) -> None:
+    """Take settings out of a configuration."""
+    config.allocator = {key: value for key, value in config.allocator.items() if key not in names}
+
+
+def list_names(settings: Mapping[str, str], environ: Mapping[str, str]) -> Iterator[str]:
+    """Give the names of the configuration's settings and the user's."""
+    yield from settings
+    if name := find_variable(environ):
+        yield from parse_settings(environ[name]) or ()
+
+
+def find_torch(config: LaunchConfig, environ: Mapping[str, str]) -> str | None:
+    """Return the version of the ranks' torch; None where they have another Python, or there is none."""
+    own = environ.get("PYTHON_EXEC", sys.executable) == sys.executable and not config.cluster.container.image
+    return read_torch_version() if own else None
+
+
+def is_contained(config: LaunchConfig) -> bool:
+    """Tell whether the ranks run in a container that may not trace processes."""
+    if config.cluster.container.image:
+        return True
+    if not any(Path(mark).exists() for mark in MARKS):
+        return False
+    from launcher.probe.sysfs import Tree
+    from launcher.probe.system_facts import read_capabilities  # the doctor's, which most starts need not
+
+    return not read_capabilities(Tree()) >> SYS_PTRACE & 1
+
+
+def find_words(config: LaunchConfig) -> tuple[str, ...]:
+    """Return the words of the configured program, where there is one that makes sense."""
+    try:
+        return render_program(config.program, {"model": config.model, "data": config.data})
+    except UsageError:
+        return ()

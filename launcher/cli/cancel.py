@@ -1,0 +1,172 @@
+"""`launch cancel`: ends runs, in SLURM's queue and on this machine, after asking."""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.cli.choose_runs import choose_named
+from launcher.config.schema import LaunchConfig
+from launcher.errors import EXIT_MACHINE, MachineError, SchedulerError, UsageError
+from launcher.launch.signals import KILL_GRACE, TERM_GRACE
+from launcher.report.summary import describe_time
+from launcher.runs.manifest import OPEN, read_manifest, stamp_time, take_dict, write_manifest
+from launcher.runs.run_directory import RunDir
+from launcher.runs.run_process import check_process, open_process
+from launcher.runs.run_status import RunStatus
+from launcher.slurm.commands import run_slurm
+from launcher.slurm.queue import ENDED, ask_queue
+from launcher.slurm.run_states import find_standing
+from launcher.text import escape_text, say
+
+PATIENCE = 60.0
+"""Seconds that SLURM has to end jobs: twice KillWait's default."""
+PAUSE = 0.5
+"""Seconds between two questions to SLURM."""
+DECLINED = 1
+"""Exit code where the answer was no."""
+
+
+def cancel_runs(config: LaunchConfig, names: Sequence[str]) -> int:
+    """Cancel runs, and return 0 where all of them have ended or are ending, 1 where the user says no.
+
+    Raises UsageError for unknown runs and where nobody can be asked, MachineError for another host's, and
+    SchedulerError where SLURM refuses.
+    """
+    if not names:
+        raise UsageError("cancel which run? `launch status` lists them: launch cancel NAME/ID")
+    standing = find_standing(choose_named(config, names), own=True)
+    if standing.error:
+        raise standing.error
+    for run in standing.runs:
+        check_reach(run)
+        if not run.is_live:
+            say(f"{run.run} has ended already: {run.state}{f' ({run.reason})' if run.reason else ''}")
+    live = [run for run in standing.runs if run.is_live]
+    if not live:
+        return 0
+    if not config.yes and not ask_user(live):
+        say("nothing was cancelled")
+        return DECLINED
+    jobs = [run for run in live if not run.process]
+    left = cancel_jobs(jobs) if jobs else 0
+    for run in live:
+        left += stop_process(run, config.torchrun.shutdown_timeout) if run.process else 0
+    return EXIT_MACHINE if left else 0
+
+
+def check_reach(run: RunStatus) -> None:
+    """Raise MachineError for a run that cannot be cancelled from here."""
+    if run.state == "unknown":
+        raise MachineError(f"{run.run} is left alone: {run.reason} ({run.path})")
+    if run.is_live and run.process and check_process(run.process) is None:
+        host, pid = run.process.get("host"), run.process.get("pid")
+        raise MachineError(f"{run.run} is process {pid} on {host}: give this command there")
+    if run.is_live and run.process:
+        with contextlib.suppress(ProcessLookupError):
+            os.close(open_launch(run))
+    if run.is_live and not run.process and not run.job_id:
+        raise MachineError(
+            f"{run.run} has no job, and its manifest names no process: end its `launch` where it was started"
+        )
+
+
+def open_launch(run: RunStatus) -> int:
+    """Return a pidfd of the `launch` that a local run hangs on.
+
+    Raises ProcessLookupError where it is gone, and MachineError where the process is no launch of this run.
+    """
+    try:
+        return open_process(run.process, Path(run.path))
+    except PermissionError as error:
+        raise MachineError(f"{run.run} is left alone: {error.strerror} ({run.path})") from None
+
+
+def ask_user(runs: Sequence[RunStatus]) -> bool:
+    """Ask whether to cancel; raises UsageError where there is no terminal to ask on."""
+    if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UsageError("launch cancel asks first, and there is no terminal to ask on: give yes=true")
+    if len(runs) == 1:
+        question = f"cancel {describe_run(runs[0])}?"
+    else:
+        sys.stderr.writelines(f"  {escape_text(describe_run(run))}\n" for run in runs)
+        question = f"cancel these {len(runs)} runs?"
+    sys.stderr.write(f"{escape_text(question)} [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def describe_run(run: RunStatus) -> str:
+    """Say what would be cancelled: `tiny/ID, job 12, running on n[0-3] for 3 h 20 min`."""
+    what = f"job {run.job_id}" if not run.process else f"process {run.process.get('pid')}"
+    where = f" on {run.nodelist}" if run.nodelist and run.state == "running" else ""
+    since = f" for {describe_time(run.seconds)}" if run.seconds is not None else ""
+    return f"{run.run}, {what}, {run.state}{where}{since}"
+
+
+def cancel_jobs(runs: Sequence[RunStatus]) -> int:
+    """Cancel jobs of SLURM, wait for their ends, and return how many are still ending."""
+    job_ids = [str(run.job_id) for run in runs]
+    run_slurm(["scancel", *job_ids])
+    end = time.monotonic() + PATIENCE
+    left = list_living(job_ids)
+    if left:
+        say(f"cancelling {', '.join(left)}, whose ranks have SLURM's KillWait to end")
+    while left and time.monotonic() < end:
+        time.sleep(PAUSE)
+        left = list_living(left)
+    for run in runs:
+        if run.job_id in left:
+            say(f"{run.run}, job {run.job_id}, is still ending: see launch status {run.run}")
+        else:
+            record_end(run)
+            say(f"{run.run}, job {run.job_id}, is cancelled")
+    return len(left)
+
+
+def list_living(job_ids: Sequence[str]) -> list[str]:
+    """Return the jobs that have not ended, as far as SLURM says: all of them while it does not answer."""
+    try:
+        jobs = ask_queue(job_ids)
+    except SchedulerError:
+        return list(job_ids)
+    return [job_id for job_id in job_ids if job_id in jobs and jobs[job_id].state not in ENDED]
+
+
+def record_end(run: RunStatus) -> None:
+    """Write that a run was cancelled, where its job has not done so: one that never began, or was killed."""
+    path = Path(run.path)
+    manifest = read_manifest(path)
+    if take_dict(manifest, "outcome").get("state") not in OPEN:
+        return
+    manifest["ended"] = stamp_time()
+    words = {"cause": "cancelled", "reason": "cancelled", "exit_code": 128 + signal.SIGTERM}
+    manifest["outcome"] = {"state": "stopped", **words}
+    try:
+        write_manifest(RunDir(path), manifest)
+    except OSError as error:
+        say(f"warning: {path}/manifest.json could not be written ({error.strerror})")
+
+
+def stop_process(run: RunStatus, grace: float) -> int:
+    """Send a local run's `launch` SIGTERM and wait for its end; returns 1 where it is still ending."""
+    try:
+        descriptor = open_launch(run)
+    except ProcessLookupError:
+        say(f"{run.run} has just ended")
+        return 0
+    try:
+        signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+        say(f"stopping {run.run}, whose ranks have {grace:.0f} s to end")
+        # After the grace, launch itself goes on to SIGKILL.
+        ready, _, _ = select.select([descriptor], [], [], grace + TERM_GRACE + 2 * KILL_GRACE)
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    (now,) = find_standing([Path(run.path)]).runs
+    say(f"{run.run} has ended: {now.state}" if ready else f"{run.run} is still ending")
+    return 0 if ready else 1

@@ -1,0 +1,113 @@
+"""`launch doctor`: gathers the facts, has them judged, and prints the findings."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from launcher.config.program import SHIM
+from launcher.config.schema import LaunchConfig
+from launcher.config.validation import check_run_dir
+from launcher.doctor.checkup import count_exit, judge
+from launcher.doctor.finding import Case, Trial
+from launcher.errors import UsageError
+from launcher.launch.job import plan_configured
+from launcher.plan.codec import plan_to_json
+from launcher.plan.model import Plan, RankPlan
+from launcher.probe.health import Health
+from launcher.probe.system_facts import read_health
+from launcher.report.console import make_console
+from launcher.report.doctor_table import print_findings
+from launcher.runs.applied_records import compare_rank
+from launcher.runs.run_records import RunRecords, find_last_run, read_run
+
+SCHEMA = 1
+"""Version of the JSON form of findings."""
+PATIENCE = 30
+"""Seconds that a trial of the shim may take."""
+
+
+def show_checkup(config: LaunchConfig, environ: Mapping[str, str]) -> int:
+    """Print the findings; return 1 where one is an error or a warning, else 0."""
+    config.binding.strict = False  # a placement that falls short is a finding here
+    plan = plan_configured(config, environ)
+    known = config.machine.snapshot is None
+    here = known and os.path.realpath(config.machine.root) == "/"
+    run, reason = find_run(config, here)
+    case = Case(
+        plan=plan,
+        health=read_health(config.machine.root, plan.machine) if known else Health(),
+        trial=try_plan(plan) if here else Trial(reason="another machine's plan"),
+        num_workers=config.dataloader.num_workers,
+        environ=environ if here else None,
+        run=run,
+        run_reason=reason,
+    )
+    findings = judge(case)
+    if config.format == "json":
+        listed = [asdict(finding) for finding in findings]
+        sys.stdout.write(json.dumps({"schema": SCHEMA, "findings": listed}, indent=1) + "\n")
+    else:
+        print_findings(make_console(stderr=False), findings)
+    return count_exit(findings)
+
+
+def find_run(config: LaunchConfig, here: bool) -> tuple[RunRecords | None, str]:
+    """Return the run to compare, or why there is none; raises UsageError where the named one is no run."""
+    if config.run_dir is not None:
+        check_run_dir(config.run_dir)
+        path = Path(config.run_dir)
+        check_run(path)
+        return read_run(path), ""
+    if not here:
+        return None, "it is about this machine; run_dir=DIR compares a run"
+    found = find_last_run(Path(config.runs_dir))
+    return (read_run(found), "") if found else (None, f"no run below runs_dir={config.runs_dir} yet")
+
+
+def check_run(path: Path) -> None:
+    """Raise UsageError for what is no run directory, or is somebody else's."""
+    try:
+        planned = any(entry.match("plan-*.json") for entry in path.iterdir())
+    except PermissionError as error:
+        raise UsageError(f"run_dir={path} cannot be read ({error.strerror}): ask its owner") from None
+    except OSError:
+        planned = False
+    if not planned:
+        raise UsageError(f"run_dir={path} holds no plan-HOST.json: name a run's directory")
+
+
+def try_plan(plan: Plan) -> Trial:
+    """Let the shim apply the plan to short-lived processes: a rank for each memory policy that differs."""
+    ranks = list({rank.memory: rank for rank in reversed(plan.ranks)}.values())
+    try:
+        with tempfile.TemporaryDirectory(prefix="launch-doctor-") as folder:
+            Path(folder, "plan.json").write_text(json.dumps(plan_to_json(plan)), encoding="utf-8")
+            problems = [problem for rank in ranks for problem in try_rank(rank, folder)]
+    except (OSError, subprocess.SubprocessError) as error:
+        return Trial(reason=f"the shim cannot be tried here ({error})")
+    return Trial(len(ranks), tuple(dict.fromkeys(problems)))
+
+
+def try_rank(rank: RankPlan, folder: str) -> Iterator[str]:
+    """Start one rank's shim before a program that does nothing; raises OSError or SubprocessError."""
+    environ = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("LAUNCH_")},
+        "LAUNCH_PLAN": f"{folder}/plan.json",
+        "LAUNCH_RECORD_DIR": folder,
+        "LAUNCH_QUIET": "1",
+        "RANK": str(rank.local_rank),
+        "LOCAL_RANK": str(rank.local_rank),
+    }
+    command = [sys.executable, "-I", "-S", str(SHIM), sys.executable, "-I", "-S", "-c", "pass"]
+    done = subprocess.run(command, env=environ, capture_output=True, timeout=PATIENCE, check=False)
+    records = [one for host in read_run(Path(folder)).hosts for one in host.records]
+    own = [record for record in records if record.local_rank == rank.local_rank]
+    for record in own:
+        yield from record.problems or compare_rank(rank, record)
+    if not own or done.returncode:
+        yield f"local rank {rank.local_rank}: the shim ended with {done.returncode}, {len(own)} records"

@@ -1,0 +1,200 @@
+"""`launch logs`: what a run's ranks have printed, and with -f what they print, to the run's end."""
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher.cli.choose_runs import choose_one
+from launcher.config.schema import LaunchConfig
+from launcher.config.validation import check_least
+from launcher.errors import UsageError
+from launcher.report.byte_stream import open_stream
+from launcher.runs.log_tail import Output, RunTail
+from launcher.runs.run_status import RunStatus, read_status
+from launcher.slurm.polling import Poller
+from launcher.slurm.queue import JobState
+from launcher.slurm.run_states import find_standing, stand
+from launcher.text import escape_text, print_text, say
+
+TICK = 0.25
+"""Seconds between two looks at the logs."""
+LOOK = 1.0
+"""Seconds between two looks at the manifest."""
+LONGEST_HOST = 80
+"""Characters of a host's name."""
+SETTLE = 3.0
+"""Seconds that a network filesystem has to show the last lines of a job on other machines."""
+
+
+def show_logs(config: LaunchConfig, names: Sequence[str]) -> int:
+    """Print the output of a run's last attempt, or follow it; returns 0. Raises UsageError."""
+    path = choose_one(config, names, "logs")
+    check_least("rank", 0 if config.rank is None else config.rank, 0)
+    check_least("logs.tail", config.logs.tail, 1)
+    if config.follow:
+        follow_output(path, RunTail(path, config.rank, config.logs.tail))
+        return 0
+    tail = RunTail(path, config.rank)
+    check_rank(tail)
+    if not OutputWriter(config.rank).write(tail.read_lines(final=True)):
+        (run,) = find_standing([path]).runs
+        say(f"no output: {describe_run(run)}")
+    return 0
+
+
+def check_rank(tail: RunTail) -> None:
+    """Raise UsageError for a rank that the run does not have."""
+    if tail.rank is None or tail.find_attempts():
+        return
+    ranks = [log for logs in RunTail(tail.path).find_attempts().values() for log in logs]
+    if ranks:
+        known = sorted({int(log.stem.partition("-")[2]) for log in ranks})
+        raise UsageError(
+            f"rank={tail.rank} has printed nothing: the run's ranks are {known[0]} to {known[-1]}"
+        )
+
+
+def follow_output(path: Path, tail: RunTail) -> None:
+    """Print what comes, over all attempts, until the run has ended; Ctrl-C ends it earlier."""
+    watch, writer = RunWatch(path), OutputWriter(tail.rank)
+    try:
+        run = watch.look()
+        while run.is_live or watch.is_settling():
+            if writer.write(tail.read_lines()):
+                watch.changed = time.monotonic()
+            time.sleep(TICK)
+            run = watch.look()
+        writer.write(tail.read_lines(final=True))
+        if open_stream("stdout").leads_where(open_stream("stderr")):
+            writer.end_line()
+        say(describe_run(run))
+    finally:
+        watch.close()
+
+
+@dataclass(slots=True)
+class OutputWriter:
+    """Prints lines on stdout, those of several ranks with their origin, and our remarks on stderr.
+
+    On a terminal a line is text, of a bar its last state, and of what acts on the terminal only colours are
+    let through; elsewhere it is its bytes.
+    """
+
+    rank: int | None
+    """The one rank that is shown; None is all of them."""
+    unfinished: Output | None = None
+    """What was printed last, where it has no end."""
+
+    def write(self, lines: Iterable[Output]) -> int:
+        """Print lines; returns how many."""
+        count, is_terminal = 0, sys.stdout.isatty()
+        for line in lines:
+            if line.remark:
+                self.end_line()
+                say(line.text)
+                continue
+            self.write_text(line) if is_terminal else self.write_bytes(line)
+            count += 1
+        sys.stdout.flush()
+        return count
+
+    def end_line(self) -> None:
+        """End an unfinished line, and have all that was printed shown."""
+        if self.unfinished:
+            sys.stdout.buffer.write(b"\n")
+            self.unfinished = None
+        sys.stdout.flush()
+
+    def write_text(self, line: Output) -> None:
+        """Print a line for people; not the former states of a bar."""
+        if not line.raw.endswith(b"\r"):
+            print_text(f"{self.find_origin(line)}{line.text}\n", colours=True)
+
+    def write_bytes(self, line: Output) -> None:
+        """Print a line as it is; a newline of ours ends an unfinished one that another source's follows."""
+        before, origin = b"", os.fsencode(self.find_origin(line))
+        if last := self.unfinished:
+            is_same = (last.rank, last.stream, last.host) == (line.rank, line.stream, line.host)
+            before, origin = (b"", b"") if is_same else (b"\n", origin)
+        sys.stdout.buffer.write(before + origin + line.raw)
+        self.unfinished = None if line.raw.endswith(b"\n") else line
+
+    def find_origin(self, line: Output) -> str:
+        """Return what stands before a line."""
+        if self.rank is not None or line.rank is None:
+            return ""
+        return f"[{escape_text(line.host, LONGEST_HOST)}:{line.rank}] "
+
+
+def describe_run(run: RunStatus) -> str:
+    """Say how a run stands: `tiny/20260801-120000 is queued, job 12: Resources`."""
+    job = f", job {run.job_id}" if run.job_id else ""
+    verb = "is" if run.is_live or run.state in ("lost", "unknown") else "has"
+    return f"{run.run} {verb} {run.state}{job}" + (f": {run.reason}" if run.reason else "")
+
+
+@dataclass(slots=True)
+class RunWatch:
+    """Looks after a run that is followed: its manifest, and what SLURM says, asked for in a thread."""
+
+    path: Path
+    run: RunStatus | None = None
+    job: JobState | None = None
+    answered: bool = False
+    """SLURM has said something."""
+    poller: Poller | None = None
+    looked: float = 0.0
+    """When the manifest was read, in monotonic seconds."""
+    changed: float = field(default_factory=time.monotonic)
+    """When something was last printed or happened."""
+    lived: bool = False
+    """The run had not ended at the first look."""
+    told: tuple[str, ...] = ()
+
+    def look(self) -> RunStatus:
+        """Return how the run stands, and say so where it waits."""
+        now = time.monotonic()
+        if self.run is None or now - self.looked > LOOK:
+            self.looked = now
+            run = read_status(self.path)
+            run = self.ask_slurm(run) if run.job_id and run.is_live else run
+            if self.run is None or run.is_live != self.run.is_live:
+                self.changed = now
+            self.run, self.lived = run, self.lived or run.is_live
+            self.tell_wait(run)
+        return self.run
+
+    def ask_slurm(self, run: RunStatus) -> RunStatus:
+        """Return how the run stands by SLURM's newest answer, if there is one."""
+        if self.poller is None:
+            self.poller = Poller((str(run.job_id),))
+        for answer in self.poller.take_answers():
+            if answer.error:
+                self.tell(f"{answer.error}; the logs are followed on")
+            else:
+                self.job, self.answered = answer.jobs.get(str(run.job_id)), True
+        return stand(run, self.job) if self.answered else run
+
+    def tell_wait(self, run: RunStatus) -> None:
+        """Say that a run waits, and why, where that is new."""
+        if run.state == "queued" and self.answered and run.reason:
+            self.tell(describe_run(run))
+
+    def tell(self, text: str) -> None:
+        """Say something, but once."""
+        if (text,) != self.told:
+            self.told = (text,)
+            say(text)
+
+    def is_settling(self) -> bool:
+        """Tell whether lines of a job that ended while it was followed may still come."""
+        is_job = self.run is not None and self.run.job_id is not None
+        return self.lived and is_job and time.monotonic() - self.changed < SETTLE
+
+    def close(self) -> None:
+        """Ask no more."""
+        if self.poller:
+            self.poller.close()

@@ -1,0 +1,120 @@
+"""`launch`: reads the command line, and wires the rooms for what it asks."""
+
+import contextlib
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from launcher.cli.arguments import VERBS, Command, parse_command
+from launcher.errors import EXIT_MACHINE, LaunchError
+from launcher.text import escape_text, leave, say
+
+LONGEST = 800
+"""Characters of an error."""
+INTERNAL = 70
+"""Exit code for a defect of ours (EX_SOFTWARE of sysexits.h)."""
+
+
+def main() -> None:
+    """Entry point of `launch`: runs the command line and exits with its code."""
+    open_streams()
+    if "LAUNCH_RANK_PLAN" in os.environ:
+        from launcher.rank.nested_rank import leave_rank
+
+        leave_rank(os.environ)
+    leave(run_guarded(sys.argv[1:]))
+
+
+def open_streams() -> None:
+    """Put /dev/null where a standard stream is closed, and let the others take any character.
+
+    Else the first file to be opened would take the stream's number, and the ranks' output would go there.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def run_guarded(argv: Sequence[str]) -> int:
+    """Run a command line and return the exit code; errors become one line on stderr."""
+    try:
+        status = run_command(parse_command(argv), argv)
+        sys.stdout.flush()
+    except LaunchError as error:
+        complain(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        drop_output()
+        return 141
+    except OSError as error:
+        drop_output()
+        return report_defect(error, f"the system refused: {error}", EXIT_MACHINE)
+    except Exception as error:
+        what = f"internal error, {type(error).__name__}: {error} (HYDRA_FULL_ERROR=1 shows where): report it"
+        return report_defect(error, what, INTERNAL)
+    return status
+
+
+def report_defect(error: Exception, text: str, status: int) -> int:
+    """Print an error that was not foreseen, with its traceback where that is asked for."""
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        traceback.print_exception(error)
+    complain(text)
+    return status
+
+
+def drop_output() -> None:
+    """Give up on stdout, whose reader has left or whose disk is full; else Python complains at its exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def complain(text: str) -> None:
+    """Print an error as one line, the middle of a very long one left out."""
+    say(f"error: {escape_text(' '.join(text.split()), LONGEST)}")
+
+
+def run_command(command: Command, argv: Sequence[str]) -> int:
+    """Do what a command line asks."""
+    if {"-h", "--help"} & set(command.words):
+        from launcher.cli.help import print_help
+
+        return print_help(command.verb)
+    if "--version" in command.words:
+        from importlib.metadata import version
+
+        sys.stdout.write(f"launch {version('launch')}\n")
+        return 0
+    from launcher.config.hydra_flags import parse_flags
+
+    flags = parse_flags(command.words)
+    if flags.completion:
+        from launcher.cli.completion import complete_line
+
+        return complete_line(flags.sources, flags.overrides, VERBS)
+    if flags.asks_hydra:
+        from launcher.config.hydra_output import show_flags
+
+        return show_flags(flags)
+    from launcher.config.multirun import asks_sweep, refuse_other_mode
+
+    sweep = asks_sweep(flags, command.verb)
+    refuse_other_mode(flags, sweep=sweep)
+    if sweep:
+        from launcher.cli.sweep import run_sweep
+
+        return run_sweep(flags, command, argv)
+    from launcher.cli.run import run_verb
+
+    return run_verb(flags, command, argv)

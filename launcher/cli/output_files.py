@@ -1,0 +1,102 @@
+"""Files that a user names: written whole or not at all, and none of the user's own lost."""
+
+import contextlib
+import errno
+import json
+import os
+from pathlib import Path
+
+from launcher.config.schema import LaunchConfig
+from launcher.errors import MachineError, UsageError
+from launcher.files import LARGEST
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What the machine, not the command line, is to blame for."""
+
+
+def refuse_files(verb: str, config: LaunchConfig) -> None:
+    """Raise UsageError for a file that other verbs write; `verb` is the command that was given."""
+    for key, name in (("save", config.save), ("image", config.image)):
+        if name is not None and (verb, key) != ("launch tune", "save"):
+            raise UsageError(f"`{verb}` writes no {key}={name}: ask for it with `launch topo {key}=…`")
+
+
+def check_target(key: str, name: str) -> None:
+    """Raise UsageError for a name that no file can be written to, before any work is done for it."""
+    path = Path(name)
+    if not name:
+        raise UsageError(f"{key}= is empty: name a file")
+    try:
+        if path.is_dir() or name.endswith("/"):
+            raise UsageError(f"{key}={name} is a directory: name a file in it")
+        if not path.parent.is_dir():
+            raise UsageError(f"{key}={name}: there is no directory {path.parent}: make it first")
+    except OSError as error:
+        raise explain(key, name, error) from None
+
+
+def check_snapshot(name: str) -> None:
+    """Raise UsageError where another file than a snapshot is there already."""
+    path = Path(name)
+    if path.is_file() and not is_replaceable(path):
+        raise UsageError(f"save={name} is there already and is no machine snapshot: name another file")
+
+
+def is_replaceable(path: Path) -> bool:
+    """Tell whether a file is a snapshot of any version, or empty."""
+    from launcher.plan.codec import KIND
+
+    try:
+        size = path.stat().st_size
+        data = json.loads(path.read_bytes()) if 0 < size <= LARGEST else {}
+    except (OSError, ValueError, RecursionError):
+        return False
+    return size == 0 or (isinstance(data, dict) and data.get("kind") == KIND)
+
+
+def write_file(key: str, name: str, data: bytes) -> None:
+    """Write a file whole or not at all, with the mode of the one that it replaces.
+
+    Raises UsageError or MachineError. What is no regular file, such as /dev/stdout, is written to.
+    """
+    path = Path(name)
+    try:
+        if path.exists() and not path.is_file():
+            write_special(path, data)
+        else:
+            replace_file(path.resolve(), data)  # a link goes on pointing at the file
+    except OSError as error:
+        raise explain(key, name, error) from None
+
+
+def write_special(path: Path, data: bytes) -> None:
+    """Write to a device, or to a pipe that somebody reads; raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    with os.fdopen(descriptor, "wb") as file:
+        os.set_blocking(descriptor, True)
+        file.write(data)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a draft beside the file and rename it; raises OSError."""
+    draft = path.with_name(f".launch-{os.urandom(6).hex()}")
+    try:
+        with draft.open("xb") as file:
+            if path.exists():
+                os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+
+
+def explain(key: str, name: str, error: OSError) -> UsageError | MachineError:
+    """Say why a file was not written, and what to do."""
+    what = f"{key}={name} cannot be written ({error.strerror or error})"
+    if error.errno in FULL:
+        return MachineError(f"{what}: make room, or name a file on another disk")
+    return UsageError(f"{what}: name a file in a directory that you may write to")

@@ -1,0 +1,65 @@
+"""What a configuration in the working directory brings that runs: told before it does."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+
+from launcher.config.program import BUNDLED
+from launcher.config.schema import ClusterConfig
+from launcher.launch.job import Draft
+from launcher.launch.monitor import MANAGED
+from launcher.runs.secrets import mask_words
+from launcher.text import join_words, say
+
+LOADED = (
+    *("BASH_ENV", "LD_AUDIT", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH"),
+    *("PYTHONHOME", "PYTHONPATH", "PYTHONUSERBASE", "PYTHON_EXEC"),
+)
+"""Variables that have other code run than the program's own."""
+PROLOGS = ("prolog", "epilog", "task-prolog", "task-epilog")
+"""Options of srun that name programs."""
+
+
+def tell_program(drafts: Sequence[Draft], own_files: Sequence[str]) -> None:
+    """Say what of the user's configuration files is to be run; nothing for what is on the command line."""
+    brought = dict.fromkeys(each for draft in drafts for each in list_brought(draft)) if own_files else {}
+    if brought:
+        say(f"{', '.join(own_files)} has this run: {'; '.join(brought)}")
+
+
+def list_brought(draft: Draft) -> Iterator[str]:
+    """Give what the configuration says to run, and the command line does not."""
+    config, given = draft.config, draft.composed.given
+    command = config.program.get("command")
+    configured = draft.words is None and "program.command" not in given
+    if configured and isinstance(command, list) and command != list(BUNDLED):
+        yield join_words(mask_words([str(word) for word in command]))
+    for name in LOADED:
+        keys = {"env", f"env.{name}", *(["env.from_file"] if name in draft.loaded else ())}
+        if name in config.env and not given & keys:
+            yield join_words([f"{name}={config.env[name]}"])
+    if draft.cluster.kind in MANAGED:
+        yield from list_jobs_own(config.cluster, given)
+
+
+def list_jobs_own(cluster: ClusterConfig, given: AbstractSet[str]) -> Iterator[str]:
+    """Give what a job of SLURM runs besides the program, and in which image that is."""
+    if "cluster.setup" not in given:
+        yield from (f"cluster.setup: {line}" for line in cluster.setup)
+    for name, value in cluster.srun.items():
+        if name.replace("_", "-") in PROLOGS and not given & {"cluster.srun", f"cluster.srun.{name}"}:
+            yield f"cluster.srun.{name}: {value}"
+    if cluster.container.image and "cluster.container.image" not in given:
+        yield f"cluster.container.image: {cluster.container.image}"
+
+
+def list_targets(node: object, key: str) -> Iterator[str]:
+    """Give what Hydra calls to make the objects that a configuration describes (`_target_`), but plugins."""
+    if isinstance(node, Mapping):
+        target = str(node.get("_target_", ""))
+        if target and not target.startswith("hydra_plugins."):
+            yield f"{key}: {target}"
+        for name, value in node.items():
+            yield from list_targets(value, f"{key}.{name}")
+    elif isinstance(node, list):
+        for value in node:
+            yield from list_targets(value, key)

@@ -1,0 +1,76 @@
+"""`launch status`: a line for each run, and all there is to know of those that are named."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+
+from launcher.cli.choose_runs import choose_named
+from launcher.config.schema import LaunchConfig
+from launcher.config.validation import FORMATS, check_choice
+from launcher.runs.find import list_runs
+from launcher.runs.run_status import RunStatus, add_progress, read_status
+from launcher.slurm.hostlist import fold_hosts
+from launcher.slurm.pending_reason import explain_reason
+from launcher.slurm.run_states import WAITING, Standing, find_standing
+from launcher.text import print_text, say
+
+SCHEMA = 1
+"""Version of the JSON form."""
+NEWEST = 10
+"""Runs that are shown where none is named, beside those that are running or queued."""
+MOST = 1000
+"""Newest runs that are looked through for those."""
+
+
+def show_status(config: LaunchConfig, names: Sequence[str]) -> int:
+    """Print how the named runs stand, or the newest ones; returns 0. Raises UsageError for an unknown one."""
+    check_choice("format", config.format, FORMATS)
+    paths = choose_named(config, names) if names else choose_newest(Path(config.runs_dir))
+    standing = find_standing(paths)
+    runs = [add_progress(run) for run in standing.runs]
+    warn(standing)
+    if config.format == "json":
+        sys.stdout.write(
+            json.dumps({"schema": SCHEMA, "runs": [asdict(run) for run in runs]}, indent=1) + "\n"
+        )
+        return 0
+    print_runs(config, runs, detailed=bool(names))
+    return 0
+
+
+def print_runs(config: LaunchConfig, runs: Sequence[RunStatus], *, detailed: bool) -> None:
+    """Print the table, and below it a named run in detail."""
+    from launcher.report.console import make_console
+    from launcher.report.run_table import print_details, print_table
+
+    console = make_console(stderr=False)
+    if not runs:
+        print_text(f"no run below runs_dir={config.runs_dir} yet\n")
+        return
+    runs = [replace(run, nodelist=shorten_nodes(run.nodelist)) for run in runs]
+    print_table(console, runs)
+    # Of an array's members and the like, the rows are what is asked for.
+    if detailed and len(runs) == 1:
+        (run,) = runs
+        waits = run.slurm_state in WAITING
+        print_details(console, replace(run, reason=explain_reason(run.reason)) if waits else run)
+
+
+def shorten_nodes(nodelist: str) -> str:
+    """Return a list of nodes in SLURM's form, in which it is for a run whose job SLURM still knows."""
+    return nodelist if "[" in nodelist else fold_hosts(nodelist.split(","))
+
+
+def choose_newest(runs_dir: Path) -> list[Path]:
+    """Return the newest runs, and those before them that are running or queued."""
+    newest = list(islice(list_runs(runs_dir), MOST))
+    return newest[:NEWEST] + [path for path in newest[NEWEST:] if read_status(path).is_live]
+
+
+def warn(standing: Standing) -> None:
+    """Say that SLURM could not be asked."""
+    if standing.error:
+        say(f"warning: {standing.error}: the runs' states are as they were written down")

@@ -1,0 +1,128 @@
+"""Runs the jobs of a sweep, or the trials that a plugin of Hydra's asks for."""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from launcher.cli.arguments import Command
+from launcher.cli.own_program import list_targets, tell_program
+from launcher.cli.run import add_pet, name_files, run_composed
+from launcher.config.cluster import choose_cluster
+from launcher.config.composition import Composed, compose, resolve
+from launcher.config.hydra_flags import Flags
+from launcher.config.hydra_output import explain_composition
+from launcher.config.hydra_settings import apply_settings
+from launcher.config.multirun import Multirun, expand_sweep, read_multirun, resolve_sweeper
+from launcher.errors import UsageError
+from launcher.launch.job import draft_job
+from launcher.launch.signals import STOPPING
+from launcher.runs.manifest import CLOSED, read_manifest, take_dict
+from launcher.runs.secrets import mask_words
+from launcher.text import print_text, say
+
+
+def run_sweep(flags: Flags, command: Command, argv: Sequence[str]) -> int:
+    """Run the jobs of a sweep; return the first exit code that is not 0."""
+    multirun = read_multirun(flags.sources, add_pet(flags.overrides, os.environ))
+    if multirun.settings.sweeper != "basic":
+        return run_plugin(multirun, command, argv)
+    jobs = expand_sweep(multirun)
+    if multirun.settings.verbose:
+        print_text(explain_composition(flags.with_overrides(jobs[0])), sys.stderr)
+    # A mistake in the last job shows before the first runs.
+    composed = [compose(multirun.sources, overrides, number) for number, overrides in enumerate(jobs)]
+    folder = multirun.settings.sweep_dir
+    for number, each in enumerate(composed if command.verb == "run" else ()):
+        apply_settings(each.tree, each.settings, f"{folder}/{number}" if folder else None)
+    if command.verb == "run" and is_for_slurm(composed):
+        return submit_all(composed, command, argv)
+    return run_jobs(composed, jobs, command, argv)
+
+
+def run_jobs(
+    composed: Sequence[Composed], jobs: Sequence[Sequence[str]], command: Command, argv: Sequence[str]
+) -> int:
+    """Run the jobs of a sweep one after the other; `jobs` are their overrides."""
+    first = 0
+    for number, (each, overrides) in enumerate(zip(composed, jobs, strict=True), 1):
+        say(f"job {number} of {len(jobs)}: {' '.join(mask_words(overrides))}")
+        status = run_composed(each, command, argv)
+        first = first or status
+        if status - 128 in STOPPING:
+            break
+    return first
+
+
+def submit_all(composed: Sequence[Composed], command: Command, argv: Sequence[str]) -> int:
+    """Submit jobs, several as one array."""
+    from launcher.slurm.submit import submit_jobs
+
+    drafts = [draft_job(each, command.program, os.environ) for each in composed]
+    own_files = list(dict.fromkeys(name for each in composed for name in each.own_files))
+    name_files(own_files)
+    tell_program(drafts, own_files)
+    return submit_jobs(drafts, argv)
+
+
+def run_plugin(multirun: Multirun, command: Command, argv: Sequence[str]) -> int:
+    """Run the trials that a plugin of Hydra's asks for; raises LaunchError."""
+    from launcher.config.sweep_trials import run_trials
+
+    what = f"hydra/sweeper={multirun.settings.sweeper} chooses trials by the results of runs"
+    if command.verb != "run":
+        raise UsageError(f"{what}: leave it out for `launch {command.verb}`")
+    if multirun.tree is not None and multirun.tree.dry_run:
+        raise UsageError(f"{what}, and dry_run=true starts none: leave one of them out")
+    name_sweeper(multirun)
+    return run_trials(multirun, lambda batch: run_batch(batch, command, argv))
+
+
+def name_sweeper(multirun: Multirun) -> None:
+    """Say which files the sweep is from, and what these may have Hydra call; raises UsageError."""
+    own_files, node = resolve_sweeper(multirun)
+    name_files(own_files)
+    targets = list(list_targets(node, "hydra.sweeper"))
+    if own_files and targets:
+        say(f"hydra/sweeper={multirun.settings.sweeper} calls {'; '.join(targets)}")
+
+
+def run_batch(batch: Sequence[Composed], command: Command, argv: Sequence[str]) -> Iterator[int]:
+    """Run trials to their ends, on a cluster all of them at the same time, and give their exit codes.
+
+    The process ends where the user stops a trial or leaves it to the queue.
+    """
+    if is_for_slurm(batch):
+        for each in batch:
+            each.tree.follow = True
+        status = submit_all(batch, command, argv)
+        yield from (read_end(Path(str(each.tree.run_dir)), status) for each in batch)
+        return
+    for each in batch:
+        code = run_composed(each, command, argv)
+        if code - 128 in STOPPING:
+            sys.exit(code)
+        yield code
+
+
+def read_end(path: Path, status: int) -> int:
+    """Return the exit code of a run that was followed, with this exit code of all, to its end.
+
+    The process ends where the run has not.
+    """
+    outcome = take_dict(read_manifest(path), "outcome")
+    if outcome.get("state") not in CLOSED:
+        say(f"the sweep stops here, since {path} has not ended")
+        sys.exit(status)
+    return int(outcome.get("exit_code") or 0)
+
+
+def is_for_slurm(composed: Sequence[Composed]) -> bool:
+    """Tell whether all of these jobs are to be submitted: those of a sweep go to the queue together."""
+    for config in map(resolve, composed):
+        kind = config.cluster.kind
+        if kind == "auto":
+            kind = choose_cluster("auto", config.nodes, None, None, os.environ).kind
+        if kind != "slurm":
+            return False
+    return True

@@ -1,0 +1,107 @@
+"""`launch topo`: shows the machine, saves a snapshot of it, and draws it with the ranks."""
+
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from launcher.cli.output_files import check_snapshot, check_target, write_file
+from launcher.config.overrides import quote_value
+from launcher.config.schema import LaunchConfig
+from launcher.config.validation import FORMATS, check_choice, check_strings
+from launcher.errors import UsageError
+from launcher.launch.job import plan_configured
+from launcher.plan.codec import machine_to_json
+from launcher.plan.model import Machine
+from launcher.plan.usable_cores import gather_cores, split_classes
+from launcher.probe.node import read_machine
+from launcher.text import say
+
+IMAGES = (".svg", ".png")
+SIMPLE = re.compile(r"[\w./ -]+")
+"""Names that an override takes as they are."""
+
+
+def show_topo(config: LaunchConfig, environ: Mapping[str, str]) -> int:
+    """Print the machine to stdout, or write the files that were asked for; return 0.
+
+    Raises UsageError or MachineError. Messages go to stderr, so that stdout holds the JSON alone.
+    """
+    check_choice("format", config.format, FORMATS)
+    check_strings([config.save, config.image])
+    ending = check_ending(config.image)
+    if config.save is not None:
+        check_target("save", config.save)
+        check_snapshot(config.save)
+    if config.image is not None:
+        check_target("image", config.image)
+        check_apart(config.image, config.save)
+        machine = draw(config, environ, config.image, ending)
+    else:
+        machine = read_machine(config.machine.root, config.machine.snapshot)
+    if config.save is not None:
+        save(machine, config.save)
+    if config.format == "json":
+        sys.stdout.write(format_snapshot(machine))
+    elif config.save is None and config.image is None:
+        from launcher.report.console import make_console
+        from launcher.report.machine_tree import print_topology
+
+        print_topology(make_console(stderr=False), machine, number_classes(machine), explain=config.explain)
+    return 0
+
+
+def format_snapshot(machine: Machine) -> str:
+    """A snapshot's text."""
+    return json.dumps(machine_to_json(machine), indent=1) + "\n"
+
+
+def save(machine: Machine, name: str) -> None:
+    """Write a snapshot and say how it is used; raises UsageError or MachineError."""
+    write_file("save", name, format_snapshot(machine).encode())
+    use = ""
+    if name.isprintable() and Path(name).is_file():
+        value = name if SIMPLE.fullmatch(name) else quote_value(name)
+        use = f"; plan for it anywhere: {shlex.join(['launch', 'plan', f'machine.snapshot={value}'])}"
+    say(f"the machine is saved in {name}{use}")
+
+
+def check_apart(image: str, save: str | None) -> None:
+    """Raise UsageError where the picture and the snapshot would be one file."""
+    if save is not None and os.path.realpath(image) == os.path.realpath(save):
+        raise UsageError(f"image={image} and save={save} are one file: name two")
+
+
+def check_ending(image: str | None) -> str:
+    """Return the ending of a picture's name, empty for None; raises UsageError for one that is unknown."""
+    if image is None:
+        return ""
+    ending = next((ending for ending in IMAGES if image.lower().endswith(ending)), None)
+    if ending is None:
+        raise UsageError(f"image={image} has no ending that says its format: use FILE.svg or FILE.png")
+    return ending
+
+
+def draw(config: LaunchConfig, environ: Mapping[str, str], name: str, ending: str) -> Machine:
+    """Plan the ranks, draw them on their machine, and return it; raises UsageError or MachineError."""
+    from launcher.report.layout import lay_out
+    from launcher.report.png import measure_text, render_png
+    from launcher.report.svg import render_svg
+
+    plan = plan_configured(config, environ)
+    subtitle = f"binding={config.binding.policy}"
+    picture = lay_out(plan, number_classes(plan.machine), subtitle, measure_text)
+    write_file("image", name, render_svg(picture) if ending == ".svg" else render_png(picture))
+    for warning in plan.warnings:
+        say(f"warning: {warning}")
+    say(f"the machine is drawn in {name}, with the ranks on it")
+    return plan.machine
+
+
+def number_classes(machine: Machine) -> dict[int, int]:
+    """Number the classes of cores by their capacity, 0 for the most capable."""
+    cores = gather_cores(machine, frozenset(cpu.id for cpu in machine.cpus))
+    return {core.capacity: at for at, found in enumerate(split_classes(cores)) for core in found}

@@ -1,0 +1,207 @@
+"""`launch tune dataloader`: tries a program with several numbers of workers, and keeps the best."""
+
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.cli.arguments import SUBJECTS
+from launcher.cli.own_program import tell_program
+from launcher.cli.tune_bounds import find_most
+from launcher.cli.tune_choice import check_override, render_override, save_override, tell_use
+from launcher.cli.tune_settings import OURS, draft_search
+from launcher.cli.tune_trial import (
+    FailedTrialError,
+    InterruptedTrialError,
+    describe_program,
+    draft_trial,
+    run_trial,
+)
+from launcher.errors import LaunchError, MachineError, UsageError
+from launcher.launch.job import Draft, name_run, plan_job, render_agent
+from launcher.launch.local_run import prepare_run
+from launcher.report.console import make_console
+from launcher.report.tune_table import announce_trial, describe_trial, print_trials
+from launcher.runs.manifest import stamp_time, write_manifest
+from launcher.runs.run_directory import RunDir, write_json
+from launcher.text import count_things, join_words, print_text, say
+from launcher.tune.search import Trial, choose_best, choose_next, price_all
+from launcher.tune.trial_records import MeasureError, MismatchError
+
+if TYPE_CHECKING:
+    from launcher.config.composition import Composed
+
+
+@dataclass(slots=True)
+class Tuning:
+    """A search under way."""
+
+    draft: Draft
+    argv: Sequence[str]
+    run: RunDir
+    most: int
+    trials: list[Trial] = field(default_factory=list)
+    interrupted: int | None = None
+    """Signal that has ended the search early."""
+
+    def search(self) -> None:
+        """Try what tells most until it is clear which number is best; raises as `try_count`."""
+        thrift = price_all(self.most, self.draft.config.tune.steps) / 2
+        while (count := choose_next(self.trials, self.most, thrift)) is not None:
+            try:
+                self.try_count(count)
+            except InterruptedTrialError as error:
+                self.interrupted = error.args[0]
+                return
+            except KeyboardInterrupt:  # between two runs
+                self.interrupted = signal.SIGINT
+                return
+
+    def try_count(self, count: int) -> None:
+        """Try a number of workers; raises MeasureError where the program cannot be tuned.
+
+        Where fewer workers have gone well, a failure is one of the number, and more are not tried.
+        """
+        folder = self.run.path / f"workers-{count}"
+        progress = announce_trial(make_console(), f"trying {count_things(count, 'worker')} …")
+        try:
+            trial = run_trial(self.draft, self.argv, count, folder, progress)
+        except MeasureError as error:
+            known = [each.workers for each in self.trials if each.rate]
+            if not known or (isinstance(error, MismatchError) and not any(known)):
+                raise
+            trial = Trial(count, failure=str(error))
+            self.most = min(self.most, count - 1)
+        self.trials.append(trial)
+        for line in describe_trial(trial).splitlines():
+            say(line)
+
+
+def tune_program(
+    composed: "Composed",
+    names: Sequence[str],
+    words: tuple[str, ...] | None,
+    argv: Sequence[str],
+    own_files: Sequence[str],
+) -> int:
+    """Tune what is named for a program, and return the exit code; raises LaunchError."""
+    if list(names) != [*SUBJECTS]:
+        given = f"`{names[0]}` cannot be tuned" if names else "tune what?"
+        raise UsageError(f"{given}: say `launch tune dataloader [KEY=VALUE …] [-- PROGRAM ARGUMENT …]`")
+    draft = draft_search(composed, words)
+    target = check_override(draft.config.save, replaces=draft.config.yes)
+    job = plan_job(draft)
+    most, why = find_most(job.config, job.plan)
+    if draft.config.dry_run:
+        return preview_search(draft, most, why, target)
+    named = replace(draft, config=replace(draft.config, name=f"{name_run(draft)}-tune"))
+    run, manifest = prepare_run(named, argv, [job.host])
+    if own_files:
+        say(f"configuration from {', '.join(own_files)}")
+    tell_program([draft], own_files)
+    where = f"{count_things(len(job.plan.ranks), 'rank')} of {job.host}"
+    say(f"{describe_program(draft)} on {where}, with 0 to {most} workers each ({why})")
+    say(f"run directory {run.path}")
+    tuning = Tuning(draft, argv, run, most)
+    try:
+        tuning.search()
+    except (MeasureError, LaunchError) as error:
+        return give_up(tuning, manifest, error)
+    return conclude_search(tuning, manifest, target, where)
+
+
+def preview_search(draft: Draft, most: int, why: str, target: str) -> int:
+    """Show what would be tried, and start nothing."""
+    folder = Path("RUN_DIR", "workers-0")
+    first = draft_trial(draft, 0, folder)
+    words = render_agent(plan_job(first).settle(draft.settle(folder)), "RUN_ID")
+    variables = [f"{name}={first.environ[name]}" for name in OURS]
+    steps = draft.config.tune.steps
+    print_text(
+        f"would try 0 workers, then up to {most} ({why}) until it is clear, each for {steps} steps at most\n"
+        f"would write {target}\n{join_words(['env', *variables, *words])}\n"
+    )
+    return 0
+
+
+def give_up(tuning: Tuning, manifest: dict[str, object], error: MeasureError | LaunchError) -> int:
+    """Say why nothing could be measured; returns the program's exit code, or raises UsageError."""
+    status = error.status if isinstance(error, FailedTrialError) else getattr(error, "exit_code", 2)
+    end_run(tuning, manifest, "failed", status)
+    if isinstance(error, LaunchError):
+        raise error
+    if not isinstance(error, FailedTrialError):
+        raise UsageError(f"{error} (run directory {tuning.run.path})")
+    for line in str(error).splitlines():
+        say(line)
+    say(f"run directory {tuning.run.path}")
+    return error.status
+
+
+def conclude_search(tuning: Tuning, manifest: dict[str, object], target: str, where: str) -> int:
+    """Show what was measured, keep the choice, and return the exit code."""
+    chosen, config = choose_best(tuning.trials), tuning.draft.config
+    stopped = tuning.interrupted
+    program = describe_program(tuning.draft)
+    saved = None
+    if chosen and not stopped:
+        origin = f"{program}, {where}"
+        save_override(
+            target, render_override(tuning.trials, chosen, config.dataloader, name=target, origin=origin)
+        )
+        saved = target
+    result = describe_result(tuning, chosen, saved)
+    with contextlib.suppress(OSError):
+        write_json(tuning.run.path / "tuning.json", result)
+    status = 128 + stopped if stopped else 0
+    end_run(tuning, manifest, "stopped" if stopped else "succeeded", status)
+    if config.format == "json":
+        sys.stdout.write(json.dumps(result, indent=1) + "\n")
+    elif tuning.trials:
+        print_trials(make_console(stderr=False), tuning.trials, chosen)
+        sys.stdout.flush()
+    say(tell_result(chosen, saved, f" -- {program}" if tuning.draft.words else ""))
+    return status
+
+
+def describe_result(tuning: Tuning, chosen: Trial | None, saved: str | None) -> dict[str, object]:
+    """Return the result for programs."""
+    rows = [
+        {
+            "workers": trial.workers,
+            "steps_per_second": round(trial.rate, 4) if trial.rate else None,
+            "wait_share": round(trial.wait, 4) if trial.rate else None,
+            "memory_kib": trial.memory_kib or None,
+            "steps": trial.steps,
+            "unit": trial.unit,
+            "failure": trial.failure or None,
+        }
+        for trial in sorted(tuning.trials, key=lambda trial: trial.workers)
+    ]
+    state = {"complete": tuning.interrupted is None, "max_workers": tuning.most}
+    choice = {"num_workers": chosen.workers if chosen else None, "saved": saved}
+    return {"schema": 1, "subject": "dataloader", **state, **choice, "trials": rows}
+
+
+def tell_result(chosen: Trial | None, saved: str | None, program: str) -> str:
+    """Say what was chosen and how to use it."""
+    if chosen is None:
+        return "interrupted before anything was measured"
+    best = count_things(chosen.workers, "worker")
+    if saved is None:
+        return f"interrupted: {best} is the best so far, and no file was written"
+    return f"{best} chosen; {saved} written: {tell_use(saved, program)}"
+
+
+def end_run(tuning: Tuning, manifest: dict[str, object], state: str, status: int) -> None:
+    """Complete the manifest."""
+    manifest["ended"] = stamp_time()
+    manifest["outcome"] = {"state": state, "exit_code": status}
+    try:
+        write_manifest(tuning.run, manifest)
+    except OSError as error:
+        raise MachineError(f"{tuning.run.manifest_path} cannot be written ({error}): make room") from None

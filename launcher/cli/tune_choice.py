@@ -1,0 +1,90 @@
+"""The file in which `launch tune dataloader` keeps its choice: an option of the group `dataloader`."""
+
+import os
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from launcher.cli.output_files import check_target, explain, write_file
+from launcher.config.schema import DataloaderConfig
+from launcher.errors import UsageError
+from launcher.files import open_file
+from launcher.report.tune_table import tabulate
+from launcher.tune.search import Trial
+
+USUAL = "conf/dataloader/tuned.yaml"
+"""Found from the working directory by later runs."""
+MARK = "# Written by `launch tune dataloader`"
+"""Beginning of a file that may be replaced."""
+
+
+def check_override(name: str | None, *, replaces: bool) -> str:
+    """Return the file to write; raises UsageError where it cannot be, or is somebody's own."""
+    path = Path(USUAL if name is None else name)
+    if name is not None:
+        check_target("save", name)
+    if path.exists() and not replaces and not is_ours(path):
+        raise UsageError(
+            f"{path} is there already, and `launch tune` has not written it: name another with save=FILE, or"
+            " set yes=true to replace it"
+        )
+    near = next(folder for folder in path.absolute().parents if folder.exists())
+    if not near.is_dir() or not os.access(near, os.W_OK | os.X_OK):
+        raise UsageError(
+            f"{path} cannot be written ({near} is no folder to write to): name another, save=FILE"
+        )
+    return str(path)
+
+
+def is_ours(path: Path) -> bool:
+    """Tell whether a file is an earlier choice, or empty."""
+    try:
+        with os.fdopen(open_file(path, follow=True), "rb") as file:
+            first = file.read(len(MARK))
+    except OSError:
+        return False
+    return first in (b"", MARK.encode())
+
+
+def render_override(
+    trials: Sequence[Trial], chosen: Trial, loader: DataloaderConfig, *, name: str, origin: str
+) -> str:
+    """Return the file's text: YAML, with what was measured in comments; `origin` says where and of what."""
+    when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z")
+    rows = tabulate(trials)
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    cells = (zip(row, widths, strict=True) for row in rows)
+    lines = [f"{MARK}, {when}: {origin}", *("#   " + "  ".join(c.rjust(w) for c, w in row) for row in cells)]
+    values = {
+        "workload": Path(name).stem,
+        "num_workers": chosen.workers,
+        "worker_gib": loader.worker_gib,
+        "worker_shm_mib": loader.worker_shm_mib,
+        "default": "true",
+        "measured": "true",
+    }
+    # A tab or a newline among the program's words must not end a comment.
+    comments = [" ".join(line.split("\n")).rstrip() for line in lines]
+    return "\n".join([*comments, *(f"{key}: {value}" for key, value in values.items())]) + "\n"
+
+
+def save_override(name: str, text: str) -> None:
+    """Write the file, whole or not at all; raises UsageError or MachineError."""
+    path = Path(name)
+    try:
+        if name == USUAL:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise explain("save", name, error) from None
+    write_file("save", name, text.encode("utf-8", "replace"))
+
+
+def tell_use(name: str, program: str) -> str:
+    """Say how later runs use the file; `program` is `-- PROGRAM …` after a space, or nothing."""
+    path = Path(name).absolute()
+    option = f"dataloader={path.stem}"
+    if path.suffix != ".yaml" or path.parent.name != "dataloader":
+        return f"put it into conf/dataloader/ as NAME.yaml, and `launch dataloader=NAME{program}` uses it"
+    if path.parent.parent == Path("conf").absolute():
+        return f"`launch {option}{program}` uses it"
+    return f"`launch --config-dir {os.path.relpath(path.parent.parent)} {option}{program}` uses it"

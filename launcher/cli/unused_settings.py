@@ -1,0 +1,105 @@
+"""What a job is given that has no use where it runs, has none for a run at all, or is overruled."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import PurePath
+
+from launcher.config.cluster import Cluster
+from launcher.config.schema import ClusterConfig, LaunchConfig
+from launcher.errors import UsageError
+from launcher.plan.allocator_text import find_variable, parse_settings
+from launcher.plan.environment import stays
+from launcher.probe.node import DEVICE_NAMES
+from launcher.runs.secrets import mask_variables
+from launcher.text import clean_text, say
+
+OF_VERBS = {"rank": "launch logs", "yes": "launch cancel` and `launch tune"}
+"""Keys for verbs; a file may hold them, since that is read for all verbs."""
+OVERRULED = {
+    "LAUNCH_GC": ("gc", "gc.policy", "gc.warmup", "gc.every", "gc.log"),
+    "LAUNCH_NUM_WORKERS": ("dataloader", "dataloader.num_workers", "dataloader.workload"),
+}
+"""Variables of the user's, with the keys that they come over."""
+ANYWHERE = ("kind", "container")
+"""Keys of `cluster` that are no others' business: a container is refused where there is no srun."""
+
+
+def refuse_keys(config: LaunchConfig, given: Collection[str]) -> None:
+    """Raise UsageError for a verb's key on the command line of a run; `given` are the command line's keys."""
+    for key, verb in OF_VERBS.items():
+        value = getattr(config, key)
+        if key in given and value is not None and value is not False:
+            shown = str(value).lower()
+            raise UsageError(f"{key}={shown} is for `{verb}`, and has no use for a run: leave it out")
+
+
+def warn_unused(config: LaunchConfig, cluster: Cluster, given: Collection[str]) -> None:
+    """Say which of the settings for SLURM have no use, since the job runs on this machine.
+
+    Where `cluster` says outright that it is to run here, those in files are meant for other runs, and the
+    command line's alone count.
+    """
+    if cluster.kind not in ("local", "manual"):
+        return
+    keys = list(list_changed("cluster", config.cluster, ClusterConfig()))
+    if config.cluster.kind != "auto":
+        keys = [key for key in keys if any(f"{word}.".startswith(f"{key}.") for word in given)]
+    if keys:
+        verb, them = ("is", "it") if len(keys) == 1 else ("are", "them")
+        say(
+            f"warning: {', '.join(keys)} {verb} for SLURM, and this job runs here ({cluster.why}): set"
+            f" cluster=slurm, or leave {them} out"
+        )
+
+
+def warn_overruled(environ: Mapping[str, str], given: Collection[str]) -> None:
+    """Say which variables of the environment come over what the command line asks for."""
+    over = {name: keys for name, keys in OVERRULED.items() if name in environ and stays(environ, name, {})}
+    if name := find_variable(environ):
+        over[name] = tuple(f"allocator.{key}" for key in parse_settings(environ[name]) or ())
+    for name, keys in over.items():
+        if lost := [key for key in keys if key in given]:
+            say(f"warning: {name}={environ[name]} is set, and comes over {', '.join(lost)}: unset it")
+
+
+def warn_visible(config: LaunchConfig, cluster: Cluster, given: Collection[str]) -> None:
+    """Say which secrets are on the command line of a `launch` that stays: `ps` shows them to everybody."""
+    if config.dry_run or (cluster.kind == "slurm" and not config.follow):
+        return
+    names = [name for name in config.env if "env" in given or f"env.{name}" in given]
+    masked = mask_variables({name: str(config.env[name]) for name in names})
+    if shown := [f"env.{name}" for name in names if masked[name] != str(config.env[name])]:
+        verb, them = ("is", "it") if len(shown) == 1 else ("are", "them")
+        say(
+            f"warning: {', '.join(shown)} {verb} on the command line, which all users of this machine see by"
+            f" `ps` while launch runs: put {them} into a file that you alone can read, env.from_file=FILE"
+        )
+
+
+def warn_elsewhere(config: LaunchConfig, environ: Mapping[str, str]) -> None:
+    """Say which variables of the environment do not count, since another machine is planned for.
+
+    They name this machine's devices, as SLURM's CUDA_VISIBLE_DEVICES does in a job.
+    """
+    for name in DEVICE_NAMES if config.machine.snapshot else ():
+        if name in environ and name not in config.env:
+            machine, value = (
+                clean_text(PurePath(str(config.machine.snapshot)).stem),
+                clean_text(environ[name]),
+            )
+            say(
+                f"warning: {name}={value} is of this machine, and does not count in a plan for {machine}: "
+                f"set env.{name}={value} if it is meant for that"
+            )
+
+
+def list_changed(name: str, found: object, default: object) -> Iterator[str]:
+    """Give the keys whose values are not the defaults."""
+    for field in fields(found):  # type: ignore[arg-type]  # a dataclass of the schema
+        key, value, usual = f"{name}.{field.name}", getattr(found, field.name), getattr(default, field.name)
+        if field.name in ANYWHERE or value == usual:
+            continue
+        if is_dataclass(value):
+            yield from list_changed(key, value, usual)
+        else:
+            yield key

@@ -1,0 +1,1 @@
+"""The configuration: Hydra's schema, composition and search path, and the checks of its values."""

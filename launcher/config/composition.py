@@ -1,0 +1,327 @@
+"""Configuration by Hydra: overrides, composition, and errors that a user can act on."""
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import yaml
+from hydra import initialize_config_dir
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from launcher.config.environment_files import write_values
+from launcher.config.hydra_settings import (
+    HydraSettings,
+    publish,
+    read_settings,
+    refuse_setting,
+    refuse_words,
+    republish,
+)
+from launcher.config.other_tools import explain_foreign
+from launcher.config.overrides import check_removal, check_shape, is_choice, read_key, rewrite_overrides
+from launcher.config.schema import LaunchConfig
+from launcher.config.search_path import PRIMARY, Sources
+from launcher.config.suggestions import shorten_message, suggest, suggest_key
+from launcher.config.time_limit import SECONDS, bound_work
+from launcher.config.yaml_files import read_text
+from launcher.errors import UsageError
+
+FAILURES = (
+    *(HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError),
+    # By these it stumbles over files of an unforeseen shape.
+    *(AssertionError, AttributeError, LookupError, TypeError),
+)
+"""What Hydra raises for a user's mistake."""
+ANSWER = 3.0
+"""Seconds of CPU time for an answer to a shell that waits."""
+
+
+OTHER_FOLDERS: ContextVar[tuple[Path, ...]] = ContextVar("OTHER_FOLDERS", default=())
+"""Folders of configuration after the first, for the Hydra that is being opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """A composed configuration, before the run directory is known."""
+
+    tree: DictConfig
+    choices: dict[str, str]
+    """Option chosen for each group."""
+    warnings: tuple[str, ...]
+    """What Hydra finds doubtful, each in one line."""
+    sources: Sources
+    """Where it comes from."""
+    given: frozenset[str] = frozenset()
+    """Keys that the command line sets."""
+    settings: HydraSettings = field(default_factory=HydraSettings)
+    """Hydra's own settings."""
+    own_files: tuple[str, ...] = ()
+    """Files that are not the shipped ones, relative to the working directory."""
+    values: DictConfig | None = None
+    """What `${hydra:KEY}` refers to; None where nothing does."""
+
+
+class SearchPath(SearchPathPlugin):
+    """Has Hydra search the folders after the first."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Add the folders, in their order."""
+        for folder in OTHER_FOLDERS.get():
+            search_path.append("launch", f"file://{folder}")
+
+
+@contextmanager
+def open_hydra(sources: Sources, seconds: float | None = SECONDS) -> Iterator[ConfigLoader]:
+    """Give a Hydra's loader over these sources, and put back the Hydra that there was before.
+
+    What is done with it may take some seconds of CPU time; None is for what runs programs.
+    """
+    Plugins.instance().register(SearchPath)
+    SourcesRegistry.instance().types[CheckedSource.scheme()] = CheckedSource
+    ConfigStore.instance().store(name="launch_schema", node=LaunchConfig)
+    first, *others = sources.folders
+    token = OTHER_FOLDERS.set(tuple(others))
+    outer = GlobalHydra.instance().hydra  # of a sweep, whose trials are composed here
+    GlobalHydra.instance().clear()
+    try:
+        with (
+            warnings.catch_warnings(action="ignore"),
+            bound_work(sources, seconds),
+            initialize_config_dir(str(first), PRIMARY, "1.3"),
+        ):
+            yield GlobalHydra.instance().config_loader()
+    finally:
+        OTHER_FOLDERS.reset(token)
+        GlobalHydra.instance().hydra = outer
+
+
+class CheckedSource(FileConfigSource):
+    """Hydra's reader of files, which looks at a file's kind, size and aliases before it reads it."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Read a configuration; raises UsageError."""
+        path = Path(self.path, self._normalize_file_name(config_path))
+        if path.exists():
+            read_text(path)
+        return super().load_config(config_path)
+
+
+def compose(sources: Sources, overrides: Sequence[str], number: int | None = None) -> Composed:
+    """Compose the configuration, of the job with this number in a sweep; raises UsageError with the fix."""
+    sources = add_searchpath(sources, overrides)
+    with open_hydra(sources) as loader, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        words = normalize_overrides(sources, overrides)
+        try:
+            tree = compose_tree(loader, sources, words)
+            choices = {str(g): str(o) for g, o in tree.hydra.runtime.choices.items() if o}
+            own_files = tuple(sources.list_own(choices))
+            uses_hydra = mentions_hydra(words) or (own_files and sources.mentions("hydra"))
+            values = publish(tree, number) if uses_hydra else None
+            settings = read_settings(loader, tree) if uses_hydra else HydraSettings()
+        except FAILURES as error:
+            raise UsageError(diagnose_failure(loader, sources, words, error)) from None
+    del tree["hydra"]
+    if OmegaConf.get_type(tree) is not LaunchConfig:
+        raise UsageError(explain_primary(sources))
+    if "dataloader.num_workers" in map(read_key, words):
+        tree.dataloader.workload = ""  # a number of the user's own is nobody's rule of thumb
+    doubts = dict.fromkeys(" ".join(str(entry.message).split()) for entry in caught)
+    return Composed(
+        tree=tree,
+        choices={group: option for group, option in choices.items() if not group.startswith("hydra/")},
+        warnings=tuple(doubts),
+        sources=sources,
+        given=frozenset(map(read_key, overrides)),
+        settings=settings,
+        own_files=own_files,
+        values=values,
+    )
+
+
+def compose_tree(
+    loader: ConfigLoader, sources: Sources, words: list[str], mode: RunMode = RunMode.RUN
+) -> DictConfig:
+    """Compose by Hydra; keys of the result can be set and removed."""
+    tree = loader.load_configuration(sources.primary, words, mode)
+    OmegaConf.set_struct(tree, value=False)
+    return tree
+
+
+def mentions_hydra(words: Sequence[str]) -> bool:
+    """Tell whether a word of the command line may change or use a setting of Hydra's."""
+    return any("hydra" in word for word in words)
+
+
+def add_searchpath(sources: Sources, overrides: Sequence[str]) -> Sources:
+    """Return the sources with the folders of `hydra.searchpath`, of the command line or the primary file.
+
+    What is wrong with either is left for Hydra to say.
+    """
+    try:
+        given = [word for word in overrides if read_key(word) == "hydra.searchpath"]
+        path = sources.find_file(sources.primary)
+        text = "" if given or not path else read_text(path)
+        if given:
+            found = OverridesParser.create().parse_override(given[0]).value()
+        elif "searchpath" in text:
+            with bound_work(sources):
+                found = OmegaConf.select(OmegaConf.create(text), "hydra.searchpath")
+        else:
+            return sources
+        folders = [find_folder(str(entry)) for entry in (found if isinstance(found, Sequence) else ())]
+    except FAILURES:
+        return sources
+    return replace(sources, searchpath=tuple(folder for folder in folders if folder))
+
+
+def find_folder(entry: str) -> Path | None:
+    """Return the folder of an entry of `hydra.searchpath`: a path, `file://PATH`, `pkg://PACKAGE`."""
+    scheme, separator, name = entry.rpartition("://")
+    if not separator or scheme == "file":
+        return Path(name).absolute()
+    try:
+        spec = find_spec(name.replace("/", ".")) if scheme == "pkg" and name else None
+    except ImportError:
+        return None
+    return next((Path(folder) for folder in (spec and spec.submodule_search_locations) or ()), None)
+
+
+def resolve(composed: Composed, run_dir: Path | None = None) -> LaunchConfig:
+    """Resolve interpolations, `${run_dir}` among them, and return typed values; raises UsageError.
+
+    Before the run directory is known, `RUN_DIR` stands for it. A machine's snapshot becomes a path.
+    """
+    tree = composed.tree
+    try:
+        unknown = run_dir is None and tree.run_dir is None
+        if run_dir or unknown:
+            tree.run_dir = str(run_dir or "RUN_DIR")
+        if composed.values is not None:
+            republish(composed.values, str(tree.run_dir))
+        with bound_work(composed.sources):
+            config = OmegaConf.to_object(tree)
+    except FAILURES as error:
+        raise UsageError(shorten_message(error)) from None
+    if not isinstance(config, LaunchConfig):
+        raise UsageError("the configuration does not build on launch_schema: put it first in its defaults")
+    if unknown:
+        tree.run_dir = config.run_dir = None
+    config.env = write_values(config.env)
+    config.machine.snapshot = composed.sources.find_beside("machine", config.machine.snapshot)
+    return config
+
+
+def dump_yaml(composed: Composed, mask: Callable[[object], object]) -> str:
+    """Return the configuration as YAML, interpolations resolved, after `mask` has hidden what is secret."""
+    return yaml.safe_dump(mask(OmegaConf.to_container(composed.tree, resolve=True)), sort_keys=False)
+
+
+def normalize_overrides(sources: Sources, overrides: Sequence[str], *, sweep: bool = False) -> list[str]:
+    """Return the overrides in Hydra's terms; raises UsageError for a word that Hydra cannot read."""
+    for given in overrides:
+        check_shape(given)
+        check_removal(given)
+    own = [(read_key(word), word) for word in overrides if not is_choice(sources, word)]
+    if foreign := explain_foreign(own):
+        raise UsageError(foreign)
+    refuse_words(overrides)
+    words = rewrite_overrides(sources, overrides, sweep=sweep)
+    for word, given in zip(words, overrides, strict=True):
+        check_override(word, given)
+    return words
+
+
+def check_override(word: str, given: str) -> None:
+    """Raise UsageError for a word that is not an override."""
+    try:
+        OverridesParser.create().parse_override(word)
+    except FAILURES as error:
+        key = given.partition("=")[0]
+        why = re.sub(r"\w+Exception\((.*)\)", r"Hydra stops at \1", shorten_message(error))
+        why = why.replace("None", "") or "Hydra gives it another meaning"
+        raise UsageError(f"cannot read {given!r} ({why}): quote the value, as in '{key}=\"…\"'") from None
+
+
+def diagnose_failure(loader: ConfigLoader, sources: Sources, words: list[str], error: BaseException) -> str:
+    """Say in one line what is wrong, with the nearest right name; raises UsageError for Hydra's settings."""
+    if early := explain_known(sources, error):
+        return early
+    chosen = [word for word in words if is_choice(sources, word)]
+    for word in chosen if "Config group override" in str(error) else ():
+        group = read_key(word)
+        option = next(iter(sources.list_options(group)), "NAME")
+        return f"{word}: name an option of the group, as in {group}={option}"
+    try:
+        tree = compose_tree(loader, sources, chosen)
+    except FAILURES as worse:
+        return shorten_message(worse)
+    if OmegaConf.get_type(tree) is not LaunchConfig:
+        return explain_primary(sources)
+    known = list_keys(tree)
+    for word in words:
+        key = re.split("[=@]", word)[0]
+        if key not in known and not key.startswith(("+", "~", "hydra")) and word not in chosen:
+            return f"there is no key {key!r}{suggest_key(key, [*known, *sources.list_groups()])}"
+    return shorten_message(error)
+
+
+def explain_known(sources: Sources, error: BaseException) -> str:
+    """Say what is wrong where the error itself tells, else empty; raises UsageError for Hydra's settings."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return explain_missing(str(error.missing_cfg_file), error.options or ())
+    if isinstance(error, RecursionError):
+        path = sources.find_file(sources.primary)
+        return (
+            f"{path or sources.primary} is built on itself, or has too many levels: the shipped defaults are"
+            " called launch_defaults"
+        )
+    return ""
+
+
+def explain_missing(name: str, options: Sequence[str]) -> str:
+    """Say that there is no `group/option`, with the nearest; raises UsageError for a setting of Hydra's."""
+    group, _, option = name.rpartition("/")
+    told = f"there is no {option!r} in {group or 'the configuration'}{suggest(option, options)}"
+    if not group.startswith("hydra/"):
+        return told
+    refuse_setting(group.removeprefix("hydra/"), option, f"{group}={option}")
+    return f"{told}, or install the plugin that has it"
+
+
+def explain_primary(sources: Sources) -> str:
+    """Say that the primary file is no configuration of ours."""
+    path = sources.find_file(sources.primary)
+    return (
+        f"{path or sources.primary} does not build on launch_schema: begin it with"
+        " `defaults: [launch_defaults, _self_]`, which are the shipped defaults"
+    )
+
+
+def list_keys(tree: DictConfig, prefix: str = "") -> list[str]:
+    """Return every key of a configuration, dotted."""
+    keys = []
+    for key in map(str, tree):
+        name = f"{prefix}{key}"
+        keys.append(name)
+        child = tree._get_node(key)
+        keys += list_keys(child, f"{name}.") if isinstance(child, DictConfig) and not child._is_none() else []
+    return keys

@@ -1,0 +1,108 @@
+"""`env.from_file`: the variables of dotenv files, read once, when a job is started or submitted."""
+
+import io
+import re
+from collections.abc import Iterator, Mapping
+from errno import EFBIG
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.config.schema import LaunchConfig
+from launcher.errors import UsageError
+from launcher.files import read_input
+
+if TYPE_CHECKING:
+    from dotenv.parser import Binding
+
+KEY = "from_file"
+"""The entry of `env` that is no variable."""
+MOST_BYTES = 1 << 20
+"""Of a file; the kernel takes 128 KiB for a variable."""
+NEWLINE = re.compile(r"\r\n|\n|\r")
+
+
+def write_values(env: Mapping[str, object]) -> dict[str, object]:
+    """Return the configuration's variables as texts, and the files' names as they are; raises UsageError."""
+    for name, value in env.items():
+        if name != KEY and not isinstance(value, str | int | float):
+            raise UsageError(f"env.{name} is {value!r}, and a variable has a text: give one, or leave it out")
+    return {name: value if name == KEY else str(value) for name, value in env.items()}
+
+
+def fill_env(config: LaunchConfig) -> dict[str, str]:
+    """Put the variables of the files into `config.env`, and return them; raises UsageError.
+
+    `env.NAME` comes over the files, and a later file over an earlier one. No file is named any more then.
+    """
+    variables: dict[str, str] = {}
+    for name in list_files(config.env):
+        variables |= read_variables(name)
+    cover_env(config, variables)
+    return variables
+
+
+def cover_env(config: LaunchConfig, variables: Mapping[str, str]) -> None:
+    """Put variables under those of `env.NAME`, in place of the files that they were read from."""
+    config.env = {**variables, **{name: value for name, value in config.env.items() if name != KEY}}
+
+
+def list_files(env: Mapping[str, object]) -> list[str]:
+    """Return the names of the files; raises UsageError for what is no name."""
+    given = env.get(KEY)
+    names = given if isinstance(given, list) else [] if given is None else [given]
+    if any(not isinstance(name, str) or not name for name in names):
+        raise UsageError(f"env.{KEY}={given}: name a file, or several as env.{KEY}=[a.env,b.env]")
+    return [str(name) for name in names]
+
+
+def read_variables(name: str) -> dict[str, str]:
+    """Read a file's variables, byte for byte, as python-dotenv reads them; `$` means nothing in it.
+
+    Raises UsageError. No error shows what stands in the file, which as a rule holds secrets.
+    """
+    text = read_text(name)
+    return dict(read_binding(name, binding) for binding in list_bindings(text))
+
+
+def read_text(name: str) -> str:
+    """Return a file's text, or a pipe's; bytes that are no UTF-8 come through. Raises UsageError."""
+    try:
+        data = read_input(name, MOST_BYTES)
+    except FileNotFoundError:
+        raise UsageError(
+            f"env.{KEY}={name}: there is no such file (from {Path.cwd()}): check the path"
+        ) from None
+    except (OSError, ValueError) as error:
+        if getattr(error, "errno", None) == EFBIG:
+            raise UsageError(
+                f"env.{KEY}={name} has over {MOST_BYTES >> 20} MiB: is it a file of variables?"
+            ) from None
+        raise UsageError(
+            f"env.{KEY}={name} cannot be read ({getattr(error, 'strerror', '') or error}): name a file"
+            " of lines NAME=VALUE that you may read"
+        ) from None
+    return data.decode("utf-8-sig", "surrogateescape")
+
+
+def list_bindings(text: str) -> Iterator["Binding"]:
+    """Give what a text has beside comments and empty lines."""
+    from dotenv.parser import parse_stream  # 20 ms
+
+    for binding in parse_stream(io.StringIO(text)):
+        if binding.error or binding.key is not None:
+            yield binding
+
+
+def read_binding(name: str, binding: "Binding") -> tuple[str, str]:
+    """Return the variable of a binding; raises UsageError."""
+    passage, line = binding.original
+    above = passage[: len(passage) - len(passage.lstrip())]
+    where = f"env.{KEY}={name}, line {line + len(NEWLINE.findall(above))}"
+    key, value = binding.key, binding.value
+    if key is None or value is None:
+        raise UsageError(
+            f"{where}: no NAME=VALUE, comment or empty line (or a quote that is not closed): correct it"
+        )
+    if "=" in key or "\0" in key + value:
+        raise UsageError(f"{where}: no variable can have this name or value: leave out = and NUL")
+    return key, value

@@ -1,0 +1,105 @@
+"""Hydra's flags on the command line of `launch`, with Hydra's names and meanings."""
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from launcher.config.search_path import Sources, find_sources
+from launcher.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What the flags and overrides ask, with the folders they are read from."""
+
+    sources: Sources
+    overrides: tuple[str, ...]
+    multirun: bool = False
+    cfg: str | None = None
+    """`job`, `hydra` or `all`: show the configuration instead of running."""
+    resolve: bool = False
+    package: str | None = None
+    info: str | None = None
+    completion: bool = False
+    hydra_help: bool = False
+    run: bool = False
+    """Run once, whatever `hydra.mode` says."""
+
+    @property
+    def asks_hydra(self) -> bool:
+        """Whether a flag asks Hydra to show something instead of running."""
+        return bool(self.cfg or self.info or self.completion or self.hydra_help)
+
+    def with_overrides(self, overrides: Sequence[str]) -> "Flags":
+        """Return the same flags with other overrides."""
+        return replace(self, overrides=tuple(overrides), multirun=False)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are ours: one line with the fix."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError."""
+        raise UsageError(f"{message}: see `launch --help`")
+
+
+def make_parser() -> Parser:
+    """Return the parser of the flags; overrides are whatever else there is."""
+    parser = Parser(prog="launch", add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true", help="this help")
+    parser.add_argument("--version", action="store_true", help="the version")
+    parser.add_argument(
+        "-c", "--cfg", choices=["job", "hydra", "all"], help="print the configuration and stop"
+    )
+    parser.add_argument("--resolve", action="store_true", help="with --cfg: resolve interpolations")
+    parser.add_argument("-p", "--package", help="with --cfg: print this part alone")
+    parser.add_argument("-m", "--multirun", action="store_true", help="run each combination of a=1,2 b=3,4")
+    parser.add_argument("-cn", "--config-name", help="primary configuration instead of launch.yaml")
+    parser.add_argument("-cp", "--config-path", help="folder to search first, instead of ./conf")
+    parser.add_argument("-cd", "--config-dir", help="folder to search as well, after the shipped one")
+    infos = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
+    parser.add_argument(
+        "-i", "--info", nargs="?", const="all", choices=infos, help="print how it was composed"
+    )
+    parser.add_argument(
+        "-sc", "--shell-completion", action="store_true", help="with install=bash: completion"
+    )
+    parser.add_argument("--hydra-help", action="store_true", help="Hydra's own help")
+    parser.add_argument("-r", "--run", action="store_true", help="run (the default)")
+    return parser
+
+
+def parse_flags(words: Sequence[str]) -> Flags:
+    """Read flags and overrides in any order; raises UsageError."""
+    parser = make_parser()
+    known, overrides = parser.parse_known_args(list(words))
+    for word in overrides:
+        if word.startswith("-"):
+            raise UsageError(explain_option(parser, word))
+    if (known.package is not None or known.resolve) and not known.cfg:
+        raise UsageError("--package and --resolve go with --cfg: write --cfg job as well, or leave them out")
+    sources = find_sources(known.config_path, known.config_dir, known.config_name)
+    return Flags(
+        sources,
+        tuple(overrides),
+        multirun=known.multirun,
+        cfg=known.cfg,
+        resolve=known.resolve,
+        package=known.package,
+        info=known.info,
+        completion=known.shell_completion,
+        hydra_help=known.hydra_help,
+        run=known.run,
+    )
+
+
+def explain_option(parser: Parser, word: str) -> str:
+    """Say what to write instead of an option that is not ours."""
+    name, equals, value = word.lstrip("-").replace("-", "_").partition("=")
+    near = difflib.get_close_matches(word.partition("=")[0], parser._option_string_actions, n=1, cutoff=0.7)
+    if near:
+        return f"there is no option {word}: did you mean {near[0]}?"
+    setting = f"{name}={value if equals else '…'}"
+    return f"there is no option {word}: settings are written {setting}, a program's options go after `--`"

@@ -1,0 +1,193 @@
+"""Hydra's own settings, `hydra.KEY`: what they mean for a run, and what to write instead of the others."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from launcher.config.other_tools import find_foreign
+from launcher.config.search_path import PRIMARY
+from launcher.errors import UsageError
+
+CARRIED_OUT = ("mode", "run.dir", "sweep.dir", "job.name", "searchpath", "verbose", "sweeper", "output")
+"""Keys and groups of `hydra` that are carried out, with all that is below them."""
+FILLED_IN = ("runtime", "overrides", "job.config", "job.config_name", "job.override_dirname", "env")
+"""Those that Hydra fills in, or that say how it does."""
+INSTEAD = {
+    "launcher": "cluster=slurm submits the jobs of a sweep, cluster.array_parallelism=N of them at a time;"
+    " elsewhere they run one after the other",
+    "sweeper.max_batch_size": "cluster.array_parallelism=N says how many jobs run at the same time",
+    "sweep.subdir": "the runs of a sweep are in hydra.sweep.dir/0, /1 and so on",
+    "job.chdir": "programs start where `launch` does; LAUNCH_RUN_DIR tells them the run directory",
+    "job.env_set": "write env.NAME=VALUE",
+    "job.env_copy": "programs have all of the environment, leave it out",
+    "job.id": "it is the job's number in a sweep, leave it out",
+    "job.num": "it is the job's number in a sweep, leave it out",
+    "output_subdir": "config.yaml in the run directory has the configuration, leave it out",
+    "job_logging": "programs set up logging by themselves; logs.console=rank0|all|none says what is shown",
+    "hydra_logging": "logs.console=rank0|all|none says what is shown",
+}
+"""What there is in place of others; `leave it out` is for all the rest."""
+ALREADY: Mapping[str, tuple[object, ...]] = {
+    "launcher": ("basic",),
+    "sweeper.max_batch_size": (None,),
+    "job.chdir": (False, None),
+    "output_subdir": (None,),
+    "job_logging": ("default", "none", "disabled"),
+    "hydra_logging": ("default", "none", "disabled"),
+}
+"""Values of them that ask for what happens anyway."""
+DEFAULTS = {"launcher": "basic", "sweeper": "basic", "callbacks": None}
+"""Options of Hydra's groups; those of the others are `default`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HydraSettings:
+    """The settings of Hydra's that are carried out; None is Hydra's default, which is not ours."""
+
+    multirun: bool = False
+    """`hydra.mode=MULTIRUN`."""
+    sweeper: str = "basic"
+    """The chosen option of the group `hydra/sweeper`."""
+    params: Mapping[str, str] = field(default_factory=dict)
+    """`hydra.sweeper.params` of the basic sweeper."""
+    run_dir: str | None = None
+    """`hydra.run.dir`."""
+    sweep_dir: str | None = None
+    """`hydra.sweep.dir`."""
+    name: str | None = None
+    """`hydra.job.name`."""
+    verbose: bool = False
+    """`hydra.verbose`."""
+
+
+def read_settings(loader: ConfigLoader, tree: DictConfig) -> HydraSettings:
+    """Return Hydra's settings in a composed configuration; raises UsageError for one without use here."""
+    node = tree.hydra
+    chosen = find_chosen(node.runtime.choices)
+    for group, option in chosen.items():
+        refuse_setting(group, option, f"hydra/{group}={option}")
+    default = flatten(loader.load_configuration(None, [], RunMode.RUN).hydra)
+    changed = {key: value for key, value in flatten(node).items() if default.get(key, MISSING) != value}
+    # Of env_copy, Hydra has made env_set, which nobody wrote.
+    for key in sorted(changed, key=lambda key: key != "job.env_copy"):
+        if not is_within(key, chosen):
+            refuse_setting(key, changed[key], f"hydra.{key}={show_value(changed[key])}")
+    sweeper = str(chosen.get("sweeper", "basic"))
+    params = node.sweeper.params if sweeper == "basic" else None
+    return HydraSettings(
+        multirun=node.mode == RunMode.MULTIRUN,
+        sweeper=sweeper,
+        params={str(key): str(value) for key, value in (params or {}).items()},
+        run_dir=str(node.run.dir) if "run.dir" in changed else None,
+        sweep_dir=str(node.sweep.dir) if "sweep.dir" in changed else None,
+        name=str(node.job.name) if node.job.name != PRIMARY else None,
+        verbose=bool(node.verbose),
+    )
+
+
+def find_chosen(choices: Mapping[str, object]) -> dict[str, object]:
+    """Return the options of Hydra's groups that are not the default, by `launcher`, `sweeper/sampler`."""
+    named = {group.removeprefix("hydra/"): option for group, option in choices.items() if "hydra/" in group}
+    return {group: option for group, option in named.items() if option != DEFAULTS.get(group, "default")}
+
+
+def flatten(node: object, prefix: str = "") -> dict[str, object]:
+    """Return the leaves of a configuration by their dotted keys, unresolved; empty mappings have none."""
+    if isinstance(node, DictConfig):
+        node = OmegaConf.to_container(node, resolve=False)
+    if not isinstance(node, dict):
+        return {prefix: node}
+    return {
+        key: leaf
+        for name, value in node.items()
+        for key, leaf in flatten(value, f"{prefix}.{name}" if prefix else str(name)).items()
+    }
+
+
+def refuse_setting(key: str, value: object, word: str) -> None:
+    """Raise UsageError for a setting that is not carried out; `word` is how it is written."""
+    instead = next((name for name in INSTEAD if is_within(key, [name])), None)
+    if value in ALREADY.get(instead or "", ()) or (not instead and is_within(key, CARRIED_OUT + FILLED_IN)):
+        return
+    if foreign := find_foreign(f"hydra.{key}"):
+        raise UsageError(foreign.explain(word))
+    fix = INSTEAD.get(instead or "", "leave it out")
+    if is_within(key, ["job.env_set"]):
+        fix = fix.replace("NAME=VALUE", f"{key.removeprefix('job.env_set.')}={value}")
+    raise UsageError(f"{word} is not carried out by launch: {fix}")
+
+
+def refuse_words(words: Iterable[str]) -> None:
+    """Raise UsageError for the first word of a command line that is such a setting."""
+    for word in words:
+        key, _, text = word.lstrip("+~").partition("=")
+        if key.startswith(("hydra.", "hydra/")):
+            value = {"null": None, "false": False}.get(text.lower(), text)
+            refuse_setting(key[len("hydra.") :], value, word)
+
+
+def apply_settings(tree: DictConfig, settings: HydraSettings, run_dir: str | None) -> None:
+    """Let `hydra.job.name` be the run's name, and `run_dir` its directory, where our own keys are not set.
+
+    Raises UsageError for a directory with something in it: Hydra's are for new runs.
+    """
+    if settings.name is not None and is_unset(tree, "name"):
+        tree.name = settings.name
+    if run_dir is not None and is_unset(tree, "run_dir"):
+        if is_unset(tree, "node_rank"):  # nodes that are started by hand share one
+            refuse_used(Path(run_dir))
+        tree.run_dir = run_dir
+
+
+def is_unset(tree: DictConfig, key: str) -> bool:
+    """Tell whether a key is null."""
+    return not OmegaConf.is_interpolation(tree, key) and tree[key] is None
+
+
+def refuse_used(path: Path) -> None:
+    """Raise UsageError for a directory that is no new one."""
+    try:
+        used = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    except OSError:  # which is told of where it is made
+        return
+    if used:
+        raise UsageError(
+            f"{path}, of hydra.run.dir or hydra.sweep.dir, is there already: run_dir={path} goes on with an"
+            " earlier run, and a new one needs another directory"
+        )
+
+
+def publish(tree: DictConfig, number: int | None) -> DictConfig:
+    """Let `${hydra:KEY}` refer to the `hydra` of this configuration, and return that for `republish`.
+
+    `number` is the job's in a sweep.
+    """
+    HydraConfig.instance().set_config(tree)
+    values: Any = HydraConfig.instance().cfg
+    OmegaConf.set_readonly(values.hydra, value=False)
+    if number is not None:  # in this copy alone: in the configuration it would be a setting of the user's
+        values.hydra.job.num, values.hydra.job.id = number, str(number)
+    return cast(DictConfig, values)
+
+
+def republish(values: DictConfig, run_dir: str) -> None:
+    """Let `${hydra:KEY}` refer to what was published; the run directory is its output directory."""
+    values.hydra.runtime.output_dir = run_dir
+    HydraConfig.instance().cfg = cast(Any, values)
+
+
+def show_value(value: object) -> str:
+    """Write a value as the command line has it."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def is_within(key: str, keys: Iterable[str]) -> bool:
+    """Tell whether a key is one of these, or below one."""
+    return any(key == one or key.startswith((f"{one}.", f"{one}/")) for one in keys)

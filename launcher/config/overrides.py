@@ -1,0 +1,179 @@
+"""Overrides as people write them, made into what Hydra takes."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+
+import yaml
+
+from launcher.config.schema import LaunchConfig
+from launcher.config.search_path import Sources
+from launcher.config.yaml_files import read_yaml
+from launcher.errors import UsageError
+
+FREE_FORM = ("env.", "allocator.", "torchrun.rdzv_conf.", "cluster.additional.", "cluster.srun.")
+"""Keys that need no `+`, though the schema cannot know them; nor do several in braces."""
+SLURM_TEXTS = (
+    "partition",
+    "account",
+    "qos",
+    "constraint",
+    "exclude",
+    "nodelist",
+    "reservation",
+    "dependency",
+    "mail_user",
+    "mail_type",
+)
+"""Keys of `cluster` in SLURM's own notation, `n[0-3],n7`, `a100&ib`, `afterok:1?afterok:2`."""
+COUNTED = {"dataloader": "num_workers"}
+"""Groups that take a number in place of an option: what it is the number of."""
+NEUTRAL = {
+    "binding": "binding=none",
+    "cluster": "cluster=local",
+    "dataloader": "dataloader=none",
+    "gc": "gc=default",
+    "machine": "machine=local",
+}
+"""Options of groups that cannot be without one, in place of `~GROUP`."""
+COUNT = re.compile(r"[+-]?[\d.][\w.+-]*")
+"""A word that starts as numbers do, a wrong one too: `-1`, `2.5`, `1e3`, `3x`."""
+OVERRIDE = re.compile(r"(\+{0,2})([^=@~+]+)([=@].*)", re.DOTALL)
+QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+"""A whole value in Hydra's quotes."""
+FOREIGN = re.compile(r"=(?=[^'\"\[\](){},]*[^\x00-\x7f])[^'\"\[\](){},]*", re.DOTALL)
+"""A plain value with a letter that Hydra's grammar does not know: `=é`, `=/home/ü/data`."""
+
+
+def rewrite_overrides(sources: Sources, overrides: Sequence[str], *, sweep: bool) -> list[str]:
+    """Let `model=x` and `+model=x` both choose from a group, and `env.X=…` set a variable byte for byte.
+
+    Hydra by itself refuses the first for a group without a default and the second for one with it. Letters
+    that are not ASCII are fine too.
+    With `sweep`, commas in the value of a variable separate the jobs' values.
+    """
+    defaults = read_defaults(sources, sources.primary)
+    return [rewrite_override(sources, defaults, word, sweep=sweep) for word in overrides]
+
+
+def rewrite_override(sources: Sources, defaults: set[str], word: str, *, sweep: bool) -> str:
+    """Rewrite one override; see rewrite_overrides."""
+    match = OVERRIDE.fullmatch(word)
+    if not match:
+        return word
+    key, rest = match[2], match[3]
+    if key in COUNTED and rest.startswith("=") and holds_counts(sources, key, rest[1:]):
+        return f"{key}.{COUNTED[key]}{rest}"
+    variable = key.startswith("env.") and not sweep and rest.startswith("=")
+    if key == "env.from_file" and rest.startswith(("=[", "=null")):  # a list of files, or none
+        variable = False
+    slurm = key.startswith("cluster.") and key[8:] in SLURM_TEXTS and not sweep and rest not in ("=", "=null")
+    divisions = key.startswith("allocator.") and rest.startswith("=[") and ">" in rest  # [256:1,>:8]
+    if variable or divisions or FOREIGN.fullmatch(rest) or (slurm and rest.startswith("=")):
+        rest = "=" + quote_value(rest[1:])
+    # Not so a whole `env`: Hydra makes 1000.0 of `1e3` within braces.
+    whole = f"{key}." in FREE_FORM and key != "env" and rest.startswith("={")
+    if key.startswith(FREE_FORM) or whole:
+        return f"++{key}{rest}"
+    if "." not in key and sources.has_group(key) and not key.startswith("hydra/"):
+        package = rest.partition("=")[0]  # `@program.net` puts the option there
+        return f"{'' if f'{key}{package}' in defaults else '+'}{key}{rest}"
+    return f"{match[1]}{key}{rest}"
+
+
+def holds_counts(sources: Sources, group: str, value: str) -> bool:
+    """Tell whether a value holds numbers in place of a group's options, a sweep's commas between them.
+
+    Raises UsageError for numbers beside options, and for what is no whole number.
+    """
+    if value.startswith("range("):
+        return True
+    options = sources.list_options(group)
+    words = [word.strip() for word in value.removeprefix("choice(").removesuffix(")").split(",")]
+    whole = [word for word in words if re.fullmatch(r"[+-]?\d+", word, re.ASCII)]
+    counts = [word for word in words if word in whole or (COUNT.fullmatch(word) and word not in options)]
+    for word in counts:
+        if word not in whole:
+            raise UsageError(
+                f"{group}={value}: {word} is no whole number of workers, and no option "
+                f"({', '.join(options)}): give one of them"
+            )
+    if 0 < len(counts) < len(words):
+        other = next(word for word in words if word not in counts)
+        raise UsageError(
+            f"{group}={value} has numbers beside {other or 'nothing'}: give numbers alone, "
+            f"{group}.{COUNTED[group]}=…, or options alone ({', '.join(options)})"
+        )
+    return bool(counts)
+
+
+def check_shape(word: str) -> None:
+    """Raise UsageError for a word that is no override at all."""
+    if not word:
+        raise UsageError("'' is not KEY=VALUE: an empty word, perhaps of an unset shell variable in quotes")
+    if word.startswith(("=", "@")):
+        raise UsageError(f"{word!r} is not KEY=VALUE: the key is missing")
+    if "=" not in word and not word.startswith("~"):
+        raise UsageError(
+            f"{word!r} is not KEY=VALUE: to run a program, put it after `--`, as in `launch -- {word}`"
+        )
+
+
+def check_removal(word: str) -> None:
+    """Raise UsageError for `~KEY` where a key always has a value: without one, it would have its default."""
+    if not word.startswith("~"):
+        return
+    *above, name = read_key(word).split(".")
+    parent: object = LaunchConfig()
+    for part in above:
+        parent = getattr(parent, part, None) if is_dataclass(parent) else None
+    value = getattr(parent, name, {}) if is_dataclass(parent) else {}
+    if isinstance(value, dict):
+        return
+    key = ".".join((*above, name))
+    if is_dataclass(value):
+        fix = NEUTRAL.get(key) or f"{key}.{fields(value)[0].name}=…, or another key of it"
+    else:
+        fix = f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+    raise UsageError(f"{word} changes nothing, since {key} always has a value: write {fix}")
+
+
+def quote_value(value: str) -> str:
+    """Quote a value for Hydra's grammar unless the user has: `1e3` stays `1e3`, and spaces are fine.
+
+    The grammar wants backslashes doubled where a quote follows, and there alone.
+    """
+    if QUOTED.fullmatch(value):
+        return value
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value) + "'"
+
+
+def is_choice(sources: Sources, word: str) -> bool:
+    """Tell whether an override chooses an option of a group."""
+    return sources.has_group(read_key(word))
+
+
+def read_key(word: str) -> str:
+    """Return the key of an override, as in the configuration: `+model@x=y` sets `model`."""
+    return re.split("[=@]", word.lstrip("+~"))[0]
+
+
+def read_defaults(sources: Sources, name: str, seen: frozenset[str] = frozenset()) -> set[str]:
+    """Return the groups that have a default in a primary file, or in the files that it builds on.
+
+    What is wrong with a file is left for composing to say.
+    """
+    path = sources.find_file(name)
+    try:
+        tree = read_yaml(path) if path else None
+    except (ValueError, RecursionError, yaml.YAMLError):
+        return set()
+    entries = tree.get("defaults") if isinstance(tree, dict) else None
+    groups: set[str] = set()
+    for entry in entries if isinstance(entries, list) else []:
+        if isinstance(entry, dict):
+            groups |= {str(key).removeprefix("override ").removeprefix("optional ") for key in entry}
+        elif isinstance(entry, str) and entry not in {"_self_", name, *seen}:
+            groups |= read_defaults(sources, entry, seen | {name})
+    return groups

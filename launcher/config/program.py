@@ -1,0 +1,178 @@
+"""The words that start the user's program, from what stands after `--` or in the configuration."""
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
+from itertools import dropwhile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.errors import UsageError
+from launcher.files import open_file
+
+if TYPE_CHECKING:
+    from launcher.config.schema import LaunchConfig
+
+SHIM = Path(__file__).parents[1] / "rank" / "__main__.py"
+"""What each rank runs just before the program."""
+BUNDLED = ("-m", "launcher.programs.train")
+"""The command of the shipped option of the group `program`."""
+RESERVED = ("command", "sections")
+"""Keys of the group `program` that say what to run; all others are the program's own options."""
+SHEBANG = 256
+"""Bytes of a `#!` line at most (BINPRM_BUF_SIZE of the kernel)."""
+
+
+def find_program(
+    words: tuple[str, ...] | None, config: "LaunchConfig", environ: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Return the words of the program, given or configured; raises UsageError where it cannot be run."""
+    if words is None:
+        words = render_program(config.program, {"model": config.model, "data": config.data})
+    return resolve_program(words, environ)
+
+
+def resolve_program(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the words to exec: `train.py …` and `-m module …` run under Python, anything else by itself.
+
+    Python is the one that runs the launcher, or `PYTHON_EXEC` as torchrun knows it.
+    Raises UsageError for a program that is not there or cannot be run.
+    """
+    try:
+        return locate_program(words, environ)
+    except OSError as error:  # a folder on the way is closed, or the name is too long
+        raise UsageError(f"no such program: {words[0]} ({error.strerror}): check the path") from None
+
+
+def locate_program(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """See resolve_program; raises OSError too."""
+    python = environ.get("PYTHON_EXEC", sys.executable)
+    first = words[0] if words else ""
+    if first == "-m":
+        check_module(words[1:2], environ)
+        # A folder `launcher` in the working directory is not to take the bundled program's place.
+        alone = ("-P",) if tuple(words[:2]) == BUNDLED and python == sys.executable else ()
+        return (python, *alone, *words)
+    if not first or first.startswith("-"):
+        raise UsageError(f"{first!r} is no program: give a script, `-m module` or an executable after `--`")
+    if first.endswith(".py") or (Path(first) / "__main__.py").is_file():
+        check_script(Path(first))
+        if read_interpreter(first) and os.access(first, os.X_OK):
+            return (first if "/" in first else f"./{first}", *words[1:])
+        return (python, *words)
+    return (find_executable(first, environ), *words[1:])
+
+
+def read_interpreter(script: str) -> str:
+    """Return what a script's `#!` line runs if that is no Python, such as `uv run --script`; else empty.
+
+    A Python that such a line names is not used, as under torchrun: it seldom is the one that has torch.
+    """
+    try:
+        file = open_file(script, follow=True)  # a folder or a pipe is no script
+    except OSError:
+        return ""
+    try:
+        line = os.read(file, SHEBANG).partition(b"\n")[0].decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(file)
+    if not line.startswith("#!"):
+        return ""
+    words = line[2:].split()
+    if words and Path(words[0]).name == "env":
+        words = list(dropwhile(lambda word: word.startswith("-") or "=" in word, words[1:]))
+    return "" if not words or Path(words[0]).name.startswith("python") else " ".join(words)
+
+
+def describe_interpreter(argv: Sequence[str]) -> str:
+    """Say by what a program's words, as given, run if a `#!` line of its own has a part in it; else empty."""
+    script = argv[0] if argv else ""
+    own = read_interpreter(script) if script.endswith(".py") else ""
+    if not own:
+        return ""
+    if os.access(script, os.X_OK):
+        return f"{script} runs by its own #! line, {own}"
+    return f"warning: {script} runs under Python, not by its #! line ({own}): `chmod +x {script}` lets it"
+
+
+def check_module(names: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Raise UsageError where the top-level package of a module cannot be found; nothing is imported."""
+    if not names:
+        raise UsageError("-m needs a module: `launch -- -m package.module`")
+    top = names[0].partition(".")[0]
+    folders = [os.getcwd(), *environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]  # noqa: PTH109
+    finders = [finder for finder in sys.meta_path if finder is not PathFinder]
+    try:
+        found = PathFinder.find_spec(top, [folder for folder in folders if folder]) or any(
+            finder.find_spec(top, None) for finder in finders
+        )
+    except (ImportError, ValueError):
+        found = None
+    if not found:
+        raise UsageError(f"no module {top!r} here or in this Python: install it, or start from its folder")
+
+
+def check_script(script: Path) -> None:
+    """Raise UsageError for a script that is not there or cannot be read."""
+    if not script.exists():
+        raise UsageError(f"no such program: {script} (from {Path.cwd()}): check the path")
+    if script.is_dir() and not (script / "__main__.py").is_file():
+        raise UsageError(f"{script} is a folder without a __main__.py: name the program in it")
+    if not os.access(script, os.R_OK):
+        raise UsageError(f"{script} cannot be read: `chmod +r {script}`")
+
+
+def find_executable(name: str, environ: Mapping[str, str]) -> str:
+    """Return the path of an executable, looked up in PATH as a shell does; raises UsageError."""
+    found = shutil.which(name, path=environ.get("PATH"))
+    if found:
+        return found
+    if Path(name).is_dir():
+        raise UsageError(f"{name} is a folder without a __main__.py: name the program in it")
+    if Path(name).is_file() and "/" in name:
+        raise UsageError(f"{name} is not executable: `chmod +x {name}`, or put its interpreter before it")
+    near = f" (there is a file ./{name} here)" if Path(name).is_file() else ""
+    raise UsageError(f"no such program: {name}{near}: check the name, or that it is on PATH")
+
+
+def render_program(
+    program: Mapping[str, object], sections: Mapping[str, Mapping[str, object]]
+) -> tuple[str, ...]:
+    """Return the words of a configured program: its `command`, then an option for each key.
+
+    A key of the program's own becomes `--key`, a key of a section that it names `--section.key`; raises
+    UsageError where there is no command or a section is not known.
+    """
+    command = program.get("command")
+    if not isinstance(command, list) or not command:
+        raise UsageError("the program has no command: set program.command=[train.py], or give one after `--`")
+    words = [str(word) for word in command]
+    named = program.get("sections")
+    for section in named if isinstance(named, list) else []:
+        if section not in sections:
+            raise UsageError(f"program.sections names {section!r}: choose from {', '.join(sections)}")
+        words += render_options(sections[section], f"{section}.")
+    own = {key.replace("_", "-"): value for key, value in program.items() if key not in RESERVED}
+    return (*words, *render_options(own, ""))
+
+
+def render_options(options: Mapping[str, object], prefix: str) -> list[str]:
+    """Write options: true is `--key`, false is `--no-key`, null is left out, a list is joined by commas.
+
+    A mapping is an option for each of its keys, `--key.name=value`.
+    """
+    words: list[str] = []
+    for key, value in options.items():
+        if isinstance(value, bool):
+            words.append(f"--{prefix}{key}" if value else f"--no-{prefix}{key}")
+        elif isinstance(value, Mapping):
+            words += render_options(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            words.append(f"--{prefix}{key}={','.join(map(str, value))}")
+        elif value is not None:
+            words.append(f"--{prefix}{key}={value}")
+    return words

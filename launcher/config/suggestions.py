@@ -1,0 +1,66 @@
+"""Errors of Hydra, OmegaConf and YAML in one line, with the nearest right name."""
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+
+from launcher.config import schema
+from launcher.config.other_tools import find_foreign
+
+COMPOSING = re.compile(r"In '(?P<file>[^']*)': \w+ raised while composing config: ")
+"""How Hydra's errors begin that are about a value in a file, named by its group."""
+UNKNOWN = re.compile(r"Key '[^']*' not in '(?P<schema>\w+)'")
+"""OmegaConf's words for a key that a dataclass does not have."""
+
+
+def suggest(word: str, known: Sequence[str]) -> str:
+    """Return `: did you mean …?`, else the choices where they are few."""
+    near = difflib.get_close_matches(word, dict.fromkeys(known), n=2, cutoff=0.5)
+    if near:
+        return f": did you mean {' or '.join(near)}?"
+    return f": choose from {', '.join(sorted(known))}" if 0 < len(known) < 20 else ": see `launch --help`"
+
+
+def suggest_key(key: str, known: Sequence[str]) -> str:
+    """Return the same for a dotted key: what is beside it, by the last part of the name."""
+    above, _, name = key.rpartition(".")
+    beside = {each.rpartition(".")[2]: each for each in known if above and each.rpartition(".")[0] == above}
+    if not beside:
+        return suggest(key, known)
+    words = difflib.get_close_matches(name, beside, n=2, cutoff=0.6)
+    near = [beside[word] for word in words or [word for word in beside if word.startswith(name)]]
+    if near:
+        return f": did you mean {' or '.join(near)}?"
+    if above == "cluster":
+        return f": any other option of sbatch is cluster.additional.{name}, of srun cluster.srun.{name}"
+    return f": choose from {', '.join(sorted(beside.values()))}"
+
+
+def shorten_message(error: BaseException) -> str:
+    """Return an error as one line, with the key where it is known."""
+    cause = error.__cause__ if str(error.__cause__ or "") else error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    key = next((line.partition(":")[2].strip() for line in lines if line.startswith("full_key:")), "")
+    text = " ".join(
+        line for line in lines if not line.startswith(("full_key", "object_type", "reference_type"))
+    )
+    where = COMPOSING.match(text)
+    file = f"{where['file']}.yaml: " if where else ""
+    if key and "is not a ListConfig" in text:
+        return f"{file}{key}: give a list, as in {key}=[…]"
+    text = text[where.end() :] if where else text
+    if where and key and (unknown := UNKNOWN.match(text)):
+        if foreign := find_foreign(key):
+            return f"{file}{foreign.explain_key(key)}"
+        return f"{file}there is no key {key!r}{suggest_key(key, list_beside(key, unknown['schema']))}"
+    return f"{file}{key}: {text}" if key else text or type(error).__name__
+
+
+def list_beside(key: str, name: str) -> list[str]:
+    """Return the keys that there are beside one that there is not, by the name of their dataclass.
+
+    None for one of a plugin of Hydra's.
+    """
+    above, kind = key.rpartition(".")[0], getattr(schema, name, None)
+    return [f"{above}.{field.name}" if above else field.name for field in (fields(kind) if kind else ())]

@@ -1,0 +1,185 @@
+"""Sweeps by a plugin of Hydra's, as Optuna: each trial is a run, and the sweeper is told its objective."""
+
+import contextlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import Any, TextIO
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn, JobStatus
+
+from launcher.config.composition import Composed, compose, open_hydra, resolve
+from launcher.config.hydra_settings import apply_settings
+from launcher.config.multirun import Multirun
+from launcher.config.overrides import quote_value
+from launcher.config.suggestions import shorten_message
+from launcher.errors import LaunchError, MachineError, UsageError
+from launcher.files import open_own
+from launcher.runs.objective import ObjectiveError, read_objective
+from launcher.runs.secrets import mask_words
+from launcher.text import say, tame_text
+
+
+class TrialError(LaunchError):
+    """A trial failed; the sweep ends with the trial's exit code where the sweeper gives up."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+class TrialReturn(JobReturn):
+    """A trial's result, without the line that Hydra prints whenever a sweeper looks at one that failed."""
+
+    @property
+    def return_value(self) -> Any:  # noqa: ANN401 - as Hydra has it
+        """The objective; raises TrialError where there is none."""
+        if isinstance(self._return_value, TrialError):
+            raise self._return_value
+        return self._return_value
+
+    @return_value.setter
+    def return_value(self, value: Any) -> None:  # noqa: ANN401 - see above
+        """Set the objective, or the error."""
+        self._return_value = value
+
+
+@dataclass(slots=True)
+class Trials:
+    """Runs the trials that a sweeper asks for."""
+
+    multirun: Multirun
+    folder: Path
+    """Trial N runs in folder/N; the sweeper's own files are beside these."""
+    run: Callable[[Sequence[Composed]], Iterator[int]]
+    """Runs configurations, and gives their exit codes as they end."""
+    fixed: Mapping[str, str]
+    """Overrides without a sweep, by their keys: as given, since sweepers write them in ways of their own."""
+    defect: BaseException | None = None
+    """What was raised here, rather than in the sweeper."""
+
+    def __call__(self, trials: Sequence[tuple[int, Sequence[str]]]) -> list[JobReturn]:
+        """Run a batch, and return each trial's objective, or TrialError where it has none."""
+        try:
+            return self.run_batch(trials)
+        except BaseException as error:
+            self.defect = error
+            raise
+
+    def run_batch(self, trials: Sequence[tuple[int, Sequence[str]]]) -> list[JobReturn]:
+        """See __call__; raises LaunchError for a trial that cannot be composed, before any runs."""
+        batch: list[Composed] = []
+        chosen: list[list[str]] = []
+        for number, overrides in trials:
+            chosen.append([word for word in overrides if word.partition("=")[0] not in self.fixed])
+            words = [*self.fixed.values(), *chosen[-1]]
+            batch.append(compose(self.multirun.sources, words, number))
+            apply_settings(batch[-1].tree, batch[-1].settings, str(self.folder / str(number)))
+        codes = self.run(batch)
+        results: list[JobReturn] = []
+        for (number, overrides), words, composed in zip(trials, chosen, batch, strict=True):
+            say(f"trial {number}: {' '.join(mask_words(words))}")
+            status, value = self.judge(number, composed, next(codes))
+            results.append(TrialReturn(overrides, composed.tree, status=status, _return_value=value))
+        return results
+
+    def judge(self, number: int, composed: Composed, code: int) -> tuple[JobStatus, object]:
+        """Return what the sweeper is told of a trial, and say it."""
+        failure = TrialError(f"trial {number} failed with exit code {code}", code)
+        if not code:
+            try:
+                objective = read_objective(self.folder / str(number), resolve(composed).objective)
+                say(f"trial {number}: objective {objective}")
+                return JobStatus.COMPLETED, objective
+            except ObjectiveError as error:
+                failure = TrialError(f"trial {number}: {error}", UsageError.exit_code)
+        say(str(failure))
+        return JobStatus.FAILED, failure
+
+
+def run_trials(multirun: Multirun, run: Callable[[Sequence[Composed]], Iterator[int]]) -> int:
+    """Let the sweeper run its trials, and return 0; raises LaunchError.
+
+    `run` runs configurations, and gives their exit codes as they end.
+    """
+    folder = make_folder(multirun)
+    trials = Trials(multirun, folder, run, find_fixed(multirun))
+    say(f"the trials of hydra/sweeper={multirun.settings.sweeper} go to {folder}")
+    show_logs(verbose=multirun.settings.verbose)
+    node = {"_target_": "hydra_plugins.launch.TrialLauncher"}
+    ConfigStore.instance().store(group="hydra/launcher", name="launch", node=node, provider="launch")
+    words = [*multirun.words, "hydra/launcher=launch", f"hydra.sweep.dir={quote_value(str(folder))}"]
+    with open_hydra(multirun.sources, seconds=None):
+        hydra: Any = GlobalHydra.instance().hydra
+        try:
+            hydra.multirun(multirun.sources.primary, trials, words, with_log_configuration=False)
+        except LaunchError:
+            raise
+        except Exception as error:
+            if error is trials.defect:
+                raise
+            if os.environ.get("HYDRA_FULL_ERROR") == "1":
+                traceback.print_exception(error)
+            raise UsageError(f"hydra/sweeper={multirun.settings.sweeper}: {shorten_message(error)}") from None
+        finally:
+            if not multirun.settings.sweep_dir:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()  # where no trial has begun
+    say(f"the sweep has ended; its trials are in {folder}")
+    return 0
+
+
+def find_fixed(multirun: Multirun) -> dict[str, str]:
+    """Return the overrides that have one value for all trials, by their keys as Hydra writes them."""
+    parsed = OverridesParser.create().parse_overrides(list(multirun.words))
+    return {
+        override.get_key_element(): str(override.input_line)
+        for override in parsed
+        if not override.is_sweep_override()
+    }
+
+
+def make_folder(multirun: Multirun) -> Path:
+    """Return the sweep's folder, made: `hydra.sweep.dir`, else one below `runs_dir`; raises MachineError."""
+    settings, stamp = multirun.settings, datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    runs_dir = multirun.tree.runs_dir if multirun.tree is not None else "runs"
+    stem = Path(runs_dir, f"{settings.sweeper}-{stamp}").absolute()
+    numbered = (stem.with_name(f"{stem.name}-{number}") for number in count(2))
+    path = Path(settings.sweep_dir).absolute() if settings.sweep_dir else stem
+    try:
+        while not settings.sweep_dir and path.exists():
+            path = next(numbered)
+        path.mkdir(mode=0o700, parents=True, exist_ok=bool(settings.sweep_dir))
+        os.close(open_own(path))  # Hydra and sweepers write into it by name
+    except OSError as error:
+        raise MachineError(
+            f"cannot make the sweep's folder, {error.filename} ({error.strerror}): set hydra.sweep.dir=DIR"
+        ) from None
+    return path
+
+
+class HarmlessHandler(logging.StreamHandler[TextIO]):
+    """Writes what is harmless to a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a record."""
+        text = super().format(record)
+        return tame_text(text) if self.stream.isatty() else text
+
+
+def show_logs(*, verbose: bool) -> None:
+    """Show on stderr what plugins log: their results among it."""
+    handler = HarmlessHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("launch: %(message)s"))
+    logger = logging.getLogger("hydra_plugins")
+    logger.handlers = [handler]
+    logger.setLevel(logging.DEBUG if verbose else logging.INFO)

@@ -1,0 +1,59 @@
+"""Configuration files, read with limits: nobody waits for a pipe, or for aliases that multiply."""
+
+import math
+from pathlib import Path
+
+import yaml
+
+from launcher.errors import UsageError
+from launcher.files import read_file
+
+MOST_BYTES = 1 << 19
+"""Of a file: PyYAML and OmegaConf take some seconds for as much."""
+MOST_NODES = 20_000
+"""Keys and values of a file that has aliases, with what these stand for: two or three seconds."""
+
+
+def read_yaml(path: Path) -> object:
+    """Return what a file holds; raises UsageError for what is too large, else YAMLError or RecursionError."""
+    return yaml.safe_load(read_text(path))
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a configuration file; raises UsageError for one that Hydra is not to read."""
+    try:
+        text = read_file(path, MOST_BYTES, follow=True).decode("utf-8", "replace")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}): correct it, or move it away") from None
+    check_aliases(path, text)
+    return text
+
+
+def check_aliases(path: Path, text: str) -> None:
+    """Raise UsageError where aliases make more of a file than anybody wants, as in a `billion laughs`.
+
+    What else is wrong with it is left for those to say who read it.
+    """
+    if "*" not in text or "&" not in text:
+        return
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        count = count_nodes(root, {}) if root else 0
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return
+    if count > MOST_NODES:
+        many = "endlessly many" if count == math.inf else f"{count:.0f}"
+        raise UsageError(
+            f"{path} has {many} entries with what its aliases (*name) stand for, and the most is"
+            f" {MOST_NODES}: leave aliases out"
+        )
+
+
+def count_nodes(node: yaml.Node, known: dict[int, float]) -> float:
+    """Count a node and all below it, aliases as what they stand for; infinite for one that holds itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        children = node.value if isinstance(node, yaml.CollectionNode) else []
+        below = [each for child in children for each in (child if isinstance(child, tuple) else (child,))]
+        known[id(node)] = 1 + sum(count_nodes(each, known) for each in below)
+    return known[id(node)]

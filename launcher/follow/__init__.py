@@ -1,1 +1,0 @@
-"""Staying with submitted jobs: `follow=true`."""

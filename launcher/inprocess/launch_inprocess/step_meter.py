@@ -1,0 +1,241 @@
+"""Measures a rank's steps and its waiting for data, for `launch tune`, then ends the rank.
+
+`LAUNCH_METER` is JSON: the `folder` for the ranks' records, the `steps` and `seconds` that suffice whatever
+the noise. A rank that has measured enough writes its record and goes on, since the others may wait for it in
+a collective; once all ranks have written, each ends itself.
+"""
+
+import os
+import sys
+import time
+from _thread import get_ident
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from .import_hook import when_imported
+from .measurement_precision import WARMUP, choose_block, is_enough
+
+POLL = 0.02
+"""Seconds between two looks for the other ranks' records."""
+PATIENCE = 60.0
+"""Seconds that a rank which is done waits for one that neither steps nor loads."""
+
+
+def start_meter(environ: Mapping[str, str]) -> None:
+    """Measure this process's training, which is a rank's; does nothing where nobody asked for it."""
+    import atexit
+    import json
+
+    order = json.loads(environ["LAUNCH_METER"])
+    meter = Meter(order, int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1")))
+    when_imported("torch.utils.data.dataloader", meter.watch_loaders)
+    when_imported("torch.optim.optimizer", meter.watch_optimizers)
+    atexit.register(meter.note_end)
+    from .step_counter import on_step
+
+    on_step(meter.note_step)
+
+
+class Meter:
+    """What one rank has measured."""
+
+    def __init__(self, order: "dict[str, Any]", rank: int, ranks: int) -> None:
+        self.folder = str(order["folder"])
+        self.most, self.seconds = int(order["steps"]), float(order["seconds"])
+        self.rank, self.ranks = rank, ranks
+        self.process = os.getpid()
+        self.waited, self.batches = 0.0, 0
+        """Seconds in the DataLoaders' `__next__` and `__iter__`, and what came of it."""
+        self.inside: set[int] = set()
+        """Threads that are in there: a dataset may read from another loader."""
+        self.loaders: dict[tuple[int, bool], int] = {}
+        """Batches by the loader's number of workers, and whether its dataset is iterable."""
+        self.has_optimizer, self.unit = False, "batch"
+        self.marks: list[tuple[float, float, int]] = []
+        """Time, waiting and batches at the end of each step."""
+        self.first: int | None = None
+        """Index of the mark at which the warm-up was over."""
+        self.done = False
+
+    def watch_loaders(self, module: ModuleType) -> None:
+        """Time what the training waits for: batches, and the start of the workers."""
+        iterator, loader = module._BaseDataLoaderIter, module.DataLoader
+        iterator.__next__ = self.time_method(iterator.__next__, counts=True)
+        loader.__iter__ = self.time_method(loader.__iter__, counts=False)
+
+    def time_method(self, original: Any, *, counts: bool) -> Any:  # noqa: ANN401 - torch's own methods
+        """Return a method of torch's that adds its time to the waiting, and counts what it returns."""
+
+        def timed(owner: Any) -> Any:  # noqa: ANN401
+            thread = get_ident()
+            if self.done or thread in self.inside or os.getpid() != self.process:
+                return original(owner)
+            self.inside.add(thread)
+            begin = time.perf_counter()
+            try:
+                found = original(owner)
+            finally:
+                self.inside.discard(thread)
+                self.waited += time.perf_counter() - begin
+            if counts:
+                self.note_batch(owner)
+            return found
+
+        return timed
+
+    def watch_optimizers(self, module: ModuleType) -> None:
+        """Note that there is an optimizer: then its steps are counted, else batches."""
+        original = module.Optimizer.__init__
+
+        def init(owner: object, *args: object, **kwargs: object) -> None:
+            self.has_optimizer = True
+            original(owner, *args, **kwargs)
+
+        module.Optimizer.__init__ = init
+
+    def note_batch(self, iterator: object) -> None:
+        """Count a batch, which is a step of its own where there is no optimizer."""
+        kind = int(getattr(iterator, "_num_workers", 0)), bool(getattr(iterator, "_dataset_kind", 0))
+        self.loaders[kind] = self.loaders.get(kind, 0) + 1
+        self.batches += 1
+        if not self.has_optimizer:
+            self.note_mark()
+
+    def note_step(self, _step: int) -> None:
+        """Count a step of the leading optimizer; batches before the first were no steps."""
+        if self.done or os.getpid() != self.process:
+            return
+        if self.unit == "batch":
+            self.unit, self.first = "step", None
+            self.marks.clear()
+        self.note_mark()
+
+    def note_mark(self) -> None:
+        """End a step, and the measuring where it has come far enough."""
+        self.marks.append((time.perf_counter(), self.waited, self.batches))
+        if self.first is None:
+            if self.is_warm():
+                self.settle_mark()
+                self.first = len(self.marks) - 1
+            return
+        workers = max((workers for workers, _ in self.loaders), default=0)
+        if is_enough(self.list_times(), choose_block(workers), self.most, self.seconds):
+            self.settle_mark()
+            self.finish()
+
+    def is_warm(self) -> bool:
+        """Tell whether the first steps are over, and the batches that were prefetched in them are used up.
+
+        A wait shows that they are; without one, twice the workers' number are prefetched (torch's default).
+        """
+        if len(self.marks) < WARMUP:
+            return False
+        (before, waited, _), (now, waited_now, batches) = self.marks[-2:]
+        workers = max((workers for workers, _ in self.loaders), default=0)
+        return workers == 0 or waited_now - waited > 0.1 * (now - before) or batches > 2 * workers
+
+    def settle_mark(self) -> None:
+        """Let the GPU come to the end of the step, and set its mark there."""
+        cuda = getattr(sys.modules.get("torch"), "cuda", None)
+        if cuda is not None and cuda.is_initialized():
+            cuda.synchronize()
+        self.marks[-1] = (time.perf_counter(), *self.marks[-1][1:])
+
+    def list_times(self) -> "list[float]":
+        """Return the seconds of each measured step."""
+        return list_changes(self.marks[self.first or 0 :], 0)
+
+    def finish(self) -> None:
+        """Write the record, and end this process when the others have theirs, whatever it does meanwhile."""
+        import threading
+
+        self.done = True
+        self.write_record(ended=False)
+        sys.excepthook = lambda *_: park()  # a peer that ends first breaks a collective here
+        threading.Thread(target=self.leave, daemon=True).start()
+
+    def leave(self) -> None:
+        """Wait for the other ranks' records, then end this process and its workers."""
+        try:
+            deadline = time.monotonic() + PATIENCE
+            names = {f"rank-{rank}.json" for rank in range(self.ranks)}
+            while not names <= set(os.listdir(self.folder)) and time.monotonic() < deadline:
+                time.sleep(POLL)
+            if "multiprocessing" in sys.modules:
+                for child in sys.modules["multiprocessing"].active_children():
+                    child.kill()
+        finally:
+            os._exit(0)
+
+    def note_end(self) -> None:
+        """At the program's own end: what there is so far, or the end of what is under way."""
+        if os.getpid() != self.process:
+            return
+        if self.done:
+            park()
+        if self.marks or self.has_optimizer or self.batches:
+            self.done = True
+            self.write_record(ended=True)
+
+    def write_record(self, *, ended: bool) -> None:
+        """Write what this rank has measured, whole or not at all."""
+        import json
+
+        measured = self.marks[self.first :] if self.first is not None else []
+        loaders = [{"workers": w, "iterable": i, "batches": n} for (w, i), n in self.loaders.items()]
+        record = {
+            "rank": self.rank,
+            "unit": self.unit,
+            "steps": len(self.marks),
+            "first": self.first,
+            "times": list_changes(measured, 0),
+            "waits": list_changes(measured, 1),
+            "loaders": loaders,
+            "memory_kib": measure_memory(),
+            "ended": ended,
+        }
+        path = os.path.join(self.folder, f"rank-{self.rank}.json")
+        with open(f"{path}.draft", "w", encoding="utf-8") as file:
+            json.dump(record, file)
+        os.replace(f"{path}.draft", path)
+
+
+def list_changes(marks: "list[tuple[float, float, int]]", at: int) -> "list[float]":
+    """Return how a field of the marks has changed from each to the next."""
+    return [marks[number][at] - marks[number - 1][at] for number in range(1, len(marks))]
+
+
+def park() -> None:
+    """Wait for the end of this process."""
+    while True:
+        time.sleep(PATIENCE)
+
+
+def measure_memory() -> int:
+    """Return what this process and its children use in KiB, pages that several share counted in part.
+
+    0 where the kernel does not tell.
+    """
+    return sum(read_pss(pid) for pid in ["self", *list_children()])
+
+
+def list_children() -> "list[str]":
+    """Return the PIDs of this process's children, whichever thread has started them (proc(5))."""
+    found: list[str] = []
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/children", encoding="ascii") as file:
+                found += file.read().split()
+    except OSError:
+        return found
+    return found
+
+
+def read_pss(pid: str) -> int:
+    """Return a process's proportional share of memory in KiB."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii", errors="replace") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("Pss:")), 0)
+    except OSError:
+        return 0

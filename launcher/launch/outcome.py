@@ -1,0 +1,216 @@
+"""The end of a job: exit code, manifest, and the last words to the user."""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from launcher.errors import EXIT_MACHINE
+from launcher.launch.agent import ENDED
+from launcher.launch.failure import Failure, find_failure, list_clean, take_last
+from launcher.launch.job import Job
+from launcher.launch.monitor import MANAGED, Attendant
+from launcher.launch.signals import name_signal
+from launcher.launch.supervisor import Outcome
+from launcher.probe.oom_kills import count_oom_kills
+from launcher.probe.sysfs import Tree
+from launcher.report.summary import describe_progress, describe_time
+from launcher.runs.applied_records import compare_applied
+from launcher.runs.disk_reserve import free_room
+from launcher.runs.early_exits import LONG_BEFORE, CleanEnd, EarlyEnd, find_early
+from launcher.runs.manifest import stamp_time, write_manifest
+from launcher.runs.rank_logs import read_tail
+from launcher.runs.run_directory import RunDir
+from launcher.text import tell_first
+
+SHIM_LINES = ("launch-rank: rank ", "launch-rank: warning: ")
+"""Beginnings of the shim's lines in a rank's log, which are not the program's last words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a job ended, and what there is to say of it."""
+
+    outcome: Outcome
+    failure: Failure | None
+    """The first rank of this node that failed; None where none did, or a stop was asked for."""
+    status: int
+    """Exit code of `launch`."""
+    agent_log: tuple[str, ...]
+    memory: str = ""
+    """What the kernel has killed for memory on this node, in words; empty where it has killed nothing."""
+
+    requested: bool = False
+    """The first rank that failed had one of the exit codes that ask for another start."""
+    asking: bool = False
+    """The same, or a rank had one of them that was stopped."""
+    early: bool = False
+    """Ranks had ended with 0 before the first failure."""
+    events: tuple[str, ...] = ()
+    """What came before the first failure, in words."""
+
+    @property
+    def state(self) -> str:
+        """`succeeded`, `failed`, or `stopped`: by a signal to `launch` before any failure, or as asked."""
+        if self.status == 0:
+            return "succeeded"
+        return "stopped" if self.requested or (self.outcome.signal and not self.failure) else "failed"
+
+
+def conclude_job(attendant: Attendant, outcome: Outcome, agent_log: Sequence[str], seconds: float) -> int:
+    """Write how the job ended, say it, and return the exit code; the agent's log is that of this start."""
+    trouble = free_room(attendant.run)
+    ending = judge_outcome(outcome, tuple(agent_log))
+    ending = note_kills(ending, attendant.job, attendant.oom_kills)
+    ending = look_around(attendant, ending, trouble)
+    record_end(attendant, ending)
+    tell_end(attendant, ending, seconds)
+    return ending.status
+
+
+def look_around(attendant: Attendant, ending: Ending, trouble: str) -> Ending:
+    """Add what came before the first failure, and what that failure means to this job."""
+    failure, deaths = ending.failure, ending.outcome.deaths
+    codes = attendant.job.config.cluster.requeue.exit_codes
+    requested = bool(failure and failure.status in codes)
+    early = None if requested or ending.status == 0 else find_left(attendant, ending)
+    asking = requested or any(death.exitcode in codes for death in take_last(deaths))
+    events = tuple(filter(None, (trouble, early.describe() if early else "")))
+    return replace(ending, requested=requested, asking=asking, early=bool(early), events=events)
+
+
+def find_left(attendant: Attendant, ending: Ending) -> EarlyEnd | None:
+    """Return the ranks that ended with 0 before the first failure, or long before all were stopped."""
+    host, deaths, failure = attendant.job.host, ending.outcome.deaths, ending.failure
+    before = ending.outcome.signal_time - LONG_BEFORE
+    if failure:
+        before = next((d.time for d in deaths if d.process.pid == failure.pid), before)
+    ends = [CleanEnd(d.process.rank, host, d.time, d.process.attempt) for d in list_clean(deaths)]
+    return find_early(attendant.run, ends, before, len(attendant.job.plan.ranks))
+
+
+def note_kills(ending: Ending, job: Job, before: int) -> Ending:
+    """Add what the kernel has killed for memory here since it had killed `before` processes."""
+    killed = count_oom_kills(Tree()) - before
+    if killed <= 0:
+        return ending
+    limit = job.plan.machine.limits.memory_kib
+    processes = "a process" if killed == 1 else f"{killed} processes"
+    where = f"at the limit of the job's cgroup, {limit >> 10} MiB" if limit else "of the job"
+    fix = ": ask for more with cluster.mem" if limit and job.cluster.kind in MANAGED else ""
+    memory = f"out of memory: the kernel killed {processes} {where}{fix}"
+    failure = replace(ending.failure, memory=memory) if ending.failure else None
+    return replace(ending, failure=failure, memory=memory)
+
+
+def judge_outcome(outcome: Outcome, log: tuple[str, ...], ranks: int = 0) -> Ending:
+    """Find the first failure and the exit code: the program's own, 128+n for a signal, 3 for the agent's.
+
+    Where the number of this node's ranks is given, it is a success if all of them ended with 0, even if a
+    signal had asked them to end.
+    """
+    code = outcome.agent_exitcode
+    if code == 0 or (ranks and len(list_clean(outcome.deaths)) == ranks):
+        return Ending(outcome, None, 0, log)
+    # What comes after a signal to `launch`, or by SIGTERM after the agent was killed, is no failure.
+    counted = [d for d in outcome.deaths if d.time < outcome.signal_time]
+    counted = [d for d in counted if code > 0 or d.exitcode != -signal.SIGTERM]
+    failure = find_failure(counted, "" if outcome.signal or code < 0 else "\n".join(log))
+    if failure:
+        return Ending(outcome, failure, failure.status, log)
+    if outcome.signal:
+        return Ending(outcome, None, 128 + outcome.signal, log)
+    return Ending(outcome, None, 128 - code if code < 0 else EXIT_MACHINE, log)
+
+
+def record_end(attendant: Attendant, ending: Ending) -> None:
+    """Complete the manifest."""
+    number = ending.outcome.signal
+    deaths = ending.outcome.deaths
+    attendant.manifest["ended"] = stamp_time()
+    attendant.manifest["outcome"] = {
+        "state": ending.state,
+        "exit_code": ending.status,
+        "signal": name_signal(number) if number else None,
+        "events": list(ending.events),
+        "first_failure": describe_failure(attendant, ending.failure) if ending.failure else None,
+        "attempts": 1 + max((d.process.attempt for d in deaths), default=attendant.run.first_attempt),
+    }
+    try:
+        write_manifest(attendant.run, attendant.manifest)
+    except OSError as error:
+        attendant.announce(f"warning: the manifest could not be written ({error})")
+
+
+def describe_failure(attendant: Attendant, failure: Failure) -> dict[str, object]:
+    """Return the first failure for the manifest."""
+    return {
+        "rank": failure.rank,
+        "local_rank": failure.local_rank,
+        "host": attendant.job.host,
+        "attempt": failure.attempt,
+        "exit_code": failure.status,
+        "reason": failure.describe(),
+        "last_lines": tail_rank(attendant.run, failure, attendant.job.config.logs.tail)[1],
+    }
+
+
+def tell_end(attendant: Attendant, ending: Ending, seconds: float) -> None:
+    """Say how it went: the first failure or what was not as planned, the result, the run directory."""
+    result = describe_progress(attendant.finish_lines(patient=ending.outcome.signal is None))
+    tell = {"failed": explain_failure, "succeeded": check_success, "stopped": explain_stop}
+    for line in tell[ending.state](attendant, ending):
+        attendant.announce(line)
+    attendant.announce(f"{ending.state} after {describe_time(seconds)}" + (f": {result}" if result else ""))
+    attendant.announce(f"run directory {attendant.run.path}")
+
+
+def check_success(attendant: Attendant, ending: Ending) -> list[str]:
+    """Say what was not as planned in a job that succeeded."""
+    lines = [*ending.events]
+    lines += compare_applied(attendant.job.plan.ranks, list(attendant.applied.values()))
+    lines += [f"{name} outlived the program, and was ended" for name in ending.outcome.leftovers]
+    lines += [ending.memory] if ending.memory else []
+    return [f"warning: {line}" for line in lines]
+
+
+def explain_stop(attendant: Attendant, ending: Ending) -> list[str]:
+    """Say who asks for another start, and how to go on."""
+    lines, failure = list(ending.events), ending.failure
+    if failure:
+        who = f"rank {failure.rank} on {attendant.job.host}"
+        lines.append(f"{who} ended with {failure.status}, and asks for another start")
+    if ending.asking:
+        lines.append(f"the same command with run_dir={attendant.run.path} goes on")
+    return lines
+
+
+def explain_failure(attendant: Attendant, ending: Ending) -> list[str]:
+    """Say who failed first and show the end of its log; or what the agent said, where no rank failed."""
+    failure, host = ending.failure, attendant.job.host
+    if failure is None:
+        path = attendant.run.agent_log(host)
+        said = f"no rank failed, but torchrun's agent {quote_agent(ending)}"
+        return [*ending.events, said, f"its log is {path}"]
+    source, lines = tail_rank(attendant.run, failure, attendant.job.config.logs.tail)
+    where = f"rank {failure.rank} on {host} (local rank {failure.local_rank})"
+    what = "failed after that" if ending.early else "failed first"
+    return [*ending.events, *tell_first(where, failure.describe(), source, lines, what)]
+
+
+def quote_agent(ending: Ending) -> str:
+    """Say how an agent ended that failed by itself, with its last words."""
+    code = ending.outcome.agent_exitcode
+    log = (line.strip() for line in ending.agent_log if not line.startswith(ENDED))
+    said = [line for line in log if any(map(str.isalpha, line))]
+    how = name_signal(-code) if code < 0 else f"code {code}: {said[-1] if said else 'it printed nothing'}"
+    return f"ended with {how}" + (f", {ending.memory}" if ending.memory else "")
+
+
+def tail_rank(run: RunDir, failure: Failure, count: int) -> tuple[str, list[str]]:
+    """Return the log with the first failed rank's last words, and these; stdout where stderr is silent."""
+    for ending in ("err", "out"):
+        path = run.rank_log(failure.rank, failure.attempt, ending)
+        lines = [line for line in read_tail(path, count + 5) if not line.startswith(SHIM_LINES)]
+        if any(line.strip() for line in lines):
+            return str(path), lines[-count:]
+    return str(run.rank_log(failure.rank, failure.attempt, "err")), []

@@ -1,1 +1,0 @@
-"""SLURM: its options, its commands, and what they say."""

@@ -1,0 +1,215 @@
+"""Where a placement falls short of what was asked, and what the user should know besides."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from launcher.cpulist import format_cpulist
+from launcher.plan.allocator import find_missing
+from launcher.plan.cores import Cores
+from launcher.plan.environment import COUNTS, read_count
+from launcher.plan.model import Gpu, Machine, Request
+from launcher.plan.policies import Place
+from launcher.plan.rules import BINDS, COLLECTORS, LEAST_CORES, find_binders
+from launcher.plan.settings import Scene
+from launcher.plan.usable_cores import Topology, find_usable, gather_pus
+
+
+def find_shortfalls(request: Request, scene: Scene) -> tuple[str, ...]:
+    """What the machine could not give, as `what happened: fix`; nothing where no binding was asked for."""
+    if request.binding == "none":
+        return ()
+    return (
+        *find_remote(scene),
+        *find_foreign_memory(scene),
+        *find_isolated(scene.machine),
+        *find_unreserved(scene.machine, scene.topology, request.reserve_cores),
+        *((*find_crowded(scene), *find_uneven(scene)) if request.binding == "exclusive" else ()),
+    )
+
+
+def find_remote(scene: Scene) -> Iterator[str]:
+    """Ranks that run away from their GPU because the job may use none of the CPUs beside it."""
+    usable = frozenset(scene.topology.core_of)
+    by_node: dict[int | None, set[int]] = {}
+    for cpu in scene.machine.cpus:
+        by_node.setdefault(cpu.node, set()).add(cpu.id)
+    wanted: dict[frozenset[int], set[int]] = {}
+    for rank, gpu in enumerate(scene.gpus):
+        if gpu is not None and (near := by_node.get(gpu.node, gpu.local_cpus)).isdisjoint(usable):
+            wanted.setdefault(frozenset(near), set()).add(rank)
+    for near, ranks in wanted.items():
+        if near:
+            yield (
+                f"local rank {format_cpulist(ranks)} needs CPUs {format_cpulist(near)}, next to its GPU, "
+                f"but this job may use {format_cpulist(usable)}, and runs elsewhere: "
+                "ask for those CPUs (cpus_per_task, or the whole node), or set binding=none"
+            )
+
+
+def find_foreign_memory(scene: Scene) -> Iterator[str]:
+    """Ranks on a node next to their GPU that has memory, which the job's cpuset leaves out."""
+    machine = scene.machine
+    barred = {entry.id for entry in machine.nodes if entry.normal and entry.memory_kib} - machine.allowed_mems
+    for node, found in group_ranks(scene.places).items():
+        ranks = {rank for rank in found if node in scene.homes[rank]}
+        if node in barred and ranks:
+            yield (
+                f"local rank {format_cpulist(ranks)} runs on NUMA node {node}, but this job may use "
+                f"the memory of {format_cpulist(machine.allowed_mems) or 'no node'}, so its memory comes "
+                f"from {format_cpulist(scene.memories[min(ranks)].nodes) or 'wherever the kernel finds it'}: "
+                f"ask for node {node}'s memory (cpuset.mems)"
+            )
+
+
+def find_crowded(scene: Scene) -> Iterator[str]:
+    """NUMA nodes with more ranks than cores."""
+    for node, ranks in group_ranks(scene.places).items():
+        cores = scene.topology.cores[node]
+        if len(ranks) > len(cores):
+            yield (
+                f"local rank {format_cpulist(ranks)} must share {len(cores)} cores (CPUs "
+                f"{format_cpulist(gather_pus(cores))}) of NUMA node {node} and will wait for one another: "
+                "ask for more CPUs (cpus_per_task), or start fewer ranks (nproc_per_node)"
+            )
+
+
+def find_uneven(scene: Scene) -> Iterator[str]:
+    """Ranks that have few cores next to their GPUs, and at most half as many as others.
+
+    Nothing if there are more ranks than cores, which `find_crowded` tells.
+    """
+    topology = scene.topology
+    sizes = {node: len(cores) for node, cores in topology.cores.items()}
+    if sum(sizes.values()) < len(scene.places):
+        return
+    groups: dict[frozenset[int], set[int]] = {}
+    for rank, home in enumerate(scene.homes):
+        groups.setdefault(home, set()).add(rank)
+    cores = {home: sum(sizes[node] for node in home) for home in groups}
+    each = {home: cores[home] / len(ranks) for home, ranks in groups.items()}
+    most = max(each.values())
+    for home, ranks in groups.items():
+        if each[home] < LEAST_CORES and 2 * each[home] <= most:
+            yield (
+                f"local rank {format_cpulist(ranks)} has {cores[home]} usable cores next to its GPUs, on "
+                f"{format_nodes(home)}, {each[home]:.2g} for each where other ranks have {most:.3g} next to "
+                f"theirs, so {describe_help(topology, home, ranks, scene.places)}: "
+                f"{suggest_cores(scene.machine, home)}"
+            )
+
+
+def format_nodes(nodes: Iterable[int]) -> str:
+    """NUMA nodes by their numbers."""
+    return f"NUMA node {format_cpulist(frozenset(nodes))}"
+
+
+def describe_help(
+    topology: Topology, home: frozenset[int], ranks: Iterable[int], places: Sequence[Place]
+) -> str:
+    """Where ranks run, and their workers, that have too few cores on the nodes of `home`."""
+    node_of = {pu: core.node for cores in topology.cores.values() for core in cores for pu in core.pus}
+    away = {rank for rank in ranks if places[rank].node not in home}
+    used = {rank: {node_of[pu] for pu in places[rank].worker_cpus} - home for rank in ranks}
+    helped = {rank for rank in ranks if used[rank]} - away
+    parts = [
+        f"{who}local rank {format_cpulist(some)} {verb} {format_nodes(set().union(*(used[r] for r in some)))}"
+        for some, who, verb in ((away, "", "runs on"), (helped, "workers of ", "also run on"))
+        if some
+    ]
+    return ", and ".join(parts) or "they set the pace of all"
+
+
+def suggest_cores(machine: Machine, home: frozenset[int]) -> str:
+    """How there would be more cores on some nodes."""
+    if any(cpu.node in home and cpu.id not in machine.allowed_cpus for cpu in machine.cpus):
+        return f"ask for more CPUs of {format_nodes(home)} (cpus_per_task, or the whole node)"
+    return "start fewer ranks (nproc_per_node, with devices=spread), or spread the GPUs' slots over the nodes"
+
+
+def find_isolated(machine: Machine) -> Iterator[str]:
+    """A job that may use isolated CPUs only."""
+    usable = find_usable(machine)
+    if usable <= machine.isolated:
+        yield (
+            f"this job may use isolated CPUs only ({format_cpulist(usable)}), "
+            "which the kernel does not balance: ask for others, or start without isolcpus"
+        )
+
+
+def find_unreserved(machine: Machine, topology: Topology, reserve: int) -> Iterator[str]:
+    """Reserved cores that could not be kept back."""
+    usable = find_usable(machine)
+    total = len({cpu.core for cpu in machine.cpus if cpu.id in usable})
+    kept = total - sum(len(cores) for cores in topology.cores.values())
+    if kept < reserve:
+        yield f"reserve_cores={reserve}, but only {kept} of {total} cores can be kept back: reserve fewer"
+
+
+def group_ranks(places: Sequence[Place]) -> Mapping[int, set[int]]:
+    """Local ranks by NUMA node."""
+    groups: dict[int, set[int]] = {}
+    for rank, place in enumerate(places):
+        if place.node is not None:
+            groups.setdefault(place.node, set()).add(rank)
+    return groups
+
+
+def find_advice(
+    request: Request, machine: Machine, visible: Sequence[Gpu], cores: Sequence[Cores]
+) -> Iterator[str]:
+    """Settings that are legal, but seldom meant; `cores` are those of each rank."""
+    environ = dict(request.environ)
+    count = len(cores)
+    if visible and count > len(visible):
+        yield (
+            f"{count} ranks for {len(visible)} GPUs: local rank r gets GPU r % {len(visible)}, "
+            "and NCCL refuses two ranks on one GPU: "
+            f"set nproc_per_node={len(visible)} unless the program means it (MPS)"
+        )
+    if len(visible) > 1 and request.devices != "own" and any(gpu.uuid.startswith("MIG-") for gpu in visible):
+        yield "CUDA opens one MIG instance in a process, so every rank would use the first: set devices=own"
+    order = environ.get("CUDA_DEVICE_ORDER") or "PCI_BUS_ID"
+    if order != "PCI_BUS_ID" and len({gpu.name for gpu in visible}) > 1:
+        yield f"CUDA_DEVICE_ORDER={order} may not number GPUs as this plan does: unset it, or set PCI_BUS_ID"
+    for name, least in COUNTS.items():
+        if environ.get(name) and read_count(environ, name, least) is None:
+            yield f"{name}={environ[name]} is no number from {least} on, and is replaced: correct or unset it"
+    for name in find_binders(environ):
+        yield f"{name}={environ[name]} is set, and {BINDS}: unset {name}"
+    if fault := find_policy_fault(environ.get("LAUNCH_GC") or "default"):
+        yield (
+            f"LAUNCH_GC={environ['LAUNCH_GC']}: {fault}, and garbage is left to Python: give default, "
+            "synchronized,warmup=30,every=50, disabled,every=50 or frozen,warmup=30"
+        )
+    nic = environ.get("LAUNCH_NIC")
+    if nic and nic not in (known := [device.name for device in machine.nics]):
+        yield (
+            f"LAUNCH_NIC={nic} is none of this machine's RDMA devices ({', '.join(known) or 'none found'}): "
+            "correct or unset it"
+        )
+    yield from find_quota(machine, cores)
+    yield from find_missing(request)
+
+
+def find_policy_fault(text: str) -> str:
+    """What the rank's interpreter would not take of a policy for garbage collection; empty where it does."""
+    name, *words = text.split(",")
+    if name not in COLLECTORS:
+        return f"there is no policy {name!r}"
+    for word in words:
+        key, _, value = word.partition("=")
+        if word != "log" and (key not in ("warmup", "every") or read_count({key: value}, key, 0) is None):
+            return f"{word!r} is neither log nor a number of steps, warmup=N or every=N"
+    return ""
+
+
+def find_quota(machine: Machine, cores: Sequence[Cores]) -> Iterator[str]:
+    """A cgroup's CPU quota that keeps ranks from using their cores."""
+    quota = machine.limits.cpus
+    total = sum(each.own + each.spare for each in cores)
+    if quota is not None and quota < total - 1e-6:
+        yield (
+            f"the cgroup's quota gives this job the time of {quota:g} CPUs, on {total:.3g} cores, and the "
+            "kernel halts what goes beyond: workers and threads are counted within "
+            f"{quota / len(cores):.3g} for each of {len(cores)} ranks: raise the CPU limit "
+            "(resources.limits.cpu in Kubernetes) or remove it"
+        )

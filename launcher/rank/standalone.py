@@ -1,0 +1,214 @@
+"""A rank's plan where `launch-rank` was started without one: every rank of the node makes the same.
+
+Every rank's start pays for this, so imports count.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from launcher.errors import UsageError
+from launcher.plan.allocator import EXPANDABLE
+from launcher.plan.allocator_conflicts import find_conflicts, merge_settings
+from launcher.plan.codec import plan_to_json, rank_to_json
+from launcher.plan.model import Gpu, Machine, Plan, RankPlan, Request
+from launcher.plan.planner import plan
+from launcher.plan.usable_cores import survey
+from launcher.probe.machine import probe
+from launcher.probe.node import MOST_RANKS, VISIBLE_DEVICES, honoured_environ, locate_malloc
+from launcher.rank.plain_json import parse_json
+
+ALLOCATOR: Mapping[str, str] = dict([Request().allocator.split(":")])
+"""The allocator's settings where nobody has said which."""
+WISHES: Mapping[str, object] = {
+    "root": "/",
+    "configured": {},
+    **{
+        name: getattr(Request(), name)
+        for name in (
+            *("binding", "strict", "reserve_cores", "nic", "devices", "gc"),
+            *("allocator", "host_allocator"),
+            *("workload", "num_workers", "worker_gib", "worker_shm_mib", "loader_default", "measured"),
+        )
+    },
+}
+"""What `launch` hands over in LAUNCH_REQUEST, as JSON: the machine's root, and the fields of a Request.
+
+`configured` is an object there.
+"""
+
+
+def read_wishes(environ: Mapping[str, str]) -> dict[str, object]:
+    """Return what is asked of the node: by `launch`, else by LAUNCH_BINDING; raises UsageError."""
+    text = environ.get("LAUNCH_REQUEST")
+    if not text:
+        return {**WISHES, "binding": environ.get("LAUNCH_BINDING") or WISHES["binding"]}
+    try:
+        told = parse_json(text)
+    except (ValueError, RecursionError):
+        told = None
+    if not isinstance(told, dict) or any(type(told.get(name)) is not type(WISHES[name]) for name in WISHES):
+        raise UsageError(f"LAUNCH_REQUEST={text[:200]} is not as `launch` writes it: unset it")
+    return {name: told[name] for name in WISHES}
+
+
+def plan_for_rank(
+    local_rank: int,
+    local_world_size: int | None,
+    environ: Mapping[str, str],
+    *,
+    cpus: frozenset[int],
+    alone: bool,
+    whole: bool = False,
+    words: Sequence[str] = (),
+) -> dict[str, object]:
+    """Return the part of the node's plan that a rank needs, as JSON values: `ranks` and `warnings`.
+
+    `cpus` are those of all ranks of the node, or, where they are not known (`alone`), this rank's. `whole`
+    is for a plan that is kept: all of it. `words` are the program's. Raises UsageError and
+    MachineError as `plan` does.
+    """
+    if local_world_size and local_world_size > MOST_RANKS:
+        raise UsageError(
+            f"this node is said to have {local_world_size} ranks, and the most is {MOST_RANKS}: "
+            "correct LOCAL_WORLD_SIZE, or the like of the launcher that started them"
+        )
+    wishes = read_wishes(environ)
+    doubts = [] if "LAUNCH_REQUEST" in environ else leave_conflicts(wishes, environ, words)
+    root = str(wishes.pop("root"))
+    # A rank that keeps its CPUs need not know how many it has beside it.
+    ranks = local_world_size or (local_rank + 1 if alone else None)
+    if not local_world_size and wishes["devices"] == "spread":
+        wishes["devices"] = "all"  # ranks that do not know how many they are would choose differently
+    request = make_request(wishes, ranks, environ, root)
+    # MIG instances are in NVML alone: where one is named, its word is wanted from the start.
+    machine = probe(root, quick="MIG-" not in environ.get("CUDA_VISIBLE_DEVICES", ""))
+    # The affinity is the kernel's own word, and needs no /proc.
+    allowed = cpus & {cpu.id for cpu in machine.cpus}
+    made = plan_rank(
+        replace(machine, allowed_cpus=allowed or machine.allowed_cpus),
+        request,
+        local_rank,
+        environ,
+        alone=alone,
+    )
+    made = replace(made, warnings=(*made.warnings, *doubts))
+    if whole:
+        return plan_to_json(made)
+    return {"ranks": [rank_to_json(rank) for rank in made.ranks], "warnings": list(made.warnings)}
+
+
+def make_request(
+    wishes: Mapping[str, object], ranks: int | None, environ: Mapping[str, str], root: str
+) -> Request:
+    """Return what is asked of this node: the wishes, and what depends on the node itself."""
+    asked = {**wishes, "configured": tuple(dict(wishes["configured"]).items())}  # type: ignore[call-overload]  # see below
+    return Request(
+        nproc_per_node=ranks,
+        environ=honoured_environ(environ),
+        host_library=locate_malloc(str(wishes["host_allocator"]), environ, root),
+        **asked,  # type: ignore[arg-type]  # read_wishes has compared the types
+    )
+
+
+def leave_conflicts(wishes: dict[str, object], environ: Mapping[str, str], words: Sequence[str]) -> list[str]:
+    """Leave out the allocator's settings that do not go with the program, as `launch` does, and say so."""
+    conflicts = [*find_conflicts(merge_settings(ALLOCATOR, environ), words, environ, contained=False)]
+    if not conflicts or EXPANDABLE in merge_settings({}, environ):
+        return []
+    wishes["allocator"] = ""
+    way = "PYTORCH_CUDA_ALLOC_CONF has it all the same"
+    return [f"{conflict.what}: expandable_segments is left out ({way})" for conflict in conflicts]
+
+
+def plan_rank(
+    machine: Machine, request: Request, local_rank: int, environ: Mapping[str, str], *, alone: bool
+) -> Plan:
+    """Plan the node, or this rank's part where it cannot know its peers' CPUs or does not see their GPUs."""
+    made = plan(machine, request)
+    if local_rank >= len(made.ranks):
+        return made
+    warnings: tuple[str, ...] = ()
+    gpu = made.ranks[local_rank].gpu
+    total = count_given(environ)
+    if gpu and len({rank.gpu for rank in made.ranks}) < min(total, len(made.ranks)):
+        made = plan_own_gpu(machine, request, local_rank, gpu, read_position(environ, total))
+        warnings = (describe_hidden(total, len(made.ranks)),)
+    if alone:
+        made = keep_cpus(machine, request, made.ranks[local_rank])
+    return replace(made, warnings=(*made.warnings, *warnings))
+
+
+def count_given(environ: Mapping[str, str]) -> int:
+    """GPUs of a SLURM step on this node, which --gpus-per-task and --gpu-bind hide from one another's tasks.
+
+    0 for ranks that an agent has started: what SLURM has hidden from the agent is not the job's.
+    """
+    text = environ.get("SLURM_GPUS_ON_NODE", "")
+    is_task = "SLURM_STEP_ID" in environ and "TORCHELASTIC_RUN_ID" not in environ
+    return int(text) if is_task and text.isascii() and text.isdecimal() and len(text) < 6 else 0
+
+
+def read_position(environ: Mapping[str, str], total: int) -> int | None:
+    """Return which of the node's GPUs is this task's, where it has one and they are numbered from 0.
+
+    SLURM_STEP_GPUS holds the task's own by SLURM's numbers for the node (minor numbers of the device files)
+    even where a device cgroup makes CUDA_VISIBLE_DEVICES count anew. Tried with 22.05.
+    """
+    text = environ.get("SLURM_STEP_GPUS", "")
+    position = int(text) if text.isascii() and text.isdecimal() and len(text) < 6 else total
+    return position if position < total else None
+
+
+def plan_own_gpu(machine: Machine, request: Request, local_rank: int, own: Gpu, position: int | None) -> Plan:
+    """Plan a rank that sees its own GPU alone; `position` is that GPU's number on the node, where known.
+
+    Each rank takes the place of its GPU where it sees the others' too, whatever their order. Else every rank
+    takes the cores that it would have if all GPUs were where its own is: a small share, but no other's. If
+    there are fewer cores than ranks, they share those.
+    """
+    count = request.nproc_per_node or 1
+    alike = forget_devices(request)
+    if position is not None and count == len(machine.gpus):
+        made = plan(machine, alike)
+        mine = made.ranks[position]
+    else:
+        topology = survey(machine)
+        cores = sum(len(topology.cores[node]) for node in topology.find_home(own))
+        if alike.binding == "exclusive" and cores < count:
+            alike = replace(alike, binding="numa")
+        made = plan(replace(machine, gpus=tuple(replace(own, index=at) for at in range(count))), alike)
+        mine = replace(made.ranks[local_rank], gpu=own)
+    ranks = (*made.ranks[:local_rank], replace(mine, local_rank=local_rank), *made.ranks[local_rank + 1 :])
+    return replace(made, ranks=ranks)
+
+
+def keep_cpus(machine: Machine, request: Request, rank: RankPlan) -> Plan:
+    """Plan a rank on all of its own CPUs: its memory, threads and workers; GPU and NIC stay."""
+    nodes = {cpu.node for cpu in machine.cpus if cpu.id in machine.allowed_cpus}
+    binding = "none" if len(nodes) > 1 or request.binding == "none" else "exclusive"
+    island = replace(
+        machine,
+        gpus=(rank.gpu,) if rank.gpu else (),
+        nics=tuple(nic for nic in machine.nics if nic.name == rank.nic),
+    )
+    own = plan(island, replace(forget_devices(request), nproc_per_node=1, binding=binding)).ranks[0]
+    cpus = machine.allowed_cpus
+    shown = {name: value for name, value in rank.env if name in VISIBLE_DEVICES}
+    env = tuple(sorted({**dict(own.env), **shown}.items()))
+    mine = replace(own, local_rank=rank.local_rank, gpu=rank.gpu, cpus=cpus, worker_cpus=cpus, env=env)
+    return Plan(machine, (mine,), machine.warnings)
+
+
+def forget_devices(request: Request) -> Request:
+    """Return the request without the variables that choose devices: these have done their work."""
+    kept = tuple((name, value) for name, value in request.environ if name not in VISIBLE_DEVICES)
+    return replace(request, environ=kept)
+
+
+def describe_hidden(total: int, count: int) -> str:
+    """Warn of GPUs that are hidden from their neighbours' ranks."""
+    return (
+        f"SLURM shows each of the {count} ranks here a part of the job's {total} GPUs on this node "
+        "(--gpus-per-task or --gpu-bind): NCCL loses the direct paths between GPUs, and ranks may get less "
+        f"than their share of cores: ask for --gpus-per-node={total}, and let programs take cuda:LOCAL_RANK"
+    )

@@ -1,0 +1,182 @@
+"""The machine as a tree of text, for people."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
+
+from launcher.cpulist import format_cpulist
+from launcher.plan.model import Gpu, Machine
+from launcher.report.device_names import describe_gpu, describe_nic
+from launcher.report.distances import describe_distances
+from launcher.report.machine_parts import Part, build_parts
+from launcher.report.pci_switches import Device, Switch
+from launcher.text import clean_text, count_things, format_size, shorten_cpulist
+
+GAP = "  "
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What decides how a part is shown."""
+
+    machine: Machine
+    every_core: bool
+    """Each core and each cache by itself, also where neighbours are alike."""
+
+    def find_cache(self, part: Part) -> Part | None:
+        """The only cache of a package or node, which stands on the same line."""
+        only = part.parts[0] if len(part.parts) == 1 and part.kind in ("Package", "NUMANode") else None
+        return only if only and only.kind == "Cache" and not self.every_core else None
+
+    def list_below(self, part: Part) -> tuple[Part, ...]:
+        """The parts that have lines of their own below a part's line."""
+        parts = (self.find_cache(part) or part).parts
+        return tuple(child for child in parts if self.every_core or child.kind != "Core")
+
+    def find_likeness(self, part: Part) -> Hashable:
+        """What neighbours have in common that stand on one line."""
+        marks = self.describe_marks(part)
+        partly = any(mark.startswith(("allowed ", "isolated ")) for mark in marks)
+        if self.every_core or self.list_below(part) or part.devices or partly or part.kind == "NUMANode":
+            return part
+        return (self.describe_title(part, numbered=False), part.count("Core"), len(part.pus), marks)
+
+    def describe_title(self, part: Part, *, numbered: bool) -> str:
+        """What a part is: kind, number and size, with its only cache."""
+        if part.kind in ("Cache", "Class"):
+            return f"{part.label} {part.describe_size()}".rstrip()
+        name, cache = part.kind, self.find_cache(part)
+        if numbered:
+            name += f"{'s' if len(part.numbers) > 1 else ''} {format_cpulist(frozenset(part.numbers))}"
+        within = self.describe_title(cache, numbered=False) if cache else ""
+        return GAP.join(filter(None, (name, part.describe_size(), part.label, within)))
+
+    def describe_marks(self, part: Part) -> tuple[str, ...]:
+        """What of a part the job may not use, or stays free of at boot."""
+        pus = frozenset(part.pus)
+        allowed, isolated = pus & self.machine.allowed_cpus, pus & self.machine.isolated
+        marks = []
+        if pus and not allowed:
+            marks.append("not allowed")
+        elif allowed != pus:
+            marks.append(f"allowed {shorten_cpulist(allowed)}")
+        if isolated:
+            marks.append("isolated" if isolated == pus else f"isolated {shorten_cpulist(isolated)}")
+        if part.kind == "NUMANode" and part.size_kib and self.machine.allowed_mems.isdisjoint(part.numbers):
+            marks.append("memory not allowed")
+        return tuple(marks)
+
+
+def print_topology(
+    console: Console, machine: Machine, classes: Mapping[int, int], *, explain: bool = False
+) -> None:
+    """Print the tree, what the job may use of it, distances, limits, and the probe's warnings.
+
+    `classes` numbers the classes of cores by their capacity; `explain` shows every core by itself.
+    """
+    root = build_parts(machine, classes)
+    view = View(machine, explain)
+    tree = Tree(Text(describe_machine(root), style="bold"), guide_style="dim")
+    grow(tree, view, root)
+    console.print(tree)
+    for name, lines in describe_rest(machine).items():
+        for at, line in enumerate(lines):
+            console.print(Text(f"{'' if at else name:<10} {line}"))
+    for warning in machine.warnings:
+        console.print(Text(f"warning: {clean_text(warning, 400)}", style="yellow"))
+
+
+def describe_machine(root: Part) -> str:
+    """The first line: name, memory, and how many of each."""
+    words = ("Machine", clean_text(root.label), root.describe_size(), ", ".join(root.list_counts()))
+    return GAP.join(filter(None, words))
+
+
+def grow(branch: Tree, view: View, part: Part) -> None:
+    """Hang what is below a part on its branch: parts, with alike neighbours on one line, then devices."""
+    for _, found in groupby(view.list_below(part), key=view.find_likeness):
+        alike = tuple(found)
+        twig = branch.add(describe_line(view, alike))
+        if len(alike) == 1:
+            grow(twig, view, alike[0])
+    for device in part.devices:
+        add_device(branch, device)
+
+
+def describe_line(view: View, alike: Sequence[Part]) -> Text:
+    """The line of a part, or of several that are alike."""
+    first, last, several = alike[0], alike[-1], len(alike) > 1
+    title = view.describe_title(first, numbered=not several)
+    words = [f"{len(alike)} x {title}" if several else title]
+    if len(first.parts) == 1 and first.parts[0].kind == "NUMANode" and first.parts[0].pus == first.pus:
+        return Text(title)  # all the rest stands on the node's line
+    if first.count("Core"):
+        cores = count_things(first.count("Core"), "core") + (" each" if several else "")
+        words.append(cores)
+    if first.pus:
+        span = shorten_cpulist(first.pus) + (f" to {shorten_cpulist(last.pus)}" if several else "")
+        words.append(f"{'PUs' if several or len(first.pus) > 1 else 'PU'} {span}")
+    line = Text(GAP.join(words))
+    for mark in view.describe_marks(first):
+        line.append(f"{GAP}({mark})", style="yellow")
+    return line
+
+
+def add_device(branch: Tree, device: Device | Switch) -> None:
+    """Hang a device on a branch, a switch with what is below it."""
+    if isinstance(device, Switch):
+        twig = branch.add(Text(f"PCI switch {clean_text(device.pci)}"))
+        for member in device.members:
+            add_device(twig, member)
+        return
+    if isinstance(device, Gpu):
+        title, words = f"GPU {device.index}", describe_gpu(device)
+    else:
+        title, words = f"NIC {clean_text(device.name)}", describe_nic(device)
+    text = GAP.join(filter(None, (title, clean_text(device.pci), *words)))
+    branch.add(Text(text, style="green" if isinstance(device, Gpu) else "cyan"))
+
+
+def describe_rest(machine: Machine) -> dict[str, list[str]]:
+    """What stands below the tree: lines by their heading."""
+    limits = machine.limits
+    known = {
+        "CPU time of": None if limits.cpus is None else f"{limits.cpus:g} CPUs",
+        "memory": None if limits.memory_kib is None else format_size(limits.memory_kib),
+        "/dev/shm": None if limits.shm_kib is None else format_size(limits.shm_kib),  # noqa: S108  a heading
+    }
+    found = ", ".join(f"{name} {value}" for name, value in known.items() if value)
+    return {
+        "job": [describe_job(machine)],
+        "limits": [found] if found else [],
+        "not online": [absent] if (absent := describe_absent(machine)) else [],
+        "distances": describe_distances(machine.nodes),
+        "source": [clean_text(machine.source, 1000)] if machine.source else [],
+    }
+
+
+def describe_job(machine: Machine) -> str:
+    """What the job may use, in a sentence."""
+    online = frozenset(cpu.id for cpu in machine.cpus)
+    allowed = online & machine.allowed_cpus
+    nodes = frozenset(node.id for node in machine.nodes if node.memory_kib)
+    mems = nodes & machine.allowed_mems
+    part = f"{len(allowed)} of {count_things(len(online), 'PU')} ({shorten_cpulist(allowed)})"
+    cpus = part if allowed != online else f"all {count_things(len(online), 'PU')}"
+    memory = "all NUMA nodes" if mems == nodes else f"NUMA nodes {format_cpulist(mems) or '(none)'}"
+    spared = allowed & machine.isolated
+    rest = (
+        f"; the isolated PUs {shorten_cpulist(spared)} are left alone" if spared < allowed and spared else ""
+    )
+    return f"may use {cpus} and the memory of {memory}{rest}"
+
+
+def describe_absent(machine: Machine) -> str:
+    """The CPU numbers between those online, which are offline or not there."""
+    online = frozenset(cpu.id for cpu in machine.cpus)
+    absent = frozenset(range(max(online, default=-1) + 1)) - online
+    return f"PUs {shorten_cpulist(absent)} (offline, or no such CPUs)" if absent else ""

@@ -1,0 +1,98 @@
+"""What each node of a SLURM job leaves of an attempt: `logs/ATTEMPT/node-HOST.json`, whatever happened."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from launcher.files import LARGEST, open_below, read_file, write_whole
+from launcher.runs.applied_records import DAMAGE
+from launcher.runs.run_directory import closing_descriptor
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFailure:
+    """The first rank of a node that failed, as far as its node can tell."""
+
+    rank: int
+    local_rank: int
+    time: float
+    """Seconds since the epoch; the nodes' clocks differ by milliseconds where NTP keeps them."""
+    exitcode: int
+    """As subprocess gives it: -n for signal n."""
+    reason: str
+    """In words, `was killed by SIGKILL (signal 9), …`."""
+    log: str
+    lines: tuple[str, ...]
+    """The end of its log."""
+
+    @property
+    def status(self) -> int:
+        """The exit code as a shell gives it: 128+n for signal n."""
+        return 128 - self.exitcode if self.exitcode < 0 else self.exitcode
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """One node's account of an attempt."""
+
+    host: str
+    node_rank: int
+    """SLURM_NODEID."""
+    state: str
+    """`succeeded`, `failed`, or `stopped` by a signal."""
+    exit_code: int
+    signal: str | None
+    """The first stopping signal."""
+    agent_said: str
+    """The last line of torchrun's agent, where it failed and no rank did."""
+    failure: NodeFailure | None
+    restarts: int
+    """Of torchrun's worker group, within the attempt."""
+    started: float
+    ended: float
+    """Seconds since the epoch."""
+    ranks: int = 0
+    """How many the node has; 0 where none was started."""
+    clean: tuple[tuple[int, float], ...] = ()
+    """Ranks of its last start that ended with 0, and when, in seconds since the epoch."""
+
+
+def refuse_node(host: str, node_rank: int, status: int, said: str, started: float) -> NodeRecord:
+    """Return the record of a node on which no rank was started; `said` is why."""
+    return NodeRecord(host, node_rank, "failed", status, None, said, None, 0, started, time.time())
+
+
+def node_path(run_path: Path, attempt: int, host: str) -> Path:
+    """The record of one node; `attempt` is the first of the start that it belongs to."""
+    return run_path / "logs" / str(attempt) / f"node-{host}.json"
+
+
+def write_node(run_path: Path, attempt: int, record: NodeRecord) -> None:
+    """Write a node's record, whole or not at all; raises OSError."""
+    text = json.dumps({"schema": 1, **asdict(record)}, indent=1) + "\n"
+    with closing_descriptor(open_below(run_path, "logs", str(attempt))) as at:
+        write_whole(at, node_path(run_path, attempt, record.host).name, text.encode())
+
+
+def read_nodes(run_path: Path, attempt: int) -> list[NodeRecord]:
+    """Read the records of an attempt, by node rank; those that cannot be read count as missing."""
+    found = []
+    for path in run_path.glob(f"logs/{attempt}/node-*.json"):
+        try:
+            found.append(parse_node(json.loads(read_file(path, LARGEST).decode())))
+        except DAMAGE:
+            continue
+    return sorted(found, key=lambda record: (record.node_rank, record.host))
+
+
+def parse_node(data: Mapping[str, object]) -> NodeRecord:
+    """Read one record; raises KeyError, TypeError or ValueError."""
+    values = {name: data[name] for name in NodeRecord.__slots__}
+    failure, clean = values["failure"], values["clean"]
+    if isinstance(failure, dict):
+        values["failure"] = NodeFailure(**{**failure, "lines": tuple(failure["lines"])})
+    if isinstance(clean, list):
+        values["clean"] = tuple((rank, moment) for rank, moment in clean)
+    return NodeRecord(**values)  # type: ignore[arg-type]  # a record that another version wrote is shown as it is

@@ -1,0 +1,181 @@
+"""The run directory, `RUNS_DIR/NAME/ID/`: made once, and the same for every rank and attempt."""
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from launcher.files import (
+    DIRECTORY,
+    ON_THE_WAY,
+    make_inner,
+    open_directory,
+    open_inner,
+    open_own,
+    write_whole,
+)
+
+OURS = ("agent-", "slurm-")
+"""How the logs begin that are no rank's."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Where everything of a run is kept; all of it is readable by its owner alone."""
+
+    path: Path
+    first_attempt: int = 0
+    """Number of this start's first attempt, after those of earlier starts into the same directory."""
+
+    node_rank: int = 0
+    """Number of this node in a job that is started by hand, whose nodes may share the directory."""
+
+    @property
+    def manifest_path(self) -> Path:
+        """The manifest; nodes above 0 of a job that is started by hand have their own."""
+        return self.path / ("manifest.json" if self.node_rank == 0 else f"manifest-{self.node_rank}.json")
+
+    @property
+    def id(self) -> str:
+        """The run's identifier, unique among runs of its name."""
+        return self.path.name
+
+    def plan_path(self, host: str) -> Path:
+        """The plan of one node."""
+        return self.path / f"plan-{host}.json"
+
+    def agent_log(self, host: str) -> Path:
+        """What torchrun's agent on one node printed."""
+        return self.path / "logs" / f"agent-{host}.log"
+
+    def rank_log(self, rank: int, attempt: int, ending: str) -> Path:
+        """Output of one rank: `ending` is `out` or `err`."""
+        return self.path / "logs" / str(attempt) / f"rank-{rank}.{ending}"
+
+
+def name_run_dir(run: RunDir) -> dict[str, str]:
+    """Return the variables that tell programs of their run directory and its identifier."""
+    return {"LAUNCH_RUN_DIR": str(run.path), "LAUNCH_RUN_ID": run.id}
+
+
+def create_run_dir(runs_dir: Path, name: str, now: datetime) -> RunDir:
+    """Make `runs_dir/name/YYYYMMDD-HHMMSS`, with `-2`, `-3` … for runs of the same second; raises OSError.
+
+    `runs_dir` and `name` may be symbolic links of this user's or root's; `name` is this user's directory.
+    """
+    with contextlib.suppress(FileExistsError):
+        runs_dir.mkdir(parents=True)
+    with full_names(runs_dir), closing_descriptor(open_directory(runs_dir, flags=ON_THE_WAY)) as at:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=at)
+        inner = open_own(name, at=at)
+    with closing_descriptor(inner), full_names(runs_dir / name):
+        stem = make_stem(inner, now.strftime("%Y%m%d-%H%M%S"))
+        path = (runs_dir / name / stem).absolute()
+        try:
+            prepare_folders(open_inner(inner, stem), path)
+        except OSError:
+            import shutil
+
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+    return RunDir(path)
+
+
+def make_stem(at: int, stem: str) -> str:
+    """Make a directory of this name, or with a number behind it, and return its name; raises OSError."""
+    for number in itertools.count(1):
+        name = stem if number == 1 else f"{stem}-{number}"
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=at)
+            break
+    return name
+
+
+def open_run_dir(path: Path, node_rank: int | None) -> RunDir:
+    """Open a run directory by name, making it if need be; raises OSError.
+
+    One that another user owns is refused, and one whose folders for logs are symbolic links. A later start
+    goes on counting attempts where the last one ended. Nodes that are started by hand, with a `node_rank`,
+    may share the directory and all count from 0, since none knows which came first.
+    """
+    path = path.absolute()
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+    with full_names(path):
+        earlier = prepare_folders(open_own(path), path)
+    if node_rank is not None:
+        return RunDir(path, 0, node_rank)
+    return RunDir(path, max(earlier, default=-1) + 1)
+
+
+def list_logs(path: Path, *inner: str) -> list[str]:
+    """Return the names in a run's `logs`, or in a folder there; symbolic links are left out.
+
+    None where it cannot be read, as in a network filesystem's hiccup.
+    """
+    try:
+        at = open_directory(path)
+        for name in ("logs", *inner):
+            with closing_descriptor(at):
+                at = os.open(name, DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
+        with closing_descriptor(at), os.scandir(at) as entries:
+            return [entry.name for entry in entries if not entry.is_symlink()]
+    except (OSError, ValueError):
+        return []
+
+
+def prepare_folders(at: int, path: Path) -> list[int]:
+    """Close a run directory to others, make its folder for logs, and return the attempts that have one there.
+
+    The descriptor is closed. Raises OSError.
+    """
+    with closing_descriptor(at):
+        os.fchmod(at, 0o700)
+        logs = make_inner(at, "logs")
+    with closing_descriptor(logs), full_names(path / "logs"), os.scandir(logs) as entries:
+        return list(number_attempts(entries))
+
+
+def number_attempts(entries: Iterator["os.DirEntry[str]"]) -> Iterator[int]:
+    """Give the attempts among the entries of `logs`; raises OSError for a link where a log is to be."""
+    for entry in entries:
+        if entry.is_symlink() and (entry.name.isdecimal() or entry.name.startswith(OURS)):
+            raise OSError(errno.ELOOP, "a symbolic link, which a run directory cannot have there", entry.name)
+        if entry.name.isdecimal():
+            yield int(entry.name)
+
+
+@contextlib.contextmanager
+def closing_descriptor(descriptor: int) -> Iterator[int]:
+    """Close a descriptor in the end."""
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def full_names(above: Path) -> Iterator[None]:
+    """Give errors on files that are opened from a directory the whole name."""
+    try:
+        yield
+    except OSError as error:
+        name = error.filename if isinstance(error.filename, str) else ""
+        raise OSError(error.errno, error.strerror, str(above / name)) from None
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file of a run directory, for its owner alone, whole or not at all; raises OSError."""
+    with full_names(path.parent), closing_descriptor(open_own(path.parent)) as at:
+        write_whole(at, path.name, text.encode("utf-8", "surrogateescape"))
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file of a run directory, as `write_private` does; raises OSError."""
+    write_private(path, json.dumps(value, indent=1) + "\n")

@@ -1,0 +1,183 @@
+"""How a run stands, as far as its directory tells: what `launch status` shows of it."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from launcher.runs.disk_reserve import FULL, is_full
+from launcher.runs.find import name_run
+from launcher.runs.latest_step import find_latest, list_attempts
+from launcher.runs.manifest import (
+    CLOSED,
+    read_job,
+    read_manifest,
+    read_own_manifest,
+    read_time,
+    take_dict,
+    take_earlier,
+    take_list,
+)
+from launcher.runs.run_directory import RunDir
+from launcher.runs.run_process import check_process
+
+LIVE = ("queued", "running")
+"""States of a run that is still to end."""
+STATES = {
+    "submitted": "queued",
+    "requeued": "queued",
+    "running": "running",
+    **dict(zip(CLOSED, CLOSED, strict=True)),
+}
+"""The manifest's states, and those that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptStatus:
+    """One start of a run that is over, or the one that the run is at."""
+
+    started: str
+    ended: str
+    state: str
+    cause: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """A run."""
+
+    run: str
+    """`NAME/ID`."""
+    path: str
+    state: str
+    """`queued`, `running`, `succeeded`, `failed`, `stopped`; `lost` where it ended and nobody wrote how;
+    `unknown` where the manifest cannot be read."""
+    reason: str = ""
+    """Why it waits or ended; in SLURM's words for a job that waits."""
+    job_id: str | None = None
+    slurm_state: str | None = None
+    """SLURM's own word; None where it was not asked, or no longer knows the job."""
+    partition: str = ""
+    nodes: int = 0
+    nodelist: str = ""
+    step: int | None = None
+    total: int | None = None
+    last_line: str = ""
+    restarts: int = 0
+    """Starts after the first: SLURM's requeues, and torchrun's restarts of its ranks."""
+    started: str = ""
+    """ISO 8601, of the last attempt; of the submission where none has begun."""
+    ended: str = ""
+    expected_start: str = ""
+    """When SLURM thinks that a job that waits will begin, in local time; empty where it does not say."""
+    known_since: float | None = None
+    """When its first attempt began, or it was submitted, in seconds since the epoch; None where unknown."""
+    seconds: float | None = None
+    """How long the last attempt has run, or a job that waits has waited; None where that is not known."""
+    exit_code: int | None = None
+    first_failure: Mapping[str, object] | None = None
+    command: tuple[str, ...] = ()
+    attempts: tuple[AttemptStatus, ...] = ()
+    """Oldest first."""
+    process: Mapping[str, object] = field(default_factory=dict)
+    """What the run hangs on where it is no job of SLURM's: see `runs/process.py`."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is still to end, as far as is known."""
+        return self.state in LIVE
+
+
+def read_status(path: Path, *, own: bool = False) -> RunStatus:
+    """Read a run's manifest; nothing raises, and what is damaged is left out.
+
+    With `own`, which is for what acts upon it, one that another user may have written is `unknown`.
+    """
+    manifest, doubt = {}, "its manifest.json cannot be read"
+    try:
+        manifest = read_own_manifest(path) if own else read_manifest(path)
+    except PermissionError as error:
+        doubt = f"{error.filename}: {error.strerror}"
+    outcome = take_dict(manifest, "outcome")
+    word = str(outcome.get("state"))
+    hosts = [str(host) for host in take_list(manifest, "hosts")]
+    failure = take_dict(outcome, "first_failure")
+    code = outcome.get("exit_code")
+    status = RunStatus(
+        run=name_run(path),
+        path=str(path.absolute()),
+        state=STATES.get(word, "unknown"),
+        job_id=read_job(manifest),
+        nodes=len(hosts),
+        nodelist=",".join(hosts),
+        restarts=max(list_attempts(path), default=0),
+        started=str(manifest.get("started") or ""),
+        ended=str(manifest.get("ended") or ""),
+        exit_code=code if isinstance(code, int) else None,
+        first_failure=failure or None,
+        command=tuple(map(str, take_list(manifest, "command"))),
+        attempts=read_attempts(manifest),
+        process=take_dict(manifest, "process"),
+    )
+    times = (read_time(manifest.get("submitted")), *(read_time(one.started) for one in status.attempts))
+    since = min((time for time in (*times, read_time(status.started)) if time is not None), default=None)
+    reason = explain_outcome(outcome) if status.state != "unknown" else doubt
+    return check_local(replace(status, reason=reason, seconds=measure_time(status), known_since=since))
+
+
+def check_local(status: RunStatus) -> RunStatus:
+    """Find out whether the process of a run that says that it is running is there."""
+    if status.state != "running" or not status.process or check_process(status.process) is not False:
+        return status
+    pid, host = (status.process.get(key) for key in ("pid", "host"))
+    full = f"; {FULL}" if is_full(RunDir(Path(status.path))) else ""
+    return mark_lost(status, f"process {pid} on {host} is gone, and left no word{full}")
+
+
+def mark_lost(status: RunStatus, reason: str) -> RunStatus:
+    """Return the status of a run that ended without a word; nobody knows when."""
+    return replace(status, state="lost", reason=reason, seconds=None)
+
+
+def explain_outcome(outcome: Mapping[str, object]) -> str:
+    """Say why a run ended: who failed first, the cause, or the signal."""
+    failure, cause = take_dict(outcome, "first_failure"), str(outcome.get("cause") or "")
+    reason = str(outcome.get("reason") or "")
+    is_crash = bool(failure) and cause in ("", "crash")
+    words = list(map(str, take_list(outcome, "events"))) if is_crash else []
+    words += [reason or cause] if cause and not is_crash else []
+    who = f"rank {failure.get('rank')} on {failure.get('host')}"
+    if failure and not any(f"{who} " in word for word in words):
+        words.append(f"{who} {failure.get('reason')}")
+    if not words and outcome.get("signal"):
+        words.append(f"by {outcome['signal']}")
+    return "; ".join(words or [reason])
+
+
+def read_attempts(manifest: Mapping[str, object]) -> tuple[AttemptStatus, ...]:
+    """Return a manifest's starts; a submission that never ran is none."""
+    found = []
+    for entry in (*take_earlier(manifest), manifest):
+        outcome = take_dict(entry, "outcome")
+        state, cause = (str(outcome.get(key) or "") for key in ("state", "cause"))
+        if state and state != "submitted":
+            started, ended = (str(entry.get(key) or "") for key in ("started", "ended"))
+            found.append(AttemptStatus(started, ended, state, cause, explain_outcome(outcome)))
+    return tuple(found)
+
+
+def measure_time(status: RunStatus) -> float | None:
+    """Return the seconds from a run's start to its end, or to now."""
+    start, end = read_time(status.started), time.time() if status.is_live else read_time(status.ended)
+    if status.state == "queued":
+        start = read_time(status.ended) or start  # of the attempt before, where there was one
+    return None if start is None or end is None else max(0.0, end - start)
+
+
+def add_progress(status: RunStatus) -> RunStatus:
+    """Add what rank 0 has printed last: its step, and its last line."""
+    step, last = find_latest(Path(status.path))
+    if step is None:
+        return replace(status, last_line=last)
+    return replace(status, step=step.step, total=step.total, last_line=last)

@@ -1,0 +1,165 @@
+"""The submission script as text."""
+
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launcher.errors import UsageError
+from launcher.slurm.sbatch_options import Option
+
+MODULE = "launcher.slurm"
+HEAD = "#!/bin/bash"
+MARK = "END_OF_JOB"
+"""Ends the document in a script; a line of JSON is never that."""
+SETUP = """\
+# cluster.setup: a line that fails ends the job
+trap 'launch_code=$?; printf "launch: error: cluster.setup ended with %s at: %s\\n" \\
+    "$launch_code" "$launch_line" >&2; exit "$((launch_code ? launch_code : 1))"' EXIT
+launch_check() { if [ "$1" != 0 ]; then exit "$1"; fi; }
+"""
+SETUP_END = """\
+trap - EXIT
+unset -v launch_line launch_code
+unset -f launch_check"""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What the script of a job, or of a job array, is made of, whoever submits it."""
+
+    options: tuple[Option, ...]
+    remarks: tuple[str, ...]
+    """What the job does, for people who read the script."""
+    setup: tuple[str, ...]
+    """The user's own lines of bash."""
+    python: tuple[str, ...]
+    """The interpreter of the submission, with its options."""
+
+
+def render_script(script: Script, runs: Sequence[str]) -> str:
+    """Return the script of a job whose run directory is there, or of an array with one for each member.
+
+    Raises UsageError for a path that SLURM cannot take.
+    """
+    for run in runs:
+        check_path(run)
+    path = f"{runs[0].replace('%', '%%')}/logs/slurm-%j.out" if len(runs) == 1 else "/dev/null"
+    lines = [*render_head(script, path), "", *choose_run(runs), *render_setup(script.setup)]
+    lines += ["", *render_exec(script.python, '"$launch_run"')]
+    return "\n".join(lines) + "\n"
+
+
+def render_standalone(script: Script, document: str) -> str:
+    """Return the script of a job whose run directory is made once it starts, from `document`, JSON.
+
+    SLURM's own output file is where `sbatch` is called, and has what comes before there is a run directory.
+    """
+    is_array = any(option.name == "array" for option in script.options)
+    path = "%x-%A_%a.out" if is_array else "%x-%j.out"
+    lines = [*render_head(script, path), *render_setup(script.setup), ""]
+    lines += render_exec(script.python, f"--standalone <<'{MARK}'")
+    return "\n".join([*lines, document, MARK]) + "\n"
+
+
+def render_head(script: Script, output: str) -> list[str]:
+    """Write the remarks and the options, the log's among them."""
+    log = (Option("open-mode", "append", "run_dir"), Option("output", output, "run_dir"))
+    return [HEAD, *map(render_remark, script.remarks), *map(render_option, (*script.options, *log))]
+
+
+def render_remark(text: str) -> str:
+    """Write a comment of one line, which holds nothing that could end it."""
+    return "# " + "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def check_path(path: str) -> None:
+    """Raise UsageError for what `--output` cannot hold: a backslash there means that `%j` is no pattern."""
+    if "\\" in path or not path.isprintable():
+        raise UsageError(
+            f"the run directory {path!r} has a character that SLURM's --output cannot have: set runs_dir=DIR"
+            " and name=NAME without backslashes, line breaks and the like"
+        )
+
+
+def render_option(option: Option) -> str:
+    """Write an option as sbatch reads it: in double quotes where it has other than plain characters.
+
+    sbatch splits at white space, takes `#` for a comment and the word hetjob for a separator, and knows
+    backslashes before quotes and backslashes.
+    """
+    text = option.render()
+    name, equals, value = text.partition("=")
+    plain = all(char.isalnum() or char in "-_.,:/@%+=[]()*&|~^" for char in value) and "job" not in value
+    if plain:
+        return f"#SBATCH {text}"
+    quoted = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'#SBATCH {name}{equals}"{quoted}"'
+
+
+def choose_run(runs: Sequence[str]) -> list[str]:
+    """Set the run directory; a member of an array picks its own, and its log: SLURM has one path for all."""
+    if len(runs) == 1:
+        return [f"launch_run={shlex.quote(runs[0])}"]
+    return [
+        "launch_runs=(",
+        *(f"    {shlex.quote(run)}" for run in runs),
+        ")",
+        "launch_run=${launch_runs[$SLURM_ARRAY_TASK_ID]}",
+        'exec >>"$launch_run/logs/slurm-$SLURM_JOB_ID.out" 2>&1',
+    ]
+
+
+def render_setup(setup: Sequence[str]) -> list[str]:
+    """Write the user's lines as they are, each followed by a look at how it ended."""
+    if not setup:
+        return []
+    lines = ["", *SETUP.splitlines()]
+    for line in join_lines(setup):
+        lines += [f"launch_line={shlex.quote(line)}", line, "launch_check $?"]
+    return [*lines, *SETUP_END.splitlines()]
+
+
+def join_lines(setup: Sequence[str]) -> list[str]:
+    """Return the lines, with those together that end in a backslash and go on in the next."""
+    joined: list[str] = []
+    goes_on = False
+    for line in setup:
+        joined = [*joined[:-1], f"{joined[-1]}\n{line}"] if goes_on else [*joined, line]
+        goes_on = (len(line) - len(line.rstrip("\\"))) % 2 == 1
+    return joined
+
+
+def render_exec(python: Sequence[str], words: str) -> list[str]:
+    """Become the head of the job, by the interpreter of the submission whatever environment is active.
+
+    `words` are what follows in the line, as bash reads them.
+    """
+    program = shlex.quote(python[0])
+    missing = f"launch: error: no {python[0]} on this node: is it on a filesystem that all nodes share?"
+    return [
+        f"if [ ! -x {program} ]; then",
+        f"    printf '%s\\n' {shlex.quote(missing)} >&2",
+        "    exit 3",
+        "fi",
+        f"exec {shlex.join(python)} -m {MODULE} {words}",
+    ]
+
+
+def check_syntax(text: str, setup: Sequence[str]) -> None:
+    """Raise UsageError where the user's lines make a script that bash cannot read."""
+    if not setup:
+        return
+    done = subprocess.run(
+        ["bash", "-n"],
+        input=os.fsencode(text),
+        env={**os.environ, "LC_ALL": "C"},
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        said = " ".join(done.stderr.decode(errors="replace").split())
+        raise UsageError(
+            f"cluster.setup={list(setup)} is no valid bash ({said}): each entry is a whole command"
+        )

@@ -1,0 +1,90 @@
+"""What PyTorch's compilers keep for a job, on each node's own disk: network filesystems fail them.
+
+`python -m launcher.slurm.compiler_caches` removes what killed tasks of this user have left on a node.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+
+PLACES = ("SLURM_TMPDIR", "TMPDIR")
+"""Variables that name a disk of the node's own, the first that will do winning; /tmp is the last."""
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+"""Variables by which a user says where the caches are."""
+OWN = f"launch-caches-{os.uname().nodename}-"
+"""How the names of this node's folders begin; a disk that several nodes share may know no lock but each
+node's own."""
+
+
+@contextlib.contextmanager
+def open_caches(environ: Mapping[str, str]) -> Iterator[str]:
+    """Give a new folder on this node, for its owner alone, that is removed in the end.
+
+    Empty where the user has said where the caches are, and where no disk will do: the compilers' own places
+    are better than no job. What a task that was killed has left is removed by the next one.
+    """
+    folder, lock = ("", None) if all(environ.get(name) for name in CACHES) else make_folder(environ)
+    try:
+        yield folder
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def make_folder(environ: Mapping[str, str]) -> tuple[str, int | None]:
+    """Make a folder of mode 0700 that libraries can be loaded from, and return the lock on it too.
+
+    The folder is empty where there is no place for it, the lock None where the disk knows none.
+    """
+    prefix = f".{OWN}{environ.get('SLURM_JOB_ID', 'job')}-"
+    for place in list_places(environ):
+        with contextlib.suppress(OSError, ValueError):
+            if not os.statvfs(place).f_flag & os.ST_NOEXEC:
+                remove_left(place)
+                made = tempfile.mkdtemp(prefix=prefix, dir=place)
+                lock = lock_folder(made)
+                folder = os.path.join(place, os.path.basename(made)[1:])  # noqa: PTH118, PTH119 - texts
+                os.rename(made, folder)  # noqa: PTH104 - by this name it is locked
+                return folder, lock
+    return "", None
+
+
+def list_places(environ: Mapping[str, str]) -> list[str]:
+    """Return the disks of this node that may do."""
+    found = (*filter(None, map(environ.get, PLACES)), "/tmp")  # noqa: S108 - mkdtemp's names are not foreseen
+    return [os.path.abspath(place) for place in found]  # noqa: PTH100 - a text is wanted
+
+
+def lock_folder(folder: str) -> int | None:
+    """Return a descriptor that keeps a folder from `remove_left` until it is closed; None without locks."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def remove_left(place: str) -> None:
+    """Remove this user's folders in a place whose tasks were killed: the kernel has let go of their locks."""
+    with contextlib.suppress(OSError), os.scandir(place) as entries:
+        for entry in entries:
+            if not entry.name.startswith(OWN):
+                continue
+            with contextlib.suppress(OSError):
+                if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+                    continue
+                if (lock := lock_folder(entry.path)) is not None:
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                    os.close(lock)
+
+
+if __name__ == "__main__":
+    for each in list_places(os.environ):
+        remove_left(each)

@@ -1,0 +1,222 @@
+"""One attempt of a SLURM job, on its first node or in its user's shell: the step, and the account of it."""
+
+import contextlib
+import os
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from launcher.errors import EXIT_SCHEDULER, LaunchError, MachineError
+from launcher.files import open_below
+from launcher.launch.processes import adopt_orphans, end_leftovers
+from launcher.launch.signals import KILL_GRACE, STOPPING, catch_signals, name_signal
+from launcher.launch.torchrun import check_port_free
+from launcher.runs.node_records import NodeRecord, node_path, read_nodes, refuse_node
+from launcher.runs.provenance import describe_sources
+from launcher.runs.run_directory import RunDir, open_run_dir
+from launcher.slurm.attempt import Attempt, StepEnd
+from launcher.slurm.attempt_end import find_told
+from launcher.slurm.attempts import begin_attempt, end_attempt
+from launcher.slurm.hostlist import expand_hosts
+from launcher.slurm.job_request import JobRequest, read_request
+from launcher.slurm.node_step import (
+    collect_nodes,
+    describe_step,
+    pass_numbers,
+    remove_caches,
+    start_nodes,
+)
+from launcher.slurm.notation import parse_signal
+from launcher.slurm.rendezvous import PORT_TAKEN, TRIALS, pick_port, read_local_ports
+from launcher.slurm.srun_messages import drop_prefix, has_begun, is_passing
+from launcher.slurm.step_monitor import Overseer
+from launcher.text import say
+
+UNSTARTED = "srun did not start the step"
+"""How the record of a step begins that SLURM has refused."""
+RETRY = 5.0
+"""Seconds until the next try, where slurmctld is away or the nodes are not ready for another step."""
+
+
+def run_batch(run_path: Path) -> int:
+    """Run one attempt of a submitted job and return its exit code; raises LaunchError."""
+    request = read_request(run_path, os.environ)
+    return run_attempt(request, open_run(run_path), os.environ, requeues=True)
+
+
+def open_run(run_path: Path) -> RunDir:
+    """Open the run directory for this start; raises MachineError."""
+    try:
+        return open_run_dir(run_path, None)
+    except OSError as error:
+        raise MachineError(
+            f"{os.uname().nodename} cannot write the run directory, {error.filename} ({error.strerror}):"
+            " runs_dir=DIR chooses one on a filesystem that all nodes share"
+        ) from None
+
+
+def choose_hosts(environ: Mapping[str, str], most: int) -> tuple[str, ...]:
+    """Return the nodes to run on: the first of the job's; raises MachineError."""
+    text = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
+    try:
+        hosts = expand_hosts(text)
+    except ValueError:
+        hosts = ()
+    if not hosts:
+        raise MachineError(f"SLURM_JOB_NODELIST={text!r} is no list of nodes: is this a SLURM job?")
+    return hosts[:most]
+
+
+def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *, requeues: bool) -> int:
+    """Run one attempt to its end and return the exit code; raises LaunchError before it starts."""
+    hosts = choose_hosts(environ, request.max_nodes)
+    number, _ = parse_signal(request.config.cluster.signal)
+    adopt_orphans()
+    with catch_signals((number,)) as inbox:
+        attempt = begin_attempt(request, run, environ, hosts, requeues=requeues)
+        os.close(open_below(run.path, "logs", str(run.first_attempt)))
+        salt = 0 if requeues else zlib.crc32(os.fsencode(run.path))
+        overseer = Overseer(attempt, inbox)
+        try:
+            pass_numbers(attempt)
+            end = run_steps(attempt, overseer, salt)
+        except OSError as error:
+            reason = f"srun cannot be run ({error.strerror}): load SLURM's module, as cluster.setup can"
+            end = refuse_step(overseer, reason, EXIT_SCHEDULER)
+        except LaunchError as error:
+            end = refuse_step(overseer, str(error), error.exit_code)
+        finally:
+            end_leftovers(KILL_GRACE)
+        return end_attempt(attempt, end)
+
+
+def run_steps(attempt: Attempt, overseer: Overseer, salt: int) -> StepEnd:
+    """Run the step, again with another port where the first node has something else at that one."""
+    job, local = int(attempt.environ.get("SLURM_JOB_ID", "0")), read_local_ports()
+    for trial in range(TRIALS):
+        clear_records(attempt)
+        port = pick_port(job + salt, attempt.run.first_attempt, trial, local)
+        if trial + 1 < TRIALS and is_first_host(attempt) and not is_free(port):
+            continue
+        run = run_ranks if attempt.request.config.agent == "srun" else run_nodes
+        end = run(attempt, overseer, f"{attempt.hosts[0]}:{port}")
+        taken = any(record.exit_code == PORT_TAKEN and not record.failure for record in end.records)
+        away = any(is_away(record) for record in end.records)
+        if away:
+            overseer.wait(RETRY)
+        if overseer.signals or not (taken or away):
+            break
+        if taken and trial + 1 < TRIALS:
+            say(f"port {port} of {attempt.hosts[0]} was taken: the step starts again, with another one")
+    return end
+
+
+def is_away(record: NodeRecord) -> bool:
+    """Tell whether a record, the head's own, says that there was no step, and that there may be one soon."""
+    said = record.agent_said
+    return record.failure is None and said.startswith(UNSTARTED) and is_passing(said)
+
+
+def is_first_host(attempt: Attempt) -> bool:
+    """Tell whether this is the node that serves the rendezvous, rather than a login node with `salloc`."""
+    return attempt.hosts[0] == attempt.environ.get("SLURMD_NODENAME")
+
+
+def is_free(port: int) -> bool:
+    """Tell whether a port of this host can be served; the node itself looks again."""
+    try:
+        check_port_free(port)
+    except MachineError:
+        return False
+    return True
+
+
+def run_nodes(attempt: Attempt, overseer: Overseer, endpoint: str) -> StepEnd:
+    """Run the step of `agent=torchrun`: a task of ours on each node, which writes the node's record."""
+    step = start_nodes(attempt, endpoint)
+    with describe_meanwhile(attempt):
+        overseer.watch(step)
+    step.close()
+    end = describe_end(attempt, overseer, step.process.returncode, collect_nodes(attempt, step), step.said)
+    if not overseer.signals:
+        remove_caches(attempt, list(find_told(end)))
+    return replace(end, signalled=tuple(step.signalled), cancelled=step.cancelled)
+
+
+@contextlib.contextmanager
+def describe_meanwhile(attempt: Attempt) -> Iterator[None]:
+    """Complete the manifest with git commit and package versions, which a submission has done already."""
+    if "git" in attempt.manifest:
+        yield
+        return
+    directory = Path(attempt.request.directory)
+    asking = threading.Thread(
+        target=lambda: attempt.manifest.update(describe_sources(directory)), daemon=True
+    )
+    asking.start()
+    yield
+    asking.join()
+
+
+def run_ranks(attempt: Attempt, overseer: Overseer, endpoint: str) -> StepEnd:
+    """Run the step of `agent=srun`: a task for each rank; the records are made here, from what srun tells."""
+    from launcher.slurm.rank_step_start import RankJob, is_taken_here, start_ranks
+
+    request, run, started = attempt.request, attempt.run, time.time()
+    job = RankJob(request, run, attempt.hosts, attempt.environ)
+    if is_taken_here(job, endpoint):
+        from launcher.slurm.srun_records import refuse_port
+
+        return describe_end(attempt, overseer, PORT_TAKEN, [refuse_port(attempt.hosts[0], started)], ())
+    step = start_ranks(job, describe_step(attempt), endpoint)
+    from launcher.slurm.srun_records import Account, record_nodes  # while the ranks start
+
+    with describe_meanwhile(attempt):
+        overseer.watch(step)
+    step.close()
+    code, tail = step.process.returncode, request.config.logs.tail
+    told = step.told
+    stop = next((sent for sent in overseer.signals if sent[0] in STOPPING), told.stop)
+    records = record_nodes(Account(run, attempt.hosts, job.ranks, tail, code, told, stop, started))
+    end = describe_end(attempt, overseer, code, records, told.said)
+    return replace(end, cancelled=told.cancelled_first)
+
+
+def describe_end(
+    attempt: Attempt, overseer: Overseer, code: int, records: Sequence[NodeRecord], said: Iterable[str]
+) -> StepEnd:
+    """Return the account of a step. Where no task ever ran, no node was lost: SLURM refused the step."""
+    said, heard = tuple(said), {record.host for record in records}
+    missing = tuple(host for host in attempt.hosts if host not in heard)
+    if not records and not overseer.signals and (code < 0 or (code and not has_begun(said))):
+        records, missing = [record_refusal(attempt, code, said)], ()
+    return StepEnd(code, tuple(records), missing, tuple(overseer.signals), overseer.checkpointed, said)
+
+
+def record_refusal(attempt: Attempt, code: int, said: Sequence[str]) -> NodeRecord:
+    """Return a record that says why there is no step, in srun's words, or what ended srun and its step."""
+    if code < 0:
+        return make_refusal(attempt, f"srun was ended by {name_signal(-code)}, and its step", 128 - code)
+    words = "; ".join(map(drop_prefix, said[-3:]))
+    reason = f"{UNSTARTED} (code {code}): {words or 'it printed nothing'}"
+    return make_refusal(attempt, reason, EXIT_SCHEDULER)
+
+
+def make_refusal(attempt: Attempt, reason: str, status: int) -> NodeRecord:
+    """Return a record, the head's own, that says why there is no step."""
+    return refuse_node(attempt.hosts[0], 0, status, reason, time.time())
+
+
+def refuse_step(overseer: Overseer, reason: str, status: int) -> StepEnd:
+    """Return the account of a step that could not be started."""
+    record = make_refusal(overseer.attempt, reason, status)
+    return StepEnd(status, (record,), (), tuple(overseer.signals), overseer.checkpointed)
+
+
+def clear_records(attempt: Attempt) -> None:
+    """Remove the records of a try that found its port taken."""
+    for record in read_nodes(attempt.run.path, attempt.run.first_attempt):
+        node_path(attempt.run.path, attempt.run.first_attempt, record.host).unlink(missing_ok=True)

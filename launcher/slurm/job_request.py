@@ -1,0 +1,122 @@
+"""`job.json`: all that a job's processes on the cluster need to know, frozen at submission."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.config.schema import LaunchConfig, load_config
+from launcher.errors import MachineError
+from launcher.files import LARGEST, read_file
+from launcher.runs.run_directory import write_json
+from launcher.runs.secrets import mask_tree, mask_words
+
+if TYPE_CHECKING:
+    from launcher.launch.job import Draft
+
+FILE = "job.json"
+SECRETS = "LAUNCH_SECRETS"
+"""Variable that carries what must not be written down: JSON, {run directory: what `write_request` returned}.
+
+The empty name stands for all the runs of a job array.
+
+SLURM keeps a job's environment itself, so that it is there on every attempt; no rank gets it.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """A job as it was submitted, the same for every attempt."""
+
+    config: LaunchConfig
+    """With the run directory resolved in it."""
+    choices: Mapping[str, str]
+    """Option chosen for each group of the configuration."""
+    words: tuple[str, ...] | None
+    """The program as given after `--`; None for the configured one."""
+    command: tuple[str, ...]
+    """The command line of `launch`, for the manifest; secrets masked."""
+    directory: str
+    """Where it was given."""
+    min_nodes: int
+    max_nodes: int
+
+    @property
+    def progress_patterns(self) -> tuple[str, ...]:
+        """`progress.paths`, absolute."""
+        paths = self.config.progress.paths
+        return tuple(os.path.join(self.directory, os.path.expanduser(path)) for path in paths)  # noqa: PTH111, PTH118 - patterns are no paths
+
+
+def make_request(draft: "Draft", argv: Sequence[str], run_path: Path) -> JobRequest:
+    """Return what the job's processes on the cluster are told, for a run directory; raises UsageError."""
+    return JobRequest(
+        config=draft.settle(run_path),
+        choices=draft.composed.choices,
+        words=draft.words,
+        command=tuple(mask_words(["launch", *argv])),
+        directory=str(Path.cwd()),
+        min_nodes=draft.cluster.min_nodes,
+        max_nodes=draft.cluster.max_nodes,
+    )
+
+
+def write_request(request: JobRequest, run_path: Path) -> dict[str, Any]:
+    """Write a request into its run directory, and return the values that were left out; raises OSError.
+
+    They are {"config": tree of secrets, "words": list}, empty where there are none: see `read_request`.
+    """
+    whole = json.loads(json.dumps(asdict(request)))
+    masked = {**whole, "config": mask_tree(whole["config"])}
+    masked["words"] = None if request.words is None else mask_words(request.words)
+    write_json(run_path / FILE, {"schema": 1, **masked})
+    secrets = {key: whole[key] for key in ("config", "words") if masked[key] != whole[key]}
+    return {key: find_hidden(whole[key], masked[key]) for key in secrets}
+
+
+def read_request(run_path: Path, environ: Mapping[str, str]) -> JobRequest:
+    """Read a run directory's request, with the secrets that the environment carries; raises MachineError."""
+    path = run_path / FILE
+    try:
+        data = json.loads(read_file(path, LARGEST, own=True).decode())  # it says what the job's nodes run
+        carried = json.loads(environ.get(SECRETS) or "{}")
+        secrets = carried.get(str(run_path), carried.get("", {}))
+        for key in secrets:
+            data[key] = put_back(data[key], secrets[key])
+        words = None if data["words"] is None else tuple(data["words"])
+        return JobRequest(
+            load_config(data["config"]),
+            data["choices"],
+            words,
+            tuple(data["command"]),
+            data["directory"],
+            data["min_nodes"],
+            data["max_nodes"],
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise MachineError(
+            f"{path} cannot be read on {os.uname().nodename} ({error!r}): is the run directory on a"
+            " filesystem that all nodes share? runs_dir=DIR chooses another"
+        ) from None
+
+
+def find_hidden(whole: Any, masked: Any) -> Any:  # noqa: ANN401 - JSON
+    """Return a tree of what differs: dictionaries by key, lists by index as text, else the value itself."""
+    if isinstance(whole, dict):
+        return {key: find_hidden(whole[key], masked[key]) for key in whole if whole[key] != masked[key]}
+    if isinstance(whole, list):
+        pairs = enumerate(zip(whole, masked, strict=True))
+        return {str(number): find_hidden(a, b) for number, (a, b) in pairs if a != b}
+    return whole
+
+
+def put_back(masked: Any, hidden: Any) -> Any:  # noqa: ANN401 - JSON
+    """Undo what `find_hidden` took out."""
+    if isinstance(masked, dict):
+        return {key: put_back(item, hidden[key]) if key in hidden else item for key, item in masked.items()}
+    if isinstance(masked, list):
+        pairs = ((str(number), item) for number, item in enumerate(masked))
+        return [put_back(item, hidden[key]) if key in hidden else item for key, item in pairs]
+    return hidden

@@ -1,0 +1,116 @@
+"""One node's part of a SLURM job: its plan, torchrun's agent, and its record."""
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from launcher.config.cluster import Cluster
+from launcher.config.schema import LaunchConfig
+from launcher.errors import MachineError
+from launcher.launch.agent import check_open_files, preload_agent
+from launcher.launch.job import Job, build_environ, plan_configured, render_agent
+from launcher.launch.torchrun import check_port_free, parse_endpoint
+from launcher.runs.node_records import refuse_node, write_node
+from launcher.runs.rank_logs import measure_file
+from launcher.runs.run_directory import RunDir, write_json
+from launcher.slurm.compiler_caches import open_caches
+from launcher.slurm.job_request import JobRequest, read_request
+from launcher.slurm.rendezvous import PORT_TAKEN
+from launcher.slurm.step_environ import drop_ours
+from launcher.slurm.task_identity import Place, read_place
+
+RESTARTS = 3
+"""Of an elastic job, where nobody says: the loss of a node takes one at every node that remains."""
+
+
+def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
+    """Run this node's part to its end, and return its exit code; raises LaunchError or OSError."""
+    place = read_place(environ)
+    request = read_request(run_path, environ)
+    enter_directory(request.directory, place.host)
+    check_open_files()
+    run = RunDir(run_path, place.attempt)
+    config, cluster = describe_part(request, place)
+    merged = {**drop_ours(environ), **config.env}
+    log = run.agent_log(place.host)
+    log_begin = measure_file(log)
+    agent = preload_agent(sys.executable, build_environ(config, cluster, merged, run, place.host), log)
+    from launcher.slurm.node_work import run_agent  # as all that follows, while the agent imports torch
+
+    try:
+        check_port(config, cluster)
+    except MachineError as error:
+        return refuse_port(run, place, str(error), started)
+    with open_caches(merged) as caches:
+        plan = plan_configured(config, merged, caches)
+        job = Job(config, request.choices, request.words, cluster, plan, merged, place.host)
+        write_plan(run, job)
+        command = render_agent(job, f"{run.id}-{place.step}-{place.attempt}")
+        start = partial(agent.begin, command)
+        return run_agent(job, run, place, start, log_begin=log_begin, started=started)
+
+
+def enter_directory(directory: str, host: str) -> None:
+    """Go to where the job was submitted; raises MachineError where this node has no such place."""
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        raise MachineError(
+            f"{host} cannot enter {directory} ({error.strerror}): submit from a folder that all nodes share"
+        ) from None
+
+
+def describe_part(request: JobRequest, place: Place) -> tuple[LaunchConfig, Cluster]:
+    """Return the configuration of this node, and its part in the job; raises UsageError."""
+    config, torchrun = request.config, request.config.torchrun
+    if torchrun.local_addr is None and can_resolve(place.host):
+        # By this name the others find rank 0; torchrun's own idea of it may be an alias, or the loopback's.
+        torchrun = replace(torchrun, local_addr=place.host)
+    if torchrun.max_restarts is None and request.min_nodes < request.max_nodes:
+        torchrun = replace(torchrun, max_restarts=RESTARTS)
+    cluster = Cluster(
+        "allocation" if config.cluster.kind == "allocation" else "slurm",
+        f"SLURM job {place.step.partition('.')[0]}",
+        min(request.min_nodes, place.nodes),
+        place.nodes,
+        config.rdzv_endpoint or place.endpoint,
+        is_host=place.node_rank == 0,
+    )
+    return replace(config, torchrun=torchrun), cluster
+
+
+def write_plan(run: RunDir, job: Job) -> None:
+    """Write this node's plan into the run directory; raises MachineError."""
+    from launcher.plan.codec import plan_to_json
+
+    try:
+        write_json(run.plan_path(job.host), plan_to_json(job.plan))
+    except OSError as error:
+        raise MachineError(
+            f"{error.filename} cannot be written ({error.strerror}): is there room, and is it shared?"
+        ) from None
+
+
+def can_resolve(host: str) -> bool:
+    """Tell whether this node's name leads to an address."""
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
+
+
+def check_port(config: LaunchConfig, cluster: Cluster) -> None:
+    """Raise MachineError where this node is to serve the rendezvous and its port is not free."""
+    if cluster.is_host and config.torchrun.rdzv_backend in (None, "c10d"):
+        check_port_free(parse_endpoint(cluster.endpoint)[1])
+
+
+def refuse_port(run: RunDir, place: Place, reason: str, started: float) -> int:
+    """Leave word for the head, which chooses another port."""
+    record = refuse_node(place.host, place.node_rank, PORT_TAKEN, reason, started)
+    write_node(run.path, place.attempt, record)
+    return PORT_TAKEN

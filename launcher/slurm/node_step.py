@@ -1,0 +1,219 @@
+"""The step of a job: srun with one task of ours on each node."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from launcher.config.schema import ContainerConfig
+from launcher.errors import SchedulerError
+from launcher.launch.processes import prepare_agent
+from launcher.launch.signals import FORWARDED
+from launcher.launch.stop_requests import (
+    KILL_WAIT,
+    LOST,
+    open_channel,
+    parse_report,
+    write_signal,
+    write_word,
+)
+from launcher.runs.node_records import NodeRecord, read_nodes
+from launcher.slurm.attempt import Attempt
+from launcher.slurm.commands import run_slurm
+from launcher.slurm.hostlist import expand_hosts
+from launcher.slurm.own_job import ask_kill_wait
+from launcher.slurm.srun_command import Container, Step, give_cpus, render_step
+from launcher.slurm.srun_messages import (
+    is_accounted,
+    is_cancelled,
+    is_noise,
+    is_own,
+    parse_end,
+    parse_lost,
+)
+from launcher.slurm.step_environ import clean_for_step
+from launcher.slurm.task_identity import ATTEMPT, RENDEZVOUS
+
+LAST = 40
+"""Lines of srun's that are kept for the account."""
+PASSING: Mapping[str, object] = {"input": "none", "gres": "none"}
+"""Options of a step that needs nothing."""
+CYCLE = 4
+"""Attempts after which a step may have the number of an earlier one's again: by then the node that a signal
+waits for has been lost for longer than several waits in the queue."""
+SETTLE = 5.0
+"""Seconds for a short step, and for a record to come into sight of this node, on a filesystem that tells
+late of new files."""
+
+
+@dataclass(slots=True)
+class NodeStep:
+    """A running step whose tasks are ours."""
+
+    process: "subprocess.Popen[bytes]"
+    control: int
+    """Descriptor of srun's stdin, which every task reads a copy of."""
+    environ: Mapping[str, str]
+    elastic: bool = False
+    """The step outlives the end of a task."""
+    started: float = field(default_factory=time.time)
+    said: deque[str] = field(default_factory=lambda: deque(maxlen=LAST))
+    """srun's own lines."""
+    lost: frozenset[str] = frozenset()
+    """Nodes that SLURM has given up."""
+    signalled: list[tuple[str, int]] = field(default_factory=list)
+    """Nodes whose task got a signal that the head has not sent, before any task had ended."""
+    cancelled: bool = False
+    """SLURM said that the step was cancelled, before any task had ended."""
+    ended: bool = False
+    """A task has ended badly, and SLURM ends the others."""
+    reader: threading.Thread = field(init=False)
+    teller: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin to pass stderr on, and tell the tasks how long SLURM will wait for them."""
+        self.reader = threading.Thread(target=self.pass_errors, daemon=True)
+        self.teller = threading.Thread(target=self.tell_patience, daemon=True)
+        self.reader.start()
+        self.teller.start()
+
+    def tell_patience(self) -> None:
+        """Ask SLURM for its KillWait, once the step is on its way: the thread's body."""
+        seconds = ask_kill_wait(self.environ)
+        if seconds is not None:
+            write_word(self.control, f"{KILL_WAIT} {seconds}")
+
+    def send(self, number: int) -> None:
+        """Send a signal to the ranks, by way of their supervisors."""
+        write_signal(self.control, number)
+
+    def pass_errors(self) -> None:
+        """Copy the tasks' stderr to ours, and keep srun's own lines: the thread's body."""
+        for raw in self.process.stderr or ():
+            line = raw.decode(errors="replace").rstrip("\n")
+            if report := parse_report(line):
+                self.signalled += [] if self.ended else [report]
+            elif not is_own(line) or self.note_line(line):
+                with contextlib.suppress(OSError):
+                    os.write(2, raw)
+
+    def note_line(self, line: str) -> bool:
+        """Take a line of srun's own; false where it says nothing new to people."""
+        if is_noise(line):
+            return False
+        known = is_accounted(line, self.said)
+        self.said.append(line)
+        self.cancelled = self.cancelled or (is_cancelled(line) and not self.ended)
+        self.ended = self.ended or (parse_end(line) is not None and not self.elastic)
+        if hosts := parse_lost(line):
+            with contextlib.suppress(ValueError):
+                self.lost |= {*expand_hosts(hosts)}  # a new value: another thread reads it
+            write_word(self.control, LOST)  # to those that can go on: of an elastic job
+        return not known
+
+    def close(self) -> None:
+        """Take what is left, after srun's end."""
+        self.reader.join(SETTLE)
+        self.teller.join()
+        os.close(self.control)
+
+
+def describe_step(attempt: Attempt) -> Step:
+    """Return the step over the nodes of an attempt."""
+    request = attempt.request
+    config = request.config
+    box = config.cluster.container
+    return Step(
+        nodes=len(attempt.hosts),
+        nodelist=attempt.hosts,
+        elastic=attempt.is_elastic,
+        directory=request.directory,
+        command=(
+            box.python if box.image else sys.executable,
+            *("-P", "-m", "launcher.slurm.task", str(attempt.run.path)),
+        ),
+        options=config.cluster.srun,
+        container=describe_container(box, attempt.run.path, request.directory),
+    )
+
+
+def describe_container(config: ContainerConfig, run_path: Path, directory: str) -> Container | None:
+    """Return the container with the run directory and the working directory mounted, if there is one."""
+    if not config.image:
+        return None
+    mounts = (f"{run_path}:{run_path}", f"{directory}:{directory}", *config.mounts)
+    return Container(config.runtime, config.image, mounts, tuple(config.args))
+
+
+def start_nodes(attempt: Attempt, endpoint: str) -> NodeStep:
+    """Start a task on each node, which are to meet at `endpoint`; raises OSError where there is no srun."""
+    told = {ATTEMPT: str(attempt.run.first_attempt), RENDEZVOUS: endpoint}
+    step = describe_step(attempt)
+    step = replace(step, options=give_cpus(step.options, attempt.environ))
+    reading, writing = open_channel()
+    parent = os.getpid()
+    try:
+        process = subprocess.Popen(
+            render_step(step),
+            env={**clean_for_step(attempt.environ), **told},
+            stdin=reading,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # a terminal's Ctrl-C is for the head alone
+            preexec_fn=lambda: prepare_agent(parent, FORWARDED),  # noqa: PLW1509 - no other thread forks here
+        )
+    except OSError:
+        os.close(writing)
+        raise
+    finally:
+        os.close(reading)
+    return NodeStep(process, writing, attempt.environ, attempt.is_elastic)
+
+
+def pass_numbers(attempt: Attempt) -> None:
+    """Use up as many numbers of steps as give this attempt's step another one than those before it had.
+
+    Numbers begin at 0 in each attempt. slurmctld keeps a signal to a step for a node that does not answer,
+    and sends it again a minute later: then the step with that number may be the next attempt's (seen with
+    SLURM 22.05; the request that waits names job and step alone).
+    """
+    count = attempt.restarts % CYCLE
+    if not count:
+        return
+    from concurrent.futures import ThreadPoolExecutor
+
+    step = Step(1, attempt.hosts[:1], elastic=False, directory="/", command=("true",), options=PASSING)
+    words, environ = render_step(step), clean_for_step(attempt.environ)
+
+    def pass_one(_: int) -> None:
+        with contextlib.suppress(SchedulerError):  # where no step can be started, the real one says so
+            run_slurm(words, environ, patience=SETTLE)
+
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(pass_one, range(count)))
+
+
+def remove_caches(attempt: Attempt, hosts: Sequence[str]) -> None:
+    """Remove what tasks that were killed have left on the disks of their nodes."""
+    config = attempt.request.config
+    if not hosts or config.cluster.container.image:
+        return
+    command = (sys.executable, "-P", "-m", "launcher.slurm.compiler_caches")
+    step = Step(len(hosts), tuple(hosts), elastic=True, directory="/", command=command, options=PASSING)
+    with contextlib.suppress(SchedulerError):  # then the next task there does it
+        run_slurm(render_step(step), {**clean_for_step(attempt.environ), **config.env}, patience=SETTLE)
+
+
+def collect_nodes(attempt: Attempt, step: NodeStep) -> list[NodeRecord]:
+    """Return the nodes' records, those that come late too where srun knows of no failure."""
+    run, deadline = attempt.run, time.monotonic() + SETTLE
+    while True:
+        records = read_nodes(run.path, run.first_attempt)
+        if len(records) >= len(attempt.hosts) or step.process.returncode or time.monotonic() > deadline:
+            return records
+        time.sleep(0.1)

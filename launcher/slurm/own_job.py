@@ -1,0 +1,195 @@
+"""What a job's head asks SLURM about its own job, and the requeue."""
+
+import contextlib
+import math
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+
+from launcher.errors import SchedulerError
+from launcher.slurm.commands import run_slurm
+from launcher.slurm.queue import split_rows
+from launcher.slurm.requeue_policy import JobWord
+
+QUICK = 4.0
+"""Seconds for one question: a job that is being ended has KillWait in all, 30 s by default."""
+CALM = 20.0
+"""Seconds for one question while nothing ends the job: slurmctld can be busy."""
+RETRY = 0.5
+"""Seconds between two tries to requeue."""
+DOWN = ("down", "fail", "error", "unknown", "reboot", "power")
+"""Beginnings of sinfo's states of a node that is not there; one that does not respond ends in `*`."""
+AWAY = re.compile("contact|connect|did not answer|timed out|backup|try again", re.IGNORECASE)
+"""What SLURM's commands complain of where slurmctld is not there."""
+BOOT = re.compile(r"^NodeName=(\S+).*\bBootTime=(\S+)", re.MULTILINE)
+KILL_WAIT = re.compile(r"^KillWait\s*=\s*(\d+)", re.MULTILINE)
+FIELDS = "State,RestartCnt,EndTime,PreemptTime,TimeLimit,Reason"
+"""squeue's columns; the reason can hold anything, and comes last."""
+
+
+def name_job(environ: Mapping[str, str]) -> str:
+    """Return the job's id, `12_3` for an array's member: the bare number of one may be the whole array's."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID", "")
+
+
+def ask_job(job_id: str, environ: Mapping[str, str], patience: float = QUICK) -> JobWord:
+    """Ask how the job stands; raises SchedulerError."""
+    columns = ",".join(f"{name}:|" for name in FIELDS.split(","))
+    words = [
+        "squeue",
+        "--noheader",
+        "--array",
+        "--all",
+        "--states=all",
+        f"--jobs={job_id}",
+        f"--Format={columns}",
+    ]
+    text = run_slurm(words, environ, patience=patience)
+    for state, restarts, end, preempted, limit, reason in split_rows(text, len(FIELDS.split(","))):
+        count = int(restarts) if restarts.isdecimal() else 0
+        until = math.inf if limit == "UNLIMITED" else read_time(end)
+        return JobWord(state, reason, count, until, read_time(preempted) is not None)
+    raise SchedulerError(f"squeue: nothing on job {job_id}")
+
+
+def read_time(text: str) -> float | None:
+    """Read SLURM's local time, in seconds since the epoch; None for `N/A` and such."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
+def ask_kill_wait(environ: Mapping[str, str]) -> int | None:
+    """Ask for the seconds from SLURM's SIGTERM to its SIGKILL; None where it does not tell."""
+    try:
+        found = KILL_WAIT.search(run_slurm(["scontrol", "show", "config"], environ, patience=QUICK))
+    except SchedulerError:
+        return None
+    return int(found[1]) if found else None
+
+
+def ask_nodes(hosts: Sequence[str], environ: Mapping[str, str], patience: float = QUICK) -> dict[str, str]:
+    """Return the states of nodes as sinfo has them, `down*`; raises SchedulerError."""
+    if not hosts:
+        return {}
+    words = ["sinfo", "--noheader", "--Node", "--all", f"--nodes={','.join(hosts)}", "--format=%N|%T"]
+    text = run_slurm(words, environ, patience=patience)
+    return dict(split_rows(text, 2))
+
+
+def ask_boots(hosts: Sequence[str], environ: Mapping[str, str]) -> dict[str, float]:
+    """Return when nodes were booted, in seconds since the epoch; raises SchedulerError."""
+    words = ["scontrol", "--oneliner", "show", "node", ",".join(hosts)]
+    text = run_slurm(words, environ, patience=QUICK) if hosts else ""
+    times = [(found[1], read_time(found[2])) for found in BOOT.finditer(text)]
+    return {name: when for name, when in times if when is not None}
+
+
+def is_down(state: str) -> bool:
+    """Tell whether a node in this state is not there."""
+    return state.startswith(DOWN) or state.endswith("*")
+
+
+def ask_last_end(job_id: str, environ: Mapping[str, str]) -> str:
+    """Return the state in which accounting has the job's attempt before this one; empty where it has none."""
+    words = ["sacct", "--duplicates", "--parsable2", "--noheader", "--allocations", f"--jobs={job_id}"]
+    with contextlib.suppress(SchedulerError):
+        text = run_slurm([*words, "--format=State,Start"], environ, patience=QUICK)
+        ended = [
+            state.split()[0] for state, _ in split_rows(text, 2) if state and not state.startswith(("R", "P"))
+        ]
+        return ended[-1] if ended else ""
+    return ""
+
+
+@contextlib.contextmanager
+def ignore_stops() -> Iterator[None]:
+    """Ignore SIGTERM in a block: a requeue ends the batch step, whose commands would die of it half-way.
+
+    An ignored signal stays ignored over exec.
+    """
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@ignore_stops()
+def requeue_job(job_id: str, environ: Mapping[str, str], patience: float) -> None:
+    """Put the job back into the queue; tries for `patience` seconds where slurmctld is away.
+
+    Raises SchedulerError. A requeue that came in between is as good as ours.
+    """
+    end = time.monotonic() + patience
+    while True:
+        try:
+            run_slurm(["scontrol", "requeue", job_id], environ, patience=max(QUICK, patience))
+        except SchedulerError as error:
+            if "pending execution" in str(error):
+                return
+            if AWAY.search(str(error)) and time.monotonic() <= end:
+                time.sleep(RETRY)
+            elif is_requeued(job_id, environ):
+                return
+            else:
+                raise
+        else:
+            return
+
+
+def is_requeued(job_id: str, environ: Mapping[str, str]) -> bool:
+    """Tell whether SLURM has requeued the job since this start: by a request whose answer was lost, too."""
+    with contextlib.suppress(SchedulerError):
+        return ask_job(job_id, environ).restarts > count_restarts(environ)
+    return False
+
+
+def count_restarts(environ: Mapping[str, str]) -> int:
+    """Return how often the job had been requeued when this start of it began."""
+    count = environ.get("SLURM_RESTART_COUNT", "")
+    return int(count) if count.isdecimal() else 0
+
+
+@ignore_stops()
+def exclude_nodes(job_id: str, lost: Sequence[str], least: int, environ: Mapping[str, str]) -> str:
+    """Exclude lost nodes, the newest loss first, from a job that is in the queue; returns which could not be.
+
+    What the user excluded stays so. A node that the user named with --nodelist is not excluded, nor are
+    more than leave the partition `least` nodes: SLURM would never start the job.
+    """
+    words = ["squeue", "--noheader", "--array", "--all", "--states=all", f"--jobs={job_id}"]
+    try:
+        row = next(split_rows(run_slurm([*words, "--format=%x|%n|%P"], environ, patience=QUICK), 3))
+        excluded, required, partition = row
+        named = list_nodes(required, partition, environ) if required else set()
+        before = list_nodes(excluded, partition, environ) if excluded else set()
+        own = before - {*lost}
+        chosen = choose_excluded(lost, list_nodes("", partition, environ) - own, named, least)
+        if own | {*chosen} != before:
+            names = ",".join(sorted(own | {*chosen}))
+            run_slurm(
+                ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={names}"], environ, patience=QUICK
+            )
+    except (SchedulerError, StopIteration) as error:
+        return f"{', '.join(lost)} not excluded ({error})"
+    kept = [name for name in lost if name not in chosen]
+    why = f"the job asks for it, or partition {partition} would have too few nodes"
+    return f"{', '.join(kept)} not excluded: {why}" if kept else ""
+
+
+def choose_excluded(lost: Sequence[str], nodes: set[str], named: set[str], least: int) -> list[str]:
+    """Return the lost nodes that can be spared, the first ones first, so that `least` of the nodes remain."""
+    able = [name for name in lost if name in nodes and name not in named]
+    return able[: max(len(nodes) - least, 0)]
+
+
+def list_nodes(expression: str, partition: str, environ: Mapping[str, str]) -> set[str]:
+    """Return the nodes of a partition, those in `expression` alone where there is one."""
+    words = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N"]
+    words += [f"--nodes={expression}"] if expression else []
+    return set(run_slurm(words, environ, patience=QUICK).split())

@@ -1,0 +1,113 @@
+"""Why a job waits, in words, and how many are before it in the queue."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from launcher.slurm.commands import run_slurm
+from launcher.slurm.queue import JobState
+
+REASONS = {
+    "Priority": "jobs of higher priority go first",
+    "Resources": "the next in line, until enough nodes are free",
+    "BeginTime": "its earliest start is still to come",
+    "Dependency": "jobs that it depends on have not ended",
+    "DependencyNeverSatisfied": "a job that it depends on ended otherwise: it never starts, cancel it",
+    "JobArrayTaskLimit": "as many members of the array run as cluster.array_parallelism allows",
+    "JobHeldUser": "held: `scontrol release` lets it go",
+    "JobHeldAdmin": "held by an administrator",
+    "JobLaunchFailure": "its start failed",
+    "Licenses": "a license that it asks for is in use",
+    "NodeDown": "a node that it needs is down",
+    "PartitionDown": "the partition is closed",
+    "PartitionInactive": "the partition is closed",
+    "PartitionNodeLimit": "it asks for more nodes than the partition gives to one job",
+    "PartitionTimeLimit": "cluster.time is above the partition's limit",
+    "Prolog": "the nodes are being prepared",
+    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
+    "Reservation": "its reservation has not begun",
+    "BadConstraints": "no node fits cluster.constraint",
+    "InvalidAccount": "there is no such account",
+    "InvalidQOS": "there is no such QOS, or not for this account",
+    "AccountNotAllowed": "the partition is not open to this account",
+    "QOSNotAllowed": "the partition or the account is not open to this QOS",
+}
+"""SLURM's reasons (squeue(1), "JOB REASON CODES") that people meet most, and what they say."""
+LIMITS = {
+    "AssocGrp": "the account's jobs together have come to a limit",
+    "AssocMax": "it is above what the account allows to one job or user",
+    "QOSGrp": "the QOS's jobs together have come to a limit",
+    "QOSMin": "it is below the QOS's least size",
+    "QOSMax": "it is above what the QOS allows to one job, user or account",
+    "Max": "it is above a limit of the account",
+}
+"""The same for families of reasons, by how they begin."""
+IN_LINE = ("Priority", "Resources")
+"""The reasons for which others before it matter."""
+SOON = timedelta(hours=48)
+"""Up to here it is said how long something takes, beside when it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A pending job among those of its partition."""
+
+    position: int
+    """1 is the first."""
+    length: int
+    """Pending jobs; an array's members that wait together count as one."""
+
+
+def explain_reason(reason: str) -> str:
+    """Return SLURM's word, with an explanation where there is one: `Priority (jobs of … go first)`."""
+    word = reason.partition(",")[0].strip()
+    families = (text for start, text in LIMITS.items() if word.startswith(start))
+    text = REASONS.get(word) or next(families, "")
+    return f"{reason} ({text})" if text else reason
+
+
+def describe_wait(job: JobState, place: Place | None, now: datetime) -> str:
+    """Say why a pending job waits, where it stands and when it may start, as far as SLURM knows."""
+    parts = [explain_reason(job.reason) or "the scheduler has not come to it yet"]
+    if place:
+        parts.append(f"position {place.position} of {place.length} in {job.partition}")
+    if start := describe_start(job.start, now):
+        parts.append(f"expected start {start}")
+    return ", ".join(parts)
+
+
+def describe_start(text: str, now: datetime) -> str:
+    """Say when a job is expected to start; nothing where that is unknown or has passed."""
+    try:
+        start = datetime.fromisoformat(text)
+    except ValueError:
+        return ""
+    wait = start - now
+    if wait <= timedelta():
+        return ""
+    hours, minutes = divmod(-(-int(wait.total_seconds()) // 60), 60)
+    how_long = f"{hours} h {minutes} min" if hours else f"{minutes} min"
+    return f"{start:%Y-%m-%d %H:%M}" + (f" (in {how_long})" if wait < SOON else "")
+
+
+def ask_place(job: JobState) -> Place | None:
+    """Find a job's place in its partition's queue; None where that is not why it waits.
+
+    Raises SchedulerError.
+    """
+    if job.reason not in IN_LINE:
+        return None
+    words = ["squeue", "--noheader", "--states=PENDING", f"--partition={job.partition}", "--format=%i %Q"]
+    return find_place(run_slurm(words).splitlines(), job.job_id)
+
+
+def find_place(lines: Iterable[str], job_id: str) -> Place | None:
+    """Find a job among lines of job and priority; held jobs, whose priority is 0, stand in nobody's way."""
+    rows = [line.split() for line in lines]
+    pairs = [(row[0], int(row[1])) for row in rows if len(row) == 2 and row[1].isdecimal()]
+    queue = {name: priority for name, priority in pairs if priority}
+    number = job_id.partition("_")[0]
+    own = job_id if job_id in queue else next((n for n in queue if n.partition("_")[0] == number), None)
+    if own is None:
+        return None
+    return Place(1 + sum(value > queue[own] for value in queue.values()), len(queue))

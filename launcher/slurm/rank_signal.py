@@ -1,0 +1,54 @@
+"""`python -m launcher.slurm.rank_signal SIGNAL JOB RUN_ID`: signals the ranks that srun has started here.
+
+srun's own way (of `scancel` too) is to send it to every process of a step: to DataLoader and compile workers,
+which die of one that only the program itself expects.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+
+from launcher.launch.processes import catches
+from launcher.launch.signals import STOPPING
+from launcher.rank.identity import name_host
+
+
+def main() -> int:
+    """Send the signal, and print how many ranks were left out, since they have no handler for it."""
+    number, job, run_id = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    spared = 0
+    for pid in list_ranks(job, run_id):
+        if number not in STOPPING and not catches(pid, number):
+            spared += 1
+            continue
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+    sys.stdout.write(f"{spared}\n")
+    return 0
+
+
+def list_ranks(job: str, run_id: str) -> list[int]:
+    """Return the PIDs of a run's ranks: processes with its variables, whose parents have not got them."""
+    # The node's name too: in a cluster of the sandbox's kind several nodes are one machine.
+    told = {"SLURM_JOB_ID": job, "TORCHELASTIC_RUN_ID": run_id, "SLURMD_NODENAME": name_host(os.environ)}
+    wanted = {os.fsencode(f"{name}={value}") for name, value in told.items()}
+    parents = dict(list_processes(wanted))
+    return [pid for pid, parent in parents.items() if parent not in parents]
+
+
+def list_processes(wanted: set[bytes]) -> Iterator[tuple[int, int]]:
+    """Give process and parent where these are the variables (proc(5)); other users' are closed."""
+    for name in os.listdir("/proc"):  # noqa: PTH208 - names are all that is wanted
+        if not name.isdecimal():
+            continue
+        with suppress(OSError, ValueError, IndexError):
+            with open(f"/proc/{name}/environ", "rb") as file:  # noqa: PTH123 - as elsewhere with procfs
+                variables = set(file.read().split(b"\0"))
+            if wanted <= variables:
+                with open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
+                    yield int(name), int(file.read().rpartition(b")")[2].split()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""How runs stand: what their directories tell, against what SLURM says of their jobs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launcher.errors import SchedulerError
+from launcher.runs.disk_reserve import FULL, is_full
+from launcher.runs.latest_step import find_job_logs
+from launcher.runs.manifest import read_time
+from launcher.runs.run_directory import RunDir
+from launcher.runs.run_status import RunStatus, mark_lost, read_status
+from launcher.slurm.queue import ENDED, JobState, ask_queue
+
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+"""SLURM's states of a job that is to start, or to start again."""
+TOLERANCE = 600.0
+"""Seconds by which the clocks of a login node and of slurmctld may differ."""
+ENDINGS = {
+    "COMPLETED": ("succeeded", ""),
+    "CANCELLED": ("stopped", "cancelled"),
+    "TIMEOUT": ("failed", "time limit"),
+    "PREEMPTED": ("failed", "preempted"),
+    "NODE_FAIL": ("failed", "a node was lost"),
+    "OUT_OF_MEMORY": ("failed", "out of memory: ask for more with cluster.mem"),
+}
+"""What SLURM's final states say of a run that did not come to write how it ended; the others: failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Runs, and what SLURM did not say of them."""
+
+    runs: tuple[RunStatus, ...]
+    error: SchedulerError | None = None
+    """Why SLURM could not be asked: then the runs are as their manifests have them."""
+
+
+def find_standing(paths: Sequence[Path], *, own: bool = False) -> Standing:
+    """Find out how some runs stand; SLURM is asked about those that have not ended by their manifests.
+
+    With `own`, what another user may have written is not heard: see `read_status`.
+    """
+    runs = [read_status(path, own=own) for path in paths]
+    asked = [run.job_id for run in runs if run.job_id and (run.is_live or run.state == "unknown")]
+    try:
+        jobs = ask_queue(asked) if asked else {}
+    except SchedulerError as error:
+        return Standing(tuple(runs), error)
+    return Standing(tuple(stand(run, jobs.get(run.job_id or "")) for run in runs))
+
+
+def stand(run: RunStatus, job: JobState | None) -> RunStatus:
+    """Return how a run stands; a manifest that was completed meanwhile is read again."""
+    judged = judge_run(run, job)
+    if run.is_live and not judged.is_live:
+        return judge_run(read_status(Path(run.path)), job)
+    return judged
+
+
+def judge_run(run: RunStatus, job: JobState | None) -> RunStatus:
+    """Return how a run stands: SLURM's word counts where the manifest tells no end."""
+    if run.job_id is None:
+        return mark_lost(run, "it was never submitted") if run.state == "queued" else run
+    if not run.is_live and run.state != "unknown":
+        return run
+    if job is None or is_another(run, job):
+        return mark_lost(run, explain_forgotten(run)) if run.is_live else run
+    run = replace(
+        run,
+        slurm_state=job.state,
+        partition=job.partition,
+        nodes=job.nodes or run.nodes,
+        nodelist=job.nodelist,
+        restarts=max(run.restarts, job.restarts or 0),
+    )
+    if job.state in ENDED:
+        return tell_end(run, job)
+    if job.state in WAITING:
+        return replace(run, state="queued", reason=job.reason, expected_start=job.start)
+    # While its nodes are cleared, the manifest tells whether it is to begin again.
+    clearing = job.state == "COMPLETING"
+    state = run.state if clearing else "running"
+    return replace(run, state=state, reason="" if job.state == "RUNNING" else job.state.lower())
+
+
+def tell_end(run: RunStatus, job: JobState) -> RunStatus:
+    """Return a run with the end that SLURM tells of."""
+    state, words = ENDINGS.get(job.state, ("failed", job.state))
+    told = [words, "" if job.reason == "NonZeroExitCode" else job.reason]
+    if job.state not in ENDINGS and job.exit_code:
+        told.append(f"exit code {job.exit_code}")
+    told.append(FULL if is_full(RunDir(Path(run.path))) else "")
+    reason = "; ".join(filter(None, told))
+    return replace(run, state=state, reason=reason, exit_code=job.exit_code, seconds=None)
+
+
+def is_another(run: RunStatus, job: JobState) -> bool:
+    """Tell whether a number was given again, to a job that was submitted after this run had begun.
+
+    A controller that has lost its state counts from the start. What has been requeued has a new time.
+    """
+    submitted = read_time(job.submitted)
+    if submitted is None or run.known_since is None or job.restarts != 0:
+        return False
+    return submitted > run.known_since + TOLERANCE
+
+
+def explain_forgotten(run: RunStatus) -> str:
+    """Say what it means that SLURM no longer knows a job whose end nobody has written down."""
+    if run.state == "queued" and not run.attempts:
+        if find_job_logs(Path(run.path)):
+            return f"job {run.job_id} ended before it came to the program (cluster.setup?): see launch logs"
+        return f"SLURM no longer knows job {run.job_id}, which never began: it was cancelled in the queue"
+    return f"SLURM no longer knows job {run.job_id}, and how it ended was not written down"

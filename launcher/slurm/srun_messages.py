@@ -1,0 +1,138 @@
+"""What srun tells on stderr of a step and its tasks."""
+
+import re
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from launcher.slurm.hostlist import expand_hosts, expand_ranges
+
+OWN = ("srun: ", "slurmstepd")
+"""Beginnings of the lines that are srun's own, or of the daemon behind a task."""
+TASKS = re.compile(r"srun: error: (?P<hosts>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
+"""How tasks ended; `_task_finish` in SLURM's src/srun/libsrun/launch.c. One line can tell of several."""
+LOST = re.compile(r"srun: error: Node failure on (?P<hosts>\S+)")
+"""A node that slurmctld has given up; src/api/step_launch.c."""
+EXITED = re.compile(r"Exited with exit code (\d+)")
+OUT_OF_MEMORY = "Out Of Memory"
+CORE = " (core dumped)"
+CANCELLED = " CANCELLED AT "
+"""In what slurmstepd says of a step that was ended from outside, or by srun."""
+ENDED = "Terminated"
+"""The word on tasks that srun itself has ended because another one failed."""
+NOISE = "cluster configuration lacks support for cpu binding"
+"""What --cpu-bind=none is told, even --quiet, where no TaskPlugin could bind."""
+COMPLETED = re.compile(r"srun: (?:\S+: )*\S+: tasks? (?P<tasks>[\d,-]+): Completed$")
+"""Tasks that ended with 0, of which `srun --verbose` alone tells."""
+USEFUL = re.compile(r"srun: (?:error|fatal|warning|unrecognized|ambiguous|invalid|option)\b", re.IGNORECASE)
+"""What srun says short of being verbose, getopt's complaints included."""
+BEGUN = re.compile(r"\btasks? \d|Node failure|slurmstepd|Job step aborted|io error")
+"""In what it says of a step that has begun."""
+PASSING = re.compile(r"contact|imed out|Connection refused|temporar|busy|Zero Bytes")
+"""In what it says where slurmctld is away, or the nodes are not ready for another step."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskEnd:
+    """How tasks ended, by one line of srun's."""
+
+    tasks: tuple[int, ...]
+    """Their ranks."""
+    exitcode: int
+    """As subprocess gives it: -n for signal n."""
+    memory: bool = False
+    """SLURM says that they came to the job's memory limit."""
+
+
+def is_own(line: str) -> bool:
+    """Tell whether a line is SLURM's, rather than a task's."""
+    return line.startswith(OWN)
+
+
+def is_noise(line: str) -> bool:
+    """Tell whether a line of srun's stderr is of no use to anybody."""
+    return NOISE in line
+
+
+def is_verbose(line: str) -> bool:
+    """Tell whether srun says a line only since it was asked to be verbose."""
+    return line.startswith("srun: ") and not USEFUL.match(line)
+
+
+def parse_completed(line: str) -> tuple[int, ...]:
+    """Return the tasks that a line of srun's says ended with 0; none for any other line."""
+    found = COMPLETED.match(line)
+    try:
+        return tuple(map(int, expand_ranges(found["tasks"]))) if found else ()
+    except ValueError:
+        return ()
+
+
+def has_begun(lines: Iterable[str]) -> bool:
+    """Tell whether any line is about a step that has begun."""
+    return any(map(BEGUN.search, lines))
+
+
+def is_passing(text: str) -> bool:
+    """Tell whether srun says why it did not start a step, and that another try may do so."""
+    return bool(PASSING.search(text))
+
+
+def drop_prefix(line: str) -> str:
+    """Return what a line says."""
+    return line.removeprefix("srun: ").removeprefix("error: ")
+
+
+def parse_end(line: str) -> TaskEnd | None:
+    """Read how tasks ended out of a line of srun's stderr; None where it tells something else."""
+    found = TASKS.match(line)
+    if not found:
+        return None
+    how = found["how"].strip().removesuffix(CORE)
+    exited = EXITED.fullmatch(how)
+    try:
+        tasks = tuple(map(int, expand_ranges(found["tasks"])))
+        if how == OUT_OF_MEMORY:
+            return TaskEnd(tasks, -signal.SIGKILL, memory=True)
+        return TaskEnd(tasks, int(exited[1]) if exited else -number_signal(how))
+    except ValueError:
+        return None
+
+
+def number_signal(words: str) -> int:
+    """Return the signal that strsignal(3) has these words for; raises ValueError.
+
+    srun does not set a locale, and this interpreter asks the same library.
+    """
+    for number in signal.valid_signals():
+        if signal.strsignal(number) == words:
+            return int(number)
+    raise ValueError(words)
+
+
+def find_ends(lines: Iterable[str]) -> dict[str, str]:
+    """Return the word on how its task ended for each host that is there to tell; the last word counts."""
+    found = [match for line in lines if (match := TASKS.match(line))]
+    return {host: match["how"].strip() for match in found for host in expand_hosts(match["hosts"])}
+
+
+def parse_lost(line: str) -> str:
+    """Return the list of nodes that a line of srun's stderr says are lost; empty for any other line."""
+    found = LOST.match(line)
+    return found["hosts"] if found else ""
+
+
+def is_cancelled(line: str) -> bool:
+    """Tell whether a line says that the step was ended from outside, or by srun."""
+    return CANCELLED in line
+
+
+def is_accounted(line: str, before: Iterable[str]) -> bool:
+    """Tell whether a line says what the nodes' records say better, where there is a task of ours on each.
+
+    A task that was killed left no record. That srun has the others ended is no news after the first end.
+    """
+    if found := TASKS.match(line):
+        how = found["how"].strip()
+        return how == ENDED or bool(EXITED.fullmatch(how))
+    return is_cancelled(line) and any(map(TASKS.match, before))

@@ -1,0 +1,194 @@
+"""A job whose request stands in its script: `launch … dry_run=true > job.sh; sbatch job.sh`.
+
+The run directory is made once the job starts, as `RUNS_DIR/NAME/job-NUMBER`; later attempts find it again.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launcher.config.schema import LaunchConfig, load_config
+from launcher.errors import MachineError, UsageError
+from launcher.files import open_append, open_below
+from launcher.runs.disk_reserve import find_trouble
+from launcher.runs.manifest import describe_start, read_manifest, take_dict, write_manifest
+from launcher.runs.run_directory import RunDir, closing_descriptor, open_run_dir, write_private
+from launcher.runs.run_status import explain_outcome
+from launcher.runs.secrets import MASK, is_secret, mask_text, mask_tree, mask_words
+from launcher.slurm.first_node import run_batch
+from launcher.slurm.job_request import SECRETS, JobRequest, write_request
+from launcher.slurm.own_job import count_restarts, name_job
+from launcher.text import escape_text, say
+
+RUN_ID = "RUN_ID"
+"""Stands for the name of the run directory, which is known once the job has a number."""
+PROGRAMS_OWN = ("model", "program", "data")
+"""Parts of the configuration that have no use beside a program of the user's own."""
+
+
+def render_document(requests: Sequence[JobRequest], folders: Sequence[Path]) -> str:
+    """Return the requests as JSON, a list with one for each member of an array.
+
+    `folders` are their run directories, as they stand in the configuration: the last name is RUN_ID if the
+    directory is still to be made. Secrets are left out; so are settings that are as the schema has them.
+    """
+    usual = asdict(LaunchConfig())
+    documents = []
+    for request, folder in zip(requests, folders, strict=True):
+        data = json.loads(json.dumps(asdict(replace(request, config=LaunchConfig()))))
+        config = find_changed(asdict(request.config), usual)
+        config.pop("dry_run", None)
+        for key in PROGRAMS_OWN if request.words is not None else ():
+            config.pop(key, None)
+        env = {name: value for name, value in config.pop("env", {}).items() if not hides(name, value)}
+        whole = {**data, "config": {**config, **({"env": env} if env else {})}}
+        masked = mask_tree(whole)
+        about = {"schema": 1, "run_dir": str(folder), "has_secrets": masked != whole}
+        documents.append({**about, **masked})  # type: ignore[dict-item]
+    return json.dumps(documents if len(documents) > 1 else documents[0], indent=1)
+
+
+def hides(name: str, value: str) -> bool:
+    """Tell whether a variable is a secret, or has one in it."""
+    return is_secret(name) or mask_text(value) != value
+
+
+def find_changed(value: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+    """Return what of nested mappings differs from the usual."""
+    changed = {}
+    for key, item in value.items():
+        own = usual.get(key)
+        if isinstance(item, dict) and isinstance(own, dict) and own:
+            if inner := find_changed(item, own):
+                changed[key] = inner
+        elif key not in usual or item != own:
+            changed[key] = item
+    return changed
+
+
+def run_standalone(text: str, environ: Mapping[str, str]) -> int:
+    """Run one attempt of the job that a script's document describes; raises LaunchError."""
+    data = choose_member(text, environ)
+    run = open_run(Path(data["run_dir"]), environ)
+    request = read_document(data, run.path)
+    secrets = write_request(request, run.path)
+    if not run.manifest_path.exists():
+        write_private(
+            run.path / "config.yaml", yaml.safe_dump(mask_tree(asdict(request.config)), sort_keys=False)
+        )
+        start = describe_start(run, request.command, request.choices)
+        slurm = {"slurm": {"job_id": name_job(environ)}, "outcome": {"state": "submitted"}}
+        write_manifest(run, {**start, "directory": request.directory, "hosts": [], **slurm})
+    if secrets:
+        os.environ[SECRETS] = json.dumps({str(run.path): secrets})
+    own = redirect_output(run, environ)
+    try:
+        return run_batch(run.path)
+    finally:
+        with contextlib.suppress(OSError):
+            os.write(own, f"launch: {escape_text(describe_end(run))}\n".encode(errors="replace"))
+        os.close(own)
+
+
+def choose_member(text: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the document of this job, in an array that of this member; raises UsageError."""
+    try:
+        data = json.loads(text)
+        found = data[int(environ["SLURM_ARRAY_TASK_ID"])] if isinstance(data, list) else data
+        if found["schema"] != 1:
+            raise KeyError("schema")
+    except (ValueError, LookupError, TypeError) as error:
+        raise UsageError(
+            f"the job's description in its script cannot be read ({error!r}): make the script anew, `launch …"
+            " dry_run=true > job.sh`, and submit it with sbatch"
+        ) from None
+    return found  # type: ignore[no-any-return]
+
+
+def open_run(foreseen: Path, environ: Mapping[str, str]) -> RunDir:
+    """Make the run directory of this job, or open that of its earlier attempts; raises MachineError."""
+    try:
+        return open_run_dir(choose_path(foreseen, environ), None)
+    except OSError as error:
+        raise MachineError(
+            f"{os.uname().nodename} cannot write the run directory, {error.filename} ({error.strerror}):"
+            " make the script with runs_dir=DIR on a filesystem that all nodes share"
+        ) from None
+
+
+def choose_path(foreseen: Path, environ: Mapping[str, str]) -> Path:
+    """Return the run directory: `job-12`, or `job-12-2` if an earlier cluster had a job of that number."""
+    if foreseen.name != RUN_ID:
+        return foreseen
+    path, last, number = foreseen.with_name(f"job-{name_job(environ)}"), None, 1
+    first = path
+    while path.exists():
+        last, number = path, number + 1
+        path = first.with_name(f"{first.name}-{number}")
+    return last if last and count_restarts(environ) else path
+
+
+def read_document(data: dict[str, Any], path: Path) -> JobRequest:
+    """Return the request, with the run directory in place of the foreseen one; raises UsageError."""
+    text = json.dumps(data)
+    found = json.loads(text.replace(json.dumps(data["run_dir"])[1:-1], json.dumps(str(path))[1:-1]))
+    if data["has_secrets"] and MASK in json.dumps([found["config"], found["words"]]):
+        raise UsageError(
+            f"the script has {MASK} in place of a secret: write the secret there, or have the program read a"
+            " variable, and export that before sbatch"
+        )
+    try:
+        config = load_config(merge(asdict(LaunchConfig()), found["config"]))
+        words = None if found["words"] is None else tuple(found["words"])
+        return JobRequest(
+            config,
+            found["choices"],
+            words,
+            tuple(mask_words(found["command"])),
+            found["directory"],
+            found["min_nodes"],
+            found["max_nodes"],
+        )
+    except (KeyError, TypeError) as error:
+        raise UsageError(
+            f"the job's description in its script lacks a part ({error!r}): make it anew"
+        ) from None
+
+
+def merge(usual: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
+    """Undo `find_changed`."""
+    return usual | {
+        key: merge(usual[key], item) if isinstance(item, dict) and usual.get(key) else item
+        for key, item in changed.items()
+    }
+
+
+def describe_end(run: RunDir) -> str:
+    """Say how this attempt ended, or why that is not known, in a line."""
+    outcome = take_dict(read_manifest(run.path) or {}, "outcome")
+    state, reason = str(outcome.get("state")), explain_outcome(outcome)
+    if state == "running":
+        return find_trouble(run) or "it ended without a word"
+    return f"{state}: {reason}" if reason else state
+
+
+def redirect_output(run: RunDir, environ: Mapping[str, str]) -> int:
+    """Say where the run directory is, and have all that follows in the log there; raises OSError.
+
+    Returns a descriptor of SLURM's own output file.
+    """
+    name = f"slurm-{environ.get('SLURM_JOB_ID', '')}.out"
+    say(f"run directory {run.path}: the output goes on in {run.path / 'logs' / name}")
+    own = os.dup(2)
+    with closing_descriptor(open_below(run.path, "logs")) as folder:
+        descriptor = open_append(folder, name)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
+    return own

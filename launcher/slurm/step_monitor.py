@@ -1,0 +1,180 @@
+"""The head while a step runs: it waits for its end, and passes signals on to the ranks in stages."""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from launcher.errors import SchedulerError
+from launcher.launch.signals import STOPPING, Inbox, Stop, name_signal
+from launcher.runs.node_records import read_nodes
+from launcher.slurm.attempt import Attempt
+from launcher.slurm.attempts import foresee_end
+from launcher.slurm.notation import parse_signal
+from launcher.slurm.own_job import ask_job, ask_nodes, is_down
+from launcher.slurm.rendezvous import PORT_TAKEN
+from launcher.slurm.requeue_policy import plan_stop
+from launcher.text import say
+
+TICK = 1.0
+"""Seconds after which the head looks around in any case."""
+SRUN_GRACE = 10.0
+"""Seconds that srun has to end a step that did not end by itself."""
+ELASTIC_GRACE = 30.0
+"""Seconds that the other nodes have to see by themselves that one of them has failed for good."""
+LOOK, LOOK_PATIENCE = 20.0, 2.0
+"""Seconds between two looks for nodes that were lost, and for SLURM's answer."""
+
+
+class Step(Protocol):
+    """A running step."""
+
+    @property
+    def process(self) -> "subprocess.Popen[bytes]":
+        """Srun."""
+
+    @property
+    def lost(self) -> Set[str]:
+        """Nodes that SLURM has given up."""
+
+    def send(self, number: int) -> None:
+        """Send a signal to the ranks: one that stops to all of them, another to those that catch it."""
+
+
+@dataclass(slots=True)
+class Overseer:
+    """What the head was sent during an attempt, and what it does about it."""
+
+    attempt: Attempt
+    inbox: Inbox
+    signals: list[tuple[int, float]] = field(default_factory=list)
+    """What came, and when, in seconds since the epoch."""
+    checkpointed: bool = False
+    stop: Stop | None = None
+    stop_at: float | None = None
+    """When the ranks are to be stopped before the time limit, in seconds since the epoch."""
+    failed_at: float | None = None
+    """When a node of an elastic job was first seen to have failed for good."""
+    returned: set[str] = field(default_factory=set)
+    """Nodes that were lost, and that are known to be back."""
+    next_look: float = 0.0
+    """Monotonic time of the next look for such nodes."""
+
+    @property
+    def grace(self) -> float:
+        """Seconds that ranks have after the first stopping signal."""
+        return self.attempt.request.config.torchrun.shutdown_timeout
+
+    def watch(self, step: Step) -> None:
+        """Stay with a step to its end; what an earlier one was stopped for, a port in use, is over."""
+        self.stop = self.failed_at = None
+        poller = select.poll()
+        poller.register(self.inbox.wakeup, select.POLLIN)
+        pidfd = None
+        try:
+            pidfd = os.pidfd_open(step.process.pid)
+            poller.register(pidfd, select.POLLIN)
+        except OSError:  # before Linux 5.3, or it has ended
+            pass
+        try:
+            while step.process.poll() is None:
+                poller.poll((TICK if pidfd else TICK / 10) * 1000)
+                for number in self.inbox.take():
+                    self.heed(number, step)
+                self.look_at_clock(step)
+        finally:
+            if pidfd:
+                os.close(pidfd)
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass while there is no step; a signal ends that."""
+        poller = select.poll()
+        poller.register(self.inbox.wakeup, select.POLLIN)
+        poller.poll(seconds * 1000)
+        self.signals += [(number, time.time()) for number in self.inbox.take()]
+
+    def heed(self, number: int, step: Step) -> None:
+        """Do what a signal asks for."""
+        self.signals.append((number, time.time()))
+        if number not in STOPPING:
+            step.send(number)
+            if number == parse_signal(self.attempt.request.config.cluster.signal)[0]:
+                self.checkpointed = True
+                self.stop_at = self.plan_stop()
+            return
+        if number == signal.SIGTERM:
+            foresee_end(self.attempt)
+        if self.attempt.foreseen is None:  # else SLURM has told the ranks by itself, and KillWait runs
+            self.advance_stop(number, step)
+
+    def plan_stop(self) -> float | None:
+        """Return when the ranks have to be stopped; None where the signal is not the time limit's."""
+        attempt, now = self.attempt, time.time()
+        seconds = parse_signal(attempt.request.config.cluster.signal)[1]
+        try:
+            limit = ask_job(attempt.job_id, attempt.environ).end_time
+        except SchedulerError:
+            limit = None
+        return plan_stop(now, limit, seconds, self.grace)
+
+    def look_at_clock(self, step: Step) -> None:
+        """Go a stage on where it is time."""
+        if self.stop:
+            if time.monotonic() >= self.stop.deadline:
+                self.advance_stop(signal.SIGTERM, step)
+        elif self.stop_at and time.time() >= self.stop_at:
+            say("the time limit is near")
+            self.advance_stop(signal.SIGTERM, step)
+        elif self.has_failed():
+            self.advance_stop(signal.SIGTERM, step)
+        elif self.attempt.is_elastic and step.lost - self.returned:
+            self.look_for_lost(sorted(step.lost - self.returned))
+
+    def look_for_lost(self, hosts: Sequence[str]) -> None:
+        """Say that a lost node is back, and that SLURM has taken it out of the job (tried with 22.05)."""
+        now = time.monotonic()
+        if now < self.next_look:
+            return
+        self.next_look = now + LOOK
+        with contextlib.suppress(SchedulerError):
+            states = ask_nodes(hosts, self.attempt.environ, LOOK_PATIENCE)
+            back = [host for host in hosts if host in states and not is_down(states[host])]
+            for host in back:
+                say(f"{host} is back, but no longer in this job, as SLURM has it: the next start may get it")
+            self.returned.update(back)
+
+    def advance_stop(self, number: int, step: Step) -> None:
+        """Enter the next stage of ending the step: the signal, SIGTERM, SIGKILL, and then srun's own ways."""
+        if self.stop and self.stop.current is None:
+            step.process.kill()
+            self.stop.deadline = time.monotonic() + SRUN_GRACE
+            return
+        self.stop = self.stop or Stop.begin(number, self.grace)
+        stage = self.stop.next_stage()
+        if stage is None:
+            self.stop.deadline = time.monotonic() + SRUN_GRACE
+            step.process.terminate()
+            return
+        again = "; once more goes on at once" if not self.attempt.requeues and stage == signal.SIGINT else ""
+        say(f"{name_signal(stage)} to the ranks{again}")
+        step.send(stage)
+
+    def has_failed(self) -> bool:
+        """Tell whether a node of an elastic job failed a while ago: its step goes on without it otherwise.
+
+        Ranks elsewhere may wait for its ranks in a collective until that comes to its timeout.
+        """
+        run = self.attempt.run
+        if not self.attempt.is_elastic:
+            return False
+        records = read_nodes(run.path, run.first_attempt)
+        if any(record.exit_code == PORT_TAKEN and not record.failure for record in records):
+            return True
+        if self.failed_at is None and any(record.state == "failed" for record in records):
+            self.failed_at = time.monotonic()
+        return self.failed_at is not None and time.monotonic() > self.failed_at + ELASTIC_GRACE

@@ -1,0 +1,66 @@
+"""`python -m launcher.slurm.task RUN_DIR`: a node's part of a SLURM job, the task that srun starts there."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+STOPPED = 128 + signal.SIGTERM
+
+
+class StoppedError(Exception):
+    """SIGTERM came before there was anything to stop."""
+
+
+def main() -> int:
+    """Run this node's part, and leave a record of how it ended, whatever happens; returns the exit code."""
+    signal.signal(signal.SIGTERM, stop_early)
+    started = time.time()
+    try:
+        # Only now: a signal during the imports is to leave a record too.
+        from launcher.slurm.node_job import run_node
+
+        return run_node(Path(sys.argv[1]), os.environ, started)
+    except StoppedError:
+        return give_up("it was stopped before its ranks had started", STOPPED, started)
+    except Exception as error:
+        from launcher.errors import EXIT_MACHINE, LaunchError
+
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if isinstance(error, LaunchError):
+            return give_up(str(error), error.exit_code, started)
+        return give_up(f"{type(error).__name__}: {error}", EXIT_MACHINE, started)
+
+
+def stop_early(_number: int, _frame: FrameType | None) -> NoReturn:
+    """Signal handler, until the supervisor has its own."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise StoppedError
+
+
+def give_up(reason: str, status: int, started: float) -> int:
+    """Record why there are no ranks on this node; the head tells it. Where that fails, say it here."""
+    from dataclasses import replace
+
+    from launcher.runs.node_records import refuse_node, write_node
+    from launcher.slurm.task_identity import read_place
+    from launcher.text import say
+
+    place = read_place(os.environ)
+    record = refuse_node(place.host, place.node_rank, status, reason, started)
+    if status == STOPPED:
+        record = replace(record, state="stopped")
+    try:
+        write_node(Path(sys.argv[1]), place.attempt, record)
+    except OSError as error:
+        say(f"error: {place.host}: {' '.join(reason.split())} ({error})")
+    return status
+
+
+if __name__ == "__main__":
+    from launcher.text import leave
+
+    leave(main())

@@ -1,1 +1,0 @@
-"""Jobs on their way to SLURM: what they ask for, their run directories, sbatch."""

@@ -1,0 +1,174 @@
+"""Text for people: sizes, counts and CPU lists, control characters made harmless, and our own lines."""
+
+import contextlib
+import os
+import re
+import shlex
+import sys
+from collections.abc import Collection, Sequence
+from typing import NoReturn, TextIO
+
+from launcher.cpulist import format_cpulist
+
+SEQUENCE = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[PX^_][^\x1b]*\x1b\\|[ -/]*[0-~])"
+)
+"""Colours, moves, titles and the like (ECMA-48; OSC as xterm has it)."""
+COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+"""Select Graphic Rendition, which changes how what follows looks, and nothing else."""
+ACTING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Characters of ISO 6429, but tab and newline, and those of Unicode that turn the direction of writing."""
+RESET = "\x1b[0m"
+LONGEST = 2000
+"""Characters of a line of ours."""
+
+
+def escape_text(text: str, most: int = LONGEST) -> str:
+    """Return a text on one line: what does not print as escapes, the middle of a long one left out."""
+    if len(text) > 2 * most:
+        text = text[:most] + text[-most:]
+    shown = text if text.isprintable() else "".join(map(show_character, text))
+    half = (most - 3) // 2
+    return shown if len(shown) <= most else f"{shown[:half]} … {shown[-half:]}"
+
+
+def show_character(char: str) -> str:
+    """Return a character that prints as it is, and another as an escape."""
+    return char if char.isprintable() else escape_character(char)
+
+
+def escape_character(char: str) -> str:
+    """Return a character as Python writes it in a literal."""
+    return char.encode("unicode_escape", "backslashreplace").decode("ascii")
+
+
+def strip_sequences(text: str) -> str:
+    """Return a text without colours, moves and other such sequences, for lines that are quoted."""
+    return SEQUENCE.sub("", text)
+
+
+def tame_text(text: str, *, colours: bool = False) -> str:
+    """Return a text of several lines with what a terminal would act on shown; `colours` may stay.
+
+    A line whose colours are not reset is.
+    """
+    if not ACTING.search(text):
+        return text
+    if not colours:
+        return ACTING.sub(lambda found: escape_character(found[0]), text)
+    kept = COLOUR.findall(text)
+    pieces = (ACTING.sub(lambda found: escape_character(found[0]), piece) for piece in COLOUR.split(text))
+    tamed = next(pieces) + "".join(colour + piece for colour, piece in zip(kept, pieces, strict=True))
+    if not kept or kept[-1] in (RESET, "\x1b[m"):
+        return tamed
+    return tamed.removesuffix("\n") + RESET + "\n" * tamed.endswith("\n")
+
+
+def print_text(text: str, stream: TextIO | None = None, *, colours: bool = False) -> None:
+    """Write to stdout, or another stream: as it is to a file or a pipe, and harmless to a terminal."""
+    stream = stream or sys.stdout
+    stream.write(tame_text(text, colours=colours) if stream.isatty() else text)
+
+
+def quote_word(word: str) -> str:
+    """Quote a word for bash; what a terminal acts on is written by bash's own escapes (ANSI-C quoting)."""
+    if not ACTING.search(word):
+        return shlex.quote(word)
+    plain = word.replace("\\", "\\\\").replace("'", "\\'")
+    return f"$'{ACTING.sub(lambda found: escape_bytes(found[0]), plain)}'"
+
+
+def escape_bytes(char: str) -> str:
+    """Return a character's bytes as bash reads them between `$'` and `'`."""
+    return "".join(f"\\x{byte:02x}" for byte in char.encode())
+
+
+def join_words(words: Sequence[str]) -> str:
+    """Return words as a line for bash that is harmless on a terminal."""
+    return " ".join(map(quote_word, words))
+
+
+UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+LONG_LIST = 40
+"""Characters from which a cpulist is written with strides."""
+
+
+def format_size(kib: float) -> str:
+    """A size in its largest unit, with three digits: `32 MiB`, `1.5 TiB`, `377 GiB`."""
+    value, unit = float(kib), 0
+    while value >= 999.5 and unit < len(UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.3g} {UNITS[unit]}"
+
+
+def count_things(number: int, noun: str) -> str:
+    """A number of things: `1 core`, `16 cores`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def shorten_cpulist(numbers: Collection[int]) -> str:
+    """A cpulist; where it is long for its strides, in the kernel's form `low-high:1/stride`.
+
+    Nodes that hold every second CPU have lists of hundreds of characters else.
+    """
+    text = format_cpulist(frozenset(numbers))
+    return ",".join(gather_strides(sorted(numbers))) if len(text) > LONG_LIST else text
+
+
+def gather_strides(numbers: list[int]) -> list[str]:
+    """Write ascending numbers as ranges with strides, each as long as it goes."""
+    pieces, at = [], 0
+    while at < len(numbers):
+        step = numbers[at + 1] - numbers[at] if at + 1 < len(numbers) else 1
+        end = at
+        while end + 1 < len(numbers) and numbers[end + 1] - numbers[end] == step:
+            end += 1
+        if end - at < 2 and step > 1:
+            end = at
+        low, high = numbers[at], numbers[end]
+        pieces.append(f"{low}-{high}" if low < high else f"{low}")
+        pieces[-1] += f":1/{step}" if low < high and step > 1 else ""
+        at = end + 1
+    return pieces
+
+
+def clean_text(text: str, most: int = 80) -> str:
+    """A name from firmware on one line and without control characters, its end left out where it is long."""
+    line = "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def tell_first(
+    where: str, how: str, source: str, lines: Sequence[str], what: str = "failed first"
+) -> list[str]:
+    """Say which rank failed first, and show the end of its log; `how` continues `it …`."""
+    shown = [f"  | {strip_sequences(line)}" for line in lines]
+    said = [f"the end of {source}:", *shown] if lines else ["it printed nothing"]
+    return [f"{where} {what}: it {how}", *said]
+
+
+def leave(status: int) -> NoReturn:
+    """Exit with a code, which Python would replace by 120 where the disk behind stdout or stderr is full."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(status)
+
+
+def break_line() -> None:
+    """Begin a new line on stderr, where a full disk may have cut the last one off."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write("\n")
+
+
+def say(text: str) -> None:
+    """Print one of our own lines on stderr; one that cannot be written, as on a full disk, is left out.
+
+    What others have put into it, such as the names of files, is harmless on a terminal.
+    """
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"launch: {escape_text(text)}\n")
+        sys.stderr.flush()

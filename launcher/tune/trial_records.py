@@ -1,0 +1,134 @@
+"""What the ranks of a trial have measured, written by `launch_inprocess.step_meter`."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.files import LARGEST, read_file
+from launcher.tune.search import UNITS, Trial
+
+FEWEST = 4
+"""Measured steps below which nothing can be said."""
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What reading a damaged record raises."""
+
+
+class MeasureError(Exception):
+    """A trial that says nothing; the text says why, and what to do."""
+
+
+class MismatchError(MeasureError):
+    """The program's DataLoader has another number of workers than was to be tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One rank's."""
+
+    rank: int
+    unit: str
+    """A key of UNITS."""
+    steps: int
+    """All steps, those before the first measured one among them."""
+    first: int | None
+    """Number of the first measured step; None where the warm-up did not end."""
+    times: tuple[float, ...]
+    """Seconds of each measured step."""
+    waits: tuple[float, ...]
+    """Seconds of them in which it waited for data."""
+    loaders: tuple[tuple[int, bool, int], ...]
+    """Workers of each kind of loader, whether its dataset is iterable, and the batches that it gave."""
+    memory_kib: int
+    ended: bool
+    """The program has come to its own end."""
+
+
+def read_records(folder: Path) -> list[Record]:
+    """Return the records in a folder, by rank; raises MeasureError for a damaged one."""
+    return sorted(map(read_record, folder.glob("rank-*.json")), key=lambda record: record.rank)
+
+
+def read_record(path: Path) -> Record:
+    """Read one record; raises MeasureError."""
+    try:
+        data = json.loads(read_file(path, LARGEST).decode())
+        return Record(
+            rank=int(data["rank"]),
+            unit=str(data["unit"]),
+            steps=int(data["steps"]),
+            first=None if data["first"] is None else int(data["first"]),
+            times=tuple(map(float, data["times"])),
+            waits=tuple(map(float, data["waits"])),
+            loaders=tuple(
+                (int(each["workers"]), bool(each["iterable"]), int(each["batches"]))
+                for each in data["loaders"]
+            ),
+            memory_kib=int(data["memory_kib"]),
+            ended=bool(data["ended"]),
+        )
+    except DAMAGE as error:
+        raise MeasureError(f"{path} cannot be read ({error!r})") from None
+
+
+def judge_trial(records: Sequence[Record], workers: int, ranks: int) -> Trial:
+    """Return what a trial has measured; raises MeasureError where that says nothing of `workers`."""
+    missing = sorted(set(range(ranks)) - {record.rank for record in records})
+    if len(missing) == ranks:
+        raise MeasureError(
+            "no rank trains or loads data by PyTorch: give a Python program that reads from"
+            " torch.utils.data.DataLoader, without the options -I, -E and -S"
+        )
+    if missing:
+        raise MeasureError(
+            f"rank {missing[0]} of {ranks} measured nothing: it has neither an optimizer nor a DataLoader"
+        )
+    check_loaders(records, workers)
+    short = min(records, key=lambda record: len(record.times))
+    if len(short.times) < FEWEST:
+        unit = short.unit if short.steps == 1 else UNITS[short.unit]
+        raise MeasureError(
+            f"the program ended after {short.steps} {unit} of rank {short.rank}, too"
+            f" few to measure: let it run for {2 * workers + 20} at least"
+        )
+    return Trial(
+        workers,
+        rate=min(len(record.times) / sum(record.times) for record in records),
+        wait=share_wait(records),
+        steps=max(record.steps for record in records),
+        memory_kib=sum(record.memory_kib for record in records),
+        unit=records[0].unit,
+    )
+
+
+def check_loaders(records: Sequence[Record], workers: int) -> None:
+    """Raise MismatchError, or MeasureError, where the number of workers is not the launcher's to choose."""
+    loaders = [loader for record in records for loader in record.loaders]
+    if not loaders:
+        raise MeasureError("the program reads from no torch.utils.data.DataLoader: there is nothing to tune")
+    own, iterable, _ = max(loaders, key=lambda loader: loader[2])
+    if own == workers:
+        return
+    if iterable:
+        raise MismatchError(
+            f"the DataLoader of an IterableDataset has num_workers={own}, and is given no other number, since"
+            " a dataset that does not shard by worker would return everything once for each: let the program"
+            " take it, from LAUNCH_NUM_WORKERS or by `{num_workers}` among its arguments"
+        )
+    raise MismatchError(
+        f"the program sets num_workers={own} itself, and cannot be tuned so: leave num_workers out of its"
+        " DataLoader(...), or let it take LAUNCH_NUM_WORKERS or `{num_workers}` among its arguments"
+    )
+
+
+def share_wait(records: Sequence[Record]) -> float:
+    """Return the share of the time in which any rank waits for data: the others then wait for that rank.
+
+    Steps are compared by their numbers, which agree where ranks train together.
+    """
+    steps = [dict(enumerate(zip(r.times, r.waits, strict=True), r.first or 0)) for r in records]
+    common = set(steps[0]).intersection(*steps[1:])
+    if len(common) < FEWEST:
+        return max(sum(record.waits) / sum(record.times) for record in records)
+    waited = sum(max(each[number][1] for each in steps) for number in common)
+    return min(1.0, waited / max(sum(each[number][0] for number in common) for each in steps))

@@ -1,0 +1,232 @@
+"""`launch logs` of logs that grow, are cut, and begin late, and of real runs on this machine."""
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from launcher.runs.log_tail import RunTail
+from launcher.runs.rank_logs import CHUNK, find_tail
+from launcher.runs.run_process import identify_process
+from tests.cli.making import make_run, write_applied, write_log
+from tests.conftest import LAUNCH, Result, clean_environ
+from tests.launch.support import start, wait_for, write_program
+
+Launch = Callable[..., Result]
+STEPS = """
+import os, sys, time
+for step in range(1, 400):
+    print(f"rank {os.environ['RANK']} step {step}", flush=True)
+    time.sleep(0.02)
+"""
+
+
+def test_all_ranks_with_their_origin_out_before_err(launch: Launch, here: Path) -> None:
+    path = make_run(here / "runs")
+    for rank in (0, 2, 10):
+        write_log(path, rank, f"out of {rank}\nno end")
+        write_log(path, rank, f"err of {rank}\n", ending="err")
+        write_applied(path, rank, f"n{rank}")
+    lines = [f"[n{r}:{r}] {text}\n" for r in (0, 2, 10) for text in (f"out of {r}", "no end", f"err of {r}")]
+    assert launch("logs", "tiny") == Result(0, "".join(lines), "")
+    assert launch("logs", "tiny", "rank=10") == Result(0, "out of 10\nno end\nerr of 10\n", "")
+
+
+def test_what_was_printed_arrives_as_its_bytes(here: Path) -> None:
+    path = make_run(here / "runs")
+    written = b"1%\r2%\r" * CHUNK + bytes(range(256)) * 99 + b"no end"
+    for rank in (0, 1):
+        write_log(path, rank, "").write_bytes(written)
+    commands = [[*LAUNCH, "logs", "tiny", *words] for words in ([], ["rank=1"])]
+    both, one = (subprocess.check_output(words, cwd=here, env=clean_environ()) for words in commands)
+    assert one == written
+    marked = [f"[?:{rank}] ".encode() + written.replace(b"\n", f"\n[?:{rank}] ".encode()) for rank in (0, 1)]
+    assert both == b"\n".join(marked)
+
+
+def test_the_last_attempt_with_output(launch: Launch, here: Path) -> None:
+    path = make_run(here / "runs")
+    write_log(path, 0, "first\n")
+    write_log(path, 0, "second\n", attempt=1)
+    write_log(path, 1, "late\n", attempt=10)
+    assert launch("logs", "tiny").out == "[?:1] late\n"
+    assert launch("logs", "tiny", "rank=0").out == "second\n"
+
+
+def test_a_job_that_failed_before_its_ranks_began_is_explained_by_its_own_log(
+    launch: Launch, here: Path
+) -> None:
+    path = make_run(here / "runs", state="failed")
+    (path / "logs/agent-box.log").write_text("agent\n")
+    assert launch("logs", "tiny").out == "agent\n"
+    (path / "logs/slurm-12.out").write_text("module: no such module\nslurmstepd: error")
+    assert launch("logs", "tiny").out == "module: no such module\nslurmstepd: error"
+    write_log(path, 0, "ran\n")
+    assert launch("logs", "tiny").out == "[?:0] ran\n"
+    (path / "logs/1").mkdir()
+    assert launch("logs", "tiny").out == "[?:0] ran\nmodule: no such module\nslurmstepd: error"
+    assert launch("logs", "-f", "tiny", "logs.tail=1").out == "[?:0] ran\nslurmstepd: error"
+
+
+def test_no_output_says_how_the_run_stands(launch: Launch, here: Path) -> None:
+    make_run(here / "runs", state="failed", outcome={"reason": "no agent"})
+    text = "launch: no output: tiny/20260801-120000 has failed: no agent\n"
+    assert launch("logs", "tiny") == Result(0, "", text)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ([], "launch logs NAME/ID"),
+        (["tiny", "rank=5"], "the run's ranks are 0 to 2"),
+        (["tiny", "rank=-1"], "rank=-1"),
+        (["tiny", "logs.tail=0"], "logs.tail=0"),
+        (["tiny", "other"], "are 2 runs"),
+        (["nix"], "no run 'nix'"),
+    ],
+)
+def test_mistakes(launch: Launch, here: Path, words: list[str], part: str) -> None:
+    path = make_run(here / "runs")
+    make_run(here / "runs", "other")
+    for rank in (0, 2):
+        write_log(path, rank, "x\n")
+    launch("logs", *words).assert_error(2, part)
+
+
+@pytest.mark.parametrize("size", [1, 7, CHUNK - 1, CHUNK, CHUNK + 1])
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_the_last_lines_are_found_from_the_end(tmp_path: Path, size: int, end: str) -> None:
+    path = tmp_path / "log"
+    lines = ["x" * size, "", "last but one", "last"]
+    path.write_text("\n".join(lines) + end)
+    for count in range(1, 6):
+        found = path.read_text()[find_tail(path, count) :]
+        assert found == "\n".join(lines[-count:]) + end
+    path.write_text("")
+    assert find_tail(path, 3) == 0
+    assert find_tail(tmp_path / "none", 3) == 0
+
+
+def test_a_line_longer_than_is_searched_does_not_take_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.runs.rank_logs.BACKWARDS", 1000)
+    (tmp_path / "log").write_text("a\n" + "x" * 5000)
+    assert find_tail(tmp_path / "log", 1) == 4002
+
+
+def read(tail: RunTail, *, final: bool = False) -> list[str]:
+    return [line.text for line in tail.read_lines(final=final)]
+
+
+def test_ranks_and_attempts_that_come_later_and_logs_that_are_cut(tmp_path: Path) -> None:
+    path = make_run(tmp_path, state="running")
+    tail = RunTail(path, lines=2)
+    assert read(tail) == []
+    log = write_log(path, 0, "1\n2\n3\nhalf")
+    assert read(tail) == ["3"]  # the half line is one of the two
+    write_log(path, 1, "a\nb\nc\n")
+    write_log(path, 0, " and whole\n")
+    assert read(tail) == ["half and whole", "a", "b", "c"]
+    log.write_text("new\n")
+    assert read(tail) == ["new"]
+    write_log(path, 0, "unfinished")
+    write_log(path, 0, "of the second\n", attempt=2)
+    assert read(tail) == ["unfinished", "attempt 2", "of the second"]
+    write_log(path, 1, "too late\n")
+    write_log(path, 3, "last", attempt=3)
+    assert read(tail) == ["attempt 3"]
+    assert read(tail, final=True) == ["last"]
+    assert read(tail, final=True) == []
+
+
+@dataclass
+class Following:
+    """A `launch logs -f`, its output in files."""
+
+    process: "subprocess.Popen[bytes]"
+    out: Path
+    err: Path
+
+
+@contextlib.contextmanager
+def follow(folder: Path, *words: str) -> Iterator[Following]:
+    out, err = folder / "logs-out", folder / "logs-err"
+    with out.open("wb") as first, err.open("wb") as second:
+        process = subprocess.Popen(
+            [*LAUNCH, "logs", *words], cwd=folder, env=clean_environ(), stdout=first, stderr=second
+        )
+    try:
+        yield Following(process, out, err)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_following_goes_over_the_attempts_to_the_end(here: Path) -> None:
+    living = subprocess.Popen(["sleep", "100"])
+    process = identify_process(living.pid)
+    path = make_run(here / "runs", state="running", process=process)
+    write_applied(path, 0, "box")
+    write_log(path, 0, "1\n2\n3\n4\n")
+    with follow(here, "-f", "tiny", "logs.tail=2") as tail:
+        wait_for(lambda: tail.out.read_text() == "[box:0] 3\n[box:0] 4\n", "the last two lines")
+        write_log(path, 0, "5\n")
+        wait_for(lambda: tail.out.read_text().endswith("[box:0] 5\n"), "a new line")
+        write_log(path, 0, "again\n", attempt=1)
+        wait_for(lambda: tail.out.read_text().endswith("] again\n"), "the next attempt")
+        assert tail.process.poll() is None
+        living.kill()
+        living.wait()
+        assert tail.process.wait(20) == 0
+        assert tail.err.read_text().startswith(
+            "launch: attempt 1\nlaunch: tiny/20260801-120000 is lost: process "
+        )
+
+
+def test_ctrl_c_ends_following_quietly(here: Path) -> None:
+    path = make_run(here / "runs", state="running", process=identify_process(os.getpid()))
+    write_log(path, 0, "1\n")
+    with follow(here, "--follow", "rank=0", "tiny") as tail:
+        wait_for(lambda: tail.out.read_text() == "1\n", "the line")
+        tail.process.send_signal(signal.SIGINT)
+        assert tail.process.wait(20) == 130
+        assert tail.err.read_text() == ""
+
+
+def test_a_reader_that_leaves_ends_it_quietly(here: Path) -> None:
+    path = make_run(here / "runs")
+    write_log(path, 0, "line\n" * 100_000)
+    process = subprocess.Popen(
+        [*LAUNCH, "logs", "tiny"],
+        cwd=here,
+        env=clean_environ(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout and process.stderr
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(20) == 141
+    assert process.stderr.read() == b""
+    process.stderr.close()
+
+
+def test_a_real_run_is_followed_whole(here: Path) -> None:
+    program = write_program(here, STEPS)
+    with start(here, "nproc_per_node=2", "name=real", "--", program) as run:
+        wait_for(lambda: any((here / "runs").glob("real/*/manifest.json")), "the run directory")
+        with follow(here, "-f", "real", "logs.tail=1000") as tail:
+            assert run.wait() == 0
+            assert tail.process.wait(20) == 0
+            text = tail.out.read_text()
+            assert tail.err.read_text().endswith("has succeeded\n")
+    host = os.uname().nodename
+    for rank in range(2):
+        shown = [line for line in text.splitlines() if f"] rank {rank} step" in line]
+        assert shown == [f"[{host}:{rank}] rank {rank} step {step}" for step in range(1, 400)]

@@ -1,0 +1,292 @@
+"""Properties of every plan, on random machines and requests that need not be sane."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import permutations
+from random import Random
+from typing import Any
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from launcher.errors import LaunchError
+from launcher.plan.codec import machine_to_json
+from launcher.plan.environment import COUNTS
+from launcher.plan.model import Cpu, Gpu, Limits, Machine, Nic, NumaNode, Request
+from launcher.plan.planner import POLICIES, plan
+from launcher.plan.shares import cut_evenly, find_edges, order_sizes
+from launcher.plan.snapshot import parse_machine
+from launcher.plan.usable_cores import find_usable, survey
+
+from .plan_lab import convert, score
+from .plan_random import describe_machine, describe_overlap
+
+
+def make_machine(seed: int) -> Machine:
+    """Any machine at all: cores over nodes, unlisted nodes, gaps in distance tables, odd sets."""
+    random = Random(seed)
+    numbers = sorted(random.sample(range(random.choice([30, 2000])), random.randint(1, 24)))
+    vendor = random.choice(["nvidia", "nvidia", "amd"])
+    return Machine(
+        cpus=tuple(make_cpu(random, numbers, number) for number in numbers),
+        nodes=tuple(make_node(random, at) for at in range(random.randint(0, 4))),
+        gpus=tuple(make_gpu(random, at, vendor, numbers) for at in range(random.randint(0, 5))),
+        allowed_cpus=random.choice([frozenset(numbers), pick(random, numbers), pick(random, range(30))]),
+        allowed_mems=random.choice([frozenset(range(4)), pick(random, range(6))]),
+        isolated=random.choice([frozenset(), pick(random, numbers)]),
+        nics=tuple(make_nic(random, at) for at in range(random.choice([0, 0, 1, 3, 6]))),
+        limits=Limits(
+            cpus=random.choice([None, None, 0.25, 3.0, 500.0]),
+            memory_kib=random.choice([None, None, 1, 4 << 20]),
+            shm_kib=random.choice([None, None, 0, 64 << 10]),
+            files=random.choice([None, None, 0, 600]),
+        ),
+    )
+
+
+def make_gpu(random: Random, at: int, vendor: str, numbers: list[int]) -> Gpu:
+    """A GPU of any or no known place, at times with MIG instances."""
+    return Gpu(
+        index=at,
+        uuid=random.choice([f"GPU-{at}", f"GPU-{at:016x}", ""]),
+        pci=f"0000:{at:02x}:00.0",
+        node=random.choice([None, 0, 1, 2, 3, 5]),
+        local_cpus=pick(random, numbers),
+        mig=random.choice([(), (), (f"MIG-{at}a", f"MIG-{at}b")]) if vendor == "nvidia" else (),
+        vendor=vendor,
+        path=make_path(random),
+    )
+
+
+def make_nic(random: Random, at: int) -> Nic:
+    """A NIC of any or no known place, link and rate."""
+    return Nic(
+        name=random.choice([f"mlx5_{at}", f"rdmap{at}s27"]),
+        pci="",
+        node=random.choice([None, 0, 1, 5]),
+        path=make_path(random),
+        link_layer=random.choice(["", "InfiniBand", "Ethernet"]),
+        rate_gbps=random.choice([0, 100, 400]),
+        active=random.random() < 0.8,
+    )
+
+
+def make_path(random: Random) -> tuple[str, ...]:
+    """A way through the PCI bridges, perhaps unknown."""
+    return tuple(random.choice("ab") for _ in range(random.randint(0, 3)))
+
+
+def make_cpu(random: Random, numbers: list[int], number: int) -> Cpu:
+    """A CPU, at times a sibling of an earlier one, at times on another node than it."""
+    core = random.choice([number, number, numbers[numbers.index(number) // 2]])
+    package, node, l3 = (random.randrange(4) for _ in range(3))
+    return Cpu(number, core, package, node, l3, random.choice([1024, 1024, 980, 512]))
+
+
+def make_node(random: Random, at: int) -> NumaNode:
+    """A node with any table of distances, even none."""
+    table = tuple(
+        (other, random.choice([0, 10, 12, 32, 255]))
+        for other in random.sample(range(6), random.randint(0, 5))
+    )
+    return NumaNode(at, random.choice([0, 2**20]), random.random() < 0.7, table)
+
+
+def pick(random: Random, numbers: Sequence[int]) -> frozenset[int]:
+    """A subset, perhaps empty."""
+    return frozenset(random.sample(numbers, random.randint(0, len(numbers))))
+
+
+MACHINES = st.integers(0, 2**32).map(make_machine)
+NAMES = st.sampled_from(
+    [
+        *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"),
+        *("OMP_NUM_THREADS", "LAUNCH_NUM_WORKERS", "LAUNCH_NIC", "NCCL_IB_HCA"),
+        *("MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMEXPR_MAX_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"),
+        *("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "LAUNCH_LOADER_DEFAULT"),
+    ]
+)
+TEXTS = (
+    st.text(max_size=8)
+    | st.from_regex(r"\A[0-5](,[0-5]){0,3}\Z")
+    | st.sampled_from(["GPU-1,GPU-0", "-1", "^=mlx5_0", "=mlx5_0:1,mlx5_1"])
+)
+REQUESTS = st.builds(
+    Request,
+    nproc_per_node=st.none() | st.integers(1, 40),
+    binding=st.sampled_from(sorted(POLICIES)),
+    strict=st.booleans(),
+    reserve_cores=st.integers(0, 8),
+    devices=st.sampled_from(["all", "own", "spread"]),
+    num_workers=st.integers(0, 9),
+    worker_gib=st.sampled_from([0.0, 0.5, 1e300]),
+    worker_shm_mib=st.sampled_from([0.0, 4.0, 5e-324]),
+    nic=st.booleans(),
+    environ=st.dictionaries(NAMES, TEXTS, max_size=3).map(lambda names: tuple(names.items())),
+)
+
+
+@given(MACHINES, REQUESTS)
+@settings(max_examples=400, deadline=None)
+def test_masks_are_never_empty_nor_outside_what_the_job_may_use(machine: Machine, request: Request) -> None:
+    try:
+        made = plan(machine, request)
+    except LaunchError as error:
+        assert request.strict or not find_usable(machine)
+        assert ": " in str(error)
+        return
+    usable = find_usable(machine)
+    assert [rank.local_rank for rank in made.ranks] == list(range(len(made.ranks)))
+    assert len(made.ranks) == request.nproc_per_node or request.nproc_per_node is None
+    for rank in made.ranks:
+        assert rank.cpus
+        assert rank.cpus <= rank.worker_cpus <= usable
+        assert rank.memory.nodes <= machine.allowed_mems
+        assert rank.omp_num_threads >= 1
+        assert rank.num_workers >= 0
+        assert rank.notes
+        assert (rank.nic in {nic.name for nic in machine.nics} | {None}) or ("LAUNCH_NIC", rank.nic) in (
+            request.environ
+        )
+        assert not {name for name, _ in rank.env} & set(keep_set(request))
+
+
+def keep_set(request: Request) -> Sequence[str]:
+    """The user's variables that nothing may replace, as far as they hold something sensible."""
+    own = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if request.devices != "all" else ()
+    return [name for name, value in request.environ if value and name not in (*own, *COUNTS)]
+
+
+@given(MACHINES, st.integers(1, 30))
+@settings(max_examples=300, deadline=None)
+def test_a_warning_ends_with_its_fix_after_the_last_colon(machine: Machine, ranks: int) -> None:
+    assume(find_usable(machine))
+    bound = (("OMP_PLACES", "cores"), ("KMP_AFFINITY", "compact"), ("MKL_NUM_THREADS", "x"))
+    request = Request(ranks, num_workers=8, worker_gib=1, worker_shm_mib=100, environ=bound)
+    for warning in set(plan(machine, request).warnings) - set(machine.warnings):
+        what, colon, fix = warning.rpartition(": ")
+        assert what and colon
+        assert what.count("(") == what.count(")") and fix.count("(") == fix.count(")"), warning
+
+
+@given(MACHINES, st.integers(1, 30))
+@settings(max_examples=300, deadline=None)
+def test_nothing_is_shared_or_idle_where_cores_suffice(machine: Machine, ranks: int) -> None:
+    assume(find_usable(machine))
+    made = plan(machine, Request(ranks))
+    used = Counter(cpu for rank in made.ranks for cpu in rank.cpus)
+    workers = Counter(cpu for rank in made.ranks for cpu in rank.worker_cpus)
+    assert workers.keys() == find_usable(machine)
+    if not any("must share" in warning for warning in made.warnings):
+        core_of = {cpu.id: cpu.core for cpu in machine.cpus}
+        owners = {(core_of[cpu], rank.local_rank) for rank in made.ranks for cpu in rank.cpus}
+        assert set(used.values()) == {1}
+        assert set(workers.values()) == {1}
+        assert len(owners) == len({core for core, _ in owners})
+
+
+@given(MACHINES, REQUESTS, st.randoms(use_true_random=False))
+@settings(max_examples=200, deadline=None)
+def test_the_order_of_the_lists_does_not_count(machine: Machine, request: Request, random: Random) -> None:
+    assume(find_usable(machine))
+    request = replace(request, strict=False)
+
+    def shuffle(items: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(random.sample(items, len(items)))
+
+    mixed = replace(
+        machine, cpus=shuffle(machine.cpus), nodes=shuffle(machine.nodes), gpus=shuffle(machine.gpus)
+    )
+    assert plan(mixed, request).ranks == plan(machine, request).ranks
+
+
+@given(st.integers(0, 2**32), REQUESTS)
+@settings(max_examples=150, deadline=None)
+def test_a_snapshot_is_planned_as_the_machine_itself_is(seed: int, request: Request) -> None:
+    machine = convert(describe_machine(Random(seed)))
+    request = replace(request, strict=False)
+    snapshot = parse_machine(json.dumps(machine_to_json(machine)))
+    assert plan(snapshot, request) == plan(machine, request)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 24), st.sampled_from([describe_machine, describe_overlap]))
+@settings(max_examples=300, deadline=None)
+def test_ranks_share_no_core_where_cores_suffice_and_leave_home_only_where_they_must(
+    seed: int, ranks: int, describe: Callable[[Random], dict[str, Any]]
+) -> None:
+    machine = convert(describe(Random(seed)))
+    made = plan(machine, Request(ranks))
+    topology = survey(machine)
+    homes = [
+        {core.id for node in topology.find_home(rank.gpu) for core in topology.cores[node]}
+        for rank in made.ranks
+    ]
+    used = [{topology.core_of[cpu] for cpu in rank.cpus} for rank in made.ranks]
+    owners = Counter(core for cores in used for core in cores)
+    enough = sum(map(len, topology.cores.values())) >= ranks
+    assert (max(owners.values()) > 1) == (not enough)
+    at_home = sum(cores <= home for cores, home in zip(used, homes, strict=True))
+    assert at_home == (match_cores([sorted(home) for home in homes]) if enough else ranks)
+    assert all(cores <= home or not cores & home for cores, home in zip(used, homes, strict=True))
+
+
+@given(st.integers(0, 2**32), st.sampled_from([describe_machine, describe_overlap]), st.integers(0, 9))
+@settings(max_examples=300, deadline=None)
+def test_no_rank_has_less_with_its_workers_than_all_could_have(
+    seed: int, describe: Callable[[Random], dict[str, Any]], workers: int
+) -> None:
+    random = Random(seed)
+    machine = convert(describe(random))
+    ranks = random.randint(1, 20)
+    made = plan(machine, Request(ranks, num_workers=workers))
+    topology = survey(machine)
+    total = sum(map(len, topology.cores.values()))
+    least = min(len({topology.core_of[cpu] for cpu in rank.worker_cpus}) for rank in made.ranks)
+    assert least >= min(max(4, workers + 2), total // ranks)
+
+
+def match_cores(homes: Sequence[Sequence[int]]) -> int:
+    """How many ranks can have a core of their home for themselves: a maximum matching."""
+    owner: dict[int, int] = {}
+
+    def give(rank: int, seen: set[int]) -> bool:
+        for core in homes[rank]:
+            if core not in seen:
+                seen.add(core)
+                if core not in owner or give(owner[core], seen):
+                    owner[core] = rank
+                    return True
+        return False
+
+    return sum(give(rank, set()) for rank in range(len(homes)))
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 7))
+def test_sizes_are_ordered_as_well_as_any_order_could(blocks: list[int], count: int) -> None:
+    names = [at for at, size in enumerate(blocks) for _ in range(size)]
+    edges = find_edges(names)
+    sizes = order_sizes(len(names), count, edges)
+    assert sum(sizes) == len(names)
+    assert max(sizes) - min(sizes) <= 1
+
+    def count_splits(order: tuple[int, ...]) -> int:
+        ends = [sum(order[: at + 1]) for at in range(count)]
+        return sum(end not in edges and end > 0 for end in ends)
+
+    assert count_splits(tuple(sizes)) == min(map(count_splits, set(permutations(sizes))))
+    if len(names) >= count:
+        assert count_splits(tuple(sizes)) == score.split_bound(tuple(sizes), tuple(blocks))
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 30))
+def test_those_with_least_get_the_odd_items(totals: list[int], items: int) -> None:
+    cuts = cut_evenly([0] * items, totals)
+    sizes = [cut.stop - cut.start for cut in cuts]
+    assert sum(sizes) == items
+    assert max(sizes) - min(sizes) <= 1
+    if len(set(totals)) > 1:
+        more = [total for total, size in zip(totals, sizes, strict=True) if size > min(sizes)]
+        less = [total for total, size in zip(totals, sizes, strict=True) if size == min(sizes)]
+        assert not more or max(more) <= min(less)

@@ -1,0 +1,76 @@
+"""Properties that a decoder-only transformer has whatever its weights."""
+
+import pytest
+import torch
+
+from launcher.programs.dimensions import ModelConfig
+from launcher.programs.transformer import Transformer, initialise, make_rotations, rotate
+
+GPT2 = ModelConfig(norm="layernorm", mlp="gelu", position="learned", bias=True, kv_heads=4)
+GROUPED = ModelConfig(heads=4, kv_heads=2, tied_embeddings=False)
+
+
+def build(config: ModelConfig, *, recompute: bool = False) -> Transformer:
+    model = Transformer(config, recompute=recompute)
+    initialise(model, torch.Generator().manual_seed(7))
+    return model
+
+
+@pytest.mark.parametrize("config", [GROUPED, GPT2], ids=["llama", "gpt2"])
+def test_later_tokens_do_not_alter_earlier_logits(config: ModelConfig) -> None:
+    model, tokens = build(config), torch.randint(0, 256, (2, 24))
+    changed = tokens.clone()
+    changed[:, 13] = (changed[:, 13] + 1) % 256
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :13], after[:, :13])
+    assert not torch.allclose(before[:, 13:], after[:, 13:])
+
+
+def test_grouped_queries_equal_full_heads_with_repeated_weights() -> None:
+    grouped, full = build(GROUPED), build(ModelConfig(heads=4, kv_heads=4, tied_embeddings=False))
+    state = grouped.state_dict()
+    for name, weight in state.items():
+        if ".key." in name or ".value." in name:
+            state[name] = weight.unflatten(0, (2, -1)).repeat_interleave(2, dim=0).flatten(0, 1)
+    full.load_state_dict(state)
+    tokens = torch.randint(0, 256, (2, 24))
+    torch.testing.assert_close(grouped(tokens), full(tokens))
+
+
+def test_rotary_products_depend_on_the_distance_alone() -> None:
+    query, key = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
+    rotations = make_rotations(64, 16, 10000.0, torch.device("cpu"))
+
+    def product(at: int, other: int) -> torch.Tensor:
+        turned = [rotate(x, *(part[i : i + 1] for part in rotations)) for x, i in ((query, at), (key, other))]
+        return (turned[0] * turned[1]).sum()
+
+    torch.testing.assert_close(product(9, 4), product(50, 45), atol=1e-4, rtol=1e-4)
+    assert not torch.isclose(product(9, 4), product(9, 5), atol=1e-4)
+    torch.testing.assert_close(product(0, 0), (query * key).sum())
+
+
+def test_order_matters_without_learned_positions() -> None:
+    model, tokens = build(GROUPED), torch.tensor([[1, 2, 3, 4], [2, 1, 3, 4]])
+    logits = model(tokens)
+    assert not torch.allclose(logits[0, -1], logits[1, -1])
+
+
+def test_recomputed_activations_give_the_same_gradients() -> None:
+    tokens = torch.randint(0, 256, (2, 24))
+    kept, recomputed = build(GROUPED), build(GROUPED, recompute=True)
+    for model in (kept, recomputed):
+        model(tokens).square().mean().backward()
+    for one, other in zip(kept.parameters(), recomputed.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_fresh_weights_follow_the_seed_and_fill_everything() -> None:
+    model, again = build(GPT2), build(GPT2)
+    for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert ("bias" in name) == (one.abs().max() == 0)
+    assert model.embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    narrow = model.blocks[0].get_parameter("mlp.out.weight").std().item()
+    assert narrow == pytest.approx(0.02 / 8**0.5, rel=0.05)

@@ -1,0 +1,188 @@
+"""The program as it is started: by torchrun, by itself, resumed, and signalled."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from launcher.programs.checkpoint import list_complete, prepare_directory
+from launcher.programs.dimensions import ModelConfig
+from launcher.programs.user_error import OptionError
+
+from .starting import Start, read_losses
+
+MIXED: dict[str, str | bool] = {
+    "parallel": "fsdp",
+    "dtype": "bf16",
+    "activation_checkpointing": True,
+    "batch_size": "2",
+    "grad_accumulation": "2",
+}
+"""Other ways to compute the same global batch."""
+
+
+@pytest.fixture(scope="module")
+def ddp(start: Start, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """Give the output and the checkpoints of 12 steps of two ranks under DDP."""
+    folder = tmp_path_factory.mktemp("ddp")
+    return start.run(2, steps="12", checkpoint_every="4", checkpoint_dir=str(folder)), folder
+
+
+def copy_until(folder: Path, step: int, target: Path) -> str:
+    """Copy the checkpoint of a step, as if the run had been killed before the next."""
+    name = f"step-{step:08}"
+    shutil.copytree(folder / name, target / name)
+    return str(target)
+
+
+def test_the_output_has_its_form_and_the_loss_falls(ddp: tuple[str, Path]) -> None:
+    output, folder = ddp
+    losses = read_losses(output)
+    assert list(losses) == list(range(1, 13))
+    assert float(losses[12]) < float(losses[1]) - 0.3
+    assert "2 ranks, ddp over gloo, fp32" in output
+    assert f"done step 12/12 loss {losses[12]} val_loss " in output.splitlines()[-1]
+    assert [path.name for path in list_complete(folder)] == ["step-00000008", "step-00000012"]
+    assert not list(folder.glob("*.part"))
+
+
+def expect_same(whole: str, resumed: str, first: int) -> None:
+    """Compare a run with one that was resumed before step `first`: every digit printed is the same."""
+    losses = read_losses(whole)
+    assert read_losses(resumed) == {step: losses[step] for step in range(first, 13)}
+    assert f"start   at step {first - 1}, resumed from " in resumed
+    endings = [output.splitlines()[-1].split(" seconds")[0] for output in (whole, resumed)]
+    assert endings[0] == endings[1]
+
+
+def expect_near(whole: dict[int, str], resumed: dict[int, str], near: float) -> None:
+    """Compare two ways to compute the same sums from step 9 on: equal but for rounding."""
+    assert list(resumed) == [9, 10, 11, 12]
+    assert [float(loss) for loss in resumed.values()] == pytest.approx(
+        [float(whole[step]) for step in resumed], abs=near
+    )
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(start: Start, ddp: tuple[str, Path], tmp_path: Path) -> None:
+    part = copy_until(ddp[1], 8, tmp_path)
+    expect_same(ddp[0], start.run(2, steps="12", checkpoint_dir=part, num_workers="1"), first=9)
+
+
+def test_fsdp_goes_on_from_ddp_and_then_exactly(start: Start, ddp: tuple[str, Path], tmp_path: Path) -> None:
+    part = copy_until(ddp[1], 8, tmp_path / "fsdp")
+    whole = start.run(2, steps="12", checkpoint_dir=part, checkpoint_every="2", **MIXED)
+    assert "fsdp over gloo, bf16" in whole
+    expect_near(read_losses(ddp[0]), read_losses(whole), near=0.02)
+    part = copy_until(tmp_path / "fsdp", 10, tmp_path / "again")
+    expect_same(whole, start.run(2, steps="12", checkpoint_dir=part, **MIXED), first=11)
+
+
+def test_one_process_goes_on_from_two(start: Start, ddp: tuple[str, Path], tmp_path: Path) -> None:
+    part = copy_until(ddp[1], 8, tmp_path)
+    alone = start.run(0, steps="12", checkpoint_dir=part, grad_accumulation="2")
+    assert " 1 rank, fp32" in alone
+    expect_near(read_losses(ddp[0]), read_losses(alone), near=0.0003)
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    """Read lines of output up to one that has the text."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return line
+    raise AssertionError(f"no {text!r} before the end: {process.communicate()[1]}")
+
+
+def find_ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Give torchrun's ranks, in the order in which it started them."""
+    return sorted(psutil.Process(process.pid).children(), key=lambda child: (child.create_time(), child.pid))
+
+
+def test_a_signal_to_one_rank_makes_all_save_the_same_step(start: Start, tmp_path: Path) -> None:
+    process = start.popen(
+        2, steps="3000", checkpoint_every="0", checkpoint_dir=str(tmp_path), num_workers="1"
+    )
+    read_until(process, "step 3/")
+    ranks = find_ranks(process)
+    everything = psutil.Process(process.pid).children(recursive=True)
+    ranks[1].send_signal(signal.SIGUSR2)
+    saved = read_until(process, "on SIGUSR2")
+    step = int(saved.split()[2])
+    read_until(process, f"step {step + 2}/")
+    os.killpg(ranks[0].pid, signal.SIGTERM)  # as torchrun does: its DataLoader workers too
+    stopped = read_until(process, "on SIGTERM")
+    _, errors = process.communicate(timeout=60)
+    assert "exitcode  : 75 " in errors and "exitcode  : -" not in errors  # torchrun names the ranks' ends
+    assert "train.py" not in errors
+    names = [f"step-{int(line.split()[2]):08}" for line in (saved, stopped)]
+    assert [path.name for path in list_complete(tmp_path)] == names
+    assert not psutil.wait_procs(everything, timeout=10)[1]
+
+
+def test_a_process_that_has_saved_its_state_asks_for_another_start(start: Start, tmp_path: Path) -> None:
+    process = start.popen(0, steps="3000", checkpoint_every="0", checkpoint_dir=str(tmp_path))
+    read_until(process, "step 2/")
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (os.EX_TEMPFAIL, "")
+    assert "on SIGTERM" in output and len(list_complete(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_dies_by_its_signal_and_leaves_no_worker(start: Start, number: signal.Signals) -> None:
+    process = start.popen(0, steps="3000", num_workers="2")
+    read_until(process, "step 2/")
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert len(workers) == 2
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == -number
+    assert errors == ""
+    assert ("no checkpoint on SIGTERM" in output) == (number == signal.SIGTERM)
+    assert not psutil.wait_procs(workers, timeout=2)[1]  # torch's own watchdog takes 5 s
+
+
+def test_a_mistake_found_late_is_one_line(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "step-00000004").mkdir()
+    (tmp_path / "step-00000004" / "model.json").write_text(json.dumps({"layers": 3}))
+    with start.popen(0, checkpoint_dir=str(tmp_path)) as process:
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert errors.startswith(f"train: error: {tmp_path}/step-00000004 is of a model with ")
+    assert errors.count("\n") == 1
+
+
+def test_an_unfinished_checkpoint_is_removed_and_the_one_before_taken(tmp_path: Path) -> None:
+    model = ModelConfig()
+    for step in (4, 8):
+        (tmp_path / f"step-{step:08}").mkdir()
+        (tmp_path / f"step-{step:08}" / "model.json").write_text(json.dumps({}))
+    (tmp_path / "step-00000012.part").mkdir()
+    (tmp_path / "step-00000012.part" / "__0_0.distcp").touch()
+    with pytest.raises(OptionError, match="step-00000008 is of a model with"):
+        prepare_directory(tmp_path, model)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000004", "step-00000008"]
+
+
+def test_a_checkpoint_directory_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OptionError, match="Not a directory"):
+        prepare_directory(tmp_path / "file" / "below", ModelConfig())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_gpu_trains_in_bf16(start: Start, parallel: str) -> None:
+    output = start.run(
+        1, steps="12", parallel=parallel, activation_checkpointing=True, compile=True, num_workers="2"
+    )
+    losses = read_losses(output)
+    assert "cuda:0" in output
+    assert float(losses[12]) < float(losses[1]) - 0.3

@@ -1,0 +1,235 @@
+"""Ranks that srun, mpirun or torchrun has bound one by one: real processes with masks of their own."""
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launcher.rank.identity import Identity
+from launcher.rank.node_cpus import MOST_CPUS, find_ancestor, join_slurm, read_process, try_affinity
+from tests.rank.bound_starts import (
+    PROGRAM,
+    STEP,
+    by_agent,
+    by_hand,
+    by_hydra,
+    by_open_mpi,
+    by_srun,
+    start_bound,
+)
+from tests.rank.shim_starts import ALLOWED, COMMAND
+
+FIRST, LAST = ALLOWED[0], ALLOWED[-1]
+needs_two = pytest.mark.skipif(len(ALLOWED) < 2, reason="two ranks cannot be bound apart on one CPU")
+
+
+def assert_split(ranks: list[tuple[set[int], str]], before: list[set[int]]) -> None:
+    """Every rank has come to one plan of both ranks' CPUs together."""
+    assert not ranks[0][0] & ranks[1][0]
+    assert ranks[0][0] | ranks[1][0] <= before[0] | before[1]
+    assert min(len(cpus) for cpus, _ in ranks) >= len(before[0] | before[1]) // 2
+    for rank, (_, said) in enumerate(ranks):
+        assert said.startswith(f"launch-rank: rank {rank}, cpus "), said
+        assert said.count("\n") == 1
+
+
+def assert_kept(ranks: list[tuple[set[int], str]], before: list[set[int]], fix: str) -> None:
+    """Every rank has the CPUs that it was started with, and says so."""
+    for (cpus, said), had in zip(ranks, before, strict=True):
+        assert cpus == had
+        assert f"to have the whole node planned, {fix}\n" in said
+        assert "memory preferred node 0" in said
+
+
+APART = [{FIRST}, {LAST}]
+SWAPPED = [{LAST}, {FIRST}]
+ODD = [{FIRST}, set(ALLOWED)]
+
+
+def mask(cpus: set[int]) -> str:
+    return f"{sum(1 << cpu for cpu in cpus):x}"
+
+
+@needs_two
+@pytest.mark.parametrize(
+    ("before", "kind", "entries"),
+    [
+        (APART, "mask_cpu:", f"0x{mask({FIRST})},0x{mask({LAST})}"),
+        (SWAPPED, "mask_cpu:", f"0x{mask({LAST})},0x{mask({FIRST})},0xf000000"),
+        (APART, "mask_cpu:", f"{mask({FIRST})},{mask({LAST})}"),
+        (APART, "cores,mask_cpu:", f"0x{mask({FIRST})},0x{mask({LAST})}"),
+        (SWAPPED, "map_cpu:", f"{LAST},{FIRST}"),
+        (ODD, "mask_cpu:", f"0x{mask({FIRST})},0x{mask(set(ALLOWED))}"),
+        ([set(ALLOWED)] * 2, "mask_cpu:", f"0x{mask(set(ALLOWED))}"),
+        ([set(ALLOWED)] * 2, "none", ""),
+    ],
+    ids=str,
+)
+def test_ranks_that_srun_has_bound_plan_on_all_their_cpus(
+    before: list[set[int]], kind: str, entries: str
+) -> None:
+    ranks = start_bound(before, by_srun(kind, entries))
+    assert_split(ranks, before)
+    for (_, said), had in zip(ranks, before, strict=True):
+        assert ("before" in said) == (had != set(ALLOWED))
+
+
+@needs_two
+def test_the_program_may_count_ranks_by_other_names() -> None:
+    """Job scripts hand on `LOCAL_RANK=$SLURM_LOCALID`, often without the size."""
+    srun = by_srun("mask_cpu:", f"0x{mask({FIRST})},0x{mask({LAST})}")
+    assert_split(start_bound(APART, lambda rank: {**srun(rank), "LOCAL_RANK": str(rank)}), APART)
+
+
+@needs_two
+@pytest.mark.parametrize(
+    ("kind", "entries"),
+    [
+        ("rank", ""),
+        ("mask_ldom:", "1"),
+        ("mask_cpu:", f"0x{mask({LAST})},0x{mask({FIRST})}"),  # not what the ranks have
+        ("map_cpu:", f"{FIRST},4000"),  # more than the kernel lets the rank have
+        ("mask_cpu:", "nonsense"),
+        ("mask_cpu:", ""),
+    ],
+)
+def test_ranks_whose_peers_are_not_known_keep_their_cpus(kind: str, entries: str) -> None:
+    ranks = start_bound(APART, by_srun(kind, entries))
+    assert_kept(ranks, APART, "use srun --cpu-bind=none")
+
+
+@needs_two
+def test_a_binding_that_leaves_all_of_the_cpuset_is_none() -> None:
+    """As `rank_ldom` is on a node of one NUMA node; all ranks then share what the kernel lets them have."""
+    every = set(try_affinity(frozenset(range(MOST_CPUS)), frozenset(ALLOWED)))
+    assert_split(start_bound([every] * 2, by_srun("rank_ldom", "")), [every] * 2)
+
+
+@needs_two
+def test_strict_refuses_cpus_that_were_kept() -> None:
+    command = ("sh", "-c", '"$@" >/dev/null; echo "[$?]"', "sh", *COMMAND, *PROGRAM)
+    srun = by_srun("rank", "")
+    assert [codes for codes, _ in start_bound(APART, srun, command)] == [{0}, {0}]
+    strict = start_bound(APART, lambda rank: {**srun(rank), "LAUNCH_STRICT": "1"}, command)
+    assert [codes for codes, _ in strict] == [{3}, {3}]
+
+
+@needs_two
+@pytest.mark.parametrize(
+    ("variables", "daemon"),
+    [(by_open_mpi, "orted"), (by_open_mpi, "prterun"), (by_hydra, "hydra_pmi_proxy"), (by_agent, "")],
+)
+@pytest.mark.parametrize("before", [APART, SWAPPED, ODD, [{FIRST}, {FIRST}], [set(ALLOWED)] * 2], ids=str)
+def test_ranks_plan_on_what_their_daemon_may_use(
+    before: list[set[int]], variables: Callable[[int], dict[str, str]], daemon: str
+) -> None:
+    assert_split(start_bound(before, variables, name=daemon), [set(ALLOWED)] * 2)
+
+
+@needs_two
+def test_a_script_between_daemon_and_rank() -> None:
+    command = ("sh", "-c", 'sh -c \'"$@"; true\' sh "$@"; true', "sh", *COMMAND, *PROGRAM)
+    assert_split(start_bound(APART, by_open_mpi, command, "orted"), [set(ALLOWED)] * 2)
+
+
+@needs_two
+@pytest.mark.parametrize(
+    ("variables", "fix"),
+    [
+        (by_open_mpi, "use mpirun --bind-to none"),
+        (by_hydra, "use mpiexec -bind-to none"),
+        (by_hand, "start it without taskset or numactl"),
+        (lambda rank: {"PALS_LOCAL_RANKID": str(rank)}, "use mpiexec --cpu-bind none"),
+    ],
+    ids=("openmpi", "hydra", "hand", "pals"),
+)
+def test_ranks_of_an_unknown_parent_keep_their_cpus(
+    variables: Callable[[int], dict[str, str]], fix: str
+) -> None:
+    assert_kept(start_bound(APART, variables), APART, fix)
+
+
+@needs_two
+def test_a_job_that_was_narrowed_as_a_whole_is_split_within() -> None:
+    words = ["taskset", "-c", str(LAST), sys.executable, "-c"]
+    code = f"import subprocess, sys; sys.exit(subprocess.run({[*COMMAND, *PROGRAM]!r}).returncode)"
+    for variables in (by_hand, by_agent, by_srun("none", "")):
+        environ = {"PATH": os.environ["PATH"], **variables(0)}
+        done = subprocess.run([*words, code], env=environ, capture_output=True, text=True, check=True)
+        assert json.loads(done.stdout) == [LAST]
+        assert "before" not in done.stderr
+        assert "keeps" not in done.stderr
+
+
+@needs_two
+def test_a_process_that_is_no_rank_stays_where_it_was_put() -> None:
+    ((cpus, said),) = start_bound([{LAST}], lambda rank: {})
+    assert (cpus, said.count("\n")) == ({LAST}, 1)
+
+
+@needs_two
+@pytest.mark.parametrize("variables", [by_hand, by_agent])
+def test_no_binding_leaves_a_bound_rank_its_cpus(variables: Callable[[int], dict[str, str]]) -> None:
+    for cpus, said in start_bound(APART, lambda rank: {**variables(rank), "LAUNCH_BINDING": "none"}):
+        assert cpus in APART
+        assert said.count("\n") == 1
+        assert "memory default, binding none, " in said
+
+
+mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed")
+
+
+@mpirun
+@needs_two
+@pytest.mark.parametrize("options", [(), ("--bind-to", "core"), ("--bind-to", "none")], ids=str)
+def test_under_the_real_mpirun(tmp_path: Path, options: tuple[str, ...]) -> None:
+    words = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *options)
+    code = "import os; rank = os.environ['OMPI_COMM_WORLD_RANK']; "
+    code += "open(rank, 'w').write(repr(sorted(os.sched_getaffinity(0))))"
+    program = (*COMMAND, sys.executable, "-I", "-S", "-c", code)
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [*words, *program], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=True
+    )
+    sets = [set(json.loads((tmp_path / rank).read_text())) for rank in "01"]
+    assert not sets[0] & sets[1]
+    assert ("bound to" in done.stderr) == (options != ("--bind-to", "none"))
+
+
+@pytest.mark.parametrize(
+    ("size", "own", "expected"),
+    [
+        (2, {17, 41}, {17, 41, 22, 46}),
+        (1, {17, 41}, {17, 41}),
+        (None, {17, 41}, {17, 41, 22, 46}),
+        (2, {17}, None),
+    ],
+)
+def test_masks_of_a_large_node(size: int | None, own: set[int], expected: set[int] | None) -> None:
+    environ = {
+        **STEP,
+        "SLURM_LOCALID": "0",
+        "SLURM_CPU_BIND_TYPE": "mask_cpu:",
+        "SLURM_CPU_BIND_LIST": "0x020000020000,0x400000400000",
+    }
+    identity = Identity(environ)
+    identity.local_world_size = size
+    assert join_slurm(identity, environ, frozenset(own)) == expected
+
+
+def test_names_of_processes() -> None:
+    libc = ctypes.CDLL(None)
+    before = Path("/proc/self/comm").read_bytes().rstrip(b"\n")
+    try:
+        libc.prctl(15, b"a) b (c", 0, 0, 0)
+        assert read_process(os.getpid()) == ("a) b (c", os.getppid())
+    finally:
+        libc.prctl(15, before, 0, 0, 0)
+    assert read_process(2**22 + 1) == ("", 0)
+    assert find_ancestor(("no such",)) == 0

@@ -1,0 +1,223 @@
+"""The placement table and the summary, as people read them."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from launcher.plan.model import Cpu, Gpu, Limits, Machine, Memory, Nic, NumaNode, Plan, RankPlan
+from launcher.report.core_bars import make_ruler
+from launcher.report.placement_table import print_placement
+from tests.conftest import run_inside
+
+
+def make_machine(cores: int, nodes: int = 2, packages: int = 2, threads: int = 1) -> Machine:
+    """Cores in blocks over the nodes, siblings far."""
+    cpus = [
+        Cpu(core + t * cores, core, core * packages // cores, core * nodes // cores, 0)
+        for t in range(threads)
+        for core in range(cores)
+    ]
+    places = tuple(NumaNode(at, 2**20, True, ()) for at in range(nodes))
+    every = frozenset(cpu.id for cpu in cpus)
+    gpus = tuple(Gpu(at, f"GPU-{at}", f"0000:{at:02x}:00.0", 0, name="H100") for at in range(2))
+    return Machine(tuple(cpus), places, gpus, every, frozenset(range(nodes)), name="box")
+
+
+def make_ranks(machine: Machine, count: int) -> tuple[RankPlan, ...]:
+    """Even shares of the cores, memory on the node of each."""
+    cores = sorted({cpu.core for cpu in machine.cpus})
+    size = len(cores) // count
+    ranks = []
+    for at in range(count):
+        own = {cpu.id for cpu in machine.cpus if cpu.core in cores[at * size : (at + 1) * size]}
+        node = next(cpu.node for cpu in machine.cpus if cpu.id in own)
+        memory = Memory("preferred", frozenset({node}))
+        mask = frozenset(own)
+        ranks.append(RankPlan(at, machine.gpus[at % 2], mask, mask, memory, 2, size, nic=f"mlx5_{at}"))
+    return tuple(ranks)
+
+
+SMALL = make_machine(16)
+FIRST = RankPlan(
+    0,
+    SMALL.gpus[1],
+    frozenset(range(4)),
+    frozenset(range(6)),
+    Memory("preferred", frozenset({1})),
+    2,
+    3,
+    notes=("[bold]why[/bold]",),
+)
+SECOND = RankPlan(1, None, frozenset({8}), frozenset({8}), Memory("default"), 10, 1)
+PLAN = Plan(SMALL, (FIRST, SECOND))
+
+
+def show(
+    plan: Plan, *, width: int = 160, encoding: str = "utf-8", explain: bool = False, full: bool = False
+) -> list[str]:
+    """The lines that a terminal of this width and encoding shows."""
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding)
+    console = Console(file=file, width=width, force_terminal=True, color_system=None)
+    print_placement(console, plan, explain=explain, full=full)
+    file.flush()
+    lines = raw.getvalue().decode(encoding).splitlines()
+    assert max(map(len, lines)) <= width
+    return [line.rstrip() for line in lines]
+
+
+def test_a_row_for_each_rank() -> None:
+    assert show(PLAN) == [
+        "rank  gpu  pci           node  node 0  ┃node 1    cpus  workers also on  memory  workers  threads",
+        "   0  1    0000:01:00.0  0     ████▒▒··┃········  0-3   4-5              node 1        2        3",
+        "   1  -    -             1     ········┃█·······  8     -                any          10        1",
+    ]
+
+
+def test_an_ascii_terminal_has_other_marks() -> None:
+    barred = replace(SMALL, allowed_cpus=SMALL.allowed_cpus - {14, 15}, isolated=frozenset({13}))
+    bars = [line.split()[4] for line in show(replace(PLAN, machine=barred), encoding="ascii")[1:]]
+    assert bars == ["####++..|.....xxx", "........|#....xxx"]
+
+
+def test_a_heading_and_a_legend_come_when_asked_for() -> None:
+    machine = replace(SMALL, allowed_cpus=SMALL.allowed_cpus - {15}, nics=(Nic("mlx5_0", "", 0),))
+    lines = show(replace(PLAN, machine=machine), full=True)
+    assert lines[0] == (
+        "box: 2 packages, 2 NUMA nodes, 16 cores, 16 threads, 2 x H100, 1 NIC; "
+        "this job may use 15 CPUs (0-14)"
+    )
+    assert lines[-1] == (
+        "█ own cores  ▒ its workers' alone  · not this rank's  x not for this job  above: NUMA nodes"
+    )
+    assert len(show(replace(PLAN, machine=machine))) == len(lines) - 2
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({}, "; this job may use all CPUs"),
+        ({"limits": Limits(cpus=2.5)}, "; this job may use all CPUs, for the time of 2.5"),
+        ({"limits": Limits(cpus=16)}, "; this job may use all CPUs"),
+        ({"isolated": frozenset({2, 3})}, "; this job may use all CPUs, 2-3 isolated"),
+        ({"allowed_mems": frozenset({1})}, "; this job may use all CPUs, memory of nodes 1"),
+        ({"gpus": (), "nics": (Nic("a", "", 0, active=False),) * 2}, ", 2 NICs (0 active); this job"),
+        ({"nodes": (*SMALL.nodes, NumaNode(2, 0, False, ()))}, "3 NUMA nodes (2 with CPUs), 16 cores"),
+        ({"name": ""}, "machine: 2 packages"),
+    ],
+)
+def test_the_heading_says_what_the_machine_has(more: dict[str, object], words: str) -> None:
+    machine = replace(SMALL, **more)  # type: ignore[arg-type]  # fields by name
+    assert words in show(replace(PLAN, machine=machine), full=True)[0]
+
+
+@pytest.mark.parametrize("width", [80, 120, 160, 200])
+@pytest.mark.parametrize("ranks", [1, 2, 8, 16])
+@pytest.mark.parametrize("cores", [32, 112, 512])
+def test_ranks_sit_side_by_side_at_every_width(width: int, ranks: int, cores: int) -> None:
+    machine = make_machine(cores, nodes=4, threads=2)
+    lines = show(Plan(machine, make_ranks(machine, ranks)), width=width)
+    assert len(lines) == 1 + ranks
+    bars = [[at for at, mark in enumerate(line) if mark == "█"] for line in lines[1:]]
+    assert all(bars)
+    assert sorted(at for bar in bars for at in bar) == [at for bar in bars for at in bar]
+    assert len({at for bar in bars for at in bar}) == sum(map(len, bars)), "no two ranks in one cell"
+    assert {len(bar) for bar in bars} <= {len(bars[0]), len(bars[0]) + 1, len(bars[0]) - 1}
+
+
+def test_a_narrow_terminal_keeps_what_counts_most() -> None:
+    machine = make_machine(128, nodes=8, threads=2)
+    plan = Plan(machine, make_ranks(machine, 8))
+    columns = {width: show(plan, width=width)[0].split() for width in (30, 50, 80, 120, 200)}
+    assert [word for word in columns[80] if word.isalpha()] == [
+        *("rank", "gpu", "pci", "node", "workers", "threads", "nic")
+    ]
+    assert {"cpus", "memory"} <= set(columns[120]) and {"cpus", "memory"} <= set(columns[200])
+    assert {"rank", "gpu", "workers"} <= set(columns[50]) and "pci" not in columns[50]
+    assert "rank" in columns[30]
+    assert "memory on the rank's node" in " ".join(show(plan, width=80, full=True)[-2:])
+
+
+def test_memory_that_comes_from_elsewhere_is_shown_however_narrow_it_is() -> None:
+    assert "memory" in show(PLAN, width=60)[0]
+
+
+def test_a_rank_with_part_of_a_cell_is_seen_all_the_same() -> None:
+    machine = make_machine(512)
+    lone = RankPlan(0, None, frozenset({300}), machine.allowed_cpus, Memory("default"), 2, 1)
+    assert show(Plan(machine, (lone,)), width=70)[1].count("█") == 1
+
+
+def test_nodes_are_drawn_by_package() -> None:
+    odd = tuple(Cpu(at, at, at % 2, at % 4, 0) for at in range(16))
+    rank = RankPlan(0, None, frozenset({2, 6}), frozenset({2, 6}), Memory("default"), 1, 1)
+    machine = replace(make_machine(16), cpus=odd)
+    ruler = make_ruler(Plan(machine, (rank,)), 40, blocks=True)
+    assert (ruler.title(), ruler.draw(rank).plain) == ("0   │2   ┃1   │3   ", "····│██··┃····│····")
+
+
+def test_borders_of_nodes_go_where_there_are_too_many() -> None:
+    machine = make_machine(64, nodes=32, packages=2)
+    plan = Plan(machine, make_ranks(machine, 2))
+    assert make_ruler(plan, 100, blocks=True).title().count("│") == 30
+    narrow = make_ruler(plan, 40, blocks=True)
+    assert narrow.width <= 40
+    assert "│" not in narrow.title()
+
+
+def test_columns_of_numbers_are_right_aligned() -> None:
+    header, first, second = show(PLAN)
+    assert first.endswith(" 2        3") and second.endswith("10        1")
+    assert header.index("threads") + len("threads") == len(first)
+
+
+def test_explanations_come_when_asked_for_and_are_no_markup() -> None:
+    assert "why" not in "".join(show(PLAN))
+    assert show(Plan(SMALL, (FIRST,)), explain=True)[-1] == "rank 0: [bold]why[/bold]"
+
+
+def test_warnings_are_printed_as_they_are() -> None:
+    warned = replace(PLAN, warnings=("node [0] has [red]no memory",))
+    assert show(warned)[-1] == "warning: node [0] has [red]no memory"
+
+
+def test_in_a_pipe_a_warning_is_one_line_and_nothing_is_coloured() -> None:
+    file = io.StringIO()
+    print_placement(Console(file=file, width=160), replace(PLAN, warnings=("w" * 400,)), full=True)
+    lines = file.getvalue().splitlines()
+    assert lines[-1] == f"warning: {'w' * 400}"
+    assert "\x1b" not in file.getvalue()
+
+
+def test_a_terminal_has_colours() -> None:
+    file = io.StringIO()
+    print_placement(Console(file=file, width=160, force_terminal=True, color_system="standard"), PLAN)
+    assert "\x1b[32m████" in file.getvalue()
+
+
+def test_mig_instances_are_told_apart() -> None:
+    gpu = replace(SMALL.gpus[0], uuid="MIG-12345678-9abc")
+    line = show(Plan(SMALL, (replace(FIRST, gpu=gpu), SECOND)))[1]
+    assert "MIG-12345678" in line
+
+
+def test_a_machine_that_nobody_described_has_a_table_without_a_bar() -> None:
+    bare = Machine((), (), (), frozenset(), frozenset())
+    assert [line.split()[0] for line in show(Plan(bare, (FIRST, SECOND)))] == ["rank", "0", "1"]
+
+
+def test_launch_plan_prints_heading_and_legend_and_a_dry_run_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = run_inside(["plan", "nproc_per_node=2"])
+    assert "; this job may use " in shown.out.splitlines()[0]
+    assert "own cores" in shown.out
+    (tmp_path / "x.py").write_text("")
+    dry = run_inside(["nproc_per_node=2", "dry_run=true", "--", "x.py"])
+    assert dry.code == 0, dry
+    assert "own cores" not in dry.err and "this job may use" not in dry.err
+    assert dry.err.splitlines()[0].startswith("rank")

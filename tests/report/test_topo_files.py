@@ -1,0 +1,255 @@
+"""`launch topo` as a command: JSON, snapshots, pictures, and what goes wrong with files."""
+
+import json
+import os
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from PIL import Image
+
+from launcher.config.overrides import quote_value
+from launcher.plan.codec import machine_to_json
+from launcher.plan.snapshot import parse_machine
+from tests.conftest import LAUNCH, Result, clean_environ, drop_powers, run_outside
+from tests.plan.plan_lab import fsroot, load
+from tests.probe.probe_trees import short_lived
+from tests.report import topo_lab
+
+Launch = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def root() -> Iterator[Path]:
+    with short_lived() as folder:
+        fsroot.materialize(load("dgx-h100"), folder)
+        yield folder
+
+
+@pytest.fixture
+def odd(here: Path) -> str:
+    """A snapshot of an odd machine, as an override."""
+    path = here.parent / "odd.json"
+    path.write_text(json.dumps(machine_to_json(topo_lab.odd())))
+    return f"machine.snapshot={path}"
+
+
+def test_json_is_the_snapshot_and_nothing_else(launch: Launch, odd: str) -> None:
+    done = launch("topo", "format=json", odd)
+    assert (done.code, done.err) == (0, "")
+    assert parse_machine(done.out) == topo_lab.odd()
+
+
+def test_a_snapshot_is_planned_as_the_machine_is(launch: Launch, root: Path, here: Path) -> None:
+    here_plan = launch("plan", "format=json", f"machine.root={root}")
+    done = launch("topo", f"machine.root={root}", "save=dgx h100.json")
+    assert (done.code, done.out) == (0, "")
+    told, _, use = done.err.partition("; plan for it anywhere: ")
+    assert told == "launch: the machine is saved in dgx h100.json"
+    assert use == "launch plan 'machine.snapshot=dgx h100.json'\n"
+    words = shlex.split(use)[1:]
+    assert launch(*words, "format=json").out == here_plan.out
+    assert (here / "dgx h100.json").read_text() == launch("topo", "format=json", f"machine.root={root}").out
+
+
+@pytest.mark.parametrize("name", ["it's.json", "a,b [x] $c=\\.json", "日本.json", "~.json"])
+def test_the_command_that_is_shown_reads_the_file(name: str, launch: Launch, odd: str) -> None:
+    done = launch("topo", odd, "save=" + quote_value(name))
+    assert done.err.startswith(f"launch: the machine is saved in {name}; "), done
+    words = shlex.split(done.err.partition("; plan for it anywhere: ")[2])[1:]
+    assert launch(*words, "format=json").out == launch("plan", odd, "format=json").out
+
+
+def test_a_name_of_two_lines_is_shown_on_one(launch: Launch, odd: str, here: Path) -> None:
+    done = launch("topo", odd, "save='a\nb'", "image='c\nd.svg'")
+    assert (done.code, done.err.count("\n")) == (0, len(done.err.splitlines()))
+    assert "launch: the machine is saved in a\\nb\n" in done.err
+    assert sorted(path.name for path in here.iterdir()) == ["a\nb", "c\nd.svg"]
+
+
+def test_one_file_cannot_be_both(launch: Launch, odd: str, here: Path) -> None:
+    done = launch("topo", odd, "save=a.svg", "image=./a.svg")
+    done.assert_error(2, "image=./a.svg and save=a.svg are one file")
+    assert not list(here.iterdir())
+
+
+def test_a_snapshot_of_a_snapshot_is_the_same(launch: Launch, odd: str, here: Path) -> None:
+    assert launch("topo", "save=a.json", odd).code == 0
+    assert launch("topo", "save=b.json", "machine.snapshot=a.json").code == 0
+    assert (here / "a.json").read_text() == (here / "b.json").read_text()
+
+
+def test_save_and_json_go_together(launch: Launch, odd: str, here: Path) -> None:
+    done = launch("topo", "save=a.json", "format=json", odd)
+    assert done.out == (here / "a.json").read_text()
+    assert "saved in a.json" in done.err
+
+
+def test_an_earlier_snapshot_is_replaced_and_keeps_its_mode(launch: Launch, odd: str, here: Path) -> None:
+    (here / "a.json").write_text('{"kind": "machine", "schema": 99}')
+    (here / "a.json").chmod(0o640)
+    (here / "link.json").symlink_to("a.json")
+    assert launch("topo", "save=link.json", odd).code == 0
+    assert parse_machine((here / "a.json").read_text()) == topo_lab.odd()
+    assert (here / "a.json").stat().st_mode & 0o777 == 0o640
+    assert (here / "link.json").is_symlink()
+    assert sorted(path.name for path in here.iterdir()) == ["a.json", "link.json"]
+
+
+def test_a_new_snapshot_can_be_read_by_the_team(launch: Launch, odd: str, here: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        assert launch("topo", "save=a.json", odd).code == 0
+    finally:
+        os.umask(before)
+    assert (here / "a.json").stat().st_mode & 0o777 == 0o644
+
+
+def test_an_empty_file_is_filled(launch: Launch, odd: str, here: Path) -> None:
+    (here / "a.json").touch()
+    assert launch("topo", "save=a.json", odd).code == 0
+    assert (here / "a.json").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"notes",
+        b'{"ranks": [], "machine": {"kind": "machine"}}',
+        b'{"kind": "machine"',
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ],
+    ids=["text", "a plan", "cut short", "binary", "deep"],
+)
+def test_another_file_is_not_overwritten(content: bytes, launch: Launch, odd: str, here: Path) -> None:
+    (here / "a.json").write_bytes(content)
+    done = launch("topo", "save=a.json", "image=a.svg", odd)
+    done.assert_error(2, "save=a.json is there already and is no machine snapshot: name another file")
+    assert (here / "a.json").read_bytes() == content
+    assert not (here / "a.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        ("save=folder.svg", "save=folder.svg is a directory: name a file in it"),
+        ("image=folder.svg", "image=folder.svg is a directory: name a file in it"),
+        ("save=new/", "save=new/ is a directory: name a file in it"),
+        ("save=no/such/a", "save=no/such/a: there is no directory no/such: make it first"),
+        ("image=no/such/a.svg", "there is no directory no/such: make it first"),
+        ("save=file/a", "there is no directory file: make it first"),
+        (f"save={'n' * 300}", "cannot be written (File name too long): name a file in a directory"),
+        ("save=", "save= is empty: name a file"),
+        ("image=", "image= has no ending that says its format"),
+    ],
+)
+def test_names_that_cannot_be_written(word: str, part: str, launch: Launch, odd: str, here: Path) -> None:
+    (here / "folder.svg").mkdir()
+    (here / "file").touch()
+    launch("topo", word, odd).assert_error(2, part)
+
+
+@pytest.mark.parametrize("word", ["save=closed/a.svg", "image=closed/a.svg"])
+def test_a_folder_without_permission(word: str, odd: str, here: Path) -> None:
+    (here / "closed").mkdir(mode=0o500)
+    done = run_outside(["topo", word, odd], here, preexec_fn=drop_powers)
+    done.assert_error(2, f"{word} cannot be written (Permission denied): name a file in a directory that")
+
+
+def test_a_full_disk(launch: Launch, odd: str) -> None:
+    done = launch("topo", "save=/dev/full", odd)
+    done.assert_error(3, "save=/dev/full cannot be written (No space left on device): make room")
+
+
+def test_a_disk_that_fills_leaves_the_earlier_snapshot(odd: str, here: Path) -> None:
+    """A limit on the size of files stands for the disk: SIGXFSZ ignored, so that write fails with EFBIG."""
+    assert run_outside(["topo", "save=a.json", odd], here).code == 0
+    before = (here / "a.json").read_text()
+    command = shlex.join([*LAUNCH, "topo", "save=a.json", "image=a.svg", odd])
+    script = f"trap '' XFSZ; ulimit -f 1; exec {command}"
+    done = subprocess.run(
+        ["/bin/sh", "-c", script], cwd=here, env=clean_environ(), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "cannot be written (File too large): make room" in done.stderr.splitlines()[-1]
+    assert (here / "a.json").read_text() == before
+    assert sorted(path.name for path in here.iterdir()) == ["a.json"]
+
+
+def test_a_device_is_written_to_and_not_replaced(odd: str, here: Path) -> None:
+    done = run_outside(["topo", "save=/dev/stdout", odd], here)
+    assert done.code == 0
+    assert parse_machine(done.out) == topo_lab.odd()
+    assert done.err == "launch: the machine is saved in /dev/stdout\n"
+
+
+@pytest.mark.parametrize("name", ["m.svg", "m.png", "M.PNG"])
+def test_a_picture(name: str, launch: Launch, odd: str, here: Path) -> None:
+    (here / name).write_text("an earlier picture")
+    done = launch("topo", f"image={name}", "nproc_per_node=4", "binding=numa", odd)
+    assert (done.code, done.out) == (0, "")
+    assert done.err.splitlines()[-1] == f"launch: the machine is drawn in {name}, with the ranks on it"
+    assert "launch: warning: numa_node of 0000:17:00.1 is -1\n" in done.err
+    if name.lower().endswith("png"):
+        with Image.open(here / name) as image:
+            assert image.format == "PNG"
+    else:
+        text = "".join(ElementTree.parse(here / name).getroot().itertext())
+        assert "R3" in text and "R4" not in text and "4 ranks" in text and "binding=numa" in text
+
+
+@pytest.mark.parametrize("name", ["m.gif", "m", "svg", "m.svg.txt"])
+def test_another_ending_names_the_two(name: str, launch: Launch, here: Path) -> None:
+    done = launch("topo", f"image={name}")
+    done.assert_error(2, f"image={name} has no ending that says its format: use FILE.svg or FILE.png")
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "part"),
+    [
+        (["format=xml"], 2, "format=xml: choose from table, json"),
+        (["machine.root=/no/such"], 2, "machine.root='/no/such' is not a directory"),
+        (["machine.snapshot=/no/such"], 2, "/no/such"),
+        (["image=a.svg", "nproc_per_node=0"], 2, "nproc_per_node=0"),
+        (["image=a.svg", "binding.policy=near"], 2, "near"),
+    ],
+)
+def test_mistakes(words: list[str], code: int, part: str, launch: Launch, here: Path) -> None:
+    launch("topo", *words).assert_error(code, part)
+    assert not list(here.iterdir())
+
+
+def test_a_placement_that_falls_short_is_drawn_unless_strict(launch: Launch, odd: str, here: Path) -> None:
+    assert launch("topo", "image=a.svg", odd).code == 0
+    launch("topo", "image=b.svg", "binding.strict=true", odd).assert_error(3, "local rank")
+    assert [path.name for path in here.iterdir()] == ["a.svg"]
+
+
+def test_this_machine_as_a_command(here: Path) -> None:
+    done = run_outside(["topo"], here, {"COLUMNS": "80"})
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("Machine  ")
+    assert f"may use {'all ' if len(os.sched_getaffinity(0)) == os.cpu_count() else ''}" in done.out
+
+
+def test_an_ascii_terminal_and_a_pipe_that_ends(odd: str, here: Path) -> None:
+    done = run_outside(["topo", odd], here, {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    assert (done.code, done.err) == (0, "")
+    assert done.out.isascii() and "-- Package 0" in done.out
+    script = f"{shlex.join([*LAUNCH, 'topo', odd])} | head -n 1"
+    piped = subprocess.run(
+        ["/bin/sh", "-c", script], cwd=here, env=clean_environ(), capture_output=True, text=True, check=True
+    )
+    assert piped.stdout.startswith("Machine  R750") and piped.stderr == ""
+
+
+def test_a_pipe_that_nobody_reads_is_not_waited_for(launch: Launch, odd: str, here: Path) -> None:
+    os.mkfifo(here / "pipe")
+    launch("topo", odd, "save=pipe").assert_error(
+        2, "save=pipe cannot be written (No such device or address)"
+    )

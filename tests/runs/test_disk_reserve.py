@@ -1,0 +1,103 @@
+"""A run directory that cannot be written any more: said in words, and room for saying it."""
+
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher.runs.disk_reserve import (
+    RESERVE,
+    SIZE,
+    explain_silence,
+    explain_trouble,
+    find_trouble,
+    free_room,
+    hold_room,
+    is_full,
+)
+from launcher.runs.run_directory import RunDir, open_run_dir
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1 MiB."""
+    if os.geteuid():
+        pytest.skip("mounting a small filesystem needs root")
+    place = tmp_path / "disk"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def fill(place: Path) -> None:
+    """Leave no room on a disk."""
+    with (place / "filler").open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(4096)):
+                pass
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+
+
+def test_a_disk_that_gets_full_leaves_room_for_the_account(disk: Path) -> None:
+    run = open_run_dir(disk / "run", None)
+    hold_room(run)
+    assert (run.path / RESERVE).stat().st_size == SIZE
+    assert find_trouble(run) == explain_silence(run) == "" and not is_full(run)
+    fill(disk)
+    assert is_full(run)
+    assert explain_silence(run) == f"the run directory's disk is full ({run.path})"
+    assert free_room(run) == f"the run directory's disk is full ({run.path})"
+    (run.path / "manifest.json").write_bytes(bytes(SIZE))
+    assert sorted(path.name for path in run.path.iterdir()) == ["logs", "manifest.json"]
+
+
+def test_a_disk_that_is_full_from_the_start(disk: Path) -> None:
+    run = open_run_dir(disk / "run", None)
+    fill(disk)
+    hold_room(run)
+    assert free_room(run).startswith("the run directory's disk is full")
+    assert [path.name for path in run.path.iterdir()] == ["logs"]
+
+
+def test_nothing_is_left_where_all_is_well(tmp_path: Path) -> None:
+    run = open_run_dir(tmp_path / "run", None)
+    hold_room(run)
+    hold_room(run)
+    assert free_room(run) == "" and free_room(run) == ""
+    assert [path.name for path in run.path.iterdir()] == ["logs"]
+
+
+def test_a_run_directory_that_is_gone(tmp_path: Path) -> None:
+    run = open_run_dir(tmp_path / "run", None)
+    hold_room(run)
+    shutil.rmtree(run.path)
+    hold_room(run)
+    told = f"the run directory was removed during the run ({run.path})"
+    assert free_room(run) == told and find_trouble(run) == explain_silence(run) == told and not is_full(run)
+
+
+def test_a_link_in_the_place_of_what_is_held_is_not_followed(tmp_path: Path) -> None:
+    run = open_run_dir(tmp_path / "run", None)
+    (tmp_path / "precious").write_text("mine")
+    (run.path / RESERVE).symlink_to(tmp_path / "precious")
+    hold_room(run)
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EDQUOT, "your quota on the run directory's disk is used up (/r)"),
+        (errno.EROFS, "the run directory cannot be written (/r: Read-only file system)"),
+    ],
+)
+def test_other_reasons(number: int, words: str) -> None:
+    assert explain_trouble(RunDir(Path("/r")), OSError(number, os.strerror(number))) == words

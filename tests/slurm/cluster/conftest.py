@@ -1,0 +1,215 @@
+"""Real SLURM clusters for a session's tests: one without accounting, and one with it for what asks for it."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Result, clean_environ, run_outside
+from tests.launch.support import find_processes, wait_for
+
+COMMAND = Path(__file__).parents[3] / "slurm" / "sandbox"
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE"}
+"""States that no job of these tests leaves again."""
+
+
+STUBBORN = """
+env -i setsid sh -c 'trap "" TERM; echo $$ > {folder}/orphan; kill -STOP $$' &
+trap "" TERM
+echo $$ > {folder}/batch
+while true; do sleep 1; done
+"""
+"""A job that ends by SIGKILL alone, and a process that has left its session and its environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sandbox:
+    """A running cluster: nodes n0 to n3, with 16 CPUs and 2 GPUs each as SLURM counts them."""
+
+    folder: Path
+    environ: dict[str, str]
+    """Of a user's shell on the login node: clean, with SLURM_CONF."""
+
+    @property
+    def conf(self) -> Path:
+        """Its slurm.conf."""
+        return self.folder / "slurm.conf"
+
+    @property
+    def has_cgroups(self) -> bool:
+        """Whether its SLURM tracks and constrains jobs by cgroups."""
+        return "ProctrackType=proctrack/cgroup" in self.conf.read_text()
+
+    def run(self, *words: str | Path, env: Mapping[str, str] | None = None, timeout: float = 60) -> str:
+        """Run a command, one of SLURM's as a rule, and return its output; it must succeed."""
+        done = subprocess.run(
+            words,
+            env={**self.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        assert done.returncode == 0, (
+            f"{shlex.join(map(str, words))}: {done.returncode}: {done.stderr}{done.stdout}"
+        )
+        return done.stdout
+
+    def break_it(self, *words: str) -> str:
+        """Run `slurm/sandbox WORDS` on this cluster: kill NAME, start NAME, restart-controller, ps."""
+        return self.run(sys.executable, COMMAND, "--folder", self.folder, *words)
+
+    def launch(
+        self, *words: str | bytes, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 120
+    ) -> Result:
+        """Run `launch WORDS` as a user on the login node does."""
+        return run_outside(words, cwd, {**self.environ, **(env or {})}, timeout=timeout)
+
+    def list_processes(self, program: str = "") -> list[str]:
+        """Return the processes of jobs (those of a program), as "PID NODE PROGRAM"."""
+        lines = self.break_it("ps").splitlines()
+        return [line for line in lines if not program or line.split(maxsplit=2)[2] == program]
+
+    def wait_empty(self, timeout: float = 60) -> None:
+        """Wait until no job has left a process behind."""
+        end = time.monotonic() + timeout
+        while left := self.list_processes():
+            if time.monotonic() > end:
+                pytest.fail(f"processes of jobs are left: {left}")
+            time.sleep(0.1)
+
+    def list_states(self, job_id: str) -> list[str]:
+        """The states of a job, or of all members of an array."""
+        words = ("squeue", "--states=all", "--array", "--noheader", f"--jobs={job_id}", "--format=%T")
+        return self.run(*words).split()
+
+    def wait(self, job_id: str, *states: str, timeout: float = 120) -> str:
+        """Wait until a job (each member of an array) is in one of the states, and return it (the first's)."""
+        end = time.monotonic() + timeout
+        while not set(now := self.list_states(job_id)) <= set(states):
+            stuck = ENDED & set(now) - set(states)
+            if stuck or time.monotonic() > end:
+                pytest.fail(
+                    f"job {job_id} is {now}, not {states}: {self.run('scontrol', 'show', 'job', job_id)}"
+                )
+            time.sleep(0.1)
+        return now[0]
+
+
+def ask_command(
+    *words: str | Path, env: Mapping[str, str] | None = None, timeout: float = 900
+) -> subprocess.CompletedProcess[str]:
+    """Run slurm/sandbox."""
+    environ = {**clean_environ(), **(env or {})}
+    command = [sys.executable, COMMAND, *words]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def demand_programs(*options: str) -> None:
+    """Skip where SLURM's programs are missing; in CI they are installed, and what stops that is a failure."""
+    missing = ask_command("install", "--dry-run", *options)
+    if missing.returncode == 0:
+        return
+    if not os.environ.get("LAUNCH_CI"):
+        pytest.skip(f"needs a SLURM: {missing.stderr.strip()}")
+    done = ask_command("install", *options)
+    if done.returncode:
+        pytest.fail(done.stderr, pytrace=False)
+
+
+def demand_cgroups(sandbox: Sandbox) -> None:
+    """Skip where SLURM cannot use cgroups: who is not root, or where version 2 has the controllers."""
+    if not sandbox.has_cgroups:
+        pytest.skip("the sandbox has no cgroups on this machine: `slurm/sandbox up --cgroups` says why")
+
+
+def read_group(folder: Path) -> str:
+    """The name of a cluster's own cgroup in each hierarchy; empty where it has none."""
+    return str(json.loads((folder / "cluster.json").read_text())["cgroup"])
+
+
+def list_groups(folder: Path, group: str) -> list[str]:
+    """What is mounted in a cluster's folder, and its cgroups where this machine mounts the hierarchies."""
+    mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    found = Path("/sys/fs/cgroup").glob(f"*/{group}") if group else ()
+    return [*(mount for mount in mounts if mount.startswith(f"{folder}/")), *map(str, found)]
+
+
+def submit_script(sandbox: Sandbox, folder: Path, script: str, *options: str) -> str:
+    """Submit a shell script by sbatch, its output in a folder, and return the job's number."""
+    path = folder / "job.sh"
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    words = ("--parsable", f"--output={folder}/%j.out", f"--chdir={folder}", *options)
+    return sandbox.run("sbatch", *words, path).strip()
+
+
+@contextmanager
+def start_sandbox(*options: str) -> Iterator[Sandbox]:
+    """A cluster; its folder's path is short, since munge's socket in it must be."""
+    parent = Path(tempfile.mkdtemp(prefix="sb", dir="/tmp"))
+    folder = parent / "c"
+    try:
+        done = ask_command("--folder", folder, "up", *options)
+        if done.returncode:
+            pytest.fail(f"slurm/sandbox up {shlex.join(options)}: {done.stderr}", pytrace=False)
+        yield Sandbox(folder, {**clean_environ(), "SLURM_CONF": str(folder / "slurm.conf")})
+    finally:
+        down = ask_command("--folder", folder, "down", "--now")
+        shutil.rmtree(parent, ignore_errors=True)
+    assert down.returncode == 0, down.stderr
+
+
+@pytest.fixture(scope="session")
+def sandbox() -> Iterator[Sandbox]:
+    """A cluster without accounting, as many are."""
+    demand_programs("--no-accounting")
+    with start_sandbox("--no-accounting") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def accounted() -> Iterator[Sandbox]:
+    """A cluster with accounting: sacct works."""
+    demand_programs()
+    with start_sandbox("--accounting") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def nothing_is_left(sandbox: Sandbox, tmp_path: Path) -> Iterator[None]:
+    """After the test no process of its jobs is there, once those that SLURM has just killed have gone.
+
+    Neither one that names the test's folder, nor one in a node's cgroup or below its slurmd: that finds those
+    that have left their session and emptied their environment.
+    """
+    yield
+    await_nothing(str(tmp_path))
+    sandbox.wait_empty(15)
+
+
+def await_nothing(word: str, timeout: float = 15) -> None:
+    """Wait until no process is there whose command line or environment holds a word; they must go."""
+    left = partial(find_processes, word)
+    wait_for(lambda: not left(), "the processes' end", timeout, lambda: str(left()))
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose path is short enough for a cluster, and which has none yet."""
+    with tempfile.TemporaryDirectory(prefix="sb", dir="/tmp") as parent:
+        folder = Path(parent, "c")
+        yield folder
+        if folder.exists():
+            ask_command("--folder", folder, "down", "--now")

@@ -1,0 +1,224 @@
+"""How attempts end on a real SLURM, and what is told of it; the programs have no torch (peers.py)."""
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launcher.slurm.compiler_caches import OWN
+from tests.slurm.cluster.conftest import Sandbox
+from tests.slurm.cluster.jobs import Run, submit
+
+pytestmark = pytest.mark.slurm
+
+PEERS = str(Path(__file__).with_name("peers.py"))
+SMALL = ("nproc_per_node=1", "cluster.gpus_per_node=0", "cluster.cpus_per_task=1", "cluster.mem=300")
+TWO = ("nodes=2", *SMALL)
+AGENTS = pytest.mark.parametrize("agent", ["torchrun", "srun"])
+
+
+@pytest.fixture(autouse=True)
+def programs_end(nothing_is_left: None, tmp_path: Path) -> Iterator[None]:
+    """Programs that a failed test has left end by themselves, before all must have gone."""
+    yield
+    (tmp_path / "stop").touch()
+
+
+def start(sandbox: Sandbox, cwd: Path, *words: str, program: tuple[str, ...] = (PEERS,)) -> Run:
+    """Submit a job of `peers.py`."""
+    return submit(sandbox, cwd, *words, "--", *program)
+
+
+def await_rank(run: Run, attempt: int, rank: int = 1, step: int = 3) -> psutil.Process:
+    """Wait until a rank is at work in an attempt, and return its process."""
+    log = run.path / f"logs/{attempt}/rank-{rank}.out"
+    run.wait_for(lambda: log.exists() and f"step {step}/" in log.read_text(), f"rank {rank} of {attempt}", 90)
+    return psutil.Process(int(json.loads((run.path / f"rank-{rank}.applied.json").read_text())["pid"]))
+
+
+def list_reasons(run: Run) -> list[str]:
+    """Why each attempt but the last one ended, in words."""
+    return [entry["outcome"]["reason"] for entry in run.manifest["earlier"]]
+
+
+@AGENTS
+def test_a_program_that_ends_after_the_checkpoint_signal_has_finished(
+    sandbox: Sandbox, tmp_path: Path, agent: str
+) -> None:
+    """It has no handler, and is not sent the signal; SLURM may be a minute early with it."""
+    limit = ("cluster.time=1", "cluster.signal=USR2@40")
+    run = start(sandbox, tmp_path, *TWO, *limit, f"agent={agent}")
+    run.wait_for(lambda: "SIGUSR2 not sent" in run.read_console(), "the checkpoint signal", 90)
+    (tmp_path / "stop").touch()
+    assert run.await_end() == "succeeded"
+    assert run.causes == [None] and run.outcome["exit_code"] == 0
+    assert "warning: all ranks ended with 0, which is a success" in run.read_console()
+
+
+def test_a_program_that_asks_for_another_start_at_the_limit_gets_it(sandbox: Sandbox, tmp_path: Path) -> None:
+    limit = ("cluster.time=1", "cluster.signal=USR2@40")
+    run = start(sandbox, tmp_path, *TWO, *limit, "agent=srun", program=(PEERS, "again"))
+    run.wait_for(lambda: len(run.causes) == 2, "another attempt", 120)
+    await_rank(run, 1)
+    (tmp_path / "stop").touch()
+    assert run.await_end() == "succeeded"
+    assert run.causes == ["timeout", None]
+    assert list_reasons(run)[0].endswith("; time limit: requeued (attempt 2 of at most 200)")
+    assert "ended with 75, and asks for another start" in run.read_console()
+    assert "failed" not in run.read_console()
+
+
+@AGENTS
+def test_a_program_that_asks_for_another_start_gets_it(sandbox: Sandbox, tmp_path: Path, agent: str) -> None:
+    run = start(sandbox, tmp_path, *TWO, f"agent={agent}", program=(PEERS, "again"))
+    await_rank(run, 0)
+    (tmp_path / "again").touch()
+    run.wait_for(lambda: len(run.causes) == 2, "another attempt", 90)
+    await_rank(run, 1)
+    (tmp_path / "stop").touch()
+    assert run.await_end() == "succeeded"
+    assert run.causes == ["requested", None]
+    (reason,) = list_reasons(run)
+    assert reason.endswith("; the program asks for another start: requeued (attempt 2 of at most 200)")
+    assert "failed first" not in run.read_console()
+
+
+def test_a_users_checkpoint_signal_to_a_job_without_a_limit_is_no_time_limit(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
+    run = start(sandbox, tmp_path, *TWO, "agent=srun", "cluster.requeue.limit=1", program=(PEERS, "again"))
+    await_rank(run, 0)
+    sandbox.run("scancel", "--batch", "--signal=USR2", run.job_id)
+    assert run.await_end() == "failed"
+    assert run.outcome["cause"] == "limit" and run.outcome["exit_code"] == 75
+    assert "the program asks for another start: not requeued (cluster.requeue.limit=1)" in run.read_console()
+
+
+def test_a_signal_from_outside_is_named_and_requeued(sandbox: Sandbox, tmp_path: Path) -> None:
+    """To a node's task, to torchrun's agent, and to a rank: none of them failed."""
+    run = start(sandbox, tmp_path, *TWO, "cluster.requeue.no_progress=0")
+    await_rank(run, 0).parents()[1].terminate()
+    await_rank(run, 1).parents()[0].terminate()
+    await_rank(run, 2).terminate()
+    await_rank(run, 3)
+    (tmp_path / "stop").touch()
+    assert run.await_end() == "succeeded"
+    assert run.causes == ["stopped"] * 3 + [None]
+    task, agent, rank = list_reasons(run)
+    host = run.manifest["earlier"][0]["hosts"][1]
+    outside = (
+        f"{host} got SIGTERM from outside: neither launch nor SLURM's queue sent it; stopped from outside"
+    )
+    assert task.startswith(outside) and agent.startswith(outside)
+    assert rank.startswith(f"rank 1 on {host} was stopped first: it was killed by SIGTERM (signal 15)")
+    assert all(entry["outcome"]["lost"] == [] for entry in run.manifest["earlier"])
+    assert "failed first" not in run.read_console()
+    assert "ExcNodeList=(null)" in sandbox.run("scontrol", "show", "job", run.job_id)
+
+
+def test_a_signal_from_outside_to_a_task_of_sruns(sandbox: Sandbox, tmp_path: Path) -> None:
+    run = start(sandbox, tmp_path, *TWO, "agent=srun")
+    await_rank(run, 0).terminate()
+    await_rank(run, 1)
+    (tmp_path / "stop").touch()
+    assert run.await_end() == "succeeded"
+    assert run.causes == ["stopped", None]
+    assert list_reasons(run)[0].startswith("rank 1 on n1 was stopped first: it was killed by SIGTERM")
+
+
+@pytest.mark.parametrize("how", ["--signal=TERM", "--quiet"])
+def test_a_step_that_a_user_cancels_is_cancelled(sandbox: Sandbox, tmp_path: Path, how: str) -> None:
+    run = start(sandbox, tmp_path, *TWO)
+    await_rank(run, 0)
+    sandbox.run("scancel", how, f"{run.job_id}.0")
+    assert run.await_end() == "stopped"
+    assert run.causes == ["cancelled"]
+
+
+def test_what_was_aimed_at_an_earlier_attempt_misses_the_next(sandbox: Sandbox, tmp_path: Path) -> None:
+    """Steps are told apart by job and number alone, and numbers begin at 0 in each attempt."""
+    run = start(sandbox, tmp_path, *TWO, "agent=srun")
+    await_rank(run, 0)
+    sandbox.run("scontrol", "requeue", run.job_id)
+    rank = await_rank(run, 1)
+    assert run.causes[0] == "requeued"
+    assert "requeued from outside (attempt 2 of at most 200)" in run.read_console()
+    # As slurmctld does it, which repeats a signal to a node that was lost once that is back.
+    scancel = ["scancel", "--signal=TERM", f"{run.job_id}.0"]
+    subprocess.run(scancel, env=sandbox.environ, capture_output=True, check=False)
+    await_rank(run, 1, step=30)
+    assert rank.is_running()
+    (tmp_path / "stop").touch()
+    assert run.await_end() == "succeeded"
+
+
+@AGENTS
+def test_a_rank_that_ends_with_0_while_others_go_on(sandbox: Sandbox, tmp_path: Path, agent: str) -> None:
+    run = start(sandbox, tmp_path, *TWO, f"agent={agent}", program=(PEERS, "early"))
+    assert run.await_end() == "failed"
+    told = "rank 1 on n1 ended with 0 at step 5 while 1 rank went on"
+    assert run.outcome["events"] == [told] and run.outcome["cause"] == "crash"
+    said = run.read_console()
+    assert f"launch: {told}\nlaunch: rank 0 on n0 (local rank 0) failed after that: it exited" in said
+    status = sandbox.launch("status", run.path.name, "format=json", cwd=tmp_path)
+    assert json.loads(status.out)["runs"][0]["reason"].startswith(f"{told}; rank 0 on n0 exited with code 1")
+
+
+def test_the_caches_of_a_task_that_was_killed_are_removed(sandbox: Sandbox, tmp_path: Path) -> None:
+    place = tmp_path / "tmp"
+    place.mkdir()
+    run = start(sandbox, tmp_path, *TWO, f"env.TMPDIR={place}")
+    task = await_rank(run, 0).parents()[1]
+    assert len(list(place.glob(f"{OWN}{run.job_id}-*"))) == 2
+    task.send_signal(signal.SIGKILL)
+    assert run.await_end() == "failed"
+    assert "n1 is there, but its task left no record, and ended: Killed" in run.read_console()
+    assert not list(place.glob(f"*{OWN}*"))
+
+
+def start_waiting(sandbox: Sandbox, cwd: Path) -> Run:
+    """Submit an elastic job whose ranks know nothing of each other."""
+    (cwd / "wait.py").write_text(
+        "import os, time\nprint('step 3/9 loss 1', flush=True)\n"
+        "while not os.path.exists('stop'):\n    time.sleep(0.1)\n"
+    )
+    return start(sandbox, cwd, "nodes=2:3", "name=elastic", *SMALL, program=("wait.py",))
+
+
+def test_a_node_that_was_lost_and_is_soon_back(sandbox: Sandbox, tmp_path: Path) -> None:
+    """Two jobs lose it. The elastic one goes on without, and says when it is back.
+
+    The other one's next attempt has it again, and there the signal that ended the first one's step comes a
+    minute late (a node that does not answer is asked again), and meets nothing.
+    """
+    log, told = sandbox.folder / "log/slurmctld.log", "REQUEST_SIGNAL_TASKS"
+    sandbox.run("scontrol", "setdebug", "debug2")
+    try:
+        elastic = start_waiting(sandbox, tmp_path)
+        await_rank(elastic, 0, rank=2)
+        fixed = start(sandbox, tmp_path, "nodes=4", "name=fixed", *SMALL)
+        await_rank(fixed, 0, rank=3)
+        before, lost = log.read_text().count(told), elastic.manifest["hosts"][2]
+        sandbox.break_it("kill", lost)
+        try:
+            fixed.wait_for(lambda: f"{lost} was lost" in fixed.read_console(), "the loss", 90)
+            elastic.wait_for(lambda: f"Node failure on {lost}" in elastic.read_console(), "its loss", 60)
+        finally:
+            sandbox.break_it("start", lost)
+        back = (
+            f"launch: {lost} is back, but no longer in this job, as SLURM has it: the next start may get it"
+        )
+        elastic.wait_for(lambda: f"{back}\n" in elastic.read_console(), "the node's return", 90)
+        await_rank(fixed, 1, rank=3)
+        fixed.wait_for(lambda: log.read_text().count(told) >= before + 2, "the repetition", 120)
+        await_rank(fixed, 1, rank=3, step=len(fixed.read_rank(3).splitlines()) + 20)
+    finally:
+        sandbox.run("scontrol", "setdebug", "info")
+    (tmp_path / "stop").touch()
+    assert [run.await_end() for run in (elastic, fixed)] == ["succeeded"] * 2
+    assert (elastic.causes, fixed.causes) == ([None], ["node_failure", None])
+    assert elastic.read_console().count("is back") == 1

@@ -1,0 +1,160 @@
+"""What squeue and sacct say, on real clusters."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import SchedulerError
+from launcher.slurm.queue import ENDED, JobState, ask_queue, list_members
+from tests.cli.making import make_run
+from tests.launch.support import wait_for
+from tests.slurm.cluster.conftest import Sandbox
+from tests.slurm.cluster.forgetful import forget, start_forgetful, stop_controller
+
+pytestmark = pytest.mark.slurm
+QUIET = ("--parsable", "--output=/dev/null", "--nodes=1")
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Sandbox]:
+    """A forgetful cluster without accounting."""
+    with start_forgetful("--no-accounting") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def queue(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
+    """The session's cluster, as this process's own."""
+    monkeypatch.setenv("SLURM_CONF", str(sandbox.conf))
+    return sandbox
+
+
+def submit(cluster: Sandbox, *options: str, wrap: str = "exec sleep 300") -> str:
+    return cluster.run("sbatch", *QUIET, *options, f"--wrap={wrap}").strip()
+
+
+def test_pending_running_and_ended_jobs(queue: Sandbox) -> None:
+    held, runs = submit(queue, "--hold"), submit(queue, "--nodes=2")
+    failed, killed = submit(queue, wrap="exit 3"), submit(queue, wrap="kill -9 $$")
+    queue.wait(runs, "RUNNING")
+    queue.wait(failed, "FAILED")
+    queue.wait(killed, "FAILED")
+    jobs = ask_queue([held, runs, failed, killed, "999999"])
+    came, start, nodes = jobs[held].submitted, jobs[runs].start, jobs[runs].nodelist
+    assert came.startswith("20") and came <= jobs[runs].submitted <= start
+    assert jobs[held] == JobState(held, "PENDING", "JobHeldUser", "main", 1, "", "", 0, None, came)
+    expected = JobState(runs, "RUNNING", "", "main", 2, nodes, start, 0, None, jobs[runs].submitted)
+    assert jobs[runs] == expected
+    assert nodes.startswith("n[")
+    assert (jobs[failed].state, jobs[failed].exit_code) == ("FAILED", 3)
+    assert (jobs[killed].state, jobs[killed].exit_code) == ("FAILED", 137)
+    assert set(jobs) == {held, runs, failed, killed}
+    queue.run("scancel", held, runs)
+    queue.wait(runs, "CANCELLED")
+    assert ask_queue([runs])[runs].state == "CANCELLED"
+
+
+def test_an_unknown_job_alone_and_among_others_is_left_out(queue: Sandbox) -> None:
+    assert ask_queue(["999998"]) == {}
+    assert ask_queue(["999998", "999999", "999998_3"]) == {}
+    assert ask_queue([]) == {}
+
+
+def test_members_of_an_array_each_have_a_row(queue: Sandbox) -> None:
+    array = submit(queue, "--array=0-5%2")
+    queue.wait(f"{array}_0", "RUNNING")
+    jobs = ask_queue([array])
+    assert set(jobs) == {f"{array}_{n}" for n in range(6)}
+    waits = [job for job in jobs.values() if job.state == "PENDING"]
+    assert len(waits) == 4 and {job.reason for job in waits} == {"JobArrayTaskLimit"}
+    some = [f"{array}_1", f"{array}_5"]
+    assert set(ask_queue(some)) == set(some)
+    queue.run("scancel", f"{array}_5")
+    assert f"{array}_5" not in ask_queue([array]), "SLURM forgets a member that never began at once"
+    queue.run("scancel", array)
+
+
+def test_a_requeue_is_counted(queue: Sandbox) -> None:
+    job_id = submit(queue)
+    queue.wait(job_id, "RUNNING")
+    queue.run("scontrol", "requeue", job_id)
+    queue.wait(job_id, "PENDING", "RUNNING")
+    assert ask_queue([job_id])[job_id].restarts == 1
+    queue.run("scancel", job_id)
+
+
+def test_how_the_user_likes_these_commands_changes_nothing(
+    queue: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = submit(queue, "--hold", "--job-name=a | b", "--comment=x|y")
+    before = ask_queue([job_id])
+    variables = {"SQUEUE_FORMAT": "%i", "SQUEUE_STATES": "RUNNING", "SQUEUE_USERS": "nobody"}
+    variables |= {"SQUEUE_PARTITION": "urgent", "SLURM_TIME_FORMAT": "relative", "LC_ALL": "de_DE.UTF-8"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert before and ask_queue([job_id]) == before
+    queue.run("scancel", job_id)
+
+
+def test_a_forgotten_job_is_left_out_where_there_is_no_accounting(
+    plain: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", str(plain.conf))
+    job_id, other = submit(plain, wrap="true"), submit(plain, "--hold")
+    forget(plain, job_id)
+    assert ask_queue([job_id]) == {}
+    assert set(ask_queue([job_id, other])) == {other}
+
+
+def test_a_controller_that_is_down_is_an_error(plain: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CONF", str(plain.conf))
+    with stop_controller(plain), pytest.raises(SchedulerError, match="Unable to contact slurm controller"):
+        ask_queue(["1", "2"])
+
+
+def test_no_slurm_at_all_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SchedulerError, match="no squeue on PATH"):
+        ask_queue(["1"])
+
+
+def test_accounting_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with start_forgetful("--accounting") as cluster:
+        monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+        failed, killed = submit(cluster, wrap="exit 3"), submit(cluster, wrap="kill -9 $$")
+        array = submit(cluster, "--array=1-5%2")
+        cluster.wait(f"{array}_1", "RUNNING")
+        cluster.run("scancel", f"{array}_5")
+        cluster.run("scancel", array)
+        runs = submit(cluster)
+        members = [f"{array}_{n}" for n in range(1, 5)]
+        for job_id in (failed, killed, array):
+            forget(cluster, job_id)
+        wait_for(lambda: set(members) <= set(ask_queue(members)), "slurmdbd to have it all")
+        jobs = ask_queue([failed, killed, runs, *members, "999999"])
+        assert set(jobs) == {failed, killed, runs, *members}
+        assert (jobs[failed].state, jobs[failed].exit_code, jobs[failed].nodes) == ("FAILED", 3, 1)
+        assert (jobs[killed].state, jobs[killed].exit_code, jobs[killed].restarts) == ("FAILED", 137, None)
+        assert jobs[runs].state in ("RUNNING", "PENDING")
+        assert {jobs[member].state for member in members} == {"CANCELLED"}
+        assert jobs[f"{array}_1"].nodelist and not jobs[f"{array}_4"].nodelist
+        assert {"CANCELLED", "FAILED"} <= ENDED
+        make_run(tmp_path / "runs", state="running", slurm={"job_id": failed})
+        (row,) = json.loads(cluster.launch("status", "format=json", cwd=tmp_path).out)["runs"]
+        assert (row["state"], row["reason"], row["exit_code"]) == ("failed", "FAILED; exit code 3", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "members"),
+    [
+        ("12", ["12"]),
+        ("12_3", ["12_3"]),
+        ("12_[3]", ["12_3"]),
+        ("12_[1,3-5,9-13:2%4]", ["12_1", "12_3", "12_4", "12_5", "12_9", "12_11", "12_13"]),
+        ("12_[1-2,...]", ["12_1", "12_2"]),
+    ],
+)
+def test_the_members_of_a_row(text: str, members: list[str]) -> None:
+    assert list(list_members(text)) == members

@@ -1,0 +1,312 @@
+"""A step over several nodes: what ranks find, how it fails, what signals do, and what is left of it."""
+
+import json
+import os
+import pty
+import select
+import shlex
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.runs.node_records import read_nodes
+from launcher.slurm.hostlist import expand_hosts
+from tests.conftest import LAUNCH, Result
+from tests.launch.support import find_processes, find_run, wait_for, write_program
+from tests.slurm.cluster.conftest import Sandbox
+from tests.slurm.cluster.jobs import submit
+
+pytestmark = pytest.mark.slurm
+
+SHOW = """
+import json, os, sys
+print("FOUND " + json.dumps({"env": dict(os.environ), "argv": sys.argv[1:], "cwd": os.getcwd()}))
+"""
+STAY = """
+import os, signal, sys, time
+def note(number, frame):
+    print("GOT", signal.Signals(number).name, flush=True)
+    if number != signal.SIGUSR2:
+        sys.exit(0)
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGUSR2, note)
+signal.signal(signal.SIGTERM, note)
+signal.signal(signal.SIGINT, note)
+print("UP", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+FAIL = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    sys.exit("the disk is on fire")
+time.sleep(300)
+"""
+HOSTILE = (
+    "two words",
+    "it's",
+    '"quoted"',
+    "$(touch hacked) `id`",
+    "line\nbreak",
+    "ünï→",
+    "a\\b",
+    "",
+    "-x=;&|",
+)
+
+
+def allocate(
+    sandbox: Sandbox, cwd: Path, script: str, *options: str, **variables: str
+) -> "subprocess.Popen[bytes]":
+    """Start a shell script within `salloc`; `launch` is a function in it."""
+    text = f'launch() {{ {shlex.join(LAUNCH)} "$@"; }}\n{script}'
+    words = ["salloc", "--quiet", *(options or ("--nodes=2",)), "bash", "-c", text]
+    return subprocess.Popen(
+        words,
+        cwd=cwd,
+        env={**sandbox.environ, **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def finish(process: "subprocess.Popen[bytes]", timeout: float = 120) -> Result:
+    out, err = process.communicate(timeout=timeout)
+    return Result(process.returncode, out.decode(), err.decode())
+
+
+def read_found(run: Path, rank: int) -> dict[str, Any]:
+    text = (run / "logs/0" / f"rank-{rank}.out").read_text()
+    (line,) = (line for line in text.splitlines() if line.startswith("FOUND "))
+    found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
+    return found
+
+
+def count_up(run: Path) -> int:
+    return sum("UP" in path.read_text() for path in run.glob("logs/0/rank-*.out"))
+
+
+def test_what_the_program_finds(sandbox: Sandbox, tmp_path: Path) -> None:
+    words = [
+        "nproc_per_node=2",
+        "env.HF_TOKEN=s3cret",
+        "env.NICE=a b",
+        "--",
+        write_program(tmp_path, SHOW),
+        *HOSTILE,
+    ]
+    done = finish(allocate(sandbox, tmp_path, f"launch {shlex.join(words)}", MINE="kept"))
+    assert done.code == 0, done
+    run = find_run(tmp_path)
+    hosts = json.loads((run / "manifest.json").read_text())["hosts"]
+    assert len(hosts) == 2
+    for rank in range(4):
+        found = read_found(run, rank)
+        env = found["env"]
+        own = {"RANK": rank, "LOCAL_RANK": rank % 2, "GROUP_RANK": rank // 2}
+        all_alike = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": hosts[0], "HF_TOKEN": "s3cret"}
+        for name, value in {**own, **all_alike, "NICE": "a b", "MINE": "kept"}.items():
+            assert env[name] == str(value), (rank, name)
+        assert env["SLURMD_NODENAME"] == hosts[rank // 2]
+        assert found["argv"] == list(HOSTILE) and found["cwd"] == str(tmp_path)
+        assert not {"LAUNCH_SECRETS", "LAUNCH_RENDEZVOUS", "LAUNCH_ATTEMPT", "LAUNCH_RECORD_DIR"} & set(env)
+        planned = json.loads((run / f"plan-{hosts[rank // 2]}.json").read_text())["ranks"][rank % 2]["cpus"]
+        applied = json.loads((run / f"rank-{rank}.applied.json").read_text())
+        assert (applied["cpus"], applied["host"]) == (planned, hosts[rank // 2])
+    assert len({read_found(run, rank)["env"]["MASTER_PORT"] for rank in range(4)}) == 1
+    assert not (tmp_path / "hacked").exists()
+    assert "s3cret" not in "".join(path.read_text() for path in run.glob("*.*"))
+    records = read_nodes(run, 0)
+    assert [(r.host, r.node_rank, r.state, r.exit_code) for r in records] == [
+        (host, number, "succeeded", 0) for number, host in enumerate(hosts)
+    ]
+    assert done.err.count("succeeded after") == 1 and done.err.count("cluster=allocation") == 1
+
+
+def test_a_job_script_whose_variables_contradict(sandbox: Sandbox, tmp_path: Path) -> None:
+    wrong = {
+        "SLURM_CPUS_PER_TASK": "7",
+        "SRUN_CPUS_PER_TASK": "99",
+        "SLURM_NTASKS": "9",
+        "SLURM_NTASKS_PER_NODE": "3",
+        "SLURM_MEM_PER_CPU": "1",
+        "SLURM_GRES": "gpu:9",
+        "SLURM_CPU_BIND": "cores",
+        "SLURM_EXPORT_ENV": "NONE",
+        "SLURM_WHOLE": "bogus",
+        "SBATCH_PARTITION": "nope",
+        "PMI_RANK": "3",
+        "MINE": "kept",
+    }
+    exports = "\n".join(f"export {name}={value}" for name, value in wrong.items())
+    command = shlex.join([*LAUNCH, "nproc_per_node=1", "--", write_program(tmp_path, SHOW)])
+    (tmp_path / "job.sh").write_text(f"#!/bin/bash\ncd {shlex.quote(str(tmp_path))}\n{exports}\n{command}\n")
+    words = ["sbatch", "--parsable", "--nodes=2", "--cpus-per-task=4", "--gpus-per-node=2"]
+    out = tmp_path / "out"
+    job = sandbox.run(*words, f"--output={out}", f"--chdir={tmp_path}", tmp_path / "job.sh").strip()
+    assert sandbox.wait(job, "COMPLETED", "FAILED") == "COMPLETED", out.read_text()
+    run = find_run(tmp_path)
+    for rank in range(2):
+        env = read_found(run, rank)["env"]
+        assert [name for name, value in wrong.items() if env.get(name) == value] == ["MINE"]
+        assert (env["MINE"], env["SLURM_JOB_ID"], env["SLURM_NTASKS"]) == ("kept", job, "2")
+        assert env["CUDA_VISIBLE_DEVICES"] == "0,1", "all of the job's GPUs"
+
+
+def test_the_rank_that_failed_first(sandbox: Sandbox, tmp_path: Path) -> None:
+    done = finish(allocate(sandbox, tmp_path, f"launch nproc_per_node=1 -- {write_program(tmp_path, FAIL)}"))
+    assert done.code == 1, done
+    run = find_run(tmp_path)
+    manifest = json.loads((run / "manifest.json").read_text())
+    host = manifest["hosts"][1]
+    assert f"rank 1 on {host} (local rank 0) failed first: it exited with code 1" in done.err
+    assert "  | the disk is on fire" in done.err
+    assert "srun:" not in done.err and "slurmstepd" not in done.err, "it is said in our words"
+    first = manifest["outcome"]["first_failure"]
+    assert (first["rank"], first["host"], first["exit_code"]) == (1, host, 1)
+    peer, failed = read_nodes(run, 0)
+    assert (peer.state, peer.failure) == ("stopped", None)
+    assert failed.failure and failed.failure.lines == ("the disk is on fire",)
+    wait_for(lambda: not find_processes(str(run)), "the ranks' end")
+
+
+def test_the_checkpoint_signal_is_for_ranks_that_catch_it(sandbox: Sandbox, tmp_path: Path) -> None:
+    run = submit(sandbox, tmp_path, "nodes=2", "nproc_per_node=1", "--", write_program(tmp_path, STAY))
+    wait_for(lambda: count_up(run.path) == 2, "the ranks")
+    sandbox.run("scancel", "--signal=USR2", "--batch", run.job_id)
+    wait_for(lambda: "GOT SIGUSR2" in run.read_rank(0), "the signal")
+    wait_for(lambda: "1 rank has no handler" in run.read_console(), "word of the other rank")
+    assert run.outcome["state"] == "running"
+    sandbox.run("scancel", run.job_id)
+    assert run.await_end() == "stopped"
+    assert run.read_rank(1).split("\n")[:2] == ["UP", "GOT SIGTERM"]
+    assert {record.signal for record in read_nodes(run.path, 0)} == {"SIGTERM"}
+    wait_for(lambda: not run.find_processes(), "the job's end")
+
+
+def test_nothing_is_left_of_a_head_that_is_killed(sandbox: Sandbox, tmp_path: Path) -> None:
+    program = write_program(tmp_path, STAY)
+    process = allocate(
+        sandbox, tmp_path, f"launch nproc_per_node=1 -- {program} & echo $! > pid; wait; sleep 60"
+    )
+    try:
+        wait_for(lambda: list(tmp_path.glob("runs/*/*/manifest.json")), "the run directory")
+        run = find_run(tmp_path)
+        wait_for(lambda: count_up(run) == 2, "the ranks")
+        inner = int((tmp_path / "pid").read_text())  # of the shell's function, whose child is the head
+        (head,) = Path(f"/proc/{inner}/task/{inner}/children").read_text().split()
+        os.kill(int(head), signal.SIGKILL)
+        wait_for(lambda: not find_processes(str(run)), "the end of all that it had started")
+    finally:
+        process.terminate()
+        finish(process)
+
+
+def test_ctrl_c_ends_the_ranks_and_not_srun(sandbox: Sandbox, tmp_path: Path) -> None:
+    words = [
+        "salloc",
+        "--quiet",
+        "--nodes=2",
+        *LAUNCH,
+        "nproc_per_node=1",
+        "--",
+        write_program(tmp_path, STAY),
+    ]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execvpe("salloc", words, sandbox.environ)
+    shown = b""
+    pressed = False
+    while True:
+        ready, _, _ = select.select([terminal], [], [], 60)
+        assert ready, shown
+        try:
+            data = os.read(terminal, 4096)
+        except OSError:  # the other end is closed
+            break
+        shown += data
+        if b"UP" in shown and not pressed and count_up(find_run(tmp_path)) == 2:
+            os.write(terminal, b"\x03")
+            pressed = True
+        if not data:
+            break
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130, shown
+    run = find_run(tmp_path)
+    for rank in range(2):
+        assert (run / f"logs/0/rank-{rank}.out").read_text() == "UP\nGOT SIGINT\n"
+    assert b"srun: error" not in shown and b"Traceback" not in shown
+    assert json.loads((run / "manifest.json").read_text())["outcome"]["state"] == "stopped"
+    assert not find_processes(str(run))
+
+
+def test_a_node_that_cannot_plan_ends_the_job_at_once(sandbox: Sandbox, tmp_path: Path) -> None:
+    script = f"""
+    last=$(scontrol show hostnames | tail -1)
+    mkdir -p run/plan-$last.json
+    launch run_dir=run nproc_per_node=1 -- {write_program(tmp_path, SHOW)}
+    """
+    done = finish(allocate(sandbox, tmp_path, script))
+    assert done.code == 3, done
+    last = json.loads((tmp_path / "run/manifest.json").read_text())["hosts"][1]
+    assert f"launch: {last}: " in done.err and f"plan-{last}.json" in done.err
+    assert "Traceback" not in done.err
+    assert "FOUND" not in done.out
+
+
+def test_two_at_once_in_one_job(sandbox: Sandbox, tmp_path: Path) -> None:
+    program = write_program(tmp_path, SHOW)
+    one = f"launch name=one nproc_per_node=1 -- {program} & first=$!"
+    script = f"{one}\nlaunch name=two nproc_per_node=1 -- {program}; second=$?\nwait $first; echo $? $second"
+    done = finish(allocate(sandbox, tmp_path, script))
+    assert done.out.splitlines()[-1] == "0 0", done
+    runs = [path for name in ("one", "two") for path in tmp_path.glob(f"runs/{name}/*")]
+    met = {line.split("met at ")[1] for line in done.err.splitlines() if "met at " in line}
+    assert len(runs) == 2 and len(met) == 2
+
+
+@pytest.mark.parametrize("nodes", ["2", "1:2"])
+def test_a_port_that_is_taken_is_no_failure(sandbox: Sandbox, tmp_path: Path, nodes: str) -> None:
+    (tmp_path / "serve.py").write_text(
+        "import os, socket, subprocess, sys, zlib\n"
+        "from launcher.slurm.rendezvous import pick_port, read_local_ports\n"
+        "job = int(os.environ['SLURM_JOB_ID']) + zlib.crc32(os.fsencode(os.path.abspath('run')))\n"
+        "port = pick_port(job, 0, 0, read_local_ports())\n"
+        "with socket.create_server(('', port)):\n"
+        "    sys.exit(subprocess.run(sys.argv[1:]).returncode)\n"
+    )
+    # Longer than the grace of what ended the first step: that must not come over the second one.
+    program = write_program(tmp_path, f"import time\ntime.sleep(4)\n{SHOW}")
+    settings = [f"nodes={nodes}", "run_dir=run", "nproc_per_node=1", "torchrun.shutdown_timeout=1"]
+    words = [LAUNCH[0], "serve.py", *LAUNCH, *settings, "--", program]
+    done = finish(allocate(sandbox, tmp_path, shlex.join(words), "--nodes=2"))
+    assert done.code == 0, done
+    assert "was taken: the step starts again" in done.err
+    manifest = json.loads((tmp_path / "run/manifest.json").read_text())
+    assert (manifest["earlier"], manifest["outcome"]["attempts"]) == ([], 1)
+
+
+def test_a_step_that_slurm_refuses(sandbox: Sandbox, tmp_path: Path) -> None:
+    words = ["nproc_per_node=1", "+cluster.srun.mem=999G", "--", write_program(tmp_path, SHOW)]
+    done = finish(allocate(sandbox, tmp_path, f"launch {shlex.join(words)}"))
+    assert done.code == 4, done
+    assert "srun did not start the step" in done.err and "emory" in done.err
+    assert "was lost" not in done.err and "Traceback" not in done.err
+
+
+def test_a_dry_run_starts_nothing(sandbox: Sandbox, tmp_path: Path) -> None:
+    done = finish(allocate(sandbox, tmp_path, f"launch dry_run=true -- {write_program(tmp_path, SHOW)}"))
+    assert done.code == 0, done
+    (line,) = done.out.splitlines()
+    assert line.startswith("srun --nodes=2 ") and line.endswith("-m launcher.slurm.task RUN_DIR")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("text", ["n[0-3]", "n[08-10,12]", "a1,b[2-3],login-x", "r[1-2]n[0-1]"])
+def test_lists_of_nodes_are_read_as_slurm_reads_them(sandbox: Sandbox, text: str) -> None:
+    assert list(expand_hosts(text)) == sandbox.run("scontrol", "show", "hostnames", text).split()

@@ -1,0 +1,426 @@
+"""`launch` on a login node: what SLURM is asked for, what it answers, and what is left on the disk."""
+
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import launcher
+from launcher.errors import MachineError, SchedulerError
+from launcher.slurm.refusal import explain_refusal
+from launcher.slurm.submission import submit_script
+from launcher.slurm.submit import find_python
+from tests.launch.support import find_run
+from tests.slurm.cluster.conftest import Sandbox
+
+pytestmark = pytest.mark.slurm
+SLURM = ("cluster=slurm", "nproc_per_node=1")
+HELD = (*SLURM, "cluster.additional.hold=true", "--", "true")
+FILES = {"config.yaml", "job.json", "logs", "manifest.json", "submission.sh"}
+HOSTILE = """a "b" c'd #e%j $(id) ü hetjob"""
+
+
+def show(sandbox: Sandbox, job_id: str) -> dict[str, str]:
+    """What SLURM knows of a job."""
+    text = sandbox.run("scontrol", "show", "job", job_id)
+    found = re.findall(r"(\S+?)=(.*?)(?= \S+?=|$)", text, re.MULTILINE)
+    return {name: value.strip() for name, value in found}
+
+
+def find_job(out: str) -> str:
+    match = re.match(r"submitted .*?(\d+) \(", out)
+    assert match, out
+    return match[1]
+
+
+def test_what_slurm_is_asked_for_and_what_is_written(sandbox: Sandbox, tmp_path: Path) -> None:
+    words = [
+        "nodes=2",
+        "cluster.time=1:30:00",
+        "cluster.additional.comment=my comment",
+        f"name='{HOSTILE.replace(chr(39), chr(92) + chr(39))}'",
+    ]
+    done = sandbox.launch(*words, *HELD, cwd=tmp_path)
+    assert done.code == 0, done
+    run = find_run(tmp_path)
+    job_id = find_job(done.out)
+    assert run.parent.name == HOSTILE
+    lines = done.out.splitlines()
+    assert lines[1] == f"run directory {run}"
+    assert lines[2] == f"follow with  launch status {job_id}"
+    job = show(sandbox, job_id)
+    sandbox.run("scancel", job_id)
+    assert (job["JobName"], job["Comment"], job["Partition"]) == (HOSTILE, "my comment", "main")
+    assert (job["NumNodes"], job["CPUs/Task"], job["NtasksPerN:B:S:C"]) == ("2-2", "8", "1:0:*:*")
+    assert job["TRES"] == "cpu=16,mem=16000M,node=2,billing=16"
+    assert "gpu:1" in job["TresPerNode"]
+    assert (job["Requeue"], job["TimeLimit"], job["WorkDir"]) == ("1", "01:30:00", str(tmp_path))
+    assert job["Command"] == f"{run}/submission.sh"
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["outcome"] == {"state": "submitted"}
+    assert manifest["slurm"] == {"job_id": job_id}
+    assert manifest["packages"]["launch"]
+    assert {path.name for path in run.iterdir()} == FILES
+    for path in (run, *run.iterdir()):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (0o700 if path.is_dir() else 0o600), path
+    assert not list((run / "logs").iterdir())
+    assert {path.name for path in tmp_path.iterdir()} == {"runs"}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["nodes=1:3"], {"NumNodes": "1-3"}),
+        (
+            [
+                f"cluster.requeue.{cause}=0"
+                for cause in ("preempted", "timeout", "node_failure", "stopped", "requested")
+            ],
+            {"Requeue": "0"},
+        ),
+        (["nproc_per_node=auto"], {"CPUs/Task": "16", "MinMemoryNode": "0"}),
+        (["cluster.gpus_per_node=0", "cluster.mem=1G"], {"CPUs/Task": "16", "MinMemoryNode": "1G"}),
+        (["cluster.exclude=n[0-1],n3"], {"ExcNodeList": "n[0-1,3]"}),
+        (["cluster.partition=urgent", "cluster.additional.nice=7"], {"Partition": "urgent", "Nice": "7"}),
+        (["cluster.dependency=afterany:1?singleton"], {"JobState": "PENDING"}),
+    ],
+    ids=str,
+)
+def test_options(words: list[str], expected: dict[str, str], sandbox: Sandbox, tmp_path: Path) -> None:
+    done = sandbox.launch(*SLURM, *words, *HELD[2:], cwd=tmp_path)
+    assert done.code == 0, done
+    job = show(sandbox, find_job(done.out))
+    sandbox.run("scancel", find_job(done.out))
+    assert {name: job.get(name) for name in expected} == expected
+
+
+def test_variables_that_contradict_are_not_heard(sandbox: Sandbox, tmp_path: Path) -> None:
+    environ = {
+        "SBATCH_JOB_NAME": "other",
+        "SBATCH_TIMELIMIT": "5",
+        "SBATCH_ARRAY_INX": "0-3",
+        "SBATCH_WAIT": "1",
+        "SBATCH_NO_REQUEUE": "1",
+        "SBATCH_OUTPUT": "/no/such/place",
+        "SBATCH_MEM_PER_CPU": "1G",
+        "SBATCH_GPUS": "7",
+        "SBATCH_EXPORT": "NONE",
+        "SBATCH_PARTITION": "urgent",
+        "SLURM_HINT": "nomultithread",
+        "SLURM_EXIT_ERROR": "77",
+        "SLURM_NTASKS": "9",
+    }
+    words = ["cluster.time=60", "cluster.mem=2G", "name=mine"]
+    done = sandbox.launch(*words, *HELD, cwd=tmp_path, env=environ)
+    assert done.code == 0, done
+    job = show(sandbox, find_job(done.out))
+    sandbox.run("scancel", find_job(done.out))
+    assert (job["JobName"], job["TimeLimit"], job["MinMemoryNode"]) == ("mine", "01:00:00", "2G")
+    assert (job["Requeue"], job["NumNodes"]) == ("1", "1-1")
+    assert job["StdOut"].startswith(str(find_run(tmp_path)))
+    assert "ArrayJobId" not in job
+    # What is not set here is the user's default.
+    assert job["Partition"] == "urgent"
+
+
+def test_a_program_gets_its_words_variables_and_secrets(sandbox: Sandbox, tmp_path: Path) -> None:
+    folder = tmp_path / 'it\'s 100% "here"'
+    folder.mkdir()
+    program = folder / "pro gram.sh"
+    program.write_text(
+        '#!/bin/sh\nprintf "<%s>" "$@"\necho\nprintf "%s|%s|%s\\n" "$HF_TOKEN" "$ODD" "$FROM_SETUP"\n',
+        encoding="utf-8",
+    )
+    program.chmod(0o755)
+    words = ["a b", "it's", '"q"', "$(id) `id` $HOME", "new\nline", "ü€", "", "--x=%j", "\\n"]
+    odd = "one two\n$(id) 'q'"
+    setup = "cluster.setup=['set -euo pipefail; export FROM_SETUP=yes PYTHONPATH=:','cd .']"
+    done = sandbox.launch(
+        *("cluster=slurm", "agent=srun", "nproc_per_node=1", "cluster.gpus_per_node=0", "name=x y", setup),
+        "cluster.additional.hold=true",
+        *("env.HF_TOKEN=sesame-42", f"env.ODD={odd}", "--", "./pro gram.sh", *words),
+        cwd=folder,
+        env={"SBATCH_EXPORT": "NONE", "FROM_SETUP": "no"},
+    )
+    assert done.code == 0, done
+    job_id = find_job(done.out)
+    for name in ("random.py", "json.py", "launcher.py"):
+        (folder / name).write_text("raise SystemExit('shadowed')")
+    sandbox.run("scontrol", "release", job_id)
+    run = find_run(folder)
+    state = sandbox.wait(job_id, "COMPLETED", "FAILED")
+    log = (run / "logs" / f"slurm-{job_id}.out").read_text(encoding="utf-8")
+    assert state == "COMPLETED", log
+    shown = "".join(
+        path.read_text(encoding="utf-8") for path in sorted((run / "logs" / "0").glob("rank-0.out"))
+    )
+    assert "".join(f"<{word}>" for word in words) + f"\nsesame-42|{odd}|yes\n" in shown + log
+    for path in run.rglob("*"):
+        if path.is_file() and path.parent.name != "0" and not path.name.startswith("slurm-"):
+            assert "sesame-42" not in path.read_text(encoding="utf-8"), path
+
+
+REFUSALS = {
+    "partition": (
+        ["cluster.partition=nope"],
+        ["Invalid partition", "cluster.partition: --partition=nope", "main, urgent"],
+    ),
+    "account": (["cluster.partition=nope", "cluster.account=x"], ["main, urgent"]),
+    "nodes": (["nodes=5"], ["nodes=5, and partition main has 4", "set nodes=4"]),
+    "gpus": (["cluster.gpus_per_node=3"], ["--gpus-per-node=3", "4 with 16 CPUs, 16000 MiB, gpu:2"]),
+    "gpu type": (["cluster.gpus_per_node=h100:1"], ["--gpus-per-node=h100:1", "gpu:2"]),
+    "cpus": (["cluster.cpus_per_task=17"], ["cluster.cpus_per_task=17, and nodes of partition main have 16"]),
+    "memory": (["cluster.mem=1T"], ["--mem=1T", "16000 MiB"]),
+    "feature": (["cluster.constraint=a&b"], ["--constraint=a&b", "nodes have the features sandbox"]),
+    "too few left": (["nodes=2", "cluster.exclude=n[0-2]"], ["cluster.exclude: --exclude=n[0-2]"]),
+    "node": (["cluster.nodelist=zz"], ["Invalid node name", "--nodelist=zz"]),
+    "reservation": (["cluster.reservation=r"], ["--reservation=r", "change cluster.reservation, or leave"]),
+    "unknown option": (["cluster.additional.no_such=1"], ["cluster.additional.no_such: --no-such=1"]),
+    "mail": (["cluster.mail_type=FOO"], ["cluster.mail_type: --mail-type=FOO"]),
+}
+
+
+@pytest.mark.parametrize(("words", "parts"), REFUSALS.values(), ids=REFUSALS)
+def test_a_refusal_is_one_line_and_leaves_nothing(
+    words: list[str], parts: list[str], sandbox: Sandbox, tmp_path: Path
+) -> None:
+    sandbox.launch(*SLURM, *words, "runs_dir=deep/er", "--", "true", cwd=tmp_path).assert_error(4, *parts)
+    assert not list(tmp_path.iterdir())
+
+
+def test_slurmctld_away(sandbox: Sandbox, tmp_path: Path) -> None:
+    conf = tmp_path / "slurm.conf"
+    conf.write_text(re.sub(r"(?m)^SlurmctldPort=.*", "SlurmctldPort=1", sandbox.conf.read_text()))
+    (tmp_path / "gres.conf").write_text((sandbox.folder / "gres.conf").read_text())
+    folder = tmp_path / "here"
+    folder.mkdir()
+    done = sandbox.launch(*SLURM, "--", "true", cwd=folder, env={"SLURM_CONF": str(conf)})
+    done.assert_error(4, "Unable to contact slurm controller", "scontrol ping", "Nothing was submitted")
+    assert not list(folder.iterdir())
+
+
+def test_a_refused_run_that_was_to_go_on_is_as_it_was(sandbox: Sandbox, tmp_path: Path) -> None:
+    first = sandbox.launch("run_dir=my/run", *HELD, cwd=tmp_path)
+    assert first.code == 0, first
+    job_id, run = find_job(first.out), tmp_path / "my" / "run"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    busy = sandbox.launch("run_dir=my/run", *HELD, cwd=tmp_path)
+    busy.assert_error(2, f"belongs to job {job_id}, which is PENDING", f"launch cancel {job_id}")
+    here = sandbox.launch("run_dir=my/run", "cluster=local", "--", "true", cwd=tmp_path)
+    here.assert_error(2, f"belongs to job {job_id}, which is PENDING", f"launch cancel {job_id}")
+    sandbox.run("scancel", job_id)
+    refused = sandbox.launch("run_dir=my/run", "cluster.partition=nope", *HELD, cwd=tmp_path)
+    assert (refused.code, refused.out) == (4, ""), refused
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    again = sandbox.launch("run_dir=my/run", "cluster.time=10", *HELD, cwd=tmp_path)
+    assert again.code == 0, again
+    sandbox.run("scancel", find_job(again.out))
+    assert "other settings" in again.err
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["slurm"] == {"job_id": find_job(again.out)}
+
+
+def test_a_sweep_is_one_array(sandbox: Sandbox, tmp_path: Path) -> None:
+    words = ["-m", "+model=tiny,gpt2", "program.lr=1e-3,2e-3", "cluster.array_parallelism=2"]
+    done = sandbox.launch("cluster=slurm", "cluster.additional.hold=true", *words, cwd=tmp_path)
+    assert done.code == 0, done
+    job_id = find_job(done.out)
+    job = show(sandbox, job_id)
+    script = sandbox.run("scontrol", "write", "batch_script", job_id, "-")
+    sandbox.run("scancel", job_id)
+    assert (job["ArrayTaskId"], job["ArrayTaskThrottle"], job["JobName"]) == ("0-3%2", "2", "tiny+1")
+    members = {}
+    for path in tmp_path.glob("runs/*/*"):
+        manifest = json.loads((path / "manifest.json").read_text())
+        request = json.loads((path / "job.json").read_text())
+        members[manifest["slurm"]["job_id"]] = (
+            request["choices"]["model"],
+            float(request["config"]["program"]["lr"]),
+            path,
+        )
+        assert (path / "submission.sh").read_text() == script
+    assert {number: value[:2] for number, value in members.items()} == {
+        f"{job_id}_0": ("tiny", 1e-3),
+        f"{job_id}_1": ("tiny", 2e-3),
+        f"{job_id}_2": ("gpt2", 1e-3),
+        f"{job_id}_3": ("gpt2", 2e-3),
+    }
+    (listed,) = re.findall(r"launch_runs=\(\n(.*?)\n\)", script, re.DOTALL)
+    assert listed.split() == [str(members[f"{job_id}_{number}"][2]) for number in range(4)]
+
+
+def test_each_member_of_an_array_runs_in_its_own_directory(sandbox: Sandbox, tmp_path: Path) -> None:
+    program = ("--", "sh", "-c", 'echo "lr=$LR token=$HF_TOKEN"')
+    own = ("agent=srun", "nproc_per_node=1", "cluster.gpus_per_node=0", "env.HF_TOKEN=sesame-42")
+    done = sandbox.launch("-m", "cluster=slurm", *own, "env.LR=one,two", *program, cwd=tmp_path)
+    assert done.code == 0, done
+    job_id = find_job(done.out)
+    state = sandbox.wait(job_id, "COMPLETED", "FAILED")
+    runs = {
+        json.loads((path / "manifest.json").read_text())["slurm"]["job_id"]: path
+        for path in tmp_path.glob("runs/*/*")
+    }
+    assert sorted(runs) == [f"{job_id}_0", f"{job_id}_1"]
+    for number, value in ((0, "one"), (1, "two")):
+        path = runs[f"{job_id}_{number}"]
+        (log,) = (path / "logs").glob("slurm-*.out")
+        assert state == "COMPLETED", log.read_text()
+        assert f"lr={value} token=sesame-42" in (path / "logs" / "0" / "rank-0.out").read_text(), (
+            log.read_text()
+        )
+        assert "sesame" not in (path / "job.json").read_text() + (path / "submission.sh").read_text()
+
+
+def test_an_array_whose_members_differ(sandbox: Sandbox, tmp_path: Path) -> None:
+    done = sandbox.launch("-m", "cluster=slurm", "nodes=1,2", cwd=tmp_path)
+    done.assert_error(2, "nodes: job 2 of the sweep has --nodes=2 and job 1 has --nodes=1")
+    done = sandbox.launch("-m", "cluster=slurm", "program.lr=1,2", "run_dir=x", cwd=tmp_path)
+    done.assert_error(2, "run_dir=x is one directory for 2 jobs")
+    assert not list(tmp_path.iterdir())
+
+
+def write_script(folder: Path, *options: str) -> Path:
+    path = folder / "submission.sh"
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH {option}" for option in options),
+        "#SBATCH --output=/dev/null",
+        "true",
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_an_array_that_is_too_large(
+    sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", str(sandbox.conf))
+    with pytest.raises(SchedulerError, match="Invalid job array specification") as caught:
+        submit_script(write_script(tmp_path, "--array=0-1001"), sandbox.environ)
+    error = explain_refusal(str(caught.value), (), (), ())
+    assert "make the sweep smaller: SLURM takes 1000 jobs in one array here (MaxArraySize=1001)" in str(error)
+
+
+def test_an_environment_that_is_too_large(sandbox: Sandbox, tmp_path: Path) -> None:
+    environ = {**sandbox.environ, "HUGE": "x" * (1 << 18)}
+    with pytest.raises(
+        SchedulerError, match=r"too long: the environment has \d+ KiB, of which HUGE \(256 KiB\)"
+    ):
+        submit_script(write_script(tmp_path), environ)
+
+
+def test_submission_leaves_nothing_beside_the_script(
+    sandbox: Sandbox, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job_id = submit_script(write_script(tmp_path), sandbox.environ)
+    assert sandbox.wait(job_id, "COMPLETED") == "COMPLETED"
+    assert [path.name for path in tmp_path.iterdir()] == ["submission.sh"]
+    with pytest.raises(SchedulerError, match=r"^sbatch: invalid partition specified: x; "):
+        submit_script(write_script(tmp_path, "--partition=x"), sandbox.environ)
+    assert capfd.readouterr() == ("", "")
+
+
+def list_jobs(sandbox: Sandbox) -> set[str]:
+    return set(sandbox.run("squeue", "--noheader", "--states=all", "--format=%A").split())
+
+
+def test_a_dry_run_submits_nothing(sandbox: Sandbox, tmp_path: Path) -> None:
+    before = list_jobs(sandbox)
+    words = ["nodes=2", "cluster.time=30", "cluster.machine=dgx_a100", *HELD[:-2]]
+    dry = sandbox.launch(*words, "dry_run=true", "--", "true", cwd=tmp_path)
+    assert dry.code == 0, dry
+    assert (list_jobs(sandbox), list(tmp_path.iterdir())) == (before, [])
+    assert "48-63,176-191" in dry.err  # the one rank of a DGX A100, next to its first GPU
+    done = sandbox.launch(*words, "--", "true", cwd=tmp_path)
+    assert done.code == 0, done
+    sandbox.run("scancel", find_job(done.out))
+    run = find_run(tmp_path)
+    sent = (run / "submission.sh").read_text().splitlines()
+    shown = dry.out.splitlines()
+    assert [line for line in sent if line.startswith("#SBATCH") and "--output" not in line] == [
+        line for line in shown if line.startswith("#SBATCH") and "--output" not in line
+    ]
+    for remark in ("# Program: ", "# Step: srun ", "# Variables: "):
+        assert (
+            [line for line in sent if line.startswith(remark)]
+            == [line for line in shown if line.startswith(remark)]
+            != []
+        )
+
+
+def test_a_dry_run_of_a_thousand_nodes_and_without_slurm(sandbox: Sandbox, tmp_path: Path) -> None:
+    words = ["cluster=slurm", "nodes=1000", "dry_run=true", "--", "true"]
+    done = sandbox.launch(*words, cwd=tmp_path)
+    assert done.code == 0 and "#SBATCH --nodes=1000\n" in done.out, done
+    assert "warning: nodes=1000, and partition main has 4" in done.err
+    assert "cluster.machine=NAME" in done.err
+    away = sandbox.launch(*words, cwd=tmp_path, env={"PATH": str(tmp_path)})
+    assert away.code == 2 and "no such program: true" in away.err, away
+    (tmp_path / "true").write_text("#!/bin/sh\n")
+    (tmp_path / "true").chmod(0o755)
+    away = sandbox.launch(*words, cwd=tmp_path, env={"PATH": str(tmp_path)})
+    assert away.code == 0 and "#SBATCH --nodes=1000\n" in away.out, away
+    assert "there is no sinfo on PATH" in away.err
+
+
+def test_the_plan_of_a_snapshot_file_and_of_nothing_known(sandbox: Sandbox, tmp_path: Path) -> None:
+    shipped = Path(launcher.__file__).parents[1] / "conf" / "machine" / "dgx_a100.json"
+    (tmp_path / "node.json").write_bytes(shipped.read_bytes())
+    words = ["cluster=slurm", "dry_run=true"]
+    done = sandbox.launch(*words, "cluster.machine=node.json", cwd=tmp_path)
+    assert done.code == 0 and "48-55,176-183" in done.err, done
+    done = sandbox.launch(*words, "machine=dgx_a100", cwd=tmp_path)
+    assert done.code == 0 and "48-55,176-183" in done.err, done
+    done = sandbox.launch(*words, "cluster.machine=dgx_a10", cwd=tmp_path)
+    done.assert_error(2, "cluster.machine=dgx_a10 is no machine", "dgx_a100")
+
+
+def test_a_time_without_quotes_in_a_file(sandbox: Sandbox, tmp_path: Path) -> None:
+    folder = tmp_path / "conf" / "cluster"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("defaults: [slurm]\ntime: 10:00:00\n")
+    done = sandbox.launch("cluster=mine", "--", "true", cwd=tmp_path)
+    assert done.code == 2
+    assert (
+        'time: 10:00:00 without quotes, which YAML reads as the number 36000: write time: "10:00:00"'
+        in done.err
+    )
+    (folder / "mine.yaml").write_text('defaults: [slurm]\ntime: "10:00:00"\nadditional: {time-min: 36000}\n')
+    done = sandbox.launch("cluster=mine", "dry_run=true", "--", "true", cwd=tmp_path)
+    assert done.code == 0 and "#SBATCH --time=10:00:00\n" in done.out, done
+    (tmp_path / "conf" / "main.yaml").write_text("defaults: [launch]\nnodes: 1:2  # elastic\n")
+    done = sandbox.launch("cluster=mine", "--config-name=main", "dry_run=true", "--", "true", cwd=tmp_path)
+    assert done.code == 2 and "nodes: 1:2 without quotes, which YAML reads as the number 62" in done.err, done
+
+
+@pytest.mark.parametrize("key", ["setup=['if true']", "setup=['echo )']"])
+def test_setup_that_is_no_bash(key: str, sandbox: Sandbox, tmp_path: Path) -> None:
+    sandbox.launch(f"cluster.{key}", *HELD, cwd=tmp_path).assert_error(2, "cluster.setup=", "no valid bash")
+    assert not list(tmp_path.iterdir())
+
+
+def test_setup_holds_no_secret(sandbox: Sandbox, tmp_path: Path) -> None:
+    words = ("cluster.setup=['export HF_TOKEN=sesame-42']", *HELD)
+    done = sandbox.launch(*words, cwd=tmp_path)
+    done.assert_error(2, "cluster.setup has a secret, export HF_TOKEN=***", "env.NAME")
+    assert "sesame" not in done.err and not list(tmp_path.iterdir())
+    fine = ("cluster.setup=['export HF_TOKEN=\"$(cat /dev/null)\"']", "dry_run=true", *HELD)
+    assert sandbox.launch(*fine, cwd=tmp_path).code == 0
+
+
+def test_the_interpreter_finds_launch_on_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_python() == (sys.executable, "-I")
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
+    monkeypatch.setattr(sys, "executable", str(bare / "bin" / "python"))
+    monkeypatch.setenv("PYTHONPATH", os.fspath(Path(launcher.__file__).parents[1]))
+    assert find_python() == (sys.executable, "-P")
+    monkeypatch.delenv("PYTHONPATH")
+    with pytest.raises(MachineError, match="the nodes would not find launch"):
+        find_python()

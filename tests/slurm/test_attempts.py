@@ -1,0 +1,556 @@
+"""An attempt's manifest and verdict, where there is no SLURM to ask; tests/slurm has the same with one."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.config.schema import ClusterConfig, LaunchConfig, ProgressConfig, RequeueConfig
+from launcher.launch.signals import catch_signals
+from launcher.runs.advance import Advance, measure_advance
+from launcher.runs.manifest import describe_start, write_manifest
+from launcher.runs.node_records import NodeFailure, NodeRecord
+from launcher.runs.progress import Progress
+from launcher.runs.run_directory import RunDir, open_run_dir
+from launcher.slurm.attempt import Attempt, StepEnd, find_first
+from launcher.slurm.attempt_end import find_told, look_at
+from launcher.slurm.attempt_history import count_unrecorded, follow_trail, judge_advance
+from launcher.slurm.attempts import StoppedError, begin_attempt, end_attempt
+from launcher.slurm.first_node import describe_end
+from launcher.slurm.job_request import JobRequest
+from launcher.slurm.own_job import choose_excluded, is_down, name_job, read_time
+from launcher.slurm.step_monitor import Overseer
+
+NOWHERE = {"PATH": "/nonexistent", "SLURM_JOB_ID": "7"}
+"""A job's environment in which no command of SLURM's is found."""
+HOSTS = ("n0", "n1")
+
+
+def make_request(nodes: tuple[int, int] = (2, 2), **policy: Any) -> JobRequest:
+    config = LaunchConfig(cluster=ClusterConfig(requeue=RequeueConfig(**policy)))
+    return JobRequest(config, {}, ("program",), ("launch", "x"), "/somewhere", *nodes)
+
+
+def submit_run(path: Path) -> RunDir:
+    """A run directory as the submission leaves it."""
+    run = open_run_dir(path, None)
+    manifest = {**describe_start(run, ["launch", "x"], {}), "git": {"commit": "abc"}}
+    write_manifest(run, {**manifest, "outcome": {"state": "submitted"}, "slurm": {"job_id": "7"}})
+    return run
+
+
+def begin(path: Path, request: JobRequest | None = None, **environ: str) -> Attempt:
+    run = open_run_dir(path, None)
+    attempt = begin_attempt(request or make_request(), run, {**NOWHERE, **environ}, HOSTS)
+    (path / "logs" / str(run.first_attempt)).mkdir()
+    return attempt
+
+
+def print_steps(attempt: Attempt, *lines: str, ending: str = "out") -> None:
+    attempt.run.rank_log(0, attempt.run.first_attempt, ending).write_text(
+        "".join(f"{line}\n" for line in lines)
+    )
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((path / "manifest.json").read_text())
+    return found
+
+
+def fail(rank: int, time: float, exitcode: int, *lines: str) -> NodeFailure:
+    return NodeFailure(rank, 0, time, exitcode, f"exited with code {exitcode}", f"rank-{rank}.err", lines)
+
+
+def record(
+    host: str, state: str, code: int, failure: NodeFailure | None = None, said: str = ""
+) -> NodeRecord:
+    return NodeRecord(host, int(host[1:]), state, code, None, said, failure, 0, 0.0, 1.0)
+
+
+WELL = (record("n0", "succeeded", 0), record("n1", "succeeded", 0))
+
+
+def end(
+    *records: NodeRecord, code: int = 1, said: tuple[str, ...] = (), signals: tuple[int, ...] = ()
+) -> StepEnd:
+    missing = tuple(host for host in HOSTS if host not in {each.host for each in records})
+    return StepEnd(code, records, missing, tuple((number, 5.0) for number in signals), False, said)
+
+
+def test_the_manifest_of_an_attempt(tmp_path: Path) -> None:
+    submit_run(tmp_path)
+    attempt = begin(tmp_path)
+    manifest = read(tmp_path)
+    assert manifest["outcome"] == {"state": "running"} and manifest["hosts"] == ["n0", "n1"]
+    assert manifest["slurm"] == {"job_id": "7", "restarts": 0}
+    assert manifest["earlier"] == [] and manifest["git"] == {"commit": "abc"} and manifest["ended"] is None
+    print_steps(attempt, "step 1/10 loss 3.0", "step 10/10 loss 2.0")
+    assert end_attempt(attempt, end(*WELL, code=0)) == 0
+    outcome = read(tmp_path)["outcome"]
+    assert (outcome["state"], outcome["cause"], outcome["exit_code"]) == ("succeeded", None, 0)
+    assert (outcome["step"], outcome["advanced"], outcome["first_failure"]) == (10, True, None)
+    assert read(tmp_path)["ended"] >= read(tmp_path)["started"]
+
+
+def test_a_helper_that_slurm_saw_out_of_memory_costs_no_result(tmp_path: Path) -> None:
+    submit_run(tmp_path)
+    attempt = begin(tmp_path)
+    said = ("srun: error: n1: task 1: Out Of Memory",)
+    assert end_attempt(attempt, end(*WELL, code=1, said=said)) == 0
+    assert read(tmp_path)["outcome"]["state"] == "succeeded"
+
+
+def test_the_first_failure_in_the_manifest_and_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit_run(tmp_path)
+    attempt = begin(tmp_path)
+    records = (
+        record("n0", "failed", 1, fail(0, 8.0, 1, "lost the connection to another rank")),
+        record("n1", "failed", 9, fail(3, 8.1, 9, "Traceback", "boom")),
+    )
+    assert end_attempt(attempt, end(*records)) == 9
+    outcome = read(tmp_path)["outcome"]
+    assert (outcome["state"], outcome["cause"], outcome["exit_code"]) == ("failed", "crash", 9)
+    assert outcome["first_failure"] == {
+        "rank": 3,
+        "local_rank": 0,
+        "host": "n1",
+        "attempt": 0,
+        "exit_code": 9,
+        "reason": "exited with code 9",
+        "last_lines": ["Traceback", "boom"],
+    }
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "launch: rank 3 on n1 (local rank 0) failed first: it exited with code 9"
+    assert said[1:4] == ["launch: the end of rank-3.err:", "launch:   | Traceback", "launch:   | boom"]
+    assert said[4] == "launch: attempt 1 ended: the program failed: not requeued (cluster.requeue.crash=0)"
+    assert said[5].startswith("launch: failed after ") and said[6] == f"launch: run directory {tmp_path}"
+
+
+TERM, LOST = -15, "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"
+
+
+@pytest.mark.parametrize(
+    ("failures", "first"),
+    [
+        ([], None),
+        ([fail(0, 2.0, 1), fail(1, 1.0, 1)], 1),
+        ([fail(0, 1.0, TERM), fail(1, 2.0, 1)], 1),
+        ([fail(0, 1.0, TERM), fail(1, 2.0, TERM)], 0),
+        ([fail(0, 1.0, 1, LOST), fail(1, 2.0, 7)], 1),
+        ([fail(0, 1.0, 1, LOST), fail(1, 2.0, 1, LOST)], 0),
+        # Killed by a signal is nobody's consequence, whatever was printed before.
+        ([fail(0, 1.0, -9, LOST), fail(1, 2.0, 7)], 0),
+        ([fail(0, 1.0, 1, LOST), fail(1, 2.0, TERM)], 0),
+    ],
+)
+def test_the_first_failure_over_nodes(failures: list[NodeFailure], first: int | None) -> None:
+    found = find_first([record(f"n{n}", "failed", 1, failure) for n, failure in enumerate(failures)])
+    assert (found[1].rank if found else None) == first
+
+
+def test_a_lost_node_comes_before_what_its_peers_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit_run(tmp_path)
+    attempt = begin(tmp_path)
+    assert end_attempt(attempt, end(record("n0", "failed", 1, fail(0, 8.0, 1, LOST)))) == 3
+    outcome = read(tmp_path)["outcome"]
+    # It is to be requeued, and there is no scontrol.
+    assert (outcome["state"], outcome["cause"], outcome["lost"]) == ("failed", "node_failure", ["n1"])
+    assert outcome["first_failure"] is None
+    said = capsys.readouterr().err
+    assert said.startswith("launch: n1 was lost: it left no record")
+    assert "failed first" not in said and "could not be requeued (there is no scontrol on PATH" in said
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        ("srun: error: n1: task 1: Killed", "crash"),
+        ("srun: error: n1: task 1: Out Of Memory", "crash"),
+        ("srun: error: n[1-3]: tasks 1-3: Exited with exit code 1", "crash"),
+        ("srun: error: Node failure on n1", "node_failure"),
+        ("srun: error: n0: task 0: Terminated", "node_failure"),
+        ("", "node_failure"),
+    ],
+)
+def test_a_task_that_was_killed_is_not_a_lost_node(tmp_path: Path, said: str, cause: str) -> None:
+    submit_run(tmp_path)
+    sight = look_at(begin(tmp_path), end(record("n0", "stopped", 143), said=(said,)))
+    assert sight.cause == cause
+
+
+def test_a_task_that_srun_ended_is_nobodys_failure() -> None:
+    told = find_told(end(record("n0", "failed", 7), said=("srun: error: n1: task 1: Terminated",)))
+    assert told == {"n1": "Terminated"}
+
+
+@pytest.mark.parametrize(
+    ("records", "nodes", "cause"),
+    [
+        (WELL, (2, 2), None),
+        (WELL[:1], (2, 2), "node_failure"),
+        (WELL[:1], (1, 2), None),
+        ((WELL[0], record("n1", "failed", 7, fail(1, 1.0, 7))), (1, 2), "crash"),
+        ((), (1, 2), "node_failure"),
+    ],
+)
+def test_an_elastic_job_that_is_left_with_enough_nodes_succeeds(
+    tmp_path: Path, records: tuple[NodeRecord, ...], nodes: tuple[int, int], cause: str | None
+) -> None:
+    submit_run(tmp_path)
+    attempt = begin(tmp_path, make_request(nodes))
+    assert (
+        look_at(attempt, end(*records, code=0 if len(records) == 2 and cause is None else 1)).cause == cause
+    )
+
+
+def test_an_agent_that_failed_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    submit_run(tmp_path)
+    attempt = begin(tmp_path)
+    records = (record("n0", "failed", 3, said="torchrun's agent ended with code 1: no port"), WELL[1])
+    assert end_attempt(attempt, end(*records)) == 3
+    assert "launch: n0: torchrun's agent ended with code 1: no port\n" in capsys.readouterr().err
+
+
+def test_a_signal_of_the_users(tmp_path: Path) -> None:
+    submit_run(tmp_path)
+    attempt = begin(tmp_path)
+    records = (record("n0", "stopped", 130), record("n1", "stopped", 130))
+    assert end_attempt(attempt, end(*records, signals=(2,))) == 130
+    outcome = read(tmp_path)["outcome"]
+    assert (outcome["state"], outcome["cause"], outcome["signal"]) == ("stopped", "cancelled", "SIGINT")
+
+
+def test_an_allocation_is_never_requeued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = open_run_dir(tmp_path, None)
+    write_manifest(run, describe_start(run, ["launch", "x"], {}))
+    attempt = begin_attempt(make_request(crash=9), run, NOWHERE, HOSTS, requeues=False)
+    assert end_attempt(attempt, end(record("n0", "failed", 7, fail(0, 1.0, 7)), WELL[1])) == 7
+    assert read(tmp_path)["outcome"]["state"] == "failed" and read(tmp_path)["earlier"] == []
+    said = capsys.readouterr().err
+    assert "requeue" not in said and "attempt 1 ended: the program failed\n" in said
+
+
+def test_a_disk_that_is_full_is_told_and_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit_run(tmp_path)
+    attempt = begin(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("launcher.slurm.attempt_history.write_manifest", refuse)
+    assert end_attempt(attempt, end(record("n0", "failed", 7, fail(0, 1.0, 7)), WELL[1])) == 7
+    said = capsys.readouterr().err
+    assert "launch: warning: the manifest could not be written ([Errno 28] No space left on device)\n" in said
+    assert "attempt 1 ended: the program failed" in said
+
+
+def test_attempts_that_could_not_be_recorded_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk must not let a job be requeued for ever: SLURM counts too."""
+    submit_run(tmp_path / "a")
+    attempt = begin(tmp_path / "a", make_request(crash=100), SLURM_RESTART_COUNT="2")
+    assert attempt.unrecorded == 2 and read(tmp_path / "a")["earlier"] == []
+    print_steps(attempt, "step 1/10 loss 3.0")
+    end_attempt(attempt, end(record("n0", "failed", 7, fail(0, 1.0, 7)), WELL[1]))
+    assert "attempt 3 ended: the program failed: requeued (attempt 4" in capsys.readouterr().err
+    submit_run(tmp_path / "b")
+    attempt = begin(tmp_path / "b", make_request(crash=100), SLURM_RESTART_COUNT="2")
+    assert end_attempt(attempt, end(record("n0", "failed", 7, fail(0, 1.0, 7)), WELL[1])) == 7
+    assert "no progress in 3 attempts in a row (cluster.requeue.no_progress=3)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("known", "restarts", "count"),
+    [([], 0, 0), ([], 3, 3), ([0], 1, 0), ([0, 1], 2, 0), ([0], 4, 3), ([3], 2, 0), ([None], 1, 1)],
+)
+def test_attempts_that_slurm_alone_counts(known: list[int | None], restarts: int, count: int) -> None:
+    earlier = [{"slurm": {"job_id": "7", "restarts": number}} for number in known]
+    assert count_unrecorded({"earlier": earlier}, "7", restarts) == count
+
+
+def test_records_that_nobody_could_write_are_no_lost_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The head is on the first node, which is there, and left no record either."""
+    submit_run(tmp_path)
+    assert end_attempt(begin(tmp_path, SLURMD_NODENAME="n0"), end()) == 1
+    assert read(tmp_path)["outcome"]["cause"] == "crash" and read(tmp_path)["outcome"]["lost"] == []
+    assert "launch: no record came from n0, n1: is the disk full?\n" in capsys.readouterr().err
+
+
+def leave_running(path: Path, **outcome: object) -> None:
+    """The manifest of an attempt whose head was killed."""
+    manifest = read(path)
+    write_manifest(RunDir(path), {**manifest, "outcome": {"state": "running", **outcome}})
+
+
+def test_a_head_that_left_no_word(tmp_path: Path) -> None:
+    submit_run(tmp_path)
+    print_steps(begin(tmp_path), "step 4/10 loss 3.0")
+    leave_running(tmp_path)
+    attempt = begin(tmp_path, SLURM_RESTART_COUNT="1")
+    (before,) = read(tmp_path)["earlier"]
+    assert (before["outcome"]["state"], before["outcome"]["cause"]) == ("requeued", "preempted")
+    assert (before["outcome"]["step"], before["outcome"]["advanced"]) == (4, True)
+    assert (before["attempt"], before["hosts"]) == (0, ["n0", "n1"])
+    assert read(tmp_path)["slurm"] == {"job_id": "7", "restarts": 1} and attempt.run.first_attempt == 1
+    assert len(attempt.trail) == 1
+
+
+def test_a_policy_that_forbade_the_attempt_ends_it_at_once(tmp_path: Path) -> None:
+    submit_run(tmp_path)
+    begin(tmp_path, make_request(preempted=0))
+    leave_running(tmp_path, exit_code=143)
+    with pytest.raises(
+        StoppedError, match="attempt 2 does not begin: attempt 1 ended: preempted: not"
+    ) as caught:
+        begin(tmp_path, make_request(preempted=0), SLURM_RESTART_COUNT="1")
+    assert caught.value.exit_code == 143
+    manifest = read(tmp_path)
+    assert (manifest["outcome"]["state"], manifest["outcome"]["cause"]) == ("failed", "preempted")
+    assert manifest["earlier"] == [] and manifest["slurm"]["restarts"] == 0
+    # What a user then starts by hand begins anew.
+    assert begin(tmp_path, make_request(preempted=0), SLURM_RESTART_COUNT="2").trail == ()
+
+
+def entry(state: str, job_id: str = "7", **outcome: object) -> dict[str, Any]:
+    return {"outcome": {"state": state, **outcome}, "slurm": {"job_id": job_id}}
+
+
+@pytest.mark.parametrize(
+    ("earlier", "length"),
+    [
+        ([], 0),
+        ([entry("requeued"), entry("requeued")], 2),
+        ([entry("requeued"), entry("failed"), entry("requeued")], 1),
+        ([entry("requeued", "6"), entry("requeued")], 1),
+        ([entry("requeued"), entry("succeeded")], 0),
+        ([{"outcome": None}, entry("requeued")], 1),
+        (["damaged", entry("requeued")], 1),
+    ],
+)
+def test_the_attempts_that_led_here(earlier: list[Any], length: int) -> None:
+    assert len(follow_trail({"earlier": earlier}, "7")) == length
+
+
+def steps(*numbers: int) -> tuple[Progress, ...]:
+    return tuple(Progress(number, 10, ()) for number in numbers)
+
+
+@pytest.mark.parametrize(
+    ("advance", "trail", "advanced"),
+    [
+        (Advance((), None), [], None),
+        (Advance((), None), [entry("requeued")], None),
+        (Advance((), None), [entry("requeued", step=3)], False),
+        (Advance(steps(1, 3), None), [], True),
+        (Advance(steps(1, 3), None), [entry("requeued", step=3)], False),
+        (Advance(steps(1, 4), None), [entry("requeued", step=3), entry("requeued")], True),
+        (Advance(steps(1, 4), None), [entry("requeued", step=5), entry("requeued", step=3)], False),
+        (Advance(steps(1, 3), 9.0), [entry("requeued", step=3, checkpoint=8.0)], True),
+        (Advance(steps(1, 3), 9.0), [entry("requeued", step=3, checkpoint=9.0)], False),
+        (Advance((), 9.0), [], True),
+    ],
+)
+def test_whether_an_attempt_made_progress(
+    advance: Advance, trail: list[dict[str, Any]], advanced: bool | None
+) -> None:
+    assert judge_advance(advance, trail) is advanced
+
+
+def test_the_progress_that_is_read(tmp_path: Path) -> None:
+    run = open_run_dir(tmp_path, None)
+    assert measure_advance(run) == Advance((), None)
+    for number, text in enumerate(("step 1/9 loss 3\nstep 2/9 loss 2\n", "step 3/9 loss 1\nnoise\n", "")):
+        run.rank_log(0, number, "out").parent.mkdir()
+        run.rank_log(0, number, "out").write_text(text)
+    (tmp_path / "checkpoints/step-1").mkdir(parents=True)
+    found = measure_advance(run)
+    assert [step.step for step in found.steps] == [1, 3] and found.finished is False
+    assert found.newest == (tmp_path / "checkpoints/step-1").stat().st_mtime
+    assert measure_advance(RunDir(tmp_path, 2)).steps == ()
+    run.rank_log(0, 2, "err").write_text("step 9/9 loss 0.5\n")
+    assert measure_advance(RunDir(tmp_path, 2)).finished is True
+
+
+def test_checkpoints_elsewhere_count_from_the_submission_on(tmp_path: Path) -> None:
+    run = open_run_dir(tmp_path / "run", None)
+    (run.path / "config.yaml").write_text("")
+    places = LaunchConfig(progress=ProgressConfig([f"{tmp_path}/ckpt/step-*", "own/**/*.pt"]))
+    request = JobRequest(places, {}, None, (), str(tmp_path), 1, 1)
+    patterns = request.progress_patterns
+    assert measure_advance(run, patterns) == Advance((), None)
+    now = (run.path / "config.yaml").stat().st_mtime
+    shards = [tmp_path / "ckpt/step-1/rank0.pt", tmp_path / "ckpt/step-2/rank0.pt", tmp_path / "own/a/b/c.pt"]
+    for at, shard in enumerate(shards):
+        shard.parent.mkdir(parents=True)
+        shard.touch()
+        for path in (shard, shard.parent):
+            os.utime(path, (now - 5 + at * 10,) * 2)
+    assert measure_advance(run, patterns).newest == now + 15
+    assert measure_advance(run, patterns[:1]).newest == now + 5
+    shards[1].unlink()
+    os.utime(shards[1].parent, (now - 5,) * 2)
+    assert measure_advance(run, patterns[:1]).newest is None
+    assert measure_advance(run).newest is None
+
+
+def test_attempts_are_judged_by_checkpoints_elsewhere(tmp_path: Path) -> None:
+    """An attempt whose head left no word is judged by its successor."""
+    request = replace(make_request(), directory=str(tmp_path))
+    request.config.progress.paths = ["ckpt/*"]
+    (tmp_path / "ckpt").mkdir()
+    run = submit_run(tmp_path / "run")
+    attempt = begin(run.path, request)
+    (tmp_path / "ckpt/step-1").touch()
+    assert attempt.measure()[1] is True
+    leave_running(run.path)
+    begin(run.path, request, SLURM_RESTART_COUNT="1")
+    (before,) = read(run.path)["earlier"]
+    assert before["outcome"]["checkpoint"] == (tmp_path / "ckpt/step-1").stat().st_mtime
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({"SLURM_JOB_ID": "12"}, "12"),
+        # The last member of an array has the array's own number.
+        ({"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}, "12_3"),
+    ],
+)
+def test_the_id_of_a_job(environ: dict[str, str], name: str) -> None:
+    assert name_job(environ) == name
+
+
+@pytest.mark.parametrize(
+    ("state", "down"),
+    [
+        ("idle", False),
+        ("allocated", False),
+        ("mixed", False),
+        ("draining", False),
+        ("completing", False),
+        ("planned", False),
+        ("down", True),
+        ("down*", True),
+        ("allocated*", True),
+        ("idle*", True),
+        ("failing", True),
+        ("powered_down", True),
+    ],
+)
+def test_nodes_that_are_not_there(state: str, down: bool) -> None:
+    assert is_down(state) is down
+
+
+def test_times_of_slurm() -> None:
+    assert read_time("N/A") is None and read_time("Unknown") is None and read_time("") is None
+    assert read_time("2026-01-02T03:04:10") == (read_time("2026-01-02T03:04:05") or 0) + 5
+
+
+@pytest.mark.parametrize(
+    ("lost", "nodes", "named", "least", "chosen"),
+    [
+        (["n3"], {"n0", "n1", "n2", "n3"}, set(), 2, ["n3"]),
+        (["n3", "n1"], {"n0", "n1", "n2", "n3"}, set(), 2, ["n3", "n1"]),
+        (["n3", "n1", "n0"], {"n0", "n1", "n2", "n3"}, set(), 2, ["n3", "n1"]),
+        (["n3"], {"n0", "n1", "n2", "n3"}, set(), 4, []),
+        (["n3", "n1"], {"n0", "n1", "n2", "n3"}, {"n3"}, 2, ["n1"]),
+        (["n9", "n1"], {"n0", "n1", "n2", "n3"}, set(), 3, ["n1"]),
+    ],
+)
+def test_an_exclusion_leaves_enough_nodes(
+    lost: list[str], nodes: set[str], named: set[str], least: int, chosen: list[str]
+) -> None:
+    assert choose_excluded(lost, nodes, named, least) == chosen
+
+
+def write_fake(folder: Path, name: str, text: str) -> None:
+    """A command of SLURM's that a real one cannot be made to act like at will."""
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize(("restarts", "state"), [(1, "requeued"), (0, "failed")])
+def test_a_requeue_whose_answer_was_lost(tmp_path: Path, restarts: int, state: str) -> None:
+    """A busy slurmctld does it, and answers to the next try alone, with a complaint."""
+    asked = tmp_path / "asked"
+    write_fake(tmp_path, "scontrol", f": > {asked}; echo 'Unexpected message received for job 7' >&2; exit 1")
+    after = f"echo 'COMPLETING|{restarts}|N/A|N/A|1:00|None|'"
+    write_fake(
+        tmp_path, "squeue", f"if [ -e {asked} ]; then {after}; else echo 'RUNNING|0|N/A|N/A|1:00|None|'; fi"
+    )
+    submit_run(tmp_path / "run")
+    attempt = begin(tmp_path / "run", make_request(crash=1), PATH=str(tmp_path))
+    assert (
+        end_attempt(attempt, end(record("n0", "failed", 7, fail(0, 1.0, 7)), record("n1", "failed", 7))) == 7
+    )
+    outcome = read(tmp_path / "run")["outcome"]
+    assert (outcome["state"], outcome["cause"]) == (state, "crash")
+
+
+def test_the_manifest_tells_what_was_in_the_way_where_no_rank_failed(tmp_path: Path) -> None:
+    submit_run(tmp_path)
+    attempt = begin(tmp_path)
+    end_attempt(attempt, end(*(record(host, "failed", 3, said="no such file") for host in HOSTS)))
+    outcome = read(tmp_path)["outcome"]
+    assert outcome["reason"].startswith("n0, n1: no such file; the program failed: not")
+    assert outcome["first_failure"] is None
+
+
+def test_of_many_nodes_words_the_manifest_has_the_first(tmp_path: Path) -> None:
+    submit_run(tmp_path)
+    attempt = begin(tmp_path)
+    end_attempt(attempt, end(*(record(f"n{n}", "failed", 3, said="full") for n in range(500))))
+    assert "n0, n1, n2 and 497 more: full; the program" in read(tmp_path)["outcome"]["reason"]
+    others = (record(f"n{n}", "failed", 3, said=f"no {n}") for n in range(500))
+    end_attempt(attempt, end(*others))
+    assert "n0: no 0; n1: no 1; n2: no 2 (and 497 more); the" in read(tmp_path)["outcome"]["reason"]
+
+
+def test_a_step_whose_srun_was_killed(tmp_path: Path) -> None:
+    submit_run(tmp_path)
+    attempt = begin(tmp_path)
+    with catch_signals() as inbox:
+        seen = describe_end(attempt, Overseer(attempt, inbox), -9, [], ["srun: error: n0: task 0: Killed"])
+    assert end_attempt(attempt, seen) == 137
+    outcome = read(tmp_path)["outcome"]
+    assert outcome["reason"].startswith("n0: srun was ended by SIGKILL, and its step; the program failed")
+
+
+@pytest.mark.parametrize("records", [(), WELL[:1]])
+def test_a_success_whose_records_could_not_be_written(
+    tmp_path: Path, records: tuple[NodeRecord, ...]
+) -> None:
+    submit_run(tmp_path)
+    attempt = begin(tmp_path, make_request(crash=9))
+    assert end_attempt(attempt, end(*records, code=0)) == 0
+    assert read(tmp_path)["outcome"]["state"] == "succeeded"
+
+
+@pytest.mark.parametrize("odd", [("stopped", 0), ("failed", 0), ("succeeded", 1)])
+@pytest.mark.parametrize("nodes", [(2, 2), (1, 2)])
+def test_a_node_that_did_not_end_well_is_no_success(
+    tmp_path: Path, odd: tuple[str, int], nodes: tuple[int, int]
+) -> None:
+    submit_run(tmp_path)
+    attempt = begin(tmp_path, make_request(nodes))
+    sight = look_at(attempt, end(WELL[0], record("n1", *odd), code=0))
+    assert sight.cause == "crash"
+
+
+def test_a_stop_without_records_is_no_success(tmp_path: Path) -> None:
+    submit_run(tmp_path)
+    attempt = begin(tmp_path)
+    assert end_attempt(attempt, end(code=0, signals=(15,))) != 0
+    assert read(tmp_path)["outcome"]["state"] != "succeeded"

@@ -1,0 +1,187 @@
+"""The end of an attempt in words, from values."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from launcher.runs.advance import Advance
+from launcher.runs.node_records import NodeFailure, NodeRecord
+from launcher.runs.progress import Progress
+from launcher.runs.run_directory import RunDir
+from launcher.slurm.attempt import Sight, StepEnd
+from launcher.slurm.end_messages import (
+    describe_outcome,
+    list_hosts,
+    name_state,
+    tell_attempt,
+    tell_end,
+    tell_failure,
+    tell_reasons,
+)
+from launcher.slurm.requeue_policy import Verdict
+
+RUN = RunDir(Path("/runs/x"), 4)
+STEPS = (Progress(1, 9, (("loss", "3.0"),)), Progress(7, 9, (("loss", "2.0"),)))
+BOOM = NodeFailure(5, 1, 2.0, -9, "was killed by SIGKILL (signal 9)", "rank-5.err", ("Traceback", "boom"))
+
+
+def make_record(
+    host: str, failure: NodeFailure | None = None, said: str = "", restarts: int = 0
+) -> NodeRecord:
+    return NodeRecord(host, 0, "failed", 1, None, said, failure, restarts, 0.0, 1.0)
+
+
+def make_end(*records: NodeRecord, missing: tuple[str, ...] = (), signals: tuple[int, ...] = ()) -> StepEnd:
+    return StepEnd(6, records, missing, tuple((number, 1.0) for number in signals), False)
+
+
+def make_sight(cause: str | None, end: StepEnd | None = None, kill: str = "", **values: object) -> Sight:
+    known = {"lost": (), "states": (), "killed": (), "advance": Advance(STEPS, 8.0), **values}
+    return Sight(end, kill, cause, **known)  # type: ignore[arg-type]  # by name
+
+
+@pytest.mark.parametrize(
+    ("cause", "kill", "verdict", "state"),
+    [
+        (None, "", Verdict(False, None, ""), "succeeded"),
+        ("crash", "", Verdict(True, "crash", ""), "requeued"),
+        ("crash", "", Verdict(False, "crash", ""), "failed"),
+        ("node_failure", "", Verdict(False, "node_failure", ""), "failed"),
+        ("preempted", "requeued", Verdict(False, "preempted", ""), "requeued"),
+        ("preempted", "requeued", Verdict(False, "limit", ""), "requeued"),
+        ("preempted", "preempted", Verdict(False, "preempted", ""), "stopped"),
+        ("timeout", "timeout", Verdict(False, "timeout", ""), "stopped"),
+        ("cancelled", "cancelled", Verdict(False, "cancelled", ""), "stopped"),
+        ("timeout", "timeout", Verdict(False, "no_progress", ""), "failed"),
+        ("timeout", "timeout", Verdict(False, "limit", ""), "failed"),
+    ],
+)
+def test_the_state(cause: str | None, kill: str, verdict: Verdict, state: str) -> None:
+    assert name_state(make_sight(cause, make_end(), kill), verdict) == state
+    why = describe_outcome(make_sight(cause, make_end(), kill), verdict, RUN, 1)["cause"]
+    assert why == (cause if state == "requeued" else verdict.cause)
+
+
+def test_the_outcome_of_a_crash() -> None:
+    end = make_end(make_record("n1", BOOM, restarts=2), make_record("n0"), signals=(signal.SIGUSR2,))
+    outcome = describe_outcome(make_sight("crash", end), Verdict(False, "crash", "not again"), RUN, 137)
+    first = {"rank": 5, "local_rank": 1, "host": "n1", "attempt": 6, "exit_code": 137}
+    assert outcome.pop("first_failure") == {
+        **first,
+        "reason": BOOM.reason,
+        "last_lines": ["Traceback", "boom"],
+    }
+    assert outcome == {
+        **{"state": "failed", "cause": "crash", "exit_code": 137, "signal": None, "reason": "not again"},
+        **{"events": [], "lost": [], "attempts": 7, "step": 7, "checkpoint": 8.0},
+    }
+
+
+def test_the_outcome_of_a_stop() -> None:
+    end = make_end(make_record("n0"), signals=(signal.SIGUSR1, signal.SIGINT, signal.SIGTERM))
+    outcome = describe_outcome(make_sight("cancelled", end), Verdict(False, "cancelled", "so"), RUN, 130)
+    assert (outcome["signal"], outcome["attempts"], outcome["reason"]) == ("SIGINT", 5, "so")
+    assert describe_outcome(make_sight(None, end), Verdict(False, None, "well"), RUN, 0)["reason"] is None
+
+
+def test_the_outcome_that_is_written_before_the_end() -> None:
+    verdict = Verdict(True, "node_failure", "again")
+    sight = make_sight("node_failure", None, "requeued", lost=("n1",), states=(("n1", "down*"),))
+    outcome = describe_outcome(sight, verdict, RUN, 3)
+    assert (outcome["signal"], outcome["attempts"], outcome["lost"]) == ("SIGTERM", None, ["n1"])
+    assert outcome["reason"] == "n1 was lost: it left no record, and is down*, says SLURM; again"
+    assert outcome["first_failure"] is None
+
+
+@pytest.mark.parametrize(
+    ("kill", "requeue", "told"),
+    [
+        ("requeued", False, "no; SLURM requeues it, and the next attempt ends at once"),
+        ("requeued", True, "no"),
+        ("preempted", False, "no"),
+    ],
+)
+def test_what_comes_next(kill: str, requeue: bool, told: str) -> None:
+    assert tell_attempt(make_sight("preempted", None, kill), Verdict(requeue, "preempted", "no")) == told
+
+
+FIRST = [
+    "rank 5 on n1 (local rank 1) failed first: it was killed by SIGKILL (signal 9)",
+    "the end of rank-5.err:",
+    "  | Traceback",
+    "  | boom",
+]
+
+
+@pytest.mark.parametrize(
+    ("sight", "told"),
+    [
+        (make_sight("crash", make_end(make_record("n1", BOOM))), FIRST),
+        (make_sight("cancelled", make_end(make_record("n1", said="gone"))), []),
+        (make_sight(None, make_end(make_record("n1", said="gone"))), []),
+        (make_sight("crash"), []),
+        (
+            make_sight(
+                "node_failure", make_end(make_record("n1", BOOM)), lost=("n0", "n2"), states=(("n0", "d"),)
+            ),
+            ["n0 was lost: it left no record, and is d, says SLURM", "n2 was lost: it left no record"],
+        ),
+        (
+            make_sight(
+                "crash", make_end(make_record("n1", BOOM)), killed=(("n3", "Killed"), ("n4", "Aborted"))
+            ),
+            [
+                "n3 is there, but its task left no record, and ended: Killed, probably out of memory",
+                "n4 is there, but its task left no record, and ended: Aborted",
+            ],
+        ),
+        (
+            make_sight("node_failure", make_end(), lost=("n3",), killed=(("n3", "Killed"),)),
+            ["n3 was lost: it left no record"],
+        ),
+        (
+            make_sight(
+                "crash", make_end(*(make_record(f"n{n}", said="bad") for n in (1, 2)), missing=("n3", "n4"))
+            ),
+            ["n1, n2: bad", "no record came from n3, n4: is the disk full?"],
+        ),
+        (make_sight("crash", make_end(make_record("n1"))), ["no rank failed, but srun ended with 6"]),
+    ],
+)
+def test_what_was_in_the_way(sight: Sight, told: list[str]) -> None:
+    assert tell_failure(sight) == told
+    assert tell_reasons(sight) == ([] if told == FIRST else told)
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [
+        (3, ["n0: 0", "n1: 1", "n2: 2"]),
+        (4, ["n0: 0", "n1: 1", "n2: 2 (and 1 more)"]),
+        (9, ["n0: 0", "n1: 1", "n2: 2 (and 6 more)"]),
+    ],
+)
+def test_of_many_nodes_the_first_are_told(count: int, told: list[str]) -> None:
+    end = make_end(*(make_record(f"n{n}", said=str(n)) for n in range(count)))
+    assert tell_reasons(make_sight("crash", end)) == told
+    assert len(tell_failure(make_sight("crash", end))) == count
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [(1, "n0"), (3, "n0, n1, n2"), (4, "n0, n1, n2 and 1 more"), (5, "n0, n1, n2 and 2 more")],
+)
+def test_a_list_of_nodes(count: int, told: str) -> None:
+    assert list_hosts([f"n{n}" for n in range(count)]) == told
+
+
+def test_the_last_lines() -> None:
+    sight, verdict = make_sight(None, make_end()), Verdict(False, None, "succeeded")
+    progress = "loss 3.0 to 2.0 over 7 steps"
+    assert tell_end(sight, verdict, RUN, 61) == [
+        f"succeeded after 1 min 1 s: {progress}",
+        "run directory /runs/x",
+    ]
+    silent = make_sight("crash", make_end(), advance=Advance((), None))
+    assert tell_end(silent, Verdict(True, "crash", ""), RUN, 2)[0] == "requeued after 2.0 s"

@@ -1,0 +1,67 @@
+"""A step that SLURM does not start at once: an srun that a real one cannot be made to act like at will."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from launcher.runs.node_records import NodeRecord
+from tests.conftest import clean_environ
+
+HEAD = """
+import os, sys
+from pathlib import Path
+from launcher.slurm import first_node
+from launcher.slurm.job_request import JobRequest
+from launcher.runs.run_directory import open_run_dir
+from launcher.config.schema import LaunchConfig
+first_node.RETRY = 0.0
+request = JobRequest(LaunchConfig(), {}, ("program",), ("launch", "x"), os.getcwd(), 1, 1)
+sys.exit(first_node.run_attempt(request, open_run_dir(Path("run"), None), os.environ, requeues=False))
+"""
+SRUN = """#!/bin/sh
+echo "$@" >> starts
+if [ $(wc -l < starts) -le {failures} ]; then
+    echo "srun: error: {complaint}" >&2
+    exit 1
+fi
+cp record.json run/logs/0/node-n0.json
+"""
+BUSY = "Unable to create step for job 7: Requested nodes are busy"
+
+
+def run_head(folder: Path, failures: int, complaint: str) -> tuple[int, str, int]:
+    """An attempt whose srun fails a few times; returns exit code, stderr and the number of its starts."""
+    (folder / "srun").write_text(SRUN.format(failures=failures, complaint=complaint))
+    (folder / "srun").chmod(0o755)
+    record = NodeRecord("n0", 0, "succeeded", 0, None, "", None, 0, 1.0, 2.0)
+    (folder / "record.json").write_text(json.dumps(asdict(record)))
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n0"}
+    done = subprocess.run(
+        [sys.executable, "-c", HEAD],
+        cwd=folder,
+        env={**clean_environ(), **job, "PATH": f"{folder}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stderr, len((folder / "starts").read_text().splitlines())
+
+
+@pytest.mark.parametrize("failures", [1, 4])
+def test_a_step_is_tried_again_where_slurm_may_start_it_soon(tmp_path: Path, failures: int) -> None:
+    code, said, starts = run_head(tmp_path, failures, BUSY)
+    assert (code, starts) == (0, failures + 1), said
+
+
+@pytest.mark.parametrize(("complaint", "starts"), [(BUSY, 5), ("Invalid generic resource specification", 1)])
+def test_a_step_that_is_never_started(tmp_path: Path, complaint: str, starts: int) -> None:
+    code, said, tried = run_head(tmp_path, 9, complaint)
+    assert (code, tried) == (4, starts), said
+    assert f"srun did not start the step (code 1): {complaint}" in said
+    outcome = json.loads((tmp_path / "run/manifest.json").read_text())["outcome"]
+    assert (outcome["state"], outcome["lost"]) == ("failed", [])
