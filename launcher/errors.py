@@ -6,6 +6,8 @@ EXIT_MACHINE = 3
 """The machine cannot do what was asked."""
 EXIT_SCHEDULER = 4
 """The scheduler refused."""
+EXIT_DEFECT = 70
+"""A defect of ours (EX_SOFTWARE of sysexits.h)."""
 
 
 class LaunchError(Exception):

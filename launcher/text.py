@@ -1,10 +1,12 @@
 """Text for people: sizes, counts and CPU lists, control characters made harmless, and our own lines."""
 
 import contextlib
+import logging
 import os
 import re
 import shlex
 import sys
+import traceback
 from collections.abc import Collection, Sequence
 from typing import NoReturn, TextIO
 
@@ -21,6 +23,8 @@ ACTING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 RESET = "\x1b[0m"
 LONGEST = 2000
 """Characters of a line of ours."""
+LONGEST_ERROR = 800
+"""Characters of an error."""
 
 
 def escape_text(text: str, most: int = LONGEST) -> str:
@@ -164,11 +168,37 @@ def break_line() -> None:
         sys.stderr.write("\n")
 
 
-def say(text: str) -> None:
-    """Print one of our own lines on stderr; one that cannot be written, as on a full disk, is left out.
+class StderrHandler(logging.Handler):
+    """Writes a record as one line of ours on stderr: `launch: warning: …`.
 
-    What others have put into it, such as the names of files, is harmless on a terminal.
+    What others have put into a message, such as the names of files, is harmless on a terminal. A line that
+    cannot be written, as on a full disk, is left out.
     """
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"launch: {escape_text(text)}\n")
-        sys.stderr.flush()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record to the stderr of this moment."""
+        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"launch: {level}{escape_text(record.getMessage())}\n")
+            sys.stderr.flush()
+
+
+def set_up_logging() -> None:
+    """Have what the modules of `launcher` log written to stderr; a program of ours calls this first."""
+    logger = logging.getLogger("launcher")
+    if not logger.handlers:
+        logger.addHandler(StderrHandler())
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def log_error(text: str) -> None:
+    """Log an error as one line, the middle of a very long one left out."""
+    logging.getLogger(__name__).error(escape_text(" ".join(text.split()), LONGEST_ERROR))
+
+
+def log_defect(error: Exception, text: str) -> None:
+    """Log an error that was not foreseen, with its traceback if HYDRA_FULL_ERROR=1 asks for that."""
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        traceback.print_exception(error)
+    log_error(text)

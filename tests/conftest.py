@@ -15,7 +15,9 @@ import pytest
 
 from launcher.plan.environment import HONOURED
 from launcher.probe.node import FAMILIES
+from launcher.text import set_up_logging
 
+set_up_logging()
 LAUNCH = (
     sys.executable,
     "-c",

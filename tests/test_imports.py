@@ -115,7 +115,6 @@ PENDING: set[tuple[str, str]] = {
     ("probe/node.py", "launcher.rank.identity"),
     ("probe/node.py", "launcher.runs.secrets"),
     ("rank/assignment.py", "launcher.errors"),
-    ("slurm/__main__.py", "launcher.cli.main"),
     ("slurm/allocation.py", "launcher.rank.identity"),
     ("slurm/job_resources.py", "launcher.config.sexagesimal"),
     ("slurm/job_resources.py", "launcher.config.validation"),

@@ -1,5 +1,6 @@
 """A job's allocators: checked before anything starts, and without what does not go with its program."""
 
+import logging
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +27,8 @@ from launcher.plan.allocator_conflicts import (
     merge_settings,
 )
 from launcher.plan.allocator_text import find_variable, parse_settings
-from launcher.text import say
+
+logger = logging.getLogger(__name__)
 
 MARKS = ("/.dockerenv", "/run/.containerenv")
 """Files by which docker and podman mark a container."""
@@ -53,10 +55,10 @@ def settle_allocator(
     wanted = {key: value for key, value in merged.items() if asked or key != EXPANDABLE}
     doubts = [*check_settings(settings, torch), *doubt_variable(environ, torch)]
     for doubt in filter(None, [*doubts, describe_ignored(wanted), describe_idle(merged)]):
-        say(f"warning: {doubt}")
+        logger.warning(f"{doubt}")
     conflicts = [*find_conflicts(merged, words, environ, contained=is_contained(config))]
     for conflict in conflicts:
-        say(f"warning: {conflict.what}: {describe_way(conflict, asked=asked)}")
+        logger.warning(f"{conflict.what}: {describe_way(conflict, asked=asked)}")
     if asked or not conflicts:
         return ()
     unset_settings(config, (EXPANDABLE,))

@@ -1,6 +1,7 @@
 """`launch cancel`: ends runs, in SLURM's queue and on this machine, after asking."""
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -21,7 +22,9 @@ from launcher.runs.run_status import RunStatus
 from launcher.slurm.commands import run_slurm
 from launcher.slurm.queue import ENDED, ask_queue
 from launcher.slurm.run_states import find_standing
-from launcher.text import escape_text, say
+from launcher.text import escape_text
+
+logger = logging.getLogger(__name__)
 
 PATIENCE = 60.0
 """Seconds that SLURM has to end jobs: twice KillWait's default."""
@@ -45,12 +48,12 @@ def cancel_runs(config: LaunchConfig, names: Sequence[str]) -> int:
     for run in standing.runs:
         check_reach(run)
         if not run.is_live:
-            say(f"{run.run} has ended already: {run.state}{f' ({run.reason})' if run.reason else ''}")
+            logger.info(f"{run.run} has ended already: {run.state}{f' ({run.reason})' if run.reason else ''}")
     live = [run for run in standing.runs if run.is_live]
     if not live:
         return 0
     if not config.yes and not ask_user(live):
-        say("nothing was cancelled")
+        logger.info("nothing was cancelled")
         return DECLINED
     jobs = [run for run in live if not run.process]
     left = cancel_jobs(jobs) if jobs else 0
@@ -115,16 +118,16 @@ def cancel_jobs(runs: Sequence[RunStatus]) -> int:
     end = time.monotonic() + PATIENCE
     left = list_living(job_ids)
     if left:
-        say(f"cancelling {', '.join(left)}, whose ranks have SLURM's KillWait to end")
+        logger.info(f"cancelling {', '.join(left)}, whose ranks have SLURM's KillWait to end")
     while left and time.monotonic() < end:
         time.sleep(PAUSE)
         left = list_living(left)
     for run in runs:
         if run.job_id in left:
-            say(f"{run.run}, job {run.job_id}, is still ending: see launch status {run.run}")
+            logger.info(f"{run.run}, job {run.job_id}, is still ending: see launch status {run.run}")
         else:
             record_end(run)
-            say(f"{run.run}, job {run.job_id}, is cancelled")
+            logger.info(f"{run.run}, job {run.job_id}, is cancelled")
     return len(left)
 
 
@@ -149,7 +152,7 @@ def record_end(run: RunStatus) -> None:
     try:
         write_manifest(RunDir(path), manifest)
     except OSError as error:
-        say(f"warning: {path}/manifest.json could not be written ({error.strerror})")
+        logger.warning(f"{path}/manifest.json could not be written ({error.strerror})")
 
 
 def stop_process(run: RunStatus, grace: float) -> int:
@@ -157,16 +160,16 @@ def stop_process(run: RunStatus, grace: float) -> int:
     try:
         descriptor = open_launch(run)
     except ProcessLookupError:
-        say(f"{run.run} has just ended")
+        logger.info(f"{run.run} has just ended")
         return 0
     try:
         signal.pidfd_send_signal(descriptor, signal.SIGTERM)
-        say(f"stopping {run.run}, whose ranks have {grace:.0f} s to end")
+        logger.info(f"stopping {run.run}, whose ranks have {grace:.0f} s to end")
         # After the grace, launch itself goes on to SIGKILL.
         ready, _, _ = select.select([descriptor], [], [], grace + TERM_GRACE + 2 * KILL_GRACE)
     finally:
         with contextlib.suppress(OSError):
             os.close(descriptor)
     (now,) = find_standing([Path(run.path)]).runs
-    say(f"{run.run} has ended: {now.state}" if ready else f"{run.run} is still ending")
+    logger.info(f"{run.run} has ended: {now.state}" if ready else f"{run.run} is still ending")
     return 0 if ready else 1

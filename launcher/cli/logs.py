@@ -1,5 +1,6 @@
 """`launch logs`: what a run's ranks have printed, and with -f what they print, to the run's end."""
 
+import logging
 import os
 import sys
 import time
@@ -17,7 +18,9 @@ from launcher.runs.run_status import RunStatus, read_status
 from launcher.slurm.polling import Poller
 from launcher.slurm.queue import JobState
 from launcher.slurm.run_states import find_standing, stand
-from launcher.text import escape_text, print_text, say
+from launcher.text import escape_text, print_text
+
+logger = logging.getLogger(__name__)
 
 TICK = 0.25
 """Seconds between two looks at the logs."""
@@ -41,7 +44,7 @@ def show_logs(config: LaunchConfig, names: Sequence[str]) -> int:
     check_rank(tail)
     if not OutputWriter(config.rank).write(tail.read_lines(final=True)):
         (run,) = find_standing([path]).runs
-        say(f"no output: {describe_run(run)}")
+        logger.info(f"no output: {describe_run(run)}")
     return 0
 
 
@@ -70,7 +73,7 @@ def follow_output(path: Path, tail: RunTail) -> None:
         writer.write(tail.read_lines(final=True))
         if open_stream("stdout").leads_where(open_stream("stderr")):
             writer.end_line()
-        say(describe_run(run))
+        logger.info(describe_run(run))
     finally:
         watch.close()
 
@@ -94,7 +97,7 @@ class OutputWriter:
         for line in lines:
             if line.remark:
                 self.end_line()
-                say(line.text)
+                logger.info(line.text)
                 continue
             self.write_text(line) if is_terminal else self.write_bytes(line)
             count += 1
@@ -187,7 +190,7 @@ class RunWatch:
         """Say something, but once."""
         if (text,) != self.told:
             self.told = (text,)
-            say(text)
+            logger.info(text)
 
     def is_settling(self) -> bool:
         """Tell whether lines of a job that ended while it was followed may still come."""

@@ -4,17 +4,11 @@ import contextlib
 import io
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 
 from launcher.cli.arguments import VERBS, Command, parse_command
-from launcher.errors import EXIT_MACHINE, LaunchError
-from launcher.text import escape_text, leave, say
-
-LONGEST = 800
-"""Characters of an error."""
-INTERNAL = 70
-"""Exit code for a defect of ours (EX_SOFTWARE of sysexits.h)."""
+from launcher.errors import EXIT_DEFECT, EXIT_MACHINE, LaunchError
+from launcher.text import leave, log_defect, log_error, set_up_logging
 
 
 def main() -> None:
@@ -46,11 +40,12 @@ def open_streams() -> None:
 
 def run_guarded(argv: Sequence[str]) -> int:
     """Run a command line and return the exit code; errors become one line on stderr."""
+    set_up_logging()
     try:
         status = run_command(parse_command(argv), argv)
         sys.stdout.flush()
     except LaunchError as error:
-        complain(str(error))
+        log_error(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -59,18 +54,12 @@ def run_guarded(argv: Sequence[str]) -> int:
         return 141
     except OSError as error:
         drop_output()
-        return report_defect(error, f"the system refused: {error}", EXIT_MACHINE)
+        log_defect(error, f"the system refused: {error}")
+        return EXIT_MACHINE
     except Exception as error:
         what = f"internal error, {type(error).__name__}: {error} (HYDRA_FULL_ERROR=1 shows where): report it"
-        return report_defect(error, what, INTERNAL)
-    return status
-
-
-def report_defect(error: Exception, text: str, status: int) -> int:
-    """Print an error that was not foreseen, with its traceback where that is asked for."""
-    if os.environ.get("HYDRA_FULL_ERROR") == "1":
-        traceback.print_exception(error)
-    complain(text)
+        log_defect(error, what)
+        return EXIT_DEFECT
     return status
 
 
@@ -78,11 +67,6 @@ def drop_output() -> None:
     """Give up on stdout, whose reader has left or whose disk is full; else Python complains at its exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def complain(text: str) -> None:
-    """Print an error as one line, the middle of a very long one left out."""
-    say(f"error: {escape_text(' '.join(text.split()), LONGEST)}")
 
 
 def run_command(command: Command, argv: Sequence[str]) -> int:

@@ -1,5 +1,6 @@
 """What a configuration in the working directory brings that runs: told before it does."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
@@ -8,7 +9,9 @@ from launcher.config.schema import ClusterConfig
 from launcher.launch.job import Draft
 from launcher.launch.monitor import MANAGED
 from launcher.runs.secrets import mask_words
-from launcher.text import join_words, say
+from launcher.text import join_words
+
+logger = logging.getLogger(__name__)
 
 LOADED = (
     *("BASH_ENV", "LD_AUDIT", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH"),
@@ -23,7 +26,7 @@ def tell_program(drafts: Sequence[Draft], own_files: Sequence[str]) -> None:
     """Say what of the user's configuration files is to be run; nothing for what is on the command line."""
     brought = dict.fromkeys(each for draft in drafts for each in list_brought(draft)) if own_files else {}
     if brought:
-        say(f"{', '.join(own_files)} has this run: {'; '.join(brought)}")
+        logger.info(f"{', '.join(own_files)} has this run: {'; '.join(brought)}")
 
 
 def list_brought(draft: Draft) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Runs a program where the configuration says, and shows what another verb asks for."""
 
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,9 @@ from launcher.config.hydra_flags import Flags
 from launcher.config.hydra_settings import apply_settings
 from launcher.config.overrides import quote_value
 from launcher.files import name_user
-from launcher.text import print_text, say
+from launcher.text import print_text
+
+logger = logging.getLogger(__name__)
 
 
 def run_verb(flags: Flags, command: Command, argv: Sequence[str]) -> int:
@@ -30,7 +33,7 @@ def run_verb(flags: Flags, command: Command, argv: Sequence[str]) -> int:
 def run_composed(composed: Composed, command: Command, argv: Sequence[str]) -> int:
     """Do what a verb asks with a configuration."""
     for doubt in composed.warnings:
-        say(f"warning: {doubt}")
+        logger.warning(f"{doubt}")
     if command.verb == "run":
         return run_job(composed, command.program, argv, composed.own_files)
     if command.verb == "tune":
@@ -74,7 +77,7 @@ def run_job(
 def name_files(own_files: Sequence[str]) -> None:
     """Say which configuration is not the shipped one, and whose it is where it is another user's."""
     if own_files:
-        say(f"configuration from {', '.join(map(name_file, own_files))}")
+        logger.info(f"configuration from {', '.join(map(name_file, own_files))}")
 
 
 def name_file(path: str) -> str:

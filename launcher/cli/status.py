@@ -1,6 +1,7 @@
 """`launch status`: a line for each run, and all there is to know of those that are named."""
 
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -15,7 +16,9 @@ from launcher.runs.run_status import RunStatus, add_progress, read_status
 from launcher.slurm.hostlist import fold_hosts
 from launcher.slurm.pending_reason import explain_reason
 from launcher.slurm.run_states import WAITING, Standing, find_standing
-from launcher.text import print_text, say
+from launcher.text import print_text
+
+logger = logging.getLogger(__name__)
 
 SCHEMA = 1
 """Version of the JSON form."""
@@ -73,4 +76,4 @@ def choose_newest(runs_dir: Path) -> list[Path]:
 def warn(standing: Standing) -> None:
     """Say that SLURM could not be asked."""
     if standing.error:
-        say(f"warning: {standing.error}: the runs' states are as they were written down")
+        logger.warning(f"{standing.error}: the runs' states are as they were written down")

@@ -1,5 +1,6 @@
 """Runs the jobs of a sweep, or the trials that a plugin of Hydra's asks for."""
 
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,9 @@ from launcher.launch.job import draft_job
 from launcher.launch.signals import STOPPING
 from launcher.runs.manifest import CLOSED, read_manifest, take_dict
 from launcher.runs.secrets import mask_words
-from launcher.text import print_text, say
+from launcher.text import print_text
+
+logger = logging.getLogger(__name__)
 
 
 def run_sweep(flags: Flags, command: Command, argv: Sequence[str]) -> int:
@@ -46,7 +49,7 @@ def run_jobs(
     """Run the jobs of a sweep one after the other; `jobs` are their overrides."""
     first = 0
     for number, (each, overrides) in enumerate(zip(composed, jobs, strict=True), 1):
-        say(f"job {number} of {len(jobs)}: {' '.join(mask_words(overrides))}")
+        logger.info(f"job {number} of {len(jobs)}: {' '.join(mask_words(overrides))}")
         status = run_composed(each, command, argv)
         first = first or status
         if status - 128 in STOPPING:
@@ -84,7 +87,7 @@ def name_sweeper(multirun: Multirun) -> None:
     name_files(own_files)
     targets = list(list_targets(node, "hydra.sweeper"))
     if own_files and targets:
-        say(f"hydra/sweeper={multirun.settings.sweeper} calls {'; '.join(targets)}")
+        logger.info(f"hydra/sweeper={multirun.settings.sweeper} calls {'; '.join(targets)}")
 
 
 def run_batch(batch: Sequence[Composed], command: Command, argv: Sequence[str]) -> Iterator[int]:
@@ -112,7 +115,7 @@ def read_end(path: Path, status: int) -> int:
     """
     outcome = take_dict(read_manifest(path), "outcome")
     if outcome.get("state") not in CLOSED:
-        say(f"the sweep stops here, since {path} has not ended")
+        logger.info(f"the sweep stops here, since {path} has not ended")
         sys.exit(status)
     return int(outcome.get("exit_code") or 0)
 

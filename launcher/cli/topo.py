@@ -1,6 +1,7 @@
 """`launch topo`: shows the machine, saves a snapshot of it, and draws it with the ranks."""
 
 import json
+import logging
 import os
 import re
 import shlex
@@ -18,7 +19,8 @@ from launcher.plan.codec import machine_to_json
 from launcher.plan.model import Machine
 from launcher.plan.usable_cores import gather_cores, split_classes
 from launcher.probe.node import read_machine
-from launcher.text import say
+
+logger = logging.getLogger(__name__)
 
 IMAGES = (".svg", ".png")
 SIMPLE = re.compile(r"[\w./ -]+")
@@ -66,7 +68,7 @@ def save(machine: Machine, name: str) -> None:
     if name.isprintable() and Path(name).is_file():
         value = name if SIMPLE.fullmatch(name) else quote_value(name)
         use = f"; plan for it anywhere: {shlex.join(['launch', 'plan', f'machine.snapshot={value}'])}"
-    say(f"the machine is saved in {name}{use}")
+    logger.info(f"the machine is saved in {name}{use}")
 
 
 def check_apart(image: str, save: str | None) -> None:
@@ -96,8 +98,8 @@ def draw(config: LaunchConfig, environ: Mapping[str, str], name: str, ending: st
     picture = lay_out(plan, number_classes(plan.machine), subtitle, measure_text)
     write_file("image", name, render_svg(picture) if ending == ".svg" else render_png(picture))
     for warning in plan.warnings:
-        say(f"warning: {warning}")
-    say(f"the machine is drawn in {name}, with the ranks on it")
+        logger.warning(f"{warning}")
+    logger.info(f"the machine is drawn in {name}, with the ranks on it")
     return plan.machine
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -28,9 +29,11 @@ from launcher.report.console import make_console
 from launcher.report.tune_table import announce_trial, describe_trial, print_trials
 from launcher.runs.manifest import stamp_time, write_manifest
 from launcher.runs.run_directory import RunDir, write_json
-from launcher.text import count_things, join_words, print_text, say
+from launcher.text import count_things, join_words, print_text
 from launcher.tune.search import Trial, choose_best, choose_next, price_all
 from launcher.tune.trial_records import MeasureError, MismatchError
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from launcher.config.composition import Composed
@@ -78,7 +81,7 @@ class Tuning:
             self.most = min(self.most, count - 1)
         self.trials.append(trial)
         for line in describe_trial(trial).splitlines():
-            say(line)
+            logger.info(line)
 
 
 def tune_program(
@@ -101,11 +104,11 @@ def tune_program(
     named = replace(draft, config=replace(draft.config, name=f"{name_run(draft)}-tune"))
     run, manifest = prepare_run(named, argv, [job.host])
     if own_files:
-        say(f"configuration from {', '.join(own_files)}")
+        logger.info(f"configuration from {', '.join(own_files)}")
     tell_program([draft], own_files)
     where = f"{count_things(len(job.plan.ranks), 'rank')} of {job.host}"
-    say(f"{describe_program(draft)} on {where}, with 0 to {most} workers each ({why})")
-    say(f"run directory {run.path}")
+    logger.info(f"{describe_program(draft)} on {where}, with 0 to {most} workers each ({why})")
+    logger.info(f"run directory {run.path}")
     tuning = Tuning(draft, argv, run, most)
     try:
         tuning.search()
@@ -137,8 +140,8 @@ def give_up(tuning: Tuning, manifest: dict[str, object], error: MeasureError | L
     if not isinstance(error, FailedTrialError):
         raise UsageError(f"{error} (run directory {tuning.run.path})")
     for line in str(error).splitlines():
-        say(line)
-    say(f"run directory {tuning.run.path}")
+        logger.info(line)
+    logger.info(f"run directory {tuning.run.path}")
     return error.status
 
 
@@ -164,7 +167,7 @@ def conclude_search(tuning: Tuning, manifest: dict[str, object], target: str, wh
     elif tuning.trials:
         print_trials(make_console(stderr=False), tuning.trials, chosen)
         sys.stdout.flush()
-    say(tell_result(chosen, saved, f" -- {program}" if tuning.draft.words else ""))
+    logger.info(tell_result(chosen, saved, f" -- {program}" if tuning.draft.words else ""))
     return status
 
 

@@ -1,5 +1,6 @@
 """What a job is given that has no use where it runs, has none for a run at all, or is overruled."""
 
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import PurePath
@@ -11,7 +12,9 @@ from launcher.plan.allocator_text import find_variable, parse_settings
 from launcher.plan.environment import stays
 from launcher.probe.node import DEVICE_NAMES
 from launcher.runs.secrets import mask_variables
-from launcher.text import clean_text, say
+from launcher.text import clean_text
+
+logger = logging.getLogger(__name__)
 
 OF_VERBS = {"rank": "launch logs", "yes": "launch cancel` and `launch tune"}
 """Keys for verbs; a file may hold them, since that is read for all verbs."""
@@ -46,8 +49,8 @@ def warn_unused(config: LaunchConfig, cluster: Cluster, given: Collection[str]) 
         keys = [key for key in keys if any(f"{word}.".startswith(f"{key}.") for word in given)]
     if keys:
         verb, them = ("is", "it") if len(keys) == 1 else ("are", "them")
-        say(
-            f"warning: {', '.join(keys)} {verb} for SLURM, and this job runs here ({cluster.why}): set"
+        logger.warning(
+            f"{', '.join(keys)} {verb} for SLURM, and this job runs here ({cluster.why}): set"
             f" cluster=slurm, or leave {them} out"
         )
 
@@ -59,7 +62,7 @@ def warn_overruled(environ: Mapping[str, str], given: Collection[str]) -> None:
         over[name] = tuple(f"allocator.{key}" for key in parse_settings(environ[name]) or ())
     for name, keys in over.items():
         if lost := [key for key in keys if key in given]:
-            say(f"warning: {name}={environ[name]} is set, and comes over {', '.join(lost)}: unset it")
+            logger.warning(f"{name}={environ[name]} is set, and comes over {', '.join(lost)}: unset it")
 
 
 def warn_visible(config: LaunchConfig, cluster: Cluster, given: Collection[str]) -> None:
@@ -70,8 +73,8 @@ def warn_visible(config: LaunchConfig, cluster: Cluster, given: Collection[str])
     masked = mask_variables({name: str(config.env[name]) for name in names})
     if shown := [f"env.{name}" for name in names if masked[name] != str(config.env[name])]:
         verb, them = ("is", "it") if len(shown) == 1 else ("are", "them")
-        say(
-            f"warning: {', '.join(shown)} {verb} on the command line, which all users of this machine see by"
+        logger.warning(
+            f"{', '.join(shown)} {verb} on the command line, which all users of this machine see by"
             f" `ps` while launch runs: put {them} into a file that you alone can read, env.from_file=FILE"
         )
 
@@ -87,8 +90,8 @@ def warn_elsewhere(config: LaunchConfig, environ: Mapping[str, str]) -> None:
                 clean_text(PurePath(str(config.machine.snapshot)).stem),
                 clean_text(environ[name]),
             )
-            say(
-                f"warning: {name}={value} is of this machine, and does not count in a plan for {machine}: "
+            logger.warning(
+                f"{name}={value} is of this machine, and does not count in a plan for {machine}: "
                 f"set env.{name}={value} if it is meant for that"
             )
 

@@ -26,7 +26,9 @@ from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.files import open_own
 from launcher.runs.objective import ObjectiveError, read_objective
 from launcher.runs.secrets import mask_words
-from launcher.text import say, tame_text
+from launcher.text import tame_text
+
+logger = logging.getLogger(__name__)
 
 
 class TrialError(LaunchError):
@@ -87,7 +89,7 @@ class Trials:
         codes = self.run(batch)
         results: list[JobReturn] = []
         for (number, overrides), words, composed in zip(trials, chosen, batch, strict=True):
-            say(f"trial {number}: {' '.join(mask_words(words))}")
+            logger.info(f"trial {number}: {' '.join(mask_words(words))}")
             status, value = self.judge(number, composed, next(codes))
             results.append(TrialReturn(overrides, composed.tree, status=status, _return_value=value))
         return results
@@ -98,11 +100,11 @@ class Trials:
         if not code:
             try:
                 objective = read_objective(self.folder / str(number), resolve(composed).objective)
-                say(f"trial {number}: objective {objective}")
+                logger.info(f"trial {number}: objective {objective}")
                 return JobStatus.COMPLETED, objective
             except ObjectiveError as error:
                 failure = TrialError(f"trial {number}: {error}", UsageError.exit_code)
-        say(str(failure))
+        logger.info(str(failure))
         return JobStatus.FAILED, failure
 
 
@@ -113,7 +115,7 @@ def run_trials(multirun: Multirun, run: Callable[[Sequence[Composed]], Iterator[
     """
     folder = make_folder(multirun)
     trials = Trials(multirun, folder, run, find_fixed(multirun))
-    say(f"the trials of hydra/sweeper={multirun.settings.sweeper} go to {folder}")
+    logger.info(f"the trials of hydra/sweeper={multirun.settings.sweeper} go to {folder}")
     show_logs(verbose=multirun.settings.verbose)
     node = {"_target_": "hydra_plugins.launch.TrialLauncher"}
     ConfigStore.instance().store(group="hydra/launcher", name="launch", node=node, provider="launch")
@@ -134,7 +136,7 @@ def run_trials(multirun: Multirun, run: Callable[[Sequence[Composed]], Iterator[
             if not multirun.settings.sweep_dir:
                 with contextlib.suppress(OSError):
                     folder.rmdir()  # where no trial has begun
-    say(f"the sweep has ended; its trials are in {folder}")
+    logger.info(f"the sweep has ended; its trials are in {folder}")
     return 0
 
 

@@ -1,5 +1,6 @@
 """A job: from a configuration to what is to be run, and on a node to what is to be started there."""
 
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -42,7 +43,8 @@ from launcher.probe.node import (
 from launcher.rank.identity import name_host
 from launcher.runs.run_directory import RunDir, create_run_dir, name_run_dir, open_run_dir
 from launcher.runs.secrets import mask_variables
-from launcher.text import say
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from launcher.config.composition import Composed
@@ -134,7 +136,7 @@ def draft_job(
     check_container(config, cluster)
     program = find_program(words, config, merged)
     if words and (remark := describe_interpreter(words)):
-        say(remark)
+        logger.info(remark)
     warn_unused(config, cluster, composed.given)
     warn_visible(config, cluster, composed.given)
     if cluster.kind != "slurm":

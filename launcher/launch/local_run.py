@@ -1,6 +1,7 @@
 """Carries a job out on this node: run directory, agent, console, and the account of how it ended."""
 
 import contextlib
+import logging
 import os
 import shutil
 import time
@@ -24,7 +25,9 @@ from launcher.runs.rank_logs import measure_file, read_tail
 from launcher.runs.run_directory import RunDir, write_json, write_private
 from launcher.runs.run_process import hold_directory, identify_process
 from launcher.runs.secrets import mask_tree
-from launcher.text import join_words, print_text, say
+from launcher.text import join_words, print_text
+
+logger = logging.getLogger(__name__)
 
 AGENT_LINES = 2000
 """Last lines of the agent's log that are searched for its report."""
@@ -123,7 +126,7 @@ def keep_config(run: RunDir, text: str) -> None:
     """Write `config.yaml`; warn where an earlier start had other settings, and would not go on as it was."""
     path = run.path / "config.yaml"
     if path.exists() and read_file(path, LARGEST) != text.encode("utf-8", "surrogateescape"):
-        say(f"warning: other settings than those of the earlier start in {run.path}")
+        logger.warning(f"other settings than those of the earlier start in {run.path}")
     write_private(path, text)
 
 

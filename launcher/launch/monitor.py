@@ -1,5 +1,6 @@
 """Looks after a job while it runs: finds its ranks, and shows what they print."""
 
+import logging
 import queue
 import threading
 import time
@@ -20,7 +21,8 @@ from launcher.runs.progress import Progress
 from launcher.runs.provenance import describe_sources
 from launcher.runs.rank_logs import Chunk, Follower
 from launcher.runs.run_directory import RunDir
-from launcher.text import say
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from launcher.report.console import JobConsole
@@ -66,7 +68,7 @@ class Viewer:
         try:
             self.show_job()
         except Exception as error:
-            say(f"warning: the display failed ({error!r}): see {self.run.path}")
+            logger.warning(f"the display failed ({error!r}): see {self.run.path}")
             self.shown.set()
 
     def show_job(self) -> None:

@@ -3,32 +3,35 @@
 `--standalone` reads the job from the script itself, on stdin.
 """
 
+import logging
 import os
 import sys
 from pathlib import Path
 
-from launcher.errors import LaunchError
-from launcher.text import leave
+from launcher.errors import EXIT_DEFECT, LaunchError
+from launcher.text import leave, log_defect, log_error, set_up_logging
+
+logger = logging.getLogger("launcher.slurm")
 
 
 def main() -> int:
     """Run one attempt of the job and return its exit code."""
     from launcher.slurm.first_node import run_batch
 
+    set_up_logging()
     try:
         if sys.argv[1] == "--standalone":
             return run_own_script()
         return run_batch(Path(sys.argv[1]))
     except LaunchError as error:
-        from launcher.cli.main import complain
-        from launcher.text import say
-
-        (complain if error.exit_code else say)(str(error))
+        if error.exit_code:
+            log_error(str(error))
+        else:
+            logger.info(str(error))
         return error.exit_code
     except Exception as error:
-        from launcher.cli.main import INTERNAL, report_defect
-
-        return report_defect(error, f"internal error, {type(error).__name__}: {error}: report it", INTERNAL)
+        log_defect(error, f"internal error, {type(error).__name__}: {error}: report it")
+        return EXIT_DEFECT
 
 
 def run_own_script() -> int:

@@ -1,6 +1,7 @@
 """`launch` within a SLURM job, in salloc's shell or a job script: a step over its nodes, on this terminal."""
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,9 @@ from launcher.slurm.first_node import choose_hosts, run_attempt
 from launcher.slurm.job_request import SECRETS, JobRequest, make_request, write_request
 from launcher.slurm.node_step import describe_step
 from launcher.slurm.srun_command import render_step
-from launcher.text import join_words, print_text, say
+from launcher.text import join_words, print_text
+
+logger = logging.getLogger(__name__)
 
 
 def run_allocation(draft: Draft, argv: Sequence[str]) -> int:
@@ -46,7 +49,7 @@ def preview_allocation(draft: Draft, argv: Sequence[str], hosts: Sequence[str]) 
     if name_host(os.environ) in hosts:
         print_placement(make_console(), plan_job(draft).plan, explain=draft.config.explain)
     else:
-        say(f"{', '.join(hosts)} plan for themselves: this machine is none of them")
+        logger.info(f"{', '.join(hosts)} plan for themselves: this machine is none of them")
     run_path = Path("RUN_DIR")
     request = describe_request(draft, argv, run_path)
     attempt = Attempt(request, RunDir(run_path), os.environ, tuple(hosts), {}, requeues=False)

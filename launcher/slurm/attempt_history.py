@@ -1,5 +1,6 @@
 """The attempts of a job in its manifest, and how the last one ended whose head left no word."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,8 @@ from launcher.runs.manifest import (
 from launcher.runs.run_directory import RunDir
 from launcher.slurm.job_request import JobRequest
 from launcher.slurm.own_job import ask_boots, ask_last_end, ask_nodes, is_down, name_job
-from launcher.text import say
+
+logger = logging.getLogger(__name__)
 
 Manifest = dict[str, Any]
 """A manifest, or one of its earlier attempts."""
@@ -140,4 +142,4 @@ def keep_manifest(run: RunDir, manifest: Manifest) -> None:
     try:
         write_manifest(run, manifest)
     except OSError as error:
-        say(f"warning: the manifest could not be written ({error})")
+        logger.warning(f"the manifest could not be written ({error})")

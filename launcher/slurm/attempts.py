@@ -1,5 +1,6 @@
 """One attempt of a SLURM job: its manifest from start to end, and what comes after it."""
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,9 @@ from launcher.slurm.end_messages import describe_outcome, tell_attempt, tell_end
 from launcher.slurm.job_request import JobRequest
 from launcher.slurm.own_job import QUICK, exclude_nodes, requeue_job
 from launcher.slurm.requeue_policy import Verdict
-from launcher.text import break_line, say
+from launcher.text import break_line
+
+logger = logging.getLogger(__name__)
 
 PATIENCE = 60.0
 """Seconds in which slurmctld may come back for a requeue, while nothing ends this job."""
@@ -73,7 +76,7 @@ def foresee_end(attempt: Attempt) -> None:
     if sight is None or attempt.foreseen:
         return
     for line in tell_failure(sight):
-        say(line)
+        logger.info(line)
     attempt.foreseen = (sight, settle_end(attempt, sight, QUICK))
 
 
@@ -90,10 +93,10 @@ def end_attempt(attempt: Attempt, end: StepEnd) -> int:
     else:
         sight = look_at(attempt, end, trouble)
         for line in tell_failure(sight):
-            say(line)
+            logger.info(line)
         verdict = settle_end(attempt, sight, QUICK if sight.kill else PATIENCE)
     for line in tell_end(sight, verdict, attempt.run, time.time() - attempt.started):
-        say(line)
+        logger.info(line)
     return choose_status(sight)
 
 
@@ -102,7 +105,9 @@ def settle_end(attempt: Attempt, sight: Sight, patience: float) -> Verdict:
     verdict = judge_end(attempt, sight)
     record_end(attempt, sight, verdict)
     if sight.cause:
-        say(f"attempt {len(attempt.trail) + attempt.unrecorded + 1} ended: {tell_attempt(sight, verdict)}")
+        logger.info(
+            f"attempt {len(attempt.trail) + attempt.unrecorded + 1} ended: {tell_attempt(sight, verdict)}"
+        )
     if not verdict.requeue:
         return verdict
     try:
@@ -110,7 +115,7 @@ def settle_end(attempt: Attempt, sight: Sight, patience: float) -> Verdict:
             requeue_job(attempt.job_id, attempt.environ, patience)
     except SchedulerError as error:
         verdict = replace(verdict, requeue=False, why=f"{verdict.why}, but SLURM refuses ({error})")
-        say(f"warning: the job could not be requeued ({error})")
+        logger.warning(f"the job could not be requeued ({error})")
         record_end(attempt, sight, verdict)
         return verdict
     exclude_lost(attempt, sight)
@@ -125,7 +130,7 @@ def exclude_lost(attempt: Attempt, sight: Sight) -> None:
         least = attempt.request.min_nodes
         doubt = exclude_nodes(attempt.job_id, list(dict.fromkeys(lost)), least, attempt.environ)
         if doubt:
-            say(f"warning: {doubt}")
+            logger.warning(f"{doubt}")
 
 
 def record_end(attempt: Attempt, sight: Sight, verdict: Verdict) -> None:

@@ -1,6 +1,7 @@
 """One attempt of a SLURM job, on its first node or in its user's shell: the step, and the account of it."""
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -33,7 +34,8 @@ from launcher.slurm.notation import parse_signal
 from launcher.slurm.rendezvous import PORT_TAKEN, TRIALS, pick_port, read_local_ports
 from launcher.slurm.srun_messages import drop_prefix, has_begun, is_passing
 from launcher.slurm.step_monitor import Overseer
-from launcher.text import say
+
+logger = logging.getLogger(__name__)
 
 UNSTARTED = "srun did not start the step"
 """How the record of a step begins that SLURM has refused."""
@@ -110,7 +112,9 @@ def run_steps(attempt: Attempt, overseer: Overseer, salt: int) -> StepEnd:
         if overseer.signals or not (taken or away):
             break
         if taken and trial + 1 < TRIALS:
-            say(f"port {port} of {attempt.hosts[0]} was taken: the step starts again, with another one")
+            logger.info(
+                f"port {port} of {attempt.hosts[0]} was taken: the step starts again, with another one"
+            )
     return end
 
 

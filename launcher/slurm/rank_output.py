@@ -1,5 +1,6 @@
 """Shows what the ranks of all nodes print, from their logs, where no process of ours is on the nodes."""
 
+import logging
 import queue
 import threading
 from dataclasses import dataclass, field
@@ -7,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from launcher.runs.rank_logs import Follower
 from launcher.runs.run_directory import RunDir
-from launcher.text import say
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from launcher.report.console import JobConsole
@@ -60,7 +62,7 @@ class RankView:
         try:
             self.show_ranks()
         except Exception as error:
-            say(f"warning: the display failed ({error!r}): see {self.run.path}")
+            logger.warning(f"the display failed ({error!r}): see {self.run.path}")
 
     def show_ranks(self) -> None:
         """Show what is new until there is no more; the console's import is hidden by the program's own."""

@@ -1,5 +1,6 @@
 """Keeps two runs from writing into one run directory at the same time."""
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +10,9 @@ from launcher.runs.manifest import OPEN, read_job, read_own_manifest, take_dict
 from launcher.runs.run_process import check_process
 from launcher.slurm.own_job import name_job
 from launcher.slurm.queue import ENDED, ask_queue
-from launcher.text import quote_word, say
+from launcher.text import quote_word
+
+logger = logging.getLogger(__name__)
 
 
 def refuse_busy(path: Path, *, submits: bool) -> None:
@@ -31,7 +34,7 @@ def refuse_busy(path: Path, *, submits: bool) -> None:
     except SchedulerError as error:
         if submits:
             raise
-        say(f"warning: whether run_dir={path} is still in use is not known: {error}")
+        logger.warning(f"whether run_dir={path} is still in use is not known: {error}")
         return
     if state:
         refuse_two(path, f"job {job_id}", state, job_id)

@@ -1,5 +1,6 @@
 """`dry_run=true` for SLURM: a script that sbatch takes, and the plan; nothing is written or submitted."""
 
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,7 +19,9 @@ from launcher.slurm.job_request import JobRequest, make_request
 from launcher.slurm.job_resources import Asked
 from launcher.slurm.notation import read_gpus
 from launcher.slurm.standalone_script import RUN_ID, hides, render_document
-from launcher.text import print_text, say
+from launcher.text import print_text
+
+logger = logging.getLogger(__name__)
 
 
 def preview_submission(drafts: Sequence[Draft], argv: Sequence[str], asked: Asked, script: Script) -> int:
@@ -29,7 +32,7 @@ def preview_submission(drafts: Sequence[Draft], argv: Sequence[str], asked: Aske
     check_syntax(text, script.setup)
     show_plan(drafts[0], asked)
     for line in tell_secrets(requests):
-        say(line)
+        logger.info(line)
     sys.stderr.flush()
     print_text(text)
     return 0
@@ -61,7 +64,7 @@ def show_plan(draft: Draft, asked: Asked) -> None:
     if config.cluster.machine is not None:
         snapshot = find_snapshot(draft, config.cluster.machine)
     if snapshot is None:
-        say(
+        logger.info(
             "each node makes its own plan: cluster.machine=NAME shows it for a shipped machine or for a"
             " snapshot that `launch topo save=FILE` wrote on such a node"
         )

@@ -5,6 +5,7 @@ The run directory is made once the job starts, as `RUNS_DIR/NAME/job-NUMBER`; la
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -24,7 +25,9 @@ from launcher.runs.secrets import MASK, is_secret, mask_text, mask_tree, mask_wo
 from launcher.slurm.first_node import run_batch
 from launcher.slurm.job_request import SECRETS, JobRequest, write_request
 from launcher.slurm.own_job import count_restarts, name_job
-from launcher.text import escape_text, say
+from launcher.text import escape_text
+
+logger = logging.getLogger(__name__)
 
 RUN_ID = "RUN_ID"
 """Stands for the name of the run directory, which is known once the job has a number."""
@@ -184,7 +187,7 @@ def redirect_output(run: RunDir, environ: Mapping[str, str]) -> int:
     Returns a descriptor of SLURM's own output file.
     """
     name = f"slurm-{environ.get('SLURM_JOB_ID', '')}.out"
-    say(f"run directory {run.path}: the output goes on in {run.path / 'logs' / name}")
+    logger.info(f"run directory {run.path}: the output goes on in {run.path / 'logs' / name}")
     own = os.dup(2)
     with closing_descriptor(open_below(run.path, "logs")) as folder:
         descriptor = open_append(folder, name)

@@ -1,6 +1,7 @@
 """The head while a step runs: it waits for its end, and passes signals on to the ranks in stages."""
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -19,7 +20,8 @@ from launcher.slurm.notation import parse_signal
 from launcher.slurm.own_job import ask_job, ask_nodes, is_down
 from launcher.slurm.rendezvous import PORT_TAKEN
 from launcher.slurm.requeue_policy import plan_stop
-from launcher.text import say
+
+logger = logging.getLogger(__name__)
 
 TICK = 1.0
 """Seconds after which the head looks around in any case."""
@@ -128,7 +130,7 @@ class Overseer:
             if time.monotonic() >= self.stop.deadline:
                 self.advance_stop(signal.SIGTERM, step)
         elif self.stop_at and time.time() >= self.stop_at:
-            say("the time limit is near")
+            logger.info("the time limit is near")
             self.advance_stop(signal.SIGTERM, step)
         elif self.has_failed():
             self.advance_stop(signal.SIGTERM, step)
@@ -145,7 +147,9 @@ class Overseer:
             states = ask_nodes(hosts, self.attempt.environ, LOOK_PATIENCE)
             back = [host for host in hosts if host in states and not is_down(states[host])]
             for host in back:
-                say(f"{host} is back, but no longer in this job, as SLURM has it: the next start may get it")
+                logger.info(
+                    f"{host} is back, but no longer in this job, as SLURM has it: the next start may get it"
+                )
             self.returned.update(back)
 
     def advance_stop(self, number: int, step: Step) -> None:
@@ -161,7 +165,7 @@ class Overseer:
             step.process.terminate()
             return
         again = "; once more goes on at once" if not self.attempt.requeues and stage == signal.SIGINT else ""
-        say(f"{name_signal(stage)} to the ranks{again}")
+        logger.info(f"{name_signal(stage)} to the ranks{again}")
         step.send(stage)
 
     def has_failed(self) -> bool:

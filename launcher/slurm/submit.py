@@ -1,6 +1,7 @@
 """Submits jobs to SLURM: run directories, one sbatch, and what to do next."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from launcher.slurm.refusal import explain_refusal
 from launcher.slurm.sbatch_environ import clean_for_sbatch
 from launcher.slurm.script_comments import describe_jobs
 from launcher.slurm.staging import Staged, stage_run
-from launcher.text import print_text, quote_word, say
+from launcher.text import print_text, quote_word
+
+logger = logging.getLogger(__name__)
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - to warn of
 ISOLATED = ("-I", "-P")
@@ -162,7 +165,7 @@ def note_jobs(staged: Sequence[Staged], job_id: str) -> dict[str, Staged]:
         try:
             each.note_job(number)
         except (OSError, KeyError) as error:
-            say(f"warning: {each.run.manifest_path} does not tell the job's number {number} ({error})")
+            logger.warning(f"{each.run.manifest_path} does not tell the job's number {number} ({error})")
     return jobs
 
 
@@ -193,4 +196,4 @@ def print_line(text: str) -> None:
 def say_warnings(warnings: Iterable[str]) -> None:
     """Print warnings; where a job is refused, its error alone is said."""
     for warning in warnings:
-        say(f"warning: {warning}")
+        logger.warning(f"{warning}")

@@ -1,5 +1,6 @@
 """`python -m launcher.slurm.task RUN_DIR`: a node's part of a SLURM job, the task that srun starts there."""
 
+import logging
 import os
 import signal
 import sys
@@ -7,6 +8,8 @@ import time
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
+
+logger = logging.getLogger("launcher.slurm.task")
 
 STOPPED = 128 + signal.SIGTERM
 
@@ -47,7 +50,6 @@ def give_up(reason: str, status: int, started: float) -> int:
 
     from launcher.runs.node_records import refuse_node, write_node
     from launcher.slurm.task_identity import read_place
-    from launcher.text import say
 
     place = read_place(os.environ)
     record = refuse_node(place.host, place.node_rank, status, reason, started)
@@ -56,11 +58,12 @@ def give_up(reason: str, status: int, started: float) -> int:
     try:
         write_node(Path(sys.argv[1]), place.attempt, record)
     except OSError as error:
-        say(f"error: {place.host}: {' '.join(reason.split())} ({error})")
+        logger.error(f"{place.host}: {' '.join(reason.split())} ({error})")
     return status
 
 
 if __name__ == "__main__":
-    from launcher.text import leave
+    from launcher.text import leave, set_up_logging
 
+    set_up_logging()
     leave(main())

@@ -193,9 +193,9 @@ def run_verb(verb: str, place: Place, names: list[str], **settings: object) -> t
         try:
             code = show(verb, config, names)
         except LaunchError as error:
-            from launcher.cli.main import complain
+            from launcher.text import log_error
 
-            complain(str(error))
+            log_error(str(error))
             code = error.exit_code
     return code, out.getvalue() + err.getvalue()
 

@@ -15,9 +15,11 @@ HEAD = """
 import os, sys
 from pathlib import Path
 from launcher.slurm import first_node
+from launcher.text import set_up_logging
 from launcher.slurm.job_request import JobRequest
 from launcher.runs.run_directory import open_run_dir
 from launcher.config.schema import LaunchConfig
+set_up_logging()
 first_node.RETRY = 0.0
 request = JobRequest(LaunchConfig(), {}, ("program",), ("launch", "x"), os.getcwd(), 1, 1)
 sys.exit(first_node.run_attempt(request, open_run_dir(Path("run"), None), os.environ, requeues=False))

@@ -17,7 +17,9 @@ from launcher.slurm.attempts import StoppedError, begin_attempt, end_attempt, fo
 from launcher.slurm.hostlist import expand_hosts
 from launcher.slurm.job_request import read_request
 from launcher.slurm.step_environ import clean_for_step
+from launcher.text import set_up_logging
 
+set_up_logging()
 run = open_run_dir(Path(sys.argv[1]), None)
 hosts = expand_hosts(os.environ["SLURM_JOB_NODELIST"])
 got: list[tuple[int, float]] = []
