@@ -12,6 +12,8 @@ For programs that want to know of it; they run without `launch` just as well:
 import os
 import sys
 
+from launcher.protocol import LAUNCH_NUM_WORKERS, LAUNCH_RANK_PLAN, LAUNCH_RUN_DIR
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` costs each start of a rank some milliseconds
     from pathlib import Path
@@ -32,7 +34,7 @@ def collect(*, now: bool = False) -> bool:
 
 def num_workers(default: int = 2) -> int:
     """Return how many DataLoader workers this rank is to have; `default` outside of launch."""
-    text = os.environ.get("LAUNCH_NUM_WORKERS", "")
+    text = os.environ.get(LAUNCH_NUM_WORKERS, "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else default
 
 
@@ -44,7 +46,7 @@ def run_dir() -> "Path | None":
     """
     from pathlib import Path
 
-    text = os.environ.get("LAUNCH_RUN_DIR")
+    text = os.environ.get(LAUNCH_RUN_DIR)
     return Path(text) if text else None
 
 
@@ -58,7 +60,7 @@ def rank_plan() -> dict[str, object] | None:
 
     from launcher.rank.interpreter_hook import TOLD
 
-    text = os.environ.get("LAUNCH_RANK_PLAN", "")
+    text = os.environ.get(LAUNCH_RANK_PLAN, "")
     try:
         plan = json.loads(text)
     except ValueError:

@@ -17,8 +17,8 @@ STDLIB = sys.stdlib_module_names
 LEAVES = {"launcher.errors", "launcher.cpulist", "launcher.protocol", "launcher.files", "launcher.text"}
 """Modules beside the packages, which know none of them; see docs/architecture.md."""
 PACKAGES: dict[str, set[str]] = {
-    "plan": {"launcher.errors", "launcher.cpulist"},
-    "probe": {"launcher.plan.model", "launcher.errors", "launcher.cpulist", "pynvml"},
+    "plan": {"launcher.errors", "launcher.cpulist", "launcher.protocol"},
+    "probe": {"launcher.plan.model", "launcher.errors", "launcher.cpulist", "launcher.protocol", "pynvml"},
     "config": {"launcher.plan", "launcher.runs.secrets", *LEAVES, "hydra", "omegaconf", "yaml", "dotenv"},
     "launch": {"launcher.plan.model", "launcher.config.schema", "launcher.runs", *LEAVES, "psutil"},
     "slurm": {
@@ -95,7 +95,6 @@ PENDING: set[tuple[str, str]] = {
     ("launch/job.py", "launcher.config.validation"),
     ("launch/job.py", "launcher.plan.planner"),
     ("launch/job.py", "launcher.probe.node"),
-    ("launch/job.py", "launcher.rank.identity"),
     ("launch/local_run.py", "launcher.config.composition"),
     ("launch/local_run.py", "launcher.plan.codec"),
     ("launch/local_run.py", "launcher.report.console"),
@@ -112,17 +111,13 @@ PENDING: set[tuple[str, str]] = {
     ("probe/node.py", "launcher.files"),
     ("probe/node.py", "launcher.plan.environment"),
     ("probe/node.py", "launcher.plan.snapshot"),
-    ("probe/node.py", "launcher.rank.identity"),
     ("probe/node.py", "launcher.runs.secrets"),
     ("rank/assignment.py", "launcher.errors"),
-    ("slurm/allocation.py", "launcher.rank.identity"),
     ("slurm/job_resources.py", "launcher.config.sexagesimal"),
     ("slurm/job_resources.py", "launcher.config.validation"),
-    ("slurm/rank_signal.py", "launcher.rank.identity"),
     ("slurm/script_preview.py", "launcher.config.suggestions"),
     ("slurm/script_preview.py", "launcher.config.yaml_files"),
     ("slurm/submit.py", "launcher"),
-    ("slurm/task_identity.py", "launcher.rank.identity"),
 }
 """Imports that still have to go."""
 
@@ -279,6 +274,7 @@ os._exit(0)
         "launcher",
         "launcher.cpulist",
         "launcher.files",
+        "launcher.protocol",
     }
     for heavy in ("re", "json", "subprocess", "pathlib", "typing", "dataclasses", "argparse"):
         assert heavy not in loaded, heavy

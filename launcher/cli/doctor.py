@@ -20,6 +20,7 @@ from launcher.plan.codec import plan_to_json
 from launcher.plan.model import Plan, RankPlan
 from launcher.probe.health import Health
 from launcher.probe.system_facts import read_health
+from launcher.protocol import LAUNCH_PLAN, LAUNCH_QUIET, LAUNCH_RECORD_DIR, PREFIX, name_plan_file
 from launcher.report.console import make_console
 from launcher.report.doctor_table import print_findings
 from launcher.runs.applied_records import compare_rank
@@ -72,7 +73,7 @@ def find_run(config: LaunchConfig, here: bool) -> tuple[RunRecords | None, str]:
 def check_run(path: Path) -> None:
     """Raise UsageError for what is no run directory, or is somebody else's."""
     try:
-        planned = any(entry.match("plan-*.json") for entry in path.iterdir())
+        planned = any(entry.match(name_plan_file("*")) for entry in path.iterdir())
     except PermissionError as error:
         raise UsageError(f"run_dir={path} cannot be read ({error.strerror}): ask its owner") from None
     except OSError:
@@ -96,10 +97,10 @@ def try_plan(plan: Plan) -> Trial:
 def try_rank(rank: RankPlan, folder: str) -> Iterator[str]:
     """Start one rank's shim before a program that does nothing; raises OSError or SubprocessError."""
     environ = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("LAUNCH_")},
-        "LAUNCH_PLAN": f"{folder}/plan.json",
-        "LAUNCH_RECORD_DIR": folder,
-        "LAUNCH_QUIET": "1",
+        **{name: value for name, value in os.environ.items() if not name.startswith(PREFIX)},
+        LAUNCH_PLAN: f"{folder}/plan.json",
+        LAUNCH_RECORD_DIR: folder,
+        LAUNCH_QUIET: "1",
         "RANK": str(rank.local_rank),
         "LOCAL_RANK": str(rank.local_rank),
     }

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 from launcher.cli.arguments import VERBS, Command, parse_command
 from launcher.errors import EXIT_DEFECT, EXIT_MACHINE, LaunchError
+from launcher.protocol import LAUNCH_RANK_PLAN
 from launcher.text import leave, log_defect, log_error, set_up_logging
 
 
 def main() -> None:
     """Entry point of `launch`: runs the command line and exits with its code."""
     open_streams()
-    if "LAUNCH_RANK_PLAN" in os.environ:
+    if LAUNCH_RANK_PLAN in os.environ:
         from launcher.rank.nested_rank import leave_rank
 
         leave_rank(os.environ)

@@ -8,11 +8,12 @@ from launcher.config.schema import LaunchConfig
 from launcher.config.validation import FORMATS, check_choice, check_least
 from launcher.errors import UsageError
 from launcher.launch.job import Draft, draft_job
+from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_METER, LAUNCH_NUM_WORKERS
 
 if TYPE_CHECKING:
     from launcher.config.composition import Composed
 
-OURS = ("LAUNCH_NUM_WORKERS", "LAUNCH_LOADER_DEFAULT", "LAUNCH_METER")
+OURS = (LAUNCH_NUM_WORKERS, LAUNCH_LOADER_DEFAULT, LAUNCH_METER)
 """Variables that a trial sets."""
 
 

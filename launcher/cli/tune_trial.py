@@ -18,6 +18,7 @@ from launcher.launch.monitor import Attendant, attend_job
 from launcher.launch.outcome import Ending, explain_failure, judge_outcome, record_end
 from launcher.launch.processes import RankProcess
 from launcher.launch.supervisor import Supervisor
+from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_METER, LAUNCH_NUM_WORKERS
 from launcher.runs.rank_logs import read_tail
 from launcher.runs.secrets import mask_words
 from launcher.tune.search import Trial
@@ -88,9 +89,9 @@ def draft_trial(draft: Draft, workers: int, folder: Path) -> Draft:
         config.gc = replace(config.gc, warmup=WARMUP)
     order = {"folder": str(folder / RECORDS), "steps": config.tune.steps, "seconds": config.tune.seconds}
     own = {
-        "LAUNCH_NUM_WORKERS": str(workers),
-        "LAUNCH_LOADER_DEFAULT": "1",
-        "LAUNCH_METER": json.dumps(order),
+        LAUNCH_NUM_WORKERS: str(workers),
+        LAUNCH_LOADER_DEFAULT: "1",
+        LAUNCH_METER: json.dumps(order),
     }
     return replace(draft, config=config, environ={**draft.environ, **own})
 

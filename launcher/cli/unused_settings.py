@@ -11,6 +11,7 @@ from launcher.errors import UsageError
 from launcher.plan.allocator_text import find_variable, parse_settings
 from launcher.plan.environment import stays
 from launcher.probe.node import DEVICE_NAMES
+from launcher.protocol import LAUNCH_GC, LAUNCH_NUM_WORKERS
 from launcher.runs.secrets import mask_variables
 from launcher.text import clean_text
 
@@ -19,8 +20,8 @@ logger = logging.getLogger(__name__)
 OF_VERBS = {"rank": "launch logs", "yes": "launch cancel` and `launch tune"}
 """Keys for verbs; a file may hold them, since that is read for all verbs."""
 OVERRULED = {
-    "LAUNCH_GC": ("gc", "gc.policy", "gc.warmup", "gc.every", "gc.log"),
-    "LAUNCH_NUM_WORKERS": ("dataloader", "dataloader.num_workers", "dataloader.workload"),
+    LAUNCH_GC: ("gc", "gc.policy", "gc.warmup", "gc.every", "gc.log"),
+    LAUNCH_NUM_WORKERS: ("dataloader", "dataloader.num_workers", "dataloader.workload"),
 }
 """Variables of the user's, with the keys that they come over."""
 ANYWHERE = ("kind", "container")

@@ -40,7 +40,7 @@ from launcher.probe.node import (
     read_machine,
     telling_environ,
 )
-from launcher.rank.identity import name_host
+from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_PLAN, LAUNCH_RECORD_DIR, LAUNCH_STRICT, name_host
 from launcher.runs.run_directory import RunDir, create_run_dir, name_run_dir, open_run_dir
 from launcher.runs.secrets import mask_variables
 
@@ -262,10 +262,10 @@ def build_environ(
         **({FRESH_STORE: "1"} if may_restart(config, cluster, environ) else {}),
         **inherited,
         **config.env,
-        **({"LAUNCH_STRICT": "1"} if config.binding.strict else {}),
+        **({LAUNCH_STRICT: "1"} if config.binding.strict else {}),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(patience),
-        "LAUNCH_PLAN": str(run.plan_path(host)),
-        "LAUNCH_RECORD_DIR": str(run.path),
+        LAUNCH_PLAN: str(run.plan_path(host)),
+        LAUNCH_RECORD_DIR: str(run.path),
         **name_run_dir(run),
-        "LAUNCH_ATTEMPT": str(run.first_attempt),
+        LAUNCH_ATTEMPT: str(run.first_attempt),
     }

@@ -12,8 +12,8 @@ import tty
 from dataclasses import dataclass, field
 from types import FrameType
 
-VARIABLE = "LAUNCH_TERMINAL"
-"""Tells the shim: `0,1,2:/dev/pts/5`, the streams that are to be the terminal, and its path."""
+from launcher.protocol import LAUNCH_TERMINAL
+
 GUARD = """trap '' HUP INT QUIT TERM; saved=$(stty -g <&2) && read -r end || stty "$saved" <&2 2>/dev/null"""
 """Shell script that sets the terminal behind its stderr as it was, if its stdin ends without a line."""
 NO_SIZE = struct.pack("4H", 0, 0, 0, 0)
@@ -51,7 +51,7 @@ class PseudoTerminal:
     @property
     def variables(self) -> dict[str, str]:
         """What the shim is told."""
-        return {VARIABLE: f"{','.join(map(str, self.streams))}:{self.path}"}
+        return {LAUNCH_TERMINAL: f"{','.join(map(str, self.streams))}:{self.path}"}
 
     @property
     def helpers(self) -> tuple[int, ...]:

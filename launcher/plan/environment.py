@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from launcher.plan.allocator_text import NAMES
 from launcher.plan.rules import BINDERS
+from launcher.protocol import LAUNCH_GC, LAUNCH_LOADER_DEFAULT, LAUNCH_NIC, LAUNCH_NUM_WORKERS
 
 Part = tuple[Mapping[str, str], Sequence[str]]
 """What one concern of a rank comes to: variables by name, and notes for people."""
@@ -13,7 +14,7 @@ COUNTS = {
     "OPENBLAS_NUM_THREADS": 1,
     "NUMEXPR_NUM_THREADS": 1,
     "TORCHINDUCTOR_COMPILE_THREADS": 0,
-    "LAUNCH_NUM_WORKERS": 0,
+    LAUNCH_NUM_WORKERS: 0,
 }
 """Variables that hold a number, and the least that it may be."""
 MERGED = (*NAMES, "LD_PRELOAD")
@@ -27,7 +28,7 @@ HONOURED = (
     *COUNTS,
     *("NUMEXPR_MAX_THREADS", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
     *BINDERS,
-    *("LAUNCH_LOADER_DEFAULT", "LAUNCH_GC", "LAUNCH_NIC", "NCCL_IB_HCA"),
+    *(LAUNCH_LOADER_DEFAULT, LAUNCH_GC, LAUNCH_NIC, "NCCL_IB_HCA"),
     *MERGED,
 )
 """Variables of the user's that the plan depends on; one that the user has set wins."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from launcher.plan.model import Gpu, Machine, Nic
 from launcher.plan.usable_cores import UNREACHABLE, Topology
+from launcher.protocol import LAUNCH_NIC
 
 SLOW = 0.5
 """Share of the fastest NIC's rate below which one is for management rather than for training."""
@@ -36,7 +37,7 @@ def assign_nics(
     Ranks of one GPU share its NIC. Where several would do, a GPU gets the one that it would have if all of
     the machine's GPUs were in use, so that jobs side by side on a node keep apart.
     """
-    if chosen := environ.get("LAUNCH_NIC"):
+    if chosen := environ.get(LAUNCH_NIC):
         given = next((nic for nic in machine.nics if nic.name == chosen), Nic(chosen, "", None))
         return (Link(given, "set by the user"),) * len(gpus)
     nics = choose_usable(machine.nics, environ.get("NCCL_IB_HCA", ""))

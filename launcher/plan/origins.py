@@ -5,13 +5,14 @@ from collections.abc import Iterator, Mapping
 from launcher.plan.environment import DEVICES, HONOURED
 from launcher.plan.model import RankPlan, Request, Variable
 from launcher.plan.rules import BINDERS
+from launcher.protocol import LAUNCH_GC, LAUNCH_LOADER_DEFAULT, LAUNCH_NIC, LAUNCH_NUM_WORKERS
 
 REASONS = {
     "CUDA_DEVICE_ORDER": "GPUs are numbered as in this plan",
-    "LAUNCH_GC": "the group gc",
-    "LAUNCH_LOADER_DEFAULT": "dataloader.default=true",
-    "LAUNCH_NIC": "the RDMA device next to its GPU",
-    "LAUNCH_NUM_WORKERS": "DataLoader workers",
+    LAUNCH_GC: "the group gc",
+    LAUNCH_LOADER_DEFAULT: "dataloader.default=true",
+    LAUNCH_NIC: "the RDMA device next to its GPU",
+    LAUNCH_NUM_WORKERS: "DataLoader workers",
     "LD_PRELOAD": "allocator.host",
     "MKL_NUM_THREADS": "as OMP_NUM_THREADS",
     "NCCL_IB_HCA": "binding.nic=true",

@@ -12,6 +12,7 @@ from launcher.plan.policies import Place
 from launcher.plan.threads import set_threads
 from launcher.plan.usable_cores import Topology
 from launcher.plan.workers import Crew, set_workers
+from launcher.protocol import LAUNCH_GC, LAUNCH_NIC
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def set_nic(request: Request, link: Link | None) -> Part:
     """
     if link is None:
         return {}, ()
-    env = {"LAUNCH_NIC": link.nic.name}
+    env = {LAUNCH_NIC: link.nic.name}
     if request.nic and is_verbs(link.nic):
         return env | {"NCCL_IB_HCA": f"={link.nic.name}"}, ()
     efa = f"NCCL_IB_HCA is not set: {link.nic.name} is an EFA device, which NCCL reaches by libfabric"
@@ -71,7 +72,7 @@ def set_nic(request: Request, link: Link | None) -> Part:
 
 def set_collector(request: Request) -> Part:
     """Garbage collection in the rank's interpreter."""
-    return {"LAUNCH_GC": request.gc}, ()
+    return {LAUNCH_GC: request.gc}, ()
 
 
 def set_caches(request: Request) -> Part:

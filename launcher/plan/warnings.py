@@ -11,6 +11,7 @@ from launcher.plan.policies import Place
 from launcher.plan.rules import BINDS, COLLECTORS, LEAST_CORES, find_binders
 from launcher.plan.settings import Scene
 from launcher.plan.usable_cores import Topology, find_usable, gather_pus
+from launcher.protocol import LAUNCH_GC, LAUNCH_NIC
 
 
 def find_shortfalls(request: Request, scene: Scene) -> tuple[str, ...]:
@@ -175,12 +176,12 @@ def find_advice(
             yield f"{name}={environ[name]} is no number from {least} on, and is replaced: correct or unset it"
     for name in find_binders(environ):
         yield f"{name}={environ[name]} is set, and {BINDS}: unset {name}"
-    if fault := find_policy_fault(environ.get("LAUNCH_GC") or "default"):
+    if fault := find_policy_fault(environ.get(LAUNCH_GC) or "default"):
         yield (
-            f"LAUNCH_GC={environ['LAUNCH_GC']}: {fault}, and garbage is left to Python: give default, "
+            f"LAUNCH_GC={environ[LAUNCH_GC]}: {fault}, and garbage is left to Python: give default, "
             "synchronized,warmup=30,every=50, disabled,every=50 or frozen,warmup=30"
         )
-    nic = environ.get("LAUNCH_NIC")
+    nic = environ.get(LAUNCH_NIC)
     if nic and nic not in (known := [device.name for device in machine.nics]):
         yield (
             f"LAUNCH_NIC={nic} is none of this machine's RDMA devices ({', '.join(known) or 'none found'}): "

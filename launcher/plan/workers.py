@@ -7,6 +7,7 @@ from launcher.plan.cores import Cores, count_usable
 from launcher.plan.environment import Part, read_count
 from launcher.plan.model import Machine, Request
 from launcher.plan.rules import FILES_RANK, FILES_WORKER, SHARE, WORKLOADS, count_system
+from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_NUM_WORKERS
 
 NUMBER = "dataloader.num_workers"
 ROUNDING = 1e-6
@@ -55,13 +56,13 @@ def plan_crew(request: Request, machine: Machine, cores: Sequence[Cores]) -> Cre
         *bound_shm(machine, wanted * ranks, ranks, request.worker_shm_mib),
         *bound_files(machine),
     )
-    who = name_asker(request) if asked is None else "LAUNCH_NUM_WORKERS"
+    who = name_asker(request) if asked is None else LAUNCH_NUM_WORKERS
     return Crew(who, wanted, asked is None and who != NUMBER and not request.measured, bounds)
 
 
 def read_asked(request: Request) -> int | None:
     """The number in the user's LAUNCH_NUM_WORKERS; None without one."""
-    return read_count(dict(request.environ), "LAUNCH_NUM_WORKERS", 0)
+    return read_count(dict(request.environ), LAUNCH_NUM_WORKERS, 0)
 
 
 def count_wanted(request: Request) -> int:
@@ -156,8 +157,8 @@ def set_workers(request: Request, crew: Crew, cores: Cores) -> tuple[int, Part]:
     note = f"num_workers={workers}: {crew.who} asks for {crew.wanted}"
     note += f"; at most {most} for {bound.what}" if crew.wanted else ""
     note += ", yet at least 1" if crew.bounded and workers > most else ""
-    env = {"LAUNCH_NUM_WORKERS": str(workers)}
-    return workers, (env | {"LAUNCH_LOADER_DEFAULT": "1"} if request.loader_default else env, [note])
+    env = {LAUNCH_NUM_WORKERS: str(workers)}
+    return workers, (env | {LAUNCH_LOADER_DEFAULT: "1"} if request.loader_default else env, [note])
 
 
 def find_tight(request: Request, crew: Crew, cores: Sequence[Cores]) -> Iterator[str]:

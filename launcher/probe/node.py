@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from launcher.errors import UsageError
 from launcher.files import LARGEST, read_input
+from launcher.protocol import LAUNCH_NIC
 
 TYPE_CHECKING = False  # `typing` costs 4 ms
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Variables that choose and number the GPUs of this machine."""
-DEVICE_NAMES = (*VISIBLE_DEVICES, "LAUNCH_NIC", "NCCL_IB_HCA")
+DEVICE_NAMES = (*VISIBLE_DEVICES, LAUNCH_NIC, "NCCL_IB_HCA")
 """Variables that name devices of this machine, which a snapshot's has not."""
 MOST_RANKS = 4096
 """Ranks on a node: several times the threads of the largest; a slip of the finger must not fill memory."""
@@ -75,7 +76,7 @@ def decode_text(data: bytes) -> str:
 def honoured_environ(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """Return the variables that the plan depends on, as far as somebody has set them."""
     from launcher.plan.environment import HONOURED
-    from launcher.rank.identity import find_chosen
+    from launcher.protocol import find_chosen
 
     return tuple(find_chosen(environ, HONOURED).items())
 

@@ -2,6 +2,7 @@
 
 from launcher.cpulist import format_cpulist, parse_cpulist
 from launcher.files import LARGEST, read_file
+from launcher.protocol import LAUNCH_PLAN, LAUNCH_RECORD_DIR
 from launcher.rank.identity import Identity
 from launcher.rank.plain_json import parse_json
 
@@ -58,7 +59,7 @@ class Share:
 
 def find_share(identity: Identity, environ: dict[str, str], words: list[str]) -> Share:
     """Return the share of this rank, whose program has these words; raises NoShareError."""
-    path = environ.get("LAUNCH_PLAN")
+    path = environ.get(LAUNCH_PLAN)
     return take_share(identity, read_plan(path), path) if path else make_share(identity, environ, words)
 
 
@@ -104,7 +105,7 @@ def make_share(identity: Identity, environ: dict[str, str], words: list[str]) ->
     from launcher.rank.standalone import plan_for_rank, read_wishes
 
     room = find_room(identity, environ)
-    keeps = identity.local_rank == 0 and bool(environ.get("LAUNCH_RECORD_DIR"))
+    keeps = identity.local_rank == 0 and bool(environ.get(LAUNCH_RECORD_DIR))
     try:
         binding = str(read_wishes(environ)["binding"])
         if binding == "none":  # whoever bound this rank meant it

@@ -1,7 +1,6 @@
 """Which rank this process is, from the variables of the launcher that started it."""
 
-import os
-from _collections_abc import Iterable, Mapping  # `collections.abc` costs a millisecond
+from launcher.protocol import LAUNCH_AGENT, LAUNCH_ATTEMPT
 
 SRUN = "SLURM_LOCALID"
 """Where srun tells a task its number on the node."""
@@ -28,7 +27,7 @@ class Identity:
 
     def __init__(self, environ: dict[str, str]) -> None:
         """Read them; a single process with no such variables is rank 0 of 1."""
-        self.attempt = read_number(environ, "LAUNCH_ATTEMPT") + read_number(
+        self.attempt = read_number(environ, LAUNCH_ATTEMPT) + read_number(
             environ, "TORCHELASTIC_RESTART_COUNT"
         )
         """Restarts of the worker group so far, over all starts into the same run directory."""
@@ -51,7 +50,7 @@ class Identity:
 def is_srun_rank(environ: dict[str, str]) -> bool:
     """Tell whether LAUNCH_AGENT says that srun's tasks are the ranks, and no agent is in between."""
     return (
-        environ.get("LAUNCH_AGENT") == "srun"
+        environ.get(LAUNCH_AGENT) == "srun"
         and "TORCHELASTIC_RUN_ID" not in environ
         and "SLURM_STEP_ID" in environ
         and is_number(environ.get(SRUN, ""))
@@ -67,22 +66,6 @@ def read_number(environ: dict[str, str], name: str, default: int = 0) -> int:
     """Return the number in a variable."""
     text = environ.get(name, "")
     return int(text) if is_number(text) else default
-
-
-def name_host(environ: Mapping[str, str]) -> str:
-    """Return this node's name in a job: SLURM's name for it, else the kernel's."""
-    return environ.get("SLURMD_NODENAME") or os.uname().nodename
-
-
-def find_chosen(environ: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """Return which of these variables somebody has set.
-
-    torchrun sets OMP_NUM_THREADS=1 by itself where there are several ranks: that is nobody's choice.
-    """
-    chosen = {name: environ[name] for name in names if name in environ}
-    if "TORCHELASTIC_RUN_ID" in environ and chosen.get("OMP_NUM_THREADS") == "1":
-        del chosen["OMP_NUM_THREADS"]
-    return chosen
 
 
 def is_batch_shell(environ: dict[str, str], name: str) -> bool:

@@ -2,18 +2,17 @@
 
 from collections.abc import MutableMapping
 
+from launcher.protocol import LAUNCH_RANK_PLAN
 from launcher.rank.interpreter_hook import remove_hook
 from launcher.rank.plain_json import parse_json
 
-RANK_PLAN = "LAUNCH_RANK_PLAN"
-"""What the shim tells of a rank's plan; `env` in it is what it has set, `env_before` what it has replaced."""
 CONFINES = "_VISIBLE_DEVICES"
 """Ending of the variables that keep what runs in a rank to the rank's GPU, as its CPU set does."""
 
 
 def leave_rank(environ: MutableMapping[str, str]) -> None:
     """Undo what the shim of an enclosing rank has set, as far as it is still as that has left it."""
-    text = environ.pop(RANK_PLAN, "")
+    text = environ.pop(LAUNCH_RANK_PLAN, "")
     remove_hook(environ)
     try:
         told = parse_json(text)

@@ -5,9 +5,19 @@ import time
 
 from launcher.cpulist import format_cpulist
 from launcher.files import open_append, open_below, open_own, write_whole
+from launcher.protocol import (
+    LAUNCH_GC,
+    LAUNCH_NIC,
+    LOGS,
+    PREFIX,
+    name_applied_file,
+    name_host,
+    name_plan_file,
+    name_rank_log,
+)
 from launcher.rank.apply import Applied
 from launcher.rank.assignment import Share
-from launcher.rank.identity import Identity, name_host
+from launcher.rank.identity import Identity
 from launcher.rank.interpreter_hook import is_hooked
 from launcher.rank.plain_json import format_json
 
@@ -15,7 +25,7 @@ LONGEST = 80
 """Characters of one item in the line for people; a list of CPUs or of allocator settings can be long."""
 
 KNOWN = (
-    *("LAUNCH_", "CUDA_", "HIP_", "ROCR_", "NCCL_", "PYTORCH_", "LD_PRELOAD", "TORCHINDUCTOR_", "TRITON_"),
+    *(PREFIX, "CUDA_", "HIP_", "ROCR_", "NCCL_", "PYTORCH_", "LD_PRELOAD", "TORCHINDUCTOR_", "TRITON_"),
     *("OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "VECLIB_", "BLIS_", "RAYON_"),
 )
 """Beginnings of the variables that plans set, and that the line for people sums up."""
@@ -23,10 +33,10 @@ KNOWN = (
 
 def redirect_output(run_dir: str, identity: Identity) -> None:
     """Point stdout and stderr at `logs/ATTEMPT/rank-N.{out,err}`; raises OSError."""
-    folder = open_below(run_dir, "logs", str(identity.attempt))
+    folder = open_below(run_dir, LOGS, str(identity.attempt))
     try:
         for stream, ending in ((1, "out"), (2, "err")):
-            target = open_append(folder, f"rank-{identity.rank}.{ending}")
+            target = open_append(folder, name_rank_log(identity.rank, ending))
             os.dup2(target, stream)
             os.close(target)
     finally:
@@ -38,9 +48,9 @@ def write_records(run_dir: str, identity: Identity, share: Share, applied: Appli
     folder = open_own(run_dir)
     try:
         record = describe_applied(identity, share, applied)
-        write_whole(folder, f"rank-{identity.rank}.applied.json", format_json(record).encode() + b"\n")
+        write_whole(folder, name_applied_file(identity.rank), format_json(record).encode() + b"\n")
         if share.plan is not None:
-            name = f"plan-{name_host(os.environ)}.json"
+            name = name_plan_file(name_host(os.environ))
             write_whole(folder, name, format_json(share.plan).encode() + b"\n")
     finally:
         os.close(folder)
@@ -80,8 +90,8 @@ def describe_line(identity: Identity, share: Share, applied: Applied, environ: d
 
 def describe_settings(share: Share, environ: dict[str, str]) -> list[str]:
     """Say in a few words what the variables come to; those that launch does not know stand as they are."""
-    threads, nic = environ.get("OMP_NUM_THREADS"), environ.get("LAUNCH_NIC")
-    policy = environ.get("LAUNCH_GC", "default").partition(",")[0] if is_hooked(environ) else "default"
+    threads, nic = environ.get("OMP_NUM_THREADS"), environ.get(LAUNCH_NIC)
+    policy = environ.get(LAUNCH_GC, "default").partition(",")[0] if is_hooked(environ) else "default"
     allocator = environ.get("PYTORCH_CUDA_ALLOC_CONF") or environ.get("PYTORCH_ALLOC_CONF")
     malloc = share.env.get("LD_PRELOAD", "").partition(":")[0].rpartition("/")[2]
     return [

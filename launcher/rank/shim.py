@@ -14,25 +14,42 @@ from _signal import (  # type: ignore[import-not-found]  # `signal` costs 4 ms
     signal,
 )
 
+from launcher.protocol import (
+    LAUNCH_AGENT,
+    LAUNCH_ATTEMPT,
+    LAUNCH_NUM_WORKERS,
+    LAUNCH_PLAN,
+    LAUNCH_QUIET,
+    LAUNCH_RANK_PLAN,
+    LAUNCH_RDZV_ID,
+    LAUNCH_RECORD_DIR,
+    LAUNCH_REQUEST,
+    LAUNCH_ROLE,
+    LAUNCH_RUN_DIR,
+    LAUNCH_SIGNAL,
+    LAUNCH_STRICT,
+    LAUNCH_TERMINAL,
+    find_chosen,
+)
 from launcher.rank.apply import Applied
 from launcher.rank.assignment import NoShareError, find_share
-from launcher.rank.identity import SRUN, Identity, find_chosen, is_number, read_number
+from launcher.rank.identity import SRUN, Identity, is_number, read_number
 from launcher.rank.interpreter_hook import add_hook, is_hooked, is_wanted, remove_hook
 from launcher.rank.open_files import raise_files
 from launcher.rank.program_kind import add_python, locate, run_script
 from launcher.rank.rank_record import describe_line, redirect_output, shorten, write_records
 
 OURS = (
-    "LAUNCH_PLAN",
-    "LAUNCH_RECORD_DIR",
-    "LAUNCH_ATTEMPT",
-    "LAUNCH_STRICT",
-    "LAUNCH_AGENT",
-    "LAUNCH_REQUEST",
-    "LAUNCH_ROLE",
-    "LAUNCH_RDZV_ID",
-    "LAUNCH_SIGNAL",
-    "LAUNCH_TERMINAL",
+    LAUNCH_PLAN,
+    LAUNCH_RECORD_DIR,
+    LAUNCH_ATTEMPT,
+    LAUNCH_STRICT,
+    LAUNCH_AGENT,
+    LAUNCH_REQUEST,
+    LAUNCH_ROLE,
+    LAUNCH_RDZV_ID,
+    LAUNCH_SIGNAL,
+    LAUNCH_TERMINAL,
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
 )
 """What `launch` tells the shim and torchrun: nothing to the program, nor to jobs that it starts itself."""
@@ -73,10 +90,10 @@ def main() -> int:
 
 def run_rank(words: list[str], environ: dict[str, str]) -> int:
     """Place this rank and become its program; returns an exit code where that cannot be started."""
-    kept = read_number(environ, "LAUNCH_SIGNAL")
+    kept = read_number(environ, LAUNCH_SIGNAL)
     if kept:
         signal(kept, SIG_IGN)
-    if "LAUNCH_RANK_PLAN" in environ:
+    if LAUNCH_RANK_PLAN in environ:
         from launcher.rank.nested_rank import leave_rank
 
         leave_rank(environ)
@@ -84,16 +101,16 @@ def run_rank(words: list[str], environ: dict[str, str]) -> int:
     named, status = name_rank(identity, environ)
     if status:
         return status
-    if environ.get("LAUNCH_RECORD_DIR"):
-        attach_run(identity, environ["LAUNCH_RECORD_DIR"])
+    if environ.get(LAUNCH_RECORD_DIR):
+        attach_run(identity, environ[LAUNCH_RECORD_DIR])
     try:
         words = place_rank(identity, environ, words)
     except Exception as error:  # whatever goes wrong here, a job that would have run without us still runs
         reason = error if isinstance(error, NoShareError) else f"{type(error).__name__}: {error}"
         say(f"rank {identity.rank} is not placed: {reason}")
-        if environ.get("LAUNCH_STRICT") == "1":
+        if environ.get(LAUNCH_STRICT) == "1":
             return NOT_PLACED
-        workers = environ.get("LAUNCH_NUM_WORKERS", "")
+        workers = environ.get(LAUNCH_NUM_WORKERS, "")
         words = fill_words(words, workers if is_number(workers) else WORKERS, environ)
     if problem := raise_files():
         say(f"rank {identity.rank}: {problem}")
@@ -108,7 +125,7 @@ def name_rank(identity: Identity, environ: dict[str, str]) -> tuple[dict[str, st
     `LAUNCH_AGENT=srun` asks for all of torchrun's. Without it, a task gets those that torch.distributed reads
     if nothing has set RANK: by TORCHELASTIC_RUN_ID, frameworks would take another way than under srun.
     """
-    is_asked = environ.get("LAUNCH_AGENT") == "srun"
+    is_asked = environ.get(LAUNCH_AGENT) == "srun"
     if not is_asked and ("RANK" in environ or identity.family != SRUN):
         return {}, 0
     from launcher.rank.srun_task import PORT_TAKEN, can_serve, hides_gpus, name_meeting, name_task
@@ -148,7 +165,7 @@ def settle_signals(environ: dict[str, str], kept: int) -> None:
     SLURM sends to every process of a step. Where srun is the agent, the checkpoint signal (`kept`) comes to
     every process as well: those that have no handler for it are to live on.
     """
-    for number in (SIGPIPE, SIGUSR1, SIGUSR2) if "LAUNCH_RECORD_DIR" in environ else (SIGPIPE,):
+    for number in (SIGPIPE, SIGUSR1, SIGUSR2) if LAUNCH_RECORD_DIR in environ else (SIGPIPE,):
         signal(number, SIG_DFL)
     if kept:
         signal(kept, SIG_IGN)
@@ -166,7 +183,7 @@ def attach_run(identity: Identity, run_dir: str) -> None:
         redirect_output(run_dir, identity)
     except OSError as error:
         say(f"rank {identity.rank} has no log files ({error}): its output goes to the agent's log")
-    if terminal := os.environ.get("LAUNCH_TERMINAL"):
+    if terminal := os.environ.get(LAUNCH_TERMINAL):
         from launcher.rank.controlling_terminal import take_terminal
 
         try:
@@ -182,20 +199,20 @@ def place_rank(identity: Identity, environ: dict[str, str], words: list[str]) ->
     applied = Applied(share)
     for problem in applied.problems:
         say(f"rank {identity.rank}: {problem}")
-    if applied.problems and environ.get("LAUNCH_STRICT") == "1":
+    if applied.problems and environ.get(LAUNCH_STRICT) == "1":
         raise NoShareError("LAUNCH_STRICT=1 is set, and the placement is not as it should be")
     before = find_chosen(environ, share.env)
     environ.update(share.env)
     add_hook(environ, share, before, applied.cpus_before)
     words = fill_words(words, str(share.num_workers), environ)
     deafness = judge_hook(words, environ)
-    if environ.get("LAUNCH_QUIET") != "1":
+    if environ.get(LAUNCH_QUIET) != "1":
         for warning in share.advice:
             say(f"warning: {warning}")
         emit(2, describe_line(identity, share, applied, environ) + "\n")
         if deafness and identity.local_rank == 0 and is_wanted(environ, share):
             say(f"{deafness}: garbage collection and DataLoaders stay as Python and PyTorch have them")
-    if run_dir := environ.get("LAUNCH_RECORD_DIR"):
+    if run_dir := environ.get(LAUNCH_RECORD_DIR):
         try:
             write_records(run_dir, identity, share, applied)
         except OSError as error:
@@ -209,7 +226,7 @@ def fill_words(words: list[str], workers: str, environ: dict[str, str]) -> list[
     Without `launch` there is no run directory, unless LAUNCH_RUN_DIR names one: then `{run_dir}` stays.
     """
     words = [word.replace("{num_workers}", workers) for word in words]
-    run_dir = environ.get("LAUNCH_RUN_DIR")
+    run_dir = environ.get(LAUNCH_RUN_DIR)
     if run_dir:
         return [word.replace("{run_dir}", run_dir) for word in words]
     if any("{run_dir}" in word for word in words):
@@ -219,7 +236,7 @@ def fill_words(words: list[str], workers: str, environ: dict[str, str]) -> list[
 
 def become_program(words: list[str], environ: dict[str, str]) -> int:
     """Exec the program; the PID stays, so signals reach it. Returns a shell's exit code if that fails."""
-    for name in OURS if "LAUNCH_RECORD_DIR" in environ else ():
+    for name in OURS if LAUNCH_RECORD_DIR in environ else ():
         environ.pop(name, None)
     try:
         words = add_python(words)

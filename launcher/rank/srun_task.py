@@ -1,5 +1,6 @@
 """Ranks that are tasks of srun: what torchrun's agent would tell each, from SLURM's own variables."""
 
+from launcher.protocol import LAUNCH_RDZV_ID, LAUNCH_RECORD_DIR, LAUNCH_ROLE
 from launcher.rank.identity import SRUN, Identity, is_number, read_number
 
 PORT_TAKEN = 199
@@ -31,8 +32,8 @@ def name_task(identity: Identity, environ: dict[str, str]) -> dict[str, str]:
         "GROUP_WORLD_SIZE": nodes,
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": ranks,
-        "ROLE_NAME": environ.get("LAUNCH_ROLE") or ROLE,
-        "TORCHELASTIC_RUN_ID": environ.get("LAUNCH_RDZV_ID") or environ.get("SLURM_JOB_ID", "none"),
+        "ROLE_NAME": environ.get(LAUNCH_ROLE) or ROLE,
+        "TORCHELASTIC_RUN_ID": environ.get(LAUNCH_RDZV_ID) or environ.get("SLURM_JOB_ID", "none"),
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
@@ -77,7 +78,7 @@ def hides_gpus(identity: Identity, environ: dict[str, str]) -> bool:
 
 def can_serve(identity: Identity, environ: dict[str, str]) -> bool:
     """Tell whether rank 0 may listen at the port that the head has chosen; it is not for others to serve."""
-    port = environ.get("MASTER_PORT", "") if "LAUNCH_RECORD_DIR" in environ else ""
+    port = environ.get("MASTER_PORT", "") if LAUNCH_RECORD_DIR in environ else ""
     if identity.rank or not is_number(port) or not 0 < int(port) < 1 << 16:
         return True
     import _socket  # `socket` costs 6 ms

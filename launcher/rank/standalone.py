@@ -15,6 +15,7 @@ from launcher.plan.planner import plan
 from launcher.plan.usable_cores import survey
 from launcher.probe.machine import probe
 from launcher.probe.node import MOST_RANKS, VISIBLE_DEVICES, honoured_environ, locate_malloc
+from launcher.protocol import LAUNCH_BINDING, LAUNCH_REQUEST
 from launcher.rank.plain_json import parse_json
 
 ALLOCATOR: Mapping[str, str] = dict([Request().allocator.split(":")])
@@ -39,9 +40,9 @@ WISHES: Mapping[str, object] = {
 
 def read_wishes(environ: Mapping[str, str]) -> dict[str, object]:
     """Return what is asked of the node: by `launch`, else by LAUNCH_BINDING; raises UsageError."""
-    text = environ.get("LAUNCH_REQUEST")
+    text = environ.get(LAUNCH_REQUEST)
     if not text:
-        return {**WISHES, "binding": environ.get("LAUNCH_BINDING") or WISHES["binding"]}
+        return {**WISHES, "binding": environ.get(LAUNCH_BINDING) or WISHES["binding"]}
     try:
         told = parse_json(text)
     except (ValueError, RecursionError):
@@ -73,7 +74,7 @@ def plan_for_rank(
             "correct LOCAL_WORLD_SIZE, or the like of the launcher that started them"
         )
     wishes = read_wishes(environ)
-    doubts = [] if "LAUNCH_REQUEST" in environ else leave_conflicts(wishes, environ, words)
+    doubts = [] if LAUNCH_REQUEST in environ else leave_conflicts(wishes, environ, words)
     root = str(wishes.pop("root"))
     # A rank that keeps its CPUs need not know how many it has beside it.
     ranks = local_world_size or (local_rank + 1 if alone else None)

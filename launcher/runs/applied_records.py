@@ -8,6 +8,7 @@ from pathlib import Path
 from launcher.cpulist import format_cpulist
 from launcher.files import LARGEST, read_file
 from launcher.plan.model import RankPlan
+from launcher.protocol import name_applied_file
 
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 """What reading a damaged file raises."""
@@ -52,7 +53,7 @@ class AppliedReader:
         """Return the new records; one that is not readable is left for the next call."""
         found = []
         try:
-            paths = sorted(self.run_path.glob("rank-*.applied.json"))
+            paths = sorted(self.run_path.glob(name_applied_file("*")))
         except OSError:  # a network filesystem's hiccup
             return []
         for path in paths:

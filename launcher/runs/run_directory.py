@@ -19,6 +19,7 @@ from launcher.files import (
     open_own,
     write_whole,
 )
+from launcher.protocol import LAUNCH_RUN_DIR, LAUNCH_RUN_ID, LOGS, name_plan_file, name_rank_log
 
 OURS = ("agent-", "slurm-")
 """How the logs begin that are no rank's."""
@@ -47,20 +48,20 @@ class RunDir:
 
     def plan_path(self, host: str) -> Path:
         """The plan of one node."""
-        return self.path / f"plan-{host}.json"
+        return self.path / name_plan_file(host)
 
     def agent_log(self, host: str) -> Path:
         """What torchrun's agent on one node printed."""
-        return self.path / "logs" / f"agent-{host}.log"
+        return self.path / LOGS / f"agent-{host}.log"
 
     def rank_log(self, rank: int, attempt: int, ending: str) -> Path:
         """Output of one rank: `ending` is `out` or `err`."""
-        return self.path / "logs" / str(attempt) / f"rank-{rank}.{ending}"
+        return self.path / LOGS / str(attempt) / name_rank_log(rank, ending)
 
 
 def name_run_dir(run: RunDir) -> dict[str, str]:
     """Return the variables that tell programs of their run directory and its identifier."""
-    return {"LAUNCH_RUN_DIR": str(run.path), "LAUNCH_RUN_ID": run.id}
+    return {LAUNCH_RUN_DIR: str(run.path), LAUNCH_RUN_ID: run.id}
 
 
 def create_run_dir(runs_dir: Path, name: str, now: datetime) -> RunDir:
@@ -121,7 +122,7 @@ def list_logs(path: Path, *inner: str) -> list[str]:
     """
     try:
         at = open_directory(path)
-        for name in ("logs", *inner):
+        for name in (LOGS, *inner):
             with closing_descriptor(at):
                 at = os.open(name, DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
         with closing_descriptor(at), os.scandir(at) as entries:
@@ -137,8 +138,8 @@ def prepare_folders(at: int, path: Path) -> list[int]:
     """
     with closing_descriptor(at):
         os.fchmod(at, 0o700)
-        logs = make_inner(at, "logs")
-    with closing_descriptor(logs), full_names(path / "logs"), os.scandir(logs) as entries:
+        logs = make_inner(at, LOGS)
+    with closing_descriptor(logs), full_names(path / LOGS), os.scandir(logs) as entries:
         return list(number_attempts(entries))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from launcher.cpulist import parse_cpulist
 from launcher.files import LARGEST, read_file
 from launcher.plan.model import Gpu, Memory, RankPlan, Variable
+from launcher.protocol import name_applied_file, name_plan_file, parse_plan_file
 from launcher.runs.applied_records import DAMAGE, Applied, parse_applied
 
 
@@ -51,14 +52,14 @@ def read_run(path: Path) -> RunRecords:
     damaged: list[str] = []
     plans: dict[str, tuple[RankPlan, ...] | None] = {}
     records: list[Applied] = []
-    for file in sorted(path.glob("plan-*.json")):
-        host = file.name.removeprefix("plan-").removesuffix(".json")
+    for file in sorted(path.glob(name_plan_file("*"))):
+        host = parse_plan_file(file.name)
         plans[host] = None
         try:
             plans[host] = read_ranks(json.loads(read_file(file, LARGEST).decode()))
         except DAMAGE as error:
             damaged.append(describe_damage(file, error))
-    for file in sorted(path.glob("rank-*.applied.json")):
+    for file in sorted(path.glob(name_applied_file("*"))):
         try:
             records.append(parse_applied(read_file(file, LARGEST).decode()))
         except DAMAGE as error:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from launcher.launch.job import Draft, plan_job
 from launcher.launch.local_run import prepare_run
-from launcher.rank.identity import name_host
+from launcher.protocol import LAUNCH_SECRETS, name_host
 from launcher.runs.run_directory import RunDir
 from launcher.slurm.attempt import Attempt
 from launcher.slurm.first_node import choose_hosts, run_attempt
-from launcher.slurm.job_request import SECRETS, JobRequest, make_request, write_request
+from launcher.slurm.job_request import JobRequest, make_request, write_request
 from launcher.slurm.node_step import describe_step
 from launcher.slurm.srun_command import render_step
 from launcher.text import join_words, print_text
@@ -30,7 +30,7 @@ def run_allocation(draft: Draft, argv: Sequence[str]) -> int:
     run, _ = prepare_run(draft, argv, hosts)
     request = describe_request(draft, argv, run.path)
     secrets = write_request(request, run.path)
-    carried = {SECRETS: json.dumps({str(run.path): secrets})} if secrets else {}
+    carried = {LAUNCH_SECRETS: json.dumps({str(run.path): secrets})} if secrets else {}
     return run_attempt(request, run, {**os.environ, **carried}, requeues=False)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.config.schema import LaunchConfig, load_config
 from launcher.errors import MachineError
 from launcher.files import LARGEST, read_file
+from launcher.protocol import LAUNCH_SECRETS
 from launcher.runs.run_directory import write_json
 from launcher.runs.secrets import mask_tree, mask_words
 
@@ -17,13 +18,6 @@ if TYPE_CHECKING:
     from launcher.launch.job import Draft
 
 FILE = "job.json"
-SECRETS = "LAUNCH_SECRETS"
-"""Variable that carries what must not be written down: JSON, {run directory: what `write_request` returned}.
-
-The empty name stands for all the runs of a job array.
-
-SLURM keeps a job's environment itself, so that it is there on every attempt; no rank gets it.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +61,8 @@ def write_request(request: JobRequest, run_path: Path) -> dict[str, Any]:
     """Write a request into its run directory, and return the values that were left out; raises OSError.
 
     They are {"config": tree of secrets, "words": list}, empty where there are none: see `read_request`.
+    LAUNCH_SECRETS carries them: JSON, {run directory: what is returned here}, with the empty name for all the
+    runs of a job array. SLURM keeps a job's environment, so the variable is there on every attempt.
     """
     whole = json.loads(json.dumps(asdict(request)))
     masked = {**whole, "config": mask_tree(whole["config"])}
@@ -81,7 +77,7 @@ def read_request(run_path: Path, environ: Mapping[str, str]) -> JobRequest:
     path = run_path / FILE
     try:
         data = json.loads(read_file(path, LARGEST, own=True).decode())  # it says what the job's nodes run
-        carried = json.loads(environ.get(SECRETS) or "{}")
+        carried = json.loads(environ.get(LAUNCH_SECRETS) or "{}")
         secrets = carried.get(str(run_path), carried.get("", {}))
         for key in secrets:
             data[key] = put_back(data[key], secrets[key])

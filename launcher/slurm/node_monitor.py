@@ -18,6 +18,7 @@ from launcher.launch.signals import name_signal
 from launcher.launch.stop_requests import Control, report_signal
 from launcher.probe.oom_kills import count_oom_kills
 from launcher.probe.sysfs import Tree
+from launcher.protocol import name_applied_file
 from launcher.runs.applied_records import DAMAGE, Applied, AppliedReader, compare_applied, parse_applied
 from launcher.runs.node_records import NodeFailure, NodeRecord, write_node
 from launcher.runs.run_directory import RunDir
@@ -160,7 +161,7 @@ class Companion:
         """Read what this node's ranks have recorded of themselves: their files alone."""
         found = []
         for rank in {process.rank for process in self.ranks.values()}:
-            path = self.run.path / f"rank-{rank}.applied.json"
+            path = self.run.path / name_applied_file(rank)
             with contextlib.suppress(*DAMAGE):
                 found.append(parse_applied(read_file(path, LARGEST, own=True).decode()))
         return [record for record in found if record.host == self.place.host]

@@ -23,6 +23,7 @@ from launcher.launch.stop_requests import (
     write_signal,
     write_word,
 )
+from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_RENDEZVOUS
 from launcher.runs.node_records import NodeRecord, read_nodes
 from launcher.slurm.attempt import Attempt
 from launcher.slurm.commands import run_slurm
@@ -38,7 +39,6 @@ from launcher.slurm.srun_messages import (
     parse_lost,
 )
 from launcher.slurm.step_environ import clean_for_step
-from launcher.slurm.task_identity import ATTEMPT, RENDEZVOUS
 
 LAST = 40
 """Lines of srun's that are kept for the account."""
@@ -153,7 +153,7 @@ def describe_container(config: ContainerConfig, run_path: Path, directory: str) 
 
 def start_nodes(attempt: Attempt, endpoint: str) -> NodeStep:
     """Start a task on each node, which are to meet at `endpoint`; raises OSError where there is no srun."""
-    told = {ATTEMPT: str(attempt.run.first_attempt), RENDEZVOUS: endpoint}
+    told = {LAUNCH_ATTEMPT: str(attempt.run.first_attempt), LAUNCH_RENDEZVOUS: endpoint}
     step = describe_step(attempt)
     step = replace(step, options=give_cpus(step.options, attempt.environ))
     reading, writing = open_channel()

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from launcher.launch.processes import catches
 from launcher.launch.signals import STOPPING
-from launcher.rank.identity import name_host
+from launcher.protocol import name_host
 
 
 def main() -> int:

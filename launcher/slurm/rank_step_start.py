@@ -12,6 +12,14 @@ from launcher.errors import MachineError
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import FORWARDED
 from launcher.launch.torchrun import check_port_free, parse_endpoint
+from launcher.protocol import (
+    LAUNCH_ATTEMPT,
+    LAUNCH_RDZV_ID,
+    LAUNCH_RECORD_DIR,
+    LAUNCH_ROLE,
+    LAUNCH_SIGNAL,
+    LAUNCH_STRICT,
+)
 from launcher.runs.run_directory import RunDir, name_run_dir
 from launcher.runs.secrets import mask_variables
 from launcher.slurm.job_request import JobRequest
@@ -68,7 +76,7 @@ def start_ranks(job: RankJob, step: Step, endpoint: str) -> RankStep:
     process = open_srun(render_ranks(step, job.ranks), build_environ(own, told, wishes))
     view = RankView(job.run, job.hosts, job.ranks, config.logs.console)
     codes = config.cluster.requeue.exit_codes
-    return RankStep(process, view, step, told["LAUNCH_RDZV_ID"], job.environ, codes)
+    return RankStep(process, view, step, told[LAUNCH_RDZV_ID], job.environ, codes)
 
 
 def render_command(request: JobRequest, environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -87,13 +95,13 @@ def tell_ranks(job: RankJob, endpoint: str) -> dict[str, str]:
     host, port = parse_endpoint(endpoint)
     unique = f"{run.id}-{job.environ.get('SLURM_JOB_ID')}-{run.first_attempt}-{os.getpid()}-{port}"
     return {
-        "LAUNCH_RECORD_DIR": str(run.path),
+        LAUNCH_RECORD_DIR: str(run.path),
         **name_run_dir(run),
-        "LAUNCH_ATTEMPT": str(run.first_attempt),
-        "LAUNCH_RDZV_ID": own.rdzv_id or unique,
-        "LAUNCH_SIGNAL": str(int(parse_signal(config.cluster.signal)[0])),
-        **({"LAUNCH_ROLE": own.role} if own.role else {}),
-        **({"LAUNCH_STRICT": "1"} if config.binding.strict else {}),
+        LAUNCH_ATTEMPT: str(run.first_attempt),
+        LAUNCH_RDZV_ID: own.rdzv_id or unique,
+        LAUNCH_SIGNAL: str(int(parse_signal(config.cluster.signal)[0])),
+        **({LAUNCH_ROLE: own.role} if own.role else {}),
+        **({LAUNCH_STRICT: "1"} if config.binding.strict else {}),
         "MASTER_ADDR": own.master_addr or host,
         "MASTER_PORT": str(own.master_port or port),
     }

@@ -5,18 +5,28 @@ Variables win over `#SBATCH` lines (sbatch(1), input environment variables). For
 
 from collections.abc import Collection, Mapping
 
+from launcher.protocol import (
+    LAUNCH_ATTEMPT,
+    LAUNCH_PLAN,
+    LAUNCH_RECORD_DIR,
+    LAUNCH_RENDEZVOUS,
+    LAUNCH_RUN_DIR,
+    LAUNCH_RUN_ID,
+    LAUNCH_SECRETS,
+)
+
 FOREIGN = ("SLURM_", "SLURMD_", "SRUN_", "SALLOC_", "SINFO_", "SQUEUE_", "PMI_", "PMIX_", "PMI2_")
 """Beginnings of what an enclosing job has left; srun's and its kin's are for other commands."""
 KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK_SOCKET")
 """Exceptions: where SLURM is, and who asks it."""
 OURS = (
-    "LAUNCH_PLAN",
-    "LAUNCH_RECORD_DIR",
-    "LAUNCH_RUN_DIR",
-    "LAUNCH_RUN_ID",
-    "LAUNCH_ATTEMPT",
-    "LAUNCH_SECRETS",
-    "LAUNCH_RENDEZVOUS",
+    LAUNCH_PLAN,
+    LAUNCH_RECORD_DIR,
+    LAUNCH_RUN_DIR,
+    LAUNCH_RUN_ID,
+    LAUNCH_ATTEMPT,
+    LAUNCH_SECRETS,
+    LAUNCH_RENDEZVOUS,
 )
 """Of a run that this is started in."""
 RANK = (

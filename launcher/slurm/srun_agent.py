@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from launcher.errors import UsageError
+from launcher.protocol import LAUNCH_AGENT, LAUNCH_BINDING, LAUNCH_PLAN, LAUNCH_REQUEST
 from launcher.slurm.srun_command import Step, render_step
 from launcher.slurm.step_environ import clean_for_step, drop_ours
 
@@ -18,8 +19,8 @@ STALE = (
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_ERROR_FILE",
-    "LAUNCH_PLAN",
-    "LAUNCH_BINDING",
+    LAUNCH_PLAN,
+    LAUNCH_BINDING,
 )
 """Variables that would tell the shim, or the program, of another launcher's agent or plan."""
 UNUSED = (
@@ -79,5 +80,5 @@ def build_environ(
 ) -> dict[str, str]:
     """Return srun's environment: the user's, what the shim is told, and what is asked of the placement."""
     kept = {name: value for name, value in drop_ours(clean_for_step(environ)).items() if name not in STALE}
-    own = {"LAUNCH_AGENT": "srun", "LAUNCH_REQUEST": json.dumps(wishes)}
+    own = {LAUNCH_AGENT: "srun", LAUNCH_REQUEST: json.dumps(wishes)}
     return {"PYTHONUNBUFFERED": "1", **kept, **own, **told}

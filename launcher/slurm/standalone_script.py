@@ -17,13 +17,14 @@ import yaml
 from launcher.config.schema import LaunchConfig, load_config
 from launcher.errors import MachineError, UsageError
 from launcher.files import open_append, open_below
+from launcher.protocol import LAUNCH_SECRETS
 from launcher.runs.disk_reserve import find_trouble
 from launcher.runs.manifest import describe_start, read_manifest, take_dict, write_manifest
 from launcher.runs.run_directory import RunDir, closing_descriptor, open_run_dir, write_private
 from launcher.runs.run_status import explain_outcome
 from launcher.runs.secrets import MASK, is_secret, mask_text, mask_tree, mask_words
 from launcher.slurm.first_node import run_batch
-from launcher.slurm.job_request import SECRETS, JobRequest, write_request
+from launcher.slurm.job_request import JobRequest, write_request
 from launcher.slurm.own_job import count_restarts, name_job
 from launcher.text import escape_text
 
@@ -89,7 +90,7 @@ def run_standalone(text: str, environ: Mapping[str, str]) -> int:
         slurm = {"slurm": {"job_id": name_job(environ)}, "outcome": {"state": "submitted"}}
         write_manifest(run, {**start, "directory": request.directory, "hosts": [], **slurm})
     if secrets:
-        os.environ[SECRETS] = json.dumps({str(run.path): secrets})
+        os.environ[LAUNCH_SECRETS] = json.dumps({str(run.path): secrets})
     own = redirect_output(run, environ)
     try:
         return run_batch(run.path)

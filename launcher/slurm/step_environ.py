@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_RENDEZVOUS, LAUNCH_SECRETS
+
 OPTIONS = ("SLURM_", "SBATCH_", "SALLOC_", "SRUN_", "PMI_", "PMIX_", "PMI2_")
 """Beginnings of the variables that srun takes for options, or an MPI library for its own process manager.
 
@@ -23,7 +25,7 @@ KEPT = (
 """Exceptions: where SLURM is, who asks it, and which job this is."""
 DESCRIBING = ("SLURM_JOB_", "SLURM_ARRAY_", "SLURM_SUBMIT_")
 """Beginnings of the variables that tell of the job, and that programs read; srun takes none for an option."""
-OURS = ("LAUNCH_SECRETS", "LAUNCH_RENDEZVOUS", "LAUNCH_ATTEMPT")
+OURS = (LAUNCH_SECRETS, LAUNCH_RENDEZVOUS, LAUNCH_ATTEMPT)
 """Variables from the head to the tasks, which no rank gets to see."""
 
 

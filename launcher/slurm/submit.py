@@ -13,10 +13,10 @@ import launcher
 from launcher.errors import LaunchError, MachineError, SchedulerError, UsageError
 from launcher.launch.job import Draft
 from launcher.launch.local_run import refuse_run
+from launcher.protocol import LAUNCH_SECRETS
 from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import write_private
 from launcher.slurm.batch_script import Script, check_syntax, render_script
-from launcher.slurm.job_request import SECRETS
 from launcher.slurm.job_resources import Asked, ask_for
 from launcher.slurm.refusal import explain_refusal
 from launcher.slurm.sbatch_environ import clean_for_sbatch
@@ -126,7 +126,7 @@ def carry_secrets(staged: Sequence[Staged]) -> dict[str, str]:
     values = list(secrets.values())
     if len(values) == len(staged) > 1 and all(value == values[0] for value in values):
         secrets = {"": values[0]}
-    return {SECRETS: json.dumps(secrets)} if secrets else {}
+    return {LAUNCH_SECRETS: json.dumps(secrets)} if secrets else {}
 
 
 def find_python() -> tuple[str, ...]:

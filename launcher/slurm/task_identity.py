@@ -3,11 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from launcher.rank.identity import name_host
-
-RENDEZVOUS = "LAUNCH_RENDEZVOUS"
-"""Variable with HOST:PORT where the nodes meet."""
-ATTEMPT = "LAUNCH_ATTEMPT"
+from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_RENDEZVOUS, name_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +27,7 @@ def read_place(environ: Mapping[str, str]) -> Place:
         name_host(environ),
         int(environ.get("SLURM_NODEID", "0")),
         int(environ.get("SLURM_STEP_NUM_NODES", "1")),
-        int(environ.get(ATTEMPT, "0")),
-        environ.get(RENDEZVOUS, "localhost:0"),
+        int(environ.get(LAUNCH_ATTEMPT, "0")),
+        environ.get(LAUNCH_RENDEZVOUS, "localhost:0"),
         f"{job}.{step}",
     )

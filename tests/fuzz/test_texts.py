@@ -9,11 +9,12 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from launcher.config.schema import LaunchConfig
+from launcher.protocol import LAUNCH_SECRETS
 from launcher.rank.rank_record import shorten
 from launcher.runs.manifest import describe_start
 from launcher.runs.run_directory import RunDir
 from launcher.runs.secrets import MASK, mask_tree, mask_variables, mask_words
-from launcher.slurm.job_request import SECRETS, JobRequest, read_request, write_request
+from launcher.slurm.job_request import JobRequest, read_request, write_request
 from launcher.text import escape_text, join_words, quote_word, tame_text
 from tests.fuzzing import CONTROL, FUZZ, assert_harmless, texts
 from tests.runs.test_secrets import TOKENS
@@ -88,7 +89,7 @@ def test_no_secret_is_written_and_all_arrive(
         carried = write_request(request, Path(folder))
         manifest = json.dumps(describe_start(RunDir(Path(folder)), words, {}))
         written = (Path(folder) / "job.json").read_text()
-        environ = {SECRETS: json.dumps({folder: carried})}
+        environ = {LAUNCH_SECRETS: json.dumps({folder: carried})}
         assert read_request(Path(folder), environ) == request
     tree = json.dumps(mask_tree({"a": words, "b": [*words, 1]}))
     for text in (written, manifest, tree, *mask_words(words)):

@@ -9,7 +9,8 @@ import pytest
 from launcher.config.composition import compose, resolve
 from launcher.config.search_path import find_sources
 from launcher.errors import MachineError
-from launcher.slurm.job_request import SECRETS, JobRequest, find_hidden, put_back, read_request, write_request
+from launcher.protocol import LAUNCH_SECRETS
+from launcher.slurm.job_request import JobRequest, find_hidden, put_back, read_request, write_request
 
 WORDS = ("train.py", "--name", "a b\n$(c) 'é\"", "--api-key", "word-secret", "--token=part-secret")
 OVERRIDES = [
@@ -30,7 +31,7 @@ def request_made() -> JobRequest:
 
 def test_a_request_comes_back_as_it_was(request_made: JobRequest, tmp_path: Path) -> None:
     left_out = write_request(request_made, tmp_path)
-    environ = {SECRETS: json.dumps({str(tmp_path): left_out})}
+    environ = {LAUNCH_SECRETS: json.dumps({str(tmp_path): left_out})}
     assert read_request(tmp_path, environ) == request_made
 
 
@@ -50,7 +51,7 @@ def test_without_secrets_nothing_has_to_be_carried(request_made: JobRequest, tmp
 
 def test_secrets_of_another_run_are_not_taken(request_made: JobRequest, tmp_path: Path) -> None:
     left_out = write_request(request_made, tmp_path)
-    found = read_request(tmp_path, {SECRETS: json.dumps({"/elsewhere": left_out})})
+    found = read_request(tmp_path, {LAUNCH_SECRETS: json.dumps({"/elsewhere": left_out})})
     assert found.config.env == {"HF_TOKEN": "***", "A": "1"}
 
 

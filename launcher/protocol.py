@@ -1,0 +1,272 @@
+"""What `launch`, the shim and the hook in the rank's interpreter agree on: variables, and names of files.
+
+The shim imports this module at every rank's start, so it needs `os` alone. The hook runs in the user's
+interpreter, which may not have this package: it writes the names out, and a test compares them with these.
+"""
+
+import os
+from _collections_abc import Iterable, Mapping  # `collections.abc` costs a millisecond
+
+PREFIX = "LAUNCH_"
+LAUNCH_AGENT = "LAUNCH_AGENT"
+LAUNCH_ATTEMPT = "LAUNCH_ATTEMPT"
+LAUNCH_BINDING = "LAUNCH_BINDING"
+LAUNCH_GC = "LAUNCH_GC"
+LAUNCH_LOADER_DEFAULT = "LAUNCH_LOADER_DEFAULT"
+LAUNCH_METER = "LAUNCH_METER"
+LAUNCH_NIC = "LAUNCH_NIC"
+LAUNCH_NUM_WORKERS = "LAUNCH_NUM_WORKERS"
+LAUNCH_PLAN = "LAUNCH_PLAN"
+LAUNCH_QUIET = "LAUNCH_QUIET"
+LAUNCH_RANK_PLAN = "LAUNCH_RANK_PLAN"
+LAUNCH_RDZV_ID = "LAUNCH_RDZV_ID"
+LAUNCH_RECORD_DIR = "LAUNCH_RECORD_DIR"
+LAUNCH_RENDEZVOUS = "LAUNCH_RENDEZVOUS"
+LAUNCH_REQUEST = "LAUNCH_REQUEST"
+LAUNCH_ROLE = "LAUNCH_ROLE"
+LAUNCH_RUN_DIR = "LAUNCH_RUN_DIR"
+LAUNCH_RUN_ID = "LAUNCH_RUN_ID"
+LAUNCH_SECRETS = "LAUNCH_SECRETS"
+LAUNCH_SIGNAL = "LAUNCH_SIGNAL"
+LAUNCH_STRICT = "LAUNCH_STRICT"
+LAUNCH_TERMINAL = "LAUNCH_TERMINAL"
+
+LAUNCHER = "launch"
+SLURM_JOB = "launch's processes in a SLURM job"
+SHIM = "launch-rank"
+HOOK = "the hook in the rank's interpreter"
+PROGRAM = "the program"
+
+
+class ProtocolVariable:
+    """One variable: a row of `VARIABLES`, from which its documentation is made."""
+
+    __slots__ = ("form", "is_settable", "meaning", "name", "read_by", "set_by")
+
+    def __init__(
+        self,
+        name: str,
+        form: str,
+        meaning: str,
+        *,
+        set_by: str,
+        read_by: tuple[str, ...],
+        is_settable: bool = False,
+    ) -> None:
+        self.name = name
+        self.form = form
+        """What its value looks like: `FILE`, `N`, `1`, `default | POLICY[,warmup=N]`."""
+        self.meaning = meaning
+        """One sentence."""
+        self.set_by = set_by
+        """What sets it by itself; empty if only users do."""
+        self.read_by = read_by
+        self.is_settable = is_settable
+        """A user may set it, for `launch` or for `launch-rank` by itself."""
+
+
+VARIABLES = (
+    ProtocolVariable(
+        LAUNCH_AGENT,
+        "srun",
+        "The tasks of srun are the ranks, and the program finds all of torchrun's variables.",
+        set_by=SLURM_JOB,
+        read_by=(SHIM,),
+        is_settable=True,
+    ),
+    ProtocolVariable(
+        LAUNCH_ATTEMPT,
+        "N",
+        "Number of this start's first attempt, after those of earlier starts into the same run directory.",
+        set_by=LAUNCHER,
+        read_by=(SLURM_JOB, SHIM),
+    ),
+    ProtocolVariable(
+        LAUNCH_BINDING,
+        "exclusive | numa | socket | l3 | none",
+        "The binding that launch-rank plans if it has no plan at hand.",
+        set_by="",
+        read_by=(SHIM,),
+        is_settable=True,
+    ),
+    ProtocolVariable(
+        LAUNCH_GC,
+        "default | synchronized | disabled | frozen, then [,warmup=N][,every=N][,log]",
+        "The policy for garbage collection in the rank's interpreter; a user's own wins over the group gc.",
+        set_by=SHIM,
+        read_by=(LAUNCHER, SHIM, HOOK),
+        is_settable=True,
+    ),
+    ProtocolVariable(
+        LAUNCH_LOADER_DEFAULT,
+        "0 | 1",
+        "1: a DataLoader(...) without num_workers gets LAUNCH_NUM_WORKERS of them.",
+        set_by=SHIM,
+        read_by=(LAUNCHER, SHIM, HOOK),
+        is_settable=True,
+    ),
+    ProtocolVariable(
+        LAUNCH_METER,
+        "JSON",
+        "What `launch tune` measures in a rank: the folder for records, steps and seconds.",
+        set_by=LAUNCHER,
+        read_by=(SHIM, HOOK),
+    ),
+    ProtocolVariable(
+        LAUNCH_NIC,
+        "NAME",
+        "The RDMA device next to the rank's GPU, for instance mlx5_0; a user's own wins.",
+        set_by=SHIM,
+        read_by=(LAUNCHER, SHIM, PROGRAM),
+        is_settable=True,
+    ),
+    ProtocolVariable(
+        LAUNCH_NUM_WORKERS,
+        "N",
+        "DataLoader workers of each rank; a user's own wins, and the plan leaves cores for as many.",
+        set_by=SHIM,
+        read_by=(LAUNCHER, SHIM, HOOK, PROGRAM),
+        is_settable=True,
+    ),
+    ProtocolVariable(
+        LAUNCH_PLAN,
+        "FILE",
+        "A plan as `launch plan format=json` prints it; without it, launch-rank plans the node itself.",
+        set_by=LAUNCHER,
+        read_by=(SHIM,),
+        is_settable=True,
+    ),
+    ProtocolVariable(
+        LAUNCH_QUIET,
+        "1",
+        "launch-rank prints neither its line on the placement nor advice about the plan.",
+        set_by="",
+        read_by=(SHIM,),
+        is_settable=True,
+    ),
+    ProtocolVariable(
+        LAUNCH_RANK_PLAN,
+        "JSON",
+        "The rank's part of the plan, and what launch-rank replaced, for a launch-rank inside the rank.",
+        set_by=SHIM,
+        read_by=(LAUNCHER, SHIM, HOOK, PROGRAM),
+    ),
+    ProtocolVariable(
+        LAUNCH_RDZV_ID,
+        "TEXT",
+        "Identifier of the job among the ranks (TORCHELASTIC_RUN_ID) if srun starts them.",
+        set_by=SLURM_JOB,
+        read_by=(SHIM,),
+    ),
+    ProtocolVariable(
+        LAUNCH_RECORD_DIR,
+        "DIR",
+        "The run directory, into which launch-rank writes the rank's logs and the record of its placement.",
+        set_by=LAUNCHER,
+        read_by=(SHIM,),
+    ),
+    ProtocolVariable(
+        LAUNCH_RENDEZVOUS,
+        "HOST:PORT",
+        "Where the nodes of a SLURM job meet, as its first node tells the others.",
+        set_by=SLURM_JOB,
+        read_by=(SLURM_JOB,),
+    ),
+    ProtocolVariable(
+        LAUNCH_REQUEST,
+        "JSON",
+        "What the configuration asks of the node if srun starts the ranks, each of which plans the node.",
+        set_by=SLURM_JOB,
+        read_by=(SHIM,),
+    ),
+    ProtocolVariable(
+        LAUNCH_ROLE,
+        "NAME",
+        "The ranks' role (ROLE_NAME), as torchrun.role has it, if srun starts them.",
+        set_by=SLURM_JOB,
+        read_by=(SHIM,),
+    ),
+    ProtocolVariable(
+        LAUNCH_RUN_DIR,
+        "DIR",
+        "The run directory, for the program, and what `{run_dir}` in its arguments stands for.",
+        set_by=LAUNCHER,
+        read_by=(SHIM, PROGRAM),
+        is_settable=True,
+    ),
+    ProtocolVariable(
+        LAUNCH_RUN_ID,
+        "TEXT",
+        "The run's identifier, unique among the runs of its name: the last part of the run directory.",
+        set_by=LAUNCHER,
+        read_by=(PROGRAM,),
+    ),
+    ProtocolVariable(
+        LAUNCH_SECRETS,
+        "JSON",
+        "Values that are kept out of every file, from the submission to the job's first node.",
+        set_by=LAUNCHER,
+        read_by=(SLURM_JOB,),
+    ),
+    ProtocolVariable(
+        LAUNCH_SIGNAL,
+        "N",
+        "Number of the checkpoint signal, which srun sends to every process of the rank.",
+        set_by=SLURM_JOB,
+        read_by=(SHIM,),
+    ),
+    ProtocolVariable(
+        LAUNCH_STRICT,
+        "1",
+        "launch-rank ends with status 3 if the placement cannot be applied.",
+        set_by=LAUNCHER,
+        read_by=(SHIM,),
+        is_settable=True,
+    ),
+    ProtocolVariable(
+        LAUNCH_TERMINAL,
+        "STREAMS:PATH",
+        "The pseudo-terminal of a job's one rank, and which of its streams 0, 1 and 2 lead to it.",
+        set_by=LAUNCHER,
+        read_by=(SHIM,),
+    ),
+)
+
+LOGS = "logs"
+"""The folder of logs in a run directory; a rank's are in `logs/ATTEMPT`."""
+
+
+def name_applied_file(rank: int | str) -> str:
+    """Return the name of a rank's record in the run directory; `*` for a pattern of all."""
+    return f"rank-{rank}.applied.json"
+
+
+def name_plan_file(host: str) -> str:
+    """Return the name of a node's plan in the run directory; `*` for a pattern of all."""
+    return f"plan-{host}.json"
+
+
+def parse_plan_file(name: str) -> str:
+    """Return the node whose plan a file of this name holds."""
+    return name.removeprefix("plan-").removesuffix(".json")
+
+
+def name_rank_log(rank: int, stream: str) -> str:
+    """Return the name of a rank's log, of which `stream` is `out` or `err`."""
+    return f"rank-{rank}.{stream}"
+
+
+def name_host(environ: Mapping[str, str]) -> str:
+    """Return this node's name in a job: SLURM's name for it, else the kernel's."""
+    return environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
+def find_chosen(environ: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """Return those of these variables that somebody has set.
+
+    torchrun sets OMP_NUM_THREADS=1 by itself if there are several ranks: that is nobody's choice.
+    """
+    chosen = {name: environ[name] for name in names if name in environ}
+    if "TORCHELASTIC_RUN_ID" in environ and chosen.get("OMP_NUM_THREADS") == "1":
+        del chosen["OMP_NUM_THREADS"]
+    return chosen
