@@ -77,9 +77,9 @@ def run_command(command: Command, argv: Sequence[str]) -> int:
 
         return print_help(command.verb)
     if "--version" in command.words:
-        from importlib.metadata import version
+        from launcher.runs.provenance import DISTRIBUTION, find_version
 
-        sys.stdout.write(f"launch {version('launch')}\n")
+        sys.stdout.write(f"launch {find_version(DISTRIBUTION) or 'is not installed'}\n")
         return 0
     from launcher.config.hydra_flags import parse_flags
 

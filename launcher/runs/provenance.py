@@ -6,8 +6,12 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-PACKAGES = ("launch", "torch", "numpy", "hydra-core", "nvidia-ml-py")
-"""Packages whose versions are recorded."""
+DISTRIBUTION = "launch-ranks"
+"""What pip calls this project; it is recorded as `launch`."""
+PACKAGES = {"launch": DISTRIBUTION} | {
+    name: name for name in ("torch", "numpy", "hydra-core", "nvidia-ml-py")
+}
+"""Packages whose versions are recorded, each with its distribution."""
 HARMLESS = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}")
 """Settings over a repository's own, which name programs that git runs when it looks at a work tree."""
 QUIET = {
@@ -36,7 +40,7 @@ def describe_sources(directory: Path) -> dict[str, object]:
         dirty = ask_git(directory, filters, *words)
     return {
         "git": {"commit": commit, "dirty": None if dirty is None else bool(dirty)},
-        "packages": {name: found for name in PACKAGES if (found := find_version(name))},
+        "packages": {name: found for name, dist in PACKAGES.items() if (found := find_version(dist))},
     }
 
 

@@ -81,4 +81,4 @@ def test_every_example_runs(launch: Launch, here: Path) -> None:
 def test_the_version_is_the_packages(launch: Launch) -> None:
     from importlib.metadata import version
 
-    assert launch("--version").out == f"launch {version('launch')}\n"
+    assert launch("--version").out == f"launch {version('launch-ranks')}\n"

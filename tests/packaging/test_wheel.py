@@ -95,6 +95,38 @@ def test_the_wheel_carries_configuration_types_and_licence(wheel: Path) -> None:
     assert not any(name.startswith(("tests/", "conf/", "slurm/")) for name in names)
 
 
+def test_the_distribution_has_a_name_of_its_own(wheel: Path, scripts: Path, tmp_path: Path) -> None:
+    """`pip install launch` and `pip install launcher` install something else."""
+    name, version = wheel.name.split("-")[:2]
+    assert name == "launch_ranks"
+    assert run(scripts, tmp_path, "--version").stdout == f"launch {version}\n"
+
+
+def test_the_wheel_runs_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+    """With what it depends on, by pip; it takes a minute and downloads torch, so CI alone does it."""
+    if not os.environ.get("LAUNCH_CI"):
+        pytest.skip("an environment of its own, with torch, is made where LAUNCH_CI is set")
+    venv.create(tmp_path / "empty", with_pip=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(tmp_path / "empty/bin/python"),
+        "install",
+        "--quiet",
+    ]
+    subprocess.run(
+        [*command, "--constraint", str(ROOT / "constraints.txt"), str(wheel)], check=True, timeout=900
+    )
+    scripts, folder = tmp_path / "empty/bin", tmp_path / "work"
+    folder.mkdir()
+    assert run(scripts, folder, "--version").stdout.startswith("launch ")
+    assert run(scripts, folder, "plan", "machine=dgx_h100").returncode == 0
+    done = run(scripts, folder, "nproc_per_node=2", "model.layers=1", "program.steps=3")
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_shipped_configuration_is_found_from_an_empty_folder(scripts: Path, tmp_path: Path) -> None:
     done = run(scripts, tmp_path, "--cfg", "job", "+model=llama7b", "-p", "model")
     assert done.returncode == 0, done.stderr

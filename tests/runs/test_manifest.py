@@ -54,7 +54,7 @@ def test_versions(tmp_path: Path) -> None:
 
     packages = describe_sources(tmp_path)["packages"]
     assert isinstance(packages, dict)
-    assert packages["torch"] == version("torch") and packages["launch"] == version("launch")
+    assert packages["torch"] == version("torch") and packages["launch"] == version("launch-ranks")
 
 
 def test_the_start(here: Path) -> None:
