@@ -20,7 +20,7 @@ from tests.benchmarks.slurm import bench_slurm
 from tests.benchmarks.start import bench_start
 from tests.benchmarks.straggler import bench_gc
 from tests.benchmarks.worker_memory import bench_workers
-from tests.probe.probe_trees import short_lived
+from tests.probe.machine_trees import short_lived
 
 TIMED: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
     "start": (bench_start, 10),

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.plan.plan_lab import Data, fsroot
+from tests.plan.lab_machines import Data, fsroot
 
 
 def write_tree(data: Data, folder: Path) -> Path:

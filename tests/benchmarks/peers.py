@@ -14,7 +14,7 @@ from launcher.plan.codec import plan_to_json
 from launcher.plan.model import Request
 from launcher.plan.planner import plan
 from launcher.probe.machine import probe
-from tests.plan.plan_lab import Data, fsroot
+from tests.plan.lab_machines import Data, fsroot
 
 Placed = Data | str
 """A plan in JSON's form, or what the planner ended with."""

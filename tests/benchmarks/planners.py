@@ -8,9 +8,9 @@ from random import Random
 
 from tests.benchmarks.machines import write_tree
 from tests.benchmarks.peers import Ask, Placed, ask_launch, ask_numa_set, start_torch
-from tests.plan.plan_lab import NAMES, Data, load, score
-from tests.plan.plan_random import describe_machine
-from tests.probe.probe_trees import short_lived
+from tests.plan.lab_machines import NAMES, Data, load, score
+from tests.plan.random_machines import describe_machine
+from tests.probe.machine_trees import short_lived
 
 MEASURES = ("ROB", "LOC", "EXC", "SMT", "SPAN", "MEM", "BAL", "L3", "IDLE", "PACE")
 SHOWN = (
@@ -83,7 +83,7 @@ def bench_planners(seeds: int = 200) -> None:
         print_planners("Planners on the lab's machines", rows.values())
         print_errors(rows)
         random_rows = [judge_machine(asks, data) for data in islice(make_random(), seeds)]
-    print_planners(f"Planners on {seeds} random machines with GPUs (tests/plan/plan_random.py)", random_rows)
+    print_planners(f"Planners on {seeds} machines of tests/plan/random_machines.py", random_rows)
 
 
 def make_random() -> Iterator[Data]:

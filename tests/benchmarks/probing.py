@@ -12,7 +12,7 @@ from launcher.probe.machine import probe
 from tests.benchmarks.first import HERE
 from tests.benchmarks.machines import write_tree
 from tests.benchmarks.measure import Sample, measure_in_turn, print_table, time_call, time_process
-from tests.plan.plan_lab import load
+from tests.plan.lab_machines import load
 
 EMPTY = (sys.executable, "-I", "-S", "-c", "pass")
 

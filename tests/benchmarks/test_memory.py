@@ -10,7 +10,7 @@ from tests.benchmarks.fragmentation import Fill, fill, find_lack, find_largest, 
 from tests.benchmarks.fragmentation_program import LONGEST, SHORTEST, STRIDE, choose_lengths
 from tests.benchmarks.worker_memory import read_workers
 from tests.benchmarks.worker_program import WORKERS
-from tests.plan.plan_lab import convert, load
+from tests.plan.lab_machines import convert, load
 
 
 def test_workers_that_do_not_collect_are_seen_to_grow(tmp_path: Path) -> None:

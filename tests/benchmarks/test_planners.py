@@ -6,7 +6,7 @@ import pytest
 
 from tests.benchmarks.peers import Ask
 from tests.benchmarks.planners import MEASURES, SHOWN, Row, judge, judge_machine, start_planners
-from tests.plan.plan_lab import load
+from tests.plan.lab_machines import load
 
 TORCHRUN = [name for name in SHOWN if name.startswith("torchrun")]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from launcher.runs.run_process import hold_directory, identify_process
-from tests.cli.making import make_run
+from tests.cli.make_runs import make_run
 from tests.conftest import LAUNCH, Result, clean_environ
-from tests.launch.support import Started, start, wait_for, write_program
+from tests.launch.start_launch import Started, start, wait_for, write_program
 
 Launch = Callable[..., Result]
 WAITS = """

@@ -13,9 +13,9 @@ import pytest
 from launcher.runs.log_tail import RunTail
 from launcher.runs.rank_logs import CHUNK, find_tail
 from launcher.runs.run_process import identify_process
-from tests.cli.making import make_run, write_applied, write_log
+from tests.cli.make_runs import make_run, write_applied, write_log
 from tests.conftest import LAUNCH, Result, clean_environ
-from tests.launch.support import start, wait_for, write_program
+from tests.launch.start_launch import start, wait_for, write_program
 
 Launch = Callable[..., Result]
 STEPS = """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.runs.run_process import hold_directory, identify_process
-from tests.cli.making import make_run
+from tests.cli.make_runs import make_run
 from tests.conftest import Result
 from tests.strangers import give_away
 

@@ -7,7 +7,7 @@ import pytest
 from launcher.cli.arguments import VERBS
 from launcher.cli.completion import answer_query
 from tests.cli import test_completion
-from tests.cli.making import make_run
+from tests.cli.make_runs import make_run
 from tests.cli.test_completion import complete_in_bash
 from tests.test_imports import list_loaded
 

@@ -15,9 +15,9 @@ from launcher.report.run_table import print_details, print_table
 from launcher.runs.run_process import check_process, identify_process, open_process
 from launcher.runs.run_status import RunStatus, add_progress, read_status
 from launcher.slurm.run_states import judge_run
-from tests.cli.making import make_run, write_log
+from tests.cli.make_runs import make_run, write_log
 from tests.conftest import Result
-from tests.launch.support import start, wait_for, write_program
+from tests.launch.start_launch import start, wait_for, write_program
 
 Launch = Callable[..., Result]
 DAMAGED = [

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launcher.text import escape_text, join_words, quote_word, tame_text
-from tests.cli.making import make_run, write_applied, write_log
+from tests.cli.make_runs import make_run, write_applied, write_log
 from tests.conftest import LAUNCH, clean_environ, run_outside
 
 EVIL = "\x1b[2J\x1b]0;title\x07\x9b31m\x08\x7f\u202e"

@@ -9,7 +9,7 @@ from launcher.config.schema import DataloaderConfig, LaunchConfig, TuneConfig
 from launcher.errors import UsageError
 from launcher.plan.model import Limits, Plan, Request
 from launcher.plan.planner import plan
-from tests.plan.plan_lab import convert, load
+from tests.plan.lab_machines import convert, load
 
 
 def plan_eight(limits: Limits) -> Plan:

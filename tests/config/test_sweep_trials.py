@@ -11,7 +11,7 @@ import yaml
 from launcher.runs.manifest import read_manifest
 from tests.config.sweepers import write_plugin
 from tests.conftest import Result, run_outside
-from tests.launch.support import start, wait_for
+from tests.launch.start_launch import start, wait_for
 
 Launch = Callable[..., Result]
 PROGRAM = """

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor.doctor_trees import write_healthy
-from tests.probe.probe_trees import short_lived
+from tests.doctor.healthy_tree import write_healthy
+from tests.probe.machine_trees import short_lived
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor.doctor_trees import (
+from tests.doctor.healthy_tree import (
     NEAR,
     SHM,
     clock,
@@ -17,7 +17,7 @@ from tests.doctor.doctor_trees import (
     run_doctor,
     write_healthy,
 )
-from tests.probe.probe_trees import CPU, GPUS, PCI, STATUS, short_lived, spoilt
+from tests.probe.machine_trees import CPU, GPUS, PCI, STATUS, short_lived, spoilt
 
 HUGE = "sys/kernel/mm/hugepages/hugepages-1048576kB"
 THP = "sys/kernel/mm/transparent_hugepage"
@@ -180,7 +180,7 @@ def test_a_machine_of_one_node_has_nothing_to_balance() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_files_that_are_not_there_are_told_as_not_checked() -> None:
-    from tests.doctor.doctor_trees import HEALTHY
+    from tests.doctor.healthy_tree import HEALTHY
 
     with short_lived() as folder:
         root = write_healthy(folder / "root")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import run_inside
-from tests.doctor.doctor_trees import HEALTHY, pick, run_doctor
-from tests.probe.probe_trees import spoilt
+from tests.doctor.healthy_tree import HEALTHY, pick, run_doctor
+from tests.probe.machine_trees import spoilt
 
 KINDS = ("bytes", "nothing", "long", "huge", "negative", "lines", "markup", "nul")
 FILES = sorted({path for path in HEALTHY if "/cpu" not in path or "/cpu5/" in path})

@@ -10,7 +10,7 @@ from rich.console import Console
 from launcher.doctor.finding import LEVELS, Finding
 from launcher.report.doctor_table import print_findings
 from tests.conftest import run_inside
-from tests.doctor.doctor_trees import pick, run_doctor
+from tests.doctor.healthy_tree import pick, run_doctor
 
 SUBJECTS = {
     "placement",

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import Result, run_outside
-from tests.doctor.doctor_trees import pick
-from tests.launch.support import start, write_program
-from tests.rank.shim_filters import KNOWN, forbid
+from tests.doctor.healthy_tree import pick
+from tests.launch.start_launch import start, write_program
+from tests.rank.seccomp_filter import KNOWN, forbid
 
 RANKS = min(2, len(os.sched_getaffinity(0)))
 

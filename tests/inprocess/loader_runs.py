@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.rank.shim_starts import ALLOWED, run_shim, write_plan
+from tests.rank.start_shim import ALLOWED, run_shim, write_plan
 
 OWN, ALL = ALLOWED[:1], ALLOWED[:2]
 HEAD = f"""

@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import clean_environ
 from tests.inprocess.hooked import FOLDER, QUICK, ROOT, STEPS, run_program
-from tests.rank.shim_starts import run_shim, write_plan
+from tests.rank.start_shim import run_shim, write_plan
 
 TELL = """
 import os, sys

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tests.launch.support import find_run, start
+from tests.launch.start_launch import find_run, start
 
 PROGRAM = """
 import gc

@@ -9,7 +9,7 @@ import pytest
 from launcher.cpulist import format_cpulist, parse_cpulist
 from launcher.plan.model import Machine
 from launcher.plan.snapshot import machine_from_json
-from tests.plan.plan_lab import convert, score
+from tests.plan.lab_machines import convert, score
 
 from .conftest import Report
 from .guest.scenario import Scenario

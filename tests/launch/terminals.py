@@ -16,7 +16,7 @@ import pyte
 import pytest
 
 from tests.conftest import clean_environ
-from tests.launch.support import LAUNCH, Started, find_processes
+from tests.launch.start_launch import LAUNCH, Started, find_processes
 
 ROWS, COLUMNS = 24, 80
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.support import start, wait_for, write_program
+from tests.launch.start_launch import start, wait_for, write_program
 
 PROGRAM = """
 import os, signal, sys, time

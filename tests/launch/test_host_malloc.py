@@ -11,7 +11,7 @@ import pytest
 from launcher.probe.malloc_library import SONAMES, find_malloc
 from launcher.rank.standalone import WISHES
 from tests.conftest import Result, run_outside
-from tests.rank.shim_starts import COMMAND
+from tests.rank.start_shim import COMMAND
 from tests.rank.test_srun_tasks import AGENT
 
 TELL = """

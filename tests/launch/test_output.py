@@ -20,7 +20,7 @@ from launcher.report import console
 from launcher.report.byte_stream import Stream
 from launcher.runs.rank_logs import Follower
 from launcher.runs.run_directory import RunDir
-from tests.launch.support import LAUNCH, start, wait_for, write_program
+from tests.launch.start_launch import LAUNCH, start, wait_for, write_program
 
 LONG = 40 << 20
 ANYTHING = f"""

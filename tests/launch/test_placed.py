@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from launcher.cpulist import parse_cpulist
-from tests.launch.support import start, write_program
+from tests.launch.start_launch import start, write_program
 
 SHOW = """
 import json, os

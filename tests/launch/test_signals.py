@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.support import LAUNCH, Started, start, wait_for, write_program
+from tests.launch.start_launch import LAUNCH, Started, start, wait_for, write_program
 
 SLEEPER = """
 import subprocess, time

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.runs.rank_logs import read_tail
-from tests.launch.support import LAUNCH, wait_for
+from tests.launch.start_launch import LAUNCH, wait_for
 from tests.launch.terminals import COLUMNS, ROWS, Terminal, launch_on_terminal, open_terminal
 
 ONE = "nproc_per_node=1"

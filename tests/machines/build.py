@@ -8,7 +8,7 @@ from textwrap import wrap
 from launcher.plan.codec import machine_to_json
 from launcher.plan.model import Gpu, Limits, Machine, Nic
 from launcher.probe.machine import probe
-from tests.probe.probe_trees import short_lived
+from tests.probe.machine_trees import short_lived
 
 from .tree import Data, write_tree
 

@@ -10,8 +10,8 @@ import pytest
 from launcher.cli.arguments import VERBS
 from launcher.cli.completion import answer_query
 from tests.conftest import Result
-from tests.plan.plan_lab import fsroot, load
-from tests.probe.probe_trees import short_lived
+from tests.plan.lab_machines import fsroot, load
+from tests.probe.machine_trees import short_lived
 
 from .build import NAMES, SHIPPED
 

@@ -9,7 +9,7 @@ from launcher.plan.codec import plan_to_json
 from launcher.plan.model import Limits, Machine, Plan, Request
 from launcher.plan.planner import plan
 from launcher.plan.snapshot import parse_machine
-from tests.plan.plan_lab import score
+from tests.plan.lab_machines import score
 
 from .build import NAMES, SHIPPED, build_files, read_description
 

@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tests.plan.plan_lab import fsroot
+from tests.plan.lab_machines import fsroot
 
 Data = dict[str, Any]
 GPUS = {"nvidia": ("0x10de", "0x030200"), "amd": ("0x1002", "0x120000")}

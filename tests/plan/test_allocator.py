@@ -10,7 +10,7 @@ from launcher.plan.model import Machine, Plan, RankPlan, Request
 from launcher.plan.planner import plan
 from launcher.plan.snapshot import machine_from_json
 
-from .plan_lab import convert, describe
+from .lab_machines import convert, describe
 
 ONE = convert(describe(["0-7"], [0]))
 AMD = replace(ONE, gpus=(replace(ONE.gpus[0], vendor="amd"),))

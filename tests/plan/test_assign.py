@@ -13,7 +13,7 @@ from launcher.plan.model import Gpu, Plan, Request
 from launcher.plan.planner import plan
 from launcher.plan.usable_cores import Core, Topology
 
-from .plan_lab import convert, describe, load, masks, memory, workers
+from .lab_machines import convert, describe, load, masks, memory, workers
 
 
 def make_topology(sizes: Sequence[int], homes: Sequence[Sequence[int]]) -> tuple[Topology, list[Gpu]]:

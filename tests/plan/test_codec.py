@@ -12,7 +12,7 @@ from launcher.plan.model import Cache, Gpu, Limits, Machine, Nic, Request
 from launcher.plan.planner import plan
 from launcher.plan.snapshot import machine_from_json, parse_machine
 
-from .plan_lab import NAMES, convert, load
+from .lab_machines import NAMES, convert, load
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,7 +6,7 @@ from launcher.cpulist import parse_cpulist
 from launcher.plan.model import Cpu, Machine, NumaNode, Request
 from launcher.plan.planner import plan
 
-from .plan_lab import convert, describe, load, masks, memory, workers
+from .lab_machines import convert, describe, load, masks, memory, workers
 
 
 def test_isolated_cpus_are_left_alone() -> None:

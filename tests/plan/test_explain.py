@@ -9,7 +9,7 @@ from launcher.plan.model import Plan, Request
 from launcher.plan.planner import plan
 from launcher.plan.usable_cores import survey
 
-from .plan_lab import NAMES, convert, describe, load
+from .lab_machines import NAMES, convert, describe, load
 from .test_crowds import make_hybrid
 
 

@@ -9,8 +9,8 @@ from launcher.plan.codec import plan_to_json
 from launcher.plan.model import Plan, Request
 from launcher.plan.planner import plan
 
-from .plan_lab import NAMES, Data, convert, load, score
-from .plan_random import describe_machine, describe_overlap
+from .lab_machines import NAMES, Data, convert, load, score
+from .random_machines import describe_machine, describe_overlap
 
 
 def find_shorts(data: Data, made: Plan) -> set[str]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from launcher.plan.model import Gpu, Machine, Nic, Plan, Request
 from launcher.plan.planner import plan
 
-from .plan_lab import convert, describe
+from .lab_machines import convert, describe
 
 
 def make_gpu(index: int, node: int | None, *path: str) -> Gpu:

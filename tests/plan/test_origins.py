@@ -8,7 +8,7 @@ from launcher.plan.codec import plan_to_json, rank_to_json
 from launcher.plan.model import RankPlan, Request, Variable
 from launcher.plan.planner import plan
 from launcher.runs.run_records import read_rank, read_ranks
-from tests.plan.plan_lab import convert, load
+from tests.plan.lab_machines import convert, load
 
 MACHINE = convert(load("dgx-a100"))
 

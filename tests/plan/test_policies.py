@@ -6,7 +6,7 @@ from launcher.cpulist import format_cpulist
 from launcher.plan.model import Plan, Request
 from launcher.plan.planner import plan
 
-from .plan_lab import convert, describe, load
+from .lab_machines import convert, describe, load
 
 
 def masks(made: Plan) -> list[str]:

@@ -20,8 +20,8 @@ from launcher.plan.shares import cut_evenly, find_edges, order_sizes
 from launcher.plan.snapshot import parse_machine
 from launcher.plan.usable_cores import find_usable, survey
 
-from .plan_lab import convert, score
-from .plan_random import describe_machine, describe_overlap
+from .lab_machines import convert, score
+from .random_machines import describe_machine, describe_overlap
 
 
 def make_machine(seed: int) -> Machine:

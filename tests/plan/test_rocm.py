@@ -8,7 +8,7 @@ from launcher.plan.model import Gpu, Plan, Request
 from launcher.plan.planner import plan
 from launcher.plan.visible import Visible, resolve_visible
 
-from .plan_lab import convert, describe
+from .lab_machines import convert, describe
 
 UUIDS = ("GPU-1111111111111111", "GPU-1111aaaa22222222", "GPU-bbbb333333333333", "")
 GPUS = tuple(Gpu(at, uuid, f"0000:{at}3:00.0", at // 2, vendor="amd") for at, uuid in enumerate(UUIDS))

@@ -10,7 +10,7 @@ from launcher.errors import MachineError, UsageError
 from launcher.plan.model import Limits, Plan, Request
 from launcher.plan.planner import POLICIES, plan
 
-from .plan_lab import convert, describe, load
+from .lab_machines import convert, describe, load
 
 CONF = Path(__file__).parent.parent.parent / "conf"
 ONE = convert(describe(["0-7"], [0], threads={"none": True}))

@@ -7,7 +7,7 @@ import pytest
 from launcher.plan.model import Memory, Request
 from launcher.plan.planner import plan
 
-from .plan_lab import convert, describe, load, masks, memory, workers
+from .lab_machines import convert, describe, load, masks, memory, workers
 
 NAMED = {
     "dgx-a100": (

@@ -14,7 +14,7 @@ from launcher.plan.snapshot import parse_machine
 from launcher.plan.usable_cores import find_usable
 from launcher.plan.visible import resolve_visible
 
-from .plan_lab import convert, describe, load
+from .lab_machines import convert, describe, load
 from .test_nics import build, make_gpu, make_nics, port, under
 from .test_properties import MACHINES
 

@@ -8,7 +8,7 @@ from launcher.plan.model import Limits, Request
 from launcher.plan.planner import plan
 from launcher.plan.rules import BINDERS
 
-from .plan_lab import convert, describe, load
+from .lab_machines import convert, describe, load
 
 EIGHT = convert(describe(["0-7"], [0]))
 LIBRARIES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")

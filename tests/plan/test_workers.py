@@ -14,7 +14,7 @@ from launcher.plan.rules import WORKLOADS
 from launcher.plan.usable_cores import find_usable
 from launcher.plan.workers import find_level
 
-from .plan_lab import convert, describe, load
+from .lab_machines import convert, describe, load
 from .test_properties import MACHINES, REQUESTS
 from .test_settings import CONF
 

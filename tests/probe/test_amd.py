@@ -10,7 +10,7 @@ from launcher.probe.gpus import list_gpus
 from launcher.probe.machine import probe
 from launcher.probe.sysfs import Tree
 
-from .probe_trees import link, put, write_device, write_small
+from .machine_trees import link, put, write_device, write_small
 
 KFD = "sys/devices/virtual/kfd/kfd"
 NODES = f"{KFD}/topology/nodes"

@@ -9,7 +9,7 @@ from launcher.cpulist import format_cpulist
 from launcher.plan.model import Machine
 from launcher.probe.machine import probe
 
-from .probe_trees import STATUS, put, write_small
+from .machine_trees import STATUS, put, write_small
 
 TOP = "sys/fs/cgroup"
 OWN, NAME = "proc/self/cgroup", "proc/self/cpuset"

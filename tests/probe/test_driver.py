@@ -8,7 +8,7 @@ import pytest
 from launcher.probe.nvidia_driver import read_driver, read_ready
 from launcher.probe.sysfs import Tree
 
-from .probe_trees import put
+from .machine_trees import put
 
 
 @pytest.fixture

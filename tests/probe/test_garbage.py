@@ -20,7 +20,7 @@ from launcher.plan.model import Machine
 from launcher.plan.snapshot import parse_machine
 from launcher.probe.machine import probe
 
-from .probe_trees import spoilt, write_rich
+from .machine_trees import spoilt, write_rich
 
 LINES = (
     "", "-1", "0", "1", "3-1", "0-3", "2-5,9", "0-15:2/4", "0-15:4/2", "0-15:2/", "0-70000", "0-1048575",

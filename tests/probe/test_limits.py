@@ -13,7 +13,7 @@ from launcher.probe.mounts import decode, relate
 from launcher.probe.oom_kills import count_oom_kills
 from launcher.probe.sysfs import Tree
 
-from .probe_trees import put
+from .machine_trees import put
 
 OWN, TOP, MOUNTS = "proc/self/cgroup", "sys/fs/cgroup", "proc/self/mountinfo"
 V2 = {f"{TOP}/cgroup.controllers": "cpuset cpu io memory"}

@@ -7,9 +7,9 @@ import pytest
 
 from launcher.plan.model import Cache, Cpu, Gpu, Machine, Nic, NumaNode
 from launcher.probe.machine import probe
-from tests.plan.plan_lab import NAMES, Data, fsroot, load
+from tests.plan.lab_machines import NAMES, Data, fsroot, load
 
-from .probe_trees import find_path, short_lived
+from .machine_trees import find_path, short_lived
 
 
 def expect(description: Data) -> Machine:

@@ -7,7 +7,7 @@ import pytest
 from launcher.probe.product import LONGEST, read_name
 from launcher.probe.sysfs import Tree
 
-from .probe_trees import link, put
+from .machine_trees import link, put
 
 DMI = "sys/devices/virtual/dmi/id"
 MODEL = "sys/firmware/devicetree/base/model"

@@ -8,7 +8,7 @@ from launcher.plan.model import Machine, Nic
 from launcher.probe.machine import probe
 from launcher.probe.pci import split_path
 
-from .probe_trees import NICS, PCI, STATUS, link, put, write_device, write_nic, write_small
+from .machine_trees import NICS, PCI, STATUS, link, put, write_device, write_nic, write_small
 
 PORT = "pci0000:17/0000:17:01.0"
 NDR = ("4: ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand")

@@ -12,7 +12,7 @@ import pytest
 
 from launcher.probe.sysfs import Tree
 
-from .probe_trees import GPUS, put, write_small
+from .machine_trees import GPUS, put, write_small
 
 READ = """
 import dataclasses, json, sys

@@ -12,7 +12,7 @@ from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.plan.model import Cache, Machine
 from launcher.probe.machine import probe
 
-from .probe_trees import CPU, GPUS, NODE, PCI, STATUS, put, spoilt, write_small
+from .machine_trees import CPU, GPUS, NODE, PCI, STATUS, put, spoilt, write_small
 
 GPU0, GPU1 = "0000:07:00.0", "0000:47:00.0"
 Content = str | bytes | None

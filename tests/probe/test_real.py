@@ -10,7 +10,7 @@ from typing import Any
 from launcher.probe.machine import probe
 from launcher.probe.sysfs import Tree
 
-from .probe_trees import write_small
+from .machine_trees import write_small
 
 WATCHED = """
 import json, os, sys

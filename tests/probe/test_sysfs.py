@@ -7,7 +7,7 @@ import pytest
 
 from launcher.probe.sysfs import PAGE, SIZE_LIMIT, Tree, parse_number
 
-from .probe_trees import put
+from .machine_trees import put
 
 
 def test_list_longer_than_a_page_is_read_whole(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from .starting import Start
+from .start_program import Start
 
 
 @pytest.fixture(scope="session")

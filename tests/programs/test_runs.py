@@ -15,7 +15,7 @@ from launcher.programs.checkpoint import list_complete, prepare_directory
 from launcher.programs.dimensions import ModelConfig
 from launcher.programs.user_error import OptionError
 
-from .starting import Start, read_losses
+from .start_program import Start, read_losses
 
 MIXED: dict[str, str | bool] = {
     "parallel": "fsdp",

@@ -11,7 +11,7 @@ import pytest
 from launcher.rank.interpreter_hook import FOLDER
 from launcher.rank.nested_rank import leave_rank
 from tests.conftest import LAUNCH, clean_environ
-from tests.rank.shim_starts import ALLOWED, COMMAND, TELL, run_shim, tell, write_plan
+from tests.rank.start_shim import ALLOWED, COMMAND, TELL, run_shim, tell, write_plan
 
 INNER = [*COMMAND, sys.executable, "-c", TELL]
 OUTER = {

@@ -13,7 +13,7 @@ import pytest
 
 from launcher.rank.identity import Identity
 from launcher.rank.node_cpus import MOST_CPUS, find_ancestor, join_slurm, read_process, try_affinity
-from tests.rank.bound_starts import (
+from tests.rank.start_bound import (
     PROGRAM,
     STEP,
     by_agent,
@@ -23,7 +23,7 @@ from tests.rank.bound_starts import (
     by_srun,
     start_bound,
 )
-from tests.rank.shim_starts import ALLOWED, COMMAND
+from tests.rank.start_shim import ALLOWED, COMMAND
 
 FIRST, LAST = ALLOWED[0], ALLOWED[-1]
 needs_two = pytest.mark.skipif(len(ALLOWED) < 2, reason="two ranks cannot be bound apart on one CPU")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from launcher.rank.open_files import raise_files
-from tests.rank.shim_filters import KNOWN, forbid
-from tests.rank.shim_starts import ALLOWED, ECHO, assert_ran, run_shim, write_plan
+from tests.rank.seccomp_filter import KNOWN, forbid
+from tests.rank.start_shim import ALLOWED, ECHO, assert_ran, run_shim, write_plan
 
 ASK = ("/bin/sh", "-c", "echo $(ulimit -Sn) $(ulimit -Hn)")
 HARD = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rank.shim_starts import ALLOWED, ECHO, assert_ran, run_shim, write_plan
+from tests.rank.start_shim import ALLOWED, ECHO, assert_ran, run_shim, write_plan
 from tests.strangers import give_away
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from launcher.cpulist import format_cpulist, parse_cpulist
 from launcher.rank.identity import Identity
-from tests.rank.shim_starts import ALLOWED, COMMAND, TELL, run_shim, tell, write_plan
+from tests.rank.start_shim import ALLOWED, COMMAND, TELL, run_shim, tell, write_plan
 
 
 def test_the_program_has_what_was_planned(tmp_path: Path) -> None:

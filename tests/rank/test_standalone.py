@@ -13,8 +13,8 @@ from launcher.plan.model import Machine, Plan, RankPlan, Request
 from launcher.plan.planner import plan
 from launcher.rank import standalone
 from launcher.rank.standalone import WISHES, plan_for_rank, plan_rank
-from tests.plan.plan_lab import NAMES, convert, fsroot, load
-from tests.rank.shim_starts import SHIM
+from tests.plan.lab_machines import NAMES, convert, fsroot, load
+from tests.rank.start_shim import SHIM
 
 MACHINES = {name: convert(load(name)) for name in NAMES}
 WITH_GPUS = [name for name in NAMES if len(MACHINES[name].gpus) > 1]

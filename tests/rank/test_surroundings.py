@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import drop_powers
-from tests.rank.shim_filters import ENOSYS, EPERM, KNOWN, forbid
-from tests.rank.shim_starts import (
+from tests.rank.seccomp_filter import ENOSYS, EPERM, KNOWN, forbid
+from tests.rank.start_shim import (
     ALLOWED,
     COMMAND,
     ECHO,

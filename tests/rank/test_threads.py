@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.rank.shim_starts import ALLOWED, run_shim, tell
+from tests.rank.start_shim import ALLOWED, run_shim, tell
 
 PROGRAM = """
 import json, os, torch

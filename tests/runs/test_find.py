@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher.runs.find import RunLookupError, choose_runs, find_runs, list_runs, name_run
-from tests.cli.making import make_run
+from tests.cli.make_runs import make_run
 
 
 def names(runs: Path, text: str) -> list[str]:

@@ -22,7 +22,7 @@ from launcher.runs.run_records import read_run
 from launcher.slurm.compiler_caches import CACHES, OWN, open_caches, remove_left
 from launcher.slurm.job_request import JobRequest, write_request
 from tests.conftest import clean_environ
-from tests.plan.plan_lab import convert, load
+from tests.plan.lab_machines import convert, load
 
 SHOW = """
 import os, stat, sys

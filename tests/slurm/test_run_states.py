@@ -14,7 +14,7 @@ from launcher.runs.run_status import AttemptStatus, RunStatus
 from launcher.slurm import run_states
 from launcher.slurm.queue import JobState
 from launcher.slurm.run_states import find_standing, judge_run, stand
-from tests.cli.making import make_run
+from tests.cli.make_runs import make_run
 
 ONCE = (AttemptStatus("", "", "running", "", ""),)
 MEMORY = "out of memory: ask for more with cluster.mem"

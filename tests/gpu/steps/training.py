@@ -12,7 +12,7 @@ from launcher.programs.dimensions import ModelConfig, count_parameters
 from tests.gpu.context import NEEDED, Context
 from tests.gpu.environment import ROOT
 from tests.gpu.memory_formula import predict_memory
-from tests.programs.starting import STEP
+from tests.programs.start_program import STEP
 
 MEMORY = re.compile(r"memory  ([\d.]+) GiB allocated, ([\d.]+) reserved at most, ([\d.]+) of ([\d.]+) in use")
 GIB = 2**30

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.launch.support import find_processes, wait_for
-from tests.programs.starting import read_losses
+from tests.launch.start_launch import find_processes, wait_for
+from tests.programs.start_program import read_losses
 from tests.slurm.cluster.conftest import ENDED, Sandbox
 
 SHRUNK = (

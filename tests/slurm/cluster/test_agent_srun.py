@@ -13,7 +13,7 @@ import pytest
 from launcher.runs.node_records import read_nodes
 from launcher.runs.run_records import read_run
 from launcher.slurm.rendezvous import pick_port, read_local_ports
-from tests.launch.support import find_run, write_program
+from tests.launch.start_launch import find_run, write_program
 from tests.slurm.cluster.conftest import Sandbox
 from tests.slurm.cluster.jobs import SHRUNK, Run, submit
 

@@ -8,8 +8,8 @@ import pytest
 
 from launcher.errors import SchedulerError
 from launcher.slurm.queue import ENDED, JobState, ask_queue, list_members
-from tests.cli.making import make_run
-from tests.launch.support import wait_for
+from tests.cli.make_runs import make_run
+from tests.launch.start_launch import wait_for
 from tests.slurm.cluster.conftest import Sandbox
 from tests.slurm.cluster.forgetful import forget, start_forgetful, stop_controller
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import clean_environ
-from tests.launch.support import find_processes, is_alive, wait_for
+from tests.launch.start_launch import find_processes, is_alive, wait_for
 
 from .conftest import (
     COMMAND,

@@ -15,7 +15,7 @@ import pytest
 from launcher.runs.node_records import read_nodes
 from launcher.slurm.hostlist import expand_hosts
 from tests.conftest import LAUNCH, Result
-from tests.launch.support import find_processes, find_run, wait_for, write_program
+from tests.launch.start_launch import find_processes, find_run, wait_for, write_program
 from tests.slurm.cluster.conftest import Sandbox
 from tests.slurm.cluster.jobs import submit
 

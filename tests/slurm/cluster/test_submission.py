@@ -15,7 +15,7 @@ from launcher.errors import MachineError, SchedulerError
 from launcher.slurm.refusal import explain_refusal
 from launcher.slurm.submission import submit_script
 from launcher.slurm.submit import find_python
-from tests.launch.support import find_run
+from tests.launch.start_launch import find_run
 from tests.slurm.cluster.conftest import Sandbox
 
 pytestmark = pytest.mark.slurm

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from launcher.plan.model import Cache, Cpu, Gpu, Limits, Machine, Nic, NumaNode
-from tests.plan.plan_lab import Data, convert, load
-from tests.probe.probe_trees import find_path
+from tests.plan.lab_machines import Data, convert, load
+from tests.probe.machine_trees import find_path
 
 
 def furnish(data: Data) -> Machine:

@@ -17,10 +17,10 @@ from launcher.report.palette import find_colour, lighten
 from launcher.report.picture import Box, arrange, walk_boxes
 from launcher.report.png import measure_text, render_png
 from launcher.report.svg import NAMESPACE, render_svg
-from tests.plan.plan_lab import NAMES
-from tests.report import topo_lab
+from tests.plan.lab_machines import NAMES
+from tests.report import full_machines
 
-MAKERS = {"hybrid": topo_lab.hybrid, "huge": topo_lab.huge, "odd": topo_lab.odd}
+MAKERS = {"hybrid": full_machines.hybrid, "huge": full_machines.huge, "odd": full_machines.odd}
 REQUESTS = {
     "exclusive": Request(),
     "none": Request(binding="none"),
@@ -31,7 +31,7 @@ REQUESTS = {
 
 
 def make(name: str) -> Machine:
-    return MAKERS[name]() if name in MAKERS else topo_lab.lab(name)
+    return MAKERS[name]() if name in MAKERS else full_machines.lab(name)
 
 
 def draw(placed: Plan) -> Box:
@@ -166,7 +166,7 @@ def test_the_png_is_the_picture(name: str) -> None:
 
 
 def test_hatching_is_in_both_forms() -> None:
-    picture = draw(plan(topo_lab.odd(), Request()))
+    picture = draw(plan(full_machines.odd(), Request()))
     hatched = [(x, y) for box, x, y in walk_boxes(picture) if box.hatched and box.kind == "pu"]
     assert len(hatched) == 80
     rects = ElementTree.fromstring(render_svg(picture)).iter(f"{{{NAMESPACE}}}rect")
@@ -179,7 +179,7 @@ def test_hatching_is_in_both_forms() -> None:
 
 @pytest.mark.parametrize("name", ["<&>\"'", "\x00\x1b[0m\ufffe\udc80", "表 🚀", "x" * 500, ""])
 def test_any_name_can_be_drawn(name: str) -> None:
-    machine = topo_lab.odd()
+    machine = full_machines.odd()
     path = ("pci0000:00", f"{name[:40]}.")
     gpus = tuple(replace(gpu, name=name, pci=f"{name[:40]}{gpu.index}", path=path) for gpu in machine.gpus)
     nics = tuple(replace(nic, name=name) for nic in machine.nics)
@@ -194,7 +194,7 @@ def test_any_name_can_be_drawn(name: str) -> None:
 
 
 def test_the_nic_of_a_rank_carries_its_colour() -> None:
-    placed = plan(topo_lab.lab("dgx-h100"), Request())
+    placed = plan(full_machines.lab("dgx-h100"), Request())
     ranks = (replace(placed.ranks[0], nic="mlx5_3"), *(replace(rank, nic=None) for rank in placed.ranks[1:]))
     cards = list_kind(draw(replace(placed, ranks=ranks)), "nic")
     banded = {card.texts[0].text: card.parts[0].fills for card in cards if card.parts}
@@ -216,7 +216,7 @@ def test_the_legend_explains_the_marks_that_occur() -> None:
 
 
 def test_a_legend_of_many_ranks_ends() -> None:
-    picture = draw(plan(topo_lab.hybrid(), Request(nproc_per_node=1000)))
+    picture = draw(plan(full_machines.hybrid(), Request(nproc_per_node=1000)))
     texts = [text.text for row in list_kind(picture, "row") for text in row.texts]
     assert "rank 255" in texts and "rank 256" not in texts
     assert "and 744 more ranks: launch plan lists them all" in texts

@@ -5,7 +5,7 @@ from random import Random
 
 from launcher.cpulist import format_cpulist, parse_cpulist
 
-from .plan_lab import Data
+from .lab_machines import Data
 
 
 def describe_machine(random: Random) -> Data:

@@ -11,9 +11,9 @@ from launcher.cli.topo import number_classes
 from launcher.plan.model import Cpu, Machine, NumaNode
 from launcher.report.machine_tree import print_topology
 from tests.conftest import Result
-from tests.plan.plan_lab import NAMES, fsroot, load
-from tests.probe.probe_trees import short_lived
-from tests.report import topo_lab
+from tests.plan.lab_machines import NAMES, fsroot, load
+from tests.probe.machine_trees import short_lived
+from tests.report import full_machines
 
 
 def show(machine: Machine, *, explain: bool = False, encoding: str = "utf-8", width: int = 160) -> str:
@@ -79,7 +79,7 @@ Machine  dgx-a100  1 TiB  2 packages, 8 NUMA nodes, 128 cores, 256 PUs
 
 
 def test_a_dgx_fits_a_screen() -> None:
-    text = show(topo_lab.lab("dgx-a100"), width=80)
+    text = show(full_machines.lab("dgx-a100"), width=80)
     assert text.startswith(DGX)
     assert text.endswith(
         "job        may use all 256 PUs and the memory of all NUMA nodes\n"
@@ -118,7 +118,7 @@ warning: numa_node of 0000:17:00.1 is -1
 
 
 def test_what_is_out_of_the_ordinary_is_told() -> None:
-    assert show(topo_lab.odd()) == ODD
+    assert show(full_machines.odd()) == ODD
 
 
 HYBRID = """\
@@ -133,31 +133,31 @@ job        may use all 24 PUs and the memory of all NUMA nodes
 
 
 def test_classes_of_cores_and_a_gpu_of_unknown_place() -> None:
-    assert show(topo_lab.hybrid()) == HYBRID
+    assert show(full_machines.hybrid()) == HYBRID
 
 
 def test_a_gpu_without_a_node_stands_by_the_cpus_next_to_it() -> None:
-    machine = topo_lab.lab("a100-slurm-32of112")
+    machine = full_machines.lab("a100-slurm-32of112")
     far = frozenset(cpu.id for cpu in machine.cpus if cpu.node == 1)
     gpus = tuple(replace(gpu, node=None, local_cpus=far) if gpu.node else gpu for gpu in machine.gpus)
     assert show(replace(machine, gpus=gpus)) == show(machine)
 
 
 def test_favoured_cores_are_no_class_of_their_own() -> None:
-    machine = topo_lab.hybrid()
+    machine = full_machines.hybrid()
     cpus = tuple(replace(cpu, capacity=1024 - cpu.id % 3) for cpu in machine.cpus)
     assert "capacity" not in show(replace(machine, cpus=cpus))
 
 
 def test_explain_shows_each_cache_and_core() -> None:
-    lines = show(topo_lab.lab("dgx-a100"), explain=True).splitlines()
+    lines = show(full_machines.lab("dgx-a100"), explain=True).splitlines()
     assert sum("L3 32 MiB" in line for line in lines) == 32
     cores = [line.partition("Core ")[2] for line in lines if "Core " in line]
     assert cores == [f"{core}  PUs {core},{core + 128}" for core in range(128)]
 
 
 def test_nodes_without_cpus_that_are_alike_share_a_line() -> None:
-    text = show(topo_lab.lab("gb200-nvl4"))
+    text = show(full_machines.lab("gb200-nvl4"))
     assert "NUMANodes 2,10,18,26  186 GiB each  no CPUs, GPU or expansion memory\n" in text
     assert "NUMANodes 3-9,11-17,19-25,27-33  no CPUs, no memory\n" in text
     assert text.endswith("nodes  0-1  2-33\n             0-1   40    80\n            2-33   80    80\n")
@@ -174,7 +174,7 @@ def test_packages_of_a_virtual_machine_stand_in_its_one_node() -> None:
 
 
 def test_a_cache_above_two_nodes_is_called_shared() -> None:
-    machine = topo_lab.lab("azure-ndv4")
+    machine = full_machines.lab("azure-ndv4")
     low = {cpu.node for cpu in machine.cpus if cpu.package == 0}
     cpus = tuple(replace(cpu, l3=0) if cpu.node in low else cpu for cpu in machine.cpus)
     text = show(replace(machine, cpus=cpus))
@@ -182,28 +182,28 @@ def test_a_cache_above_two_nodes_is_called_shared() -> None:
 
 
 def test_alike_neighbours_of_which_one_is_partly_allowed_stand_apart() -> None:
-    machine = topo_lab.lab("dgx-a100")
+    machine = full_machines.lab("dgx-a100")
     text = show(replace(machine, allowed_cpus=machine.allowed_cpus - {5}))
     assert "├── L3 32 MiB  4 cores  PUs 4-7,132-135  (allowed 4,6-7,132-135)\n" in text
     assert "2 x L3 32 MiB  4 cores each  PUs 8-11,136-139 to 12-15,140-143\n" in text
 
 
 def test_gaps_in_the_numbers_are_named() -> None:
-    machine = topo_lab.hybrid()
+    machine = full_machines.hybrid()
     cpus = tuple(cpu for cpu in machine.cpus if cpu.id != 20)
     assert "not online PUs 20 (offline, or no such CPUs)\n" in show(replace(machine, cpus=cpus))
 
 
 def test_a_machine_that_may_use_nothing_is_shown() -> None:
-    machine = replace(topo_lab.hybrid(), allowed_cpus=frozenset(), allowed_mems=frozenset())
+    machine = replace(full_machines.hybrid(), allowed_cpus=frozenset(), allowed_mems=frozenset())
     assert "may use 0 of 24 PUs () and the memory of NUMA nodes (none)" in show(machine)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "hybrid", "huge", "odd"])
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_it_fits_80_columns_and_plain_terminals(name: str, encoding: str) -> None:
-    makers = {"hybrid": topo_lab.hybrid, "huge": topo_lab.huge, "odd": topo_lab.odd}
-    machine = replace(makers[name]() if name in makers else topo_lab.lab(name), name=name)
+    makers = {"hybrid": full_machines.hybrid, "huge": full_machines.huge, "odd": full_machines.odd}
+    machine = replace(makers[name]() if name in makers else full_machines.lab(name), name=name)
     text = show(machine, encoding=encoding, width=80)
     assert max(map(len, text.splitlines())) <= 80
     for gpu in machine.gpus:

@@ -15,7 +15,7 @@ from launcher.report.palette import PALETTE, find_ink, lighten
 from launcher.report.pci_switches import Switch, group_devices
 from launcher.report.rank_colours import name_ranks
 from launcher.text import clean_text, format_size, shorten_cpulist
-from tests.report import topo_lab
+from tests.report import full_machines
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_what_is_known_of_devices() -> None:
 
 
 def test_every_pu_and_device_is_in_the_tree_once() -> None:
-    machine = topo_lab.odd()
+    machine = full_machines.odd()
     root = build_parts(machine, {})
     assert [part.pus for part in root.parts if part.pus] == [
         tuple(cpu.id for cpu in machine.cpus if cpu.package == package) for package in (0, 1)
@@ -146,14 +146,14 @@ def test_every_pu_and_device_is_in_the_tree_once() -> None:
 
 
 def test_devices_next_to_a_node_without_cpus_stand_with_it() -> None:
-    machine = topo_lab.odd()
+    machine = full_machines.odd()
     near = replace(machine, gpus=(replace(machine.gpus[0], node=2),), nics=())
     (node,) = (part for part in build_parts(near, {}).parts if part.kind == "NUMANode")
     assert (node.numbers, node.devices) == ((2,), near.gpus)
 
 
 def test_a_gpu_on_a_node_that_is_not_there_stands_under_the_machine() -> None:
-    machine = topo_lab.hybrid()
+    machine = full_machines.hybrid()
     lost = replace(machine, gpus=(replace(machine.gpus[0], node=7),))
     assert build_parts(lost, {}).devices == lost.gpus
 

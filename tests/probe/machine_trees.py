@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.plan.plan_lab import Data, fsroot
+from tests.plan.lab_machines import Data, fsroot
 
 CPU = "sys/devices/system/cpu"
 NODE = "sys/devices/system/node"

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from tests.rank.shim_starts import COMMAND
+from tests.rank.start_shim import COMMAND
 
 SHOW = "import json, os; print(json.dumps(sorted(os.sched_getaffinity(0))))"
 PROGRAM = (sys.executable, "-I", "-S", "-c", SHOW)

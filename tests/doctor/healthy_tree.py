@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import Result, run_inside
-from tests.plan.plan_lab import fsroot
-from tests.probe.probe_trees import CPU, PCI, put
+from tests.plan.lab_machines import fsroot
+from tests.probe.machine_trees import CPU, PCI, put
 
 MACHINE: dict[str, Any] = {
     "name": "two",
