@@ -76,7 +76,7 @@ PENDING: set[tuple[str, str]] = {
     ("config/sweep_trials.py", "launcher.runs.objective"),
     ("config/validation.py", "launcher.runs.objective"),
     ("config/validation.py", "launcher.slurm.requeue_policy"),
-    ("config/validation.py", "launcher.slurm.srun_agent"),
+    ("config/validation.py", "launcher.slurm.srun_command"),
     ("doctor/clock_checks.py", "launcher.probe.health"),
     ("doctor/cpu_checks.py", "launcher.plan.rules"),
     ("doctor/environment_checks.py", "launcher.plan.rules"),
@@ -99,7 +99,7 @@ PENDING: set[tuple[str, str]] = {
     ("launch/local_run.py", "launcher.plan.codec"),
     ("launch/local_run.py", "launcher.report.console"),
     ("launch/local_run.py", "launcher.report.placement_table"),
-    ("launch/local_run.py", "launcher.slurm.run_in_use"),
+    ("launch/local_run.py", "launcher.slurm.run_states"),
     ("launch/monitor.py", "launcher.probe.oom_kills"),
     ("launch/monitor.py", "launcher.probe.sysfs"),
     ("launch/monitor.py", "launcher.report.byte_stream"),
@@ -115,9 +115,9 @@ PENDING: set[tuple[str, str]] = {
     ("rank/assignment.py", "launcher.errors"),
     ("slurm/job_resources.py", "launcher.config.sexagesimal"),
     ("slurm/job_resources.py", "launcher.config.validation"),
-    ("slurm/script_preview.py", "launcher.config.suggestions"),
-    ("slurm/script_preview.py", "launcher.config.yaml_files"),
-    ("slurm/submit.py", "launcher"),
+    ("slurm/standalone_script.py", "launcher.config.suggestions"),
+    ("slurm/standalone_script.py", "launcher.config.yaml_files"),
+    ("slurm/submission.py", "launcher"),
 }
 """Imports that still have to go."""
 

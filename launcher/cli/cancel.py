@@ -19,8 +19,7 @@ from launcher.runs.manifest import OPEN, read_manifest, stamp_time, take_dict, w
 from launcher.runs.run_directory import RunDir
 from launcher.runs.run_process import check_process, open_process
 from launcher.runs.run_status import RunStatus
-from launcher.slurm.commands import run_slurm
-from launcher.slurm.queue import ENDED, ask_queue
+from launcher.slurm.client import ENDED, ask_queue, run_slurm
 from launcher.slurm.run_states import find_standing
 from launcher.text import escape_text
 

@@ -15,8 +15,8 @@ from launcher.errors import UsageError
 from launcher.report.byte_stream import open_stream
 from launcher.runs.log_tail import Output, RunTail
 from launcher.runs.run_status import RunStatus, read_status
-from launcher.slurm.polling import Poller
-from launcher.slurm.queue import JobState
+from launcher.slurm.client import JobState
+from launcher.slurm.pending_jobs import Poller
 from launcher.slurm.run_states import find_standing, stand
 from launcher.text import escape_text, print_text
 

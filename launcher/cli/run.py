@@ -58,7 +58,7 @@ def run_job(
     name_files(own_files)
     tell_program([draft], own_files)
     if draft.cluster.kind == "slurm":
-        from launcher.slurm.submit import submit_jobs
+        from launcher.slurm.submission import submit_jobs
 
         return submit_jobs([draft], argv)
     if draft.cluster.kind == "allocation":

@@ -13,8 +13,8 @@ from launcher.config.schema import LaunchConfig
 from launcher.config.validation import FORMATS, check_choice
 from launcher.runs.find import list_runs
 from launcher.runs.run_status import RunStatus, add_progress, read_status
-from launcher.slurm.hostlist import fold_hosts
-from launcher.slurm.pending_reason import explain_reason
+from launcher.slurm.notation import fold_hosts
+from launcher.slurm.pending_jobs import explain_reason
 from launcher.slurm.run_states import WAITING, Standing, find_standing
 from launcher.text import print_text
 

@@ -59,7 +59,7 @@ def run_jobs(
 
 def submit_all(composed: Sequence[Composed], command: Command, argv: Sequence[str]) -> int:
     """Submit jobs, several as one array."""
-    from launcher.slurm.submit import submit_jobs
+    from launcher.slurm.submission import submit_jobs
 
     drafts = [draft_job(each, command.program, os.environ) for each in composed]
     own_files = list(dict.fromkeys(name for each in composed for name in each.own_files))

@@ -10,7 +10,7 @@ from launcher.errors import UsageError
 from launcher.plan.rules import DEVICES
 from launcher.runs.objective import KINDS
 from launcher.slurm.requeue_policy import check_requeue
-from launcher.slurm.srun_agent import refuse_options
+from launcher.slurm.srun_command import refuse_options
 
 CONSOLES = ("rank0", "all", "none")
 AGENTS = ("torchrun", "srun")

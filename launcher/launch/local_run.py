@@ -84,7 +84,7 @@ def prepare_run(draft: Draft, argv: Sequence[str], hosts: Sequence[str]) -> tupl
     """
     config = draft.config
     if config.run_dir and draft.cluster.kind != "manual":  # nodes that are started by hand share one
-        from launcher.slurm.run_in_use import refuse_busy
+        from launcher.slurm.run_states import refuse_busy
 
         refuse_busy(Path(config.run_dir), submits=draft.cluster.kind == "slurm")
     run = None

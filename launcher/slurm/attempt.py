@@ -1,20 +1,44 @@
-"""An attempt, how its step ended, and what is seen of its end: the values that the judgement is made from."""
+"""An attempt, how its step ended, and the attempts before it in the manifest."""
 
+import logging
 import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from launcher.errors import SchedulerError
 from launcher.runs.advance import Advance, measure_advance
 from launcher.runs.early_exits import EarlyEnd
+from launcher.runs.manifest import (
+    describe_start,
+    read_manifest,
+    read_time,
+    stamp_time,
+    take_dict,
+    take_earlier,
+    write_manifest,
+)
 from launcher.runs.node_records import NodeFailure, NodeRecord
 from launcher.runs.run_directory import RunDir
-from launcher.slurm.attempt_history import Manifest, count_unrecorded, follow_trail, judge_advance
 from launcher.slurm.job_request import JobRequest
-from launcher.slurm.own_job import count_restarts, name_job
+from launcher.slurm.own_job import ask_boots, ask_last_end, ask_nodes, count_restarts, is_down, name_job
 from launcher.slurm.requeue_policy import Verdict
 
+logger = logging.getLogger(__name__)
+
+Manifest = dict[str, Any]
+"""A manifest, or one of its earlier attempts."""
+OF_ATTEMPT = ("command", "started", "ended", "hosts", "attempt", "slurm", "outcome")
+"""What is kept of an attempt when the next one begins."""
+ENDS = {
+    "NODE_FAIL": "node_failure",
+    "BOOT_FAIL": "node_failure",
+    "TIMEOUT": "timeout",
+    "REQUEUED": "requeued",
+}
+"""States of an attempt in accounting that was requeued for something else than a preemption."""
 FOLLOWS = re.compile(
     r"gloo/transport|lost the connection|Connection (closed|reset) by|remote process exited|Broken pipe"
     r"|ncclRemoteError|Socket (closed|Timeout)",
@@ -145,3 +169,114 @@ def is_own(failure: NodeFailure) -> bool:
 def is_stop(failure: NodeFailure) -> bool:
     """Tell whether a rank ended by SIGTERM, or as a shell says that it did (143)."""
     return failure.status == 128 + signal.SIGTERM
+
+
+def renew_manifest(
+    request: JobRequest, run: RunDir, environ: Mapping[str, str], hosts: Sequence[str], *, owned: bool
+) -> Manifest:
+    """Return the manifest of an attempt that begins, with those before it; nothing is written.
+
+    A submission that never ran is no attempt, nor is what `launch` has written of this very start in an
+    allocation (where the job is not `owned`).
+    """
+    found: Manifest = read_manifest(run.path) or describe_start(run, request.command, request.choices)
+    state, slurm = take_dict(found, "outcome").get("state"), take_dict(found, "slurm")
+    earlier = take_earlier(found)
+    job_id = name_job(environ)
+    if owned and state == "running" and slurm.get("job_id") == job_id:
+        found["outcome"] = explain_silence(request, found, run, environ)
+    if owned and state != "submitted" and slurm:
+        earlier.append({key: found.get(key) for key in OF_ATTEMPT})
+    restarts = environ.get("SLURM_RESTART_COUNT", "")
+    return {
+        **found,
+        "directory": request.directory,
+        "submitted": found.get("submitted") or found.get("started"),
+        "started": stamp_time(),
+        "ended": None,
+        "hosts": list(hosts),
+        "attempt": run.first_attempt,
+        "slurm": {**slurm, "job_id": job_id, "restarts": int(restarts) if restarts.isdecimal() else 0},
+        "outcome": {"state": "running"},
+        "earlier": earlier,
+    }
+
+
+def explain_silence(
+    request: JobRequest, found: Manifest, run: RunDir, environ: Mapping[str, str]
+) -> Manifest:
+    """Return the outcome of an attempt whose head left none: it died with its node, or was killed.
+
+    Accounting tells, where there is any. Else a node that is down, or was booted since, tells of its loss;
+    and what is left is a preemption.
+    """
+    outcome, hosts = take_dict(found, "outcome"), [str(host) for host in found.get("hosts") or ()]
+    lost = find_lost(hosts, read_time(found.get("started")), environ)
+    word = ask_last_end(name_job(environ), environ)
+    cause = outcome.get("cause") or ENDS.get(word) or ("preempted" if word or not lost else "node_failure")
+    advance = measure_advance(RunDir(run.path, found.get("attempt") or 0), request.progress_patterns)
+    earlier = follow_trail(found, name_job(environ))
+    reason = f"{', '.join(lost)} was lost" if lost else "it was killed before it could say why"
+    return {
+        **outcome,
+        "state": "requeued",
+        "cause": cause,
+        "reason": reason,
+        "lost": lost,
+        **describe_advance(advance),
+        "advanced": judge_advance(advance, earlier),
+    }
+
+
+def find_lost(hosts: Sequence[str], since: float | None, environ: Mapping[str, str]) -> list[str]:
+    """Return the nodes that are down, or were booted since; none where SLURM does not answer."""
+    try:
+        down = {host for host, state in ask_nodes(hosts, environ).items() if is_down(state)}
+        booted = {host for host, boot in ask_boots(hosts, environ).items() if since and boot > since}
+    except SchedulerError:
+        return []
+    return [host for host in hosts if host in down | booted]
+
+
+def follow_trail(manifest: Manifest, job_id: str) -> tuple[Manifest, ...]:
+    """Return the attempts that led to a manifest's last one by requeues of the same job, oldest first."""
+    trail: list[Manifest] = []
+    for entry in reversed(take_earlier(manifest)):
+        requeued = take_dict(entry, "outcome").get("state") == "requeued"
+        if not requeued or take_dict(entry, "slurm").get("job_id") != job_id:
+            break
+        trail.append(entry)
+    return tuple(reversed(trail))
+
+
+def count_unrecorded(manifest: Manifest, job_id: str, restarts: int) -> int:
+    """Count the attempts of the job between the last one that a manifest tells of and its own."""
+    earlier = [take_dict(entry, "slurm") for entry in take_earlier(manifest)]
+    known = [slurm.get("restarts") for slurm in earlier if slurm.get("job_id") == job_id]
+    return max(restarts - 1 - max((number for number in known if isinstance(number, int)), default=-1), 0)
+
+
+def judge_advance(advance: Advance, trail: Sequence[Manifest]) -> bool | None:
+    """Tell whether an attempt came to a later step, or wrote a newer checkpoint, than those before it.
+
+    None where neither a step nor a checkpoint was ever seen: then there is nothing to judge by.
+    """
+    steps = [step for entry in trail if (step := entry["outcome"].get("step")) is not None]
+    times = [time for entry in trail if (time := entry["outcome"].get("checkpoint")) is not None]
+    if advance.step is None and advance.newest is None and not steps and not times:
+        return None
+    later = advance.step is not None and advance.step > max(steps, default=-1)
+    return later or (advance.newest is not None and advance.newest > max(times, default=float("-inf")))
+
+
+def describe_advance(advance: Advance) -> Manifest:
+    """Return an attempt's progress for the manifest."""
+    return {"step": advance.step, "checkpoint": advance.newest}
+
+
+def keep_manifest(run: RunDir, manifest: Manifest) -> None:
+    """Write the manifest; where that cannot be, say so and go on."""
+    try:
+        write_manifest(run, manifest)
+    except OSError as error:
+        logger.warning(f"the manifest could not be written ({error})")

@@ -9,8 +9,16 @@ from launcher.errors import EXIT_MACHINE, SchedulerError
 from launcher.launch.signals import STOPPING
 from launcher.runs.early_exits import LONG_BEFORE, CleanEnd, EarlyEnd, find_early
 from launcher.runs.node_records import NodeFailure, NodeRecord
-from launcher.slurm.attempt import Attempt, Sight, StepEnd, find_first, is_own, is_stop
-from launcher.slurm.attempt_history import Manifest, judge_advance
+from launcher.slurm.attempt import (
+    Attempt,
+    Manifest,
+    Sight,
+    StepEnd,
+    find_first,
+    is_own,
+    is_stop,
+    judge_advance,
+)
 from launcher.slurm.notation import parse_signal
 from launcher.slurm.own_job import CALM, QUICK, ask_job, ask_nodes, is_down
 from launcher.slurm.requeue_policy import (

@@ -9,9 +9,8 @@ from launcher.errors import LaunchError, SchedulerError
 from launcher.runs.disk_reserve import free_room, hold_room
 from launcher.runs.manifest import stamp_time
 from launcher.runs.run_directory import RunDir
-from launcher.slurm.attempt import Attempt, Sight, StepEnd
+from launcher.slurm.attempt import Attempt, Sight, StepEnd, judge_advance, keep_manifest, renew_manifest
 from launcher.slurm.attempt_end import choose_status, judge_end, judge_trail, look_again, look_ahead, look_at
-from launcher.slurm.attempt_history import judge_advance, keep_manifest, renew_manifest
 from launcher.slurm.end_messages import describe_outcome, tell_attempt, tell_end, tell_failure
 from launcher.slurm.job_request import JobRequest
 from launcher.slurm.own_job import QUICK, exclude_nodes, requeue_job

@@ -1,14 +1,25 @@
-"""The submission script as text."""
+"""The batch script as text, with comments that say what its job does."""
 
 import os
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from launcher.config.program import find_program
 from launcher.errors import UsageError
+from launcher.launch.job import Draft
+from launcher.runs.run_directory import RunDir
+from launcher.runs.secrets import mask_variables, mask_words
+from launcher.slurm.attempt import Attempt
+from launcher.slurm.job_request import make_request
+from launcher.slurm.node_step import describe_step
 from launcher.slurm.sbatch_options import Option
+from launcher.slurm.srun_command import render_ranks, render_step
 
+SCRIPT = "submission.sh"
+"""Its file in the run directory."""
 MODULE = "launcher.slurm"
 HEAD = "#!/bin/bash"
 MARK = "END_OF_JOB"
@@ -163,3 +174,36 @@ def check_syntax(text: str, setup: Sequence[str]) -> None:
         raise UsageError(
             f"cluster.setup={list(setup)} is no valid bash ({said}): each entry is a whole command"
         )
+
+
+HOSTS, RUN_DIR = "NODES", Path("RUN_DIR")
+"""Stand for what is known once the job runs."""
+
+
+def describe_jobs(drafts: Sequence[Draft], argv: Sequence[str]) -> tuple[str, ...]:
+    """Return the lines for a job, or for the members of an array; secrets are masked."""
+    lines = [f"Made by: {shlex.join(mask_words(['launch', *argv]))}"]
+    for number, draft in enumerate(drafts):
+        lines += [f"Member {number} of the array:"] if len(drafts) > 1 else []
+        lines += describe_job(draft)
+    return tuple(lines)
+
+
+def describe_job(draft: Draft) -> Iterator[str]:
+    """Give what one job runs, by which command on its nodes, and with which variables."""
+    words = find_program(draft.words, draft.config, draft.environ)
+    agent = "srun, a task for each rank" if draft.config.agent == "srun" else "torchrun on each node"
+    yield f"Program: {shlex.join(mask_words(words))} (ranks are started by {agent}, in {Path.cwd()})"
+    yield f"Step: {shlex.join(mask_words(render_any(draft)))}"
+    variables = (f"{name}={shlex.quote(value)}" for name, value in mask_variables(draft.config.env).items())
+    yield f"Variables: those of the shell that submits, and {' '.join(variables) or 'no others'}"
+
+
+def render_any(draft: Draft) -> tuple[str, ...]:
+    """Return srun's command, as the job's first node runs it, with what is known before."""
+    request = make_request(draft, (), RUN_DIR)
+    hosts = (HOSTS,) * draft.cluster.max_nodes
+    step = describe_step(Attempt(request, RunDir(RUN_DIR), os.environ, hosts, {}, requeues=True))
+    words = render_ranks(step, 1) if draft.config.agent == "srun" else render_step(step)
+    left_out = ("--nodelist=", "--ntasks") if draft.config.agent == "srun" else ("--nodelist=",)
+    return tuple(word for word in words if not word.startswith(left_out))

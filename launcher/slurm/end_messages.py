@@ -7,8 +7,7 @@ from launcher.launch.signals import STOPPING, name_signal
 from launcher.report.summary import describe_progress, describe_time
 from launcher.runs.node_records import NodeFailure, NodeRecord
 from launcher.runs.run_directory import RunDir
-from launcher.slurm.attempt import Sight
-from launcher.slurm.attempt_history import Manifest, describe_advance
+from launcher.slurm.attempt import Manifest, Sight, describe_advance
 from launcher.slurm.requeue_policy import Verdict
 from launcher.text import tell_first
 

@@ -21,7 +21,6 @@ from launcher.runs.run_directory import RunDir, open_run_dir
 from launcher.slurm.attempt import Attempt, StepEnd
 from launcher.slurm.attempt_end import find_told
 from launcher.slurm.attempts import begin_attempt, end_attempt
-from launcher.slurm.hostlist import expand_hosts
 from launcher.slurm.job_request import JobRequest, read_request
 from launcher.slurm.node_step import (
     collect_nodes,
@@ -30,7 +29,7 @@ from launcher.slurm.node_step import (
     remove_caches,
     start_nodes,
 )
-from launcher.slurm.notation import parse_signal
+from launcher.slurm.notation import expand_hosts, parse_signal
 from launcher.slurm.rendezvous import PORT_TAKEN, TRIALS, pick_port, read_local_ports
 from launcher.slurm.srun_messages import drop_prefix, has_begun, is_passing
 from launcher.slurm.step_monitor import Overseer
@@ -167,7 +166,7 @@ def describe_meanwhile(attempt: Attempt) -> Iterator[None]:
 
 def run_ranks(attempt: Attempt, overseer: Overseer, endpoint: str) -> StepEnd:
     """Run the step of `agent=srun`: a task for each rank; the records are made here, from what srun tells."""
-    from launcher.slurm.rank_step_start import RankJob, is_taken_here, start_ranks
+    from launcher.slurm.rank_step import RankJob, is_taken_here, start_ranks
 
     request, run, started = attempt.request, attempt.run, time.time()
     job = RankJob(request, run, attempt.hosts, attempt.environ)

@@ -16,10 +16,9 @@ from launcher.launch.signals import FORWARDED, Inbox, catch_signals
 from launcher.report.console import JobConsole, make_console
 from launcher.report.waiting_line import StatusLine
 from launcher.runs.run_directory import RunDir
-from launcher.slurm.commands import run_slurm
-from launcher.slurm.followed_job import FollowedJob
-from launcher.slurm.followed_log import JobLog
-from launcher.slurm.polling import Answer, Poller
+from launcher.slurm.client import run_slurm
+from launcher.slurm.followed_job import FollowedJob, JobLog
+from launcher.slurm.pending_jobs import Answer, Poller
 
 TICK, MANIFEST_TICK = 0.1, 0.5
 """Seconds between two looks at the log, and at the manifests."""

@@ -1,22 +1,40 @@
-"""One job that is followed: what its manifest and SLURM say of it, what is new, and when it has ended."""
+"""A job that is followed: what its manifest, SLURM and its log say of it, and when it has ended."""
 
+import contextlib
+import os
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from launcher.files import open_file
+from launcher.report.console import JobConsole
+from launcher.report.output_target import Source
 from launcher.runs.disk_reserve import explain_silence
 from launcher.runs.manifest import CLOSED, read_job, read_manifest, take_dict
+from launcher.runs.rank_logs import Follower
 from launcher.runs.run_directory import RunDir
-from launcher.slurm.pending_reason import Place, describe_wait
-from launcher.slurm.polling import Answer
-from launcher.slurm.queue import ENDED, JobState
+from launcher.slurm.client import ENDED, JobState
+from launcher.slurm.pending_jobs import Answer, Place, describe_wait
 
 PATIENCE = 5.0
 """Seconds that a network filesystem has to show what was written, and SLURM to notice an end."""
 SILENT = ("COMPLETING", "STAGE_OUT", "SIGNALING", "REQUEUED")
 """States that pass by themselves."""
+QUIET = 5.0
+"""Seconds without a new line after which a log counts as complete."""
+FRESH = 2.0
+"""Seconds for which a size that a network filesystem tells is believed."""
+OWN = b"launch: "
+"""How the head's lines begin, which has the last word."""
+OTHERS = re.compile(rb"^\[[^][\s]+:(?!0\] )\d+\] .*\n", re.MULTILINE)
+"""Lines of other ranks than rank 0."""
+RANKS = Source(0, "out", b"")
+"""The log has the ranks' lines with their origin already."""
+MOST_KEPT = 1 << 16
+"""Bytes of a marked line; a longer one is none."""
 
 
 @dataclass(slots=True)
@@ -152,3 +170,115 @@ def read_outcome(run_path: Path, job_id: str) -> Mapping[str, object]:
     """Return the outcome that a manifest tells of a job; empty where it tells none."""
     manifest = read_manifest(run_path)
     return take_dict(manifest, "outcome") if read_job(manifest) == job_id else {}
+
+
+@dataclass(slots=True)
+class MarkedLines:
+    """Gives marked lines whole, and everything else at once, with what is unfinished."""
+
+    marks: tuple[bytes, ...]
+    """Beginnings of the lines."""
+    kept: bytes = b""
+    """The beginning of a line that is marked, or may be."""
+    begins: bool = True
+    """The next byte begins a line."""
+
+    def split(self, data: bytes) -> Iterator[tuple[bool, bytes]]:
+        """Give the pieces of some bytes in their order: whether it is a marked line, and the piece."""
+        data, self.kept, at = self.kept + data, b"", 0
+        while at < len(data):
+            end = data.find(b"\n", at) + 1
+            line = data[at : end or None] if self.begins else b""
+            if line.startswith(self.marks) and end:
+                yield True, line
+                at = end
+                continue
+            if line and not end and self.may_be_marked(line):
+                self.kept = line
+                return
+            begin, at = at, self.find_next(data, at)
+            self.begins = data[at - 1 : at] == b"\n"
+            yield False, data[begin:at]
+
+    def may_be_marked(self, line: bytes) -> bool:
+        """Tell whether an unfinished line is marked, or can become so."""
+        return len(line) < MOST_KEPT and any(line.startswith(m) or m.startswith(line) for m in self.marks)
+
+    def find_next(self, data: bytes, at: int) -> int:
+        """Return where the next line begins that is marked, or may be; else the end."""
+        found = [place + 1 for mark in self.marks if (place := data.find(b"\n" + mark, at)) >= 0]
+        last = data.rfind(b"\n", at) + 1
+        if last and last < len(data) and self.may_be_marked(data[last:]):
+            found.append(last)
+        return min(found, default=len(data))
+
+    def finish(self) -> bytes:
+        """Return what was kept of a line that has no end."""
+        kept, self.kept = self.kept, b""
+        return kept
+
+
+@dataclass(slots=True)
+class JobLog:
+    """Shows what is added to the log: ranks' output on stdout, the head's on stderr, rank 0's progress."""
+
+    run: RunDir
+    job_id: str
+    console: JobConsole
+    follower: Follower = field(init=False)
+    lines: MarkedLines = field(default_factory=lambda: MarkedLines((OWN,)))
+    heads_last: bool = False
+    """The last line is the head's."""
+    changed: float = field(default_factory=time.monotonic)
+    """When something last came, in monotonic seconds."""
+    opened: float = 0.0
+    """When the file was last opened for its size."""
+
+    def __post_init__(self) -> None:
+        """Begin at the log's start: each job has its own."""
+        self.follower = Follower(self.run)
+        self.follower.offsets[self.path] = 0
+
+    @property
+    def path(self) -> Path:
+        """The file, which every attempt appends to."""
+        return self.run.path / "logs" / f"slurm-{self.job_id}.out"
+
+    def read_new(self) -> bytes:
+        """Return some of what is new."""
+        self.refresh_size()
+        data = self.follower.read_chunk(self.path)
+        if data:
+            self.changed = time.monotonic()
+        return data
+
+    def refresh_size(self) -> None:
+        """Open the file now and then: NFS asks the server then, else it may believe its cache for 60 s."""
+        now = time.monotonic()
+        if now - self.opened > FRESH:
+            self.opened = now
+            with contextlib.suppress(OSError):
+                os.close(open_file(self.path))
+
+    def show(self, data: bytes) -> None:
+        """Show some of the log."""
+        for is_own, piece in self.lines.split(data):
+            self.heads_last = is_own
+            if is_own:
+                self.console.write_lines(piece)
+            else:
+                self.console.note_progress("out", OTHERS.sub(b"", piece))
+                self.console.put(RANKS, piece)
+
+    def show_rest(self) -> None:
+        """Show a last line of the head's that has no end."""
+        if rest := self.lines.finish():
+            self.console.put(RANKS, rest)
+
+    def is_complete(self, ended: float) -> bool:
+        """Tell whether nothing more is to be expected of a job, and when its end was noticed.
+
+        A network filesystem shows lines some seconds later than the manifest that was written before them.
+        """
+        quiet = time.monotonic() - max(ended, self.changed) > QUIET
+        return quiet or (self.heads_last and not self.lines.kept)

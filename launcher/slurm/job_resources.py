@@ -9,9 +9,9 @@ from launcher.config.validation import check_choice
 from launcher.errors import SchedulerError, UsageError
 from launcher.launch.job import Draft, name_run, parse_nproc
 from launcher.runs.secrets import MASK, mask_text
-from launcher.slurm.inventory import Inventory, NodeKind, ask_sinfo
-from launcher.slurm.refusal import explain_refusal, is_away
-from launcher.slurm.resources import check_limits, fill_in
+from launcher.slurm.batch_script import SCRIPT
+from launcher.slurm.resources import Inventory, NodeKind, ask_sinfo, check_limits, fill_in
+from launcher.slurm.sbatch import explain_refusal, is_away
 from launcher.slurm.sbatch_options import (
     Option,
     Shape,
@@ -20,7 +20,6 @@ from launcher.slurm.sbatch_options import (
     check_cluster,
     require_same,
 )
-from launcher.slurm.staging import SCRIPT
 
 RUNTIMES = ("pyxis", "apptainer")
 

@@ -20,8 +20,7 @@ from launcher.runs.run_directory import RunDir, write_json
 from launcher.slurm.compiler_caches import open_caches
 from launcher.slurm.job_request import JobRequest, read_request
 from launcher.slurm.rendezvous import PORT_TAKEN
-from launcher.slurm.step_environ import drop_ours
-from launcher.slurm.task_identity import Place, read_place
+from launcher.slurm.slurm_environ import Place, drop_ours, read_place
 
 RESTARTS = 3
 """Of an elastic job, where nobody says: the loss of a node takes one at every node that remains."""

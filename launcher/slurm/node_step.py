@@ -26,9 +26,10 @@ from launcher.launch.stop_requests import (
 from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_RENDEZVOUS
 from launcher.runs.node_records import NodeRecord, read_nodes
 from launcher.slurm.attempt import Attempt
-from launcher.slurm.commands import run_slurm
-from launcher.slurm.hostlist import expand_hosts
+from launcher.slurm.client import run_slurm
+from launcher.slurm.notation import expand_hosts
 from launcher.slurm.own_job import ask_kill_wait
+from launcher.slurm.slurm_environ import clean_for_step
 from launcher.slurm.srun_command import Container, Step, give_cpus, render_step
 from launcher.slurm.srun_messages import (
     is_accounted,
@@ -38,7 +39,6 @@ from launcher.slurm.srun_messages import (
     parse_end,
     parse_lost,
 )
-from launcher.slurm.step_environ import clean_for_step
 
 LAST = 40
 """Lines of srun's that are kept for the account."""

@@ -13,7 +13,7 @@ from launcher.launch.supervisor import Supervisor
 from launcher.runs.rank_logs import Follower, read_tail
 from launcher.runs.run_directory import RunDir
 from launcher.slurm.node_monitor import Companion
-from launcher.slurm.task_identity import Place
+from launcher.slurm.slurm_environ import Place
 
 AGENT_LINES = 2000
 """Last lines of the agent's log that are searched for its report."""

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
 from launcher.errors import SchedulerError
-from launcher.slurm.commands import run_slurm
-from launcher.slurm.queue import split_rows
+from launcher.slurm.client import run_slurm, split_rows
 from launcher.slurm.requeue_policy import JobWord
 
 QUICK = 4.0

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from launcher.slurm.hostlist import expand_hosts, expand_ranges
+from launcher.slurm.notation import expand_hosts, expand_ranges
 
 OWN = ("srun: ", "slurmstepd")
 """Beginnings of the lines that are srun's own, or of the daemon behind a task."""

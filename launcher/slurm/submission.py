@@ -1,68 +1,280 @@
-"""Submits a script by sbatch, through submitit."""
+"""Submits jobs to SLURM: run directories, one sbatch, and what to do next."""
 
 import contextlib
-import io
+import json
+import logging
+import os
+import shutil
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
-from submitit.core.utils import CommandFunction, FailedJobError, FailedSubmissionError
-from submitit.slurm.slurm import SlurmExecutor, SlurmJob
+import launcher
+from launcher.errors import LaunchError, MachineError, SchedulerError, UsageError
+from launcher.files import LARGEST, read_file
+from launcher.launch.job import Draft, name_run
+from launcher.launch.local_run import prepare_run, refuse_run
+from launcher.protocol import LAUNCH_SECRETS
+from launcher.runs.manifest import read_manifest, write_manifest
+from launcher.runs.provenance import describe_sources
+from launcher.runs.run_directory import RunDir, write_private
+from launcher.slurm.batch_script import SCRIPT, Script, check_syntax, describe_jobs, render_script
+from launcher.slurm.job_request import FILE, make_request, write_request
+from launcher.slurm.job_resources import Asked, ask_for
+from launcher.slurm.sbatch import explain_refusal
+from launcher.slurm.slurm_environ import clean_for_sbatch
+from launcher.text import print_text, quote_word
 
-from launcher.errors import SchedulerError
+logger = logging.getLogger(__name__)
 
-LARGE = 64 << 10
-"""Characters of a variable from which an error names it."""
+KEPT = ("config.yaml", "manifest.json", FILE, SCRIPT)
+"""What a submission writes."""
+NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - to warn of
+ISOLATED = ("-I", "-P")
+"""Ways to keep Python from importing what lies in the working directory, the first that finds us winning.
 
-
-class ScriptExecutor(SlurmExecutor):
-    """submitit's executor for a script that is there already: no pickles, and nothing else in the folder."""
-
-    def __init__(self, script: Path, environ: Mapping[str, str]) -> None:
-        super().__init__(script.parent)
-        self.script, self.environ = script, dict(environ)
-
-    def _submit_command(self, command: str) -> SlurmJob[None]:
-        """Submit; submitit's own would write the script anew, and leave a link to it."""
-        words = self._make_submission_command(self.script)
-        # submitit prints what sbatch complains of, which is to be part of one error.
-        with contextlib.redirect_stderr(io.StringIO()):
-            output = CommandFunction(words, verbose=False, env=self.environ)()
-        return SlurmJob(self.folder, self._get_job_id_from_submission_command(output), tasks=[0])
+-I leaves PYTHONPATH out too, whose empty entries are the working directory, and which modules set.
+"""
 
 
-def submit_script(script: Path, environ: Mapping[str, str]) -> str:
-    """Submit a script in this environment, which the job gets too, and return the job's id.
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A run directory that is ready for its job."""
 
-    Raises SchedulerError with what sbatch complained of.
+    run: RunDir
+    draft: Draft
+    secrets: Mapping[str, object]
+    """What `job.json` must not hold."""
+    before: Mapping[str, str | None]
+    """The files' contents before, None where there was none."""
+    fresh: tuple[Path, ...]
+    """Directories that were not there, the innermost first."""
+
+    @property
+    def script(self) -> Path:
+        """The submission script."""
+        return self.run.path / SCRIPT
+
+    def undo(self) -> None:
+        """Leave things as they were."""
+        with contextlib.suppress(OSError):
+            for name, text in self.before.items():
+                if text is None:
+                    (self.run.path / name).unlink(missing_ok=True)
+                else:
+                    write_private(self.run.path / name, text)
+        for folder in self.fresh:
+            with contextlib.suppress(OSError):
+                (shutil.rmtree if folder == self.run.path else Path.rmdir)(folder)
+
+    def note_job(self, job_id: str) -> None:
+        """Add the job's number to the manifest, unless the job has done so; raises OSError or KeyError."""
+        found = read_manifest(self.run.path)
+        if found["outcome"]["state"] == "submitted":
+            write_manifest(self.run, {**found, "slurm": {"job_id": job_id}})
+
+
+def submit_jobs(drafts: Sequence[Draft], argv: Sequence[str]) -> int:
+    """Submit a job, or several as one job array, and say how to go on; returns the exit code.
+
+    With dry_run=true, show the script and the plan. Raises LaunchError, leaving no new run directory.
     """
+    dry = any(draft.config.dry_run for draft in drafts)
+    # What takes a process each is asked for at the same time.
+    with ThreadPoolExecutor() as pool:
+        sources = None if dry else pool.submit(describe_sources, Path.cwd())
+        python = pool.submit(find_python)
+        asked = ask_for(drafts, os.environ, dry=dry)
+        if sources is None:
+            from launcher.slurm.standalone_script import preview_submission
+
+            say_warnings(asked.warnings)
+            return preview_submission(
+                drafts, argv, asked, describe_script(drafts, argv, asked, python.result())
+            )
+        staged = stage_all(drafts, argv, sources.result())
+        try:
+            job_id = send_script(staged, asked, describe_script(drafts, argv, asked, python.result()))
+        except LaunchError:
+            undo_all(staged)
+            raise
+    say_warnings([*asked.warnings, *check_place(staged[0].run.path)])
+    jobs = note_jobs(staged, job_id)
+    tell_submitted(jobs, job_id, asked)
+    if not any(draft.config.follow for draft in drafts):
+        return 0
+    from launcher.slurm.follow import follow_jobs
+
+    sys.stdout.flush()
+    return follow_jobs([(each.run.path, number) for number, each in jobs.items()])
+
+
+def stage_all(drafts: Sequence[Draft], argv: Sequence[str], sources: Mapping[str, object]) -> list[Staged]:
+    """Make all run directories, or none."""
+    paths = [draft.config.run_dir for draft in drafts if draft.config.run_dir]
+    if len(paths) > len(set(paths)):
+        raise UsageError(
+            f"run_dir={paths[0]} is one directory for {len(paths)} jobs of a sweep: leave it out, and each"
+            " gets its own"
+        )
+    staged: list[Staged] = []
     try:
-        return ScriptExecutor(script, environ)._submit_command("").job_id
-    except FailedJobError as error:
-        cause = error.__cause__
-        code = cause.returncode if isinstance(cause, subprocess.CalledProcessError) else "an error"
-        raise SchedulerError(
-            shorten_complaint(str(error)) or f"sbatch ended with {code}, and said nothing"
-        ) from None
-    except FailedSubmissionError as error:
-        raise SchedulerError(f"sbatch: {' '.join(str(error).split())}") from None
+        for draft in drafts:
+            staged.append(stage_run(draft, argv, sources))
+    except BaseException:
+        undo_all(staged)
+        raise
+    return staged
+
+
+def undo_all(staged: Sequence[Staged]) -> None:
+    """Undo what was made, the last first: the first has made the directories that the others are in."""
+    for each in reversed(staged):
+        each.undo()
+
+
+def describe_script(
+    drafts: Sequence[Draft], argv: Sequence[str], asked: Asked, python: Sequence[str]
+) -> Script:
+    """Return what the script is made of."""
+    setup = drafts[0].config.cluster.setup
+    return Script(asked.options, describe_jobs(drafts, argv), tuple(setup), tuple(python))
+
+
+def send_script(staged: Sequence[Staged], asked: Asked, script: Script) -> str:
+    """Write the script into each run directory, submit it, and return the job's id."""
+    from launcher.slurm.sbatch import submit_script
+
+    config = staged[0].draft.config
+    text = render_script(script, [str(each.run.path) for each in staged])
+    check_syntax(text, script.setup)
+    try:
+        for each in staged:
+            write_private(each.script, text)
     except OSError as error:
-        raise SchedulerError(explain_start(error, environ)) from None
+        raise refuse_run(config, error) from None
+    environ = clean_for_sbatch(os.environ, [option.name for option in asked.options])
+    try:
+        return submit_script(staged[0].script, {**environ, **carry_secrets(staged)})
+    except SchedulerError as error:
+        raise explain_refusal(str(error), asked.options, asked.partitions, asked.kinds, environ) from None
 
 
-def shorten_complaint(text: str) -> str:
-    """Return sbatch's complaints in one line, without what each line repeats."""
-    lines = dict.fromkeys(line.strip() for line in text.splitlines() if line.strip())
-    said = [line.removeprefix("sbatch: ").removeprefix("error: ").removeprefix("fatal: ") for line in lines]
-    return f"sbatch: {'; '.join(said)}" if said else ""
+def carry_secrets(staged: Sequence[Staged]) -> dict[str, str]:
+    """Return the variable that tells the jobs what their files do not; mostly one value for all."""
+    secrets = {str(each.run.path): each.secrets for each in staged if each.secrets}
+    values = list(secrets.values())
+    if len(values) == len(staged) > 1 and all(value == values[0] for value in values):
+        secrets = {"": values[0]}
+    return {LAUNCH_SECRETS: json.dumps(secrets)} if secrets else {}
 
 
-def explain_start(error: OSError, environ: Mapping[str, str]) -> str:
-    """Say why sbatch did not start: as a rule an environment that is larger than the kernel allows."""
-    large = sorted(environ, key=lambda name: -len(environ[name]))[:3]
-    names = ", ".join(
-        f"{name} ({len(environ[name]) >> 10} KiB)" for name in large if len(environ[name]) >= LARGE
+def find_python() -> tuple[str, ...]:
+    """Return this interpreter, and the option by which it finds this very package; raises MachineError."""
+    for option in ISOLATED:
+        words = [
+            sys.executable,
+            option,
+            "-c",
+            "import os, launcher; print(os.fsencode(launcher.__file__).hex())",
+        ]
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        if done.stdout.split() == [os.fsencode(launcher.__file__).hex().encode()]:
+            return (sys.executable, option)
+    raise MachineError(
+        f"the nodes would not find launch by {sys.executable} outside of {Path.cwd()}: install it there,"
+        " `python -m pip install -e FOLDER`"
     )
-    total = sum(len(name) + len(value) for name, value in environ.items()) >> 10
-    why = f"{error.strerror}: the environment has {total} KiB{', of which ' + names if names else ''}"
-    return f"sbatch cannot be started ({why}): unset what the job does not need"
+
+
+def check_place(path: Path) -> list[str]:
+    """Return a warning for a run directory on a disk that the nodes, as a rule, do not share."""
+    return [
+        f"the run directory {path} is below {folder}, which every node has its own of as a rule: runs_dir=DIR"
+        " chooses a shared one"
+        for folder in NODE_LOCAL
+        if path.is_relative_to(folder)
+    ]
+
+
+def note_jobs(staged: Sequence[Staged], job_id: str) -> dict[str, Staged]:
+    """Write the job's number into each manifest, and return the run directories by their numbers."""
+    numbers = [job_id] if len(staged) == 1 else [f"{job_id}_{number}" for number in range(len(staged))]
+    jobs = dict(zip(numbers, staged, strict=True))
+    for number, each in jobs.items():
+        try:
+            each.note_job(number)
+        except (OSError, KeyError) as error:
+            logger.warning(f"{each.run.manifest_path} does not tell the job's number {number} ({error})")
+    return jobs
+
+
+def tell_submitted(jobs: Mapping[str, Staged], job_id: str, asked: Asked) -> None:
+    """Print the job, the run directories, and the commands to go on with."""
+    values = {option.name: option for option in asked.options}
+    shown = [
+        values[name].render() for name in ("nodes", "gpus-per-node", "cpus-per-task", "mem") if name in values
+    ]
+    what = "job" if len(jobs) == 1 else f"array of {len(jobs)} jobs,"
+    print_line(f"submitted {what} {job_id} ({' '.join(shown)})")
+    for number, each in jobs.items():
+        print_line(f"{'run directory' if len(jobs) == 1 else number} {each.run.path}")
+    first = next(iter(jobs.values()))
+    default = (Path.cwd() / "runs") == first.run.path.parents[1]
+    run = f"{first.run.path.parent.name}/{first.run.id}" if default else str(first.run.path)
+    whole = job_id if default else run
+    print_line(f"follow with  launch status {quote_word(whole)}")
+    print_line(f"             launch logs -f {quote_word(run)}")
+    print_line(f"             launch cancel {quote_word(whole)}")
+
+
+def print_line(text: str) -> None:
+    """Print a line of the answer."""
+    print_text(f"{text}\n")
+
+
+def say_warnings(warnings: Iterable[str]) -> None:
+    """Print warnings; where a job is refused, its error alone is said."""
+    for warning in warnings:
+        logger.warning(f"{warning}")
+
+
+def stage_run(draft: Draft, argv: Sequence[str], origin: Mapping[str, object]) -> Staged:
+    """Make or open the run directory, with configuration, manifest and request in it.
+
+    `origin` are the manifest's sources. Raises UsageError, MachineError or SchedulerError, leaving nothing.
+    """
+    given = draft.config.run_dir
+    target = Path(given) if given else None
+    above = Path(draft.config.runs_dir, name_run(draft)).absolute()
+    missing = list_missing(target.absolute() if target else above)
+    before = {name: read_text(target / name) if target else None for name in KEPT}
+    run, manifest = prepare_run(draft, argv, [])
+    fresh = missing if target else (run.path, *missing)
+    staged = Staged(run, draft, {}, before, fresh)
+    try:
+        secrets = write_request(make_request(draft, argv, run.path), run.path)
+        write_manifest(run, {**manifest, **origin, "outcome": {"state": "submitted"}})
+    except OSError as error:
+        staged.undo()
+        raise refuse_run(draft.config, error) from None
+    except BaseException:
+        staged.undo()
+        raise
+    return Staged(run, draft, secrets, before, fresh)
+
+
+def list_missing(path: Path) -> tuple[Path, ...]:
+    """Return the directories of a path that are not there, the innermost first."""
+    return tuple(folder for folder in (path, *path.parents) if not folder.exists())
+
+
+def read_text(path: Path) -> str | None:
+    """Return a file's text; None where it cannot be read."""
+    try:
+        return read_file(path, LARGEST).decode("utf-8", "surrogateescape")
+    except OSError:
+        return None

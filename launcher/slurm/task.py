@@ -49,7 +49,7 @@ def give_up(reason: str, status: int, started: float) -> int:
     from dataclasses import replace
 
     from launcher.runs.node_records import refuse_node, write_node
-    from launcher.slurm.task_identity import read_place
+    from launcher.slurm.slurm_environ import read_place
 
     place = read_place(os.environ)
     record = refuse_node(place.host, place.node_rank, status, reason, started)

@@ -29,7 +29,7 @@ from launcher.runs.node_records import read_nodes, refuse_node, write_node
 from launcher.runs.run_directory import RunDir, create_run_dir, open_run_dir, write_json, write_private
 from launcher.runs.run_process import identify_process
 from launcher.runs.run_records import read_run
-from launcher.slurm.queue import JobState
+from launcher.slurm.client import JobState
 from tests.fuzzing import FUZZ, SEQUENCES, Terminal, assert_harmless, scalars, texts
 from tests.runs.test_run_directory import NOW
 from tests.strangers import STRANGER

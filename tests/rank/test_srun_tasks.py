@@ -16,7 +16,7 @@ from launcher.cpulist import parse_cpulist
 from launcher.rank.srun_task import find_first_host
 from launcher.runs.run_directory import RunDir, name_run_dir
 from launcher.runs.run_records import read_run
-from launcher.slurm.hostlist import expand_hosts
+from launcher.slurm.notation import expand_hosts
 from tests.rank.start_shim import ALLOWED, COMMAND, run_words
 
 TELL = "import json, os; print(json.dumps(dict(os.environ)))"

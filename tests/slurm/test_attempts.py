@@ -15,9 +15,8 @@ from launcher.runs.manifest import describe_start, write_manifest
 from launcher.runs.node_records import NodeFailure, NodeRecord
 from launcher.runs.progress import Progress
 from launcher.runs.run_directory import RunDir, open_run_dir
-from launcher.slurm.attempt import Attempt, StepEnd, find_first
+from launcher.slurm.attempt import Attempt, StepEnd, count_unrecorded, find_first, follow_trail, judge_advance
 from launcher.slurm.attempt_end import find_told, look_at
-from launcher.slurm.attempt_history import count_unrecorded, follow_trail, judge_advance
 from launcher.slurm.attempts import StoppedError, begin_attempt, end_attempt
 from launcher.slurm.first_node import describe_end
 from launcher.slurm.job_request import JobRequest
@@ -246,7 +245,7 @@ def test_a_disk_that_is_full_is_told_and_changes_nothing(
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("launcher.slurm.attempt_history.write_manifest", refuse)
+    monkeypatch.setattr("launcher.slurm.attempt.write_manifest", refuse)
     assert end_attempt(attempt, end(record("n0", "failed", 7, fail(0, 1.0, 7)), WELL[1])) == 7
     said = capsys.readouterr().err
     assert "launch: warning: the manifest could not be written ([Errno 28] No space left on device)\n" in said

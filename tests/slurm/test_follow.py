@@ -16,12 +16,9 @@ from hypothesis import strategies as st
 from launcher.report.console import JobConsole, make_console
 from launcher.runs.run_directory import RunDir
 from launcher.slurm import followed_job as followed
-from launcher.slurm.followed_job import FollowedJob
-from launcher.slurm.followed_log import QUIET, JobLog
-from launcher.slurm.marked_lines import MarkedLines
-from launcher.slurm.pending_reason import Place, describe_wait, explain_reason, find_place
-from launcher.slurm.polling import Answer
-from launcher.slurm.queue import JobState
+from launcher.slurm.client import JobState
+from launcher.slurm.followed_job import QUIET, FollowedJob, JobLog, MarkedLines
+from launcher.slurm.pending_jobs import Answer, Place, describe_wait, explain_reason, find_place
 
 NOW = datetime(2026, 8, 1, 12)
 

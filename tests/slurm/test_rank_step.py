@@ -8,8 +8,14 @@ from collections.abc import Callable
 import pytest
 
 from launcher.errors import UsageError
-from launcher.slurm.srun_agent import build_environ, count_ranks, refuse_options, render_ranks
-from launcher.slurm.srun_command import Container, Step
+from launcher.slurm.srun_command import (
+    Container,
+    Step,
+    build_environ,
+    count_ranks,
+    refuse_options,
+    render_ranks,
+)
 from launcher.slurm.srun_messages import TaskEnd, is_accounted, is_noise, parse_end, parse_lost
 from tests.conftest import Result
 

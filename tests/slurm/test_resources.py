@@ -8,8 +8,7 @@ import pytest
 
 from launcher.config.schema import ClusterConfig
 from launcher.errors import SchedulerError
-from launcher.slurm.inventory import NodeKind, parse_gres, parse_sinfo
-from launcher.slurm.resources import check_limits, fill_in
+from launcher.slurm.resources import NodeKind, check_limits, fill_in, parse_gres, parse_sinfo
 from launcher.slurm.sbatch_options import Resources
 
 SINFO = """\

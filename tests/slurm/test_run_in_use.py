@@ -7,7 +7,7 @@ import pytest
 
 from launcher.errors import SchedulerError, UsageError
 from launcher.runs.run_process import identify_process
-from launcher.slurm.run_in_use import refuse_busy
+from launcher.slurm.run_states import refuse_busy
 from tests.cli.make_runs import make_run
 from tests.conftest import run_outside
 

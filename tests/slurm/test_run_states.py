@@ -12,7 +12,7 @@ from launcher.runs.manifest import read_manifest, write_manifest
 from launcher.runs.run_directory import RunDir
 from launcher.runs.run_status import AttemptStatus, RunStatus
 from launcher.slurm import run_states
-from launcher.slurm.queue import JobState
+from launcher.slurm.client import JobState
 from launcher.slurm.run_states import find_standing, judge_run, stand
 from tests.cli.make_runs import make_run
 

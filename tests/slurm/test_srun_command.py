@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.slurm.hostlist import expand_hosts, fold_hosts
+from launcher.slurm.notation import expand_hosts, fold_hosts
 from launcher.slurm.rendezvous import DEFAULT_LOCAL, LOWEST, TRIALS, pick_port, read_local_ports
+from launcher.slurm.slurm_environ import clean_for_step, drop_ours
 from launcher.slurm.srun_command import Container, Step, give_cpus, render_step
-from launcher.slurm.step_environ import clean_for_step, drop_ours
 
 STEP = Step(2, ("n0", "n1"), False, "/home/me/a b", ("python", "-m", "task", "/runs/x"), {})
 BOX = Container("pyxis", "nvcr.io/x:1", ("/runs/x:/runs/x", "/data:/data:ro"), ("--container-writable",))

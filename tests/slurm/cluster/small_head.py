@@ -14,9 +14,9 @@ from launcher.runs.node_records import read_nodes
 from launcher.runs.run_directory import open_run_dir
 from launcher.slurm.attempt import StepEnd
 from launcher.slurm.attempts import StoppedError, begin_attempt, end_attempt, foresee_end
-from launcher.slurm.hostlist import expand_hosts
 from launcher.slurm.job_request import read_request
-from launcher.slurm.step_environ import clean_for_step
+from launcher.slurm.notation import expand_hosts
+from launcher.slurm.slurm_environ import clean_for_step
 from launcher.text import set_up_logging
 
 set_up_logging()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import SchedulerError
-from launcher.slurm.queue import ENDED, JobState, ask_queue, list_members
+from launcher.slurm.client import ENDED, JobState, ask_queue, list_members
 from tests.cli.make_runs import make_run
 from tests.launch.start_launch import wait_for
 from tests.slurm.cluster.conftest import Sandbox

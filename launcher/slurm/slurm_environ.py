@@ -1,9 +1,7 @@
-"""The environment that sbatch runs with, which is the job's too: nothing in it contradicts the options.
-
-Variables win over `#SBATCH` lines (sbatch(1), input environment variables). For a job's steps see stepenv.py.
-"""
+"""Which variables sbatch, the steps of a job and the tasks in them get to see."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from launcher.protocol import (
     LAUNCH_ATTEMPT,
@@ -13,11 +11,12 @@ from launcher.protocol import (
     LAUNCH_RUN_DIR,
     LAUNCH_RUN_ID,
     LAUNCH_SECRETS,
+    name_host,
 )
 
 FOREIGN = ("SLURM_", "SLURMD_", "SRUN_", "SALLOC_", "SINFO_", "SQUEUE_", "PMI_", "PMIX_", "PMI2_")
 """Beginnings of what an enclosing job has left; srun's and its kin's are for other commands."""
-KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK_SOCKET")
+KEPT_BY_SBATCH = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK_SOCKET")
 """Exceptions: where SLURM is, and who asks it."""
 OURS = (
     LAUNCH_PLAN,
@@ -116,5 +115,72 @@ def clean_for_sbatch(environ: Mapping[str, str], options: Collection[str]) -> di
     return {
         name: value
         for name, value in environ.items()
-        if name not in dropped and (name in KEPT or not name.startswith(FOREIGN))
+        if name not in dropped and (name in KEPT_BY_SBATCH or not name.startswith(FOREIGN))
     }
+
+
+OPTIONS = ("SLURM_", "SBATCH_", "SALLOC_", "SRUN_", "PMI_", "PMIX_", "PMI2_")
+"""Beginnings of the variables that srun takes for options, or an MPI library for its own process manager.
+
+They are from outside: of the shell that submitted, of a job script's own request, of an mpirun. An `srun`
+that finds `SLURM_CPUS_PER_TASK` beside other words refuses from 23.11 on, and before it ignores them.
+"""
+KEPT_BY_STEPS = (
+    "SLURM_CONF",
+    "SLURM_CONF_SERVER",
+    "SLURM_CLUSTERS",
+    "SLURM_CLUSTER_NAME",
+    "SLURM_WORKING_CLUSTER",
+    "SLURM_JWT",
+    "SLURM_SACK_SOCKET",
+    "SLURM_NNODES",
+    "SLURM_JOBID",
+    "SLURM_RESTART_COUNT",
+)
+"""Exceptions: where SLURM is, who asks it, and which job this is."""
+DESCRIBING = ("SLURM_JOB_", "SLURM_ARRAY_", "SLURM_SUBMIT_")
+"""Beginnings of the variables that tell of the job, and that programs read; srun takes none for an option."""
+TASK_VARIABLES = (LAUNCH_SECRETS, LAUNCH_RENDEZVOUS, LAUNCH_ATTEMPT)
+"""Variables from the head to the tasks, which no rank gets to see."""
+
+
+def clean_for_step(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which srun does what its words say and nothing else."""
+    return {name: value for name, value in environ.items() if not is_option(name)}
+
+
+def is_option(name: str) -> bool:
+    """Tell whether a variable would change what srun or an MPI library does."""
+    return name.startswith(OPTIONS) and name not in KEPT_BY_STEPS and not name.startswith(DESCRIBING)
+
+
+def drop_ours(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return a task's environment without what the head has told it alone."""
+    return {name: value for name, value in environ.items() if name not in TASK_VARIABLES}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One task's place in the step."""
+
+    host: str
+    node_rank: int
+    nodes: int
+    """Of the step."""
+    attempt: int
+    endpoint: str
+    step: str
+    """`JOB.STEP`."""
+
+
+def read_place(environ: Mapping[str, str]) -> Place:
+    """Read the variables; a task that is started by hand is the only one of its job."""
+    job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
+    return Place(
+        name_host(environ),
+        int(environ.get("SLURM_NODEID", "0")),
+        int(environ.get("SLURM_STEP_NUM_NODES", "1")),
+        int(environ.get(LAUNCH_ATTEMPT, "0")),
+        environ.get(LAUNCH_RENDEZVOUS, "localhost:0"),
+        f"{job}.{step}",
+    )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launcher.slurm.sbatch_environ import clean_for_sbatch
+from launcher.slurm.slurm_environ import clean_for_sbatch
 
 PLAIN = {"PATH": "/bin", "HOME": "/home/me", "SLURM_CONF": "/etc/x", "RANKING": "1", "MASTER_ADDR": "head"}
 
