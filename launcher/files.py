@@ -7,7 +7,7 @@ elsewhere by then. The shim imports this, so it does with `os` and what that has
 
 import os
 import stat
-from errno import EEXIST, EFBIG, EINVAL, ELOOP, ENOTDIR, EPERM, ETIMEDOUT
+from errno import EEXIST, EFBIG, EINVAL, ELOOP, ENOTDIR, EPERM, ESRCH, ETIMEDOUT
 
 READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -19,6 +19,8 @@ LARGEST = 64 << 20
 """Bytes of a file of ours at most; the plan of the largest machine has less than one MiB."""
 PATIENCE = 10.0
 """Seconds without a byte after which a pipe that the user has named is given up."""
+FEWEST_FIELDS = 50
+"""Of /proc/PID/stat from the third on: since Linux 3.5 there are 52 in all."""
 
 
 def open_directory(path: str | os.PathLike[str], *, at: int | None = None, flags: int = DIRECTORY) -> int:
@@ -234,18 +236,34 @@ def open_append(at: int, name: str) -> int:
     return descriptor
 
 
-def write_whole(at: int, name: str, data: bytes) -> None:
-    """Write a file for its owner alone into an open directory, whole or not at all; raises OSError."""
-    draft = f"{name}.{os.uname().nodename}.{os.getpid()}"
+def write_whole(at: int, name: str, data: bytes, *, private: bool = True, sync: bool = False) -> None:
+    """Write a file in an open directory, whole or not at all; raises OSError.
+
+    With `private` it is for its owner alone; else it has the mode of the file that it replaces, or of any new
+    file. With `sync` it is on the disk before it gets its name.
+    """
+    draft = f".launch-{os.urandom(8).hex()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    remove(at, draft)
     try:
-        with os.fdopen(os.open(draft, flags, 0o600, dir_fd=at), "wb") as file:
+        with os.fdopen(os.open(draft, flags, 0o600 if private else 0o666, dir_fd=at), "wb") as file:
+            if not private and (mode := read_mode(at, name)) is not None:
+                os.fchmod(file.fileno(), mode)
             file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(draft, name, src_dir_fd=at, dst_dir_fd=at)
     except OSError:
         remove(at, draft)
         raise
+
+
+def read_mode(at: int, name: str) -> int | None:
+    """Return the permissions of a file in an open directory; None if it is not there."""
+    try:
+        return stat.S_IMODE(os.stat(name, dir_fd=at).st_mode) & 0o777
+    except FileNotFoundError:
+        return None
 
 
 def remove(at: int, name: str) -> None:
@@ -254,3 +272,16 @@ def remove(at: int, name: str) -> None:
         os.unlink(name, dir_fd=at)
     except OSError:
         return
+
+
+def read_stat(pid: int | str) -> tuple[str, list[str]]:
+    """Return a process's name and its fields of /proc/PID/stat from the third on, the state (proc(5)).
+
+    Field n of proc(5) has index n - 3. Raises OSError, also for what is not as proc(5) has it.
+    """
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        head, _, tail = file.read().decode("utf-8", "replace").rpartition(")")
+    fields = tail.split()
+    if len(fields) < FEWEST_FIELDS:
+        raise ProcessLookupError(ESRCH, "not as proc(5) has it", f"/proc/{pid}/stat")
+    return head.partition("(")[2], fields

@@ -1,6 +1,5 @@
 """Files that a user names: written whole or not at all, and none of the user's own lost."""
 
-import contextlib
 import errno
 import json
 import os
@@ -8,7 +7,8 @@ from pathlib import Path
 
 from launcher.config.schema import LaunchConfig
 from launcher.errors import MachineError, UsageError
-from launcher.files import LARGEST
+from launcher.files import LARGEST, ON_THE_WAY, write_whole
+from launcher.runs.run_directory import closing_descriptor
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """What the machine, not the command line, is to blame for."""
@@ -64,7 +64,9 @@ def write_file(key: str, name: str, data: bytes) -> None:
         if path.exists() and not path.is_file():
             write_special(path, data)
         else:
-            replace_file(path.resolve(), data)  # a link goes on pointing at the file
+            target = path.resolve()  # a link goes on pointing at the file
+            with closing_descriptor(os.open(target.parent, ON_THE_WAY)) as folder:
+                write_whole(folder, target.name, data, private=False, sync=True)
     except OSError as error:
         raise explain(key, name, error) from None
 
@@ -75,23 +77,6 @@ def write_special(path: Path, data: bytes) -> None:
     with os.fdopen(descriptor, "wb") as file:
         os.set_blocking(descriptor, True)
         file.write(data)
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a draft beside the file and rename it; raises OSError."""
-    draft = path.with_name(f".launch-{os.urandom(6).hex()}")
-    try:
-        with draft.open("xb") as file:
-            if path.exists():
-                os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise
 
 
 def explain(key: str, name: str, error: OSError) -> UsageError | MachineError:

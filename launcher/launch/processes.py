@@ -9,6 +9,8 @@ import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from launcher.files import read_stat
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 EXIT_CODE_FIELD = 52
@@ -109,14 +111,11 @@ class Watch:
 
 
 def read_exitcode(pid: int) -> int | None:
-    """Read a zombie's exit code from procfs; None where its parent has reaped it already."""
+    """Read a zombie's exit code from procfs; None if its parent has reaped it already."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
-            fields = file.read().rpartition(")")[2].split()
-        if fields[0] not in "ZX":
-            return None
-        return os.waitstatus_to_exitcode(int(fields[EXIT_CODE_FIELD - 3]))
-    except (OSError, IndexError, ValueError):
+        _, fields = read_stat(pid)
+        return os.waitstatus_to_exitcode(int(fields[EXIT_CODE_FIELD - 3])) if fields[0] in "ZX" else None
+    except (OSError, ValueError):
         return None
 
 

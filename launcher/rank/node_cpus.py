@@ -7,6 +7,7 @@ the kernel's cpuset, which no process can.
 import os
 
 from launcher.cpulist import format_cpulist
+from launcher.files import read_stat
 from launcher.rank.identity import Identity
 
 DAEMONS = {
@@ -111,21 +112,14 @@ def find_ancestor(names: tuple[str, ...]) -> int:
     """Return the nearest ancestor of such a name; 0 where there is none, or procfs hides it."""
     pid = os.getppid()
     for _ in range(MOST_WRAPPERS):
-        name, parent = read_process(pid)
+        try:
+            name, fields = read_stat(pid)
+        except OSError:
+            return 0
         if name in names:
             return pid
-        pid = parent
+        pid = int(fields[1])
     return 0
-
-
-def read_process(pid: int) -> tuple[str, int]:
-    """Return a process's name and its parent; an empty name where procfs does not tell (proc(5))."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            head, _, tail = file.read().rpartition(b")")
-    except OSError:
-        return "", 0
-    return head.partition(b"(")[2].decode("ascii", "replace"), int(tail.split()[1])
 
 
 def read_affinity(pid: int) -> frozenset[int] | None:

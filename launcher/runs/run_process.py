@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from errno import EPERM
 from pathlib import Path
 
-from launcher.files import open_own
+from launcher.files import open_own, read_stat
 
 START_FIELD = 22
 """Field of /proc/PID/stat with the start in clock ticks since boot (proc(5))."""
@@ -27,16 +27,11 @@ def identify_place() -> dict[str, object]:
 
 
 def read_start(pid: int) -> int:
-    """Return when a process started; raises OSError where there is none, or where it is a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        state, *rest = fields.rpartition(")")[2].split()
-        start = int(rest[START_FIELD - 4])
-    except (IndexError, ValueError) as error:
-        raise ProcessLookupError(f"/proc/{pid}/stat: {error}") from None
-    if state in "ZX":
+    """Return when a process started; raises OSError if there is none, or if it is a zombie."""
+    _, fields = read_stat(pid)
+    if fields[0] in "ZX":
         raise ProcessLookupError(f"process {pid} has ended")
-    return start
+    return int(fields[START_FIELD - 3])
 
 
 def check_process(record: Mapping[str, object]) -> bool | None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 
+from launcher.files import read_stat
 from launcher.launch.processes import catches
 from launcher.launch.signals import STOPPING
 from launcher.protocol import name_host
@@ -42,12 +43,11 @@ def list_processes(wanted: set[bytes]) -> Iterator[tuple[int, int]]:
     for name in os.listdir("/proc"):  # noqa: PTH208 - names are all that is wanted
         if not name.isdecimal():
             continue
-        with suppress(OSError, ValueError, IndexError):
+        with suppress(OSError):
             with open(f"/proc/{name}/environ", "rb") as file:  # noqa: PTH123 - as elsewhere with procfs
                 variables = set(file.read().split(b"\0"))
             if wanted <= variables:
-                with open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
-                    yield int(name), int(file.read().rpartition(b")")[2].split()[1])
+                yield int(name), int(read_stat(name)[1][1])
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from launcher.files import read_stat
 from launcher.rank.identity import Identity
-from launcher.rank.node_cpus import MOST_CPUS, find_ancestor, join_slurm, read_process, try_affinity
+from launcher.rank.node_cpus import MOST_CPUS, find_ancestor, join_slurm, try_affinity
 from tests.rank.start_bound import (
     PROGRAM,
     STEP,
@@ -228,8 +229,10 @@ def test_names_of_processes() -> None:
     before = Path("/proc/self/comm").read_bytes().rstrip(b"\n")
     try:
         libc.prctl(15, b"a) b (c", 0, 0, 0)
-        assert read_process(os.getpid()) == ("a) b (c", os.getppid())
+        name, fields = read_stat(os.getpid())
+        assert (name, fields[0], int(fields[1])) == ("a) b (c", "R", os.getppid())
     finally:
         libc.prctl(15, before, 0, 0, 0)
-    assert read_process(2**22 + 1) == ("", 0)
+    with pytest.raises(OSError, match="No such file"):
+        read_stat(2**22 + 1)
     assert find_ancestor(("no such",)) == 0
