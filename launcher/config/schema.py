@@ -10,28 +10,28 @@ from typing import Any, get_type_hints
 
 @dataclass
 class RequeueConfig:
-    """How often a job goes back into the queue, by the reason why it ended; 0 is never."""
+    """How often a job goes back into the queue, for each reason why it ended; 0 means never."""
 
     preempted: int = 100
     """A job of higher priority took its nodes."""
     timeout: int = 100
-    """It came to its time limit while ranks were running."""
+    """The job reached its time limit while ranks were running."""
     node_failure: int = 10
-    """A node was lost; it is excluded on the next attempt."""
+    """A node was lost. It is excluded from the next attempt."""
     stopped: int = 10
-    """One node's task, or a rank, got SIGTERM from outside: neither launch nor SLURM's queue sent it."""
+    """A node's task, or a rank, got a SIGTERM that neither launch nor SLURM's queue sent."""
     requested: int = 100
-    """The first rank that failed had one of `exit_codes`, and no stop had been asked for."""
+    """The first rank that failed ended with one of `exit_codes`, and nobody had asked for a stop."""
     crash: int = 0
     """The program failed."""
     exit_codes: list[int] = field(default_factory=lambda: [75])
-    """Exit codes by which a program asks for another start; 75 is EX_TEMPFAIL of sysexits.h."""
+    """Exit codes by which a program asks to be started again; 75 is EX_TEMPFAIL of sysexits.h."""
     no_progress: int = 3
-    """Attempts in a row without a later step or a newer checkpoint, after which the job stops; 0 is never.
+    """The job stops after this many attempts in a row without progress; 0 means never.
 
-    Steps are what rank 0 prints, checkpoints what is below RUN_DIR/checkpoints or found by progress.paths; a
-    job that never showed either is not judged. Attempts that were preempted or requeued from outside do not
-    count.
+    Progress is a later step printed by rank 0, or a newer checkpoint below RUN_DIR/checkpoints or at
+    progress.paths. A job that never showed either is not judged. Attempts that were preempted or requeued
+    from outside do not count.
     """
     limit: int = 200
     """Attempts in all, at least 1."""
@@ -39,57 +39,58 @@ class RequeueConfig:
 
 @dataclass
 class ContainerConfig:
-    """The container that ranks run in; none where there is no image."""
+    """The container that ranks run in; without an image there is none."""
 
     runtime: str = "pyxis"
     """`pyxis` (srun's --container-* options) or `apptainer`."""
     image: str | None = None
+    """The image, in the runtime's notation."""
     mounts: list[str] = field(default_factory=list)
-    """`SRC:DST[:OPTIONS]`, beside the run directory and the working directory."""
+    """`SRC:DST[:OPTIONS]`, in addition to the run directory and the working directory."""
     python: str = "python3"
-    """The container's Python, which has the launcher installed."""
+    """The container's Python, in which launch is installed."""
     args: list[str] = field(default_factory=list)
     """Further arguments of the runtime."""
 
 
 @dataclass
 class ClusterConfig:
-    """Where the job runs. What is SLURM's has SLURM's own names; null leaves it to SLURM."""
+    """Where the job runs. SLURM's options have SLURM's names; null leaves an option to SLURM."""
 
     kind: str = "auto"
-    """`auto`, `local` (this machine), `slurm` (sbatch), `allocation` (a step in the job that this is) or
-    `manual` (one node of a job that is started by hand on each)."""
+    """`auto`, `local` (this machine), `slurm` (sbatch), `allocation` (a step in the SLURM job that launch
+    runs in) or `manual` (one node of a job that is started by hand on each node)."""
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     time: str | None = None
     """SLURM's notations: minutes, MM:SS, HH:MM:SS, DD-HH, DD-HH:MM, DD-HH:MM:SS."""
     gpus_per_node: Any = "auto"
-    """A number, `TYPE:NUMBER`, or `auto`: one for each rank; where ranks are `auto`, all that nodes have."""
+    """A number, `TYPE:NUMBER`, or `auto`: one for each rank; all of a node's if nproc_per_node is auto."""
     cpus_per_task: Any = "auto"
-    """CPUs of each node (there is one task on each); `auto`: the GPUs' share of the partition's nodes."""
+    """CPUs of each node (one task runs on each); `auto`: the share of a node that belongs to the GPUs."""
     mem: Any = "auto"
-    """Memory of each node as SLURM writes it (`200G`); `auto`: the GPUs' share of the partition's nodes."""
+    """Memory of each node in SLURM's notation (`200G`); `auto`: the share that belongs to the GPUs."""
     constraint: str | None = None
     exclude: str | None = None
     nodelist: str | None = None
     reservation: str | None = None
     switches: str | None = None
     array_parallelism: int = 256
-    """Jobs of a sweep that run at the same time."""
+    """How many jobs of a sweep run at the same time."""
     dependency: str | None = None
     mail_user: str | None = None
     mail_type: str | None = None
     signal: str = "USR2@120"
-    """Checkpoint signal and how many seconds before the time limit the ranks get it."""
+    """The checkpoint signal, and how many seconds before the time limit the ranks get it."""
     setup: list[str] = field(default_factory=list)
     """Shell lines before the start: module loads, environment activation."""
     additional: dict[str, Any] = field(default_factory=dict)
-    """Any other option of sbatch, by its name; true is an option without value."""
+    """Any other option of sbatch, by its name; true means an option without a value."""
     srun: dict[str, Any] = field(default_factory=dict)
     """Any other option of srun, by its name."""
     machine: str | None = None
-    """Shipped machine or snapshot that `dry_run=true` plans for, in place of the partition's nodes."""
+    """A shipped machine or a snapshot; `dry_run=true` shows the plan for it."""
     container: ContainerConfig = field(default_factory=ContainerConfig)
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
 
@@ -101,11 +102,11 @@ class BindingConfig:
     policy: str = "exclusive"
     """`exclusive`, `numa`, `socket`, `l3` or `none`."""
     strict: bool = False
-    """A placement that falls short of the policy ends the job rather than warning."""
+    """If the placement falls short of the policy: true ends the job, false warns."""
     reserve_cores: int = 0
-    """Physical cores left for the system, spread over the NUMA nodes."""
+    """Physical cores that are left to the system, spread over the NUMA nodes."""
     nic: bool = False
-    """Tell NCCL of each rank's nearest NIC too (`NCCL_IB_HCA`)."""
+    """Set `NCCL_IB_HCA` to each rank's nearest NIC."""
 
 
 @dataclass
@@ -113,34 +114,34 @@ class DataloaderConfig:
     """How many DataLoader workers a rank gets."""
 
     workload: str = "text"
-    """What the number is for, in the words of the plan; empty for a number that the command line sets."""
+    """The workload that the number belongs to; empty if the command line sets the number."""
     num_workers: int = 2
-    """Workers that each rank would like. A workload's number is less if cores or memory are too few; any
-    other number stays as it is, with a warning."""
+    """Workers of each rank. A workload's number is reduced if cores or memory are too few. A number that you
+    set stays as it is, with a warning."""
     worker_gib: float = 0.0
-    """Memory of one worker in GiB; 0 where it is not known, and does not limit them."""
+    """Memory of one worker in GiB; 0 means unknown, and memory sets no limit."""
     worker_shm_mib: float = 0.0
-    """What the batches of one worker take of /dev/shm, in MiB; 0 where it is not known."""
+    """Space in /dev/shm for the batches of one worker, in MiB; 0 means unknown."""
     default: bool = False
-    """Let a `DataLoader(...)` without num_workers have that many."""
+    """Give a `DataLoader(...)` without num_workers that number."""
     measured: bool = False
-    """`num_workers` has been measured, as by `launch tune dataloader`, and nothing limits it; the plan warns
-    where memory and the like are short."""
+    """`num_workers` was measured, as by `launch tune dataloader`, and nothing reduces it. The plan warns if
+    memory or the like is short."""
 
 
 @dataclass
 class GcConfig:
-    """Garbage collection in the ranks; steps are those of the optimizer."""
+    """Garbage collection in the ranks. Steps are steps of the optimizer."""
 
     policy: str = "synchronized"
     """`synchronized`, `disabled`, `frozen` or `default`."""
     warmup: int = 30
     """Steps after which objects are frozen (`synchronized`, `frozen`)."""
     every: int = 50
-    """Steps from one full collection to the next, on all ranks at the same step (`synchronized`, `disabled`);
-    0 is never."""
+    """Steps from one full collection to the next, the same on all ranks (`synchronized`, `disabled`); 0 means
+    never."""
     log: bool = False
-    """Have each rank tell of its collections on stderr."""
+    """Each rank reports its collections on stderr."""
 
 
 @dataclass
@@ -148,52 +149,52 @@ class TuneConfig:
     """How `launch tune dataloader` measures."""
 
     max_workers: Any = "auto"
-    """Workers of each rank at most; `auto`: two for each of its cores, from 4 to 64, if memory allows."""
+    """Largest number of workers to try; `auto`: two for each core of a rank, 4 to 64, if memory allows."""
     steps: int = 48
-    """Steps that are measured with each number of workers at most; fewer where the mean is clear."""
+    """Largest number of steps to measure for each number of workers; fewer if the mean is clear."""
     seconds: float = 60.0
-    """Time after which a number of workers has been measured for long enough."""
+    """Seconds to measure each number of workers at most."""
     timeout: float = 900.0
-    """Seconds for a run of the program; one that takes longer is ended."""
+    """Seconds that a run of the program may take; a longer one is ended."""
 
 
 @dataclass
 class MachineConfig:
-    """Which machine is planned for."""
+    """The machine that `launch plan` and `launch topo` read."""
 
     root: str = "/"
-    """Folder that holds the machine's `sys` and `proc`."""
+    """The folder that holds the machine's `sys` and `proc`."""
     snapshot: str | None = None
     """A file that `launch topo save=FILE` or `launch plan format=json` wrote on that machine.
 
-    It is looked for from the working directory, then in `machine/` of each configuration folder.
+    A relative path counts from the working directory, then from `machine/` in each configuration folder.
     """
 
 
 @dataclass
 class LogsConfig:
-    """What of the ranks' output the console shows; the run directory has all of it."""
+    """What the console shows of the ranks' output. The run directory has all of it."""
 
     console: str = "rank0"
     """`rank0`, `all` or `none`."""
     tail: int = 20
-    """Lines of the first failed rank's log that the final message shows."""
+    """How many lines of the first failed rank's log the final message shows."""
 
 
 @dataclass
 class ProgressConfig:
-    """What counts as progress, beside the steps that rank 0 prints and what is below RUN_DIR/checkpoints."""
+    """What counts as progress, besides the steps that rank 0 prints and files below RUN_DIR/checkpoints."""
 
     paths: list[str] = field(default_factory=list)
-    """Patterns of the program's checkpoints elsewhere: `/scratch/me/ckpt/*`, `**` for folders at any depth.
+    """Patterns of checkpoints elsewhere, such as `/scratch/me/ckpt/*`; `**` matches folders at any depth.
 
-    A relative one counts from the working directory. What was written since the submission counts.
+    A relative pattern starts at the working directory. Files written since the submission count.
     """
 
 
 @dataclass
 class TorchrunConfig:
-    """torchrun's own options, under its own names; null leaves an option to torchrun and its `PET_*`."""
+    """torchrun's options, under torchrun's names; null leaves an option to torchrun and its `PET_*`."""
 
     max_restarts: int | None = None
     monitor_interval: float | None = None
@@ -207,7 +208,7 @@ class TorchrunConfig:
     event_log_handler: str | None = None
     signals_to_handle: str | None = None
     shutdown_timeout: int = 30
-    """Seconds that ranks have to end after a signal, before the next harder one."""
+    """Seconds that ranks have to end after a signal, before the next signal."""
 
 
 @dataclass
@@ -215,54 +216,57 @@ class LaunchConfig:
     """All keys."""
 
     nodes: Any = "auto"
-    """Nodes: a number, `min:max` for an elastic job, or `auto`: the allocation's, else 1."""
+    """A number of nodes, `min:max` for an elastic job, or `auto`: those of the allocation, else 1."""
     nproc_per_node: Any = "auto"
-    """Ranks on each node; `auto` is the visible GPUs, else one for each NUMA node with usable CPUs."""
+    """Ranks on each node; `auto`: one for each visible GPU, else one for each NUMA node with usable CPUs."""
     name: str | None = None
-    """Name of the run; by default the model's or the program's."""
+    """The run's name; by default the model's or the program's."""
     runs_dir: str = "runs"
-    """Where run directories are made: RUNS_DIR/NAME/ID."""
+    """The folder for run directories: RUNS_DIR/NAME/ID."""
     run_dir: str | None = None
     """This very run directory: a new one, or an earlier run's to go on with."""
     node_rank: int | None = None
-    """Number of this node, for `cluster=manual`."""
+    """The number of this node, for `cluster=manual`."""
     rdzv_endpoint: str | None = None
-    """HOST:PORT where the nodes meet, on the node with `node_rank=0`, for `cluster=manual`."""
+    """HOST:PORT of the rendezvous, on the node with `node_rank=0`, for `cluster=manual`."""
     devices: str = "all"
-    """`all`: every rank sees the job's GPUs, and rank N uses GPU N; `own`: each rank sees its own alone;
-    `spread`: with fewer ranks than GPUs, all ranks see as many GPUs, spread over packages and NICs."""
+    """`all`: every rank sees the job's GPUs, and rank N uses GPU N. `own`: each rank sees its own GPU alone.
+    `spread`: if ranks are fewer than GPUs, all ranks see as many GPUs, spread over packages and NICs."""
     agent: str = "torchrun"
-    """What starts the ranks of a node in a SLURM job: `torchrun`, or `srun` (each rank is a task)."""
+    """What starts the ranks in a SLURM job: `torchrun`, or `srun` (each rank is a task)."""
     follow: bool = False
-    """Stay with a submitted job: its place in the queue, its output, its exit code."""
+    """Stay with a submitted job: show its place in the queue and its output, and end with its exit code."""
     rank: int | None = None
-    """The rank whose output `launch logs` shows; null is all of them."""
+    """The rank whose output `launch logs` shows; null means all ranks."""
     yes: bool = False
-    """Do not ask (`launch cancel`); replace a file that is not launch's own (`launch tune`)."""
+    """`launch cancel` does not ask; `launch tune` replaces a file that it did not write."""
     dry_run: bool = False
     """Show the plan and the command, and start nothing."""
     format: str = "table"
     """What `launch plan`, `topo`, `doctor`, `status` and `tune` print: `table` or `json`."""
     explain: bool = False
-    """Say in a sentence for each rank why it runs where it does."""
+    """Say for each rank why it runs where it does, and list its variables."""
     save: str | None = None
-    """File that `launch topo` writes a snapshot of the machine to, and `launch tune` its choice."""
+    """The file for a snapshot of the machine (`launch topo`), or for the choice (`launch tune`)."""
     image: str | None = None
-    """File that `launch topo` draws the machine and its ranks to: `FILE.svg` or `FILE.png`."""
+    """The file for a picture of the machine and its ranks (`launch topo`): `FILE.svg` or `FILE.png`."""
     objective: str = "loss"
-    """What a sweeper such as Optuna optimizes: `loss`, the last that rank 0 prints, or `file`, the number in
-    RUN_DIR/objective.txt, or numbers, that the program writes."""
+    """What a sweeper such as Optuna optimizes. `loss`: the last loss that rank 0 prints. `file`: the number
+    (or numbers) that the program writes to RUN_DIR/objective.txt."""
     env: dict[str, Any] = field(default_factory=dict)
-    """Variables for the program; `from_file` is none, but a dotenv file with more, or a list of such."""
+    """Variables for the program, by name. `env.from_file` is a dotenv file with more, or a list of them."""
     model: dict[str, Any] = field(default_factory=dict)
+    """The model of the bundled program; the group `model` sets it."""
     data: dict[str, Any] = field(default_factory=dict)
+    """The text for the bundled program: `data.path` and `data.val_fraction`."""
     program: dict[str, Any] = field(default_factory=dict)
+    """The program and its arguments; the group `program` sets them."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     binding: BindingConfig = field(default_factory=BindingConfig)
     dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
     allocator: dict[str, Any] = field(default_factory=dict)
-    """PyTorch's allocator settings by their names in PYTORCH_CUDA_ALLOC_CONF; `host` is what serves malloc:
-    `system`, `tcmalloc` or `jemalloc`."""
+    """PyTorch's allocator settings, by their names in PYTORCH_CUDA_ALLOC_CONF. `allocator.host` serves
+    malloc: `system`, `tcmalloc` or `jemalloc`."""
     gc: GcConfig = field(default_factory=GcConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)

@@ -27,7 +27,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class BindingTrial:
+class Trial:
     """What became of the plan's placements when processes tried them just now."""
 
     tried: int = 0
@@ -45,7 +45,7 @@ class Case:
     plan: Plan
     """Where a job would run now."""
     health: Health
-    trial: BindingTrial
+    trial: Trial
     num_workers: int = 2
     """DataLoader workers that each rank would like."""
     environ: Mapping[str, str] | None = None
