@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# Of `make test`: twice the cores of a small machine, since many tests wait for processes that they start.
+WORKERS ?= 4
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: run test test-gpu gpu-wheels test-kernels test-slurm check bench clean
@@ -9,8 +11,9 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint con
 run: $(VENV)/.run  ## install, and train the bundled model with two ranks; ARGS="key=value …" are overrides
 	@$(BIN)/launch nproc_per_node=2 $(ARGS)
 
-test: $(VENV)/.test  ## install the test extra, and run all tests
-	@$(BIN)/python -m pytest
+# The tests start Python a thousand times: bytecode is kept even where the environment says not to.
+test: $(VENV)/.test  ## install the test extra, and run all tests; WORKERS=1 one after the other
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-gpu: $(VENV)/.test  ## the tests that need an NVIDIA GPU; they skip, saying why, where there is none
 	@$(BIN)/python -m pytest -m gpu

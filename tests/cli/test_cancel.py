@@ -100,6 +100,7 @@ def test_a_process_that_took_over_the_number_is_left_alone(here: Path, launch: L
         ({"process": {**identify_process(os.getpid()), "host": "far"}}, f"is process {os.getpid()} on far"),
         ({}, "names no process"),
     ],
+    ids=["another host's", "one that names no process"],
 )
 def test_what_cannot_be_reached_is_said(
     here: Path, launch: Launch, more: dict[str, object], part: str
