@@ -12,6 +12,7 @@ DOCUMENTS = (
     *sorted(DOCS.glob("*.md")),
     ROOT / "slurm/README.md",
     ROOT / "tests/kernels/README.md",
+    ROOT / "tests/lab/README.md",
 )
 
 
