@@ -71,7 +71,7 @@ def follow_output(path: Path, tail: RunTail) -> None:
             time.sleep(TICK)
             run = watch.look()
         writer.write(tail.read_lines(final=True))
-        if open_stream("stdout").leads_where(open_stream("stderr")):
+        if open_stream("stdout").is_same_file(open_stream("stderr")):
             writer.end_line()
         logger.info(describe_run(run))
     finally:

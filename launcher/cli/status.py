@@ -47,14 +47,14 @@ def show_status(config: LaunchConfig, names: Sequence[str]) -> int:
 def print_runs(config: LaunchConfig, runs: Sequence[RunStatus], *, detailed: bool) -> None:
     """Print the table, and below it a named run in detail."""
     from launcher.report.console import make_console
-    from launcher.report.run_table import print_details, print_table
+    from launcher.report.run_table import print_details, print_runs
 
     console = make_console(stderr=False)
     if not runs:
         print_text(f"no run below runs_dir={config.runs_dir} yet\n")
         return
     runs = [replace(run, nodelist=shorten_nodes(run.nodelist)) for run in runs]
-    print_table(console, runs)
+    print_runs(console, runs)
     # Of an array's members and the like, the rows are what is asked for.
     if detailed and len(runs) == 1:
         (run,) = runs

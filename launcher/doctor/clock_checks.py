@@ -9,7 +9,7 @@ from launcher.cpulist import format_cpulist
 from launcher.doctor.finding import Case, Finding, pass_check, skip_check
 from launcher.probe.health import Clock
 
-SUBJECT = "clocks"
+CLOCKS = "clocks"
 HARDWARE = ("intel_pstate", "amd-pstate-epp", "amd_pstate_epp")
 """Drivers whose `powersave` is dynamic: the processor chooses, by the energy preference."""
 SPARING = ("power", "balance_power")
@@ -23,7 +23,7 @@ PREFER = "echo performance | sudo tee /sys/devices/system/cpu/cpu*/cpufreq/energ
 def judge_clocks(case: Case) -> Iterator[Finding]:
     """The governors of the allowed CPUs."""
     if not case.health.clocks:
-        yield skip_check(case, SUBJECT, "frequency", "there is no cpufreq (as in most virtual machines)")
+        yield skip_check(case, CLOCKS, "frequency", "there is no cpufreq (as in most virtual machines)")
     for clock in case.health.clocks:
         yield judge_clock(clock)
 
@@ -35,13 +35,13 @@ def judge_clock(clock: Clock) -> Finding:
         f"{clock.governor} ({clock.driver or 'driver unknown'}{choice}) on CPUs {format_cpulist(clock.cpus)}"
     )
     if clock.governor == "performance":
-        return pass_check(SUBJECT, said)
+        return pass_check(CLOCKS, said)
     if clock.driver in HARDWARE and clock.governor == "powersave":
         if clock.preference == "performance":
-            return pass_check(SUBJECT, said)
-        return Finding("warning" if clock.preference in SPARING else "note", SUBJECT, said, SLOW, PREFER)
+            return pass_check(CLOCKS, said)
+        return Finding("warning" if clock.preference in SPARING else "note", CLOCKS, said, SLOW, PREFER)
     if clock.governor == "userspace":
         why = "clocks stay where somebody has put them"
-        return Finding("note", SUBJECT, said, why, f"cpupower frequency-info shows where; {EAGER}")
+        return Finding("note", CLOCKS, said, why, f"cpupower frequency-info shows where; {EAGER}")
     why = LOWEST if clock.governor == "powersave" else SLOW
-    return Finding("warning", SUBJECT, said, why, EAGER)
+    return Finding("warning", CLOCKS, said, why, EAGER)

@@ -7,7 +7,7 @@ from launcher.doctor.finding import Case, Finding, pass_check
 from launcher.plan.rules import count_needed
 from launcher.text import count_things
 
-SUBJECT = "CPUs"
+CPUS = "CPUs"
 
 
 def judge_cpuset(case: Case) -> Iterator[Finding]:
@@ -20,12 +20,12 @@ def judge_cpuset(case: Case) -> Iterator[Finding]:
         usable, every = len(machine.allowed_cpus), len(machine.cpus)
         share = f"{'all' if usable == every else f'{usable} of'} {count_things(every, 'CPU')}"
         yield pass_check(
-            SUBJECT, f"{share} on {count_things(len(nodes), 'NUMA node')}, whole cores, with memory"
+            CPUS, f"{share} on {count_things(len(nodes), 'NUMA node')}, whole cores, with memory"
         )
     if spared := machine.isolated & machine.allowed_cpus:
         yield Finding(
             "note",
-            SUBJECT,
+            CPUS,
             f"CPUs {format_cpulist(spared)} are isolated (isolcpus)",
             "the kernel does not balance load over them, so ranks get the others",
             "boot without isolcpus if they are meant for training",
@@ -44,7 +44,7 @@ def find_uncovered(case: Case) -> Iterator[Finding]:
         gpus = ", ".join(str(gpu.index) for gpu in case.gpus if gpu.node == node)
         yield Finding(
             "warning" if lost == cpus else "note",
-            SUBJECT,
+            CPUS,
             f"{len(cpus) - len(lost)} of {len(cpus)} CPUs of NUMA node {node}, next to GPU {gpus}, are in "
             f"the job's cpuset; CPUs {format_cpulist(lost)} are not",
             "ranks get what is left there, or run on another node and reach their GPU across it",
@@ -65,7 +65,7 @@ def find_cut_cores(case: Case) -> Iterator[Finding]:
     others = frozenset(cpu for pus in cut for cpu in pus - allowed)
     yield Finding(
         "warning" if whole else "note",
-        SUBJECT,
+        CPUS,
         f"{count_things(len(cut), 'core')} cut in two: the other hardware threads, CPUs "
         f"{format_cpulist(others)}, are not this job's",
         "another job there would share the cores' execution units and caches",
@@ -81,7 +81,7 @@ def find_barred_memory(case: Case) -> Iterator[Finding]:
     if barred := barred - machine.allowed_mems:
         yield Finding(
             "warning",
-            SUBJECT,
+            CPUS,
             f"the job may use CPUs of NUMA node {format_cpulist(barred)}, but memory of "
             f"{format_cpulist(machine.allowed_mems) or 'none'} alone",
             "ranks there take all their memory from another node",
@@ -97,11 +97,11 @@ def judge_count(case: Case) -> Iterator[Finding]:
     workers = count_things(ranks * case.num_workers, "DataLoader worker")
     said = f"{count_things(cores, 'core')} for {count_things(ranks, 'rank')} and {workers}, {needed} wanted"
     if cores >= needed:
-        yield pass_check(SUBJECT, said)
+        yield pass_check(CPUS, said)
     else:
         yield Finding(
             "warning" if case.gpus else "note",
-            SUBJECT,
+            CPUS,
             said,
             "one core for each rank, one for each worker, up to four for the system: with fewer, processes "
             "wait for one another while GPUs idle",
@@ -117,12 +117,12 @@ def judge_quota(case: Case) -> Finding:
     """
     quota, usable = case.machine.limits.cpus, len(case.machine.allowed_cpus)
     if quota is None:
-        return pass_check(SUBJECT, "no CPU quota found")
+        return pass_check(CPUS, "no CPU quota found")
     if quota >= usable:
-        return pass_check(SUBJECT, f"CPU quota of {quota:g} for {usable} CPUs")
+        return pass_check(CPUS, f"CPU quota of {quota:g} for {usable} CPUs")
     return Finding(
         "warning",
-        SUBJECT,
+        CPUS,
         f"the cgroup's CPU quota is {quota:g} CPUs, for {usable} CPUs in the cpuset",
         "once the quota of a period is used, every thread of the job stops until the next one",
         f"raise it to {usable} (Kubernetes: limits.cpu; docker: --cpus), or narrow the cpuset to that",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from launcher.doctor.finding import Case, Finding, pass_check, skip_check
 from launcher.plan.rules import BINDERS, BINDS, OFF, find_binders
 
-SUBJECT = "environment"
+ENVIRONMENT = "environment"
 SERIAL = "each kernel launch waits for the last kernel to end: made for debugging (CUDA programming guide)"
 DETOUR = "NCCL's own choice of the fastest path is overruled (NCCL's environment variables: for debugging)"
 DOUBTFUL = {
@@ -18,7 +18,7 @@ DOUBTFUL = {
 """Level and reason for each variable."""
 
 
-def acts(value: str) -> bool:
+def is_in_effect(value: str) -> bool:
     """Tell whether a variable does something."""
     return value.strip().lower() not in OFF
 
@@ -27,21 +27,21 @@ def judge_environment(case: Case) -> Iterator[Finding]:
     """The environment that ranks would inherit."""
     environ = case.environ
     if environ is None:
-        yield skip_check(case, SUBJECT, "variables", "unknown")
+        yield skip_check(case, ENVIRONMENT, "variables", "unknown")
         return
     others = [name for name in DOUBTFUL if name not in BINDERS]
-    found = [*find_binders(environ), *(name for name in others if acts(environ.get(name, "")))]
+    found = [*find_binders(environ), *(name for name in others if is_in_effect(environ.get(name, "")))]
     for name in found:
         level, why = DOUBTFUL[name]
-        yield Finding(level, SUBJECT, f"{name}={environ[name]} is set", why, f"unset {name}")
+        yield Finding(level, ENVIRONMENT, f"{name}={environ[name]} is set", why, f"unset {name}")
     if environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         yield Finding(
             "note",
-            SUBJECT,
+            ENVIRONMENT,
             "TORCH_DISTRIBUTED_DEBUG=DETAIL is set",
             "each collective is checked against the other ranks' before it starts",
             "unset TORCH_DISTRIBUTED_DEBUG",
         )
         return
     if not found:
-        yield pass_check(SUBJECT, f"none of {len(DOUBTFUL)} variables that slow jobs down is set")
+        yield pass_check(ENVIRONMENT, f"none of {len(DOUBTFUL)} variables that slow jobs down is set")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from launcher.doctor.finding import Case, Finding, pass_check, skip_check
 
-SUBJECT = "GPUs"
+GPUS = "GPUs"
 
 
 def judge_devices(case: Case) -> Iterator[Finding]:
@@ -12,14 +12,14 @@ def judge_devices(case: Case) -> Iterator[Finding]:
     machine, shown = case.machine, case.health.driver_gpus
     nvidia = [gpu.pci for gpu in machine.gpus if gpu.vendor == "nvidia"]
     if not machine.gpus and not shown:
-        yield pass_check(SUBJECT, "none, and no driver that would show some")
+        yield pass_check(GPUS, "none, and no driver that would show some")
         return
     lost = [pci for pci in shown or () if pci not in nvidia]
     extra = [pci for pci in nvidia if shown and pci not in shown]
     if lost:
         yield Finding(
             "warning" if not nvidia else "note",
-            SUBJECT,
+            GPUS,
             f"the driver has {len(shown or ())} GPUs, and {len(nvidia)} can be opened: not {', '.join(lost)}",
             "a job gets the others alone: that is right where a scheduler gave it those, and wrong where one "
             "fell off the bus",
@@ -28,7 +28,7 @@ def judge_devices(case: Case) -> Iterator[Finding]:
     if extra:
         yield Finding(
             "note",
-            SUBJECT,
+            GPUS,
             f"NVML shows {', '.join(extra)}, which /proc/driver/nvidia/gpus does not",
             "the two disagree about which GPUs there are, so a plan that is made without NVML would differ",
             "give the container all of its GPUs' files (nvidia-container-toolkit), or restart it",
@@ -36,7 +36,7 @@ def judge_devices(case: Case) -> Iterator[Finding]:
     if not lost and not extra:
         count, used = len(machine.gpus), len(case.gpus)
         named = ", ".join(dict.fromkeys(gpu.name for gpu in machine.gpus if gpu.name))
-        yield pass_check(SUBJECT, f"{used} of {count} used" + (f": {named}" if named else ""))
+        yield pass_check(GPUS, f"{used} of {count} used" + (f": {named}" if named else ""))
 
 
 def judge_places(case: Case) -> Iterator[Finding]:
@@ -46,11 +46,11 @@ def judge_places(case: Case) -> Iterator[Finding]:
     if not case.gpus or len(nodes) < 2:
         return
     if not lost:
-        yield pass_check(SUBJECT, "the NUMA node of each is known")
+        yield pass_check(GPUS, "the NUMA node of each is known")
         return
     yield Finding(
         "warning",
-        SUBJECT,
+        GPUS,
         f"the NUMA node of GPU {', '.join(str(gpu.index) for gpu in lost)} is unknown (numa_node=-1), and "
         f"there are {len(nodes)}",
         "ranks are spread evenly over the nodes, so some are far from their GPU",
@@ -65,15 +65,15 @@ def judge_links(case: Case) -> Iterator[Finding]:
     for device in narrow:
         yield Finding(
             "warning",
-            SUBJECT,
+            GPUS,
             f"{device.name} has a PCI link of x{device.width}, and can do x{device.max_width}",
             "copies between main memory and the device take that much longer",
             "check slot, riser and BIOS bifurcation; `sudo lspci -vv` shows LnkSta against LnkCap",
         )
     if (case.machine.gpus or case.machine.nics) and not known:
-        yield skip_check(case, SUBJECT, "PCI link width", "sysfs does not show it (a virtual machine?)")
+        yield skip_check(case, GPUS, "PCI link width", "sysfs does not show it (a virtual machine?)")
     elif known and not narrow:
-        yield pass_check(SUBJECT, f"PCI links of {len(known)} GPUs and NICs at full width")
+        yield pass_check(GPUS, f"PCI links of {len(known)} GPUs and NICs at full width")
 
 
 def judge_persistence(case: Case) -> Iterator[Finding]:
@@ -84,14 +84,14 @@ def judge_persistence(case: Case) -> Iterator[Finding]:
     if not used:
         return
     if not modes:
-        yield skip_check(case, SUBJECT, "persistence mode", "NVML does not answer")
+        yield skip_check(case, GPUS, "persistence mode", "NVML does not answer")
     elif off:
         yield Finding(
             "note",
-            SUBJECT,
+            GPUS,
             f"persistence mode of GPU {', '.join(off)} is off",
             "the driver sets the GPU up anew at each job's start: seconds, and its settings are lost",
             "sudo systemctl enable --now nvidia-persistenced (or: sudo nvidia-smi -pm 1)",
         )
     else:
-        yield pass_check(SUBJECT, "persistence mode is on")
+        yield pass_check(GPUS, "persistence mode is on")

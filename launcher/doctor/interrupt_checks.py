@@ -6,7 +6,7 @@ from launcher.cpulist import format_cpulist
 from launcher.doctor.finding import Case, Finding, pass_check, skip_check
 from launcher.probe.health import Device
 
-SUBJECT = "interrupts"
+INTERRUPTS = "interrupts"
 RUNNING = {
     True: "irqbalance runs",
     False: "irqbalance does not run",
@@ -22,16 +22,16 @@ def judge_interrupts(case: Case) -> Iterator[Finding]:
     shown = [device for device in case.health.devices if device.node is not None and device.interrupts]
     if places <= {None} or len(nodes) < 2:
         reason = "one NUMA node" if len(nodes) < 2 else "no GPU or NIC with a known NUMA node"
-        yield pass_check(SUBJECT, f"{reason}: nowhere is far ({RUNNING[case.health.irqbalance]})")
+        yield pass_check(INTERRUPTS, f"{reason}: nowhere is far ({RUNNING[case.health.irqbalance]})")
     elif not shown:
         reason = f"sysfs or /proc/irq does not show them; {RUNNING[case.health.irqbalance]}"
-        yield skip_check(case, SUBJECT, "interrupts of GPUs and NICs", reason)
+        yield skip_check(case, INTERRUPTS, "interrupts of GPUs and NICs", reason)
     else:
         found = [finding for device in shown if (finding := judge_device(case, device))]
         yield from found
         if not found:
             running = RUNNING[case.health.irqbalance]
-            yield pass_check(SUBJECT, f"{len(shown)} GPUs and NICs are served next to them; {running}")
+            yield pass_check(INTERRUPTS, f"{len(shown)} GPUs and NICs are served next to them; {running}")
 
 
 def judge_device(case: Case, device: Device) -> Finding | None:
@@ -43,7 +43,7 @@ def judge_device(case: Case, device: Device) -> Finding | None:
     took = format_cpulist(frozenset().union(*far))
     return Finding(
         "warning" if device.nic else "note",
-        SUBJECT,
+        INTERRUPTS,
         f"{len(far)} of {len(device.interrupts)} interrupts of {device.name}, on NUMA node {device.node}, go "
         f"to CPUs {took} of other nodes; {RUNNING[case.health.irqbalance]}",
         "each completion crosses the link between the nodes, and takes time of other ranks' cores",

@@ -6,7 +6,7 @@ from launcher.doctor.finding import Case, Finding, pass_check, skip_check
 from launcher.probe.health import CAP_IPC_LOCK, CAP_SYS_RESOURCE
 from launcher.text import count_things, format_size
 
-SUBJECT = "limits"
+LIMITS = "limits"
 SHM = "/dev/shm"  # noqa: S108  # it is spoken of, not written to
 WHY_SHM = "DataLoader workers and NCCL pass data through it; when it is full, workers die with a bus error"
 SHM_LEAST = 1 << 20
@@ -24,11 +24,11 @@ def judge_shm(case: Case) -> Iterator[Finding]:
     """Size of /dev/shm, through which DataLoader workers and NCCL hand data over."""
     size, free = case.machine.limits.shm_kib, case.health.shm_free_kib
     if size is None:
-        yield skip_check(case, SUBJECT, SHM, "no such mount was found")
+        yield skip_check(case, LIMITS, SHM, "no such mount was found")
     elif size < SHM_LEAST:
         yield Finding(
             "warning",
-            SUBJECT,
+            LIMITS,
             f"{SHM} has {format_size(size)}",
             WHY_SHM,
             "docker: --shm-size=1g or more, or --ipc=host; Kubernetes: an emptyDir with medium: Memory; "
@@ -37,14 +37,14 @@ def judge_shm(case: Case) -> Iterator[Finding]:
     elif free is not None and free < SHM_FREE:
         yield Finding(
             "warning",
-            SUBJECT,
+            LIMITS,
             f"{SHM} has {format_size(size)}, of which {format_size(free)} are free",
             WHY_SHM,
             "remove what dead jobs have left there (`ls -la /dev/shm`: torch_*, nccl-*)",
         )
     else:
         rest = "" if free is None else f", {format_size(free)} free"
-        yield pass_check(SUBJECT, f"{SHM}: {format_size(size)}{rest}")
+        yield pass_check(LIMITS, f"{SHM}: {format_size(size)}{rest}")
 
 
 def judge_files(case: Case) -> Iterator[Finding]:
@@ -54,11 +54,11 @@ def judge_files(case: Case) -> Iterator[Finding]:
     """
     files = case.health.files
     if files is None:
-        yield skip_check(case, SUBJECT, "open files", "proc/self/limits does not show them")
+        yield skip_check(case, LIMITS, "open files", "proc/self/limits does not show them")
     elif files.hard is not None and files.hard < FILES_LEAST:
         yield Finding(
             "warning",
-            SUBJECT,
+            LIMITS,
             f"a rank may open {files.hard} files (the hard limit)",
             "each tensor that a DataLoader worker hands over holds one: beyond, `Too many open files` or "
             "`received 0 items of ancdata`",
@@ -66,7 +66,7 @@ def judge_files(case: Case) -> Iterator[Finding]:
         )
     else:
         most = "unlimited" if files.hard is None else str(files.hard)
-        yield pass_check(SUBJECT, f"open files of a rank: {most}")
+        yield pass_check(LIMITS, f"open files of a rank: {most}")
 
 
 def judge_locked(case: Case) -> Iterator[Finding]:
@@ -75,11 +75,11 @@ def judge_locked(case: Case) -> Iterator[Finding]:
     if not nics:
         return
     if locked is None:
-        yield skip_check(case, SUBJECT, "locked memory", "proc/self/limits does not show it")
+        yield skip_check(case, LIMITS, "locked memory", "proc/self/limits does not show it")
     elif locked.soft is not None and not case.health.capabilities >> CAP_IPC_LOCK & 1:
         yield Finding(
             "warning",
-            SUBJECT,
+            LIMITS,
             f"a process may lock {format_size(locked.soft >> 10)}, and there are RDMA devices "
             f"({nics[0].name})",
             "they lock the memory that they register: NCCL fails with `Cannot allocate memory`, or uses TCP",
@@ -87,7 +87,7 @@ def judge_locked(case: Case) -> Iterator[Finding]:
             "PropagateResourceLimitsExcept=MEMLOCK",
         )
     else:
-        yield pass_check(SUBJECT, "locked memory: unlimited, as RDMA needs it")
+        yield pass_check(LIMITS, "locked memory: unlimited, as RDMA needs it")
 
 
 def judge_processes(case: Case) -> Iterator[Finding]:
@@ -101,14 +101,14 @@ def judge_processes(case: Case) -> Iterator[Finding]:
     for owner, limit in low.items():
         yield Finding(
             "warning",
-            SUBJECT,
+            LIMITS,
             f"{owner} may have {limit} processes and threads; {count_things(len(ranks), 'rank')} with "
             f"workers can need {needed}",
             "a rank that cannot start a thread dies with `Resource temporarily unavailable`",
             "ulimit -u unlimited" if users == limit else "docker: --pids-limit=-1; Kubernetes: podPidsLimit",
         )
     if health.processes is None and health.pids_max is None:
-        yield skip_check(case, SUBJECT, "processes", "proc/self/limits does not show them")
+        yield skip_check(case, LIMITS, "processes", "proc/self/limits does not show them")
     elif not low:
         least = min((limit for limit in (users, health.pids_max) if limit is not None), default=None)
-        yield pass_check(SUBJECT, f"processes: {'unlimited' if least is None else least}, {needed} wanted")
+        yield pass_check(LIMITS, f"processes: {'unlimited' if least is None else least}, {needed} wanted")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from launcher.doctor.finding import Case, Finding, pass_check, skip_check
 from launcher.text import format_size
 
-SUBJECT = "memory"
+MEMORY = "memory"
 SWAPPED = 64 << 10
 """Swap in KiB that any machine may have in use."""
 
@@ -20,16 +20,16 @@ def judge_size(case: Case) -> Iterator[Finding]:
     sizes = [gpu.memory_mib for gpu in case.gpus]
     if not sizes or not size:
         yield (
-            pass_check(SUBJECT, f"{said}, no GPUs") if size else skip_check(case, SUBJECT, "size", "unknown")
+            pass_check(MEMORY, f"{said}, no GPUs") if size else skip_check(case, MEMORY, "size", "unknown")
         )
     elif not all(sizes):
-        yield skip_check(case, SUBJECT, f"{said} against the GPUs'", "the GPUs' memory is not known")
+        yield skip_check(case, MEMORY, f"{said} against the GPUs'", "the GPUs' memory is not known")
     elif size >= sum(sizes) << 10:
-        yield pass_check(SUBJECT, f"{said}, {format_size(sum(sizes) << 10)} on the GPUs")
+        yield pass_check(MEMORY, f"{said}, {format_size(sum(sizes) << 10)} on the GPUs")
     else:
         yield Finding(
             "warning",
-            SUBJECT,
+            MEMORY,
             f"{said}, less than the {format_size(sum(sizes) << 10)} of the job's {len(sizes)} GPUs",
             "checkpoints, offload and DataLoader workers can need as much as the GPUs hold",
             "ask for more (SLURM: --mem=0 is the node's all; docker: --memory)",
@@ -44,14 +44,14 @@ def judge_balancing(case: Case) -> Iterator[Finding]:
     """
     balancing, reclaim = case.health.numa_balancing, case.health.zone_reclaim
     if sum(node.normal and node.memory_kib > 0 for node in case.machine.nodes) < 2:
-        yield pass_check(SUBJECT, "one NUMA node with memory: nothing to balance")
+        yield pass_check(MEMORY, "one NUMA node with memory: nothing to balance")
         return
     if balancing is None:
-        yield skip_check(case, SUBJECT, "NUMA balancing", "the kernel shows no such setting")
+        yield skip_check(case, MEMORY, "NUMA balancing", "the kernel shows no such setting")
     elif balancing:
         yield Finding(
             "warning",
-            SUBJECT,
+            MEMORY,
             f"automatic NUMA balancing is on (kernel.numa_balancing={balancing})",
             "the kernel stops ranks to scan their memory and takes page faults to see who uses it, though "
             "the plan has put it in its place",
@@ -60,14 +60,14 @@ def judge_balancing(case: Case) -> Iterator[Finding]:
     if reclaim:
         yield Finding(
             "warning",
-            SUBJECT,
+            MEMORY,
             f"vm.zone_reclaim_mode={reclaim}",
             "where a node is full, allocations wait for its page cache to be dropped rather than take memory "
             "next door, and cached training data is lost",
             "sudo sysctl vm.zone_reclaim_mode=0, and the same in /etc/sysctl.d",
         )
     if balancing == 0 and not reclaim:
-        yield pass_check(SUBJECT, "automatic NUMA balancing and zone reclaim are off")
+        yield pass_check(MEMORY, "automatic NUMA balancing and zone reclaim are off")
 
 
 def judge_hugepages(case: Case) -> Iterator[Finding]:
@@ -79,10 +79,10 @@ def judge_hugepages(case: Case) -> Iterator[Finding]:
     found = [*find_reserved(case, idle), *find_transparent(case)]
     yield from found
     if not case.health.transparent:
-        yield skip_check(case, SUBJECT, "transparent huge pages", "the kernel shows no such setting")
+        yield skip_check(case, MEMORY, "transparent huge pages", "the kernel shows no such setting")
     elif not found:
         kept = f"{format_size(idle)} reserved" if idle else "none reserved"
-        yield pass_check(SUBJECT, f"transparent huge pages {case.health.transparent}, {kept}")
+        yield pass_check(MEMORY, f"transparent huge pages {case.health.transparent}, {kept}")
 
 
 def find_reserved(case: Case, idle: int) -> Iterator[Finding]:
@@ -90,7 +90,7 @@ def find_reserved(case: Case, idle: int) -> Iterator[Finding]:
     if idle and idle * 20 >= case.machine.memory_kib:
         yield Finding(
             "warning",
-            SUBJECT,
+            MEMORY,
             f"{format_size(idle)} are reserved as huge pages that nobody uses",
             "only programs that ask for hugetlb pages can use them: to a training job they are missing",
             "sudo sysctl vm.nr_hugepages=0, or boot without hugepages=",
@@ -103,7 +103,7 @@ def find_transparent(case: Case) -> Iterator[Finding]:
     if case.health.transparent == "never":
         yield Finding(
             "note",
-            SUBJECT,
+            MEMORY,
             "transparent huge pages are off (never)",
             "large tensors in main memory cost more page faults and TLB misses",
             f"echo madvise | sudo tee {folder}/enabled",
@@ -111,7 +111,7 @@ def find_transparent(case: Case) -> Iterator[Finding]:
     elif case.health.transparent and case.health.defrag == "always":
         yield Finding(
             "note",
-            SUBJECT,
+            MEMORY,
             f"transparent huge pages are on ({case.health.transparent}) with defrag=always",
             "a page fault may wait until memory is compacted, at another time on each rank",
             f"echo madvise | sudo tee {folder}/defrag",
@@ -122,14 +122,14 @@ def judge_swap(case: Case) -> Iterator[Finding]:
     """Swap in use."""
     used, eager = case.health.swap_kib, case.health.swappiness
     if used is None:
-        yield skip_check(case, SUBJECT, "swap", "proc/meminfo does not show it")
+        yield skip_check(case, MEMORY, "swap", "proc/meminfo does not show it")
     elif used <= SWAPPED:
-        yield pass_check(SUBJECT, "no swap in use")
+        yield pass_check(MEMORY, "no swap in use")
     else:
         setting = "" if eager is None else f" (vm.swappiness={eager})"
         yield Finding(
             "note",
-            SUBJECT,
+            MEMORY,
             f"{format_size(used)} of swap are in use{setting}",
             "a rank that touches a page there waits for the disk, and all others wait for it",
             "find what fills the memory (`ps --sort=-rss -eo rss,comm | head`); sudo sysctl vm.swappiness=1",

@@ -6,7 +6,7 @@ from launcher.doctor.finding import Case, Finding, pass_check, skip_check
 from launcher.plan.rules import BINDERS
 from launcher.text import count_things
 
-SUBJECT = "placement"
+PLACEMENT = "placement"
 PERMISSION = (
     "docker: --cap-add=SYS_NICE or a seccomp profile with set_mempolicy; Kubernetes: securityContext."
     "capabilities.add: [SYS_NICE]"
@@ -23,15 +23,15 @@ def judge_plan(case: Case) -> Iterator[Finding]:
         if warning in probed:
             why = "what the kernel or the driver says here is incomplete: the plan assumes the rest"
             yield Finding(
-                "warning", SUBJECT, warning, why, "compare the files named with a healthy machine's"
+                "warning", PLACEMENT, warning, why, "compare the files named with a healthy machine's"
             )
         else:
             what, _, fix = warning.rpartition(": ")
-            yield Finding("warning", SUBJECT, what or fix, "the placement falls short there", fix)
+            yield Finding("warning", PLACEMENT, what or fix, "the placement falls short there", fix)
     for oddity in case.health.oddities:
-        yield Finding("note", SUBJECT, oddity, "what it should tell is not checked", "look at the file")
+        yield Finding("note", PLACEMENT, oddity, "what it should tell is not checked", "look at the file")
     if not warnings:
-        yield pass_check(SUBJECT, f"{count_things(len(case.plan.ranks), 'rank')} planned without a warning")
+        yield pass_check(PLACEMENT, f"{count_things(len(case.plan.ranks), 'rank')} planned without a warning")
 
 
 def judge_trial(case: Case) -> Iterator[Finding]:
@@ -41,12 +41,12 @@ def judge_trial(case: Case) -> Iterator[Finding]:
         refused = "memory policy" in problem
         yield Finding(
             "warning",
-            SUBJECT,
+            PLACEMENT,
             problem,
             "ranks would run otherwise than planned, and their memory may be remote",
             PERMISSION if refused else "start the job where the plan was made; `launch plan` shows it",
         )
     if trial.reason:
-        yield skip_check(case, SUBJECT, "permission to bind", trial.reason)
+        yield skip_check(case, PLACEMENT, "permission to bind", trial.reason)
     elif not trial.problems:
-        yield pass_check(SUBJECT, f"CPU set and memory policy taken as planned ({trial.tried} tried)")
+        yield pass_check(PLACEMENT, f"CPU set and memory policy taken as planned ({trial.tried} tried)")

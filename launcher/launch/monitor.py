@@ -109,7 +109,7 @@ class Viewer:
     def show_messages(self, console: "JobConsole") -> None:
         """Show our own lines that wait."""
         while not self.messages.empty():
-            console.say(self.messages.get())
+            console.print_message(self.messages.get())
 
     def watch_rank(self, rank: int, attempt: int, *, has_terminal: bool = False) -> None:
         """Show what a rank prints, as far as that is asked for; rank 0 tells of progress in any case."""
@@ -137,8 +137,8 @@ class Viewer:
         from launcher.report.placement_table import print_placement
 
         for line in describe_job(job, self.run):
-            console.say(line)
-        console.guard(lambda out: print_placement(out, job.plan, explain=job.config.explain))
+            console.print_message(line)
+        console.print_renderable(lambda out: print_placement(out, job.plan, explain=job.config.explain))
         return console
 
     def await_shown(self, *, patient: bool = True) -> bool:

@@ -64,7 +64,7 @@ class Stream:
         except OSError:
             return 0
 
-    def leads_where(self, other: "Stream") -> bool:
+    def is_same_file(self, other: "Stream") -> bool:
         """Tell whether both lead to the same terminal, pipe or file."""
         if self.descriptor is None or other.descriptor is None:
             return False

@@ -66,7 +66,7 @@ class JobConsole:
     def __post_init__(self) -> None:
         """See where the streams lead."""
         self.err_sink = Sink(self.err.is_screen)
-        joined = self.out.leads_where(self.err)
+        joined = self.out.is_same_file(self.err)
         self.out_sink = self.err_sink if joined else Sink(self.out.is_screen)
 
     @property
@@ -103,7 +103,7 @@ class JobConsole:
             source = self.find_source(chunk.rank, chunk.stream)
             data = self.hold_end(source, chunk.data) if source.prefix else chunk.data
             if data:
-                self.put(source, data)
+                self.write_output(source, data)
 
     def note_progress(self, stream: str, data: bytes) -> None:
         """Read progress from what rank 0 has printed."""
@@ -130,13 +130,13 @@ class JobConsole:
             return data[:end]
         return data
 
-    def put(self, source: Source, data: bytes) -> None:
+    def write_output(self, source: Source, data: bytes) -> None:
         """Write what a source has printed."""
         stream, sink = (self.out, self.out_sink) if source.stream == "out" else (self.err, self.err_sink)
         if sink is self.err_sink and sink.erases and not self.program_draws and DRAWS.search(data):
             self.program_draws = True
             sink.show_footer(self.err, b"")
-        sink.put(stream, source, data)
+        sink.write_chunk(stream, source, data)
 
     def tick(self, *, final: bool = False) -> None:
         """Write what has waited long enough, and keep the bar up to date; to be called again and again."""
@@ -145,17 +145,19 @@ class JobConsole:
         for source, (data, since) in sorted(self.held.items(), key=lambda item: item[0] not in unfinished):
             if final or (since <= due and self.may_show(source.rank, source.stream)):
                 del self.held[source]
-                self.put(source, data)
+                self.write_output(source, data)
                 if self.shared:
                     self.end_lines()
         for stream in (self.out, self.err):
             if stream.fault:
                 fault, stream.fault = stream.fault, None
-                self.say(f"warning: {stream.name} takes no more ({fault.strerror}): see {self.logs}")
+                self.print_message(
+                    f"warning: {stream.name} takes no more ({fault.strerror}): see {self.logs}"
+                )
         if not final and self.moved and time.monotonic() - self.drawn >= REDRAW:
-            self.draw_bar()
+            self.draw_progress()
 
-    def draw_bar(self) -> None:
+    def draw_progress(self) -> None:
         """Draw the newest step; the bar appears with the first, and not beside one of the program's."""
         step, self.moved = self.progress.steps[-1], False
         if not step.total or self.program_draws or not self.err_sink.erases:
@@ -169,22 +171,22 @@ class JobConsole:
         if self.err_sink.erases:
             self.err_sink.show_footer(self.err, self.encode(text))
 
-    def say(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         """Print one of our own lines."""
-        self.write_lines(self.encode(f"launch: {escape_text(text)}\n"))
+        self.write_own_lines(self.encode(f"launch: {escape_text(text)}\n"))
 
-    def write_lines(self, lines: bytes) -> None:
+    def write_own_lines(self, lines: bytes) -> None:
         """Write whole lines to stderr that are no rank's."""
         self.out_sink.newline = b"\r\n" if self.is_raw() else b"\n"
-        self.err_sink.say(self.err, lines)
+        self.err_sink.write_message(self.err, lines)
 
-    def guard(self, show: Callable[[Console], None]) -> None:
+    def print_renderable(self, show: Callable[[Console], None]) -> None:
         """Have rich print something on stderr."""
         if self.err.descriptor is None:
             return
         with self.console.capture() as captured:
             show(self.console)
-        self.write_lines(self.encode(captured.get()))
+        self.write_own_lines(self.encode(captured.get()))
 
     def encode(self, text: str) -> bytes:
         """Return a text as the reader of stderr knows it."""
@@ -198,7 +200,7 @@ class JobConsole:
     def begin_line(self) -> None:
         """Let what others write to stderr begin on a line of its own."""
         if self.err_sink.open:
-            self.write_lines(b"")
+            self.write_own_lines(b"")
 
     def close(self) -> None:
         """Show what has waited, and take the bar down."""
@@ -215,7 +217,7 @@ class JobConsole:
             self.show_footer("")
 
 
-class FrankConsole(Console):
+class PipeAwareConsole(Console):
     """A console that raises BrokenPipeError when its reader has left, where rich would end the process."""
 
     def on_broken_pipe(self) -> None:
@@ -225,5 +227,5 @@ class FrankConsole(Console):
 
 def make_console(*, stderr: bool = True) -> Console:
     """Return a console; where it is no terminal, one so wide that tables do not wrap."""
-    console = FrankConsole(stderr=stderr, highlight=False)
-    return console if console.is_terminal else FrankConsole(stderr=stderr, highlight=False, width=160)
+    console = PipeAwareConsole(stderr=stderr, highlight=False)
+    return console if console.is_terminal else PipeAwareConsole(stderr=stderr, highlight=False, width=160)

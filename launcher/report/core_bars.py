@@ -53,7 +53,7 @@ class Ruler:
         """Whether all cells stand for as many cores."""
         return all(len(cell) == self.scale for segment in self.segments for cell in segment.cells)
 
-    def find_least(self, ranks: Sequence[RankPlan]) -> int:
+    def find_min_width(self, ranks: Sequence[RankPlan]) -> int:
         """Columns of a bar whose cells are no larger than the smallest rank's part, within reason."""
         sizes = [sum(map(len, segment.cells)) for segment in self.segments]
         cores = [pus for segment in self.segments for cell in segment.cells for pus in cell]
@@ -70,11 +70,11 @@ class Ruler:
             parts.append(segment.border + (text if len(text) <= room else "").ljust(room))
         return "".join(parts)
 
-    def draw(self, rank: RankPlan) -> Text:
+    def draw_cores(self, rank: RankPlan) -> Text:
         """A rank's bar."""
-        kinds = [[self.judge(cell, rank) for cell in segment.cells] for segment in self.segments]
+        kinds = [[self.classify_cell(cell, rank) for cell in segment.cells] for segment in self.segments]
         if kinds and all(kind != OWN for row in kinds for kind in row):
-            self.show_least(kinds, rank)
+            self.mark_largest_cell(kinds, rank)
         bar = Text(no_wrap=True)
         for segment, row in zip(self.segments, kinds, strict=True):
             bar.append(segment.border, "dim")
@@ -82,12 +82,12 @@ class Ruler:
                 bar.append(self.marks[kind] * len(list(run)), STYLES[kind])
         return bar
 
-    def judge(self, cell: Cell, rank: RankPlan) -> int:
+    def classify_cell(self, cell: Cell, rank: RankPlan) -> int:
         """What most of a cell's cores are to a rank; of halves the first, so that no two ranks have one."""
-        kinds = [self.sort_core(pus, rank) for pus in cell]
+        kinds = [self.classify_core(pus, rank) for pus in cell]
         return max(kinds, key=kinds.count)
 
-    def sort_core(self, pus: frozenset[int], rank: RankPlan) -> int:
+    def classify_core(self, pus: frozenset[int], rank: RankPlan) -> int:
         """What a core is to a rank."""
         if pus & rank.cpus:
             return OWN
@@ -95,7 +95,7 @@ class Ruler:
             return WORKERS
         return OTHER if pus & self.usable else BARRED
 
-    def show_least(self, kinds: list[list[int]], rank: RankPlan) -> None:
+    def mark_largest_cell(self, kinds: list[list[int]], rank: RankPlan) -> None:
         """Mark the cell where a rank has most of its cores, when it has the most of none."""
         places = [(at, i) for at, segment in enumerate(self.segments) for i in range(len(segment.cells))]
         counts = [sum(bool(pus & rank.cpus) for pus in self.segments[at].cells[i]) for at, i in places]

@@ -9,8 +9,15 @@ from launcher.report.legend import lay_out_legend
 from launcher.report.machine_parts import Part, build_parts
 from launcher.report.palette import find_ink
 from launcher.report.pci_switches import Device, Switch
-from launcher.report.picture import Box, Measure, Text, arrange, center_text, frame, place_rows, write_lines
-from launcher.report.rank_colours import FREE, Share, Shares, gather_shares, name_ranks, pick_colours
+from launcher.report.picture import Box, Measure, Text, arrange, center_text, frame, place_rows, stack_lines
+from launcher.report.rank_colours import (
+    FREE,
+    DrawStyle,
+    RankStyles,
+    gather_rank_styles,
+    name_ranks,
+    pick_colours,
+)
 from launcher.text import clean_text, count_things, shorten_cpulist
 
 SMALL, PLAIN, LARGE = 12, 14, 22
@@ -33,15 +40,15 @@ def lay_out(plan: Plan, classes: Mapping[int, int], note: str, measure: Measure)
     `classes` numbers the classes of cores by their capacity; `note` stands below the title.
     """
     root = build_parts(plan.machine, classes)
-    shares = gather_shares(plan)
+    shares = gather_rank_styles(plan)
     labels = list_labels(root, shares)
     cell = max(24, *(measure(label, SMALL) + 6 for label in (*labels, str(max(root.pus)))))
     artist = Artist(measure, shares, cell)
     machine = frame("machine", (), artist.draw_inside(root), fill=FILLS["machine"], stroke="#444444")
     ranks = count_things(len(plan.ranks), "rank")
     known = ", ".join(filter(None, (*root.list_counts(), root.describe_size(), ranks, note)))
-    title = write_lines(measure, [clean_text(root.label) or "Machine"], LARGE, 0, 0)
-    below = write_lines(measure, [known], PLAIN, 0, LARGE + 8)
+    title = stack_lines(measure, [clean_text(root.label) or "Machine"], LARGE, 0, 0)
+    below = stack_lines(measure, [known], PLAIN, 0, LARGE + 8)
     width = max(text.width for text in (*title, *below))
     head = Box("title", width, LARGE + PLAIN + 12, texts=(*title, *below))
     legend = lay_out_legend(shares, labels, measure, machine.width)
@@ -50,11 +57,11 @@ def lay_out(plan: Plan, classes: Mapping[int, int], note: str, measure: Measure)
     return Box("picture", *size, fills=("#ffffff",), parts=(page.move(MARGIN, MARGIN),))
 
 
-def list_labels(root: Part, shares: Shares) -> set[str]:
+def list_labels(root: Part, shares: RankStyles) -> set[str]:
     """The labels of ranks on cores and devices."""
     machine = shares.plan.machine
     devices: list[Device] = [*machine.gpus, *machine.nics]
-    cores = {shares.find_share(core.pus).label for core in list_cores(root)}
+    cores = {shares.find_style(core.pus).label for core in list_cores(root)}
     return cores | {name_ranks("R", ranks) for ranks in map(shares.find_device, devices) if ranks}
 
 
@@ -72,7 +79,7 @@ class Artist:
     """Draws parts and devices, each from what is inside it."""
 
     measure: Measure
-    shares: Shares
+    shares: RankStyles
     cell: int
     """Width of a PU, with room for every number and label."""
 
@@ -88,10 +95,10 @@ class Artist:
         if part.kind == "Core":
             return self.draw_core(part)
         kind = KINDS[part.kind] if part.pus else "bare"
-        lines = write_lines(self.measure, self.describe_part(part), PLAIN, 5, 2)
+        lines = stack_lines(self.measure, self.list_headings(part), PLAIN, 5, 2)
         return frame(kind, lines, self.draw_inside(part), fill=FILLS[kind])
 
-    def describe_part(self, part: Part) -> list[str]:
+    def list_headings(self, part: Part) -> list[str]:
         """The heading of a part."""
         size = part.describe_size()
         if part.kind in ("Cache", "Class"):
@@ -105,7 +112,7 @@ class Artist:
 
     def draw_core(self, core: Part) -> Box:
         """A core: who has it, and its PUs below each other, in two columns from four on."""
-        label = self.shares.find_share(core.pus).label
+        label = self.shares.find_style(core.pus).label
         pus = [self.draw_pu(pu) for pu in core.pus]
         columns = 1 if len(pus) < 4 else 2
         inside = place_rows([pus[at : at + columns] for at in range(0, len(pus), columns)], 1)
@@ -124,11 +131,11 @@ class Artist:
 
     def draw_pu(self, pu: int) -> Box:
         """A PU in the colours of those that have it."""
-        share = self.shares.find_share((pu,))
+        share = self.shares.find_style((pu,))
         box = self.paint("pu", self.cell, SMALL + 5, replace(share, label=str(pu)))
         return replace(box, stroke="#999999", hatched=share.hatched)
 
-    def paint(self, kind: str, width: int, height: int, share: Share) -> Box:
+    def paint(self, kind: str, width: int, height: int, share: DrawStyle) -> Box:
         """A labelled box in the colour of a rank; the colours of several make a strip below the label."""
         if len(share.fills) == 1:
             texts = self.center(share.label, width, (height + SMALL) // 2 - 1, find_ink(*share.fills))
@@ -144,7 +151,7 @@ class Artist:
     def draw_device(self, device: Device | Switch) -> Box:
         """A box for a GPU or a NIC with the ranks that use it, or for a switch around them."""
         if isinstance(device, Switch):
-            title = write_lines(self.measure, [f"PCI switch {clean_text(device.pci)}"], PLAIN, 5, 2)
+            title = stack_lines(self.measure, [f"PCI switch {clean_text(device.pci)}"], PLAIN, 5, 2)
             members = arrange([self.draw_device(member) for member in device.members])
             return frame("switch", title, [members], fill="#f3eee2")
         if isinstance(device, Gpu):
@@ -153,12 +160,12 @@ class Artist:
         else:
             kind, lines = "nic", [f"NIC {device.name}", device.pci, " ".join(describe_nic(device))]
         ranks = self.shares.find_device(device)
-        share = Share(pick_colours(ranks), name_ranks("R", ranks)) if ranks else FREE
+        share = DrawStyle(pick_colours(ranks), name_ranks("R", ranks)) if ranks else FREE
         return self.draw_card(kind, [clean_text(line, 40) for line in lines if line], share)
 
-    def draw_card(self, kind: str, lines: Sequence[str], share: Share) -> Box:
+    def draw_card(self, kind: str, lines: Sequence[str], share: DrawStyle) -> Box:
         """A device: lines of text, and on the left a band with its ranks."""
-        texts = write_lines(self.measure, lines, SMALL, self.cell + 9 if share.label else 5, 2)
+        texts = stack_lines(self.measure, lines, SMALL, self.cell + 9 if share.label else 5, 2)
         width = max(text.x + text.width for text in texts) + 5
         height = texts[-1].y + 6
         band = self.paint("band", self.cell, height - 4, share).move(2, 2)

@@ -7,7 +7,7 @@ from math import ceil
 from launcher.plan.model import RankPlan
 from launcher.report.palette import find_colour, find_ink, lighten
 from launcher.report.picture import Box, Measure, Text, center_text, place_rows
-from launcher.report.rank_colours import FORBIDDEN, FREE, ISOLATED, Share, Shares
+from launcher.report.rank_colours import FORBIDDEN, FREE, ISOLATED, DrawStyle, RankStyles
 from launcher.text import clean_text, shorten_cpulist
 
 SIZE = 13
@@ -19,15 +19,15 @@ TALLEST = 24
 GAP = 16
 
 
-def lay_out_legend(shares: Shares, marks: Collection[str], measure: Measure, room: int) -> Box:
+def lay_out_legend(shares: RankStyles, marks: Collection[str], measure: Measure, room: int) -> Box:
     """Lay out the legend, ranks in as many columns as fit the room; `marks` are the cores' labels."""
     plan = shares.plan
     listed = plan.ranks[:MOST_RANKS]
-    keys = list_keys(shares, marks)
+    keys = list_marks(shares, marks)
     labels = [f"R{rank.local_rank}" for rank in listed] + [share.label for share, _ in keys]
     writer = Writer(measure, max(26, *(measure(label, SIZE) + 6 for label in labels)))
-    cells = writer.align_rows([describe_rank(rank) for rank in listed])
-    colours = [Share((find_colour(rank.local_rank),), f"R{rank.local_rank}") for rank in listed]
+    cells = writer.align_rows([list_rank_cells(rank) for rank in listed])
+    colours = [DrawStyle((find_colour(rank.local_rank),), f"R{rank.local_rank}") for rank in listed]
     rows = [writer.draw_row(share, line) for share, line in zip(colours, cells, strict=True)]
     left = len(plan.ranks) - len(listed)
     more = [(FREE, f"and {left} more ranks: launch plan lists them all")] if left else []
@@ -43,7 +43,7 @@ def fold_rows(rows: Sequence[Box], room: int) -> Box:
     return place_rows([[replace(row, width=wide) for row in rows[at::height]] for at in range(height)], 4)
 
 
-def describe_rank(rank: RankPlan) -> list[str]:
+def list_rank_cells(rank: RankPlan) -> list[str]:
     """The cells of a rank: GPU, CPUs, workers' CPUs, memory, NIC."""
     apart = rank.worker_cpus - rank.cpus
     nodes = shorten_cpulist(rank.memory.nodes)
@@ -58,12 +58,12 @@ def describe_rank(rank: RankPlan) -> list[str]:
     return [clean_text(cell, 48) for cell in cells]
 
 
-def list_keys(shares: Shares, marks: Collection[str]) -> list[tuple[Share, str]]:
+def list_marks(shares: RankStyles, marks: Collection[str]) -> list[tuple[DrawStyle, str]]:
     """The marks that occur, with their meaning."""
-    found = {shares.find_share((cpu.id,)) for cpu in shares.plan.machine.cpus}
+    found = {shares.find_style((cpu.id,)) for cpu in shares.plan.machine.cpus}
     helped = min((rank for ranks in shares.workers.values() for rank in ranks), default=0)
-    workers = Share((lighten(find_colour(helped)),), f"w{helped}")
-    crowd = Share(label=min((mark for mark in marks if "+" in mark), default=""))
+    workers = DrawStyle((lighten(find_colour(helped)),), f"w{helped}")
+    crowd = DrawStyle(label=min((mark for mark in marks if "+" in mark), default=""))
     keys = (
         (crowd, f"rank {crowd.label[1:].replace('+', ' and ')} more"),
         (workers, f"DataLoader workers of rank {helped} alone"),
@@ -90,7 +90,7 @@ class Writer:
         starts = [sum(width + GAP for width in widths[:at] if width) for at in range(len(widths))]
         return [[(x, cell) for x, cell in zip(starts, row, strict=True) if cell] for row in rows]
 
-    def draw_row(self, share: Share, cells: Sequence[tuple[int, str]]) -> Box:
+    def draw_row(self, share: DrawStyle, cells: Sequence[tuple[int, str]]) -> Box:
         """A swatch with its label, and the cells after it."""
         ink = find_ink(*share.fills)
         swatch = Box(

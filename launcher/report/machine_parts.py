@@ -30,14 +30,16 @@ class Part:
     devices: tuple[Device | Switch, ...] = ()
     """Those next to a NUMA node; under the machine, those next to none that is known."""
 
-    def count(self, kind: str) -> int:
+    def count_kind(self, kind: str) -> int:
         """How many objects of a kind are below it."""
-        return sum((part.kind == kind) * max(1, len(part.numbers)) + part.count(kind) for part in self.parts)
+        return sum(
+            (part.kind == kind) * max(1, len(part.numbers)) + part.count_kind(kind) for part in self.parts
+        )
 
     def list_counts(self) -> list[str]:
         """What a machine has of each, in words."""
         kinds = {"package": "Package", "NUMA node": "NUMANode", "core": "Core"}
-        counts = [count_things(self.count(kind), noun) for noun, kind in kinds.items()]
+        counts = [count_things(self.count_kind(kind), noun) for noun, kind in kinds.items()]
         return [*counts, count_things(len(self.pus), "PU")]
 
     def describe_size(self) -> str:
@@ -58,23 +60,23 @@ class Builder:
     spread: frozenset[int]
     """Last-level caches above several NUMA nodes (sub-NUMA clustering) or packages."""
 
-    def divide(self, cpus: Sequence[Cpu], levels: Sequence[str]) -> tuple[Part, ...]:
+    def divide_cpus(self, cpus: Sequence[Cpu], levels: Sequence[str]) -> tuple[Part, ...]:
         """Divide CPUs by the first level, and each share by the next ones."""
         if not levels:
             return ()
         shares: dict[int, list[Cpu]] = {}
         for cpu in cpus:
-            shares.setdefault(self.place(cpu, levels[0]), []).append(cpu)
-        return tuple(self.build(levels[0], at, share, levels[1:]) for at, share in shares.items())
+            shares.setdefault(self.find_number(cpu, levels[0]), []).append(cpu)
+        return tuple(self.build_part(levels[0], at, share, levels[1:]) for at, share in shares.items())
 
-    def place(self, cpu: Cpu, level: str) -> int:
+    def find_number(self, cpu: Cpu, level: str) -> int:
         """Which object of a level a CPU belongs to."""
         number: int = getattr(cpu, LEVELS[level])
         return self.classes.get(number, 0) if level == "Class" else number
 
-    def build(self, kind: str, number: int, cpus: Sequence[Cpu], levels: Sequence[str]) -> Part:
+    def build_part(self, kind: str, number: int, cpus: Sequence[Cpu], levels: Sequence[str]) -> Part:
         """Build one object and what is below it."""
-        size_kib, label = self.describe(kind, number, cpus)
+        size_kib, label = self.find_size_and_label(kind, number, cpus)
         # A node whose CPUs are in several packages shows its devices with the first of them.
         first = kind == "NUMANode" and cpus[0] == next(c for c in self.machine.cpus if c.node == number)
         return Part(
@@ -83,11 +85,11 @@ class Builder:
             pus=tuple(cpu.id for cpu in cpus),
             size_kib=size_kib,
             label=label,
-            parts=self.divide(cpus, levels),
+            parts=self.divide_cpus(cpus, levels),
             devices=self.devices.get(number, ()) if first else (),
         )
 
-    def describe(self, kind: str, number: int, cpus: Sequence[Cpu]) -> tuple[int, str]:
+    def find_size_and_label(self, kind: str, number: int, cpus: Sequence[Cpu]) -> tuple[int, str]:
         """The size and the label of an object."""
         if kind == "NUMANode":
             return next((node.memory_kib for node in self.machine.nodes if node.id == number), 0), ""
@@ -118,7 +120,7 @@ def build_parts(machine: Machine, classes: Mapping[int, int]) -> Part:
         pus=tuple(cpu.id for cpu in machine.cpus),
         size_kib=machine.memory_kib,
         label=machine.name,
-        parts=(*builder.divide(machine.cpus, levels), *build_bare(bare, builder.devices)),
+        parts=(*builder.divide_cpus(machine.cpus, levels), *build_bare(bare, builder.devices)),
         devices=builder.devices.get(None, ()),
     )
 

@@ -27,14 +27,14 @@ class View:
     every_core: bool
     """Each core and each cache by itself, also where neighbours are alike."""
 
-    def find_cache(self, part: Part) -> Part | None:
+    def find_only_cache(self, part: Part) -> Part | None:
         """The only cache of a package or node, which stands on the same line."""
         only = part.parts[0] if len(part.parts) == 1 and part.kind in ("Package", "NUMANode") else None
         return only if only and only.kind == "Cache" and not self.every_core else None
 
     def list_below(self, part: Part) -> tuple[Part, ...]:
         """The parts that have lines of their own below a part's line."""
-        parts = (self.find_cache(part) or part).parts
+        parts = (self.find_only_cache(part) or part).parts
         return tuple(child for child in parts if self.every_core or child.kind != "Core")
 
     def find_likeness(self, part: Part) -> Hashable:
@@ -43,13 +43,13 @@ class View:
         partly = any(mark.startswith(("allowed ", "isolated ")) for mark in marks)
         if self.every_core or self.list_below(part) or part.devices or partly or part.kind == "NUMANode":
             return part
-        return (self.describe_title(part, numbered=False), part.count("Core"), len(part.pus), marks)
+        return (self.describe_title(part, numbered=False), part.count_kind("Core"), len(part.pus), marks)
 
     def describe_title(self, part: Part, *, numbered: bool) -> str:
         """What a part is: kind, number and size, with its only cache."""
         if part.kind in ("Cache", "Class"):
             return f"{part.label} {part.describe_size()}".rstrip()
-        name, cache = part.kind, self.find_cache(part)
+        name, cache = part.kind, self.find_only_cache(part)
         if numbered:
             name += f"{'s' if len(part.numbers) > 1 else ''} {format_cpulist(frozenset(part.numbers))}"
         within = self.describe_title(cache, numbered=False) if cache else ""
@@ -80,8 +80,8 @@ def print_topology(
     """
     root = build_parts(machine, classes)
     view = View(machine, explain)
-    tree = Tree(Text(describe_machine(root), style="bold"), guide_style="dim")
-    grow(tree, view, root)
+    tree = Tree(Text(describe_root(root), style="bold"), guide_style="dim")
+    add_parts(tree, view, root)
     console.print(tree)
     for name, lines in describe_rest(machine).items():
         for at, line in enumerate(lines):
@@ -90,32 +90,32 @@ def print_topology(
         console.print(Text(f"warning: {clean_text(warning, 400)}", style="yellow"))
 
 
-def describe_machine(root: Part) -> str:
+def describe_root(root: Part) -> str:
     """The first line: name, memory, and how many of each."""
     words = ("Machine", clean_text(root.label), root.describe_size(), ", ".join(root.list_counts()))
     return GAP.join(filter(None, words))
 
 
-def grow(branch: Tree, view: View, part: Part) -> None:
+def add_parts(branch: Tree, view: View, part: Part) -> None:
     """Hang what is below a part on its branch: parts, with alike neighbours on one line, then devices."""
     for _, found in groupby(view.list_below(part), key=view.find_likeness):
         alike = tuple(found)
-        twig = branch.add(describe_line(view, alike))
+        twig = branch.add(render_parts(view, alike))
         if len(alike) == 1:
-            grow(twig, view, alike[0])
+            add_parts(twig, view, alike[0])
     for device in part.devices:
         add_device(branch, device)
 
 
-def describe_line(view: View, alike: Sequence[Part]) -> Text:
+def render_parts(view: View, alike: Sequence[Part]) -> Text:
     """The line of a part, or of several that are alike."""
     first, last, several = alike[0], alike[-1], len(alike) > 1
     title = view.describe_title(first, numbered=not several)
     words = [f"{len(alike)} x {title}" if several else title]
     if len(first.parts) == 1 and first.parts[0].kind == "NUMANode" and first.parts[0].pus == first.pus:
         return Text(title)  # all the rest stands on the node's line
-    if first.count("Core"):
-        cores = count_things(first.count("Core"), "core") + (" each" if several else "")
+    if first.count_kind("Core"):
+        cores = count_things(first.count_kind("Core"), "core") + (" each" if several else "")
         words.append(cores)
     if first.pus:
         span = shorten_cpulist(first.pus) + (f" to {shorten_cpulist(last.pus)}" if several else "")
@@ -151,7 +151,7 @@ def describe_rest(machine: Machine) -> dict[str, list[str]]:
     }
     found = ", ".join(f"{name} {value}" for name, value in known.items() if value)
     return {
-        "job": [describe_job(machine)],
+        "job": [describe_allowed_resources(machine)],
         "limits": [found] if found else [],
         "not online": [absent] if (absent := describe_absent(machine)) else [],
         "distances": describe_distances(machine.nodes),
@@ -159,7 +159,7 @@ def describe_rest(machine: Machine) -> dict[str, list[str]]:
     }
 
 
-def describe_job(machine: Machine) -> str:
+def describe_allowed_resources(machine: Machine) -> str:
     """What the job may use, in a sentence."""
     online = frozenset(cpu.id for cpu in machine.cpus)
     allowed = online & machine.allowed_cpus

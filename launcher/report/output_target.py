@@ -63,11 +63,11 @@ class Sink:
     cut: set[Source] = field(default_factory=set)
     """Sources whose unfinished line was ended by a newline of ours."""
 
-    def put(self, stream: Stream, source: Source, data: bytes) -> None:
+    def write_chunk(self, stream: Stream, source: Source, data: bytes) -> None:
         """Write what a source has printed."""
         if not source.prefix:
             self.open = None if data.endswith(b"\n") else source
-            self.finish(stream, self.hide(), data)
+            self.write_parts(stream, self.hide(), data)
             return
         before = b"" if self.open in (None, source) else self.interrupt(stream)
         self.note_growth(source, data)
@@ -76,27 +76,27 @@ class Sink:
             self.cut.discard(source)
             data = data.removeprefix(b"\n")  # it has been written already
         marked = self.mark(source, data) if data else b""
-        self.finish(stream, self.hide(), before, marked, self.redraw())
+        self.write_parts(stream, self.hide(), before, marked, self.redraw())
 
-    def say(self, stream: Stream, text: bytes) -> None:
+    def write_message(self, stream: Stream, text: bytes) -> None:
         """Write whole lines of our own."""
         before = b"" if self.open is None else self.interrupt(stream)
-        self.finish(stream, self.hide(), before, text.replace(b"\n", self.newline), self.redraw())
+        self.write_parts(stream, self.hide(), before, text.replace(b"\n", self.newline), self.redraw())
 
     def show_footer(self, stream: Stream, footer: bytes) -> None:
         """Draw another footer; an empty one takes it away."""
         if footer != self.footer:
             self.footer = footer
-            self.finish(stream, self.hide())
+            self.write_parts(stream, self.hide())
 
     def end_line(self, stream: Stream) -> None:
         """End an unfinished line; what its source prints later begins another one."""
         if self.open:
             self.cut.add(self.open)
             self.open = None
-            self.finish(stream, self.hide(), self.newline)
+            self.write_parts(stream, self.hide(), self.newline)
 
-    def finish(self, stream: Stream, *parts: bytes) -> None:
+    def write_parts(self, stream: Stream, *parts: bytes) -> None:
         """Write in one go, with the footer below it."""
         self.drawn = bool(self.footer) and self.open is None
         stream.write(b"".join((*parts, self.footer if self.drawn else b"")))

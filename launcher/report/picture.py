@@ -112,7 +112,7 @@ def find_heights(rows: Sequence[Sequence[Box]]) -> list[int]:
     return [max(box.height for box in row) for row in rows]
 
 
-def write_lines(measure: Measure, lines: Sequence[str], size: int, left: int, top: int) -> tuple[Text, ...]:
+def stack_lines(measure: Measure, lines: Sequence[str], size: int, left: int, top: int) -> tuple[Text, ...]:
     """Set lines below each other, left aligned; each takes `size + 4` pixels."""
     return tuple(
         Text(left, top + size + at * (size + 4), line, size, measure(line, size))

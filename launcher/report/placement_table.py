@@ -36,7 +36,7 @@ def print_placement(console: Console, plan: Plan, *, explain: bool = False, full
     wrap = not console.is_terminal
     if full:
         console.print(describe_machine(plan.machine), markup=False, highlight=False, soft_wrap=wrap)
-    print_table(console, plan, full=full)
+    print_ranks(console, plan, full=full)
     for rank in plan.ranks if explain else ():
         for note in rank.notes:
             text = escape_text(f"rank {rank.local_rank}: {note}")
@@ -50,22 +50,22 @@ def print_placement(console: Console, plan: Plan, *, explain: bool = False, full
         console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=wrap)
 
 
-def print_table(console: Console, plan: Plan, *, full: bool) -> None:
+def print_ranks(console: Console, plan: Plan, *, full: bool) -> None:
     """Print the rows, and the legend where it is asked for."""
     blocks = console.encoding.startswith("utf")
-    rows = [describe_rank(rank, plan.machine) for rank in plan.ranks]
+    rows = [make_rank_row(rank, plan.machine) for rank in plan.ranks]
     same = all(row["memory"] == f"node {row['node']}" for row in rows)
     wide = make_ruler(plan, 2 * MOST_CELLS, blocks=blocks)
     easy = (*EASY_DROPS, "memory") if same else EASY_DROPS
-    titles, room = fit_columns(
-        rows, console.width, easy, least=wide.find_least(plan.ranks), wanted=wide.width
+    titles, room = choose_columns(
+        rows, console.width, easy, least=wide.find_min_width(plan.ranks), wanted=wide.width
     )
     ruler = make_ruler(plan, room, blocks=blocks)
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
     for title in titles:
         header = ruler.title() if title == BAR else title
         table.add_column(header, justify="right" if title in NUMBERS else "left", no_wrap=True)
-    bars = [ruler.draw(rank) for rank in plan.ranks]
+    bars = [ruler.draw_cores(rank) for rank in plan.ranks]
     for row, bar in zip(rows, bars, strict=True):
         table.add_row(*(bar if title == BAR else row[title] or "-" for title in titles))
     console.print(table)
@@ -75,7 +75,7 @@ def print_table(console: Console, plan: Plan, *, full: bool) -> None:
         console.print(text, style="dim", markup=False, highlight=False)
 
 
-def describe_rank(rank: RankPlan, machine: Machine) -> dict[str, str]:
+def make_rank_row(rank: RankPlan, machine: Machine) -> dict[str, str]:
     """Return the cells of one rank by their titles; a column that is empty for all ranks is left out."""
     gpu = rank.gpu
     is_mig = gpu is not None and gpu.uuid.startswith("MIG-")
@@ -89,19 +89,19 @@ def describe_rank(rank: RankPlan, machine: Machine) -> dict[str, str]:
         BAR: "bar" if nodes else "",
         "cpus": shorten_cpulist(rank.cpus),
         "workers also on": shorten_cpulist(rank.worker_cpus - rank.cpus),
-        "memory": describe_memory(rank.memory),
+        "memory": format_memory_policy(rank.memory),
         "workers": str(rank.num_workers),
         "threads": str(rank.omp_num_threads),
         "nic": clean_text(rank.nic or "", 24),
     }
 
 
-def describe_memory(memory: Memory) -> str:
+def format_memory_policy(memory: Memory) -> str:
     """Where memory comes from: a NUMA node, or anywhere."""
     return f"node {shorten_cpulist(memory.nodes)}" if memory.nodes else "any"
 
 
-def fit_columns(
+def choose_columns(
     rows: Sequence[Mapping[str, str]], width: int, easy: Sequence[str], *, least: int, wanted: int
 ) -> tuple[list[str], int]:
     """Choose columns for a console's width, and what is left for the bar, which would like `wanted`.

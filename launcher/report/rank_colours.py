@@ -12,7 +12,7 @@ LONGEST = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class DrawStyle:
     """How a thing is drawn: colours, label, hatching."""
 
     fills: tuple[str, ...] = ("#ffffff",)
@@ -20,16 +20,16 @@ class Share:
     hatched: bool = False
 
 
-FREE = Share()
+FREE = DrawStyle()
 """No rank's."""
-FORBIDDEN = Share(("#e8e8e8",), hatched=True)
+FORBIDDEN = DrawStyle(("#e8e8e8",), hatched=True)
 """Outside the job's cpuset."""
-ISOLATED = Share(("#c8c8c8",), "iso")
+ISOLATED = DrawStyle(("#c8c8c8",), "iso")
 """Set apart at boot, and left alone."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class RankStyles:
     """Ranks by what they have."""
 
     plan: Plan
@@ -38,15 +38,15 @@ class Shares:
     workers: Mapping[int, tuple[int, ...]]
     """By PU, the ranks that have nothing but DataLoader workers there."""
 
-    def find_share(self, pus: Collection[int]) -> Share:
+    def find_style(self, pus: Collection[int]) -> DrawStyle:
         """How a PU is drawn, or the label of a core's PUs."""
         machine = self.plan.machine
         owners = {rank for pu in pus for rank in self.owners.get(pu, ())}
         workers = {rank for pu in pus for rank in self.workers.get(pu, ())}
         if owners:
-            return Share(pick_colours(owners), name_ranks("R", owners))
+            return DrawStyle(pick_colours(owners), name_ranks("R", owners))
         if workers:
-            return Share(tuple(map(lighten, pick_colours(workers))), name_ranks("w", workers))
+            return DrawStyle(tuple(map(lighten, pick_colours(workers))), name_ranks("w", workers))
         if not machine.allowed_cpus.intersection(pus):
             return FORBIDDEN
         return ISOLATED if machine.isolated.issuperset(pus) else FREE
@@ -62,7 +62,7 @@ class Shares:
         return tuple(rank.local_rank for rank in self.plan.ranks if node in rank.memory.nodes)
 
 
-def gather_shares(plan: Plan) -> Shares:
+def gather_rank_styles(plan: Plan) -> RankStyles:
     """Find out who has what."""
     owners: dict[int, tuple[int, ...]] = {}
     workers: dict[int, tuple[int, ...]] = {}
@@ -71,7 +71,7 @@ def gather_shares(plan: Plan) -> Shares:
             owners[pu] = (*owners.get(pu, ()), rank.local_rank)
         for pu in rank.worker_cpus - rank.cpus:
             workers[pu] = (*workers.get(pu, ()), rank.local_rank)
-    return Shares(plan, owners, workers)
+    return RankStyles(plan, owners, workers)
 
 
 def pick_colours(ranks: Collection[int]) -> tuple[str, ...]:

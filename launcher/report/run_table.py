@@ -34,10 +34,10 @@ LONG_LIST = 20
 """Characters of a list of nodes in a row."""
 
 
-def print_table(console: Console, runs: Sequence[RunStatus]) -> None:
+def print_runs(console: Console, runs: Sequence[RunStatus]) -> None:
     """Print a row for each run; columns go, and texts are cut, where the console is narrow."""
-    rows = [describe_run(run) for run in runs]
-    widths = fit_columns(rows, console.width)
+    rows = [make_run_row(run) for run in runs]
+    widths = choose_widths(rows, console.width)
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
     for title, width in widths.items():
         table.add_column(
@@ -53,14 +53,14 @@ def print_table(console: Console, runs: Sequence[RunStatus]) -> None:
     console.print(table)
 
 
-def describe_run(run: RunStatus) -> dict[str, str]:
+def make_run_row(run: RunStatus) -> dict[str, str]:
     """Return the cells of one run by their titles."""
     return {
         "run": clean_text(run.run, LONGEST),
         "job": run.job_id or "",
         "state": run.state,
         "nodes": describe_nodes(run),
-        "step": describe_step(run),
+        "step": format_step(run),
         "restarts": str(run.restarts or ""),
         "time": "" if run.seconds is None else describe_time(run.seconds),
         "reason": clean_text(run.reason, LONGEST),
@@ -76,14 +76,14 @@ def describe_nodes(run: RunStatus) -> str:
     return f"{run.nodes} {clean_text(run.nodelist)}" if short else str(run.nodes)
 
 
-def describe_step(run: RunStatus) -> str:
+def format_step(run: RunStatus) -> str:
     """The step that rank 0 has come to: `120/400`."""
     if run.step is None:
         return ""
     return f"{run.step}/{run.total}" if run.total else str(run.step)
 
 
-def fit_columns(rows: Sequence[dict[str, str]], width: int) -> dict[str, int]:
+def choose_widths(rows: Sequence[dict[str, str]], width: int) -> dict[str, int]:
     """Choose the columns for a console's width, and how wide each may be; empty ones are left out."""
     sizes = {
         title: max(len(title), *(len(row[title]) for row in rows))

@@ -67,12 +67,12 @@ def print_trials(console: Console, trials: Sequence[Trial], chosen: Trial | None
         return
     console.print()
     for trial in measured:
-        console.print(draw_bar(trial, max(each.rate for each in measured), console.encoding))
+        console.print(draw_rate(trial, max(each.rate for each in measured), console.encoding))
     full, waiting = choose_marks(console.encoding)
     console.print(f"{full} {UNITS[measured[0].unit]}/s  {waiting} what waiting for data costs of the best")
 
 
-def draw_bar(trial: Trial, best: float, encoding: str) -> Text:
+def draw_rate(trial: Trial, best: float, encoding: str) -> Text:
     """Return the bar of a trial; the part to the best that its waiting explains has another mark."""
     full, waiting = choose_marks(encoding)
     length = round(BAR * trial.rate / best)

@@ -265,15 +265,15 @@ class JobLog:
         for is_own, piece in self.lines.split(data):
             self.heads_last = is_own
             if is_own:
-                self.console.write_lines(piece)
+                self.console.write_own_lines(piece)
             else:
                 self.console.note_progress("out", OTHERS.sub(b"", piece))
-                self.console.put(RANKS, piece)
+                self.console.write_output(RANKS, piece)
 
     def show_rest(self) -> None:
         """Show a last line of the head's that has no end."""
         if rest := self.lines.finish():
-            self.console.put(RANKS, rest)
+            self.console.write_output(RANKS, rest)
 
     def is_complete(self, ended: float) -> bool:
         """Tell whether nothing more is to be expected of a job, and when its end was noticed.

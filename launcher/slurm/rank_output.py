@@ -88,7 +88,7 @@ class RankView:
         busy = console.show_turn(follower, final=self.ending.is_set())
         while not self.texts.empty():
             own, text = self.texts.get()
-            console.say(text) if own else console.write_lines(console.encode(f"{text}\n"))
+            console.print_message(text) if own else console.write_own_lines(console.encode(f"{text}\n"))
         console.tick()
         return busy
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launcher.report.run_table import print_details, print_table
+from launcher.report.run_table import print_details, print_runs
 from launcher.runs.run_process import check_process, identify_process, open_process
 from launcher.runs.run_status import RunStatus, add_progress, read_status
 from launcher.slurm.run_states import judge_run
@@ -204,7 +204,7 @@ def test_the_last_line_is_the_programs_of_the_stream_that_it_wrote_to_last(tmp_p
 def show(run: RunStatus, width: int) -> list[str]:
     file = io.StringIO()
     console = Console(file=file, width=width, force_terminal=True, color_system=None)
-    print_table(console, [run])
+    print_runs(console, [run])
     print_details(console, run)
     lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= width

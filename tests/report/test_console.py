@@ -50,7 +50,7 @@ def test_modes(capfd: pytest.CaptureFixture[str], mode: str, out: str, err: str)
     console = make(mode)
     for chunk in CHUNKS:
         console.show(chunk)
-    console.say("ours")
+    console.print_message("ours")
     console.close()
     assert capfd.readouterr() == (out, f"{err}launch: ours\n")
 
@@ -176,7 +176,7 @@ def test_letters_of_ours_that_the_stream_does_not_know(
     console = make("all")
     with os.fdopen(os.dup(2), "w", encoding="ascii") as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
-        console.say("é\udcff ok")
+        console.print_message("é\udcff ok")
         monkeypatch.undo()
     assert capfdbinary.readouterr().err == b"launch: ?\\udcff ok\n"
 
@@ -189,7 +189,7 @@ def test_a_stream_that_is_gone_does_not_take_the_other_along(capfd: pytest.Captu
         for chunk in CHUNKS:
             console.show(chunk)
         console.tick()
-        console.say("still here")
+        console.print_message("still here")
     os.close(writing)
     assert capfd.readouterr().err == "[h:0] zero's stderr\nlaunch: still here\n"
 
@@ -229,17 +229,17 @@ def test_a_closed_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     for stream in (closed, None):
         monkeypatch.setattr(sys, "stderr", stream)
         console = make("all")
-        console.say("to nobody")
-        console.guard(lambda rich: rich.print("to nobody"))
+        console.print_message("to nobody")
+        console.print_renderable(lambda rich: rich.print("to nobody"))
         console.close()
         assert console.err.taken == 0
 
 
 def test_what_rich_prints_comes_between_other_lines(capfd: pytest.CaptureFixture[str]) -> None:
     console = make("all")
-    console.say("before")
-    console.guard(lambda rich: rich.print("[bold]table"))
-    console.say("after")
+    console.print_message("before")
+    console.print_renderable(lambda rich: rich.print("[bold]table"))
+    console.print_message("after")
     assert capfd.readouterr().err == "launch: before\ntable\nlaunch: after\n"
 
 
@@ -264,9 +264,9 @@ for number in (10, 20, 30):
     console.show(Chunk(0, "out", line.encode() + b"\\n"))
     console.tick()
 EXTRA
-console.say("between [bold]")
+console.print_message("between [bold]")
 console.close()
-console.say("after")
+console.print_message("after")
 """
 
 

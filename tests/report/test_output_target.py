@@ -32,7 +32,7 @@ class Memory(Stream):
 def put_all(sink: Sink, *pieces: tuple[Source, bytes], width: int = 0) -> bytes:
     stream = Memory("stdout", None, width=width)
     for source, data in pieces:
-        sink.put(stream, source, data)
+        sink.write_chunk(stream, source, data)
     return bytes(stream.data)
 
 
@@ -95,29 +95,29 @@ def test_on_a_terminal_unfinished_lines_are_drawn_below(
 )
 def test_our_own_lines_begin_on_a_line_of_their_own(source: Source, erases: bool, written: bytes) -> None:
     stream, sink = Memory("stderr", None, width=80), Sink(erases)
-    sink.put(stream, source, b"asks: ")
-    sink.say(stream, b"ours\n")
-    sink.put(stream, source, b"yes\n")
+    sink.write_chunk(stream, source, b"asks: ")
+    sink.write_message(stream, b"ours\n")
+    sink.write_chunk(stream, source, b"yes\n")
     assert stream.data == written
 
 
 def test_on_a_raw_terminal_our_own_lines_have_carriage_returns() -> None:
     stream, sink = Memory("stdout", None, width=80), Sink(erases=True, newline=b"\r\n")
-    sink.put(stream, ALONE, b"(Pdb) ")
-    sink.say(stream, b"one\ntwo\n")
+    sink.write_chunk(stream, ALONE, b"(Pdb) ")
+    sink.write_message(stream, b"one\ntwo\n")
     assert stream.data == b"(Pdb) \r\none\r\ntwo\r\n"
 
 
 def test_the_footer_is_below_whole_lines_and_gives_way_to_others() -> None:
     stream, sink = Memory("stdout", None, width=80), Sink(erases=True)
     sink.show_footer(stream, b"bar")
-    sink.put(stream, A, b"line\n")
-    sink.say(stream, b"ours\n")
-    sink.put(stream, A, b"name? ")
+    sink.write_chunk(stream, A, b"line\n")
+    sink.write_message(stream, b"ours\n")
+    sink.write_chunk(stream, A, b"name? ")
     sink.show_footer(stream, b"other bar")
-    sink.put(stream, A, b"me\n")
+    sink.write_chunk(stream, A, b"me\n")
     sink.show_footer(stream, b"")
-    sink.put(stream, A, b"end\n")
+    sink.write_chunk(stream, A, b"end\n")
     bars = b"bar" + ERASE + b"[h:0] line\nbar" + ERASE + b"ours\nbar"
     assert stream.data == bars + ERASE + b"[h:0] name? me\nother bar" + ERASE + b"[h:0] end\n"
 
@@ -198,7 +198,7 @@ def test_a_line_that_grows_is_waited_for(
     stream, sink = Memory("stdout", None, width=80), Sink(erases=False)
     for ago, data in pieces:
         now = 100.0 - ago
-        sink.put(stream, A, data)
+        sink.write_chunk(stream, A, data)
     now = 100.0
     assert sink.find_cut(stream) == A
     assert sink.awaits_rest() is waits

@@ -156,7 +156,7 @@ def test_nodes_are_drawn_by_package() -> None:
     rank = RankPlan(0, None, frozenset({2, 6}), frozenset({2, 6}), Memory("default"), 1, 1)
     machine = replace(make_machine(16), cpus=odd)
     ruler = make_ruler(Plan(machine, (rank,)), 40, blocks=True)
-    assert (ruler.title(), ruler.draw(rank).plain) == ("0   │2   ┃1   │3   ", "····│██··┃····│····")
+    assert (ruler.title(), ruler.draw_cores(rank).plain) == ("0   │2   ┃1   │3   ", "····│██··┃····│····")
 
 
 def test_borders_of_nodes_go_where_there_are_too_many() -> None:
