@@ -20,7 +20,7 @@ from launcher.runs.run_directory import RunDir
 from launcher.runs.run_process import check_process, open_process
 from launcher.runs.run_status import RunStatus
 from launcher.slurm.client import ENDED, ask_queue, run_slurm
-from launcher.slurm.run_states import find_standing
+from launcher.slurm.run_states import find_run_states
 from launcher.text import escape_text
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def cancel_runs(config: LaunchConfig, names: Sequence[str]) -> int:
     """
     if not names:
         raise UsageError("cancel which run? `launch status` lists them: launch cancel NAME/ID")
-    standing = find_standing(choose_named(config, names), own=True)
+    standing = find_run_states(choose_named(config, names), own=True)
     if standing.error:
         raise standing.error
     for run in standing.runs:
@@ -169,6 +169,6 @@ def stop_process(run: RunStatus, grace: float) -> int:
     finally:
         with contextlib.suppress(OSError):
             os.close(descriptor)
-    (now,) = find_standing([Path(run.path)]).runs
+    (now,) = find_run_states([Path(run.path)]).runs
     logger.info(f"{run.run} has ended: {now.state}" if ready else f"{run.run} is still ending")
     return 0 if ready else 1

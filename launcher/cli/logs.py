@@ -17,7 +17,7 @@ from launcher.runs.log_tail import Output, RunTail
 from launcher.runs.run_status import RunStatus, read_status
 from launcher.slurm.client import JobState
 from launcher.slurm.pending_jobs import Poller
-from launcher.slurm.run_states import find_standing, stand
+from launcher.slurm.run_states import find_run_states, update_run
 from launcher.text import escape_text, print_text
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def show_logs(config: LaunchConfig, names: Sequence[str]) -> int:
     tail = RunTail(path, config.rank)
     check_rank(tail)
     if not OutputWriter(config.rank).write(tail.read_lines(final=True)):
-        (run,) = find_standing([path]).runs
+        (run,) = find_run_states([path]).runs
         logger.info(f"no output: {describe_run(run)}")
     return 0
 
@@ -179,7 +179,7 @@ class RunWatch:
                 self.tell(f"{answer.error}; the logs are followed on")
             else:
                 self.job, self.answered = answer.jobs.get(str(run.job_id)), True
-        return stand(run, self.job) if self.answered else run
+        return update_run(run, self.job) if self.answered else run
 
     def tell_wait(self, run: RunStatus) -> None:
         """Say that a run waits, and why, where that is new."""

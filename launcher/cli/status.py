@@ -15,7 +15,7 @@ from launcher.runs.find import list_runs
 from launcher.runs.run_status import RunStatus, add_progress, read_status
 from launcher.slurm.notation import fold_hosts
 from launcher.slurm.pending_jobs import explain_reason
-from launcher.slurm.run_states import WAITING, Standing, find_standing
+from launcher.slurm.run_states import WAITING, RunStates, find_run_states
 from launcher.text import print_text
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def show_status(config: LaunchConfig, names: Sequence[str]) -> int:
     """Print how the named runs stand, or the newest ones; returns 0. Raises UsageError for an unknown one."""
     check_choice("format", config.format, FORMATS)
     paths = choose_named(config, names) if names else choose_newest(Path(config.runs_dir))
-    standing = find_standing(paths)
+    standing = find_run_states(paths)
     runs = [add_progress(run) for run in standing.runs]
     warn(standing)
     if config.format == "json":
@@ -73,7 +73,7 @@ def choose_newest(runs_dir: Path) -> list[Path]:
     return newest[:NEWEST] + [path for path in newest[NEWEST:] if read_status(path).is_live]
 
 
-def warn(standing: Standing) -> None:
+def warn(standing: RunStates) -> None:
     """Say that SLURM could not be asked."""
     if standing.error:
         logger.warning(f"{standing.error}: the runs' states are as they were written down")

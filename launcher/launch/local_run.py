@@ -84,9 +84,9 @@ def prepare_run(draft: Draft, argv: Sequence[str], hosts: Sequence[str]) -> tupl
     """
     config = draft.config
     if config.run_dir and draft.cluster.kind != "manual":  # nodes that are started by hand share one
-        from launcher.slurm.run_states import refuse_busy
+        from launcher.slurm.run_states import refuse_run_in_use
 
-        refuse_busy(Path(config.run_dir), submits=draft.cluster.kind == "slurm")
+        refuse_run_in_use(Path(config.run_dir), submits=draft.cluster.kind == "slurm")
     run = None
     try:
         run = open_target(draft)

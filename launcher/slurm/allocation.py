@@ -13,9 +13,9 @@ from launcher.launch.local_run import prepare_run
 from launcher.protocol import LAUNCH_SECRETS, name_host
 from launcher.runs.run_directory import RunDir
 from launcher.slurm.attempt import Attempt
-from launcher.slurm.first_node import choose_hosts, run_attempt
-from launcher.slurm.job_request import JobRequest, make_request, write_request
-from launcher.slurm.node_step import describe_step
+from launcher.slurm.first_node import choose_nodes, run_attempt
+from launcher.slurm.job_request import JobRequest, make_job_request, write_request
+from launcher.slurm.node_step import describe_node_step
 from launcher.slurm.srun_command import render_step
 from launcher.text import join_words, print_text
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 def run_allocation(draft: Draft, argv: Sequence[str]) -> int:
     """Run a job over the nodes of the SLURM job that this is; returns the exit code, raises LaunchError."""
-    hosts = choose_hosts(os.environ, draft.cluster.max_nodes)
+    hosts = choose_nodes(os.environ, draft.cluster.max_nodes)
     if draft.config.dry_run:
         return preview_allocation(draft, argv, hosts)
     run, _ = prepare_run(draft, argv, hosts)
@@ -36,7 +36,7 @@ def run_allocation(draft: Draft, argv: Sequence[str]) -> int:
 
 def describe_request(draft: Draft, argv: Sequence[str], run_path: Path) -> JobRequest:
     """Return what the nodes are told."""
-    request = make_request(draft, argv, run_path)
+    request = make_job_request(draft, argv, run_path)
     cluster = replace(request.config.cluster, kind=draft.cluster.kind)
     return replace(request, config=replace(request.config, cluster=cluster))
 
@@ -54,5 +54,5 @@ def preview_allocation(draft: Draft, argv: Sequence[str], hosts: Sequence[str]) 
     request = describe_request(draft, argv, run_path)
     attempt = Attempt(request, RunDir(run_path), os.environ, tuple(hosts), {}, requeues=False)
     sys.stderr.flush()
-    print_text(join_words(render_step(describe_step(attempt))) + "\n")
+    print_text(join_words(render_step(describe_node_step(attempt))) + "\n")
     return 0

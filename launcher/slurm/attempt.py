@@ -22,9 +22,9 @@ from launcher.runs.manifest import (
 )
 from launcher.runs.node_records import NodeFailure, NodeRecord
 from launcher.runs.run_directory import RunDir
+from launcher.slurm.job_control import ask_boots, ask_last_end, ask_nodes, count_restarts, is_down, name_job
 from launcher.slurm.job_request import JobRequest
-from launcher.slurm.own_job import ask_boots, ask_last_end, ask_nodes, count_restarts, is_down, name_job
-from launcher.slurm.requeue_policy import Verdict
+from launcher.slurm.requeue_policy import Decision
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ OF_RANKS = ("crash", "stopped")
 
 
 @dataclass(frozen=True, slots=True)
-class StepEnd:
+class StepReport:
     """How the step of one attempt ended, as the head saw it."""
 
     srun_exitcode: int
@@ -74,10 +74,10 @@ class StepEnd:
 class Sight:
     """All that is known of an attempt's end."""
 
-    end: StepEnd | None
+    end: StepReport | None
     """None while the step is still ending."""
     kill: str
-    """How SLURM is ending the job, see `read_kill`; empty where it is not."""
+    """How SLURM is ending the job, see `classify_kill`; empty where it is not."""
     cause: str | None
     """Class of the end; None for a success."""
     lost: tuple[str, ...]
@@ -97,7 +97,7 @@ class Sight:
     def first(self) -> tuple[NodeRecord, NodeFailure] | None:
         """The first rank that failed by itself, and its node; what befell a node comes before any rank."""
         of_ranks = (self.requested or self.cause in OF_RANKS) and not self.signalled
-        return find_first(self.end.records) if self.end and of_ranks else None
+        return find_first_failure(self.end.records) if self.end and of_ranks else None
 
     @property
     def signalled(self) -> tuple[tuple[str, int], ...]:
@@ -117,7 +117,7 @@ class Attempt:
     requeues: bool
     """The job is ours to requeue; not so where `launch` runs in somebody's allocation."""
     started: float = field(default_factory=time.time)
-    foreseen: tuple[Sight, Verdict] | None = None
+    foreseen: tuple[Sight, Decision] | None = None
     """What was settled when SLURM began to end the job."""
 
     @property
@@ -138,40 +138,40 @@ class Attempt:
     @property
     def trail(self) -> tuple[Manifest, ...]:
         """The attempts before this one, each requeued into the next; a start by hand begins anew."""
-        return follow_trail(self.manifest, self.job_id)
+        return list_requeued_attempts(self.manifest, self.job_id)
 
     @property
     def unrecorded(self) -> int:
         """Attempts that SLURM counts and the manifest lacks, since it could not be written."""
         return count_unrecorded(self.manifest, self.job_id, self.restarts)
 
-    def measure(self) -> tuple[Advance, bool | None]:
+    def measure_progress(self) -> tuple[Advance, bool | None]:
         """Return how far it has come, and whether that is progress; None where nothing tells."""
         advance = measure_advance(self.run, self.request.progress_patterns)
-        return advance, judge_advance(advance, self.trail)
+        return advance, has_advanced(advance, self.trail)
 
 
-def find_first(records: Sequence[NodeRecord]) -> tuple[NodeRecord, NodeFailure] | None:
+def find_first_failure(records: Sequence[NodeRecord]) -> tuple[NodeRecord, NodeFailure] | None:
     """Return the first failure over nodes: not by SIGTERM, nor for want of another rank, if there is such."""
 
     def order(found: tuple[NodeRecord, NodeFailure]) -> tuple[bool, float]:
-        return not is_own(found[1]), found[1].time
+        return not failed_by_itself(found[1]), found[1].time
 
     return min(((record, record.failure) for record in records if record.failure), key=order, default=None)
 
 
-def is_own(failure: NodeFailure) -> bool:
+def failed_by_itself(failure: NodeFailure) -> bool:
     """Tell whether a rank failed by itself: not by SIGTERM, nor for want of another rank."""
     follows = any(FOLLOWS.search(line) for line in failure.lines)
-    return not (is_stop(failure) or (failure.exitcode > 0 and follows))
+    return not (was_terminated(failure) or (failure.exitcode > 0 and follows))
 
 
-def is_stop(failure: NodeFailure) -> bool:
+def was_terminated(failure: NodeFailure) -> bool:
     """Tell whether a rank ended by SIGTERM, or as a shell says that it did (143)."""
     return failure.status == 128 + signal.SIGTERM
 
 
-def renew_manifest(
+def make_attempt_manifest(
     request: JobRequest, run: RunDir, environ: Mapping[str, str], hosts: Sequence[str], *, owned: bool
 ) -> Manifest:
     """Return the manifest of an attempt that begins, with those before it; nothing is written.
@@ -184,7 +184,7 @@ def renew_manifest(
     earlier = take_earlier(found)
     job_id = name_job(environ)
     if owned and state == "running" and slurm.get("job_id") == job_id:
-        found["outcome"] = explain_silence(request, found, run, environ)
+        found["outcome"] = reconstruct_outcome(request, found, run, environ)
     if owned and state != "submitted" and slurm:
         earlier.append({key: found.get(key) for key in OF_ATTEMPT})
     restarts = environ.get("SLURM_RESTART_COUNT", "")
@@ -202,7 +202,7 @@ def renew_manifest(
     }
 
 
-def explain_silence(
+def reconstruct_outcome(
     request: JobRequest, found: Manifest, run: RunDir, environ: Mapping[str, str]
 ) -> Manifest:
     """Return the outcome of an attempt whose head left none: it died with its node, or was killed.
@@ -211,11 +211,11 @@ def explain_silence(
     and what is left is a preemption.
     """
     outcome, hosts = take_dict(found, "outcome"), [str(host) for host in found.get("hosts") or ()]
-    lost = find_lost(hosts, read_time(found.get("started")), environ)
+    lost = find_lost_nodes(hosts, read_time(found.get("started")), environ)
     word = ask_last_end(name_job(environ), environ)
     cause = outcome.get("cause") or ENDS.get(word) or ("preempted" if word or not lost else "node_failure")
     advance = measure_advance(RunDir(run.path, found.get("attempt") or 0), request.progress_patterns)
-    earlier = follow_trail(found, name_job(environ))
+    earlier = list_requeued_attempts(found, name_job(environ))
     reason = f"{', '.join(lost)} was lost" if lost else "it was killed before it could say why"
     return {
         **outcome,
@@ -224,11 +224,11 @@ def explain_silence(
         "reason": reason,
         "lost": lost,
         **describe_advance(advance),
-        "advanced": judge_advance(advance, earlier),
+        "advanced": has_advanced(advance, earlier),
     }
 
 
-def find_lost(hosts: Sequence[str], since: float | None, environ: Mapping[str, str]) -> list[str]:
+def find_lost_nodes(hosts: Sequence[str], since: float | None, environ: Mapping[str, str]) -> list[str]:
     """Return the nodes that are down, or were booted since; none where SLURM does not answer."""
     try:
         down = {host for host, state in ask_nodes(hosts, environ).items() if is_down(state)}
@@ -238,7 +238,7 @@ def find_lost(hosts: Sequence[str], since: float | None, environ: Mapping[str, s
     return [host for host in hosts if host in down | booted]
 
 
-def follow_trail(manifest: Manifest, job_id: str) -> tuple[Manifest, ...]:
+def list_requeued_attempts(manifest: Manifest, job_id: str) -> tuple[Manifest, ...]:
     """Return the attempts that led to a manifest's last one by requeues of the same job, oldest first."""
     trail: list[Manifest] = []
     for entry in reversed(take_earlier(manifest)):
@@ -256,7 +256,7 @@ def count_unrecorded(manifest: Manifest, job_id: str, restarts: int) -> int:
     return max(restarts - 1 - max((number for number in known if isinstance(number, int)), default=-1), 0)
 
 
-def judge_advance(advance: Advance, trail: Sequence[Manifest]) -> bool | None:
+def has_advanced(advance: Advance, trail: Sequence[Manifest]) -> bool | None:
     """Tell whether an attempt came to a later step, or wrote a newer checkpoint, than those before it.
 
     None where neither a step nor a checkpoint was ever seen: then there is nothing to judge by.
@@ -274,7 +274,7 @@ def describe_advance(advance: Advance) -> Manifest:
     return {"step": advance.step, "checkpoint": advance.newest}
 
 
-def keep_manifest(run: RunDir, manifest: Manifest) -> None:
+def try_write_manifest(run: RunDir, manifest: Manifest) -> None:
     """Write the manifest; where that cannot be, say so and go on."""
     try:
         write_manifest(run, manifest)

@@ -13,16 +13,16 @@ from launcher.launch.job import Draft
 from launcher.runs.run_directory import RunDir
 from launcher.runs.secrets import mask_variables, mask_words
 from launcher.slurm.attempt import Attempt
-from launcher.slurm.job_request import make_request
-from launcher.slurm.node_step import describe_step
+from launcher.slurm.job_request import make_job_request
+from launcher.slurm.node_step import describe_node_step
 from launcher.slurm.sbatch_options import Option
 from launcher.slurm.srun_command import render_ranks, render_step
 
 SCRIPT = "submission.sh"
 """Its file in the run directory."""
 MODULE = "launcher.slurm"
-HEAD = "#!/bin/bash"
-MARK = "END_OF_JOB"
+SHEBANG = "#!/bin/bash"
+END_MARK = "END_OF_JOB"
 """Ends the document in a script; a line of JSON is never that."""
 SETUP = """\
 # cluster.setup: a line that fails ends the job
@@ -57,7 +57,7 @@ def render_script(script: Script, runs: Sequence[str]) -> str:
     for run in runs:
         check_path(run)
     path = f"{runs[0].replace('%', '%%')}/logs/slurm-%j.out" if len(runs) == 1 else "/dev/null"
-    lines = [*render_head(script, path), "", *choose_run(runs), *render_setup(script.setup)]
+    lines = [*render_header(script, path), "", *choose_run(runs), *render_setup(script.setup)]
     lines += ["", *render_exec(script.python, '"$launch_run"')]
     return "\n".join(lines) + "\n"
 
@@ -69,15 +69,15 @@ def render_standalone(script: Script, document: str) -> str:
     """
     is_array = any(option.name == "array" for option in script.options)
     path = "%x-%A_%a.out" if is_array else "%x-%j.out"
-    lines = [*render_head(script, path), *render_setup(script.setup), ""]
-    lines += render_exec(script.python, f"--standalone <<'{MARK}'")
-    return "\n".join([*lines, document, MARK]) + "\n"
+    lines = [*render_header(script, path), *render_setup(script.setup), ""]
+    lines += render_exec(script.python, f"--standalone <<'{END_MARK}'")
+    return "\n".join([*lines, document, END_MARK]) + "\n"
 
 
-def render_head(script: Script, output: str) -> list[str]:
+def render_header(script: Script, output: str) -> list[str]:
     """Write the remarks and the options, the log's among them."""
     log = (Option("open-mode", "append", "run_dir"), Option("output", output, "run_dir"))
-    return [HEAD, *map(render_remark, script.remarks), *map(render_option, (*script.options, *log))]
+    return [SHEBANG, *map(render_remark, script.remarks), *map(render_option, (*script.options, *log))]
 
 
 def render_remark(text: str) -> str:
@@ -127,12 +127,12 @@ def render_setup(setup: Sequence[str]) -> list[str]:
     if not setup:
         return []
     lines = ["", *SETUP.splitlines()]
-    for line in join_lines(setup):
+    for line in join_continued_lines(setup):
         lines += [f"launch_line={shlex.quote(line)}", line, "launch_check $?"]
     return [*lines, *SETUP_END.splitlines()]
 
 
-def join_lines(setup: Sequence[str]) -> list[str]:
+def join_continued_lines(setup: Sequence[str]) -> list[str]:
     """Return the lines, with those together that end in a backslash and go on in the next."""
     joined: list[str] = []
     goes_on = False
@@ -185,25 +185,25 @@ def describe_jobs(drafts: Sequence[Draft], argv: Sequence[str]) -> tuple[str, ..
     lines = [f"Made by: {shlex.join(mask_words(['launch', *argv]))}"]
     for number, draft in enumerate(drafts):
         lines += [f"Member {number} of the array:"] if len(drafts) > 1 else []
-        lines += describe_job(draft)
+        lines += describe_member(draft)
     return tuple(lines)
 
 
-def describe_job(draft: Draft) -> Iterator[str]:
+def describe_member(draft: Draft) -> Iterator[str]:
     """Give what one job runs, by which command on its nodes, and with which variables."""
     words = find_program(draft.words, draft.config, draft.environ)
     agent = "srun, a task for each rank" if draft.config.agent == "srun" else "torchrun on each node"
     yield f"Program: {shlex.join(mask_words(words))} (ranks are started by {agent}, in {Path.cwd()})"
-    yield f"Step: {shlex.join(mask_words(render_any(draft)))}"
+    yield f"Step: {shlex.join(mask_words(render_step_example(draft)))}"
     variables = (f"{name}={shlex.quote(value)}" for name, value in mask_variables(draft.config.env).items())
     yield f"Variables: those of the shell that submits, and {' '.join(variables) or 'no others'}"
 
 
-def render_any(draft: Draft) -> tuple[str, ...]:
+def render_step_example(draft: Draft) -> tuple[str, ...]:
     """Return srun's command, as the job's first node runs it, with what is known before."""
-    request = make_request(draft, (), RUN_DIR)
+    request = make_job_request(draft, (), RUN_DIR)
     hosts = (HOSTS,) * draft.cluster.max_nodes
-    step = describe_step(Attempt(request, RunDir(RUN_DIR), os.environ, hosts, {}, requeues=True))
+    step = describe_node_step(Attempt(request, RunDir(RUN_DIR), os.environ, hosts, {}, requeues=True))
     words = render_ranks(step, 1) if draft.config.agent == "srun" else render_step(step)
     left_out = ("--nodelist=", "--ntasks") if draft.config.agent == "srun" else ("--nodelist=",)
     return tuple(word for word in words if not word.startswith(left_out))

@@ -179,7 +179,7 @@ def read_squeue(row: Sequence[str]) -> JobState:
         state=state,
         reason=reason,
         partition=partition,
-        nodes=read_count(nodes),
+        nodes=parse_node_count(nodes),
         nodelist=nodelist,
         start=start,
         restarts=int(restarts) if restarts.isdecimal() else None,
@@ -198,7 +198,7 @@ def read_sacct(row: Sequence[str]) -> JobState:
         state=state.split()[0] if state else "",
         reason=reason,
         partition=partition,
-        nodes=read_count(nodes),
+        nodes=parse_node_count(nodes),
         nodelist=nodelist,
         start=start,
         restarts=None,
@@ -211,7 +211,7 @@ def shell_code(code: int, number: int) -> int:
     return 128 + number if number else code
 
 
-def read_count(text: str) -> int:
+def parse_node_count(text: str) -> int:
     """Read a number of nodes, which may be a range (`2-4`) before the start: the least."""
     digits = text.partition("-")[0]
     return int(digits) if digits.isdecimal() else 0

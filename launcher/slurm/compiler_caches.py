@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 
-PLACES = ("SLURM_TMPDIR", "TMPDIR")
+DISK_VARIABLES = ("SLURM_TMPDIR", "TMPDIR")
 """Variables that name a disk of the node's own, the first that will do winning; /tmp is the last."""
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 """Variables by which a user says where the caches are."""
@@ -26,7 +26,7 @@ def open_caches(environ: Mapping[str, str]) -> Iterator[str]:
     Empty where the user has said where the caches are, and where no disk will do: the compilers' own places
     are better than no job. What a task that was killed has left is removed by the next one.
     """
-    folder, lock = ("", None) if all(environ.get(name) for name in CACHES) else make_folder(environ)
+    folder, lock = ("", None) if all(environ.get(name) for name in CACHES) else make_cache_folder(environ)
     try:
         yield folder
     finally:
@@ -36,16 +36,16 @@ def open_caches(environ: Mapping[str, str]) -> Iterator[str]:
             os.close(lock)
 
 
-def make_folder(environ: Mapping[str, str]) -> tuple[str, int | None]:
+def make_cache_folder(environ: Mapping[str, str]) -> tuple[str, int | None]:
     """Make a folder of mode 0700 that libraries can be loaded from, and return the lock on it too.
 
     The folder is empty where there is no place for it, the lock None where the disk knows none.
     """
     prefix = f".{OWN}{environ.get('SLURM_JOB_ID', 'job')}-"
-    for place in list_places(environ):
+    for place in list_disks(environ):
         with contextlib.suppress(OSError, ValueError):
             if not os.statvfs(place).f_flag & os.ST_NOEXEC:
-                remove_left(place)
+                remove_leftovers(place)
                 made = tempfile.mkdtemp(prefix=prefix, dir=place)
                 lock = lock_folder(made)
                 folder = os.path.join(place, os.path.basename(made)[1:])  # noqa: PTH118, PTH119 - texts
@@ -54,14 +54,14 @@ def make_folder(environ: Mapping[str, str]) -> tuple[str, int | None]:
     return "", None
 
 
-def list_places(environ: Mapping[str, str]) -> list[str]:
+def list_disks(environ: Mapping[str, str]) -> list[str]:
     """Return the disks of this node that may do."""
-    found = (*filter(None, map(environ.get, PLACES)), "/tmp")  # noqa: S108 - mkdtemp's names are not foreseen
+    found = (*filter(None, map(environ.get, DISK_VARIABLES)), "/tmp")  # noqa: S108 - mkdtemp's names are not foreseen
     return [os.path.abspath(place) for place in found]  # noqa: PTH100 - a text is wanted
 
 
 def lock_folder(folder: str) -> int | None:
-    """Return a descriptor that keeps a folder from `remove_left` until it is closed; None without locks."""
+    """Return a descriptor that keeps `remove_leftovers` off a folder until closed; None without locks."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -71,7 +71,7 @@ def lock_folder(folder: str) -> int | None:
     return descriptor
 
 
-def remove_left(place: str) -> None:
+def remove_leftovers(place: str) -> None:
     """Remove this user's folders in a place whose tasks were killed: the kernel has let go of their locks."""
     with contextlib.suppress(OSError), os.scandir(place) as entries:
         for entry in entries:
@@ -86,5 +86,5 @@ def remove_left(place: str) -> None:
 
 
 if __name__ == "__main__":
-    for each in list_places(os.environ):
-        remove_left(each)
+    for each in list_disks(os.environ):
+        remove_leftovers(each)

@@ -18,25 +18,25 @@ from launcher.launch.torchrun import check_port_free
 from launcher.runs.node_records import NodeRecord, node_path, read_nodes, refuse_node
 from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import RunDir, open_run_dir
-from launcher.slurm.attempt import Attempt, StepEnd
-from launcher.slurm.attempt_end import find_told
-from launcher.slurm.attempts import begin_attempt, end_attempt
+from launcher.slurm.attempt import Attempt, StepReport
+from launcher.slurm.attempt_end import find_task_ends
+from launcher.slurm.attempt_lifecycle import end_attempt, start_attempt
 from launcher.slurm.job_request import JobRequest, read_request
 from launcher.slurm.node_step import (
-    collect_nodes,
-    describe_step,
-    pass_numbers,
+    collect_node_records,
+    describe_node_step,
     remove_caches,
+    skip_step_ids,
     start_nodes,
 )
 from launcher.slurm.notation import expand_hosts, parse_signal
 from launcher.slurm.rendezvous import PORT_TAKEN, TRIALS, pick_port, read_local_ports
-from launcher.slurm.srun_messages import drop_prefix, has_begun, is_passing
-from launcher.slurm.step_monitor import Overseer
+from launcher.slurm.srun_messages import drop_prefix, has_begun, is_temporary
+from launcher.slurm.step_monitor import StepMonitor
 
 logger = logging.getLogger(__name__)
 
-UNSTARTED = "srun did not start the step"
+NOT_STARTED = "srun did not start the step"
 """How the record of a step begins that SLURM has refused."""
 RETRY = 5.0
 """Seconds until the next try, where slurmctld is away or the nodes are not ready for another step."""
@@ -45,10 +45,10 @@ RETRY = 5.0
 def run_batch(run_path: Path) -> int:
     """Run one attempt of a submitted job and return its exit code; raises LaunchError."""
     request = read_request(run_path, os.environ)
-    return run_attempt(request, open_run(run_path), os.environ, requeues=True)
+    return run_attempt(request, open_job_run(run_path), os.environ, requeues=True)
 
 
-def open_run(run_path: Path) -> RunDir:
+def open_job_run(run_path: Path) -> RunDir:
     """Open the run directory for this start; raises MachineError."""
     try:
         return open_run_dir(run_path, None)
@@ -59,7 +59,7 @@ def open_run(run_path: Path) -> RunDir:
         ) from None
 
 
-def choose_hosts(environ: Mapping[str, str], most: int) -> tuple[str, ...]:
+def choose_nodes(environ: Mapping[str, str], most: int) -> tuple[str, ...]:
     """Return the nodes to run on: the first of the job's; raises MachineError."""
     text = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
     try:
@@ -73,16 +73,16 @@ def choose_hosts(environ: Mapping[str, str], most: int) -> tuple[str, ...]:
 
 def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *, requeues: bool) -> int:
     """Run one attempt to its end and return the exit code; raises LaunchError before it starts."""
-    hosts = choose_hosts(environ, request.max_nodes)
+    hosts = choose_nodes(environ, request.max_nodes)
     number, _ = parse_signal(request.config.cluster.signal)
     adopt_orphans()
     with catch_signals((number,)) as inbox:
-        attempt = begin_attempt(request, run, environ, hosts, requeues=requeues)
+        attempt = start_attempt(request, run, environ, hosts, requeues=requeues)
         os.close(open_below(run.path, "logs", str(run.first_attempt)))
         salt = 0 if requeues else zlib.crc32(os.fsencode(run.path))
-        overseer = Overseer(attempt, inbox)
+        overseer = StepMonitor(attempt, inbox)
         try:
-            pass_numbers(attempt)
+            skip_step_ids(attempt)
             end = run_steps(attempt, overseer, salt)
         except OSError as error:
             reason = f"srun cannot be run ({error.strerror}): load SLURM's module, as cluster.setup can"
@@ -94,7 +94,7 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
         return end_attempt(attempt, end)
 
 
-def run_steps(attempt: Attempt, overseer: Overseer, salt: int) -> StepEnd:
+def run_steps(attempt: Attempt, overseer: StepMonitor, salt: int) -> StepReport:
     """Run the step, again with another port where the first node has something else at that one."""
     job, local = int(attempt.environ.get("SLURM_JOB_ID", "0")), read_local_ports()
     for trial in range(TRIALS):
@@ -102,10 +102,10 @@ def run_steps(attempt: Attempt, overseer: Overseer, salt: int) -> StepEnd:
         port = pick_port(job + salt, attempt.run.first_attempt, trial, local)
         if trial + 1 < TRIALS and is_first_host(attempt) and not is_free(port):
             continue
-        run = run_ranks if attempt.request.config.agent == "srun" else run_nodes
+        run = run_rank_step if attempt.request.config.agent == "srun" else run_node_step
         end = run(attempt, overseer, f"{attempt.hosts[0]}:{port}")
         taken = any(record.exit_code == PORT_TAKEN and not record.failure for record in end.records)
-        away = any(is_away(record) for record in end.records)
+        away = any(is_refused_for_now(record) for record in end.records)
         if away:
             overseer.wait(RETRY)
         if overseer.signals or not (taken or away):
@@ -117,10 +117,10 @@ def run_steps(attempt: Attempt, overseer: Overseer, salt: int) -> StepEnd:
     return end
 
 
-def is_away(record: NodeRecord) -> bool:
+def is_refused_for_now(record: NodeRecord) -> bool:
     """Tell whether a record, the head's own, says that there was no step, and that there may be one soon."""
     said = record.agent_said
-    return record.failure is None and said.startswith(UNSTARTED) and is_passing(said)
+    return record.failure is None and said.startswith(NOT_STARTED) and is_temporary(said)
 
 
 def is_first_host(attempt: Attempt) -> bool:
@@ -137,20 +137,22 @@ def is_free(port: int) -> bool:
     return True
 
 
-def run_nodes(attempt: Attempt, overseer: Overseer, endpoint: str) -> StepEnd:
+def run_node_step(attempt: Attempt, overseer: StepMonitor, endpoint: str) -> StepReport:
     """Run the step of `agent=torchrun`: a task of ours on each node, which writes the node's record."""
     step = start_nodes(attempt, endpoint)
-    with describe_meanwhile(attempt):
+    with add_provenance(attempt):
         overseer.watch(step)
     step.close()
-    end = describe_end(attempt, overseer, step.process.returncode, collect_nodes(attempt, step), step.said)
+    end = report_step(
+        attempt, overseer, step.process.returncode, collect_node_records(attempt, step), step.said
+    )
     if not overseer.signals:
-        remove_caches(attempt, list(find_told(end)))
+        remove_caches(attempt, list(find_task_ends(end)))
     return replace(end, signalled=tuple(step.signalled), cancelled=step.cancelled)
 
 
 @contextlib.contextmanager
-def describe_meanwhile(attempt: Attempt) -> Iterator[None]:
+def add_provenance(attempt: Attempt) -> Iterator[None]:
     """Complete the manifest with git commit and package versions, which a submission has done already."""
     if "git" in attempt.manifest:
         yield
@@ -164,39 +166,39 @@ def describe_meanwhile(attempt: Attempt) -> Iterator[None]:
     asking.join()
 
 
-def run_ranks(attempt: Attempt, overseer: Overseer, endpoint: str) -> StepEnd:
+def run_rank_step(attempt: Attempt, overseer: StepMonitor, endpoint: str) -> StepReport:
     """Run the step of `agent=srun`: a task for each rank; the records are made here, from what srun tells."""
     from launcher.slurm.rank_step import RankJob, is_taken_here, start_ranks
 
     request, run, started = attempt.request, attempt.run, time.time()
     job = RankJob(request, run, attempt.hosts, attempt.environ)
     if is_taken_here(job, endpoint):
-        from launcher.slurm.srun_records import refuse_port
+        from launcher.slurm.srun_records import make_port_record
 
-        return describe_end(attempt, overseer, PORT_TAKEN, [refuse_port(attempt.hosts[0], started)], ())
-    step = start_ranks(job, describe_step(attempt), endpoint)
-    from launcher.slurm.srun_records import Account, record_nodes  # while the ranks start
+        return report_step(attempt, overseer, PORT_TAKEN, [make_port_record(attempt.hosts[0], started)], ())
+    step = start_ranks(job, describe_node_step(attempt), endpoint)
+    from launcher.slurm.srun_records import RankStepEnd, record_nodes  # while the ranks start
 
-    with describe_meanwhile(attempt):
+    with add_provenance(attempt):
         overseer.watch(step)
     step.close()
     code, tail = step.process.returncode, request.config.logs.tail
     told = step.told
     stop = next((sent for sent in overseer.signals if sent[0] in STOPPING), told.stop)
-    records = record_nodes(Account(run, attempt.hosts, job.ranks, tail, code, told, stop, started))
-    end = describe_end(attempt, overseer, code, records, told.said)
+    records = record_nodes(RankStepEnd(run, attempt.hosts, job.ranks, tail, code, told, stop, started))
+    end = report_step(attempt, overseer, code, records, told.said)
     return replace(end, cancelled=told.cancelled_first)
 
 
-def describe_end(
-    attempt: Attempt, overseer: Overseer, code: int, records: Sequence[NodeRecord], said: Iterable[str]
-) -> StepEnd:
+def report_step(
+    attempt: Attempt, overseer: StepMonitor, code: int, records: Sequence[NodeRecord], said: Iterable[str]
+) -> StepReport:
     """Return the account of a step. Where no task ever ran, no node was lost: SLURM refused the step."""
     said, heard = tuple(said), {record.host for record in records}
     missing = tuple(host for host in attempt.hosts if host not in heard)
     if not records and not overseer.signals and (code < 0 or (code and not has_begun(said))):
         records, missing = [record_refusal(attempt, code, said)], ()
-    return StepEnd(code, tuple(records), missing, tuple(overseer.signals), overseer.checkpointed, said)
+    return StepReport(code, tuple(records), missing, tuple(overseer.signals), overseer.checkpointed, said)
 
 
 def record_refusal(attempt: Attempt, code: int, said: Sequence[str]) -> NodeRecord:
@@ -204,7 +206,7 @@ def record_refusal(attempt: Attempt, code: int, said: Sequence[str]) -> NodeReco
     if code < 0:
         return make_refusal(attempt, f"srun was ended by {name_signal(-code)}, and its step", 128 - code)
     words = "; ".join(map(drop_prefix, said[-3:]))
-    reason = f"{UNSTARTED} (code {code}): {words or 'it printed nothing'}"
+    reason = f"{NOT_STARTED} (code {code}): {words or 'it printed nothing'}"
     return make_refusal(attempt, reason, EXIT_SCHEDULER)
 
 
@@ -213,10 +215,10 @@ def make_refusal(attempt: Attempt, reason: str, status: int) -> NodeRecord:
     return refuse_node(attempt.hosts[0], 0, status, reason, time.time())
 
 
-def refuse_step(overseer: Overseer, reason: str, status: int) -> StepEnd:
+def refuse_step(overseer: StepMonitor, reason: str, status: int) -> StepReport:
     """Return the account of a step that could not be started."""
     record = make_refusal(overseer.attempt, reason, status)
-    return StepEnd(status, (record,), (), tuple(overseer.signals), overseer.checkpointed)
+    return StepReport(status, (record,), (), tuple(overseer.signals), overseer.checkpointed)
 
 
 def clear_records(attempt: Attempt) -> None:

@@ -109,13 +109,13 @@ class Following:
             self.console.print_message("SLURM answers again")
         self.failures = 0
         for job in self.open_jobs:
-            if job.job_id in answer.asked and (text := job.note_answer(answer)):
+            if job.job_id in answer.asked and (text := job.update(answer)):
                 self.console.print_message(text)
 
     def is_over(self) -> bool:
         """Tell of jobs that have ended, and whether none is left and all has been shown."""
         for job in self.open_jobs:
-            text = job.judge_end()
+            text = job.find_exit_code()
             if text is None:
                 continue
             self.poller.job_ids = tuple(left.job_id for left in self.open_jobs)
@@ -148,9 +148,11 @@ class Following:
     def handle_signal(self, number: int) -> int | None:
         """Ask, or leave the jobs alone; returns the exit code, None where they are followed on."""
         self.close_lines()
-        if number != signal.SIGINT or self.cancelling or not can_ask():
+        if number != signal.SIGINT or self.cancelling or not has_user():
             return self.detach(128 + number)
-        answer = ask_user(f"launch: cancel {self.name_jobs()}, or detach? [c/d] ", self.inbox)
+        answer = ask_cancel_or_detach(
+            f"launch: cancel {self.list_job_names()}, or detach? [c/d] ", self.inbox
+        )
         if answer != "c":
             return self.detach(0 if answer == "d" else INTERRUPTED)
         try:
@@ -168,10 +170,10 @@ class Following:
         path = shlex.quote(str(self.jobs[0].run_path))
         back = f"launch logs -f {path}" if self.log else "launch status"
         what = "is left alone" if self.cancelling else "goes on"
-        self.console.print_message(f"detached: {self.name_jobs()} {what}; {back} comes back to it")
+        self.console.print_message(f"detached: {self.list_job_names()} {what}; {back} comes back to it")
         return status
 
-    def name_jobs(self) -> str:
+    def list_job_names(self) -> str:
         """`job 12`, `3 jobs`."""
         return f"job {self.jobs[0].job_id}" if self.log else f"{len(self.open_jobs)} jobs"
 
@@ -186,7 +188,7 @@ class Following:
         self.close_lines()
 
 
-def can_ask() -> bool:
+def has_user() -> bool:
     """Tell whether there is a user at a terminal: this is not a job that a shell runs in the background."""
     if not (sys.stdin and sys.stdin.isatty() and sys.stderr and sys.stderr.isatty()):
         return False
@@ -196,7 +198,7 @@ def can_ask() -> bool:
         return False
 
 
-def ask_user(question: str, inbox: Inbox) -> str:
+def ask_cancel_or_detach(question: str, inbox: Inbox) -> str:
     """Ask until the answer is `c` or `d`; empty where a signal or the end of the input comes before it."""
     while True:
         sys.stderr.write(question)

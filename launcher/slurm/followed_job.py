@@ -17,7 +17,7 @@ from launcher.runs.manifest import CLOSED, read_job, read_manifest, take_dict
 from launcher.runs.rank_logs import Follower
 from launcher.runs.run_directory import RunDir
 from launcher.slurm.client import ENDED, JobState
-from launcher.slurm.pending_jobs import Answer, Place, describe_wait
+from launcher.slurm.pending_jobs import Answer, QueuePosition, describe_wait
 
 PATIENCE = 5.0
 """Seconds that a network filesystem has to show what was written, and SLURM to notice an end."""
@@ -45,11 +45,11 @@ class FollowedJob:
     job_id: str
     state: JobState | None = None
     """SLURM's newest word; None before the first, and for a job that SLURM has forgotten."""
-    place: Place | None = None
+    position: QueuePosition | None = None
     forgotten: bool = False
     outcome: Mapping[str, object] = field(default_factory=dict)
     """The manifest's."""
-    told: tuple[object, ...] = ()
+    last_shown: tuple[object, ...] = ()
     """What the last line was about."""
     ran: bool = False
     ending: float | None = None
@@ -57,17 +57,17 @@ class FollowedJob:
     status: int | None = None
     """Its exit code, once it has ended."""
 
-    def note_answer(self, answer: Answer) -> str:
+    def update(self, answer: Answer) -> str:
         """Take what SLURM says, and return a line about what is new; empty where nothing is."""
         self.state = state = answer.jobs.get(self.job_id)
-        self.place, self.forgotten = answer.place, state is None
+        self.position, self.forgotten = answer.position, state is None
         if state is None or state.state in ENDED or state.state in SILENT:
             return ""
         pending = state.state == "PENDING"
         key = (state.state, state.reason if pending else state.nodelist, state.restarts)
-        if key == self.told or (pending and not state.reason):
+        if key == self.last_shown or (pending and not state.reason):
             return ""
-        self.told = key
+        self.last_shown = key
         line = f"job {self.job_id} {self.describe_state(state)}"
         self.ran = self.ran or not pending
         return line
@@ -75,7 +75,7 @@ class FollowedJob:
     def describe_state(self, state: JobState) -> str:
         """Say in which state it is, and what that means."""
         if state.state == "PENDING":
-            wait = describe_wait(state, self.place, datetime.now())
+            wait = describe_wait(state, self.position, datetime.now())
             if not (self.ran or state.restarts):
                 return f"waits: {wait}"
             cause = str(self.outcome.get("cause") or "") if self.outcome.get("state") == "requeued" else ""
@@ -107,7 +107,7 @@ class FollowedJob:
         """Whether its last attempt may have begun: SLURM shows no nodes of a job that ended before it ran."""
         return self.state is None or bool(self.state.nodelist)
 
-    def judge_end(self) -> str | None:
+    def find_exit_code(self) -> str | None:
         """Find its exit code once it has ended; returns what there is to say of that, None before the end.
 
         The manifest's word counts. SLURM's does where the job ended without one, or never began.
@@ -126,9 +126,9 @@ class FollowedJob:
             return ""
         if not self.is_over or not (late or not self.has_run):
             return None
-        return self.judge_state()
+        return self.use_slurm_state()
 
-    def judge_state(self) -> str:
+    def use_slurm_state(self) -> str:
         """Find the exit code by SLURM's word alone, and say what that is."""
         if self.state is None:
             self.status = 1
@@ -138,9 +138,9 @@ class FollowedJob:
         reason = f" ({self.state.reason})" if self.state.reason else ""
         silence = explain_silence(RunDir(self.run_path))
         more = f"; {silence}" if silence else ""
-        return f"job {self.job_id} ended{self.describe_place()}: {self.state.state}{reason}{more}"
+        return f"job {self.job_id} ended{self.describe_where_ended()}: {self.state.state}{reason}{more}"
 
-    def describe_place(self) -> str:
+    def describe_where_ended(self) -> str:
         """Say where a job ended that SLURM shows no nodes of: in the queue, perhaps after some attempts."""
         if self.has_run:
             return ""
@@ -206,7 +206,7 @@ class MarkedLines:
 
     def find_next(self, data: bytes, at: int) -> int:
         """Return where the next line begins that is marked, or may be; else the end."""
-        found = [place + 1 for mark in self.marks if (place := data.find(b"\n" + mark, at)) >= 0]
+        found = [position + 1 for mark in self.marks if (position := data.find(b"\n" + mark, at)) >= 0]
         last = data.rfind(b"\n", at) + 1
         if last and last < len(data) and self.may_be_marked(data[last:]):
             found.append(last)
@@ -227,7 +227,7 @@ class JobLog:
     console: JobConsole
     follower: Follower = field(init=False)
     lines: MarkedLines = field(default_factory=lambda: MarkedLines((OWN,)))
-    heads_last: bool = False
+    ends_with_launch_line: bool = False
     """The last line is the head's."""
     changed: float = field(default_factory=time.monotonic)
     """When something last came, in monotonic seconds."""
@@ -263,7 +263,7 @@ class JobLog:
     def show(self, data: bytes) -> None:
         """Show some of the log."""
         for is_own, piece in self.lines.split(data):
-            self.heads_last = is_own
+            self.ends_with_launch_line = is_own
             if is_own:
                 self.console.write_own_lines(piece)
             else:
@@ -281,4 +281,4 @@ class JobLog:
         A network filesystem shows lines some seconds later than the manifest that was written before them.
         """
         quiet = time.monotonic() - max(ended, self.changed) > QUIET
-        return quiet or (self.heads_last and not self.lines.kept)
+        return quiet or (self.ends_with_launch_line and not self.lines.kept)

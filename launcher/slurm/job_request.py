@@ -17,7 +17,7 @@ from launcher.runs.secrets import mask_tree, mask_words
 if TYPE_CHECKING:
     from launcher.launch.job import Draft
 
-FILE = "job.json"
+REQUEST_FILE = "job.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class JobRequest:
         return tuple(os.path.join(self.directory, os.path.expanduser(path)) for path in paths)  # noqa: PTH111, PTH118 - patterns are no paths
 
 
-def make_request(draft: "Draft", argv: Sequence[str], run_path: Path) -> JobRequest:
+def make_job_request(draft: "Draft", argv: Sequence[str], run_path: Path) -> JobRequest:
     """Return what the job's processes on the cluster are told, for a run directory; raises UsageError."""
     return JobRequest(
         config=draft.settle(run_path),
@@ -67,14 +67,14 @@ def write_request(request: JobRequest, run_path: Path) -> dict[str, Any]:
     whole = json.loads(json.dumps(asdict(request)))
     masked = {**whole, "config": mask_tree(whole["config"])}
     masked["words"] = None if request.words is None else mask_words(request.words)
-    write_json(run_path / FILE, {"schema": 1, **masked})
+    write_json(run_path / REQUEST_FILE, {"schema": 1, **masked})
     secrets = {key: whole[key] for key in ("config", "words") if masked[key] != whole[key]}
-    return {key: find_hidden(whole[key], masked[key]) for key in secrets}
+    return {key: find_secrets(whole[key], masked[key]) for key in secrets}
 
 
 def read_request(run_path: Path, environ: Mapping[str, str]) -> JobRequest:
     """Read a run directory's request, with the secrets that the environment carries; raises MachineError."""
-    path = run_path / FILE
+    path = run_path / REQUEST_FILE
     try:
         data = json.loads(read_file(path, LARGEST, own=True).decode())  # it says what the job's nodes run
         carried = json.loads(environ.get(LAUNCH_SECRETS) or "{}")
@@ -98,18 +98,18 @@ def read_request(run_path: Path, environ: Mapping[str, str]) -> JobRequest:
         ) from None
 
 
-def find_hidden(whole: Any, masked: Any) -> Any:  # noqa: ANN401 - JSON
+def find_secrets(whole: Any, masked: Any) -> Any:  # noqa: ANN401 - JSON
     """Return a tree of what differs: dictionaries by key, lists by index as text, else the value itself."""
     if isinstance(whole, dict):
-        return {key: find_hidden(whole[key], masked[key]) for key in whole if whole[key] != masked[key]}
+        return {key: find_secrets(whole[key], masked[key]) for key in whole if whole[key] != masked[key]}
     if isinstance(whole, list):
         pairs = enumerate(zip(whole, masked, strict=True))
-        return {str(number): find_hidden(a, b) for number, (a, b) in pairs if a != b}
+        return {str(number): find_secrets(a, b) for number, (a, b) in pairs if a != b}
     return whole
 
 
 def put_back(masked: Any, hidden: Any) -> Any:  # noqa: ANN401 - JSON
-    """Undo what `find_hidden` took out."""
+    """Undo what `find_secrets` took out."""
     if isinstance(masked, dict):
         return {key: put_back(item, hidden[key]) if key in hidden else item for key, item in masked.items()}
     if isinstance(masked, list):

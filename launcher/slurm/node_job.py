@@ -20,7 +20,7 @@ from launcher.runs.run_directory import RunDir, write_json
 from launcher.slurm.compiler_caches import open_caches
 from launcher.slurm.job_request import JobRequest, read_request
 from launcher.slurm.rendezvous import PORT_TAKEN
-from launcher.slurm.slurm_environ import Place, drop_ours, read_place
+from launcher.slurm.slurm_environ import TaskIdentity, drop_ours, read_task_identity
 
 RESTARTS = 3
 """Of an elastic job, where nobody says: the loss of a node takes one at every node that remains."""
@@ -28,12 +28,12 @@ RESTARTS = 3
 
 def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
     """Run this node's part to its end, and return its exit code; raises LaunchError or OSError."""
-    place = read_place(environ)
+    place = read_task_identity(environ)
     request = read_request(run_path, environ)
     enter_directory(request.directory, place.host)
     check_open_files()
     run = RunDir(run_path, place.attempt)
-    config, cluster = describe_part(request, place)
+    config, cluster = describe_node_part(request, place)
     merged = {**drop_ours(environ), **config.env}
     log = run.agent_log(place.host)
     log_begin = measure_file(log)
@@ -43,11 +43,11 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
     try:
         check_port(config, cluster)
     except MachineError as error:
-        return refuse_port(run, place, str(error), started)
+        return report_port_taken(run, place, str(error), started)
     with open_caches(merged) as caches:
         plan = plan_configured(config, merged, caches)
         job = Job(config, request.choices, request.words, cluster, plan, merged, place.host)
-        write_plan(run, job)
+        write_node_plan(run, job)
         command = render_agent(job, f"{run.id}-{place.step}-{place.attempt}")
         start = partial(agent.begin, command)
         return run_agent(job, run, place, start, log_begin=log_begin, started=started)
@@ -63,7 +63,7 @@ def enter_directory(directory: str, host: str) -> None:
         ) from None
 
 
-def describe_part(request: JobRequest, place: Place) -> tuple[LaunchConfig, Cluster]:
+def describe_node_part(request: JobRequest, place: TaskIdentity) -> tuple[LaunchConfig, Cluster]:
     """Return the configuration of this node, and its part in the job; raises UsageError."""
     config, torchrun = request.config, request.config.torchrun
     if torchrun.local_addr is None and can_resolve(place.host):
@@ -82,7 +82,7 @@ def describe_part(request: JobRequest, place: Place) -> tuple[LaunchConfig, Clus
     return replace(config, torchrun=torchrun), cluster
 
 
-def write_plan(run: RunDir, job: Job) -> None:
+def write_node_plan(run: RunDir, job: Job) -> None:
     """Write this node's plan into the run directory; raises MachineError."""
     from launcher.plan.codec import plan_to_json
 
@@ -108,7 +108,7 @@ def check_port(config: LaunchConfig, cluster: Cluster) -> None:
         check_port_free(parse_endpoint(cluster.endpoint)[1])
 
 
-def refuse_port(run: RunDir, place: Place, reason: str, started: float) -> int:
+def report_port_taken(run: RunDir, place: TaskIdentity, reason: str, started: float) -> int:
     """Leave word for the head, which chooses another port."""
     record = refuse_node(place.host, place.node_rank, PORT_TAKEN, reason, started)
     write_node(run.path, place.attempt, record)

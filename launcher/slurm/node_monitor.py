@@ -22,7 +22,7 @@ from launcher.protocol import name_applied_file
 from launcher.runs.applied_records import DAMAGE, Applied, AppliedReader, compare_applied, parse_applied
 from launcher.runs.node_records import NodeFailure, NodeRecord, write_node
 from launcher.runs.run_directory import RunDir
-from launcher.slurm.slurm_environ import Place
+from launcher.slurm.slurm_environ import TaskIdentity
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Companion:
 
     job: Job
     run: RunDir
-    place: Place
+    place: TaskIdentity
     viewer: Viewer
     control: Control
     started: float

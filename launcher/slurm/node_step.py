@@ -27,17 +27,17 @@ from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_RENDEZVOUS
 from launcher.runs.node_records import NodeRecord, read_nodes
 from launcher.slurm.attempt import Attempt
 from launcher.slurm.client import run_slurm
+from launcher.slurm.job_control import ask_kill_wait
 from launcher.slurm.notation import expand_hosts
-from launcher.slurm.own_job import ask_kill_wait
 from launcher.slurm.slurm_environ import clean_for_step
 from launcher.slurm.srun_command import Container, Step, give_cpus, render_step
 from launcher.slurm.srun_messages import (
-    is_accounted,
     is_cancelled,
-    is_noise,
-    is_own,
-    parse_end,
-    parse_lost,
+    is_cpu_bind_complaint,
+    is_in_node_records,
+    is_slurm_line,
+    parse_node_failure,
+    parse_task_end,
 )
 
 LAST = 40
@@ -74,16 +74,16 @@ class NodeStep:
     ended: bool = False
     """A task has ended badly, and SLURM ends the others."""
     reader: threading.Thread = field(init=False)
-    teller: threading.Thread = field(init=False)
+    kill_wait_sender: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
         """Begin to pass stderr on, and tell the tasks how long SLURM will wait for them."""
-        self.reader = threading.Thread(target=self.pass_errors, daemon=True)
-        self.teller = threading.Thread(target=self.tell_patience, daemon=True)
+        self.reader = threading.Thread(target=self.forward_stderr, daemon=True)
+        self.kill_wait_sender = threading.Thread(target=self.send_kill_wait, daemon=True)
         self.reader.start()
-        self.teller.start()
+        self.kill_wait_sender.start()
 
-    def tell_patience(self) -> None:
+    def send_kill_wait(self) -> None:
         """Ask SLURM for its KillWait, once the step is on its way: the thread's body."""
         seconds = ask_kill_wait(self.environ)
         if seconds is not None:
@@ -93,25 +93,25 @@ class NodeStep:
         """Send a signal to the ranks, by way of their supervisors."""
         write_signal(self.control, number)
 
-    def pass_errors(self) -> None:
+    def forward_stderr(self) -> None:
         """Copy the tasks' stderr to ours, and keep srun's own lines: the thread's body."""
         for raw in self.process.stderr or ():
             line = raw.decode(errors="replace").rstrip("\n")
             if report := parse_report(line):
                 self.signalled += [] if self.ended else [report]
-            elif not is_own(line) or self.note_line(line):
+            elif not is_slurm_line(line) or self.note_line(line):
                 with contextlib.suppress(OSError):
                     os.write(2, raw)
 
     def note_line(self, line: str) -> bool:
         """Take a line of srun's own; false where it says nothing new to people."""
-        if is_noise(line):
+        if is_cpu_bind_complaint(line):
             return False
-        known = is_accounted(line, self.said)
+        known = is_in_node_records(line, self.said)
         self.said.append(line)
         self.cancelled = self.cancelled or (is_cancelled(line) and not self.ended)
-        self.ended = self.ended or (parse_end(line) is not None and not self.elastic)
-        if hosts := parse_lost(line):
+        self.ended = self.ended or (parse_task_end(line) is not None and not self.elastic)
+        if hosts := parse_node_failure(line):
             with contextlib.suppress(ValueError):
                 self.lost |= {*expand_hosts(hosts)}  # a new value: another thread reads it
             write_word(self.control, LOST)  # to those that can go on: of an elastic job
@@ -120,11 +120,11 @@ class NodeStep:
     def close(self) -> None:
         """Take what is left, after srun's end."""
         self.reader.join(SETTLE)
-        self.teller.join()
+        self.kill_wait_sender.join()
         os.close(self.control)
 
 
-def describe_step(attempt: Attempt) -> Step:
+def describe_node_step(attempt: Attempt) -> Step:
     """Return the step over the nodes of an attempt."""
     request = attempt.request
     config = request.config
@@ -154,7 +154,7 @@ def describe_container(config: ContainerConfig, run_path: Path, directory: str) 
 def start_nodes(attempt: Attempt, endpoint: str) -> NodeStep:
     """Start a task on each node, which are to meet at `endpoint`; raises OSError where there is no srun."""
     told = {LAUNCH_ATTEMPT: str(attempt.run.first_attempt), LAUNCH_RENDEZVOUS: endpoint}
-    step = describe_step(attempt)
+    step = describe_node_step(attempt)
     step = replace(step, options=give_cpus(step.options, attempt.environ))
     reading, writing = open_channel()
     parent = os.getpid()
@@ -175,7 +175,7 @@ def start_nodes(attempt: Attempt, endpoint: str) -> NodeStep:
     return NodeStep(process, writing, attempt.environ, attempt.is_elastic)
 
 
-def pass_numbers(attempt: Attempt) -> None:
+def skip_step_ids(attempt: Attempt) -> None:
     """Use up as many numbers of steps as give this attempt's step another one than those before it had.
 
     Numbers begin at 0 in each attempt. slurmctld keeps a signal to a step for a node that does not answer,
@@ -209,7 +209,7 @@ def remove_caches(attempt: Attempt, hosts: Sequence[str]) -> None:
         run_slurm(render_step(step), {**clean_for_step(attempt.environ), **config.env}, patience=SETTLE)
 
 
-def collect_nodes(attempt: Attempt, step: NodeStep) -> list[NodeRecord]:
+def collect_node_records(attempt: Attempt, step: NodeStep) -> list[NodeRecord]:
     """Return the nodes' records, those that come late too where srun knows of no failure."""
     run, deadline = attempt.run, time.monotonic() + SETTLE
     while True:

@@ -13,7 +13,7 @@ from launcher.launch.supervisor import Supervisor
 from launcher.runs.rank_logs import Follower, read_tail
 from launcher.runs.run_directory import RunDir
 from launcher.slurm.node_monitor import Companion
-from launcher.slurm.slurm_environ import Place
+from launcher.slurm.slurm_environ import TaskIdentity
 
 AGENT_LINES = 2000
 """Last lines of the agent's log that are searched for its report."""
@@ -24,7 +24,7 @@ HOLD = 5.0
 def run_agent(
     job: Job,
     run: RunDir,
-    place: Place,
+    place: TaskIdentity,
     start: Callable[[], "subprocess.Popen[bytes]"],
     *,
     log_begin: int,

@@ -37,7 +37,7 @@ class Gpus:
         return f"{self.kind}:{self.count}" if self.kind else str(self.count)
 
 
-def read_time(key: str, text: str) -> float:
+def parse_time_limit(key: str, text: str) -> float:
     """Return a time limit in minutes, infinity for none; raises UsageError.
 
     SLURM's: minutes, MM:SS, HH:MM:SS, DD-HH, DD-HH:MM, DD-HH:MM:SS; 0 is no limit.
@@ -80,7 +80,7 @@ def check_count(key: str, value: object) -> str:
     return str(int(text))
 
 
-def read_gpus(key: str, value: object) -> Gpus:
+def parse_gpus(key: str, value: object) -> Gpus:
     """Read a number of GPUs, or `TYPE:NUMBER`; raises UsageError."""
     match = None if isinstance(value, bool) else GPUS.fullmatch(str(value))
     if not match or match["type"] == "gpu":

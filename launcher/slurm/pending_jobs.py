@@ -51,7 +51,7 @@ SOON = timedelta(hours=48)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class QueuePosition:
     """A pending job among those of its partition."""
 
     position: int
@@ -68,17 +68,17 @@ def explain_reason(reason: str) -> str:
     return f"{reason} ({text})" if text else reason
 
 
-def describe_wait(job: JobState, place: Place | None, now: datetime) -> str:
+def describe_wait(job: JobState, position: QueuePosition | None, now: datetime) -> str:
     """Say why a pending job waits, where it stands and when it may start, as far as SLURM knows."""
     parts = [explain_reason(job.reason) or "the scheduler has not come to it yet"]
-    if place:
-        parts.append(f"position {place.position} of {place.length} in {job.partition}")
-    if start := describe_start(job.start, now):
+    if position:
+        parts.append(f"position {position.position} of {position.length} in {job.partition}")
+    if start := describe_expected_start(job.start, now):
         parts.append(f"expected start {start}")
     return ", ".join(parts)
 
 
-def describe_start(text: str, now: datetime) -> str:
+def describe_expected_start(text: str, now: datetime) -> str:
     """Say when a job is expected to start; nothing where that is unknown or has passed."""
     try:
         start = datetime.fromisoformat(text)
@@ -92,7 +92,7 @@ def describe_start(text: str, now: datetime) -> str:
     return f"{start:%Y-%m-%d %H:%M}" + (f" (in {how_long})" if wait < SOON else "")
 
 
-def ask_place(job: JobState) -> Place | None:
+def ask_position(job: JobState) -> QueuePosition | None:
     """Find a job's place in its partition's queue; None where that is not why it waits.
 
     Raises SchedulerError.
@@ -100,10 +100,10 @@ def ask_place(job: JobState) -> Place | None:
     if job.reason not in IN_LINE:
         return None
     words = ["squeue", "--noheader", "--states=PENDING", f"--partition={job.partition}", "--format=%i %Q"]
-    return find_place(run_slurm(words).splitlines(), job.job_id)
+    return find_position(run_slurm(words).splitlines(), job.job_id)
 
 
-def find_place(lines: Iterable[str], job_id: str) -> Place | None:
+def find_position(lines: Iterable[str], job_id: str) -> QueuePosition | None:
     """Find a job among lines of job and priority; held jobs, whose priority is 0, stand in nobody's way."""
     rows = [line.split() for line in lines]
     pairs = [(row[0], int(row[1])) for row in rows if len(row) == 2 and row[1].isdecimal()]
@@ -112,7 +112,7 @@ def find_place(lines: Iterable[str], job_id: str) -> Place | None:
     own = job_id if job_id in queue else next((n for n in queue if n.partition("_")[0] == number), None)
     if own is None:
         return None
-    return Place(1 + sum(value > queue[own] for value in queue.values()), len(queue))
+    return QueuePosition(1 + sum(value > queue[own] for value in queue.values()), len(queue))
 
 
 HURRY, FIRST, LONGEST = 0.5, 2.0, 20.0
@@ -127,7 +127,7 @@ class Answer:
     jobs: Mapping[str, JobState] = field(default_factory=dict)
     """Those that it knows."""
     asked: frozenset[str] = frozenset()
-    place: Place | None = None
+    position: QueuePosition | None = None
     """Of the one job that is asked about."""
     error: str = ""
     """Why there is no answer."""
@@ -181,7 +181,7 @@ def ask_jobs(job_ids: tuple[str, ...]) -> Answer:
     try:
         jobs = ask_queue(job_ids)
         waits = [job for job in jobs.values() if job.state == "PENDING"]
-        place = ask_place(waits[0]) if len(job_ids) == len(waits) == 1 else None
+        position = ask_position(waits[0]) if len(job_ids) == len(waits) == 1 else None
     except SchedulerError as error:
         return Answer(asked=frozenset(job_ids), error=str(error))
-    return Answer(jobs, frozenset(job_ids), place)
+    return Answer(jobs, frozenset(job_ids), position)

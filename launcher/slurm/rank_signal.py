@@ -19,7 +19,7 @@ def main() -> int:
     """Send the signal, and print how many ranks were left out, since they have no handler for it."""
     number, job, run_id = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     spared = 0
-    for pid in list_ranks(job, run_id):
+    for pid in find_rank_pids(job, run_id):
         if number not in STOPPING and not catches(pid, number):
             spared += 1
             continue
@@ -29,7 +29,7 @@ def main() -> int:
     return 0
 
 
-def list_ranks(job: str, run_id: str) -> list[int]:
+def find_rank_pids(job: str, run_id: str) -> list[int]:
     """Return the PIDs of a run's ranks: processes with its variables, whose parents have not got them."""
     # The node's name too: in a cluster of the sandbox's kind several nodes are one machine.
     told = {"SLURM_JOB_ID": job, "TORCHELASTIC_RUN_ID": run_id, "SLURMD_NODENAME": name_host(os.environ)}

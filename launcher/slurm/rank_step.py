@@ -32,15 +32,15 @@ from launcher.slurm.job_request import JobRequest
 from launcher.slurm.notation import expand_hosts, parse_signal
 from launcher.slurm.rank_output import RankView
 from launcher.slurm.slurm_environ import clean_for_step
-from launcher.slurm.srun_command import Step, build_environ, count_ranks, render_ranks, render_step
+from launcher.slurm.srun_command import Step, build_srun_environ, count_ranks, render_ranks, render_step
 from launcher.slurm.srun_messages import (
     TaskEnd,
     is_cancelled,
-    is_noise,
+    is_cpu_bind_complaint,
     is_verbose,
     parse_completed,
-    parse_end,
-    parse_lost,
+    parse_node_failure,
+    parse_task_end,
 )
 
 LAST = 40
@@ -48,7 +48,7 @@ LAST = 40
 
 
 @dataclass(slots=True)
-class Told:
+class SrunReport:
     """What srun has told of a step's tasks."""
 
     ends: list[tuple[float, TaskEnd]] = field(default_factory=list)
@@ -67,14 +67,14 @@ class Told:
 
     def note_line(self, line: str) -> bool:
         """Take a line of srun's stderr; false where there is nothing in it for people."""
-        if is_noise(line) or is_verbose(line):
+        if is_cpu_bind_complaint(line) or is_verbose(line):
             self.clean |= dict.fromkeys(parse_completed(line), time.time())
             return False
         self.said.append(line)
-        if end := parse_end(line):
+        if end := parse_task_end(line):
             self.ends.append((time.time(), end))
             return False
-        if hosts := parse_lost(line):
+        if hosts := parse_node_failure(line):
             with contextlib.suppress(ValueError):
                 self.lost.update(expand_hosts(hosts))
         cancelled = is_cancelled(line)
@@ -99,7 +99,7 @@ class RankStep:
     exit_codes: Collection[int] = ()
     """Those by which a rank asks for another start."""
     started: float = field(default_factory=time.time)
-    told: Told = field(default_factory=Told)
+    told: SrunReport = field(default_factory=SrunReport)
     reader: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,9 +115,9 @@ class RankStep:
             if self.told.note_line(line):
                 self.view.show_text(line)
             if is_first and self.told.ends and not (self.told.stop or self.told.cancelled):
-                self.view.say(self.describe_first(self.told.ends[0][1]))
+                self.view.say(self.describe_first_end(self.told.ends[0][1]))
 
-    def describe_first(self, end: TaskEnd) -> str:
+    def describe_first_end(self, end: TaskEnd) -> str:
         """Say at once that ranks have failed, since the others may take long to end."""
         how = f"code {end.exitcode}" if end.exitcode > 0 else name_signal(-end.exitcode)
         hosts = ", ".join(dict.fromkeys(self.view.name_host(rank) for rank in end.tasks))
@@ -231,7 +231,7 @@ def start_ranks(job: RankJob, step: Step, endpoint: str) -> RankStep:
     shown = {"configured": mask_variables(config.env)}
     wishes = {"root": config.machine.root, **shown, **describe_wishes(config)}
     step = replace(step, command=render_command(job.request, own))
-    process = open_srun(render_ranks(step, job.ranks), build_environ(own, told, wishes))
+    process = open_srun(render_ranks(step, job.ranks), build_srun_environ(own, told, wishes))
     view = RankView(job.run, job.hosts, job.ranks, config.logs.console)
     codes = config.cluster.requeue.exit_codes
     return RankStep(process, view, step, told[LAUNCH_RDZV_ID], job.environ, codes)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 RUNNING = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING")
 """States of a job that SLURM has not begun to end."""
-WORDS = {
+DESCRIPTIONS = {
     "preempted": "preempted",
     "timeout": "time limit",
     "node_failure": "node failure",
@@ -35,7 +35,7 @@ CLOSING = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class JobWord:
+class JobStatus:
     """What SLURM says of the job itself, asked at the attempt's end."""
 
     state: str
@@ -50,7 +50,7 @@ class JobWord:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class EndFacts:
     """How the step of an attempt ended."""
 
     succeeded: bool
@@ -76,7 +76,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class PastAttempt:
     """An earlier attempt that was followed by another one."""
 
     cause: str
@@ -97,7 +97,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Decision:
     """What becomes of the job."""
 
     requeue: bool
@@ -121,7 +121,7 @@ def check_requeue(policy: "RequeueConfig") -> None:
         )
 
 
-def read_kill(word: JobWord | None, restarts: int) -> str:
+def classify_kill(word: JobStatus | None, restarts: int) -> str:
     """Say how SLURM is ending the job whose attempt began after `restarts` requeues.
 
     `requeued`: by a preemption, `scontrol requeue`, or for a lost node, and it comes back by itself.
@@ -142,7 +142,7 @@ def read_kill(word: JobWord | None, restarts: int) -> str:
     return "" if word.state in RUNNING else "cancelled"
 
 
-def classify_end(facts: Facts, kill: str) -> str | None:
+def classify_end(facts: EndFacts, kill: str) -> str | None:
     """Return the class of an attempt's end; None for a success.
 
     All ranks ended with 0: that is a success, whatever signals came before. But what an administrator, or the
@@ -168,35 +168,39 @@ def classify_end(facts: Facts, kill: str) -> str | None:
     return next((cause for happened, cause in events if happened), "crash")
 
 
-def decide_requeue(cause: str | None, policy: Policy, past: Sequence[Past], advanced: bool | None) -> Verdict:
+def decide_requeue(
+    cause: str | None, policy: Policy, past: Sequence[PastAttempt], advanced: bool | None
+) -> Decision:
     """Decide what becomes of a job after an attempt of this class; `past` are the attempts before it.
 
     Attempts that were preempted, or requeued from outside, do not count as lacking progress, nor do they end
     a row of such: they had no say in how long they ran. A requeue from outside is not refused but by `limit`.
     """
     if cause is None:
-        return Verdict(False, None, "succeeded")
+        return Decision(False, None, "succeeded")
     if cause == "cancelled":
-        return Verdict(False, cause, WORDS[cause])
+        return Decision(False, cause, DESCRIPTIONS[cause])
     number = len(past) + 1
-    idle = count_idle([*past, Past(cause, advanced)])
+    idle = count_idle([*past, PastAttempt(cause, advanced)])
     if 0 < policy.no_progress <= idle:
         why = f"no progress in {idle} attempts in a row (cluster.requeue.no_progress={policy.no_progress})"
-        return Verdict(False, "no_progress", why)
+        return Decision(False, "no_progress", why)
     allowed = policy.allowed.get(cause, 0)
     before = sum(attempt.cause == cause for attempt in past)
     if cause in LIMITED and before >= allowed:
         often = f" after {before} of them" if allowed > 0 else ""
-        return Verdict(
-            False, cause, f"{WORDS[cause]}: not requeued{often} (cluster.requeue.{cause}={allowed})"
+        return Decision(
+            False, cause, f"{DESCRIPTIONS[cause]}: not requeued{often} (cluster.requeue.{cause}={allowed})"
         )
     if number >= policy.limit:
-        return Verdict(False, "limit", f"{WORDS[cause]}: not requeued (cluster.requeue.limit={policy.limit})")
-    again = WORDS[cause] if cause == "requeued" else f"{WORDS[cause]}: requeued"
-    return Verdict(True, cause, f"{again} (attempt {number + 1} of at most {policy.limit})")
+        return Decision(
+            False, "limit", f"{DESCRIPTIONS[cause]}: not requeued (cluster.requeue.limit={policy.limit})"
+        )
+    again = DESCRIPTIONS[cause] if cause == "requeued" else f"{DESCRIPTIONS[cause]}: requeued"
+    return Decision(True, cause, f"{again} (attempt {number + 1} of at most {policy.limit})")
 
 
-def count_idle(attempts: Sequence[Past]) -> int:
+def count_idle(attempts: Sequence[PastAttempt]) -> int:
     """Count the last attempts without progress, those left out whose nodes were taken from them."""
     idle = 0
     for attempt in reversed(attempts):
@@ -217,7 +221,7 @@ def is_near_limit(now: float, end_time: float | None, seconds: float) -> bool:
     return end_time is None or now >= end_time - seconds - EARLY - SLACK
 
 
-def plan_stop(now: float, end_time: float | None, seconds: float, grace: float) -> float | None:
+def choose_stop_time(now: float, end_time: float | None, seconds: float, grace: float) -> float | None:
     """Return when ranks that got the checkpoint signal now are to be stopped by SIGTERM; epoch seconds.
 
     None: the signal was a user's own, and the program goes on. Else as late as leaves the ranks `grace`

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from launcher.errors import SchedulerError, UsageError
 from launcher.slurm.client import run_slurm
-from launcher.slurm.notation import Gpus, read_gpus, read_time
+from launcher.slurm.notation import Gpus, parse_gpus, parse_time_limit
 from launcher.slurm.sbatch_options import AUTO, Resources
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def parse_line(cells: list[str]) -> NodeKind | None:
     try:
         numbers = [int(text.rstrip("+")) for text in (count, cpus, memory)]
         sockets, cores, threads = (int(text.rstrip("+")) for text in shape.split(":"))
-        minutes = read_time("sinfo", limit)
+        minutes = parse_time_limit("sinfo", limit)
     except (ValueError, UsageError):
         return None
     if not numbers[0]:
@@ -123,7 +123,7 @@ MEM_OPTIONS = ("mem-per-cpu", "mem-per-gpu")
 MEM_VARIABLES = ("SBATCH_MEM_PER_NODE", "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU")
 
 
-def fill_in(
+def fill_auto_resources(
     cluster: "ClusterConfig", nproc: int | None, kinds: tuple[NodeKind, ...], environ: Mapping[str, str]
 ) -> Resources:
     """Return what to ask for on each node, so that it fits on every node with enough GPUs.
@@ -158,11 +158,11 @@ def choose_gpus(
 ) -> Gpus | None:
     """Return the GPUs of each node: as asked, else one for each rank, else all; None leaves it to SLURM."""
     if asked is not None and asked != AUTO:
-        return read_gpus("cluster.gpus_per_node", asked)
+        return parse_gpus("cluster.gpus_per_node", asked)
     if asked is None or "gres" in given:
         return None
     if text := environ.get("SBATCH_GPUS_PER_NODE"):
-        return read_gpus("SBATCH_GPUS_PER_NODE", text)
+        return parse_gpus("SBATCH_GPUS_PER_NODE", text)
     counts = [kind.count_gpus() for kind in kinds if kind.count_gpus()]
     if not counts:
         return None
@@ -188,7 +188,7 @@ def share_cpus(kinds: tuple[NodeKind, ...], gpus: Gpus | None, *, single: bool) 
     for kind in kinds:
         threads = max(1, kind.cpus // kind.cores)
         whole = kind.cores if single else kind.cpus
-        share = find_share(kind, gpus)
+        share = find_gpu_share(kind, gpus)
         cores = max(1, math.floor(kind.cores * share))
         found.append(whole if share == 1 else cores * (1 if single else threads))
     return min(found, default=None)
@@ -196,12 +196,12 @@ def share_cpus(kinds: tuple[NodeKind, ...], gpus: Gpus | None, *, single: bool) 
 
 def share_memory(kinds: tuple[NodeKind, ...], gpus: Gpus | None) -> str | None:
     """Return the GPUs' share of a node's memory, the least of all nodes; 0, all of it, for whole nodes."""
-    if all(find_share(kind, gpus) == 1 for kind in kinds):
+    if all(find_gpu_share(kind, gpus) == 1 for kind in kinds):
         return "0" if kinds else None
-    return f"{min(math.floor(kind.memory_mib * find_share(kind, gpus)) for kind in kinds)}M"
+    return f"{min(math.floor(kind.memory_mib * find_gpu_share(kind, gpus)) for kind in kinds)}M"
 
 
-def find_share(kind: NodeKind, gpus: Gpus | None) -> Fraction:
+def find_gpu_share(kind: NodeKind, gpus: Gpus | None) -> Fraction:
     """Return the part of a node that belongs to the GPUs that are asked for; 1 where none are."""
     have = kind.count_gpus()
     return Fraction(min(gpus.count, have), have) if gpus and gpus.count and have else Fraction(1)
@@ -213,7 +213,7 @@ def check_limits(
     """Raise SchedulerError for what SLURM as a rule would leave in the queue for ever: nodes, CPUs, time."""
     if not kinds:
         return
-    asked = read_gpus("cluster.gpus_per_node", filled.gpus_per_node or 0)
+    asked = parse_gpus("cluster.gpus_per_node", filled.gpus_per_node or 0)
     names = sorted({kind.partition for kind in kinds})
     fitting = [kind for kind in kinds if kind.count_gpus(asked.kind) >= asked.count] or list(kinds)
     have = max(sum(kind.count for kind in fitting if kind.partition == name) for name in names)
@@ -229,7 +229,7 @@ def check_limits(
             f"cluster.cpus_per_task={filled.cpus_per_task}, and nodes of {where} have {most} CPUs"
         )
     limit = max(kind.time_limit for kind in kinds)
-    if cluster.time is not None and read_time("cluster.time", cluster.time) > limit:
+    if cluster.time is not None and parse_time_limit("cluster.time", cluster.time) > limit:
         raise SchedulerError(
             f"cluster.time={cluster.time} is over the limit of {where}, {format_minutes(limit)}: ask for"
             " less, since a job that comes to its limit is requeued and goes on"

@@ -14,7 +14,7 @@ from launcher.runs.run_directory import RunDir
 from launcher.runs.run_process import check_process
 from launcher.runs.run_status import RunStatus, mark_lost, read_status
 from launcher.slurm.client import ENDED, JobState, ask_queue
-from launcher.slurm.own_job import name_job
+from launcher.slurm.job_control import name_job
 from launcher.text import quote_word
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ ENDINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RunStates:
     """Runs, and what SLURM did not say of them."""
 
     runs: tuple[RunStatus, ...]
@@ -43,7 +43,7 @@ class Standing:
     """Why SLURM could not be asked: then the runs are as their manifests have them."""
 
 
-def find_standing(paths: Sequence[Path], *, own: bool = False) -> Standing:
+def find_run_states(paths: Sequence[Path], *, own: bool = False) -> RunStates:
     """Find out how some runs stand; SLURM is asked about those that have not ended by their manifests.
 
     With `own`, what another user may have written is not heard: see `read_status`.
@@ -53,25 +53,25 @@ def find_standing(paths: Sequence[Path], *, own: bool = False) -> Standing:
     try:
         jobs = ask_queue(asked) if asked else {}
     except SchedulerError as error:
-        return Standing(tuple(runs), error)
-    return Standing(tuple(stand(run, jobs.get(run.job_id or "")) for run in runs))
+        return RunStates(tuple(runs), error)
+    return RunStates(tuple(update_run(run, jobs.get(run.job_id or "")) for run in runs))
 
 
-def stand(run: RunStatus, job: JobState | None) -> RunStatus:
+def update_run(run: RunStatus, job: JobState | None) -> RunStatus:
     """Return how a run stands; a manifest that was completed meanwhile is read again."""
-    judged = judge_run(run, job)
+    judged = resolve_run(run, job)
     if run.is_live and not judged.is_live:
-        return judge_run(read_status(Path(run.path)), job)
+        return resolve_run(read_status(Path(run.path)), job)
     return judged
 
 
-def judge_run(run: RunStatus, job: JobState | None) -> RunStatus:
+def resolve_run(run: RunStatus, job: JobState | None) -> RunStatus:
     """Return how a run stands: SLURM's word counts where the manifest tells no end."""
     if run.job_id is None:
         return mark_lost(run, "it was never submitted") if run.state == "queued" else run
     if not run.is_live and run.state != "unknown":
         return run
-    if job is None or is_another(run, job):
+    if job is None or is_other_job(run, job):
         return mark_lost(run, explain_forgotten(run)) if run.is_live else run
     run = replace(
         run,
@@ -82,7 +82,7 @@ def judge_run(run: RunStatus, job: JobState | None) -> RunStatus:
         restarts=max(run.restarts, job.restarts or 0),
     )
     if job.state in ENDED:
-        return tell_end(run, job)
+        return apply_end(run, job)
     if job.state in WAITING:
         return replace(run, state="queued", reason=job.reason, expected_start=job.start)
     # While its nodes are cleared, the manifest tells whether it is to begin again.
@@ -91,7 +91,7 @@ def judge_run(run: RunStatus, job: JobState | None) -> RunStatus:
     return replace(run, state=state, reason="" if job.state == "RUNNING" else job.state.lower())
 
 
-def tell_end(run: RunStatus, job: JobState) -> RunStatus:
+def apply_end(run: RunStatus, job: JobState) -> RunStatus:
     """Return a run with the end that SLURM tells of."""
     state, words = ENDINGS.get(job.state, ("failed", job.state))
     told = [words, "" if job.reason == "NonZeroExitCode" else job.reason]
@@ -102,7 +102,7 @@ def tell_end(run: RunStatus, job: JobState) -> RunStatus:
     return replace(run, state=state, reason=reason, exit_code=job.exit_code, seconds=None)
 
 
-def is_another(run: RunStatus, job: JobState) -> bool:
+def is_other_job(run: RunStatus, job: JobState) -> bool:
     """Tell whether a number was given again, to a job that was submitted after this run had begun.
 
     A controller that has lost its state counts from the start. What has been requeued has a new time.
@@ -122,7 +122,7 @@ def explain_forgotten(run: RunStatus) -> str:
     return f"SLURM no longer knows job {run.job_id}, and how it ended was not written down"
 
 
-def refuse_busy(path: Path, *, submits: bool) -> None:
+def refuse_run_in_use(path: Path, *, submits: bool) -> None:
     """Raise UsageError for a run directory whose run has not ended: two would write the same checkpoints.
 
     Where SLURM cannot be asked, that is SchedulerError for a job to be submitted, and else a warning.
@@ -135,26 +135,26 @@ def refuse_busy(path: Path, *, submits: bool) -> None:
         return
     process = take_dict(found, "process")
     if process and check_process(process):
-        refuse_two(path, f"process {process.get('pid')}", "running", quote_word(str(path.absolute())))
+        refuse_two_runs(path, f"process {process.get('pid')}", "running", quote_word(str(path.absolute())))
     try:
-        state, job_id = ask_holder(found), str(read_job(found))
+        state, job_id = ask_running_job(found), str(read_job(found))
     except SchedulerError as error:
         if submits:
             raise
         logger.warning(f"whether run_dir={path} is still in use is not known: {error}")
         return
     if state:
-        refuse_two(path, f"job {job_id}", state, job_id)
+        refuse_two_runs(path, f"job {job_id}", state, job_id)
 
 
-def refuse_two(path: Path, holder: str, state: str, target: str) -> None:
+def refuse_two_runs(path: Path, holder: str, state: str, target: str) -> None:
     """Raise UsageError for a run directory that another run is at."""
     raise UsageError(
         f"run_dir={path} belongs to {holder}, which is {state}: wait for its end, or `launch cancel {target}`"
     )
 
 
-def ask_holder(manifest: Mapping[str, object]) -> str | None:
+def ask_running_job(manifest: Mapping[str, object]) -> str | None:
     """Return SLURM's state of a run's job where it has not ended; raises SchedulerError.
 
     The job that this process is in is no answer: of starts in an allocation, their processes tell.

@@ -122,7 +122,7 @@ def explain_refusal(
     `kinds` are the partition's, `environ` is what sbatch was run with: its variables are options too.
     """
     text = complaint.lower()
-    if is_away(text):
+    if is_slurm_away(text):
         return SchedulerError(f"{complaint}: is slurmctld up (`scontrol ping`)? Nothing was submitted")
     named = NAMED.search(text)
     found = (names for words, names in CAUSES if words in text)
@@ -139,7 +139,7 @@ def explain_refusal(
     return SchedulerError(f"{complaint}{f' ({shown})' if shown else ''}: {fix}")
 
 
-def is_away(complaint: str) -> bool:
+def is_slurm_away(complaint: str) -> bool:
     """Tell whether no command of SLURM's can do anything."""
     return any(words in complaint.lower() for words in AWAY)
 

@@ -11,9 +11,9 @@ from launcher.slurm.notation import (
     check_dependency,
     check_size,
     check_text,
+    parse_gpus,
     parse_signal,
-    read_gpus,
-    read_time,
+    parse_time_limit,
 )
 from launcher.slurm.requeue_policy import LIMITED
 
@@ -74,7 +74,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class JobSize:
     """What the options say of a job beside `cluster`."""
 
     name: str
@@ -91,7 +91,7 @@ class Resources:
     mem: str | None
 
 
-def build_options(cluster: "ClusterConfig", shape: Shape, filled: Resources) -> tuple[Option, ...]:
+def build_options(cluster: "ClusterConfig", shape: JobSize, filled: Resources) -> tuple[Option, ...]:
     """Return the options of a job that is no array; raises UsageError with the key and its values."""
     plain = {name: getattr(cluster, name) for name in (*PLAIN, "time", "dependency")}
     pairs = {"name": shape.name, "nodes": render_nodes(shape.min_nodes, shape.max_nodes)}
@@ -109,18 +109,18 @@ def build_options(cluster: "ClusterConfig", shape: Shape, filled: Resources) -> 
             )
     number, seconds = parse_signal(cluster.signal)
     found.append(Option("signal", f"B:{number.name.removeprefix('SIG')}@{seconds}", "cluster.signal"))
-    found.append(Option("requeue" if is_requeued(cluster) else "no-requeue", None, "cluster.requeue"))
+    found.append(Option("requeue" if may_requeue(cluster) else "no-requeue", None, "cluster.requeue"))
     return (*found, *read_additional(cluster.additional))
 
 
 def check_cluster(cluster: "ClusterConfig") -> None:
     """Check values that need no look at the cluster; raises UsageError."""
     if cluster.time is not None:
-        read_time("cluster.time", cluster.time)
+        parse_time_limit("cluster.time", cluster.time)
     if cluster.dependency is not None:
         check_dependency("cluster.dependency", cluster.dependency)
     for key, value, check in (
-        ("gpus_per_node", cluster.gpus_per_node, read_gpus),
+        ("gpus_per_node", cluster.gpus_per_node, parse_gpus),
         ("cpus_per_task", cluster.cpus_per_task, check_count),
         ("mem", cluster.mem, check_size),
     ):
@@ -145,7 +145,7 @@ def render_nodes(low: int, high: int) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def is_requeued(cluster: "ClusterConfig") -> bool:
+def may_requeue(cluster: "ClusterConfig") -> bool:
     """Tell whether any end of an attempt is to be followed by another."""
     policy = cluster.requeue
     return policy.limit > 1 and any(getattr(policy, reason) > 0 for reason in LIMITED)

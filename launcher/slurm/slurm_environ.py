@@ -160,7 +160,7 @@ def drop_ours(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TaskIdentity:
     """One task's place in the step."""
 
     host: str
@@ -173,10 +173,10 @@ class Place:
     """`JOB.STEP`."""
 
 
-def read_place(environ: Mapping[str, str]) -> Place:
+def read_task_identity(environ: Mapping[str, str]) -> TaskIdentity:
     """Read the variables; a task that is started by hand is the only one of its job."""
     job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
-    return Place(
+    return TaskIdentity(
         name_host(environ),
         int(environ.get("SLURM_NODEID", "0")),
         int(environ.get("SLURM_STEP_NUM_NODES", "1")),

@@ -184,7 +184,7 @@ def render_ranks(step: Step, ranks: int) -> tuple[str, ...]:
     return render_step(replace(step, options={**RANK_OPTIONS, **own, **count}))
 
 
-def build_environ(
+def build_srun_environ(
     environ: Mapping[str, str], told: Mapping[str, str], wishes: Mapping[str, object]
 ) -> dict[str, str]:
     """Return srun's environment: the user's, what the shim is told, and what is asked of the placement."""

@@ -20,7 +20,7 @@ CANCELLED = " CANCELLED AT "
 """In what slurmstepd says of a step that was ended from outside, or by srun."""
 ENDED = "Terminated"
 """The word on tasks that srun itself has ended because another one failed."""
-NOISE = "cluster configuration lacks support for cpu binding"
+CPU_BIND_COMPLAINT = "cluster configuration lacks support for cpu binding"
 """What --cpu-bind=none is told, even --quiet, where no TaskPlugin could bind."""
 COMPLETED = re.compile(r"srun: (?:\S+: )*\S+: tasks? (?P<tasks>[\d,-]+): Completed$")
 """Tasks that ended with 0, of which `srun --verbose` alone tells."""
@@ -44,14 +44,14 @@ class TaskEnd:
     """SLURM says that they came to the job's memory limit."""
 
 
-def is_own(line: str) -> bool:
+def is_slurm_line(line: str) -> bool:
     """Tell whether a line is SLURM's, rather than a task's."""
     return line.startswith(OWN)
 
 
-def is_noise(line: str) -> bool:
+def is_cpu_bind_complaint(line: str) -> bool:
     """Tell whether a line of srun's stderr is of no use to anybody."""
-    return NOISE in line
+    return CPU_BIND_COMPLAINT in line
 
 
 def is_verbose(line: str) -> bool:
@@ -73,7 +73,7 @@ def has_begun(lines: Iterable[str]) -> bool:
     return any(map(BEGUN.search, lines))
 
 
-def is_passing(text: str) -> bool:
+def is_temporary(text: str) -> bool:
     """Tell whether srun says why it did not start a step, and that another try may do so."""
     return bool(PASSING.search(text))
 
@@ -83,7 +83,7 @@ def drop_prefix(line: str) -> str:
     return line.removeprefix("srun: ").removeprefix("error: ")
 
 
-def parse_end(line: str) -> TaskEnd | None:
+def parse_task_end(line: str) -> TaskEnd | None:
     """Read how tasks ended out of a line of srun's stderr; None where it tells something else."""
     found = TASKS.match(line)
     if not found:
@@ -110,13 +110,13 @@ def number_signal(words: str) -> int:
     raise ValueError(words)
 
 
-def find_ends(lines: Iterable[str]) -> dict[str, str]:
+def parse_task_ends(lines: Iterable[str]) -> dict[str, str]:
     """Return the word on how its task ended for each host that is there to tell; the last word counts."""
     found = [match for line in lines if (match := TASKS.match(line))]
     return {host: match["how"].strip() for match in found for host in expand_hosts(match["hosts"])}
 
 
-def parse_lost(line: str) -> str:
+def parse_node_failure(line: str) -> str:
     """Return the list of nodes that a line of srun's stderr says are lost; empty for any other line."""
     found = LOST.match(line)
     return found["hosts"] if found else ""
@@ -127,7 +127,7 @@ def is_cancelled(line: str) -> bool:
     return CANCELLED in line
 
 
-def is_accounted(line: str, before: Iterable[str]) -> bool:
+def is_in_node_records(line: str, before: Iterable[str]) -> bool:
     """Tell whether a line says what the nodes' records say better, where there is a task of ours on each.
 
     A task that was killed left no record. That srun has the others ended is no news after the first end.

@@ -14,7 +14,7 @@ from launcher.launch.signals import name_signal
 from launcher.runs.node_records import NodeFailure, NodeRecord, refuse_node, write_node
 from launcher.runs.rank_logs import measure_file
 from launcher.runs.run_directory import RunDir
-from launcher.slurm.rank_step import Told
+from launcher.slurm.rank_step import SrunReport
 from launcher.slurm.rendezvous import PORT_TAKEN
 
 INSTANT = 1e-6
@@ -26,7 +26,7 @@ MEMORY = (
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class RankStepEnd:
     """A step that has ended."""
 
     run: RunDir
@@ -38,7 +38,7 @@ class Account:
     """Lines of a failed rank's log."""
     exitcode: int
     """srun's."""
-    told: Told
+    told: SrunReport
     stop: tuple[int, float] | None
     """The first stopping signal that the head or the ranks were sent, and when (s since the epoch)."""
     started: float
@@ -55,21 +55,21 @@ class RankEnd:
     memory: bool
 
 
-def record_nodes(account: Account) -> list[NodeRecord]:
+def record_nodes(account: RankStepEnd) -> list[NodeRecord]:
     """Return a record for every node that was not lost, and write those for which the disk has room."""
     ends = list(list_ends(account))
     records = []
     for node, host in enumerate(account.hosts):
         if host in account.told.lost:
             continue
-        record = judge_node(account, ends, node)
+        record = make_node_record(account, ends, node)
         records.append(record)
         with contextlib.suppress(OSError):
             write_node(account.run.path, account.run.first_attempt, record)
     return records
 
 
-def list_ends(account: Account) -> Iterator[RankEnd]:
+def list_ends(account: RankStepEnd) -> Iterator[RankEnd]:
     """Give the ranks' ends in their order.
 
     Of ranks that one line tells of, the one comes first whose log fell silent first: the others' last words
@@ -90,7 +90,7 @@ def find_silence(run: RunDir, rank: int) -> float:
     return max(times)
 
 
-def judge_node(account: Account, ends: list[RankEnd], node: int) -> NodeRecord:
+def make_node_record(account: RankStepEnd, ends: list[RankEnd], node: int) -> NodeRecord:
     """Return the record of one node."""
     told = account.told
     own = [end for end in ends if end.rank // account.ranks == node and end.exitcode]
@@ -104,9 +104,9 @@ def judge_node(account: Account, ends: list[RankEnd], node: int) -> NodeRecord:
     if account.exitcode == 0 or len(clean) == account.ranks:
         state, status, by = "succeeded", 0, ""
     elif failure and is_port_taken(account.run, failure):
-        return refuse_port(account.hosts[node], account.started)
+        return make_port_record(account.hosts[node], account.started)
     elif failure:
-        found = describe_end(account, failure)
+        found = describe_rank_failure(account, failure)
         state, status, by = "failed", as_failure(account, failure).status, ""
     elif not ends and not told.cancelled and account.stop is None:
         state, status, by, said = "failed", EXIT_MACHINE, "", quote_srun(account)
@@ -121,7 +121,7 @@ def has_stopped(end: RankEnd) -> bool:
     return end.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
-def refuse_port(host: str, started: float) -> NodeRecord:
+def make_port_record(host: str, started: float) -> NodeRecord:
     """Return the record of a first node that cannot serve the ranks: the head chooses another port."""
     said = "the port where the ranks are to meet is not free"
     return refuse_node(host, 0, PORT_TAKEN, said, started)
@@ -133,12 +133,12 @@ def is_port_taken(run: RunDir, end: RankEnd) -> bool:
     return end.rank == 0 and end.exitcode == PORT_TAKEN and not measure_file(log)
 
 
-def as_failure(account: Account, end: RankEnd) -> Failure:
+def as_failure(account: RankStepEnd, end: RankEnd) -> Failure:
     """Return a rank's end in the words of the launcher."""
     return Failure(end.rank, end.rank % account.ranks, account.run.first_attempt, 0, end.exitcode)
 
 
-def describe_end(account: Account, end: RankEnd) -> NodeFailure:
+def describe_rank_failure(account: RankStepEnd, end: RankEnd) -> NodeFailure:
     """Return the first failure of a node with the end of its log."""
     failure = as_failure(account, end)
     log, lines = tail_rank(account.run, failure, account.tail)
@@ -146,7 +146,7 @@ def describe_end(account: Account, end: RankEnd) -> NodeFailure:
     return NodeFailure(end.rank, failure.local_rank, end.time, end.exitcode, reason, log, tuple(lines))
 
 
-def quote_srun(account: Account) -> str:
+def quote_srun(account: RankStepEnd) -> str:
     """Say how srun ended that started no rank, with its last words."""
     code, said = account.exitcode, [line for line in account.told.said if not line.startswith("Try ")]
     how = name_signal(-code) if code < 0 else f"code {code}"

@@ -25,15 +25,15 @@ from launcher.runs.run_directory import RunDir, closing_descriptor, open_run_dir
 from launcher.runs.run_status import explain_outcome
 from launcher.runs.secrets import MASK, is_secret, mask_text, mask_tree, mask_words
 from launcher.slurm.first_node import run_batch
-from launcher.slurm.job_request import JobRequest, make_request, write_request
-from launcher.slurm.notation import read_gpus
-from launcher.slurm.own_job import count_restarts, name_job
+from launcher.slurm.job_control import count_restarts, name_job
+from launcher.slurm.job_request import JobRequest, make_job_request, write_request
+from launcher.slurm.notation import parse_gpus
 from launcher.text import escape_text, print_text
 
 if TYPE_CHECKING:
     from launcher.launch.job import Draft
     from launcher.slurm.batch_script import Script
-    from launcher.slurm.job_resources import Asked
+    from launcher.slurm.job_options import JobOptions
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,11 @@ def render_document(requests: Sequence[JobRequest], folders: Sequence[Path]) -> 
         config.pop("dry_run", None)
         for key in PROGRAMS_OWN if request.words is not None else ():
             config.pop(key, None)
-        env = {name: value for name, value in config.pop("env", {}).items() if not hides(name, value)}
+        env = {
+            name: value
+            for name, value in config.pop("env", {}).items()
+            if not is_hidden_variable(name, value)
+        }
         whole = {**data, "config": {**config, **({"env": env} if env else {})}}
         masked = mask_tree(whole)
         about = {"schema": 1, "run_dir": str(folder), "has_secrets": masked != whole}
@@ -65,7 +69,7 @@ def render_document(requests: Sequence[JobRequest], folders: Sequence[Path]) -> 
     return json.dumps(documents if len(documents) > 1 else documents[0], indent=1)
 
 
-def hides(name: str, value: str) -> bool:
+def is_hidden_variable(name: str, value: str) -> bool:
     """Tell whether a variable is a secret, or has one in it."""
     return is_secret(name) or mask_text(value) != value
 
@@ -86,7 +90,7 @@ def find_changed(value: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]
 def run_standalone(text: str, environ: Mapping[str, str]) -> int:
     """Run one attempt of the job that a script's document describes; raises LaunchError."""
     data = choose_member(text, environ)
-    run = open_run(Path(data["run_dir"]), environ)
+    run = open_standalone_run(Path(data["run_dir"]), environ)
     request = read_document(data, run.path)
     secrets = write_request(request, run.path)
     if not run.manifest_path.exists():
@@ -98,12 +102,12 @@ def run_standalone(text: str, environ: Mapping[str, str]) -> int:
         write_manifest(run, {**start, "directory": request.directory, "hosts": [], **slurm})
     if secrets:
         os.environ[LAUNCH_SECRETS] = json.dumps({str(run.path): secrets})
-    own = redirect_output(run, environ)
+    own = redirect_to_log(run, environ)
     try:
         return run_batch(run.path)
     finally:
         with contextlib.suppress(OSError):
-            os.write(own, f"launch: {escape_text(describe_end(run))}\n".encode(errors="replace"))
+            os.write(own, f"launch: {escape_text(describe_attempt_end(run))}\n".encode(errors="replace"))
         os.close(own)
 
 
@@ -122,7 +126,7 @@ def choose_member(text: str, environ: Mapping[str, str]) -> dict[str, Any]:
     return found  # type: ignore[no-any-return]
 
 
-def open_run(foreseen: Path, environ: Mapping[str, str]) -> RunDir:
+def open_standalone_run(foreseen: Path, environ: Mapping[str, str]) -> RunDir:
     """Make the run directory of this job, or open that of its earlier attempts; raises MachineError."""
     try:
         return open_run_dir(choose_path(foreseen, environ), None)
@@ -180,7 +184,7 @@ def merge(usual: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def describe_end(run: RunDir) -> str:
+def describe_attempt_end(run: RunDir) -> str:
     """Say how this attempt ended, or why that is not known, in a line."""
     outcome = take_dict(read_manifest(run.path) or {}, "outcome")
     state, reason = str(outcome.get("state")), explain_outcome(outcome)
@@ -189,7 +193,7 @@ def describe_end(run: RunDir) -> str:
     return f"{state}: {reason}" if reason else state
 
 
-def redirect_output(run: RunDir, environ: Mapping[str, str]) -> int:
+def redirect_to_log(run: RunDir, environ: Mapping[str, str]) -> int:
     """Say where the run directory is, and have all that follows in the log there; raises OSError.
 
     Returns a descriptor of SLURM's own output file.
@@ -206,24 +210,24 @@ def redirect_output(run: RunDir, environ: Mapping[str, str]) -> int:
 
 
 def preview_submission(
-    drafts: Sequence["Draft"], argv: Sequence[str], asked: "Asked", script: "Script"
+    drafts: Sequence["Draft"], argv: Sequence[str], asked: "JobOptions", script: "Script"
 ) -> int:
     """Show the plan on stderr and the script on stdout; returns the exit code."""
     from launcher.slurm.batch_script import check_syntax, render_standalone
 
-    folders = list(map(foresee_run, drafts))
-    requests = [make_request(draft, argv, folder) for draft, folder in zip(drafts, folders, strict=True)]
+    folders = list(map(predict_run_dir, drafts))
+    requests = [make_job_request(draft, argv, folder) for draft, folder in zip(drafts, folders, strict=True)]
     text = render_standalone(script, render_document(requests, folders))
     check_syntax(text, script.setup)
-    show_plan(drafts[0], asked)
-    for line in tell_secrets(requests):
+    print_node_plan(drafts[0], asked)
+    for line in list_secret_notes(requests):
         logger.info(line)
     sys.stderr.flush()
     print_text(text)
     return 0
 
 
-def foresee_run(draft: "Draft") -> Path:
+def predict_run_dir(draft: "Draft") -> Path:
     """Return the run directory, with RUN_ID for what the job's number decides."""
     from launcher.launch.job import name_run
 
@@ -232,16 +236,21 @@ def foresee_run(draft: "Draft") -> Path:
     return Path(draft.config.runs_dir).absolute() / name_run(draft) / RUN_ID
 
 
-def tell_secrets(requests: Sequence[JobRequest]) -> Iterator[str]:
+def list_secret_notes(requests: Sequence[JobRequest]) -> Iterator[str]:
     """Say which secrets are not in the script, and how the job gets them."""
-    names = {name for request in requests for name, value in request.config.env.items() if hides(name, value)}
+    names = {
+        name
+        for request in requests
+        for name, value in request.config.env.items()
+        if is_hidden_variable(name, value)
+    }
     if names:
         yield f"the script leaves out {', '.join(sorted(names))}: export them before sbatch"
     if any(request.words and mask_words(request.words) != [*request.words] for request in requests):
         yield f"warning: the script has {MASK} for a secret among the program's arguments: write it there"
 
 
-def show_plan(draft: "Draft", asked: "Asked") -> None:
+def print_node_plan(draft: "Draft", asked: "JobOptions") -> None:
     """Show the plan for the nodes, where it is known what they are."""
     from launcher.launch.job import plan_configured
     from launcher.report.console import make_console
@@ -260,7 +269,7 @@ def show_plan(draft: "Draft", asked: "Asked") -> None:
     ranks = config.nproc_per_node
     gpus = next((option.value for option in asked.options if option.name == "gpus-per-node"), None)
     if gpus and ranks in ("auto", "gpu"):
-        ranks = read_gpus("cluster.gpus_per_node", gpus).count
+        ranks = parse_gpus("cluster.gpus_per_node", gpus).count
     machine = MachineConfig("/", snapshot)
     plan = plan_configured(replace(config, machine=machine, nproc_per_node=ranks), draft.environ)
     print_placement(make_console(), plan, explain=config.explain)

@@ -15,11 +15,11 @@ from launcher.errors import SchedulerError
 from launcher.launch.signals import STOPPING, Inbox, Stop, name_signal
 from launcher.runs.node_records import read_nodes
 from launcher.slurm.attempt import Attempt
-from launcher.slurm.attempts import foresee_end
+from launcher.slurm.attempt_lifecycle import prepare_for_kill
+from launcher.slurm.job_control import ask_job, ask_nodes, is_down
 from launcher.slurm.notation import parse_signal
-from launcher.slurm.own_job import ask_job, ask_nodes, is_down
 from launcher.slurm.rendezvous import PORT_TAKEN
-from launcher.slurm.requeue_policy import plan_stop
+from launcher.slurm.requeue_policy import choose_stop_time
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ LOOK, LOOK_PATIENCE = 20.0, 2.0
 """Seconds between two looks for nodes that were lost, and for SLURM's answer."""
 
 
-class Step(Protocol):
+class RunningStep(Protocol):
     """A running step."""
 
     @property
@@ -49,7 +49,7 @@ class Step(Protocol):
 
 
 @dataclass(slots=True)
-class Overseer:
+class StepMonitor:
     """What the head was sent during an attempt, and what it does about it."""
 
     attempt: Attempt
@@ -72,7 +72,7 @@ class Overseer:
         """Seconds that ranks have after the first stopping signal."""
         return self.attempt.request.config.torchrun.shutdown_timeout
 
-    def watch(self, step: Step) -> None:
+    def watch(self, step: RunningStep) -> None:
         """Stay with a step to its end; what an earlier one was stopped for, a port in use, is over."""
         self.stop = self.failed_at = None
         poller = select.poll()
@@ -87,8 +87,8 @@ class Overseer:
             while step.process.poll() is None:
                 poller.poll((TICK if pidfd else TICK / 10) * 1000)
                 for number in self.inbox.take():
-                    self.heed(number, step)
-                self.look_at_clock(step)
+                    self.handle_signal(number, step)
+                self.check_deadlines(step)
         finally:
             if pidfd:
                 os.close(pidfd)
@@ -100,21 +100,21 @@ class Overseer:
         poller.poll(seconds * 1000)
         self.signals += [(number, time.time()) for number in self.inbox.take()]
 
-    def heed(self, number: int, step: Step) -> None:
+    def handle_signal(self, number: int, step: RunningStep) -> None:
         """Do what a signal asks for."""
         self.signals.append((number, time.time()))
         if number not in STOPPING:
             step.send(number)
             if number == parse_signal(self.attempt.request.config.cluster.signal)[0]:
                 self.checkpointed = True
-                self.stop_at = self.plan_stop()
+                self.stop_at = self.find_stop_time()
             return
         if number == signal.SIGTERM:
-            foresee_end(self.attempt)
+            prepare_for_kill(self.attempt)
         if self.attempt.foreseen is None:  # else SLURM has told the ranks by itself, and KillWait runs
             self.advance_stop(number, step)
 
-    def plan_stop(self) -> float | None:
+    def find_stop_time(self) -> float | None:
         """Return when the ranks have to be stopped; None where the signal is not the time limit's."""
         attempt, now = self.attempt, time.time()
         seconds = parse_signal(attempt.request.config.cluster.signal)[1]
@@ -122,9 +122,9 @@ class Overseer:
             limit = ask_job(attempt.job_id, attempt.environ).end_time
         except SchedulerError:
             limit = None
-        return plan_stop(now, limit, seconds, self.grace)
+        return choose_stop_time(now, limit, seconds, self.grace)
 
-    def look_at_clock(self, step: Step) -> None:
+    def check_deadlines(self, step: RunningStep) -> None:
         """Go a stage on where it is time."""
         if self.stop:
             if time.monotonic() >= self.stop.deadline:
@@ -135,9 +135,9 @@ class Overseer:
         elif self.has_failed():
             self.advance_stop(signal.SIGTERM, step)
         elif self.attempt.is_elastic and step.lost - self.returned:
-            self.look_for_lost(sorted(step.lost - self.returned))
+            self.check_lost_nodes(sorted(step.lost - self.returned))
 
-    def look_for_lost(self, hosts: Sequence[str]) -> None:
+    def check_lost_nodes(self, hosts: Sequence[str]) -> None:
         """Say that a lost node is back, and that SLURM has taken it out of the job (tried with 22.05)."""
         now = time.monotonic()
         if now < self.next_look:
@@ -152,7 +152,7 @@ class Overseer:
                 )
             self.returned.update(back)
 
-    def advance_stop(self, number: int, step: Step) -> None:
+    def advance_stop(self, number: int, step: RunningStep) -> None:
         """Enter the next stage of ending the step: the signal, SIGTERM, SIGKILL, and then srun's own ways."""
         if self.stop and self.stop.current is None:
             step.process.kill()

@@ -22,15 +22,15 @@ from launcher.runs.manifest import read_manifest, write_manifest
 from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import RunDir, write_private
 from launcher.slurm.batch_script import SCRIPT, Script, check_syntax, describe_jobs, render_script
-from launcher.slurm.job_request import FILE, make_request, write_request
-from launcher.slurm.job_resources import Asked, ask_for
+from launcher.slurm.job_options import JobOptions, choose_options
+from launcher.slurm.job_request import REQUEST_FILE, make_job_request, write_request
 from launcher.slurm.sbatch import explain_refusal
 from launcher.slurm.slurm_environ import clean_for_sbatch
 from launcher.text import print_text, quote_word
 
 logger = logging.getLogger(__name__)
 
-KEPT = ("config.yaml", "manifest.json", FILE, SCRIPT)
+KEPT = ("config.yaml", "manifest.json", REQUEST_FILE, SCRIPT)
 """What a submission writes."""
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - to warn of
 ISOLATED = ("-I", "-P")
@@ -41,7 +41,7 @@ ISOLATED = ("-I", "-P")
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedRun:
     """A run directory that is ready for its job."""
 
     run: RunDir
@@ -70,7 +70,7 @@ class Staged:
             with contextlib.suppress(OSError):
                 (shutil.rmtree if folder == self.run.path else Path.rmdir)(folder)
 
-    def note_job(self, job_id: str) -> None:
+    def write_job_id(self, job_id: str) -> None:
         """Add the job's number to the manifest, unless the job has done so; raises OSError or KeyError."""
         found = read_manifest(self.run.path)
         if found["outcome"]["state"] == "submitted":
@@ -87,11 +87,11 @@ def submit_jobs(drafts: Sequence[Draft], argv: Sequence[str]) -> int:
     with ThreadPoolExecutor() as pool:
         sources = None if dry else pool.submit(describe_sources, Path.cwd())
         python = pool.submit(find_python)
-        asked = ask_for(drafts, os.environ, dry=dry)
+        asked = choose_options(drafts, os.environ, dry=dry)
         if sources is None:
             from launcher.slurm.standalone_script import preview_submission
 
-            say_warnings(asked.warnings)
+            log_warnings(asked.warnings)
             return preview_submission(
                 drafts, argv, asked, describe_script(drafts, argv, asked, python.result())
             )
@@ -101,9 +101,9 @@ def submit_jobs(drafts: Sequence[Draft], argv: Sequence[str]) -> int:
         except LaunchError:
             undo_all(staged)
             raise
-    say_warnings([*asked.warnings, *check_place(staged[0].run.path)])
-    jobs = note_jobs(staged, job_id)
-    tell_submitted(jobs, job_id, asked)
+    log_warnings([*asked.warnings, *check_run_dir_disk(staged[0].run.path)])
+    jobs = write_job_ids(staged, job_id)
+    print_submitted(jobs, job_id, asked)
     if not any(draft.config.follow for draft in drafts):
         return 0
     from launcher.slurm.follow import follow_jobs
@@ -112,7 +112,7 @@ def submit_jobs(drafts: Sequence[Draft], argv: Sequence[str]) -> int:
     return follow_jobs([(each.run.path, number) for number, each in jobs.items()])
 
 
-def stage_all(drafts: Sequence[Draft], argv: Sequence[str], sources: Mapping[str, object]) -> list[Staged]:
+def stage_all(drafts: Sequence[Draft], argv: Sequence[str], sources: Mapping[str, object]) -> list[StagedRun]:
     """Make all run directories, or none."""
     paths = [draft.config.run_dir for draft in drafts if draft.config.run_dir]
     if len(paths) > len(set(paths)):
@@ -120,7 +120,7 @@ def stage_all(drafts: Sequence[Draft], argv: Sequence[str], sources: Mapping[str
             f"run_dir={paths[0]} is one directory for {len(paths)} jobs of a sweep: leave it out, and each"
             " gets its own"
         )
-    staged: list[Staged] = []
+    staged: list[StagedRun] = []
     try:
         for draft in drafts:
             staged.append(stage_run(draft, argv, sources))
@@ -130,21 +130,21 @@ def stage_all(drafts: Sequence[Draft], argv: Sequence[str], sources: Mapping[str
     return staged
 
 
-def undo_all(staged: Sequence[Staged]) -> None:
+def undo_all(staged: Sequence[StagedRun]) -> None:
     """Undo what was made, the last first: the first has made the directories that the others are in."""
     for each in reversed(staged):
         each.undo()
 
 
 def describe_script(
-    drafts: Sequence[Draft], argv: Sequence[str], asked: Asked, python: Sequence[str]
+    drafts: Sequence[Draft], argv: Sequence[str], asked: JobOptions, python: Sequence[str]
 ) -> Script:
     """Return what the script is made of."""
     setup = drafts[0].config.cluster.setup
     return Script(asked.options, describe_jobs(drafts, argv), tuple(setup), tuple(python))
 
 
-def send_script(staged: Sequence[Staged], asked: Asked, script: Script) -> str:
+def send_script(staged: Sequence[StagedRun], asked: JobOptions, script: Script) -> str:
     """Write the script into each run directory, submit it, and return the job's id."""
     from launcher.slurm.sbatch import submit_script
 
@@ -163,7 +163,7 @@ def send_script(staged: Sequence[Staged], asked: Asked, script: Script) -> str:
         raise explain_refusal(str(error), asked.options, asked.partitions, asked.kinds, environ) from None
 
 
-def carry_secrets(staged: Sequence[Staged]) -> dict[str, str]:
+def carry_secrets(staged: Sequence[StagedRun]) -> dict[str, str]:
     """Return the variable that tells the jobs what their files do not; mostly one value for all."""
     secrets = {str(each.run.path): each.secrets for each in staged if each.secrets}
     values = list(secrets.values())
@@ -190,7 +190,7 @@ def find_python() -> tuple[str, ...]:
     )
 
 
-def check_place(path: Path) -> list[str]:
+def check_run_dir_disk(path: Path) -> list[str]:
     """Return a warning for a run directory on a disk that the nodes, as a rule, do not share."""
     return [
         f"the run directory {path} is below {folder}, which every node has its own of as a rule: runs_dir=DIR"
@@ -200,19 +200,19 @@ def check_place(path: Path) -> list[str]:
     ]
 
 
-def note_jobs(staged: Sequence[Staged], job_id: str) -> dict[str, Staged]:
+def write_job_ids(staged: Sequence[StagedRun], job_id: str) -> dict[str, StagedRun]:
     """Write the job's number into each manifest, and return the run directories by their numbers."""
     numbers = [job_id] if len(staged) == 1 else [f"{job_id}_{number}" for number in range(len(staged))]
     jobs = dict(zip(numbers, staged, strict=True))
     for number, each in jobs.items():
         try:
-            each.note_job(number)
+            each.write_job_id(number)
         except (OSError, KeyError) as error:
             logger.warning(f"{each.run.manifest_path} does not tell the job's number {number} ({error})")
     return jobs
 
 
-def tell_submitted(jobs: Mapping[str, Staged], job_id: str, asked: Asked) -> None:
+def print_submitted(jobs: Mapping[str, StagedRun], job_id: str, asked: JobOptions) -> None:
     """Print the job, the run directories, and the commands to go on with."""
     values = {option.name: option for option in asked.options}
     shown = [
@@ -236,13 +236,13 @@ def print_line(text: str) -> None:
     print_text(f"{text}\n")
 
 
-def say_warnings(warnings: Iterable[str]) -> None:
+def log_warnings(warnings: Iterable[str]) -> None:
     """Print warnings; where a job is refused, its error alone is said."""
     for warning in warnings:
         logger.warning(f"{warning}")
 
 
-def stage_run(draft: Draft, argv: Sequence[str], origin: Mapping[str, object]) -> Staged:
+def stage_run(draft: Draft, argv: Sequence[str], origin: Mapping[str, object]) -> StagedRun:
     """Make or open the run directory, with configuration, manifest and request in it.
 
     `origin` are the manifest's sources. Raises UsageError, MachineError or SchedulerError, leaving nothing.
@@ -251,12 +251,12 @@ def stage_run(draft: Draft, argv: Sequence[str], origin: Mapping[str, object]) -
     target = Path(given) if given else None
     above = Path(draft.config.runs_dir, name_run(draft)).absolute()
     missing = list_missing(target.absolute() if target else above)
-    before = {name: read_text(target / name) if target else None for name in KEPT}
+    before = {name: read_file_text(target / name) if target else None for name in KEPT}
     run, manifest = prepare_run(draft, argv, [])
     fresh = missing if target else (run.path, *missing)
-    staged = Staged(run, draft, {}, before, fresh)
+    staged = StagedRun(run, draft, {}, before, fresh)
     try:
-        secrets = write_request(make_request(draft, argv, run.path), run.path)
+        secrets = write_request(make_job_request(draft, argv, run.path), run.path)
         write_manifest(run, {**manifest, **origin, "outcome": {"state": "submitted"}})
     except OSError as error:
         staged.undo()
@@ -264,7 +264,7 @@ def stage_run(draft: Draft, argv: Sequence[str], origin: Mapping[str, object]) -
     except BaseException:
         staged.undo()
         raise
-    return Staged(run, draft, secrets, before, fresh)
+    return StagedRun(run, draft, secrets, before, fresh)
 
 
 def list_missing(path: Path) -> tuple[Path, ...]:
@@ -272,7 +272,7 @@ def list_missing(path: Path) -> tuple[Path, ...]:
     return tuple(folder for folder in (path, *path.parents) if not folder.exists())
 
 
-def read_text(path: Path) -> str | None:
+def read_file_text(path: Path) -> str | None:
     """Return a file's text; None where it cannot be read."""
     try:
         return read_file(path, LARGEST).decode("utf-8", "surrogateescape")

@@ -28,14 +28,14 @@ def main() -> int:
 
         return run_node(Path(sys.argv[1]), os.environ, started)
     except StoppedError:
-        return give_up("it was stopped before its ranks had started", STOPPED, started)
+        return record_early_end("it was stopped before its ranks had started", STOPPED, started)
     except Exception as error:
         from launcher.errors import EXIT_MACHINE, LaunchError
 
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if isinstance(error, LaunchError):
-            return give_up(str(error), error.exit_code, started)
-        return give_up(f"{type(error).__name__}: {error}", EXIT_MACHINE, started)
+            return record_early_end(str(error), error.exit_code, started)
+        return record_early_end(f"{type(error).__name__}: {error}", EXIT_MACHINE, started)
 
 
 def stop_early(_number: int, _frame: FrameType | None) -> NoReturn:
@@ -44,14 +44,14 @@ def stop_early(_number: int, _frame: FrameType | None) -> NoReturn:
     raise StoppedError
 
 
-def give_up(reason: str, status: int, started: float) -> int:
+def record_early_end(reason: str, status: int, started: float) -> int:
     """Record why there are no ranks on this node; the head tells it. Where that fails, say it here."""
     from dataclasses import replace
 
     from launcher.runs.node_records import refuse_node, write_node
-    from launcher.slurm.slurm_environ import read_place
+    from launcher.slurm.slurm_environ import read_task_identity
 
-    place = read_place(os.environ)
+    place = read_task_identity(os.environ)
     record = refuse_node(place.host, place.node_rank, status, reason, started)
     if status == STOPPED:
         record = replace(record, state="stopped")

@@ -14,7 +14,7 @@ from rich.console import Console
 from launcher.report.run_table import print_details, print_runs
 from launcher.runs.run_process import check_process, identify_process, open_process
 from launcher.runs.run_status import RunStatus, add_progress, read_status
-from launcher.slurm.run_states import judge_run
+from launcher.slurm.run_states import resolve_run
 from tests.cli.make_runs import make_run, write_log
 from tests.conftest import Result
 from tests.launch.start_launch import start, wait_for, write_program
@@ -275,7 +275,7 @@ def test_a_real_run_that_was_interrupted(here: Path, launch: Launch) -> None:
 
 def test_a_job_that_slurm_forgot_has_begun_where_it_has_a_log(tmp_path: Path) -> None:
     path = make_run(tmp_path, state="submitted", slurm={"job_id": "12"})
-    assert "cancelled in the queue" in judge_run(read_status(path), None).reason
+    assert "cancelled in the queue" in resolve_run(read_status(path), None).reason
     (path / "logs/slurm-12.out").write_text("launch: error: cluster.setup ended with 127 at: module\n")
-    found = judge_run(read_status(path), None)
+    found = resolve_run(read_status(path), None)
     assert found.state == "lost" and "ended before it came to the program" in found.reason

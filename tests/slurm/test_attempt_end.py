@@ -1,6 +1,6 @@
 """How an attempt's end is judged: signals from outside, ranks that ask for another start, early ends.
 
-As in test_attempts.py there is no SLURM to ask; tests/slurm/cluster/test_ends.py has the same with one.
+There is no SLURM to ask here; tests/slurm/cluster/test_ends.py has the same with one.
 """
 
 import io
@@ -19,13 +19,13 @@ from launcher.runs.advance import Advance
 from launcher.runs.manifest import read_manifest, write_manifest
 from launcher.runs.node_records import NodeRecord, read_nodes, write_node
 from launcher.runs.run_directory import RunDir, open_run_dir
-from launcher.slurm.attempt import Sight, StepEnd
-from launcher.slurm.attempt_end import judge_trail, look_again, look_at
-from launcher.slurm.attempts import StoppedError, end_attempt
+from launcher.slurm.attempt import Sight, StepReport
+from launcher.slurm.attempt_end import complete_diagnosis, diagnose_end, find_final_decision
+from launcher.slurm.attempt_lifecycle import AttemptRefusedError, end_attempt
 from launcher.slurm.node_step import NodeStep
-from launcher.slurm.rank_step import Told
-from launcher.slurm.srun_records import Account, record_nodes
-from tests.slurm.test_attempts import (
+from launcher.slurm.rank_step import SrunReport
+from launcher.slurm.srun_records import RankStepEnd, record_nodes
+from tests.slurm.test_attempt_lifecycle import (
     LOST,
     TERM,
     WELL,
@@ -49,9 +49,9 @@ def clean(host: str, *ends: tuple[int, float], state: str = "succeeded") -> Node
     return replace(record(host, state, 0 if state == "succeeded" else 143), ranks=4, clean=ends)
 
 
-def judge(path: Path, seen: StepEnd, nodes: tuple[int, int] = (2, 2)) -> Sight:
+def judge(path: Path, seen: StepReport, nodes: tuple[int, int] = (2, 2)) -> Sight:
     submit_run(path)
-    return look_at(begin(path, make_request(nodes)), seen)
+    return diagnose_end(begin(path, make_request(nodes)), seen)
 
 
 SIGNALLED_N1 = (("n1", 15),)
@@ -139,7 +139,7 @@ def test_the_codes_that_ask_for_another_start_are_the_configurations(tmp_path: P
     submit_run(tmp_path)
     attempt = begin(tmp_path, make_request(exit_codes=[3]))
     cause = {
-        code: look_at(attempt, end(record("n0", "failed", code, fail(0, 1.0, code)), WELL[1])).cause
+        code: diagnose_end(attempt, end(record("n0", "failed", code, fail(0, 1.0, code)), WELL[1])).cause
         for code in (3, 75)
     }
     assert cause == {3: "requested", 75: "crash"}
@@ -170,7 +170,7 @@ def test_a_rank_that_ended_long_before_the_others_were_stopped(tmp_path: Path) -
     others = replace(record("n0", "stopped", 143), ranks=4)
     for moment, found in ((5.0, True), (95.0, False)):
         seen = end(others, clean("n1", (3, moment), state="stopped"), signals=(15,))
-        early = look_at(attempt, replace(seen, signals=((15, 100.0),))).early
+        early = diagnose_end(attempt, replace(seen, signals=((15, 100.0),))).early
         assert (early is not None and early.describe() == EARLY) is found
 
 
@@ -214,7 +214,7 @@ def foresee(path: Path, kill: str, *, finished: bool, code: int = 0) -> str | No
     seen = "requeued" if kill == "preempted" else kill
     before = Sight(None, seen, kill, (), (), (), Advance((), None))
     records = WELL if code == 0 else (record("n0", "stopped", 143), STOPPED)
-    return look_again(attempt, before, end(*records, code=code), "").cause
+    return complete_diagnosis(attempt, before, end(*records, code=code), "").cause
 
 
 @pytest.mark.parametrize(
@@ -244,12 +244,12 @@ def test_what_is_finished_is_not_run_again_where_slurm_has_requeued_it(tmp_path:
     outcome = {"state": "requeued", "cause": None, "exit_code": 0, "step": 10, "advanced": True}
     write_manifest(RunDir(tmp_path), {**manifest, "outcome": outcome})
     with pytest.raises(
-        StoppedError, match="attempt 2 does not begin: attempt 1 ended: all ranks ended"
+        AttemptRefusedError, match="attempt 2 does not begin: attempt 1 ended: all ranks ended"
     ) as caught:
         begin(tmp_path, SLURM_RESTART_COUNT="1")
     assert caught.value.exit_code == 0
     assert read_manifest(tmp_path)["outcome"]["state"] == "succeeded"
-    assert judge_trail([{"outcome": {**outcome, "exit_code": 143}}], RequeueConfig()) is None
+    assert find_final_decision([{"outcome": {**outcome, "exit_code": 143}}], RequeueConfig()) is None
 
 
 def make_step(lines: list[str], *, elastic: bool = False) -> NodeStep:
@@ -259,7 +259,7 @@ def make_step(lines: list[str], *, elastic: bool = False) -> NodeStep:
     with subprocess.Popen([sys.executable, "-c", print_lines], stderr=subprocess.PIPE) as process:
         step = NodeStep(process, 1, {"PATH": "/nonexistent"}, elastic)
         step.reader.join()
-        step.teller.join()
+        step.kill_wait_sender.join()
     return step
 
 
@@ -290,13 +290,13 @@ def test_lost_nodes_are_known() -> None:
     assert make_step(["srun: error: Node failure on n[1,3]"]).lost == {"n1", "n3"}
 
 
-def tell(tmp_path: Path, lines: list[str], code: int) -> tuple[Told, list[NodeRecord]]:
+def tell(tmp_path: Path, lines: list[str], code: int) -> tuple[SrunReport, list[NodeRecord]]:
     """What becomes of srun's lines on ranks that are its tasks: two nodes with two ranks each."""
-    run, told = open_run_dir(tmp_path, None), Told()
+    run, told = open_run_dir(tmp_path, None), SrunReport()
     (run.path / "logs/0").mkdir()
     for line in io.StringIO("\n".join(lines)):
         told.note_line(line.rstrip("\n"))
-    records = record_nodes(Account(run, ("a", "b"), 2, 5, code, told, None, 1.0))
+    records = record_nodes(RankStepEnd(run, ("a", "b"), 2, 5, code, told, None, 1.0))
     assert read_nodes(run.path, 0) == records
     return told, records
 
@@ -335,10 +335,10 @@ def test_a_task_that_died_of_sigterm_first(tmp_path: Path, lines: list[str], fai
 
 def test_records_that_cannot_be_written_count_all_the_same(tmp_path: Path) -> None:
     """The ranks are srun's tasks, and how they ended is known though the disk is full."""
-    run, told = open_run_dir(tmp_path / "run", None), Told()
+    run, told = open_run_dir(tmp_path / "run", None), SrunReport()
     told.note_line("srun: error: a: task 1: Exited with exit code 9")
     shutil.rmtree(run.path)
-    first, second = record_nodes(Account(run, ("a", "b"), 2, 5, 9, told, None, 1.0))
+    first, second = record_nodes(RankStepEnd(run, ("a", "b"), 2, 5, 9, told, None, 1.0))
     assert first.failure and (first.failure.rank, first.failure.exitcode) == (1, 9)
     assert second.state == "stopped"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import UsageError
-from launcher.slurm.batch_script import MARK, Script, render_script, render_standalone
+from launcher.slurm.batch_script import END_MARK, Script, render_script, render_standalone
 from launcher.slurm.sbatch_options import Option
 
 OPTIONS = (
@@ -99,7 +99,7 @@ def test_a_job_that_its_script_describes(fake: Path, tmp_path: Path) -> None:
     assert "#SBATCH --output=%x-%j.out\n" in text
     done = run(text, tmp_path)
     assert done.stdout == f"setup\n-I -m launcher.slurm --standalone\n{document}\n"
-    assert text.endswith(f"\n{document}\n{MARK}\n")
+    assert text.endswith(f"\n{document}\n{END_MARK}\n")
     array = render_standalone(make((Option("array", "0-1", ""),), [], PYTHON), "[]")
     assert "#SBATCH --output=%x-%A_%a.out\n" in array
 

@@ -19,7 +19,7 @@ from launcher.plan.model import Request
 from launcher.plan.planner import plan
 from launcher.runs.node_records import read_nodes
 from launcher.runs.run_records import read_run
-from launcher.slurm.compiler_caches import CACHES, OWN, open_caches, remove_left
+from launcher.slurm.compiler_caches import CACHES, OWN, open_caches, remove_leftovers
 from launcher.slurm.job_request import JobRequest, write_request
 from tests.conftest import clean_environ
 from tests.plan.lab_machines import convert, load
@@ -205,8 +205,8 @@ def test_what_is_not_a_jobs_own_folder_stays(tmp_path: Path) -> None:
     (tmp_path / "launch-1-of-another-version").mkdir()
     (tmp_path / f".{OWN}1-being00").mkdir()
     before = {*tmp_path.iterdir()}
-    remove_left(str(tmp_path))
-    remove_left(str(tmp_path / "none"))
+    remove_leftovers(str(tmp_path))
+    remove_leftovers(str(tmp_path / "none"))
     assert {*tmp_path.iterdir()} == before and (elsewhere / "precious").exists()
 
 
@@ -216,5 +216,5 @@ def test_another_users_folder_stays(tmp_path: Path) -> None:
     theirs = tmp_path / f"{OWN}1-theirs00"
     theirs.mkdir()
     os.chown(theirs, 12345, 12345)
-    remove_left(str(tmp_path))
+    remove_leftovers(str(tmp_path))
     assert theirs.is_dir()

@@ -9,17 +9,17 @@ from launcher.runs.advance import Advance
 from launcher.runs.node_records import NodeFailure, NodeRecord
 from launcher.runs.progress import Progress
 from launcher.runs.run_directory import RunDir
-from launcher.slurm.attempt import Sight, StepEnd
+from launcher.slurm.attempt import Sight, StepReport
 from launcher.slurm.end_messages import (
+    describe_decision,
     describe_outcome,
-    list_hosts,
+    join_hosts,
+    list_end_lines,
+    list_failure_lines,
+    list_reasons,
     name_state,
-    tell_attempt,
-    tell_end,
-    tell_failure,
-    tell_reasons,
 )
-from launcher.slurm.requeue_policy import Verdict
+from launcher.slurm.requeue_policy import Decision
 
 RUN = RunDir(Path("/runs/x"), 4)
 STEPS = (Progress(1, 9, (("loss", "3.0"),)), Progress(7, 9, (("loss", "2.0"),)))
@@ -32,11 +32,13 @@ def make_record(
     return NodeRecord(host, 0, "failed", 1, None, said, failure, restarts, 0.0, 1.0)
 
 
-def make_end(*records: NodeRecord, missing: tuple[str, ...] = (), signals: tuple[int, ...] = ()) -> StepEnd:
-    return StepEnd(6, records, missing, tuple((number, 1.0) for number in signals), False)
+def make_end(
+    *records: NodeRecord, missing: tuple[str, ...] = (), signals: tuple[int, ...] = ()
+) -> StepReport:
+    return StepReport(6, records, missing, tuple((number, 1.0) for number in signals), False)
 
 
-def make_sight(cause: str | None, end: StepEnd | None = None, kill: str = "", **values: object) -> Sight:
+def make_sight(cause: str | None, end: StepReport | None = None, kill: str = "", **values: object) -> Sight:
     known = {"lost": (), "states": (), "killed": (), "advance": Advance(STEPS, 8.0), **values}
     return Sight(end, kill, cause, **known)  # type: ignore[arg-type]  # by name
 
@@ -44,20 +46,20 @@ def make_sight(cause: str | None, end: StepEnd | None = None, kill: str = "", **
 @pytest.mark.parametrize(
     ("cause", "kill", "verdict", "state"),
     [
-        (None, "", Verdict(False, None, ""), "succeeded"),
-        ("crash", "", Verdict(True, "crash", ""), "requeued"),
-        ("crash", "", Verdict(False, "crash", ""), "failed"),
-        ("node_failure", "", Verdict(False, "node_failure", ""), "failed"),
-        ("preempted", "requeued", Verdict(False, "preempted", ""), "requeued"),
-        ("preempted", "requeued", Verdict(False, "limit", ""), "requeued"),
-        ("preempted", "preempted", Verdict(False, "preempted", ""), "stopped"),
-        ("timeout", "timeout", Verdict(False, "timeout", ""), "stopped"),
-        ("cancelled", "cancelled", Verdict(False, "cancelled", ""), "stopped"),
-        ("timeout", "timeout", Verdict(False, "no_progress", ""), "failed"),
-        ("timeout", "timeout", Verdict(False, "limit", ""), "failed"),
+        (None, "", Decision(False, None, ""), "succeeded"),
+        ("crash", "", Decision(True, "crash", ""), "requeued"),
+        ("crash", "", Decision(False, "crash", ""), "failed"),
+        ("node_failure", "", Decision(False, "node_failure", ""), "failed"),
+        ("preempted", "requeued", Decision(False, "preempted", ""), "requeued"),
+        ("preempted", "requeued", Decision(False, "limit", ""), "requeued"),
+        ("preempted", "preempted", Decision(False, "preempted", ""), "stopped"),
+        ("timeout", "timeout", Decision(False, "timeout", ""), "stopped"),
+        ("cancelled", "cancelled", Decision(False, "cancelled", ""), "stopped"),
+        ("timeout", "timeout", Decision(False, "no_progress", ""), "failed"),
+        ("timeout", "timeout", Decision(False, "limit", ""), "failed"),
     ],
 )
-def test_the_state(cause: str | None, kill: str, verdict: Verdict, state: str) -> None:
+def test_the_state(cause: str | None, kill: str, verdict: Decision, state: str) -> None:
     assert name_state(make_sight(cause, make_end(), kill), verdict) == state
     why = describe_outcome(make_sight(cause, make_end(), kill), verdict, RUN, 1)["cause"]
     assert why == (cause if state == "requeued" else verdict.cause)
@@ -65,7 +67,7 @@ def test_the_state(cause: str | None, kill: str, verdict: Verdict, state: str) -
 
 def test_the_outcome_of_a_crash() -> None:
     end = make_end(make_record("n1", BOOM, restarts=2), make_record("n0"), signals=(signal.SIGUSR2,))
-    outcome = describe_outcome(make_sight("crash", end), Verdict(False, "crash", "not again"), RUN, 137)
+    outcome = describe_outcome(make_sight("crash", end), Decision(False, "crash", "not again"), RUN, 137)
     first = {"rank": 5, "local_rank": 1, "host": "n1", "attempt": 6, "exit_code": 137}
     assert outcome.pop("first_failure") == {
         **first,
@@ -80,13 +82,13 @@ def test_the_outcome_of_a_crash() -> None:
 
 def test_the_outcome_of_a_stop() -> None:
     end = make_end(make_record("n0"), signals=(signal.SIGUSR1, signal.SIGINT, signal.SIGTERM))
-    outcome = describe_outcome(make_sight("cancelled", end), Verdict(False, "cancelled", "so"), RUN, 130)
+    outcome = describe_outcome(make_sight("cancelled", end), Decision(False, "cancelled", "so"), RUN, 130)
     assert (outcome["signal"], outcome["attempts"], outcome["reason"]) == ("SIGINT", 5, "so")
-    assert describe_outcome(make_sight(None, end), Verdict(False, None, "well"), RUN, 0)["reason"] is None
+    assert describe_outcome(make_sight(None, end), Decision(False, None, "well"), RUN, 0)["reason"] is None
 
 
 def test_the_outcome_that_is_written_before_the_end() -> None:
-    verdict = Verdict(True, "node_failure", "again")
+    verdict = Decision(True, "node_failure", "again")
     sight = make_sight("node_failure", None, "requeued", lost=("n1",), states=(("n1", "down*"),))
     outcome = describe_outcome(sight, verdict, RUN, 3)
     assert (outcome["signal"], outcome["attempts"], outcome["lost"]) == ("SIGTERM", None, ["n1"])
@@ -103,7 +105,9 @@ def test_the_outcome_that_is_written_before_the_end() -> None:
     ],
 )
 def test_what_comes_next(kill: str, requeue: bool, told: str) -> None:
-    assert tell_attempt(make_sight("preempted", None, kill), Verdict(requeue, "preempted", "no")) == told
+    assert (
+        describe_decision(make_sight("preempted", None, kill), Decision(requeue, "preempted", "no")) == told
+    )
 
 
 FIRST = [
@@ -150,8 +154,8 @@ FIRST = [
     ],
 )
 def test_what_was_in_the_way(sight: Sight, told: list[str]) -> None:
-    assert tell_failure(sight) == told
-    assert tell_reasons(sight) == ([] if told == FIRST else told)
+    assert list_failure_lines(sight) == told
+    assert list_reasons(sight) == ([] if told == FIRST else told)
 
 
 @pytest.mark.parametrize(
@@ -164,8 +168,8 @@ def test_what_was_in_the_way(sight: Sight, told: list[str]) -> None:
 )
 def test_of_many_nodes_the_first_are_told(count: int, told: list[str]) -> None:
     end = make_end(*(make_record(f"n{n}", said=str(n)) for n in range(count)))
-    assert tell_reasons(make_sight("crash", end)) == told
-    assert len(tell_failure(make_sight("crash", end))) == count
+    assert list_reasons(make_sight("crash", end)) == told
+    assert len(list_failure_lines(make_sight("crash", end))) == count
 
 
 @pytest.mark.parametrize(
@@ -173,15 +177,15 @@ def test_of_many_nodes_the_first_are_told(count: int, told: list[str]) -> None:
     [(1, "n0"), (3, "n0, n1, n2"), (4, "n0, n1, n2 and 1 more"), (5, "n0, n1, n2 and 2 more")],
 )
 def test_a_list_of_nodes(count: int, told: str) -> None:
-    assert list_hosts([f"n{n}" for n in range(count)]) == told
+    assert join_hosts([f"n{n}" for n in range(count)]) == told
 
 
 def test_the_last_lines() -> None:
-    sight, verdict = make_sight(None, make_end()), Verdict(False, None, "succeeded")
+    sight, verdict = make_sight(None, make_end()), Decision(False, None, "succeeded")
     progress = "loss 3.0 to 2.0 over 7 steps"
-    assert tell_end(sight, verdict, RUN, 61) == [
+    assert list_end_lines(sight, verdict, RUN, 61) == [
         f"succeeded after 1 min 1 s: {progress}",
         "run directory /runs/x",
     ]
     silent = make_sight("crash", make_end(), advance=Advance((), None))
-    assert tell_end(silent, Verdict(True, "crash", ""), RUN, 2)[0] == "requeued after 2.0 s"
+    assert list_end_lines(silent, Decision(True, "crash", ""), RUN, 2)[0] == "requeued after 2.0 s"

@@ -18,7 +18,7 @@ from launcher.runs.run_directory import RunDir
 from launcher.slurm import followed_job as followed
 from launcher.slurm.client import JobState
 from launcher.slurm.followed_job import QUIET, FollowedJob, JobLog, MarkedLines
-from launcher.slurm.pending_jobs import Answer, Place, describe_wait, explain_reason, find_place
+from launcher.slurm.pending_jobs import Answer, QueuePosition, describe_wait, explain_reason, find_position
 
 NOW = datetime(2026, 8, 1, 12)
 
@@ -30,8 +30,8 @@ def make_state(state: str, reason: str = "", **values: object) -> JobState:
     return JobState(job_id="12", state=state, reason=reason, partition="main", **{**usual, **values})  # type: ignore[arg-type]  # the fields' own types
 
 
-def answer(state: JobState | None, place: Place | None = None) -> Answer:
-    return Answer({"12": state} if state else {}, frozenset({"12"}), place)
+def answer(state: JobState | None, position: QueuePosition | None = None) -> Answer:
+    return Answer({"12": state} if state else {}, frozenset({"12"}), position)
 
 
 @pytest.fixture
@@ -81,36 +81,36 @@ def test_reasons_have_words(reason: str, text: str) -> None:
 )
 def test_the_wait_is_described(start: str, text: str) -> None:
     state = make_state("PENDING", "Resources", start=start)
-    wait = describe_wait(state, Place(1, 3), NOW)
+    wait = describe_wait(state, QueuePosition(1, 3), NOW)
     words = "Resources (the next in line, until enough nodes are free), position 1 of 3 in main"
     assert wait == words + text
 
 
 @pytest.mark.parametrize(
-    ("job_id", "place"),
+    ("job_id", "position"),
     [
-        ("12", Place(2, 4)),
-        ("10", Place(1, 4)),
+        ("12", QueuePosition(2, 4)),
+        ("10", QueuePosition(1, 4)),
         ("14", None),  # held
-        ("13_3", Place(3, 4)),
-        ("15_1", Place(4, 4)),
+        ("13_3", QueuePosition(3, 4)),
+        ("15_1", QueuePosition(4, 4)),
         ("99", None),
     ],
 )
-def test_the_place_counts_who_goes_first(job_id: str, place: Place | None) -> None:
+def test_the_place_counts_who_goes_first(job_id: str, position: QueuePosition | None) -> None:
     lines: Sequence[str] = ["10 900", "12 500", "13_[2-5%2] 400", "14 0", "15_1 300", "", "slurm says"]
-    assert find_place(lines, job_id) == place
+    assert find_position(lines, job_id) == position
 
 
 def test_a_change_is_told_once(job: FollowedJob) -> None:
     waits = make_state("PENDING", "Priority")
-    assert job.note_answer(answer(make_state("PENDING"))) == ""
-    assert job.note_answer(answer(waits, Place(3, 3))).startswith("job 12 waits: Priority (")
-    assert job.note_answer(answer(waits, Place(2, 3))) == ""
-    assert job.note_answer(answer(make_state("PENDING", "Resources"))).startswith("job 12 waits: Resources (")
-    assert job.note_answer(answer(make_state("RUNNING"))) == "job 12 is running on n[0-1]"
-    assert job.note_answer(answer(make_state("RUNNING"))) == ""
-    assert job.note_answer(answer(make_state("COMPLETING"))) == ""
+    assert job.update(answer(make_state("PENDING"))) == ""
+    assert job.update(answer(waits, QueuePosition(3, 3))).startswith("job 12 waits: Priority (")
+    assert job.update(answer(waits, QueuePosition(2, 3))) == ""
+    assert job.update(answer(make_state("PENDING", "Resources"))).startswith("job 12 waits: Resources (")
+    assert job.update(answer(make_state("RUNNING"))) == "job 12 is running on n[0-1]"
+    assert job.update(answer(make_state("RUNNING"))) == ""
+    assert job.update(answer(make_state("COMPLETING"))) == ""
 
 
 @pytest.mark.parametrize(
@@ -122,40 +122,40 @@ def test_a_change_is_told_once(job: FollowedJob) -> None:
     ],
 )
 def test_a_job_that_is_cancelled_in_the_queue(job: FollowedJob, restarts: int, told: str) -> None:
-    job.note_answer(answer(make_state("PENDING", "BeginTime", restarts=restarts)))
-    job.note_answer(answer(make_state("CANCELLED", nodelist="", restarts=restarts)))
-    assert job.judge_end() == told
+    job.update(answer(make_state("PENDING", "BeginTime", restarts=restarts)))
+    job.update(answer(make_state("CANCELLED", nodelist="", restarts=restarts)))
+    assert job.find_exit_code() == told
     assert job.status == 1
 
 
 def test_a_job_whose_end_accounting_alone_remembers_has_run_if_that_was_seen(job: FollowedJob) -> None:
-    job.note_answer(answer(make_state("RUNNING")))
-    job.note_answer(answer(make_state("CANCELLED", nodelist="", restarts=None)))
-    assert job.judge_end() == "job 12 ended in the queue, after 1 attempt: CANCELLED"
+    job.update(answer(make_state("RUNNING")))
+    job.update(answer(make_state("CANCELLED", nodelist="", restarts=None)))
+    assert job.find_exit_code() == "job 12 ended in the queue, after 1 attempt: CANCELLED"
 
 
 def test_a_run_directory_that_is_gone_is_told_of(job: FollowedJob) -> None:
-    job.note_answer(answer(make_state("RUNNING")))
+    job.update(answer(make_state("RUNNING")))
     shutil.rmtree(job.run_path)
-    job.note_answer(answer(make_state("COMPLETED")))
+    job.update(answer(make_state("COMPLETED")))
     told = f"job 12 ended: COMPLETED; the run directory was removed during the run ({job.run_path})"
-    assert job.judge_state() == told and job.status == 0
+    assert job.use_slurm_state() == told and job.status == 0
 
 
 def test_a_requeue_is_told_with_its_cause(job: FollowedJob) -> None:
-    job.note_answer(answer(make_state("RUNNING")))
+    job.update(answer(make_state("RUNNING")))
     write_outcome(job, state="requeued", cause="node_failure")
-    text = job.note_answer(answer(make_state("PENDING", "BeginTime", restarts=1)))
+    text = job.update(answer(make_state("PENDING", "BeginTime", restarts=1)))
     assert text.startswith("job 12 is back in the queue (node_failure): BeginTime (")
-    again = job.note_answer(answer(make_state("RUNNING", restarts=2)))
+    again = job.update(answer(make_state("RUNNING", restarts=2)))
     assert again == "job 12 is running on n[0-1], after 2 requeues"
 
 
 @pytest.mark.parametrize("state", ["submitted", "running", "requeued"])
 def test_a_job_that_goes_on_has_no_end(job: FollowedJob, state: str) -> None:
     write_outcome(job, state=state)
-    job.note_answer(answer(make_state("RUNNING")))
-    assert job.judge_end() is None and job.status is None
+    job.update(answer(make_state("RUNNING")))
+    assert job.find_exit_code() is None and job.status is None
 
 
 @pytest.mark.parametrize(
@@ -173,15 +173,15 @@ def test_the_manifest_has_the_last_word(
     job: FollowedJob, outcome: dict[str, Any], status: int, slurm: str | None
 ) -> None:
     write_outcome(job, **outcome)
-    job.note_answer(answer(make_state(slurm, exit_code=1) if slurm else None))
-    assert job.judge_end() == ""
+    job.update(answer(make_state(slurm, exit_code=1) if slurm else None))
+    assert job.find_exit_code() == ""
     assert job.status == status
 
 
 def test_another_jobs_manifest_tells_nothing(job: FollowedJob) -> None:
     write_outcome(job, job_id="11", state="failed", exit_code=9)
-    job.note_answer(answer(make_state("RUNNING")))
-    assert job.judge_end() is None
+    job.update(answer(make_state("RUNNING")))
+    assert job.find_exit_code() is None
 
 
 @pytest.mark.parametrize(
@@ -198,26 +198,26 @@ def test_slurm_has_the_word_where_the_head_died(
     job: FollowedJob, monkeypatch: pytest.MonkeyPatch, state: JobState | None, status: int, text: str
 ) -> None:
     write_outcome(job, state="running")
-    job.note_answer(answer(state))
-    assert job.judge_end() is None, "the manifest's end may still come, over a network filesystem"
+    job.update(answer(state))
+    assert job.find_exit_code() is None, "the manifest's end may still come, over a network filesystem"
     monkeypatch.setattr(followed, "PATIENCE", -1)
-    said = job.judge_end()
+    said = job.find_exit_code()
     assert said is not None and said.startswith(text)
     assert job.status == status
 
 
 def test_a_job_that_never_ran_is_not_waited_for(job: FollowedJob) -> None:
     write_outcome(job, state="submitted")
-    job.note_answer(answer(make_state("CANCELLED", nodelist="", exit_code=0)))
-    assert job.judge_end() == "job 12 ended before it ran: CANCELLED"
+    job.update(answer(make_state("CANCELLED", nodelist="", exit_code=0)))
+    assert job.find_exit_code() == "job 12 ended before it ran: CANCELLED"
     assert job.status == 1
 
 
 def test_an_end_that_was_none_is_forgotten(job: FollowedJob) -> None:
-    job.note_answer(answer(make_state("NODE_FAIL")))
-    assert job.judge_end() is None and job.ending is not None
-    job.note_answer(answer(make_state("PENDING", "BeginTime", restarts=1)))
-    assert job.judge_end() is None and job.ending is None
+    job.update(answer(make_state("NODE_FAIL")))
+    assert job.find_exit_code() is None and job.ending is not None
+    job.update(answer(make_state("PENDING", "BeginTime", restarts=1)))
+    assert job.find_exit_code() is None and job.ending is None
 
 
 def test_the_log_is_shown_as_it_grows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from launcher.config.composition import compose, resolve
 from launcher.config.search_path import find_sources
 from launcher.errors import MachineError
 from launcher.protocol import LAUNCH_SECRETS
-from launcher.slurm.job_request import JobRequest, find_hidden, put_back, read_request, write_request
+from launcher.slurm.job_request import JobRequest, find_secrets, put_back, read_request, write_request
 
 WORDS = ("train.py", "--name", "a b\n$(c) 'é\"", "--api-key", "word-secret", "--token=part-secret")
 OVERRIDES = [
@@ -74,5 +74,5 @@ def test_a_request_that_cannot_be_read_names_the_file(tmp_path: Path, text: str 
     ],
 )
 def test_what_is_hidden_is_put_back(whole: object, masked: object, hidden: object) -> None:
-    assert find_hidden(whole, masked) == hidden
+    assert find_secrets(whole, masked) == hidden
     assert put_back(masked, hidden) == whole

@@ -11,12 +11,18 @@ from launcher.errors import UsageError
 from launcher.slurm.srun_command import (
     Container,
     Step,
-    build_environ,
+    build_srun_environ,
     count_ranks,
     refuse_options,
     render_ranks,
 )
-from launcher.slurm.srun_messages import TaskEnd, is_accounted, is_noise, parse_end, parse_lost
+from launcher.slurm.srun_messages import (
+    TaskEnd,
+    is_cpu_bind_complaint,
+    is_in_node_records,
+    parse_node_failure,
+    parse_task_end,
+)
 from tests.conftest import Result
 
 PROGRAM = ("python", "-I", "-S", "shim", "train.py", "a b", "$(x)", "")
@@ -102,7 +108,7 @@ def test_the_environment_is_the_users_without_what_contradicts() -> None:
         "LOCAL_SIZE": "1",
     }
     stale = {"TORCHELASTIC_RUN_ID": "x", "LAUNCH_SECRETS": "s", "LAUNCH_BINDING": "numa", "LAUNCH_NIC": "m"}
-    made = build_environ({**users, **stale}, {"MASTER_PORT": "1"}, {"binding": "none"})
+    made = build_srun_environ({**users, **stale}, {"MASTER_PORT": "1"}, {"binding": "none"})
     assert json.loads(made.pop("LAUNCH_REQUEST")) == {"binding": "none"}
     assert made == {
         "HOME": "/h",
@@ -112,7 +118,7 @@ def test_the_environment_is_the_users_without_what_contradicts() -> None:
         "MASTER_PORT": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    assert build_environ({"PYTHONUNBUFFERED": ""}, {}, {})["PYTHONUNBUFFERED"] == ""
+    assert build_srun_environ({"PYTHONUNBUFFERED": ""}, {}, {})["PYTHONUNBUFFERED"] == ""
 
 
 @pytest.mark.parametrize(
@@ -136,23 +142,23 @@ def test_the_environment_is_the_users_without_what_contradicts() -> None:
     ],
 )
 def test_how_tasks_ended(line: str, expected: TaskEnd | None) -> None:
-    assert parse_end(line) == expected
+    assert parse_task_end(line) == expected
 
 
 def test_nodes_that_were_lost_and_lines_that_say_nothing() -> None:
-    assert parse_lost("srun: error: Node failure on n[1-2]") == "n[1-2]"
-    assert parse_lost("srun: error: n1: task 2: Killed") == ""
-    assert is_noise("srun: cluster configuration lacks support for cpu binding")
-    assert not is_noise("srun: error: Node failure on n1")
+    assert parse_node_failure("srun: error: Node failure on n[1-2]") == "n[1-2]"
+    assert parse_node_failure("srun: error: n1: task 2: Killed") == ""
+    assert is_cpu_bind_complaint("srun: cluster configuration lacks support for cpu binding")
+    assert not is_cpu_bind_complaint("srun: error: Node failure on n1")
 
 
 def test_lines_that_the_nodes_records_make_needless() -> None:
     exited = "srun: error: n[0-1]: tasks 0-1: Exited with exit code 1"
     cancelled = "slurmstepd-n0: error: *** STEP 2.0 ON n0 CANCELLED AT 2026-01-01T00:00:00 ***"
-    assert is_accounted(exited, ()) and is_accounted("srun: error: n1: task 1: Terminated", ())
-    assert is_accounted(cancelled, (exited,)) and not is_accounted(cancelled, ())
+    assert is_in_node_records(exited, ()) and is_in_node_records("srun: error: n1: task 1: Terminated", ())
+    assert is_in_node_records(cancelled, (exited,)) and not is_in_node_records(cancelled, ())
     for news in ("n1: task 1: Killed", "n1: task 1: Out Of Memory", "Node failure on n1"):
-        assert not is_accounted(f"srun: error: {news}", (exited,))
+        assert not is_in_node_records(f"srun: error: {news}", (exited,))
 
 
 def test_an_agent_that_there_is_not(launch: Callable[..., Result]) -> None:

@@ -8,22 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.slurm.requeue_policy import (
+    DESCRIPTIONS,
     LIMITED,
-    WORDS,
-    Facts,
-    JobWord,
-    Past,
+    EndFacts,
+    JobStatus,
+    PastAttempt,
     Policy,
+    choose_stop_time,
     classify_end,
+    classify_kill,
     decide_requeue,
     is_near_limit,
-    plan_stop,
-    read_kill,
 )
 
-RUNNING = JobWord("RUNNING", "", 0, 1000.0, preempted=False)
+RUNNING = JobStatus("RUNNING", "", 0, 1000.0, preempted=False)
 ENDING = replace(RUNNING, state="COMPLETING")
-PLAIN = Facts(succeeded=False, finished=None, failed=False, lost=False, asked=False, near_limit=False)
+PLAIN = EndFacts(succeeded=False, finished=None, failed=False, lost=False, asked=False, near_limit=False)
 ALLOWED = {"preempted": 100, "timeout": 100, "node_failure": 10, "stopped": 10, "requested": 100, "crash": 0}
 POLICY = Policy(ALLOWED, 3, 200)
 
@@ -50,8 +50,8 @@ POLICY = Policy(ALLOWED, 3, 200)
         (replace(ENDING, preempted=True), 0, "preempted"),
     ],
 )
-def test_what_slurm_does_to_the_job(word: JobWord | None, restarts: int, kill: str) -> None:
-    assert read_kill(word, restarts) == kill
+def test_what_slurm_does_to_the_job(word: JobStatus | None, restarts: int, kill: str) -> None:
+    assert classify_kill(word, restarts) == kill
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_the_class_of_an_end(changes: dict[str, bool], kill: str, cause: str | N
 
 
 ON, OFF = True, False
-IDLE = Past("timeout", OFF)
+IDLE = PastAttempt("timeout", OFF)
 """An attempt that came to its time limit and made no progress."""
 
 
@@ -127,14 +127,14 @@ IDLE = Past("timeout", OFF)
         ("crash", [], ON, False, ("crash", "the program failed: not requeued (cluster.requeue.crash=0)")),
         (
             "node_failure",
-            [Past("node_failure", ON)] * 10,
+            [PastAttempt("node_failure", ON)] * 10,
             ON,
             False,
             ("node_failure", "node failure: not requeued after 10 of them (cluster.requeue.node_failure=10)"),
         ),
         (
             "node_failure",
-            [Past("node_failure", ON)] * 9 + [Past("timeout", ON)] * 9,
+            [PastAttempt("node_failure", ON)] * 9 + [PastAttempt("timeout", ON)] * 9,
             ON,
             True,
             ("node_failure", "node failure: requeued (attempt 20 of at most 200)"),
@@ -143,7 +143,7 @@ IDLE = Past("timeout", OFF)
         ("stopped", [], ON, True, ("stopped", "stopped from outside: requeued (attempt 2 of at most 200)")),
         (
             "stopped",
-            [Past("stopped", ON)] * 10,
+            [PastAttempt("stopped", ON)] * 10,
             ON,
             False,
             ("stopped", "stopped from outside: not requeued after 10 of them (cluster.requeue.stopped=10)"),
@@ -155,17 +155,17 @@ IDLE = Past("timeout", OFF)
             True,
             ("requested", "the program asks for another start: requeued (attempt 2 of at most 200)"),
         ),
-        ("requested", [Past("requested", OFF)] * 2, OFF, False, ("no_progress", None)),
+        ("requested", [PastAttempt("requested", OFF)] * 2, OFF, False, ("no_progress", None)),
         ("requeued", [], OFF, True, ("requeued", "requeued from outside (attempt 2 of at most 200)")),
-        ("requeued", [Past("requeued", OFF)] * 150, OFF, True, ("requeued", None)),
+        ("requeued", [PastAttempt("requeued", OFF)] * 150, OFF, True, ("requeued", None)),
         (
             "requeued",
-            [Past("requeued", ON)] * 199,
+            [PastAttempt("requeued", ON)] * 199,
             ON,
             False,
             ("limit", "requeued from outside: not requeued (cluster.requeue.limit=200)"),
         ),
-        ("timeout", [IDLE, Past("requeued", OFF), IDLE], OFF, False, ("no_progress", None)),
+        ("timeout", [IDLE, PastAttempt("requeued", OFF), IDLE], OFF, False, ("no_progress", None)),
         (
             "timeout",
             [IDLE] * 2,
@@ -173,22 +173,22 @@ IDLE = Past("timeout", OFF)
             False,
             ("no_progress", "no progress in 3 attempts in a row (cluster.requeue.no_progress=3)"),
         ),
-        ("timeout", [IDLE, Past("timeout", ON), IDLE], OFF, True, ("timeout", None)),
-        ("timeout", [Past("timeout", None)] * 50, None, True, ("timeout", None)),
-        ("timeout", [IDLE, Past("node_failure", OFF)], OFF, False, ("no_progress", None)),
-        ("preempted", [Past("preempted", OFF)] * 9, OFF, True, ("preempted", None)),
-        ("timeout", [IDLE, *[Past("preempted", OFF)] * 9, IDLE], OFF, False, ("no_progress", None)),
-        ("timeout", [IDLE, Past("preempted", ON), IDLE], OFF, True, ("timeout", None)),
+        ("timeout", [IDLE, PastAttempt("timeout", ON), IDLE], OFF, True, ("timeout", None)),
+        ("timeout", [PastAttempt("timeout", None)] * 50, None, True, ("timeout", None)),
+        ("timeout", [IDLE, PastAttempt("node_failure", OFF)], OFF, False, ("no_progress", None)),
+        ("preempted", [PastAttempt("preempted", OFF)] * 9, OFF, True, ("preempted", None)),
+        ("timeout", [IDLE, *[PastAttempt("preempted", OFF)] * 9, IDLE], OFF, False, ("no_progress", None)),
+        ("timeout", [IDLE, PastAttempt("preempted", ON), IDLE], OFF, True, ("timeout", None)),
         (
             "preempted",
-            [Past("timeout", ON)] * 99 + [Past("preempted", ON)] * 100,
+            [PastAttempt("timeout", ON)] * 99 + [PastAttempt("preempted", ON)] * 100,
             ON,
             False,
             ("preempted", "preempted: not requeued after 100 of them (cluster.requeue.preempted=100)"),
         ),
         (
             "preempted",
-            [Past("timeout", ON)] * 100 + [Past("preempted", ON)] * 99,
+            [PastAttempt("timeout", ON)] * 100 + [PastAttempt("preempted", ON)] * 99,
             ON,
             False,
             ("limit", "preempted: not requeued (cluster.requeue.limit=200)"),
@@ -197,7 +197,7 @@ IDLE = Past("timeout", OFF)
 )
 def test_what_becomes_of_the_job(
     cause: str | None,
-    past: list[Past],
+    past: list[PastAttempt],
     advanced: bool | None,
     requeue: bool,
     told: tuple[str | None, str | None],
@@ -209,13 +209,14 @@ def test_what_becomes_of_the_job(
 
 def test_progress_is_not_looked_at_where_that_is_said() -> None:
     policy = replace(POLICY, no_progress=0)
-    assert decide_requeue("timeout", policy, [Past("timeout", False)] * 50, False).requeue
+    assert decide_requeue("timeout", policy, [PastAttempt("timeout", False)] * 50, False).requeue
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(
     st.lists(
-        st.builds(Past, st.sampled_from(sorted(WORDS)), st.sampled_from([True, False, None])), max_size=12
+        st.builds(PastAttempt, st.sampled_from(sorted(DESCRIPTIONS)), st.sampled_from([True, False, None])),
+        max_size=12,
     ),
     st.builds(
         Policy,
@@ -224,9 +225,9 @@ def test_progress_is_not_looked_at_where_that_is_said() -> None:
         st.integers(-1, 10),
     ),
 )
-def test_no_policy_requeues_for_ever(ends: list[Past], policy: Policy) -> None:
+def test_no_policy_requeues_for_ever(ends: list[PastAttempt], policy: Policy) -> None:
     """However attempts end, what is requeued stays within the limit and within each reason's own."""
-    past: list[Past] = []
+    past: list[PastAttempt] = []
     for end in ends:
         if not decide_requeue(end.cause, policy, past, end.advanced).requeue:
             break
@@ -266,4 +267,4 @@ def test_whose_checkpoint_signal_it_is(now: float, end_time: float | None, near:
 def test_when_the_ranks_are_stopped(
     now: float, end_time: float | None, seconds: float, grace: float, stop: float | None
 ) -> None:
-    assert plan_stop(now, end_time, seconds, grace) == stop
+    assert choose_stop_time(now, end_time, seconds, grace) == stop

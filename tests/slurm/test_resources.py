@@ -8,7 +8,7 @@ import pytest
 
 from launcher.config.schema import ClusterConfig
 from launcher.errors import SchedulerError
-from launcher.slurm.resources import NodeKind, check_limits, fill_in, parse_gres, parse_sinfo
+from launcher.slurm.resources import NodeKind, check_limits, fill_auto_resources, parse_gres, parse_sinfo
 from launcher.slurm.sbatch_options import Resources
 
 SINFO = """\
@@ -99,7 +99,7 @@ def test_gres(text: str, gpus: tuple[tuple[str | None, int], ...]) -> None:
 def test_fill_in(
     values: dict[str, Any], nproc: int | None, kinds: tuple[NodeKind, ...], expected: tuple[str | None, ...]
 ) -> None:
-    assert fill_in(ClusterConfig(**values), nproc, kinds, {}) == Resources(*expected)
+    assert fill_auto_resources(ClusterConfig(**values), nproc, kinds, {}) == Resources(*expected)
 
 
 @pytest.mark.parametrize(
@@ -111,9 +111,9 @@ def test_fill_in(
     ],
 )
 def test_defaults_in_the_environment_stand(environ: dict[str, str], expected: tuple[str | None, ...]) -> None:
-    assert fill_in(ClusterConfig(), None, (GPU_NODE,), environ) == Resources(*expected)
+    assert fill_auto_resources(ClusterConfig(), None, (GPU_NODE,), environ) == Resources(*expected)
     asked = ClusterConfig(gpus_per_node=2, mem=1000, cpus_per_task=3)
-    assert fill_in(asked, None, (GPU_NODE,), environ) == Resources("2", "3", "1000")
+    assert fill_auto_resources(asked, None, (GPU_NODE,), environ) == Resources("2", "3", "1000")
 
 
 def test_limits() -> None:

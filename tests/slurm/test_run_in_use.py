@@ -7,7 +7,7 @@ import pytest
 
 from launcher.errors import SchedulerError, UsageError
 from launcher.runs.run_process import identify_process
-from launcher.slurm.run_states import refuse_busy
+from launcher.slurm.run_states import refuse_run_in_use
 from tests.cli.make_runs import make_run
 from tests.conftest import run_outside
 
@@ -76,7 +76,7 @@ def test_a_job_that_has_not_ended(tmp_path: Path, slurm: Path, word: str, state:
     let_squeue(slurm, show(state))
     for submits in (True, False):
         with pytest.raises(UsageError) as caught:
-            refuse_busy(path, submits=submits)
+            refuse_run_in_use(path, submits=submits)
         told = f"run_dir={path} belongs to job 7, which is {state}: wait for its end, or `launch cancel 7`"
         assert str(caught.value) == told
 
@@ -84,15 +84,15 @@ def test_a_job_that_has_not_ended(tmp_path: Path, slurm: Path, word: str, state:
 @pytest.mark.parametrize("said", [show("COMPLETED"), show("CANCELLED"), show("NODE_FAIL"), UNKNOWN])
 def test_a_job_that_has_ended_whatever_the_manifest_says(tmp_path: Path, slurm: Path, said: str) -> None:
     let_squeue(slurm, said)
-    refuse_busy(make_run(tmp_path / "runs", state="running", slurm=JOB), submits=True)
+    refuse_run_in_use(make_run(tmp_path / "runs", state="running", slurm=JOB), submits=True)
     assert (slurm / "asked").exists()
 
 
 @pytest.mark.parametrize("word", ["succeeded", "failed", "stopped"])
 def test_of_a_run_that_has_ended_nobody_is_asked(tmp_path: Path, slurm: Path, word: str) -> None:
     let_squeue(slurm, show("RUNNING"))
-    refuse_busy(make_run(tmp_path / "runs", state=word, slurm=JOB), submits=True)
-    refuse_busy(tmp_path / "not there", submits=True)
+    refuse_run_in_use(make_run(tmp_path / "runs", state=word, slurm=JOB), submits=True)
+    refuse_run_in_use(tmp_path / "not there", submits=True)
     assert not (slurm / "asked").exists()
 
 
@@ -102,11 +102,11 @@ def test_the_job_that_this_is_in_is_no_other(
     let_squeue(slurm, show("RUNNING"))
     path = make_run(tmp_path / "runs", state="running", slurm=JOB)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    refuse_busy(path, submits=False)
+    refuse_run_in_use(path, submits=False)
     assert not (slurm / "asked").exists()
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     with pytest.raises(UsageError, match="belongs to job 7"):
-        refuse_busy(path, submits=False)
+        refuse_run_in_use(path, submits=False)
 
 
 def test_a_job_is_not_submitted_where_slurm_cannot_be_asked(
@@ -115,15 +115,17 @@ def test_a_job_is_not_submitted_where_slurm_cannot_be_asked(
     let_squeue(slurm, AWAY)
     path = make_run(tmp_path / "runs", state="running", slurm=JOB)
     with pytest.raises(SchedulerError, match="Unable to contact slurm controller"):
-        refuse_busy(path, submits=True)
+        refuse_run_in_use(path, submits=True)
     assert capsys.readouterr().err == ""
-    refuse_busy(path, submits=False)
+    refuse_run_in_use(path, submits=False)
     assert capsys.readouterr().err.startswith(f"launch: warning: whether run_dir={path} is still in use is")
 
 
 def test_a_process_of_another_host_is_not_known_here(tmp_path: Path, slurm: Path) -> None:
     process = {**identify_process(os.getpid()), "host": "elsewhere"}
-    refuse_busy(make_run(tmp_path / "runs", state="running", process=process), submits=True)
+    refuse_run_in_use(make_run(tmp_path / "runs", state="running", process=process), submits=True)
     let_squeue(slurm, show("RUNNING"))
     with pytest.raises(UsageError, match="belongs to job 7"):
-        refuse_busy(make_run(tmp_path / "more", state="running", process=process, slurm=JOB), submits=True)
+        refuse_run_in_use(
+            make_run(tmp_path / "more", state="running", process=process, slurm=JOB), submits=True
+        )

@@ -13,7 +13,7 @@ from launcher.runs.run_directory import RunDir
 from launcher.runs.run_status import AttemptStatus, RunStatus
 from launcher.slurm import run_states
 from launcher.slurm.client import JobState
-from launcher.slurm.run_states import find_standing, judge_run, stand
+from launcher.slurm.run_states import find_run_states, resolve_run, update_run
 from tests.cli.make_runs import make_run
 
 ONCE = (AttemptStatus("", "", "running", "", ""),)
@@ -65,27 +65,29 @@ def make_job(state: str, reason: str = "", **values: object) -> JobState:
 def test_slurms_word_counts_where_the_manifest_tells_no_end(
     run: RunStatus, job: JobState | None, state: str, reason: str
 ) -> None:
-    found = judge_run(run, job)
+    found = resolve_run(run, job)
     assert (found.state, found.reason) == (state, reason)
 
 
 def test_a_full_disk_is_told_of_where_nothing_was_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_states, "is_full", lambda run: run.path == Path("/runs/x"))
     run = replace(make_status("running"), path="/runs/x")
-    found = judge_run(run, make_job("FAILED", reason="NonZeroExitCode", exit_code=3))
+    found = resolve_run(run, make_job("FAILED", reason="NonZeroExitCode", exit_code=3))
     assert (found.state, found.reason) == ("failed", "FAILED; exit code 3; the run directory's disk is full")
-    assert "full" not in judge_run(replace(run, path="/runs/y"), make_job("FAILED", exit_code=3)).reason
+    assert "full" not in resolve_run(replace(run, path="/runs/y"), make_job("FAILED", exit_code=3)).reason
 
 
 def test_what_slurm_adds() -> None:
     run = make_status("running", nodes=4, nodelist="n0", restarts=3, seconds=5.0)
-    found = judge_run(run, make_job("PENDING", nodes=0, nodelist="", start="2026-08-02T00:00:00", restarts=1))
+    found = resolve_run(
+        run, make_job("PENDING", nodes=0, nodelist="", start="2026-08-02T00:00:00", restarts=1)
+    )
     assert (found.slurm_state, found.partition, found.nodes) == ("PENDING", "main", 4)
     assert (found.nodelist, found.restarts, found.expected_start) == ("", 3, "2026-08-02T00:00:00")
-    found = judge_run(run, make_job("FAILED", restarts=9, exit_code=7))
+    found = resolve_run(run, make_job("FAILED", restarts=9, exit_code=7))
     assert (found.nodes, found.nodelist, found.restarts) == (2, "n[0-1]", 9)
     assert (found.exit_code, found.seconds) == (7, None)
-    assert judge_run(run, make_job("RUNNING", restarts=None)).restarts == 3
+    assert resolve_run(run, make_job("RUNNING", restarts=None)).restarts == 3
 
 
 @pytest.mark.parametrize(
@@ -104,15 +106,15 @@ def test_a_number_that_slurm_has_given_again(
     submitted: str, restarts: int | None, since: float | None, other: bool
 ) -> None:
     job = make_job("RUNNING", submitted=submitted, restarts=restarts)
-    assert (judge_run(make_status("running", known_since=since), job).state == "lost") is other
+    assert (resolve_run(make_status("running", known_since=since), job).state == "lost") is other
 
 
 def test_a_job_that_ended_before_its_head_began(tmp_path: Path) -> None:
     path = make_run(tmp_path, state="submitted", slurm={"job_id": "7"})
     run = RunStatus("tiny/1", str(path), "queued", job_id="7")
-    assert "never began" in judge_run(run, None).reason
+    assert "never began" in resolve_run(run, None).reason
     (path / "logs/slurm-7.out").touch()
-    assert judge_run(run, None).reason.startswith(
+    assert resolve_run(run, None).reason.startswith(
         "job 7 ended before it came to the program (cluster.setup?)"
     )
 
@@ -120,14 +122,14 @@ def test_a_job_that_ended_before_its_head_began(tmp_path: Path) -> None:
 def test_a_manifest_that_was_completed_meanwhile(tmp_path: Path) -> None:
     path = make_run(tmp_path, state="running", slurm={"job_id": "7"})
     run = RunStatus("tiny/1", str(path), "running", job_id="7")
-    assert stand(run, make_job("COMPLETED")).state == "succeeded"
-    assert stand(run, make_job("RUNNING")).run == "tiny/1", "it is not read again"
+    assert update_run(run, make_job("COMPLETED")).state == "succeeded"
+    assert update_run(run, make_job("RUNNING")).run == "tiny/1", "it is not read again"
     outcome = {"state": "failed", "exit_code": 9, "reason": "so it is"}
     write_manifest(RunDir(path), {**read_manifest(path), "outcome": outcome})
     for job in (make_job("COMPLETED"), None):
-        found = stand(run, job)
+        found = update_run(run, job)
         assert (found.state, found.exit_code, found.reason) == ("failed", 9, "so it is")
-    assert stand(run, make_job("RUNNING")).state == "running"
+    assert update_run(run, make_job("RUNNING")).state == "running"
 
 
 @pytest.fixture
@@ -150,13 +152,13 @@ def test_slurm_is_asked_once_about_what_has_not_ended(tmp_path: Path, asked: lis
     paths = [make_run(tmp_path, f"run{n}", state=state, slurm={"job_id": n}) for n, state in states.items()]
     paths.append(make_run(tmp_path, "odd", state="?", slurm={"job_id": "5"}))
     paths.append(make_run(tmp_path, "here", state="running"))
-    found = find_standing(paths)
+    found = find_run_states(paths)
     assert asked == [["1", "2", "4", "5"]] and found.error is None
     assert [run.state for run in found.runs] == ["running", "queued", "failed", "lost", "unknown", "running"]
-    assert find_standing(paths[2:3]).runs[0].state == "failed" and len(asked) == 1
+    assert find_run_states(paths[2:3]).runs[0].state == "failed" and len(asked) == 1
 
 
 def test_where_slurm_cannot_be_asked_the_manifests_count(tmp_path: Path, asked: list[Sequence[str]]) -> None:
-    found = find_standing([make_run(tmp_path, state="running", slurm={"job_id": "99"})])
+    found = find_run_states([make_run(tmp_path, state="running", slurm={"job_id": "99"})])
     assert len(asked) == 1 and [run.state for run in found.runs] == ["running"]
     assert str(found.error) == "squeue: away"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from launcher.slurm.resources import NodeKind
-from launcher.slurm.sbatch import explain_refusal, is_away
+from launcher.slurm.sbatch import explain_refusal, is_slurm_away
 from launcher.slurm.sbatch_options import Option
 
 OPTIONS = tuple(
@@ -139,10 +139,10 @@ def test_an_array_that_is_too_large(nothing_to_ask: Path) -> None:
     ],
 )
 def test_no_command_can_do_anything(complaint: str) -> None:
-    assert is_away(complaint)
+    assert is_slurm_away(complaint)
     error = str(explain_refusal(complaint, OPTIONS, ("main",), KINDS))
     assert error == f"{complaint}: is slurmctld up (`scontrol ping`)? Nothing was submitted"
-    assert not is_away("Invalid partition name specified")
+    assert not is_slurm_away("Invalid partition name specified")
 
 
 FOREIGN = "'foo' can't be reached now, or it is an invalid entry for --cluster. Use 'sacctmgr list clusters'"

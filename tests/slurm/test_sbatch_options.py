@@ -8,26 +8,26 @@ import pytest
 
 from launcher.config.schema import ClusterConfig, RequeueConfig
 from launcher.errors import UsageError
-from launcher.slurm.notation import Gpus, parse_signal, read_gpus, read_time
+from launcher.slurm.notation import Gpus, parse_gpus, parse_signal, parse_time_limit
 from launcher.slurm.requeue_policy import LIMITED
 from launcher.slurm.sbatch_options import (
     INSTEAD,
+    JobSize,
     Option,
     Resources,
-    Shape,
     array_option,
     build_options,
     check_cluster,
     require_same,
 )
 
-TRAIN = Shape("train", 1, 1)
+TRAIN = JobSize("train", 1, 1)
 NEVER: dict[str, Any] = dict.fromkeys(LIMITED, 0)
 """A policy by which nothing is requeued."""
 NOTHING = Resources(None, None, None)
 
 
-def render(cluster: ClusterConfig, shape: Shape = TRAIN, filled: Resources = NOTHING) -> list[str]:
+def render(cluster: ClusterConfig, shape: JobSize = TRAIN, filled: Resources = NOTHING) -> list[str]:
     return [option.render() for option in build_options(cluster, shape, filled)]
 
 
@@ -65,7 +65,7 @@ def test_everything_under_slurms_names() -> None:
         },
         requeue=replace(RequeueConfig(), **NEVER),
     )
-    assert render(cluster, Shape("a b", 2, 4), Resources("a100:4", "32", "0")) == [
+    assert render(cluster, JobSize("a b", 2, 4), Resources("a100:4", "32", "0")) == [
         "--job-name=a b",
         "--nodes=2-4",
         "--no-kill",
@@ -128,7 +128,7 @@ def test_requeue(requeue: RequeueConfig, flag: str) -> None:
     ],
 )
 def test_time(text: str, minutes: float) -> None:
-    assert read_time("cluster.time", text) == minutes
+    assert parse_time_limit("cluster.time", text) == minutes
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_wrong_time(text: str) -> None:
     ],
 )
 def test_gpus(value: object, gpus: Gpus) -> None:
-    assert read_gpus("cluster.gpus_per_node", value) == gpus
+    assert parse_gpus("cluster.gpus_per_node", value) == gpus
 
 
 @pytest.mark.parametrize(
@@ -229,8 +229,8 @@ def test_a_mapping_is_no_value() -> None:
 
 
 def test_members_of_an_array_have_the_same_options() -> None:
-    first = build_options(ClusterConfig(time="10"), Shape("a", 1, 1), NOTHING)
-    require_same([first, build_options(ClusterConfig(time="10"), Shape("b", 1, 1), NOTHING)])
+    first = build_options(ClusterConfig(time="10"), JobSize("a", 1, 1), NOTHING)
+    require_same([first, build_options(ClusterConfig(time="10"), JobSize("b", 1, 1), NOTHING)])
     for other, key in (
         (ClusterConfig(time="20"), "cluster.time: job 3 .* --time=20 and job 1 has --time=10"),
         (ClusterConfig(), "cluster.time: job 3 .* no --time and"),
@@ -238,7 +238,7 @@ def test_members_of_an_array_have_the_same_options() -> None:
         (ClusterConfig(time="10", requeue=RequeueConfig(limit=1)), r"cluster\.requeue: "),
     ):
         with pytest.raises(UsageError, match=key):
-            require_same([first, first, build_options(other, Shape("a", 1, 1), NOTHING)])
+            require_same([first, first, build_options(other, JobSize("a", 1, 1), NOTHING)])
 
 
 def test_array() -> None:

@@ -4,12 +4,12 @@ import pytest
 
 from launcher.slurm.srun_messages import (
     drop_prefix,
-    find_ends,
     has_begun,
-    is_own,
-    is_passing,
+    is_slurm_line,
+    is_temporary,
     is_verbose,
     parse_completed,
+    parse_task_ends,
 )
 
 BUSY = "srun: error: Unable to create step for job 7: Requested nodes are busy"
@@ -30,7 +30,7 @@ BUSY = "srun: error: Unable to create step for job 7: Requested nodes are busy"
     ],
 )
 def test_lines_of_srun_and_of_a_step_that_has_begun(line: str, own: bool, begun: bool) -> None:
-    assert (is_own(line), has_begun(["srun: something else", line])) == (own, begun)
+    assert (is_slurm_line(line), has_begun(["srun: something else", line])) == (own, begun)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_what_srun_says_only_where_it_is_verbose(line: str, verbose: bool, tasks
     ],
 )
 def test_refusals_that_pass(said: str, passing: bool) -> None:
-    assert is_passing(said) is passing
+    assert is_temporary(said) is passing
 
 
 def test_the_words_on_the_ends_of_tasks() -> None:
@@ -76,7 +76,7 @@ def test_the_words_on_the_ends_of_tasks() -> None:
         "srun: error: Node failure on n2",
         "a line of a rank",
     ]
-    assert find_ends(lines) == {"n0": "Terminated", "n1": "Killed"}
+    assert parse_task_ends(lines) == {"n0": "Terminated", "n1": "Killed"}
 
 
 def test_what_a_line_says() -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 from launcher.rank import srun_task
 from launcher.runs.node_records import NodeRecord, read_nodes
 from launcher.runs.run_directory import RunDir, open_run_dir
-from launcher.slurm.rank_step import Told
+from launcher.slurm.rank_step import SrunReport
 from launcher.slurm.rendezvous import PORT_TAKEN
-from launcher.slurm.srun_records import Account, record_nodes
+from launcher.slurm.srun_records import RankStepEnd, record_nodes
 
-NOISE = "srun: cluster configuration lacks support for cpu binding"
+CPU_BIND_COMPLAINT = "srun: cluster configuration lacks support for cpu binding"
 REFUSED = "srun: error: Unable to create step for job 7: Requested node configuration is not available"
 
 
@@ -31,10 +31,10 @@ def make_run(tmp_path: Path, silent: dict[int, float]) -> RunDir:
 def record(
     run: RunDir, lines: list[str], code: int, stop: tuple[int, float] | None = None
 ) -> list[NodeRecord]:
-    told = Told()
+    told = SrunReport()
     for line in lines:
         told.note_line(line)
-    records = record_nodes(Account(run, ("a", "b"), 2, 5, code, told, stop, 1.0))
+    records = record_nodes(RankStepEnd(run, ("a", "b"), 2, 5, code, told, stop, 1.0))
     assert read_nodes(run.path, 0) == records
     return records
 
@@ -46,7 +46,10 @@ def list_states(records: list[NodeRecord]) -> list[tuple[str, str, int, str | No
 def test_a_step_that_went_well(tmp_path: Path) -> None:
     run = make_run(tmp_path, {})
     (run.path / "logs/0").mkdir()
-    assert list_states(record(run, [NOISE], 0)) == [("a", "succeeded", 0, None), ("b", "succeeded", 0, None)]
+    assert list_states(record(run, [CPU_BIND_COMPLAINT], 0)) == [
+        ("a", "succeeded", 0, None),
+        ("b", "succeeded", 0, None),
+    ]
 
 
 def test_the_first_line_tells_of_the_first_failure(tmp_path: Path) -> None:
@@ -127,13 +130,13 @@ def test_a_port_that_is_taken_is_no_failure_of_a_rank(tmp_path: Path) -> None:
 
 
 def test_lines_for_people() -> None:
-    told = Told()
+    told = SrunReport()
     lines = {
-        NOISE: False,
+        CPU_BIND_COMPLAINT: False,
         REFUSED: True,
         "srun: error: a: task 0: Killed": False,
         "slurmstepd-b: error: *** STEP 7.0 ON b CANCELLED AT 2026-01-01T00:00:00 ***": False,
         "python3: can't open file": True,
     }
     assert {line: told.note_line(line) for line in lines} == lines
-    assert list(told.said) == [line for line in lines if line != NOISE]
+    assert list(told.said) == [line for line in lines if line != CPU_BIND_COMPLAINT]

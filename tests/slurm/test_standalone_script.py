@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from launcher.runs.run_directory import RunDir
-from launcher.slurm.standalone_script import redirect_output
+from launcher.slurm.standalone_script import redirect_to_log
 from tests.strangers import give_away
 
 
@@ -28,6 +28,6 @@ def test_the_output_goes_into_the_run_directory_alone(tmp_path: Path, planted: s
         log.parent.symlink_to(canary)
     before = [os.fstat(stream).st_ino for stream in (1, 2)]
     with pytest.raises(OSError):
-        redirect_output(run, {"SLURM_JOB_ID": "7"})
+        redirect_to_log(run, {"SLURM_JOB_ID": "7"})
     assert [os.fstat(stream).st_ino for stream in (1, 2)] == before
     assert not list(canary.iterdir())

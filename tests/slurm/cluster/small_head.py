@@ -12,8 +12,8 @@ from pathlib import Path
 
 from launcher.runs.node_records import read_nodes
 from launcher.runs.run_directory import open_run_dir
-from launcher.slurm.attempt import StepEnd
-from launcher.slurm.attempts import StoppedError, begin_attempt, end_attempt, foresee_end
+from launcher.slurm.attempt import StepReport
+from launcher.slurm.attempt_lifecycle import AttemptRefusedError, end_attempt, prepare_for_kill, start_attempt
 from launcher.slurm.job_request import read_request
 from launcher.slurm.notation import expand_hosts
 from launcher.slurm.slurm_environ import clean_for_step
@@ -26,8 +26,8 @@ got: list[tuple[int, float]] = []
 for number in (signal.SIGTERM, signal.SIGUSR2):
     signal.signal(number, lambda found, _: got.append((found, time.time())))
 try:
-    attempt = begin_attempt(read_request(run.path, os.environ), run, os.environ, hosts)
-except StoppedError as error:
+    attempt = start_attempt(read_request(run.path, os.environ), run, os.environ, hosts)
+except AttemptRefusedError as error:
     sys.stderr.write(f"launch: error: {error}\n")
     sys.exit(error.exit_code)
 (run.path / "logs" / str(run.first_attempt)).mkdir(mode=0o700)
@@ -50,7 +50,7 @@ step = subprocess.Popen(
 )
 while step.poll() is None:
     if any(number == signal.SIGTERM for number, _ in got):
-        foresee_end(attempt)
+        prepare_for_kill(attempt)
         step.send_signal(signal.SIGTERM)
         step.wait()
     elif got:
@@ -61,5 +61,5 @@ said.seek(0)
 records = tuple(read_nodes(run.path, run.first_attempt))
 missing = tuple(host for host in hosts if host not in {record.host for record in records})
 checkpointed = any(number == signal.SIGUSR2 for number, _ in got)
-end = StepEnd(step.returncode, records, missing, tuple(got), checkpointed, tuple(said.read().splitlines()))
+end = StepReport(step.returncode, records, missing, tuple(got), checkpointed, tuple(said.read().splitlines()))
 sys.exit(end_attempt(attempt, end))

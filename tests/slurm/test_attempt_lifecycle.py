@@ -15,13 +15,20 @@ from launcher.runs.manifest import describe_start, write_manifest
 from launcher.runs.node_records import NodeFailure, NodeRecord
 from launcher.runs.progress import Progress
 from launcher.runs.run_directory import RunDir, open_run_dir
-from launcher.slurm.attempt import Attempt, StepEnd, count_unrecorded, find_first, follow_trail, judge_advance
-from launcher.slurm.attempt_end import find_told, look_at
-from launcher.slurm.attempts import StoppedError, begin_attempt, end_attempt
-from launcher.slurm.first_node import describe_end
+from launcher.slurm.attempt import (
+    Attempt,
+    StepReport,
+    count_unrecorded,
+    find_first_failure,
+    has_advanced,
+    list_requeued_attempts,
+)
+from launcher.slurm.attempt_end import diagnose_end, find_task_ends
+from launcher.slurm.attempt_lifecycle import AttemptRefusedError, end_attempt, start_attempt
+from launcher.slurm.first_node import report_step
+from launcher.slurm.job_control import choose_excluded_nodes, is_down, name_job, parse_slurm_time
 from launcher.slurm.job_request import JobRequest
-from launcher.slurm.own_job import choose_excluded, is_down, name_job, read_time
-from launcher.slurm.step_monitor import Overseer
+from launcher.slurm.step_monitor import StepMonitor
 
 NOWHERE = {"PATH": "/nonexistent", "SLURM_JOB_ID": "7"}
 """A job's environment in which no command of SLURM's is found."""
@@ -43,7 +50,7 @@ def submit_run(path: Path) -> RunDir:
 
 def begin(path: Path, request: JobRequest | None = None, **environ: str) -> Attempt:
     run = open_run_dir(path, None)
-    attempt = begin_attempt(request or make_request(), run, {**NOWHERE, **environ}, HOSTS)
+    attempt = start_attempt(request or make_request(), run, {**NOWHERE, **environ}, HOSTS)
     (path / "logs" / str(run.first_attempt)).mkdir()
     return attempt
 
@@ -74,9 +81,9 @@ WELL = (record("n0", "succeeded", 0), record("n1", "succeeded", 0))
 
 def end(
     *records: NodeRecord, code: int = 1, said: tuple[str, ...] = (), signals: tuple[int, ...] = ()
-) -> StepEnd:
+) -> StepReport:
     missing = tuple(host for host in HOSTS if host not in {each.host for each in records})
-    return StepEnd(code, records, missing, tuple((number, 5.0) for number in signals), False, said)
+    return StepReport(code, records, missing, tuple((number, 5.0) for number in signals), False, said)
 
 
 def test_the_manifest_of_an_attempt(tmp_path: Path) -> None:
@@ -148,7 +155,7 @@ TERM, LOST = -15, "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection 
     ],
 )
 def test_the_first_failure_over_nodes(failures: list[NodeFailure], first: int | None) -> None:
-    found = find_first([record(f"n{n}", "failed", 1, failure) for n, failure in enumerate(failures)])
+    found = find_first_failure([record(f"n{n}", "failed", 1, failure) for n, failure in enumerate(failures)])
     assert (found[1].rank if found else None) == first
 
 
@@ -180,12 +187,12 @@ def test_a_lost_node_comes_before_what_its_peers_say(
 )
 def test_a_task_that_was_killed_is_not_a_lost_node(tmp_path: Path, said: str, cause: str) -> None:
     submit_run(tmp_path)
-    sight = look_at(begin(tmp_path), end(record("n0", "stopped", 143), said=(said,)))
+    sight = diagnose_end(begin(tmp_path), end(record("n0", "stopped", 143), said=(said,)))
     assert sight.cause == cause
 
 
 def test_a_task_that_srun_ended_is_nobodys_failure() -> None:
-    told = find_told(end(record("n0", "failed", 7), said=("srun: error: n1: task 1: Terminated",)))
+    told = find_task_ends(end(record("n0", "failed", 7), said=("srun: error: n1: task 1: Terminated",)))
     assert told == {"n1": "Terminated"}
 
 
@@ -205,7 +212,8 @@ def test_an_elastic_job_that_is_left_with_enough_nodes_succeeds(
     submit_run(tmp_path)
     attempt = begin(tmp_path, make_request(nodes))
     assert (
-        look_at(attempt, end(*records, code=0 if len(records) == 2 and cause is None else 1)).cause == cause
+        diagnose_end(attempt, end(*records, code=0 if len(records) == 2 and cause is None else 1)).cause
+        == cause
     )
 
 
@@ -229,7 +237,7 @@ def test_a_signal_of_the_users(tmp_path: Path) -> None:
 def test_an_allocation_is_never_requeued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = open_run_dir(tmp_path, None)
     write_manifest(run, describe_start(run, ["launch", "x"], {}))
-    attempt = begin_attempt(make_request(crash=9), run, NOWHERE, HOSTS, requeues=False)
+    attempt = start_attempt(make_request(crash=9), run, NOWHERE, HOSTS, requeues=False)
     assert end_attempt(attempt, end(record("n0", "failed", 7, fail(0, 1.0, 7)), WELL[1])) == 7
     assert read(tmp_path)["outcome"]["state"] == "failed" and read(tmp_path)["earlier"] == []
     said = capsys.readouterr().err
@@ -311,7 +319,7 @@ def test_a_policy_that_forbade_the_attempt_ends_it_at_once(tmp_path: Path) -> No
     begin(tmp_path, make_request(preempted=0))
     leave_running(tmp_path, exit_code=143)
     with pytest.raises(
-        StoppedError, match="attempt 2 does not begin: attempt 1 ended: preempted: not"
+        AttemptRefusedError, match="attempt 2 does not begin: attempt 1 ended: preempted: not"
     ) as caught:
         begin(tmp_path, make_request(preempted=0), SLURM_RESTART_COUNT="1")
     assert caught.value.exit_code == 143
@@ -339,7 +347,7 @@ def entry(state: str, job_id: str = "7", **outcome: object) -> dict[str, Any]:
     ],
 )
 def test_the_attempts_that_led_here(earlier: list[Any], length: int) -> None:
-    assert len(follow_trail({"earlier": earlier}, "7")) == length
+    assert len(list_requeued_attempts({"earlier": earlier}, "7")) == length
 
 
 def steps(*numbers: int) -> tuple[Progress, ...]:
@@ -364,7 +372,7 @@ def steps(*numbers: int) -> tuple[Progress, ...]:
 def test_whether_an_attempt_made_progress(
     advance: Advance, trail: list[dict[str, Any]], advanced: bool | None
 ) -> None:
-    assert judge_advance(advance, trail) is advanced
+    assert has_advanced(advance, trail) is advanced
 
 
 def test_the_progress_that_is_read(tmp_path: Path) -> None:
@@ -412,7 +420,7 @@ def test_attempts_are_judged_by_checkpoints_elsewhere(tmp_path: Path) -> None:
     run = submit_run(tmp_path / "run")
     attempt = begin(run.path, request)
     (tmp_path / "ckpt/step-1").touch()
-    assert attempt.measure()[1] is True
+    assert attempt.measure_progress()[1] is True
     leave_running(run.path)
     begin(run.path, request, SLURM_RESTART_COUNT="1")
     (before,) = read(run.path)["earlier"]
@@ -453,8 +461,12 @@ def test_nodes_that_are_not_there(state: str, down: bool) -> None:
 
 
 def test_times_of_slurm() -> None:
-    assert read_time("N/A") is None and read_time("Unknown") is None and read_time("") is None
-    assert read_time("2026-01-02T03:04:10") == (read_time("2026-01-02T03:04:05") or 0) + 5
+    assert (
+        parse_slurm_time("N/A") is None
+        and parse_slurm_time("Unknown") is None
+        and parse_slurm_time("") is None
+    )
+    assert parse_slurm_time("2026-01-02T03:04:10") == (parse_slurm_time("2026-01-02T03:04:05") or 0) + 5
 
 
 @pytest.mark.parametrize(
@@ -471,7 +483,7 @@ def test_times_of_slurm() -> None:
 def test_an_exclusion_leaves_enough_nodes(
     lost: list[str], nodes: set[str], named: set[str], least: int, chosen: list[str]
 ) -> None:
-    assert choose_excluded(lost, nodes, named, least) == chosen
+    assert choose_excluded_nodes(lost, nodes, named, least) == chosen
 
 
 def write_fake(folder: Path, name: str, text: str) -> None:
@@ -521,7 +533,7 @@ def test_a_step_whose_srun_was_killed(tmp_path: Path) -> None:
     submit_run(tmp_path)
     attempt = begin(tmp_path)
     with catch_signals() as inbox:
-        seen = describe_end(attempt, Overseer(attempt, inbox), -9, [], ["srun: error: n0: task 0: Killed"])
+        seen = report_step(attempt, StepMonitor(attempt, inbox), -9, [], ["srun: error: n0: task 0: Killed"])
     assert end_attempt(attempt, seen) == 137
     outcome = read(tmp_path)["outcome"]
     assert outcome["reason"].startswith("n0: srun was ended by SIGKILL, and its step; the program failed")
@@ -544,7 +556,7 @@ def test_a_node_that_did_not_end_well_is_no_success(
 ) -> None:
     submit_run(tmp_path)
     attempt = begin(tmp_path, make_request(nodes))
-    sight = look_at(attempt, end(WELL[0], record("n1", *odd), code=0))
+    sight = diagnose_end(attempt, end(WELL[0], record("n1", *odd), code=0))
     assert sight.cause == "crash"
 
 

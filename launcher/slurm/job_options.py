@@ -10,11 +10,11 @@ from launcher.errors import SchedulerError, UsageError
 from launcher.launch.job import Draft, name_run, parse_nproc
 from launcher.runs.secrets import MASK, mask_text
 from launcher.slurm.batch_script import SCRIPT
-from launcher.slurm.resources import Inventory, NodeKind, ask_sinfo, check_limits, fill_in
-from launcher.slurm.sbatch import explain_refusal, is_away
+from launcher.slurm.resources import Inventory, NodeKind, ask_sinfo, check_limits, fill_auto_resources
+from launcher.slurm.sbatch import explain_refusal, is_slurm_away
 from launcher.slurm.sbatch_options import (
+    JobSize,
     Option,
-    Shape,
     array_option,
     build_options,
     check_cluster,
@@ -25,7 +25,7 @@ RUNTIMES = ("pyxis", "apptainer")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class JobOptions:
     """The options of one submission, and what they were made from."""
 
     options: tuple[Option, ...]
@@ -36,7 +36,7 @@ class Asked:
     warnings: tuple[str, ...]
 
 
-def ask_for(drafts: Sequence[Draft], environ: Mapping[str, str], *, dry: bool) -> Asked:
+def choose_options(drafts: Sequence[Draft], environ: Mapping[str, str], *, dry: bool) -> JobOptions:
     """Return the options for one job, or for an array of several; raises UsageError or SchedulerError.
 
     With `dry`, what SLURM would not grant is a warning.
@@ -44,25 +44,25 @@ def ask_for(drafts: Sequence[Draft], environ: Mapping[str, str], *, dry: bool) -
     for draft in drafts:
         check_draft(draft)
     first = drafts[0].config.cluster
-    inventory, warnings = look_around(environ, first.additional.get("clusters"), dry=dry)
+    inventory, warnings = ask_inventory(environ, first.additional.get("clusters"), dry=dry)
     every = []
     for draft in drafts:
         cluster = draft.config.cluster
         kinds = inventory.select(cluster.partition or environ.get("SBATCH_PARTITION"))
-        filled = fill_in(cluster, read_nproc(draft.config.nproc_per_node), kinds, environ)
+        filled = fill_auto_resources(cluster, read_nproc(draft.config.nproc_per_node), kinds, environ)
         try:
             check_limits(cluster, draft.cluster.min_nodes, filled, kinds)
         except SchedulerError as error:
             if not dry:
                 raise
             warnings = [*warnings, str(error)]
-        shape = Shape(name_jobs(drafts), draft.cluster.min_nodes, draft.cluster.max_nodes)
+        shape = JobSize(name_slurm_job(drafts), draft.cluster.min_nodes, draft.cluster.max_nodes)
         every.append(build_options(cluster, shape, filled))
     require_same(every)
     check_setups(drafts)
     array = [array_option(len(drafts), first.array_parallelism)] if len(drafts) > 1 else []
     kinds = inventory.select(first.partition or environ.get("SBATCH_PARTITION"))
-    return Asked((*every[0], *array), inventory.list_partitions(), kinds, tuple(dict.fromkeys(warnings)))
+    return JobOptions((*every[0], *array), inventory.list_partitions(), kinds, tuple(dict.fromkeys(warnings)))
 
 
 def check_draft(draft: Draft) -> None:
@@ -107,7 +107,7 @@ def check_setups(drafts: Sequence[Draft]) -> None:
                 )
 
 
-def look_around(environ: Mapping[str, str], clusters: object, *, dry: bool) -> tuple[Inventory, list[str]]:
+def ask_inventory(environ: Mapping[str, str], clusters: object, *, dry: bool) -> tuple[Inventory, list[str]]:
     """Ask sinfo; where that fails, return an empty inventory and what to say of it.
 
     Raises SchedulerError where sbatch would fail too, which takes a minute each.
@@ -115,7 +115,7 @@ def look_around(environ: Mapping[str, str], clusters: object, *, dry: bool) -> t
     try:
         return ask_sinfo(environ, None if clusters is None else str(clusters)), []
     except SchedulerError as error:
-        if is_away(str(error)) and not dry:
+        if is_slurm_away(str(error)) and not dry:
             raise explain_refusal(str(error), (), (), ()) from None
         left = "what is auto of cluster.gpus_per_node, cpus_per_task and mem is left to SLURM"
         return Inventory(()), [f"{error}; {left}"]
@@ -126,7 +126,7 @@ def read_nproc(text: object) -> int | None:
     return None if text in ("auto", "gpu", "cpu") else parse_nproc(text, 1)
 
 
-def name_jobs(drafts: Sequence[Draft]) -> str:
+def name_slurm_job(drafts: Sequence[Draft]) -> str:
     """Return the job's name for SLURM: the run's; of several names the first, and how many more there are."""
     names = list(dict.fromkeys(name_run(draft) for draft in drafts))
     return names[0] if len(names) == 1 else f"{names[0]}+{len(names) - 1}"

@@ -10,7 +10,7 @@ from datetime import datetime
 
 from launcher.errors import SchedulerError
 from launcher.slurm.client import run_slurm, split_rows
-from launcher.slurm.requeue_policy import JobWord
+from launcher.slurm.requeue_policy import JobStatus
 
 QUICK = 4.0
 """Seconds for one question: a job that is being ended has KillWait in all, 30 s by default."""
@@ -34,7 +34,7 @@ def name_job(environ: Mapping[str, str]) -> str:
     return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID", "")
 
 
-def ask_job(job_id: str, environ: Mapping[str, str], patience: float = QUICK) -> JobWord:
+def ask_job(job_id: str, environ: Mapping[str, str], patience: float = QUICK) -> JobStatus:
     """Ask how the job stands; raises SchedulerError."""
     columns = ",".join(f"{name}:|" for name in FIELDS.split(","))
     words = [
@@ -49,12 +49,12 @@ def ask_job(job_id: str, environ: Mapping[str, str], patience: float = QUICK) ->
     text = run_slurm(words, environ, patience=patience)
     for state, restarts, end, preempted, limit, reason in split_rows(text, len(FIELDS.split(","))):
         count = int(restarts) if restarts.isdecimal() else 0
-        until = math.inf if limit == "UNLIMITED" else read_time(end)
-        return JobWord(state, reason, count, until, read_time(preempted) is not None)
+        until = math.inf if limit == "UNLIMITED" else parse_slurm_time(end)
+        return JobStatus(state, reason, count, until, parse_slurm_time(preempted) is not None)
     raise SchedulerError(f"squeue: nothing on job {job_id}")
 
 
-def read_time(text: str) -> float | None:
+def parse_slurm_time(text: str) -> float | None:
     """Read SLURM's local time, in seconds since the epoch; None for `N/A` and such."""
     try:
         return datetime.fromisoformat(text).timestamp()
@@ -84,7 +84,7 @@ def ask_boots(hosts: Sequence[str], environ: Mapping[str, str]) -> dict[str, flo
     """Return when nodes were booted, in seconds since the epoch; raises SchedulerError."""
     words = ["scontrol", "--oneliner", "show", "node", ",".join(hosts)]
     text = run_slurm(words, environ, patience=QUICK) if hosts else ""
-    times = [(found[1], read_time(found[2])) for found in BOOT.finditer(text)]
+    times = [(found[1], parse_slurm_time(found[2])) for found in BOOT.finditer(text)]
     return {name: when for name, when in times if when is not None}
 
 
@@ -133,7 +133,7 @@ def requeue_job(job_id: str, environ: Mapping[str, str], patience: float) -> Non
                 return
             if AWAY.search(str(error)) and time.monotonic() <= end:
                 time.sleep(RETRY)
-            elif is_requeued(job_id, environ):
+            elif was_requeued(job_id, environ):
                 return
             else:
                 raise
@@ -141,7 +141,7 @@ def requeue_job(job_id: str, environ: Mapping[str, str], patience: float) -> Non
             return
 
 
-def is_requeued(job_id: str, environ: Mapping[str, str]) -> bool:
+def was_requeued(job_id: str, environ: Mapping[str, str]) -> bool:
     """Tell whether SLURM has requeued the job since this start: by a request whose answer was lost, too."""
     with contextlib.suppress(SchedulerError):
         return ask_job(job_id, environ).restarts > count_restarts(environ)
@@ -165,10 +165,10 @@ def exclude_nodes(job_id: str, lost: Sequence[str], least: int, environ: Mapping
     try:
         row = next(split_rows(run_slurm([*words, "--format=%x|%n|%P"], environ, patience=QUICK), 3))
         excluded, required, partition = row
-        named = list_nodes(required, partition, environ) if required else set()
-        before = list_nodes(excluded, partition, environ) if excluded else set()
+        named = list_partition_nodes(required, partition, environ) if required else set()
+        before = list_partition_nodes(excluded, partition, environ) if excluded else set()
         own = before - {*lost}
-        chosen = choose_excluded(lost, list_nodes("", partition, environ) - own, named, least)
+        chosen = choose_excluded_nodes(lost, list_partition_nodes("", partition, environ) - own, named, least)
         if own | {*chosen} != before:
             names = ",".join(sorted(own | {*chosen}))
             run_slurm(
@@ -181,13 +181,13 @@ def exclude_nodes(job_id: str, lost: Sequence[str], least: int, environ: Mapping
     return f"{', '.join(kept)} not excluded: {why}" if kept else ""
 
 
-def choose_excluded(lost: Sequence[str], nodes: set[str], named: set[str], least: int) -> list[str]:
+def choose_excluded_nodes(lost: Sequence[str], nodes: set[str], named: set[str], least: int) -> list[str]:
     """Return the lost nodes that can be spared, the first ones first, so that `least` of the nodes remain."""
     able = [name for name in lost if name in nodes and name not in named]
     return able[: max(len(nodes) - least, 0)]
 
 
-def list_nodes(expression: str, partition: str, environ: Mapping[str, str]) -> set[str]:
+def list_partition_nodes(expression: str, partition: str, environ: Mapping[str, str]) -> set[str]:
     """Return the nodes of a partition, those in `expression` alone where there is one."""
     words = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N"]
     words += [f"--nodes={expression}"] if expression else []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import SchedulerError
-from launcher.slurm.own_job import QUICK, requeue_job
+from launcher.slurm.job_control import QUICK, requeue_job
 
 ASKS = f"""#!{sys.executable}
 import signal, sys
