@@ -1,18 +1,14 @@
-"""`launch` starts distributed PyTorch training, every rank in its right place.
+"""What a program can ask of `launch`. Without `launch` it runs just as well, with the values given here.
 
-For programs that want to know of it; they run without `launch` just as well:
-
-    launcher.num_workers()    # DataLoader workers for this rank
-    launcher.rank_plan()      # its CPUs, memory, GPU and NIC, as the plan has them
-    launcher.run_dir()        # the run directory, the same for all ranks, attempts and requeues
-    launcher.collect()        # at the end of a step: garbage is collected when it is due, on all ranks alike
+launcher.num_workers()    # DataLoader workers for this rank; 2
+launcher.rank_plan()      # its CPUs, memory, GPU and NIC, as the plan has them; None
+launcher.run_dir()        # the run directory, the same for all ranks, attempts and requeues; None
+launcher.collect()        # the end of a step, at which all ranks collect garbage if it is due; False
 """
 
-# The shim, which counts milliseconds, imports this file: what functions need is imported in them.
+# The shim imports this file at every rank's start: what a function needs is imported in it.
 import os
 import sys
-
-from launcher.protocol import LAUNCH_NUM_WORKERS, LAUNCH_RANK_PLAN, LAUNCH_RUN_DIR
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` costs each start of a rank some milliseconds
@@ -21,33 +17,12 @@ if TYPE_CHECKING:  # `typing` costs each start of a rank some milliseconds
 __all__ = ["collect", "num_workers", "rank_plan", "run_dir"]
 
 
-def collect(*, now: bool = False) -> bool:
-    """Mark the end of a step, for the group `gc`'s policy; return whether garbage was collected.
-
-    For programs whose steps are not those of an optimizer: from the first call on, optimizers' steps do not
-    count. `now` collects at once. Where no policy is at work (outside of launch, `gc=default`, or in a
-    program that handles gc itself) nothing happens, and False is returned.
-    """
-    collector = sys.modules.get("launch_inprocess.garbage_collection")
-    return collector is not None and bool(collector.end_step(now=now))
-
-
 def num_workers(default: int = 2) -> int:
     """Return how many DataLoader workers this rank is to have; `default` outside of launch."""
+    from launcher.protocol import LAUNCH_NUM_WORKERS
+
     text = os.environ.get(LAUNCH_NUM_WORKERS, "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else default
-
-
-def run_dir() -> "Path | None":
-    """Return the run directory, which LAUNCH_RUN_DIR names; None outside of launch.
-
-    It is the same for all ranks, attempts and requeues. What is written below `checkpoints` in it counts as
-    progress where a job is requeued.
-    """
-    from pathlib import Path
-
-    text = os.environ.get(LAUNCH_RUN_DIR)
-    return Path(text) if text else None
 
 
 def rank_plan() -> dict[str, object] | None:
@@ -58,11 +33,35 @@ def rank_plan() -> dict[str, object] | None:
     """
     import json
 
-    from launcher.rank.interpreter_hook import TOLD
+    from launcher.protocol import LAUNCH_RANK_PLAN, RANK_PLAN_KEYS
 
-    text = os.environ.get(LAUNCH_RANK_PLAN, "")
     try:
-        plan = json.loads(text)
+        plan = json.loads(os.environ.get(LAUNCH_RANK_PLAN, ""))
     except ValueError:
         return None
-    return {name: plan.get(name) for name in TOLD} if isinstance(plan, dict) else None
+    return {name: plan.get(name) for name in RANK_PLAN_KEYS} if isinstance(plan, dict) else None
+
+
+def run_dir() -> "Path | None":
+    """Return the run directory, which is in LAUNCH_RUN_DIR; None outside of launch.
+
+    It is the same for all ranks, attempts and requeues. What is written below `checkpoints` in it counts as
+    progress if a job is requeued.
+    """
+    from pathlib import Path
+
+    from launcher.protocol import LAUNCH_RUN_DIR
+
+    text = os.environ.get(LAUNCH_RUN_DIR)
+    return Path(text) if text else None
+
+
+def collect(*, now: bool = False) -> bool:
+    """Mark the end of a step, for the group `gc`'s policy; return whether garbage was collected.
+
+    For programs whose steps are not those of an optimizer: from the first call on, optimizers' steps do not
+    count. `now` collects at once. Without a policy (outside of launch, with `gc=default`, or in a program
+    that handles gc itself) nothing happens, and False is returned.
+    """
+    collector = sys.modules.get("launch_inprocess.garbage_collection")
+    return collector is not None and bool(collector.end_step(now=now))

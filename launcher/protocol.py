@@ -232,6 +232,17 @@ VARIABLES = (
     ),
 )
 
+RANK_PLAN_KEYS = (
+    "local_rank",
+    "gpu",
+    "cpus",
+    "worker_cpus",
+    "memory",
+    "num_workers",
+    "omp_num_threads",
+    "nic",
+)
+"""What of its plan a rank's program can ask for (`launcher.rank_plan`); LAUNCH_RANK_PLAN has more."""
 LOGS = "logs"
 """The folder of logs in a run directory; a rank's are in `logs/ATTEMPT`."""
 

@@ -1,7 +1,8 @@
 """Runs at the start of a rank's interpreter, in front of the user's own `sitecustomize`.
 
-This folder leaves PYTHONPATH and sys.path at once, so that the interpreters which the program starts know
-nothing of it. Whatever goes wrong with what is started here, the program runs as it would have.
+First it starts what the rank's environment asks for. Then it removes this folder from PYTHONPATH and
+sys.path, so that the interpreters which the program starts do not have it. Whatever fails here, the program
+runs as it would have.
 """
 
 import os
@@ -11,18 +12,16 @@ FOLDER = os.path.dirname(__file__)
 
 
 def start_policies() -> None:
-    """Start what the rank was told to have."""
+    """Start what LAUNCH_* ask for in this interpreter."""
     try:
-        # Found while this folder is on sys.path: type checkers do not have it there.
-        from launch_inprocess.startup import start  # type: ignore[import-not-found]
-
-        start(os.environ)
+        # By __import__, since type checkers do not have this folder on their path.
+        __import__("launch_inprocess.startup").startup.start(os.environ)
     except Exception:
         return
 
 
 def leave_path() -> None:
-    """Take this folder out of PYTHONPATH and out of sys.path, wherever it is in them."""
+    """Remove this folder from PYTHONPATH and sys.path, wherever it is in them."""
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if FOLDER in entries:
         kept = os.pathsep.join([entry for entry in entries if entry != FOLDER])
@@ -33,10 +32,10 @@ def leave_path() -> None:
     sys.path_importer_cache.pop(FOLDER, None)
 
 
-def run_own() -> None:
-    """Run the user's own `sitecustomize`; what it raises is the interpreter's to tell.
+def run_user_sitecustomize() -> None:
+    """Run the user's own `sitecustomize`; the interpreter reports what it raises.
 
-    Where there is none, the ImportError of that is, for `site`, what it always is.
+    If there is none, the ImportError of that reaches `site`, as it does without us.
     """
     sys.modules.pop("sitecustomize", None)
     __import__("sitecustomize")
@@ -44,4 +43,4 @@ def run_own() -> None:
 
 start_policies()
 leave_path()
-run_own()
+run_user_sitecustomize()

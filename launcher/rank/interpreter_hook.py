@@ -4,15 +4,13 @@ import os
 from _collections_abc import MutableMapping  # `collections.abc` costs a millisecond
 
 from launcher.cpulist import format_cpulist
-from launcher.protocol import LAUNCH_GC, LAUNCH_LOADER_DEFAULT, LAUNCH_METER, LAUNCH_RANK_PLAN
+from launcher.protocol import LAUNCH_GC, LAUNCH_LOADER_DEFAULT, LAUNCH_METER, LAUNCH_RANK_PLAN, RANK_PLAN_KEYS
 from launcher.rank.assignment import Share
 from launcher.rank.plain_json import format_json
 
 FOLDER = os.path.abspath(f"{__file__}/../../inprocess")
 NEEDS = {LAUNCH_GC: "default", LAUNCH_LOADER_DEFAULT: "0", LAUNCH_METER: ""}
 """Variables that ask for something inside the interpreter, with the values that do not."""
-TOLD = ("local_rank", "gpu", "cpus", "worker_cpus", "memory", "num_workers", "omp_num_threads", "nic")
-"""What of its plan a rank's program can ask for (`launcher.rank_plan`)."""
 
 
 def add_hook(
@@ -24,7 +22,7 @@ def add_hook(
     and those that these have replaced (`before`), which is for ranks inside this one, and the CPU set that it
     would have without us.
     """
-    told = {name: share.entry.get(name) for name in TOLD}
+    told = {name: share.entry.get(name) for name in RANK_PLAN_KEYS}
     own = {"env": share.env, "env_before": before, "cpus_before": format_cpulist(cpus_before)}
     environ[LAUNCH_RANK_PLAN] = format_json({**told, **own})
     # On fewer CPUs than without us, torch would warn of workers of which it says nothing then.

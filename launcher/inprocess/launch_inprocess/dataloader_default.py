@@ -12,48 +12,49 @@ if TYPE_CHECKING:  # these would cost each start of an interpreter some millisec
     from types import ModuleType
     from typing import Any
 
-KINDS = {
+LOADER_CLASSES = {
     "torch.utils.data.dataloader": "DataLoader",
     "torchdata.stateful_dataloader.stateful_dataloader": "StatefulDataLoader",
 }
-"""Classes whose constructors have the default; torchdata's does not call torch's."""
-DEPTH, WIDTH = 4, 8
-"""How far a dataset is looked through for tensors on a device."""
-DEVICES = ("cuda", "xpu", "hpu", "npu")
+"""Classes whose constructors get the default, by module; torchdata's does not call torch's."""
+MAX_DEPTH, MAX_ITEMS = 4, 8
+"""How far a dataset is searched for tensors on a device."""
+ACCELERATORS = ("cuda", "xpu", "hpu", "npu")
+"""Types of torch.device, as in `self.device = "cuda:0"`."""
 
 
-def give_workers(environ: Mapping[str, str]) -> None:
-    """Make the plan's number of workers the default, in this process alone, where the job asks for it."""
+def set_worker_default(environ: Mapping[str, str]) -> None:
+    """Make the plan's number of workers the default, in this process alone, if the job asks for it."""
     number = environ.get("LAUNCH_NUM_WORKERS", "")
     if environ.get("LAUNCH_LOADER_DEFAULT") != "1" or not number.isdecimal() or not int(number):
         return
-    for module, name in KINDS.items():
-        when_imported(module, Default(int(number), name).settle)
+    for module, name in LOADER_CLASSES.items():
+        when_imported(module, WorkerDefault(int(number), name).install)
 
 
-class Default:
+class WorkerDefault:
     """The number of workers for the loaders of one class."""
 
-    def __init__(self, number: int, name: str) -> None:
+    def __init__(self, number: int, class_name: str) -> None:
         self.number = number
-        self.name = name
+        self.class_name = class_name
         self.process = os.getpid()
-        self.given: Any = None
-        """Loaders that have it, by their ids, held weakly."""
+        self.loaders: Any = None
+        """Loaders that have got it, by their ids, held weakly."""
 
-    def settle(self, module: ModuleType) -> None:
+    def install(self, module: ModuleType) -> None:
         """Put the default into the constructor of the module's class."""
         from weakref import WeakValueDictionary
 
-        self.given = WeakValueDictionary()
-        kind = getattr(module, self.name)
-        kind.__init__ = self.wrap_init(kind.__init__)
-        os.register_at_fork(after_in_child=self.take_back)
+        self.loaders = WeakValueDictionary()
+        loader_class = getattr(module, self.class_name)
+        loader_class.__init__ = self.wrap_init(loader_class.__init__)
+        os.register_at_fork(after_in_child=self.remove_in_child)
 
     def wrap_init(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Return a constructor with the default, which its signature tells of.
+        """Return a constructor with the default, also in its signature.
 
-        Frameworks make loaders anew from what differs from the signature's defaults: with 0 there, an
+        Frameworks make loaders again from what differs from the signature's defaults: with 0 there, an
         explicit `num_workers=0` would be lost.
         """
         import functools
@@ -65,57 +66,57 @@ class Default:
 
         @functools.wraps(original)
         def init(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401  # they are the user's
-            unsaid = 0 < len(args) <= position and "num_workers" not in kwargs
-            if not unsaid or os.getpid() != self.process:
+            is_default = 0 < len(args) <= position and "num_workers" not in kwargs
+            if not is_default or os.getpid() != self.process:
                 return original(*args, **kwargs)
-            said = {**dict(zip(names, args)), **kwargs}  # noqa: B905  # Python 3.9 has no `strict`
-            added = self.choose_options(said)
+            arguments = {**dict(zip(names, args)), **kwargs}  # noqa: B905  # Python 3.9 has no `strict`
+            added = self.choose_options(arguments)
             original(*args, **kwargs, **added)
             if added:
                 self.remember(args[0])
             return None
 
         changed = [
-            item.replace(default=self.number) if item.name == "num_workers" else item
-            for item in signature.parameters.values()
+            parameter.replace(default=self.number) if parameter.name == "num_workers" else parameter
+            for parameter in signature.parameters.values()
         ]
-        init.__signature__ = signature.replace(parameters=changed)  # type: ignore[attr-defined]  # PEP 362
+        init.__dict__["__signature__"] = signature.replace(parameters=changed)
         return init
 
-    def choose_options(self, said: Mapping[str, object]) -> dict[str, object]:
-        """Return what a loader gets beside what its call says; nothing where workers would not do."""
+    def choose_options(self, arguments: Mapping[str, object]) -> dict[str, object]:
+        """Return what a loader gets beside the arguments of its call; nothing if workers would not do."""
         try:
-            dataset = said.get("dataset")
-            start = choose_start()
+            dataset = arguments.get("dataset")
+            start = choose_start_method()
             if start is None or is_iterable(dataset) or holds_device(dataset):
                 return {}
         except Exception:  # an object that does not let itself be looked at
             return {}
-        context = {} if "multiprocessing_context" in said else start
+        context = {} if "multiprocessing_context" in arguments else start
         return {"num_workers": self.number, **context}
 
     def remember(self, loader: object) -> None:
-        """Keep in mind that the default made this loader's workers."""
+        """Note that this loader's workers come from the default."""
         try:
-            self.given[id(loader)] = loader
+            self.loaders[id(loader)] = loader
         except TypeError:  # a class without weak references
             return
 
-    def take_back(self) -> None:
-        """In a forked child: a daemon may have no children, and what was not asked for must not break it."""
+    def remove_in_child(self) -> None:
+        """Take the default back in a forked child: it may be a daemon, which may have no children."""
         from contextlib import suppress
 
-        for loader in list(self.given.values()):
+        for loader in list(self.loaders.values()):
             with suppress(Exception):
                 loader.num_workers, loader.prefetch_factor = 0, None
 
 
-def choose_start() -> dict[str, str] | None:
-    """Say how workers are to start: forked, which every program stands that was written for none.
+def choose_start_method() -> dict[str, str] | None:
+    """Return the option by which workers are forked, which a program stands that was written for no workers.
 
-    The other ways import the program's main file anew, which it may not be made for, and pickle its dataset:
-    where Python has such a one by default (forkserver since 3.14), it is overruled, and where the program
-    has chosen it, no default is the better one (None).
+    The other ways import the program's main file again, which it may not be made for, and pickle its dataset.
+    If Python has one of them by default (forkserver since 3.14), it is overruled. If the program has chosen
+    one, there is no good default (None).
     """
     import multiprocessing
 
@@ -133,24 +134,24 @@ def is_iterable(dataset: object) -> bool:
     return isinstance(dataset, torch.utils.data.IterableDataset)
 
 
-def holds_device(value: object, depth: int = DEPTH) -> bool:
+def holds_device(value: object, depth: int = MAX_DEPTH) -> bool:
     """Tell whether a dataset shows something on a device, which a forked worker could not touch.
 
-    Looked at are its attributes, those of the datasets in it, and the first items of lists and dicts.
+    It looks at the dataset's attributes, those of the datasets in it, and the first items of lists and dicts.
     """
     import torch
 
     if isinstance(value, (torch.Tensor, torch.device)):
         return getattr(value, "device", value).type != "cpu"
     if isinstance(value, str):
-        return value.partition(":")[0] in DEVICES
-    return depth > 0 and any(holds_device(item, depth - 1) for item in list_inner(value))
+        return value.partition(":")[0] in ACCELERATORS
+    return depth > 0 and any(holds_device(item, depth - 1) for item in list_contents(value))
 
 
-def list_inner(value: object) -> list[object]:
-    """Return what is in a container, the first of it, or in what can be indexed, as datasets can."""
+def list_contents(value: object) -> list[object]:
+    """Return the first items of a container, or the attributes of what can be indexed, as datasets can."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return [item for item in value[:WIDTH] if not isinstance(item, str)]
+        return [item for item in value[:MAX_ITEMS] if not isinstance(item, str)]
     return list(getattr(value, "__dict__", {}).values()) if hasattr(type(value), "__getitem__") else []

@@ -12,15 +12,16 @@ import os
 import sys
 from time import monotonic
 
-from .gc_wrappers import real_collect, replace_functions, restore_functions
+from .gc_functions import real_collect, replace_functions, restore_functions
 from .step_counter import mark_step, on_step, on_takeover
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-POLICIES = ("synchronized", "disabled", "frozen")
+POLICIES = ("synchronized", "disabled", "frozen", "default")
 WARMUP, EVERY = 30, 50
+MAX_DIGITS = 9
 SECOND_REVIEW = 16
 """The second collection in step, after the first, that looks at the frozen objects; then at 32, 64, …"""
 GROWTH = 1.1
@@ -35,12 +36,12 @@ class Policy:
         self.warmup = warmup
         self.every = every
         self.rank = rank
-        """Who tells of collections on stderr; nobody where it is None."""
+        """For the lines on stderr that report collections; None for no lines."""
         self.found = self.left = gc.isenabled(), gc.get_threshold()
-        """The collector's state as it was at the start, and as it was left last."""
+        """The collector's state at the start, and as this policy has set it last."""
         self.frozen_at_start = gc.get_freeze_count()
         self.active = True
-        """The program leaves the collector to this policy."""
+        """The program has not taken over the collector."""
         self.held = self.frozen = False
         """The warm-up is over, and what there was then is frozen."""
         self.step = self.began = 0
@@ -51,26 +52,26 @@ class Policy:
         """What was in use after all objects were looked at last, as `read_memory` returns it."""
 
     def start(self) -> None:
-        """Act from now on."""
+        """Act from the next step on."""
         if self.name == "disabled":
             gc.disable()
             self.left = False, self.found[1]
             self.held = True
         else:
             replace_functions(self)
-        on_step(self.see_step)
+        on_step(self.act_after_step)
         on_takeover(self.begin_phase, 2 * (self.every or EVERY))
-        os.register_at_fork(after_in_child=self.leave_child)
+        os.register_at_fork(after_in_child=self.reset_in_child)
         # At its end the interpreter collects once more, and finalizers run.
         atexit.register(self.release)
 
-    def see_step(self, step: int) -> None:
+    def act_after_step(self, step: int) -> None:
         """Do what is due after a step."""
         self.step = step
         if not self.active or not self.is_due(step - self.began) or is_capturing():
             return
-        if self.is_taken():
-            self.stand_down()
+        if self.is_taken_over():
+            self.hand_over()
         elif not self.held:
             self.held = True
             # The first collection in step comes soon, and looks at the old objects.
@@ -79,12 +80,12 @@ class Policy:
             self.collect_in_step()
 
     def is_due(self, step: int) -> bool:
-        """Tell whether something is to be done after a step of this phase."""
+        """Tell whether anything is due after a step of this phase."""
         if not self.held:
             return step >= self.warmup
         return self.every > 0 and self.name != "frozen" and step % self.every == 0
 
-    def is_taken(self) -> bool:
+    def is_taken_over(self) -> bool:
         """Tell whether the program handles the collector itself."""
         if (gc.isenabled(), gc.get_threshold()) != self.left:
             return True
@@ -97,7 +98,7 @@ class Policy:
             self.freeze()
             return
         began = monotonic()
-        self.note(began, real_collect())
+        self.report(began, real_collect())
         if self.frozen and has_grown(self.memory, read_memory()):
             self.freeze()
 
@@ -113,7 +114,7 @@ class Policy:
             self.memory = read_memory()
             gc.set_threshold(*raise_oldest(self.found[1], count))
             self.left = self.found[0], gc.get_threshold()
-        self.note(began, freed, f", {count} are frozen")
+        self.report(began, freed, f", {count} are frozen")
 
     def collect_now(self) -> None:
         """Collect among all objects."""
@@ -121,22 +122,22 @@ class Policy:
             self.freeze()
         else:
             began = monotonic()
-            self.note(began, real_collect())
+            self.report(began, real_collect())
 
     def begin_phase(self, step: int) -> None:
-        """Warm up anew: the leading optimizer is gone, and what is frozen may have been its model's."""
+        """Warm up again: the leading optimizer is gone, and what is frozen may have been its model's."""
         self.began = step
         if self.active and self.frozen:
             self.release()
             self.held, self.rounds, self.left = False, 0, self.found
             began = monotonic()
-            self.note(began, real_collect(), ", a new phase begins")
+            self.report(began, real_collect(), ", a new phase begins")
 
-    def stand_down(self) -> None:
+    def hand_over(self) -> None:
         """Leave the collector to the program for good."""
         self.active = False
         self.release()
-        self.say("gc is the program's own: left alone")
+        self.print_line("gc is the program's own: left alone")
 
     def release(self) -> None:
         """Undo what is still as this policy left it."""
@@ -147,7 +148,7 @@ class Policy:
         self.thaw()
 
     def thaw(self) -> None:
-        """Have the program see all objects; those that stay are frozen again when it is due.
+        """Unfreeze, so that the program sees all objects; the next collection in step freezes them again.
 
         Not at once: that would freeze garbage which has not been collected.
         """
@@ -155,19 +156,19 @@ class Policy:
             self.frozen = False
             gc.unfreeze()
 
-    def leave_child(self) -> None:
-        """Leave a forked child with the collector that it would have had."""
+    def reset_in_child(self) -> None:
+        """Give a forked child the collector that it would have without us."""
         self.release()
         self.active = False
         restore_functions()
 
-    def note(self, began: float, freed: int, more: str = "") -> None:
-        """Count a collection, and tell of it."""
+    def report(self, began: float, freed: int, more: str = "") -> None:
+        """Count a collection, and print its line."""
         self.total += 1
-        self.say(f"{freed} objects collected in {1e3 * (monotonic() - began):.1f} ms{more}")
+        self.print_line(f"{freed} objects collected in {1e3 * (monotonic() - began):.1f} ms{more}")
 
-    def say(self, text: str) -> None:
-        """Print a line to stderr, where that is asked for."""
+    def print_line(self, text: str) -> None:
+        """Print a line to stderr if LAUNCH_GC asks for it."""
         if self.rank is not None:
             try:
                 os.write(2, f"launch: rank {self.rank}: step {self.step}: {text}\n".encode())
@@ -180,14 +181,31 @@ policy: Policy | None = None
 
 
 def start_collector(environ: Mapping[str, str]) -> None:
-    """Start the policy that LAUNCH_GC names: `synchronized,warmup=30,every=50,log`."""
+    """Start the policy of LAUNCH_GC; raises ValueError if that is none."""
     global policy  # noqa: PLW0603 - an interpreter has one collector
-    name, *words = environ.get("LAUNCH_GC", "").split(",")
-    if name in POLICIES:
-        values = dict(word.partition("=")[::2] for word in words)
-        rank = environ.get("RANK", "0") if "log" in values else None
-        policy = Policy(name, int(values.get("warmup", WARMUP)), int(values.get("every", EVERY)), rank)
+    name, warmup, every, log = parse_policy(environ.get("LAUNCH_GC") or "default")
+    if name != "default":
+        policy = Policy(name, warmup, every, environ.get("RANK", "0") if log else None)
         policy.start()
+
+
+def parse_policy(text: str) -> tuple[str, int, int, bool]:
+    """Read name, warm-up, period and log of `synchronized,warmup=30,every=50,log`; raises ValueError.
+
+    `launcher.plan.gc_policy` has the same grammar, and a test compares the two.
+    """
+    name, *options = text.split(",")
+    if name not in POLICIES:
+        raise ValueError(f"no policy {name!r}")
+    steps = {"warmup": WARMUP, "every": EVERY}
+    for option in options:
+        key, _, value = option.partition("=")
+        if option == "log":
+            continue
+        if key not in steps or not value.isascii() or not value.isdigit() or len(value) > MAX_DIGITS:
+            raise ValueError(f"no option {option!r}")
+        steps[key] = int(value)
+    return name, steps["warmup"], steps["every"], "log" in options
 
 
 def end_step(*, now: bool = False) -> bool:

@@ -9,12 +9,14 @@ if TYPE_CHECKING:  # these would cost each start of an interpreter a millisecond
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
+    from typing import TypeVar
 
     Action = Callable[[ModuleType], object]
+    Argument = TypeVar("Argument")
 
 
-class Waiter:
-    """A finder that finds nothing itself: it has an action done once the others' module is there."""
+class ImportWatcher:
+    """A finder that finds nothing itself: it has actions run once another finder's module is loaded."""
 
     def __init__(self) -> None:
         self.actions: dict[str, list[Action]] = {}
@@ -22,41 +24,41 @@ class Waiter:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module that is waited for by the other finders, and have its loader tell of it."""
+        """Find a watched module by the other finders, and have its loader report it."""
         if name not in self.actions:
             return None
         spec = find_by_others(self, name, path, target)
         if spec is not None and spec.loader is not None:
-            tell_after(spec.loader, name)
+            report_load(spec.loader, name)
         return spec
 
-    def do_actions(self, name: str, module: ModuleType) -> None:
-        """Do what waits for a module; a finder that waits for nothing more leaves."""
+    def run_actions(self, name: str, module: ModuleType) -> None:
+        """Run what waits for a module; after the last one, this finder removes itself."""
         actions = self.actions.pop(name, [])
         finders = getattr(sys, "meta_path", None) or []
         if not self.actions and self in finders:
             finders.remove(self)
         for action in actions:
-            attempt(action, module)
+            call_safely(action, module)
 
 
-WAITER = Waiter()
+WATCHER = ImportWatcher()
 """One for the interpreter, as `sys.meta_path` is."""
 
 
 def when_imported(name: str, action: Action) -> None:
-    """Do something with a module once the program has imported it, or now where it has.
+    """Run an action with a module once the program has imported it, or now if it has.
 
     What the action raises is dropped: nothing of ours ends the program.
     """
     module = sys.modules.get(name)
     if module is not None and not is_loading(module):
-        attempt(action, module)
+        call_safely(action, module)
         return
     finders = getattr(sys, "meta_path", None)
-    if finders is not None and WAITER not in finders:
-        finders.insert(0, WAITER)
-    WAITER.actions.setdefault(name, []).append(action)
+    if finders is not None and WATCHER not in finders:
+        finders.insert(0, WATCHER)
+    WATCHER.actions.setdefault(name, []).append(action)
 
 
 def is_loading(module: ModuleType) -> bool:
@@ -65,41 +67,39 @@ def is_loading(module: ModuleType) -> bool:
 
 
 def find_by_others(
-    finder: Waiter, name: str, path: Sequence[str] | None, target: ModuleType | None
+    watcher: ImportWatcher, name: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
     """Ask the finders beside this one, as the import system does."""
     for other in list(sys.meta_path):
         find = getattr(other, "find_spec", None)
-        spec = find(name, path, target) if find is not None and other is not finder else None
-        if spec is not None:
-            return spec  # type: ignore[no-any-return]  # an unknown finder's word
+        if find is not None and other is not watcher:
+            spec: ModuleSpec | None = find(name, path, target)
+            if spec is not None:
+                return spec
     return None
 
 
-def tell_after(loader: object, name: str) -> None:
-    """Have a loader do what waits for a module once it has loaded it.
+def report_load(loader: object, name: str) -> None:
+    """Have a loader run what waits for a module once it has loaded it.
 
-    A loader may serve other modules too (`zipimport`), and may be of a kind that cannot be told.
+    A loader may serve other modules too (`zipimport`), and may have no attributes of its own to replace.
     """
-    execute, own = getattr(loader, "exec_module", None), getattr(loader, "__dict__", None)
-    if execute is None or own is None or isinstance(loader, type) or "exec_module" in own:
+    execute, attributes = getattr(loader, "exec_module", None), getattr(loader, "__dict__", None)
+    if execute is None or not isinstance(attributes, dict) or "exec_module" in attributes:
         return
 
-    def execute_and_tell(module: ModuleType) -> None:
+    def execute_and_report(module: ModuleType) -> None:
         execute(module)
         if getattr(module, "__name__", None) == name:
-            own.pop("exec_module", None)
-            WAITER.do_actions(name, module)
+            attributes.pop("exec_module", None)
+            WATCHER.run_actions(name, module)
 
+    attributes["exec_module"] = execute_and_report
+
+
+def call_safely(action: Callable[[Argument], object], argument: Argument) -> None:
+    """Call something whose failure must not end the program."""
     try:
-        loader.exec_module = execute_and_tell  # type: ignore[attr-defined]  # shadows the class's own
-    except Exception:
-        return
-
-
-def attempt(action: Action, module: ModuleType) -> None:
-    """Do something that must not end the program."""
-    try:
-        action(module)
+        action(argument)
     except Exception:
         return

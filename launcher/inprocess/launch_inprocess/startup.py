@@ -5,44 +5,35 @@ from __future__ import annotations
 import os
 
 from .garbage_collection import start_collector
+from .import_hook import call_safely
 from .step_counter import COUNTER
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    Starter = Callable[[Mapping[str, str]], None]
+    from collections.abc import Mapping
 
 
 def start(environ: Mapping[str, str]) -> None:
-    """Start the policies; called once, before the program's first line. One that fails leaves the others."""
+    """Start the policies before the program's first line. One that fails leaves the others."""
     os.register_at_fork(after_in_child=COUNTER.stop)
-    for starter in (start_collector, set_loaders, measure):
-        attempt(starter, environ)
+    for starter in (start_collector, start_loader_policies, start_measuring):
+        call_safely(starter, environ)
 
 
-def set_loaders(environ: Mapping[str, str]) -> None:
-    """Put DataLoader workers on their CPUs, and give loaders that many where that is wanted."""
+def start_loader_policies(environ: Mapping[str, str]) -> None:
+    """Move DataLoader workers to their CPUs, and give loaders a number of them if that is asked for."""
     from .worker_affinity import place_workers
 
     place_workers(environ)
     if environ.get("LAUNCH_LOADER_DEFAULT") == "1":  # for nobody else is the module loaded
-        from .dataloader_default import give_workers
+        from .dataloader_default import set_worker_default
 
-        give_workers(environ)
+        set_worker_default(environ)
 
 
-def measure(environ: Mapping[str, str]) -> None:
-    """Measure the rank where `launch tune` asks for it; the module for that is loaded for nobody else."""
+def start_measuring(environ: Mapping[str, str]) -> None:
+    """Measure the rank if `launch tune` asks for it; the module for that is loaded for nobody else."""
     if environ.get("LAUNCH_METER"):
         from .step_meter import start_meter
 
         start_meter(environ)
-
-
-def attempt(starter: Starter, environ: Mapping[str, str]) -> None:
-    """Start one; nothing of ours ends the program."""
-    try:
-        starter(environ)
-    except Exception:
-        return

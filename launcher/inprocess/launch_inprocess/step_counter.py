@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 PATIENCE = 100
 """Steps of another optimizer without one of the leader, after which that other one leads.
 
-Where none lives that long, so many rounds of others' steps end the leader's phase, and none begins.
+If none lives that long, as many rounds of others' steps end the leader's phase, and none begins.
 """
 
 
-class Counter:
+class StepCounter:
     """The steps of this process.
 
     The first optimizer that steps leads. Who leads follows from steps alone, never from when an object
@@ -38,55 +38,55 @@ class Counter:
         self.others: dict[int, tuple[Callable[[], object], int, int]] = {}
         """Optimizers by their ids: their steps since the leader's last one, and their last round."""
         self.rounds = 0
-        """Rounds since then: one ends where an optimizer steps that has done so in it already."""
+        """Rounds since then: one ends when an optimizer steps a second time in it."""
 
-    def see_step(self, optimizer: object, _args: object = None, _kwargs: object = None) -> None:
-        """Hear of an optimizer's step; torch's hook."""
+    def count_step(self, optimizer: object, _args: object = None, _kwargs: object = None) -> None:
+        """Count an optimizer's step if it leads; torch's hook."""
         if self.marked:
             return
         if self.leader is None:
             self.leader = ref(optimizer)
         elif self.leader() is not optimizer:
-            if not self.lets_lead(optimizer):
+            if not self.count_other(optimizer):
                 return
             self.leader = ref(optimizer)
-            tell(self.takeovers, self.step)
+            call_actions(self.takeovers, self.step)
         if self.others:
             self.others.clear()
             self.rounds = 0
         self.advance()
 
-    def lets_lead(self, optimizer: object) -> bool:
-        """Count a step of an optimizer that does not lead, and tell whether it does from now on."""
+    def count_other(self, optimizer: object) -> bool:
+        """Count a step of an optimizer that does not lead; return whether it leads from now on."""
         known, count, last = self.others.get(id(optimizer), (None, 0, -1))
         if known is None or known() is not optimizer:
             known, count, last = ref(optimizer), 0, -1
         if last == self.rounds:
             self.rounds += 1
             if self.rounds == self.patience:
-                tell(self.takeovers, self.step)
+                call_actions(self.takeovers, self.step)
         self.others[id(optimizer)] = known, count + 1, self.rounds
         return count + 1 >= self.patience
 
     def advance(self) -> None:
         """End a step."""
         self.step += 1
-        tell(self.actions, self.step)
+        call_actions(self.actions, self.step)
 
     def stop(self) -> None:
-        """Count no more; what a forked child does."""
+        """Stop counting, in a forked child."""
         self.actions.clear()
         self.takeovers.clear()
 
 
-COUNTER = Counter()
+COUNTER = StepCounter()
 """One for the interpreter, as torch's hook is."""
 
 
 def on_step(action: Action) -> None:
     """Have `action(step)` called after each step of the leading optimizer; the first step is 1.
 
-    What the action raises is dropped, but for what the program's own code raises in it: a signal's handler.
+    What the action raises is dropped, except for what a signal's handler of the program raises in it.
     """
     if not COUNTER.actions:
         when_imported("torch.optim.optimizer", add_hook)
@@ -96,8 +96,8 @@ def on_step(action: Action) -> None:
 def on_takeover(action: Action, patience: int) -> None:
     """Have `action(step)` called when the leader's phase is over.
 
-    That is when another optimizer leads from then on, before its step counts; or when many short-lived ones
-    have stepped as long, as in a search among hyperparameters.
+    It is over when another optimizer leads, before that one's step counts; or when many short-lived ones have
+    stepped as long, as in a search among hyperparameters.
     """
     COUNTER.patience = patience
     COUNTER.takeovers.append(action)
@@ -110,28 +110,28 @@ def mark_step() -> None:
 
 
 def add_hook(module: ModuleType) -> None:
-    """Hear of the steps of all optimizers; torch.compile is to leave the hook alone."""
-    handle = module.register_optimizer_step_post_hook(COUNTER.see_step)
+    """Register for the steps of all optimizers; torch.compile is to leave the hook alone."""
+    handle = module.register_optimizer_step_post_hook(COUNTER.count_step)
 
     def exclude(dynamo: ModuleType) -> None:
-        hidden = dynamo.disable(COUNTER.see_step)
+        hidden = dynamo.disable(COUNTER.count_step)
         handle.remove()
         module.register_optimizer_step_post_hook(hidden)
 
     when_imported("torch._dynamo", exclude)
 
 
-def tell(actions: list[Action], step: int) -> None:
-    """Do what waits for a step; a failure of ours does not end the program."""
+def call_actions(actions: list[Action], step: int) -> None:
+    """Call the actions of a step; a failure of ours does not end the program."""
     for action in actions:
         try:
             action(step)
         except Exception as error:
-            if not is_ours(error):
+            if not is_own_error(error):
                 raise
 
 
-def is_ours(error: BaseException) -> bool:
+def is_own_error(error: BaseException) -> bool:
     """Tell whether an exception is this package's own fault.
 
     Others come from a signal's handler that interrupted it, or were thrown into this thread.

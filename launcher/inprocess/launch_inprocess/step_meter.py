@@ -1,21 +1,30 @@
 """Measures a rank's steps and its waiting for data, for `launch tune`, then ends the rank.
 
-`LAUNCH_METER` is JSON: the `folder` for the ranks' records, the `steps` and `seconds` that suffice whatever
-the noise. A rank that has measured enough writes its record and goes on, since the others may wait for it in
-a collective; once all ranks have written, each ends itself.
+`LAUNCH_METER` is JSON: the `folder` for the ranks' records, and the `steps` and `seconds` that are enough for
+any noise. A rank that has measured enough writes its record and goes on, since the others may wait for it in
+a collective. Once all ranks have written, each ends itself.
 """
 
+import math
 import os
 import sys
 import time
 from _thread import get_ident
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from .import_hook import when_imported
-from .measurement_precision import WARMUP, choose_block, is_enough
 
+WARMUP = 3
+"""Steps that are slow for once: the first of everything, compilation, the workers' start."""
+MIN_STEPS = 12
+"""Measured steps at least."""
+MIN_BLOCKS = 3
+PRECISION = 0.015
+"""Standard error of the mean, as a share of it, that is good enough."""
+MIN_BLOCK_STEPS = 4
+"""Steps that a block has at least; fewer say nothing of the noise."""
 POLL = 0.02
 """Seconds between two looks for the other ranks' records."""
 PATIENCE = 60.0
@@ -23,15 +32,15 @@ PATIENCE = 60.0
 
 
 def start_meter(environ: Mapping[str, str]) -> None:
-    """Measure this process's training, which is a rank's; does nothing where nobody asked for it."""
+    """Measure the training of this process, a rank."""
     import atexit
     import json
 
     order = json.loads(environ["LAUNCH_METER"])
     meter = Meter(order, int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1")))
-    when_imported("torch.utils.data.dataloader", meter.watch_loaders)
-    when_imported("torch.optim.optimizer", meter.watch_optimizers)
-    atexit.register(meter.note_end)
+    when_imported("torch.utils.data.dataloader", meter.time_loaders)
+    when_imported("torch.optim.optimizer", meter.note_optimizers)
+    atexit.register(meter.record_at_exit)
     from .step_counter import on_step
 
     on_step(meter.note_step)
@@ -42,13 +51,13 @@ class Meter:
 
     def __init__(self, order: "dict[str, Any]", rank: int, ranks: int) -> None:
         self.folder = str(order["folder"])
-        self.most, self.seconds = int(order["steps"]), float(order["seconds"])
+        self.max_steps, self.seconds = int(order["steps"]), float(order["seconds"])
         self.rank, self.ranks = rank, ranks
         self.process = os.getpid()
         self.waited, self.batches = 0.0, 0
-        """Seconds in the DataLoaders' `__next__` and `__iter__`, and what came of it."""
-        self.inside: set[int] = set()
-        """Threads that are in there: a dataset may read from another loader."""
+        """Seconds in the DataLoaders' `__next__` and `__iter__`, and the batches that came."""
+        self.waiting: set[int] = set()
+        """Threads in one of these: a dataset may read from another loader."""
         self.loaders: dict[tuple[int, bool], int] = {}
         """Batches by the loader's number of workers, and whether its dataset is iterable."""
         self.has_optimizer, self.unit = False, "batch"
@@ -58,7 +67,7 @@ class Meter:
         """Index of the mark at which the warm-up was over."""
         self.done = False
 
-    def watch_loaders(self, module: ModuleType) -> None:
+    def time_loaders(self, module: ModuleType) -> None:
         """Time what the training waits for: batches, and the start of the workers."""
         iterator, loader = module._BaseDataLoaderIter, module.DataLoader
         iterator.__next__ = self.time_method(iterator.__next__, counts=True)
@@ -69,14 +78,14 @@ class Meter:
 
         def timed(owner: Any) -> Any:  # noqa: ANN401
             thread = get_ident()
-            if self.done or thread in self.inside or os.getpid() != self.process:
+            if self.done or thread in self.waiting or os.getpid() != self.process:
                 return original(owner)
-            self.inside.add(thread)
+            self.waiting.add(thread)
             begin = time.perf_counter()
             try:
                 found = original(owner)
             finally:
-                self.inside.discard(thread)
+                self.waiting.discard(thread)
                 self.waited += time.perf_counter() - begin
             if counts:
                 self.note_batch(owner)
@@ -84,7 +93,7 @@ class Meter:
 
         return timed
 
-    def watch_optimizers(self, module: ModuleType) -> None:
+    def note_optimizers(self, module: ModuleType) -> None:
         """Note that there is an optimizer: then its steps are counted, else batches."""
         original = module.Optimizer.__init__
 
@@ -95,7 +104,7 @@ class Meter:
         module.Optimizer.__init__ = init
 
     def note_batch(self, iterator: object) -> None:
-        """Count a batch, which is a step of its own where there is no optimizer."""
+        """Count a batch, which is a step if there is no optimizer."""
         kind = int(getattr(iterator, "_num_workers", 0)), bool(getattr(iterator, "_dataset_kind", 0))
         self.loaders[kind] = self.loaders.get(kind, 0) + 1
         self.batches += 1
@@ -112,16 +121,16 @@ class Meter:
         self.note_mark()
 
     def note_mark(self) -> None:
-        """End a step, and the measuring where it has come far enough."""
+        """End a step, and the measuring if it has enough steps."""
         self.marks.append((time.perf_counter(), self.waited, self.batches))
         if self.first is None:
             if self.is_warm():
-                self.settle_mark()
+                self.synchronize_mark()
                 self.first = len(self.marks) - 1
             return
         workers = max((workers for workers, _ in self.loaders), default=0)
-        if is_enough(self.list_times(), choose_block(workers), self.most, self.seconds):
-            self.settle_mark()
+        if is_enough(self.list_times(), choose_block(workers), self.max_steps, self.seconds):
+            self.synchronize_mark()
             self.finish()
 
     def is_warm(self) -> bool:
@@ -135,8 +144,8 @@ class Meter:
         workers = max((workers for workers, _ in self.loaders), default=0)
         return workers == 0 or waited_now - waited > 0.1 * (now - before) or batches > 2 * workers
 
-    def settle_mark(self) -> None:
-        """Let the GPU come to the end of the step, and set its mark there."""
+    def synchronize_mark(self) -> None:
+        """Wait for the GPU to end the step, and set the step's mark there."""
         cuda = getattr(sys.modules.get("torch"), "cuda", None)
         if cuda is not None and cuda.is_initialized():
             cuda.synchronize()
@@ -147,15 +156,15 @@ class Meter:
         return list_changes(self.marks[self.first or 0 :], 0)
 
     def finish(self) -> None:
-        """Write the record, and end this process when the others have theirs, whatever it does meanwhile."""
+        """Write the record, and have a thread end this process when all ranks have written theirs."""
         import threading
 
         self.done = True
         self.write_record(ended=False)
-        sys.excepthook = lambda *_: park()  # a peer that ends first breaks a collective here
-        threading.Thread(target=self.leave, daemon=True).start()
+        sys.excepthook = lambda *_: wait_for_end()  # a peer that ends first breaks a collective here
+        threading.Thread(target=self.end_process, daemon=True).start()
 
-    def leave(self) -> None:
+    def end_process(self) -> None:
         """Wait for the other ranks' records, then end this process and its workers."""
         try:
             deadline = time.monotonic() + PATIENCE
@@ -168,12 +177,12 @@ class Meter:
         finally:
             os._exit(0)
 
-    def note_end(self) -> None:
-        """At the program's own end: what there is so far, or the end of what is under way."""
+    def record_at_exit(self) -> None:
+        """Write what there is at the program's own end; after enough steps, wait to be ended."""
         if os.getpid() != self.process:
             return
         if self.done:
-            park()
+            wait_for_end()
         if self.marks or self.has_optimizer or self.batches:
             self.done = True
             self.write_record(ended=True)
@@ -206,16 +215,45 @@ def list_changes(marks: "list[tuple[float, float, int]]", at: int) -> "list[floa
     return [marks[number][at] - marks[number - 1][at] for number in range(1, len(marks))]
 
 
-def park() -> None:
+def wait_for_end() -> None:
     """Wait for the end of this process."""
     while True:
         time.sleep(PATIENCE)
 
 
+def choose_block(workers: int) -> int:
+    """Return how many steps belong together: workers that start together deliver together."""
+    return max(1, workers) * math.ceil(MIN_BLOCK_STEPS / max(1, workers))
+
+
+def is_enough(times: Sequence[float], block: int, max_steps: int, seconds: float) -> bool:
+    """Tell whether the mean of these step times (s) is known, or enough has been spent on it.
+
+    Steps count in whole blocks, unless `seconds` are over.
+    """
+    if len(times) >= 2 * MIN_BLOCK_STEPS and sum(times) >= seconds:
+        return True
+    if len(times) < MIN_STEPS or len(times) % block:
+        return False
+    if len(times) >= max_steps:
+        return True
+    sums = [sum(times[at : at + block]) for at in range(0, len(times), block)]
+    return len(sums) >= MIN_BLOCKS and find_error(sums) <= PRECISION
+
+
+def find_error(values: Sequence[float]) -> float:
+    """Return the standard error of a mean, as a share of it; infinite for a single value."""
+    count, mean = len(values), sum(values) / len(values)
+    if count < 2 or mean <= 0:
+        return math.inf
+    variance = sum((value - mean) ** 2 for value in values) / (count - 1)
+    return math.sqrt(variance / count) / mean
+
+
 def measure_memory() -> int:
     """Return what this process and its children use in KiB, pages that several share counted in part.
 
-    0 where the kernel does not tell.
+    0 if the kernel does not report it.
     """
     return sum(read_pss(pid) for pid in ["self", *list_children()])
 

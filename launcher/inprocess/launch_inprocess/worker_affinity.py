@@ -11,111 +11,115 @@ if TYPE_CHECKING:  # these would cost each start of an interpreter some millisec
     from collections.abc import Callable, Mapping
     from types import ModuleType
 
-TELLER = "torch.utils.data._utils.signal_handling"
-"""Its `_set_worker_pids` is told of the workers of every loader, torchdata's too, once they have started."""
-PASSES = 4
-"""Looks at a worker's threads at most: one may have started another before it was moved."""
+SIGNAL_HANDLING = "torch.utils.data._utils.signal_handling"
+"""Its `_set_worker_pids` gets the workers' PIDs of every loader, torchdata's too, once they have started."""
+MAX_PASSES = 4
+"""Passes over a worker's threads: one may have started another before it was moved."""
 
 
 def place_workers(environ: Mapping[str, str]) -> None:
     """Have the workers that this very process starts moved to the CPUs that the plan has for them."""
     plan = environ.get("LAUNCH_RANK_PLAN")
     if plan:
-        crew = Crew(plan)
-        when_imported(TELLER, crew.follow_starts)
-        when_imported("torch.utils.data.dataloader", crew.judge_anew)
+        placement = WorkerPlacement(plan)
+        when_imported(SIGNAL_HANDLING, placement.move_started_workers)
+        when_imported("torch.utils.data.dataloader", placement.correct_count_check)
 
 
-class Crew:
-    """The workers of a rank."""
+class WorkerPlacement:
+    """Where the workers of a rank belong."""
 
     def __init__(self, plan: str) -> None:
         self.plan = plan
         self.process = os.getpid()
-        self.home = os.sched_getaffinity(0)
-        """Where the rank's own process is, and its children begin."""
+        self.own_cpus = os.sched_getaffinity(0)
+        """CPUs of the rank's own process, on which its children start."""
 
     def read_cpus(self, name: str = "worker_cpus") -> set[int]:
-        """Return where workers belong; empty where they begin there. Raises KeyError and the like."""
+        """Return CPUs of the plan; empty if they are the rank's own. Raises KeyError and the like."""
         import json  # torch has imported it by now
 
         cpus = parse_cpulist(json.loads(self.plan)[name])
-        return set() if cpus == self.home else cpus
+        return set() if cpus == self.own_cpus else cpus
 
-    def follow_starts(self, module: ModuleType) -> None:
-        """Have workers moved as soon as torch notes their process ids, before it gives them work.
+    def move_started_workers(self, module: ModuleType) -> None:
+        """Have workers moved as soon as torch notes their PIDs, before it gives them work.
 
-        Done from here, it is the same for fork, spawn and forkserver, and pickles nothing.
+        From here, it is the same for fork, spawn and forkserver, and pickles nothing.
         """
         cpus = self.read_cpus()
-        note = module._set_worker_pids
+        function = "_set_worker_pids"
+        original = getattr(module, function)
 
         def note_and_move(loader: int, pids: tuple[int, ...]) -> None:
-            note(loader, pids)
+            original(loader, pids)
             if os.getpid() == self.process:
                 for pid in pids:
-                    move_process(pid, self.home, cpus)
+                    move_process(pid, self.own_cpus, cpus)
 
         if cpus:
-            module._set_worker_pids = note_and_move  # type: ignore[attr-defined]  # as above
+            setattr(module, function, note_and_move)
 
-    def judge_anew(self, module: ModuleType) -> None:
-        """Let torch's warning of too many workers not count the rank's own CPUs alone.
+    def correct_count_check(self, module: ModuleType) -> None:
+        """Leave out torch's warning of too many workers if it counts the rank's own CPUs alone.
 
-        The CPUs that workers get count, and so do those that the rank would have had without us.
+        The CPUs that workers get count, and so do those that the rank would have without us.
         """
-        most = max(len(self.read_cpus("worker_cpus")), len(self.read_cpus("cpus_before")))
-        if most:
+        max_workers = max(len(self.read_cpus("worker_cpus")), len(self.read_cpus("cpus_before")))
+        if max_workers:
             name = "check_worker_number_rationality"
-            setattr(module.DataLoader, name, Check(vars(module.DataLoader)[name], self, most))
+            check = WorkerCountCheck(vars(module.DataLoader)[name], self, max_workers)
+            setattr(module.DataLoader, name, check)
 
-    def is_home(self) -> bool:
-        """Tell whether this is the rank's own process, and runs where it was started."""
-        return os.getpid() == self.process and os.sched_getaffinity(0) == self.home
+    def is_unmoved(self) -> bool:
+        """Tell whether this is the rank's own process, and runs on the CPUs that it started on."""
+        return os.getpid() == self.process and os.sched_getaffinity(0) == self.own_cpus
 
 
-class Check:
-    """torch's method that warns, left out where it would count the wrong CPUs.
+class WorkerCountCheck:
+    """torch's method that warns, left out if it would count the wrong CPUs.
 
-    A method around it would be what its warning points at, and what filters for torch's modules miss.
+    It is a descriptor: a wrapping method would be where the warning points to, and filters for torch's
+    modules would miss it.
     """
 
-    def __init__(self, method: Callable[..., None], crew: Crew, most: int) -> None:
+    def __init__(self, method: Callable[..., None], placement: WorkerPlacement, max_workers: int) -> None:
         self.method = method
-        self.crew = crew
-        self.most = most
+        self.placement = placement
+        self.max_workers = max_workers
 
     def __get__(self, loader: object, owner: type | None = None) -> Callable[..., None]:
         """Return the method of a loader, or one that does nothing."""
-        if 0 < getattr(loader, "num_workers", 0) <= self.most and self.crew.is_home():
-            return pass_over
-        return self.method.__get__(loader, owner)  # type: ignore[no-any-return]  # a function's own
+        if 0 < getattr(loader, "num_workers", 0) <= self.max_workers and self.placement.is_unmoved():
+            return skip_check
+        method: Callable[..., None] = self.method.__get__(loader, owner)
+        return method
 
 
-def pass_over() -> None:
-    """Have no objection."""
+def skip_check() -> None:
+    """Do nothing, in place of the check."""
 
 
-def move_process(pid: int, home: set[int], cpus: set[int]) -> None:
-    """Move all threads of a process to its CPUs, one that has just begun included."""
-    for _ in range(PASSES):
+def move_process(pid: int, source: set[int], target: set[int]) -> None:
+    """Move all threads of a process from one set of CPUs to another, also those that it starts meanwhile."""
+    for _ in range(MAX_PASSES):
         try:
             threads = os.listdir(f"/proc/{pid}/task")
         except OSError:  # it has ended
             return
-        if not [thread for thread in threads if move_thread(int(thread), home, cpus)]:
+        if not [thread for thread in threads if move_thread(int(thread), source, target)]:
             return
 
 
-def move_thread(thread: int, home: set[int], cpus: set[int]) -> bool:
-    """Move a thread, and tell whether that was done; one that is refused, or has ended, is left alone.
+def move_thread(thread: int, source: set[int], target: set[int]) -> bool:
+    """Move a thread, and return whether that was done; one that has ended or may not be moved stays.
 
-    So is one that is not where it began: somebody has bound it, or had bound the rank itself.
+    So is one that is not on `source`: somebody has bound it, or had bound the rank itself.
     """
     try:
-        if os.sched_getaffinity(thread) != home:
+        if os.sched_getaffinity(thread) != source:
             return False
-        os.sched_setaffinity(thread, cpus)
+        os.sched_setaffinity(thread, target)
     except OSError:
         return False
     return True
