@@ -1,7 +1,9 @@
-"""The command line, taken apart: verb, overrides, program."""
+"""The command line, taken apart: verb, overrides, program; and what is no word of ours."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from launcher.errors import UsageError
 
@@ -13,6 +15,8 @@ OF_RUNS = ("status", "logs", "cancel")
 """Verbs that take names of runs or numbers of jobs."""
 FOLLOW = ("-f", "--follow")
 """`follow=true` as `tail` writes it, for `launch logs`."""
+MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+"""A module's dotted name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,29 +29,87 @@ class Command:
     names: tuple[str, ...]
     """Runs and jobs, for the verbs that take them; what `tune` is to tune."""
     program: tuple[str, ...] | None
-    """What stands after the first `--`; None where there is none."""
+    """The program and its arguments; None if there is none."""
+    tail: tuple[str, ...] = ()
+    """The program as it stands on the command line, with a `--` before it if there is one."""
 
 
 def parse_command(argv: Sequence[str]) -> Command:
     """Split a command line into verb, overrides and program; raises UsageError for an empty program."""
     words = list(argv)
-    program = None
-    if "--" in words:
-        at = words.index("--")
-        words, program = words[:at], tuple(words[at + 1 :])
-        if not program:
-            raise UsageError(
-                "nothing stands after `--`: give a program, as in `launch -- train.py --lr 3e-4`"
-            )
     verb = words.pop(0) if words and words[0] in VERBS else "run"
-    check_verbs(verb, words)
     names: list[str] = []
+    if verb == "tune" and words and words[0].isalpha():
+        names = [words.pop(0)]
+    size = find_dashes(words) if verb in OF_RUNS else sum(map(len, group_words(words)))
+    words, tail = words[:size], tuple(words[size:])
+    program = tail[tail[0] == "--" :] if tail else None
+    if program == ():
+        raise UsageError("nothing stands after `--`: give a program, as in `launch -- ./train --lr 3e-4`")
+    check_verbs(verb, words)
     if verb in OF_RUNS:
         names = [word for word in words if "=" not in word and not word.startswith(("-", "~"))]
         words = ["follow=true" if word in FOLLOW else word for word in words if word not in names]
-    if verb == "tune" and words and words[0].isalpha():
-        names = [words.pop(0)]
-    return Command(verb, tuple(words), tuple(names), program)
+    return Command(verb, tuple(words), tuple(names), program, tail)
+
+
+def find_dashes(words: Sequence[str]) -> int:
+    """Return where `--` stands, or the number of words."""
+    return words.index("--") if "--" in words else len(words)
+
+
+def group_words(argv: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Give the words before the program: an option together with its value, any other word alone."""
+    at = 0
+    while at < len(argv) and not begins_program(argv[at : at + 2]):
+        size = 2 if takes_value(argv[at : at + 3]) else 1
+        yield tuple(argv[at : at + size])
+        at += size
+
+
+def begins_program(words: Sequence[str]) -> bool:
+    """Tell whether a program begins with the first of these words, which is no value of an option.
+
+    A program begins with `--`, with `-m` before the name of a module (before anything else `-m` is Hydra's
+    --multirun), or with a word that is a file or ends in .py. An override or a verb is no program, even if
+    there is a file of that name.
+    """
+    word, *after = words
+    if word == "-m":
+        return bool(after) and is_module(after[0])
+    if word == "--":
+        return True
+    if word.startswith(("-", "~")) or "=" in word or word in VERBS:
+        return False
+    return is_script(word)
+
+
+def is_module(word: str) -> bool:
+    """Tell whether a word after `-m` names a module, and neither a verb nor a script."""
+    return bool(MODULE.fullmatch(word)) and word not in VERBS and not is_script(word)
+
+
+def is_script(word: str) -> bool:
+    """Tell whether a word names a program by itself: it ends in .py, or is a file."""
+    try:
+        return word.endswith(".py") or Path(word).is_file()
+    except (OSError, ValueError):  # too long for a name
+        return False
+
+
+def takes_value(words: Sequence[str]) -> bool:
+    """Tell whether the second of these words is the value of the first, an option of ours or another's."""
+    from launcher.config.hydra_flags import takes_flag_value
+    from launcher.config.other_tools import find_option
+
+    option, *after = words
+    if not option.startswith("-") or "=" in option or not after or after[0] == "--":
+        return False
+    if (is_value := takes_flag_value(option, after[0])) is not None:
+        return is_value
+    if foreign := find_option(option):
+        return not foreign.is_flag
+    return not after[0].startswith("-") and "=" not in after[0] and not begins_program(after)
 
 
 def check_verbs(verb: str, words: Sequence[str]) -> None:
@@ -56,7 +118,9 @@ def check_verbs(verb: str, words: Sequence[str]) -> None:
     if late and verb in VERBS:
         raise UsageError(f"{verb} and {late} are two verbs: give one, as in `launch {late}`")
     if late:
-        raise UsageError(f"{late} is a verb, which stands first: launch {late} KEY=VALUE …")
+        raise UsageError(
+            f"{late} is a verb, which stands first: launch {late} KEY=VALUE … (a program: `launch -- {late}`)"
+        )
     if verb not in VERBS and words and words[0].isalpha():
         import difflib
 

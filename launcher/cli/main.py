@@ -83,6 +83,10 @@ def run_command(command: Command, argv: Sequence[str]) -> int:
         return 0
     from launcher.config.hydra_flags import parse_flags
 
+    if not {"-sc", "--shell-completion"} & set(command.words):
+        from launcher.cli.foreign_words import check_words
+
+        check_words(command)
     flags = parse_flags(command.words)
     if flags.completion:
         from launcher.cli.completion import complete_line

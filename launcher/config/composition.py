@@ -35,7 +35,6 @@ from launcher.config.hydra_settings import (
     refuse_words,
     republish,
 )
-from launcher.config.other_tools import explain_foreign
 from launcher.config.overrides import check_removal, check_shape, is_choice, read_key, rewrite_overrides
 from launcher.config.schema import LaunchConfig
 from launcher.config.search_path import PRIMARY, Sources
@@ -240,9 +239,6 @@ def normalize_overrides(sources: Sources, overrides: Sequence[str], *, sweep: bo
     for given in overrides:
         check_shape(given)
         check_removal(given)
-    own = [(read_key(word), word) for word in overrides if not is_choice(sources, word)]
-    if foreign := explain_foreign(own):
-        raise UsageError(foreign)
     refuse_words(overrides)
     words = rewrite_overrides(sources, overrides, sweep=sweep)
     for word, given in zip(words, overrides, strict=True):

@@ -1,7 +1,6 @@
 """Hydra's flags on the command line of `launch`, with Hydra's names and meanings."""
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -77,9 +76,12 @@ def parse_flags(words: Sequence[str]) -> Flags:
     known, overrides = parser.parse_known_args(list(words))
     for word in overrides:
         if word.startswith("-"):
-            raise UsageError(explain_option(parser, word))
+            raise UsageError(f"there is no option {word}: see `launch --help`")
     if (known.package is not None or known.resolve) and not known.cfg:
-        raise UsageError("--package and --resolve go with --cfg: write --cfg job as well, or leave them out")
+        raise UsageError(
+            "--package and --resolve go with --cfg: write --cfg job as well, or leave them out"
+            " (SLURM's -p is cluster.partition=NAME)"
+        )
     sources = find_sources(known.config_path, known.config_dir, known.config_name)
     return Flags(
         sources,
@@ -95,11 +97,17 @@ def parse_flags(words: Sequence[str]) -> Flags:
     )
 
 
-def explain_option(parser: Parser, word: str) -> str:
-    """Say what to write instead of an option that is not ours."""
-    name, equals, value = word.lstrip("-").replace("-", "_").partition("=")
-    near = difflib.get_close_matches(word.partition("=")[0], parser._option_string_actions, n=1, cutoff=0.7)
-    if near:
-        return f"there is no option {word}: did you mean {near[0]}?"
-    setting = f"{name}={value if equals else '…'}"
-    return f"there is no option {word}: settings are written {setting}, a program's options go after `--`"
+def takes_flag_value(option: str, word: str) -> bool | None:
+    """Tell whether a word after one of the flags is its value; None if `option` is none of the flags."""
+    action = make_parser()._option_string_actions.get(option)
+    if action is None:
+        return None
+    if action.nargs == "?":
+        return word in (action.choices or ())
+    return action.nargs is None
+
+
+def find_flag_sources(words: Sequence[str]) -> Sources:
+    """Return the folders that the flags among these words choose; raises UsageError."""
+    known, _ = make_parser().parse_known_args(list(words))
+    return find_sources(known.config_path, known.config_dir, known.config_name)

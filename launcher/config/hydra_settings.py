@@ -117,7 +117,7 @@ def refuse_setting(key: str, value: object, word: str) -> None:
     if value in ALREADY.get(instead or "", ()) or (not instead and is_within(key, CARRIED_OUT + FILLED_IN)):
         return
     if foreign := find_foreign(f"hydra.{key}"):
-        raise UsageError(foreign.explain(word))
+        raise UsageError(foreign.explain(word, str(value)))
     fix = INSTEAD.get(instead or "", "leave it out")
     if is_within(key, ["job.env_set"]):
         fix = fix.replace("NAME=VALUE", f"{key.removeprefix('job.env_set.')}={value}")

@@ -115,9 +115,7 @@ def check_shape(word: str) -> None:
     if word.startswith(("=", "@")):
         raise UsageError(f"{word!r} is not KEY=VALUE: the key is missing")
     if "=" not in word and not word.startswith("~"):
-        raise UsageError(
-            f"{word!r} is not KEY=VALUE: to run a program, put it after `--`, as in `launch -- {word}`"
-        )
+        raise UsageError(f"{word!r} is not KEY=VALUE")
 
 
 def check_removal(word: str) -> None:

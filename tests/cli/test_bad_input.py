@@ -54,8 +54,12 @@ def test_a_script_that_is_a_folder_or_cannot_be_read(launch: Launch, here: Path)
 
 
 def test_forgotten_dashes(launch: Launch, here: Path) -> None:
-    launch("train.py").assert_error(2, "`launch -- train.py`")
-    launch("nproc_per_node=2", "python", "train.py", "--lr", "3").assert_error(2)
+    launch("train.py").assert_error(2, "no such program: train.py")
+    launch("nproc_per_node=2", "python", "train.py", "--lr", "3").assert_error(
+        2, "'python' is not KEY=VALUE", "`launch nproc_per_node=2 -- python train.py --lr 3`"
+    )
+    launch("plan", "nodes=1", "./train", "-x").assert_error(2, "`launch plan nodes=1 -- ./train -x`")
+    launch("topo", "here").assert_error(2, "'here' is not KEY=VALUE", "`launch topo` takes nothing else")
 
 
 def test_a_verb_in_the_wrong_place_or_misspelt(launch: Launch) -> None:

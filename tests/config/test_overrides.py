@@ -228,7 +228,7 @@ BAD = [
     ("name=two words'", "cannot read", "quote the value"),
     ("=3", "'=3'", "KEY=VALUE"),
     ("", "''", "KEY=VALUE"),
-    ("train.py", "'train.py' is not KEY=VALUE", "`launch -- train.py`"),
+    ("train", "'train' is not KEY=VALUE", "`launch -- train -- true`"),
     ("plann", "'plann'", "did you mean plan"),
     ("--nproc-per-node=2", "nproc_per_node=2", ""),
     ("--nproc_per_node", "nproc_per_node=…", ""),
