@@ -12,8 +12,8 @@ from pathlib import Path
 from launcher.config.program import SHIM
 from launcher.config.schema import LaunchConfig
 from launcher.config.validation import check_run_dir
-from launcher.doctor.checkup import count_exit, judge
-from launcher.doctor.finding import Case, Trial
+from launcher.doctor.checkup import choose_exit_code, run_checks
+from launcher.doctor.finding import BindingTrial, Case
 from launcher.errors import UsageError
 from launcher.launch.job import plan_configured
 from launcher.plan.codec import plan_to_json
@@ -42,19 +42,19 @@ def show_checkup(config: LaunchConfig, environ: Mapping[str, str]) -> int:
     case = Case(
         plan=plan,
         health=read_health(config.machine.root, plan.machine) if known else Health(),
-        trial=try_plan(plan) if here else Trial(reason="another machine's plan"),
+        trial=try_plan(plan) if here else BindingTrial(reason="another machine's plan"),
         num_workers=config.dataloader.num_workers,
         environ=environ if here else None,
         run=run,
         run_reason=reason,
     )
-    findings = judge(case)
+    findings = run_checks(case)
     if config.format == "json":
         listed = [asdict(finding) for finding in findings]
         sys.stdout.write(json.dumps({"schema": SCHEMA, "findings": listed}, indent=1) + "\n")
     else:
         print_findings(make_console(stderr=False), findings)
-    return count_exit(findings)
+    return choose_exit_code(findings)
 
 
 def find_run(config: LaunchConfig, here: bool) -> tuple[RunRecords | None, str]:
@@ -82,7 +82,7 @@ def check_run(path: Path) -> None:
         raise UsageError(f"run_dir={path} holds no plan-HOST.json: name a run's directory")
 
 
-def try_plan(plan: Plan) -> Trial:
+def try_plan(plan: Plan) -> BindingTrial:
     """Let the shim apply the plan to short-lived processes: a rank for each memory policy that differs."""
     ranks = list({rank.memory: rank for rank in reversed(plan.ranks)}.values())
     try:
@@ -90,8 +90,8 @@ def try_plan(plan: Plan) -> Trial:
             Path(folder, "plan.json").write_text(json.dumps(plan_to_json(plan)), encoding="utf-8")
             problems = [problem for rank in ranks for problem in try_rank(rank, folder)]
     except (OSError, subprocess.SubprocessError) as error:
-        return Trial(reason=f"the shim cannot be tried here ({error})")
-    return Trial(len(ranks), tuple(dict.fromkeys(problems)))
+        return BindingTrial(reason=f"the shim cannot be tried here ({error})")
+    return BindingTrial(len(ranks), tuple(dict.fromkeys(problems)))
 
 
 def try_rank(rank: RankPlan, folder: str) -> Iterator[str]:

@@ -4,7 +4,7 @@ from launcher.config.request import describe_wishes
 from launcher.config.schema import LaunchConfig
 from launcher.errors import UsageError
 from launcher.plan.model import Plan, Request
-from launcher.plan.workers import bound_files, bound_memory, bound_shm
+from launcher.plan.workers import bound_by_files, bound_by_memory, bound_by_shm
 
 EACH = 2
 """Workers for each core: those that read from a disk or a network wait more than they compute."""
@@ -23,9 +23,9 @@ def find_most(config: LaunchConfig, plan: Plan) -> tuple[int, str]:
     request = Request(**describe_wishes(config))  # type: ignore[arg-type]  # values by their names
     machine, each_mib = plan.machine, config.dataloader.worker_shm_mib
     bounds = (
-        *bound_memory(request, machine, ranks),
-        *bound_shm(machine, most * ranks, ranks, each_mib),
-        *bound_files(machine),
+        *bound_by_memory(request, machine, ranks),
+        *bound_by_shm(machine, most * ranks, ranks, each_mib),
+        *bound_by_files(machine),
     )
     tight = min(bounds, key=lambda bound: bound.most, default=None)
     if tight is not None and tight.most < most:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from launcher.errors import UsageError
-from launcher.plan.allocator_keys import KNOWN, NEWEST, OLDEST, SPLIT, Version, find_fault, list_keys
+from launcher.plan.allocator_keys import KNOWN, NEWEST, OLDEST, SPLIT, Version, find_fault, list_known_keys
 from launcher.plan.allocator_text import find_variable, format_settings, parse_settings
 
 HOSTS = ("system", "tcmalloc", "jemalloc")
@@ -51,7 +51,7 @@ def check_settings(settings: Mapping[str, str], torch: str | None) -> Iterator[s
         if name not in KNOWN:
             text = f"there is no allocator.{name}{suggest_key(name, version)}"
             if version and version <= NEWEST:
-                raise UsageError(f"{text} torch {torch} knows {', '.join(list_keys(version))}")
+                raise UsageError(f"{text} torch {torch} knows {', '.join(list_known_keys(version))}")
             yield f"{text} torch {torch or '(not installed here)'} may know it"
             if parse_settings(f"{name}:{value}") != {name: value}:
                 raise UsageError(
@@ -111,7 +111,7 @@ def suggest_key(name: str, version: Version | None) -> str:
     """Return `: did you mean …?` where a setting has a similar name, else `:`."""
     from difflib import get_close_matches  # noqa: PLC0415 - 10 ms, for a mistake alone
 
-    near = get_close_matches(name, list_keys(version), n=1, cutoff=0.6)
+    near = get_close_matches(name, list_known_keys(version), n=1, cutoff=0.6)
     return f": did you mean {near[0]}?" if near else ":"
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from launcher.cpulist import format_cpulist
 from launcher.doctor.finding import Case, Finding, pass_check
-from launcher.plan.rules import count_needed
+from launcher.plan.rules import count_node_cores
 from launcher.text import count_things
 
 CPUS = "CPUs"
@@ -93,7 +93,7 @@ def judge_count(case: Case) -> Iterator[Finding]:
     """Cores against the processes that will be busy, and the cgroup's CPU quota."""
     machine, ranks = case.machine, len(case.plan.ranks)
     cores = len({cpu.core for cpu in machine.cpus if cpu.id in machine.allowed_cpus})
-    needed = count_needed(ranks, case.num_workers)
+    needed = count_node_cores(ranks, case.num_workers)
     workers = count_things(ranks * case.num_workers, "DataLoader worker")
     said = f"{count_things(cores, 'core')} for {count_things(ranks, 'rank')} and {workers}, {needed} wanted"
     if cores >= needed:

@@ -27,7 +27,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class BindingTrial:
     """What became of the plan's placements when processes tried them just now."""
 
     tried: int = 0
@@ -45,7 +45,7 @@ class Case:
     plan: Plan
     """Where a job would run now."""
     health: Health
-    trial: Trial
+    trial: BindingTrial
     num_workers: int = 2
     """DataLoader workers that each rank would like."""
     environ: Mapping[str, str] | None = None

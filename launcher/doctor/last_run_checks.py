@@ -16,7 +16,7 @@ AGAIN = (
 )
 
 
-def judge_run(case: Case) -> Iterator[Finding]:
+def judge_last_run(case: Case) -> Iterator[Finding]:
     """Every host's records against its plan."""
     run = case.run
     if run is None:

@@ -34,7 +34,7 @@ def judge_plan(case: Case) -> Iterator[Finding]:
         yield pass_check(PLACEMENT, f"{count_things(len(case.plan.ranks), 'rank')} planned without a warning")
 
 
-def judge_trial(case: Case) -> Iterator[Finding]:
+def judge_binding_trial(case: Case) -> Iterator[Finding]:
     """What happened when processes tried the plan by the very shim that starts ranks."""
     trial = case.trial
     for problem in trial.problems:

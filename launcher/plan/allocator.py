@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from launcher.plan.allocator_text import NAMES, find_variable, format_settings, parse_settings
-from launcher.plan.environment import Part
+from launcher.plan.environment import VariablesAndNotes
 from launcher.plan.model import Gpu, Request
 
 SET = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -14,7 +14,7 @@ MALLOCS = ("tcmalloc", "jemalloc", "mimalloc")
 """Parts of the names of libraries that replace malloc."""
 
 
-def set_allocator(request: Request, gpu: Gpu | None, kernel: str) -> Part:
+def set_allocator(request: Request, gpu: Gpu | None, kernel: str) -> VariablesAndNotes:
     """PyTorch's allocator settings for a rank with a GPU: the configuration's, over which the user's come.
 
     A variable that torch would refuse is left alone, so that the job ends as it would have without us.
@@ -83,7 +83,7 @@ def describe_theirs(environ: Mapping[str, str], name: str, theirs: Mapping[str, 
             yield f"{other}={environ[other]} is not heard: torch takes {name} alone where both are set"
 
 
-def set_malloc(request: Request) -> Part:
+def set_malloc(request: Request) -> VariablesAndNotes:
     """LD_PRELOAD of the library that replaces malloc, before what the user has there."""
     path, word = request.host_library, request.host_allocator
     if word == "system" or path == "":

@@ -32,8 +32,8 @@ def find_conflicts(
     may not trace processes.
     """
     if settings.get(EXPANDABLE) == "True" and settings.get("backend") not in ASYNC:
-        yield from find_registered(words, environ)
-        yield from find_shared(words, environ, contained=contained)
+        yield from find_registration_conflicts(words, environ)
+        yield from find_ipc_conflicts(words, environ, contained=contained)
 
 
 def merge_settings(given: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
@@ -66,7 +66,7 @@ def describe_idle(settings: Mapping[str, str]) -> str:
     )
 
 
-def find_registered(words: Sequence[str], environ: Mapping[str, str]) -> Iterator[Conflict]:
+def find_registration_conflicts(words: Sequence[str], environ: Mapping[str, str]) -> Iterator[Conflict]:
     """NCCL's registration of buffers, which maps segments that then grow."""
     if has_option(words, "--use-nccl-ub"):
         yield Conflict("--use-nccl-ub: Megatron-LM refuses NCCL user buffers with expandable_segments")
@@ -90,7 +90,9 @@ def find_graph(words: Sequence[str], environ: Mapping[str, str]) -> str:
     return next((option for option in GRAPHS if has_option(words, option)), "")
 
 
-def find_shared(words: Sequence[str], environ: Mapping[str, str], *, contained: bool) -> Iterator[Conflict]:
+def find_ipc_conflicts(
+    words: Sequence[str], environ: Mapping[str, str], *, contained: bool
+) -> Iterator[Conflict]:
     """Memory that other processes open."""
     nixl = next((name for name in environ if name.startswith("NIXL_")), "")
     ucx = f"UCX_TLS={environ['UCX_TLS']}" if "cuda" in environ.get("UCX_TLS", "") else nixl

@@ -55,13 +55,13 @@ KEYS = (
     Key("expandable_segments_reserve_by_class", "reserves", (2, 15)),
 )
 SPLIT = ("max_split_size_mb", "max_non_split_rounding_mb")
-"""Settings whose least value is the size of a large segment: `find_least`."""
+"""Settings whose least value is the size of a large segment: `find_min_split`."""
 BACKENDS = ("native", "cudaMallocAsync", "hipMallocAsync")
 """The last is ROCm's alone, which takes the second as well."""
 KNOWN = {key.name: key for key in KEYS}
 
 
-def list_keys(version: Version | None) -> tuple[str, ...]:
+def list_known_keys(version: Version | None) -> tuple[str, ...]:
     """Names of the settings of a release; None stands for all."""
     return tuple(key.name for key in KEYS if version is None or key.since <= max(version, OLDEST))
 
@@ -72,11 +72,11 @@ def find_fault(name: str, settings: Mapping[str, str], version: Version | None) 
     `settings` are all that go together, in the allocator's notation; None is a release that is not known.
     """
     key = KNOWN[name]
-    least = find_least(settings, version) if name in SPLIT else key.least
+    least = find_min_split(settings, version) if name in SPLIT else key.least
     return CHECKS[key.kind](settings[name], least, key.most)
 
 
-def find_least(settings: Mapping[str, str], version: Version | None) -> int:
+def find_min_split(settings: Mapping[str, str], version: Version | None) -> int:
     """Smallest `max_split_size_mb`: a large segment's size, which up to 2.9 it had to be above."""
     large = settings.get("large_segment_size_mb", "")
     if is_whole(large):
@@ -94,7 +94,7 @@ def is_power(text: str) -> bool:
     return is_whole(text) and int(text).bit_count() == 1
 
 
-def read_number(text: str) -> float:
+def read_decimal(text: str) -> float:
     """A decimal number; NaN, which is within no bounds, where it is none."""
     plain = text.isascii() and "_" not in text and text.strip() == text
     try:
@@ -122,12 +122,12 @@ def check_power(text: str, least: int, most: int) -> str:
 
 def check_fraction(text: str, least: int, most: int) -> str:
     """A number between 0 and 1."""
-    return "" if 0 < read_number(text) < 1 else "a number above 0 and below 1"
+    return "" if 0 < read_decimal(text) < 1 else "a number above 0 and below 1"
 
 
 def check_share(text: str, least: int, most: int) -> str:
     """A number from 0 to 1."""
-    return "" if 0 <= read_number(text) <= 1 else "a number from 0 to 1"
+    return "" if 0 <= read_decimal(text) <= 1 else "a number from 0 to 1"
 
 
 def check_backend(text: str, least: int, most: int) -> str:
@@ -151,7 +151,7 @@ def check_divisions(text: str, least: int, most: int) -> str:
 
 def check_reserve(text: str, least: int, most: int) -> str:
     """A share of the GPU's memory, or GiB."""
-    number = read_number(text[:-1] if text[-1:] in ("G", "g") else text)
+    number = read_decimal(text[:-1] if text[-1:] in ("G", "g") else text)
     return (
         "" if 0 < number < float("inf") else "a share of the GPU's memory such as 0.5, or a size such as 40G"
     )

@@ -67,8 +67,8 @@ def assign_ranks(topology: Topology, gpus: Sequence[Gpu | None], each: int) -> A
     }
     goal = min(each, sum(node.cores for node in nodes.values()) // len(gpus))
     order = tuple(order_ranks(gpus))
-    homes = tuple(map(topology.find_home, gpus))
-    localities = group_ranks(homes, order)
+    homes = tuple(map(topology.find_local_nodes, gpus))
+    localities = group_by_locality(homes, order)
     fill_nodes(topology, nodes, localities, goal)
     assigned: dict[int, int] = {}
     for locality in localities:
@@ -83,7 +83,7 @@ def order_ranks(gpus: Sequence[Gpu | None]) -> list[int]:
     return sorted(range(len(gpus)), key=lambda rank: (places[rank], rank))
 
 
-def group_ranks(homes: Sequence[frozenset[int]], order: Sequence[int]) -> list[Locality]:
+def group_by_locality(homes: Sequence[frozenset[int]], order: Sequence[int]) -> list[Locality]:
     """The localities, those with fewest nodes first."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in order:
@@ -178,8 +178,8 @@ def pick_elsewhere(topology: Topology, nodes: Nodes, home: Sequence[int], goal: 
     free = [node for node in nodes.values() if node.ranks < node.cores]
     far = {node.id: min(topology.distance(near, node.id) for near in home) for node in free}
 
-    def judge(node: Node) -> tuple[float, ...]:
+    def score_node(node: Node) -> tuple[float, ...]:
         enough = min(goal, node.cores // (node.ranks + 1))
         return -enough, far[node.id], node.ranks / node.cores, node.id
 
-    return min(free, key=judge)
+    return min(free, key=score_node)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.plan.model import Machine
-from launcher.plan.policies import Place
+from launcher.plan.policies import Placement
 from launcher.plan.usable_cores import Topology, find_usable
 
 
@@ -23,7 +23,7 @@ class Cores:
     """A cgroup's quota leaves it less time than the cores would have."""
 
 
-def count_cores(topology: Topology, places: Sequence[Place]) -> tuple[Cores, ...]:
+def count_cores(topology: Topology, places: Sequence[Placement]) -> tuple[Cores, ...]:
     """Cores of each rank; one that n ranks share counts 1/n for each."""
     masks = {mask for place in places for mask in (place.cpus, place.worker_cpus)}
     cores = {mask: frozenset(topology.core_of[pu] for pu in mask) for mask in masks}

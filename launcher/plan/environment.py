@@ -6,7 +6,7 @@ from launcher.plan.allocator_text import NAMES
 from launcher.plan.rules import BINDERS
 from launcher.protocol import LAUNCH_GC, LAUNCH_LOADER_DEFAULT, LAUNCH_NIC, LAUNCH_NUM_WORKERS
 
-Part = tuple[Mapping[str, str], Sequence[str]]
+VariablesAndNotes = tuple[Mapping[str, str], Sequence[str]]
 """What one concern of a rank comes to: variables by name, and notes for people."""
 COUNTS = {
     "OMP_NUM_THREADS": 1,
@@ -34,7 +34,7 @@ HONOURED = (
 """Variables of the user's that the plan depends on; one that the user has set wins."""
 
 
-def read_count(environ: Mapping[str, str], name: str, least: int) -> int | None:
+def read_variable_count(environ: Mapping[str, str], name: str, least: int) -> int | None:
     """The number in a variable, the first of a list (`OMP_NUM_THREADS=8,4`); None where there is none."""
     text = environ.get(name, "").split(",")[0].strip()
     # Longer numbers are no count of anything here, and int() refuses some thousands of digits.
@@ -53,7 +53,7 @@ def stays(environ: Mapping[str, str], name: str, decided: Mapping[str, str]) -> 
     An empty value is as good as none but where it hides GPUs.
     """
     if name in COUNTS:
-        return read_count(environ, name, COUNTS[name]) is not None
+        return read_variable_count(environ, name, COUNTS[name]) is not None
     if name in BINDERS or name in MERGED or (name in DEVICES and name in decided):
         return False
     return bool(environ[name]) or name in EMPTY

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from launcher.plan.assign import Assignment
-from launcher.plan.policies import Place
+from launcher.plan.policies import Placement
 from launcher.plan.shares import cut_evenly
 from launcher.plan.usable_cores import Core, Topology, gather_pus, split_classes
 
@@ -12,7 +12,7 @@ Shares = dict[int, list[Core]]
 """Cores of each rank."""
 
 
-def place_exclusive(topology: Topology, assignment: Assignment) -> dict[int, Place]:
+def place_exclusive(topology: Topology, assignment: Assignment) -> dict[int, Placement]:
     """Whole cores for each rank; its workers also get those of nodes without ranks, and what others spare."""
     nodes, order = assignment.nodes, assignment.order
     own: Shares = {}
@@ -25,7 +25,7 @@ def place_exclusive(topology: Topology, assignment: Assignment) -> dict[int, Pla
     lend_idle(topology, nodes, own, lent)
     level_up(topology, assignment, own, lent)
     cpus = {rank: gather_pus(own[rank]) for rank in order}
-    return {rank: Place(nodes[rank], cpus[rank], cpus[rank] | gather_pus(lent[rank])) for rank in order}
+    return {rank: Placement(nodes[rank], cpus[rank], cpus[rank] | gather_pus(lent[rank])) for rank in order}
 
 
 def divide_node(cores: Sequence[Core], count: int) -> tuple[list[list[Core]], list[list[Core]]]:

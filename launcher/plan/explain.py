@@ -5,38 +5,38 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from launcher.cpulist import format_cpulist
 from launcher.plan.model import Gpu, Machine, Memory
-from launcher.plan.policies import Place
-from launcher.plan.settings import Scene
+from launcher.plan.policies import Placement
+from launcher.plan.settings import NodePlacement
 from launcher.plan.usable_cores import Core, Topology, split_classes
 
 
-def explain_ranks(scene: Scene) -> Iterator[str]:
+def explain_ranks(scene: NodePlacement) -> Iterator[str]:
     """A sentence for each rank: GPU and node, cores, caches, workers' cores, memory, NIC."""
     exclusive = scene.binding == "exclusive"
     topology = scene.topology
     peers = Counter(place.node if exclusive else place.cpus for place in scene.places)
     cores = {core.id: core for found in topology.cores.values() for core in found}
-    users = find_users(topology, cores, scene.places) if exclusive else {}
-    extra = [find_extra(topology, cores, place) if exclusive else {} for place in scene.places]
+    users = find_cache_users(topology, cores, scene.places) if exclusive else {}
+    extra = [count_worker_cores(topology, cores, place) if exclusive else {} for place in scene.places]
     for rank, (gpu, place, link) in enumerate(zip(scene.gpus, scene.places, scene.links, strict=True)):
         home, memory = scene.homes[rank], scene.memories[rank]
-        parts = [tell_place(topology, scene.machine, gpu, home, place.node)]
+        parts = [explain_node(topology, scene.machine, gpu, home, place.node)]
         if exclusive and place.node is not None:
             caches = {cores[topology.core_of[pu]].l3 for pu in place.cpus}
-            shared = tell_caches(rank, caches, users)
-            parts.append(tell_cores(topology, place, place.node, peers[place.node]) + shared)
-            parts += tell_given(scene.places, extra, place.node)
-            parts += tell_extra(topology, extra[rank], place.node, peers)
+            shared = explain_caches(rank, caches, users)
+            parts.append(explain_cores(topology, place, place.node, peers[place.node]) + shared)
+            parts += explain_lent_cores(scene.places, extra, place.node)
+            parts += explain_worker_cores(topology, extra[rank], place.node, peers)
         else:
             others = peers[place.cpus] - 1
             parts.append(f"it has {place.why}{f', shared by {others + 1} ranks' if others else ''}")
-        parts.append(tell_memory(scene.machine, home, place.node, memory))
+        parts.append(explain_memory(scene.machine, home, place.node, memory))
         parts += [f"NIC {link.nic.name}, {link.why}"] if link else []
         yield "; ".join(parts)
 
 
-def find_users(
-    topology: Topology, cores: Mapping[int, Core], places: Sequence[Place]
+def find_cache_users(
+    topology: Topology, cores: Mapping[int, Core], places: Sequence[Placement]
 ) -> Mapping[int, set[int]]:
     """Ranks whose own process runs under each last-level cache."""
     users: dict[int, set[int]] = {}
@@ -46,26 +46,26 @@ def find_users(
     return users
 
 
-def find_extra(topology: Topology, cores: Mapping[int, Core], place: Place) -> Mapping[int, int]:
+def count_worker_cores(topology: Topology, cores: Mapping[int, Core], place: Placement) -> Mapping[int, int]:
     """Cores that are for a rank's workers alone, by NUMA node."""
     found = {topology.core_of[pu] for pu in place.worker_cpus - place.cpus}
     return Counter(cores[core].node for core in found)
 
 
-def tell_place(
+def explain_node(
     topology: Topology, machine: Machine, gpu: Gpu | None, home: frozenset[int], node: int | None
 ) -> str:
     """The rank's GPU and where that is, and the NUMA node that follows from it."""
     name = "" if gpu is None else f"GPU {gpu.index} ({gpu.pci})"
     if gpu is None or node is None:
         known = f" is on NUMA node {gpu.node}" if gpu and gpu.node is not None else ""
-        return name + known if gpu else "no GPU" + ("" if node is None else tell_spread(topology, node))
+        return name + known if gpu else "no GPU" + ("" if node is None else explain_spread(topology, node))
     if gpu.node == node:
         return f"{name} is on NUMA node {node}"
     nodes = f"{'nodes' if len(home) > 1 else 'node'} {format_cpulist(home)}"
     chosen = f", this rank on node {node}" if len(home) > 1 else ""
     if node not in home:
-        near = count(sum(len(topology.cores[near]) for near in home), "usable core")
+        near = count_noun(sum(len(topology.cores[near]) for near in home), "usable core")
         far = min(topology.distance(near, node) for near in home)
         taken = f"{name} is nearest to {nodes}, whose {near} other ranks have"
         return f"{taken}: this one is on node {node} (distance {far})"
@@ -77,58 +77,62 @@ def tell_place(
     silent = f"the firmware names no NUMA node for {name}"
     if len(home) < len(topology.cores):
         return f"{silent}, but its local CPUs are on {nodes}{chosen}"
-    return silent + tell_spread(topology, node)
+    return silent + explain_spread(topology, node)
 
 
-def tell_spread(topology: Topology, node: int) -> str:
+def explain_spread(topology: Topology, node: int) -> str:
     """Why a rank that may be anywhere is on a node."""
     if len(topology.cores) == 1:
         return f", and all CPUs for this job are on node {node}"
     return f", so ranks are spread over the NUMA nodes by their cores, this one on node {node}"
 
 
-def tell_cores(topology: Topology, place: Place, node: int, peers: int) -> str:
+def explain_cores(topology: Topology, place: Placement, node: int, peers: int) -> str:
     """What a rank has of its node's cores."""
     total, own = len(topology.cores[node]), len({topology.core_of[pu] for pu in place.cpus})
     if total < peers:
         cpus = format_cpulist(place.cpus)
-        return f"the node has {count(total, 'usable core')} for {peers} ranks, of which it has CPUs {cpus}"
+        return (
+            f"the node has {count_noun(total, 'usable core')} for {peers} ranks, of which it has CPUs {cpus}"
+        )
     if peers > 1:
-        return f"it has {own} of the node's {count(total, 'usable core')}, as one of {peers} ranks there"
+        return f"it has {own} of the node's {count_noun(total, 'usable core')}, as one of {peers} ranks there"
     if own < total:
         best = f"the {own} most capable" if split_classes(topology.cores[node])[1:] else own
-        return f"it has {best} of the node's {count(total, 'usable core')}"
-    return f"it has {'all ' if total > 1 else ''}the node's {count(total, 'usable core')}"
+        return f"it has {best} of the node's {count_noun(total, 'usable core')}"
+    return f"it has {'all ' if total > 1 else ''}the node's {count_noun(total, 'usable core')}"
 
 
-def tell_caches(rank: int, own: set[int], users: Mapping[int, set[int]]) -> str:
+def explain_caches(rank: int, own: set[int], users: Mapping[int, set[int]]) -> str:
     """Whether a rank shares its last-level caches with other ranks."""
     split = [cache for cache in own if len(users[cache]) > 1]
     if not split:
-        return f", with {count(len(own), 'last-level cache')} of its own"
+        return f", with {count_noun(len(own), 'last-level cache')} of its own"
     others = set().union(*(users[cache] for cache in split)) - {rank}
     part = "its last-level cache" if len(own) == 1 else f"{len(split)} of its {len(own)} last-level caches"
     return f", {part} shared with rank{'s' if len(others) > 1 else ''} {format_cpulist(others)}"
 
 
-def tell_given(places: Sequence[Place], extra: Sequence[Mapping[int, int]], node: int) -> Iterator[str]:
+def explain_lent_cores(
+    places: Sequence[Placement], extra: Sequence[Mapping[int, int]], node: int
+) -> Iterator[str]:
     """The cores of a node that workers of ranks on other nodes have."""
     others = {rank for rank, cores in enumerate(extra) if cores.get(node) and places[rank].node != node}
     if others:
-        cores = count(sum(extra[rank][node] for rank in others), "core")
+        cores = count_noun(sum(extra[rank][node] for rank in others), "core")
         ranks = f"{'ranks' if len(others) > 1 else 'rank'} {format_cpulist(others)}"
         yield f"workers of {ranks} have {cores} of the node"
 
 
-def tell_extra(
+def explain_worker_cores(
     topology: Topology, extra: Mapping[int, int], node: int, used: Collection[object]
 ) -> Iterator[str]:
     """Where the cores come from that are for a rank's workers alone."""
     if extra.get(node):
-        yield f"its workers also have {count(extra[node], 'less capable core')} of the node"
+        yield f"its workers also have {count_noun(extra[node], 'less capable core')} of the node"
     for spared in (False, True):
         parts = [
-            f"{count(cores, 'core')} of node {other} (distance {topology.distance(other, node)})"
+            f"{count_noun(cores, 'core')} of node {other} (distance {topology.distance(other, node)})"
             for other, cores in sorted(extra.items())
             if other != node and (other in used) == spared
         ]
@@ -137,7 +141,7 @@ def tell_extra(
             yield f"its workers also have {', '.join(parts)}, {why}"
 
 
-def tell_memory(machine: Machine, home: frozenset[int], node: int | None, memory: Memory) -> str:
+def explain_memory(machine: Machine, home: frozenset[int], node: int | None, memory: Memory) -> str:
     """Where a rank's memory comes from, and why where that is not its node."""
     if node is None:
         return "no memory policy"
@@ -154,6 +158,6 @@ def tell_memory(machine: Machine, home: frozenset[int], node: int | None, memory
     return f"memory from node {target}, {reason}"
 
 
-def count(number: int, what: str) -> str:
+def count_noun(number: int, what: str) -> str:
     """A number of things."""
     return f"{number} {what}{'' if number == 1 else 's'}"

@@ -10,14 +10,14 @@ from launcher.protocol import LAUNCH_NIC
 
 SLOW = 0.5
 """Share of the fastest NIC's rate below which one is for management rather than for training."""
-Seeker = tuple[str, int]
+NicUser = tuple[str, int]
 """What needs a NIC: a GPU by PCI address and index, or a rank without one."""
-Choices = tuple[str, tuple[int, ...]]
+NearestNics = tuple[str, tuple[int, ...]]
 """Why these NICs are the nearest, and their positions among the usable ones."""
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class RankNic:
     """A rank's NIC."""
 
     nic: Nic
@@ -31,7 +31,7 @@ def assign_nics(
     gpus: Sequence[Gpu | None],
     nodes: Sequence[int],
     environ: Mapping[str, str],
-) -> tuple[Link | None, ...]:
+) -> tuple[RankNic | None, ...]:
     """NIC of each rank, given its GPU and its NUMA node; None where the machine has none that is active.
 
     Ranks of one GPU share its NIC. Where several would do, a GPU gets the one that it would have if all of
@@ -39,34 +39,36 @@ def assign_nics(
     """
     if chosen := environ.get(LAUNCH_NIC):
         given = next((nic for nic in machine.nics if nic.name == chosen), Nic(chosen, "", None))
-        return (Link(given, "set by the user"),) * len(gpus)
+        return (RankNic(given, "set by the user"),) * len(gpus)
     nics = choose_usable(machine.nics, environ.get("NCCL_IB_HCA", ""))
     if not nics:
         return (None,) * len(gpus)
-    by_gpu = choose_all(machine, topology, nics)
+    by_gpu = choose_for_all_gpus(machine, topology, nics)
     by_node = {node: choose_nearest(topology, None, node, nics) for node in set(nodes) if None in gpus}
     seekers = [name_gpu(gpu) if gpu else ("", rank) for rank, gpu in enumerate(gpus)]
     wanted = {
         seeker: by_gpu[seeker] if gpu else by_node[node]
         for seeker, gpu, node in zip(seekers, gpus, nodes, strict=True)
     }
-    dealt = deal(wanted, Counter(seekers), deal(by_gpu, Counter(by_gpu.keys()), {}))
-    return tuple(Link(nics[dealt[seeker]], wanted[seeker][0]) for seeker in seekers)
+    dealt = distribute_nics(wanted, Counter(seekers), distribute_nics(by_gpu, Counter(by_gpu.keys()), {}))
+    return tuple(RankNic(nics[dealt[seeker]], wanted[seeker][0]) for seeker in seekers)
 
 
-def choose_all(machine: Machine, topology: Topology, nics: Sequence[Nic]) -> dict[Seeker, Choices]:
+def choose_for_all_gpus(
+    machine: Machine, topology: Topology, nics: Sequence[Nic]
+) -> dict[NicUser, NearestNics]:
     """The nearest NICs of each of the machine's GPUs."""
     return {name_gpu(gpu): choose_nearest(topology, gpu, None, nics) for gpu in machine.gpus}
 
 
-def prefer_nics(machine: Machine, topology: Topology, environ: Mapping[str, str]) -> dict[Seeker, int]:
+def prefer_nics(machine: Machine, topology: Topology, environ: Mapping[str, str]) -> dict[NicUser, int]:
     """A number for the NIC that each GPU would have if all were in use; empty without NICs."""
     nics = choose_usable(machine.nics, environ.get("NCCL_IB_HCA", ""))
-    by_gpu = choose_all(machine, topology, nics) if nics else {}
-    return deal(by_gpu, Counter(by_gpu.keys()), {})
+    by_gpu = choose_for_all_gpus(machine, topology, nics) if nics else {}
+    return distribute_nics(by_gpu, Counter(by_gpu.keys()), {})
 
 
-def name_gpu(gpu: Gpu) -> Seeker:
+def name_gpu(gpu: Gpu) -> NicUser:
     """A GPU, with its MIG instances."""
     return gpu.pci, gpu.index
 
@@ -91,44 +93,46 @@ def is_listed(nic: Nic, hca: str) -> bool:
     return not names or found != exclude
 
 
-def choose_nearest(topology: Topology, gpu: Gpu | None, node: int | None, nics: Sequence[Nic]) -> Choices:
+def choose_nearest(topology: Topology, gpu: Gpu | None, node: int | None, nics: Sequence[Nic]) -> NearestNics:
     """The fastest of the NICs nearest to a GPU, or to a rank's NUMA node where it has none.
 
     Near is what shares most bridges of the PCI path, then what is near by NUMA distance.
     """
-    starts = find_starts(topology, gpu, node)
+    starts = find_origin_nodes(topology, gpu, node)
     path = gpu.path if gpu else ()
-    nearness = [(-count_shared(path, nic.path), measure(topology, starts, nic)) for nic in nics]
+    nearness = [
+        (-count_shared_bridges(path, nic.path), find_nic_distance(topology, starts, nic)) for nic in nics
+    ]
     nearest = min(nearness)
     near = [at for at, found in enumerate(nearness) if found == nearest]
     fastest = max(nics[at].rate_gbps for at in near)
     best = tuple(at for at in near if nics[at].rate_gbps == fastest)
-    return describe(gpu, -nearest[0], nearest[1]), best
+    return describe_nearness(gpu, -nearest[0], nearest[1]), best
 
 
-def find_starts(topology: Topology, gpu: Gpu | None, node: int | None) -> frozenset[int]:
+def find_origin_nodes(topology: Topology, gpu: Gpu | None, node: int | None) -> frozenset[int]:
     """NUMA nodes that a NIC should be near to; none where nothing is known of the GPU's place."""
     if gpu is None or gpu.node is not None:
         place = node if gpu is None else gpu.node
         return frozenset() if place is None else frozenset((place,))
-    home = topology.find_home(gpu)
+    home = topology.find_local_nodes(gpu)
     return home if len(home) < len(topology.cores) else frozenset()
 
 
-def count_shared(path: Sequence[str], other: Sequence[str]) -> int:
+def count_shared_bridges(path: Sequence[str], other: Sequence[str]) -> int:
     """Bridges, the host's included, that the ways to two devices have in common."""
     most = min(len(path), len(other))
     return next((at for at in range(most) if path[at] != other[at]), most)
 
 
-def measure(topology: Topology, starts: frozenset[int], nic: Nic) -> int:
+def find_nic_distance(topology: Topology, starts: frozenset[int], nic: Nic) -> int:
     """NUMA distance of a NIC; unreachable where either place is unknown."""
     if nic.node is None or not starts:
         return UNREACHABLE
     return min(topology.distance(start, nic.node) for start in starts)
 
 
-def describe(gpu: Gpu | None, shared: int, distance: int) -> str:
+def describe_nearness(gpu: Gpu | None, shared: int, distance: int) -> str:
     """Where the nearest NICs are, for people."""
     what = "GPU" if gpu else "rank"
     if shared:
@@ -140,17 +144,17 @@ def describe(gpu: Gpu | None, shared: int, distance: int) -> str:
     )
 
 
-def deal(
-    wanted: Mapping[Seeker, Choices], ranks: Mapping[Seeker, int], likes: Mapping[Seeker, int]
-) -> dict[Seeker, int]:
+def distribute_nics(
+    wanted: Mapping[NicUser, NearestNics], ranks: Mapping[NicUser, int], likes: Mapping[NicUser, int]
+) -> dict[NicUser, int]:
     """Give each one of the NICs that it wants, those with fewest ranks first; who has least choice begins.
 
     Those that may have the same NICs get them in blocks (0, 0, 1, 1), as NVIDIA's and the clouds' topology
     files have it: neighbours on a bus share a NIC.
     """
     load: Counter[int] = Counter()
-    dealt: dict[Seeker, int] = {}
-    alike: dict[tuple[tuple[int, ...], int], list[Seeker]] = {}
+    dealt: dict[NicUser, int] = {}
+    alike: dict[tuple[tuple[int, ...], int], list[NicUser]] = {}
     for seeker in sorted(wanted, key=lambda seeker: (len(wanted[seeker][1]), seeker[1], seeker[0])):
         nics, liked = wanted[seeker][1], likes.get(seeker)
         dealt[seeker] = min(nics, key=lambda at: (load[at], at != liked, at))

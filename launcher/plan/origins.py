@@ -30,12 +30,12 @@ REASONS = {
 
 def list_variables(request: Request, rank: RankPlan) -> tuple[Variable, ...]:
     """All that the plan and the configuration set for a rank, and what the user has of `request.environ`."""
-    found = {variable.name: variable for variable in find_given(request)}
-    found |= {name: tell_planned(request, name, value) for name, value in rank.env}
+    found = {variable.name: variable for variable in list_given(request)}
+    found |= {name: describe_planned(request, name, value) for name, value in rank.env}
     return tuple(found[name] for name in sorted(found))
 
 
-def find_given(request: Request) -> Iterator[Variable]:
+def list_given(request: Request) -> Iterator[Variable]:
     """Variables that are there before the plan sets its own; the configuration's come over the user's."""
     for source, given in (("user", request.environ), ("configuration", request.configured)):
         for name, value in given:
@@ -49,7 +49,7 @@ def describe_given(name: str) -> str:
     return "kept" if name in HONOURED else ""
 
 
-def tell_planned(request: Request, name: str, value: str) -> Variable:
+def describe_planned(request: Request, name: str, value: str) -> Variable:
     """A variable that the plan sets, and what was there before."""
     before = describe_before(dict(request.environ), dict(request.configured), name, value)
     reason = f"devices={request.devices}" if name in DEVICES else REASONS.get(name, "")

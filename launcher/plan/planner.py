@@ -12,15 +12,15 @@ from launcher.plan.explain import explain_ranks
 from launcher.plan.model import Gpu, Machine, Plan, Request
 from launcher.plan.nic_choice import assign_nics
 from launcher.plan.origins import list_variables
-from launcher.plan.policies import Place, place_l3, place_none, place_numa, place_socket
-from launcher.plan.rules import DEVICES, count_each
-from launcher.plan.settings import Scene, choose_memory, finish_rank
-from launcher.plan.usable_cores import Topology, survey
+from launcher.plan.policies import Placement, place_l3, place_none, place_numa, place_socket
+from launcher.plan.rules import DEVICES, count_rank_cores
+from launcher.plan.settings import NodePlacement, build_rank_plan, choose_memory
+from launcher.plan.usable_cores import Topology, build_topology
 from launcher.plan.visible import resolve_visible
 from launcher.plan.warnings import find_advice, find_shortfalls
-from launcher.plan.workers import count_wanted, find_tight, plan_crew
+from launcher.plan.workers import budget_workers, count_requested_workers, find_worker_shortages
 
-POLICIES: Mapping[str, Callable[[Topology, Assignment], Mapping[int, Place]]] = {
+POLICIES: Mapping[str, Callable[[Topology, Assignment], Mapping[int, Placement]]] = {
     "exclusive": place_exclusive,
     "numa": place_numa,
     "socket": place_socket,
@@ -39,13 +39,13 @@ def plan(machine: Machine, request: Request) -> Plan:
     check_request(request)
     environ = dict(request.environ)
     seen = resolve_visible(machine.gpus, environ)
-    topology = survey(machine, 0 if request.binding == "none" else request.reserve_cores)
+    topology = build_topology(machine, 0 if request.binding == "none" else request.reserve_cores)
     if request.devices == "spread":
         from launcher.plan.spread import spread_devices  # noqa: PLC0415  # a rank's start pays for imports
 
         seen = spread_devices(machine, topology, seen, request)
-    gpus = give_gpus(request.nproc_per_node or len(seen.devices) or len(topology.cores), seen.devices)
-    each = count_each(count_wanted(request)) if request.binding == "exclusive" else 0
+    gpus = distribute_gpus(request.nproc_per_node or len(seen.devices) or len(topology.cores), seen.devices)
+    each = count_rank_cores(count_requested_workers(request)) if request.binding == "exclusive" else 0
     assignment = assign_ranks(topology, gpus, each)
     placed = POLICIES[request.binding](topology, assignment)
     places = [placed[rank] for rank in range(len(gpus))]
@@ -54,20 +54,23 @@ def plan(machine: Machine, request: Request) -> Plan:
         for place, home in zip(places, assignment.homes, strict=True)
     ]
     links = assign_nics(machine, topology, gpus, assignment.nodes, environ)
-    scene = Scene(machine, topology, request.binding, gpus, assignment.homes, places, memories, links)
+    scene = NodePlacement(machine, topology, request.binding, gpus, assignment.homes, places, memories, links)
     shortfalls = find_shortfalls(request, scene)
     if request.strict and shortfalls:
         raise MachineError(shortfalls[0])
     cores = count_cores(topology, places)
     within = limit_cores(cores, machine.limits.cpus)
-    crew = plan_crew(request, machine, within)
+    crew = budget_workers(request, machine, within)
     own = [seen.own[rank % len(seen.own)] if gpu else None for rank, gpu in enumerate(gpus)]
     ranks = tuple(
-        finish_rank(request, scene, rank, own[rank], cores=within[rank], crew=crew, why=why)
+        build_rank_plan(request, scene, rank, own[rank], cores=within[rank], crew=crew, why=why)
         for rank, why in enumerate(explain_ranks(scene))
     )
     ranks = tuple(replace(rank, variables=list_variables(request, rank)) for rank in ranks)
-    advice = (*find_advice(request, machine, seen.devices, cores), *find_tight(request, crew, within))
+    advice = (
+        *find_advice(request, machine, seen.devices, cores),
+        *find_worker_shortages(request, crew, within),
+    )
     return Plan(machine, ranks, (*machine.warnings, *seen.warnings, *advice, *shortfalls))
 
 
@@ -91,6 +94,6 @@ def check_request(request: Request) -> None:
             raise UsageError(f"dataloader.{name}={getattr(request, name)} is no amount: give 0 or more")
 
 
-def give_gpus(count: int, visible: Sequence[Gpu]) -> tuple[Gpu | None, ...]:
+def distribute_gpus(count: int, visible: Sequence[Gpu]) -> tuple[Gpu | None, ...]:
     """The GPU of each rank: device `local_rank` modulo their number, as programs choose it."""
     return tuple(visible[rank % len(visible)] if visible else None for rank in range(count))

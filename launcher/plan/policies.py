@@ -8,7 +8,7 @@ from launcher.plan.usable_cores import Core, Topology, gather_pus
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Placement:
     """Where a rank and its DataLoader workers run."""
 
     node: int | None
@@ -19,26 +19,26 @@ class Place:
     """What they are, for people; `exclusive` tells more than a place knows."""
 
 
-def place_numa(topology: Topology, assignment: Assignment) -> dict[int, Place]:
+def place_numa(topology: Topology, assignment: Assignment) -> dict[int, Placement]:
     """All usable CPUs of each rank's NUMA node."""
     groups = group_pus(topology, lambda core: core.node)
     return {
-        rank: Place(node, groups[node], groups[node], f"all of NUMA node {node}")
+        rank: Placement(node, groups[node], groups[node], f"all of NUMA node {node}")
         for rank, node in enumerate(assignment.nodes)
     }
 
 
-def place_socket(topology: Topology, assignment: Assignment) -> dict[int, Place]:
+def place_socket(topology: Topology, assignment: Assignment) -> dict[int, Placement]:
     """All usable CPUs of the package that each rank's NUMA node is in."""
     groups = group_pus(topology, lambda core: core.package)
     places = {}
     for rank, node in enumerate(assignment.nodes):
         package = topology.cores[node][0].package
-        places[rank] = Place(node, groups[package], groups[package], f"all of package {package}")
+        places[rank] = Placement(node, groups[package], groups[package], f"all of package {package}")
     return places
 
 
-def place_l3(topology: Topology, assignment: Assignment) -> dict[int, Place]:
+def place_l3(topology: Topology, assignment: Assignment) -> dict[int, Placement]:
     """One last-level cache for each rank; a node's ranks take its caches in turn, the largest first.
 
     A cache that spans NUMA nodes counts as one for each of them.
@@ -56,7 +56,7 @@ def place_l3(topology: Topology, assignment: Assignment) -> dict[int, Place]:
             else "the last-level cache"
         )
         why = f"{what} of NUMA node {node}"
-        places[rank] = Place(node, mask, mask, why)
+        places[rank] = Placement(node, mask, mask, why)
     return places
 
 
@@ -68,11 +68,11 @@ def list_caches(cores: Sequence[Core]) -> list[frozenset[int]]:
     return [gather_pus(group) for group in sorted(groups.values(), key=len, reverse=True)]
 
 
-def place_none(topology: Topology, assignment: Assignment) -> dict[int, Place]:
+def place_none(topology: Topology, assignment: Assignment) -> dict[int, Placement]:
     """Every usable CPU, and no memory policy."""
     every = frozenset(topology.core_of)
     why = "all CPUs for this job, since no binding was asked for"
-    return {rank: Place(None, every, every, why) for rank in assignment.order}
+    return {rank: Placement(None, every, every, why) for rank in assignment.order}
 
 
 def group_pus(topology: Topology, key_of: Callable[[Core], int]) -> Mapping[int, frozenset[int]]:

@@ -14,7 +14,7 @@ Entry = tuple[int, Gpu]
 """A device with its position among those that ROCR shows."""
 
 
-def show_devices(
+def resolve_rocm(
     gpus: tuple[Gpu, ...], environ: Mapping[str, str]
 ) -> tuple[tuple[Gpu, ...], tuple[tuple[str, str], ...], tuple[str, ...]]:
     """Devices that a job sees, the variable and value that show each alone, and warnings.
@@ -22,14 +22,14 @@ def show_devices(
     HIP_VISIBLE_DEVICES shows one alone whatever the others are: HIP takes it before CUDA_VISIBLE_DEVICES,
     and ROCR_VISIBLE_DEVICES stays as the user has set it.
     """
-    shown, warnings = filter_runtime(gpus, environ.get("ROCR_VISIBLE_DEVICES"))
+    shown, warnings = filter_by_rocr(gpus, environ.get("ROCR_VISIBLE_DEVICES"))
     name = "HIP_VISIBLE_DEVICES" if environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
-    found, more = filter_hip(shown, name, environ.get(name, ""))
+    found, more = filter_by_hip(shown, name, environ.get(name, ""))
     own = tuple(("HIP_VISIBLE_DEVICES", str(position)) for position, _ in found)
     return tuple(gpu for _, gpu in found), own, (*warnings, *more)
 
 
-def filter_runtime(gpus: tuple[Gpu, ...], value: str | None) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+def filter_by_rocr(gpus: tuple[Gpu, ...], value: str | None) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
     """What ROCR shows: indices and unique beginnings of UUIDs, up to the first invalid or repeated entry."""
     if value is None:
         return gpus, ()
@@ -37,14 +37,14 @@ def filter_runtime(gpus: tuple[Gpu, ...], value: str | None) -> tuple[tuple[Gpu,
     entries = value.removesuffix(",").split(",") if value else []
     # As many entries are read as there are GPUs.
     for entry in (part.strip() for part in entries[: len(gpus)]):
-        gpu = match_uuid(gpus, entry) if entry[:1] in ("G", "g") else match_number(gpus, entry)
+        gpu = match_rocr_uuid(gpus, entry) if entry[:1] in ("G", "g") else match_rocr_index(gpus, entry)
         if gpu is None or gpu in found:
-            return tuple(found), (describe_end("ROCR_VISIBLE_DEVICES", value, entry, len(found)),)
+            return tuple(found), (describe_ignored_rest("ROCR_VISIBLE_DEVICES", value, entry, len(found)),)
         found.append(gpu)
     return tuple(found), ()
 
 
-def match_number(gpus: tuple[Gpu, ...], entry: str) -> Gpu | None:
+def match_rocr_index(gpus: tuple[Gpu, ...], entry: str) -> Gpu | None:
     """Read an index as strtol with base 0 does: `010` is 8, `0x1` is 1."""
     body = entry.removeprefix("+")
     octal = len(body) > 1 and body.isdigit() and body[0] == "0"
@@ -56,7 +56,7 @@ def match_number(gpus: tuple[Gpu, ...], entry: str) -> Gpu | None:
     return gpus[index] if 0 <= index < len(gpus) and body[1:2].lower() not in ("b", "o") else None
 
 
-def match_uuid(gpus: tuple[Gpu, ...], entry: str) -> Gpu | None:
+def match_rocr_uuid(gpus: tuple[Gpu, ...], entry: str) -> Gpu | None:
     """The one GPU whose UUID begins so, in letters of either case."""
     if not len("GPU-") < len(entry) <= LONGEST:
         return None
@@ -64,7 +64,7 @@ def match_uuid(gpus: tuple[Gpu, ...], entry: str) -> Gpu | None:
     return found[0] if len(found) == 1 else None
 
 
-def filter_hip(shown: tuple[Gpu, ...], name: str, value: str) -> tuple[list[Entry], tuple[str, ...]]:
+def filter_by_hip(shown: tuple[Gpu, ...], name: str, value: str) -> tuple[list[Entry], tuple[str, ...]]:
     """What HIP shows of it: indices in their plain form and parts of UUIDs, up to the first invalid entry.
 
     An empty value is as good as none. Of UUIDs the first match counts, and entries that repeat count once.
@@ -79,16 +79,16 @@ def filter_hip(shown: tuple[Gpu, ...], name: str, value: str) -> tuple[list[Entr
         match = next(by_uuid, None) or numbers.get(entry)
         if match is None:
             # The customary -1 for no device needs no warning.
-            end = () if value == "-1" else (describe_end(name, value, entry, len(found)),)
+            end = () if value == "-1" else (describe_ignored_rest(name, value, entry, len(found)),)
             return found, (*warnings, *end)
         if match in found:
-            warnings.append(describe_again(name, value, entry))
+            warnings.append(describe_repeated(name, value, entry))
         else:
             found.append(match)
     return found, tuple(warnings)
 
 
-def describe_end(name: str, value: str, entry: str, seen: int) -> str:
+def describe_ignored_rest(name: str, value: str, entry: str, seen: int) -> str:
     """Warn of an entry that ends the list."""
     return (
         f"{name}={value}: {entry!r} names no single device that is still to be had; the runtime drops it and "
@@ -96,7 +96,7 @@ def describe_end(name: str, value: str, entry: str, seen: int) -> str:
     )
 
 
-def describe_again(name: str, value: str, entry: str) -> str:
+def describe_repeated(name: str, value: str, entry: str) -> str:
     """Warn of an entry that HIP takes once and torch not at all."""
     return (
         f"{name}={value}: {entry!r} names a device for the second time; HIP shows it once, "

@@ -35,7 +35,7 @@ KMP_TYPES = ("balanced", "compact", "explicit", "logical", "physical", "scatter"
 """Words of KMP_AFFINITY that bind; `none` is what it does without one (LLVM's OpenMP runtime reference)."""
 
 
-def count_system(ranks: int) -> float:
+def count_system_cores(ranks: int) -> float:
     """Cores of a node for communication and the system: four for eight GPUs, fewer for fewer ranks.
 
     Source: S. Bekman, Machine Learning Engineering Open Book, chapter on CPUs.
@@ -43,12 +43,12 @@ def count_system(ranks: int) -> float:
     return min(SYSTEM_CORES, ranks / 2)
 
 
-def count_needed(ranks: int, workers: int) -> int:
+def count_node_cores(ranks: int, workers: int) -> int:
     """Cores that a node needs for as many ranks, with as many DataLoader workers each."""
-    return ranks * (workers + 1) + -int(-count_system(ranks) // 1)
+    return ranks * (workers + 1) + -int(-count_system_cores(ranks) // 1)
 
 
-def count_each(workers: int) -> int:
+def count_rank_cores(workers: int) -> int:
     """Cores that a rank should have for its process, its DataLoader workers and communication threads."""
     return max(LEAST_CORES, workers + 2)
 

@@ -5,18 +5,18 @@ from dataclasses import dataclass
 
 from launcher.plan.allocator import set_allocator, set_malloc
 from launcher.plan.cores import Cores
-from launcher.plan.environment import Part, find_kept
+from launcher.plan.environment import VariablesAndNotes, find_kept
 from launcher.plan.model import Gpu, Machine, Memory, RankPlan, Request
-from launcher.plan.nic_choice import Link, is_verbs
-from launcher.plan.policies import Place
+from launcher.plan.nic_choice import RankNic, is_verbs
+from launcher.plan.policies import Placement
 from launcher.plan.threads import set_threads
 from launcher.plan.usable_cores import Topology
-from launcher.plan.workers import Crew, set_workers
+from launcher.plan.workers import WorkerBudget, set_workers
 from launcher.protocol import LAUNCH_GC, LAUNCH_NIC
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class NodePlacement:
     """What was decided for all ranks of a node."""
 
     machine: Machine
@@ -25,9 +25,9 @@ class Scene:
     gpus: Sequence[Gpu | None]
     homes: Sequence[frozenset[int]]
     """NUMA nodes nearest to each rank's GPU."""
-    places: Sequence[Place]
+    places: Sequence[Placement]
     memories: Sequence[Memory]
-    links: Sequence[Link | None]
+    links: Sequence[RankNic | None]
 
 
 def choose_memory(machine: Machine, topology: Topology, node: int | None, home: frozenset[int]) -> Memory:
@@ -45,7 +45,7 @@ def choose_memory(machine: Machine, topology: Topology, node: int | None, home: 
     return Memory("preferred", frozenset((node if node in nearest else min(nearest),)))
 
 
-def set_devices(request: Request, gpu: Gpu | None, own: tuple[str, str] | None) -> Part:
+def set_devices(request: Request, gpu: Gpu | None, own: tuple[str, str] | None) -> VariablesAndNotes:
     """Variables that tell a rank of its GPU; `own` shows the GPU, unless the rank is to see all."""
     env = {}
     if gpu is not None and gpu.vendor != "amd":
@@ -55,7 +55,7 @@ def set_devices(request: Request, gpu: Gpu | None, own: tuple[str, str] | None) 
     return env, ()
 
 
-def set_nic(request: Request, link: Link | None) -> Part:
+def set_nic(request: Request, link: RankNic | None) -> VariablesAndNotes:
     """Variables that tell a rank of its NIC.
 
     `NCCL_IB_HCA` has the form for an exact name, since `mlx5_1` alone is a prefix that selects mlx5_10 too
@@ -70,25 +70,25 @@ def set_nic(request: Request, link: Link | None) -> Part:
     return env, [efa] if request.nic else []
 
 
-def set_collector(request: Request) -> Part:
+def set_collector(request: Request) -> VariablesAndNotes:
     """Garbage collection in the rank's interpreter."""
     return {LAUNCH_GC: request.gc}, ()
 
 
-def set_caches(request: Request) -> Part:
+def set_caches(request: Request) -> VariablesAndNotes:
     """Where PyTorch's compilers keep what they have made; a node's ranks share it."""
     folders = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
     return {name: f"{request.caches}/{folder}" for name, folder in folders.items() if request.caches}, ()
 
 
-def finish_rank(
+def build_rank_plan(
     request: Request,
-    scene: Scene,
+    scene: NodePlacement,
     rank: int,
     own: tuple[str, str] | None,
     *,
     cores: Cores,
-    crew: Crew,
+    crew: WorkerBudget,
     why: str,
 ) -> RankPlan:
     """Add workers, threads and variables to a placed rank; what the user has set wins.
@@ -115,7 +115,9 @@ def finish_rank(
     )
 
 
-def set_others(request: Request, scene: Scene, rank: int, own: tuple[str, str] | None) -> tuple[Part, ...]:
+def set_others(
+    request: Request, scene: NodePlacement, rank: int, own: tuple[str, str] | None
+) -> tuple[VariablesAndNotes, ...]:
     """What a rank is started with beside its workers and threads."""
     gpu = scene.gpus[rank]
     return (
@@ -129,7 +131,7 @@ def set_others(request: Request, scene: Scene, rank: int, own: tuple[str, str] |
 
 
 def join_parts(
-    parts: Sequence[Part], environ: Mapping[str, str], *, show_devices: bool
+    parts: Sequence[VariablesAndNotes], environ: Mapping[str, str], *, show_devices: bool
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """All variables but those that stay as the user has them, by name, and all notes."""
     env = {name: value for variables, _ in parts for name, value in variables.items()}

@@ -49,10 +49,10 @@ def order_sizes(total: int, count: int, edges: frozenset[int]) -> list[int]:
                 # What is still to come begins here, so the cut lies this far from the end.
                 cut = total - large * (each + 1) - small * each
                 cost[large, small] = min(here) + (cut not in edges and cut != 0)
-    return walk(cost, odd, count - odd, each)
+    return read_order(cost, odd, count - odd, each)
 
 
-def walk(cost: dict[tuple[int, int], int], large: int, small: int, each: int) -> list[int]:
+def read_order(cost: dict[tuple[int, int], int], large: int, small: int, each: int) -> list[int]:
     """Read the cheapest order off the table, the larger share first where both are as cheap."""
     sizes = []
     while large or small:

@@ -25,7 +25,9 @@ def parse_machine(text: str) -> Machine:
 def machine_from_json(data: object) -> Machine:
     """Read a snapshot's JSON value. Raises UsageError as `parse_machine` does."""
     if not isinstance(data, dict) or data.get("kind") != KIND:
-        raise UsageError(f"not a machine snapshot ({describe(data)}): make one with `launch topo save=FILE`")
+        raise UsageError(
+            f"not a machine snapshot ({describe_json(data)}): make one with `launch topo save=FILE`"
+        )
     schema = data.get("schema")
     if isinstance(schema, bool) or schema != SCHEMA:
         raise UsageError(
@@ -40,7 +42,7 @@ def machine_from_json(data: object) -> Machine:
         ) from error
 
 
-def describe(data: object) -> str:
+def describe_json(data: object) -> str:
     """What a JSON value is, for people."""
     if isinstance(data, dict):
         return f"an object with {', '.join(sorted(map(str, data))[:5]) or 'nothing in it'}"
@@ -49,7 +51,7 @@ def describe(data: object) -> str:
 
 def build_machine(data: Mapping[str, object]) -> Machine:
     """Build the value; KeyError, TypeError or ValueError where a part is missing or wrong."""
-    cpus = [cpu for item in take_objects(data, "cores") for cpu in build_cores(item)]
+    cpus = [cpu for item in take_objects(data, "cores") for cpu in cpus_from_json(item)]
     if not cpus or len({cpu.id for cpu in cpus}) < len(cpus):
         raise ValueError("no CPUs, or one twice")
     entries = take_objects(data, "nodes")
@@ -58,11 +60,11 @@ def build_machine(data: Mapping[str, object]) -> Machine:
         raise ValueError("a node twice")
     return Machine(
         cpus=tuple(sorted(cpus, key=lambda cpu: cpu.id)),
-        nodes=tuple(build_node(entry, ids) for entry in entries),
-        gpus=tuple(build_gpu(item) for item in take_objects(data, "gpus")),
-        nics=tuple(build_nic(item) for item in take_objects(data, "nics")),
-        caches=tuple(build_cache(item) for item in take_objects(data, "caches")),
-        limits=build_limits(data["limits"]),
+        nodes=tuple(node_from_json(entry, ids) for entry in entries),
+        gpus=tuple(gpu_from_json(item) for item in take_objects(data, "gpus")),
+        nics=tuple(nic_from_json(item) for item in take_objects(data, "nics")),
+        caches=tuple(cache_from_json(item) for item in take_objects(data, "caches")),
+        limits=limits_from_json(data["limits"]),
         name=take_text(data, "name"),
         kernel=take_text(data, "kernel") if "kernel" in data else "",  # older snapshots have none
         source=take_text(data, "source"),
@@ -74,7 +76,7 @@ def build_machine(data: Mapping[str, object]) -> Machine:
     )
 
 
-def build_cores(item: Mapping[str, object]) -> Iterator[Cpu]:
+def cpus_from_json(item: Mapping[str, object]) -> Iterator[Cpu]:
     """Build the CPUs of the cores that are in one place."""
     package, node, l3, capacity = (take_int(item, name) for name in PLACE)
     for pus in map(parse_cpulist, take_texts(item, "cores")):
@@ -82,9 +84,9 @@ def build_cores(item: Mapping[str, object]) -> Iterator[Cpu]:
             yield Cpu(pu, min(pus), package, node, l3, capacity)
 
 
-def build_node(item: Mapping[str, object], ids: Sequence[int]) -> NumaNode:
+def node_from_json(item: Mapping[str, object], ids: Sequence[int]) -> NumaNode:
     """Build a NUMA node; `ids` are the nodes that its distances lead to."""
-    far = take_list(item, "distances")
+    far = take_array(item, "distances")
     if not isinstance(item["normal"], bool):
         raise TypeError(f"node {item['id']!r}")
     distances = {str(other): distance for other, distance in zip(ids, far, strict=True)}
@@ -92,12 +94,12 @@ def build_node(item: Mapping[str, object], ids: Sequence[int]) -> NumaNode:
     return NumaNode(take_int(item, "id"), take_int(item, "memory_kib"), item["normal"], pairs)
 
 
-def build_cache(item: Mapping[str, object]) -> Cache:
+def cache_from_json(item: Mapping[str, object]) -> Cache:
     """Build a last-level cache."""
     return Cache(take_int(item, "id"), take_int(item, "level"), take_int(item, "size_kib"))
 
 
-def build_nic(item: Mapping[str, object]) -> Nic:
+def nic_from_json(item: Mapping[str, object]) -> Nic:
     """Build an RDMA device."""
     if not isinstance(item["active"], bool):
         raise TypeError(f"active is {item['active']!r}")
@@ -112,7 +114,7 @@ def build_nic(item: Mapping[str, object]) -> Nic:
     )
 
 
-def build_limits(data: object) -> Limits:
+def limits_from_json(data: object) -> Limits:
     """Build the limits, each of which may be null."""
     if not isinstance(data, dict):
         raise TypeError(f"limits is {data!r}")
@@ -124,7 +126,7 @@ def build_limits(data: object) -> Limits:
     )
 
 
-def build_gpu(item: Mapping[str, object]) -> Gpu:
+def gpu_from_json(item: Mapping[str, object]) -> Gpu:
     """Build a GPU."""
     return Gpu(
         index=take_int(item, "index"),
@@ -164,7 +166,7 @@ def take_text(data: Mapping[str, object], name: str) -> str:
     return value
 
 
-def take_list(data: Mapping[str, object], name: str) -> list[object]:
+def take_array(data: Mapping[str, object], name: str) -> list[object]:
     """A list of anything."""
     value = data[name]
     if not isinstance(value, list):
@@ -174,15 +176,15 @@ def take_list(data: Mapping[str, object], name: str) -> list[object]:
 
 def take_texts(data: Mapping[str, object], name: str) -> tuple[str, ...]:
     """A list of strings."""
-    texts = tuple(item for item in take_list(data, name) if isinstance(item, str))
-    if len(texts) < len(take_list(data, name)):
+    texts = tuple(item for item in take_array(data, name) if isinstance(item, str))
+    if len(texts) < len(take_array(data, name)):
         raise TypeError(f"{name} holds other things than strings")
     return texts
 
 
 def take_objects(data: Mapping[str, object], name: str) -> list[Mapping[str, object]]:
     """A list of objects."""
-    objects: list[Mapping[str, object]] = [item for item in take_list(data, name) if isinstance(item, dict)]
-    if len(objects) < len(take_list(data, name)):
+    objects: list[Mapping[str, object]] = [item for item in take_array(data, name) if isinstance(item, dict)]
+    if len(objects) < len(take_array(data, name)):
         raise TypeError(f"{name} holds other things than objects")
     return objects

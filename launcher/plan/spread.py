@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from launcher.plan.model import Machine, Request
-from launcher.plan.nic_choice import count_shared, name_gpu, prefer_nics
-from launcher.plan.rules import count_each
+from launcher.plan.nic_choice import count_shared_bridges, name_gpu, prefer_nics
+from launcher.plan.rules import count_rank_cores
 from launcher.plan.usable_cores import Topology
 from launcher.plan.visible import Visible
-from launcher.plan.workers import count_wanted
+from launcher.plan.workers import count_requested_workers
 
 
 def spread_devices(machine: Machine, topology: Topology, seen: Visible, request: Request) -> Visible:
@@ -17,12 +17,12 @@ def spread_devices(machine: Machine, topology: Topology, seen: Visible, request:
     fewest chosen in its package, on its node, at its NIC, and with fewest PCI bridges in common with them.
     """
     count = min(request.nproc_per_node or len(seen.devices), len(seen.devices))
-    each, environ = count_each(count_wanted(request)), dict(request.environ)
+    each, environ = count_rank_cores(count_requested_workers(request)), dict(request.environ)
     nics = prefer_nics(machine, topology, environ)
-    homes = [topology.find_home(gpu) for gpu in seen.devices]
+    homes = [topology.find_local_nodes(gpu) for gpu in seen.devices]
     packages = [{topology.cores[node][0].package for node in home} for home in homes]
 
-    def judge(at: int) -> tuple[int, ...]:
+    def score_device(at: int) -> tuple[int, ...]:
         gpu, others = seen.devices[at], [seen.devices[other] for other in chosen]
         peers = sum(homes[at] == homes[other] for other in chosen)
         return (
@@ -31,13 +31,13 @@ def spread_devices(machine: Machine, topology: Topology, seen: Visible, request:
             sum(packages[at] == packages[other] for other in chosen),
             peers,
             sum(nics.get(name_gpu(gpu)) == nics.get(name_gpu(other)) for other in others),
-            max((count_shared(gpu.path, other.path) for other in others), default=0),
+            max((count_shared_bridges(gpu.path, other.path) for other in others), default=0),
             at,
         )
 
     chosen: list[int] = []
     while len(chosen) < count:
-        chosen.append(min((at for at in range(len(seen.devices)) if at not in chosen), key=judge))
+        chosen.append(min((at for at in range(len(seen.devices)) if at not in chosen), key=score_device))
     chosen.sort()
     names = [seen.own[at] for at in chosen]
     shown = [(name, ",".join(value for _, value in names)) for name, _ in names]

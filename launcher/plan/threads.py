@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from launcher.plan.cores import Cores
-from launcher.plan.environment import Part, read_count
+from launcher.plan.environment import VariablesAndNotes, read_variable_count
 
 FOLLOWERS = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 """Variables of libraries that take OMP_NUM_THREADS where they have none of their own.
@@ -17,15 +17,15 @@ MOST_COMPILERS = 32
 """Inductor's own most (torch/_inductor/config.py, `decide_compile_threads`)."""
 
 
-def set_threads(environ: Mapping[str, str], workers: int, cores: Cores) -> tuple[int, Part]:
+def set_threads(environ: Mapping[str, str], workers: int, cores: Cores) -> tuple[int, VariablesAndNotes]:
     """The threads of a rank's libraries and its compiler's processes; the user's number where there is one.
 
     A user's OMP_NUM_THREADS is that of the others as well: torch would take MKL's number instead. A user's
     MKL_NUM_THREADS alone is for MKL.
     """
-    threads = read_count(environ, "OMP_NUM_THREADS", 1) or count_threads(workers, cores)
+    threads = read_variable_count(environ, "OMP_NUM_THREADS", 1) or count_threads(workers, cores)
     env = dict.fromkeys(("OMP_NUM_THREADS", *FOLLOWERS), str(threads))
-    most = read_count(environ, "NUMEXPR_MAX_THREADS", 1) or MOST_NUMEXPR
+    most = read_variable_count(environ, "NUMEXPR_MAX_THREADS", 1) or MOST_NUMEXPR
     env["NUMEXPR_NUM_THREADS"] = str(min(threads, most))
     env["TORCHINDUCTOR_COMPILE_THREADS"] = str(count_compilers(cores))
     return threads, (env, ())

@@ -48,7 +48,7 @@ class Topology:
         far = {other: self.distance(node, other) for other in among}
         return frozenset(other for other, distance in far.items() if distance == min(far.values()))
 
-    def find_home(self, gpu: Gpu | None) -> frozenset[int]:
+    def find_local_nodes(self, gpu: Gpu | None) -> frozenset[int]:
         """NUMA nodes with usable cores that are nearest to a GPU; all of them where nothing is known.
 
         The kernel shows node -1 on VMs and one-node machines; `local_cpulist` may still know better.
@@ -63,7 +63,7 @@ class Topology:
         return frozenset(touched) or frozenset(self.cores)
 
 
-def survey(machine: Machine, reserve: int = 0) -> Topology:
+def build_topology(machine: Machine, reserve: int = 0) -> Topology:
     """Sort out what the job may use, less `reserve` cores. Raises MachineError where it may use nothing."""
     usable = find_usable(machine)
     if not usable:
@@ -71,7 +71,7 @@ def survey(machine: Machine, reserve: int = 0) -> Topology:
     by_node: dict[int, list[Core]] = {}
     for core in sorted(gather_cores(machine, usable), key=lambda core: (core.node, core.id)):
         by_node.setdefault(core.node, []).append(core)
-    keep_back(by_node, reserve)
+    remove_reserved(by_node, reserve)
     cores = {node: group_by_cache(found) for node, found in by_node.items()}
     core_of = {pu: core.id for found in cores.values() for core in found for pu in core.pus}
     return Topology(cores, core_of, {node.id: dict(node.distances) for node in machine.nodes})
@@ -95,7 +95,7 @@ def gather_cores(machine: Machine, usable: frozenset[int]) -> Iterable[Core]:
         yield Core(first.id, first.node, first.package, first.l3, first.capacity, ids)
 
 
-def keep_back(by_node: dict[int, list[Core]], reserve: int) -> None:
+def remove_reserved(by_node: dict[int, list[Core]], reserve: int) -> None:
     """Take `reserve` cores out, spread over the nodes, each time the first core of the node with most.
 
     The kernel's own work gathers on low-numbered CPUs. Every node keeps a core.

@@ -34,9 +34,9 @@ def resolve_visible(gpus: tuple[Gpu, ...], environ: Mapping[str, str]) -> Visibl
     gpus = tuple(sorted(gpus, key=lambda gpu: gpu.index))
     nvidia = tuple(gpu for gpu in gpus if gpu.vendor != "amd")
     if gpus and not nvidia:
-        from launcher.plan.rocm import show_devices  # noqa: PLC0415  # a rank's start pays for imports
+        from launcher.plan.rocm import resolve_rocm  # noqa: PLC0415  # a rank's start pays for imports
 
-        devices, own, warnings = show_devices(gpus, environ)
+        devices, own, warnings = resolve_rocm(gpus, environ)
         return Visible(devices, own, warnings)
     devices, warnings = resolve_cuda(nvidia, environ.get("CUDA_VISIBLE_DEVICES"))
     named = all(gpu.uuid for gpu in devices)  # a list has numbers or UUIDs
@@ -47,23 +47,23 @@ def resolve_visible(gpus: tuple[Gpu, ...], environ: Mapping[str, str]) -> Visibl
 def resolve_cuda(gpus: tuple[Gpu, ...], value: str | None) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
     """Devices and warnings by `CUDA_VISIBLE_DEVICES`, None where it is unset."""
     if value is None:
-        return tuple(device for gpu in gpus for device in list_devices(gpu)), ()
+        return tuple(device for gpu in gpus for device in list_instances(gpu)), ()
     if value.strip() in NO_DEVICES:
         return (), ()
     by_uuid = value.startswith(("GPU-", "MIG-"))
     found: list[Gpu] = []
     for entry in (part.strip() for part in value.split(",")):
-        device = match_uuid(gpus, entry) if by_uuid else match_index(gpus, entry)
+        device = match_cuda_uuid(gpus, entry) if by_uuid else match_cuda_index(gpus, entry)
         if device is None:
             return tuple(found), (describe_invalid(gpus, value, entry, len(found)),)
         if device.uuid in (other.uuid for other in found if other.index == device.index):
             return (), (describe_duplicate(value, entry),)
         found.append(device)
     loose = not by_uuid and any(not part.strip().removeprefix("+").isdecimal() for part in value.split(","))
-    return tuple(found), (describe_loose(value, found),) if loose else ()
+    return tuple(found), (describe_trailing_text(value, found),) if loose else ()
 
 
-def list_devices(gpu: Gpu) -> tuple[Gpu, ...]:
+def list_instances(gpu: Gpu) -> tuple[Gpu, ...]:
     """What CUDA can open on a GPU: its MIG instances, or itself where MIG is off."""
     return tuple(as_instance(gpu, uuid) for uuid in gpu.mig) or (gpu,)
 
@@ -73,7 +73,7 @@ def as_instance(gpu: Gpu, uuid: str) -> Gpu:
     return Gpu(gpu.index, uuid, gpu.pci, gpu.node, gpu.local_cpus, gpu.name, path=gpu.path)
 
 
-def match_index(gpus: tuple[Gpu, ...], entry: str) -> Gpu | None:
+def match_cuda_index(gpus: tuple[Gpu, ...], entry: str) -> Gpu | None:
     """Read an entry as strtoul does (`1gpu` is 1), None where no GPU has that number."""
     sign, digits = (entry[0], entry[1:]) if entry[:1] in ("+", "-") else ("", entry)
     end = next((at for at, char in enumerate(digits) if char not in "0123456789"), len(digits))
@@ -83,21 +83,21 @@ def match_index(gpus: tuple[Gpu, ...], entry: str) -> Gpu | None:
     index = int(digits[:end])
     if index >= len(gpus) or (sign == "-" and index):
         return None
-    return list_devices(gpus[index])[0]
+    return list_instances(gpus[index])[0]
 
 
-def match_uuid(gpus: tuple[Gpu, ...], entry: str) -> Gpu | None:
+def match_cuda_uuid(gpus: tuple[Gpu, ...], entry: str) -> Gpu | None:
     """The one device whose UUID begins with `entry`; None for no device or several.
 
     `MIG-GPU-…/gi/ci` is the form of drivers before R470, which names the parent.
     """
     if entry.startswith("MIG-GPU-"):
-        parent = match_uuid(gpus, entry.removeprefix("MIG-").partition("/")[0])
+        parent = match_cuda_uuid(gpus, entry.removeprefix("MIG-").partition("/")[0])
         return as_instance(parent, entry) if parent else None
     if entry.startswith("MIG-"):
         found = [as_instance(gpu, uuid) for gpu in gpus for uuid in gpu.mig if uuid.startswith(entry)]
     elif entry.startswith("GPU-"):
-        found = [list_devices(gpu)[0] for gpu in gpus if gpu.uuid.startswith(entry)]
+        found = [list_instances(gpu)[0] for gpu in gpus if gpu.uuid.startswith(entry)]
     else:
         return None
     return found[0] if len(found) == 1 else None
@@ -113,7 +113,7 @@ def describe_invalid(gpus: tuple[Gpu, ...], value: str, entry: str, seen: int) -
     )
 
 
-def describe_loose(value: str, found: Sequence[Gpu]) -> str:
+def describe_trailing_text(value: str, found: Sequence[Gpu]) -> str:
     """Warn of numbers with something behind them, such as a range, which CUDA does not know."""
     return (
         f"CUDA_VISIBLE_DEVICES={value}: CUDA reads the number that an entry begins with and drops the rest, "

@@ -5,16 +5,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from launcher.cpulist import format_cpulist
 from launcher.plan.allocator import find_missing
 from launcher.plan.cores import Cores
-from launcher.plan.environment import COUNTS, read_count
+from launcher.plan.environment import COUNTS, read_variable_count
 from launcher.plan.model import Gpu, Machine, Request
-from launcher.plan.policies import Place
+from launcher.plan.policies import Placement
 from launcher.plan.rules import BINDS, COLLECTORS, LEAST_CORES, find_binders
-from launcher.plan.settings import Scene
+from launcher.plan.settings import NodePlacement
 from launcher.plan.usable_cores import Topology, find_usable, gather_pus
 from launcher.protocol import LAUNCH_GC, LAUNCH_NIC
 
 
-def find_shortfalls(request: Request, scene: Scene) -> tuple[str, ...]:
+def find_shortfalls(request: Request, scene: NodePlacement) -> tuple[str, ...]:
     """What the machine could not give, as `what happened: fix`; nothing where no binding was asked for."""
     if request.binding == "none":
         return ()
@@ -27,7 +27,7 @@ def find_shortfalls(request: Request, scene: Scene) -> tuple[str, ...]:
     )
 
 
-def find_remote(scene: Scene) -> Iterator[str]:
+def find_remote(scene: NodePlacement) -> Iterator[str]:
     """Ranks that run away from their GPU because the job may use none of the CPUs beside it."""
     usable = frozenset(scene.topology.core_of)
     by_node: dict[int | None, set[int]] = {}
@@ -46,11 +46,11 @@ def find_remote(scene: Scene) -> Iterator[str]:
             )
 
 
-def find_foreign_memory(scene: Scene) -> Iterator[str]:
+def find_foreign_memory(scene: NodePlacement) -> Iterator[str]:
     """Ranks on a node next to their GPU that has memory, which the job's cpuset leaves out."""
     machine = scene.machine
     barred = {entry.id for entry in machine.nodes if entry.normal and entry.memory_kib} - machine.allowed_mems
-    for node, found in group_ranks(scene.places).items():
+    for node, found in group_by_node(scene.places).items():
         ranks = {rank for rank in found if node in scene.homes[rank]}
         if node in barred and ranks:
             yield (
@@ -61,9 +61,9 @@ def find_foreign_memory(scene: Scene) -> Iterator[str]:
             )
 
 
-def find_crowded(scene: Scene) -> Iterator[str]:
+def find_crowded(scene: NodePlacement) -> Iterator[str]:
     """NUMA nodes with more ranks than cores."""
-    for node, ranks in group_ranks(scene.places).items():
+    for node, ranks in group_by_node(scene.places).items():
         cores = scene.topology.cores[node]
         if len(ranks) > len(cores):
             yield (
@@ -73,7 +73,7 @@ def find_crowded(scene: Scene) -> Iterator[str]:
             )
 
 
-def find_uneven(scene: Scene) -> Iterator[str]:
+def find_uneven(scene: NodePlacement) -> Iterator[str]:
     """Ranks that have few cores next to their GPUs, and at most half as many as others.
 
     Nothing if there are more ranks than cores, which `find_crowded` tells.
@@ -104,7 +104,7 @@ def format_nodes(nodes: Iterable[int]) -> str:
 
 
 def describe_help(
-    topology: Topology, home: frozenset[int], ranks: Iterable[int], places: Sequence[Place]
+    topology: Topology, home: frozenset[int], ranks: Iterable[int], places: Sequence[Placement]
 ) -> str:
     """Where ranks run, and their workers, that have too few cores on the nodes of `home`."""
     node_of = {pu: core.node for cores in topology.cores.values() for core in cores for pu in core.pus}
@@ -145,7 +145,7 @@ def find_unreserved(machine: Machine, topology: Topology, reserve: int) -> Itera
         yield f"reserve_cores={reserve}, but only {kept} of {total} cores can be kept back: reserve fewer"
 
 
-def group_ranks(places: Sequence[Place]) -> Mapping[int, set[int]]:
+def group_by_node(places: Sequence[Placement]) -> Mapping[int, set[int]]:
     """Local ranks by NUMA node."""
     groups: dict[int, set[int]] = {}
     for rank, place in enumerate(places):
@@ -172,7 +172,7 @@ def find_advice(
     if order != "PCI_BUS_ID" and len({gpu.name for gpu in visible}) > 1:
         yield f"CUDA_DEVICE_ORDER={order} may not number GPUs as this plan does: unset it, or set PCI_BUS_ID"
     for name, least in COUNTS.items():
-        if environ.get(name) and read_count(environ, name, least) is None:
+        if environ.get(name) and read_variable_count(environ, name, least) is None:
             yield f"{name}={environ[name]} is no number from {least} on, and is replaced: correct or unset it"
     for name in find_binders(environ):
         yield f"{name}={environ[name]} is set, and {BINDS}: unset {name}"
@@ -198,7 +198,9 @@ def find_policy_fault(text: str) -> str:
         return f"there is no policy {name!r}"
     for word in words:
         key, _, value = word.partition("=")
-        if word != "log" and (key not in ("warmup", "every") or read_count({key: value}, key, 0) is None):
+        if word != "log" and (
+            key not in ("warmup", "every") or read_variable_count({key: value}, key, 0) is None
+        ):
             return f"{word!r} is neither log nor a number of steps, warmup=N or every=N"
     return ""
 

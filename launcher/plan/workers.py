@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from launcher.plan.cores import Cores, count_usable
-from launcher.plan.environment import Part, read_count
+from launcher.plan.environment import VariablesAndNotes, read_variable_count
 from launcher.plan.model import Machine, Request
-from launcher.plan.rules import FILES_RANK, FILES_WORKER, SHARE, WORKLOADS, count_system
+from launcher.plan.rules import FILES_RANK, FILES_WORKER, SHARE, WORKLOADS, count_system_cores
 from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_NUM_WORKERS
 
 NUMBER = "dataloader.num_workers"
@@ -23,7 +23,7 @@ FILES_FIX = "raise the hard limit (limits.conf, docker --ulimit nofile=1048576, 
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class WorkerLimit:
     """What bounds the DataLoader workers of each rank."""
 
     most: int
@@ -34,7 +34,7 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
-class Crew:
+class WorkerBudget:
     """What is asked for, and the bounds that all ranks of a node have in common."""
 
     who: str
@@ -42,61 +42,63 @@ class Crew:
     wanted: int
     bounded: bool
     """What the user has set, or has measured, is not bounded."""
-    bounds: tuple[Bound, ...]
+    bounds: tuple[WorkerLimit, ...]
     """That of the node's cores is the first."""
 
 
-def plan_crew(request: Request, machine: Machine, cores: Sequence[Cores]) -> Crew:
+def budget_workers(request: Request, machine: Machine, cores: Sequence[Cores]) -> WorkerBudget:
     """Find out how many workers are asked for, and what the node has for them; `cores` are each rank's."""
-    asked, ranks = read_asked(request), len(cores)
-    wanted = count_wanted(request)
+    asked, ranks = read_requested_variable(request), len(cores)
+    wanted = count_requested_workers(request)
     bounds = (
-        bound_cores(machine, cores),
-        *bound_memory(request, machine, ranks),
-        *bound_shm(machine, wanted * ranks, ranks, request.worker_shm_mib),
-        *bound_files(machine),
+        bound_by_node_cores(machine, cores),
+        *bound_by_memory(request, machine, ranks),
+        *bound_by_shm(machine, wanted * ranks, ranks, request.worker_shm_mib),
+        *bound_by_files(machine),
     )
-    who = name_asker(request) if asked is None else LAUNCH_NUM_WORKERS
-    return Crew(who, wanted, asked is None and who != NUMBER and not request.measured, bounds)
+    who = name_request_source(request) if asked is None else LAUNCH_NUM_WORKERS
+    return WorkerBudget(who, wanted, asked is None and who != NUMBER and not request.measured, bounds)
 
 
-def read_asked(request: Request) -> int | None:
+def read_requested_variable(request: Request) -> int | None:
     """The number in the user's LAUNCH_NUM_WORKERS; None without one."""
-    return read_count(dict(request.environ), LAUNCH_NUM_WORKERS, 0)
+    return read_variable_count(dict(request.environ), LAUNCH_NUM_WORKERS, 0)
 
 
-def count_wanted(request: Request) -> int:
+def count_requested_workers(request: Request) -> int:
     """DataLoader workers that each rank would like."""
-    asked = read_asked(request)
+    asked = read_requested_variable(request)
     return request.num_workers if asked is None else asked
 
 
-def name_asker(request: Request) -> str:
+def name_request_source(request: Request) -> str:
     """Name the key that asks: the workload, or the number if that is not the workload's."""
     usual = WORKLOADS.get(request.workload, request.num_workers if request.workload else None)
     return NUMBER if request.num_workers != usual else f"dataloader={request.workload}"
 
 
-def bound_cores(machine: Machine, cores: Sequence[Cores]) -> Bound:
+def bound_by_node_cores(machine: Machine, cores: Sequence[Cores]) -> WorkerLimit:
     """The book's rule for the cores of a node, `ranks * (workers + 1) + 4`; a quota counts as cores.
 
     Source: S. Bekman, Machine Learning Engineering Open Book, chapter on CPUs.
     """
     ranks, usable, quota = len(cores), count_usable(machine), machine.limits.cpus
     total, named = (usable, "cores") if quota is None or quota >= usable else (quota, "CPUs of time")
-    rooms = [max(0, bound_own(each).most) for each in cores]
-    most = find_level(rooms, int(total - ranks - count_system(ranks) + ROUNDING))
-    return Bound(most, f"{total:g} {named} and {ranks} rank{'' if ranks == 1 else 's'}")
+    rooms = [max(0, bound_by_rank_cores(each).most) for each in cores]
+    most = level_workers(rooms, int(total - ranks - count_system_cores(ranks) + ROUNDING))
+    return WorkerLimit(most, f"{total:g} {named} and {ranks} rank{'' if ranks == 1 else 's'}")
 
 
-def bound_own(cores: Cores) -> Bound:
+def bound_by_rank_cores(cores: Cores) -> WorkerLimit:
     """A core for each worker beside the rank's process."""
     total = cores.own + cores.spare
     named = "CPUs of time" if cores.limited else "cores"
-    return Bound(int(total + ROUNDING) - 1, "its one core" if total == 1 else f"its {total:.3g} {named}")
+    return WorkerLimit(
+        int(total + ROUNDING) - 1, "its one core" if total == 1 else f"its {total:.3g} {named}"
+    )
 
 
-def find_level(rooms: Sequence[int], total: int) -> int:
+def level_workers(rooms: Sequence[int], total: int) -> int:
     """The largest number that, given to each rank as far as it has room, comes to no more than the total."""
     left = total
     for at, room in enumerate(sorted(rooms)):
@@ -107,7 +109,7 @@ def find_level(rooms: Sequence[int], total: int) -> int:
     return max(rooms)
 
 
-def bound_memory(request: Request, machine: Machine, ranks: int) -> Iterator[Bound]:
+def bound_by_memory(request: Request, machine: Machine, ranks: int) -> Iterator[WorkerLimit]:
     """Half of the memory that the job may use: the rest is for ranks, page cache and checkpoints.
 
     What is in /dev/shm counts as memory too, and against a cgroup's limit.
@@ -119,10 +121,10 @@ def bound_memory(request: Request, machine: Machine, ranks: int) -> Iterator[Bou
     if have and request.worker_gib:
         gib = have / (1 << 20)
         what = f"{gib:.3g} GiB of memory, {each:.3g} GiB for each worker"
-        yield Bound(divide(SHARE * gib, each * ranks), what, MEMORY_FIX)
+        yield WorkerLimit(count_parts(SHARE * gib, each * ranks), what, MEMORY_FIX)
 
 
-def bound_shm(machine: Machine, workers: int, ranks: int, each: float) -> Iterator[Bound]:
+def bound_by_shm(machine: Machine, workers: int, ranks: int, each: float) -> Iterator[WorkerLimit]:
     """Half of /dev/shm, through which batches come: the rest is for NCCL and a second DataLoader.
 
     `workers` are asked for on the node, and take so much of it `each`, in MiB.
@@ -131,27 +133,27 @@ def bound_shm(machine: Machine, workers: int, ranks: int, each: float) -> Iterat
         mib = machine.limits.shm_kib / 1024
         what = f"{mib:.3g} MiB of /dev/shm, {each:.3g} MiB for each worker"
         enough = int(min(workers * each / SHARE / 1024, 1e6)) + 1
-        yield Bound(divide(SHARE * mib, each * ranks), what, SHM_FIX.format(enough))
+        yield WorkerLimit(count_parts(SHARE * mib, each * ranks), what, SHM_FIX.format(enough))
 
 
-def bound_files(machine: Machine) -> Iterator[Bound]:
+def bound_by_files(machine: Machine) -> Iterator[WorkerLimit]:
     """Descriptors of a rank's process, whose soft limit is raised to the hard one at its start."""
     files = machine.limits.files
     if files is not None:
-        yield Bound(max(0, files - FILES_RANK) // FILES_WORKER, f"{files} open files", FILES_FIX)
+        yield WorkerLimit(max(0, files - FILES_RANK) // FILES_WORKER, f"{files} open files", FILES_FIX)
 
 
-def divide(total: float, each: float) -> int:
+def count_parts(total: float, each: float) -> int:
     """How often a part is in the total; a number of workers, however small the part."""
     return int(min(total / each, 1e6))
 
 
-def set_workers(request: Request, crew: Crew, cores: Cores) -> tuple[int, Part]:
+def set_workers(request: Request, crew: WorkerBudget, cores: Cores) -> tuple[int, VariablesAndNotes]:
     """The number of a rank's DataLoader workers, with its variables and why it is that.
 
     At least one, unless none are asked for: without one the GPU waits for every batch.
     """
-    bound = min((bound_own(cores), *crew.bounds), key=lambda bound: bound.most)
+    bound = min((bound_by_rank_cores(cores), *crew.bounds), key=lambda bound: bound.most)
     most = max(0, bound.most)
     workers = min(crew.wanted, max(1, most)) if crew.bounded else crew.wanted
     note = f"num_workers={workers}: {crew.who} asks for {crew.wanted}"
@@ -161,9 +163,9 @@ def set_workers(request: Request, crew: Crew, cores: Cores) -> tuple[int, Part]:
     return workers, (env | {LAUNCH_LOADER_DEFAULT: "1"} if request.loader_default else env, [note])
 
 
-def find_tight(request: Request, crew: Crew, cores: Sequence[Cores]) -> Iterator[str]:
+def find_worker_shortages(request: Request, crew: WorkerBudget, cores: Sequence[Cores]) -> Iterator[str]:
     """Warn of more workers than there is room for, with the fix; of cores only if a number was given."""
-    room = max(0, min(crew.bounds[0].most, *(bound_own(each).most for each in cores)))
+    room = max(0, min(crew.bounds[0].most, *(bound_by_rank_cores(each).most for each in cores)))
     had = min(crew.wanted, max(1, room)) if crew.bounded else crew.wanted
     is_told = any(each.limited for each in cores)  # a quota has a warning of its own
     if crew.who == NUMBER and max(1, room) < crew.wanted and not (is_told or request.measured):

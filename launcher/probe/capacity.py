@@ -24,7 +24,7 @@ def read_capacities(tree: Tree, firsts: list[int]) -> dict[int, int]:
         if 0 < capacity <= 1024:
             capacities[cpu] = capacity
         else:
-            tree.note("cpu_capacity of CPUs {items} is {value}: taken as a big core's", cpu, path=path)
+            tree.add_warning("cpu_capacity of CPUs {items} is {value}: taken as a big core's", cpu, path=path)
     return capacities
 
 
@@ -37,6 +37,6 @@ def read_classes(tree: Tree, firsts: list[int]) -> dict[int, int]:
         path = f"sys/devices/{name}/cpus"
         cpus = tree.read_list(path)
         if cpus is None and tree.read(path) is not None:
-            tree.note(f"{path} is {{value}}: its cores are taken as big ones", path=path)
+            tree.add_warning(f"{path} is {{value}}: its cores are taken as big ones", path=path)
         capacities.update(dict.fromkeys((cpus or frozenset()).intersection(firsts), capacity))
     return capacities

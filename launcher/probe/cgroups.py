@@ -10,25 +10,25 @@ Groups = tuple[int, list[str]]
 """A hierarchy's version, and directories of it below the machine's root, without a leading slash."""
 
 
-def list_groups(tree: Tree, controllers: tuple[str, ...]) -> dict[str, Groups]:
+def list_cgroups(tree: Tree, controllers: tuple[str, ...]) -> dict[str, Groups]:
     """For each controller the cgroup that limits this process, then those above it as far as they are seen.
 
     The mount table, which can be long, is read only where a cgroup is not at its usual place: on systems
     that mount the hierarchies elsewhere, and in containers that see the host's names for their cgroups.
     """
-    own = read_own(tree)
+    own = read_own_cgroups(tree)
     groups: dict[str, Groups] = {}
     for controller in controllers:
         version = 1 if controller in own else 2
         path = own.get(controller if version == 1 else "")
         if path is not None:
-            groups[controller] = version, find_group(tree, controller, version, path)
+            groups[controller] = version, find_cgroup_folders(tree, controller, version, path)
     return groups
 
 
-def find_group(tree: Tree, controller: str, version: int, path: str) -> list[str]:
+def find_cgroup_folders(tree: Tree, controller: str, version: int, path: str) -> list[str]:
     """The directories of a cgroup and of those above it, as far as they are seen."""
-    mount = find_usual(tree, controller, version)
+    mount = find_usual_mount(tree, controller, version)
     if ".." in path.split("/") or not tree.has(f"{mount}{path}"):
         from launcher.probe.mounts import find_cgroup
 
@@ -47,17 +47,17 @@ def read_cpuset(tree: Tree, kind: str) -> frozenset[int] | None:
         1: (f"cpuset.effective_{kind}", f"cpuset.{kind}", kind),  # the last with noprefix, as before cgroups
         2: (f"cpuset.{kind}.effective", f"cpuset.{kind}"),
     }
-    own, named = read_own(tree), tree.read("proc/self/cpuset")
+    own, named = read_own_cgroups(tree), tree.read("proc/self/cpuset")
     for version, path in ((1, own.get("cpuset")), (2, own.get("")), (1, named), (2, named)):
         if path and path.startswith("/") and len(path) <= LONGEST:
-            folders = find_group(tree, "cpuset", version, path)
+            folders = find_cgroup_folders(tree, "cpuset", version, path)
             lists = (tree.read_list(f"{folder}/{name}") for folder in folders for name in names[version])
             if found := next(filter(None, lists), None):
                 return found
     return None
 
 
-def read_own(tree: Tree) -> dict[str, str]:
+def read_own_cgroups(tree: Tree) -> dict[str, str]:
     """The paths of /proc/self/cgroup by controller, with version 2's under an empty name (cgroups(7))."""
     own = {}
     for line in (tree.read("proc/self/cgroup") or "").splitlines():
@@ -67,7 +67,7 @@ def read_own(tree: Tree) -> dict[str, str]:
     return own
 
 
-def find_usual(tree: Tree, controller: str, version: int) -> str:
+def find_usual_mount(tree: Tree, controller: str, version: int) -> str:
     """Where a controller's hierarchy is mounted by custom; `unified` where both versions are in use."""
     if version == 1:
         return f"{TOP}/{controller}"
@@ -77,6 +77,6 @@ def find_usual(tree: Tree, controller: str, version: int) -> str:
 def list_ancestors(tree: Tree, mount: str, path: str) -> list[str]:
     """A cgroup and those above it, up to the mount's top; none where it is outside of what is mounted."""
     parts = [part for part in path.split("/") if part]
-    if ".." in (*mount.split("/"), *parts) or tree.resolve(mount) is None:
+    if ".." in (*mount.split("/"), *parts) or tree.resolve_links(mount) is None:
         return []
     return ["/".join([mount, *parts[:depth]]) for depth in range(len(parts), -1, -1)]

@@ -15,7 +15,7 @@ AMD_SIGN = "dev/kfd"
 """The compute driver's device: without it an AMD GPU is for the screen."""
 
 
-def read_gpus(
+def probe_gpus(
     tree: Tree, nodes: frozenset[int], online: frozenset[int], quick: bool = False
 ) -> tuple[Gpu, ...]:
     """NVIDIA's GPUs in PCI bus order; where there are none AMD's, in the compute driver's order.
@@ -37,7 +37,7 @@ def list_gpus(tree: Tree, quick: bool) -> tuple[Gpu, ...]:
     nvidia = list_nvidia(tree, quick) if signs else ()
     gpus = sort_gpus(nvidia) or (read_amd(tree) if tree.has(AMD_SIGN) else ())
     if nvidia is None and not gpus:
-        tree.note("a GPU driver is there ({items}) but no GPU was found: planned without GPUs", *signs)
+        tree.add_warning("a GPU driver is there ({items}) but no GPU was found: planned without GPUs", *signs)
     return gpus
 
 

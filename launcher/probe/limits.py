@@ -3,8 +3,8 @@
 import os
 
 from launcher.plan.model import Limits
-from launcher.probe.cgroups import list_groups
-from launcher.probe.sysfs import Tree, parse_number
+from launcher.probe.cgroups import list_cgroups
+from launcher.probe.sysfs import Tree, parse_unsigned
 
 UNLIMITED = 1 << 62
 """Bytes from which on a limit is none: version 1 shows 2^63 less a page where nothing was set."""
@@ -18,7 +18,7 @@ UNITS = {"k": 10, "m": 20, "g": 30}
 
 def read_limits(tree: Tree) -> Limits:
     """The tightest limits over the job's cgroup and its ancestors, /dev/shm, and what a process may open."""
-    groups = list_groups(tree, ("cpu", "memory"))
+    groups = list_cgroups(tree, ("cpu", "memory"))
     version, paths = groups.get("cpu", (2, []))
     quotas = [quota for path in paths if (quota := read_quota(tree, version, path))]
     version, paths = groups.get("memory", (2, []))
@@ -39,10 +39,12 @@ def read_quota(tree: Tree, version: int, path: str) -> float | None:
     words = text.partition(" ")
     if words[0] in UNSET:
         return None
-    quota, period = parse_number(words[0]), parse_number(words[2])
+    quota, period = parse_unsigned(words[0]), parse_unsigned(words[2])
     if quota and period:
         return quota / period
-    tree.note("the CPU quota of cgroup {items} is {value}: taken as no limit", clean(path), value=text)
+    tree.add_warning(
+        "the CPU quota of cgroup {items} is {value}: taken as no limit", clean_path(path), value=text
+    )
     return None
 
 
@@ -51,13 +53,15 @@ def read_memory_limit(tree: Tree, version: int, path: str) -> int | None:
     text = tree.read(f"{path}/{'memory.max' if version == 2 else 'memory.limit_in_bytes'}") or ""
     if text in UNSET:
         return None
-    size = parse_number(text)
+    size = parse_unsigned(text)
     if not size:
-        tree.note("the memory limit of cgroup {items} is {value}: taken as no limit", clean(path), value=text)
+        tree.add_warning(
+            "the memory limit of cgroup {items} is {value}: taken as no limit", clean_path(path), value=text
+        )
     return size if size and size < UNLIMITED else None
 
 
-def clean(path: str) -> str:
+def clean_path(path: str) -> str:
     """A path for people."""
     return "".join(char if char.isprintable() else "?" for char in f"/{path}")
 
@@ -65,7 +69,7 @@ def clean(path: str) -> str:
 def read_files(tree: Tree) -> int | None:
     """The hard limit of descriptors; None for no limit, and where it cannot be read."""
     words = find_resource(tree.read(RESOURCES) or "", FILES).removeprefix(FILES).split()
-    return parse_number(words[1]) if len(words) > 1 else None
+    return parse_unsigned(words[1]) if len(words) > 1 else None
 
 
 def find_resource(text: str, name: str) -> str:
@@ -91,5 +95,5 @@ def read_shm_option(tree: Tree) -> int | None:
     if not sizes:
         return None
     shift = UNITS.get(sizes[-1][-1:], 0)
-    size = parse_number(sizes[-1][:-1] if shift else sizes[-1])
+    size = parse_unsigned(sizes[-1][:-1] if shift else sizes[-1])
     return None if size is None else size << shift >> 10

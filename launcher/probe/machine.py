@@ -5,12 +5,12 @@ import os
 from launcher.errors import UsageError
 from launcher.plan.model import Machine
 from launcher.probe.allowed_cpus import STATUS, read_allowed_mems, read_cpu_sets, read_isolated
-from launcher.probe.cpus import read_cpus
-from launcher.probe.gpus import read_gpus
+from launcher.probe.cpus import read_cpu_topology
+from launcher.probe.gpus import probe_gpus
 from launcher.probe.limits import read_limits
 from launcher.probe.nics import read_nics
-from launcher.probe.numa import list_nodes, place_cpus, read_nodes
-from launcher.probe.product import clean_name, read_name
+from launcher.probe.numa import list_numa_nodes, place_cpus, read_numa_nodes
+from launcher.probe.product import clean_name, read_product_name
 from launcher.probe.sysfs import Tree
 
 
@@ -26,16 +26,16 @@ def probe(root: str | os.PathLike[str] = "/", *, quick: bool = False) -> Machine
     tree = open_tree(root)
     status = tree.read_fields(STATUS)
     online, allowed = read_cpu_sets(tree, status)
-    ids = list_nodes(tree)
+    ids = list_numa_nodes(tree)
     place = place_cpus(tree, ids, online)
-    memory_kib = read_memory(tree)
-    nodes = read_nodes(tree, ids, place, memory_kib)
+    memory_kib = read_total_memory(tree)
+    nodes = read_numa_nodes(tree, ids, place, memory_kib)
     known = frozenset(node.id for node in nodes)
-    cpus, caches = read_cpus(tree, online, place)
+    cpus, caches = read_cpu_topology(tree, online, place)
     return Machine(
         cpus=cpus,
         nodes=nodes,
-        gpus=read_gpus(tree, known, online, quick),
+        gpus=probe_gpus(tree, known, online, quick),
         allowed_cpus=allowed,
         allowed_mems=read_allowed_mems(tree, status, known),
         isolated=read_isolated(tree, online),
@@ -43,7 +43,7 @@ def probe(root: str | os.PathLike[str] = "/", *, quick: bool = False) -> Machine
         nics=read_nics(tree, known),
         caches=caches,
         limits=read_limits(tree),
-        name=read_name(tree),
+        name=read_product_name(tree),
         kernel=clean_name(tree.read("proc/sys/kernel/osrelease") or ""),
         warnings=tree.list_warnings(),
     )
@@ -59,9 +59,11 @@ def open_tree(root: str | os.PathLike[str]) -> Tree:
     return Tree(name)
 
 
-def read_memory(tree: Tree) -> int:
+def read_total_memory(tree: Tree) -> int:
     """MemTotal of the machine in KiB."""
     memory_kib = tree.read_mem_total("proc/meminfo")
     if memory_kib is None:
-        tree.note("MemTotal of proc/meminfo is {value}: memory size unknown, 0 is shown", path="proc/meminfo")
+        tree.add_warning(
+            "MemTotal of proc/meminfo is {value}: memory size unknown, 0 is shown", path="proc/meminfo"
+        )
     return memory_kib or 0

@@ -15,21 +15,21 @@ KIND = (slice(0, 6), slice(18, 20))
 """Where an ELF header has the magic number with class and byte order, and the machine: elf(5)."""
 
 
-def find_malloc(word: str, environ: Mapping[str, str]) -> str:
+def find_malloc_library(word: str, environ: Mapping[str, str]) -> str:
     """Return the path of `tcmalloc` or `jemalloc`; empty where it is not there, or for another word.
 
     LD_PRELOAD separates paths by blanks and colons, so a path with one is of no use.
     """
-    kind = read_kind("/proc/self/exe")
-    for folder in list_folders(environ):
+    kind = read_elf_kind("/proc/self/exe")
+    for folder in list_library_folders(environ):
         for name in SONAMES.get(word, ()):
             path = os.path.join(folder, name)
-            if kind and read_kind(path) == kind and not set(path) & set(" :\t\n"):
+            if kind and read_elf_kind(path) == kind and not set(path) & set(" :\t\n"):
                 return path
     return ""
 
 
-def list_folders(environ: Mapping[str, str]) -> Iterator[str]:
+def list_library_folders(environ: Mapping[str, str]) -> Iterator[str]:
     """Folders that may hold it, the nearest to the user first; no relative ones."""
     if prefix := environ.get("CONDA_PREFIX"):
         yield f"{prefix}/lib"
@@ -57,7 +57,7 @@ def list_configured() -> Iterator[str]:
         yield from (line.strip() for line in lines if line.startswith("/"))
 
 
-def read_kind(path: str) -> tuple[bytes, ...]:
+def read_elf_kind(path: str) -> tuple[bytes, ...]:
     """Word length, byte order and machine of an ELF file; empty where it is none that can be read."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -36,16 +36,18 @@ def parse_mountinfo(line: str) -> Mount | None:
     head, tail = before.split(" "), after.split(" ")
     if len(head) < 6 or len(tail) < 3:
         return None
-    return Mount(decode(head[3]), decode(head[4]), tail[0], tuple(tail[-1].split(",")))
+    return Mount(decode_octal(head[3]), decode_octal(head[4]), tail[0], tuple(tail[-1].split(",")))
 
 
 def parse_mounts(line: str) -> Mount | None:
     """Read one line of `mounts` (fstab(5)); None for one that is none."""
     words = line.split(" ")
-    return Mount("/", decode(words[1]), words[2], tuple(words[3].split(","))) if len(words) > 3 else None
+    return (
+        Mount("/", decode_octal(words[1]), words[2], tuple(words[3].split(","))) if len(words) > 3 else None
+    )
 
 
-def decode(text: str) -> str:
+def decode_octal(text: str) -> str:
     """A path of the mount table, where white space and backslashes are octal numbers."""
     head, *rest = text.split("\\")
     parts = [
@@ -63,13 +65,13 @@ def find_cgroup(tree: Tree, controller: str, version: int, path: str) -> tuple[s
         # cpuset was a file system of its own before it was a controller.
         is_first = (mount.kind == "cgroup" and controller in mount.options) or mount.kind == controller
         is_it = mount.kind == "cgroup2" if version == 2 else is_first
-        below = relate(path, mount.root) if is_it else None
+        below = make_relative(path, mount.root) if is_it else None
         if below is not None:
             return mount.point.strip("/"), below
     return None
 
 
-def relate(path: str, root: str) -> str | None:
+def make_relative(path: str, root: str) -> str | None:
     """A cgroup's path below a mount of `root`; None where it is not below that.
 
     Both are as the process's cgroup namespace shows them: what is outside of the namespace begins with

@@ -16,11 +16,11 @@ LAYERS = ("InfiniBand", "Ethernet")
 def read_nics(tree: Tree, nodes: frozenset[int]) -> tuple[Nic, ...]:
     """The RDMA devices in natural order: mlx5_2 before mlx5_10."""
     names = []
-    for name in tree.list_names(NICS):
+    for name in tree.list_directory(NICS):
         if name.isascii() and name.isprintable():
             names.append(name)
         else:
-            tree.note(f"{NICS} has {{value}}, which is no device's name: left out", value=name)
+            tree.add_warning(f"{NICS} has {{value}}, which is no device's name: left out", value=name)
     return tuple(read_nic(tree, name, nodes) for name in sorted(names, key=split_numbers))
 
 
@@ -33,16 +33,20 @@ def split_numbers(name: str) -> list[tuple[bool, int, str]]:
 def read_nic(tree: Tree, name: str, nodes: frozenset[int]) -> Nic:
     """One device; one that is no PCI device, such as soft RoCE, has no place."""
     here = f"{NICS}{name}/"
-    real = tree.resolve(f"{here}device")
+    real = tree.resolve_links(f"{here}device")
     if real is None:
-        tree.note("sysfs links of RDMA devices {items} lead out of the root: their place is unknown", name)
+        tree.add_warning(
+            "sysfs links of RDMA devices {items} lead out of the root: their place is unknown", name
+        )
         return Nic(name, "", None)
     path = split_path(real)
     node = None
     if path:
         text = tree.read(f"{here}device/numa_node")
         if text is None and not tree.has(f"{here}device"):
-            tree.note("the PCI devices of the RDMA devices {items} are not in sysfs: NUMA node unknown", name)
+            tree.add_warning(
+                "the PCI devices of the RDMA devices {items} are not in sysfs: NUMA node unknown", name
+            )
         node = find_node(tree, "RDMA devices", name, text, nodes)
     active, rate, layer = read_ports(tree, name)
     return Nic(name, path[-1] if path else "", node, path[:-1], layer, rate, active)
@@ -66,7 +70,7 @@ def read_active(tree: Tree, name: str, path: str) -> bool:
     if number in ("0", "1", "2", "3", "4", "5"):
         return int(number) == ACTIVE
     if text is not None:
-        tree.note("port state of RDMA devices {items} is {value}: taken as active", name, value=text)
+        tree.add_warning("port state of RDMA devices {items} is {value}: taken as active", name, value=text)
     return True
 
 
@@ -78,5 +82,5 @@ def read_rate(tree: Tree, name: str, path: str) -> float:
     if unit.startswith("Gb/sec") and digits.isascii() and digits.isdecimal() and len(digits) < 10:
         return float(number)
     if text is not None:
-        tree.note("port rate of RDMA devices {items} is {value}: unknown", name, value=text)
+        tree.add_warning("port rate of RDMA devices {items} is {value}: unknown", name, value=text)
     return 0.0

@@ -97,6 +97,6 @@ def locate_malloc(word: str, environ: Mapping[str, str], root: str) -> str | Non
     """
     if word == "system" or root != "/":
         return None
-    from launcher.probe.malloc_library import find_malloc
+    from launcher.probe.malloc_library import find_malloc_library
 
-    return find_malloc(word, environ)
+    return find_malloc_library(word, environ)

@@ -10,17 +10,19 @@ LOCAL, REMOTE = 10, 20
 """The kernel's distances where the firmware gives none (include/linux/topology.h)."""
 
 
-def list_nodes(tree: Tree) -> tuple[int, ...]:
+def list_numa_nodes(tree: Tree) -> tuple[int, ...]:
     """Online NUMA nodes in ascending order; none where the kernel does without NUMA."""
     present = tree.list_numbers(NODE, "node")
     online = tree.read_list(f"{NODE}online")
     if not present:
         return ()
     if not online or online.isdisjoint(present):
-        tree.note(f"{NODE}online is {{value}}: nodes {{items}} are used", *present, path=f"{NODE}online")
+        tree.add_warning(
+            f"{NODE}online is {{value}}: nodes {{items}} are used", *present, path=f"{NODE}online"
+        )
         return tuple(present)
     if lost := online.difference(present):
-        tree.note(f"NUMA nodes {{items}} of {NODE}online have no directory: left out", *lost)
+        tree.add_warning(f"NUMA nodes {{items}} of {NODE}online have no directory: left out", *lost)
     return tuple(node for node in present if node in online)
 
 
@@ -39,12 +41,16 @@ def place_cpus(tree: Tree, ids: tuple[int, ...], online: frozenset[int]) -> dict
     for node in (*trusted, *(node for node in ids if node not in trusted)):
         cpus = lists[node] or frozenset()
         if taken := cpus & place.keys():
-            tree.note("CPUs {items} are in the cpulist of several NUMA nodes: one is taken", *taken)
+            tree.add_warning("CPUs {items} are in the cpulist of several NUMA nodes: one is taken", *taken)
         if cpus and node not in trusted:
-            tree.note(f"NUMA nodes {{items}} have a cpulist but are not in {NODE}has_cpu: used last", node)
+            tree.add_warning(
+                f"NUMA nodes {{items}} have a cpulist but are not in {NODE}has_cpu: used last", node
+            )
         place.update(dict.fromkeys(cpus - place.keys(), node))
     if homeless := online - place.keys():
-        place.update(dict.fromkeys(homeless, find_home(tree, trusted or list(ids), lists, homeless)))
+        place.update(
+            dict.fromkeys(homeless, choose_node_of_strays(tree, trusted or list(ids), lists, homeless))
+        )
     return place
 
 
@@ -53,25 +59,25 @@ def read_node_cpus(tree: Tree, node: int, online: frozenset[int]) -> frozenset[i
     path = f"{NODE}node{node}/cpulist"
     cpus = tree.read_list(path)
     if cpus is None:
-        tree.note("cpulist of NUMA nodes {items} is {value}: taken as without CPUs", node, path=path)
+        tree.add_warning("cpulist of NUMA nodes {items} is {value}: taken as without CPUs", node, path=path)
         return None
     if not cpus <= online:
         text = "cpulist of NUMA nodes {items} ({value}) has CPUs that are offline: left out"
-        tree.note(text, node, value=format_cpulist(cpus))
+        tree.add_warning(text, node, value=format_cpulist(cpus))
     return cpus & online
 
 
-def find_home(
+def choose_node_of_strays(
     tree: Tree, ids: list[int], lists: dict[int, frozenset[int] | None], homeless: frozenset[int]
 ) -> int:
     """The node for CPUs that no cpulist has: the only one with CPUs but no readable list, else the lowest."""
     silent = [node for node in ids if lists[node] is None]
     home = silent[0] if len(silent) == 1 else ids[0]
-    tree.note(f"CPUs {{items}} are in no NUMA node's cpulist: taken as node {home}'s", *homeless)
+    tree.add_warning(f"CPUs {{items}} are in no NUMA node's cpulist: taken as node {home}'s", *homeless)
     return home
 
 
-def read_nodes(
+def read_numa_nodes(
     tree: Tree, ids: tuple[int, ...], place: dict[int, int], memory_kib: int
 ) -> tuple[NumaNode, ...]:
     """The online NUMA nodes; where the kernel does without NUMA, one that has everything."""
@@ -91,7 +97,7 @@ def read_node_memory(tree: Tree, node: int) -> int | None:
     path = f"{NODE}node{node}/meminfo"
     kib = tree.read_mem_total(path)
     if kib is None:
-        tree.note(
+        tree.add_warning(
             "meminfo of NUMA nodes {items} is {value}: memory size unknown, 0 is shown", node, path=path
         )
     return kib
@@ -106,7 +112,7 @@ def find_normal(tree: Tree, sizes: dict[int, int | None], with_cpus: frozenset[i
     path = f"{NODE}has_normal_memory"
     normal = tree.read_list(path)
     if not normal:
-        tree.note(f"{path} is {{value}}: only memory of nodes with CPUs is bound", path=path)
+        tree.add_warning(f"{path} is {{value}}: only memory of nodes with CPUs is bound", path=path)
     beside = with_cpus & frozenset(node for node, kib in sizes.items() if kib != 0)
     return ((normal or frozenset()) | beside) - gpu_nodes
 
@@ -126,5 +132,5 @@ def read_distances(
         value == LOCAL if other == node else LOCAL < value < 256 for other, value in table.items()
     ):
         return tuple((other, table[other]) for other in ids)
-    tree.note("distance of NUMA nodes {items} is {value}: 10 and 20 are assumed", node, path=path)
+    tree.add_warning("distance of NUMA nodes {items} is {value}: 10 and 20 are assumed", node, path=path)
     return tuple((other, LOCAL if other == node else REMOTE) for other in ids)

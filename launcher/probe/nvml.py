@@ -28,7 +28,7 @@ def read_nvml(tree: Tree) -> tuple[Gpu, ...] | None:
         return None
     except pynvml.NVMLError as error:
         text = "NVML fails with {value}: GPUs are taken from /proc/driver/nvidia, without MIG instances"
-        tree.note(text, value=str(error))
+        tree.add_warning(text, value=str(error))
         return None
     return tuple(gpu for gpu in gpus if gpu)
 
@@ -43,14 +43,14 @@ def read_gpu(tree: Tree, nvml: ModuleType, index: int) -> Gpu | None:
         text = (
             "NVML fails with {value} for its GPUs {items}: left out, and CUDA may number the rest otherwise"
         )
-        tree.note(text, index, value=str(error))
+        tree.add_warning(text, index, value=str(error))
         return None
     mig = read_mig(tree, nvml, handle, pci)
-    size = read_size(nvml, handle)
+    size = read_gpu_memory(nvml, handle)
     return Gpu(index, as_text(uuid), pci, None, name=as_text(name), mig=mig, memory_mib=size)
 
 
-def read_size(nvml: ModuleType, handle: object) -> int:
+def read_gpu_memory(nvml: ModuleType, handle: object) -> int:
     """A GPU's memory in MiB; 0 where it cannot be told, as where it is the CPU's too (GB10)."""
     try:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle).total) >> 20
@@ -70,7 +70,7 @@ def read_mig(tree: Tree, nvml: ModuleType, handle: object, pci: str) -> tuple[st
         return ()
     except (nvml.NVMLError, ValueError) as error:
         text = "NVML fails with {value} for the MIG instances of GPUs {items}: taken as without"
-        tree.note(text, pci, value=str(error))
+        tree.add_warning(text, pci, value=str(error))
         return ()
 
 

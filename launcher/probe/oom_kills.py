@@ -1,7 +1,7 @@
 """Processes that the kernel has killed for want of memory in this process's own cgroup."""
 
-from launcher.probe.cgroups import list_groups
-from launcher.probe.sysfs import Tree, parse_number
+from launcher.probe.cgroups import list_cgroups
+from launcher.probe.sysfs import Tree, parse_unsigned
 
 
 def count_oom_kills(tree: Tree) -> int:
@@ -11,9 +11,9 @@ def count_oom_kills(tree: Tree) -> int:
     2 those below it too (`oom_kill` in memory.events). Source: mem_cgroup_oom_control_read in the kernel's
     mm/memcontrol-v1.c, and Documentation/admin-guide/cgroup-v2.rst.
     """
-    version, paths = list_groups(tree, ("memory",)).get("memory", (2, []))
+    version, paths = list_cgroups(tree, ("memory",)).get("memory", (2, []))
     if not paths:
         return 0
     text = tree.read(f"{paths[0]}/{'memory.events' if version == 2 else 'memory.oom_control'}") or ""
     counts = dict(line.split(" ", 1) for line in text.splitlines() if " " in line)
-    return parse_number(counts.get("oom_kill", "")) or 0
+    return parse_unsigned(counts.get("oom_kill", "")) or 0

@@ -55,16 +55,18 @@ def read_locality(
     From sysfs, since NVML masks the first two by the job's cpuset.
     """
     here = f"{PCI}{pci}/"
-    real = tree.resolve(here)
+    real = tree.resolve_links(here)
     if real is None:
-        tree.note("sysfs links of GPUs {items} lead out of the root: their NUMA node is unknown", pci)
+        tree.add_warning("sysfs links of GPUs {items} lead out of the root: their NUMA node is unknown", pci)
         return None, frozenset(), ()
     text, cpus = tree.read(f"{here}numa_node"), tree.read_list(f"{here}local_cpulist")
     if text is None and cpus is None:
-        tree.note("sysfs has no locality of GPUs {items}: their NUMA node is unknown", pci)
+        tree.add_warning("sysfs has no locality of GPUs {items}: their NUMA node is unknown", pci)
         return None, frozenset(), ()
     if cpus is None:
-        tree.note("local_cpulist of GPUs {items} is {value}: not used", pci, path=f"{here}local_cpulist")
+        tree.add_warning(
+            "local_cpulist of GPUs {items} is {value}: not used", pci, path=f"{here}local_cpulist"
+        )
     node = find_node(tree, "GPUs", pci, text, nodes)
     return node, (cpus or frozenset()) & online, split_path(real)[:-1]
 
@@ -73,7 +75,7 @@ def find_node(tree: Tree, what: str, name: str, text: str | None, nodes: frozens
     """The online NUMA node that `numa_node` names; a kernel without NUMA has no such file."""
     named = {str(node): node for node in nodes}
     if text not in named and text not in (None, "-1"):
-        tree.note(
+        tree.add_warning(
             f"numa_node of {what} {{items}} is {{value}}, which is not online: unknown", name, value=text
         )
     return named.get(text or "")

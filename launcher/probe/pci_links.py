@@ -9,16 +9,18 @@ WIDEST = 32
 """Lanes of the widest PCI Express link; a virtual machine may show 0, 63 or 255 for unknown."""
 
 
-def read_devices(tree: Tree, machine: Machine) -> tuple[Device, ...]:
+def read_device_links(tree: Tree, machine: Machine) -> tuple[Device, ...]:
     """The GPUs, then the NICs, as far as sysfs has them."""
     found = [(f"GPU {gpu.index}", gpu.pci, gpu.node, False) for gpu in machine.gpus]
     found += [(nic.name, nic.pci, nic.node, True) for nic in machine.nics]
     return tuple(
-        read_device(tree, *entry) for entry in found if entry[1] and tree.resolve(f"{PCI}{entry[1]}")
+        read_device_link(tree, *entry)
+        for entry in found
+        if entry[1] and tree.resolve_links(f"{PCI}{entry[1]}")
     )
 
 
-def read_device(tree: Tree, name: str, pci: str, node: int | None, nic: bool) -> Device:
+def read_device_link(tree: Tree, name: str, pci: str, node: int | None, nic: bool) -> Device:
     """One device's link and interrupts."""
     here = f"{PCI}{pci}/"
     width, most = read_width(tree, f"{here}current_link_width"), read_width(tree, f"{here}max_link_width")

@@ -1,9 +1,9 @@
 """Limits of this process and its cgroup on descriptors, locked memory and processes."""
 
-from launcher.probe.cgroups import list_groups
+from launcher.probe.cgroups import list_cgroups
 from launcher.probe.health import Ceiling
 from launcher.probe.limits import FILES, RESOURCES, find_resource
-from launcher.probe.sysfs import Tree, parse_number
+from launcher.probe.sysfs import Tree, parse_unsigned
 
 
 def read_ceilings(tree: Tree) -> dict[str, Ceiling]:
@@ -18,7 +18,7 @@ def read_ceilings(tree: Tree) -> dict[str, Ceiling]:
         if len(words) >= 2 and all(is_limit(word) for word in words[:2]):
             found[name] = Ceiling(read_limit(words[0]), read_limit(words[1]))
         else:
-            tree.note(f"{RESOURCES} has {{value}} for {name}, which is no limit", value=line)
+            tree.add_warning(f"{RESOURCES} has {{value}} for {name}, which is no limit", value=line)
     return found
 
 
@@ -37,6 +37,6 @@ def read_pids_max(tree: Tree) -> int | None:
 
     Source: the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/pids.rst.
     """
-    _, paths = list_groups(tree, ("pids",)).get("pids", (2, []))
-    found = [number for path in paths if (number := parse_number(tree.read(f"{path}/pids.max") or ""))]
+    _, paths = list_cgroups(tree, ("pids",)).get("pids", (2, []))
+    found = [number for path in paths if (number := parse_unsigned(tree.read(f"{path}/pids.max") or ""))]
     return min(found, default=None)

@@ -14,9 +14,9 @@ LONGEST = 100
 """Characters of a name at most."""
 
 
-def read_name(tree: Tree) -> str:
+def read_product_name(tree: Tree) -> str:
     """Product name from DMI, or on ARM from the device tree; empty where there is none."""
-    text = tree.read(f"{DMI}/product_name") if tree.resolve(DMI) else None
+    text = tree.read(f"{DMI}/product_name") if tree.resolve_links(DMI) else None
     if not (name := clean_name(text or "")):
         name = clean_name(tree.read(DEVICE_TREE) or "")
     return name

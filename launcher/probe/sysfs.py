@@ -86,7 +86,7 @@ class Tree:
         words = (self.read(path) or "").partition("MemTotal:")[2].split()
         return int(words[0]) if words and words[0].isdecimal() and len(words[0]) < 20 else None
 
-    def list_names(self, path: str) -> list[str]:
+    def list_directory(self, path: str) -> list[str]:
         """Names in a directory, sorted; none where it cannot be read."""
         try:
             return sorted(os.listdir(f"{self.prefix}/{path}"))
@@ -97,7 +97,7 @@ class Tree:
         """Whether a file, directory or device of this name is there."""
         return os.path.exists(f"{self.prefix}/{path}")
 
-    def resolve(self, path: str) -> str | None:
+    def resolve_links(self, path: str) -> str | None:
         """A path with its links followed; None where they lead out of the root, as sysfs's own never do."""
         try:
             real = os.path.realpath(f"{self.prefix}/{path}")
@@ -107,23 +107,24 @@ class Tree:
 
     def list_numbers(self, path: str, stem: str) -> list[int]:
         """The N of a directory's entries that are named stem + N, in ascending order."""
-        names = self.list_names(path)
+        names = self.list_directory(path)
         tails = (name.removeprefix(stem) for name in names if name.startswith(stem))
         return sorted(int(tail) for tail in tails if tail.isascii() and tail.isdecimal() and len(tail) < 6)
 
-    def note(self, text: str, *items: int | str, path: str = "", value: str | None = None) -> None:
+    def add_warning(self, text: str, *items: int | str, path: str = "", value: str | None = None) -> None:
         """Add a warning; notes of one text become one, with all `{items}` and the first `{value}`.
 
         The value is the content of `path` where one is named.
         """
         if text not in self._oddities:
-            self._oddities[text] = (show(self.read(path) if path else value), set())
+            self._oddities[text] = (quote_content(self.read(path) if path else value), set())
         self._oddities[text][1].update(items)
 
     def list_warnings(self) -> tuple[str, ...]:
         """The notes as warnings, in the order of their first time."""
         return tuple(
-            text.format(items=join(items), value=value) for text, (value, items) in self._oddities.items()
+            text.format(items=join_items(items), value=value)
+            for text, (value, items) in self._oddities.items()
         )
 
 
@@ -146,19 +147,19 @@ def parse_mask(text: str | None) -> frozenset[int] | None:
     return frozenset(numbers) if max(numbers, default=0) < NUMBER_LIMIT else None
 
 
-def parse_number(text: str | None) -> int | None:
+def parse_unsigned(text: str | None) -> int | None:
     """A whole number without a sign, as the kernel prints it in decimal; None for any other text."""
     return int(text) if text and text.isascii() and text.isdecimal() and len(text) <= 20 else None
 
 
-def show(text: str | None) -> str:
+def quote_content(text: str | None) -> str:
     """A file's content as part of a sentence; `repr` keeps control characters from terminals."""
     if text is None:
         return "missing"
     return repr(text if len(text) <= 40 else f"{text[:40]}…") if text else "empty"
 
 
-def join(items: set[int | str]) -> str:
+def join_items(items: set[int | str]) -> str:
     """Numbers as a cpulist, then names."""
     numbers = format_cpulist({item for item in items if isinstance(item, int)})
     return ", ".join(filter(None, (numbers, *sorted(item for item in items if isinstance(item, str)))))

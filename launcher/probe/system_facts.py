@@ -7,7 +7,7 @@ from launcher.probe.allowed_cpus import CPU, STATUS
 from launcher.probe.health import Clock, Health, Hugepages
 from launcher.probe.nvidia_driver import list_cards
 from launcher.probe.nvml import read_persistence
-from launcher.probe.pci_links import read_devices
+from launcher.probe.pci_links import read_device_links
 from launcher.probe.process_limits import read_ceilings, read_pids_max
 from launcher.probe.sysfs import Tree
 
@@ -32,15 +32,15 @@ def read_health(root: str, machine: Machine) -> Health:
         pids_max=read_pids_max(tree),
         capabilities=read_capabilities(tree),
         shm_free_kib=read_shm_free(tree),
-        numa_balancing=read_count(tree, "proc/sys/kernel/numa_balancing"),
-        zone_reclaim=read_count(tree, "proc/sys/vm/zone_reclaim_mode"),
-        swappiness=read_count(tree, "proc/sys/vm/swappiness"),
+        numa_balancing=read_nonnegative(tree, "proc/sys/kernel/numa_balancing"),
+        zone_reclaim=read_nonnegative(tree, "proc/sys/vm/zone_reclaim_mode"),
+        swappiness=read_nonnegative(tree, "proc/sys/vm/swappiness"),
         swap_kib=read_swap(tree),
         transparent=read_choice(tree, f"{TRANSPARENT}enabled"),
         defrag=read_choice(tree, f"{TRANSPARENT}defrag"),
         hugepages=read_hugepages(tree),
         clocks=read_clocks(tree, machine.allowed_cpus),
-        devices=read_devices(tree, machine),
+        devices=read_device_links(tree, machine),
         irqbalance=find_irqbalance(tree),
         driver_gpus=read_driver_gpus(tree),
         persistence=read_persistence() if tree.is_real and machine.gpus else (),
@@ -48,13 +48,13 @@ def read_health(root: str, machine: Machine) -> Health:
     )
 
 
-def read_count(tree: Tree, path: str) -> int | None:
+def read_nonnegative(tree: Tree, path: str) -> int | None:
     """A number of at least 0; None where there is none, with a note where there is something else."""
     number = tree.read_int(path)
     if number is not None and 0 <= number < MOST:
         return number
     if tree.has(path):
-        tree.note(f"{path} is {{value}}, which is no number", path=path)
+        tree.add_warning(f"{path} is {{value}}, which is no number", path=path)
     return None
 
 
@@ -63,7 +63,7 @@ def read_word(tree: Tree, path: str) -> str:
     text = tree.read(path) or ""
     if text.isascii() and len(text) < 40 and all(char.isalnum() or char in "_-" for char in text):
         return text
-    tree.note(f"{path} is {{value}}, which is not understood", path=path)
+    tree.add_warning(f"{path} is {{value}}, which is not understood", path=path)
     return ""
 
 
@@ -74,7 +74,7 @@ def read_choice(tree: Tree, path: str) -> str:
         return ""
     chosen = text.partition("[")[2].partition("]")[0]
     if not chosen.replace("+", "").isalpha() or len(chosen) > 20 or not chosen.isascii():
-        tree.note(f"{path} is {{value}}, which is not understood", path=path)
+        tree.add_warning(f"{path} is {{value}}, which is not understood", path=path)
         return ""
     return chosen
 
@@ -108,9 +108,9 @@ def read_hugepages(tree: Tree) -> tuple[Hugepages, ...] | None:
     if not tree.has(POOLS):
         return None
     pools = []
-    for name in tree.list_names(POOLS):
+    for name in tree.list_directory(POOLS):
         size = name.removeprefix("hugepages-").removesuffix("kB")
-        free = read_count(tree, f"{POOLS}/{name}/free_hugepages")
+        free = read_nonnegative(tree, f"{POOLS}/{name}/free_hugepages")
         if size.isascii() and size.isdecimal() and len(size) < 12 and free is not None:
             pools.append(Hugepages(int(size), free))
     return tuple(pools)

@@ -12,7 +12,7 @@ from launcher.plan.allocator_conflicts import find_conflicts, merge_settings
 from launcher.plan.codec import plan_to_json, rank_to_json
 from launcher.plan.model import Gpu, Machine, Plan, RankPlan, Request
 from launcher.plan.planner import plan
-from launcher.plan.usable_cores import survey
+from launcher.plan.usable_cores import build_topology
 from launcher.probe.machine import probe
 from launcher.probe.node import MOST_RANKS, VISIBLE_DEVICES, honoured_environ, locate_malloc
 from launcher.protocol import LAUNCH_BINDING, LAUNCH_REQUEST
@@ -173,8 +173,8 @@ def plan_own_gpu(machine: Machine, request: Request, local_rank: int, own: Gpu, 
         made = plan(machine, alike)
         mine = made.ranks[position]
     else:
-        topology = survey(machine)
-        cores = sum(len(topology.cores[node]) for node in topology.find_home(own))
+        topology = build_topology(machine)
+        cores = sum(len(topology.cores[node]) for node in topology.find_local_nodes(own))
         if alike.binding == "exclusive" and cores < count:
             alike = replace(alike, binding="numa")
         made = plan(replace(machine, gpus=tuple(replace(own, index=at) for at in range(count))), alike)

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from launcher.doctor.checkup import count_exit, judge
+from launcher.doctor.checkup import choose_exit_code, run_checks
 from launcher.doctor.environment_checks import judge_environment
-from launcher.doctor.finding import Case, Finding, Trial
+from launcher.doctor.finding import BindingTrial, Case, Finding
 from launcher.doctor.gpu_checks import judge_devices, judge_persistence
 from launcher.doctor.limit_checks import judge_files, judge_processes, judge_shm
 from launcher.doctor.memory_checks import judge_size
-from launcher.doctor.placement_checks import judge_plan, judge_trial
+from launcher.doctor.placement_checks import judge_binding_trial, judge_plan
 from launcher.plan.model import Cpu, Gpu, Limits, Machine, NumaNode, Request
 from launcher.plan.planner import plan
 from launcher.probe.health import CAP_SYS_RESOURCE, Ceiling, Health
@@ -33,7 +33,7 @@ PCI = tuple(gpu.pci for gpu in GPUS)
 def make_case(machine: Machine = MACHINE, **values: Any) -> Case:
     """A case about the running machine."""
     health = values.pop("health", Health(live=True))
-    return Case(plan(machine, Request()), health, values.pop("trial", Trial(2)), **values)
+    return Case(plan(machine, Request()), health, values.pop("trial", BindingTrial(2)), **values)
 
 
 def only(findings: Any) -> Finding:
@@ -138,11 +138,11 @@ def test_variables_that_slow_jobs_down(environ: dict[str, str], level: str) -> N
 
 def test_what_the_kernel_refuses_is_told_with_the_fix() -> None:
     refused = "memory policy preferred of node 0 was refused ([Errno 1] Operation not permitted): memory …"
-    finding = only(judge_trial(make_case(trial=Trial(2, (refused,)))))
+    finding = only(judge_binding_trial(make_case(trial=BindingTrial(2, (refused,)))))
     assert (finding.level, finding.what) == ("warning", refused)
     assert "--cap-add=SYS_NICE" in finding.fix
-    assert only(judge_trial(make_case())).level == "ok"
-    untried = only(judge_trial(make_case(trial=Trial(reason="no room in /tmp"))))
+    assert only(judge_binding_trial(make_case())).level == "ok"
+    untried = only(judge_binding_trial(make_case(trial=BindingTrial(reason="no room in /tmp"))))
     assert (untried.level, untried.what) == ("unknown", "permission to bind not checked: no room in /tmp")
 
 
@@ -157,5 +157,5 @@ def test_the_plans_warnings_are_findings() -> None:
 
 def test_errors_and_warnings_alone_make_the_exit_code() -> None:
     for level, code in {"ok": 0, "unknown": 0, "note": 0, "warning": 1, "error": 1}.items():
-        assert count_exit((Finding("ok", "a", "b"), Finding(level, "a", "b"))) == code
-    assert count_exit(judge(make_case(environ={}))) == 0
+        assert choose_exit_code((Finding("ok", "a", "b"), Finding(level, "a", "b"))) == code
+    assert choose_exit_code(run_checks(make_case(environ={}))) == 0

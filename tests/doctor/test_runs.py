@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from launcher.doctor.finding import Case, Finding, Trial
-from launcher.doctor.last_run_checks import judge_run
+from launcher.doctor.finding import BindingTrial, Case, Finding
+from launcher.doctor.last_run_checks import judge_last_run
 from launcher.plan.codec import plan_to_json
 from launcher.probe.health import Health
 from launcher.runs.run_records import find_last_run, read_run
@@ -68,7 +68,7 @@ def change_record(path: Path, rank: int, /, **values: Any) -> None:
 def judge_path(path: Path) -> list[Finding]:
     """The findings about a run directory."""
     case = make_case()
-    return list(judge_run(Case(case.plan, Health(live=True), Trial(1), run=read_run(path))))
+    return list(judge_last_run(Case(case.plan, Health(live=True), BindingTrial(1), run=read_run(path))))
 
 
 def problems(path: Path) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.probe.malloc_library import SONAMES, find_malloc
+from launcher.probe.malloc_library import SONAMES, find_malloc_library
 from launcher.rank.standalone import WISHES
 from tests.conftest import Result, run_outside
 from tests.rank.start_shim import COMMAND
@@ -27,7 +27,7 @@ NEEDED = pytest.mark.parametrize(
         pytest.param(
             word,
             marks=pytest.mark.skipif(
-                not find_malloc(word, {}),
+                not find_malloc_library(word, {}),
                 reason=f"needs {word}: apt-get install libtcmalloc-minimal4 libjemalloc2",
             ),
         )
@@ -48,7 +48,7 @@ def test_ranks_have_it_and_their_agent_has_not(here: Path, word: str) -> None:
     words = ["nproc_per_node=2", f"allocator.host={word}", "run_dir=run", "--", "tell.py"]
     done = run_outside(words, here, {"CUDA_VISIBLE_DEVICES": ""}, timeout=120)
     assert done.code == 0, done.err
-    path = find_malloc(word, os.environ)
+    path = find_malloc_library(word, os.environ)
     told = hear("".join((here / f"run/logs/0/rank-{rank}.out").read_text() for rank in (0, 1)))
     assert len(told) == 2
     for own, agents, preload in told:
@@ -66,13 +66,13 @@ def test_a_rank_that_srun_starts_finds_it_on_its_node(word: str) -> None:
         [*COMMAND, "python3", "-c", TELL], env=environ, capture_output=True, text=True, timeout=60, check=True
     )
     ((own, _, preload),) = hear(done.stdout)
-    assert len(own) == 1 and str(preload) == find_malloc(word, os.environ), done.stderr
+    assert len(own) == 1 and str(preload) == find_malloc_library(word, os.environ), done.stderr
 
 
 def test_where_it_is_not_the_job_runs_with_a_warning(
     launch: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launcher.probe.malloc_library.list_folders", lambda environ: iter(()))
+    monkeypatch.setattr("launcher.probe.malloc_library.list_library_folders", lambda environ: iter(()))
     result = launch("plan", "format=json", "allocator.host=jemalloc")
     assert result.code == 0
     data = json.loads(result.out)

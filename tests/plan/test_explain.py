@@ -7,7 +7,7 @@ import pytest
 from launcher.cpulist import format_cpulist
 from launcher.plan.model import Plan, Request
 from launcher.plan.planner import plan
-from launcher.plan.usable_cores import survey
+from launcher.plan.usable_cores import build_topology
 
 from .lab_machines import NAMES, convert, describe, load
 from .test_crowds import make_hybrid
@@ -175,7 +175,7 @@ def test_what_is_said_of_cores_is_so(name: str) -> None:
         assert (f"workers of ranks {format_cpulist(guests)} have" in sentence) == bool(guests)
         (target,) = rank.memory.nodes
         assert f"memory from node {target}" in sentence
-        home = survey(machine).find_home(rank.gpu)
+        home = build_topology(machine).find_local_nodes(rank.gpu)
         assert target in home and (target == node or node not in home)
 
 

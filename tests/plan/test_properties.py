@@ -18,7 +18,7 @@ from launcher.plan.model import Cpu, Gpu, Limits, Machine, Nic, NumaNode, Reques
 from launcher.plan.planner import POLICIES, plan
 from launcher.plan.shares import cut_evenly, find_edges, order_sizes
 from launcher.plan.snapshot import parse_machine
-from launcher.plan.usable_cores import find_usable, survey
+from launcher.plan.usable_cores import build_topology, find_usable
 
 from .lab_machines import convert, score
 from .random_machines import describe_machine, describe_overlap
@@ -218,9 +218,9 @@ def test_ranks_share_no_core_where_cores_suffice_and_leave_home_only_where_they_
 ) -> None:
     machine = convert(describe(Random(seed)))
     made = plan(machine, Request(ranks))
-    topology = survey(machine)
+    topology = build_topology(machine)
     homes = [
-        {core.id for node in topology.find_home(rank.gpu) for core in topology.cores[node]}
+        {core.id for node in topology.find_local_nodes(rank.gpu) for core in topology.cores[node]}
         for rank in made.ranks
     ]
     used = [{topology.core_of[cpu] for cpu in rank.cpus} for rank in made.ranks]
@@ -241,7 +241,7 @@ def test_no_rank_has_less_with_its_workers_than_all_could_have(
     machine = convert(describe(random))
     ranks = random.randint(1, 20)
     made = plan(machine, Request(ranks, num_workers=workers))
-    topology = survey(machine)
+    topology = build_topology(machine)
     total = sum(map(len, topology.cores.values()))
     least = min(len({topology.core_of[cpu] for cpu in rank.worker_cpus}) for rank in made.ranks)
     assert least >= min(max(4, workers + 2), total // ranks)

@@ -12,7 +12,7 @@ from launcher.plan.model import Limits, Machine, Plan, Request
 from launcher.plan.planner import plan
 from launcher.plan.rules import WORKLOADS
 from launcher.plan.usable_cores import find_usable
-from launcher.plan.workers import find_level
+from launcher.plan.workers import level_workers
 
 from .lab_machines import convert, describe, load
 from .test_properties import MACHINES, REQUESTS
@@ -211,7 +211,7 @@ def test_the_level_is_the_largest_that_fits(rooms: list[int], total: int) -> Non
     def take(level: int) -> int:
         return sum(min(level, room) for room in rooms)
 
-    level = find_level(rooms, total)
+    level = level_workers(rooms, total)
     assert level == 0 or take(level) <= total
     assert level >= max(rooms) or take(level + 1) > total
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def _need_gpu() -> None:
-    if not Tree().list_names("proc/driver/nvidia/gpus"):
+    if not Tree().list_directory("proc/driver/nvidia/gpus"):
         pytest.skip("no NVIDIA GPU: /proc/driver/nvidia/gpus is empty or missing")
 
 

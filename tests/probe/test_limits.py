@@ -9,7 +9,7 @@ import pytest
 
 from launcher.plan.model import Limits
 from launcher.probe.limits import read_limits
-from launcher.probe.mounts import decode, relate
+from launcher.probe.mounts import decode_octal, make_relative
 from launcher.probe.oom_kills import count_oom_kills
 from launcher.probe.sysfs import Tree
 
@@ -217,13 +217,13 @@ def test_link_out_of_the_root_is_never_read(tmp_path: Path) -> None:
     ],
 )
 def test_path_below_a_mount(path: str, root: str, below: str | None) -> None:
-    assert relate(path, root) == below
+    assert make_relative(path, root) == below
 
 
 def test_escapes_of_the_mount_table() -> None:
-    assert decode(r"/a\040b\134c\011") == "/a b\\c\t"
-    assert decode("/a\\") == "/a\\"
-    assert decode(r"\9zz\04") == r"\9zz\04"
+    assert decode_octal(r"/a\040b\134c\011") == "/a b\\c\t"
+    assert decode_octal("/a\\") == "/a\\"
+    assert decode_octal(r"\9zz\04") == r"\9zz\04"
 
 
 @pytest.mark.parametrize("quota", ["lots", "100000", "100000 0", "0 100000", "1 -1", "100000 x", "-5 100000"])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.probe.product import LONGEST, read_name
+from launcher.probe.product import LONGEST, read_product_name
 from launcher.probe.sysfs import Tree
 
 from .machine_trees import link, put
@@ -18,7 +18,7 @@ def read(root: Path, product: str | bytes | None, model: bytes | None = None) ->
     for path, content in ((f"{DMI}/product_name", product), (MODEL, model)):
         if content is not None:
             put(root, path, content)
-    return read_name(Tree(root))
+    return read_product_name(Tree(root))
 
 
 @pytest.mark.parametrize(
@@ -61,4 +61,4 @@ def test_link_out_of_the_root_is_not_followed(tmp_path: Path) -> None:
     put(tmp_path, "outside/product_name", "Another")
     (tmp_path / "root/sys/class/dmi").mkdir(parents=True)
     (tmp_path / "root/sys/class/dmi/id").symlink_to(tmp_path / "outside")
-    assert read_name(Tree(tmp_path / "root")) == ""
+    assert read_product_name(Tree(tmp_path / "root")) == ""

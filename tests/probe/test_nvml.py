@@ -133,7 +133,9 @@ def test_library_that_is_absent_is_no_warning(tmp_path: Path) -> None:
 
 def test_real_root_takes_nvmls_gpus_in_pci_order_with_sysfs_locality(library: Path) -> None:
     tree = Tree()
-    devices = [f"0000{name}" for name in reversed(tree.list_names("sys/bus/pci/devices")) if len(name) == 12]
+    devices = [
+        f"0000{name}" for name in reversed(tree.list_directory("sys/bus/pci/devices")) if len(name) == 12
+    ]
     devices = devices[:2] or ["00000000:ff:01.0", "00000000:ff:00.0"]
     lines = [f"gpu 0 3 0 {device} GPU-{n} - X" for n, device in enumerate(devices)]
     out = ask(library, "\n".join(["init 0", *lines]), PROBE, "slow")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.probe.sysfs import PAGE, SIZE_LIMIT, Tree, parse_number
+from launcher.probe.sysfs import PAGE, SIZE_LIMIT, Tree, parse_unsigned
 
 from .machine_trees import put
 
@@ -30,8 +30,8 @@ def test_file_that_comes_in_short_reads_is_read_whole(
 def test_name_with_a_nul_is_nothing(tmp_path: Path) -> None:
     tree = Tree(tmp_path)
     assert tree.read("a\0b") is None
-    assert tree.list_names("a\0b") == []
-    assert tree.resolve("a\0b") is None
+    assert tree.list_directory("a\0b") == []
+    assert tree.resolve_links("a\0b") is None
     assert not tree.has("a\0b")
 
 
@@ -41,7 +41,7 @@ def test_name_with_a_nul_is_nothing(tmp_path: Path) -> None:
 def test_links_are_followed_within_the_root(target: str, found: str | None, tmp_path: Path) -> None:
     put(tmp_path, "file", "")
     (tmp_path / "link").symlink_to(target)
-    assert Tree(tmp_path).resolve("link") == found
+    assert Tree(tmp_path).resolve_links("link") == found
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_links_are_followed_within_the_root(target: str, found: str | None, tmp_
      ("\u0663", None), ("9" * 21, None), ("1_0", None)],
 )  # fmt: skip
 def test_number(text: str | None, number: int | None) -> None:
-    assert parse_number(text) == number
+    assert parse_unsigned(text) == number
 
 
 def test_endless_file_ends(tmp_path: Path) -> None:
@@ -92,9 +92,9 @@ def test_fields_keep_colons_of_their_values(tmp_path: Path) -> None:
 def test_notes_of_one_text_become_one_warning(tmp_path: Path) -> None:
     put(tmp_path, "odd", "x\x1b{items}" + "y" * 60)
     tree = Tree(tmp_path)
-    tree.note("{items} is {value}", 3, path="odd")
-    tree.note("{items} is {value}", 1, 2, "name", path="other")
-    tree.note("nothing else", value=None)
+    tree.add_warning("{items} is {value}", 3, path="odd")
+    tree.add_warning("{items} is {value}", 1, 2, "name", path="other")
+    tree.add_warning("nothing else", value=None)
     first, second = tree.list_warnings()
     assert first == f"1-3, name is 'x\\x1b{{items}}{'y' * 31}…'"
     assert second == "nothing else"

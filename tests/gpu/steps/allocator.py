@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from launcher.config.allocator_options import parse_version
-from launcher.plan.allocator_keys import KNOWN, Version, find_fault, list_keys
+from launcher.plan.allocator_keys import KNOWN, Version, find_fault, list_known_keys
 from launcher.plan.allocator_text import NAMES
 from tests.gpu.context import NEEDED, PROGRAMS, Context, Ended, run_program, together
 from tests.plan.allocator_values import CORE, LAX, RIGHT, WRONG
@@ -44,7 +44,7 @@ def ask_parser(context: Context, version: Version | None) -> None:
     if set_settings is None:
         context.record.leave_out("the parser", f"torch {torch.__version__} has no function for it")
         return
-    known = [name for name in list_keys(version) if torch.version.cuda or name in CORE]
+    known = [name for name in list_known_keys(version) if torch.version.cuda or name in CORE]
     for name in (name for name in known if name not in RUNTIME):
         differ = []
         values = [value for value in (*RIGHT[KNOWN[name].kind], *WRONG[KNOWN[name].kind]) if value.strip()]
@@ -78,7 +78,7 @@ def is_right(name: str, value: str, version: Version | None) -> bool:
 def list_attempts(version: Version | None) -> Iterator[Attempt]:
     """For each setting a right value and a wrong one; names that this torch does not know."""
     variable = NAMES[0]
-    for name in list_keys(version):
+    for name in list_known_keys(version):
         kind = KNOWN[name].kind
         # A share of 0 leaves no memory to use.
         first = RIGHT[kind][-1:] if kind == "share" else RIGHT[kind][:1]
@@ -87,7 +87,7 @@ def list_attempts(version: Version | None) -> Iterator[Attempt]:
         for value in right:
             yield Attempt(f"{name}:{value}", {variable: f"{name}:{value}"}, taken=True)
         yield Attempt(f"{name}:{wrong}", {variable: f"{name}:{wrong}"}, taken=False)
-    for name in ("no_such_key", *(key for key in KNOWN if key not in list_keys(version))):
+    for name in ("no_such_key", *(key for key in KNOWN if key not in list_known_keys(version))):
         yield Attempt(f"{name}, unknown to this torch", {variable: f"{name}:1"}, taken=False)
     both = "expandable_segments:True,max_split_size_mb:512,roundup_power2_divisions:[256:1,512:2,>:8]"
     yield Attempt("several together", {variable: both, NAMES[2]: both}, taken=True)
