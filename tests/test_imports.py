@@ -14,10 +14,17 @@ from tests.conftest import clean_environ
 PACKAGE = Path(launcher.__file__).parent
 STDLIB = sys.stdlib_module_names
 
-LEAVES = {"launcher.errors", "launcher.cpulist", "launcher.protocol", "launcher.files", "launcher.text"}
+LEAVES = {
+    "launcher.errors",
+    "launcher.cpulist",
+    "launcher.protocol",
+    "launcher.decode",
+    "launcher.files",
+    "launcher.text",
+}
 """Modules beside the packages, which know none of them; see docs/architecture.md."""
 PACKAGES: dict[str, set[str]] = {
-    "plan": {"launcher.errors", "launcher.cpulist", "launcher.protocol"},
+    "plan": {"launcher.errors", "launcher.cpulist", "launcher.decode", "launcher.protocol"},
     "probe": {"launcher.plan.model", "launcher.errors", "launcher.cpulist", "launcher.protocol", "pynvml"},
     "config": {"launcher.plan", "launcher.runs.secrets", *LEAVES, "hydra", "omegaconf", "yaml", "dotenv"},
     "launch": {"launcher.plan.model", "launcher.config.schema", "launcher.runs", *LEAVES, "psutil"},
@@ -56,7 +63,7 @@ PACKAGES: dict[str, set[str]] = {
 DOOR = "rank/standalone.py"
 """`launch-rank` without a plan makes one: this file alone of `rank` calls probe and plan."""
 DOOR_IMPORTS = {"launcher.probe", "launcher.plan", "launcher.errors"}
-AT_THE_TOP = {"__init__", "__main__", "errors", "cpulist", "protocol", "files", "text"}
+AT_THE_TOP = {"__init__", "__main__", "errors", "cpulist", "protocol", "decode", "files", "text"}
 ONE_PACKAGE = {
     "hydra": {"config"},
     "omegaconf": {"config"},

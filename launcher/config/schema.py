@@ -3,9 +3,8 @@
 These are the dataclasses that Hydra checks overrides against. `conf/launch.yaml` builds on them.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -273,16 +272,3 @@ class LaunchConfig:
     logs: LogsConfig = field(default_factory=LogsConfig)
     progress: ProgressConfig = field(default_factory=ProgressConfig)
     torchrun: TorchrunConfig = field(default_factory=TorchrunConfig)
-
-
-def load_config(data: Mapping[str, Any]) -> LaunchConfig:
-    """Make the configuration from what `dataclasses.asdict` made of one; raises KeyError or TypeError."""
-    return _load(LaunchConfig, data)  # type: ignore[no-any-return]  # one function for all the classes
-
-
-def _load(kind: Any, data: Any) -> Any:  # noqa: ANN401 - see load_config
-    """Make one of the classes above, and those within it."""
-    if not is_dataclass(kind):
-        return data
-    hints = get_type_hints(kind)
-    return kind(**{item.name: _load(hints[item.name], data[item.name]) for item in fields(kind)})  # type: ignore[operator]

@@ -3,7 +3,7 @@
 CPU numbers are the kernel's, NUMA node numbers too. All values are immutable and hold no open resource.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SCHEMA = 1
 """Version of the JSON form of plans and machine snapshots."""
@@ -64,7 +64,7 @@ class Gpu:
     """`GPU-…` or `MIG-…`."""
     pci: str
     """PCI address in sysfs form, lower case, domain of at least four digits: `0000:07:00.0`."""
-    node: int | None
+    node: int | None = None
     """NUMA node, None where the firmware says nothing (-1)."""
     local_cpus: frozenset[int] = frozenset()
     """The device's `local_cpulist`; empty where unknown."""
@@ -208,7 +208,7 @@ class Variable:
     name: str
     value: str
     """As the rank has it; secrets masked."""
-    source: str
+    source: str = field(metadata={"json_key": "from"})
     """`plan`, `configuration` (`env.NAME`, `env.from_file`) or `user` (the environment of the command)."""
     why: str = ""
     """In a few words; empty where there is nothing to say."""

@@ -1,17 +1,14 @@
 """What the ranks of a run have recorded of themselves."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.cpulist import format_cpulist
+from launcher.decode import decode
 from launcher.files import LARGEST, read_file
-from launcher.plan.model import RankPlan
+from launcher.plan.model import Memory, RankPlan
 from launcher.protocol import name_applied_file
-
-DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What reading a damaged file raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +23,7 @@ class Applied:
     """PID of the process that started the rank, on its host."""
     host: str
     cpus: str
-    memory: Mapping[str, str]
+    memory: Memory
     problems: tuple[str, ...]
     gpu: str | None = ""
     """UUID of its GPU; None for no GPU, empty where the record does not tell."""
@@ -60,31 +57,11 @@ class AppliedReader:
             try:
                 stamp = path.lstat().st_mtime_ns
                 if self.seen.get(path) != stamp:
-                    found.append(parse_applied(read_file(path, LARGEST, own=self.own).decode()))
+                    found.append(decode(Applied, read_file(path, LARGEST, own=self.own)))
                     self.seen[path] = stamp
-            except DAMAGE:
+            except (OSError, ValueError):
                 continue
         return found
-
-
-def parse_applied(text: str) -> Applied:
-    """Read one record; raises ValueError, KeyError, TypeError, AttributeError or OverflowError."""
-    data = json.loads(text)
-    memory = {name: str(data["memory"][name]) for name in ("policy", "nodes")}
-    numbers = {name: int(data[name]) for name in ("rank", "local_rank", "attempt", "pid", "agent")}
-    workers, env = data.get("num_workers"), data.get("env")
-    return Applied(
-        **numbers,
-        host=str(data["host"]),
-        cpus=str(data["cpus"]),
-        memory=memory,
-        problems=tuple(map(str, data["problems"])),
-        gpu=None if data.get("gpu", "") is None else str(data.get("gpu", "")),
-        num_workers=None if workers is None else int(workers),
-        env=None if env is None else {str(name): str(env[name]) for name in env},
-        time=float(data.get("time", 0)),
-        has_terminal=data.get("has_terminal") is True,
-    )
 
 
 def compare_applied(ranks: Sequence[RankPlan], applied: Sequence[Applied]) -> list[str]:
@@ -105,9 +82,9 @@ def compare_rank(rank: RankPlan, record: Applied) -> Iterator[str]:
     cpus, name = format_cpulist(rank.cpus), f"rank {record.rank}"
     if record.cpus != cpus:
         yield f"{name} runs on CPUs {record.cpus}, planned {cpus}"
-    if rank.memory.policy != "default" and record.memory != describe_memory(rank):
-        took, planned = (" ".join(memory.values()) for memory in (record.memory, describe_memory(rank)))
-        yield f"{name} has memory policy {took.strip()}, planned {planned}"
+    if rank.memory.policy != "default" and record.memory != rank.memory:
+        took, planned = map(describe_memory, (record.memory, rank.memory))
+        yield f"{name} has memory policy {took}, planned {planned}"
     gpu = rank.gpu.uuid if rank.gpu else None
     if record.gpu not in ("", gpu):
         yield f"{name} has GPU {record.gpu or 'none'}, planned {gpu or 'none'}"
@@ -120,6 +97,6 @@ def compare_rank(rank: RankPlan, record: Applied) -> Iterator[str]:
             yield f"{name} has {key} {value}, planned {env.get(key, 'unset')}"
 
 
-def describe_memory(rank: RankPlan) -> dict[str, str]:
-    """Return a planned memory policy as the record has it."""
-    return {"policy": rank.memory.policy, "nodes": format_cpulist(rank.memory.nodes)}
+def describe_memory(memory: Memory) -> str:
+    """Return a memory policy with its nodes: `preferred 0`."""
+    return f"{memory.policy} {format_cpulist(memory.nodes)}".strip()

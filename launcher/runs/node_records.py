@@ -2,12 +2,11 @@
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from launcher.decode import decode
 from launcher.files import LARGEST, open_below, read_file, write_whole
-from launcher.runs.applied_records import DAMAGE
 from launcher.runs.run_directory import closing_descriptor
 
 
@@ -81,18 +80,7 @@ def read_nodes(run_path: Path, attempt: int) -> list[NodeRecord]:
     found = []
     for path in run_path.glob(f"logs/{attempt}/node-*.json"):
         try:
-            found.append(parse_node(json.loads(read_file(path, LARGEST).decode())))
-        except DAMAGE:
+            found.append(decode(NodeRecord, read_file(path, LARGEST)))
+        except (OSError, ValueError):
             continue
     return sorted(found, key=lambda record: (record.node_rank, record.host))
-
-
-def parse_node(data: Mapping[str, object]) -> NodeRecord:
-    """Read one record; raises KeyError, TypeError or ValueError."""
-    values = {name: data[name] for name in NodeRecord.__slots__}
-    failure, clean = values["failure"], values["clean"]
-    if isinstance(failure, dict):
-        values["failure"] = NodeFailure(**{**failure, "lines": tuple(failure["lines"])})
-    if isinstance(clean, list):
-        values["clean"] = tuple((rank, moment) for rank, moment in clean)
-    return NodeRecord(**values)  # type: ignore[arg-type]  # a record that another version wrote is shown as it is

@@ -1,15 +1,34 @@
 """A run directory read back: each host's plan, and what its ranks have recorded."""
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.cpulist import parse_cpulist
+from launcher.decode import DecodeError, decode
 from launcher.files import LARGEST, read_file
-from launcher.plan.model import Gpu, Memory, RankPlan, Variable
+from launcher.plan.model import RankPlan
 from launcher.protocol import name_applied_file, name_plan_file, parse_plan_file
-from launcher.runs.applied_records import DAMAGE, Applied, parse_applied
+from launcher.runs.applied_records import Applied
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRanks:
+    """The part of a plan's JSON that is compared."""
+
+    ranks: tuple[RankPlan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndState:
+    """The part of a manifest's outcome that is shown."""
+
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlainManifest:
+    """The part of a manifest that is shown."""
+
+    outcome: EndState
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +75,18 @@ def read_run(path: Path) -> RunRecords:
         host = parse_plan_file(file.name)
         plans[host] = None
         try:
-            plans[host] = read_ranks(json.loads(read_file(file, LARGEST).decode()))
-        except DAMAGE as error:
+            plans[host] = read_ranks(read_file(file, LARGEST))
+        except (OSError, ValueError) as error:
             damaged.append(describe_damage(file, error))
     for file in sorted(path.glob(name_applied_file("*"))):
         try:
-            records.append(parse_applied(read_file(file, LARGEST).decode()))
-        except DAMAGE as error:
+            records.append(decode(Applied, read_file(file, LARGEST)))
+        except (OSError, ValueError) as error:
             damaged.append(describe_damage(file, error))
     state, manifest = "", min(path.glob("manifest*.json"), default=path / "manifest.json")
     try:
-        state = str(json.loads(read_file(manifest, LARGEST).decode())["outcome"]["state"])
-    except DAMAGE as error:
+        state = decode(PlainManifest, read_file(manifest, LARGEST)).outcome.state
+    except (OSError, ValueError) as error:
         damaged.append(describe_damage(manifest, error))
     hosts = sorted({*plans, *(record.host for record in records)} - {h for h in plans if plans[h] is None})
     return RunRecords(
@@ -94,47 +113,13 @@ def gather(name: str, planned: tuple[RankPlan, ...], records: list[Applied]) -> 
 
 def describe_damage(path: Path, error: Exception) -> str:
     """Say which file cannot be read, and why."""
-    reason = f"not as expected, {error!r}"
-    if isinstance(error, FileNotFoundError):
-        reason = "not there"
-    elif isinstance(error, OSError | json.JSONDecodeError | UnicodeDecodeError):
-        reason = getattr(error, "strerror", None) or str(error)
-    return f"{path.name} cannot be read ({reason[:200]})"
+    reason = "not there" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None)
+    return f"{path.name} cannot be read ({(reason or str(error))[:200]})"
 
 
-def read_ranks(plan: Mapping[str, object]) -> tuple[RankPlan, ...]:
-    """Read the ranks of a plan's JSON; raises KeyError, TypeError, ValueError or AttributeError."""
-    entries = plan["ranks"]
-    if not isinstance(entries, list) or not entries:
-        raise TypeError("ranks is no list, or empty")
-    return tuple(read_rank(entry) for entry in entries)
-
-
-def read_rank(entry: Mapping[str, object]) -> RankPlan:
-    """Read one entry of `ranks`, as far as it is compared; raises as `read_ranks`."""
-    gpu, memory, env = entry["gpu"], entry["memory"], entry["env"]
-    if not isinstance(memory, dict) or not isinstance(env, dict) or not isinstance(gpu, dict | None):
-        raise TypeError("gpu, memory and env are objects")
-    return RankPlan(
-        local_rank=int(str(entry["local_rank"])),
-        gpu=Gpu(int(gpu["index"]), str(gpu["uuid"]), str(gpu["pci"]), None) if gpu else None,
-        cpus=parse_cpulist(str(entry["cpus"])),
-        worker_cpus=parse_cpulist(str(entry["worker_cpus"])),
-        memory=Memory(str(memory["policy"]), parse_cpulist(str(memory["nodes"]))),
-        num_workers=int(str(entry["num_workers"])),
-        omp_num_threads=int(str(entry["omp_num_threads"])),
-        env=tuple((str(name), str(value)) for name, value in env.items()),
-        variables=tuple(map(read_variable, take_list(entry.get("variables", [])))),
-    )
-
-
-def read_variable(entry: Mapping[str, object]) -> Variable:
-    """Read one entry of `variables`; raises as `read_ranks`."""
-    return Variable(str(entry["name"]), str(entry["value"]), str(entry["from"]), str(entry.get("why", "")))
-
-
-def take_list(value: object) -> list[Mapping[str, object]]:
-    """Return a list of objects; raises TypeError. Plans of earlier versions have none here."""
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise TypeError(f"a list of objects is {value!r}")
-    return value
+def read_ranks(data: bytes) -> tuple[RankPlan, ...]:
+    """Read the ranks of a plan's JSON; raises DecodeError."""
+    plan = decode(PlannedRanks, data)
+    if not plan.ranks:
+        raise DecodeError("ranks is empty")
+    return plan.ranks

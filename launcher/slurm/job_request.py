@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.config.schema import LaunchConfig, load_config
+from launcher.config.schema import LaunchConfig
+from launcher.decode import convert
 from launcher.errors import MachineError
 from launcher.files import LARGEST, read_file
 from launcher.protocol import LAUNCH_SECRETS
@@ -81,16 +82,7 @@ def read_request(run_path: Path, environ: Mapping[str, str]) -> JobRequest:
         secrets = carried.get(str(run_path), carried.get("", {}))
         for key in secrets:
             data[key] = put_back(data[key], secrets[key])
-        words = None if data["words"] is None else tuple(data["words"])
-        return JobRequest(
-            load_config(data["config"]),
-            data["choices"],
-            words,
-            tuple(data["command"]),
-            data["directory"],
-            data["min_nodes"],
-            data["max_nodes"],
-        )
+        return convert(JobRequest, data)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise MachineError(
             f"{path} cannot be read on {os.uname().nodename} ({error!r}): is the run directory on a"

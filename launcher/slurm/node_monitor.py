@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launcher.decode import decode
 from launcher.files import LARGEST, read_file
 from launcher.launch.failure import Failure, list_clean
 from launcher.launch.job import Job
@@ -19,7 +20,7 @@ from launcher.launch.stop_requests import Control, report_signal
 from launcher.probe.oom_kills import count_oom_kills
 from launcher.probe.sysfs import Tree
 from launcher.protocol import name_applied_file
-from launcher.runs.applied_records import DAMAGE, Applied, AppliedReader, compare_applied, parse_applied
+from launcher.runs.applied_records import Applied, AppliedReader, compare_applied
 from launcher.runs.node_records import NodeFailure, NodeRecord, write_node
 from launcher.runs.run_directory import RunDir
 from launcher.slurm.slurm_environ import TaskIdentity
@@ -162,8 +163,8 @@ class Companion:
         found = []
         for rank in {process.rank for process in self.ranks.values()}:
             path = self.run.path / name_applied_file(rank)
-            with contextlib.suppress(*DAMAGE):
-                found.append(parse_applied(read_file(path, LARGEST, own=True).decode()))
+            with contextlib.suppress(OSError, ValueError):
+                found.append(decode(Applied, read_file(path, LARGEST, own=True)))
         return [record for record in found if record.host == self.place.host]
 
     def close(self) -> bool:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from launcher.config.schema import LaunchConfig, MachineConfig, load_config
+from launcher.config.schema import LaunchConfig, MachineConfig
+from launcher.decode import DecodeError, convert
 from launcher.errors import MachineError, UsageError
 from launcher.files import open_append, open_below
 from launcher.protocol import LAUNCH_SECRETS
@@ -159,18 +160,9 @@ def read_document(data: dict[str, Any], path: Path) -> JobRequest:
             " variable, and export that before sbatch"
         )
     try:
-        config = load_config(merge(asdict(LaunchConfig()), found["config"]))
-        words = None if found["words"] is None else tuple(found["words"])
-        return JobRequest(
-            config,
-            found["choices"],
-            words,
-            tuple(mask_words(found["command"])),
-            found["directory"],
-            found["min_nodes"],
-            found["max_nodes"],
-        )
-    except (KeyError, TypeError) as error:
+        config = merge(asdict(LaunchConfig()), found["config"])
+        return convert(JobRequest, {**found, "config": config, "command": mask_words(found["command"])})
+    except (DecodeError, KeyError, TypeError) as error:
         raise UsageError(
             f"the job's description in its script lacks a part ({error!r}): make it anew"
         ) from None

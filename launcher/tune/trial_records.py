@@ -1,17 +1,15 @@
 """What the ranks of a trial have measured, written by `launch_inprocess.step_meter`."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.decode import decode
 from launcher.files import LARGEST, read_file
 from launcher.tune.search import UNITS, Trial
 
 FEWEST = 4
 """Measured steps below which nothing can be said."""
-DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What reading a damaged record raises."""
 
 
 class MeasureError(Exception):
@@ -20,6 +18,17 @@ class MeasureError(Exception):
 
 class MismatchError(MeasureError):
     """The program's DataLoader has another number of workers than was to be tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """What the program's DataLoaders of one kind have in common."""
+
+    workers: int
+    iterable: bool
+    """The dataset is an IterableDataset."""
+    batches: int
+    """What they gave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +46,8 @@ class Record:
     """Seconds of each measured step."""
     waits: tuple[float, ...]
     """Seconds of them in which it waited for data."""
-    loaders: tuple[tuple[int, bool, int], ...]
-    """Workers of each kind of loader, whether its dataset is iterable, and the batches that it gave."""
+    loaders: tuple[Loader, ...]
+    """One of each kind."""
     memory_kib: int
     ended: bool
     """The program has come to its own end."""
@@ -52,23 +61,9 @@ def read_records(folder: Path) -> list[Record]:
 def read_record(path: Path) -> Record:
     """Read one record; raises MeasureError."""
     try:
-        data = json.loads(read_file(path, LARGEST).decode())
-        return Record(
-            rank=int(data["rank"]),
-            unit=str(data["unit"]),
-            steps=int(data["steps"]),
-            first=None if data["first"] is None else int(data["first"]),
-            times=tuple(map(float, data["times"])),
-            waits=tuple(map(float, data["waits"])),
-            loaders=tuple(
-                (int(each["workers"]), bool(each["iterable"]), int(each["batches"]))
-                for each in data["loaders"]
-            ),
-            memory_kib=int(data["memory_kib"]),
-            ended=bool(data["ended"]),
-        )
-    except DAMAGE as error:
-        raise MeasureError(f"{path} cannot be read ({error!r})") from None
+        return decode(Record, read_file(path, LARGEST))
+    except (OSError, ValueError) as error:
+        raise MeasureError(f"{path} cannot be read ({error})") from None
 
 
 def judge_trial(records: Sequence[Record], workers: int, ranks: int) -> Trial:
@@ -106,18 +101,19 @@ def check_loaders(records: Sequence[Record], workers: int) -> None:
     loaders = [loader for record in records for loader in record.loaders]
     if not loaders:
         raise MeasureError("the program reads from no torch.utils.data.DataLoader: there is nothing to tune")
-    own, iterable, _ = max(loaders, key=lambda loader: loader[2])
-    if own == workers:
+    loader = max(loaders, key=lambda loader: loader.batches)
+    if loader.workers == workers:
         return
-    if iterable:
+    if loader.iterable:
         raise MismatchError(
-            f"the DataLoader of an IterableDataset has num_workers={own}, and is given no other number, since"
-            " a dataset that does not shard by worker would return everything once for each: let the program"
-            " take it, from LAUNCH_NUM_WORKERS or by `{num_workers}` among its arguments"
+            f"the DataLoader of an IterableDataset has num_workers={loader.workers}, and is given no other"
+            " number, since a dataset that does not shard by worker would return everything once for each:"
+            " let the program take it, from LAUNCH_NUM_WORKERS or by `{num_workers}` among its arguments"
         )
     raise MismatchError(
-        f"the program sets num_workers={own} itself, and cannot be tuned so: leave num_workers out of its"
-        " DataLoader(...), or let it take LAUNCH_NUM_WORKERS or `{num_workers}` among its arguments"
+        f"the program sets num_workers={loader.workers} itself, and cannot be tuned so: leave num_workers"
+        " out of its DataLoader(...), or let it take LAUNCH_NUM_WORKERS or `{num_workers}` among its"
+        " arguments"
     )
 
 

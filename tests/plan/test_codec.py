@@ -158,6 +158,7 @@ def test_any_value_in_any_place_reads_or_is_a_usage_error(name: str, value: obje
         "gpus",
         "nics",
         "caches",
+        "limits",
         "memory_kib",
         "name",
         "source",

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from launcher.decode import DecodeError, decode
 from launcher.plan.codec import plan_to_json, rank_to_json
 from launcher.plan.model import RankPlan, Request, Variable
 from launcher.plan.planner import plan
-from launcher.runs.run_records import read_rank, read_ranks
+from launcher.runs.run_records import read_ranks
 from tests.plan.lab_machines import convert, load
 
 MACHINE = convert(load("dgx-a100"))
@@ -84,14 +85,14 @@ def test_the_json_has_them_beside_what_the_format_fixes_and_is_read_back() -> No
     assert entry["env"] == dict(made.env)
     assert {"name": "A", "value": "1", "from": "configuration"} in entry["variables"]
     assert {"name": "OMP_NUM_THREADS", "value": "3", "from": "user", "why": "kept"} in entry["variables"]
-    assert read_rank(entry).variables == made.variables
+    assert decode(RankPlan, json.dumps(entry)).variables == made.variables
 
 
 def test_a_plan_of_an_earlier_version_has_none() -> None:
     data = json.loads(json.dumps(plan_to_json(plan(MACHINE, Request()))))
     for entry in data["ranks"]:
         del entry["variables"]
-    assert [rank.variables for rank in read_ranks(data)] == [()] * 8
+    assert [rank.variables for rank in read_ranks(json.dumps(data).encode())] == [()] * 8
     data["ranks"][0]["variables"] = {"A": "1"}
-    with pytest.raises(TypeError):
-        read_ranks(data)
+    with pytest.raises(DecodeError, match="variables"):
+        read_ranks(json.dumps(data).encode())

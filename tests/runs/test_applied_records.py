@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from launcher.decode import DecodeError, decode
 from launcher.plan.model import Memory, RankPlan
-from launcher.runs.applied_records import Applied, AppliedReader, compare_applied, parse_applied
+from launcher.runs.applied_records import Applied, AppliedReader, compare_applied
 from tests.strangers import give_away
 
 RECORD = {
@@ -22,14 +23,14 @@ RECORD = {
     "problems": ["p"],
     "more": None,
 }
-APPLIED = Applied(4, 0, 1, 77, 70, "h", "0-3", {"policy": "preferred", "nodes": "0"}, ("p",))
+APPLIED = Applied(4, 0, 1, 77, 70, "h", "0-3", Memory("preferred", frozenset({0})), ("p",))
 PLANNED = RankPlan(
     0, None, frozenset(range(4)), frozenset(range(8)), Memory("preferred", frozenset({0})), 1, 4
 )
 
 
 def test_a_record_is_read() -> None:
-    assert parse_applied(json.dumps(RECORD)) == APPLIED
+    assert decode(Applied, json.dumps(RECORD)) == APPLIED
 
 
 @pytest.mark.parametrize(
@@ -46,8 +47,8 @@ def test_a_record_is_read() -> None:
     ],
 )
 def test_what_is_no_record_is_an_error(text: str) -> None:
-    with pytest.raises((ValueError, KeyError, TypeError)):
-        parse_applied(text)
+    with pytest.raises(DecodeError):
+        decode(Applied, text)
 
 
 def test_the_reader_gives_what_is_new(tmp_path: Path) -> None:
@@ -72,7 +73,7 @@ def test_the_reader_gives_what_is_new(tmp_path: Path) -> None:
 def test_what_was_applied_as_planned_needs_no_words() -> None:
     assert compare_applied([PLANNED], [APPLIED]) == []
     free = replace(PLANNED, memory=Memory("default"))
-    assert compare_applied([free], [replace(APPLIED, memory={"policy": "bind", "nodes": "1"})]) == []
+    assert compare_applied([free], [replace(APPLIED, memory=Memory("bind", frozenset({1})))]) == []
 
 
 def test_differences_are_named() -> None:
@@ -80,9 +81,9 @@ def test_differences_are_named() -> None:
     assert compare_applied([PLANNED], [replace(APPLIED, cpus="0-7")]) == [
         "rank 4 runs on CPUs 0-7, planned 0-3"
     ]
-    wrong = replace(APPLIED, memory={"policy": "default", "nodes": ""})
+    wrong = replace(APPLIED, memory=Memory("default"))
     assert compare_applied([PLANNED], [wrong]) == ["rank 4 has memory policy default, planned preferred 0"]
-    other = replace(APPLIED, memory={"policy": "preferred", "nodes": "1"})
+    other = replace(APPLIED, memory=Memory("preferred", frozenset({1})))
     assert compare_applied([PLANNED], [other]) == [
         "rank 4 has memory policy preferred 1, planned preferred 0"
     ]

@@ -11,6 +11,7 @@ import pytest
 
 import launcher.inprocess
 from launcher.tune.trial_records import (
+    Loader,
     MeasureError,
     MismatchError,
     Record,
@@ -60,7 +61,12 @@ def test_it_ends_a_program_with_workers_and_says_what_it_waited_for(tmp_path: Pa
     assert finish(start(tmp_path, "{'num_workers': 1}")) == (0, "", "")
     assert list_living(tmp_path) == []
     record = read_record(tmp_path / "measured/rank-0.json")
-    assert (record.unit, record.ended, record.loaders[0][:2]) == ("step", False, (1, False))
+    assert (record.unit, record.ended, record.loaders[0].workers, record.loaders[0].iterable) == (
+        "step",
+        False,
+        1,
+        False,
+    )
     assert record.first is not None and record.steps == record.first + 1 + len(record.times)
     assert 12 <= len(record.times) <= 20
     trial = judge_trial([record], 1, 1)
@@ -81,7 +87,7 @@ def test_what_one_loader_reads_from_another_is_counted_once(tmp_path: Path) -> N
     inner = "{'sampler': DataLoader(range(100), batch_size=None)}"
     assert finish(start(tmp_path, inner, "eval", "7")) == (0, "the end\n", "")
     (record,) = read_records(tmp_path / "measured")
-    assert (record.steps, record.loaders) == (8, ((0, False, 8),))
+    assert (record.steps, record.loaders) == (8, (Loader(0, False, 8),))
     assert sum(record.waits) < sum(record.times)
 
 
@@ -110,7 +116,7 @@ def make_record(**more: Any) -> Record:
         "first": 4,
         "times": (1.0,) * 5,
         "waits": (0.5,) * 5,
-        "loaders": ((2, False, 9),),
+        "loaders": (Loader(2, False, 9),),
         "memory_kib": 7,
         "ended": False,
     }
@@ -130,8 +136,8 @@ def test_a_trial_is_as_slow_as_its_slowest_rank_and_waits_for_each() -> None:
     ("more", "kind", "part"),
     [
         ({"loaders": ()}, MeasureError, "nothing to tune"),
-        ({"loaders": ((4, False, 9),)}, MismatchError, "num_workers=4 itself"),
-        ({"loaders": ((0, True, 9),)}, MismatchError, "IterableDataset"),
+        ({"loaders": (Loader(4, False, 9),)}, MismatchError, "num_workers=4 itself"),
+        ({"loaders": (Loader(0, True, 9),)}, MismatchError, "IterableDataset"),
         ({"times": (1.0,), "waits": (0.0,), "steps": 5}, MeasureError, "ended after 5 steps"),
         ({"times": (), "waits": (), "steps": 1, "first": None, "unit": "batch"}, MeasureError, "1 batch"),
         ({"rank": 1}, MeasureError, "neither an optimizer nor a DataLoader"),
