@@ -1,8 +1,6 @@
-"""An attempt, how its step ended, and the attempts before it in the manifest."""
+"""A running attempt, and the attempts before it in the manifest."""
 
 import logging
-import re
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +8,6 @@ from typing import Any
 
 from launcher.errors import SchedulerError
 from launcher.runs.advance import Advance, measure_advance
-from launcher.runs.early_exits import EarlyEnd
 from launcher.runs.manifest import (
     describe_start,
     read_manifest,
@@ -20,8 +17,8 @@ from launcher.runs.manifest import (
     take_earlier,
     write_manifest,
 )
-from launcher.runs.node_records import NodeFailure, NodeRecord
 from launcher.runs.run_directory import RunDir
+from launcher.slurm.attempt_end import AttemptEnd
 from launcher.slurm.job_control import ask_boots, ask_last_end, ask_nodes, count_restarts, is_down, name_job
 from launcher.slurm.job_request import JobRequest
 from launcher.slurm.requeue_policy import Decision
@@ -39,70 +36,6 @@ ENDS = {
     "REQUEUED": "requeued",
 }
 """States of an attempt in accounting that was requeued for something else than a preemption."""
-FOLLOWS = re.compile(
-    r"gloo/transport|lost the connection|Connection (closed|reset) by|remote process exited|Broken pipe"
-    r"|ncclRemoteError|Socket (closed|Timeout)",
-    re.IGNORECASE,
-)
-"""What ranks say that failed because another one did."""
-OF_RANKS = ("crash", "stopped")
-"""Classes of an end in which a rank may have been the first to fail."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """How the step of one attempt ended, as the head saw it."""
-
-    srun_exitcode: int
-    """As subprocess gives it: -n for signal n."""
-    records: tuple[NodeRecord, ...]
-    missing: tuple[str, ...]
-    """Hosts that left no record."""
-    signals: tuple[tuple[int, float], ...]
-    """What the head was sent, and when, in seconds since the epoch."""
-    checkpointed: bool
-    """The ranks were sent the checkpoint signal."""
-    said: tuple[str, ...] = ()
-    """What srun complained of: its own lines on stderr."""
-    signalled: tuple[tuple[str, int], ...] = ()
-    """Nodes, and the stopping signals that their tasks got before any task had ended; none is the head's."""
-    cancelled: bool = False
-    """SLURM said that the step was cancelled, before any task had ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sight:
-    """All that is known of an attempt's end."""
-
-    end: StepReport | None
-    """None while the step is still ending."""
-    kill: str
-    """How SLURM is ending the job, see `classify_kill`; empty where it is not."""
-    cause: str | None
-    """Class of the end; None for a success."""
-    lost: tuple[str, ...]
-    states: tuple[tuple[str, str], ...]
-    """Nodes that left no record or are down, with sinfo's words for them."""
-    killed: tuple[tuple[str, str], ...]
-    """Nodes that are there, but whose task ended by itself without a record, with srun's word."""
-    advance: Advance
-    requested: bool = False
-    """The first rank that failed had an exit code that asks for another start (`exit_codes`)."""
-    early: EarlyEnd | None = None
-    """Ranks that ended with 0 before the first failure."""
-    trouble: str = ""
-    """What is wrong with the run directory, see `free_room`."""
-
-    @property
-    def first(self) -> tuple[NodeRecord, NodeFailure] | None:
-        """The first rank that failed by itself, and its node; what befell a node comes before any rank."""
-        of_ranks = (self.requested or self.cause in OF_RANKS) and not self.signalled
-        return find_first_failure(self.end.records) if self.end and of_ranks else None
-
-    @property
-    def signalled(self) -> tuple[tuple[str, int], ...]:
-        """The nodes whose tasks got a signal from outside, where that is why the attempt ended."""
-        return self.end.signalled if self.end and self.cause == "stopped" else ()
 
 
 @dataclass(slots=True)
@@ -117,8 +50,8 @@ class Attempt:
     requeues: bool
     """The job is ours to requeue; not so where `launch` runs in somebody's allocation."""
     started: float = field(default_factory=time.time)
-    foreseen: tuple[Sight, Decision] | None = None
-    """What was settled when SLURM began to end the job."""
+    prepared: tuple[AttemptEnd, Decision] | None = None
+    """What was found and decided when SLURM began to end the job, while the step still ran."""
 
     @property
     def job_id(self) -> str:
@@ -136,7 +69,7 @@ class Attempt:
         return self.request.min_nodes < self.request.max_nodes
 
     @property
-    def trail(self) -> tuple[Manifest, ...]:
+    def earlier(self) -> tuple[Manifest, ...]:
         """The attempts before this one, each requeued into the next; a start by hand begins anew."""
         return list_requeued_attempts(self.manifest, self.job_id)
 
@@ -148,27 +81,7 @@ class Attempt:
     def measure_progress(self) -> tuple[Advance, bool | None]:
         """Return how far it has come, and whether that is progress; None where nothing tells."""
         advance = measure_advance(self.run, self.request.progress_patterns)
-        return advance, has_advanced(advance, self.trail)
-
-
-def find_first_failure(records: Sequence[NodeRecord]) -> tuple[NodeRecord, NodeFailure] | None:
-    """Return the first failure over nodes: not by SIGTERM, nor for want of another rank, if there is such."""
-
-    def order(found: tuple[NodeRecord, NodeFailure]) -> tuple[bool, float]:
-        return not failed_by_itself(found[1]), found[1].time
-
-    return min(((record, record.failure) for record in records if record.failure), key=order, default=None)
-
-
-def failed_by_itself(failure: NodeFailure) -> bool:
-    """Tell whether a rank failed by itself: not by SIGTERM, nor for want of another rank."""
-    follows = any(FOLLOWS.search(line) for line in failure.lines)
-    return not (was_terminated(failure) or (failure.exitcode > 0 and follows))
-
-
-def was_terminated(failure: NodeFailure) -> bool:
-    """Tell whether a rank ended by SIGTERM, or as a shell says that it did (143)."""
-    return failure.status == 128 + signal.SIGTERM
+        return advance, has_advanced(advance, self.earlier)
 
 
 def make_attempt_manifest(
@@ -240,13 +153,13 @@ def find_lost_nodes(hosts: Sequence[str], since: float | None, environ: Mapping[
 
 def list_requeued_attempts(manifest: Manifest, job_id: str) -> tuple[Manifest, ...]:
     """Return the attempts that led to a manifest's last one by requeues of the same job, oldest first."""
-    trail: list[Manifest] = []
+    earlier: list[Manifest] = []
     for entry in reversed(take_earlier(manifest)):
         requeued = take_dict(entry, "outcome").get("state") == "requeued"
         if not requeued or take_dict(entry, "slurm").get("job_id") != job_id:
             break
-        trail.append(entry)
-    return tuple(reversed(trail))
+        earlier.append(entry)
+    return tuple(reversed(earlier))
 
 
 def count_unrecorded(manifest: Manifest, job_id: str, restarts: int) -> int:
@@ -256,13 +169,13 @@ def count_unrecorded(manifest: Manifest, job_id: str, restarts: int) -> int:
     return max(restarts - 1 - max((number for number in known if isinstance(number, int)), default=-1), 0)
 
 
-def has_advanced(advance: Advance, trail: Sequence[Manifest]) -> bool | None:
+def has_advanced(advance: Advance, earlier: Sequence[Manifest]) -> bool | None:
     """Tell whether an attempt came to a later step, or wrote a newer checkpoint, than those before it.
 
     None where neither a step nor a checkpoint was ever seen: then there is nothing to judge by.
     """
-    steps = [step for entry in trail if (step := entry["outcome"].get("step")) is not None]
-    times = [time for entry in trail if (time := entry["outcome"].get("checkpoint")) is not None]
+    steps = [step for entry in earlier if (step := entry["outcome"].get("step")) is not None]
+    times = [time for entry in earlier if (time := entry["outcome"].get("checkpoint")) is not None]
     if advance.step is None and advance.newest is None and not steps and not times:
         return None
     later = advance.step is not None and advance.step > max(steps, default=-1)

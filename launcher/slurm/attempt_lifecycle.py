@@ -5,26 +5,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from launcher.config.schema import RequeueConfig
 from launcher.errors import LaunchError, SchedulerError
 from launcher.runs.disk_reserve import free_room, hold_room
 from launcher.runs.manifest import stamp_time
 from launcher.runs.run_directory import RunDir
-from launcher.slurm.attempt import (
-    Attempt,
-    Sight,
-    StepReport,
-    has_advanced,
-    make_attempt_manifest,
-    try_write_manifest,
-)
-from launcher.slurm.attempt_end import (
-    choose_exit_code,
-    complete_diagnosis,
-    decide_next,
-    diagnose_end,
-    diagnose_kill,
-    find_final_decision,
-)
+from launcher.slurm.attempt import Attempt, Manifest, has_advanced, make_attempt_manifest, try_write_manifest
+from launcher.slurm.attempt_end import AttemptEnd, StepReport
+from launcher.slurm.diagnosis import complete_diagnosis, diagnose_end, diagnose_kill
 from launcher.slurm.end_messages import (
     describe_decision,
     describe_outcome,
@@ -33,7 +21,7 @@ from launcher.slurm.end_messages import (
 )
 from launcher.slurm.job_control import QUICK, exclude_nodes, requeue_job
 from launcher.slurm.job_request import JobRequest
-from launcher.slurm.requeue_policy import Decision
+from launcher.slurm.requeue_policy import DESCRIPTIONS, Decision, PastAttempt, decide_requeue
 from launcher.text import break_line
 
 logger = logging.getLogger(__name__)
@@ -65,86 +53,86 @@ def start_attempt(
     """
     manifest = make_attempt_manifest(request, run, environ, hosts, owned=requeues)
     attempt = Attempt(request, run, environ, tuple(hosts), manifest, requeues)
-    verdict = find_final_decision(attempt.trail, request.config.cluster.requeue) if requeues else None
-    if verdict:
-        raise refuse_attempt(attempt, verdict)
+    decision = find_final_decision(attempt.earlier, request.config.cluster.requeue) if requeues else None
+    if decision:
+        raise refuse_attempt(attempt, decision)
     try_write_manifest(run, manifest)
     hold_room(run)
     return attempt
 
 
-def refuse_attempt(attempt: Attempt, verdict: Decision) -> AttemptRefusedError:
+def refuse_attempt(attempt: Attempt, decision: Decision) -> AttemptRefusedError:
     """Close the manifest with the last attempt's end, and return the error that says why."""
-    *earlier, last = attempt.trail
-    state = "failed" if verdict.cause else "succeeded"
-    outcome = {**last["outcome"], "state": state, "cause": verdict.cause, "reason": verdict.why}
+    *earlier, last = attempt.earlier
+    state = "failed" if decision.cause else "succeeded"
+    outcome = {**last["outcome"], "state": state, "cause": decision.cause, "reason": decision.reason}
     before = attempt.manifest["earlier"]
     try_write_manifest(attempt.run, {**attempt.manifest, **last, "outcome": outcome, "earlier": before[:-1]})
-    text = f"attempt {len(earlier) + 2} does not begin: attempt {len(earlier) + 1} ended: {verdict.why}"
+    text = f"attempt {len(earlier) + 2} does not begin: attempt {len(earlier) + 1} ended: {decision.reason}"
     return AttemptRefusedError(text, outcome.get("exit_code") or int(state == "failed"))
 
 
 def prepare_for_kill(attempt: Attempt) -> None:
-    """Settle at once what becomes of a job that SLURM has begun to end: for when the head gets SIGTERM.
+    """Decide and requeue at once if SLURM has begun to end the job: called on SIGTERM, while the step runs.
 
-    KillWait later all is killed, and the ranks may need all of that time. Then the manifest tells why, and
-    the job is in the queue again. Does nothing where a user sent the signal.
+    SLURM kills everything KillWait later, and the ranks may need all of that time. The manifest tells why,
+    and the job is in the queue again, before that. Does nothing if a user sent the signal.
     """
-    sight = diagnose_kill(attempt)
-    if sight is None or attempt.foreseen:
+    end = diagnose_kill(attempt)
+    if end is None or attempt.prepared:
         return
-    for line in list_failure_lines(sight):
+    for line in list_failure_lines(end):
         logger.info(line)
-    attempt.foreseen = (sight, carry_out_decision(attempt, sight, QUICK))
+    attempt.prepared = (end, carry_out_decision(attempt, end, QUICK))
 
 
-def end_attempt(attempt: Attempt, end: StepReport) -> int:
-    """Judge an attempt, requeue the job or conclude it, say so on stderr, and return the head's exit code."""
+def end_attempt(attempt: Attempt, step: StepReport) -> int:
+    """Diagnose an attempt's end, requeue the job or not, log it, and return the batch script's exit code."""
     trouble = free_room(attempt.run)
     if trouble:
         break_line()
-    if attempt.foreseen:
-        before, verdict = attempt.foreseen
-        sight = complete_diagnosis(attempt, before, end, trouble)
-        verdict = verdict if sight.cause else replace(verdict, cause=None)
-        write_outcome(attempt, sight, verdict)
+    if attempt.prepared:
+        before, decision = attempt.prepared
+        end = complete_diagnosis(attempt, before, step, trouble)
+        decision = decision if end.cause else replace(decision, cause=None)
+        write_outcome(attempt, end, decision)
     else:
-        sight = diagnose_end(attempt, end, trouble)
-        for line in list_failure_lines(sight):
+        end = diagnose_end(attempt, step, trouble)
+        for line in list_failure_lines(end):
             logger.info(line)
-        verdict = carry_out_decision(attempt, sight, QUICK if sight.kill else PATIENCE)
-    for line in list_end_lines(sight, verdict, attempt.run, time.time() - attempt.started):
+        decision = carry_out_decision(attempt, end, QUICK if end.kill else PATIENCE)
+    for line in list_end_lines(end, decision, attempt.run, time.time() - attempt.started):
         logger.info(line)
-    return choose_exit_code(sight)
+    return end.exit_code
 
 
-def carry_out_decision(attempt: Attempt, sight: Sight, patience: float) -> Decision:
-    """Decide, write the manifest, and requeue: the manifest first, since a requeue ends the head too."""
-    verdict = decide_next(attempt, sight)
-    write_outcome(attempt, sight, verdict)
-    if sight.cause:
+def carry_out_decision(attempt: Attempt, end: AttemptEnd, patience: float) -> Decision:
+    """Decide, write the manifest, and requeue: the manifest first, since a requeue ends this process too."""
+    decision = decide_next(attempt, end)
+    write_outcome(attempt, end, decision)
+    if end.cause:
         logger.info(
-            f"attempt {len(attempt.trail) + attempt.unrecorded + 1} ended:"
-            f" {describe_decision(sight, verdict)}"
+            f"attempt {len(attempt.earlier) + attempt.unrecorded + 1} ended:"
+            f" {describe_decision(end, decision)}"
         )
-    if not verdict.requeue:
-        return verdict
+    if not decision.requeue:
+        return decision
     try:
-        if sight.kill != "requeued":
+        if end.kill != "requeued":
             requeue_job(attempt.job_id, attempt.environ, patience)
     except SchedulerError as error:
-        verdict = replace(verdict, requeue=False, why=f"{verdict.why}, but SLURM refuses ({error})")
+        decision = replace(decision, requeue=False, reason=f"{decision.reason}, but SLURM refuses ({error})")
         logger.warning(f"the job could not be requeued ({error})")
-        write_outcome(attempt, sight, verdict)
-        return verdict
-    exclude_lost_nodes(attempt, sight)
-    return verdict
+        write_outcome(attempt, end, decision)
+        return decision
+    exclude_lost_nodes(attempt, end)
+    return decision
 
 
-def exclude_lost_nodes(attempt: Attempt, sight: Sight) -> None:
+def exclude_lost_nodes(attempt: Attempt, end: AttemptEnd) -> None:
     """Keep the next attempt off the nodes that this one and those before it have lost."""
-    outcomes = [entry["outcome"] for entry in reversed(attempt.trail)]
-    lost = [*sight.lost, *(host for outcome in outcomes for host in outcome.get("lost") or ())]
+    outcomes = [entry["outcome"] for entry in reversed(attempt.earlier)]
+    lost = [*end.lost, *(host for outcome in outcomes for host in outcome.get("lost") or ())]
     if lost:
         least = attempt.request.min_nodes
         doubt = exclude_nodes(attempt.job_id, list(dict.fromkeys(lost)), least, attempt.environ)
@@ -152,9 +140,40 @@ def exclude_lost_nodes(attempt: Attempt, sight: Sight) -> None:
             logger.warning(f"{doubt}")
 
 
-def write_outcome(attempt: Attempt, sight: Sight, verdict: Decision) -> None:
+def write_outcome(attempt: Attempt, end: AttemptEnd, decision: Decision) -> None:
     """Complete the manifest."""
     attempt.manifest["ended"] = stamp_time()
-    outcome = describe_outcome(sight, verdict, attempt.run, choose_exit_code(sight))
-    attempt.manifest["outcome"] = {**outcome, "advanced": has_advanced(sight.advance, attempt.trail)}
+    outcome = describe_outcome(end, decision, attempt.run)
+    attempt.manifest["outcome"] = {**outcome, "advanced": has_advanced(end.advance, attempt.earlier)}
     try_write_manifest(attempt.run, attempt.manifest)
+
+
+def decide_next(attempt: Attempt, end: AttemptEnd) -> Decision:
+    """Decide what is to be done; a job in somebody's allocation never goes back into the queue."""
+    if end.cause and not attempt.requeues:
+        return Decision(False, end.cause, DESCRIPTIONS[end.cause])
+    advanced = has_advanced(end.advance, attempt.earlier)
+    past = list_past_attempts(attempt.earlier)
+    if attempt.unrecorded and end.cause:
+        # An attempt that could not write its manifest has written no checkpoint.
+        past += [PastAttempt(end.cause, False)] * attempt.unrecorded
+        advanced = bool(advanced)
+    return decide_requeue(end.cause, attempt.request.config.cluster.requeue, past, advanced)
+
+
+def find_final_decision(earlier: Sequence[Manifest], config: RequeueConfig) -> Decision | None:
+    """Return the decision after the last attempt if no other was to follow; None if one may."""
+    past = list_past_attempts(earlier)
+    if past and earlier[-1]["outcome"].get("exit_code") == 0 and past[-1].cause == "None":
+        return Decision(False, None, "all ranks ended with 0 when the job was back in the queue already")
+    if not past or past[-1].cause not in DESCRIPTIONS:
+        return None
+    last = past.pop()
+    decision = decide_requeue(last.cause, config, past, last.advanced)
+    return None if decision.requeue else decision
+
+
+def list_past_attempts(earlier: Sequence[Manifest]) -> list[PastAttempt]:
+    """Return what the policy looks at in earlier attempts."""
+    outcomes = [entry["outcome"] for entry in earlier]
+    return [PastAttempt(str(outcome.get("cause")), outcome.get("advanced")) for outcome in outcomes]

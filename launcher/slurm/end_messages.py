@@ -7,7 +7,8 @@ from launcher.launch.signals import STOPPING, name_signal
 from launcher.report.summary import describe_progress, describe_time
 from launcher.runs.node_records import NodeFailure, NodeRecord
 from launcher.runs.run_directory import RunDir
-from launcher.slurm.attempt import Manifest, Sight, describe_advance
+from launcher.slurm.attempt import Manifest, describe_advance
+from launcher.slurm.attempt_end import AttemptEnd
 from launcher.slurm.requeue_policy import Decision
 from launcher.text import tell_first
 
@@ -16,35 +17,35 @@ MOST = 3
 HINTS = {"Killed": ", probably out of memory"}
 
 
-def name_state(sight: Sight, verdict: Decision) -> str:
+def name_state(end: AttemptEnd, decision: Decision) -> str:
     """Return the manifest's word: what SLURM has requeued is in the queue, whatever the policy says."""
-    if verdict.requeue or sight.kill == "requeued":
+    if decision.requeue or end.kill == "requeued":
         return "requeued"
-    if sight.cause is None:
+    if end.cause is None:
         return "succeeded"
-    ended = sight.cause in ("cancelled", "preempted", "timeout") and verdict.cause == sight.cause
+    ended = end.cause in ("cancelled", "preempted", "timeout") and decision.cause == end.cause
     return "stopped" if ended else "failed"
 
 
-def describe_outcome(sight: Sight, verdict: Decision, run: RunDir, status: int) -> Manifest:
+def describe_outcome(end: AttemptEnd, decision: Decision, run: RunDir) -> Manifest:
     """Return the manifest's outcome."""
-    end, first = sight.end, sight.first
-    stops = [number for number, _ in end.signals if number in STOPPING] if end else [signal.SIGTERM]
-    requeued = name_state(sight, verdict) == "requeued"
-    reason = "; ".join([*list_reasons(sight), verdict.why])
+    step, first = end.step, end.first
+    stops = [number for number, _ in step.signals if number in STOPPING] if step else [signal.SIGTERM]
+    requeued = name_state(end, decision) == "requeued"
+    reason = "; ".join([*list_reasons(end), decision.reason])
     return {
-        "state": name_state(sight, verdict),
-        "cause": sight.cause if requeued else verdict.cause,
-        "exit_code": status,
+        "state": name_state(end, decision),
+        "cause": end.cause if requeued else decision.cause,
+        "exit_code": end.exit_code,
         "signal": name_signal(stops[0]) if stops else None,
-        "reason": None if sight.cause is None else reason,
-        "events": list_first_events(sight),
-        "lost": list(sight.lost),
+        "reason": None if end.cause is None else reason,
+        "events": list_first_events(end),
+        "lost": list(end.lost),
         "first_failure": describe_first_failure(first, run) if first else None,
-        "attempts": 1 + run.first_attempt + max((r.restarts for r in end.records), default=0)
-        if end
+        "attempts": 1 + run.first_attempt + max((r.restarts for r in step.records), default=0)
+        if step
         else None,
-        **describe_advance(sight.advance),
+        **describe_advance(end.advance),
     }
 
 
@@ -62,73 +63,73 @@ def describe_first_failure(first: tuple[NodeRecord, NodeFailure], run: RunDir) -
     }
 
 
-def describe_decision(sight: Sight, verdict: Decision) -> str:
+def describe_decision(end: AttemptEnd, decision: Decision) -> str:
     """Say why an attempt ended and what comes next; SLURM's own requeue is not undone here."""
-    if sight.kill == "requeued" and not verdict.requeue:
-        return f"{verdict.why}; SLURM requeues it, and the next attempt ends at once"
-    return verdict.why
+    if end.kill == "requeued" and not decision.requeue:
+        return f"{decision.reason}; SLURM requeues it, and the next attempt ends at once"
+    return decision.reason
 
 
-def list_failure_lines(sight: Sight) -> list[str]:
+def list_failure_lines(end: AttemptEnd) -> list[str]:
     """Say why the attempt ended, and which rank failed first, with the end of its log."""
-    if sight.first and sight.cause == "crash" and not (sight.lost or sight.killed):
-        record, failure = sight.first
+    if end.first and end.cause == "crash" and not (end.lost or end.killed_tasks):
+        record, failure = end.first
         where = f"rank {failure.rank} on {record.host} (local rank {failure.local_rank})"
-        what = "failed after that" if sight.early else "failed first"
+        what = "failed after that" if end.early else "failed first"
         return [
-            *list_first_events(sight),
+            *list_first_events(end),
             *tell_first(where, failure.reason, failure.log, failure.lines, what),
         ]
-    return describe_events(sight)
+    return describe_events(end)
 
 
-def list_reasons(sight: Sight) -> list[str]:
+def list_reasons(end: AttemptEnd) -> list[str]:
     """Say the same for the manifest, which has the first failure elsewhere; of many nodes, the first ones."""
-    said = describe_events(sight)
+    said = describe_events(end)
     more = f" (and {len(said) - MOST} more)" if len(said) > MOST else ""
     return [*said[: MOST - 1], said[MOST - 1] + more] if more else said
 
 
-def describe_events(sight: Sight) -> list[str]:
+def describe_events(end: AttemptEnd) -> list[str]:
     """Say what happened to the run directory, the nodes and the agents; a rank's failure has more to it."""
     return [
-        *list_first_events(sight),
-        *(describe_lost_nodes(sight) or describe_signals(sight) or describe_agent_failures(sight)),
+        *list_first_events(end),
+        *(describe_lost_nodes(end) or describe_signals(end) or describe_agent_failures(end)),
     ]
 
 
-def list_first_events(sight: Sight) -> list[str]:
+def list_first_events(end: AttemptEnd) -> list[str]:
     """Say what came before any failure: nothing could be written, or ranks ended with 0 before the others."""
-    return [*filter(None, (sight.trouble, sight.early.describe() if sight.early else ""))]
+    return [*filter(None, (end.trouble, end.early.describe() if end.early else ""))]
 
 
-def describe_signals(sight: Sight) -> list[str]:
+def describe_signals(end: AttemptEnd) -> list[str]:
     """Say which nodes' tasks, or which rank, got a signal from outside; or which asks for another start."""
-    if sight.signalled:
-        hosts = join_hosts(list(dict(sight.signalled)))
-        what = f"{name_signal(sight.signalled[0][1])} from outside"
+    if end.signalled:
+        hosts = join_hosts(list(dict(end.signalled)))
+        what = f"{name_signal(end.signalled[0][1])} from outside"
         return [f"{hosts} got {what}: neither launch nor SLURM's queue sent it"]
-    if sight.first is None or sight.cause == "crash":
+    if end.first is None or end.cause == "crash":
         return []
-    record, failure = sight.first
+    record, failure = end.first
     who = f"rank {failure.rank} on {record.host}"
-    if sight.requested:
+    if end.restart_requested:
         return [f"{who} ended with {failure.status}, and asks for another start"]
     return [f"{who} was stopped first: it {failure.reason}"]
 
 
-def describe_agent_failures(sight: Sight) -> list[str]:
+def describe_agent_failures(end: AttemptEnd) -> list[str]:
     """Say what was in the way where the attempt failed, but no rank did: what the nodes' agents said."""
-    if sight.cause != "crash" or sight.end is None or sight.first:
+    if end.cause != "crash" or end.step is None or end.first:
         return []
     hosts: dict[str, list[str]] = {}
-    for record in sight.end.records:
+    for record in end.step.records:
         hosts.setdefault(record.agent_said, []).append(record.host)
     said = [f"{join_hosts(names)}: {text}" for text, names in hosts.items() if text]
-    if sight.end.missing:
-        doubt = "" if sight.trouble else ": is the disk full?"
-        said.append(f"no record came from {', '.join(sight.end.missing)}{doubt}")
-    return said or [f"no rank failed, but srun ended with {sight.end.srun_exitcode}"]
+    if end.step.missing:
+        doubt = "" if end.trouble else ": is the disk full?"
+        said.append(f"no record came from {', '.join(end.step.missing)}{doubt}")
+    return said or [f"no rank failed, but srun ended with {end.step.srun_exitcode}"]
 
 
 def join_hosts(names: Sequence[str]) -> str:
@@ -137,16 +138,16 @@ def join_hosts(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST]) + more
 
 
-def describe_lost_nodes(sight: Sight) -> list[str]:
+def describe_lost_nodes(end: AttemptEnd) -> list[str]:
     """Say which nodes were lost, and which are there but lost their task."""
-    states = dict(sight.states)
+    node_states = dict(end.node_states)
     lines = [
-        f"{host} was lost: it left no record{describe_node_state(states.get(host))}" for host in sight.lost
+        f"{host} was lost: it left no record{describe_node_state(node_states.get(host))}" for host in end.lost
     ]
     return lines + [
         f"{host} is there, but its task left no record, and ended: {word}{HINTS.get(word, '')}"
-        for host, word in sight.killed
-        if host not in sight.lost
+        for host, word in end.killed_tasks
+        if host not in end.lost
     ]
 
 
@@ -155,20 +156,20 @@ def describe_node_state(state: str | None) -> str:
     return f", and is {state}, says SLURM" if state else ""
 
 
-def list_end_lines(sight: Sight, verdict: Decision, run: RunDir, seconds: float) -> list[str]:
+def list_end_lines(end: AttemptEnd, decision: Decision, run: RunDir, seconds: float) -> list[str]:
     """Say how it went, in one line, and where everything is."""
-    result = describe_progress(sight.advance.steps)
-    word = f"{name_state(sight, verdict)} after {describe_time(seconds)}"
-    doubts = [f"warning: {doubt}" for doubt in list_success_warnings(sight)] if sight.cause is None else []
+    result = describe_progress(end.advance.steps)
+    word = f"{name_state(end, decision)} after {describe_time(seconds)}"
+    doubts = [f"warning: {doubt}" for doubt in list_success_warnings(end)] if end.cause is None else []
     return [*doubts, word + (f": {result}" if result else ""), f"run directory {run.path}"]
 
 
-def list_success_warnings(sight: Sight) -> list[str]:
+def list_success_warnings(end: AttemptEnd) -> list[str]:
     """Say what is odd about a success: it cannot be recorded, or the steps are not done."""
-    doubts = [sight.trouble] if sight.trouble else []
-    stopped = sight.end and (sight.end.signals or sight.kill)
-    if stopped and sight.advance.finished is False:
-        last = sight.advance.steps[-1]
+    doubts = [end.trouble] if end.trouble else []
+    stopped = end.step and (end.step.signals or end.kill)
+    if stopped and end.advance.finished is False:
+        last = end.advance.steps[-1]
         doubts.append(
             f"all ranks ended with 0, which is a success, but after a signal and at step {last.step} of"
             f" {last.total}: a program that is to be started again ends with 75 (cluster.requeue.exit_codes)"

@@ -18,9 +18,10 @@ from launcher.launch.torchrun import check_port_free
 from launcher.runs.node_records import NodeRecord, node_path, read_nodes, refuse_node
 from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import RunDir, open_run_dir
-from launcher.slurm.attempt import Attempt, StepReport
-from launcher.slurm.attempt_end import find_task_ends
+from launcher.slurm.attempt import Attempt
+from launcher.slurm.attempt_end import StepReport
 from launcher.slurm.attempt_lifecycle import end_attempt, start_attempt
+from launcher.slurm.diagnosis import find_task_ends
 from launcher.slurm.job_request import JobRequest, read_request
 from launcher.slurm.node_step import (
     collect_node_records,

@@ -1,4 +1,4 @@
-"""What a job's head asks SLURM about its own job, and the requeue."""
+"""What a job's batch script asks SLURM about its own job and nodes, and the requeue."""
 
 import contextlib
 import math
@@ -6,12 +6,14 @@ import re
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 from launcher.errors import SchedulerError
 from launcher.slurm.client import run_slurm, split_rows
-from launcher.slurm.requeue_policy import JobStatus
 
+RUNNING = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING")
+"""States of a job that SLURM has not begun to end."""
 QUICK = 4.0
 """Seconds for one question: a job that is being ended has KillWait in all, 30 s by default."""
 CALM = 20.0
@@ -26,6 +28,21 @@ BOOT = re.compile(r"^NodeName=(\S+).*\bBootTime=(\S+)", re.MULTILINE)
 KILL_WAIT = re.compile(r"^KillWait\s*=\s*(\d+)", re.MULTILINE)
 FIELDS = "State,RestartCnt,EndTime,PreemptTime,TimeLimit,Reason"
 """squeue's columns; the reason can hold anything, and comes last."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """What SLURM says of the job itself, asked at the attempt's end."""
+
+    state: str
+    reason: str
+    restarts: int
+    """Requeues so far, one that is under way among them."""
+    end_time: float | None
+    """Time limit, in seconds since the epoch, infinite for none; the time of the end where SLURM is ending
+    the job; None where SLURM does not tell."""
+    preempted: bool
+    """SLURM has set a time at which the job has to make room, or had to."""
 
 
 def name_job(environ: Mapping[str, str]) -> str:

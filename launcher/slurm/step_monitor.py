@@ -111,7 +111,7 @@ class StepMonitor:
             return
         if number == signal.SIGTERM:
             prepare_for_kill(self.attempt)
-        if self.attempt.foreseen is None:  # else SLURM has told the ranks by itself, and KillWait runs
+        if self.attempt.prepared is None:  # else SLURM has told the ranks by itself, and KillWait runs
             self.advance_stop(number, step)
 
     def find_stop_time(self) -> float | None:

@@ -19,9 +19,9 @@ from launcher.runs.advance import Advance
 from launcher.runs.manifest import read_manifest, write_manifest
 from launcher.runs.node_records import NodeRecord, read_nodes, write_node
 from launcher.runs.run_directory import RunDir, open_run_dir
-from launcher.slurm.attempt import Sight, StepReport
-from launcher.slurm.attempt_end import complete_diagnosis, diagnose_end, find_final_decision
-from launcher.slurm.attempt_lifecycle import AttemptRefusedError, end_attempt
+from launcher.slurm.attempt_end import AttemptEnd, StepReport
+from launcher.slurm.attempt_lifecycle import AttemptRefusedError, end_attempt, find_final_decision
+from launcher.slurm.diagnosis import complete_diagnosis, diagnose_end
 from launcher.slurm.node_step import NodeStep
 from launcher.slurm.rank_step import SrunReport
 from launcher.slurm.srun_records import RankStepEnd, record_nodes
@@ -49,7 +49,7 @@ def clean(host: str, *ends: tuple[int, float], state: str = "succeeded") -> Node
     return replace(record(host, state, 0 if state == "succeeded" else 143), ranks=4, clean=ends)
 
 
-def judge(path: Path, seen: StepReport, nodes: tuple[int, int] = (2, 2)) -> Sight:
+def diagnose(path: Path, seen: StepReport, nodes: tuple[int, int] = (2, 2)) -> AttemptEnd:
     submit_run(path)
     return diagnose_end(begin(path, make_request(nodes)), seen)
 
@@ -99,14 +99,14 @@ def test_the_class_of_an_end_by_what_the_nodes_tell(
     signalled, cancelled = slurm
     code = 0 if cause is None and nodes == (2, 2) else 1
     seen = replace(end(*records, code=code), signalled=signalled, cancelled=cancelled)
-    assert judge(tmp_path, seen, nodes).cause == cause
+    assert diagnose(tmp_path, seen, nodes).cause == cause
 
 
 def test_a_step_that_is_cancelled_outright(tmp_path: Path) -> None:
     """By SIGKILL no task leaves a record, and srun tells how each has ended."""
     said = tuple(f"srun: error: n{n}: task {n}: Killed" for n in range(2))
-    sight = judge(tmp_path, replace(end(said=said, code=137), cancelled=True))
-    assert (sight.cause, sight.killed, sight.lost) == ("cancelled", (), ())
+    found = diagnose(tmp_path, replace(end(said=said, code=137), cancelled=True))
+    assert (found.cause, found.killed_tasks, found.lost) == ("cancelled", (), ())
 
 
 def test_a_signal_from_outside_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,13 +206,13 @@ def test_a_success_whose_run_directory_is_gone(tmp_path: Path, capsys: pytest.Ca
     assert f"launch: warning: the run directory was removed during the run ({tmp_path / 'run'})\n" in said
 
 
-def foresee(path: Path, kill: str, *, finished: bool, code: int = 0) -> str | None:
+def complete(path: Path, kill: str, *, finished: bool, code: int = 0) -> str | None:
     """The cause of an end that SLURM had begun before the step ended."""
     submit_run(path)
     attempt = begin(path)
     print_steps(attempt, "step 10/10 loss 1.0" if finished else "step 4/10 loss 1.0")
     seen = "requeued" if kill == "preempted" else kill
-    before = Sight(None, seen, kill, (), (), (), Advance((), None))
+    before = AttemptEnd(None, seen, kill, Advance((), None))
     records = WELL if code == 0 else (record("n0", "stopped", 143), STOPPED)
     return complete_diagnosis(attempt, before, end(*records, code=code), "").cause
 
@@ -234,7 +234,7 @@ def foresee(path: Path, kill: str, *, finished: bool, code: int = 0) -> str | No
 def test_an_end_that_was_foreseen_is_looked_at_again(
     tmp_path: Path, kill: str, finished: bool, code: int, cause: str | None
 ) -> None:
-    assert foresee(tmp_path, kill, finished=finished, code=code) == cause
+    assert complete(tmp_path, kill, finished=finished, code=code) == cause
 
 
 def test_what_is_finished_is_not_run_again_where_slurm_has_requeued_it(tmp_path: Path) -> None:

@@ -15,16 +15,10 @@ from launcher.runs.manifest import describe_start, write_manifest
 from launcher.runs.node_records import NodeFailure, NodeRecord
 from launcher.runs.progress import Progress
 from launcher.runs.run_directory import RunDir, open_run_dir
-from launcher.slurm.attempt import (
-    Attempt,
-    StepReport,
-    count_unrecorded,
-    find_first_failure,
-    has_advanced,
-    list_requeued_attempts,
-)
-from launcher.slurm.attempt_end import diagnose_end, find_task_ends
+from launcher.slurm.attempt import Attempt, count_unrecorded, has_advanced, list_requeued_attempts
+from launcher.slurm.attempt_end import StepReport, find_first_failure
 from launcher.slurm.attempt_lifecycle import AttemptRefusedError, end_attempt, start_attempt
+from launcher.slurm.diagnosis import diagnose_end, find_task_ends
 from launcher.slurm.first_node import report_step
 from launcher.slurm.job_control import choose_excluded_nodes, is_down, name_job, parse_slurm_time
 from launcher.slurm.job_request import JobRequest
@@ -187,8 +181,8 @@ def test_a_lost_node_comes_before_what_its_peers_say(
 )
 def test_a_task_that_was_killed_is_not_a_lost_node(tmp_path: Path, said: str, cause: str) -> None:
     submit_run(tmp_path)
-    sight = diagnose_end(begin(tmp_path), end(record("n0", "stopped", 143), said=(said,)))
-    assert sight.cause == cause
+    found = diagnose_end(begin(tmp_path), end(record("n0", "stopped", 143), said=(said,)))
+    assert found.cause == cause
 
 
 def test_a_task_that_srun_ended_is_nobodys_failure() -> None:
@@ -311,7 +305,7 @@ def test_a_head_that_left_no_word(tmp_path: Path) -> None:
     assert (before["outcome"]["step"], before["outcome"]["advanced"]) == (4, True)
     assert (before["attempt"], before["hosts"]) == (0, ["n0", "n1"])
     assert read(tmp_path)["slurm"] == {"job_id": "7", "restarts": 1} and attempt.run.first_attempt == 1
-    assert len(attempt.trail) == 1
+    assert len(attempt.earlier) == 1
 
 
 def test_a_policy_that_forbade_the_attempt_ends_it_at_once(tmp_path: Path) -> None:
@@ -327,7 +321,7 @@ def test_a_policy_that_forbade_the_attempt_ends_it_at_once(tmp_path: Path) -> No
     assert (manifest["outcome"]["state"], manifest["outcome"]["cause"]) == ("failed", "preempted")
     assert manifest["earlier"] == [] and manifest["slurm"]["restarts"] == 0
     # What a user then starts by hand begins anew.
-    assert begin(tmp_path, make_request(preempted=0), SLURM_RESTART_COUNT="2").trail == ()
+    assert begin(tmp_path, make_request(preempted=0), SLURM_RESTART_COUNT="2").earlier == ()
 
 
 def entry(state: str, job_id: str = "7", **outcome: object) -> dict[str, Any]:
@@ -355,7 +349,7 @@ def steps(*numbers: int) -> tuple[Progress, ...]:
 
 
 @pytest.mark.parametrize(
-    ("advance", "trail", "advanced"),
+    ("advance", "earlier", "advanced"),
     [
         (Advance((), None), [], None),
         (Advance((), None), [entry("requeued")], None),
@@ -370,9 +364,9 @@ def steps(*numbers: int) -> tuple[Progress, ...]:
     ],
 )
 def test_whether_an_attempt_made_progress(
-    advance: Advance, trail: list[dict[str, Any]], advanced: bool | None
+    advance: Advance, earlier: list[dict[str, Any]], advanced: bool | None
 ) -> None:
-    assert has_advanced(advance, trail) is advanced
+    assert has_advanced(advance, earlier) is advanced
 
 
 def test_the_progress_that_is_read(tmp_path: Path) -> None:
@@ -556,8 +550,8 @@ def test_a_node_that_did_not_end_well_is_no_success(
 ) -> None:
     submit_run(tmp_path)
     attempt = begin(tmp_path, make_request(nodes))
-    sight = diagnose_end(attempt, end(WELL[0], record("n1", *odd), code=0))
-    assert sight.cause == "crash"
+    found = diagnose_end(attempt, end(WELL[0], record("n1", *odd), code=0))
+    assert found.cause == "crash"
 
 
 def test_a_stop_without_records_is_no_success(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from launcher.runs.advance import Advance
 from launcher.runs.node_records import NodeFailure, NodeRecord
 from launcher.runs.progress import Progress
 from launcher.runs.run_directory import RunDir
-from launcher.slurm.attempt import Sight, StepReport
+from launcher.slurm.attempt_end import AttemptEnd, StepReport
 from launcher.slurm.end_messages import (
     describe_decision,
     describe_outcome,
@@ -32,19 +32,21 @@ def make_record(
     return NodeRecord(host, 0, "failed", 1, None, said, failure, restarts, 0.0, 1.0)
 
 
-def make_end(
+def make_step(
     *records: NodeRecord, missing: tuple[str, ...] = (), signals: tuple[int, ...] = ()
 ) -> StepReport:
     return StepReport(6, records, missing, tuple((number, 1.0) for number in signals), False)
 
 
-def make_sight(cause: str | None, end: StepReport | None = None, kill: str = "", **values: object) -> Sight:
-    known = {"lost": (), "states": (), "killed": (), "advance": Advance(STEPS, 8.0), **values}
-    return Sight(end, kill, cause, **known)  # type: ignore[arg-type]  # by name
+def make_end(
+    cause: str | None, step: StepReport | None = None, kill: str = "", **values: object
+) -> AttemptEnd:
+    known = {"advance": Advance(STEPS, 8.0), **values}
+    return AttemptEnd(step, kill, cause, **known)  # type: ignore[arg-type]  # by name
 
 
 @pytest.mark.parametrize(
-    ("cause", "kill", "verdict", "state"),
+    ("cause", "kill", "decision", "state"),
     [
         (None, "", Decision(False, None, ""), "succeeded"),
         ("crash", "", Decision(True, "crash", ""), "requeued"),
@@ -59,15 +61,15 @@ def make_sight(cause: str | None, end: StepReport | None = None, kill: str = "",
         ("timeout", "timeout", Decision(False, "limit", ""), "failed"),
     ],
 )
-def test_the_state(cause: str | None, kill: str, verdict: Decision, state: str) -> None:
-    assert name_state(make_sight(cause, make_end(), kill), verdict) == state
-    why = describe_outcome(make_sight(cause, make_end(), kill), verdict, RUN, 1)["cause"]
-    assert why == (cause if state == "requeued" else verdict.cause)
+def test_the_state(cause: str | None, kill: str, decision: Decision, state: str) -> None:
+    assert name_state(make_end(cause, make_step(), kill), decision) == state
+    why = describe_outcome(make_end(cause, make_step(), kill), decision, RUN)["cause"]
+    assert why == (cause if state == "requeued" else decision.cause)
 
 
 def test_the_outcome_of_a_crash() -> None:
-    end = make_end(make_record("n1", BOOM, restarts=2), make_record("n0"), signals=(signal.SIGUSR2,))
-    outcome = describe_outcome(make_sight("crash", end), Decision(False, "crash", "not again"), RUN, 137)
+    step = make_step(make_record("n1", BOOM, restarts=2), make_record("n0"), signals=(signal.SIGUSR2,))
+    outcome = describe_outcome(make_end("crash", step), Decision(False, "crash", "not again"), RUN)
     first = {"rank": 5, "local_rank": 1, "host": "n1", "attempt": 6, "exit_code": 137}
     assert outcome.pop("first_failure") == {
         **first,
@@ -81,32 +83,32 @@ def test_the_outcome_of_a_crash() -> None:
 
 
 def test_the_outcome_of_a_stop() -> None:
-    end = make_end(make_record("n0"), signals=(signal.SIGUSR1, signal.SIGINT, signal.SIGTERM))
-    outcome = describe_outcome(make_sight("cancelled", end), Decision(False, "cancelled", "so"), RUN, 130)
+    step = make_step(make_record("n0"), signals=(signal.SIGUSR1, signal.SIGINT, signal.SIGTERM))
+    outcome = describe_outcome(make_end("cancelled", step), Decision(False, "cancelled", "so"), RUN)
     assert (outcome["signal"], outcome["attempts"], outcome["reason"]) == ("SIGINT", 5, "so")
-    assert describe_outcome(make_sight(None, end), Decision(False, None, "well"), RUN, 0)["reason"] is None
+    assert describe_outcome(make_end(None, step), Decision(False, None, "well"), RUN)["reason"] is None
 
 
 def test_the_outcome_that_is_written_before_the_end() -> None:
-    verdict = Decision(True, "node_failure", "again")
-    sight = make_sight("node_failure", None, "requeued", lost=("n1",), states=(("n1", "down*"),))
-    outcome = describe_outcome(sight, verdict, RUN, 3)
+    decision = Decision(True, "node_failure", "again")
+    end = make_end("node_failure", None, "requeued", lost=("n1",), node_states=(("n1", "down*"),))
+    outcome = describe_outcome(end, decision, RUN)
     assert (outcome["signal"], outcome["attempts"], outcome["lost"]) == ("SIGTERM", None, ["n1"])
     assert outcome["reason"] == "n1 was lost: it left no record, and is down*, says SLURM; again"
     assert outcome["first_failure"] is None
 
 
 @pytest.mark.parametrize(
-    ("kill", "requeue", "told"),
+    ("kill", "requeue", "expected"),
     [
         ("requeued", False, "no; SLURM requeues it, and the next attempt ends at once"),
         ("requeued", True, "no"),
         ("preempted", False, "no"),
     ],
 )
-def test_what_comes_next(kill: str, requeue: bool, told: str) -> None:
+def test_what_comes_next(kill: str, requeue: bool, expected: str) -> None:
     assert (
-        describe_decision(make_sight("preempted", None, kill), Decision(requeue, "preempted", "no")) == told
+        describe_decision(make_end("preempted", None, kill), Decision(requeue, "preempted", "no")) == expected
     )
 
 
@@ -119,21 +121,26 @@ FIRST = [
 
 
 @pytest.mark.parametrize(
-    ("sight", "told"),
+    ("end", "expected"),
     [
-        (make_sight("crash", make_end(make_record("n1", BOOM))), FIRST),
-        (make_sight("cancelled", make_end(make_record("n1", said="gone"))), []),
-        (make_sight(None, make_end(make_record("n1", said="gone"))), []),
-        (make_sight("crash"), []),
+        (make_end("crash", make_step(make_record("n1", BOOM))), FIRST),
+        (make_end("cancelled", make_step(make_record("n1", said="gone"))), []),
+        (make_end(None, make_step(make_record("n1", said="gone"))), []),
+        (make_end("crash"), []),
         (
-            make_sight(
-                "node_failure", make_end(make_record("n1", BOOM)), lost=("n0", "n2"), states=(("n0", "d"),)
+            make_end(
+                "node_failure",
+                make_step(make_record("n1", BOOM)),
+                lost=("n0", "n2"),
+                node_states=(("n0", "d"),),
             ),
             ["n0 was lost: it left no record, and is d, says SLURM", "n2 was lost: it left no record"],
         ),
         (
-            make_sight(
-                "crash", make_end(make_record("n1", BOOM)), killed=(("n3", "Killed"), ("n4", "Aborted"))
+            make_end(
+                "crash",
+                make_step(make_record("n1", BOOM)),
+                killed_tasks=(("n3", "Killed"), ("n4", "Aborted")),
             ),
             [
                 "n3 is there, but its task left no record, and ended: Killed, probably out of memory",
@@ -141,51 +148,51 @@ FIRST = [
             ],
         ),
         (
-            make_sight("node_failure", make_end(), lost=("n3",), killed=(("n3", "Killed"),)),
+            make_end("node_failure", make_step(), lost=("n3",), killed_tasks=(("n3", "Killed"),)),
             ["n3 was lost: it left no record"],
         ),
         (
-            make_sight(
-                "crash", make_end(*(make_record(f"n{n}", said="bad") for n in (1, 2)), missing=("n3", "n4"))
+            make_end(
+                "crash", make_step(*(make_record(f"n{n}", said="bad") for n in (1, 2)), missing=("n3", "n4"))
             ),
             ["n1, n2: bad", "no record came from n3, n4: is the disk full?"],
         ),
-        (make_sight("crash", make_end(make_record("n1"))), ["no rank failed, but srun ended with 6"]),
+        (make_end("crash", make_step(make_record("n1"))), ["no rank failed, but srun ended with 6"]),
     ],
 )
-def test_what_was_in_the_way(sight: Sight, told: list[str]) -> None:
-    assert list_failure_lines(sight) == told
-    assert list_reasons(sight) == ([] if told == FIRST else told)
+def test_what_was_in_the_way(end: AttemptEnd, expected: list[str]) -> None:
+    assert list_failure_lines(end) == expected
+    assert list_reasons(end) == ([] if expected == FIRST else expected)
 
 
 @pytest.mark.parametrize(
-    ("count", "told"),
+    ("count", "expected"),
     [
         (3, ["n0: 0", "n1: 1", "n2: 2"]),
         (4, ["n0: 0", "n1: 1", "n2: 2 (and 1 more)"]),
         (9, ["n0: 0", "n1: 1", "n2: 2 (and 6 more)"]),
     ],
 )
-def test_of_many_nodes_the_first_are_told(count: int, told: list[str]) -> None:
-    end = make_end(*(make_record(f"n{n}", said=str(n)) for n in range(count)))
-    assert list_reasons(make_sight("crash", end)) == told
-    assert len(list_failure_lines(make_sight("crash", end))) == count
+def test_of_many_nodes_the_first_are_told(count: int, expected: list[str]) -> None:
+    step = make_step(*(make_record(f"n{n}", said=str(n)) for n in range(count)))
+    assert list_reasons(make_end("crash", step)) == expected
+    assert len(list_failure_lines(make_end("crash", step))) == count
 
 
 @pytest.mark.parametrize(
-    ("count", "told"),
+    ("count", "expected"),
     [(1, "n0"), (3, "n0, n1, n2"), (4, "n0, n1, n2 and 1 more"), (5, "n0, n1, n2 and 2 more")],
 )
-def test_a_list_of_nodes(count: int, told: str) -> None:
-    assert join_hosts([f"n{n}" for n in range(count)]) == told
+def test_a_list_of_nodes(count: int, expected: str) -> None:
+    assert join_hosts([f"n{n}" for n in range(count)]) == expected
 
 
 def test_the_last_lines() -> None:
-    sight, verdict = make_sight(None, make_end()), Decision(False, None, "succeeded")
+    end, decision = make_end(None, make_step()), Decision(False, None, "succeeded")
     progress = "loss 3.0 to 2.0 over 7 steps"
-    assert list_end_lines(sight, verdict, RUN, 61) == [
+    assert list_end_lines(end, decision, RUN, 61) == [
         f"succeeded after 1 min 1 s: {progress}",
         "run directory /runs/x",
     ]
-    silent = make_sight("crash", make_end(), advance=Advance((), None))
+    silent = make_end("crash", make_step(), advance=Advance((), None))
     assert list_end_lines(silent, Decision(True, "crash", ""), RUN, 2)[0] == "requeued after 2.0 s"

@@ -7,25 +7,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launcher.config.schema import RequeueConfig
+from launcher.slurm.attempt_end import EndFacts, classify_end, classify_kill
+from launcher.slurm.job_control import JobStatus
 from launcher.slurm.requeue_policy import (
     DESCRIPTIONS,
     LIMITED,
-    EndFacts,
-    JobStatus,
     PastAttempt,
-    Policy,
     choose_stop_time,
-    classify_end,
-    classify_kill,
     decide_requeue,
     is_near_limit,
 )
 
 RUNNING = JobStatus("RUNNING", "", 0, 1000.0, preempted=False)
 ENDING = replace(RUNNING, state="COMPLETING")
-PLAIN = EndFacts(succeeded=False, finished=None, failed=False, lost=False, asked=False, near_limit=False)
-ALLOWED = {"preempted": 100, "timeout": 100, "node_failure": 10, "stopped": 10, "requested": 100, "crash": 0}
-POLICY = Policy(ALLOWED, 3, 200)
+PLAIN = EndFacts(
+    succeeded=False, finished=None, failed=False, lost=False, stop_requested=False, near_limit=False
+)
+POLICY = RequeueConfig(
+    preempted=100, timeout=100, node_failure=10, stopped=10, requested=100, crash=0, no_progress=3, limit=200
+)
 
 
 @pytest.mark.parametrize(
@@ -59,21 +60,21 @@ def test_what_slurm_does_to_the_job(word: JobStatus | None, restarts: int, kill:
     [
         ({"succeeded": True}, "", None),
         ({"succeeded": True, "finished": False}, "", None),
-        ({"succeeded": True, "asked": True}, "", None),
+        ({"succeeded": True, "stop_requested": True}, "", None),
         # All ranks ended with 0: a success, whatever else there is.
         ({"succeeded": True, "near_limit": True}, "", None),
         ({"succeeded": True, "near_limit": True, "finished": False}, "", None),
         ({"succeeded": True, "near_limit": True, "finished": True}, "", None),
-        ({"succeeded": True, "outside": True, "requested": True}, "", None),
+        ({"succeeded": True, "stopped_from_outside": True, "restart_requested": True}, "", None),
         ({"succeeded": True, "finished": True}, "timeout", None),
         ({"succeeded": True, "finished": False}, "timeout", None),
         ({"succeeded": True, "finished": False}, "preempted", None),
         # But a user who cancels a job in the middle has not let it finish.
         ({"succeeded": True, "finished": True}, "cancelled", None),
         ({"succeeded": True}, "cancelled", "cancelled"),
-        ({"succeeded": True, "asked": True, "ended": True}, "", "cancelled"),
-        ({"succeeded": True, "asked": True, "ended": True, "finished": True}, "", None),
-        ({"succeeded": True, "asked": True, "ended": True}, "timeout", None),
+        ({"succeeded": True, "stop_requested": True, "cancelled_by_user": True}, "", "cancelled"),
+        ({"succeeded": True, "stop_requested": True, "cancelled_by_user": True, "finished": True}, "", None),
+        ({"succeeded": True, "stop_requested": True, "cancelled_by_user": True}, "timeout", None),
         ({"succeeded": True, "finished": False}, "cancelled", "cancelled"),
         # SLURM starts it again in any case; what has ended with 0 is not run again, if nobody asked for that.
         ({"succeeded": True, "finished": True}, "requeued", None),
@@ -91,21 +92,21 @@ def test_what_slurm_does_to_the_job(word: JobStatus | None, restarts: int, kill:
         ({}, "", "crash"),
         ({"failed": True}, "", "crash"),
         ({"failed": True, "lost": True}, "", "node_failure"),
-        ({"failed": True, "asked": True}, "", "crash"),
+        ({"failed": True, "stop_requested": True}, "", "crash"),
         ({"failed": True, "near_limit": True}, "", "crash"),
         ({"near_limit": True}, "", "timeout"),
-        ({"near_limit": True, "asked": True}, "", "timeout"),
-        ({"asked": True}, "", "cancelled"),
-        ({"ended": True}, "", "cancelled"),
-        ({"lost": True, "asked": True}, "", "node_failure"),
-        ({"outside": True}, "", "stopped"),
-        ({"outside": True, "failed": True, "requested": True}, "", "stopped"),
-        ({"outside": True, "lost": True}, "", "node_failure"),
-        ({"outside": True}, "timeout", "timeout"),
-        ({"requested": True, "failed": True}, "", "requested"),
-        ({"requested": True, "failed": True, "near_limit": True}, "", "timeout"),
-        ({"requested": True, "failed": True, "lost": True}, "", "node_failure"),
-        ({"requested": True, "failed": True}, "cancelled", "cancelled"),
+        ({"near_limit": True, "stop_requested": True}, "", "timeout"),
+        ({"stop_requested": True}, "", "cancelled"),
+        ({"cancelled_by_user": True}, "", "cancelled"),
+        ({"lost": True, "stop_requested": True}, "", "node_failure"),
+        ({"stopped_from_outside": True}, "", "stopped"),
+        ({"stopped_from_outside": True, "failed": True, "restart_requested": True}, "", "stopped"),
+        ({"stopped_from_outside": True, "lost": True}, "", "node_failure"),
+        ({"stopped_from_outside": True}, "timeout", "timeout"),
+        ({"restart_requested": True, "failed": True}, "", "requested"),
+        ({"restart_requested": True, "failed": True, "near_limit": True}, "", "timeout"),
+        ({"restart_requested": True, "failed": True, "lost": True}, "", "node_failure"),
+        ({"restart_requested": True, "failed": True}, "cancelled", "cancelled"),
     ],
 )
 def test_the_class_of_an_end(changes: dict[str, bool], kill: str, cause: str | None) -> None:
@@ -118,7 +119,7 @@ IDLE = PastAttempt("timeout", OFF)
 
 
 @pytest.mark.parametrize(
-    ("cause", "past", "advanced", "requeue", "told"),
+    ("cause", "past", "advanced", "requeue", "expected"),
     [
         (None, [], ON, False, (None, "succeeded")),
         ("cancelled", [], ON, False, ("cancelled", "cancelled")),
@@ -200,11 +201,11 @@ def test_what_becomes_of_the_job(
     past: list[PastAttempt],
     advanced: bool | None,
     requeue: bool,
-    told: tuple[str | None, str | None],
+    expected: tuple[str | None, str | None],
 ) -> None:
-    verdict = decide_requeue(cause, POLICY, past, advanced)
-    assert (verdict.requeue, verdict.cause) == (requeue, told[0])
-    assert told[1] in (None, verdict.why)
+    decision = decide_requeue(cause, POLICY, past, advanced)
+    assert (decision.requeue, decision.cause) == (requeue, expected[0])
+    assert expected[1] in (None, decision.reason)
 
 
 def test_progress_is_not_looked_at_where_that_is_said() -> None:
@@ -219,13 +220,13 @@ def test_progress_is_not_looked_at_where_that_is_said() -> None:
         max_size=12,
     ),
     st.builds(
-        Policy,
-        st.fixed_dictionaries({name: st.integers(-1, 5) for name in LIMITED}),
-        st.integers(-1, 4),
-        st.integers(-1, 10),
+        RequeueConfig,
+        no_progress=st.integers(-1, 4),
+        limit=st.integers(-1, 10),
+        **{name: st.integers(-1, 5) for name in LIMITED},
     ),
 )
-def test_no_policy_requeues_for_ever(ends: list[PastAttempt], policy: Policy) -> None:
+def test_no_policy_requeues_for_ever(ends: list[PastAttempt], policy: RequeueConfig) -> None:
     """However attempts end, what is requeued stays within the limit and within each reason's own."""
     past: list[PastAttempt] = []
     for end in ends:
@@ -233,8 +234,8 @@ def test_no_policy_requeues_for_ever(ends: list[PastAttempt], policy: Policy) ->
             break
         past.append(end)
     assert len(past) <= max(policy.limit - 1, 0)
-    for reason, most in policy.allowed.items():
-        assert sum(attempt.cause == reason for attempt in past) <= max(most, 0)
+    for reason in LIMITED:
+        assert sum(attempt.cause == reason for attempt in past) <= max(getattr(policy, reason), 0)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +256,7 @@ def test_whose_checkpoint_signal_it_is(now: float, end_time: float | None, near:
 @pytest.mark.parametrize(
     ("now", "end_time", "seconds", "grace", "stop"),
     [
-        (880.0, 1000.0, 120, 30, 955.0),  # 30 s for SIGTERM, 15 s for the head
+        (880.0, 1000.0, 120, 30, 955.0),  # 30 s for SIGTERM, 15 s for the batch script
         (830.0, 1000.0, 120, 30, 955.0),  # SLURM was early: more time for the checkpoint
         (970.0, 1000.0, 30, 30, 985.0),  # too short for all: half of it for the checkpoint
         (880.0, None, 120, 30, 955.0),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from launcher.runs.node_records import read_nodes
 from launcher.runs.run_directory import open_run_dir
-from launcher.slurm.attempt import StepReport
+from launcher.slurm.attempt_end import StepReport
 from launcher.slurm.attempt_lifecycle import AttemptRefusedError, end_attempt, prepare_for_kill, start_attempt
 from launcher.slurm.job_request import read_request
 from launcher.slurm.notation import expand_hosts

@@ -1,0 +1,195 @@
+"""Finds out how an attempt ended: from the nodes' records, srun, SLURM and the run directory."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from launcher.errors import SchedulerError
+from launcher.launch.signals import STOPPING
+from launcher.runs.early_exits import LONG_BEFORE, CleanEnd, EarlyEnd, find_early
+from launcher.runs.node_records import NodeFailure, NodeRecord
+from launcher.slurm.attempt import Attempt
+from launcher.slurm.attempt_end import (
+    AttemptEnd,
+    EndFacts,
+    StepReport,
+    classify_end,
+    classify_kill,
+    failed_by_itself,
+    find_failed,
+    find_first_failure,
+    was_terminated,
+)
+from launcher.slurm.job_control import CALM, QUICK, RUNNING, JobStatus, ask_job, ask_nodes, is_down
+from launcher.slurm.notation import parse_signal
+from launcher.slurm.requeue_policy import is_near_limit
+from launcher.slurm.srun_messages import ENDED, parse_task_ends
+
+
+def diagnose_kill(attempt: Attempt) -> AttemptEnd | None:
+    """Return what SLURM says of the end while the step still runs; None if SLURM does not end the job."""
+    status = ask_job_status(attempt, QUICK) if attempt.requeues else None
+    kill = classify_kill(status, attempt.restarts)
+    if status is None or not kill or status.state in RUNNING:
+        return None
+    advance, _ = attempt.measure_progress()
+    node_states = ask_node_states(attempt, attempt.hosts, QUICK)
+    lost = tuple(host for host, state in node_states if is_down(state))
+    facts = EndFacts(
+        finished=advance.finished, lost=bool(lost), stop_requested=True, preempted=status.preempted
+    )
+    return AttemptEnd(None, kill, classify_end(facts, kill), advance, lost, node_states)
+
+
+def complete_diagnosis(attempt: Attempt, before: AttemptEnd, step: StepReport, trouble: str) -> AttemptEnd:
+    """Return what is known of an attempt now that its step has ended; `diagnose_kill` gave `before`."""
+    advance, _ = attempt.measure_progress()
+    facts = EndFacts(
+        succeeded=has_succeeded(attempt, step),
+        finished=advance.finished,
+        lost=bool(before.lost),
+        stop_requested=True,
+        preempted=before.cause == "preempted",
+    )
+    cause = before.cause if classify_end(facts, before.kill) else None
+    return replace(before, step=step, cause=cause, advance=advance, trouble=trouble)
+
+
+def diagnose_end(attempt: Attempt, step: StepReport, trouble: str = "") -> AttemptEnd:
+    """Return what is known of an attempt whose step has ended; SLURM is not asked about a plain success.
+
+    `trouble` is what `free_room` has said.
+    """
+    advance, _ = attempt.measure_progress()
+    stop_requested, succeeded = got_stop_signal(step), has_succeeded(attempt, step)
+    if succeeded and not step.checkpointed and not stop_requested and not step.missing:
+        return AttemptEnd(step, "", None, advance, trouble=trouble)
+    patience = QUICK if stop_requested else CALM
+    status = ask_job_status(attempt, patience)
+    kill = classify_kill(status, attempt.restarts)
+    node_states = ask_node_states(attempt, attempt.hosts if kill else step.missing, patience)
+    task_ends = find_task_ends(step)
+    stopped = bool(kill) or stop_requested or step.cancelled
+    killed_tasks = tuple((host, word) for host, word in task_ends.items() if word != ENDED and not stopped)
+    down = {host for host, state in node_states if is_down(state)}
+    lost = down if kill else down | find_silent_nodes(attempt, step) - {*task_ends}
+    facts = collect_facts(attempt, step, status, lost=bool(lost), killed=bool(killed_tasks))
+    facts = replace(facts, succeeded=succeeded, finished=advance.finished)
+    cause = classify_end(facts, kill)
+    restart_requested = facts.restart_requested and cause in ("requested", "timeout")
+    ordered = tuple(host for host in attempt.hosts if host in lost)
+    early = None if restart_requested or cause in (None, "stopped") else find_early_end(attempt, step)
+    return AttemptEnd(
+        step, kill, cause, advance, ordered, node_states, killed_tasks, restart_requested, early, trouble
+    )
+
+
+def got_stop_signal(step: StepReport) -> bool:
+    """Tell whether the batch script's process got a signal to stop."""
+    return any(number in STOPPING for number, _ in step.signals)
+
+
+def collect_facts(
+    attempt: Attempt, step: StepReport, status: JobStatus | None, *, lost: bool, killed: bool
+) -> EndFacts:
+    """Return what the nodes tell of an attempt's end, short of its success and progress."""
+    first, stop_requested = find_first_failure(step.records), got_stop_signal(step)
+    return EndFacts(
+        failed=killed or bool(find_failed(step.records)),
+        lost=lost,
+        stop_requested=stop_requested,
+        near_limit=was_checkpointed_for_limit(attempt, step, status),
+        preempted=bool(status and status.preempted),
+        stopped_from_outside=not stop_requested and was_stopped_from_outside(attempt, step, first),
+        restart_requested=bool(
+            first and first[1].status in attempt.request.config.cluster.requeue.exit_codes
+        ),
+        cancelled_by_user=step.cancelled
+        or (stop_requested and any(record.signal for record in step.records)),
+    )
+
+
+def was_stopped_from_outside(
+    attempt: Attempt, step: StepReport, first: tuple[NodeRecord, NodeFailure] | None
+) -> bool:
+    """Tell whether the first event was a signal to a task or a rank that neither we nor SLURM's queue sent.
+
+    A signal to every node's task by way of SLURM is a user's wish that the step end. An elastic job goes on
+    without the node, and may fail for another reason later.
+    """
+    if not step.signalled:
+        return bool(first and was_terminated(first[1]) and not step.cancelled)
+    if step.cancelled and len(dict(step.signalled)) == len(attempt.hosts):
+        return False
+    return not (attempt.is_elastic and first and failed_by_itself(first[1]))
+
+
+def find_early_end(attempt: Attempt, step: StepReport) -> EarlyEnd | None:
+    """Return the ranks that ended with 0 before the first failure, or long before all were stopped."""
+    last = max((moment - LONG_BEFORE for _, moment in step.signals), default=None)
+    first = find_first_failure(step.records)
+    before = first[1].time if first else last
+    if before is None:
+        return None
+    ends = [
+        CleanEnd(rank, record.host, moment, attempt.run.first_attempt + record.restarts)
+        for record in step.records
+        for rank, moment in record.clean
+    ]
+    world = 0 if step.missing else sum(record.ranks for record in step.records)
+    return find_early(attempt.run, ends, before, world)
+
+
+def has_succeeded(attempt: Attempt, step: StepReport) -> bool:
+    """Tell whether all nodes ended well; of an elastic job's, those that are left, if they are enough.
+
+    An elastic job goes on without a node whose task was stopped from outside, as without one that was lost.
+    """
+    left = {host for host, _ in step.signalled} if attempt.is_elastic else set()
+    records = [record for record in step.records if record.host not in left]
+    if any(record.state != "succeeded" or record.exit_code for record in records):
+        return False
+    if attempt.is_elastic and len(records) >= attempt.request.min_nodes:
+        return True
+    # Where the kernel has killed a helper of theirs for memory, srun's code is 1, whatever the tasks' are.
+    if step.records and not step.missing:
+        return True
+    # A task ends with 0 where its ranks did, or was stopped: a record may be late, or the disk full.
+    return step.srun_exitcode == 0 and not (step.missing and step.signals)
+
+
+def was_checkpointed_for_limit(attempt: Attempt, step: StepReport, status: JobStatus | None) -> bool:
+    """Tell whether the ranks got the checkpoint signal for the time limit's sake."""
+    checkpoint, seconds = parse_signal(attempt.request.config.cluster.signal)
+    limit = status.end_time if status else None
+    sent = [moment for number, moment in step.signals if number == checkpoint]
+    return step.checkpointed and any(is_near_limit(moment, limit, seconds) for moment in sent)
+
+
+def ask_job_status(attempt: Attempt, patience: float) -> JobStatus | None:
+    """Ask SLURM how the job stands; None where it does not answer."""
+    try:
+        return ask_job(attempt.job_id, attempt.environ, patience)
+    except SchedulerError:
+        return None
+
+
+def ask_node_states(attempt: Attempt, hosts: Sequence[str], patience: float) -> tuple[tuple[str, str], ...]:
+    """Ask for the states of nodes; empty where SLURM does not answer."""
+    try:
+        return tuple(ask_nodes(hosts, attempt.environ, patience).items())
+    except SchedulerError:
+        return ()
+
+
+def find_silent_nodes(attempt: Attempt, step: StepReport) -> set[str]:
+    """Return the nodes that left no record; none if the first node's own is missing too, which is there.
+
+    Then it is the records that are not to be had: the disk is full, or the tasks cannot start.
+    """
+    own = attempt.environ.get("SLURMD_NODENAME")
+    return set() if own in step.missing and own not in find_task_ends(step) else {*step.missing}
+
+
+def find_task_ends(step: StepReport) -> dict[str, str]:
+    """Return the nodes without a record that srun has heard of, and how it says that their task ended."""
+    return {host: word for host, word in parse_task_ends(step.said).items() if host in step.missing}
