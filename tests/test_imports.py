@@ -103,7 +103,7 @@ PENDING: set[tuple[str, str]] = {
     ("launch/job.py", "launcher.plan.planner"),
     ("launch/job.py", "launcher.probe.node"),
     ("launch/local_run.py", "launcher.config.composition"),
-    ("launch/local_run.py", "launcher.plan.codec"),
+    ("launch/local_run.py", "launcher.plan.json_form"),
     ("launch/local_run.py", "launcher.report.console"),
     ("launch/local_run.py", "launcher.report.placement_table"),
     ("launch/local_run.py", "launcher.slurm.run_states"),
@@ -225,9 +225,9 @@ def test_nothing_imports_the_programs() -> None:
 
 def test_the_check_sees_an_import(tmp_path: Path) -> None:
     source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n"
-    source += "def f():\n    from launcher.plan import model, codec\n"
+    source += "def f():\n    from launcher.plan import model, json_form\n"
     (tmp_path / "x.py").write_text(source)
-    assert read_imports(tmp_path / "x.py") == {"typing", "launcher.plan.model", "launcher.plan.codec"}
+    assert read_imports(tmp_path / "x.py") == {"typing", "launcher.plan.model", "launcher.plan.json_form"}
 
 
 def list_loaded(script: str, cwd: Path) -> set[str]:

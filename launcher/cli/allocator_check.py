@@ -18,15 +18,16 @@ from launcher.config.program import render_program
 from launcher.config.schema import LaunchConfig
 from launcher.config.validation import check_choice
 from launcher.errors import UsageError
-from launcher.plan.allocator import EXPANDABLE
-from launcher.plan.allocator_conflicts import (
+from launcher.plan.allocator import (
+    EXPANDABLE,
     Conflict,
     describe_idle,
     describe_ignored,
     find_conflicts,
+    find_variable,
     merge_settings,
+    parse_settings,
 )
-from launcher.plan.allocator_text import find_variable, parse_settings
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from launcher.doctor.checkup import choose_exit_code, run_checks
 from launcher.doctor.finding import BindingTrial, Case
 from launcher.errors import UsageError
 from launcher.launch.job import plan_configured
-from launcher.plan.codec import plan_to_json
+from launcher.plan.json_form import plan_to_json
 from launcher.plan.model import Plan, RankPlan
 from launcher.probe.health import Health
 from launcher.probe.system_facts import read_health

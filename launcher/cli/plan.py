@@ -65,7 +65,7 @@ def show_plan(config: LaunchConfig, environ: Mapping[str, str]) -> int:
     if config.format == "json":
         import json
 
-        from launcher.plan.codec import plan_to_json
+        from launcher.plan.json_form import plan_to_json
 
         sys.stdout.write(json.dumps(plan_to_json(plan), indent=1) + "\n")
         return 0

@@ -15,7 +15,7 @@ from launcher.config.schema import LaunchConfig
 from launcher.config.validation import FORMATS, check_choice, check_strings
 from launcher.errors import UsageError
 from launcher.launch.job import plan_configured
-from launcher.plan.codec import machine_to_json
+from launcher.plan.json_form import machine_to_json
 from launcher.plan.model import Machine
 from launcher.plan.usable_cores import gather_cores, split_classes
 from launcher.probe.node import read_machine

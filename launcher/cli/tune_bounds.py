@@ -4,7 +4,7 @@ from launcher.config.request import describe_wishes
 from launcher.config.schema import LaunchConfig
 from launcher.errors import UsageError
 from launcher.plan.model import Plan, Request
-from launcher.plan.workers import bound_by_files, bound_by_memory, bound_by_shm
+from launcher.plan.workers_and_threads import bound_by_files, bound_by_memory, bound_by_shm
 
 EACH = 2
 """Workers for each core: those that read from a disk or a network wait more than they compute."""

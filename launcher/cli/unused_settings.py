@@ -8,7 +8,7 @@ from pathlib import PurePath
 from launcher.config.cluster import Cluster
 from launcher.config.schema import ClusterConfig, LaunchConfig
 from launcher.errors import UsageError
-from launcher.plan.allocator_text import find_variable, parse_settings
+from launcher.plan.allocator import find_variable, parse_settings
 from launcher.plan.environment import stays
 from launcher.probe.node import DEVICE_NAMES
 from launcher.protocol import LAUNCH_GC, LAUNCH_NUM_WORKERS

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from launcher.errors import UsageError
+from launcher.plan.allocator import find_variable, format_settings, parse_settings
 from launcher.plan.allocator_keys import KNOWN, NEWEST, OLDEST, SPLIT, Version, find_fault, list_known_keys
-from launcher.plan.allocator_text import find_variable, format_settings, parse_settings
 
 HOSTS = ("system", "tcmalloc", "jemalloc")
 """What can serve malloc: `allocator.host`."""

@@ -18,7 +18,7 @@ from launcher.launch.monitor import attend_job
 from launcher.launch.outcome import conclude_job
 from launcher.launch.pseudo_terminal import PseudoTerminal, open_terminal
 from launcher.launch.supervisor import Supervisor
-from launcher.plan.codec import plan_to_json
+from launcher.plan.json_form import plan_to_json
 from launcher.runs.disk_reserve import free_room, hold_room
 from launcher.runs.manifest import describe_start, write_manifest
 from launcher.runs.rank_logs import measure_file, read_tail

@@ -1,9 +1,9 @@
-"""Allocators of a rank: PyTorch's for the GPU, and the one that serves malloc."""
+"""The allocators of a rank: settings of PyTorch's, what conflicts with them, and the library for malloc."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from launcher.plan.allocator_text import NAMES, find_variable, format_settings, parse_settings
-from launcher.plan.environment import VariablesAndNotes
+from launcher.plan.environment import ALLOCATOR_VARIABLES, VariablesAndNotes
 from launcher.plan.model import Gpu, Request
 
 SET = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -12,6 +12,51 @@ EXPANDABLE = "expandable_segments"
 ASYNC = ("cudaMallocAsync", "hipMallocAsync")
 MALLOCS = ("tcmalloc", "jemalloc", "mimalloc")
 """Parts of the names of libraries that replace malloc."""
+GRAPHS = ("--enable-cuda-graph", "--external-cuda-graph")
+"""Options of Megatron-LM's for CUDA graphs; `--cuda-graph-impl` has a value, which may be `none`."""
+HOOK = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+SHARING = ("verl", "openrlhf", "skyrl_train", "skyrl", "nemo_rl", "slime", "miles")
+"""Packages that hand weights from process to process by CUDA IPC, on one GPU."""
+
+
+def parse_settings(text: str) -> dict[str, str] | None:
+    """Read settings by name, the last of a name counting; None where the notation is broken.
+
+    Blanks mean nothing anywhere, and a comma at the end is fine, as torch has it.
+    """
+    settings: dict[str, str] = {}
+    items = split_items("".join(text.split()))
+    if items and not items[-1]:
+        items.pop()
+    for item in items:
+        name, _, value = item.partition(":")
+        listed = value.startswith("[") and value.endswith("]") and value.count("[") == value.count("]") == 1
+        if not name or not value or set(name) & set("[]") or (not listed and set(value) & set("[]:")):
+            return None
+        settings[name] = value
+    return settings
+
+
+def split_items(text: str) -> list[str]:
+    """Split at the commas that are not within brackets."""
+    items, depth = [""], 0
+    for char in text:
+        depth += (char == "[") - (char == "]")
+        if char == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += char
+    return items
+
+
+def format_settings(settings: Mapping[str, str]) -> str:
+    """Write settings; `parse_settings` reads them back."""
+    return ",".join(f"{name}:{value}" for name, value in settings.items())
+
+
+def find_variable(environ: Mapping[str, str]) -> str:
+    """Name of the variable that torch hears; empty where none is set. An empty value is as good as none."""
+    return next((name for name in ALLOCATOR_VARIABLES if environ.get(name, "").strip()), "")
 
 
 def set_allocator(request: Request, gpu: Gpu | None, kernel: str) -> VariablesAndNotes:
@@ -78,7 +123,7 @@ def describe_theirs(environ: Mapping[str, str], name: str, theirs: Mapping[str, 
     """Tell of the user's settings that stay, and of those that torch does not hear."""
     if theirs:
         yield f"{name}: {format_settings(theirs)} kept, set by the user"
-    for other in NAMES[NAMES.index(name) + 1 :] if name else ():
+    for other in ALLOCATOR_VARIABLES[ALLOCATOR_VARIABLES.index(name) + 1 :] if name else ():
         if environ.get(other, "").strip() and environ[other] != environ[name]:
             yield f"{other}={environ[other]} is not heard: torch takes {name} alone where both are set"
 
@@ -110,3 +155,114 @@ def find_missing(request: Request) -> Iterator[str]:
             f"allocator.host={word}, but its library is not on this node, and malloc stays the system's:"
             f" install {packages[word]}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """A program or variable that expandable segments do not go with."""
+
+    what: str
+    """What happens, with its source."""
+    remedy: str = ""
+    """How to have both; empty where there is no way."""
+
+
+def find_conflicts(
+    settings: Mapping[str, str], words: Sequence[str], environ: Mapping[str, str], *, contained: bool
+) -> Iterator[Conflict]:
+    """Find what does not go with expandable segments, where `settings` have them.
+
+    `words` are the program's, `environ` what the ranks will have. `contained`: they run in a container that
+    may not trace processes.
+    """
+    if settings.get(EXPANDABLE) == "True" and settings.get("backend") not in ASYNC:
+        yield from find_registration_conflicts(words, environ)
+        yield from find_ipc_conflicts(words, environ, contained=contained)
+
+
+def merge_settings(given: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the configuration's settings with the user's over them."""
+    name = find_variable(environ)
+    return {**given, **(parse_settings(environ[name]) or {} if name else {})}
+
+
+def describe_ignored(settings: Mapping[str, str]) -> str:
+    """Tell of settings for torch's own pools where another backend is in their place; else nothing."""
+    ignored = [key for key, value in settings.items() if is_native(key) and value != "False"]
+    if settings.get("backend") not in ASYNC or not ignored:
+        return ""
+    return (
+        f"backend:{settings['backend']} ignores {', '.join(ignored)} (PyTorch's notes on CUDA semantics):"
+        " leave one or the other out"
+    )
+
+
+def describe_idle(settings: Mapping[str, str]) -> str:
+    """Tell of a threshold that nothing comes near to: it is a share of a limit on the process's memory."""
+    if (
+        "garbage_collection_threshold" not in settings
+        or settings.get("per_process_memory_fraction", "1") != "1"
+    ):
+        return ""
+    return (
+        "garbage_collection_threshold does nothing without a limit on memory (CUDACachingAllocator.cpp): set"
+        " allocator.per_process_memory_fraction below 1 (torch 2.10), unless the program sets its own"
+    )
+
+
+def find_registration_conflicts(words: Sequence[str], environ: Mapping[str, str]) -> Iterator[Conflict]:
+    """NCCL's registration of buffers, which maps segments that then grow."""
+    if has_option(words, "--use-nccl-ub"):
+        yield Conflict("--use-nccl-ub: Megatron-LM refuses NCCL user buffers with expandable_segments")
+    if environ.get(HOOK, "").lower() in ("1", "true", "y", "yes"):
+        yield Conflict(f"{HOOK}: torch switches it off with expandable_segments (ProcessGroupNCCL.cpp)")
+    graph = find_graph(words, environ)
+    if graph and environ.get("NCCL_GRAPH_REGISTER") != "0":
+        yield Conflict(
+            f"{graph}: NCCL registers buffers of CUDA graphs, which with expandable_segments ends in illegal"
+            " memory accesses (Megatron-LM's arguments.py, which refuses it)",
+            "set env.NCCL_GRAPH_REGISTER=0",
+        )
+
+
+def find_graph(words: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return the option or variable that asks for CUDA graphs; empty where none does."""
+    if read_option(words, "--cuda-graph-impl") not in ("", "none"):
+        return "--cuda-graph-impl"
+    if environ.get("TORCHINDUCTOR_CUDAGRAPHS") == "1":
+        return "TORCHINDUCTOR_CUDAGRAPHS=1"
+    return next((option for option in GRAPHS if has_option(words, option)), "")
+
+
+def find_ipc_conflicts(
+    words: Sequence[str], environ: Mapping[str, str], *, contained: bool
+) -> Iterator[Conflict]:
+    """Memory that other processes open."""
+    nixl = next((name for name in environ if name.startswith("NIXL_")), "")
+    ucx = f"UCX_TLS={environ['UCX_TLS']}" if "cuda" in environ.get("UCX_TLS", "") else nixl
+    if ucx:
+        yield Conflict(
+            f"{ucx}: UCX moves memory of expandable_segments over TCP rather than cuda_ipc, hundreds of times"
+            " slower (github.com/ai-dynamo/nixl/issues/1754)"
+        )
+    package = next((word for word in words if word.partition(".")[0] in SHARING), "")
+    if package and contained:
+        yield Conflict(
+            f"{package} shares GPU memory among processes, which with expandable_segments takes pidfd_getfd,"
+            " and containers forbid that (github.com/pytorch/pytorch/issues/165685)",
+            "start the container with --cap-add=SYS_PTRACE",
+        )
+
+
+def has_option(words: Sequence[str], option: str) -> bool:
+    """Tell whether an option is among a program's words."""
+    return any(word.partition("=")[0] == option for word in words)
+
+
+def read_option(words: Sequence[str], option: str) -> str:
+    """Return an option's value, after `=` or as the next word; empty where it is not there."""
+    for word, after in zip(words, (*words[1:], ""), strict=False):  # without words there is nothing after
+        name, equals, value = word.partition("=")
+        if name == option:
+            return value if equals else after
+    return ""

@@ -5,20 +5,24 @@ from dataclasses import replace
 from math import inf
 
 from launcher.errors import MachineError, UsageError
-from launcher.plan.assign import Assignment, assign_ranks
-from launcher.plan.cores import count_cores, limit_cores
-from launcher.plan.exclusive import place_exclusive
-from launcher.plan.explain import explain_ranks
+from launcher.plan.cpu_sets import Placement, place_exclusive, place_l3, place_none, place_numa, place_socket
+from launcher.plan.environment import list_variables
+from launcher.plan.explanations import explain_ranks
 from launcher.plan.model import Gpu, Machine, Plan, Request
 from launcher.plan.nic_choice import assign_nics
-from launcher.plan.origins import list_variables
-from launcher.plan.policies import Placement, place_l3, place_none, place_numa, place_socket
+from launcher.plan.numa_assignment import Assignment, assign_ranks
+from launcher.plan.rank_settings import NodePlacement, build_rank_plan, choose_memory
 from launcher.plan.rules import DEVICES, count_rank_cores
-from launcher.plan.settings import NodePlacement, build_rank_plan, choose_memory
 from launcher.plan.usable_cores import Topology, build_topology
-from launcher.plan.visible import resolve_visible
+from launcher.plan.visible_devices import resolve_visible, spread_devices
 from launcher.plan.warnings import find_advice, find_shortfalls
-from launcher.plan.workers import budget_workers, count_requested_workers, find_worker_shortages
+from launcher.plan.workers_and_threads import (
+    budget_workers,
+    count_cores,
+    count_requested_workers,
+    find_worker_shortages,
+    limit_cores,
+)
 
 POLICIES: Mapping[str, Callable[[Topology, Assignment], Mapping[int, Placement]]] = {
     "exclusive": place_exclusive,
@@ -41,8 +45,6 @@ def plan(machine: Machine, request: Request) -> Plan:
     seen = resolve_visible(machine.gpus, environ)
     topology = build_topology(machine, 0 if request.binding == "none" else request.reserve_cores)
     if request.devices == "spread":
-        from launcher.plan.spread import spread_devices  # noqa: PLC0415  # a rank's start pays for imports
-
         seen = spread_devices(machine, topology, seen, request)
     gpus = distribute_gpus(request.nproc_per_node or len(seen.devices) or len(topology.cores), seen.devices)
     each = count_rank_cores(count_requested_workers(request)) if request.binding == "exclusive" else 0

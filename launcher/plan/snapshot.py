@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from launcher.decode import DecodeError, convert, parse_json
 from launcher.errors import UsageError
-from launcher.plan.codec import KIND
+from launcher.plan.json_form import KIND
 from launcher.plan.model import SCHEMA, Cpu, Machine, NumaNode
 
 

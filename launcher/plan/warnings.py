@@ -4,13 +4,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from launcher.cpulist import format_cpulist
 from launcher.plan.allocator import find_missing
-from launcher.plan.cores import Cores
+from launcher.plan.cpu_sets import Placement
 from launcher.plan.environment import COUNTS, read_variable_count
 from launcher.plan.model import Gpu, Machine, Request
-from launcher.plan.policies import Placement
+from launcher.plan.rank_settings import NodePlacement
 from launcher.plan.rules import BINDS, COLLECTORS, LEAST_CORES, find_binders
-from launcher.plan.settings import NodePlacement
 from launcher.plan.usable_cores import Topology, find_usable, gather_pus
+from launcher.plan.workers_and_threads import Cores
 from launcher.protocol import LAUNCH_GC, LAUNCH_NIC
 
 

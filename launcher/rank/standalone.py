@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from launcher.errors import UsageError
-from launcher.plan.allocator import EXPANDABLE
-from launcher.plan.allocator_conflicts import find_conflicts, merge_settings
-from launcher.plan.codec import plan_to_json, rank_to_json
+from launcher.plan.allocator import EXPANDABLE, find_conflicts, merge_settings
+from launcher.plan.json_form import plan_to_json, rank_to_json
 from launcher.plan.model import Gpu, Machine, Plan, RankPlan, Request
 from launcher.plan.planner import plan
 from launcher.plan.usable_cores import build_topology

@@ -84,7 +84,7 @@ def describe_node_part(request: JobRequest, place: TaskIdentity) -> tuple[Launch
 
 def write_node_plan(run: RunDir, job: Job) -> None:
     """Write this node's plan into the run directory; raises MachineError."""
-    from launcher.plan.codec import plan_to_json
+    from launcher.plan.json_form import plan_to_json
 
     try:
         write_json(run.plan_path(job.host), plan_to_json(job.plan))

@@ -6,7 +6,7 @@ from time import perf_counter
 sys.path.insert(0, __file__.rpartition("/tests/")[0])
 times = [perf_counter()]
 
-from launcher.plan.codec import plan_to_json  # noqa: E402  # the import is timed
+from launcher.plan.json_form import plan_to_json  # noqa: E402  # the import is timed
 from launcher.plan.model import Request  # noqa: E402
 from launcher.plan.planner import plan  # noqa: E402
 from launcher.probe.machine import probe  # noqa: E402

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from launcher.plan.codec import plan_to_json
+from launcher.plan.json_form import plan_to_json
 from launcher.plan.model import Machine, Plan, Request
 from launcher.plan.planner import plan
 from launcher.probe.machine import probe

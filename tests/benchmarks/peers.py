@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.cpulist import format_cpulist
 from launcher.errors import LaunchError
-from launcher.plan.codec import plan_to_json
+from launcher.plan.json_form import plan_to_json
 from launcher.plan.model import Request
 from launcher.plan.planner import plan
 from launcher.probe.machine import probe

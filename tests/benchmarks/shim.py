@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from launcher.plan.codec import plan_to_json
+from launcher.plan.json_form import plan_to_json
 from launcher.plan.model import Request
 from launcher.plan.planner import plan
 from launcher.probe.machine import probe

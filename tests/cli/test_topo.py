@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from launcher.config.overrides import quote_value
-from launcher.plan.codec import machine_to_json
+from launcher.plan.json_form import machine_to_json
 from launcher.plan.snapshot import parse_machine
 from tests.conftest import LAUNCH, Result, clean_environ, drop_powers, run_outside
 from tests.plan.lab_machines import fsroot, load

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from launcher.plan.codec import plan_to_json
+from launcher.plan.json_form import plan_to_json
 from launcher.plan.model import Limits, Machine, Plan, Request
 from launcher.plan.planner import plan
 from launcher.plan.snapshot import parse_machine

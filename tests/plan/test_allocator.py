@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.plan.allocator_text import format_settings, parse_settings
-from launcher.plan.codec import machine_to_json
+from launcher.plan.allocator import format_settings, parse_settings
+from launcher.plan.json_form import machine_to_json
 from launcher.plan.model import Machine, Plan, RankPlan, Request
 from launcher.plan.planner import plan
 from launcher.plan.snapshot import machine_from_json

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.config.allocator_options import parse_version, read_torch_version, render_allocator
+from launcher.plan.allocator import parse_settings
 from launcher.plan.allocator_keys import (
     KEYS,
     KNOWN,
@@ -20,7 +21,6 @@ from launcher.plan.allocator_keys import (
     find_fault,
     list_known_keys,
 )
-from launcher.plan.allocator_text import parse_settings
 from tests.conftest import clean_environ
 from tests.plan.allocator_values import CORE, LAX, RIGHT, WRONG
 

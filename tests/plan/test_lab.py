@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from launcher.plan.codec import plan_to_json
+from launcher.plan.json_form import plan_to_json
 from launcher.plan.model import Plan, Request
 from launcher.plan.planner import plan
 

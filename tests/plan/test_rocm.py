@@ -6,7 +6,7 @@ import pytest
 
 from launcher.plan.model import Gpu, Plan, Request
 from launcher.plan.planner import plan
-from launcher.plan.visible import Visible, resolve_visible
+from launcher.plan.visible_devices import Visible, resolve_visible
 
 from .lab_machines import convert, describe
 

@@ -12,7 +12,7 @@ from launcher.plan.model import Machine, Plan, Request
 from launcher.plan.planner import plan
 from launcher.plan.snapshot import parse_machine
 from launcher.plan.usable_cores import find_usable
-from launcher.plan.visible import resolve_visible
+from launcher.plan.visible_devices import resolve_visible
 
 from .lab_machines import convert, describe, load
 from .test_nics import build, make_gpu, make_nics, port, under

@@ -12,11 +12,11 @@ from launcher.plan.model import Limits, Machine, Plan, Request
 from launcher.plan.planner import plan
 from launcher.plan.rules import WORKLOADS
 from launcher.plan.usable_cores import find_usable
-from launcher.plan.workers import level_workers
+from launcher.plan.workers_and_threads import level_workers
 
 from .lab_machines import convert, describe, load
 from .test_properties import MACHINES, REQUESTS
-from .test_settings import CONF
+from .test_rank_settings import CONF
 
 EIGHT = [0] * 4 + [1] * 4
 SMALLER = convert(describe(["0-63", "64-127"], EIGHT))

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.errors import LaunchError
-from launcher.plan.codec import machine_to_json
+from launcher.plan.json_form import machine_to_json
 from launcher.plan.model import Machine
 from launcher.plan.snapshot import parse_machine
 from launcher.probe.machine import probe

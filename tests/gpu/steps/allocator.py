@@ -8,7 +8,7 @@ import torch
 
 from launcher.config.allocator_options import parse_version
 from launcher.plan.allocator_keys import KNOWN, Version, find_fault, list_known_keys
-from launcher.plan.allocator_text import NAMES
+from launcher.plan.environment import ALLOCATOR_VARIABLES
 from tests.gpu.context import NEEDED, PROGRAMS, Context, Ended, run_program, together
 from tests.plan.allocator_values import CORE, LAX, RIGHT, WRONG
 
@@ -77,7 +77,7 @@ def is_right(name: str, value: str, version: Version | None) -> bool:
 
 def list_attempts(version: Version | None) -> Iterator[Attempt]:
     """For each setting a right value and a wrong one; names that this torch does not know."""
-    variable = NAMES[0]
+    variable = ALLOCATOR_VARIABLES[0]
     for name in list_known_keys(version):
         kind = KNOWN[name].kind
         # A share of 0 leaves no memory to use.
@@ -90,16 +90,20 @@ def list_attempts(version: Version | None) -> Iterator[Attempt]:
     for name in ("no_such_key", *(key for key in KNOWN if key not in list_known_keys(version))):
         yield Attempt(f"{name}, unknown to this torch", {variable: f"{name}:1"}, taken=False)
     both = "expandable_segments:True,max_split_size_mb:512,roundup_power2_divisions:[256:1,512:2,>:8]"
-    yield Attempt("several together", {variable: both, NAMES[2]: both}, taken=True)
+    yield Attempt("several together", {variable: both, ALLOCATOR_VARIABLES[2]: both}, taken=True)
 
 
 def list_names(version: Version | None) -> Iterator[Attempt]:
     """Which variables torch hears: a wrong setting in one that is not heard is none."""
     wrong, right = "no_such_key:1", "expandable_segments:True"
     heard = version is None or version >= (2, 10)
-    yield Attempt(f"{NAMES[2]} is heard", {NAMES[2]: wrong}, taken=not heard)
-    yield Attempt(f"{NAMES[0]} comes before {NAMES[2]}", {NAMES[0]: right, NAMES[2]: wrong}, taken=True)
-    yield Attempt(f"{NAMES[1]} is heard", {NAMES[1]: wrong}, taken=None)
+    yield Attempt(f"{ALLOCATOR_VARIABLES[2]} is heard", {ALLOCATOR_VARIABLES[2]: wrong}, taken=not heard)
+    yield Attempt(
+        f"{ALLOCATOR_VARIABLES[0]} comes before {ALLOCATOR_VARIABLES[2]}",
+        {ALLOCATOR_VARIABLES[0]: right, ALLOCATOR_VARIABLES[2]: wrong},
+        taken=True,
+    )
+    yield Attempt(f"{ALLOCATOR_VARIABLES[1]} is heard", {ALLOCATOR_VARIABLES[1]: wrong}, taken=None)
 
 
 def try_settings(context: Context, attempt: Attempt) -> None:

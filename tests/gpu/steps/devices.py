@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launcher.plan.model import Gpu
-from launcher.plan.visible import resolve_visible
+from launcher.plan.visible_devices import resolve_visible
 from launcher.probe.machine import probe
 from tests.gpu.context import NEEDED, PROGRAMS, Context, run_program, together
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from launcher.plan.codec import plan_to_json
+from launcher.plan.json_form import plan_to_json
 from launcher.plan.model import Request
 from launcher.plan.planner import plan
 from launcher.probe.machine import probe

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.plan.model import Gpu
-from launcher.plan.visible import Visible, resolve_visible
+from launcher.plan.visible_devices import Visible, resolve_visible
 
 GPUS = (
     Gpu(0, "GPU-aaaa1111-00", "0000:07:00.0", 0),

@@ -4,14 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.plan.allocator import set_allocator, set_malloc
-from launcher.plan.cores import Cores
+from launcher.plan.cpu_sets import Placement
 from launcher.plan.environment import VariablesAndNotes, find_kept
 from launcher.plan.model import Gpu, Machine, Memory, RankPlan, Request
 from launcher.plan.nic_choice import RankNic, is_verbs
-from launcher.plan.policies import Placement
-from launcher.plan.threads import set_threads
 from launcher.plan.usable_cores import Topology
-from launcher.plan.workers import WorkerBudget, set_workers
+from launcher.plan.workers_and_threads import Cores, WorkerBudget, set_threads, set_workers
 from launcher.protocol import LAUNCH_GC, LAUNCH_NIC
 
 

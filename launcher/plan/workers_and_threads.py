@@ -1,12 +1,14 @@
-"""DataLoader workers of each rank: as many as the workload asks for, within what the node has for them."""
+"""How many DataLoader workers and threads each rank gets, by its cores and the node's memory and limits."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from launcher.plan.cores import Cores, count_usable
+from launcher.plan.cpu_sets import Placement
 from launcher.plan.environment import VariablesAndNotes, read_variable_count
 from launcher.plan.model import Machine, Request
 from launcher.plan.rules import FILES_RANK, FILES_WORKER, SHARE, WORKLOADS, count_system_cores
+from launcher.plan.usable_cores import Topology, find_usable
 from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_NUM_WORKERS
 
 NUMBER = "dataloader.num_workers"
@@ -20,6 +22,75 @@ MEMORY_FIX = (
     "ask for more (cluster.mem, the container's limit), or set dataloader.worker_gib to what one takes"
 )
 FILES_FIX = "raise the hard limit (limits.conf, docker --ulimit nofile=1048576, LimitNOFILE of slurmd)"
+FOLLOWERS = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+"""Variables of libraries that take OMP_NUM_THREADS where they have none of their own.
+
+They are set all the same: torch takes MKL's number for its own where it is built with MKL, so that a leftover
+would win, and NumExpr fails to load where OMP_NUM_THREADS is a list (`8,4`), or above its most.
+"""
+MOST_NUMEXPR = 64
+"""NUMEXPR_MAX_THREADS where it is not set (NumExpr's user guide)."""
+MOST_COMPILERS = 32
+"""Inductor's own most (torch/_inductor/config.py, `decide_compile_threads`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """Physical cores that a rank has, a shared one counted in part."""
+
+    own: float
+    """For its own process."""
+    spare: float
+    """For its DataLoader workers alone."""
+    cpus: float = 0
+    """Hardware threads of its own process."""
+    limited: bool = False
+    """A cgroup's quota leaves it less time than the cores would have."""
+
+
+def count_cores(topology: Topology, places: Sequence[Placement]) -> tuple[Cores, ...]:
+    """Cores of each rank; one that n ranks share counts 1/n for each."""
+    masks = {mask for place in places for mask in (place.cpus, place.worker_cpus)}
+    cores = {mask: frozenset(topology.core_of[pu] for pu in mask) for mask in masks}
+    own, spare, users = Counter[int](), Counter[int](), Counter[int]()
+    extra = [cores[place.worker_cpus] - cores[place.cpus] for place in places]
+    for place, more in zip(places, extra, strict=True):
+        own.update(cores[place.cpus])
+        spare.update(more)
+        users.update(place.cpus)
+    return tuple(
+        Cores(
+            own=sum(1 / own[core] for core in cores[place.cpus]),
+            spare=sum(1 / spare[core] for core in more),
+            cpus=sum(1 / users[pu] for pu in place.cpus),
+        )
+        for place, more in zip(places, extra, strict=True)
+    )
+
+
+def count_usable(machine: Machine) -> int:
+    """Cores that the job may use, those kept back for the system and those of no rank among them."""
+    usable = find_usable(machine)
+    return len({cpu.core for cpu in machine.cpus if cpu.id in usable})
+
+
+def limit_cores(cores: Sequence[Cores], quota: float | None) -> tuple[Cores, ...]:
+    """What each rank has of its cores within its even share of a cgroup's CPU quota.
+
+    A quota counts time on hardware threads, of which a core needs one to be busy.
+    """
+    if quota is None:
+        return tuple(cores)
+    share = quota / len(cores)
+    return tuple(
+        Cores(
+            own=min(have.own, share),
+            spare=max(0, min(have.spare, share - have.own)),
+            cpus=min(have.cpus, share),
+            limited=share < have.own + have.spare,
+        )
+        for have in cores
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,3 +250,31 @@ def find_worker_shortages(request: Request, crew: WorkerBudget, cores: Sequence[
                 f"{crew.who} asks for {crew.wanted} DataLoader workers on each of {len(cores)} ranks, "
                 f"and there is room for {bound.most} ({bound.what}): {bound.fix}"
             )
+
+
+def set_threads(environ: Mapping[str, str], workers: int, cores: Cores) -> tuple[int, VariablesAndNotes]:
+    """The threads of a rank's libraries and its compiler's processes; the user's number where there is one.
+
+    A user's OMP_NUM_THREADS is that of the others as well: torch would take MKL's number instead. A user's
+    MKL_NUM_THREADS alone is for MKL.
+    """
+    threads = read_variable_count(environ, "OMP_NUM_THREADS", 1) or count_threads(workers, cores)
+    env = dict.fromkeys(("OMP_NUM_THREADS", *FOLLOWERS), str(threads))
+    most = read_variable_count(environ, "NUMEXPR_MAX_THREADS", 1) or MOST_NUMEXPR
+    env["NUMEXPR_NUM_THREADS"] = str(min(threads, most))
+    env["TORCHINDUCTOR_COMPILE_THREADS"] = str(count_compilers(cores))
+    return threads, (env, ())
+
+
+def count_threads(workers: int, cores: Cores) -> int:
+    """The rank's own cores, less those that workers need beyond the spare ones; at least one."""
+    return max(1, int(cores.own + 1e-6) - max(0, workers - int(cores.spare + 1e-6)))
+
+
+def count_compilers(cores: Cores) -> int:
+    """Processes of Inductor: one for each hardware thread of the rank's, within its own most.
+
+    Left alone, it counts the affinity, which ranks that share their CPUs have as a whole
+    (github.com/pytorch/pytorch/issues/190941).
+    """
+    return max(1, min(MOST_COMPILERS, int(cores.cpus + 1e-6)))

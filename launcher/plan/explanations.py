@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from launcher.cpulist import format_cpulist
+from launcher.plan.cpu_sets import Placement
 from launcher.plan.model import Gpu, Machine, Memory
-from launcher.plan.policies import Placement
-from launcher.plan.settings import NodePlacement
+from launcher.plan.rank_settings import NodePlacement
 from launcher.plan.usable_cores import Core, Topology, split_classes
 
 

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from launcher.errors import UsageError
-from launcher.plan.codec import machine_to_json, plan_to_json
+from launcher.plan.json_form import machine_to_json, plan_to_json
 from launcher.plan.model import Cache, Gpu, Limits, Machine, Nic, Request
 from launcher.plan.planner import plan
 from launcher.plan.snapshot import machine_from_json, parse_machine

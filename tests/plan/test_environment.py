@@ -5,7 +5,7 @@ import json
 import pytest
 
 from launcher.decode import DecodeError, decode
-from launcher.plan.codec import plan_to_json, rank_to_json
+from launcher.plan.json_form import plan_to_json, rank_to_json
 from launcher.plan.model import RankPlan, Request, Variable
 from launcher.plan.planner import plan
 from launcher.runs.run_records import read_ranks
@@ -73,7 +73,7 @@ def test_a_value_that_the_plan_has_taken_in() -> None:
         },
         env=(("LD_PRELOAD", "/lib/libjemalloc.so:/lib/mine.so"),),
     )
-    from launcher.plan.origins import list_variables
+    from launcher.plan.environment import list_variables
 
     (variable,) = list_variables(Request(environ=(("LD_PRELOAD", "/lib/mine.so"),)), rank)
     assert variable.why == "allocator.host, with the user's /lib/mine.so in it"

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from launcher.errors import MachineError
-from launcher.plan.assign import assign_ranks
 from launcher.plan.model import Gpu, Plan, Request
+from launcher.plan.numa_assignment import assign_ranks
 from launcher.plan.planner import plan
 from launcher.plan.usable_cores import Core, Topology
 

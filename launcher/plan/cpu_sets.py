@@ -1,0 +1,228 @@
+"""Which CPUs each rank and its DataLoader workers run on, for each value of `binding`."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from launcher.plan.numa_assignment import Assignment
+from launcher.plan.usable_cores import Core, Topology, gather_pus, split_classes
+
+Shares = dict[int, list[Core]]
+"""Cores of each rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a rank and its DataLoader workers run."""
+
+    node: int | None
+    """NUMA node whose memory the rank should have; None for no preference."""
+    cpus: frozenset[int]
+    worker_cpus: frozenset[int]
+    why: str = ""
+    """What they are, for people; `exclusive` tells more than a place knows."""
+
+
+def place_numa(topology: Topology, assignment: Assignment) -> dict[int, Placement]:
+    """All usable CPUs of each rank's NUMA node."""
+    groups = group_pus(topology, lambda core: core.node)
+    return {
+        rank: Placement(node, groups[node], groups[node], f"all of NUMA node {node}")
+        for rank, node in enumerate(assignment.nodes)
+    }
+
+
+def place_socket(topology: Topology, assignment: Assignment) -> dict[int, Placement]:
+    """All usable CPUs of the package that each rank's NUMA node is in."""
+    groups = group_pus(topology, lambda core: core.package)
+    places = {}
+    for rank, node in enumerate(assignment.nodes):
+        package = topology.cores[node][0].package
+        places[rank] = Placement(node, groups[package], groups[package], f"all of package {package}")
+    return places
+
+
+def place_l3(topology: Topology, assignment: Assignment) -> dict[int, Placement]:
+    """One last-level cache for each rank; a node's ranks take its caches in turn, the largest first.
+
+    A cache that spans NUMA nodes counts as one for each of them.
+    """
+    caches = {node: list_caches(cores) for node, cores in topology.cores.items()}
+    turns = dict.fromkeys(caches, 0)
+    places = {}
+    for rank in assignment.order:
+        node = assignment.nodes[rank]
+        mask = caches[node][turns[node] % len(caches[node])]
+        turns[node] += 1
+        what = (
+            f"one of the {len(caches[node])} last-level caches"
+            if caches[node][1:]
+            else "the last-level cache"
+        )
+        why = f"{what} of NUMA node {node}"
+        places[rank] = Placement(node, mask, mask, why)
+    return places
+
+
+def list_caches(cores: Sequence[Core]) -> list[frozenset[int]]:
+    """Usable PUs under each last-level cache, the largest group first."""
+    groups: dict[int, list[Core]] = {}
+    for core in cores:
+        groups.setdefault(core.l3, []).append(core)
+    return [gather_pus(group) for group in sorted(groups.values(), key=len, reverse=True)]
+
+
+def place_none(topology: Topology, assignment: Assignment) -> dict[int, Placement]:
+    """Every usable CPU, and no memory policy."""
+    every = frozenset(topology.core_of)
+    why = "all CPUs for this job, since no binding was asked for"
+    return {rank: Placement(None, every, every, why) for rank in assignment.order}
+
+
+def group_pus(topology: Topology, key_of: Callable[[Core], int]) -> Mapping[int, frozenset[int]]:
+    """Usable PUs by a property of their cores."""
+    groups: dict[int, list[Core]] = {}
+    for cores in topology.cores.values():
+        for core in cores:
+            groups.setdefault(key_of(core), []).append(core)
+    return {key: gather_pus(cores) for key, cores in groups.items()}
+
+
+def cut_evenly(blocks: Sequence[Hashable], totals: Sequence[int]) -> list[slice]:
+    """Cut a list into consecutive shares that are as even as can be, one for each entry of `totals`.
+
+    `blocks` names the block (cache, core) of each item; a block's items are consecutive. `totals` is what
+    each share's owner has already: where that differs, those with least get the odd items. Else the odd
+    items go where the cuts split the fewest blocks.
+    """
+    if len(set(totals)) == 1:
+        sizes = order_sizes(len(blocks), len(totals), find_edges(blocks))
+    else:
+        sizes = level_sizes(len(blocks), totals)
+    ends = list(accumulate(sizes))
+    return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def find_edges(blocks: Sequence[Hashable]) -> frozenset[int]:
+    """Positions where a block ends, the end of the list included."""
+    inner = (at for at in range(1, len(blocks)) if blocks[at] != blocks[at - 1])
+    return frozenset((*inner, len(blocks)))
+
+
+def level_sizes(total: int, totals: Sequence[int]) -> list[int]:
+    """Even shares of `total`, the odd ones to those that have least."""
+    each, odd = divmod(total, len(totals))
+    poor = sorted(range(len(totals)), key=lambda at: (totals[at], at))[:odd]
+    return [each + (at in poor) for at in range(len(totals))]
+
+
+def order_sizes(total: int, count: int, edges: frozenset[int]) -> list[int]:
+    """Order the `count` even shares of `total` so that the fewest cuts miss an edge.
+
+    Dynamic programming over (large, small) shares still to come: exact, in at most count²/4 steps.
+    """
+    each, odd = divmod(total, count)
+    if not odd:
+        return [each] * count
+    cost: dict[tuple[int, int], int] = {(0, 0): 0}
+    for large in range(odd + 1):
+        for small in range(count - odd + 1):
+            here = [cost[large - 1, small]] if large else []
+            here += [cost[large, small - 1]] if small else []
+            if here:
+                # What is still to come begins here, so the cut lies this far from the end.
+                cut = total - large * (each + 1) - small * each
+                cost[large, small] = min(here) + (cut not in edges and cut != 0)
+    return read_order(cost, odd, count - odd, each)
+
+
+def read_order(cost: dict[tuple[int, int], int], large: int, small: int, each: int) -> list[int]:
+    """Read the cheapest order off the table, the larger share first where both are as cheap."""
+    sizes = []
+    while large or small:
+        if large and (not small or cost[large - 1, small] <= cost[large, small - 1]):
+            large -= 1
+            sizes.append(each + 1)
+        else:
+            small -= 1
+            sizes.append(each)
+    return sizes
+
+
+def place_exclusive(topology: Topology, assignment: Assignment) -> dict[int, Placement]:
+    """Whole cores for each rank; its workers also get those of nodes without ranks, and what others spare."""
+    nodes, order = assignment.nodes, assignment.order
+    own: Shares = {}
+    lent: Shares = {}
+    for node in dict.fromkeys(nodes[rank] for rank in order):
+        ranks = [rank for rank in order if nodes[rank] == node]
+        shares, small = divide_node(topology.cores[node], len(ranks))
+        own.update(zip(ranks, shares, strict=True))
+        lent.update(zip(ranks, small, strict=True))
+    lend_idle(topology, nodes, own, lent)
+    level_up(topology, assignment, own, lent)
+    cpus = {rank: gather_pus(own[rank]) for rank in order}
+    return {rank: Placement(nodes[rank], cpus[rank], cpus[rank] | gather_pus(lent[rank])) for rank in order}
+
+
+def divide_node(cores: Sequence[Core], count: int) -> tuple[list[list[Core]], list[list[Core]]]:
+    """Cores of each of `count` ranks on a node, and the cores that each rank's workers get besides.
+
+    On hybrid nodes each class is dealt by itself; ranks run on the most capable where there are enough.
+    """
+    none: list[list[Core]] = [[] for _ in range(count)]
+    if len(cores) < count:
+        return divide_threads(cores, count), none
+    classes = split_classes(cores)
+    if len(classes[0]) >= count:
+        return deal_cores(classes[:1], none), deal_cores(classes[1:], none)
+    return deal_cores(classes, none), none
+
+
+def deal_cores(classes: Sequence[Sequence[Core]], given: Sequence[Sequence[Core]]) -> list[list[Core]]:
+    """Deal each class of cores evenly on top of what is `given`; returns the new totals."""
+    shares = [list(cores) for cores in given]
+    for cores in classes:
+        cuts = cut_evenly([core.l3 for core in cores], [len(share) for share in shares])
+        for share, cut in zip(shares, cuts, strict=True):
+            share.extend(cores[cut])
+    return shares
+
+
+def divide_threads(cores: Sequence[Core], count: int) -> list[list[Core]]:
+    """Parts of cores for more ranks than cores: siblings part first, then ranks share a PU."""
+    pus = [(core, pu) for core in cores for pu in core.pus]
+    if len(pus) < count:
+        cuts = [slice(at * len(pus) // count, at * len(pus) // count + 1) for at in range(count)]
+    else:
+        cuts = cut_evenly([core.id for core, _ in pus], [0] * count)
+    return [[replace(core, pus=(pu,)) for core, pu in pus[cut]] for cut in cuts]
+
+
+def lend_idle(topology: Topology, nodes: Sequence[int], own: Shares, lent: Shares) -> None:
+    """Deal the cores of nodes without ranks to the ranks nearest by distance, adding to `lent`."""
+    idle: dict[frozenset[int], list[Core]] = {}
+    for node in topology.cores.keys() - set(nodes):
+        idle.setdefault(topology.find_nearest(node, set(nodes)), []).extend(topology.cores[node])
+    for near in sorted(idle, key=lambda near: (len(near), sorted(near))):
+        ranks = [rank for rank in lent if nodes[rank] in near]
+        cores = sorted(idle[near], key=lambda core: core.node)
+        totals = [len({core.id for core in own[rank]}) + len(lent[rank]) for rank in ranks]
+        for rank, cut in zip(ranks, cut_evenly([core.l3 for core in cores], totals), strict=True):
+            lent[rank].extend(cores[cut])
+
+
+def level_up(topology: Topology, assignment: Assignment, own: Shares, lent: Shares) -> None:
+    """Give ranks with less than the goal, for their workers, cores of ranks that have more.
+
+    Cores that are for workers already come first, then near ones, then those of the rank that has most.
+    """
+    have = {rank: len(own[rank]) + len(lent[rank]) for rank in own}
+    for poor in sorted(have, key=lambda rank: have[rank]):
+        while have[poor] < assignment.goal:
+            spare = {rank: (lent[rank] or own[rank])[-1] for rank in have if have[rank] > assignment.goal}
+            far = {rank: topology.distance(core.node, assignment.nodes[poor]) for rank, core in spare.items()}
+            giver = min(spare, key=lambda rank: (not lent[rank], far[rank], -have[rank]))
+            (lent[giver] or own[giver]).pop()
+            lent[poor].append(spare[giver])
+            have[poor], have[giver] = have[poor] + 1, have[giver] - 1
