@@ -2,6 +2,8 @@
 
 import pytest
 
+from launcher.plan.environment import HONOURED
+from launcher.plan.origins import REASONS
 from tests.docs.generate import DOCS, PAGES, fill
 
 
@@ -16,3 +18,8 @@ def test_every_row_says_something(name: str) -> None:
     rows = [line for line in PAGES[name]().splitlines() if line.startswith("| `")]
     assert len(rows) > 20
     assert len(rows) == len(set(rows))
+
+
+def test_the_variables_of_others_are_described() -> None:
+    text = (DOCS / "environment-variables.md").read_text(encoding="utf-8")
+    assert [name for name in (*HONOURED, *REASONS) if f"`{name}`" not in text] == []
