@@ -11,6 +11,7 @@ from pathlib import Path
 
 from launcher import protocol
 from launcher.config import schema
+from tests.test_imports import LEAVES, PACKAGES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -153,7 +154,23 @@ def render_variables() -> str:
     return "\n\n".join(parts)
 
 
+def render_packages() -> str:
+    """A table of the packages, with what tests/test_imports.py lets each import."""
+    lines = ["| package | what it does | may import |", "|---|---|---|"]
+    for name, allowed in PACKAGES.items():
+        tree = ast.parse((ROOT / "launcher" / name / "__init__.py").read_text(encoding="utf-8"))
+        what = escape((ast.get_docstring(tree) or "").splitlines()[0])
+        leaves = ["the leaves"] if allowed >= LEAVES else []
+        others = allowed - LEAVES if leaves else allowed
+        ours = [f"`{module.removeprefix('launcher.')}`" for module in sorted(others) if "launcher" in module]
+        theirs = [f"`{module}`" for module in sorted(others) if "launcher" not in module]
+        ours = ["all packages"] if "launcher" in others else [*ours, *leaves]
+        lines.append(f"| `{name}` | {what} | {', '.join([*ours, *theirs])} |")
+    return "\n".join(lines)
+
+
 PAGES: dict[str, Callable[[], str]] = {
+    "architecture.md": render_packages,
     "configuration.md": render_configuration,
     "environment-variables.md": render_variables,
 }

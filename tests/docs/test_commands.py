@@ -1,0 +1,160 @@
+"""Every command of the documents does something: plans, help and the like run, a job is a dry run."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import clean_environ, run_inside
+from tests.docs.generate import ROOT
+from tests.docs.pages import DOCUMENTS, list_blocks, list_code, name_document
+
+VERBS = {"plan", "topo", "doctor", "tune", "status", "logs", "cancel"}
+NEED_RUNS = {"status", "logs", "cancel"}
+NOT_RUN = {
+    "launch doctor": "checks the machine that the tests run on, and ends with 1 if it finds something",
+    "launch doctor format=json": "the same",
+    "launch doctor run_dir=runs/train/ID": "needs a run",
+    "launch dataloader=tuned train.py": "needs what `launch tune dataloader` writes after some minutes",
+    "launch -m hydra/sweeper=optuna 'program.lr=interval(1e-5,1e-2)'": "a sweeper needs its plugin",
+    "launch run_dir=runs/train/ID train.py": "needs a run",
+    "launch run_dir=runs/train/20261121-012228 train.py": "needs a run",
+    "launch allocator.host=tcmalloc train.py": "needs the library",
+}
+"""Commands that are only parsed here, and why; tests of their own run them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A command of a document."""
+
+    document: str
+    text: str
+    environ: tuple[str, ...]
+    argv: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.document}: {self.text}"
+
+
+def list_shown() -> list[Shown]:
+    """All commands of the documents that start `launch` or `launch-rank`, each once."""
+    found: dict[str, Shown] = {}
+    for path in DOCUMENTS:
+        for text in list_texts(path.read_text(encoding="utf-8")):
+            words = shlex.split(text, comments=True)
+            words = words[: next((at for at, word in enumerate(words) if word in {"|", ">"}), len(words))]
+            names = [word for word in words if re.match(r"[A-Z_]+=", word)]
+            argv = tuple(words[len(names) :]) if words[: len(names)] == names else ()
+            if argv and (argv[0] == "launch" or "launch-rank" in argv):
+                found.setdefault(text, Shown(name_document(path), shlex.join(argv), tuple(names), argv))
+    return list(found.values())
+
+
+def list_texts(text: str) -> Iterator[str]:
+    """Lines of code blocks that are whole commands, and commands in backticks."""
+    for block in list_blocks(text):
+        for line in block.replace("\\\n", "").splitlines():
+            command = line.removeprefix("$ ").strip()
+            if re.match(
+                r"([A-Z_]+=\S+ )*(launch|torchrun|srun|mpirun|accelerate|deepspeed|exec launch) ", command
+            ):
+                yield command
+    for code in list_code(text):
+        command = code.removeprefix("!")
+        if re.match(r"([A-Z_]+=\S+ )*launch \S+ ", command) and command.isascii():
+            yield command
+
+
+SHOWN = list_shown()
+OF_LAUNCH = [shown for shown in SHOWN if "launch-rank" not in shown.argv]
+OF_LAUNCH_RANK = [shown for shown in SHOWN if "launch-rank" in shown.argv]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What the documents' commands name: programs, variables, configuration, a snapshot."""
+    found = tmp_path_factory.mktemp("docs")
+    files = {
+        "train.py": "",
+        "program": "#!/bin/sh\n",
+        "package/train.py": "",
+        "secrets.env": "WANDB_API_KEY=x\n",
+        "a.env": "A=1\n",
+        "b.env": "B=2\n",
+        "conf/program/mine.yaml": "command: [train.py]\nlr: 3e-4\n",
+        "conf/model/mine.yaml": "defaults: [tiny]\nlayers: 2\n",
+        "conf/cluster/ours.yaml": "kind: slurm\npartition: gpu\n",
+        "conf/machine/ours.yaml": "snapshot: ours.json\n",
+    }
+    for name, text in files.items():
+        (found / name).parent.mkdir(parents=True, exist_ok=True)
+        (found / name).write_text(text)
+    (found / "program").chmod(0o755)
+    snapshot = (ROOT / "conf/machine/dgx_a100.json").read_bytes()
+    (found / "node.json").write_bytes(snapshot)
+    (found / "conf/machine/ours.json").write_bytes(snapshot)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(found)
+        for name in set(os.environ) - set(clean_environ()):
+            patch.delenv(name)
+        yield found
+
+
+def make_dry(argv: Sequence[str]) -> list[str]:
+    """A command line of a job or of `tune` with `dry_run=true`; others as they are."""
+    words = list(argv)
+    is_job = not words or words[0] not in VERBS
+    if is_job and not {"--help", "--help-all", "--cfg", "--version", "-sc"} & set(words):
+        return ["dry_run=true", *words]
+    return [*words[:2], "dry_run=true", *words[2:]] if words[0] == "tune" else words
+
+
+@pytest.mark.parametrize("shown", OF_LAUNCH, ids=str)
+def test_a_command_of_launch_works(shown: Shown, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in shown.environ:
+        monkeypatch.setenv(*text.split("=", 1))
+    argv = list(shown.argv[1:])
+    if shown.text in NOT_RUN:
+        argv = ["--cfg", "job", *(word for word in argv if word not in VERBS)]
+    done = run_inside(make_dry(argv))
+    if argv and argv[0] in NEED_RUNS and done.code:
+        assert "below runs_dir=" in done.err
+    else:
+        assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize("shown", OF_LAUNCH_RANK, ids=str)
+def test_a_command_of_launch_rank_works(shown: Shown, folder: Path) -> None:
+    """What starts the ranks is left out: its part is in the job scripts, which the tests on SLURM run."""
+    after = shown.argv[shown.argv.index("launch-rank") + 1 :]
+    environ = dict(text.split("=", 1) for text in shown.environ)
+    environ |= clean_environ() | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "RANK": "0"}
+    environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
+    command = [sys.executable, "-m", "launcher.rank", *after]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "launch-rank" in done.stderr or "--help" in after
+
+
+def test_what_is_not_run_is_in_the_documents() -> None:
+    assert set(NOT_RUN) <= {shown.text for shown in SHOWN}
+
+
+def test_there_are_commands() -> None:
+    assert len(OF_LAUNCH) > 60 and len(OF_LAUNCH_RANK) > 5
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_document)
+def test_a_target_of_make_exists(path: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    text = path.read_text(encoding="utf-8")
+    code = [*list_code(text), *"\n".join(list_blocks(text)).splitlines()]
+    named = {found[1] for line in code if (found := re.match(r"make ([\w-]+)", line.strip()))}
+    assert named <= targets
