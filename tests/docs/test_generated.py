@@ -2,8 +2,7 @@
 
 import pytest
 
-from launcher.plan.environment import HONOURED
-from launcher.plan.origins import REASONS
+from launcher.plan.environment import HONOURED, REASONS
 from tests.docs.generate import DOCS, PAGES, fill
 
 
