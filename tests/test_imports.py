@@ -119,7 +119,7 @@ PENDING: set[tuple[str, str]] = {
     ("probe/node.py", "launcher.plan.environment"),
     ("probe/node.py", "launcher.plan.snapshot"),
     ("probe/node.py", "launcher.runs.secrets"),
-    ("rank/assignment.py", "launcher.errors"),
+    ("rank/plan_entry.py", "launcher.errors"),
     ("slurm/job_options.py", "launcher.config.sexagesimal"),
     ("slurm/job_options.py", "launcher.config.validation"),
     ("slurm/standalone_script.py", "launcher.config.suggestions"),

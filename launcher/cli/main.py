@@ -16,9 +16,9 @@ def main() -> None:
     """Entry point of `launch`: runs the command line and exits with its code."""
     open_streams()
     if LAUNCH_RANK_PLAN in os.environ:
-        from launcher.rank.nested_rank import leave_rank
+        from launcher.rank.interpreter_hook import leave_outer_rank
 
-        leave_rank(os.environ)
+        leave_outer_rank(os.environ)
     leave(run_guarded(sys.argv[1:]))
 
 

@@ -2,15 +2,15 @@
 
 from launcher.protocol import LAUNCH_AGENT, LAUNCH_ATTEMPT
 
-SRUN = "SLURM_LOCALID"
-"""Where srun tells a task its number on the node."""
+SRUN_LOCAL_RANK = "SLURM_LOCALID"
+"""srun's variable for a task's number on the node."""
 FAMILIES = (
     ("LOCAL_RANK", "RANK", "LOCAL_WORLD_SIZE"),
     ("LOCAL_RANK", "RANK", "LOCAL_SIZE"),
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MPI_LOCALRANKID", "PMI_RANK", "MPI_LOCALNRANKS"),
     ("PALS_LOCAL_RANKID", "PALS_RANKID", "PALS_LOCAL_SIZE"),
-    (SRUN, "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE"),
+    (SRUN_LOCAL_RANK, "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE"),
 )
 """Where local rank, rank and ranks of the node are: torchrun and accelerate, DeepSpeed, Open MPI, Intel MPI
 or MPICH, HPE PALS, srun.
@@ -34,26 +34,26 @@ class Identity:
         self.has_terminal = False
         """Its output goes to a pseudo-terminal of the launcher's rather than to its log."""
         self.family = ""
-        """The variable that the local rank comes from; empty where there is none."""
+        """The variable that the local rank comes from; empty if there is none."""
         self.rank, self.local_rank = 0, 0
         self.local_world_size: int | None = 1
-        """Ranks on this node; None where no launcher tells."""
+        """Ranks on this node; None if no launcher tells."""
         for local_rank, rank, size in FAMILIES[-1:] if is_srun_rank(environ) else FAMILIES:
             if is_number(environ.get(local_rank, "")) and not is_batch_shell(environ, local_rank):
                 self.family = local_rank
                 self.local_rank = int(environ[local_rank])
                 self.rank = read_number(environ, rank, self.local_rank)
-                self.local_world_size = read_size(environ, size) or find_size(environ, self.local_rank)
+                self.local_world_size = read_size(environ, size) or find_other_size(environ, self.local_rank)
                 return
 
 
 def is_srun_rank(environ: dict[str, str]) -> bool:
-    """Tell whether LAUNCH_AGENT says that srun's tasks are the ranks, and no agent is in between."""
+    """Tell whether srun's tasks are the ranks by LAUNCH_AGENT, and no agent is in between."""
     return (
         environ.get(LAUNCH_AGENT) == "srun"
         and "TORCHELASTIC_RUN_ID" not in environ
         and "SLURM_STEP_ID" in environ
-        and is_number(environ.get(SRUN, ""))
+        and is_number(environ.get(SRUN_LOCAL_RANK, ""))
     )
 
 
@@ -70,11 +70,11 @@ def read_number(environ: dict[str, str], name: str, default: int = 0) -> int:
 
 def is_batch_shell(environ: dict[str, str], name: str) -> bool:
     """Tell whether SLURM's variable is the batch script's own 0, which is no rank of a step."""
-    return name == SRUN and "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ
+    return name == SRUN_LOCAL_RANK and "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ
 
 
-def find_size(environ: dict[str, str], local_rank: int) -> int | None:
-    """Return the ranks of this node as another launcher tells it, where that counts this rank the same.
+def find_other_size(environ: dict[str, str], local_rank: int) -> int | None:
+    """Return the ranks of this node from another launcher's variables that count this rank the same.
 
     Job scripts set `LOCAL_RANK=$SLURM_LOCALID` for the program and leave LOCAL_WORLD_SIZE out. A size of 1
     tells nothing: a launcher that is started once a node, and tells its ranks no size, inherits that.

@@ -1,14 +1,14 @@
-"""Modules that are loaded when something of them is asked for."""
+"""Modules that are loaded once something in them is used."""
 
 import sys
 from types import ModuleType
 
 
-class LaterModule(ModuleType):
+class LazyModule(ModuleType):
     """Stands for a module until one of its names is looked up."""
 
     def __getattr__(self, name: str) -> object:
-        """Load the module, and hand on what was asked for; raises AttributeError as it does."""
+        """Load the module, and return its attribute; raises AttributeError as the module does."""
         if name.startswith("__"):
             raise AttributeError(name)
         if sys.modules.get(self.__name__) is self:
@@ -16,6 +16,6 @@ class LaterModule(ModuleType):
         return getattr(__import__(self.__name__), name)
 
 
-def import_later(name: str) -> None:
-    """Let `import name` cost nothing until the module is used; one that is loaded already stays."""
-    sys.modules.setdefault(name, LaterModule(name))
+def import_lazily(name: str) -> None:
+    """Let `import name` cost nothing until the module is used; a module that is loaded already stays."""
+    sys.modules.setdefault(name, LazyModule(name))

@@ -15,16 +15,16 @@ from launcher.protocol import (
     name_plan_file,
     name_rank_log,
 )
-from launcher.rank.apply import Applied
-from launcher.rank.assignment import Share
+from launcher.rank.affinity import AppliedPlacement
 from launcher.rank.identity import Identity
 from launcher.rank.interpreter_hook import is_hooked
 from launcher.rank.plain_json import format_json
+from launcher.rank.plan_entry import PlanEntry
 
-LONGEST = 80
+MAX_ITEM = 80
 """Characters of one item in the line for people; a list of CPUs or of allocator settings can be long."""
 
-KNOWN = (
+SUMMARIZED = (
     *(PREFIX, "CUDA_", "HIP_", "ROCR_", "NCCL_", "PYTORCH_", "LD_PRELOAD", "TORCHINDUCTOR_", "TRITON_"),
     *("OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "VECLIB_", "BLIS_", "RAYON_"),
 )
@@ -35,28 +35,28 @@ def redirect_output(run_dir: str, identity: Identity) -> None:
     """Point stdout and stderr at `logs/ATTEMPT/rank-N.{out,err}`; raises OSError."""
     folder = open_below(run_dir, LOGS, str(identity.attempt))
     try:
-        for stream, ending in ((1, "out"), (2, "err")):
-            target = open_append(folder, name_rank_log(identity.rank, ending))
-            os.dup2(target, stream)
+        for descriptor, stream in ((1, "out"), (2, "err")):
+            target = open_append(folder, name_rank_log(identity.rank, stream))
+            os.dup2(target, descriptor)
             os.close(target)
     finally:
         os.close(folder)
 
 
-def write_records(run_dir: str, identity: Identity, share: Share, applied: Applied) -> None:
-    """Write `rank-N.applied.json`, and the plan of the node where this rank keeps it; raises OSError."""
+def write_records(run_dir: str, identity: Identity, entry: PlanEntry, applied: AppliedPlacement) -> None:
+    """Write `rank-N.applied.json`, and the node's plan if this rank keeps it; raises OSError."""
     folder = open_own(run_dir)
     try:
-        record = describe_applied(identity, share, applied)
+        record = make_applied_record(identity, entry, applied)
         write_whole(folder, name_applied_file(identity.rank), format_json(record).encode() + b"\n")
-        if share.plan is not None:
+        if entry.plan is not None:
             name = name_plan_file(name_host(os.environ))
-            write_whole(folder, name, format_json(share.plan).encode() + b"\n")
+            write_whole(folder, name, format_json(entry.plan).encode() + b"\n")
     finally:
         os.close(folder)
 
 
-def describe_applied(identity: Identity, share: Share, applied: Applied) -> dict[str, object]:
+def make_applied_record(identity: Identity, entry: PlanEntry, applied: AppliedPlacement) -> dict[str, object]:
     """Return the record of one rank; `pid` stays the program's, since the shim execs."""
     return {
         "schema": 1,
@@ -70,45 +70,47 @@ def describe_applied(identity: Identity, share: Share, applied: Applied) -> dict
         "has_terminal": identity.has_terminal,
         "cpus": format_cpulist(applied.cpus),
         "memory": {"policy": applied.policy, "nodes": format_cpulist(applied.nodes)},
-        "gpu": share.gpu,
-        "num_workers": share.num_workers,
-        "env": share.env,
+        "gpu": entry.gpu,
+        "num_workers": entry.num_workers,
+        "env": entry.env,
         "problems": applied.problems,
     }
 
 
-def describe_line(identity: Identity, share: Share, applied: Applied, environ: dict[str, str]) -> str:
+def describe_line(
+    identity: Identity, entry: PlanEntry, applied: AppliedPlacement, environ: dict[str, str]
+) -> str:
     """Return the one line for people: what this rank has, `environ` being its program's environment."""
     memory = f"{applied.policy} node {format_cpulist(applied.nodes)}" if applied.nodes else applied.policy
     cpus = format_cpulist(applied.cpus) or "unknown"
     parts = [f"rank {identity.rank}", f"cpus {cpus}", f"memory {memory}"]
-    parts += [f"gpu {share.gpu_place}"] if share.gpu_place else []
-    parts += share.notes
-    parts += describe_settings(share, environ)
+    parts += [f"gpu {entry.gpu_label}"] if entry.gpu_label else []
+    parts += entry.notes
+    parts += summarize_variables(entry, environ)
     return "launch-rank: " + ", ".join(shorten(part) for part in parts)
 
 
-def describe_settings(share: Share, environ: dict[str, str]) -> list[str]:
-    """Say in a few words what the variables come to; those that launch does not know stand as they are."""
+def summarize_variables(entry: PlanEntry, environ: dict[str, str]) -> list[str]:
+    """Say in a few words what the variables mean; those that launch does not know are shown as they are."""
     threads, nic = environ.get("OMP_NUM_THREADS"), environ.get(LAUNCH_NIC)
     policy = environ.get(LAUNCH_GC, "default").partition(",")[0] if is_hooked(environ) else "default"
     allocator = environ.get("PYTORCH_CUDA_ALLOC_CONF") or environ.get("PYTORCH_ALLOC_CONF")
-    malloc = share.env.get("LD_PRELOAD", "").partition(":")[0].rpartition("/")[2]
+    malloc = entry.env.get("LD_PRELOAD", "").partition(":")[0].rpartition("/")[2]
     return [
         *([f"nic {nic}"] if nic else []),
-        f"workers {share.num_workers}",
+        f"workers {entry.num_workers}",
         *([f"threads {threads}"] if threads else []),
         *([f"gc {policy}"] if policy != "default" else []),
         *([f"allocator {allocator}"] if allocator else []),
         *([f"malloc {malloc}"] if malloc else []),
-        *(f"{name}={value}" for name, value in share.env.items() if not name.startswith(KNOWN)),
+        *(f"{name}={value}" for name, value in entry.env.items() if not name.startswith(SUMMARIZED)),
     ]
 
 
-def shorten(text: str, most: int = LONGEST) -> str:
+def shorten(text: str, limit: int = MAX_ITEM) -> str:
     """Return a text on one line, harmless on a terminal, the middle of a long one left out."""
-    if len(text) > 2 * most:
-        text = text[:most] + text[-most:]
+    if len(text) > 2 * limit:
+        text = text[:limit] + text[-limit:]
     shown = text if text.isprintable() else repr(text)[1:-1]
-    half = (most - 1) // 2
-    return shown if len(shown) <= most else f"{shown[:half]}…{shown[-half:]}"
+    half = (limit - 1) // 2
+    return shown if len(shown) <= limit else f"{shown[:half]}…{shown[-half:]}"

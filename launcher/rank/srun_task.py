@@ -1,26 +1,26 @@
-"""Ranks that are tasks of srun: what torchrun's agent would tell each, from SLURM's own variables."""
+"""Ranks that are tasks of srun: the variables of torchrun's agent, from SLURM's own."""
 
 from launcher.protocol import LAUNCH_RDZV_ID, LAUNCH_RECORD_DIR, LAUNCH_ROLE
-from launcher.rank.identity import SRUN, Identity, is_number, read_number
+from launcher.rank.identity import SRUN_LOCAL_RANK, Identity, is_number, read_number
 
 PORT_TAKEN = 199
-"""Exit code of a rank 0 that could not serve the others at MASTER_PORT: the head chooses another port."""
+"""Exit code of a rank 0 that could not listen at MASTER_PORT: the job's first node chooses another."""
 ROLE = "default"
-"""torchrun's own, where no role is given."""
-LOWEST, HIGHEST = 10240, 32767
+"""torchrun's default."""
+MIN_PORT, MAX_PORT = 10240, 32767
 """Ports above those of system services, and below those that the kernel gives to clients (ip(7))."""
 
 
-def name_task(identity: Identity, environ: dict[str, str]) -> dict[str, str]:
-    """Return torchrun's variables for a rank that srun has started; empty where SLURM does not tell them all.
+def make_torchrun_variables(identity: Identity, environ: dict[str, str]) -> dict[str, str]:
+    """Return torchrun's variables for a rank that srun has started; empty if SLURM does not tell them all.
 
-    They are the agent's word (torch/distributed/elastic/agent/server/local_elastic_agent.py), so that what a
-    job script has set by itself does not stay. There is no agent to serve the TCPStore: rank 0 has to.
+    The agent sets them (torch/distributed/elastic/agent/server/local_elastic_agent.py), so they replace what$
+    a job script has set. There is no agent to serve the TCPStore: rank 0 has to.
     MASTER_ADDR and MASTER_PORT are left to whoever started the step.
     """
     ranks, nodes = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("SLURM_STEP_NUM_NODES", "")
     size = identity.local_world_size
-    if identity.family != SRUN or not is_number(ranks) or not is_number(nodes) or not size:
+    if identity.family != SRUN_LOCAL_RANK or not is_number(ranks) or not is_number(nodes) or not size:
         return {}
     rank = str(identity.rank)
     return {
@@ -41,15 +41,15 @@ def name_task(identity: Identity, environ: dict[str, str]) -> dict[str, str]:
     }
 
 
-def name_meeting(environ: dict[str, str]) -> dict[str, str]:
-    """Return MASTER_ADDR and MASTER_PORT, the same for all tasks of a step, as far as nobody has set them.
+def choose_master(environ: dict[str, str]) -> dict[str, str]:
+    """Return MASTER_ADDR and MASTER_PORT, the same for all tasks of a step, if nobody has set them.
 
-    The address is the step's first node, which has rank 0. The port is another one for each job and step that
-    may share a node, as far as there are ports.
+    The address is the step's first node, which has rank 0. The port differs between jobs and steps that may
+    share a node, as long as there are ports.
     """
     host = find_first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
     salt = read_number(environ, "SLURM_JOB_ID") * 7919 + read_number(environ, "SLURM_STEP_ID") * 101
-    found = {"MASTER_ADDR": host, "MASTER_PORT": str(LOWEST + salt % (HIGHEST - LOWEST + 1))}
+    found = {"MASTER_ADDR": host, "MASTER_PORT": str(MIN_PORT + salt % (MAX_PORT - MIN_PORT + 1))}
     return {name: value for name, value in found.items() if value and not environ.get(name)}
 
 
@@ -76,8 +76,8 @@ def hides_gpus(identity: Identity, environ: dict[str, str]) -> bool:
     return 0 < len(visible) < (identity.local_world_size or 0)
 
 
-def can_serve(identity: Identity, environ: dict[str, str]) -> bool:
-    """Tell whether rank 0 may listen at the port that the head has chosen; it is not for others to serve."""
+def can_listen(identity: Identity, environ: dict[str, str]) -> bool:
+    """Tell whether rank 0 may listen at the port of the job's first node; true for other ranks."""
     port = environ.get("MASTER_PORT", "") if LAUNCH_RECORD_DIR in environ else ""
     if identity.rank or not is_number(port) or not 0 < int(port) < 1 << 16:
         return True

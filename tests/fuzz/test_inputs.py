@@ -21,7 +21,7 @@ from launcher.config.yaml_files import MOST_NODES, count_nodes, read_yaml
 from launcher.errors import UsageError
 from launcher.files import read_input
 from launcher.probe.node import load_snapshot
-from launcher.rank.assignment import NoShareError, Share, read_plan
+from launcher.rank.plan_entry import PlacementError, PlanEntry, read_plan_file
 from tests.conftest import clean_environ, run_inside
 from tests.fuzzing import FUZZ, SEQUENCES, scalars, texts
 
@@ -68,8 +68,8 @@ def test_what_users_name(folder: Path, content: bytes) -> None:
     for read in (read_variables, load_snapshot):
         with contextlib.suppress(UsageError):
             read(str(path))
-    with contextlib.suppress(NoShareError, KeyError, TypeError, ValueError, AttributeError):
-        Share(read_plan(str(path)))
+    with contextlib.suppress(PlacementError, KeyError, TypeError, ValueError, AttributeError):
+        PlanEntry(read_plan_file(str(path)))
 
 
 @settings(FUZZ, max_examples=max(20, FUZZ.max_examples // 4))

@@ -19,9 +19,9 @@ from launcher.cli.plan import show
 from launcher.config.schema import LaunchConfig
 from launcher.errors import LaunchError
 from launcher.files import open_append, open_below
-from launcher.rank.apply import Applied
-from launcher.rank.assignment import Share
+from launcher.rank.affinity import AppliedPlacement
 from launcher.rank.identity import Identity
+from launcher.rank.plan_entry import PlanEntry
 from launcher.rank.rank_record import write_records
 from launcher.runs.advance import measure_advance
 from launcher.runs.applied_records import AppliedReader
@@ -256,8 +256,8 @@ def write_rank(path: Path) -> None:
     """What the shim writes for a rank."""
     identity = Identity({"LOCAL_RANK": "0"})
     entry = {"cpus": "0", "memory": {"policy": "default"}, "num_workers": 1, "env": {}, "gpu": None}
-    share = Share(entry)
-    applied = object.__new__(Applied)
+    share = PlanEntry(entry)
+    applied = object.__new__(AppliedPlacement)
     applied.cpus, applied.nodes, applied.policy, applied.problems = frozenset({0}), frozenset(), "default", []
     write_records(str(path), identity, share, applied)
     at = open_below(str(path), "logs", "0")

@@ -225,14 +225,3 @@ def test_no_word_of_it_where_the_hook_starts_or_nobody_listens(tmp_path: Path) -
     assert "launch_inprocess" in done.stdout and "<built-in" not in done.stdout
     (tmp_path / "quiet").mkdir()
     assert run_words("python -I", tmp_path / "quiet", "1").stderr == ""
-
-
-def test_an_interpreter_that_is_too_old_for_the_hook_is_told_of(tmp_path: Path) -> None:
-    (tmp_path / "python3.6").write_text("#!/bin/sh\necho $PYTHONPATH.\n")
-    (tmp_path / "python3.6").chmod(0o700)
-    (tmp_path / "python").symlink_to("python3.6")
-    plan = str(write_plan(tmp_path, "0"))
-    done = run_shim(str(tmp_path / "python"), LAUNCH_PLAN=plan, LAUNCH_GC=QUICK, PYTHONPATH="")
-    assert (done.returncode, done.stdout) == (0, ".\n")
-    assert "python3.6 is older than 3.9: garbage collection" in done.stderr
-    assert "gc synchronized" not in done.stderr

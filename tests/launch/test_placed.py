@@ -12,7 +12,7 @@ from tests.launch.start_launch import start, write_program
 
 SHOW = """
 import json, os
-from launcher.rank.mempolicy import get_mempolicy
+from launcher.rank.affinity import get_mempolicy
 policy, nodes = get_mempolicy()
 found = {"cpus": sorted(os.sched_getaffinity(0)), "policy": policy, "nodes": sorted(nodes)}
 names = [n for n in os.environ if n.startswith("LAUNCH_") and "TEST" not in n or "SHUTDOWN" in n]

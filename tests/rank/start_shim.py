@@ -11,7 +11,7 @@ SHIM = Path(__file__).parents[2] / "launcher" / "rank" / "__main__.py"
 COMMAND = (sys.executable, "-I", "-S", str(SHIM))
 TELL = """
 import json, os, sys
-from launcher.rank.mempolicy import get_mempolicy
+from launcher.rank.affinity import get_mempolicy
 policy, nodes = get_mempolicy()
 print(json.dumps({"cpus": sorted(os.sched_getaffinity(0)), "policy": policy, "nodes": sorted(nodes),
                   "argv": sys.argv[1:], "pid": os.getpid(), "env": dict(os.environ)}))

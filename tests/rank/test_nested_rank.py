@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.rank.interpreter_hook import FOLDER
-from launcher.rank.nested_rank import leave_rank
+from launcher.rank.interpreter_hook import FOLDER, leave_outer_rank
 from tests.conftest import LAUNCH, clean_environ
 from tests.rank.start_shim import ALLOWED, COMMAND, TELL, run_shim, tell, write_plan
 
@@ -94,7 +93,7 @@ def test_launch_in_a_rank_plans_as_if_it_were_not_in_one(tmp_path: Path) -> None
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"env": 3}', '{"env": {"A": "1"}}', "[" * 100_000])
 def test_a_word_that_no_shim_has_left(text: str) -> None:
     environ = {"LAUNCH_RANK_PLAN": text, "A": "1", "PYTHONPATH": "/x"}
-    leave_rank(environ)
+    leave_outer_rank(environ)
     assert environ == {"A": "1", "PYTHONPATH": "/x"}
 
 
@@ -104,5 +103,5 @@ def test_a_word_that_no_shim_has_left(text: str) -> None:
 )
 def test_the_hook_leaves_with_it(path: str, left: str | None) -> None:
     environ = {"LAUNCH_RANK_PLAN": "{}", "PYTHONPATH": path}
-    leave_rank(environ)
+    leave_outer_rank(environ)
     assert environ.get("PYTHONPATH") == left

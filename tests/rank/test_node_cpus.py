@@ -13,7 +13,7 @@ import pytest
 
 from launcher.files import read_stat
 from launcher.rank.identity import Identity
-from launcher.rank.node_cpus import MOST_CPUS, find_ancestor, join_slurm, try_affinity
+from launcher.rank.node_cpus import MAX_CPUS, find_ancestor, join_srun_bindings, try_affinity
 from tests.rank.start_bound import (
     PROGRAM,
     STEP,
@@ -108,7 +108,7 @@ def test_ranks_whose_peers_are_not_known_keep_their_cpus(kind: str, entries: str
 @needs_two
 def test_a_binding_that_leaves_all_of_the_cpuset_is_none() -> None:
     """As `rank_ldom` is on a node of one NUMA node; all ranks then share what the kernel lets them have."""
-    every = set(try_affinity(frozenset(range(MOST_CPUS)), frozenset(ALLOWED)))
+    every = set(try_affinity(frozenset(range(MAX_CPUS)), frozenset(ALLOWED)))
     assert_split(start_bound([every] * 2, by_srun("rank_ldom", "")), [every] * 2)
 
 
@@ -221,7 +221,7 @@ def test_masks_of_a_large_node(size: int | None, own: set[int], expected: set[in
     }
     identity = Identity(environ)
     identity.local_world_size = size
-    assert join_slurm(identity, environ, frozenset(own)) == expected
+    assert join_srun_bindings(identity, environ, frozenset(own)) == expected
 
 
 def test_names_of_processes() -> None:

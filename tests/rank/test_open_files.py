@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.rank.open_files import raise_files
+from launcher.rank.process_setup import raise_open_files
 from tests.rank.seccomp_filter import KNOWN, forbid
 from tests.rank.start_shim import ALLOWED, ECHO, assert_ran, run_shim, write_plan
 
@@ -50,6 +50,6 @@ def test_a_refusal_is_told_where_there_are_few(
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, 1 << 30))
     monkeypatch.setattr(resource, "setrlimit", refuse)
-    problem = raise_files()
+    problem = raise_open_files()
     assert problem.startswith("it may open 1024 files, and raising that to 1073741824 was refused") == told
     assert bool(problem) == told

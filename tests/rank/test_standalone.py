@@ -158,14 +158,14 @@ def test_a_rank_takes_json_values() -> None:
 def test_a_module_that_is_loaded_later_is_the_real_one() -> None:
     code = """
 import sys
-from launcher.rank.lazy_import import import_later
-import_later("inspect")
+from launcher.rank.lazy_import import import_lazily
+import_lazily("inspect")
 import inspect as before
 assert "ast" not in sys.modules and not hasattr(before, "__path__")
 assert before.isfunction(lambda: 0) and before.isfunction(lambda: 1)
 import inspect
 assert inspect is not before and inspect.isfunction is before.isfunction
-import_later("inspect")
+import_lazily("inspect")
 assert sys.modules["inspect"] is inspect
 try:
     before.nothing
