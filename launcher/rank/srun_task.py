@@ -14,7 +14,7 @@ MIN_PORT, MAX_PORT = 10240, 32767
 def make_torchrun_variables(identity: Identity, environ: dict[str, str]) -> dict[str, str]:
     """Return torchrun's variables for a rank that srun has started; empty if SLURM does not tell them all.
 
-    The agent sets them (torch/distributed/elastic/agent/server/local_elastic_agent.py), so they replace what$
+    The agent sets them (torch/distributed/elastic/agent/server/local_elastic_agent.py), so they replace what
     a job script has set. There is no agent to serve the TCPStore: rank 0 has to.
     MASTER_ADDR and MASTER_PORT are left to whoever started the step.
     """
