@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,6 +114,23 @@ def pytest_configure() -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             signal.signal(number, usual)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, object, object]:
+    """Escape lone surrogates in a report: pytest-xdist's workers cannot send them, and stop."""
+    return escape_surrogates((yield))
+
+
+def escape_surrogates(value: object) -> object:
+    """The same value with text that UTF-8 can encode, also within containers."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {escape_surrogates(key): escape_surrogates(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(escape_surrogates, value))
+    return value
 
 
 @pytest.fixture
