@@ -1,11 +1,14 @@
 """The runs that a command line means."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.config.schema import LaunchConfig
 from launcher.errors import UsageError
-from launcher.runs.find import RunLookupError, choose_runs
+from launcher.runs.find import RunLookupError, choose_runs, list_runs, name_run
+
+logger = logging.getLogger(__name__)
 
 
 def choose_named(config: LaunchConfig, names: Sequence[str]) -> list[Path]:
@@ -17,9 +20,13 @@ def choose_named(config: LaunchConfig, names: Sequence[str]) -> list[Path]:
 
 
 def choose_one(config: LaunchConfig, names: Sequence[str], verb: str) -> Path:
-    """Return the one run that is named; raises UsageError for none and for several."""
+    """Return the one run that is named, the newest if none is; raises UsageError for several."""
     if not names:
-        raise UsageError(f"launch {verb} of which run? `launch status` lists them: launch {verb} NAME/ID")
+        newest = next(list_runs(Path(config.runs_dir)), None)
+        if newest is None:
+            raise UsageError(f"launch {verb}: no run below runs_dir={config.runs_dir} yet")
+        logger.info(f"{verb} of {name_run(newest)}, the newest run")
+        return newest
     found = choose_named(config, names)
     if len(found) > 1:
         raise UsageError(

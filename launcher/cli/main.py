@@ -72,15 +72,8 @@ def drop_output() -> None:
 
 def run_command(command: Command, argv: Sequence[str]) -> int:
     """Do what a command line asks."""
-    if {"-h", "--help"} & set(command.words):
-        from launcher.cli.help import print_help
-
-        return print_help(command.verb)
-    if "--version" in command.words:
-        from launcher.runs.provenance import DISTRIBUTION, find_version
-
-        sys.stdout.write(f"launch {find_version(DISTRIBUTION) or 'is not installed'}\n")
-        return 0
+    if (status := answer_about_launch(command)) is not None:
+        return status
     from launcher.config.hydra_flags import parse_flags
 
     if not {"-sc", "--shell-completion"} & set(command.words):
@@ -107,3 +100,21 @@ def run_command(command: Command, argv: Sequence[str]) -> int:
     from launcher.cli.run import run_verb
 
     return run_verb(flags, command, argv)
+
+
+def answer_about_launch(command: Command) -> int | None:
+    """Print the help or the version and return 0; None if neither is asked for."""
+    if "--help-all" in command.words:
+        from launcher.cli.help import print_full_help
+
+        return print_full_help()
+    if {"-h", "--help"} & set(command.words):
+        from launcher.cli.help import print_help
+
+        return print_help(command.verb)
+    if "--version" in command.words:
+        from launcher.runs.provenance import DISTRIBUTION, find_version
+
+        sys.stdout.write(f"launch {find_version(DISTRIBUTION) or 'is not installed'}\n")
+        return 0
+    return None

@@ -47,7 +47,8 @@ class Parser(argparse.ArgumentParser):
 def make_parser() -> Parser:
     """Return the parser of the flags; overrides are whatever else there is."""
     parser = Parser(prog="launch", add_help=False, allow_abbrev=False)
-    parser.add_argument("-h", "--help", action="store_true", help="this help")
+    parser.add_argument("-h", "--help", action="store_true", help="a short help, or that of a verb")
+    parser.add_argument("--help-all", action="store_true", help="this help")
     parser.add_argument("--version", action="store_true", help="the version")
     parser.add_argument(
         "-c", "--cfg", choices=["job", "hydra", "all"], help="print the configuration and stop"

@@ -19,7 +19,7 @@ def suggest(word: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(word, dict.fromkeys(known), n=2, cutoff=0.5)
     if near:
         return f": did you mean {' or '.join(near)}?"
-    return f": choose from {', '.join(sorted(known))}" if 0 < len(known) < 20 else ": see `launch --help`"
+    return f": choose from {', '.join(sorted(known))}" if 0 < len(known) < 20 else ": see `launch --help-all`"
 
 
 def suggest_key(key: str, known: Sequence[str]) -> str:

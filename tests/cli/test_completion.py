@@ -58,7 +58,7 @@ def test_files_after_an_equals_sign(here: Path) -> None:
 
 def test_flags(here: Path) -> None:
     assert ask("launch --c") == ["--cfg", "--config-dir", "--config-name", "--config-path"]
-    assert ask("launch nodes=1 --hel") == ["--help"]
+    assert ask("launch nodes=1 --hel") == ["--help", "--help-all"]
 
 
 def test_nothing_after_the_two_dashes(here: Path) -> None:

@@ -11,6 +11,7 @@ from launcher.cli.arguments import VERBS
 from launcher.config.hydra_flags import make_parser
 from launcher.config.schema import LaunchConfig
 from launcher.config.search_path import find_sources
+from tests.cli.make_runs import make_run
 from tests.conftest import Result
 
 Launch = Callable[..., Result]
@@ -26,8 +27,24 @@ def test_help_is_always_there(launch: Launch, words: list[str]) -> None:
     assert max(map(len, result.out.splitlines())) <= 110
 
 
+def test_the_help_fits_a_terminal(launch: Launch) -> None:
+    lines = launch("--help").out.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    assert all(re.search(rf"\b{verb}\b", "\n".join(lines)) for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_of_a_verb_is_of_it_alone(launch: Launch, verb: str) -> None:
+    text = launch(verb, "--help").out
+    assert text.startswith(f"usage: launch {verb}") and max(map(len, text.splitlines())) <= 80
+    others = set(re.findall(r"^  launch (\w+)", text, re.MULTILINE))
+    assert others == {verb}
+    assert "groups" not in text and "flags" not in text
+    assert launch(verb, "--help-all").out == launch("--help-all").out
+
+
 def test_every_verb_group_option_and_flag_is_named(launch: Launch, here: Path) -> None:
-    text = launch("--help").out
+    text = launch("--help-all").out
     sources = find_sources(None, None, None)
     for verb in VERBS:
         assert re.search(rf"^  {verb} ", text, re.MULTILINE), verb
@@ -40,15 +57,12 @@ def test_every_verb_group_option_and_flag_is_named(launch: Launch, here: Path) -
 
 
 def test_every_exit_code_is_named(launch: Launch) -> None:
-    for text in (launch("--help").out, launch("plan", "--help").out):
-        codes = text.partition("exit codes")[2]
-        assert {str(errors.EXIT_USAGE), str(errors.EXIT_MACHINE), "128+n"} <= set(
-            re.findall(r"[\d+n]+", codes)
-        )
+    codes = launch("--help-all").out.partition("exit codes")[2]
+    assert {str(errors.EXIT_USAGE), str(errors.EXIT_MACHINE), "128+n"} <= set(re.findall(r"[\d+n]+", codes))
 
 
 def test_every_key_that_is_named_exists(launch: Launch) -> None:
-    text = launch("--help").out + launch("plan", "--help").out
+    text = "".join(launch(*words).out for words in (["--help-all"], *([verb, "--help"] for verb in VERBS)))
     keys = set(re.findall(r"^  ((?:[a-z]+_?)+)(?:[.,=| ]|$)", text, re.MULTILINE))
     fields = (
         set(LaunchConfig.__dataclass_fields__)
@@ -65,17 +79,30 @@ def list_examples(text: str) -> list[str]:
     return [re.split(r" {2,}", line)[0] for line in lines if line.startswith("launch")]
 
 
-def test_every_example_runs(launch: Launch, here: Path) -> None:
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--help-all"], *([verb, "--help"] for verb in VERBS)], ids=" ".join
+)
+def test_every_example_runs(launch: Launch, here: Path, words: list[str]) -> None:
     (here / "train.py").touch()
+    (here / "train").touch(0o755)
     (here / "package").mkdir()
     (here / "package/train.py").touch()
-    examples = list_examples(launch("--help").out)
-    assert len(examples) >= 5
-    for example in examples:
-        words = example.split()[1:]
-        at = words.index("--") if "--" in words else len(words)
-        result = launch(*words[:at], "dry_run=true", *words[at:])
-        assert result.code == 0, (example, result.err)
+    make_run(here / "runs", "train")
+    for job in ("12", "13"):
+        make_run(here / "runs", "other", f"20260801-1200{job}", slurm={"job_id": job})
+    examples = list_examples(launch(*words).out)
+    assert len(examples) >= (5 if len(words) == 1 else 2)
+    for example in (each.replace("PROGRAM", "./train") for each in examples):
+        verb, *after = example.split()[1:] or [""]
+        if verb in ("status", "logs", "cancel", "plan", "topo", "doctor"):
+            started = [verb, *after]
+        else:
+            start = [verb] if verb in VERBS else []
+            start += after[:1] if verb == "tune" else []
+            started = [*start, "dry_run=true", *example.split()[1 + len(start) :]]
+        result = launch(*started)
+        assert result.code == (0 if verb != "doctor" else result.code), (example, result.err)
+        assert "launch: error:" not in result.err, result.err
 
 
 def test_the_version_is_the_packages(launch: Launch) -> None:

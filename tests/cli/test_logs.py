@@ -37,6 +37,15 @@ def test_all_ranks_with_their_origin_out_before_err(launch: Launch, here: Path) 
     assert launch("logs", "tiny", "rank=10") == Result(0, "out of 10\nno end\nerr of 10\n", "")
 
 
+def test_without_a_name_it_is_the_newest_run(launch: Launch, here: Path) -> None:
+    launch("logs").assert_error(2, "no run below runs_dir=runs yet")
+    for name, stamp in (("llama", "20260801-120000"), ("gpt", "20260801-120001")):
+        write_log(make_run(here / "runs", name, stamp), 0, f"out of {name}\n")
+    told = "launch: logs of gpt/20260801-120001, the newest run\n"
+    assert launch("logs", "rank=0") == Result(0, "out of gpt\n", told)
+    assert launch("logs", "llama", "rank=0") == Result(0, "out of llama\n", "")
+
+
 def test_what_was_printed_arrives_as_its_bytes(here: Path) -> None:
     path = make_run(here / "runs")
     written = b"1%\r2%\r" * CHUNK + bytes(range(256)) * 99 + b"no end"
@@ -82,7 +91,6 @@ def test_no_output_says_how_the_run_stands(launch: Launch, here: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        ([], "launch logs NAME/ID"),
         (["tiny", "rank=5"], "the run's ranks are 0 to 2"),
         (["tiny", "rank=-1"], "rank=-1"),
         (["tiny", "logs.tail=0"], "logs.tail=0"),

@@ -147,7 +147,7 @@ def test_a_configuration_that_is_no_file(launch: Launch, here: Path, name: str) 
     path.parent.mkdir(parents=True)
     os.mkfifo(path)
     launch("plan").assert_error(2, f"conf/{name} is no regular file: move it away")
-    assert launch("--help").code == 0
+    assert launch("--help-all").code == 0
     path.unlink()
     path.symlink_to("/dev/zero")
     launch("status").assert_error(2, f"conf/{name} is no regular file")

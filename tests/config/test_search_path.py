@@ -32,7 +32,7 @@ def test_the_working_directory_comes_first(here: Path) -> None:
 def test_a_model_of_ones_own_stands_beside_the_shipped_ones(here: Path, launch: Launch) -> None:
     write(here / "conf/model/mine.yaml", "name: mine\nlayers: 7\n")
     assert configure("+model=mine").model == {"name": "mine", "layers": 7}
-    assert "mine, mistral7b, tiny" in launch("--help").out
+    assert "mine, mistral7b, tiny" in launch("--help-all").out
 
 
 def test_own_files_are_the_ones_that_were_chosen(here: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_training_programs_own_hydra_folder_does_no_harm(here: Path, launch: L
     write(here / "conf/optimizer/adam.yaml", "lr: 1\n")
     assert configure().model["name"] == "tiny"
     assert launch("dry_run=true", "--", "true").code == 0
-    assert "optimizer" in launch("--help").out
+    assert "optimizer" in launch("--help-all").out
 
 
 def test_config_dir_is_searched_after_the_shipped_folder(here: Path) -> None:
@@ -205,7 +205,7 @@ def test_an_unreadable_conf_is_one_line(here: Path, name: str) -> None:
     try:
         result = run_outside(["dry_run=true"], here, preexec_fn=drop_powers)
         result.assert_error(2, f"{here / name} cannot be read", "chmod -R u+rX")
-        assert run_outside(["--help"], here, preexec_fn=drop_powers).code == 0
+        assert run_outside(["--help-all"], here, preexec_fn=drop_powers).code == 0
     finally:
         (here / name).chmod(0o755)
 

@@ -39,7 +39,7 @@ def test_a_shipped_machine_is_planned_anywhere(launch: Launch, name: str) -> Non
 
 
 def test_help_and_completion_offer_the_machines(launch: Launch) -> None:
-    shown = launch("plan", "--help").out
+    shown = launch("--help-all").out
     assert all(name in shown for name in ("local", *NAMES))
     assert max(map(len, shown.splitlines())) <= 110
     assert answer_query("query=bash", "launch plan machine=dgx", VERBS) == [
@@ -59,7 +59,7 @@ def test_a_team_ships_a_machine_of_its_own(here: Path, launch: Launch) -> None:
     keep_own(here / "conf", "ours")
     assert plan(launch, "machine=ours")["machine"]["name"] == "ours"
     assert "configuration from conf/machine/ours.yaml" in launch("plan", "machine=ours").err
-    assert "ours" in launch("--help").out
+    assert "ours" in launch("--help-all").out
 
 
 def test_conf_comes_before_config_dir_and_the_working_directory_before_both(

@@ -131,7 +131,7 @@ def test_the_shipped_configuration_is_found_from_an_empty_folder(scripts: Path, 
     done = run(scripts, tmp_path, "--cfg", "job", "+model=llama7b", "-p", "model")
     assert done.returncode == 0, done.stderr
     assert "hidden_size: 4096" in done.stdout
-    assert "llama70b" in run(scripts, tmp_path, "--help").stdout
+    assert "llama70b" in run(scripts, tmp_path, "--help-all").stdout
     plan = json.loads(run(scripts, tmp_path, "plan", "format=json", "nproc_per_node=1").stdout)
     assert plan["schema"] == 1
     shipped = json.loads(run(scripts, tmp_path, "plan", "format=json", "machine=dgx_h100").stdout)
