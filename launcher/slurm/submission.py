@@ -22,9 +22,8 @@ from launcher.runs.manifest import read_manifest, write_manifest
 from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import RunDir, write_private
 from launcher.slurm.batch_script import SCRIPT, Script, check_syntax, describe_jobs, render_script
-from launcher.slurm.job_options import JobOptions, choose_options
+from launcher.slurm.job_options import JobOptions, choose_options, explain_refusal
 from launcher.slurm.job_request import REQUEST_FILE, make_job_request, write_request
-from launcher.slurm.sbatch import explain_refusal
 from launcher.slurm.slurm_environ import clean_for_sbatch
 from launcher.text import print_text, quote_word
 

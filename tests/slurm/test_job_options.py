@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher.slurm.job_options import explain_refusal, is_slurm_away
 from launcher.slurm.resources import NodeKind
-from launcher.slurm.sbatch import explain_refusal, is_slurm_away
 from launcher.slurm.sbatch_options import Option
 
 OPTIONS = tuple(
