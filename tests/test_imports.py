@@ -120,11 +120,6 @@ PENDING: set[tuple[str, str]] = {
     ("probe/node.py", "launcher.plan.snapshot"),
     ("probe/node.py", "launcher.runs.secrets"),
     ("rank/plan_entry.py", "launcher.errors"),
-    ("slurm/job_options.py", "launcher.config.sexagesimal"),
-    ("slurm/job_options.py", "launcher.config.validation"),
-    ("slurm/standalone_script.py", "launcher.config.suggestions"),
-    ("slurm/standalone_script.py", "launcher.config.yaml_files"),
-    ("slurm/submission.py", "launcher"),
 }
 """Imports that still have to go."""
 

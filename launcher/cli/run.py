@@ -58,8 +58,10 @@ def run_job(
     name_files(own_files)
     tell_program([draft], own_files)
     if draft.cluster.kind == "slurm":
+        from launcher.config.sexagesimal import check_files
         from launcher.slurm.submission import submit_jobs
 
+        check_files(draft)
         return submit_jobs([draft], argv)
     if draft.cluster.kind == "allocation":
         from launcher.slurm.allocation import run_allocation

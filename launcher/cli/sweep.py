@@ -59,12 +59,15 @@ def run_jobs(
 
 def submit_all(composed: Sequence[Composed], command: Command, argv: Sequence[str]) -> int:
     """Submit jobs, several as one array."""
+    from launcher.config.sexagesimal import check_files
     from launcher.slurm.submission import submit_jobs
 
     drafts = [draft_job(each, command.program, os.environ) for each in composed]
     own_files = list(dict.fromkeys(name for each in composed for name in each.own_files))
     name_files(own_files)
     tell_program(drafts, own_files)
+    for draft in drafts:
+        check_files(draft)
     return submit_jobs(drafts, argv)
 
 

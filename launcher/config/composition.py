@@ -40,7 +40,7 @@ from launcher.config.schema import LaunchConfig
 from launcher.config.search_path import PRIMARY, Sources
 from launcher.config.suggestions import shorten_message, suggest, suggest_key
 from launcher.config.time_limit import SECONDS, bound_work
-from launcher.config.yaml_files import read_text
+from launcher.config.yaml_files import read_text, read_yaml
 from launcher.errors import UsageError
 
 FAILURES = (
@@ -76,6 +76,20 @@ class Composed:
     """Files that are not the shipped ones, relative to the working directory."""
     values: DictConfig | None = None
     """What `${hydra:KEY}` refers to; None where nothing does."""
+
+    def find_snapshot(self, name: str) -> str:
+        """Return the snapshot of a machine named as in `machine=NAME`, or a file; raises UsageError."""
+        path = self.sources.find_file(f"machine/{name}")
+        try:
+            tree = read_yaml(path) if path else {"snapshot": name}
+        except (ValueError, RecursionError, yaml.YAMLError) as error:
+            raise UsageError(f"{path} cannot be read ({error}): mend it, or name another machine") from None
+        given = tree.get("snapshot") if isinstance(tree, dict) else None
+        found = self.sources.find_beside("machine", str(given)) if given else None
+        if found is None or not Path(found).is_file():
+            near = suggest(name, self.sources.list_options("machine"))
+            raise UsageError(f"cluster.machine={name} is no machine in conf/machine and no snapshot{near}")
+        return found
 
 
 class SearchPath(SearchPathPlugin):

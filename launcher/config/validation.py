@@ -14,6 +14,7 @@ from launcher.slurm.srun_command import refuse_options
 
 CONSOLES = ("rank0", "all", "none")
 AGENTS = ("torchrun", "srun")
+RUNTIMES = ("pyxis", "apptainer")
 FORMATS = ("table", "json")
 MOST_WORKERS = 1024
 """DataLoader workers of a rank: more than a node has cores; a slip of the finger must not be planned."""
@@ -26,6 +27,7 @@ def check_config(config: LaunchConfig) -> None:
     check_choice("logs.console", config.logs.console, CONSOLES)
     check_choice("devices", config.devices, DEVICES)
     check_choice("agent", config.agent, AGENTS)
+    check_choice("cluster.container.runtime", config.cluster.container.runtime, RUNTIMES)
     check_choice("objective", config.objective, KINDS)
     check_name(config.name)
     check_workers(config.dataloader.num_workers)

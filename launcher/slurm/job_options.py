@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from launcher.config.schema import ClusterConfig
-from launcher.config.sexagesimal import check_files
-from launcher.config.validation import check_choice
 from launcher.errors import SchedulerError, UsageError
 from launcher.launch.job import Draft, name_run, parse_nproc
 from launcher.runs.secrets import MASK, mask_text
@@ -26,7 +24,6 @@ from launcher.slurm.sbatch_options import (
 )
 from launcher.slurm.slurm_environ import find_variables
 
-RUNTIMES = ("pyxis", "apptainer")
 CAUSES = (
     ("account", ("account",)),  # `Invalid account or account/partition combination`, too
     ("partition", ("partition",)),
@@ -105,9 +102,7 @@ def choose_options(drafts: Sequence[Draft], environ: Mapping[str, str], *, dry: 
 
 def check_draft(draft: Draft) -> None:
     """Check what is asked of SLURM before SLURM is asked; raises UsageError."""
-    check_files(draft)
     check_cluster(draft.config.cluster)
-    check_choice("cluster.container.runtime", draft.config.cluster.container.runtime, RUNTIMES)
     read_nproc(draft.config.nproc_per_node)
     check_secrets(draft.config.cluster)
     if draft.config.machine.root != "/":

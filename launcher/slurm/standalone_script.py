@@ -251,7 +251,7 @@ def print_node_plan(draft: "Draft", asked: "JobOptions") -> None:
     config = draft.config
     snapshot = config.machine.snapshot
     if config.cluster.machine is not None:
-        snapshot = find_snapshot(draft, config.cluster.machine)
+        snapshot = draft.composed.find_snapshot(config.cluster.machine)
     if snapshot is None:
         logger.info(
             "each node makes its own plan: cluster.machine=NAME shows it for a shipped machine or for a"
@@ -265,22 +265,3 @@ def print_node_plan(draft: "Draft", asked: "JobOptions") -> None:
     machine = MachineConfig("/", snapshot)
     plan = plan_configured(replace(config, machine=machine, nproc_per_node=ranks), draft.environ)
     print_placement(make_console(), plan, explain=config.explain)
-
-
-def find_snapshot(draft: "Draft", name: str) -> str:
-    """Return the snapshot of a machine named as in `machine=NAME`, or a file; raises UsageError."""
-    from launcher.config.suggestions import suggest
-    from launcher.config.yaml_files import read_yaml
-
-    sources = draft.composed.sources
-    path = sources.find_file(f"machine/{name}")
-    try:
-        tree = read_yaml(path) if path else {"snapshot": name}
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UsageError(f"{path} cannot be read ({error}): mend it, or name another machine") from None
-    given = tree.get("snapshot") if isinstance(tree, dict) else None
-    found = sources.find_beside("machine", str(given)) if given else None
-    if found is None or not Path(found).is_file():
-        near = suggest(name, sources.list_options("machine"))
-        raise UsageError(f"cluster.machine={name} is no machine in conf/machine and no snapshot{near}")
-    return found

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import launcher
 from launcher.errors import LaunchError, MachineError, SchedulerError, UsageError
 from launcher.files import LARGEST, read_file
 from launcher.launch.job import Draft, name_run
@@ -32,6 +31,7 @@ logger = logging.getLogger(__name__)
 KEPT = ("config.yaml", "manifest.json", REQUEST_FILE, SCRIPT)
 """What a submission writes."""
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - to warn of
+PACKAGE = Path(__file__).parents[1] / "__init__.py"
 ISOLATED = ("-I", "-P")
 """Ways to keep Python from importing what lies in the working directory, the first that finds us winning.
 
@@ -181,7 +181,7 @@ def find_python() -> tuple[str, ...]:
             "import os, launcher; print(os.fsencode(launcher.__file__).hex())",
         ]
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-        if done.stdout.split() == [os.fsencode(launcher.__file__).hex().encode()]:
+        if done.stdout.split() == [os.fsencode(PACKAGE).hex().encode()]:
             return (sys.executable, option)
     raise MachineError(
         f"the nodes would not find launch by {sys.executable} outside of {Path.cwd()}: install it there,"
