@@ -13,12 +13,12 @@ from launcher.config.program import SHIM
 from launcher.config.schema import LaunchConfig
 from launcher.config.validation import check_run_dir
 from launcher.doctor.checkup import choose_exit_code, run_checks
+from launcher.doctor.facts import Health
 from launcher.doctor.finding import BindingTrial, Case
 from launcher.errors import UsageError
 from launcher.launch.job import plan_configured
 from launcher.plan.json_form import plan_to_json
 from launcher.plan.model import Plan, RankPlan
-from launcher.probe.health import Health
 from launcher.probe.system_facts import read_health
 from launcher.protocol import LAUNCH_PLAN, LAUNCH_QUIET, LAUNCH_RECORD_DIR, PREFIX, name_plan_file
 from launcher.report.console import make_console

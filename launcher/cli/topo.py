@@ -89,9 +89,8 @@ def check_ending(image: str | None) -> str:
 
 def draw(config: LaunchConfig, environ: Mapping[str, str], name: str, ending: str) -> Machine:
     """Plan the ranks, draw them on their machine, and return it; raises UsageError or MachineError."""
-    from launcher.report.layout import lay_out
-    from launcher.report.png import measure_text, render_png
-    from launcher.report.svg import render_svg
+    from launcher.report.machine_picture import lay_out
+    from launcher.report.picture import measure_text, render_png, render_svg
 
     plan = plan_configured(config, environ)
     subtitle = f"binding={config.binding.policy}"

@@ -1,15 +1,22 @@
 """All checks, in the order of the report."""
 
-from launcher.doctor.clock_checks import judge_clocks
-from launcher.doctor.cpu_checks import judge_count, judge_cpuset
-from launcher.doctor.environment_checks import judge_environment
+from launcher.doctor.cpu_checks import judge_clocks, judge_count, judge_cpuset
+from launcher.doctor.device_checks import (
+    judge_devices,
+    judge_interrupts,
+    judge_links,
+    judge_persistence,
+    judge_places,
+)
 from launcher.doctor.finding import Case, Finding
-from launcher.doctor.gpu_checks import judge_devices, judge_links, judge_persistence, judge_places
-from launcher.doctor.interrupt_checks import judge_interrupts
-from launcher.doctor.last_run_checks import judge_last_run
 from launcher.doctor.limit_checks import judge_files, judge_locked, judge_processes, judge_shm
 from launcher.doctor.memory_checks import judge_balancing, judge_hugepages, judge_size, judge_swap
-from launcher.doctor.placement_checks import judge_binding_trial, judge_plan
+from launcher.doctor.placement_checks import (
+    judge_binding_trial,
+    judge_environment,
+    judge_last_run,
+    judge_plan,
+)
 
 CHECKS = (
     *(judge_plan, judge_binding_trial, judge_cpuset, judge_count),

@@ -1,13 +1,23 @@
-"""CPUs: the job's cpuset against NUMA nodes and cores, and whether there are enough of them."""
+"""CPUs: the job's cpuset against NUMA nodes and cores, whether there are enough of them, and their clocks."""
 
 from collections.abc import Iterator
 
 from launcher.cpulist import format_cpulist
-from launcher.doctor.finding import Case, Finding, pass_check
+from launcher.doctor.facts import Clock
+from launcher.doctor.finding import Case, Finding, pass_check, skip_check
 from launcher.plan.rules import count_node_cores
 from launcher.text import count_things
 
 CPUS = "CPUs"
+CLOCKS = "clocks"
+HARDWARE = ("intel_pstate", "amd-pstate-epp", "amd_pstate_epp")
+"""Drivers whose `powersave` is dynamic: the processor chooses, by the energy preference."""
+SPARING = ("power", "balance_power")
+"""Energy preferences that hold clocks down."""
+LOWEST = "with this driver, powersave is always the lowest frequency"
+SLOW = "clocks rise after the load has come: launching kernels and loading data happen in short bursts"
+EAGER = "sudo cpupower frequency-set -g performance"
+PREFER = "echo performance | sudo tee /sys/devices/system/cpu/cpu*/cpufreq/energy_performance_preference"
 
 
 def judge_cpuset(case: Case) -> Iterator[Finding]:
@@ -127,3 +137,30 @@ def judge_quota(case: Case) -> Finding:
         "once the quota of a period is used, every thread of the job stops until the next one",
         f"raise it to {usable} (Kubernetes: limits.cpu; docker: --cpus), or narrow the cpuset to that",
     )
+
+
+def judge_clocks(case: Case) -> Iterator[Finding]:
+    """The governors of the allowed CPUs."""
+    if not case.health.clocks:
+        yield skip_check(case, CLOCKS, "frequency", "there is no cpufreq (as in most virtual machines)")
+    for clock in case.health.clocks:
+        yield judge_clock(clock)
+
+
+def judge_clock(clock: Clock) -> Finding:
+    """CPUs of one driver, governor and preference."""
+    choice = f", {clock.preference}" if clock.preference else ""
+    said = (
+        f"{clock.governor} ({clock.driver or 'driver unknown'}{choice}) on CPUs {format_cpulist(clock.cpus)}"
+    )
+    if clock.governor == "performance":
+        return pass_check(CLOCKS, said)
+    if clock.driver in HARDWARE and clock.governor == "powersave":
+        if clock.preference == "performance":
+            return pass_check(CLOCKS, said)
+        return Finding("warning" if clock.preference in SPARING else "note", CLOCKS, said, SLOW, PREFER)
+    if clock.governor == "userspace":
+        why = "clocks stay where somebody has put them"
+        return Finding("note", CLOCKS, said, why, f"cpupower frequency-info shows where; {EAGER}")
+    why = LOWEST if clock.governor == "powersave" else SLOW
+    return Finding("warning", CLOCKS, said, why, EAGER)

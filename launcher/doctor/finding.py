@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from launcher.doctor.facts import Health
 from launcher.plan.model import Gpu, Machine, Plan
-from launcher.probe.health import Health
 from launcher.runs.run_records import RunRecords
 
 LEVELS = ("error", "warning", "note", "unknown", "ok")

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from launcher.doctor.facts import CAP_IPC_LOCK, CAP_SYS_RESOURCE
 from launcher.doctor.finding import Case, Finding, pass_check, skip_check
-from launcher.probe.health import CAP_IPC_LOCK, CAP_SYS_RESOURCE
 from launcher.text import count_things, format_size
 
 LIMITS = "limits"

@@ -14,7 +14,7 @@ from launcher.launch.processes import RankProcess
 from launcher.launch.pseudo_terminal import PseudoTerminal
 from launcher.launch.terminal_output import TerminalOutput
 from launcher.launch.terminal_relay import Pump
-from launcher.probe.oom_kills import count_oom_kills
+from launcher.probe.cgroups import count_oom_kills
 from launcher.probe.sysfs import Tree
 from launcher.runs.applied_records import Applied, AppliedReader
 from launcher.runs.progress import Progress

@@ -11,7 +11,7 @@ from launcher.launch.job import Job
 from launcher.launch.monitor import MANAGED, Attendant
 from launcher.launch.signals import name_signal
 from launcher.launch.supervisor import Outcome
-from launcher.probe.oom_kills import count_oom_kills
+from launcher.probe.cgroups import count_oom_kills
 from launcher.probe.sysfs import Tree
 from launcher.report.summary import describe_progress, describe_time
 from launcher.runs.applied_records import compare_applied

@@ -2,7 +2,7 @@
 
 from launcher.cpulist import format_cpulist
 from launcher.plan.model import NumaNode
-from launcher.probe.nvidia_driver import read_gpu_memory_nodes
+from launcher.probe.nvidia_gpus import read_gpu_memory_nodes
 from launcher.probe.sysfs import Tree
 
 NODE = "sys/devices/system/node/"

@@ -2,19 +2,94 @@
 
 import os
 
+from launcher.doctor.facts import Ceiling, Clock, Device, Health, Hugepages
 from launcher.plan.model import Machine
-from launcher.probe.allowed_cpus import CPU, STATUS
-from launcher.probe.health import Clock, Health, Hugepages
-from launcher.probe.nvidia_driver import list_cards
-from launcher.probe.nvml import read_persistence
-from launcher.probe.pci_links import read_device_links
-from launcher.probe.process_limits import read_ceilings, read_pids_max
-from launcher.probe.sysfs import Tree
+from launcher.probe.cgroups import list_cgroups
+from launcher.probe.cpus import CPU, STATUS
+from launcher.probe.limits import FILES, RESOURCES, find_resource
+from launcher.probe.nvidia_gpus import list_cards, read_persistence
+from launcher.probe.pci import PCI
+from launcher.probe.sysfs import Tree, parse_unsigned
 
+WIDEST = 32
+"""Lanes of the widest PCI Express link; a virtual machine may show 0, 63 or 255 for unknown."""
 POOLS = "sys/kernel/mm/hugepages"
 TRANSPARENT = "sys/kernel/mm/transparent_hugepage/"
 MOST = 1 << 62
 """A number from here on is garbage."""
+
+
+def read_device_links(tree: Tree, machine: Machine) -> tuple[Device, ...]:
+    """The GPUs, then the NICs, as far as sysfs has them."""
+    found = [(f"GPU {gpu.index}", gpu.pci, gpu.node, False) for gpu in machine.gpus]
+    found += [(nic.name, nic.pci, nic.node, True) for nic in machine.nics]
+    return tuple(
+        read_device_link(tree, *entry)
+        for entry in found
+        if entry[1] and tree.resolve_links(f"{PCI}{entry[1]}")
+    )
+
+
+def read_device_link(tree: Tree, name: str, pci: str, node: int | None, nic: bool) -> Device:
+    """One device's link and interrupts."""
+    here = f"{PCI}{pci}/"
+    width, most = read_width(tree, f"{here}current_link_width"), read_width(tree, f"{here}max_link_width")
+    return Device(name, node, nic, width, most, read_interrupts(tree, here))
+
+
+def read_width(tree: Tree, path: str) -> int | None:
+    """Lanes of a link; None where unknown."""
+    lanes = tree.read_int(path)
+    return lanes if lanes is not None and 1 <= lanes <= WIDEST else None
+
+
+def read_interrupts(tree: Tree, here: str) -> tuple[frozenset[int], ...]:
+    """CPUs of each message-signalled interrupt: those it really goes to, else those it may go to.
+
+    Source: the kernel's Documentation/core-api/irq/irq-affinity.rst.
+    """
+    found = []
+    for number in tree.list_numbers(f"{here}msi_irqs", ""):
+        irq = f"proc/irq/{number}/"
+        cpus = tree.read_list(f"{irq}effective_affinity_list") or tree.read_list(f"{irq}smp_affinity_list")
+        found += [cpus] if cpus else []
+    return tuple(found)
+
+
+def read_ceilings(tree: Tree) -> dict[str, Ceiling]:
+    """The resource limits by the kernel's names (`Max open files`); none where the file is not there."""
+    text = tree.read(RESOURCES)
+    if text is None:
+        return {}
+    found = {}
+    for name in (FILES, "Max locked memory", "Max processes"):
+        line = find_resource(text, name)
+        words = line.removeprefix(name).split()
+        if len(words) >= 2 and all(is_limit(word) for word in words[:2]):
+            found[name] = Ceiling(read_limit(words[0]), read_limit(words[1]))
+        else:
+            tree.add_warning(f"{RESOURCES} has {{value}} for {name}, which is no limit", value=line)
+    return found
+
+
+def is_limit(word: str) -> bool:
+    """Whether a word is a number or `unlimited`."""
+    return word == "unlimited" or (word.isascii() and word.isdecimal() and len(word) <= 20)
+
+
+def read_limit(word: str) -> int | None:
+    """A limit's number; None for no limit."""
+    return None if word == "unlimited" else int(word)
+
+
+def read_pids_max(tree: Tree) -> int | None:
+    """The lowest `pids.max` of the job's cgroup and those above it; None where nothing limits.
+
+    Source: the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/pids.rst.
+    """
+    _, paths = list_cgroups(tree, ("pids",)).get("pids", (2, []))
+    found = [number for path in paths if (number := parse_unsigned(tree.read(f"{path}/pids.max") or ""))]
+    return min(found, default=None)
 
 
 def read_health(root: str, machine: Machine) -> Health:

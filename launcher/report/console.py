@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from rich.console import Console
 
 from launcher.report.byte_stream import Stream, open_stream
+from launcher.report.footer import StepBar
 from launcher.report.output_target import Sink, Source
-from launcher.report.progress_bar import StepBar
 from launcher.runs.progress import ProgressReader
 from launcher.runs.rank_logs import Chunk, Follower
 from launcher.text import escape_text

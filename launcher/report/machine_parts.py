@@ -1,15 +1,66 @@
 """A machine as hwloc shows it: a tree of packages, NUMA nodes, last-level caches and cores, with devices."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from launcher.plan.model import Cpu, Gpu, Machine, NumaNode
-from launcher.report.pci_switches import Device, Switch, group_devices
-from launcher.text import count_things, format_size
+from launcher.plan.model import Cpu, Gpu, Machine, Nic, NumaNode
+from launcher.text import clean_text, count_things, format_size
 
+Device = Gpu | Nic
 LEVELS = {"Package": "package", "NUMANode": "node", "Cache": "l3", "Class": "capacity", "Core": "core"}
 """The levels from the outside in, with the field of a CPU that tells them apart."""
+
+
+def describe_gpu(gpu: Gpu) -> tuple[str, ...]:
+    """What is known of a GPU: its product name, memory, MIG instances."""
+    memory = format_size(gpu.memory_mib * 1024) if gpu.memory_mib else ""
+    mig = count_things(len(gpu.mig), "MIG instance") if gpu.mig else ""
+    name = clean_text(gpu.name) or ("AMD GPU" if gpu.vendor == "amd" else "")
+    return tuple(filter(None, (name, memory, mig)))
+
+
+def describe_nic(nic: Nic) -> tuple[str, ...]:
+    """What is known of a NIC: its link with the rate, whether it is up."""
+    rate = f"{nic.rate_gbps:g} Gb/s" if nic.rate_gbps else ""
+    link = clean_text(f"{nic.link_layer} {rate}")
+    state = "active" if link and nic.active else "" if nic.active else "down"
+    return tuple(filter(None, (link, state)))
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """A PCI switch with at least two cards below it."""
+
+    pci: str
+    """Address of the last bridge that they have in common."""
+    members: tuple["Device | Switch", ...]
+
+
+def group_devices(devices: Iterable[Device], depth: int = 2) -> tuple[Device | Switch, ...]:
+    """Group devices by their path's first `depth` entries, the host bridge and the bridges after it.
+
+    What shares the first bridge below the host bridge, a root port with one link, is behind one switch.
+    Devices of unknown path stand alone, as do the functions of one card.
+    """
+    groups: dict[tuple[str, ...], list[Device]] = {}
+    for at, device in enumerate(devices):
+        known = len(device.path) >= depth
+        groups.setdefault(device.path[:depth] if known else ("", str(at)), []).append(device)
+    found: list[Device | Switch] = []
+    for members in groups.values():
+        found += close_group(members, depth)
+    return tuple(found)
+
+
+def close_group(members: Sequence[Device], depth: int) -> Sequence[Device | Switch]:
+    """Make a switch of devices that share `depth` entries, unless they are one card."""
+    if len({device.pci.partition(".")[0] for device in members}) < 2:
+        return members
+    shared = depth
+    while all(len(d.path) > shared and d.path[shared] == members[0].path[shared] for d in members):
+        shared += 1
+    return [Switch(members[0].path[shared - 1], group_devices(members, shared + 1))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,13 @@
-"""A picture as plain values: boxes in boxes, with texts; sizes in pixels, y downwards."""
+"""A picture as plain values, boxes in boxes with texts, and its two files: SVG, and PNG by Pillow."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from io import BytesIO
 from math import inf, log
+from xml.etree import ElementTree
+
+from PIL import Image, ImageDraw, ImageFont
 
 Measure = Callable[[str, int], int]
 """The width of a text in a font size."""
@@ -16,6 +21,8 @@ FRAMES = frozenset({"package", "node", "cache", "class", "switch", "group"})
 """Boxes that grow with the box around them, so that edges line up."""
 CARDS = frozenset({"bare", "gpu", "nic"})
 """Boxes that are made as large as their cell of the grid, no larger."""
+NAMESPACE = "http://www.w3.org/2000/svg"
+FONTS = "Helvetica, Arial, sans-serif"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +145,110 @@ def frame(
     height = below + content.height + GAP if content.height else below + 2
     parts = (stretch(content, width - 2 * GAP, content.height).move(GAP, below),) if contents else ()
     return Box(kind, width, height, fills=(fill,), stroke=stroke, texts=tuple(texts), parts=parts)
+
+
+def render_svg(picture: Box) -> bytes:
+    """Write a picture as an SVG document, UTF-8."""
+    size = {"width": str(picture.width), "height": str(picture.height)}
+    view = {"viewBox": f"0 0 {picture.width} {picture.height}", "font-family": FONTS}
+    root = ElementTree.Element("svg", {"xmlns": NAMESPACE, **size, **view})
+    add_hatching(root)
+    for box, x, y in walk_boxes(picture):
+        add_box(root, box, x, y)
+        for text in box.texts:
+            add_text(root, text, x, y)
+    document = ElementTree.tostring(root, encoding="unicode")
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{document}\n'.encode()
+
+
+def add_hatching(root: ElementTree.Element) -> None:
+    """Define the hatching that boxes refer to."""
+    pattern = ElementTree.SubElement(
+        ElementTree.SubElement(root, "defs"),
+        "pattern",
+        {"id": "hatching", "width": str(HATCH), "height": str(HATCH), "patternUnits": "userSpaceOnUse"},
+    )
+    line = f"M-1,-1 L{HATCH + 1},{HATCH + 1}"
+    ElementTree.SubElement(pattern, "path", {"d": line, "stroke": HATCH_COLOUR})
+
+
+def add_box(root: ElementTree.Element, box: Box, x: int, y: int) -> None:
+    """Add stripes, hatching and edge of a box."""
+    for at, fill in enumerate(box.fills):
+        left, right = (box.width * n // len(box.fills) for n in (at, at + 1))
+        add_rectangle(root, (x + left, y, right - left, box.height), fill=fill)
+    if box.hatched:
+        add_rectangle(root, (x, y, box.width, box.height), fill="url(#hatching)")
+    if box.stroke:  # in the middle of the edge's pixels
+        edge = (x + 0.5, y + 0.5, box.width - 1, box.height - 1)
+        add_rectangle(root, edge, fill="none", stroke=box.stroke, kind=box.kind)
+
+
+def add_rectangle(
+    root: ElementTree.Element,
+    place: tuple[float, float, float, float],
+    *,
+    fill: str,
+    stroke: str = "",
+    kind: str = "",
+) -> None:
+    """Add a rectangle of x, y, width and height."""
+    values = {name: f"{value:g}" for name, value in zip(("x", "y", "width", "height"), place, strict=True)}
+    more = {name: value for name, value in (("stroke", stroke), ("class", kind)) if value}
+    ElementTree.SubElement(root, "rect", {**values, "fill": fill, **more})
+
+
+def add_text(root: ElementTree.Element, text: Text, x: int, y: int) -> None:
+    """Add a text, fitted into the width that was measured for it, since the viewer's font may differ."""
+    values = {"x": x + text.x, "y": y + text.y, "font-size": text.size, "textLength": max(text.width, 1)}
+    given = {name: str(value) for name, value in values.items()}
+    element = ElementTree.SubElement(
+        root, "text", {**given, "lengthAdjust": "spacingAndGlyphs", "fill": text.colour}
+    )
+    element.text = text.text
+
+
+@cache
+def load_font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """The built-in font in a size."""
+    return ImageFont.load_default(size)
+
+
+def measure_text(text: str, size: int) -> int:
+    """The width of a text in pixels."""
+    return round(load_font(size).getlength(text))
+
+
+def render_png(picture: Box) -> bytes:
+    """Draw a picture in its size."""
+    image = Image.new("RGB", (picture.width, picture.height), "white")
+    drawing = ImageDraw.Draw(image)
+    for box, x, y in walk_boxes(picture):
+        draw_box(drawing, box, x, y)
+        for text in box.texts:
+            at = (x + text.x, y + text.y)
+            drawing.text(at, text.text, fill=text.colour, font=load_font(text.size), anchor="ls")
+    output = BytesIO()
+    image.save(output, "PNG")
+    return output.getvalue()
+
+
+def draw_box(drawing: ImageDraw.ImageDraw, box: Box, x: int, y: int) -> None:
+    """Draw stripes, hatching and edge of a box; each pixel row and column belongs to it alone."""
+    right, bottom = x + box.width - 1, y + box.height - 1
+    for at, fill in enumerate(box.fills):
+        left = x + box.width * at // len(box.fills)
+        drawing.rectangle((left, y, x + box.width * (at + 1) // len(box.fills) - 1, bottom), fill=fill)
+    for start, end in hatch_lines(box.width - 1, box.height - 1) if box.hatched else ():
+        drawing.line((x + start[0], y + start[1], x + end[0], y + end[1]), fill=HATCH_COLOUR)
+    if box.stroke:
+        drawing.rectangle((x, y, right, bottom), outline=box.stroke)
+
+
+def hatch_lines(width: int, height: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Give the ends of the diagonals that hatch a rectangle, falling to the right."""
+    for offset in range(HATCH - height, width, HATCH):
+        yield (
+            (max(offset, 0), max(-offset, 0)),
+            (min(width, height + offset), min(height, width - offset)),
+        )

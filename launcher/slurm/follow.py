@@ -14,7 +14,7 @@ from pathlib import Path
 from launcher.errors import SchedulerError
 from launcher.launch.signals import FORWARDED, Inbox, catch_signals
 from launcher.report.console import JobConsole, make_console
-from launcher.report.waiting_line import StatusLine
+from launcher.report.footer import StatusLine
 from launcher.runs.run_directory import RunDir
 from launcher.slurm.client import run_slurm
 from launcher.slurm.followed_job import FollowedJob, JobLog

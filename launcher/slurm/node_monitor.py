@@ -17,7 +17,7 @@ from launcher.launch.outcome import Ending, quote_agent, tail_rank
 from launcher.launch.processes import RankProcess, list_ranks
 from launcher.launch.signals import name_signal
 from launcher.launch.stop_requests import Control, report_signal
-from launcher.probe.oom_kills import count_oom_kills
+from launcher.probe.cgroups import count_oom_kills
 from launcher.probe.sysfs import Tree
 from launcher.protocol import name_applied_file
 from launcher.runs.applied_records import Applied, AppliedReader, compare_applied

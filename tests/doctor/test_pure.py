@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 
 from launcher.doctor.checkup import choose_exit_code, run_checks
-from launcher.doctor.environment_checks import judge_environment
+from launcher.doctor.device_checks import judge_devices, judge_persistence
+from launcher.doctor.facts import CAP_SYS_RESOURCE, Ceiling, Health
 from launcher.doctor.finding import BindingTrial, Case, Finding
-from launcher.doctor.gpu_checks import judge_devices, judge_persistence
 from launcher.doctor.limit_checks import judge_files, judge_processes, judge_shm
 from launcher.doctor.memory_checks import judge_size
-from launcher.doctor.placement_checks import judge_binding_trial, judge_plan
+from launcher.doctor.placement_checks import judge_binding_trial, judge_environment, judge_plan
 from launcher.plan.model import Cpu, Gpu, Limits, Machine, NumaNode, Request
 from launcher.plan.planner import plan
-from launcher.probe.health import CAP_SYS_RESOURCE, Ceiling, Health
 
 GPUS = tuple(
     Gpu(index, f"GPU-{index}", f"0000:0{index}:00.0", 0, memory_mib=80 << 10, name="H100") for index in (0, 1)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from launcher.doctor.facts import Health
 from launcher.doctor.finding import BindingTrial, Case, Finding
-from launcher.doctor.last_run_checks import judge_last_run
+from launcher.doctor.placement_checks import judge_last_run
 from launcher.plan.json_form import plan_to_json
-from launcher.probe.health import Health
 from launcher.runs.run_records import find_last_run, read_run
 from tests.conftest import Result, drop_powers, run_outside
 from tests.doctor.test_pure import make_case

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.probe.nvidia_driver import read_driver, read_ready
+from launcher.probe.nvidia_gpus import read_driver, read_ready
 from launcher.probe.sysfs import Tree
 
 from .machine_trees import put
@@ -18,10 +18,10 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         text = f"Model: \t\t X\nGPU UUID: \t GPU-{minor}\nDevice Minor: \t {minor}"
         put(tmp_path, f"gpus/0000:{bus}:00.0/information", text)
         put(tmp_path, f"nvidia{minor}", "")
-    monkeypatch.setattr("launcher.probe.nvidia_driver.GPUS", f"{tmp_path}/gpus/"[1:])
-    monkeypatch.setattr("launcher.probe.nvidia_driver.CAPABILITIES", f"{tmp_path}/capabilities"[1:])
-    monkeypatch.setattr("launcher.probe.nvidia_driver.DEVICE", f"{tmp_path}/nvidia")
-    monkeypatch.setattr("launcher.probe.nvidia_driver.BOUND", "proc/nothing/")
+    monkeypatch.setattr("launcher.probe.nvidia_gpus.GPUS", f"{tmp_path}/gpus/"[1:])
+    monkeypatch.setattr("launcher.probe.nvidia_gpus.CAPABILITIES", f"{tmp_path}/capabilities"[1:])
+    monkeypatch.setattr("launcher.probe.nvidia_gpus.DEVICE", f"{tmp_path}/nvidia")
+    monkeypatch.setattr("launcher.probe.nvidia_gpus.BOUND", "proc/nothing/")
     return tmp_path
 
 
@@ -77,7 +77,7 @@ def test_written_out_machine_has_all_its_gpus(root: Path) -> None:
 
 def list_uuids(top: Path) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("launcher.probe.nvidia_driver.GPUS", "proc/driver/nvidia/gpus/")
+        patch.setattr("launcher.probe.nvidia_gpus.GPUS", "proc/driver/nvidia/gpus/")
         return [gpu.uuid for gpu in read_driver(Tree(top)) or ()]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from launcher.probe.gpus import sort_gpus
 from launcher.probe.machine import probe
-from launcher.probe.nvidia_driver import read_driver
+from launcher.probe.nvidia_gpus import read_driver
 from launcher.probe.sysfs import Tree
 
 pytestmark = pytest.mark.gpu

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from launcher.plan.model import Limits
+from launcher.probe.cgroups import count_oom_kills
 from launcher.probe.limits import read_limits
 from launcher.probe.mounts import decode_octal, make_relative
-from launcher.probe.oom_kills import count_oom_kills
 from launcher.probe.sysfs import Tree
 
 from .machine_trees import put

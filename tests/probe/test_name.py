@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.probe.product import LONGEST, read_product_name
+from launcher.probe.machine import LONGEST, read_product_name
 from launcher.probe.sysfs import Tree
 
 from .machine_trees import link, put

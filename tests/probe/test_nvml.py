@@ -16,7 +16,7 @@ from .machine_trees import GPUS, put, write_small
 
 READ = """
 import dataclasses, json, sys
-from launcher.probe.nvml import read_nvml
+from launcher.probe.nvidia_gpus import read_nvml
 from launcher.probe.sysfs import Tree
 tree = Tree()
 gpus = read_nvml(tree)
@@ -25,18 +25,18 @@ print(json.dumps({"gpus": found, "warnings": tree.list_warnings()}))
 """
 SIZES = """
 import json
-from launcher.probe.nvml import read_nvml
+from launcher.probe.nvidia_gpus import read_nvml
 from launcher.probe.sysfs import Tree
 print(json.dumps([gpu.memory_mib for gpu in read_nvml(Tree())]))
 """
 PROBE = """
 import json, sys
-import launcher.probe.gpus, launcher.probe.nvidia_driver
+import launcher.probe.gpus, launcher.probe.nvidia_gpus
 from launcher.probe.machine import probe
 launcher.probe.gpus.NVIDIA_SIGNS = ("proc/self/status",)
 if len(sys.argv) > 2:
-    launcher.probe.nvidia_driver.GPUS = sys.argv[2]
-    launcher.probe.nvidia_driver.DEVICE = sys.argv[3]
+    launcher.probe.nvidia_gpus.GPUS = sys.argv[2]
+    launcher.probe.nvidia_gpus.DEVICE = sys.argv[3]
 machine = probe("/", quick=sys.argv[1] == "quick")
 gpus = [(g.index, g.pci, g.uuid, g.node, sorted(g.local_cpus)) for g in machine.gpus]
 print(json.dumps({"gpus": gpus, "warnings": machine.warnings, "pynvml": "pynvml" in sys.modules}))
@@ -195,7 +195,7 @@ def test_another_root_never_asks_nvml(library: Path, tmp_path: Path) -> None:
 
 PERSISTENCE = """
 import json
-from launcher.probe.nvml import read_persistence
+from launcher.probe.nvidia_gpus import read_persistence
 print(json.dumps(read_persistence()))
 """
 

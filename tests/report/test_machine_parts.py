@@ -8,12 +8,9 @@ from hypothesis import strategies as st
 
 from launcher.cpulist import parse_cpulist
 from launcher.plan.model import Gpu, Nic, NumaNode
-from launcher.report.device_names import describe_gpu, describe_nic
-from launcher.report.distances import describe_distances
-from launcher.report.machine_parts import build_parts
-from launcher.report.palette import PALETTE, find_ink, lighten
-from launcher.report.pci_switches import Switch, group_devices
-from launcher.report.rank_colours import name_ranks
+from launcher.report.machine_parts import Switch, build_parts, describe_gpu, describe_nic, group_devices
+from launcher.report.machine_tree import describe_distances
+from launcher.report.rank_colours import PALETTE, find_ink, lighten, name_ranks
 from launcher.text import clean_text, format_size, shorten_cpulist
 from tests.report import full_machines
 

@@ -12,11 +12,9 @@ from PIL import Image
 from launcher.cli.topo import number_classes
 from launcher.plan.model import Machine, Plan, Request
 from launcher.plan.planner import plan
-from launcher.report.layout import lay_out
-from launcher.report.palette import find_colour, lighten
-from launcher.report.picture import Box, arrange, walk_boxes
-from launcher.report.png import measure_text, render_png
-from launcher.report.svg import NAMESPACE, render_svg
+from launcher.report.machine_picture import lay_out
+from launcher.report.picture import NAMESPACE, Box, arrange, measure_text, render_png, render_svg, walk_boxes
+from launcher.report.rank_colours import find_colour, lighten
 from tests.plan.lab_machines import NAMES
 from tests.report import full_machines
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from launcher.plan.model import Memory, RankPlan, Variable
-from launcher.report.variable_table import count_variables, print_variables
+from launcher.report.placement_table import count_variables, print_variables
 from tests.conftest import Result
 
 Launch = Callable[..., Result]

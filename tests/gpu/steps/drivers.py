@@ -9,8 +9,15 @@ import torch
 from launcher.plan.model import Gpu
 from launcher.probe.gpus import sort_gpus
 from launcher.probe.machine import probe
-from launcher.probe.nvidia_driver import GPUS, has_mig, list_cards, read_bound, read_driver
-from launcher.probe.nvml import read_nvml, read_persistence
+from launcher.probe.nvidia_gpus import (
+    GPUS,
+    has_mig,
+    list_cards,
+    read_bound,
+    read_driver,
+    read_nvml,
+    read_persistence,
+)
 from launcher.probe.sysfs import Tree
 from tests.gpu.context import Context
 from tests.gpu.programs.show_device import describe_device

@@ -1,6 +1,7 @@
 """What the doctor judges beside the machine itself: limits, kernel settings, clocks, links, interrupts.
 
-None, or an empty tuple, is what could not be read: such a check is told as not done.
+launcher.probe.system_facts reads them. None, or an empty tuple, is what could not be read: such a check is
+reported as not done.
 """
 
 from dataclasses import dataclass

@@ -1,12 +1,17 @@
-"""The bar of a training program's progress: one row of text, drawn by whoever has the terminal."""
+"""The line at the bottom of a terminal: a training program's progress, or what a waiting job waits for."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
+from rich.text import Text
 
 from launcher.runs.progress import Progress as Step
+
+if TYPE_CHECKING:
+    from launcher.report.console import JobConsole
 
 
 @dataclass(slots=True)
@@ -44,3 +49,21 @@ def render_row(console: Console, content: RenderableType) -> str:
     with console.capture() as captured:
         console.print(content, width=max(console.width - 1, 1), height=1, no_wrap=True, overflow="ellipsis")
     return captured.get().partition("\n")[0].rstrip(" ")
+
+
+@dataclass(slots=True)
+class StatusLine:
+    """A line at the bottom of the terminal; nothing where there is none."""
+
+    console: "JobConsole"
+    text: str = ""
+
+    def show(self, text: str) -> None:
+        """Show a text in place of the former one; an empty one takes the line away."""
+        if text != self.text:
+            self.text = text
+            self.console.show_footer(render_row(self.console.console, Text(text)) if text else "")
+
+    def close(self) -> None:
+        """Take the line away."""
+        self.show("")
