@@ -1,4 +1,4 @@
-"""Jobs of four nodes and eight ranks, and what can befall them: the README's table of reliability.
+"""Jobs of four nodes and eight ranks, and what can befall them: the table in docs/reliability.md.
 
 In each test nothing is left running at the end, and where training was interrupted, its losses are those of
 the run that nothing befell.

@@ -1,4 +1,4 @@
-"""Jobs whose memory, devices and cores SLURM constrains: the rest of the README's table of reliability."""
+"""Jobs whose memory, devices and cores SLURM constrains: the rest of the table in docs/reliability.md."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Programs that were written for submitit: what its helpers do in a rank, as the README says."""
+"""Programs that were written for submitit: what its helpers do in a rank, as docs/slurm.md says."""
 
 import sys
 from pathlib import Path
