@@ -1,5 +1,6 @@
-"""The plan that the documents show is what a terminal of 80 columns shows."""
+"""The plan that the documents show is what a terminal of 80 columns shows, and its keys are those of the JSON."""
 
+import json
 import os
 import re
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import LAUNCH, clean_environ
+from tests.conftest import LAUNCH, clean_environ, run_inside
 from tests.docs.generate import DOCS, ROOT
 from tests.docs.pages import list_blocks
 
@@ -48,3 +49,10 @@ def test_the_plan_is_as_it_is_shown(path: Path, shown: list[str]) -> None:
     (lines,) = (block[1:] for block in blocks if block[0] == f"$ {COMMAND}")
     assert len(lines) > 10
     assert lines == shown[: len(lines)]
+
+
+def test_every_key_of_the_plan_is_described() -> None:
+    text = (DOCS / "placement.md").read_text(encoding="utf-8")
+    described = re.findall(r"^\| `(?:ranks\[\]\.)?(\w+)` \| ", text.split("### As JSON")[1], re.MULTILINE)
+    plan = json.loads(run_inside([*COMMAND.split()[1:], "format=json"]).out)
+    assert {*plan, *plan["ranks"][0]} == set(described[: described.index("warnings") + 1])
