@@ -1,4 +1,4 @@
-"""The plan that the documents show is what a terminal of 80 columns shows, and its keys are those of the JSON."""
+"""The plan in the documents: as a terminal of 80 columns shows it, and the keys of its JSON."""
 
 import json
 import os
