@@ -164,7 +164,7 @@ class JobConsole:
             return
         self.bar = self.bar or StepBar()
         self.drawn = time.monotonic()
-        self.show_footer(self.bar.render(self.console, step))
+        self.show_footer(self.bar.render_step(self.console, step))
 
     def show_footer(self, text: str) -> None:
         """Show a line at the bottom of the terminal, below all others; an empty one takes it away."""

@@ -1,5 +1,7 @@
 """The line at the bottom of a terminal: a training program's progress, or what a waiting job waits for."""
 
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,34 +16,61 @@ if TYPE_CHECKING:
     from launcher.report.console import JobConsole
 
 
+BAR_WIDTH = 20
+TIME_WIDTH = 7
+"""Columns of the time that is left: `-:--:--`, `0:05:54`."""
+ESTIMATE_PERIOD = 3600.0
+"""Seconds over which the speed is averaged: Rich forgets older steps, and one step may take minutes."""
+
+
 @dataclass(slots=True)
 class StepBar:
-    """Steps done and to do, the newest metrics, and the time that is left, which all but the metrics keep."""
+    """Steps done and to do, a bar, the newest metrics and the time that is left.
 
+    Steps, bar and time keep their width and place; the metrics get what is left of the row.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    """Seconds, from which the time that is left is estimated."""
     progress: Progress = field(init=False)
 
     def __post_init__(self) -> None:
         """Begin to measure the time."""
         self.progress = Progress(
-            TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True)),
-            BarColumn(bar_width=20),
+            TextColumn("{task.fields[steps]}", markup=False, table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=BAR_WIDTH),
             TextColumn(
                 "{task.fields[metrics]}",
                 markup=False,
                 table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
             ),
-            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=TIME_WIDTH)),
             auto_refresh=False,
             expand=True,
+            speed_estimate_period=ESTIMATE_PERIOD,
+            get_time=self.clock,
         )
-        self.progress.add_task("training", metrics="")
+        self.progress.add_task("training", steps="", metrics="")
 
-    def render(self, console: Console, step: Step) -> str:
+    def render_step(self, console: Console, step: Step) -> str:
         """Return the row for a step."""
-        metrics = "  ".join(f"{name} {value}" for name, value in step.metrics if name != "lr")
+        total = str(step.total)
+        steps = f"step {step.step:>{len(total)}}/{total}"
+        room = console.width - len(steps) - BAR_WIDTH - TIME_WIDTH - 4  # gaps, and a cell that stays free
+        metrics = fit_metrics([f"{name} {value}" for name, value in step.metrics if name != "lr"], room)
         task = self.progress.task_ids[0]
-        self.progress.update(task, completed=step.step, total=step.total, metrics=metrics)
+        self.progress.update(task, completed=step.step, total=step.total, steps=steps, metrics=metrics)
         return render_row(console, self.progress.get_renderable())
+
+
+def fit_metrics(metrics: Sequence[str], room: int) -> str:
+    """Return the first metrics that fit into some columns as a whole; the first of all in any case."""
+    text = "".join(metrics[:1])
+    for metric in metrics[1:]:
+        if len(text) + 2 + len(metric) > room:
+            break
+        text += f"  {metric}"
+    return text
 
 
 def render_row(console: Console, content: RenderableType) -> str:

@@ -16,8 +16,11 @@ from pathlib import Path
 
 import pyte
 import pytest
+from rich.console import Console
 
 from launcher.report.console import MOST_HELD, JobConsole, make_console
+from launcher.report.footer import StepBar
+from launcher.runs.progress import Progress
 from launcher.runs.rank_logs import Chunk, Follower
 from launcher.runs.run_directory import RunDir
 from tests.conftest import clean_environ
@@ -323,8 +326,38 @@ def test_on_a_terminal_there_is_a_bar_with_step_loss_and_tokens() -> None:
 def test_at_80_columns_the_bar_keeps_its_time_and_its_width() -> None:
     seen = on_terminal(SHOW.replace("EXTRA", "time.sleep(0.01)"), COLUMNS="80")
     last = find_bars(seen)[-1]
-    assert re.fullmatch(r"step 30/40 [━╸╺ ]{20} loss 2\.0 .*… (-:--:--|\d:\d\d:\d\d)", last)
+    assert re.fullmatch(r"step 30/40 [━╸╺ ]{20} loss 2\.0  tokens/s 123430 +(-:--:--|\d:\d\d:\d\d)", last)
     assert len(last) < 80
+
+
+def test_bar_and_time_stay_in_their_columns_and_metrics_are_whole() -> None:
+    bar, console = StepBar(), Console(width=80, force_terminal=True, color_system=None)
+    metrics = (
+        ("loss", "5.5421"),
+        ("lr", "3e-4"),
+        ("tokens/s", "12345"),
+        ("tflops", "123.45"),
+        ("mfu", "45.1%"),
+    )
+    rows = [bar.render_step(console, Progress(step, 200000, metrics)) for step in (1, 50, 199999)]
+    assert [row[:20] for row in rows] == [
+        "step      1/200000  ",
+        "step     50/200000  ",
+        "step 199999/200000 ━",
+    ]
+    assert {row.index("loss") for row in rows} == {40}
+    assert {row[40:-8] for row in rows} == {"loss 5.5421  tokens/s 12345    "}
+    assert {len(row) for row in rows} == {79}
+
+
+def test_the_time_left_is_known_of_a_program_that_takes_minutes_for_a_step() -> None:
+    now = 0.0
+    bar, console = StepBar(lambda: now), Console(width=80, force_terminal=True, color_system=None)
+    rows = []
+    for step in (1, 2, 3):
+        rows.append(bar.render_step(console, Progress(step, 10, (("loss", "1"),))))
+        now += 120
+    assert [row[-7:] for row in rows] == ["-:--:--", "0:16:00", "0:14:00"]
 
 
 def test_with_stdout_in_a_file_the_lines_go_there_and_the_bar_to_the_terminal(tmp_path: Path) -> None:
