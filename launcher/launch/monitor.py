@@ -31,6 +31,7 @@ TICK = 0.04
 """Seconds between two looks at the logs, while there is nothing new."""
 MANAGED = ("slurm", "allocation")
 """Kinds of clusters where one node speaks for all."""
+STARTING = "starting the ranks: their program and its imports take a few seconds to load"
 PATIENCE = 10.0
 """Seconds that a terminal or pipe has, at the end, to take some of what is still to be shown."""
 
@@ -139,6 +140,9 @@ class Viewer:
         for line in describe_job(job, self.run):
             console.print_message(line)
         console.print_renderable(lambda out: print_placement(out, job.plan, explain=job.config.explain))
+        # Until the first line of a rank there are seconds, most of them torch's import.
+        if mode != "none" and job.cluster.max_nodes == 1 and not self.follower.offsets:
+            console.print_message(STARTING)
         return console
 
     def await_shown(self, *, patient: bool = True) -> bool:

@@ -46,6 +46,19 @@ def test_one_ranks_output_is_its_bytes(tmp_path: Path) -> None:
     assert b"\n\xff error\nlaunch: succeeded" in (tmp_path / "stderr").read_bytes()
 
 
+@pytest.mark.parametrize(("mode", "told"), [("rank0", 1), ("none", 0)])
+def test_after_the_table_a_line_tells_that_the_ranks_are_starting(
+    tmp_path: Path, mode: str, told: int
+) -> None:
+    """Importing torch takes seconds, in which a terminal would show nothing."""
+    program = write_program(tmp_path, "import time\ntime.sleep(1)")
+    with start(tmp_path, "nproc_per_node=1", f"logs.console={mode}", "--", program) as started:
+        assert started.wait() == 0
+    lines = (tmp_path / "stderr").read_text().splitlines()
+    found = [at for at, line in enumerate(lines) if line == f"launch: {monitor.STARTING}"]
+    assert len(found) == told and found[:1] > [2][:told]
+
+
 def test_several_ranks_output_has_a_prefix_at_each_lines_start_and_nothing_else(tmp_path: Path) -> None:
     words = ("nproc_per_node=2", "logs.console=all", "--", write_program(tmp_path, ANYTHING))
     with start(tmp_path, *words) as started:
