@@ -118,7 +118,7 @@ def make_attempt_manifest(
 def reconstruct_outcome(
     request: JobRequest, found: Manifest, run: RunDir, environ: Mapping[str, str]
 ) -> Manifest:
-    """Return the outcome of an attempt whose head left none: it died with its node, or was killed.
+    """Return the outcome of an attempt whose batch script wrote none: it died with its node, or was killed.
 
     Accounting tells, where there is any. Else a node that is down, or was booted since, tells of its loss;
     and what is left is a preemption.

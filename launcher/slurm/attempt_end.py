@@ -35,7 +35,7 @@ class StepReport:
     """Signals to the batch script's process, and when, in seconds since the epoch."""
     checkpointed: bool
     """The ranks were sent the checkpoint signal."""
-    said: tuple[str, ...] = ()
+    srun_lines: tuple[str, ...] = ()
     """What srun complained of: its own lines on stderr."""
     signalled: tuple[tuple[str, int], ...] = ()
     """Nodes, and the stopping signals that their tasks got before any task had ended; none is ours."""

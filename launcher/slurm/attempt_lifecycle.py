@@ -19,7 +19,7 @@ from launcher.slurm.end_messages import (
     list_end_lines,
     list_failure_lines,
 )
-from launcher.slurm.job_control import QUICK, exclude_nodes, requeue_job
+from launcher.slurm.job_control import SHORT_TIMEOUT, exclude_nodes, requeue_job
 from launcher.slurm.job_request import JobRequest
 from launcher.slurm.requeue_policy import DESCRIPTIONS, Decision, PastAttempt, decide_requeue
 from launcher.text import break_line
@@ -83,7 +83,7 @@ def prepare_for_kill(attempt: Attempt) -> None:
         return
     for line in list_failure_lines(end):
         logger.info(line)
-    attempt.prepared = (end, carry_out_decision(attempt, end, QUICK))
+    attempt.prepared = (end, carry_out_decision(attempt, end, SHORT_TIMEOUT))
 
 
 def end_attempt(attempt: Attempt, step: StepReport) -> int:
@@ -100,13 +100,13 @@ def end_attempt(attempt: Attempt, step: StepReport) -> int:
         end = diagnose_end(attempt, step, trouble)
         for line in list_failure_lines(end):
             logger.info(line)
-        decision = carry_out_decision(attempt, end, QUICK if end.kill else PATIENCE)
+        decision = carry_out_decision(attempt, end, SHORT_TIMEOUT if end.kill else PATIENCE)
     for line in list_end_lines(end, decision, attempt.run, time.time() - attempt.started):
         logger.info(line)
     return end.exit_code
 
 
-def carry_out_decision(attempt: Attempt, end: AttemptEnd, patience: float) -> Decision:
+def carry_out_decision(attempt: Attempt, end: AttemptEnd, timeout: float) -> Decision:
     """Decide, write the manifest, and requeue: the manifest first, since a requeue ends this process too."""
     decision = decide_next(attempt, end)
     write_outcome(attempt, end, decision)
@@ -119,7 +119,7 @@ def carry_out_decision(attempt: Attempt, end: AttemptEnd, patience: float) -> De
         return decision
     try:
         if end.kill != "requeued":
-            requeue_job(attempt.job_id, attempt.environ, patience)
+            requeue_job(attempt.job_id, attempt.environ, timeout)
     except SchedulerError as error:
         decision = replace(decision, requeue=False, reason=f"{decision.reason}, but SLURM refuses ({error})")
         logger.warning(f"the job could not be requeued ({error})")
@@ -134,10 +134,10 @@ def exclude_lost_nodes(attempt: Attempt, end: AttemptEnd) -> None:
     outcomes = [entry["outcome"] for entry in reversed(attempt.earlier)]
     lost = [*end.lost, *(host for outcome in outcomes for host in outcome.get("lost") or ())]
     if lost:
-        least = attempt.request.min_nodes
-        doubt = exclude_nodes(attempt.job_id, list(dict.fromkeys(lost)), least, attempt.environ)
-        if doubt:
-            logger.warning(f"{doubt}")
+        min_nodes = attempt.request.min_nodes
+        warning = exclude_nodes(attempt.job_id, list(dict.fromkeys(lost)), min_nodes, attempt.environ)
+        if warning:
+            logger.warning(f"{warning}")
 
 
 def write_outcome(attempt: Attempt, end: AttemptEnd, decision: Decision) -> None:

@@ -143,7 +143,7 @@ def join_continued_lines(setup: Sequence[str]) -> list[str]:
 
 
 def render_exec(python: Sequence[str], words: str) -> list[str]:
-    """Become the head of the job, by the interpreter of the submission whatever environment is active.
+    """Replace the shell by `python -m launcher.slurm`, with the submission's interpreter in any environment.
 
     `words` are what follows in the line, as bash reads them.
     """
@@ -170,9 +170,9 @@ def check_syntax(text: str, setup: Sequence[str]) -> None:
         check=False,
     )
     if done.returncode:
-        said = " ".join(done.stderr.decode(errors="replace").split())
+        complaint = " ".join(done.stderr.decode(errors="replace").split())
         raise UsageError(
-            f"cluster.setup={list(setup)} is no valid bash ({said}): each entry is a whole command"
+            f"cluster.setup={list(setup)} is no valid bash ({complaint}): each entry is a whole command"
         )
 
 

@@ -13,40 +13,40 @@ FORMATS = ("SQUEUE_", "SACCT_", "SINFO_", "SLURM_TIME_FORMAT")
 """Beginnings of the variables by which people choose what these commands show, which is read here."""
 FIXED = {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}
 """Numbers and times look the same everywhere, and those of an array's members are shown in full."""
-PATIENCE = 60.0
+TIMEOUT = 60.0
 """Seconds that a command has; slurmctld itself gives up on a request after less (MessageTimeout)."""
 
 
 def run_slurm(
-    words: Sequence[str], environ: Mapping[str, str] | None = None, *, patience: float = PATIENCE
+    argv: Sequence[str], environ: Mapping[str, str] | None = None, *, timeout: float = TIMEOUT
 ) -> str:
     """Run one of SLURM's commands and return what it prints; raises SchedulerError with its complaint.
 
     How it shows things is by its words alone, whatever the user's variables say.
     """
-    given = os.environ if environ is None else environ
-    own = {name: value for name, value in given.items() if not name.startswith(FORMATS)}
+    environ_given = os.environ if environ is None else environ
+    kept = {name: value for name, value in environ_given.items() if not name.startswith(FORMATS)}
     try:
         done = subprocess.run(
-            words,
-            env={**own, **FIXED},
+            argv,
+            env={**kept, **FIXED},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=patience,
+            timeout=timeout,
             check=False,
         )
     except FileNotFoundError:
-        raise SchedulerError(f"there is no {words[0]} on PATH: load SLURM's module") from None
+        raise SchedulerError(f"there is no {argv[0]} on PATH: load SLURM's module") from None
     except subprocess.TimeoutExpired:
         raise SchedulerError(
-            f"{words[0]} did not answer in {patience:.0f} s: is slurmctld up (`scontrol ping`)?"
+            f"{argv[0]} did not answer in {timeout:.0f} s: is slurmctld up (`scontrol ping`)?"
         ) from None
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())
-        said = said or f"ended with {done.returncode}, and printed nothing"
-        raise SchedulerError(f"{words[0]}: {said}")
+        complaint = " ".join((done.stderr or done.stdout).split())
+        complaint = complaint or f"ended with {done.returncode}, and printed nothing"
+        raise SchedulerError(f"{argv[0]}: {complaint}")
     return done.stdout
 
 
@@ -124,9 +124,9 @@ def ask_queue(job_ids: Sequence[str]) -> dict[str, JobState]:
 def ask_controller(job_ids: Sequence[str]) -> dict[str, JobState]:
     """Ask slurmctld, which forgets a job MinJobAge seconds after its end; raises SchedulerError."""
     fields = ",".join(SQUEUE).split(",")
-    words = ["squeue", "--noheader", "--array", "--all", "--states=all", f"--jobs={','.join(job_ids)}"]
+    argv = ["squeue", "--noheader", "--array", "--all", "--states=all", f"--jobs={','.join(job_ids)}"]
     try:
-        text = run_slurm([*words, "--Format=" + ",".join(f"{name}:|" for name in fields)])
+        text = run_slurm([*argv, "--Format=" + ",".join(f"{name}:|" for name in fields)])
     except SchedulerError as error:
         # Of one job that it does not know it says so; in a list it passes over such.
         if "Invalid job id" in str(error):
@@ -140,9 +140,9 @@ def ask_accounting(job_ids: Sequence[str]) -> dict[str, JobState]:
     """Ask slurmdbd about jobs that the controller has forgotten; raises SchedulerError."""
     # Members that never began have one row together, which is not shown for the number of one of them.
     numbers = dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids)
-    words = ["sacct", "--parsable2", "--noheader", "--allocations", f"--jobs={','.join(numbers)}"]
+    argv = ["sacct", "--parsable2", "--noheader", "--allocations", f"--jobs={','.join(numbers)}"]
     fields = ",".join(SACCT).split(",")
-    text = run_slurm([*words, f"--format={','.join(fields)}"])
+    text = run_slurm([*argv, f"--format={','.join(fields)}"])
     rows = [read_sacct(row) for row in split_rows(text, len(fields))]
     # A member that ran has a row of its own, and is still counted in that of those that never did.
     rows.sort(key=lambda job: "[" not in job.job_id)

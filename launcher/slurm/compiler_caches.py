@@ -14,7 +14,7 @@ DISK_VARIABLES = ("SLURM_TMPDIR", "TMPDIR")
 """Variables that name a disk of the node's own, the first that will do winning; /tmp is the last."""
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 """Variables by which a user says where the caches are."""
-OWN = f"launch-caches-{os.uname().nodename}-"
+PREFIX = f"launch-caches-{os.uname().nodename}-"
 """How the names of this node's folders begin; a disk that several nodes share may know no lock but each
 node's own."""
 
@@ -41,14 +41,14 @@ def make_cache_folder(environ: Mapping[str, str]) -> tuple[str, int | None]:
 
     The folder is empty where there is no place for it, the lock None where the disk knows none.
     """
-    prefix = f".{OWN}{environ.get('SLURM_JOB_ID', 'job')}-"
-    for place in list_disks(environ):
+    prefix = f".{PREFIX}{environ.get('SLURM_JOB_ID', 'job')}-"
+    for disk in list_disks(environ):
         with contextlib.suppress(OSError, ValueError):
-            if not os.statvfs(place).f_flag & os.ST_NOEXEC:
-                remove_leftovers(place)
-                made = tempfile.mkdtemp(prefix=prefix, dir=place)
+            if not os.statvfs(disk).f_flag & os.ST_NOEXEC:
+                remove_leftovers(disk)
+                made = tempfile.mkdtemp(prefix=prefix, dir=disk)
                 lock = lock_folder(made)
-                folder = os.path.join(place, os.path.basename(made)[1:])  # noqa: PTH118, PTH119 - texts
+                folder = os.path.join(disk, os.path.basename(made)[1:])  # noqa: PTH118, PTH119 - texts
                 os.rename(made, folder)  # noqa: PTH104 - by this name it is locked
                 return folder, lock
     return "", None
@@ -57,7 +57,7 @@ def make_cache_folder(environ: Mapping[str, str]) -> tuple[str, int | None]:
 def list_disks(environ: Mapping[str, str]) -> list[str]:
     """Return the disks of this node that may do."""
     found = (*filter(None, map(environ.get, DISK_VARIABLES)), "/tmp")  # noqa: S108 - mkdtemp's names are not foreseen
-    return [os.path.abspath(place) for place in found]  # noqa: PTH100 - a text is wanted
+    return [os.path.abspath(disk) for disk in found]  # noqa: PTH100 - a text is wanted
 
 
 def lock_folder(folder: str) -> int | None:
@@ -71,11 +71,11 @@ def lock_folder(folder: str) -> int | None:
     return descriptor
 
 
-def remove_leftovers(place: str) -> None:
+def remove_leftovers(disk: str) -> None:
     """Remove this user's folders in a place whose tasks were killed: the kernel has let go of their locks."""
-    with contextlib.suppress(OSError), os.scandir(place) as entries:
+    with contextlib.suppress(OSError), os.scandir(disk) as entries:
         for entry in entries:
-            if not entry.name.startswith(OWN):
+            if not entry.name.startswith(PREFIX):
                 continue
             with contextlib.suppress(OSError):
                 if entry.stat(follow_symlinks=False).st_uid != os.geteuid():

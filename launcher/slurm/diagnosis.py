@@ -19,7 +19,15 @@ from launcher.slurm.attempt_end import (
     find_first_failure,
     was_terminated,
 )
-from launcher.slurm.job_control import CALM, QUICK, RUNNING, JobStatus, ask_job, ask_nodes, is_down
+from launcher.slurm.job_control import (
+    LONG_TIMEOUT,
+    RUNNING,
+    SHORT_TIMEOUT,
+    JobStatus,
+    ask_job,
+    ask_nodes,
+    is_down,
+)
 from launcher.slurm.notation import parse_signal
 from launcher.slurm.requeue_policy import is_near_limit
 from launcher.slurm.srun_messages import ENDED, parse_task_ends
@@ -27,12 +35,12 @@ from launcher.slurm.srun_messages import ENDED, parse_task_ends
 
 def diagnose_kill(attempt: Attempt) -> AttemptEnd | None:
     """Return what SLURM says of the end while the step still runs; None if SLURM does not end the job."""
-    status = ask_job_status(attempt, QUICK) if attempt.requeues else None
+    status = ask_job_status(attempt, SHORT_TIMEOUT) if attempt.requeues else None
     kill = classify_kill(status, attempt.restarts)
     if status is None or not kill or status.state in RUNNING:
         return None
     advance, _ = attempt.measure_progress()
-    node_states = ask_node_states(attempt, attempt.hosts, QUICK)
+    node_states = ask_node_states(attempt, attempt.hosts, SHORT_TIMEOUT)
     lost = tuple(host for host, state in node_states if is_down(state))
     facts = EndFacts(
         finished=advance.finished, lost=bool(lost), stop_requested=True, preempted=status.preempted
@@ -63,10 +71,10 @@ def diagnose_end(attempt: Attempt, step: StepReport, trouble: str = "") -> Attem
     stop_requested, succeeded = got_stop_signal(step), has_succeeded(attempt, step)
     if succeeded and not step.checkpointed and not stop_requested and not step.missing:
         return AttemptEnd(step, "", None, advance, trouble=trouble)
-    patience = QUICK if stop_requested else CALM
-    status = ask_job_status(attempt, patience)
+    timeout = SHORT_TIMEOUT if stop_requested else LONG_TIMEOUT
+    status = ask_job_status(attempt, timeout)
     kill = classify_kill(status, attempt.restarts)
-    node_states = ask_node_states(attempt, attempt.hosts if kill else step.missing, patience)
+    node_states = ask_node_states(attempt, attempt.hosts if kill else step.missing, timeout)
     task_ends = find_task_ends(step)
     stopped = bool(kill) or stop_requested or step.cancelled
     killed_tasks = tuple((host, word) for host, word in task_ends.items() if word != ENDED and not stopped)
@@ -165,18 +173,18 @@ def was_checkpointed_for_limit(attempt: Attempt, step: StepReport, status: JobSt
     return step.checkpointed and any(is_near_limit(moment, limit, seconds) for moment in sent)
 
 
-def ask_job_status(attempt: Attempt, patience: float) -> JobStatus | None:
+def ask_job_status(attempt: Attempt, timeout: float) -> JobStatus | None:
     """Ask SLURM how the job stands; None where it does not answer."""
     try:
-        return ask_job(attempt.job_id, attempt.environ, patience)
+        return ask_job(attempt.job_id, attempt.environ, timeout)
     except SchedulerError:
         return None
 
 
-def ask_node_states(attempt: Attempt, hosts: Sequence[str], patience: float) -> tuple[tuple[str, str], ...]:
+def ask_node_states(attempt: Attempt, hosts: Sequence[str], timeout: float) -> tuple[tuple[str, str], ...]:
     """Ask for the states of nodes; empty where SLURM does not answer."""
     try:
-        return tuple(ask_nodes(hosts, attempt.environ, patience).items())
+        return tuple(ask_nodes(hosts, attempt.environ, timeout).items())
     except SchedulerError:
         return ()
 
@@ -192,4 +200,4 @@ def find_silent_nodes(attempt: Attempt, step: StepReport) -> set[str]:
 
 def find_task_ends(step: StepReport) -> dict[str, str]:
     """Return the nodes without a record that srun has heard of, and how it says that their task ended."""
-    return {host: word for host, word in parse_task_ends(step.said).items() if host in step.missing}
+    return {host: word for host, word in parse_task_ends(step.srun_lines).items() if host in step.missing}

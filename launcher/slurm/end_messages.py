@@ -12,7 +12,7 @@ from launcher.slurm.attempt_end import AttemptEnd
 from launcher.slurm.requeue_policy import Decision
 from launcher.text import tell_first
 
-MOST = 3
+MAX_NAMED = 3
 """Sentences of the manifest's reason, and nodes that are named in one."""
 HINTS = {"Killed": ", probably out of memory"}
 
@@ -85,9 +85,9 @@ def list_failure_lines(end: AttemptEnd) -> list[str]:
 
 def list_reasons(end: AttemptEnd) -> list[str]:
     """Say the same for the manifest, which has the first failure elsewhere; of many nodes, the first ones."""
-    said = describe_events(end)
-    more = f" (and {len(said) - MOST} more)" if len(said) > MOST else ""
-    return [*said[: MOST - 1], said[MOST - 1] + more] if more else said
+    lines = describe_events(end)
+    more = f" (and {len(lines) - MAX_NAMED} more)" if len(lines) > MAX_NAMED else ""
+    return [*lines[: MAX_NAMED - 1], lines[MAX_NAMED - 1] + more] if more else lines
 
 
 def describe_events(end: AttemptEnd) -> list[str]:
@@ -125,17 +125,17 @@ def describe_agent_failures(end: AttemptEnd) -> list[str]:
     hosts: dict[str, list[str]] = {}
     for record in end.step.records:
         hosts.setdefault(record.agent_said, []).append(record.host)
-    said = [f"{join_hosts(names)}: {text}" for text, names in hosts.items() if text]
+    lines = [f"{join_hosts(names)}: {text}" for text, names in hosts.items() if text]
     if end.step.missing:
         doubt = "" if end.trouble else ": is the disk full?"
-        said.append(f"no record came from {', '.join(end.step.missing)}{doubt}")
-    return said or [f"no rank failed, but srun ended with {end.step.srun_exitcode}"]
+        lines.append(f"no record came from {', '.join(end.step.missing)}{doubt}")
+    return lines or [f"no rank failed, but srun ended with {end.step.srun_exitcode}"]
 
 
 def join_hosts(names: Sequence[str]) -> str:
     """Return the first few of some nodes, and how many more there are."""
-    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
-    return ", ".join(names[:MOST]) + more
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
 
 
 def describe_lost_nodes(end: AttemptEnd) -> list[str]:

@@ -1,4 +1,4 @@
-"""One attempt of a SLURM job, on its first node or in its user's shell: the step, and the account of it."""
+"""One attempt of a SLURM job, on its first node or in its user's shell: runs the step and reports its end."""
 
 import contextlib
 import logging
@@ -60,7 +60,7 @@ def open_job_run(run_path: Path) -> RunDir:
         ) from None
 
 
-def choose_nodes(environ: Mapping[str, str], most: int) -> tuple[str, ...]:
+def choose_nodes(environ: Mapping[str, str], max_nodes: int) -> tuple[str, ...]:
     """Return the nodes to run on: the first of the job's; raises MachineError."""
     text = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
     try:
@@ -69,7 +69,7 @@ def choose_nodes(environ: Mapping[str, str], most: int) -> tuple[str, ...]:
         hosts = ()
     if not hosts:
         raise MachineError(f"SLURM_JOB_NODELIST={text!r} is no list of nodes: is this a SLURM job?")
-    return hosts[:most]
+    return hosts[:max_nodes]
 
 
 def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *, requeues: bool) -> int:
@@ -81,35 +81,35 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
         attempt = start_attempt(request, run, environ, hosts, requeues=requeues)
         os.close(open_below(run.path, "logs", str(run.first_attempt)))
         salt = 0 if requeues else zlib.crc32(os.fsencode(run.path))
-        overseer = StepMonitor(attempt, inbox)
+        monitor = StepMonitor(attempt, inbox)
         try:
             skip_step_ids(attempt)
-            end = run_steps(attempt, overseer, salt)
+            end = run_step_attempts(attempt, monitor, salt)
         except OSError as error:
             reason = f"srun cannot be run ({error.strerror}): load SLURM's module, as cluster.setup can"
-            end = refuse_step(overseer, reason, EXIT_SCHEDULER)
+            end = refuse_step(monitor, reason, EXIT_SCHEDULER)
         except LaunchError as error:
-            end = refuse_step(overseer, str(error), error.exit_code)
+            end = refuse_step(monitor, str(error), error.exit_code)
         finally:
             end_leftovers(KILL_GRACE)
         return end_attempt(attempt, end)
 
 
-def run_steps(attempt: Attempt, overseer: StepMonitor, salt: int) -> StepReport:
+def run_step_attempts(attempt: Attempt, monitor: StepMonitor, salt: int) -> StepReport:
     """Run the step, again with another port where the first node has something else at that one."""
     job, local = int(attempt.environ.get("SLURM_JOB_ID", "0")), read_local_ports()
     for trial in range(TRIALS):
         clear_records(attempt)
         port = pick_port(job + salt, attempt.run.first_attempt, trial, local)
-        if trial + 1 < TRIALS and is_first_host(attempt) and not is_free(port):
+        if trial + 1 < TRIALS and is_first_host(attempt) and not is_port_free(port):
             continue
         run = run_rank_step if attempt.request.config.agent == "srun" else run_node_step
-        end = run(attempt, overseer, f"{attempt.hosts[0]}:{port}")
+        end = run(attempt, monitor, f"{attempt.hosts[0]}:{port}")
         taken = any(record.exit_code == PORT_TAKEN and not record.failure for record in end.records)
         away = any(is_refused_for_now(record) for record in end.records)
         if away:
-            overseer.wait(RETRY)
-        if overseer.signals or not (taken or away):
+            monitor.wait(RETRY)
+        if monitor.signals or not (taken or away):
             break
         if taken and trial + 1 < TRIALS:
             logger.info(
@@ -119,9 +119,9 @@ def run_steps(attempt: Attempt, overseer: StepMonitor, salt: int) -> StepReport:
 
 
 def is_refused_for_now(record: NodeRecord) -> bool:
-    """Tell whether a record, the head's own, says that there was no step, and that there may be one soon."""
-    said = record.agent_said
-    return record.failure is None and said.startswith(NOT_STARTED) and is_temporary(said)
+    """Tell whether a record of ours says that there was no step, and that there may be one soon."""
+    srun_lines = record.agent_said
+    return record.failure is None and srun_lines.startswith(NOT_STARTED) and is_temporary(srun_lines)
 
 
 def is_first_host(attempt: Attempt) -> bool:
@@ -129,7 +129,7 @@ def is_first_host(attempt: Attempt) -> bool:
     return attempt.hosts[0] == attempt.environ.get("SLURMD_NODENAME")
 
 
-def is_free(port: int) -> bool:
+def is_port_free(port: int) -> bool:
     """Tell whether a port of this host can be served; the node itself looks again."""
     try:
         check_port_free(port)
@@ -138,16 +138,16 @@ def is_free(port: int) -> bool:
     return True
 
 
-def run_node_step(attempt: Attempt, overseer: StepMonitor, endpoint: str) -> StepReport:
+def run_node_step(attempt: Attempt, monitor: StepMonitor, endpoint: str) -> StepReport:
     """Run the step of `agent=torchrun`: a task of ours on each node, which writes the node's record."""
     step = start_nodes(attempt, endpoint)
     with add_provenance(attempt):
-        overseer.watch(step)
+        monitor.run_to_end(step)
     step.close()
     end = report_step(
-        attempt, overseer, step.process.returncode, collect_node_records(attempt, step), step.said
+        attempt, monitor, step.process.returncode, collect_node_records(attempt, step), step.srun_lines
     )
-    if not overseer.signals:
+    if not monitor.signals:
         remove_caches(attempt, list(find_task_ends(end)))
     return replace(end, signalled=tuple(step.signalled), cancelled=step.cancelled)
 
@@ -167,7 +167,7 @@ def add_provenance(attempt: Attempt) -> Iterator[None]:
     asking.join()
 
 
-def run_rank_step(attempt: Attempt, overseer: StepMonitor, endpoint: str) -> StepReport:
+def run_rank_step(attempt: Attempt, monitor: StepMonitor, endpoint: str) -> StepReport:
     """Run the step of `agent=srun`: a task for each rank; the records are made here, from what srun tells."""
     from launcher.slurm.rank_step import RankJob, is_taken_here, start_ranks
 
@@ -176,50 +176,54 @@ def run_rank_step(attempt: Attempt, overseer: StepMonitor, endpoint: str) -> Ste
     if is_taken_here(job, endpoint):
         from launcher.slurm.srun_records import make_port_record
 
-        return report_step(attempt, overseer, PORT_TAKEN, [make_port_record(attempt.hosts[0], started)], ())
+        return report_step(attempt, monitor, PORT_TAKEN, [make_port_record(attempt.hosts[0], started)], ())
     step = start_ranks(job, describe_node_step(attempt), endpoint)
     from launcher.slurm.srun_records import RankStepEnd, record_nodes  # while the ranks start
 
     with add_provenance(attempt):
-        overseer.watch(step)
+        monitor.run_to_end(step)
     step.close()
     code, tail = step.process.returncode, request.config.logs.tail
-    told = step.told
-    stop = next((sent for sent in overseer.signals if sent[0] in STOPPING), told.stop)
-    records = record_nodes(RankStepEnd(run, attempt.hosts, job.ranks, tail, code, told, stop, started))
-    end = report_step(attempt, overseer, code, records, told.said)
-    return replace(end, cancelled=told.cancelled_first)
+    srun_report = step.srun_report
+    stop = next((sent for sent in monitor.signals if sent[0] in STOPPING), srun_report.stop)
+    records = record_nodes(RankStepEnd(run, attempt.hosts, job.ranks, tail, code, srun_report, stop, started))
+    end = report_step(attempt, monitor, code, records, srun_report.lines)
+    return replace(end, cancelled=srun_report.cancelled_first)
 
 
 def report_step(
-    attempt: Attempt, overseer: StepMonitor, code: int, records: Sequence[NodeRecord], said: Iterable[str]
+    attempt: Attempt,
+    monitor: StepMonitor,
+    code: int,
+    records: Sequence[NodeRecord],
+    srun_lines: Iterable[str],
 ) -> StepReport:
-    """Return the account of a step. Where no task ever ran, no node was lost: SLURM refused the step."""
-    said, heard = tuple(said), {record.host for record in records}
-    missing = tuple(host for host in attempt.hosts if host not in heard)
-    if not records and not overseer.signals and (code < 0 or (code and not has_begun(said))):
-        records, missing = [record_refusal(attempt, code, said)], ()
-    return StepReport(code, tuple(records), missing, tuple(overseer.signals), overseer.checkpointed, said)
+    """Return the report of a step. If no task ever ran, no node was lost: SLURM refused the step."""
+    srun_lines, reporting = tuple(srun_lines), {record.host for record in records}
+    missing = tuple(host for host in attempt.hosts if host not in reporting)
+    if not records and not monitor.signals and (code < 0 or (code and not has_begun(srun_lines))):
+        records, missing = [record_refusal(attempt, code, srun_lines)], ()
+    return StepReport(code, tuple(records), missing, tuple(monitor.signals), monitor.checkpointed, srun_lines)
 
 
-def record_refusal(attempt: Attempt, code: int, said: Sequence[str]) -> NodeRecord:
+def record_refusal(attempt: Attempt, code: int, srun_lines: Sequence[str]) -> NodeRecord:
     """Return a record that says why there is no step, in srun's words, or what ended srun and its step."""
     if code < 0:
         return make_refusal(attempt, f"srun was ended by {name_signal(-code)}, and its step", 128 - code)
-    words = "; ".join(map(drop_prefix, said[-3:]))
+    words = "; ".join(map(drop_prefix, srun_lines[-3:]))
     reason = f"{NOT_STARTED} (code {code}): {words or 'it printed nothing'}"
     return make_refusal(attempt, reason, EXIT_SCHEDULER)
 
 
 def make_refusal(attempt: Attempt, reason: str, status: int) -> NodeRecord:
-    """Return a record, the head's own, that says why there is no step."""
+    """Return a record of ours that says why there is no step."""
     return refuse_node(attempt.hosts[0], 0, status, reason, time.time())
 
 
-def refuse_step(overseer: StepMonitor, reason: str, status: int) -> StepReport:
-    """Return the account of a step that could not be started."""
-    record = make_refusal(overseer.attempt, reason, status)
-    return StepReport(status, (record,), (), tuple(overseer.signals), overseer.checkpointed)
+def refuse_step(monitor: StepMonitor, reason: str, status: int) -> StepReport:
+    """Return the report of a step that could not be started."""
+    record = make_refusal(monitor.attempt, reason, status)
+    return StepReport(status, (record,), (), tuple(monitor.signals), monitor.checkpointed)
 
 
 def clear_records(attempt: Attempt) -> None:

@@ -134,8 +134,10 @@ class Following:
     def show_wait(self) -> None:
         """Keep the line about jobs that wait up to date; the bar of an attempt that has ended goes."""
         if self.log is None:
-            words = Counter(job.state.state.lower() if job.state else "unknown" for job in self.open_jobs)
-            counts = ", ".join(f"{count} {word}" for word, count in sorted(words.items()))
+            counts_by_state = Counter(
+                job.state.state.lower() if job.state else "unknown" for job in self.open_jobs
+            )
+            counts = ", ".join(f"{count} {word}" for word, count in sorted(counts_by_state.items()))
             self.line.show(f"{len(self.jobs)} jobs: {counts}" if counts else "")
             return
         job = self.jobs[0]

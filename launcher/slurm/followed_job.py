@@ -28,7 +28,7 @@ QUIET = 5.0
 FRESH = 2.0
 """Seconds for which a size that a network filesystem tells is believed."""
 OWN = b"launch: "
-"""How the head's lines begin, which has the last word."""
+"""How the lines of the batch script's process begin; the last line of a job is one."""
 OTHERS = re.compile(rb"^\[[^][\s]+:(?!0\] )\d+\] .*\n", re.MULTILINE)
 """Lines of other ranks than rank 0."""
 RANKS = Source(0, "out", b"")
@@ -220,7 +220,7 @@ class MarkedLines:
 
 @dataclass(slots=True)
 class JobLog:
-    """Shows what is added to the log: ranks' output on stdout, the head's on stderr, rank 0's progress."""
+    """Shows what is added to the log: ranks' output on stdout, launch's on stderr, rank 0's progress."""
 
     run: RunDir
     job_id: str
@@ -228,7 +228,7 @@ class JobLog:
     follower: Follower = field(init=False)
     lines: MarkedLines = field(default_factory=lambda: MarkedLines((OWN,)))
     ends_with_launch_line: bool = False
-    """The last line is the head's."""
+    """The last line is launch's."""
     changed: float = field(default_factory=time.monotonic)
     """When something last came, in monotonic seconds."""
     opened: float = 0.0
@@ -271,7 +271,7 @@ class JobLog:
                 self.console.write_output(RANKS, piece)
 
     def show_rest(self) -> None:
-        """Show a last line of the head's that has no end."""
+        """Show a last line of launch's that has no end."""
         if rest := self.lines.finish():
             self.console.write_output(RANKS, rest)
 

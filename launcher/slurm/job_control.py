@@ -14,15 +14,15 @@ from launcher.slurm.client import run_slurm, split_rows
 
 RUNNING = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING")
 """States of a job that SLURM has not begun to end."""
-QUICK = 4.0
+SHORT_TIMEOUT = 4.0
 """Seconds for one question: a job that is being ended has KillWait in all, 30 s by default."""
-CALM = 20.0
+LONG_TIMEOUT = 20.0
 """Seconds for one question while nothing ends the job: slurmctld can be busy."""
 RETRY = 0.5
 """Seconds between two tries to requeue."""
 DOWN = ("down", "fail", "error", "unknown", "reboot", "power")
 """Beginnings of sinfo's states of a node that is not there; one that does not respond ends in `*`."""
-AWAY = re.compile("contact|connect|did not answer|timed out|backup|try again", re.IGNORECASE)
+UNREACHABLE = re.compile("contact|connect|did not answer|timed out|backup|try again", re.IGNORECASE)
 """What SLURM's commands complain of where slurmctld is not there."""
 BOOT = re.compile(r"^NodeName=(\S+).*\bBootTime=(\S+)", re.MULTILINE)
 KILL_WAIT = re.compile(r"^KillWait\s*=\s*(\d+)", re.MULTILINE)
@@ -51,10 +51,10 @@ def name_job(environ: Mapping[str, str]) -> str:
     return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID", "")
 
 
-def ask_job(job_id: str, environ: Mapping[str, str], patience: float = QUICK) -> JobStatus:
+def ask_job(job_id: str, environ: Mapping[str, str], timeout: float = SHORT_TIMEOUT) -> JobStatus:
     """Ask how the job stands; raises SchedulerError."""
     columns = ",".join(f"{name}:|" for name in FIELDS.split(","))
-    words = [
+    argv = [
         "squeue",
         "--noheader",
         "--array",
@@ -63,7 +63,7 @@ def ask_job(job_id: str, environ: Mapping[str, str], patience: float = QUICK) ->
         f"--jobs={job_id}",
         f"--Format={columns}",
     ]
-    text = run_slurm(words, environ, patience=patience)
+    text = run_slurm(argv, environ, timeout=timeout)
     for state, restarts, end, preempted, limit, reason in split_rows(text, len(FIELDS.split(","))):
         count = int(restarts) if restarts.isdecimal() else 0
         until = math.inf if limit == "UNLIMITED" else parse_slurm_time(end)
@@ -82,25 +82,27 @@ def parse_slurm_time(text: str) -> float | None:
 def ask_kill_wait(environ: Mapping[str, str]) -> int | None:
     """Ask for the seconds from SLURM's SIGTERM to its SIGKILL; None where it does not tell."""
     try:
-        found = KILL_WAIT.search(run_slurm(["scontrol", "show", "config"], environ, patience=QUICK))
+        found = KILL_WAIT.search(run_slurm(["scontrol", "show", "config"], environ, timeout=SHORT_TIMEOUT))
     except SchedulerError:
         return None
     return int(found[1]) if found else None
 
 
-def ask_nodes(hosts: Sequence[str], environ: Mapping[str, str], patience: float = QUICK) -> dict[str, str]:
+def ask_nodes(
+    hosts: Sequence[str], environ: Mapping[str, str], timeout: float = SHORT_TIMEOUT
+) -> dict[str, str]:
     """Return the states of nodes as sinfo has them, `down*`; raises SchedulerError."""
     if not hosts:
         return {}
-    words = ["sinfo", "--noheader", "--Node", "--all", f"--nodes={','.join(hosts)}", "--format=%N|%T"]
-    text = run_slurm(words, environ, patience=patience)
+    argv = ["sinfo", "--noheader", "--Node", "--all", f"--nodes={','.join(hosts)}", "--format=%N|%T"]
+    text = run_slurm(argv, environ, timeout=timeout)
     return dict(split_rows(text, 2))
 
 
 def ask_boots(hosts: Sequence[str], environ: Mapping[str, str]) -> dict[str, float]:
     """Return when nodes were booted, in seconds since the epoch; raises SchedulerError."""
-    words = ["scontrol", "--oneliner", "show", "node", ",".join(hosts)]
-    text = run_slurm(words, environ, patience=QUICK) if hosts else ""
+    argv = ["scontrol", "--oneliner", "show", "node", ",".join(hosts)]
+    text = run_slurm(argv, environ, timeout=SHORT_TIMEOUT) if hosts else ""
     times = [(found[1], parse_slurm_time(found[2])) for found in BOOT.finditer(text)]
     return {name: when for name, when in times if when is not None}
 
@@ -112,9 +114,9 @@ def is_down(state: str) -> bool:
 
 def ask_last_end(job_id: str, environ: Mapping[str, str]) -> str:
     """Return the state in which accounting has the job's attempt before this one; empty where it has none."""
-    words = ["sacct", "--duplicates", "--parsable2", "--noheader", "--allocations", f"--jobs={job_id}"]
+    argv = ["sacct", "--duplicates", "--parsable2", "--noheader", "--allocations", f"--jobs={job_id}"]
     with contextlib.suppress(SchedulerError):
-        text = run_slurm([*words, "--format=State,Start"], environ, patience=QUICK)
+        text = run_slurm([*argv, "--format=State,Start"], environ, timeout=SHORT_TIMEOUT)
         ended = [
             state.split()[0] for state, _ in split_rows(text, 2) if state and not state.startswith(("R", "P"))
         ]
@@ -136,19 +138,19 @@ def ignore_stops() -> Iterator[None]:
 
 
 @ignore_stops()
-def requeue_job(job_id: str, environ: Mapping[str, str], patience: float) -> None:
-    """Put the job back into the queue; tries for `patience` seconds where slurmctld is away.
+def requeue_job(job_id: str, environ: Mapping[str, str], timeout: float) -> None:
+    """Put the job back into the queue; tries for `timeout` seconds where slurmctld is away.
 
     Raises SchedulerError. A requeue that came in between is as good as ours.
     """
-    end = time.monotonic() + patience
+    end = time.monotonic() + timeout
     while True:
         try:
-            run_slurm(["scontrol", "requeue", job_id], environ, patience=max(QUICK, patience))
+            run_slurm(["scontrol", "requeue", job_id], environ, timeout=max(SHORT_TIMEOUT, timeout))
         except SchedulerError as error:
             if "pending execution" in str(error):
                 return
-            if AWAY.search(str(error)) and time.monotonic() <= end:
+            if UNREACHABLE.search(str(error)) and time.monotonic() <= end:
                 time.sleep(RETRY)
             elif was_requeued(job_id, environ):
                 return
@@ -172,24 +174,28 @@ def count_restarts(environ: Mapping[str, str]) -> int:
 
 
 @ignore_stops()
-def exclude_nodes(job_id: str, lost: Sequence[str], least: int, environ: Mapping[str, str]) -> str:
+def exclude_nodes(job_id: str, lost: Sequence[str], min_nodes: int, environ: Mapping[str, str]) -> str:
     """Exclude lost nodes, the newest loss first, from a job that is in the queue; returns which could not be.
 
     What the user excluded stays so. A node that the user named with --nodelist is not excluded, nor are
-    more than leave the partition `least` nodes: SLURM would never start the job.
+    more than leave the partition `min_nodes` nodes: SLURM would never start the job.
     """
-    words = ["squeue", "--noheader", "--array", "--all", "--states=all", f"--jobs={job_id}"]
+    argv = ["squeue", "--noheader", "--array", "--all", "--states=all", f"--jobs={job_id}"]
     try:
-        row = next(split_rows(run_slurm([*words, "--format=%x|%n|%P"], environ, patience=QUICK), 3))
+        row = next(split_rows(run_slurm([*argv, "--format=%x|%n|%P"], environ, timeout=SHORT_TIMEOUT), 3))
         excluded, required, partition = row
-        named = list_partition_nodes(required, partition, environ) if required else set()
+        required_nodes = list_partition_nodes(required, partition, environ) if required else set()
         before = list_partition_nodes(excluded, partition, environ) if excluded else set()
-        own = before - {*lost}
-        chosen = choose_excluded_nodes(lost, list_partition_nodes("", partition, environ) - own, named, least)
-        if own | {*chosen} != before:
-            names = ",".join(sorted(own | {*chosen}))
+        users = before - {*lost}
+        chosen = choose_excluded_nodes(
+            lost, list_partition_nodes("", partition, environ) - users, required_nodes, min_nodes
+        )
+        if users | {*chosen} != before:
+            names = ",".join(sorted(users | {*chosen}))
             run_slurm(
-                ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={names}"], environ, patience=QUICK
+                ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={names}"],
+                environ,
+                timeout=SHORT_TIMEOUT,
             )
     except (SchedulerError, StopIteration) as error:
         return f"{', '.join(lost)} not excluded ({error})"
@@ -198,14 +204,16 @@ def exclude_nodes(job_id: str, lost: Sequence[str], least: int, environ: Mapping
     return f"{', '.join(kept)} not excluded: {why}" if kept else ""
 
 
-def choose_excluded_nodes(lost: Sequence[str], nodes: set[str], named: set[str], least: int) -> list[str]:
-    """Return the lost nodes that can be spared, the first ones first, so that `least` of the nodes remain."""
-    able = [name for name in lost if name in nodes and name not in named]
-    return able[: max(len(nodes) - least, 0)]
+def choose_excluded_nodes(
+    lost: Sequence[str], nodes: set[str], required_nodes: set[str], min_nodes: int
+) -> list[str]:
+    """Return the lost nodes that can be spared, first ones first, so that `min_nodes` nodes remain."""
+    able = [name for name in lost if name in nodes and name not in required_nodes]
+    return able[: max(len(nodes) - min_nodes, 0)]
 
 
 def list_partition_nodes(expression: str, partition: str, environ: Mapping[str, str]) -> set[str]:
     """Return the nodes of a partition, those in `expression` alone where there is one."""
-    words = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N"]
-    words += [f"--nodes={expression}"] if expression else []
-    return set(run_slurm(words, environ, patience=QUICK).split())
+    argv = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N"]
+    argv += [f"--nodes={expression}"] if expression else []
+    return set(run_slurm(argv, environ, timeout=SHORT_TIMEOUT).split())

@@ -71,16 +71,16 @@ class JobOptions:
     warnings: tuple[str, ...]
 
 
-def choose_options(drafts: Sequence[Draft], environ: Mapping[str, str], *, dry: bool) -> JobOptions:
+def choose_options(drafts: Sequence[Draft], environ: Mapping[str, str], *, dry_run: bool) -> JobOptions:
     """Return the options for one job, or for an array of several; raises UsageError or SchedulerError.
 
-    With `dry`, what SLURM would not grant is a warning.
+    With `dry_run`, what SLURM would not grant is a warning.
     """
     for draft in drafts:
         check_draft(draft)
     first = drafts[0].config.cluster
-    inventory, warnings = ask_inventory(environ, first.additional.get("clusters"), dry=dry)
-    every = []
+    inventory, warnings = ask_inventory(environ, first.additional.get("clusters"), dry_run=dry_run)
+    options_of_jobs = []
     for draft in drafts:
         cluster = draft.config.cluster
         kinds = inventory.select(cluster.partition or environ.get("SBATCH_PARTITION"))
@@ -88,16 +88,18 @@ def choose_options(drafts: Sequence[Draft], environ: Mapping[str, str], *, dry: 
         try:
             check_limits(cluster, draft.cluster.min_nodes, filled, kinds)
         except SchedulerError as error:
-            if not dry:
+            if not dry_run:
                 raise
             warnings = [*warnings, str(error)]
         shape = JobSize(name_slurm_job(drafts), draft.cluster.min_nodes, draft.cluster.max_nodes)
-        every.append(build_options(cluster, shape, filled))
-    require_same(every)
+        options_of_jobs.append(build_options(cluster, shape, filled))
+    require_same(options_of_jobs)
     check_setups(drafts)
     array = [array_option(len(drafts), first.array_parallelism)] if len(drafts) > 1 else []
     kinds = inventory.select(first.partition or environ.get("SBATCH_PARTITION"))
-    return JobOptions((*every[0], *array), inventory.list_partitions(), kinds, tuple(dict.fromkeys(warnings)))
+    return JobOptions(
+        (*options_of_jobs[0], *array), inventory.list_partitions(), kinds, tuple(dict.fromkeys(warnings))
+    )
 
 
 def check_draft(draft: Draft) -> None:
@@ -140,7 +142,9 @@ def check_setups(drafts: Sequence[Draft]) -> None:
                 )
 
 
-def ask_inventory(environ: Mapping[str, str], clusters: object, *, dry: bool) -> tuple[Inventory, list[str]]:
+def ask_inventory(
+    environ: Mapping[str, str], clusters: object, *, dry_run: bool
+) -> tuple[Inventory, list[str]]:
     """Ask sinfo; where that fails, return an empty inventory and what to say of it.
 
     Raises SchedulerError where sbatch would fail too, which takes a minute each.
@@ -148,7 +152,7 @@ def ask_inventory(environ: Mapping[str, str], clusters: object, *, dry: bool) ->
     try:
         return ask_sinfo(environ, None if clusters is None else str(clusters)), []
     except SchedulerError as error:
-        if is_slurm_away(str(error)) and not dry:
+        if is_slurm_away(str(error)) and not dry_run:
             raise explain_refusal(str(error), (), (), ()) from None
         left = "what is auto of cluster.gpus_per_node, cpus_per_task and mem is left to SLURM"
         return Inventory(()), [f"{error}; {left}"]
@@ -182,14 +186,14 @@ def explain_refusal(
     named = NAMED.search(text)
     found = (names for words, names in CAUSES if words in text)
     names = (named["name"],) if named else next(found, ())
-    given = [option for option in options if option.name in names]
-    others = {*names} - {option.name for option in given}
+    given_options = [option for option in options if option.name in names]
+    others = {*names} - {option.name for option in given_options}
     variables = [name for option in sorted(others) for name in find_variables(environ, option)]
     shown = ", ".join(
-        [f"{option.key}: {option.render()}" for option in given]
+        [f"{option.key}: {option.render()}" for option in given_options]
         + [f"{name}={environ[name]}" for name in variables]
     )
-    keys = [option.key for option in given] + variables or [f"--{name}" for name in names]
+    keys = [option.key for option in given_options] + variables or [f"--{name}" for name in names]
     fix = suggest_fix(names, keys, partitions, kinds)
     return SchedulerError(f"{complaint}{f' ({shown})' if shown else ''}: {fix}")
 

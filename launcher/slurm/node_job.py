@@ -28,29 +28,29 @@ RESTARTS = 3
 
 def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
     """Run this node's part to its end, and return its exit code; raises LaunchError or OSError."""
-    place = read_task_identity(environ)
+    task = read_task_identity(environ)
     request = read_request(run_path, environ)
-    enter_directory(request.directory, place.host)
+    enter_directory(request.directory, task.host)
     check_open_files()
-    run = RunDir(run_path, place.attempt)
-    config, cluster = describe_node_part(request, place)
+    run = RunDir(run_path, task.attempt)
+    config, cluster = describe_node_part(request, task)
     merged = {**drop_ours(environ), **config.env}
-    log = run.agent_log(place.host)
+    log = run.agent_log(task.host)
     log_begin = measure_file(log)
-    agent = preload_agent(sys.executable, build_environ(config, cluster, merged, run, place.host), log)
+    agent = preload_agent(sys.executable, build_environ(config, cluster, merged, run, task.host), log)
     from launcher.slurm.node_work import run_agent  # as all that follows, while the agent imports torch
 
     try:
         check_port(config, cluster)
     except MachineError as error:
-        return report_port_taken(run, place, str(error), started)
+        return report_port_taken(run, task, str(error), started)
     with open_caches(merged) as caches:
         plan = plan_configured(config, merged, caches)
-        job = Job(config, request.choices, request.words, cluster, plan, merged, place.host)
+        job = Job(config, request.choices, request.words, cluster, plan, merged, task.host)
         write_node_plan(run, job)
-        command = render_agent(job, f"{run.id}-{place.step}-{place.attempt}")
+        command = render_agent(job, f"{run.id}-{task.step}-{task.attempt}")
         start = partial(agent.begin, command)
-        return run_agent(job, run, place, start, log_begin=log_begin, started=started)
+        return run_agent(job, run, task, start, log_begin=log_begin, started=started)
 
 
 def enter_directory(directory: str, host: str) -> None:
@@ -63,21 +63,21 @@ def enter_directory(directory: str, host: str) -> None:
         ) from None
 
 
-def describe_node_part(request: JobRequest, place: TaskIdentity) -> tuple[LaunchConfig, Cluster]:
+def describe_node_part(request: JobRequest, task: TaskIdentity) -> tuple[LaunchConfig, Cluster]:
     """Return the configuration of this node, and its part in the job; raises UsageError."""
     config, torchrun = request.config, request.config.torchrun
-    if torchrun.local_addr is None and can_resolve(place.host):
+    if torchrun.local_addr is None and can_resolve(task.host):
         # By this name the others find rank 0; torchrun's own idea of it may be an alias, or the loopback's.
-        torchrun = replace(torchrun, local_addr=place.host)
+        torchrun = replace(torchrun, local_addr=task.host)
     if torchrun.max_restarts is None and request.min_nodes < request.max_nodes:
         torchrun = replace(torchrun, max_restarts=RESTARTS)
     cluster = Cluster(
         "allocation" if config.cluster.kind == "allocation" else "slurm",
-        f"SLURM job {place.step.partition('.')[0]}",
-        min(request.min_nodes, place.nodes),
-        place.nodes,
-        config.rdzv_endpoint or place.endpoint,
-        is_host=place.node_rank == 0,
+        f"SLURM job {task.step.partition('.')[0]}",
+        min(request.min_nodes, task.nodes),
+        task.nodes,
+        config.rdzv_endpoint or task.endpoint,
+        is_host=task.node_rank == 0,
     )
     return replace(config, torchrun=torchrun), cluster
 
@@ -108,8 +108,8 @@ def check_port(config: LaunchConfig, cluster: Cluster) -> None:
         check_port_free(parse_endpoint(cluster.endpoint)[1])
 
 
-def report_port_taken(run: RunDir, place: TaskIdentity, reason: str, started: float) -> int:
-    """Leave word for the head, which chooses another port."""
-    record = refuse_node(place.host, place.node_rank, PORT_TAKEN, reason, started)
-    write_node(run.path, place.attempt, record)
+def report_port_taken(run: RunDir, task: TaskIdentity, reason: str, started: float) -> int:
+    """Record that the port is taken: the batch script's process chooses another one."""
+    record = refuse_node(task.host, task.node_rank, PORT_TAKEN, reason, started)
+    write_node(run.path, task.attempt, record)
     return PORT_TAKEN

@@ -40,14 +40,14 @@ from launcher.slurm.srun_messages import (
     parse_task_end,
 )
 
-LAST = 40
-"""Lines of srun's that are kept for the account."""
-PASSING: Mapping[str, object] = {"input": "none", "gres": "none"}
+KEPT_LINES = 40
+"""Lines of srun's that are kept for the report."""
+SMALL_STEP: Mapping[str, object] = {"input": "none", "gres": "none"}
 """Options of a step that needs nothing."""
-CYCLE = 4
+STEP_ID_CYCLE = 4
 """Attempts after which a step may have the number of an earlier one's again: by then the node that a signal
 waits for has been lost for longer than several waits in the queue."""
-SETTLE = 5.0
+RECORD_TIMEOUT = 5.0
 """Seconds for a short step, and for a record to come into sight of this node, on a filesystem that tells
 late of new files."""
 
@@ -63,12 +63,12 @@ class NodeStep:
     elastic: bool = False
     """The step outlives the end of a task."""
     started: float = field(default_factory=time.time)
-    said: deque[str] = field(default_factory=lambda: deque(maxlen=LAST))
+    srun_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
     """srun's own lines."""
     lost: frozenset[str] = frozenset()
     """Nodes that SLURM has given up."""
     signalled: list[tuple[str, int]] = field(default_factory=list)
-    """Nodes whose task got a signal that the head has not sent, before any task had ended."""
+    """Nodes whose task got a signal that we have not sent, before any task had ended."""
     cancelled: bool = False
     """SLURM said that the step was cancelled, before any task had ended."""
     ended: bool = False
@@ -107,8 +107,8 @@ class NodeStep:
         """Take a line of srun's own; false where it says nothing new to people."""
         if is_cpu_bind_complaint(line):
             return False
-        known = is_in_node_records(line, self.said)
-        self.said.append(line)
+        known = is_in_node_records(line, self.srun_lines)
+        self.srun_lines.append(line)
         self.cancelled = self.cancelled or (is_cancelled(line) and not self.ended)
         self.ended = self.ended or (parse_task_end(line) is not None and not self.elastic)
         if hosts := parse_node_failure(line):
@@ -119,7 +119,7 @@ class NodeStep:
 
     def close(self) -> None:
         """Take what is left, after srun's end."""
-        self.reader.join(SETTLE)
+        self.reader.join(RECORD_TIMEOUT)
         self.kill_wait_sender.join()
         os.close(self.control)
 
@@ -153,7 +153,7 @@ def describe_container(config: ContainerConfig, run_path: Path, directory: str) 
 
 def start_nodes(attempt: Attempt, endpoint: str) -> NodeStep:
     """Start a task on each node, which are to meet at `endpoint`; raises OSError where there is no srun."""
-    told = {LAUNCH_ATTEMPT: str(attempt.run.first_attempt), LAUNCH_RENDEZVOUS: endpoint}
+    variables = {LAUNCH_ATTEMPT: str(attempt.run.first_attempt), LAUNCH_RENDEZVOUS: endpoint}
     step = describe_node_step(attempt)
     step = replace(step, options=give_cpus(step.options, attempt.environ))
     reading, writing = open_channel()
@@ -161,10 +161,10 @@ def start_nodes(attempt: Attempt, endpoint: str) -> NodeStep:
     try:
         process = subprocess.Popen(
             render_step(step),
-            env={**clean_for_step(attempt.environ), **told},
+            env={**clean_for_step(attempt.environ), **variables},
             stdin=reading,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # a terminal's Ctrl-C is for the head alone
+            start_new_session=True,  # a terminal's Ctrl-C is for this process alone
             preexec_fn=lambda: prepare_agent(parent, FORWARDED),  # noqa: PLW1509 - no other thread forks here
         )
     except OSError:
@@ -182,17 +182,17 @@ def skip_step_ids(attempt: Attempt) -> None:
     and sends it again a minute later: then the step with that number may be the next attempt's (seen with
     SLURM 22.05; the request that waits names job and step alone).
     """
-    count = attempt.restarts % CYCLE
+    count = attempt.restarts % STEP_ID_CYCLE
     if not count:
         return
     from concurrent.futures import ThreadPoolExecutor
 
-    step = Step(1, attempt.hosts[:1], elastic=False, directory="/", command=("true",), options=PASSING)
-    words, environ = render_step(step), clean_for_step(attempt.environ)
+    step = Step(1, attempt.hosts[:1], elastic=False, directory="/", command=("true",), options=SMALL_STEP)
+    argv, environ = render_step(step), clean_for_step(attempt.environ)
 
     def pass_one(_: int) -> None:
         with contextlib.suppress(SchedulerError):  # where no step can be started, the real one says so
-            run_slurm(words, environ, patience=SETTLE)
+            run_slurm(argv, environ, timeout=RECORD_TIMEOUT)
 
     with ThreadPoolExecutor(count) as pool:
         list(pool.map(pass_one, range(count)))
@@ -204,14 +204,16 @@ def remove_caches(attempt: Attempt, hosts: Sequence[str]) -> None:
     if not hosts or config.cluster.container.image:
         return
     command = (sys.executable, "-P", "-m", "launcher.slurm.compiler_caches")
-    step = Step(len(hosts), tuple(hosts), elastic=True, directory="/", command=command, options=PASSING)
+    step = Step(len(hosts), tuple(hosts), elastic=True, directory="/", command=command, options=SMALL_STEP)
     with contextlib.suppress(SchedulerError):  # then the next task there does it
-        run_slurm(render_step(step), {**clean_for_step(attempt.environ), **config.env}, patience=SETTLE)
+        run_slurm(
+            render_step(step), {**clean_for_step(attempt.environ), **config.env}, timeout=RECORD_TIMEOUT
+        )
 
 
 def collect_node_records(attempt: Attempt, step: NodeStep) -> list[NodeRecord]:
     """Return the nodes' records, those that come late too where srun knows of no failure."""
-    run, deadline = attempt.run, time.monotonic() + SETTLE
+    run, deadline = attempt.run, time.monotonic() + RECORD_TIMEOUT
     while True:
         records = read_nodes(run.path, run.first_attempt)
         if len(records) >= len(attempt.hosts) or step.process.returncode or time.monotonic() > deadline:

@@ -99,8 +99,8 @@ def ask_position(job: JobState) -> QueuePosition | None:
     """
     if job.reason not in IN_LINE:
         return None
-    words = ["squeue", "--noheader", "--states=PENDING", f"--partition={job.partition}", "--format=%i %Q"]
-    return find_position(run_slurm(words).splitlines(), job.job_id)
+    argv = ["squeue", "--noheader", "--states=PENDING", f"--partition={job.partition}", "--format=%i %Q"]
+    return find_position(run_slurm(argv).splitlines(), job.job_id)
 
 
 def find_position(lines: Iterable[str], job_id: str) -> QueuePosition | None:

@@ -1,13 +1,11 @@
 """The step of `agent=srun`, whose tasks are the ranks: no process of ours is on the nodes to ask."""
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
@@ -29,59 +27,14 @@ from launcher.runs.run_directory import RunDir, name_run_dir
 from launcher.runs.secrets import mask_variables
 from launcher.slurm.client import run_slurm
 from launcher.slurm.job_request import JobRequest
-from launcher.slurm.notation import expand_hosts, parse_signal
+from launcher.slurm.notation import parse_signal
 from launcher.slurm.rank_output import RankView
 from launcher.slurm.slurm_environ import clean_for_step
 from launcher.slurm.srun_command import Step, build_srun_environ, count_ranks, render_ranks, render_step
 from launcher.slurm.srun_messages import (
+    SrunReport,
     TaskEnd,
-    is_cancelled,
-    is_cpu_bind_complaint,
-    is_verbose,
-    parse_completed,
-    parse_node_failure,
-    parse_task_end,
 )
-
-LAST = 40
-"""Lines of srun's, and of tasks that have no logs yet, that are kept for the account."""
-
-
-@dataclass(slots=True)
-class SrunReport:
-    """What srun has told of a step's tasks."""
-
-    ends: list[tuple[float, TaskEnd]] = field(default_factory=list)
-    """With the time of the line, in seconds since the epoch; not of those that ended with 0."""
-    clean: dict[int, float] = field(default_factory=dict)
-    """When tasks ended with 0, by their ranks."""
-    lost: set[str] = field(default_factory=set)
-    """Hosts."""
-    said: deque[str] = field(default_factory=lambda: deque(maxlen=LAST))
-    """All of its lines that are of use."""
-    cancelled: bool = False
-    cancelled_first: bool = False
-    """Before any task had ended."""
-    stop: tuple[int, float] | None = None
-    """The first stopping signal that the ranks were sent, and when, in seconds since the epoch."""
-
-    def note_line(self, line: str) -> bool:
-        """Take a line of srun's stderr; false where there is nothing in it for people."""
-        if is_cpu_bind_complaint(line) or is_verbose(line):
-            self.clean |= dict.fromkeys(parse_completed(line), time.time())
-            return False
-        self.said.append(line)
-        if end := parse_task_end(line):
-            self.ends.append((time.time(), end))
-            return False
-        if hosts := parse_node_failure(line):
-            with contextlib.suppress(ValueError):
-                self.lost.update(expand_hosts(hosts))
-        cancelled = is_cancelled(line)
-        self.cancelled = self.cancelled or cancelled
-        self.cancelled_first = self.cancelled_first or (cancelled and not self.ends)
-        # That srun itself has the others ended is no news after the first end.
-        return not (cancelled and self.ends)
 
 
 @dataclass(slots=True)
@@ -90,16 +43,16 @@ class RankStep:
 
     process: "subprocess.Popen[bytes]"
     view: RankView
-    describing: Step
+    spec: Step
     """What srun was started with."""
     run_id: str
     """TORCHELASTIC_RUN_ID, which no other step of the job has."""
     environ: Mapping[str, str]
-    """The head's."""
+    """The batch script's."""
     exit_codes: Collection[int] = ()
     """Those by which a rank asks for another start."""
     started: float = field(default_factory=time.time)
-    told: SrunReport = field(default_factory=SrunReport)
+    srun_report: SrunReport = field(default_factory=SrunReport)
     reader: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,11 +64,15 @@ class RankStep:
     def read_errors(self) -> None:
         """Take srun's stderr to its end: the thread's body."""
         for raw in self.process.stderr or ():
-            line, is_first = raw.decode(errors="replace").rstrip("\n"), not self.told.ends
-            if self.told.note_line(line):
+            line, is_first = raw.decode(errors="replace").rstrip("\n"), not self.srun_report.ends
+            if self.srun_report.note_line(line):
                 self.view.show_text(line)
-            if is_first and self.told.ends and not (self.told.stop or self.told.cancelled):
-                self.view.say(self.describe_first_end(self.told.ends[0][1]))
+            if (
+                is_first
+                and self.srun_report.ends
+                and not (self.srun_report.stop or self.srun_report.cancelled)
+            ):
+                self.view.say(self.describe_first_end(self.srun_report.ends[0][1]))
 
     def describe_first_end(self, end: TaskEnd) -> str:
         """Say at once that ranks have failed, since the others may take long to end."""
@@ -131,25 +88,25 @@ class RankStep:
     @property
     def lost(self) -> Set[str]:
         """Nodes that SLURM has given up."""
-        return self.told.lost
+        return self.srun_report.lost
 
     def send(self, number: int) -> None:
         """Send a signal to the ranks: those that stop to all, others where they are caught.
 
         It takes a step of its own, and so a thread; the last stage is srun's.
         """
-        if number in STOPPING and self.told.stop is None:
-            self.told.stop = (number, time.time())
+        if number in STOPPING and self.srun_report.stop is None:
+            self.srun_report.stop = (number, time.time())
         if number == signal.SIGKILL:
             self.process.send_signal(signal.SIGTERM)
         else:
-            threading.Thread(target=self.tell_ranks, args=(number,), daemon=True).start()
+            threading.Thread(target=self.signal_ranks, args=(number,), daemon=True).start()
 
-    def tell_ranks(self, number: int) -> None:
+    def signal_ranks(self, number: int) -> None:
         """Have each node's ranks sent a signal; where that fails, srun sends a user signal to all."""
         try:
-            said = run_slurm(self.render_telling(number), clean_for_step(self.environ))
-            spared = sum(map(int, said.split()))
+            lines = run_slurm(self.render_signal_step(number), clean_for_step(self.environ))
+            spared = sum(map(int, lines.split()))
         except (SchedulerError, ValueError) as error:
             if self.process.poll() is None:
                 self.view.say(f"warning: {name_signal(number)} not sent to the ranks alone ({error})")
@@ -160,7 +117,7 @@ class RankStep:
             ranks = "1 rank has" if spared == 1 else f"{spared} ranks have"
             self.view.say(f"{name_signal(number)} not sent: {ranks} no handler for it")
 
-    def render_telling(self, number: int) -> tuple[str, ...]:
+    def render_signal_step(self, number: int) -> tuple[str, ...]:
         """Return the words of the step that sends a signal: a task on each node, outside of any container."""
         job = self.environ.get("SLURM_JOB_ID", "")
         command = (
@@ -172,15 +129,15 @@ class RankStep:
             job,
             self.run_id,
         )
-        own = Step(
-            self.describing.nodes,
-            self.describing.nodelist,
+        torchrun = Step(
+            self.spec.nodes,
+            self.spec.nodelist,
             elastic=True,
-            directory=self.describing.directory,
+            directory=self.spec.directory,
             command=command,
             options={"input": "none", "gres": "none"},
         )
-        return render_step(own)
+        return render_step(torchrun)
 
     def close(self) -> None:
         """Read and show the rest, after srun's end."""
@@ -197,7 +154,7 @@ class RankJob:
     hosts: tuple[str, ...]
     """The nodes of the step, by SLURM_NODEID."""
     environ: Mapping[str, str]
-    """The head's."""
+    """The batch script's."""
 
     @property
     def ranks(self) -> int:
@@ -226,15 +183,17 @@ def start_ranks(job: RankJob, step: Step, endpoint: str) -> RankStep:
     The step's command is replaced. Raises UsageError for what cannot run, OSError where there is no srun.
     """
     config = job.request.config
-    own = {**job.environ, **config.env}
-    told = tell_ranks(job, endpoint)
+    torchrun = {**job.environ, **config.env}
+    srun_report = signal_ranks(job, endpoint)
     shown = {"configured": mask_variables(config.env)}
-    wishes = {"root": config.machine.root, **shown, **describe_wishes(config)}
-    step = replace(step, command=render_command(job.request, own))
-    process = open_srun(render_ranks(step, job.ranks), build_srun_environ(own, told, wishes))
+    request_fields = {"root": config.machine.root, **shown, **describe_wishes(config)}
+    step = replace(step, command=render_command(job.request, torchrun))
+    process = open_srun(
+        render_ranks(step, job.ranks), build_srun_environ(torchrun, srun_report, request_fields)
+    )
     view = RankView(job.run, job.hosts, job.ranks, config.logs.console)
     codes = config.cluster.requeue.exit_codes
-    return RankStep(process, view, step, told[LAUNCH_RDZV_ID], job.environ, codes)
+    return RankStep(process, view, step, srun_report[LAUNCH_RDZV_ID], job.environ, codes)
 
 
 def render_command(request: JobRequest, environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -247,29 +206,29 @@ def render_command(request: JobRequest, environ: Mapping[str, str]) -> tuple[str
     return (*shim, *find_program(request.words, request.config, environ))
 
 
-def tell_ranks(job: RankJob, endpoint: str) -> dict[str, str]:
+def signal_ranks(job: RankJob, endpoint: str) -> dict[str, str]:
     """Return what the shim is told, and where the ranks meet."""
-    config, own, run = job.request.config, job.request.config.torchrun, job.run
+    config, torchrun, run = job.request.config, job.request.config.torchrun, job.run
     host, port = parse_endpoint(endpoint)
     unique = f"{run.id}-{job.environ.get('SLURM_JOB_ID')}-{run.first_attempt}-{os.getpid()}-{port}"
     return {
         LAUNCH_RECORD_DIR: str(run.path),
         **name_run_dir(run),
         LAUNCH_ATTEMPT: str(run.first_attempt),
-        LAUNCH_RDZV_ID: own.rdzv_id or unique,
+        LAUNCH_RDZV_ID: torchrun.rdzv_id or unique,
         LAUNCH_SIGNAL: str(int(parse_signal(config.cluster.signal)[0])),
-        **({LAUNCH_ROLE: own.role} if own.role else {}),
+        **({LAUNCH_ROLE: torchrun.role} if torchrun.role else {}),
         **({LAUNCH_STRICT: "1"} if config.binding.strict else {}),
-        "MASTER_ADDR": own.master_addr or host,
-        "MASTER_PORT": str(own.master_port or port),
+        "MASTER_ADDR": torchrun.master_addr or host,
+        "MASTER_PORT": str(torchrun.master_port or port),
     }
 
 
-def open_srun(words: Sequence[str], environ: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    """Start srun in a session of its own, so that a terminal's Ctrl-C reaches the head alone."""
+def open_srun(argv: Sequence[str], environ: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    """Start srun in a session of its own, so that a terminal's Ctrl-C reaches this process alone."""
     parent = os.getpid()
     return subprocess.Popen(
-        words,
+        argv,
         env=dict(environ),
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

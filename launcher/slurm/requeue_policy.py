@@ -22,13 +22,13 @@ DESCRIPTIONS = {
 """Classes of an attempt's end, and how people are told of them."""
 LIMITED = ("preempted", "timeout", "node_failure", "stopped", "requested", "crash")
 """Those for which `cluster.requeue` says how often the job is requeued."""
-TAKEN = ("preempted", "requeued")
+NOT_COUNTED = ("preempted", "requeued")
 """Those of attempts that had no say in how long they ran."""
-EARLY = 60.0
+SIGNAL_EARLY = 60.0
 """Seconds that SLURM may send a job's signal too early (sbatch(1), --signal)."""
-SLACK = 30.0
+CLOCK_SLACK = 30.0
 """Seconds that slurmctld may be late to tell, and clocks may differ."""
-CLOSING = 15.0
+CLOSING_TIME = 15.0
 """Seconds before the time limit for the batch script's process: records, manifest, requeue."""
 
 
@@ -54,14 +54,14 @@ class Decision:
 
 def check_requeue(policy: "RequeueConfig") -> None:
     """Check `cluster.requeue`; raises UsageError."""
-    least = {**dict.fromkeys(LIMITED, 0), "no_progress": 0, "limit": 1}
-    for name, number in least.items():
-        if (given := getattr(policy, name)) < number:
-            raise UsageError(f"cluster.requeue.{name}={given}: give a number of at least {number}")
-    odd = [code for code in policy.exit_codes if not 0 < code < 256]
-    if odd:
+    minimum = {**dict.fromkeys(LIMITED, 0), "no_progress": 0, "limit": 1}
+    for name, number in minimum.items():
+        if (value := getattr(policy, name)) < number:
+            raise UsageError(f"cluster.requeue.{name}={value}: give a number of at least {number}")
+    invalid = [code for code in policy.exit_codes if not 0 < code < 256]
+    if invalid:
         raise UsageError(
-            f"cluster.requeue.exit_codes={policy.exit_codes}: {odd[0]} is no exit code of a failure, give"
+            f"cluster.requeue.exit_codes={policy.exit_codes}: {invalid[0]} is no exit code of a failure, give"
             " numbers from 1 to 255"
         )
 
@@ -99,7 +99,7 @@ def count_idle(attempts: Sequence[PastAttempt]) -> int:
     """Count the last attempts without progress, those left out whose nodes were taken from them."""
     idle = 0
     for attempt in reversed(attempts):
-        if attempt.cause in TAKEN and not attempt.advanced:
+        if attempt.cause in NOT_COUNTED and not attempt.advanced:
             continue
         if attempt.advanced is not False:
             break
@@ -113,7 +113,7 @@ def is_near_limit(now: float, end_time: float | None, seconds: float) -> bool:
     `seconds` is how long before the limit it was ordered. Where SLURM does not tell of the limit (None), it
     is taken for the limit's; where there is none (infinite), it is a user's.
     """
-    return end_time is None or now >= end_time - seconds - EARLY - SLACK
+    return end_time is None or now >= end_time - seconds - SIGNAL_EARLY - CLOCK_SLACK
 
 
 def choose_stop_time(now: float, end_time: float | None, seconds: float, grace: float) -> float | None:
@@ -127,4 +127,4 @@ def choose_stop_time(now: float, end_time: float | None, seconds: float, grace: 
     if not is_near_limit(now, end_time, seconds):
         return None
     left = max((now + seconds if end_time is None else end_time) - now, 0.0)
-    return now + max(left / 2, left - grace - CLOSING)
+    return now + max(left / 2, left - grace - CLOSING_TIME)

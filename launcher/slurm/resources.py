@@ -15,7 +15,7 @@ from launcher.slurm.sbatch_options import AUTO, Resources
 if TYPE_CHECKING:
     from launcher.config.schema import ClusterConfig
 
-FIELDS = ("%P", "%D", "%c", "%z", "%m", "%G", "%t", "%l", "%f", "%B")
+SINFO_FIELDS = ("%P", "%D", "%c", "%z", "%m", "%G", "%t", "%l", "%f", "%B")
 """Partition, nodes, CPUs, S:C:T, memory, gres, state, time limit, features, MaxCPUsPerNode."""
 GRES = re.compile(r"(?:gres/)?gpu(?::(?P<type>[^:,()]+))??(?::(?P<count>\d+))?(?:\([^()]*\))?")
 """`gpu:a100:8(S:0-1)`, `gpu:8`."""
@@ -70,19 +70,21 @@ class Inventory:
 
 def ask_sinfo(environ: Mapping[str, str], clusters: str | None) -> Inventory:
     """Ask for all partitions; raises SchedulerError."""
-    words = ["sinfo", "--all", "--exact", "--noheader", f"--format={'|'.join(FIELDS)}"]
-    return parse_sinfo(run_slurm([*words, f"--clusters={clusters}"] if clusters else words, environ))
+    argv = ["sinfo", "--all", "--exact", "--noheader", f"--format={'|'.join(SINFO_FIELDS)}"]
+    return parse_sinfo(run_slurm([*argv, f"--clusters={clusters}"] if clusters else argv, environ))
 
 
 def parse_sinfo(text: str) -> Inventory:
     """Read what sinfo prints; lines of another shape, such as `CLUSTER: name`, are passed over."""
-    kinds = (parse_line(line.split("|")) for line in text.splitlines() if line.count("|") == len(FIELDS) - 1)
+    kinds = (
+        parse_line(line.split("|")) for line in text.splitlines() if line.count("|") == len(SINFO_FIELDS) - 1
+    )
     return Inventory(tuple(kind for kind in kinds if kind))
 
 
 def parse_line(cells: list[str]) -> NodeKind | None:
     """Read one line; None for a partition without nodes, or where a number is none."""
-    partition, count, cpus, shape, memory, gres, state, limit, features, most = (
+    partition, count, cpus, shape, memory, gres, state, limit, features, max_cpus = (
         cell.strip() for cell in cells
     )
     try:
@@ -93,7 +95,7 @@ def parse_line(cells: list[str]) -> NodeKind | None:
         return None
     if not numbers[0]:
         return None
-    allowed = min(numbers[1], int(most)) if most.isdecimal() else numbers[1]
+    allowed = min(numbers[1], int(max_cpus)) if max_cpus.isdecimal() else numbers[1]
     return NodeKind(
         partition=partition.rstrip("*"),
         is_default=partition.endswith("*"),
@@ -131,17 +133,19 @@ def fill_auto_resources(
     `nproc` is the number of ranks, None where that is the GPUs'. Without `kinds` (sinfo failed) what is
     `auto` is left to SLURM.
     """
-    given = {str(name).replace("_", "-") for name, value in cluster.additional.items() if value is not None}
+    additional_names = {
+        str(name).replace("_", "-") for name, value in cluster.additional.items() if value is not None
+    }
     suited = match_features(kinds, cluster.constraint)
-    gpus = choose_gpus(cluster.gpus_per_node, nproc, suited, environ, given)
+    gpus = choose_gpus(cluster.gpus_per_node, nproc, suited, environ, additional_names)
     fitting = tuple(kind for kind in suited if gpus is None or kind.count_gpus(gpus.kind) >= gpus.count)
     cpus, mem = cluster.cpus_per_task, cluster.mem
     if cpus == AUTO:
         single = is_single_threaded(cluster.additional, environ)
-        cpus = None if given & {*CPU_OPTIONS} else share_cpus(fitting, gpus, single=single)
+        cpus = None if additional_names & {*CPU_OPTIONS} else share_cpus(fitting, gpus, single=single)
     if mem == AUTO:
-        left = given & {*MEM_OPTIONS} or any(name in environ for name in MEM_VARIABLES)
-        mem = None if left else share_memory(fitting, gpus)
+        is_left_to_slurm = additional_names & {*MEM_OPTIONS} or any(name in environ for name in MEM_VARIABLES)
+        mem = None if is_left_to_slurm else share_memory(fitting, gpus)
     texts = [None if value is None else str(value) for value in (gpus, cpus, mem)]
     return Resources(*texts)
 
@@ -154,12 +158,16 @@ def match_features(kinds: tuple[NodeKind, ...], constraint: str | None) -> tuple
 
 
 def choose_gpus(
-    asked: object, nproc: int | None, kinds: tuple[NodeKind, ...], environ: Mapping[str, str], given: set[str]
+    wanted: object,
+    nproc: int | None,
+    kinds: tuple[NodeKind, ...],
+    environ: Mapping[str, str],
+    additional_names: set[str],
 ) -> Gpus | None:
     """Return the GPUs of each node: as asked, else one for each rank, else all; None leaves it to SLURM."""
-    if asked is not None and asked != AUTO:
-        return parse_gpus("cluster.gpus_per_node", asked)
-    if asked is None or "gres" in given:
+    if wanted is not None and wanted != AUTO:
+        return parse_gpus("cluster.gpus_per_node", wanted)
+    if wanted is None or "gres" in additional_names:
         return None
     if text := environ.get("SBATCH_GPUS_PER_NODE"):
         return parse_gpus("SBATCH_GPUS_PER_NODE", text)
@@ -213,20 +221,20 @@ def check_limits(
     """Raise SchedulerError for what SLURM as a rule would leave in the queue for ever: nodes, CPUs, time."""
     if not kinds:
         return
-    asked = parse_gpus("cluster.gpus_per_node", filled.gpus_per_node or 0)
+    wanted = parse_gpus("cluster.gpus_per_node", filled.gpus_per_node or 0)
     names = sorted({kind.partition for kind in kinds})
-    fitting = [kind for kind in kinds if kind.count_gpus(asked.kind) >= asked.count] or list(kinds)
+    fitting = [kind for kind in kinds if kind.count_gpus(wanted.kind) >= wanted.count] or list(kinds)
     have = max(sum(kind.count for kind in fitting if kind.partition == name) for name in names)
     where = f"partition {', '.join(names)}"
     if nodes > have:
-        wanted = f" with {asked} GPUs" if asked.count else ""
+        with_gpus = f" with {wanted} GPUs" if wanted.count else ""
         raise SchedulerError(
-            f"nodes={nodes}, and {where} has {have}{wanted}: set nodes={have}, or another partition"
+            f"nodes={nodes}, and {where} has {have}{with_gpus}: set nodes={have}, or another partition"
         )
-    most = max(kind.cpus for kind in fitting)
-    if int(filled.cpus_per_task or 1) > most:
+    max_cpus = max(kind.cpus for kind in fitting)
+    if int(filled.cpus_per_task or 1) > max_cpus:
         raise SchedulerError(
-            f"cluster.cpus_per_task={filled.cpus_per_task}, and nodes of {where} have {most} CPUs"
+            f"cluster.cpus_per_task={filled.cpus_per_task}, and nodes of {where} have {max_cpus} CPUs"
         )
     limit = max(kind.time_limit for kind in kinds)
     if cluster.time is not None and parse_time_limit("cluster.time", cluster.time) > limit:

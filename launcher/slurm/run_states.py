@@ -49,9 +49,9 @@ def find_run_states(paths: Sequence[Path], *, own: bool = False) -> RunStates:
     With `own`, what another user may have written is not heard: see `read_status`.
     """
     runs = [read_status(path, own=own) for path in paths]
-    asked = [run.job_id for run in runs if run.job_id and (run.is_live or run.state == "unknown")]
+    job_ids = [run.job_id for run in runs if run.job_id and (run.is_live or run.state == "unknown")]
     try:
-        jobs = ask_queue(asked) if asked else {}
+        jobs = ask_queue(job_ids) if job_ids else {}
     except SchedulerError as error:
         return RunStates(tuple(runs), error)
     return RunStates(tuple(update_run(run, jobs.get(run.job_id or "")) for run in runs))
@@ -93,12 +93,12 @@ def resolve_run(run: RunStatus, job: JobState | None) -> RunStatus:
 
 def apply_end(run: RunStatus, job: JobState) -> RunStatus:
     """Return a run with the end that SLURM tells of."""
-    state, words = ENDINGS.get(job.state, ("failed", job.state))
-    told = [words, "" if job.reason == "NonZeroExitCode" else job.reason]
+    state, text = ENDINGS.get(job.state, ("failed", job.state))
+    parts = [text, "" if job.reason == "NonZeroExitCode" else job.reason]
     if job.state not in ENDINGS and job.exit_code:
-        told.append(f"exit code {job.exit_code}")
-    told.append(FULL if is_full(RunDir(Path(run.path))) else "")
-    reason = "; ".join(filter(None, told))
+        parts.append(f"exit code {job.exit_code}")
+    parts.append(FULL if is_full(RunDir(Path(run.path))) else "")
+    reason = "; ".join(filter(None, parts))
     return replace(run, state=state, reason=reason, exit_code=job.exit_code, seconds=None)
 
 

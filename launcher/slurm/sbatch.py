@@ -14,7 +14,7 @@ from submitit.helpers import CommandFunction
 from launcher.errors import SchedulerError
 from launcher.slurm.first_node import run_batch
 
-LARGE = 64 << 10
+LARGE_VARIABLE = 64 << 10
 """Characters of a variable from which an error names it."""
 
 
@@ -67,15 +67,17 @@ def submit_script(script: Path, environ: Mapping[str, str]) -> str:
 def shorten_complaint(text: str) -> str:
     """Return sbatch's complaints in one line, without what each line repeats."""
     lines = dict.fromkeys(line.strip() for line in text.splitlines() if line.strip())
-    said = [line.removeprefix("sbatch: ").removeprefix("error: ").removeprefix("fatal: ") for line in lines]
-    return f"sbatch: {'; '.join(said)}" if said else ""
+    complaints = [
+        line.removeprefix("sbatch: ").removeprefix("error: ").removeprefix("fatal: ") for line in lines
+    ]
+    return f"sbatch: {'; '.join(complaints)}" if complaints else ""
 
 
 def explain_start(error: OSError, environ: Mapping[str, str]) -> str:
     """Say why sbatch did not start: as a rule an environment that is larger than the kernel allows."""
     large = sorted(environ, key=lambda name: -len(environ[name]))[:3]
     names = ", ".join(
-        f"{name} ({len(environ[name]) >> 10} KiB)" for name in large if len(environ[name]) >= LARGE
+        f"{name} ({len(environ[name]) >> 10} KiB)" for name in large if len(environ[name]) >= LARGE_VARIABLE
     )
     total = sum(len(name) + len(value) for name, value in environ.items()) >> 10
     why = f"{error.strerror}: the environment has {total} KiB{', of which ' + names if names else ''}"

@@ -34,9 +34,9 @@ PLAIN = (
     "mail_type",
 )
 """Keys whose values SLURM alone can judge."""
-OWN = (*PLAIN, "time", "gpus_per_node", "cpus_per_task", "mem", "dependency")
+OWN_KEYS = (*PLAIN, "time", "gpus_per_node", "cpus_per_task", "mem", "dependency")
 INSTEAD = {
-    **{name.replace("_", "-"): f"set cluster.{name}" for name in OWN},
+    **{name.replace("_", "-"): f"set cluster.{name}" for name in OWN_KEYS},
     **dict.fromkeys(("gpus", "gpus-per-task", "gpus-per-socket"), "set cluster.gpus_per_node"),
     **dict.fromkeys(("ntasks", "ntasks-per-node", "ntasks-per-gpu"), "set nproc_per_node"),
     **dict.fromkeys(("output", "error", "open-mode", "input"), "logs go to the run directory: set run_dir"),
@@ -154,8 +154,8 @@ def may_requeue(cluster: "ClusterConfig") -> bool:
 def read_additional(additional: dict[str, object]) -> tuple[Option, ...]:
     """Return the options of `cluster.additional`; raises UsageError for those that launch decides."""
     found = []
-    for given, value in additional.items():
-        key, name = f"cluster.additional.{given}", str(given).replace("_", "-")
+    for name_given, value in additional.items():
+        key, name = f"cluster.additional.{name_given}", str(name_given).replace("_", "-")
         if not NAME.fullmatch(name):
             raise UsageError(
                 f"{key}: give the long name of an option of sbatch, without the dashes before it"

@@ -141,7 +141,7 @@ KEPT_BY_STEPS = (
 DESCRIBING = ("SLURM_JOB_", "SLURM_ARRAY_", "SLURM_SUBMIT_")
 """Beginnings of the variables that tell of the job, and that programs read; srun takes none for an option."""
 TASK_VARIABLES = (LAUNCH_SECRETS, LAUNCH_RENDEZVOUS, LAUNCH_ATTEMPT)
-"""Variables from the head to the tasks, which no rank gets to see."""
+"""Variables from the batch script's process to the tasks; no rank gets them."""
 
 
 def clean_for_step(environ: Mapping[str, str]) -> dict[str, str]:
@@ -155,7 +155,7 @@ def is_option(name: str) -> bool:
 
 
 def drop_ours(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a task's environment without what the head has told it alone."""
+    """Return a task's environment without the variables that are for the task alone."""
     return {name: value for name, value in environ.items() if name not in TASK_VARIABLES}
 
 

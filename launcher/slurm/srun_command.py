@@ -82,23 +82,23 @@ def give_cpus(options: Mapping[str, object], environ: Mapping[str, str]) -> dict
     Where they have srun bind (`cpu_bind=cores`), it binds a task of which nobody says how many CPUs it has to
     a single core, and all of the node's ranks with it. Of nodes with different numbers the smallest counts.
     """
-    given = {name.replace("_", "-"): value for name, value in options.items()}
+    option_names = {name.replace("_", "-"): value for name, value in options.items()}
     counts = [int(count) for count in COUNTS.findall(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))]
-    binds = given.get("cpu-bind") and "none" not in str(given["cpu-bind"])
-    if not binds or "cpus-per-task" in given or not counts:
+    binds = option_names.get("cpu-bind") and "none" not in str(option_names["cpu-bind"])
+    if not binds or "cpus-per-task" in option_names or not counts:
         return {**options}
     return {"cpus-per-task": min(counts), **options}
 
 
 def render_options(options: Mapping[str, object]) -> list[str]:
     """Write options as SLURM's commands read them: true is `--name`; null and false are left out."""
-    words: list[str] = []
+    argv: list[str] = []
     for name, value in options.items():
         if value is True:
-            words.append(f"--{name}")
+            argv.append(f"--{name}")
         elif value is not None and value is not False:
-            words.append(f"--{name}={value}")
-    return words
+            argv.append(f"--{name}={value}")
+    return argv
 
 
 def render_container(step: Step) -> tuple[dict[str, object], Sequence[str], Sequence[str]]:
@@ -114,8 +114,8 @@ def render_container(step: Step) -> tuple[dict[str, object], Sequence[str], Sequ
         }
         return options, box.args, step.command
     binds = [word for mount in box.mounts for word in ("--bind", mount)]
-    words = ("apptainer", "exec", "--nv", *binds, "--pwd", step.directory, *box.args, box.image)
-    return {}, (), (*words, *step.command)
+    argv = ("apptainer", "exec", "--nv", *binds, "--pwd", step.directory, *box.args, box.image)
+    return {}, (), (*argv, *step.command)
 
 
 GPUS = ("auto", "gpu")
@@ -153,10 +153,10 @@ def refuse_options(torchrun: Mapping[str, object], min_nodes: int, max_nodes: in
         )
     name = next((name for name in UNUSED if torchrun.get(name)), None)
     if name:
-        given, fix = f"torchrun.{name}={torchrun[name]}", "leave it out"
+        option_names, fix = f"torchrun.{name}={torchrun[name]}", "leave it out"
         if name == "max_restarts":
             fix = "cluster.requeue.crash=N starts a failed job again"
-        raise UsageError(f"{given} with agent=srun: it is for torchrun's agent, {fix}")
+        raise UsageError(f"{option_names} with agent=srun: it is for torchrun's agent, {fix}")
 
 
 def count_ranks(nproc_per_node: object, environ: Mapping[str, str]) -> int:
@@ -185,9 +185,9 @@ def render_ranks(step: Step, ranks: int) -> tuple[str, ...]:
 
 
 def build_srun_environ(
-    environ: Mapping[str, str], told: Mapping[str, str], wishes: Mapping[str, object]
+    environ: Mapping[str, str], variables: Mapping[str, str], request_fields: Mapping[str, object]
 ) -> dict[str, str]:
     """Return srun's environment: the user's, what the shim is told, and what is asked of the placement."""
     kept = {name: value for name, value in drop_ours(clean_for_step(environ)).items() if name not in STALE}
-    own = {LAUNCH_AGENT: "srun", LAUNCH_REQUEST: json.dumps(wishes)}
-    return {"PYTHONUNBUFFERED": "1", **kept, **own, **told}
+    own = {LAUNCH_AGENT: "srun", LAUNCH_REQUEST: json.dumps(request_fields)}
+    return {"PYTHONUNBUFFERED": "1", **kept, **own, **variables}

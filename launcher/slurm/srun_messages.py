@@ -1,9 +1,12 @@
-"""What srun tells on stderr of a step and its tasks."""
+"""What srun prints on stderr of a step and its tasks, line by line and as a report."""
 
+import contextlib
 import re
 import signal
+import time
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from launcher.slurm.notation import expand_hosts, expand_ranges
 
@@ -30,6 +33,8 @@ BEGUN = re.compile(r"\btasks? \d|Node failure|slurmstepd|Job step aborted|io err
 """In what it says of a step that has begun."""
 PASSING = re.compile(r"contact|imed out|Connection refused|temporar|busy|Zero Bytes")
 """In what it says where slurmctld is away, or the nodes are not ready for another step."""
+KEPT_LINES = 40
+"""Lines of srun's, and of tasks that have no logs yet, that are kept for the report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +141,40 @@ def is_in_node_records(line: str, before: Iterable[str]) -> bool:
         how = found["how"].strip()
         return how == ENDED or bool(EXITED.fullmatch(how))
     return is_cancelled(line) and any(map(TASKS.match, before))
+
+
+@dataclass(slots=True)
+class SrunReport:
+    """What srun printed of a step's tasks."""
+
+    ends: list[tuple[float, TaskEnd]] = field(default_factory=list)
+    """With the time of the line, in seconds since the epoch; not of those that ended with 0."""
+    clean: dict[int, float] = field(default_factory=dict)
+    """When tasks ended with 0, by their ranks."""
+    lost: set[str] = field(default_factory=set)
+    """Hosts."""
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
+    """All of its lines that are of use."""
+    cancelled: bool = False
+    cancelled_first: bool = False
+    """Before any task had ended."""
+    stop: tuple[int, float] | None = None
+    """The first stopping signal that the ranks were sent, and when, in seconds since the epoch."""
+
+    def note_line(self, line: str) -> bool:
+        """Take a line of srun's stderr; false where there is nothing in it for people."""
+        if is_cpu_bind_complaint(line) or is_verbose(line):
+            self.clean |= dict.fromkeys(parse_completed(line), time.time())
+            return False
+        self.lines.append(line)
+        if end := parse_task_end(line):
+            self.ends.append((time.time(), end))
+            return False
+        if hosts := parse_node_failure(line):
+            with contextlib.suppress(ValueError):
+                self.lost.update(expand_hosts(hosts))
+        cancelled = is_cancelled(line)
+        self.cancelled = self.cancelled or cancelled
+        self.cancelled_first = self.cancelled_first or (cancelled and not self.ends)
+        # That srun itself has the others ended is no news after the first end.
+        return not (cancelled and self.ends)

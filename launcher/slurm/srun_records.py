@@ -1,4 +1,4 @@
-"""What each node's task would have recorded of an attempt, made by the head from what srun told."""
+"""The node records of `agent=srun`, made on the first node from what srun printed."""
 
 import contextlib
 import math
@@ -14,8 +14,8 @@ from launcher.launch.signals import name_signal
 from launcher.runs.node_records import NodeFailure, NodeRecord, refuse_node, write_node
 from launcher.runs.rank_logs import measure_file
 from launcher.runs.run_directory import RunDir
-from launcher.slurm.rank_step import SrunReport
 from launcher.slurm.rendezvous import PORT_TAKEN
+from launcher.slurm.srun_messages import SrunReport
 
 INSTANT = 1e-6
 """Seconds between two failures that srun has told of in one line."""
@@ -38,9 +38,9 @@ class RankStepEnd:
     """Lines of a failed rank's log."""
     exitcode: int
     """srun's."""
-    told: SrunReport
+    srun_report: SrunReport
     stop: tuple[int, float] | None
-    """The first stopping signal that the head or the ranks were sent, and when (s since the epoch)."""
+    """The first stopping signal to the batch script's process or the ranks, and when (s since the epoch)."""
     started: float
     """Seconds since the epoch."""
 
@@ -55,30 +55,30 @@ class RankEnd:
     memory: bool
 
 
-def record_nodes(account: RankStepEnd) -> list[NodeRecord]:
+def record_nodes(step: RankStepEnd) -> list[NodeRecord]:
     """Return a record for every node that was not lost, and write those for which the disk has room."""
-    ends = list(list_ends(account))
+    ends = list(list_ends(step))
     records = []
-    for node, host in enumerate(account.hosts):
-        if host in account.told.lost:
+    for node, host in enumerate(step.hosts):
+        if host in step.srun_report.lost:
             continue
-        record = make_node_record(account, ends, node)
+        record = make_node_record(step, ends, node)
         records.append(record)
         with contextlib.suppress(OSError):
-            write_node(account.run.path, account.run.first_attempt, record)
+            write_node(step.run.path, step.run.first_attempt, record)
     return records
 
 
-def list_ends(account: RankStepEnd) -> Iterator[RankEnd]:
+def list_ends(step: RankStepEnd) -> Iterator[RankEnd]:
     """Give the ranks' ends in their order.
 
     Of ranks that one line tells of, the one comes first whose log fell silent first: the others' last words
     are those on the loss of their peer.
     """
-    for told, end in account.told.ends:
-        silent = sorted((find_silence(account.run, rank), rank) for rank in end.tasks)
+    for srun_report, end in step.srun_report.ends:
+        silent = sorted((find_silence(step.run, rank), rank) for rank in end.tasks)
         for place, (_, rank) in enumerate(silent):
-            yield RankEnd(rank, told + place * INSTANT, end.exitcode, end.memory)
+            yield RankEnd(rank, srun_report + place * INSTANT, end.exitcode, end.memory)
 
 
 def find_silence(run: RunDir, rank: int) -> float:
@@ -90,29 +90,29 @@ def find_silence(run: RunDir, rank: int) -> float:
     return max(times)
 
 
-def make_node_record(account: RankStepEnd, ends: list[RankEnd], node: int) -> NodeRecord:
+def make_node_record(step: RankStepEnd, ends: list[RankEnd], node: int) -> NodeRecord:
     """Return the record of one node."""
-    told = account.told
-    own = [end for end in ends if end.rank // account.ranks == node and end.exitcode]
-    number, since = account.stop or (signal.SIGTERM, -math.inf if told.cancelled_first else math.inf)
+    srun_report = step.srun_report
+    node_ends = [end for end in ends if end.rank // step.ranks == node and end.exitcode]
+    number, since = step.stop or (signal.SIGTERM, -math.inf if srun_report.cancelled_first else math.inf)
     # What comes after a signal that stops is no failure. By SIGTERM srun ends the others, but not the first.
-    first = [] if told.lost else ends[:1]
-    clean = tuple((rank, at) for rank, at in told.clean.items() if rank // account.ranks == node)
-    failed = (end for end in own if (end in first or not has_stopped(end)) and end.time < since)
-    failure, said, found = next(failed, None), "", None
-    state, status, by = "stopped", 128 + number, name_signal(number)
-    if account.exitcode == 0 or len(clean) == account.ranks:
-        state, status, by = "succeeded", 0, ""
-    elif failure and is_port_taken(account.run, failure):
-        return make_port_record(account.hosts[node], account.started)
+    first = [] if srun_report.lost else ends[:1]
+    clean = tuple((rank, at) for rank, at in srun_report.clean.items() if rank // step.ranks == node)
+    failed = (end for end in node_ends if (end in first or not has_stopped(end)) and end.time < since)
+    failure, message, rank_failure = next(failed, None), "", None
+    state, status, stop_signal = "stopped", 128 + number, name_signal(number)
+    if step.exitcode == 0 or len(clean) == step.ranks:
+        state, status, stop_signal = "succeeded", 0, ""
+    elif failure and is_port_taken(step.run, failure):
+        return make_port_record(step.hosts[node], step.started)
     elif failure:
-        found = describe_rank_failure(account, failure)
-        state, status, by = "failed", as_failure(account, failure).status, ""
-    elif not ends and not told.cancelled and account.stop is None:
-        state, status, by, said = "failed", EXIT_MACHINE, "", quote_srun(account)
+        rank_failure = describe_rank_failure(step, failure)
+        state, status, stop_signal = "failed", as_failure(step, failure).status, ""
+    elif not ends and not srun_report.cancelled and step.stop is None:
+        state, status, stop_signal, message = "failed", EXIT_MACHINE, "", quote_srun(step)
     return NodeRecord(
-        *(account.hosts[node], node, state, status, by or None, said, found, 0),
-        *(account.started, time.time(), account.ranks, clean),
+        *(step.hosts[node], node, state, status, stop_signal or None, message, rank_failure, 0),
+        *(step.started, time.time(), step.ranks, clean),
     )
 
 
@@ -122,9 +122,9 @@ def has_stopped(end: RankEnd) -> bool:
 
 
 def make_port_record(host: str, started: float) -> NodeRecord:
-    """Return the record of a first node that cannot serve the ranks: the head chooses another port."""
-    said = "the port where the ranks are to meet is not free"
-    return refuse_node(host, 0, PORT_TAKEN, said, started)
+    """Return the record of a first node that cannot serve the ranks: another port is chosen."""
+    message = "the port where the ranks are to meet is not free"
+    return refuse_node(host, 0, PORT_TAKEN, message, started)
 
 
 def is_port_taken(run: RunDir, end: RankEnd) -> bool:
@@ -133,21 +133,21 @@ def is_port_taken(run: RunDir, end: RankEnd) -> bool:
     return end.rank == 0 and end.exitcode == PORT_TAKEN and not measure_file(log)
 
 
-def as_failure(account: RankStepEnd, end: RankEnd) -> Failure:
+def as_failure(step: RankStepEnd, end: RankEnd) -> Failure:
     """Return a rank's end in the words of the launcher."""
-    return Failure(end.rank, end.rank % account.ranks, account.run.first_attempt, 0, end.exitcode)
+    return Failure(end.rank, end.rank % step.ranks, step.run.first_attempt, 0, end.exitcode)
 
 
-def describe_rank_failure(account: RankStepEnd, end: RankEnd) -> NodeFailure:
+def describe_rank_failure(step: RankStepEnd, end: RankEnd) -> NodeFailure:
     """Return the first failure of a node with the end of its log."""
-    failure = as_failure(account, end)
-    log, lines = tail_rank(account.run, failure, account.tail)
+    failure = as_failure(step, end)
+    log, lines = tail_rank(step.run, failure, step.tail)
     reason = MEMORY if end.memory else failure.describe()
     return NodeFailure(end.rank, failure.local_rank, end.time, end.exitcode, reason, log, tuple(lines))
 
 
-def quote_srun(account: RankStepEnd) -> str:
+def quote_srun(step: RankStepEnd) -> str:
     """Say how srun ended that started no rank, with its last words."""
-    code, said = account.exitcode, [line for line in account.told.said if not line.startswith("Try ")]
+    code, message = step.exitcode, [line for line in step.srun_report.lines if not line.startswith("Try ")]
     how = name_signal(-code) if code < 0 else f"code {code}"
-    return f"srun ended with {how}: {said[-1] if said else 'it printed nothing'}"
+    return f"srun ended with {how}: {message[-1] if message else 'it printed nothing'}"

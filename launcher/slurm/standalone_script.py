@@ -202,7 +202,7 @@ def redirect_to_log(run: RunDir, environ: Mapping[str, str]) -> int:
 
 
 def preview_submission(
-    drafts: Sequence["Draft"], argv: Sequence[str], asked: "JobOptions", script: "Script"
+    drafts: Sequence["Draft"], argv: Sequence[str], chosen: "JobOptions", script: "Script"
 ) -> int:
     """Show the plan on stderr and the script on stdout; returns the exit code."""
     from launcher.slurm.batch_script import check_syntax, render_standalone
@@ -211,7 +211,7 @@ def preview_submission(
     requests = [make_job_request(draft, argv, folder) for draft, folder in zip(drafts, folders, strict=True)]
     text = render_standalone(script, render_document(requests, folders))
     check_syntax(text, script.setup)
-    print_node_plan(drafts[0], asked)
+    print_node_plan(drafts[0], chosen)
     for line in list_secret_notes(requests):
         logger.info(line)
     sys.stderr.flush()
@@ -242,7 +242,7 @@ def list_secret_notes(requests: Sequence[JobRequest]) -> Iterator[str]:
         yield f"warning: the script has {MASK} for a secret among the program's arguments: write it there"
 
 
-def print_node_plan(draft: "Draft", asked: "JobOptions") -> None:
+def print_node_plan(draft: "Draft", chosen: "JobOptions") -> None:
     """Show the plan for the nodes, where it is known what they are."""
     from launcher.launch.job import plan_configured
     from launcher.report.console import make_console
@@ -259,7 +259,7 @@ def print_node_plan(draft: "Draft", asked: "JobOptions") -> None:
         )
         return
     ranks = config.nproc_per_node
-    gpus = next((option.value for option in asked.options if option.name == "gpus-per-node"), None)
+    gpus = next((option.value for option in chosen.options if option.name == "gpus-per-node"), None)
     if gpus and ranks in ("auto", "gpu"):
         ranks = parse_gpus("cluster.gpus_per_node", gpus).count
     machine = MachineConfig("/", snapshot)

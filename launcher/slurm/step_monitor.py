@@ -1,4 +1,4 @@
-"""The head while a step runs: it waits for its end, and passes signals on to the ranks in stages."""
+"""Monitors a running step: waits for its end, and passes signals on to the ranks in stages."""
 
 import contextlib
 import logging
@@ -24,12 +24,12 @@ from launcher.slurm.requeue_policy import choose_stop_time
 logger = logging.getLogger(__name__)
 
 TICK = 1.0
-"""Seconds after which the head looks around in any case."""
+"""Seconds between two looks at clocks and records."""
 SRUN_GRACE = 10.0
 """Seconds that srun has to end a step that did not end by itself."""
 ELASTIC_GRACE = 30.0
 """Seconds that the other nodes have to see by themselves that one of them has failed for good."""
-LOOK, LOOK_PATIENCE = 20.0, 2.0
+LOOK, LOOK_TIMEOUT = 20.0, 2.0
 """Seconds between two looks for nodes that were lost, and for SLURM's answer."""
 
 
@@ -50,7 +50,7 @@ class RunningStep(Protocol):
 
 @dataclass(slots=True)
 class StepMonitor:
-    """What the head was sent during an attempt, and what it does about it."""
+    """The batch script's process during an attempt: the signals that it got, and the stages of a stop."""
 
     attempt: Attempt
     inbox: Inbox
@@ -72,7 +72,7 @@ class StepMonitor:
         """Seconds that ranks have after the first stopping signal."""
         return self.attempt.request.config.torchrun.shutdown_timeout
 
-    def watch(self, step: RunningStep) -> None:
+    def run_to_end(self, step: RunningStep) -> None:
         """Stay with a step to its end; what an earlier one was stopped for, a port in use, is over."""
         self.stop = self.failed_at = None
         poller = select.poll()
@@ -144,7 +144,7 @@ class StepMonitor:
             return
         self.next_look = now + LOOK
         with contextlib.suppress(SchedulerError):
-            states = ask_nodes(hosts, self.attempt.environ, LOOK_PATIENCE)
+            states = ask_nodes(hosts, self.attempt.environ, LOOK_TIMEOUT)
             back = [host for host in hosts if host in states and not is_down(states[host])]
             for host in back:
                 logger.info(

@@ -28,7 +28,7 @@ from launcher.text import print_text, quote_word
 
 logger = logging.getLogger(__name__)
 
-KEPT = ("config.yaml", "manifest.json", REQUEST_FILE, SCRIPT)
+WRITTEN_FILES = ("config.yaml", "manifest.json", REQUEST_FILE, SCRIPT)
 """What a submission writes."""
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - to warn of
 PACKAGE = Path(__file__).parents[1] / "__init__.py"
@@ -81,28 +81,28 @@ def submit_jobs(drafts: Sequence[Draft], argv: Sequence[str]) -> int:
 
     With dry_run=true, show the script and the plan. Raises LaunchError, leaving no new run directory.
     """
-    dry = any(draft.config.dry_run for draft in drafts)
+    dry_run = any(draft.config.dry_run for draft in drafts)
     # What takes a process each is asked for at the same time.
     with ThreadPoolExecutor() as pool:
-        sources = None if dry else pool.submit(describe_sources, Path.cwd())
+        sources = None if dry_run else pool.submit(describe_sources, Path.cwd())
         python = pool.submit(find_python)
-        asked = choose_options(drafts, os.environ, dry=dry)
+        chosen = choose_options(drafts, os.environ, dry_run=dry_run)
         if sources is None:
             from launcher.slurm.standalone_script import preview_submission
 
-            log_warnings(asked.warnings)
+            log_warnings(chosen.warnings)
             return preview_submission(
-                drafts, argv, asked, describe_script(drafts, argv, asked, python.result())
+                drafts, argv, chosen, describe_script(drafts, argv, chosen, python.result())
             )
         staged = stage_all(drafts, argv, sources.result())
         try:
-            job_id = send_script(staged, asked, describe_script(drafts, argv, asked, python.result()))
+            job_id = send_script(staged, chosen, describe_script(drafts, argv, chosen, python.result()))
         except LaunchError:
             undo_all(staged)
             raise
-    log_warnings([*asked.warnings, *check_run_dir_disk(staged[0].run.path)])
+    log_warnings([*chosen.warnings, *check_run_dir_disk(staged[0].run.path)])
     jobs = write_job_ids(staged, job_id)
-    print_submitted(jobs, job_id, asked)
+    print_submitted(jobs, job_id, chosen)
     if not any(draft.config.follow for draft in drafts):
         return 0
     from launcher.slurm.follow import follow_jobs
@@ -136,14 +136,14 @@ def undo_all(staged: Sequence[StagedRun]) -> None:
 
 
 def describe_script(
-    drafts: Sequence[Draft], argv: Sequence[str], asked: JobOptions, python: Sequence[str]
+    drafts: Sequence[Draft], argv: Sequence[str], chosen: JobOptions, python: Sequence[str]
 ) -> Script:
     """Return what the script is made of."""
     setup = drafts[0].config.cluster.setup
-    return Script(asked.options, describe_jobs(drafts, argv), tuple(setup), tuple(python))
+    return Script(chosen.options, describe_jobs(drafts, argv), tuple(setup), tuple(python))
 
 
-def send_script(staged: Sequence[StagedRun], asked: JobOptions, script: Script) -> str:
+def send_script(staged: Sequence[StagedRun], chosen: JobOptions, script: Script) -> str:
     """Write the script into each run directory, submit it, and return the job's id."""
     from launcher.slurm.sbatch import submit_script
 
@@ -155,11 +155,11 @@ def send_script(staged: Sequence[StagedRun], asked: JobOptions, script: Script) 
             write_private(each.script, text)
     except OSError as error:
         raise refuse_run(config, error) from None
-    environ = clean_for_sbatch(os.environ, [option.name for option in asked.options])
+    environ = clean_for_sbatch(os.environ, [option.name for option in chosen.options])
     try:
         return submit_script(staged[0].script, {**environ, **carry_secrets(staged)})
     except SchedulerError as error:
-        raise explain_refusal(str(error), asked.options, asked.partitions, asked.kinds, environ) from None
+        raise explain_refusal(str(error), chosen.options, chosen.partitions, chosen.kinds, environ) from None
 
 
 def carry_secrets(staged: Sequence[StagedRun]) -> dict[str, str]:
@@ -174,13 +174,13 @@ def carry_secrets(staged: Sequence[StagedRun]) -> dict[str, str]:
 def find_python() -> tuple[str, ...]:
     """Return this interpreter, and the option by which it finds this very package; raises MachineError."""
     for option in ISOLATED:
-        words = [
+        argv = [
             sys.executable,
             option,
             "-c",
             "import os, launcher; print(os.fsencode(launcher.__file__).hex())",
         ]
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, check=False)
         if done.stdout.split() == [os.fsencode(PACKAGE).hex().encode()]:
             return (sys.executable, option)
     raise MachineError(
@@ -211,9 +211,9 @@ def write_job_ids(staged: Sequence[StagedRun], job_id: str) -> dict[str, StagedR
     return jobs
 
 
-def print_submitted(jobs: Mapping[str, StagedRun], job_id: str, asked: JobOptions) -> None:
+def print_submitted(jobs: Mapping[str, StagedRun], job_id: str, chosen: JobOptions) -> None:
     """Print the job, the run directories, and the commands to go on with."""
-    values = {option.name: option for option in asked.options}
+    values = {option.name: option for option in chosen.options}
     shown = [
         values[name].render() for name in ("nodes", "gpus-per-node", "cpus-per-task", "mem") if name in values
     ]
@@ -246,11 +246,11 @@ def stage_run(draft: Draft, argv: Sequence[str], origin: Mapping[str, object]) -
 
     `origin` are the manifest's sources. Raises UsageError, MachineError or SchedulerError, leaving nothing.
     """
-    given = draft.config.run_dir
-    target = Path(given) if given else None
+    run_dir = draft.config.run_dir
+    target = Path(run_dir) if run_dir else None
     above = Path(draft.config.runs_dir, name_run(draft)).absolute()
     missing = list_missing(target.absolute() if target else above)
-    before = {name: read_file_text(target / name) if target else None for name in KEPT}
+    before = {name: read_file_text(target / name) if target else None for name in WRITTEN_FILES}
     run, manifest = prepare_run(draft, argv, [])
     fresh = missing if target else (run.path, *missing)
     staged = StagedRun(run, draft, {}, before, fresh)

@@ -45,20 +45,20 @@ def stop_early(_number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def record_early_end(reason: str, status: int, started: float) -> int:
-    """Record why there are no ranks on this node; the head tells it. Where that fails, say it here."""
+    """Record why there are no ranks on this node, for the first node to log. If that fails, log it here."""
     from dataclasses import replace
 
     from launcher.runs.node_records import refuse_node, write_node
     from launcher.slurm.slurm_environ import read_task_identity
 
-    place = read_task_identity(os.environ)
-    record = refuse_node(place.host, place.node_rank, status, reason, started)
+    task = read_task_identity(os.environ)
+    record = refuse_node(task.host, task.node_rank, status, reason, started)
     if status == STOPPED:
         record = replace(record, state="stopped")
     try:
-        write_node(Path(sys.argv[1]), place.attempt, record)
+        write_node(Path(sys.argv[1]), task.attempt, record)
     except OSError as error:
-        logger.error(f"{place.host}: {' '.join(reason.split())} ({error})")
+        logger.error(f"{task.host}: {' '.join(reason.split())} ({error})")
     return status
 
 

@@ -23,7 +23,7 @@ from launcher.slurm.attempt_end import AttemptEnd, StepReport
 from launcher.slurm.attempt_lifecycle import AttemptRefusedError, end_attempt, find_final_decision
 from launcher.slurm.diagnosis import complete_diagnosis, diagnose_end
 from launcher.slurm.node_step import NodeStep
-from launcher.slurm.rank_step import SrunReport
+from launcher.slurm.srun_messages import SrunReport
 from launcher.slurm.srun_records import RankStepEnd, record_nodes
 from tests.slurm.test_attempt_lifecycle import (
     LOST,
@@ -104,8 +104,8 @@ def test_the_class_of_an_end_by_what_the_nodes_tell(
 
 def test_a_step_that_is_cancelled_outright(tmp_path: Path) -> None:
     """By SIGKILL no task leaves a record, and srun tells how each has ended."""
-    said = tuple(f"srun: error: n{n}: task {n}: Killed" for n in range(2))
-    found = diagnose(tmp_path, replace(end(said=said, code=137), cancelled=True))
+    srun_lines = tuple(f"srun: error: n{n}: task {n}: Killed" for n in range(2))
+    found = diagnose(tmp_path, replace(end(srun_lines=srun_lines, code=137), cancelled=True))
     assert (found.cause, found.killed_tasks, found.lost) == ("cancelled", (), ())
 
 
@@ -114,13 +114,15 @@ def test_a_signal_from_outside_in_words(tmp_path: Path, capsys: pytest.CaptureFi
     attempt = begin(tmp_path, make_request(stopped=0))
     records = (clean("n1", (2, 5.0), (3, 5.0)), record("n0", "failed", 1, fail(0, 6.0, 1, LOST)))
     assert end_attempt(attempt, replace(end(*records), signalled=SIGNALLED_N1)) == 143
-    told = "n1 got SIGTERM from outside: neither launch nor SLURM's queue sent it"
+    srun_report = "n1 got SIGTERM from outside: neither launch nor SLURM's queue sent it"
     why = "stopped from outside: not requeued (cluster.requeue.stopped=0)"
-    said = capsys.readouterr().err
-    assert said.startswith(f"launch: {told}\nlaunch: attempt 1 ended: {why}\n") and "rank" not in said
+    stderr = capsys.readouterr().err
+    assert (
+        stderr.startswith(f"launch: {srun_report}\nlaunch: attempt 1 ended: {why}\n") and "rank" not in stderr
+    )
     outcome = read(tmp_path)["outcome"]
     assert (outcome["state"], outcome["cause"], outcome["exit_code"]) == ("failed", "stopped", 143)
-    assert outcome["reason"] == f"{told}; {why}" and outcome["first_failure"] is None
+    assert outcome["reason"] == f"{srun_report}; {why}" and outcome["first_failure"] is None
 
 
 def test_a_rank_that_asks_for_another_start_in_words(
@@ -129,10 +131,10 @@ def test_a_rank_that_asks_for_another_start_in_words(
     submit_run(tmp_path)
     attempt = begin(tmp_path, make_request(requested=0))
     assert end_attempt(attempt, end(record("n0", "failed", 75, fail(0, 6.0, 75)), WELL[1])) == 75
-    said = capsys.readouterr().err
-    assert said.startswith("launch: rank 0 on n0 ended with 75, and asks for another start\n")
-    assert "failed first" not in said
-    assert "the program asks for another start: not requeued (cluster.requeue.requested=0)" in said
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("launch: rank 0 on n0 ended with 75, and asks for another start\n")
+    assert "failed first" not in stderr
+    assert "the program asks for another start: not requeued (cluster.requeue.requested=0)" in stderr
 
 
 def test_the_codes_that_ask_for_another_start_are_the_configurations(tmp_path: Path) -> None:
@@ -156,9 +158,9 @@ def test_a_rank_that_ended_early_is_the_first_event(
     print_steps(attempt, "step 4/10 loss 3.0")
     failed = replace(record("n0", "failed", 1, fail(0, 8.0, 1, LOST)), ranks=4)
     assert end_attempt(attempt, end(failed, clean("n1", (3, 7.5), (2, 8.5), state="stopped"))) == 1
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == f"launch: {EARLY}"
-    assert said[1] == "launch: rank 0 on n0 (local rank 0) failed after that: it exited with code 1"
+    stderr = capsys.readouterr().err.splitlines()
+    assert stderr[0] == f"launch: {EARLY}"
+    assert stderr[1] == "launch: rank 0 on n0 (local rank 0) failed after that: it exited with code 1"
     outcome = read(tmp_path)["outcome"]
     assert outcome["events"] == [EARLY] and outcome["first_failure"]["rank"] == 0
 
@@ -190,11 +192,12 @@ def test_a_success_after_a_signal_with_steps_left_is_doubted(
     print_steps(attempt, "step 4/10 loss 3.0")
     assert end_attempt(attempt, end(*WELL, code=0, signals=(12,))) == 0
     assert read(tmp_path)["outcome"]["state"] == "succeeded"
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert (
-        "warning: all ranks ended with 0, which is a success, but after a signal and at step 4 of 10" in said
+        "warning: all ranks ended with 0, which is a success, but after a signal and at step 4 of 10"
+        in stderr
     )
-    assert "cluster.requeue.exit_codes" in said
+    assert "cluster.requeue.exit_codes" in stderr
 
 
 def test_a_success_whose_run_directory_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,8 +205,8 @@ def test_a_success_whose_run_directory_is_gone(tmp_path: Path, capsys: pytest.Ca
     attempt = begin(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "elsewhere")
     assert end_attempt(attempt, end(*WELL, code=0)) == 0
-    said = capsys.readouterr().err
-    assert f"launch: warning: the run directory was removed during the run ({tmp_path / 'run'})\n" in said
+    stderr = capsys.readouterr().err
+    assert f"launch: warning: the run directory was removed during the run ({tmp_path / 'run'})\n" in stderr
 
 
 def complete(path: Path, kill: str, *, finished: bool, code: int = 0) -> str | None:
@@ -292,19 +295,19 @@ def test_lost_nodes_are_known() -> None:
 
 def tell(tmp_path: Path, lines: list[str], code: int) -> tuple[SrunReport, list[NodeRecord]]:
     """What becomes of srun's lines on ranks that are its tasks: two nodes with two ranks each."""
-    run, told = open_run_dir(tmp_path, None), SrunReport()
+    run, srun_report = open_run_dir(tmp_path, None), SrunReport()
     (run.path / "logs/0").mkdir()
     for line in io.StringIO("\n".join(lines)):
-        told.note_line(line.rstrip("\n"))
-    records = record_nodes(RankStepEnd(run, ("a", "b"), 2, 5, code, told, None, 1.0))
+        srun_report.note_line(line.rstrip("\n"))
+    records = record_nodes(RankStepEnd(run, ("a", "b"), 2, 5, code, srun_report, None, 1.0))
     assert read_nodes(run.path, 0) == records
-    return told, records
+    return srun_report, records
 
 
 def test_a_task_that_ended_with_0_before_the_others(tmp_path: Path) -> None:
     lines = ["srun: launch/slurm: _task_finish: b: task 2: Completed", "srun: error: a: task 0: Killed"]
-    told, (first, second) = tell(tmp_path, lines, 137)
-    assert list(told.said) == lines[1:], "srun is verbose for this alone"
+    srun_report, (first, second) = tell(tmp_path, lines, 137)
+    assert list(srun_report.lines) == lines[1:], "srun is verbose for this alone"
     assert [rank for rank, _ in second.clean] == [2] and first.clean == ()
     assert second.ranks == 2 and first.failure and second.clean[0][1] <= first.failure.time
     assert (first.state, second.state) == ("failed", "stopped")
@@ -335,10 +338,10 @@ def test_a_task_that_died_of_sigterm_first(tmp_path: Path, lines: list[str], fai
 
 def test_records_that_cannot_be_written_count_all_the_same(tmp_path: Path) -> None:
     """The ranks are srun's tasks, and how they ended is known though the disk is full."""
-    run, told = open_run_dir(tmp_path / "run", None), SrunReport()
-    told.note_line("srun: error: a: task 1: Exited with exit code 9")
+    run, srun_report = open_run_dir(tmp_path / "run", None), SrunReport()
+    srun_report.note_line("srun: error: a: task 1: Exited with exit code 9")
     shutil.rmtree(run.path)
-    first, second = record_nodes(RankStepEnd(run, ("a", "b"), 2, 5, 9, told, None, 1.0))
+    first, second = record_nodes(RankStepEnd(run, ("a", "b"), 2, 5, 9, srun_report, None, 1.0))
     assert first.failure and (first.failure.rank, first.failure.exitcode) == (1, 9)
     assert second.state == "stopped"
 

@@ -65,19 +65,19 @@ def fail(rank: int, time: float, exitcode: int, *lines: str) -> NodeFailure:
 
 
 def record(
-    host: str, state: str, code: int, failure: NodeFailure | None = None, said: str = ""
+    host: str, state: str, code: int, failure: NodeFailure | None = None, srun_lines: str = ""
 ) -> NodeRecord:
-    return NodeRecord(host, int(host[1:]), state, code, None, said, failure, 0, 0.0, 1.0)
+    return NodeRecord(host, int(host[1:]), state, code, None, srun_lines, failure, 0, 0.0, 1.0)
 
 
 WELL = (record("n0", "succeeded", 0), record("n1", "succeeded", 0))
 
 
 def end(
-    *records: NodeRecord, code: int = 1, said: tuple[str, ...] = (), signals: tuple[int, ...] = ()
+    *records: NodeRecord, code: int = 1, srun_lines: tuple[str, ...] = (), signals: tuple[int, ...] = ()
 ) -> StepReport:
     missing = tuple(host for host in HOSTS if host not in {each.host for each in records})
-    return StepReport(code, records, missing, tuple((number, 5.0) for number in signals), False, said)
+    return StepReport(code, records, missing, tuple((number, 5.0) for number in signals), False, srun_lines)
 
 
 def test_the_manifest_of_an_attempt(tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ def test_the_manifest_of_an_attempt(tmp_path: Path) -> None:
 def test_a_helper_that_slurm_saw_out_of_memory_costs_no_result(tmp_path: Path) -> None:
     submit_run(tmp_path)
     attempt = begin(tmp_path)
-    said = ("srun: error: n1: task 1: Out Of Memory",)
-    assert end_attempt(attempt, end(*WELL, code=1, said=said)) == 0
+    srun_lines = ("srun: error: n1: task 1: Out Of Memory",)
+    assert end_attempt(attempt, end(*WELL, code=1, srun_lines=srun_lines)) == 0
     assert read(tmp_path)["outcome"]["state"] == "succeeded"
 
 
@@ -124,11 +124,11 @@ def test_the_first_failure_in_the_manifest_and_in_words(
         "reason": "exited with code 9",
         "last_lines": ["Traceback", "boom"],
     }
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == "launch: rank 3 on n1 (local rank 0) failed first: it exited with code 9"
-    assert said[1:4] == ["launch: the end of rank-3.err:", "launch:   | Traceback", "launch:   | boom"]
-    assert said[4] == "launch: attempt 1 ended: the program failed: not requeued (cluster.requeue.crash=0)"
-    assert said[5].startswith("launch: failed after ") and said[6] == f"launch: run directory {tmp_path}"
+    stderr = capsys.readouterr().err.splitlines()
+    assert stderr[0] == "launch: rank 3 on n1 (local rank 0) failed first: it exited with code 9"
+    assert stderr[1:4] == ["launch: the end of rank-3.err:", "launch:   | Traceback", "launch:   | boom"]
+    assert stderr[4] == "launch: attempt 1 ended: the program failed: not requeued (cluster.requeue.crash=0)"
+    assert stderr[5].startswith("launch: failed after ") and stderr[6] == f"launch: run directory {tmp_path}"
 
 
 TERM, LOST = -15, "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"
@@ -163,13 +163,13 @@ def test_a_lost_node_comes_before_what_its_peers_say(
     # It is to be requeued, and there is no scontrol.
     assert (outcome["state"], outcome["cause"], outcome["lost"]) == ("failed", "node_failure", ["n1"])
     assert outcome["first_failure"] is None
-    said = capsys.readouterr().err
-    assert said.startswith("launch: n1 was lost: it left no record")
-    assert "failed first" not in said and "could not be requeued (there is no scontrol on PATH" in said
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("launch: n1 was lost: it left no record")
+    assert "failed first" not in stderr and "could not be requeued (there is no scontrol on PATH" in stderr
 
 
 @pytest.mark.parametrize(
-    ("said", "cause"),
+    ("srun_lines", "cause"),
     [
         ("srun: error: n1: task 1: Killed", "crash"),
         ("srun: error: n1: task 1: Out Of Memory", "crash"),
@@ -179,14 +179,14 @@ def test_a_lost_node_comes_before_what_its_peers_say(
         ("", "node_failure"),
     ],
 )
-def test_a_task_that_was_killed_is_not_a_lost_node(tmp_path: Path, said: str, cause: str) -> None:
+def test_a_task_that_was_killed_is_not_a_lost_node(tmp_path: Path, srun_lines: str, cause: str) -> None:
     submit_run(tmp_path)
-    found = diagnose_end(begin(tmp_path), end(record("n0", "stopped", 143), said=(said,)))
+    found = diagnose_end(begin(tmp_path), end(record("n0", "stopped", 143), srun_lines=(srun_lines,)))
     assert found.cause == cause
 
 
 def test_a_task_that_srun_ended_is_nobodys_failure() -> None:
-    told = find_task_ends(end(record("n0", "failed", 7), said=("srun: error: n1: task 1: Terminated",)))
+    told = find_task_ends(end(record("n0", "failed", 7), srun_lines=("srun: error: n1: task 1: Terminated",)))
     assert told == {"n1": "Terminated"}
 
 
@@ -214,7 +214,7 @@ def test_an_elastic_job_that_is_left_with_enough_nodes_succeeds(
 def test_an_agent_that_failed_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     submit_run(tmp_path)
     attempt = begin(tmp_path)
-    records = (record("n0", "failed", 3, said="torchrun's agent ended with code 1: no port"), WELL[1])
+    records = (record("n0", "failed", 3, srun_lines="torchrun's agent ended with code 1: no port"), WELL[1])
     assert end_attempt(attempt, end(*records)) == 3
     assert "launch: n0: torchrun's agent ended with code 1: no port\n" in capsys.readouterr().err
 
@@ -234,8 +234,8 @@ def test_an_allocation_is_never_requeued(tmp_path: Path, capsys: pytest.CaptureF
     attempt = start_attempt(make_request(crash=9), run, NOWHERE, HOSTS, requeues=False)
     assert end_attempt(attempt, end(record("n0", "failed", 7, fail(0, 1.0, 7)), WELL[1])) == 7
     assert read(tmp_path)["outcome"]["state"] == "failed" and read(tmp_path)["earlier"] == []
-    said = capsys.readouterr().err
-    assert "requeue" not in said and "attempt 1 ended: the program failed\n" in said
+    stderr = capsys.readouterr().err
+    assert "requeue" not in stderr and "attempt 1 ended: the program failed\n" in stderr
 
 
 def test_a_disk_that_is_full_is_told_and_changes_nothing(
@@ -249,9 +249,11 @@ def test_a_disk_that_is_full_is_told_and_changes_nothing(
 
     monkeypatch.setattr("launcher.slurm.attempt.write_manifest", refuse)
     assert end_attempt(attempt, end(record("n0", "failed", 7, fail(0, 1.0, 7)), WELL[1])) == 7
-    said = capsys.readouterr().err
-    assert "launch: warning: the manifest could not be written ([Errno 28] No space left on device)\n" in said
-    assert "attempt 1 ended: the program failed" in said
+    stderr = capsys.readouterr().err
+    assert (
+        "launch: warning: the manifest could not be written ([Errno 28] No space left on device)\n" in stderr
+    )
+    assert "attempt 1 ended: the program failed" in stderr
 
 
 def test_attempts_that_could_not_be_recorded_count(
@@ -507,7 +509,7 @@ def test_a_requeue_whose_answer_was_lost(tmp_path: Path, restarts: int, state: s
 def test_the_manifest_tells_what_was_in_the_way_where_no_rank_failed(tmp_path: Path) -> None:
     submit_run(tmp_path)
     attempt = begin(tmp_path)
-    end_attempt(attempt, end(*(record(host, "failed", 3, said="no such file") for host in HOSTS)))
+    end_attempt(attempt, end(*(record(host, "failed", 3, srun_lines="no such file") for host in HOSTS)))
     outcome = read(tmp_path)["outcome"]
     assert outcome["reason"].startswith("n0, n1: no such file; the program failed: not")
     assert outcome["first_failure"] is None
@@ -516,9 +518,9 @@ def test_the_manifest_tells_what_was_in_the_way_where_no_rank_failed(tmp_path: P
 def test_of_many_nodes_words_the_manifest_has_the_first(tmp_path: Path) -> None:
     submit_run(tmp_path)
     attempt = begin(tmp_path)
-    end_attempt(attempt, end(*(record(f"n{n}", "failed", 3, said="full") for n in range(500))))
+    end_attempt(attempt, end(*(record(f"n{n}", "failed", 3, srun_lines="full") for n in range(500))))
     assert "n0, n1, n2 and 497 more: full; the program" in read(tmp_path)["outcome"]["reason"]
-    others = (record(f"n{n}", "failed", 3, said=f"no {n}") for n in range(500))
+    others = (record(f"n{n}", "failed", 3, srun_lines=f"no {n}") for n in range(500))
     end_attempt(attempt, end(*others))
     assert "n0: no 0; n1: no 1; n2: no 2 (and 497 more); the" in read(tmp_path)["outcome"]["reason"]
 

@@ -19,7 +19,7 @@ from launcher.plan.model import Request
 from launcher.plan.planner import plan
 from launcher.runs.node_records import read_nodes
 from launcher.runs.run_records import read_run
-from launcher.slurm.compiler_caches import CACHES, OWN, open_caches, remove_leftovers
+from launcher.slurm.compiler_caches import CACHES, PREFIX, open_caches, remove_leftovers
 from launcher.slurm.job_request import JobRequest, write_request
 from tests.conftest import clean_environ
 from tests.plan.lab_machines import convert, load
@@ -45,7 +45,7 @@ def test_a_private_folder_on_the_first_disk_that_will_do(tmp_path: Path, names: 
         Path(place).mkdir()
     with open_caches({**places, "SLURM_JOB_ID": "47"}) as folder:
         assert Path(folder).parent == tmp_path / names[0]
-        assert Path(folder).name.startswith(f"{OWN}47-")
+        assert Path(folder).name.startswith(f"{PREFIX}47-")
         assert Path(folder).stat().st_mode & 0o777 == 0o700
         (Path(folder) / "triton").mkdir()
     assert not list(tmp_path.glob("*/*"))
@@ -146,7 +146,7 @@ def test_a_job_that_is_stopped_leaves_none(tmp_path: Path) -> None:
         while not all(log.exists() and log.read_text() for log in logs):
             assert task.poll() is None
             time.sleep(0.05)
-        assert list((tmp_path / "tmp").glob(f"{OWN}47-*/triton/*"))
+        assert list((tmp_path / "tmp").glob(f"{PREFIX}47-*/triton/*"))
         task.send_signal(signal.SIGTERM)
         assert task.wait(60) == 0, "the ranks end with 0, and that is a success"
     (record,) = read_nodes(tmp_path / "run", 0)
@@ -200,10 +200,10 @@ def test_what_is_not_a_jobs_own_folder_stays(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "precious").touch()
-    (tmp_path / f"{OWN}1-linked00").symlink_to(elsewhere)
-    (tmp_path / f"{OWN}1-file0000").touch()
+    (tmp_path / f"{PREFIX}1-linked00").symlink_to(elsewhere)
+    (tmp_path / f"{PREFIX}1-file0000").touch()
     (tmp_path / "launch-1-of-another-version").mkdir()
-    (tmp_path / f".{OWN}1-being00").mkdir()
+    (tmp_path / f".{PREFIX}1-being00").mkdir()
     before = {*tmp_path.iterdir()}
     remove_leftovers(str(tmp_path))
     remove_leftovers(str(tmp_path / "none"))
@@ -213,7 +213,7 @@ def test_what_is_not_a_jobs_own_folder_stays(tmp_path: Path) -> None:
 def test_another_users_folder_stays(tmp_path: Path) -> None:
     if os.geteuid():
         pytest.skip("giving a folder away needs root")
-    theirs = tmp_path / f"{OWN}1-theirs00"
+    theirs = tmp_path / f"{PREFIX}1-theirs00"
     theirs.mkdir()
     os.chown(theirs, 12345, 12345)
     remove_leftovers(str(tmp_path))

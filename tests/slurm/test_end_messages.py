@@ -27,9 +27,9 @@ BOOM = NodeFailure(5, 1, 2.0, -9, "was killed by SIGKILL (signal 9)", "rank-5.er
 
 
 def make_record(
-    host: str, failure: NodeFailure | None = None, said: str = "", restarts: int = 0
+    host: str, failure: NodeFailure | None = None, srun_lines: str = "", restarts: int = 0
 ) -> NodeRecord:
-    return NodeRecord(host, 0, "failed", 1, None, said, failure, restarts, 0.0, 1.0)
+    return NodeRecord(host, 0, "failed", 1, None, srun_lines, failure, restarts, 0.0, 1.0)
 
 
 def make_step(
@@ -124,8 +124,8 @@ FIRST = [
     ("end", "expected"),
     [
         (make_end("crash", make_step(make_record("n1", BOOM))), FIRST),
-        (make_end("cancelled", make_step(make_record("n1", said="gone"))), []),
-        (make_end(None, make_step(make_record("n1", said="gone"))), []),
+        (make_end("cancelled", make_step(make_record("n1", srun_lines="gone"))), []),
+        (make_end(None, make_step(make_record("n1", srun_lines="gone"))), []),
         (make_end("crash"), []),
         (
             make_end(
@@ -153,7 +153,8 @@ FIRST = [
         ),
         (
             make_end(
-                "crash", make_step(*(make_record(f"n{n}", said="bad") for n in (1, 2)), missing=("n3", "n4"))
+                "crash",
+                make_step(*(make_record(f"n{n}", srun_lines="bad") for n in (1, 2)), missing=("n3", "n4")),
             ),
             ["n1, n2: bad", "no record came from n3, n4: is the disk full?"],
         ),
@@ -174,7 +175,7 @@ def test_what_was_in_the_way(end: AttemptEnd, expected: list[str]) -> None:
     ],
 )
 def test_of_many_nodes_the_first_are_told(count: int, expected: list[str]) -> None:
-    step = make_step(*(make_record(f"n{n}", said=str(n)) for n in range(count)))
+    step = make_step(*(make_record(f"n{n}", srun_lines=str(n)) for n in range(count)))
     assert list_reasons(make_end("crash", step)) == expected
     assert len(list_failure_lines(make_end("crash", step))) == count
 

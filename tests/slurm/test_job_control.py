@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import SchedulerError
-from launcher.slurm.job_control import QUICK, requeue_job
+from launcher.slurm.job_control import SHORT_TIMEOUT, requeue_job
 
 ASKS = f"""#!{sys.executable}
 import signal, sys
@@ -27,7 +27,7 @@ def requeue(tmp_path: Path) -> Requeue:
     requeue before; None where squeue fails.
     """
 
-    def start(*complaints: str, restarts: int | None = None, patience: float = QUICK) -> list[str]:
+    def start(*complaints: str, restarts: int | None = None, patience: float = SHORT_TIMEOUT) -> list[str]:
         note = f'echo "$(basename "$0") $*" >> {tmp_path}/given'
         cases = "".join(
             f'{number}) echo "{text}" >&2; exit 1;;\n' if text else f"{number}) exit 0;;\n"
@@ -50,7 +50,7 @@ def test_a_requeue_outlives_sigterm_and_this_process_hears_it_again(tmp_path: Pa
     command.write_text(ASKS)
     command.chmod(0o755)
     before = signal.getsignal(signal.SIGTERM)
-    requeue_job("7", {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, QUICK)
+    requeue_job("7", {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, SHORT_TIMEOUT)
     assert signal.getsignal(signal.SIGTERM) == before
 
 

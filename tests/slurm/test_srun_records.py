@@ -8,8 +8,8 @@ from pathlib import Path
 from launcher.rank import srun_task
 from launcher.runs.node_records import NodeRecord, read_nodes
 from launcher.runs.run_directory import RunDir, open_run_dir
-from launcher.slurm.rank_step import SrunReport
 from launcher.slurm.rendezvous import PORT_TAKEN
+from launcher.slurm.srun_messages import SrunReport
 from launcher.slurm.srun_records import RankStepEnd, record_nodes
 
 CPU_BIND_COMPLAINT = "srun: cluster configuration lacks support for cpu binding"
@@ -130,7 +130,7 @@ def test_a_port_that_is_taken_is_no_failure_of_a_rank(tmp_path: Path) -> None:
 
 
 def test_lines_for_people() -> None:
-    told = SrunReport()
+    report = SrunReport()
     lines = {
         CPU_BIND_COMPLAINT: False,
         REFUSED: True,
@@ -138,5 +138,5 @@ def test_lines_for_people() -> None:
         "slurmstepd-b: error: *** STEP 7.0 ON b CANCELLED AT 2026-01-01T00:00:00 ***": False,
         "python3: can't open file": True,
     }
-    assert {line: told.note_line(line) for line in lines} == lines
-    assert list(told.said) == [line for line in lines if line != CPU_BIND_COMPLAINT]
+    assert {line: report.note_line(line) for line in lines} == lines
+    assert list(report.lines) == [line for line in lines if line != CPU_BIND_COMPLAINT]

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.slurm.compiler_caches import OWN
+from launcher.slurm.compiler_caches import PREFIX
 from tests.slurm.cluster.conftest import Sandbox
 from tests.slurm.cluster.jobs import Run, submit
 
@@ -173,11 +173,11 @@ def test_the_caches_of_a_task_that_was_killed_are_removed(sandbox: Sandbox, tmp_
     place.mkdir()
     run = start(sandbox, tmp_path, *TWO, f"env.TMPDIR={place}")
     task = await_rank(run, 0).parents()[1]
-    assert len(list(place.glob(f"{OWN}{run.job_id}-*"))) == 2
+    assert len(list(place.glob(f"{PREFIX}{run.job_id}-*"))) == 2
     task.send_signal(signal.SIGKILL)
     assert run.await_end() == "failed"
     assert "n1 is there, but its task left no record, and ended: Killed" in run.read_console()
-    assert not list(place.glob(f"*{OWN}*"))
+    assert not list(place.glob(f"*{PREFIX}*"))
 
 
 def start_waiting(sandbox: Sandbox, cwd: Path) -> Run:
