@@ -4,63 +4,130 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
 
-from launcher.cli.arguments import OF_RUNS, SUBJECTS
-from launcher.config.hydra_flags import make_parser, parse_flags
-from launcher.config.search_path import Sources
+from launcher.cli.arguments import OF_RUNS, SUBJECTS, VERBS, group_words
+from launcher.config.hydra_flags import list_flag_values, make_parser, parse_flags
+from launcher.config.schema import LaunchConfig
+from launcher.config.search_path import find_shipped
 from launcher.errors import UsageError
+from launcher.runs.find import list_runs, name_run
+from launcher.runs.manifest import read_job, read_manifest, take_dict
+from launcher.runs.run_status import LIVE, STATES
 
+BASH = r"""_launch_complete() {
+  local IFS=$'\n' line="${COMP_LINE:0:COMP_POINT}" word="${COMP_WORDS[COMP_CWORD]}" prefix answer
+  [[ $word == [=:] ]] && word=
+  prefix="${line##*[[:space:]]}"
+  prefix="${prefix%"$word"}"
+  COMPREPLY=()
+  while read -r answer; do
+    COMPREPLY+=("${answer#"$prefix"}")
+  done < <(COMP_LINE="$line" "${COMP_WORDS[0]}" -sc query=bash 2>/dev/null)
+  if [[ ${#COMPREPLY[@]} != 1 || ${COMPREPLY[0]} == *[=./] ]]; then
+    compopt -o nospace 2>/dev/null
+  fi
+}
+if [ -n "${ZSH_VERSION-}" ]; then
+  eval "$(launch -sc install=zsh)"
+else
+  complete -o default -F _launch_complete launch
+fi
+"""
+"""In zsh too, which Hydra's users know `install=bash` for."""
+ZSH = r"""_launch_complete() {
+  local -a answers
+  answers=(${(f)"$(COMP_LINE="${(j: :)words[1,CURRENT-1]} $PREFIX" $words[1] -sc query=zsh 2>/dev/null)"})
+  if (( ! $#answers )); then
+    _files
+    return
+  fi
+  compadd -S '' -- ${(M)answers:#*[=./]}
+  compadd -- ${answers:#*[=./]}
+}
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -i -D }
+compdef _launch_complete launch
+"""
+FISH = r"""function _launch_complete
+  set -lx COMP_LINE (commandline -cp)
+  set -l words (commandline -opc)
+  set -l answers ($words[1] -sc query=fish 2>/dev/null)
+  if set -q answers[1]
+    printf '%s\n' $answers
+  else
+    __fish_complete_path (commandline -ct)
+  end
+end
+complete -c launch -f -a '(_launch_complete)'
+"""
+SCRIPTS = {
+    "install=bash": BASH,
+    "install=zsh": ZSH,
+    "install=fish": FISH,
+    "uninstall=bash": "complete -r launch\nunset -f _launch_complete\n",
+    "uninstall=zsh": "compdef -d launch\nunfunction _launch_complete\n",
+    "uninstall=fish": "complete -e -c launch\nfunctions -e _launch_complete\n",
+}
+"""What a shell evaluates. Where there are no answers, as for a program's arguments, it offers files."""
+QUERIES = ("query=bash", "query=zsh", "query=fish")
 PLAIN = re.compile(r"[\w@%+=:,./~\[\]{}-]+")
 """Answers that a shell takes as they are; bash would expand `$(…)` in a value of somebody's conf/."""
+KEYS = {
+    "status": ("format=", "runs_dir="),
+    "logs": ("-f", "rank=", "logs.tail=", "runs_dir="),
+    "cancel": ("yes=true", "runs_dir="),
+}
+"""What each verb of runs reads, beside the names."""
+MOST_RUNS = 100
+"""Newest runs that are offered: a shell waits for the answer."""
 
 
-def complete_line(sources: Sources, request: Sequence[str], verbs: Sequence[str]) -> int:
-    """Switch completion on (`install=bash`, `zsh`, `fish`) or off, or answer a shell's `query=`.
+def complete_line(request: Sequence[str]) -> int:
+    """Print what switches completion on (`install=bash`, `zsh`, `fish`) or off, or answer a `query=`.
 
     Raises UsageError for another request. A line that makes no sense yet has no answers, and no error.
     """
-    asked = [word.partition("=")[0] for word in request]
-    if asked not in (["install"], ["uninstall"], ["query"]):
-        raise UsageError('say which shell: eval "$(launch -sc install=bash)", or `launch -sc install=fish`')
-    if asked != ["query"]:
-        from launcher.config.hydra_output import ask_completion
-
-        sys.stdout.write(ask_completion(sources, request[0]))
-        return 0
-    # A newline is what fish asks for, and bash and zsh split at it too.
-    for answer in answer_query(request[0], os.environ.get("COMP_LINE", ""), verbs):
-        sys.stdout.write(f"{answer}\n")
+    (asked,) = request if len(request) == 1 else ("",)
+    if asked in SCRIPTS:
+        sys.stdout.write(SCRIPTS[asked])
+    elif asked in QUERIES:
+        for answer in answer_query(os.environ.get("COMP_LINE", "")):
+            sys.stdout.write(f"{answer}\n")
+    else:
+        raise UsageError(
+            'say which shell: eval "$(launch -sc install=bash)", the same with zsh,'
+            " or `launch -sc install=fish | source`"
+        )
     return 0
 
 
-def answer_query(request: str, line: str, verbs: Sequence[str]) -> list[str]:
-    """Return the words that may stand where the line ends; nothing after `--`."""
-    words = split_line(line)[1:] or [""]
-    if "--" in words[:-1] or len(words[-1].split()) > 1:
+def answer_query(line: str) -> list[str]:
+    """Return the words that may stand where the line ends; none in a program's arguments."""
+    *before, last = split_line(line)[1:] or [""]
+    if len(last.split()) > 1:
         return []
-    *before, last = words
-    flags = sorted(name for name in make_parser()._option_string_actions if name.startswith(last))
-    if before and before[0] in OF_RUNS:
-        from launcher.cli.run_completion import complete_names
+    verb, after = (before[0], before[1:]) if before and before[0] in VERBS else ("run", before)
+    if verb in OF_RUNS:
+        answers = complete_runs(verb, after, last)
+    elif verb == "tune" and not after:
+        answers = [subject for subject in SUBJECTS if subject.startswith(last)]
+    else:
+        answers = [] if before else [verb for verb in VERBS if verb.startswith(last)]
+        answers += complete_word(after[verb == "tune" :], last)
+    return [answer for answer in answers if PLAIN.fullmatch(answer)]
 
-        found = [word for word in complete_names(before[0], before[1:], last) if PLAIN.fullmatch(word)]
-        return found + flags if last.startswith("-") else found
+
+def complete_word(before: Sequence[str], last: str) -> list[str]:
+    """Return the settings, flags and scripts that a word may become, after others of a run or a plan."""
+    if sum(map(len, group_words(before))) < len(before):  # a program begins before the last word
+        return []
+    if before and (values := list_flag_values(before[-1])) is not None:
+        return [value for value in values if value.startswith(last)]
     if last.startswith("-"):
-        return flags
-    answers = [verb for verb in verbs if verb.startswith(last)] if not before else []
-    if before == ["tune"]:
-        return [subject for subject in SUBJECTS if subject.startswith(last)]
-    if before and before[0] in verbs:
-        del before[: 2 if before[0] == "tune" else 1]
-    from launcher.config.hydra_output import ask_completion
-
-    try:
-        known = parse_flags(before)
-        found = ask_completion(known.sources, request, [*known.overrides, last]).split()
-    except UsageError:
-        return answers
-    return answers + [answer for answer in found if PLAIN.fullmatch(answer)]
+        return list_flag_names(last)
+    return [*complete_setting(before, last), *list_scripts(last)]
 
 
 def split_line(line: str) -> list[str]:
@@ -72,3 +139,74 @@ def split_line(line: str) -> list[str]:
             continue
         return [*words, ""] if line[-1:].isspace() and not closing else words
     return line.split(" ")
+
+
+def list_flag_names(last: str) -> list[str]:
+    """Return the flags that begin so."""
+    return sorted(name for name in make_parser()._option_string_actions if name.startswith(last))
+
+
+def complete_setting(before: Sequence[str], last: str) -> list[str]:
+    """Return the groups, options, keys and values that a word may become, as Hydra completes them."""
+    from launcher.config.hydra_output import ask_completion
+
+    try:
+        known = parse_flags(before)
+        return ask_completion(known.sources, "query=bash", [*known.overrides, last]).split()
+    except UsageError:
+        return []
+
+
+def list_scripts(last: str) -> Iterator[str]:
+    """Give the scripts, and the folders that may hold some, whose path begins so."""
+    folder, slash, name = last.rpartition("/")
+    if "=" in last or last.startswith("~"):
+        return
+    try:
+        found = sorted(Path(folder or ("/" if slash else ".")).iterdir())
+    except OSError:
+        return
+    for path in found:
+        if path.name.startswith(name) and not (path.name.startswith(".") and not name):
+            ending = "/" if path.is_dir() else ""
+            if ending or path.suffix == ".py":
+                yield f"{folder}{slash}{path.name}{ending}"
+
+
+def complete_runs(verb: str, before: Sequence[str], last: str) -> list[str]:
+    """Return what may follow a verb of runs: keys, then runs, the newest first, then jobs, then flags.
+
+    Runs that have ended are not offered to `cancel`.
+    """
+    if "--" in before:
+        return []
+    given = {word.partition("=")[0] for word in before if "=" in word}
+    try:
+        runs_dir = find_runs_dir(before)
+    except UsageError:  # a line that makes no sense yet, or a configuration that makes none
+        return list_flag_names(last) if last.startswith("-") else []
+    keys = [key for key in KEYS[verb] if key.partition("=")[0] not in (*given, *before)]
+    names, jobs = [], []
+    for path in islice(list_runs(runs_dir), MOST_RUNS):
+        manifest = read_manifest(path)
+        state = STATES.get(str(take_dict(manifest, "outcome").get("state")))
+        if verb != "cancel" or state in LIVE:
+            names.append(name_run(path))
+            jobs.append(read_job(manifest))
+    answers = [*keys, *names, *(job for job in jobs if job)]
+    found = [word for word in answers if word.startswith(last) and word not in before]
+    return found + list_flag_names(last) if last.startswith("-") else found
+
+
+def find_runs_dir(before: Sequence[str]) -> Path:
+    """Return where runs are, by the line or the user's own configuration; raises UsageError."""
+    given = [word.partition("=")[2] for word in before if word.startswith("runs_dir=")]
+    if given and given[-1]:
+        return Path(given[-1])
+    sources = parse_flags([word for word in before if word != "-f"]).sources
+    primary = sources.find_file(sources.primary)
+    if primary is None or find_shipped() in primary.parents:
+        return Path(LaunchConfig.runs_dir)
+    from launcher.config.composition import compose, resolve  # Hydra takes longer than all of the rest
+
+    return Path(resolve(compose(sources, ())).runs_dir)

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from launcher.cli.arguments import VERBS, Command, parse_command
+from launcher.cli.arguments import Command, parse_command
 from launcher.errors import EXIT_DEFECT, EXIT_MACHINE, LaunchError
 from launcher.protocol import LAUNCH_RANK_PLAN
 from launcher.text import leave, log_defect, log_error, set_up_logging
@@ -84,7 +84,7 @@ def run_command(command: Command, argv: Sequence[str]) -> int:
     if flags.completion:
         from launcher.cli.completion import complete_line
 
-        return complete_line(flags.sources, flags.overrides, VERBS)
+        return complete_line(flags.overrides)
     if flags.asks_hydra:
         from launcher.config.hydra_output import show_flags
 

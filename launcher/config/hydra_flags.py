@@ -64,7 +64,7 @@ def make_parser() -> Parser:
         "-i", "--info", nargs="?", const="all", choices=infos, help="print how it was composed"
     )
     parser.add_argument(
-        "-sc", "--shell-completion", action="store_true", help="with install=bash: completion"
+        "-sc", "--shell-completion", action="store_true", help="with install=bash, zsh or fish: completion"
     )
     parser.add_argument("--hydra-help", action="store_true", help="Hydra's own help")
     parser.add_argument("-r", "--run", action="store_true", help="run (the default)")
@@ -106,6 +106,14 @@ def takes_flag_value(option: str, word: str) -> bool | None:
     if action.nargs == "?":
         return word in (action.choices or ())
     return action.nargs is None
+
+
+def list_flag_values(option: str) -> list[str] | None:
+    """Return the values that a flag takes, none if it takes any; None if no value follows."""
+    action = make_parser()._option_string_actions.get(option)
+    if action is None or action.nargs == 0:
+        return None
+    return list(action.choices or ()) if action.nargs is None or action.choices else None
 
 
 def find_flag_sources(words: Sequence[str]) -> Sources:

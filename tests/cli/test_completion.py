@@ -1,5 +1,6 @@
 """Shell completion, as a shell uses it."""
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -9,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli.arguments import VERBS
 from launcher.cli.completion import answer_query, split_line
+from tests.cli.make_runs import make_run
 from tests.conftest import Result, clean_environ
+from tests.launch.terminals import open_terminal
 
 Launch = Callable[..., Result]
 
 
 def ask(line: str) -> list[str]:
-    return answer_query("query=bash", line, VERBS)
+    return answer_query(line)
 
 
 def test_the_first_word_is_a_verb_a_group_or_a_key(here: Path) -> None:
@@ -54,6 +56,25 @@ def test_keys_below_a_key_and_the_present_value(here: Path) -> None:
 def test_files_after_an_equals_sign(here: Path) -> None:
     (here / "data").mkdir()
     assert ask("launch data.path=./da") == ["data.path=./data"]
+
+
+def test_scripts_and_folders_before_the_program_and_nothing_in_it(here: Path) -> None:
+    (here / "train.py").touch()
+    (here / "tr.txt").touch()
+    (here / ".tr.py").touch()
+    (here / "tried").mkdir()
+    (here / "tried/eval.py").touch()
+    assert ask("launch nodes=1 tr") == ["train.py", "tried/"]
+    assert ask("launch tried/") == ["tried/eval.py"] == ask("launch plan tried/e")
+    assert ask("launch train.py mod") == [] == ask("launch -m tried.eval --c") == ask("launch plan train.py ")
+    assert ask("launch -m tr") == ["train.py", "tried/"]
+    assert "model=" in ask("launch -m ")
+
+
+def test_values_of_flags(here: Path) -> None:
+    assert ask("launch --cfg ") == ["job", "hydra", "all"]
+    assert ask("launch -i de") == ["defaults", "defaults-tree"]
+    assert ask("launch -cd ") == []
 
 
 def test_flags(here: Path) -> None:
@@ -123,8 +144,6 @@ def test_broken_configuration_is_no_error_either(
 
 
 def test_the_environment_is_as_it_was(here: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     monkeypatch.delenv("COMP_LINE", raising=False)
     before = dict(os.environ)
     launch("-sc", "query=bash")
@@ -222,3 +241,73 @@ def test_in_a_real_bash(binaries: Path, here: Path) -> None:
     assert (verbs, options, after, nothing) == (["plan"], ["model=gpt2"], ["nproc_per_node="], [])
     assert not (here / "evil").exists()
     assert evil == []
+
+
+def find_shell(name: str) -> str:
+    """The path of a shell; without it the test fails where LAUNCH_CI is set, and skips elsewhere."""
+    if found := shutil.which(name):
+        return found
+    lack = f"{name} is not installed (`apt-get install {name}`)"
+    if os.environ.get("LAUNCH_CI"):
+        pytest.fail(lack)
+    pytest.skip(lack)
+
+
+@pytest.fixture
+def project(here: Path, binaries: Path) -> Path:
+    """A folder with a script, its data, and runs."""
+    (here / "train.py").touch()
+    (here / "data").mkdir()
+    (here / "data/corpus.txt").touch()
+    make_run(here / "runs", "llama", "20260801-120000")
+    return here
+
+
+TYPED = [
+    ("launch pl", "plan"),
+    ("launch nproc_per_node=2 model=gp", "model=gpt2"),
+    ("launch plan nproc", "nproc_per_node="),
+    ("launch nodes=1 tr", "train.py"),
+    ("launch train.py --data dat", "data/"),
+    ("launch train.py --data data/co", "data/corpus.txt"),
+    ("launch -- ./tr", "./train.py"),
+    ("launch --hydra", "--hydra-help"),
+    ("launch logs ll", "llama/20260801-120000"),
+]
+"""What is typed before Tab, and the last word after it."""
+
+
+@pytest.mark.parametrize(("name", "kind"), [("bash", "bash"), ("zsh", "zsh"), ("zsh", "bash")])
+def test_tab_in_a_real_shell(project: Path, binaries: Path, name: str, kind: str) -> None:
+    options = {"bash": ["--norc", "--noprofile"], "zsh": ["-f"]}[name]
+    path = f"{binaries}:{clean_environ()['PATH']}"
+    with open_terminal(
+        project, find_shell(name), *options, "-i", PATH=path, EDITOR="", VISUAL=""
+    ) as terminal:
+        terminal.type(f'eval "$(launch -sc install={kind})"; echo rea""dy\n')
+        terminal.expect("ready")
+        for line, word in TYPED:
+            terminal.type(f"{line}\t\x01printf '<%s>\\n' \x05\n")
+            last = f"<{word.rstrip('/')}" + (
+                "" if word.endswith("/") else ">"
+            )  # zsh takes the slash off again
+            words = [*(f"<{part}>" for part in line.split()[:-1]), last]
+            shown = terminal.expect("<launch>", *words[1:])
+            assert "command not found" not in shown
+        terminal.type(f'eval "$(launch -sc uninstall={name})"; echo do""ne\n')
+        assert "not found" not in terminal.expect("done")
+        terminal.type("exit\n")
+        terminal.finish()
+
+
+def test_tab_in_a_real_fish(project: Path, binaries: Path) -> None:
+    asks = "\n".join(f"echo '>'; complete -C {shlex.quote(line)}" for line, _ in TYPED)
+    script = f"launch -sc install=fish | source\n{asks}\nlaunch -sc uninstall=fish | source"
+    environ = {**clean_environ(), "PATH": f"{binaries}:{clean_environ()['PATH']}", "HOME": str(project)}
+    command = [find_shell("fish"), "--no-config", "-c", script]
+    done = subprocess.run(
+        command, cwd=project, env=environ, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stderr == ""
+    answers = [[each.split("\t")[0] for each in block.split()] for block in done.stdout.split(">\n")[1:]]
+    assert answers == [[word] for _, word in TYPED]

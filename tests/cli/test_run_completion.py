@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli.arguments import VERBS
 from launcher.cli.completion import answer_query
 from tests.cli import test_completion
 from tests.cli.make_runs import make_run
@@ -15,7 +14,7 @@ binaries = test_completion.binaries
 
 
 def ask(line: str) -> list[str]:
-    return answer_query("query=bash", line, VERBS)
+    return answer_query(line)
 
 
 @pytest.fixture
@@ -56,7 +55,7 @@ def test_it_is_quick_since_nothing_heavy_is_loaded(runs: Path) -> None:
     script = "import os\nos.environ['COMP_LINE'] = 'launch status l'\n"
     script += "from launcher.cli.main import run_guarded\nassert run_guarded(['-sc', 'query=bash']) == 0"
     loaded = list_loaded(script, runs)
-    assert "launcher.cli.run_completion" in loaded
+    assert "launcher.cli.completion" in loaded
     assert not {"hydra", "omegaconf", "rich", "torch", "submitit"} & loaded
 
 

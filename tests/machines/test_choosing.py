@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from launcher.cli.arguments import VERBS
 from launcher.cli.completion import answer_query
 from tests.conftest import Result
 from tests.plan.lab_machines import fsroot, load
@@ -42,7 +41,7 @@ def test_help_and_completion_offer_the_machines(launch: Launch) -> None:
     shown = launch("--help-all").out
     assert all(name in shown for name in ("local", *NAMES))
     assert max(map(len, shown.splitlines())) <= 110
-    assert answer_query("query=bash", "launch plan machine=dgx", VERBS) == [
+    assert answer_query("launch plan machine=dgx") == [
         f"machine={name}" for name in NAMES if name.startswith("dgx")
     ]
 
