@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.programs.dimensions import ModelConfig
-from launcher.programs.process_group import share
-from launcher.programs.user_error import OptionError
+from launcher.programs.options import OptionError
+from launcher.programs.process_group import broadcast
 
-KEPT = 2
+MAX_KEPT = 2
 """Checkpoints kept; older ones are removed."""
 COMPLETE = re.compile(r"step-(\d{8})")
 
@@ -44,7 +44,7 @@ def list_complete(directory: Path) -> list[Path]:
 def prepare_directory(directory: Path, model: ModelConfig) -> Path | None:
     """Make the directory, remove what a killed save left, and give the newest checkpoint.
 
-    Raises OptionError where that can't be, or where the checkpoint is of another model.
+    Raises OptionError if that can't be, or if the checkpoint is of another model.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -57,11 +57,11 @@ def prepare_directory(directory: Path, model: ModelConfig) -> Path | None:
         raise OptionError(f"--checkpoint-dir {directory}: {error.strerror}: give one to write to") from None
     if not complete:
         return None
-    check_same(complete[-1], model)
+    check_saved_model(complete[-1], model)
     return complete[-1]
 
 
-def check_same(path: Path, model: ModelConfig) -> None:
+def check_saved_model(path: Path, model: ModelConfig) -> None:
     """Raise OptionError where a checkpoint is of other dimensions, or none."""
     try:
         saved = dict(json.loads((path / "model.json").read_text()))
@@ -92,7 +92,7 @@ class Checkpointer:
                 found = prepare_directory(self.directory, self.config)
             except OptionError as error:
                 found = error
-        found = share(found)
+        found = broadcast(found)
         if isinstance(found, OptionError):
             raise found
         return found
@@ -117,9 +117,9 @@ class Checkpointer:
         if dist.get_rank() == 0:
             (part / "model.json").write_text(json.dumps(asdict(self.config)))
             part.rename(target)
-            for old in list_complete(self.directory)[:-KEPT]:
+            for old in list_complete(self.directory)[:-MAX_KEPT]:
                 shutil.rmtree(old)
-        share(None)  # the other ranks go on once the rename is done
+        broadcast(None)  # the other ranks go on once the rename is done
         return target
 
     def load(self, path: Path) -> Progress:

@@ -1,32 +1,96 @@
-"""Where and how a run computes: device, process group, DDP or FSDP, precision, peak."""
+"""Where and how a run computes (device, process group, DDP or FSDP, precision, peak), and its description."""
 
 from dataclasses import dataclass
 
 import torch
 
+from launcher.programs.corpus import describe_origin
+from launcher.programs.data import Text
+from launcher.programs.dimensions import ModelConfig, count_parameters
 from launcher.programs.metrics import Peak, choose_peak
-from launcher.programs.parallel import Spread, choose_spread
-from launcher.programs.process_group import Ranks, choose_device, join, read_ranks
+from launcher.programs.parallel import Parallelism, choose_parallelism
+from launcher.programs.process_group import Ranks, choose_device, init_process_group, name_device, read_ranks
 from launcher.programs.training_config import Config
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ComputeSetup:
     """What was found and chosen."""
 
     ranks: Ranks
     device: torch.device
     backend: str
     """`nccl` or `gloo`."""
-    spread: Spread
-    peak: Peak
+    parallelism: Parallelism
+    peak: Peak | None
+    """None on a CPU, unless it is given: then there is no MFU."""
 
 
-def find_place(config: Config) -> Place:
-    """Choose the device, the spread and the peak, and join the other ranks; raises OptionError."""
+def set_up(config: Config) -> ComputeSetup:
+    """Choose the device, the parallelism and the peak, and join the other ranks; raises OptionError."""
     ranks = read_ranks()
     device = choose_device(config.train.device, ranks)
-    spread = choose_spread(config, device, ranks.world_size, ranks.local_world_size)
-    backend = join(device, ranks)
+    parallelism = choose_parallelism(config, device, ranks.world_size, ranks.local_world_size)
+    backend = init_process_group(device, ranks)
     # After joining, so that ranks that share cores measure at the same time.
-    return Place(ranks, device, backend, spread, choose_peak(config.train.peak_tflops, device, spread.dtype))
+    return ComputeSetup(
+        ranks, device, backend, parallelism, choose_peak(config.train.peak_tflops, device, parallelism.dtype)
+    )
+
+
+def describe_run(config: Config, text: Text, setup: ComputeSetup, resumed: str) -> str:
+    """Describe the run, a line for each subject."""
+    peak = setup.peak
+    lines = (
+        f"model   {describe_model(config.model)}",
+        f"data    {describe_text(config, text)}",
+        f"device  {name_device(setup.device)}, {describe_ranks(config, setup)}",
+        f"batch   {describe_batch(config, setup.ranks.world_size)}",
+        *(
+            [f"peak    {peak.tflops:.4g} TFLOPS a rank, {peak.origin}{describe_recompute(config)}"]
+            if peak
+            else []
+        ),
+        f"start   {resumed}",
+    )
+    return "\n".join(lines)
+
+
+def describe_model(model: ModelConfig) -> str:
+    """Name the model, its parameters and dimensions."""
+    return (
+        f"{model.name}: {count_parameters(model):,} parameters, {model.layers} layers, "
+        f"hidden {model.hidden_size}, {model.heads} heads ({model.kv_heads} kv), {model.vocab_size} tokens"
+    )
+
+
+def describe_text(config: Config, text: Text) -> str:
+    """Name the text and its size."""
+    origin, split = describe_origin(config.data.path), text.split
+    return (
+        f"{origin}: {text.windows.size:,} bytes, {split.training:,} sequences of {config.seq_len}, "
+        f"{split.validation:,} more held out"
+    )
+
+
+def describe_ranks(config: Config, setup: ComputeSetup) -> str:
+    """Name the ranks and how they work together."""
+    ranks = f"{setup.ranks.world_size} rank" + "s" * (setup.ranks.world_size > 1)
+    parallelism = (
+        "" if setup.parallelism.kind == "none" else f" {setup.parallelism.kind} over {setup.backend},"
+    )
+    dtype = "bf16" if setup.parallelism.bf16 else "fp32"
+    return f"{ranks},{parallelism} {dtype}, {config.workers} DataLoader workers a rank"
+
+
+def describe_batch(config: Config, world_size: int) -> str:
+    """Name the tokens of an optimizer step, and their factors."""
+    train = config.train
+    tokens = config.seq_len * train.batch_size * train.grad_accumulation * world_size
+    factors = f"{train.batch_size} sequences x {config.seq_len} x {world_size} ranks"
+    return f"{tokens:,} tokens per step: {factors} x {train.grad_accumulation} micro-steps"
+
+
+def describe_recompute(config: Config) -> str:
+    """Say that tflops and mfu differ if activations are recomputed."""
+    return "; tflops count recomputation, mfu does not" if config.train.activation_checkpointing else ""

@@ -9,16 +9,16 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from launcher.programs.user_error import OptionError
+from launcher.programs.options import OptionError
 
-LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 """Directories of Python's library that are not taken: tests, and what was installed into it."""
 
 
 def find_text(path: str | None) -> Path:
     """Give the file to train on: the user's, the files of the user's directory in one, or Python's library.
 
-    Raises OptionError where there is none or it can't be read.
+    Raises OptionError if there is none or it can't be read.
     """
     if path is None:
         return gather_library()
@@ -40,15 +40,15 @@ def gather_library() -> Path:
     target = find_cache() / f"{version}-library-{key}.txt"
     if target.exists():
         return target
-    files = [path for path in walk(root, LEFT_OUT) if path.suffix == ".py"]
+    files = [path for path in list_files(root, EXCLUDED) if path.suffix == ".py"]
     if not files:
         raise OptionError(f"{root} holds no source files of Python's library: give --data.path")
-    return write(target, files)
+    return concatenate(target, files)
 
 
 def gather_directory(root: Path) -> Path:
-    """Gather the regular files below the user's directory; a change to any of them gathers anew."""
-    files = list(walk(root, frozenset()))
+    """Gather the regular files below the user's directory; a change to any of them gathers again."""
+    files = list(list_files(root, frozenset()))
     if not files:
         raise OptionError(f"--data.path {root} holds no files: give a directory with text in it")
     digest = hashlib.sha256()
@@ -56,19 +56,19 @@ def gather_directory(root: Path) -> Path:
         found = file.stat()
         digest.update(os.fsencode(file.resolve()) + f"\0{found.st_size}\0{found.st_mtime_ns}\0".encode())
     target = find_cache() / f"directory-{digest.hexdigest()[:16]}.txt"
-    return target if target.exists() else write(target, files)
+    return target if target.exists() else concatenate(target, files)
 
 
-def walk(root: Path, left_out: frozenset[str]) -> Iterator[Path]:
+def list_files(root: Path, excluded: frozenset[str]) -> Iterator[Path]:
     """Give the regular files below a directory, always in the same order."""
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(set(folders) - left_out)
+        folders[:] = sorted(set(folders) - excluded)
         yield from (path for name in sorted(names) if (path := Path(folder, name)).is_file())
 
 
 def find_cache() -> Path:
     """Give a directory of this user's for derived files; made if need be."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path.expanduser raises where there is no home
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path.expanduser raises if there is no home
     for base in (Path(home), Path(tempfile.gettempdir(), f"cache-{os.getuid()}")):
         folder = base / "launch-text"
         try:
@@ -81,7 +81,7 @@ def find_cache() -> Path:
     raise OptionError(f"neither {home} nor {tempfile.gettempdir()} can be written: set XDG_CACHE_HOME")
 
 
-def write(target: Path, files: Iterable[Path]) -> Path:
+def concatenate(target: Path, files: Iterable[Path]) -> Path:
     """Write the files' bytes one after the other, whole or not at all.
 
     Ranks that start at once each write a file of their own and rename it: the last one stays.

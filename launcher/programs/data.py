@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from launcher.programs.user_error import OptionError
+from launcher.programs.options import OptionError
 
 MASK = (1 << 64) - 1
 
@@ -45,7 +45,7 @@ class Split:
 
     windows: int
     stride: int
-    """0 where nothing is held out."""
+    """0 if nothing is held out."""
 
     @property
     def validation(self) -> int:
@@ -67,7 +67,7 @@ class Split:
 
 
 def split_windows(windows: Windows, fraction: float) -> Split:
-    """Hold out a share of the windows, evenly spread; raises OptionError where the text is too short."""
+    """Hold out a share of the windows, evenly spread; raises OptionError if the text is too short."""
     stride = max(2, round(1 / fraction)) if fraction else 0
     if len(windows) < max(stride, 1):
         least = max(stride, 1) * windows.seq_len + 1
@@ -86,7 +86,7 @@ class Text:
     split: Split
 
 
-def mix(value: int, key: int) -> int:
+def hash_bits(value: int, key: int) -> int:
     """Hash 64 bits (the finaliser of splitmix64, Steele et al. 2014)."""
     value = (value + key + 0x9E3779B97F4A7C15) & MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
@@ -105,16 +105,16 @@ def permute(index: int, size: int, key: int) -> int:
     while True:
         left, right = index >> half, index & mask
         for turn in range(6):
-            left, right = right, left ^ (mix(right, key + turn * 0xD6E8FEB86659FD93) & mask)
+            left, right = right, left ^ (hash_bits(right, key + turn * 0xD6E8FEB86659FD93) & mask)
         index = (left << half) | right
         if index < size:
             return index
 
 
-def draw(position: int, size: int, seed: int) -> int:
+def choose_index(position: int, size: int, seed: int) -> int:
     """Give the training index at a position of the endless global order: each epoch a new permutation."""
     epoch, index = divmod(position, size)
-    return permute(index, size, mix(epoch, mix(seed, 0)))
+    return permute(index, size, hash_bits(epoch, hash_bits(seed, 0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +140,15 @@ class Schedule(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         for micro_step in range(self.micro_steps):
             start = self.first + (micro_step * self.world_size + self.rank) * self.batch_size
-            yield [self.take(position) for position in range(start, start + self.batch_size)]
+            yield [self.find_window(position) for position in range(start, start + self.batch_size)]
 
-    def take(self, position: int) -> int:
+    def find_window(self, position: int) -> int:
         """Give the window at a position of the global order."""
-        return self.split.train_window(draw(position, self.split.training, self.seed))
+        return self.split.train_window(choose_index(position, self.split.training, self.seed))
 
 
 def start_worker(_: int) -> None:
-    """Tie a DataLoader worker to its rank: it outlives no signal to the rank, and heeds none of its own.
+    """Tie a DataLoader worker to its rank: it ends with the rank, and ignores signals of its own.
 
     A signal to the whole process group would otherwise end the workers before the rank's checkpoint.
     """
@@ -159,7 +159,7 @@ def start_worker(_: int) -> None:
         os._exit(1)
 
 
-def load(windows: Windows, schedule: Schedule, workers: int, *, pin: bool) -> DataLoader[torch.Tensor]:
+def make_loader(windows: Windows, schedule: Schedule, workers: int, *, pin: bool) -> DataLoader[torch.Tensor]:
     """Make the loader of (batch_size, seq_len + 1) bytes, in the schedule's order."""
     return DataLoader(
         windows,

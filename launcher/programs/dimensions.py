@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from launcher.programs.options import option
-from launcher.programs.user_error import OptionError
+from launcher.programs.options import OptionError, option
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,21 +31,20 @@ PEAKS = (
 
 
 def find_peak(name: str) -> float | None:
-    """Give the published dense bf16 peak, in TFLOPS, of a GPU by its name; None where unknown."""
+    """Give the published dense bf16 peak, in TFLOPS, of a GPU by its name; None if unknown."""
     words = name.replace("-", " ").split()
     return next((peak for part, peak in PEAKS if set(part.split()) <= set(words)), None)
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
-    """Measure the TFLOPS of a square matrix product, a stand-in for a peak that is not published."""
-    size = 8192 if device.type == "cuda" else 1024
+    """Measure the TFLOPS of a square matrix product on a GPU, in place of a peak that is not published."""
+    size = 8192
     matrix = torch.randn(size, size, device=device, dtype=dtype)
     best, end = 0.0, time.perf_counter() + seconds
     while time.perf_counter() < end:
         start = time.perf_counter()
         torch.mm(matrix, matrix)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)
         best = max(best, 2 * size**3 / (time.perf_counter() - start) / 1e12)
     return best
 
@@ -59,11 +58,16 @@ class Peak:
     """Where the figure comes from, for people."""
 
 
-def choose_peak(given: float | None, device: torch.device, dtype: torch.dtype) -> Peak:
-    """Take the given peak, the published one, or a measured one."""
+def choose_peak(given: float | None, device: torch.device, dtype: torch.dtype) -> Peak | None:
+    """Take the given peak, the published one, or a measured one; None for a CPU if none is given.
+
+    A product of small matrices is no peak of a CPU: training would exceed it.
+    """
     if given is not None:
         return Peak(given, "given")
-    published = find_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    published = find_peak(torch.cuda.get_device_name(device))
     if published is not None:
         return Peak(published, "published dense bf16")
     name = str(dtype).removeprefix("torch.")
@@ -78,19 +82,19 @@ class Speed:
     """Tokens a second, all ranks together."""
     tflops: float
     """TFLOPS of a rank, with what activation checkpointing computes again."""
-    mfu: float
-    """Share of the peak that the model itself needed, without recomputation."""
+    mfu: float | None
+    """Share of the peak that the model itself needed, without recomputation; None without a peak."""
 
 
 @dataclass(slots=True)
-class Meter:
+class SpeedMeter:
     """Counts tokens over time."""
 
     model: ModelConfig
     seq_len: int
     recompute: bool
     world_size: int
-    peak: Peak
+    peak: Peak | None
     tokens: int = 0
     start: float = field(default_factory=time.perf_counter)
 
@@ -104,7 +108,7 @@ class Meter:
         self.restart()
         needed = count_flops(self.model, self.seq_len) * rate / self.world_size / 1e12
         done = count_flops(self.model, self.seq_len, recompute=self.recompute) * rate / self.world_size / 1e12
-        return Speed(rate, done, needed / self.peak.tflops)
+        return Speed(rate, done, needed / self.peak.tflops if self.peak else None)
 
 
 def describe_memory(device: torch.device) -> str:

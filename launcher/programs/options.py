@@ -4,9 +4,16 @@ import argparse
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, field, fields
-from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args, get_type_hints
 
-Options = TypeVar("Options")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Options = TypeVar("Options", bound="DataclassInstance")
+
+
+class OptionError(ValueError):
+    """An option, a file or a directory cannot be used: one line with the values and the fix."""
 
 
 def option(default: Any, text: str, *choices: str) -> Any:  # noqa: ANN401 - stands for a field of any type
@@ -27,7 +34,7 @@ def name_option(prefix: str, name: str) -> str:
     return prefix + name if prefix else name.replace("_", "-")
 
 
-def value_type(hint: Any) -> type:  # noqa: ANN401 - a type hint
+def find_value_type(hint: Any) -> type:  # noqa: ANN401 - a type hint
     """Give the type that parses a field's text: `int` for `int | None`."""
     if isinstance(hint, types.UnionType):
         hint = next(kind for kind in get_args(hint) if kind is not types.NoneType)
@@ -54,15 +61,17 @@ def add_options(parser: argparse.ArgumentParser, title: str, prefix: str, cls: t
     hints = get_type_hints(cls)
     for item in fields(cls):
         assert item.default is not MISSING, f"{cls.__name__}.{item.name} is not an option"  # noqa: S101
-        add_option(group, prefix, item, value_type(hints[item.name]))
+        add_option(group, prefix, item, find_value_type(hints[item.name]))
 
 
-def take_options(found: argparse.Namespace, prefix: str, cls: type[Options]) -> Options:
+def build_options(found: argparse.Namespace, prefix: str, cls: type[Options]) -> Options:
     """Build the dataclass from parsed arguments."""
-    return cls(**{item.name: getattr(found, prefix + item.name) for item in fields(cls)})  # type: ignore[arg-type]  # fields() wants a dataclass type, which a TypeVar can't promise
+    return cls(**{item.name: getattr(found, prefix + item.name) for item in fields(cls)})
 
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, *parts: tuple[str, type]) -> list[Any]:
+def parse_options(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, *parts: tuple[str, type]
+) -> list[Any]:
     """Parse argv into one value for each (prefix, dataclass)."""
     found = parser.parse_args(argv)
-    return [take_options(found, prefix, cls) for prefix, cls in parts]
+    return [build_options(found, prefix, cls) for prefix, cls in parts]

@@ -1,4 +1,4 @@
-"""How the model is spread over the ranks: DDP or FSDP2, and what follows for a training step."""
+"""How the model is split over the ranks: DDP or FSDP2, and what follows for a training step."""
 
 import contextlib
 import os
@@ -16,10 +16,10 @@ TRAINING_BYTES = 18
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Parallelism:
     """The choices for this run."""
 
-    parallel: str
+    kind: str
     """`ddp`, `fsdp`, or `none` for one process."""
     bf16: bool
 
@@ -35,23 +35,29 @@ def has_bf16(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def choose_spread(config: Config, device: torch.device, world_size: int, local_world_size: int) -> Spread:
+def choose_parallelism(
+    config: Config, device: torch.device, world_size: int, local_world_size: int
+) -> Parallelism:
     """Settle `auto`: DDP while 18 bytes a parameter fit into 60% of the rank's memory."""
     train = config.train
     bf16 = has_bf16(device) if train.dtype == "auto" else train.dtype == "bf16"
-    fits = TRAINING_BYTES * count_parameters(config.model) < 0.6 * read_memory(device, local_world_size)
+    fits = TRAINING_BYTES * count_parameters(config.model) < 0.6 * read_device_memory(
+        device, local_world_size
+    )
     parallel = ("ddp" if fits else "fsdp") if train.parallel == "auto" else train.parallel
-    return Spread("none" if parallel == "ddp" and world_size == 1 else parallel, bf16)
+    return Parallelism("none" if parallel == "ddp" and world_size == 1 else parallel, bf16)
 
 
-def read_memory(device: torch.device, local_world_size: int) -> int:
+def read_device_memory(device: torch.device, local_world_size: int) -> int:
     """Give the bytes of memory that a rank has."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size
 
 
-def build(config: Config, spread: Spread, device: torch.device, rank: int) -> tuple[Transformer, nn.Module]:
+def build_model(
+    config: Config, parallelism: Parallelism, device: torch.device, rank: int
+) -> tuple[Transformer, nn.Module]:
     """Build the model on the device, seeded; give it bare and as it is called in training.
 
     Made on the meta device first, so that a model which fits no rank whole is only ever held in shards.
@@ -61,16 +67,16 @@ def build(config: Config, spread: Spread, device: torch.device, rank: int) -> tu
     if config.train.compile:
         for block in model.blocks:
             block.compile()
-    if spread.parallel == "fsdp":
-        shard(model, device, bf16=spread.bf16)
+    if parallelism.kind == "fsdp":
+        shard_model(model, device, bf16=parallelism.bf16)
     model.to_empty(device=device)
     # Shards differ between ranks, replicas must not.
-    seed = config.train.seed * 1_000_003 + (rank if spread.parallel == "fsdp" else 0)
+    seed = config.train.seed * 1_000_003 + (rank if parallelism.kind == "fsdp" else 0)
     initialise(model, torch.Generator(device).manual_seed(seed))
-    return model, replicate(model, device) if spread.parallel == "ddp" else model
+    return model, wrap_ddp(model, device) if parallelism.kind == "ddp" else model
 
 
-def shard(model: Transformer, device: torch.device, *, bf16: bool) -> None:
+def shard_model(model: Transformer, device: torch.device, *, bf16: bool) -> None:
     """Shard each block and the rest over all ranks (FSDP2), computing in bf16 and reducing in fp32."""
     from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - half a second, for FSDP alone
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: PLC0415
@@ -85,7 +91,7 @@ def shard(model: Transformer, device: torch.device, *, bf16: bool) -> None:
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def replicate(model: Transformer, device: torch.device) -> nn.Module:
+def wrap_ddp(model: Transformer, device: torch.device) -> nn.Module:
     """Wrap in DDP."""
     from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
 
@@ -93,18 +99,19 @@ def replicate(model: Transformer, device: torch.device) -> nn.Module:
     return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
 
-def autocast(spread: Spread, device: torch.device) -> contextlib.AbstractContextManager[object]:
+def autocast(parallelism: Parallelism, device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Give the context of the forward pass: FSDP's own policy needs none."""
-    if spread.bf16 and spread.parallel != "fsdp":
+    if parallelism.bf16 and parallelism.kind != "fsdp":
         return torch.autocast(device.type, torch.bfloat16)
     return contextlib.nullcontext()
 
 
 def hold_gradients(module: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[object]:
     """Give the context of a micro-step: gradients cross the ranks on the last one alone."""
-    if hasattr(module, "set_requires_gradient_sync"):
-        module.set_requires_gradient_sync(last)  # type: ignore[operator]  # FSDP2's method, added at run time
-    elif hasattr(module, "no_sync") and not last:
-        context: contextlib.AbstractContextManager[object] = module.no_sync()  # type: ignore[operator]  # DDP's
+    set_sync, no_sync = getattr(module, "set_requires_gradient_sync", None), getattr(module, "no_sync", None)
+    if set_sync is not None:  # FSDP2
+        set_sync(last)
+    elif no_sync is not None and not last:  # DDP
+        context: contextlib.AbstractContextManager[object] = no_sync()
         return context
     return contextlib.nullcontext()

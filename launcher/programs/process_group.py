@@ -1,4 +1,4 @@
-"""A process among the others: torchrun's variables, its device, the process group."""
+"""Torchrun's variables, this rank's device, and the process group."""
 
 import os
 import platform
@@ -9,14 +9,14 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-# Imported later, its default arguments would hold the process group for ever (see run.leave).
+# Imported later, its default arguments would keep the process group (see training.leave_process_group).
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from launcher.programs.user_error import OptionError
+from launcher.programs.options import OptionError
 
-Shared = TypeVar("Shared")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,12 @@ class Ranks:
     world_size: int
     local_rank: int
     local_world_size: int
-    launched: bool
-    """The variables were there, and so is a rendezvous."""
+    has_rendezvous: bool
+    """torchrun's variables are set, and so its store can be found."""
 
 
 def read_ranks() -> Ranks:
-    """Read torchrun's variables; raises OptionError where one is not a number."""
+    """Read torchrun's variables; raises OptionError if one is not a number."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     defaults = ("0", "1", os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1"))
     texts = [os.environ.get(name, default) for name, default in zip(names, defaults, strict=True)]
@@ -70,22 +70,22 @@ def name_device(device: torch.device) -> str:
     return f"cpu ({name}, {torch.get_num_threads()} threads)"
 
 
-def identify(device: torch.device) -> str:
+def identify_gpu(device: torch.device) -> str:
     """Name a GPU uniquely among all nodes."""
     return f"{platform.node()}/{torch.cuda.get_device_properties(device).uuid}"
 
 
 def choose_backend(device: torch.device, ranks: Ranks, store: Store) -> str:
-    """Choose gloo for CPUs, NCCL for GPUs, and gloo where ranks share a GPU, which NCCL refuses."""
+    """Choose gloo for CPUs, NCCL for GPUs, and gloo if ranks share a GPU, which NCCL refuses."""
     if device.type == "cpu":
         return "gloo"
-    store.set(f"gpu/{ranks.rank}", identify(device))
+    store.set(f"gpu/{ranks.rank}", identify_gpu(device))
     gpus = {store.get(f"gpu/{rank}") for rank in range(ranks.world_size)}
     return "cpu:gloo,cuda:nccl" if len(gpus) == ranks.world_size else "gloo"
 
 
-def meet() -> Store:
-    """Meet the other ranks at torchrun's store; raises OptionError where its variables are not all there."""
+def find_store() -> Store:
+    """Meet the other ranks at torchrun's store; raises OptionError if its variables are not all there."""
     try:
         store, _, _ = next(rendezvous("env://"))
     except ValueError as error:
@@ -94,9 +94,9 @@ def meet() -> Store:
     return found
 
 
-def join(device: torch.device, ranks: Ranks) -> str:
+def init_process_group(device: torch.device, ranks: Ranks) -> str:
     """Start the process group, also for a single process, and give its backend; CPU tensors go by gloo."""
-    store = meet() if ranks.launched else HashStore()
+    store = find_store() if ranks.has_rendezvous else HashStore()
     backend = choose_backend(device, ranks, PrefixStore("devices", store))
     dist.init_process_group(
         backend,
@@ -107,14 +107,14 @@ def join(device: torch.device, ranks: Ranks) -> str:
     return "gloo" if backend == "gloo" else "nccl"
 
 
-def average(value: torch.Tensor) -> float:
+def average_over_ranks(value: torch.Tensor) -> float:
     """Average a scalar over the ranks."""
     total = value.detach().to("cpu", torch.float32, copy=True)
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 
 
-def share(value: Shared) -> Shared:
+def broadcast(value: Value) -> Value:
     """Give every rank what rank 0 has; a picklable value."""
     found = [value]
     dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))

@@ -5,8 +5,8 @@ import signal
 from launcher.programs.training_config import parse_config
 
 
-def prepare() -> None:
-    """Die by SIGINT without a traceback, and outlive SIGUSR2, until the training loop heeds signals.
+def set_early_signals() -> None:
+    """Die by SIGINT without a traceback, and outlive SIGUSR2, until the training loop handles signals.
 
     A SIGINT that was ignored at the start (nohup, a shell's background job) stays ignored.
     """
@@ -17,7 +17,7 @@ def prepare() -> None:
 
 def main() -> None:
     """Run the program; `--help` and mistakes on the command line need no torch, which takes two seconds."""
-    prepare()
+    set_early_signals()
     config = parse_config()
     from launcher.programs.training import run  # noqa: PLC0415 - see above
 

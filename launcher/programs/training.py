@@ -8,35 +8,33 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from launcher.programs.checkpoint import Checkpointer
-from launcher.programs.compute_setup import find_place
+from launcher.programs.compute_setup import describe_run, set_up
 from launcher.programs.corpus import find_text
 from launcher.programs.data import Text, Windows, split_windows
-from launcher.programs.header import describe
-from launcher.programs.optim import make_optimizer
-from launcher.programs.parallel import build
-from launcher.programs.stop_signals import die_by, end_with, end_workers
+from launcher.programs.options import OptionError
+from launcher.programs.parallel import build_model
+from launcher.programs.stop_signals import die_by_signal, exit_with, kill_workers
 from launcher.programs.training_config import Config
-from launcher.programs.training_loop import State, Trainer
-from launcher.programs.user_error import OptionError
+from launcher.programs.training_loop import State, Trainer, make_optimizer
 
 
 def make_trainer(config: Config) -> Trainer:
     """Find the data, join the other ranks, and build everything; raises OptionError."""
     windows = Windows(find_text(config.data.path), config.seq_len)
     text = Text(windows, split_windows(windows, config.data.val_fraction))
-    place = find_place(config)
-    model, module = build(config, place.spread, place.device, place.ranks.rank)
+    setup = set_up(config)
+    model, module = build_model(config, setup.parallelism, setup.device, setup.ranks.rank)
     optimizer = make_optimizer(model, config.lr, config.train.weight_decay)
     directory = config.train.checkpoint_dir
     checkpointer = Checkpointer(Path(directory), config.model, model, optimizer) if directory else None
-    return Trainer(config, text, place, State(module, optimizer, checkpointer))
+    return Trainer(config, text, setup, State(module, optimizer, checkpointer))
 
 
-def work(config: Config) -> int:
+def train(config: Config) -> int:
     """Train from the newest checkpoint to the end; give the exit code, -n for the signal n to die by."""
     trainer = make_trainer(config)
     resumed = trainer.resume()
-    trainer.say(describe(config, trainer.text, trainer.place, resumed))
+    trainer.print(describe_run(config, trainer.text, trainer.setup, resumed))
     return trainer.train()
 
 
@@ -45,7 +43,7 @@ def run(config: Config) -> None:
     """Run the program, and end as it should: status 2 for a mistake of the user's, 75 to be started again."""
     status, message = 0, ""
     try:
-        status = work(config)
+        status = train(config)
     except OptionError as error:
         status, message = 2, str(error)
     except RuntimeError as error:
@@ -54,17 +52,17 @@ def run(config: Config) -> None:
         # The rank that failed first says why: no traceback, and no record, of this one.
         status, message = 1, f"lost the connection to another rank: {error}"
     finally:
-        end_workers()
-    leave()
+        kill_workers()
+    leave_process_group()
     if message:
         print(f"train: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
     if status < 0:
-        die_by(-status)
+        die_by_signal(-status)
     if status:
-        end_with(status)
+        exit_with(status)
 
 
-def leave() -> None:
+def leave_process_group() -> None:
     """Leave the process group, with nothing left that refers to it, so that its threads end here.
 
     A thread of gloo's that lets go of a tensor while the interpreter ends aborts the process (torch 2.13).

@@ -1,15 +1,14 @@
-"""What the program can be told, and the checks of it."""
+"""The program's options and their checks."""
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.programs.dimensions import ModelConfig, check_model
-from launcher.programs.options import OneLineParser, add_options, option, parse
-from launcher.programs.user_error import OptionError
+from launcher.programs.options import OneLineParser, OptionError, add_options, option, parse_options
 
 DESCRIPTION = "Train a LLaMA-architecture language model on text, by itself or under torchrun."
-LONGEST_DEFAULT = 4096
+MAX_DEFAULT_SEQ_LEN = 4096
 """Longest sequence that is trained on unless --seq-len says more; published contexts can be far longer."""
 
 
@@ -26,7 +25,9 @@ class TrainConfig:
     """How to train."""
 
     steps: int = option(150, "optimizer steps in all")
-    seq_len: int | None = option(None, f"tokens of a sequence; model.max_seq_len, at most {LONGEST_DEFAULT}")
+    seq_len: int | None = option(
+        None, f"tokens of a sequence; model.max_seq_len, at most {MAX_DEFAULT_SEQ_LEN}"
+    )
     batch_size: int = option(8, "sequences for each rank and micro-step")
     grad_accumulation: int = option(1, "micro-steps for each optimizer step")
     lr: float | None = option(None, "peak learning rate; 3e-4 * sqrt(4096 / hidden_size) if none")
@@ -50,7 +51,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Everything the program was told."""
+    """All options."""
 
     model: ModelConfig
     data: DataConfig
@@ -59,7 +60,7 @@ class Config:
     @property
     def seq_len(self) -> int:
         """Tokens of a training sequence."""
-        return self.train.seq_len or min(self.model.max_seq_len, LONGEST_DEFAULT)
+        return self.train.seq_len or min(self.model.max_seq_len, MAX_DEFAULT_SEQ_LEN)
 
     @property
     def lr(self) -> float:
@@ -73,7 +74,7 @@ class Config:
         return min(2, len(os.sched_getaffinity(0))) if wanted is None else wanted
 
 
-LEAST = {
+MINIMUMS = {
     "steps": 1,
     "seq_len": 1,
     "batch_size": 1,
@@ -92,10 +93,10 @@ LEAST = {
 
 def check_train(config: TrainConfig) -> None:
     """Raise OptionError for a value out of range."""
-    for name, least in LEAST.items():
+    for name, minimum in MINIMUMS.items():
         value = getattr(config, name)
-        if value is not None and not value >= least:
-            raise OptionError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+        if value is not None and not value >= minimum:
+            raise OptionError(f"--{name.replace('_', '-')} {value} must be at least {minimum}")
     for name in ("lr", "peak_tflops"):
         value = getattr(config, name)
         if value is not None and not value > 0:
@@ -104,7 +105,7 @@ def check_train(config: TrainConfig) -> None:
         raise OptionError(f"--min-lr-ratio {config.min_lr_ratio} must lie between 0 and 1")
 
 
-def check(config: Config) -> None:
+def check_config(config: Config) -> None:
     """Raise OptionError for an option that is wrong by itself or beside another."""
     check_model(config.model)
     check_train(config.train)
@@ -121,9 +122,9 @@ def parse_config(argv: Sequence[str] | None = None) -> Config:
     add_options(parser, "data", "data.", DataConfig)
     add_options(parser, "model (default: tiny)", "model.", ModelConfig)
     parts = (("model.", ModelConfig), ("data.", DataConfig), ("", TrainConfig))
-    config = Config(*parse(parser, argv, *parts))
+    config = Config(*parse_options(parser, argv, *parts))
     try:
-        check(config)
+        check_config(config)
     except OptionError as error:
         parser.error(str(error))
     return config

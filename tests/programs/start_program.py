@@ -20,7 +20,7 @@ SMALL = {
 }
 """Options of a model that takes a few milliseconds a step."""
 STEP = re.compile(
-    r"step (\d+)/(\d+) loss (\d+\.\d{4}) lr (\d\.\d\de-\d\d) tokens/s (\d+) tflops (\S+) mfu ([\d.]+)%"
+    r"step (\d+)/(\d+) loss (\d+\.\d{4}) lr (\d\.\d\de-\d\d) tokens/s (\d+) tflops (\S+)(?: mfu ([\d.]+)%)?"
 )
 
 

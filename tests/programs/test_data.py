@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.programs.corpus import find_text
-from launcher.programs.data import Schedule, Split, Windows, draw, load, permute, split_windows
-from launcher.programs.user_error import OptionError
+from launcher.programs.data import Schedule, Split, Windows, choose_index, make_loader, permute, split_windows
+from launcher.programs.options import OptionError
 
 
 @given(size=st.integers(1, 300), key=st.integers(0, 2**64 - 1))
@@ -21,10 +21,10 @@ def test_a_permutation_takes_each_index_once(size: int, key: int) -> None:
 
 
 def test_epochs_and_seeds_differ_and_each_epoch_is_whole() -> None:
-    epochs = [[draw(epoch * 50 + i, 50, seed=3) for i in range(50)] for epoch in range(3)]
+    epochs = [[choose_index(epoch * 50 + i, 50, seed=3) for i in range(50)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert epochs[0] != [draw(i, 50, seed=4) for i in range(50)]
+    assert epochs[0] != [choose_index(i, 50, seed=4) for i in range(50)]
     assert epochs[0] != sorted(epochs[0])
 
 
@@ -81,8 +81,8 @@ def test_windows_overlap_by_the_byte_to_predict(text: Path) -> None:
 def test_loaders_give_the_schedule_also_through_workers(text: Path) -> None:
     windows = Windows(text, 10)
     schedule = Schedule(split_windows(windows, 0.2), 1, 0, 6, 2, 0, 1)
-    plain = [batch.tolist() for batch in load(windows, schedule, 0, pin=False)]
-    worked = [batch.tolist() for batch in load(windows, schedule, 1, pin=False)]
+    plain = [batch.tolist() for batch in make_loader(windows, schedule, 0, pin=False)]
+    worked = [batch.tolist() for batch in make_loader(windows, schedule, 1, pin=False)]
     assert plain == worked == [[windows[i].tolist() for i in indices] for indices in schedule]
     assert len(plain) == 6
 

@@ -10,9 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from launcher.programs.dimensions import ModelConfig, check_model, count_flops, count_parameters
+from launcher.programs.options import OptionError
 from launcher.programs.training_config import TrainConfig
 from launcher.programs.transformer import Transformer
-from launcher.programs.user_error import OptionError
 
 CONF = Path(__file__).parents[2] / "conf"
 PUBLISHED = {

@@ -13,7 +13,7 @@ import torch
 
 from launcher.programs.checkpoint import list_complete, prepare_directory
 from launcher.programs.dimensions import ModelConfig
-from launcher.programs.user_error import OptionError
+from launcher.programs.options import OptionError
 
 from .start_program import Start, read_losses
 
@@ -186,3 +186,9 @@ def test_a_gpu_trains_in_bf16(start: Start, parallel: str) -> None:
     losses = read_losses(output)
     assert "cuda:0" in output
     assert float(losses[12]) < float(losses[1]) - 0.3
+
+
+def test_a_cpu_has_no_mfu(start: Start) -> None:
+    command = [word for word in start.command(0, steps="1") if not word.startswith("--peak-tflops")]
+    done = subprocess.run(command, env=start.environ, capture_output=True, text=True, timeout=120, check=True)
+    assert " tflops " in done.stdout and "mfu" not in done.stdout and "peak" not in done.stdout

@@ -62,7 +62,7 @@ def record(context: Context, training: Training, said: str) -> None:
     steps = [found for found in map(STEP.fullmatch, said.splitlines()) if found]
     # The first lines have the start in them: kernels are loaded, the allocator grows.
     late = [found for found in steps if int(found[1]) > training.steps // 2]
-    rate, tflops, mfu = (statistics.median(float(found[at]) for found in late) for at in (5, 6, 7))
+    rate, tflops = (statistics.median(float(found[at]) for found in late) for at in (5, 6))
     first, last = float(steps[0][3]), float(steps[-1][3])
     context.record.check(f"{name}: all steps are done", int(steps[-1][1]) == training.steps, steps[-1][0])
     context.record.check(f"{name}: the loss falls", last < first, f"{first} to {last}")
@@ -72,6 +72,7 @@ def record(context: Context, training: Training, said: str) -> None:
         context.record.leave_out(f"{name}: memory is told", NEEDED)
     else:
         context.record.check(f"{name}: memory is told", bool(memory), said[-300:])
+        mfu = statistics.median(float(found[7]) for found in late)
         context.record.check(f"{name}: MFU is a share", 0 < mfu < 100, f"{mfu}%")
     predicted = predict_memory(model, training.batch_size, training.seq_len)
     context.record.row(
@@ -81,7 +82,7 @@ def record(context: Context, training: Training, said: str) -> None:
         batch=f"{training.batch_size} x {training.seq_len}",
         tokens_per_s=rate,
         TFLOPS=tflops,
-        MFU=f"{mfu}%",
+        MFU="" if context.cpu else f"{mfu}%",
         loss=f"{first} to {last}",
         predicted=predicted.total / GIB,
         **memory,
