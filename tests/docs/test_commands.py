@@ -66,7 +66,7 @@ def list_texts(text: str) -> Iterator[str]:
         for line in block.replace("\\\n", "").splitlines():
             command = line.removeprefix("$ ").strip()
             if re.match(
-                r"([A-Z_]+=\S+ )*(launch|torchrun|srun|mpirun|accelerate|deepspeed|exec launch) ", command
+                r"([A-Z_]+=\S+ )*(launch|torchrun|srun|mpirun|mpiexec|accelerate|deepspeed) ", command
             ):
                 yield command
     for code in list_code(text):
