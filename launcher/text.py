@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NoReturn, TextIO
 
 from launcher.cpulist import format_cpulist
@@ -110,6 +110,15 @@ def count_things(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def describe_time(seconds: float) -> str:
+    """Return a duration for people: `41.3 s`, `12 min 5 s`, `3 h 20 min`."""
+    if round(seconds, 1) < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
 def shorten_cpulist(numbers: Collection[int]) -> str:
     """A cpulist; where it is long for its strides, in the kernel's form `low-high:1/stride`.
 
@@ -177,10 +186,39 @@ class StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record to the stderr of this moment."""
-        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         with contextlib.suppress(OSError):
-            sys.stderr.write(f"launch: {level}{escape_text(record.getMessage())}\n")
+            sys.stderr.write(f"launch: {escape_text(format_record(record))}\n")
             sys.stderr.flush()
+
+
+class CallbackHandler(logging.Handler):
+    """Gives records to a function."""
+
+    def __init__(self, show: Callable[[logging.LogRecord], None]) -> None:
+        super().__init__()
+        self.show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Give a record."""
+        self.show(record)
+
+
+def format_record(record: logging.LogRecord) -> str:
+    """Return a record's text: `warning: …`."""
+    level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+    return level + record.getMessage()
+
+
+def redirect_log(show: Callable[[logging.LogRecord], None]) -> Callable[[], None]:
+    """Have records given to a function in place of stderr; returns what undoes that."""
+    logger = logging.getLogger("launcher")
+    before = logger.handlers
+
+    def restore() -> None:
+        logger.handlers = before
+
+    logger.handlers = [CallbackHandler(show)]
+    return restore
 
 
 def set_up_logging() -> None:

@@ -14,14 +14,13 @@ from launcher.cli.choose_runs import choose_named
 from launcher.config.schema import LaunchConfig
 from launcher.errors import EXIT_MACHINE, MachineError, SchedulerError, UsageError
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
-from launcher.report.summary import describe_time
 from launcher.runs.manifest import OPEN, read_manifest, stamp_time, take_dict, write_manifest
 from launcher.runs.run_directory import RunDir
 from launcher.runs.run_process import check_process, open_process
 from launcher.runs.run_status import RunStatus
 from launcher.slurm.client import ENDED, ask_queue, run_slurm
 from launcher.slurm.run_states import find_run_states
-from launcher.text import escape_text
+from launcher.text import describe_time, escape_text
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launcher.cli.arguments import Command
 from launcher.config.cluster import pet_overrides
@@ -16,6 +17,11 @@ from launcher.files import name_user
 from launcher.text import print_text
 
 logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from launcher.launch.job import Job
+    from launcher.report.output_viewer import OutputViewer
+    from launcher.runs.run_directory import RunDir
 
 
 def run_verb(flags: Flags, command: Command, argv: Sequence[str]) -> int:
@@ -73,7 +79,28 @@ def run_job(
     job = plan_job(draft)
     if draft.config.dry_run:
         return preview_job(draft, job)
-    return execute_job(draft, job, argv)
+    from launcher.probe.cgroups import count_oom_kills
+
+    return execute_job(draft, job, argv, make_viewer, count_oom_kills)
+
+
+def make_viewer(job: "Job", run: "RunDir") -> "OutputViewer":
+    """Return what shows a job that runs on this machine."""
+    from launcher.launch.monitor import STARTING, describe_job
+    from launcher.report.output_viewer import OutputViewer, ViewOptions
+    from launcher.runs.rank_logs import Follower
+
+    alone = len(job.plan.ranks) * job.cluster.max_nodes == 1
+    options = ViewOptions(
+        job.config.logs.console,
+        str(run.path / "logs"),
+        None if alone else lambda _: job.host,
+        heading=describe_job(job, run),
+        plan=job.plan,
+        explain=job.config.explain,
+        notice=STARTING if job.config.logs.console != "none" and job.cluster.max_nodes == 1 else "",
+    )
+    return OutputViewer(Follower(run), options)
 
 
 def name_files(own_files: Sequence[str]) -> None:

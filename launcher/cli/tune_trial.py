@@ -2,9 +2,8 @@
 
 import json
 import os
-import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,13 +13,15 @@ from launcher.errors import MachineError
 from launcher.launch.agent import check_open_files, start_agent
 from launcher.launch.job import Draft, build_environ, plan_job, render_agent
 from launcher.launch.local_run import AGENT_LINES, prepare_run, write_plan
-from launcher.launch.monitor import Attendant, attend_job
+from launcher.launch.monitor import RankMonitor
 from launcher.launch.outcome import Ending, explain_failure, judge_outcome, record_end
-from launcher.launch.processes import RankProcess
 from launcher.launch.supervisor import Supervisor
+from launcher.probe.cgroups import count_oom_kills
 from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_METER, LAUNCH_NUM_WORKERS
+from launcher.runs.progress import Progress
 from launcher.runs.rank_logs import read_tail
 from launcher.runs.secrets import mask_words
+from launcher.text import redirect_log
 from launcher.tune.search import Trial
 from launcher.tune.trial_records import MeasureError, judge_trial, read_records
 
@@ -43,43 +44,39 @@ class FailedTrialError(MeasureError):
 
 
 @dataclass(slots=True)
-class Watcher:
-    """Looks after a trial: as a job is looked after, but in silence, and for no longer than it may take."""
+class SilentViewer:
+    """Shows that something goes on, and nothing of what the trial prints or logs."""
 
-    attendant: Attendant
-    deadline: float
-    """Monotonic."""
     progress: AbstractContextManager[object]
     """Shows people that something goes on."""
-    late: bool = False
-    said: list[str] = field(default_factory=list)
     showing: ExitStack = field(default_factory=ExitStack)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Show progress: not before the agent's start, since a thread must not hold locks in a fork."""
         self.showing.enter_context(self.progress)
+        self.showing.callback(redirect_log(lambda _: None))
 
-    def find_ranks(self, agent: int) -> Iterable[RankProcess]:
-        """Return the ranks that the agent (a PID) has started since the last call."""
-        return self.attendant.find_ranks(agent)
+    def use_terminal(self, read: Callable[[], bytes], is_raw: Callable[[], bool]) -> None:
+        """Nothing to do: a trial has no terminal."""
 
-    def announce(self, text: str) -> None:
-        """Keep a line for people: they see it if the trial fails."""
-        self.said.append(text)
+    def notify(self) -> None:
+        """Nothing to do."""
 
-    def note_stop(self, number: int, *, by_head: bool) -> None:
-        """Nothing to do: the trial is over anyway."""
+    def watch_rank(self, rank: int, attempt: int, *, has_terminal: bool = False) -> None:
+        """Nothing to do."""
 
-    def may_reap(self) -> bool:
-        """Say that nobody waits for a child; asked again and again, so that the time is looked at here."""
-        if not self.late and time.monotonic() > self.deadline:
-            self.late = True
-            signal.raise_signal(signal.SIGTERM)  # as if somebody had sent it to `launch`
-        return True
+    def release_log(self) -> None:
+        """Let what is logged be seen."""
+        self.showing.close()
 
-    def end(self) -> None:
+    def finish(self, *, patient: bool = True) -> Sequence[Progress]:
+        """Nothing to do."""
+        return ()
+
+    def close(self) -> bool:
         """Take the progress down."""
         self.showing.close()
+        return True
 
 
 def draft_trial(draft: Draft, workers: int, folder: Path) -> Draft:
@@ -109,10 +106,10 @@ def run_trial(
     InterruptedTrialError for a signal; UsageError and MachineError as any job does.
     """
     trial = draft_trial(draft, workers, folder)
-    attendant = open_trial(trial, argv)
-    job, run = attendant.job, attendant.run
-    watcher = Watcher(attendant, time.monotonic() + trial.config.tune.timeout, progress)
-    supervisor = Supervisor(watcher, len(job.plan.ranks), job.config.torchrun.shutdown_timeout)
+    monitor = open_trial(trial, argv, SilentViewer(progress))
+    job, run = monitor.job, monitor.run
+    supervisor = Supervisor(monitor, len(job.plan.ranks), job.config.torchrun.shutdown_timeout)
+    supervisor.deadline = time.monotonic() + trial.config.tune.timeout
     command, log = render_agent(job, f"{run.path.parent.name}-{run.id}"), run.agent_log(job.host)
     environ = build_environ(job.config, job.cluster, job.environ, run, job.host)
     try:
@@ -120,15 +117,15 @@ def run_trial(
     except OSError as error:
         raise MachineError(f"torchrun's agent could not be run ({error}): see {run.path}") from None
     finally:
-        watcher.end()
+        monitor.viewer.close()
     ending = judge_outcome(outcome, tuple(read_tail(log, AGENT_LINES)))
-    record_end(attendant, ending)
-    check_ending(watcher, ending, trial.config)
+    record_end(monitor, ending)
+    check_ending(supervisor, ending, trial.config)
     return judge_trial(read_records(run.path / RECORDS), workers, len(job.plan.ranks))
 
 
-def open_trial(trial: Draft, argv: Sequence[str]) -> Attendant:
-    """Plan a trial, make its run directory, and return who looks after it; raises as any job does."""
+def open_trial(trial: Draft, argv: Sequence[str], viewer: SilentViewer) -> RankMonitor:
+    """Plan a trial, make its run directory, and return its monitor; raises as any job does."""
     job = plan_job(trial)
     check_open_files()
     run, manifest = prepare_run(trial, argv, [job.host])
@@ -137,19 +134,19 @@ def open_trial(trial: Draft, argv: Sequence[str]) -> Attendant:
     job = job.settle(settled)
     write_plan(run, job, trial.config)
     (run.path / RECORDS).mkdir(mode=0o700)
-    return attend_job(job, run, manifest)
+    return RankMonitor(job, run, viewer, count_oom_kills, manifest)
 
 
-def check_ending(watcher: Watcher, ending: Ending, config: LaunchConfig) -> None:
+def check_ending(supervisor: Supervisor, ending: Ending, config: LaunchConfig) -> None:
     """Raise where a trial ended in another way than by its own measuring, or the program's end."""
-    if watcher.late:
+    if supervisor.timed_out:
         raise MeasureError(
             f"not measured within tune.timeout={config.tune.timeout:g} s: give more time, or a smaller task"
         )
     if ending.outcome.signal is not None:
         raise InterruptedTrialError(ending.outcome.signal)
     if ending.status:
-        raise FailedTrialError(explain_failure(watcher.attendant, ending), ending.status)
+        raise FailedTrialError(explain_failure(supervisor.monitor, ending), ending.status)
 
 
 def describe_program(draft: Draft) -> str:

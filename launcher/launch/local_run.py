@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launcher.config.composition import dump_yaml
@@ -14,7 +14,7 @@ from launcher.errors import EXIT_MACHINE, MachineError
 from launcher.files import LARGEST, read_file
 from launcher.launch.agent import check_open_files, start_agent
 from launcher.launch.job import Draft, Job, build_environ, open_target, render_agent
-from launcher.launch.monitor import attend_job
+from launcher.launch.monitor import RankMonitor, Viewer
 from launcher.launch.outcome import conclude_job
 from launcher.launch.pseudo_terminal import PseudoTerminal, open_terminal
 from launcher.launch.supervisor import Supervisor
@@ -33,25 +33,31 @@ AGENT_LINES = 2000
 """Last lines of the agent's log that are searched for its report."""
 
 
-def execute_job(draft: Draft, job: Job, argv: Sequence[str]) -> int:
+def execute_job(
+    draft: Draft,
+    job: Job,
+    argv: Sequence[str],
+    make_viewer: Callable[[Job, RunDir], Viewer],
+    count_oom_kills: Callable[[], int],
+) -> int:
     """Run a job here to its end and return the exit code; raises UsageError or MachineError before that."""
     check_open_files()
     run, manifest = prepare_run(draft, argv, [job.host])
     job = job.settle(draft.settle(run.path))
     write_plan(run, job, draft.config)
     command = render_agent(job, run.id)
-    attendant = attend_job(job, run, manifest)
+    monitor = RankMonitor(job, run, make_viewer(job, run), count_oom_kills, manifest)
     log = run.agent_log(job.host)
     log_begin, started = measure_file(log), time.monotonic()
     hold_room(run)
     codes = job.config.cluster.requeue.exit_codes
     supervisor = Supervisor(
-        attendant, len(job.plan.ranks), job.config.torchrun.shutdown_timeout, exit_codes=codes
+        monitor, len(job.plan.ranks), job.config.torchrun.shutdown_timeout, exit_codes=codes
     )
     try:
         environ = build_environ(job.config, job.cluster, job.environ, run, job.host)
         if terminal := find_terminal(job):
-            attendant.use_terminal(terminal)
+            monitor.use_terminal(terminal)
             environ |= terminal.variables
             supervisor.pressed, supervisor.helpers = terminal.pressed, terminal.helpers
         outcome = supervisor.run(lambda: start_agent(command, environ, log), log)
@@ -62,10 +68,10 @@ def execute_job(draft: Draft, job: Job, argv: Sequence[str]) -> int:
             write_manifest(run, manifest)
         raise MachineError(f"torchrun's agent could not be run ({error}): see {run.path}") from None
     finally:
-        attendant.restore_terminal()
+        monitor.restore_terminal()
     agent_log = read_tail(log, AGENT_LINES, log_begin)
-    status = conclude_job(attendant, outcome, agent_log, time.monotonic() - started)
-    if not attendant.close():
+    status = conclude_job(monitor, outcome, agent_log, time.monotonic() - started)
+    if not monitor.viewer.close():
         os._exit(status)  # a thread is stuck in a write, and the interpreter's own end would wait for it
     return status
 

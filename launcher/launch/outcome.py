@@ -1,5 +1,6 @@
 """The end of a job: exit code, manifest, and the last words to the user."""
 
+import logging
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,19 +9,19 @@ from launcher.errors import EXIT_MACHINE
 from launcher.launch.agent import ENDED
 from launcher.launch.failure import Failure, find_failure, list_clean, take_last
 from launcher.launch.job import Job
-from launcher.launch.monitor import MANAGED, Attendant
+from launcher.launch.monitor import MANAGED, RankMonitor
 from launcher.launch.signals import name_signal
 from launcher.launch.supervisor import Outcome
-from launcher.probe.cgroups import count_oom_kills
-from launcher.probe.sysfs import Tree
-from launcher.report.summary import describe_progress, describe_time
 from launcher.runs.applied_records import compare_applied
 from launcher.runs.disk_reserve import free_room
 from launcher.runs.early_exits import LONG_BEFORE, CleanEnd, EarlyEnd, find_early
 from launcher.runs.manifest import stamp_time, write_manifest
+from launcher.runs.progress import describe_progress
 from launcher.runs.rank_logs import read_tail
 from launcher.runs.run_directory import RunDir
-from launcher.text import tell_first
+from launcher.text import describe_time, tell_first
+
+logger = logging.getLogger(__name__)
 
 SHIM_LINES = ("launch-rank: rank ", "launch-rank: warning: ")
 """Beginnings of the shim's lines in a rank's log, which are not the program's last words."""
@@ -56,41 +57,40 @@ class Ending:
         return "stopped" if self.requested or (self.outcome.signal and not self.failure) else "failed"
 
 
-def conclude_job(attendant: Attendant, outcome: Outcome, agent_log: Sequence[str], seconds: float) -> int:
+def conclude_job(monitor: RankMonitor, outcome: Outcome, agent_log: Sequence[str], seconds: float) -> int:
     """Write how the job ended, say it, and return the exit code; the agent's log is that of this start."""
-    trouble = free_room(attendant.run)
+    trouble = free_room(monitor.run)
     ending = judge_outcome(outcome, tuple(agent_log))
-    ending = note_kills(ending, attendant.job, attendant.oom_kills)
-    ending = look_around(attendant, ending, trouble)
-    record_end(attendant, ending)
-    tell_end(attendant, ending, seconds)
+    ending = add_oom_kills(ending, monitor.job, monitor.count_new_oom_kills())
+    ending = look_around(monitor, ending, trouble)
+    record_end(monitor, ending)
+    tell_end(monitor, ending, seconds)
     return ending.status
 
 
-def look_around(attendant: Attendant, ending: Ending, trouble: str) -> Ending:
+def look_around(monitor: RankMonitor, ending: Ending, trouble: str) -> Ending:
     """Add what came before the first failure, and what that failure means to this job."""
     failure, deaths = ending.failure, ending.outcome.deaths
-    codes = attendant.job.config.cluster.requeue.exit_codes
+    codes = monitor.job.config.cluster.requeue.exit_codes
     requested = bool(failure and failure.status in codes)
-    early = None if requested or ending.status == 0 else find_left(attendant, ending)
+    early = None if requested or ending.status == 0 else find_left(monitor, ending)
     asking = requested or any(death.exitcode in codes for death in take_last(deaths))
     events = tuple(filter(None, (trouble, early.describe() if early else "")))
     return replace(ending, requested=requested, asking=asking, early=bool(early), events=events)
 
 
-def find_left(attendant: Attendant, ending: Ending) -> EarlyEnd | None:
+def find_left(monitor: RankMonitor, ending: Ending) -> EarlyEnd | None:
     """Return the ranks that ended with 0 before the first failure, or long before all were stopped."""
-    host, deaths, failure = attendant.job.host, ending.outcome.deaths, ending.failure
+    host, deaths, failure = monitor.job.host, ending.outcome.deaths, ending.failure
     before = ending.outcome.signal_time - LONG_BEFORE
     if failure:
         before = next((d.time for d in deaths if d.process.pid == failure.pid), before)
     ends = [CleanEnd(d.process.rank, host, d.time, d.process.attempt) for d in list_clean(deaths)]
-    return find_early(attendant.run, ends, before, len(attendant.job.plan.ranks))
+    return find_early(monitor.run, ends, before, len(monitor.job.plan.ranks))
 
 
-def note_kills(ending: Ending, job: Job, before: int) -> Ending:
-    """Add what the kernel has killed for memory here since it had killed `before` processes."""
-    killed = count_oom_kills(Tree()) - before
+def add_oom_kills(ending: Ending, job: Job, killed: int) -> Ending:
+    """Add that the kernel has killed this many processes for memory here since the agent's start."""
     if killed <= 0:
         return ending
     limit = job.plan.machine.limits.memory_kib
@@ -122,76 +122,75 @@ def judge_outcome(outcome: Outcome, log: tuple[str, ...], ranks: int = 0) -> End
     return Ending(outcome, None, 128 - code if code < 0 else EXIT_MACHINE, log)
 
 
-def record_end(attendant: Attendant, ending: Ending) -> None:
+def record_end(monitor: RankMonitor, ending: Ending) -> None:
     """Complete the manifest."""
     number = ending.outcome.signal
     deaths = ending.outcome.deaths
-    attendant.manifest["ended"] = stamp_time()
-    attendant.manifest["outcome"] = {
+    manifest = monitor.manifest if monitor.manifest is not None else {}
+    manifest["ended"] = stamp_time()
+    manifest["outcome"] = {
         "state": ending.state,
         "exit_code": ending.status,
         "signal": name_signal(number) if number else None,
         "events": list(ending.events),
-        "first_failure": describe_failure(attendant, ending.failure) if ending.failure else None,
-        "attempts": 1 + max((d.process.attempt for d in deaths), default=attendant.run.first_attempt),
+        "first_failure": describe_failure(monitor, ending.failure) if ending.failure else None,
+        "attempts": 1 + max((d.process.attempt for d in deaths), default=monitor.run.first_attempt),
     }
     try:
-        write_manifest(attendant.run, attendant.manifest)
+        write_manifest(monitor.run, manifest)
     except OSError as error:
-        attendant.announce(f"warning: the manifest could not be written ({error})")
+        logger.warning(f"the manifest could not be written ({error})")
 
 
-def describe_failure(attendant: Attendant, failure: Failure) -> dict[str, object]:
+def describe_failure(monitor: RankMonitor, failure: Failure) -> dict[str, object]:
     """Return the first failure for the manifest."""
     return {
         "rank": failure.rank,
         "local_rank": failure.local_rank,
-        "host": attendant.job.host,
+        "host": monitor.job.host,
         "attempt": failure.attempt,
         "exit_code": failure.status,
         "reason": failure.describe(),
-        "last_lines": tail_rank(attendant.run, failure, attendant.job.config.logs.tail)[1],
+        "last_lines": tail_rank(monitor.run, failure, monitor.job.config.logs.tail)[1],
     }
 
 
-def tell_end(attendant: Attendant, ending: Ending, seconds: float) -> None:
+def tell_end(monitor: RankMonitor, ending: Ending, seconds: float) -> None:
     """Say how it went: the first failure or what was not as planned, the result, the run directory."""
-    result = describe_progress(attendant.finish_lines(patient=ending.outcome.signal is None))
+    result = describe_progress(monitor.viewer.finish(patient=ending.outcome.signal is None))
     tell = {"failed": explain_failure, "succeeded": check_success, "stopped": explain_stop}
-    for line in tell[ending.state](attendant, ending):
-        attendant.announce(line)
-    attendant.announce(f"{ending.state} after {describe_time(seconds)}" + (f": {result}" if result else ""))
-    attendant.announce(f"run directory {attendant.run.path}")
+    for line in tell[ending.state](monitor, ending):
+        logger.log(logging.WARNING if ending.state == "succeeded" else logging.INFO, line)
+    logger.info(f"{ending.state} after {describe_time(seconds)}" + (f": {result}" if result else ""))
+    logger.info(f"run directory {monitor.run.path}")
 
 
-def check_success(attendant: Attendant, ending: Ending) -> list[str]:
+def check_success(monitor: RankMonitor, ending: Ending) -> list[str]:
     """Say what was not as planned in a job that succeeded."""
-    lines = [*ending.events]
-    lines += compare_applied(attendant.job.plan.ranks, list(attendant.applied.values()))
+    lines = [*ending.events, *compare_applied(monitor.job.plan.ranks, monitor.read_applied())]
     lines += [f"{name} outlived the program, and was ended" for name in ending.outcome.leftovers]
-    lines += [ending.memory] if ending.memory else []
-    return [f"warning: {line}" for line in lines]
+    return [*lines, ending.memory] if ending.memory else lines
 
 
-def explain_stop(attendant: Attendant, ending: Ending) -> list[str]:
+def explain_stop(monitor: RankMonitor, ending: Ending) -> list[str]:
     """Say who asks for another start, and how to go on."""
     lines, failure = list(ending.events), ending.failure
     if failure:
-        who = f"rank {failure.rank} on {attendant.job.host}"
+        who = f"rank {failure.rank} on {monitor.job.host}"
         lines.append(f"{who} ended with {failure.status}, and asks for another start")
     if ending.asking:
-        lines.append(f"the same command with run_dir={attendant.run.path} goes on")
+        lines.append(f"the same command with run_dir={monitor.run.path} goes on")
     return lines
 
 
-def explain_failure(attendant: Attendant, ending: Ending) -> list[str]:
+def explain_failure(monitor: RankMonitor, ending: Ending) -> list[str]:
     """Say who failed first and show the end of its log; or what the agent said, where no rank failed."""
-    failure, host = ending.failure, attendant.job.host
+    failure, host = ending.failure, monitor.job.host
     if failure is None:
-        path = attendant.run.agent_log(host)
+        path = monitor.run.agent_log(host)
         said = f"no rank failed, but torchrun's agent {quote_agent(ending)}"
         return [*ending.events, said, f"its log is {path}"]
-    source, lines = tail_rank(attendant.run, failure, attendant.job.config.logs.tail)
+    source, lines = tail_rank(monitor.run, failure, monitor.job.config.logs.tail)
     where = f"rank {failure.rank} on {host} (local rank {failure.local_rank})"
     what = "failed after that" if ending.early else "failed first"
     return [*ending.events, *tell_first(where, failure.describe(), source, lines, what)]

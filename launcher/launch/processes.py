@@ -25,6 +25,8 @@ class RankProcess:
     local_rank: int
     attempt: int
     pid: int
+    has_terminal: bool = False
+    """Its output goes to a pseudo-terminal of the launcher's rather than to its log."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,18 @@
 """Runs the agent on this node: watches the ranks, passes signals on in stages, and leaves no process."""
 
+import logging
 import math
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 from launcher.launch.agent import has_heard, read_exits
+from launcher.launch.monitor import RankMonitor
 from launcher.launch.processes import (
     Death,
-    RankProcess,
     Watch,
     adopt_orphans,
     end_leftovers,
@@ -31,34 +31,14 @@ from launcher.launch.signals import (
 )
 from launcher.launch.stop_requests import Control
 
+logger = logging.getLogger(__name__)
+
 TICK = 0.05
 """Seconds between two looks for new ranks and signals."""
 LOST_GRACE = 10.0
 """Seconds in which ranks may notice by themselves that a node was lost."""
 HEARING = 0.5
 """Seconds in which an agent says that it was sent a signal."""
-
-
-class Observer(Protocol):
-    """Who is told of a running job."""
-
-    def begin(self) -> None:
-        """Told once, when the agent is on its way."""
-
-    def find_ranks(self, agent: int) -> Iterable[RankProcess]:
-        """Return the ranks that the agent (a PID) has started since the last call."""
-
-    def announce(self, text: str) -> None:
-        """Told a line for people."""
-
-    def note_stop(self, number: int, *, by_head: bool) -> None:
-        """Told once, of the first stopping signal, and whether the job's head sent it."""
-
-    def may_reap(self) -> bool:
-        """Tell whether the agent is the only child that somebody waits for."""
-
-    def end(self) -> None:
-        """Told once, when the agent has ended, before what it left is ended; waits for its own children."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +59,9 @@ class Outcome:
 
 @dataclass(slots=True)
 class Supervisor:
-    """Keeps one agent and its ranks company until their end."""
+    """Runs one agent and its ranks to their end."""
 
-    observer: Observer
+    monitor: RankMonitor
     expected: int
     """Ranks on this node: while fewer are alive, new ones are looked for."""
     grace: float
@@ -109,6 +89,13 @@ class Supervisor:
     log: Path = field(default_factory=Path)
     """The agent's."""
     log_begin: int = 0
+    deadline: float = math.inf
+    """Monotonic time at which the job is ended as by SIGTERM to `launch`."""
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether the deadline has passed."""
+        return self.deadline < 0
 
     def run(self, start: Callable[[], "subprocess.Popen[bytes]"], log: Path) -> Outcome:
         """Run the agent, which `start` starts, to its end; raises OSError where it cannot be started."""
@@ -117,9 +104,12 @@ class Supervisor:
         with catch_signals() as inbox:
             agent = start()
             try:
-                self.observer.begin()
-                self.attend(agent, inbox)
-                self.observer.end()
+                self.monitor.start()
+                self.monitor_ranks(agent, inbox)
+                self.monitor.end()
+            except BaseException:
+                self.monitor.viewer.release_log()
+                raise
             finally:
                 left = end_leftovers(KILL_GRACE, self.helpers)
                 self.watch.close()
@@ -130,7 +120,7 @@ class Supervisor:
         )
         return Outcome(status, deaths, self.first_signal, self.signal_time, tuple(left))
 
-    def attend(self, agent: "subprocess.Popen[bytes]", inbox: Inbox) -> None:
+    def monitor_ranks(self, agent: "subprocess.Popen[bytes]", inbox: Inbox) -> None:
         """Watch ranks and pass on signals until the agent ends."""
         while agent.poll() is None:
             known = len(self.watch.deaths)
@@ -145,7 +135,10 @@ class Supervisor:
             self.handle_signals(inbox, agent)
             self.heed_head(agent)
             self.mend_group()
-            if self.observer.may_reap():
+            if time.monotonic() > self.deadline >= 0:
+                self.deadline = -1.0
+                signal.raise_signal(signal.SIGTERM)
+            if not self.monitor.is_busy():
                 reap_orphans(agent.pid)
         self.admit_ranks(agent.pid)
         self.watch.poll((), 0)
@@ -168,9 +161,7 @@ class Supervisor:
             if code and not ended and self.stop is None and next(failed) is death:
                 status = f"code {code}" if code > 0 else name_signal(-code)
                 what = "asks for another start" if code in self.exit_codes else "failed"
-                self.observer.announce(
-                    f"rank {death.process.rank} {what} ({status}); torchrun ends the others"
-                )
+                logger.info(f"rank {death.process.rank} {what} ({status}); torchrun ends the others")
 
     def look_at_agent(self, agent: "subprocess.Popen[bytes]") -> None:
         """Stop, too, where a rank has ended because the agent alone got a signal."""
@@ -179,12 +170,12 @@ class Supervisor:
 
     def admit_ranks(self, agent: int) -> None:
         """Watch ranks that have started, and tell of a restart of the worker group."""
-        fresh = list(self.observer.find_ranks(agent))
+        fresh = list(self.monitor.find_ranks(agent))
         self.admitted = time.monotonic() if fresh else self.admitted
         seen = max((process.attempt for process in self.watch.processes()), default=None)
         newest = max((process.attempt for process in fresh), default=None)
         if seen is not None and newest is not None and newest > seen:
-            self.observer.announce(f"torchrun restarted the ranks: attempt {newest}")
+            logger.info(f"torchrun restarted the ranks: attempt {newest}")
         self.watch.add_ranks(fresh)
 
     def handle_signals(self, inbox: Inbox, agent: "subprocess.Popen[bytes]") -> None:
@@ -212,7 +203,7 @@ class Supervisor:
         """Remember the first stopping signal: how ranks end after it is no failure."""
         if self.first_signal is None:
             self.first_signal, self.signal_time = number, time.time() if when is None else when
-            self.observer.note_stop(number, by_head=by_head)
+            self.monitor.on_stop(number, by_head)
 
     def note_slurm(self, number: int, agent: "subprocess.Popen[bytes]") -> None:
         """Stop by SLURM's signal, which the agent may have got as well, and then is not to get from here.
@@ -239,7 +230,7 @@ class Supervisor:
             _, spared = self.watch.signal_catchers(number)
             if spared:
                 ranks = "1 rank has" if spared == 1 else f"{spared} ranks have"
-                self.observer.announce(f"{name_signal(number)} not sent: {ranks} no handler for it")
+                logger.info(f"{name_signal(number)} not sent: {ranks} no handler for it")
 
     def mend_group(self) -> None:
         """End ranks that go on as if a lost node were there, so that torchrun starts them anew without it.
@@ -252,7 +243,7 @@ class Supervisor:
             return
         if time.monotonic() > lost_at + LOST_GRACE:
             self.control.lost_at, self.mended_at = None, time.time()
-            self.observer.announce("a node was lost: SIGKILL to the ranks, which torchrun starts without it")
+            logger.info("a node was lost: SIGKILL to the ranks, which torchrun starts without it")
             self.watch.signal_groups(signal.SIGKILL)
 
     def advance_stop(self, stop: Stop, agent: "subprocess.Popen[bytes]") -> None:
@@ -260,13 +251,13 @@ class Supervisor:
         first = not stop.deadline
         number = stop.next_stage()
         if number is None or number == signal.SIGKILL:
-            self.observer.announce("SIGKILL to the ranks")
+            logger.info("SIGKILL to the ranks")
             if number is None or not (self.watch.alive or self.watch.unseen):
                 agent.kill()
             self.watch.signal_groups(signal.SIGKILL)
             return
         left = stop.deadline - time.monotonic()
-        self.observer.announce(f"{name_signal(number)} to the ranks, which have {left:.0f} s to end")
+        logger.info(f"{name_signal(number)} to the ranks, which have {left:.0f} s to end")
         if first:
             agent.send_signal(number) if not self.agent_heard else None
         else:

@@ -1,6 +1,7 @@
-"""Copies between the user's terminal and the program's, in a thread, and heeds keys that end or stop it."""
+"""Copies between the user's terminal and the program's, in a thread, and handles keys that end or stop it."""
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field
 from launcher.launch.processes import ignores
 from launcher.launch.pseudo_terminal import PseudoTerminal
 from launcher.launch.terminal_output import TerminalOutput
+
+logger = logging.getLogger(__name__)
 
 TICK = 0.1
 """Seconds between two looks at the window's size, and at who has the terminal."""
@@ -35,13 +38,11 @@ KEYS = {
 
 
 @dataclass(slots=True)
-class Pump:
+class TerminalRelay:
     """The program's terminal as the launcher sees it."""
 
     terminal: PseudoTerminal
     output: TerminalOutput
-    announce: Callable[[str], None]
-    """Shows a line of our own."""
     notify: Callable[[], None]
     """Says that there is something to show."""
     interrupts: deque[float] = field(default_factory=lambda: deque(maxlen=PRESSES))
@@ -88,7 +89,7 @@ class Pump:
             self.output.close()
         except Exception as error:
             self.terminal.close()
-            self.announce(f"warning: the program's terminal failed ({error!r}): no more of it is shown")
+            logger.warning(f"the program's terminal failed ({error!r}): no more of it is shown")
             self.drain()
 
     def copy_some(self) -> None:
@@ -169,7 +170,7 @@ class Pump:
         self.interrupts.extend([now] * count)
         if not self.insisted and len(self.interrupts) == PRESSES and now - self.interrupts[0] < SPAN:
             self.insisted = True
-            self.announce("Ctrl-C three times: the program is ended")
+            logger.info("Ctrl-C three times: the program is ended")
             os.kill(os.getpid(), signal.SIGINT)
         elif self.insisted:
             os.kill(os.getpid(), signal.SIGINT)

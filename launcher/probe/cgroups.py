@@ -82,13 +82,14 @@ def list_ancestors(tree: Tree, mount: str, path: str) -> list[str]:
     return ["/".join([mount, *parts[:depth]]) for depth in range(len(parts), -1, -1)]
 
 
-def count_oom_kills(tree: Tree) -> int:
+def count_oom_kills(tree: Tree | None = None) -> int:
     """The kills since the cgroup was made; 0 where the kernel does not count them.
 
     Version 1 counts those of the cgroup itself (`oom_kill` in memory.oom_control, since Linux 4.13), version
     2 those below it too (`oom_kill` in memory.events). Source: mem_cgroup_oom_control_read in the kernel's
     mm/memcontrol-v1.c, and Documentation/admin-guide/cgroup-v2.rst.
     """
+    tree = tree or Tree()
     version, paths = list_cgroups(tree, ("memory",)).get("memory", (2, []))
     if not paths:
         return 0

@@ -8,9 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launcher.report.summary import describe_time
 from launcher.runs.run_status import RunStatus
-from launcher.text import clean_text, quote_word
+from launcher.text import clean_text, describe_time, quote_word
 
 COLOURS = {
     "running": "green",

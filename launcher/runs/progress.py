@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 STEP = re.compile(r"\bstep[ :=]+(\d{1,15})\b(?:\s*/\s*(\d{1,15})\b)?", re.IGNORECASE)
@@ -101,3 +101,21 @@ def find_line(data: bytes, at: int) -> tuple[int, int]:
     begin = max(data.rfind(b"\n", low, at), data.rfind(b"\r", low, at), low - 1) + 1
     ends = (found for mark in (b"\n", b"\r") if (found := data.find(mark, at, high)) >= 0)
     return begin, min(ends, default=high)
+
+
+def describe_progress(steps: Sequence[Progress]) -> str:
+    """Return what rank 0 reported, first to last: `loss 5.55 to 2.41 over 200 steps, 12345 tokens/s …`."""
+    if not steps:
+        return ""
+    first, last = dict(steps[0].metrics), dict(steps[-1].metrics)
+    parts = []
+    if "loss" in first and "loss" in last:
+        parts.append(f"loss {first['loss']} to {last['loss']} over {steps[-1].step} steps")
+    best = {name: value for step in steps for name, value in step.metrics}
+    parts += [
+        f"{best[name]} {unit}"
+        for name, unit in (("tokens/s", "tokens/s"), ("tflops", "TFLOPS"))
+        if name in best
+    ]
+    parts += [f"MFU {best['mfu']}"] if "mfu" in best else []
+    return ", ".join(parts)

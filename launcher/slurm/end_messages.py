@@ -4,13 +4,13 @@ import signal
 from collections.abc import Sequence
 
 from launcher.launch.signals import STOPPING, name_signal
-from launcher.report.summary import describe_progress, describe_time
 from launcher.runs.node_records import NodeFailure, NodeRecord
+from launcher.runs.progress import describe_progress
 from launcher.runs.run_directory import RunDir
 from launcher.slurm.attempt import Manifest, describe_advance
 from launcher.slurm.attempt_end import AttemptEnd
 from launcher.slurm.requeue_policy import Decision
-from launcher.text import tell_first
+from launcher.text import describe_time, tell_first
 
 MAX_NAMED = 3
 """Sentences of the manifest's reason, and nodes that are named in one."""

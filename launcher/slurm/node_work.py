@@ -6,13 +6,15 @@ import subprocess
 from collections.abc import Callable
 
 from launcher.launch.job import Job
-from launcher.launch.monitor import Viewer
-from launcher.launch.outcome import judge_outcome, note_kills
+from launcher.launch.monitor import MANAGED, STARTING, RankMonitor, describe_job
+from launcher.launch.outcome import add_oom_kills, judge_outcome
 from launcher.launch.stop_requests import open_control
 from launcher.launch.supervisor import Supervisor
+from launcher.probe.cgroups import count_oom_kills
+from launcher.report.output_viewer import OutputViewer, ViewOptions
 from launcher.runs.rank_logs import Follower, read_tail
 from launcher.runs.run_directory import RunDir
-from launcher.slurm.node_monitor import Companion
+from launcher.slurm.node_monitor import NodeRecorder
 from launcher.slurm.slurm_environ import TaskIdentity
 
 AGENT_LINES = 2000
@@ -32,19 +34,41 @@ def run_agent(
 ) -> int:
     """Run torchrun's agent and its ranks to their end; raises OSError where it cannot be started."""
     log = run.agent_log(place.host)
-    viewer = Viewer(job, run, Follower(run, is_new=True), shows_job=place.node_rank == 0, hold=HOLD)
+    monitor = RankMonitor(job, run, make_viewer(job, run, place), count_oom_kills, asks_kernel=True)
     control = open_control(0)
-    companion = Companion(job, run, place, viewer, control, started)
+    recorder = NodeRecorder(monitor, place, control, started)
+    monitor.on_stop = recorder.record_stop
     grace = job.config.torchrun.shutdown_timeout
     ranks, codes = len(job.plan.ranks), job.config.cluster.requeue.exit_codes
-    supervisor = Supervisor(companion, ranks, grace, control=control, exit_codes=codes)
+    supervisor = Supervisor(monitor, ranks, grace, control=control, exit_codes=codes)
     signal.signal(signal.SIGTERM, lambda *_: None)  # from here on the supervisor's, and nothing after it
     outcome = supervisor.run(start, log)
     ending = judge_outcome(outcome, tuple(read_tail(log, AGENT_LINES, log_begin)), ranks)
-    ending = note_kills(ending, job, companion.oom_kills)
-    state = companion.write_end(ending)
+    ending = add_oom_kills(ending, job, monitor.count_new_oom_kills())
+    state = recorder.write_end(ending)
     # To srun, the first task that fails is the end of all: others may still have time to stop.
     status = 0 if state == "stopped" and supervisor.commanded else ending.status
-    if not companion.close():
+    monitor.viewer.finish(patient=outcome.signal is None)
+    if not monitor.viewer.close():
         os._exit(status)  # a thread is stuck in a write, and the interpreter's end would wait for it
     return status
+
+
+def make_viewer(job: Job, run: RunDir, place: TaskIdentity) -> OutputViewer:
+    """Return what shows this node's ranks; the job's first node shows what was chosen and its placement."""
+    is_first, alone = place.node_rank == 0, len(job.plan.ranks) * job.cluster.max_nodes == 1
+    mode = job.config.logs.console
+    options = ViewOptions(
+        mode,
+        str(run.path / "logs"),
+        None if alone else lambda _: job.host,
+        log_prefix=f"{place.host}: ",
+        shared=job.cluster.kind in MANAGED and job.cluster.max_nodes > 1 and mode == "all",
+        followed=job.cluster.kind == "slurm",
+        heading=describe_job(job, run) if is_first else (),
+        plan=job.plan if is_first else None,
+        explain=job.config.explain,
+        notice=STARTING if is_first and mode != "none" and job.cluster.max_nodes == 1 else "",
+        hold=HOLD,
+    )
+    return OutputViewer(Follower(run, is_new=True), options)

@@ -1,5 +1,6 @@
 """The step of `agent=srun`, whose tasks are the ranks: no process of ours is on the nodes to ask."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -23,12 +24,13 @@ from launcher.protocol import (
     LAUNCH_SIGNAL,
     LAUNCH_STRICT,
 )
+from launcher.report.output_viewer import OutputViewer, ViewOptions
+from launcher.runs.rank_logs import Follower
 from launcher.runs.run_directory import RunDir, name_run_dir
 from launcher.runs.secrets import mask_variables
 from launcher.slurm.client import run_slurm
 from launcher.slurm.job_request import JobRequest
 from launcher.slurm.notation import parse_signal
-from launcher.slurm.rank_output import RankView
 from launcher.slurm.slurm_environ import clean_for_step
 from launcher.slurm.srun_command import Step, build_srun_environ, count_ranks, render_ranks, render_step
 from launcher.slurm.srun_messages import (
@@ -36,13 +38,16 @@ from launcher.slurm.srun_messages import (
     TaskEnd,
 )
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class RankStep:
     """A running step whose tasks are the ranks."""
 
     process: "subprocess.Popen[bytes]"
-    view: RankView
+    viewer: OutputViewer
+    job: "RankJob"
     spec: Step
     """What srun was started with."""
     run_id: str
@@ -59,25 +64,25 @@ class RankStep:
         """Begin to read what srun tells, and to show what the ranks print."""
         self.reader = threading.Thread(target=self.read_errors, daemon=True)
         self.reader.start()
-        self.view.start()
+        self.viewer.start()
 
     def read_errors(self) -> None:
         """Take srun's stderr to its end: the thread's body."""
         for raw in self.process.stderr or ():
             line, is_first = raw.decode(errors="replace").rstrip("\n"), not self.srun_report.ends
             if self.srun_report.note_line(line):
-                self.view.show_text(line)
+                self.viewer.show_text(line)
             if (
                 is_first
                 and self.srun_report.ends
                 and not (self.srun_report.stop or self.srun_report.cancelled)
             ):
-                self.view.say(self.describe_first_end(self.srun_report.ends[0][1]))
+                logger.info(self.describe_first_end(self.srun_report.ends[0][1]))
 
     def describe_first_end(self, end: TaskEnd) -> str:
         """Say at once that ranks have failed, since the others may take long to end."""
         how = f"code {end.exitcode}" if end.exitcode > 0 else name_signal(-end.exitcode)
-        hosts = ", ".join(dict.fromkeys(self.view.name_host(rank) for rank in end.tasks))
+        hosts = ", ".join(dict.fromkeys(self.job.name_host(rank) for rank in end.tasks))
         ranks = "rank" if len(end.tasks) == 1 else "ranks"
         numbers = ", ".join(map(str, end.tasks[:8])) + (" …" if len(end.tasks) > 8 else "")
         what = "failed"
@@ -109,13 +114,13 @@ class RankStep:
             spared = sum(map(int, lines.split()))
         except (SchedulerError, ValueError) as error:
             if self.process.poll() is None:
-                self.view.say(f"warning: {name_signal(number)} not sent to the ranks alone ({error})")
+                logger.warning(f"{name_signal(number)} not sent to the ranks alone ({error})")
                 if number not in STOPPING:
                     self.process.send_signal(number)
             return
         if spared:
             ranks = "1 rank has" if spared == 1 else f"{spared} ranks have"
-            self.view.say(f"{name_signal(number)} not sent: {ranks} no handler for it")
+            logger.info(f"{name_signal(number)} not sent: {ranks} no handler for it")
 
     def render_signal_step(self, number: int) -> tuple[str, ...]:
         """Return the words of the step that sends a signal: a task on each node, outside of any container."""
@@ -142,7 +147,8 @@ class RankStep:
     def close(self) -> None:
         """Read and show the rest, after srun's end."""
         self.reader.join()
-        self.view.close()
+        self.viewer.finish()
+        self.viewer.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +166,22 @@ class RankJob:
     def ranks(self) -> int:
         """Ranks on each node; raises UsageError where neither the configuration nor SLURM tells."""
         return count_ranks(self.request.config.nproc_per_node, self.environ)
+
+    def name_host(self, rank: int) -> str:
+        """Return the node that a rank is on."""
+        node = rank // self.ranks
+        return self.hosts[node] if node < len(self.hosts) else "?"
+
+
+def make_viewer(job: RankJob) -> OutputViewer:
+    """Return what shows the output of the ranks of all nodes: there is no process of ours on the nodes."""
+    mode, count = job.request.config.logs.console, len(job.hosts) * job.ranks
+    origin = job.name_host if count > 1 else None
+    options = ViewOptions(mode, str(job.run.path / "logs"), origin, ends_line=True)
+    viewer = OutputViewer(Follower(job.run, is_new=True), options)
+    for rank in range(count if mode == "all" else 1):
+        viewer.watch_rank(rank, job.run.first_attempt)
+    return viewer
 
 
 def is_taken_here(job: RankJob, endpoint: str) -> bool:
@@ -191,9 +213,9 @@ def start_ranks(job: RankJob, step: Step, endpoint: str) -> RankStep:
     process = open_srun(
         render_ranks(step, job.ranks), build_srun_environ(torchrun, srun_report, request_fields)
     )
-    view = RankView(job.run, job.hosts, job.ranks, config.logs.console)
+    viewer = make_viewer(job)
     codes = config.cluster.requeue.exit_codes
-    return RankStep(process, view, step, srun_report[LAUNCH_RDZV_ID], job.environ, codes)
+    return RankStep(process, viewer, job, step, srun_report[LAUNCH_RDZV_ID], job.environ, codes)
 
 
 def render_command(request: JobRequest, environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from launcher.launch import outcome
 from launcher.launch.failure import Failure, find_failure, list_clean
-from launcher.launch.outcome import judge_outcome, note_kills
+from launcher.launch.outcome import add_oom_kills, judge_outcome
 from launcher.launch.processes import Death, RankProcess
 from launcher.launch.supervisor import Outcome
 from launcher.plan.model import Limits
@@ -84,14 +83,11 @@ def test_what_the_kernel_counts_is_no_guess(exitcode: int, words: str) -> None:
         (3, None, "slurm", "2 processes of the job"),
     ],
 )
-def test_what_the_kernel_has_killed_meanwhile(
-    before: int, limit: int | None, kind: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(outcome, "count_oom_kills", lambda _: 5)
+def test_what_the_kernel_has_killed_meanwhile(before: int, limit: int | None, kind: str, words: str) -> None:
     machine = SimpleNamespace(limits=Limits(memory_kib=limit))
     job = SimpleNamespace(plan=SimpleNamespace(machine=machine), cluster=SimpleNamespace(kind=kind))
     ending = judge_outcome(Outcome(1, (death(1, -9),), None, math.inf, ()), ())
-    noted = note_kills(ending, cast("Job", job), before)
+    noted = add_oom_kills(ending, cast("Job", job), 5 - before)
     memory = f"out of memory: the kernel killed {words}" if words else ""
     assert noted.failure is not None
     assert (noted.memory, noted.failure.memory, noted.status) == (memory, memory, 137)

@@ -8,16 +8,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
-from launcher.launch import monitor
-from launcher.launch.job import Job
-from launcher.launch.monitor import Viewer
-from launcher.report import console
+from launcher.report import console, output_viewer
 from launcher.report.byte_stream import Stream
+from launcher.report.output_viewer import OutputViewer, ViewOptions
 from launcher.runs.rank_logs import Follower
 from launcher.runs.run_directory import RunDir
 from tests.launch.start_launch import LAUNCH, start, wait_for, write_program
@@ -92,16 +88,12 @@ def test_a_prompt_is_seen_in_a_file_before_its_line_has_an_end(tmp_path: Path, r
     assert started.read("stdout") == f"{prefix}rank 0? yes\n"
 
 
-def make_viewer(folder: Path, data: bytes) -> Viewer:
+def make_viewer(folder: Path, data: bytes) -> OutputViewer:
     """A viewer of a job of one rank that has printed some data."""
     (folder / "logs/0").mkdir(parents=True)
     run = RunDir(folder)
     run.rank_log(0, 0, "out").write_bytes(data)
-    config = SimpleNamespace(logs=SimpleNamespace(console="rank0"))
-    cluster = SimpleNamespace(kind="local", max_nodes=1)
-    plan = SimpleNamespace(ranks=(None,))
-    job = cast(Job, SimpleNamespace(config=config, cluster=cluster, plan=plan, host="h"))
-    viewer = Viewer(job, run, Follower(run, is_new=True), shows_job=False)
+    viewer = OutputViewer(Follower(run, is_new=True), ViewOptions("rank0", str(folder / "logs")))
     viewer.watch_rank(0, 0)
     return viewer
 
@@ -112,7 +104,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     reading, writing = os.pipe()
     streams = {"stdout": Stream("stdout", writing), "stderr": Stream("stderr", None)}
     monkeypatch.setattr(console, "open_stream", streams.__getitem__)
-    monkeypatch.setattr(monitor, "PATIENCE", 0.5)
+    monkeypatch.setattr(output_viewer, "PATIENCE", 0.5)
     yield reading
     for descriptor in (reading, writing):
         with contextlib.suppress(OSError):
@@ -122,8 +114,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 def test_a_slow_reader_is_waited_for_as_long_as_it_reads(tmp_path: Path, slow: int) -> None:
     data = os.urandom(2 << 20)
     viewer, results = make_viewer(tmp_path, data), list[bool]()
-    view = threading.Thread(target=viewer.run_view, daemon=True)
-    view.start()
+    viewer.start()
     waiting = threading.Thread(target=lambda: results.append(viewer.await_shown()), daemon=True)
     waiting.start()
     taken = b""
@@ -132,23 +123,21 @@ def test_a_slow_reader_is_waited_for_as_long_as_it_reads(tmp_path: Path, slow: i
         time.sleep(0.05)  # in all, much longer than the patience for one piece
     waiting.join(30)
     assert taken == data and results == [True]
-    viewer.closing.set()
-    view.join(30)
+    assert viewer.close()
 
 
 def test_a_reader_that_takes_no_more_is_left_with_a_word(
     tmp_path: Path, slow: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     viewer = make_viewer(tmp_path, b"x" * (1 << 20))
-    view = threading.Thread(target=viewer.run_view, daemon=True)
-    view.start()
+    viewer.start()
     assert not viewer.await_shown()
-    viewer.tell_rest()
+    viewer.warn_unread()
     assert capfd.readouterr().err == f"launch: warning: not all output was taken: see {tmp_path}/logs\n"
     os.close(slow)
     viewer.closing.set()
-    view.join(30)
-    assert not view.is_alive()
+    viewer.thread.join(30)
+    assert viewer.close()
 
 
 def test_stdout_that_is_closed_is_not_taken_for_another_file(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from launcher.report.summary import describe_progress, describe_time
-from launcher.runs.progress import Progress
+from launcher.runs.progress import Progress, describe_progress
+from launcher.text import describe_time
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,236 @@
+"""Shows what the ranks print, and what is logged meanwhile.
+
+It does so in a thread, since a stalled reader must not hold up the job.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from launcher.report.byte_stream import open_stream
+from launcher.runs.progress import Progress
+from launcher.runs.rank_logs import Chunk, Follower
+from launcher.text import format_record, redirect_log
+
+if TYPE_CHECKING:
+    from launcher.plan.model import Plan
+    from launcher.report.console import JobConsole
+
+logger = logging.getLogger(__name__)
+
+TICK = 0.04
+"""Seconds between two looks at the logs, while there is nothing new."""
+TICK_FILE = 0.0005
+"""Seconds more for each file that is looked at, which on a network filesystem is a question to its server."""
+PATIENCE = 10.0
+"""Seconds that a terminal or pipe has, at the end, to take some of what is still to be shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class ViewOptions:
+    """What is shown of a job, and how."""
+
+    mode: str
+    """`logs.console`: `rank0`, `all` or `none`."""
+    logs: str
+    """Where all that the ranks print is kept."""
+    origin: Callable[[int], str] | None = None
+    """Returns the host of a rank, which stands before its lines; None if there is only one rank."""
+    log_prefix: str = ""
+    """Stands before what is logged."""
+    shared: bool = False
+    """Other nodes write to the same file."""
+    followed: bool = False
+    """Others write to the same file after this."""
+    ends_line: bool = False
+    """An unfinished last line is ended."""
+    heading: tuple[str, ...] = ()
+    """Lines that come first."""
+    plan: "Plan | None" = None
+    """Its placement comes next."""
+    explain: bool = False
+    notice: str = ""
+    """Line after that, if no rank has started yet."""
+    hold: float = 0
+    """Seconds that the console's import waits for something to show: it slows down the agent's."""
+
+
+@dataclass(slots=True)
+class OutputViewer:
+    """Shows the ranks' output, and what is logged until `close`."""
+
+    follower: Follower
+    options: ViewOptions
+    read_terminal: Callable[[], bytes] = bytes
+    """Returns what the program has printed on its pseudo-terminal since the last call."""
+    is_raw: Callable[[], bool] = lambda: False
+    """Tells whether the user's terminal is in raw mode."""
+    waiting: "queue.SimpleQueue[tuple[bool, str]]" = field(default_factory=queue.SimpleQueue)
+    """Lines to show, and whether they are our own."""
+    news: threading.Event = field(default_factory=threading.Event)
+    """There is something to show, and no time to lose."""
+    ending: threading.Event = field(default_factory=threading.Event)
+    """The ranks have ended: what they printed is all there."""
+    shown: threading.Event = field(default_factory=threading.Event)
+    """All of that has been shown."""
+    closing: threading.Event = field(default_factory=threading.Event)
+    """No line of ours will follow."""
+    console: "JobConsole | None" = None
+    steps: Sequence[Progress] = ()
+    """The first and the last logging step that rank 0 has printed."""
+    thread: threading.Thread = field(init=False)
+    restore_log: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        """Make the thread; it starts with the job."""
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def start(self) -> None:
+        """Begin to show."""
+        self.restore_log = redirect_log(self.show_record)
+        self.thread.start()
+
+    def release_log(self) -> None:
+        """Let what is logged go to stderr again."""
+        self.restore_log()
+
+    def use_terminal(self, read: Callable[[], bytes], is_raw: Callable[[], bool]) -> None:
+        """Show what the program prints on its pseudo-terminal too; to be called before the start."""
+        self.read_terminal, self.is_raw = read, is_raw
+
+    def watch_rank(self, rank: int, attempt: int, *, has_terminal: bool = False) -> None:
+        """Show what a rank prints, if the mode says so; rank 0 tells of progress in any case.
+
+        With `has_terminal`, its stdout is not shown from its log.
+        """
+        if rank == 0 or self.options.mode == "all":
+            for stream in ("err",) if has_terminal else ("out", "err"):
+                self.follower.watch_stream(rank, attempt, stream)
+
+    def notify(self) -> None:
+        """Show at once what the program has printed on its terminal."""
+        self.news.set()
+
+    def show_record(self, record: logging.LogRecord) -> None:
+        """Show what has been logged."""
+        self.waiting.put((True, self.options.log_prefix + format_record(record)))
+
+    def show_text(self, line: str) -> None:
+        """Show a line that is another program's."""
+        self.waiting.put((False, line))
+
+    def run(self) -> None:
+        """Show the job to its end: the thread's body. If that fails, the job goes on without."""
+        try:
+            self.show_job()
+        except Exception as error:
+            self.restore_log()
+            logger.warning(f"the display failed ({error!r}): see {self.options.logs}")
+            self.shown.set()
+
+    def show_job(self) -> None:
+        """Show what is new until there is no more; the console's import is hidden by torch's in the agent."""
+        self.await_news()
+        self.console = console = self.open_console()
+        while not self.ending.is_set():
+            if not self.show_new(console):
+                self.news.wait(TICK + TICK_FILE * len(self.follower.offsets))
+                self.news.clear()
+        while self.show_new(console):
+            pass
+        console.close()
+        self.steps = tuple(console.progress.steps)
+        self.shown.set()
+        self.closing.wait()
+        self.show_waiting(console)
+        if self.options.ends_line:
+            console.begin_line()
+
+    def await_news(self) -> None:
+        """Wait until a rank has started, something is logged, the end has come, or for long enough."""
+        deadline = time.monotonic() + self.options.hold
+        while time.monotonic() < deadline and not self.follower.offsets and self.waiting.empty():
+            if self.ending.wait(TICK):
+                return
+
+    def show_new(self, console: "JobConsole") -> bool:
+        """Show some of what is new; False if there is nothing of the ranks'."""
+        busy = False
+        if data := self.read_terminal():
+            console.show(Chunk(0, "out", data))
+            busy = True
+        busy = console.show_turn(self.follower, final=self.ending.is_set()) or busy
+        if not (busy and console.is_within_line):  # whose rest is on its way
+            self.show_waiting(console)
+        console.tick()
+        return busy
+
+    def show_waiting(self, console: "JobConsole") -> None:
+        """Show the lines that wait."""
+        while not self.waiting.empty():
+            is_own, text = self.waiting.get()
+            console.print_message(text) if is_own else console.write_own_lines(console.encode(f"{text}\n"))
+
+    def open_console(self) -> "JobConsole":
+        """Return the console, with the heading and the placement on it."""
+        from launcher.report.console import JobConsole, make_console
+
+        options = self.options
+        console = JobConsole(
+            options.mode,
+            make_console(),
+            options.logs,
+            origin=options.origin,
+            shared=options.shared,
+            followed=options.followed,
+            is_raw=self.is_raw,
+        )
+        for line in options.heading:
+            console.print_message(line)
+        if plan := options.plan:
+            from launcher.report.placement_table import print_placement
+
+            console.print_renderable(lambda out: print_placement(out, plan, explain=options.explain))
+        if options.notice and not self.follower.offsets:
+            console.print_message(options.notice)
+        return console
+
+    def finish(self, *, patient: bool = True) -> Sequence[Progress]:
+        """Have the ranks' last lines shown, and return the first and the last logging step."""
+        self.await_shown(patient=patient)
+        return self.steps
+
+    def await_shown(self, *, patient: bool = True) -> bool:
+        """Have the ranks' output shown to its end, for as long as its reader keeps taking some of it."""
+        self.ending.set()
+        self.news.set()
+        taken = -1
+        while not self.shown.wait(PATIENCE):
+            if not patient or taken == self.count_taken():
+                return False
+            taken = self.count_taken()
+        return True
+
+    def count_taken(self) -> int:
+        """Return the bytes that the readers of our output have taken."""
+        return self.console.out.taken + self.console.err.taken if self.console else 0
+
+    def close(self) -> bool:
+        """Have the last lines shown; False if the reader of our output takes none."""
+        self.restore_log()
+        self.closing.set()
+        self.thread.join(PATIENCE if self.shown.is_set() else 0)
+        if self.thread.is_alive():
+            self.warn_unread()
+        return not self.thread.is_alive()
+
+    def warn_unread(self) -> None:
+        """Say that a reader has left some of the output, if that can be said without waiting for it."""
+        stderr = open_stream("stderr")
+        if stderr.can_take():
+            text = f"launch: warning: not all output was taken: see {self.options.logs}\n"
+            stderr.write(text.encode(errors="replace"))
