@@ -3,8 +3,8 @@
 import os
 import re
 import signal
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from launcher.launch.processes import Death, RankProcess
 
@@ -29,35 +29,17 @@ EXIT_HINTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The first rank of this node that failed."""
-
-    rank: int
-    local_rank: int
-    attempt: int
-    pid: int
-    exitcode: int
-    """As subprocess gives it: -n for signal n."""
-    memory: str = ""
-    """What the kernel has killed for memory on this node, in words; empty where it has killed nothing."""
-
-    @property
-    def status(self) -> int:
-        """The exit code as a shell gives it: 128+n for signal n."""
-        return 128 - self.exitcode if self.exitcode < 0 else self.exitcode
-
-    def describe(self) -> str:
-        """Say in words how the process ended."""
-        if self.exitcode >= 0:
-            meaning = self.memory or EXIT_HINTS.get(self.exitcode) or explain_status(self.exitcode)
-            return f"exited with code {self.exitcode}" + (f" ({meaning})" if meaning else "")
-        try:
-            number = signal.Signals(-self.exitcode)
-        except ValueError:
-            return f"was killed by signal {-self.exitcode}"
-        hint = self.memory or SIGNAL_HINTS.get(number)
-        return f"was killed by {number.name} (signal {number:d})" + (f", {hint}" if hint else "")
+def describe_exit(exitcode: int, memory: str = "") -> str:
+    """Say in words how a process ended; `memory` is what the kernel has killed for memory on its node."""
+    if exitcode >= 0:
+        meaning = memory or EXIT_HINTS.get(exitcode) or explain_status(exitcode)
+        return f"exited with code {exitcode}" + (f" ({meaning})" if meaning else "")
+    try:
+        number = signal.Signals(-exitcode)
+    except ValueError:
+        return f"was killed by signal {-exitcode}"
+    hint = memory or SIGNAL_HINTS.get(number)
+    return f"was killed by {number.name} (signal {number:d})" + (f", {hint}" if hint else "")
 
 
 def explain_status(code: int) -> str:
@@ -70,8 +52,8 @@ def explain_status(code: int) -> str:
     return f"128+{number:d}, as of a child killed by {number.name}" + (f", {hint}" if hint else "")
 
 
-def find_failure(deaths: Sequence[Death], agent_log: str) -> Failure | None:
-    """Return the first failure of the last attempt; None where no rank failed.
+def find_failure(deaths: Sequence[Death], agent_log: str) -> Death | None:
+    """Return the first end of a rank of the last attempt that was a failure; None if no rank failed.
 
     The kernel's order of deaths decides, since the agent polls and sees several at once. Where the agent
     reaped a process before its exit code was read, the code is taken from the agent's report. Ranks that the
@@ -85,10 +67,10 @@ def find_failure(deaths: Sequence[Death], agent_log: str) -> Failure | None:
         report = reported.get(process.pid)
         exitcode = death.exitcode if death.exitcode is not None else report and int(report["exitcode"])
         if exitcode and not (exitcode == -signal.SIGTERM and process.pid in closed):
-            return make_failure(process, exitcode)
+            return Death(process, death.time, exitcode)
     for pid, report in reported.items():
         process = RankProcess(int(report["rank"]), int(report["local_rank"]), last, pid)
-        return make_failure(process, int(report["exitcode"]))
+        return Death(process, time.time(), int(report["exitcode"]))
     return None
 
 
@@ -105,8 +87,3 @@ def take_last(deaths: Sequence[Death]) -> list[Death]:
 def list_clean(deaths: Sequence[Death]) -> list[Death]:
     """Return those of the last start's ranks that ended with 0."""
     return [death for death in take_last(deaths) if death.exitcode == 0]
-
-
-def make_failure(process: RankProcess, exitcode: int) -> Failure:
-    """Join a process and its exit code."""
-    return Failure(process.rank, process.local_rank, process.attempt, process.pid, exitcode)

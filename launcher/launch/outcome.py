@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 
 from launcher.errors import EXIT_MACHINE
 from launcher.launch.agent import ENDED
-from launcher.launch.failure import Failure, find_failure, list_clean, take_last
+from launcher.launch.failure import describe_exit, find_failure, list_clean, take_last
 from launcher.launch.job import Job
 from launcher.launch.monitor import MANAGED, RankMonitor
+from launcher.launch.processes import Death, RankProcess
 from launcher.launch.signals import name_signal
 from launcher.launch.supervisor import Outcome
 from launcher.runs.applied_records import compare_applied
 from launcher.runs.disk_reserve import free_room
 from launcher.runs.early_exits import LONG_BEFORE, CleanEnd, EarlyEnd, find_early
 from launcher.runs.manifest import stamp_time, write_manifest
+from launcher.runs.node_records import RankFailure
 from launcher.runs.progress import describe_progress
 from launcher.runs.rank_logs import read_tail
 from launcher.runs.run_directory import RunDir
@@ -32,7 +34,7 @@ class Ending:
     """How a job ended, and what there is to say of it."""
 
     outcome: Outcome
-    failure: Failure | None
+    failure: Death | None
     """The first rank of this node that failed; None where none did, or a stop was asked for."""
     status: int
     """Exit code of `launch`."""
@@ -84,7 +86,7 @@ def find_left(monitor: RankMonitor, ending: Ending) -> EarlyEnd | None:
     host, deaths, failure = monitor.job.host, ending.outcome.deaths, ending.failure
     before = ending.outcome.signal_time - LONG_BEFORE
     if failure:
-        before = next((d.time for d in deaths if d.process.pid == failure.pid), before)
+        before = failure.time
     ends = [CleanEnd(d.process.rank, host, d.time, d.process.attempt) for d in list_clean(deaths)]
     return find_early(monitor.run, ends, before, len(monitor.job.plan.ranks))
 
@@ -98,8 +100,7 @@ def add_oom_kills(ending: Ending, job: Job, killed: int) -> Ending:
     where = f"at the limit of the job's cgroup, {limit >> 10} MiB" if limit else "of the job"
     fix = ": ask for more with cluster.mem" if limit and job.cluster.kind in MANAGED else ""
     memory = f"out of memory: the kernel killed {processes} {where}{fix}"
-    failure = replace(ending.failure, memory=memory) if ending.failure else None
-    return replace(ending, failure=failure, memory=memory)
+    return replace(ending, memory=memory)
 
 
 def judge_outcome(outcome: Outcome, log: tuple[str, ...], ranks: int = 0) -> Ending:
@@ -125,7 +126,7 @@ def judge_outcome(outcome: Outcome, log: tuple[str, ...], ranks: int = 0) -> End
 def record_end(monitor: RankMonitor, ending: Ending) -> None:
     """Complete the manifest."""
     number = ending.outcome.signal
-    deaths = ending.outcome.deaths
+    deaths, failure = ending.outcome.deaths, describe_failure(monitor, ending)
     manifest = monitor.manifest if monitor.manifest is not None else {}
     manifest["ended"] = stamp_time()
     manifest["outcome"] = {
@@ -133,7 +134,7 @@ def record_end(monitor: RankMonitor, ending: Ending) -> None:
         "exit_code": ending.status,
         "signal": name_signal(number) if number else None,
         "events": list(ending.events),
-        "first_failure": describe_failure(monitor, ending.failure) if ending.failure else None,
+        "first_failure": list_entries(failure, monitor.job.host) if failure else None,
         "attempts": 1 + max((d.process.attempt for d in deaths), default=monitor.run.first_attempt),
     }
     try:
@@ -142,16 +143,33 @@ def record_end(monitor: RankMonitor, ending: Ending) -> None:
         logger.warning(f"the manifest could not be written ({error})")
 
 
-def describe_failure(monitor: RankMonitor, failure: Failure) -> dict[str, object]:
-    """Return the first failure for the manifest."""
+def describe_failure(monitor: RankMonitor, ending: Ending) -> RankFailure | None:
+    """Return the first failure with its reason and last lines; None if no rank failed."""
+    if (death := ending.failure) is None or death.exitcode is None:
+        return None
+    log, lines = tail_rank(monitor.run, death.process, monitor.job.config.logs.tail)
+    return RankFailure(
+        death.process.rank,
+        death.process.local_rank,
+        death.time,
+        death.exitcode,
+        describe_exit(death.exitcode, ending.memory),
+        log,
+        tuple(lines),
+        death.process.attempt,
+    )
+
+
+def list_entries(failure: RankFailure, host: str) -> dict[str, object]:
+    """Return a failure as the manifest has it."""
     return {
         "rank": failure.rank,
         "local_rank": failure.local_rank,
-        "host": monitor.job.host,
+        "host": host,
         "attempt": failure.attempt,
         "exit_code": failure.status,
-        "reason": failure.describe(),
-        "last_lines": tail_rank(monitor.run, failure, monitor.job.config.logs.tail)[1],
+        "reason": failure.reason,
+        "last_lines": list(failure.lines),
     }
 
 
@@ -176,7 +194,7 @@ def explain_stop(monitor: RankMonitor, ending: Ending) -> list[str]:
     """Say who asks for another start, and how to go on."""
     lines, failure = list(ending.events), ending.failure
     if failure:
-        who = f"rank {failure.rank} on {monitor.job.host}"
+        who = f"rank {failure.process.rank} on {monitor.job.host}"
         lines.append(f"{who} ended with {failure.status}, and asks for another start")
     if ending.asking:
         lines.append(f"the same command with run_dir={monitor.run.path} goes on")
@@ -185,15 +203,14 @@ def explain_stop(monitor: RankMonitor, ending: Ending) -> list[str]:
 
 def explain_failure(monitor: RankMonitor, ending: Ending) -> list[str]:
     """Say who failed first and show the end of its log; or what the agent said, where no rank failed."""
-    failure, host = ending.failure, monitor.job.host
+    failure, host = describe_failure(monitor, ending), monitor.job.host
     if failure is None:
         path = monitor.run.agent_log(host)
         said = f"no rank failed, but torchrun's agent {quote_agent(ending)}"
         return [*ending.events, said, f"its log is {path}"]
-    source, lines = tail_rank(monitor.run, failure, monitor.job.config.logs.tail)
     where = f"rank {failure.rank} on {host} (local rank {failure.local_rank})"
     what = "failed after that" if ending.early else "failed first"
-    return [*ending.events, *tell_first(where, failure.describe(), source, lines, what)]
+    return [*ending.events, *tell_first(where, failure.reason, failure.log, failure.lines, what)]
 
 
 def quote_agent(ending: Ending) -> str:
@@ -205,11 +222,11 @@ def quote_agent(ending: Ending) -> str:
     return f"ended with {how}" + (f", {ending.memory}" if ending.memory else "")
 
 
-def tail_rank(run: RunDir, failure: Failure, count: int) -> tuple[str, list[str]]:
+def tail_rank(run: RunDir, process: RankProcess, count: int) -> tuple[str, list[str]]:
     """Return the log with the first failed rank's last words, and these; stdout where stderr is silent."""
     for ending in ("err", "out"):
-        path = run.rank_log(failure.rank, failure.attempt, ending)
+        path = run.rank_log(process.rank, process.attempt, ending)
         lines = [line for line in read_tail(path, count + 5) if not line.startswith(SHIM_LINES)]
         if any(line.strip() for line in lines):
             return str(path), lines[-count:]
-    return str(run.rank_log(failure.rank, failure.attempt, "err")), []
+    return str(run.rank_log(process.rank, process.attempt, "err")), []

@@ -37,7 +37,13 @@ class Death:
     time: float
     """Seconds since the epoch."""
     exitcode: int | None
-    """As subprocess gives it: -n for signal n; None where the agent reaped the process first."""
+    """As subprocess gives it: -n for signal n; None if the agent reaped the process first."""
+
+    @property
+    def status(self) -> int:
+        """The exit code as a shell gives it: 128+n for signal n."""
+        code = self.exitcode or 0
+        return 128 - code if code < 0 else code
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ from launcher.runs.run_directory import closing_descriptor
 
 
 @dataclass(frozen=True, slots=True)
-class NodeFailure:
-    """The first rank of a node that failed, as far as its node can tell."""
+class RankFailure:
+    """The first rank of a node that failed, as far as its node can tell, for records and people."""
 
     rank: int
     local_rank: int
@@ -25,6 +25,7 @@ class NodeFailure:
     log: str
     lines: tuple[str, ...]
     """The end of its log."""
+    attempt: int = 0
 
     @property
     def status(self) -> int:
@@ -46,7 +47,7 @@ class NodeRecord:
     """The first stopping signal."""
     agent_said: str
     """The last line of torchrun's agent, where it failed and no rank did."""
-    failure: NodeFailure | None
+    failure: RankFailure | None
     restarts: int
     """Of torchrun's worker group, within the attempt."""
     started: float

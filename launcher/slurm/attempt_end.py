@@ -9,7 +9,7 @@ from launcher.errors import EXIT_MACHINE
 from launcher.launch.signals import STOPPING
 from launcher.runs.advance import Advance
 from launcher.runs.early_exits import EarlyEnd
-from launcher.runs.node_records import NodeFailure, NodeRecord
+from launcher.runs.node_records import RankFailure, NodeRecord
 from launcher.slurm.job_control import RUNNING, JobStatus
 
 FOLLOWS = re.compile(
@@ -68,7 +68,7 @@ class AttemptEnd:
     """What is wrong with the run directory, see `free_room`."""
 
     @property
-    def first(self) -> tuple[NodeRecord, NodeFailure] | None:
+    def first(self) -> tuple[NodeRecord, RankFailure] | None:
         """The first rank that failed by itself, and its node; what befell a node comes before any rank."""
         of_ranks = (self.restart_requested or self.cause in OF_RANKS) and not self.signalled
         return find_first_failure(self.step.records) if self.step and of_ranks else None
@@ -99,22 +99,22 @@ class AttemptEnd:
         return 128 + next(iter(stops), signal.SIGTERM)
 
 
-def find_first_failure(records: Sequence[NodeRecord]) -> tuple[NodeRecord, NodeFailure] | None:
+def find_first_failure(records: Sequence[NodeRecord]) -> tuple[NodeRecord, RankFailure] | None:
     """Return the first failure over nodes: not by SIGTERM, nor for want of another rank, if there is such."""
 
-    def order(found: tuple[NodeRecord, NodeFailure]) -> tuple[bool, float]:
+    def order(found: tuple[NodeRecord, RankFailure]) -> tuple[bool, float]:
         return not failed_by_itself(found[1]), found[1].time
 
     return min(((record, record.failure) for record in records if record.failure), key=order, default=None)
 
 
-def failed_by_itself(failure: NodeFailure) -> bool:
+def failed_by_itself(failure: RankFailure) -> bool:
     """Tell whether a rank failed by itself: not by SIGTERM, nor for want of another rank."""
     follows = any(FOLLOWS.search(line) for line in failure.lines)
     return not (was_terminated(failure) or (failure.exitcode > 0 and follows))
 
 
-def was_terminated(failure: NodeFailure) -> bool:
+def was_terminated(failure: RankFailure) -> bool:
     """Tell whether a rank ended by SIGTERM, or as a shell says that it did (143)."""
     return failure.status == 128 + signal.SIGTERM
 

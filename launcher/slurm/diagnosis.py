@@ -6,7 +6,7 @@ from dataclasses import replace
 from launcher.errors import SchedulerError
 from launcher.launch.signals import STOPPING
 from launcher.runs.early_exits import LONG_BEFORE, CleanEnd, EarlyEnd, find_early
-from launcher.runs.node_records import NodeFailure, NodeRecord
+from launcher.runs.node_records import RankFailure, NodeRecord
 from launcher.slurm.attempt import Attempt
 from launcher.slurm.attempt_end import (
     AttemptEnd,
@@ -117,7 +117,7 @@ def collect_facts(
 
 
 def was_stopped_from_outside(
-    attempt: Attempt, step: StepReport, first: tuple[NodeRecord, NodeFailure] | None
+    attempt: Attempt, step: StepReport, first: tuple[NodeRecord, RankFailure] | None
 ) -> bool:
     """Tell whether the first event was a signal to a task or a rank that neither we nor SLURM's queue sent.
 

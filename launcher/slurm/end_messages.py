@@ -4,7 +4,7 @@ import signal
 from collections.abc import Sequence
 
 from launcher.launch.signals import STOPPING, name_signal
-from launcher.runs.node_records import NodeFailure, NodeRecord
+from launcher.runs.node_records import NodeRecord, RankFailure
 from launcher.runs.progress import describe_progress
 from launcher.runs.run_directory import RunDir
 from launcher.slurm.attempt import Manifest, describe_advance
@@ -49,7 +49,7 @@ def describe_outcome(end: AttemptEnd, decision: Decision, run: RunDir) -> Manife
     }
 
 
-def describe_first_failure(first: tuple[NodeRecord, NodeFailure], run: RunDir) -> Manifest:
+def describe_first_failure(first: tuple[NodeRecord, RankFailure], run: RunDir) -> Manifest:
     """Return the first failure for the manifest."""
     record, failure = first
     return {

@@ -4,14 +4,14 @@ import contextlib
 import logging
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from launcher.launch.failure import Failure, list_clean
+from launcher.launch.failure import list_clean
 from launcher.launch.monitor import RankMonitor
-from launcher.launch.outcome import Ending, check_success, quote_agent, tail_rank
+from launcher.launch.outcome import Ending, check_success, describe_failure, quote_agent
 from launcher.launch.signals import name_signal
 from launcher.launch.stop_requests import Control, report_signal
-from launcher.runs.node_records import NodeFailure, NodeRecord, write_node
+from launcher.runs.node_records import NodeRecord, RankFailure, write_node
 from launcher.slurm.slurm_environ import TaskIdentity
 
 logger = logging.getLogger(__name__)
@@ -39,22 +39,22 @@ class NodeRecorder:
     def write_end(self, ending: Ending) -> str | None:
         """Record how this node's part ended, and say what was not as planned; returns the kept state."""
         failure, number = ending.failure, ending.outcome.signal
-        if number and failure and failure.exitcode == -signal.SIGTERM:
-            failure = None  # SLURM sent the same signal to the rank
+        if number and failure and failure.exitcode == -signal.SIGTERM:  # SLURM sent it to the rank too
+            failure, ending = None, replace(ending, failure=None)
         state = "stopped" if number and not failure and ending.status else ending.state
         self.clean = tuple((d.process.rank, d.time) for d in list_clean(ending.outcome.deaths))
         said = "" if failure or state != "failed" else f"torchrun's agent {quote_agent(ending)}"
         for line in check_success(self.monitor, ending) if state == "succeeded" else ():
             logger.warning(line)
         try:
-            self.write_record(state, ending.status, number, said, self.describe_failure(ending, failure))
+            self.write_record(state, ending.status, number, said, describe_failure(self.monitor, ending))
         except OSError as error:
             logger.warning(f"its record could not be written ({error})")
             return None
         return state
 
     def write_record(
-        self, state: str, status: int, number: int | None, said: str, failure: NodeFailure | None
+        self, state: str, status: int, number: int | None, said: str, failure: RankFailure | None
     ) -> None:
         """Write this node's record; raises OSError.
 
@@ -79,19 +79,3 @@ class NodeRecorder:
             self.clean,
         )
         write_node(self.monitor.run.path, self.place.attempt, record)
-
-    def describe_failure(self, ending: Ending, failure: Failure | None) -> NodeFailure | None:
-        """Return the first failure with its time and last lines."""
-        if failure is None:
-            return None
-        times = [death.time for death in ending.outcome.deaths if death.process.pid == failure.pid]
-        source, lines = tail_rank(self.monitor.run, failure, self.monitor.job.config.logs.tail)
-        return NodeFailure(
-            failure.rank,
-            failure.local_rank,
-            min(times, default=time.time()),
-            failure.exitcode,
-            failure.describe(),
-            source,
-            tuple(lines),
-        )

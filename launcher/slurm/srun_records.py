@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from launcher.errors import EXIT_MACHINE
-from launcher.launch.failure import Failure
+from launcher.launch.failure import describe_exit
 from launcher.launch.outcome import tail_rank
+from launcher.launch.processes import RankProcess
 from launcher.launch.signals import name_signal
-from launcher.runs.node_records import NodeFailure, NodeRecord, refuse_node, write_node
+from launcher.runs.node_records import NodeRecord, RankFailure, refuse_node, write_node
 from launcher.runs.rank_logs import measure_file
 from launcher.runs.run_directory import RunDir
 from launcher.slurm.rendezvous import PORT_TAKEN
@@ -107,7 +108,7 @@ def make_node_record(step: RankStepEnd, ends: list[RankEnd], node: int) -> NodeR
         return make_port_record(step.hosts[node], step.started)
     elif failure:
         rank_failure = describe_rank_failure(step, failure)
-        state, status, stop_signal = "failed", as_failure(step, failure).status, ""
+        state, status, stop_signal = "failed", rank_failure.status, ""
     elif not ends and not srun_report.cancelled and step.stop is None:
         state, status, stop_signal, message = "failed", EXIT_MACHINE, "", quote_srun(step)
     return NodeRecord(
@@ -133,17 +134,15 @@ def is_port_taken(run: RunDir, end: RankEnd) -> bool:
     return end.rank == 0 and end.exitcode == PORT_TAKEN and not measure_file(log)
 
 
-def as_failure(step: RankStepEnd, end: RankEnd) -> Failure:
-    """Return a rank's end in the words of the launcher."""
-    return Failure(end.rank, end.rank % step.ranks, step.run.first_attempt, 0, end.exitcode)
-
-
-def describe_rank_failure(step: RankStepEnd, end: RankEnd) -> NodeFailure:
+def describe_rank_failure(step: RankStepEnd, end: RankEnd) -> RankFailure:
     """Return the first failure of a node with the end of its log."""
-    failure = as_failure(step, end)
-    log, lines = tail_rank(step.run, failure, step.tail)
-    reason = MEMORY if end.memory else failure.describe()
-    return NodeFailure(end.rank, failure.local_rank, end.time, end.exitcode, reason, log, tuple(lines))
+    attempt = step.run.first_attempt
+    process = RankProcess(end.rank, end.rank % step.ranks, attempt, 0)
+    log, lines = tail_rank(step.run, process, step.tail)
+    reason = MEMORY if end.memory else describe_exit(end.exitcode)
+    return RankFailure(
+        end.rank, process.local_rank, end.time, end.exitcode, reason, log, tuple(lines), attempt
+    )
 
 
 def quote_srun(step: RankStepEnd) -> str:

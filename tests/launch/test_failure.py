@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from launcher.launch.failure import Failure, find_failure, list_clean
+from launcher.launch.failure import describe_exit, find_failure, list_clean
 from launcher.launch.outcome import add_oom_kills, judge_outcome
 from launcher.launch.processes import Death, RankProcess
 from launcher.launch.supervisor import Outcome
@@ -52,9 +52,8 @@ def death(rank: int, exitcode: int | None, *, attempt: int = 0, pid: int = 0) ->
     ],
 )
 def test_ends_in_words(exitcode: int, status: int, words: str) -> None:
-    failure = Failure(0, 0, 0, 1, exitcode)
-    assert failure.status == status
-    assert words in failure.describe()
+    assert death(0, exitcode).status == status
+    assert words in describe_exit(exitcode)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +65,7 @@ def test_ends_in_words(exitcode: int, status: int, words: str) -> None:
     ],
 )
 def test_what_the_kernel_counts_is_no_guess(exitcode: int, words: str) -> None:
-    assert Failure(0, 0, 0, 1, exitcode, "out of memory: the kernel …").describe() == words
+    assert describe_exit(exitcode, "out of memory: the kernel …") == words
 
 
 @pytest.mark.parametrize(
@@ -90,7 +89,7 @@ def test_what_the_kernel_has_killed_meanwhile(before: int, limit: int | None, ki
     noted = add_oom_kills(ending, cast("Job", job), 5 - before)
     memory = f"out of memory: the kernel killed {words}" if words else ""
     assert noted.failure is not None
-    assert (noted.memory, noted.failure.memory, noted.status) == (memory, memory, 137)
+    assert (noted.memory, noted.status) == (memory, 137)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,7 @@ def test_what_the_kernel_has_killed_meanwhile(before: int, limit: int | None, ki
 def test_the_first_of_the_last_attempt(deaths: list[Death], report: str, rank: int, exitcode: int) -> None:
     found = find_failure(deaths, report)
     assert found is not None
-    assert (found.rank, found.exitcode) == (rank, exitcode)
+    assert (found.process.rank, found.exitcode) == (rank, exitcode)
 
 
 @pytest.mark.parametrize(
@@ -136,4 +135,4 @@ def test_ranks_that_were_started_anew_within_an_attempt_do_not_count() -> None:
     deaths = [death(0, -15, pid=100), death(1, -15, pid=101), death(1, 7, pid=201), death(0, -15, pid=200)]
     found = find_failure(deaths, "")
     assert found is not None
-    assert (found.rank, found.pid, found.exitcode) == (1, 201, 7)
+    assert (found.process.rank, found.process.pid, found.exitcode) == (1, 201, 7)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.launch.monitor import STARTING
 from launcher.report import console, output_viewer
 from launcher.report.byte_stream import Stream
 from launcher.report.output_viewer import OutputViewer, ViewOptions
@@ -51,7 +52,7 @@ def test_after_the_table_a_line_tells_that_the_ranks_are_starting(
     with start(tmp_path, "nproc_per_node=1", f"logs.console={mode}", "--", program) as started:
         assert started.wait() == 0
     lines = (tmp_path / "stderr").read_text().splitlines()
-    found = [at for at, line in enumerate(lines) if line == f"launch: {monitor.STARTING}"]
+    found = [at for at, line in enumerate(lines) if line == f"launch: {STARTING}"]
     assert len(found) == told and all(at > 1 for at in found)
 
 

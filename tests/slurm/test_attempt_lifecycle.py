@@ -12,7 +12,7 @@ from launcher.config.schema import ClusterConfig, LaunchConfig, ProgressConfig, 
 from launcher.launch.signals import catch_signals
 from launcher.runs.advance import Advance, measure_advance
 from launcher.runs.manifest import describe_start, write_manifest
-from launcher.runs.node_records import NodeFailure, NodeRecord
+from launcher.runs.node_records import NodeRecord, RankFailure
 from launcher.runs.progress import Progress
 from launcher.runs.run_directory import RunDir, open_run_dir
 from launcher.slurm.attempt import Attempt, count_unrecorded, has_advanced, list_requeued_attempts
@@ -60,12 +60,16 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def fail(rank: int, time: float, exitcode: int, *lines: str) -> NodeFailure:
-    return NodeFailure(rank, 0, time, exitcode, f"exited with code {exitcode}", f"rank-{rank}.err", lines)
+def fail(rank: int, time: float, exitcode: int, *lines: str) -> RankFailure:
+    return RankFailure(rank, 0, time, exitcode, f"exited with code {exitcode}", f"rank-{rank}.err", lines)
 
 
 def record(
-    host: str, state: str, code: int, failure: NodeFailure | None = None, srun_lines: str = ""
+<<<<<<< HEAD
+    host: str, state: str, code: int, failure: RankFailure | None = None, srun_lines: str = ""
+=======
+    host: str, state: str, code: int, failure: RankFailure | None = None, said: str = ""
+>>>>>>> cda447b (One class for the first rank that failed: what the kernel saw is a Death, what is recorded a RankFailure)
 ) -> NodeRecord:
     return NodeRecord(host, int(host[1:]), state, code, None, srun_lines, failure, 0, 0.0, 1.0)
 
@@ -148,7 +152,7 @@ TERM, LOST = -15, "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection 
         ([fail(0, 1.0, 1, LOST), fail(1, 2.0, TERM)], 0),
     ],
 )
-def test_the_first_failure_over_nodes(failures: list[NodeFailure], first: int | None) -> None:
+def test_the_first_failure_over_nodes(failures: list[RankFailure], first: int | None) -> None:
     found = find_first_failure([record(f"n{n}", "failed", 1, failure) for n, failure in enumerate(failures)])
     assert (found[1].rank if found else None) == first
 

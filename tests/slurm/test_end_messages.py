@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from launcher.runs.advance import Advance
-from launcher.runs.node_records import NodeFailure, NodeRecord
+from launcher.runs.node_records import NodeRecord, RankFailure
 from launcher.runs.progress import Progress
 from launcher.runs.run_directory import RunDir
 from launcher.slurm.attempt_end import AttemptEnd, StepReport
@@ -23,11 +23,15 @@ from launcher.slurm.requeue_policy import Decision
 
 RUN = RunDir(Path("/runs/x"), 4)
 STEPS = (Progress(1, 9, (("loss", "3.0"),)), Progress(7, 9, (("loss", "2.0"),)))
-BOOM = NodeFailure(5, 1, 2.0, -9, "was killed by SIGKILL (signal 9)", "rank-5.err", ("Traceback", "boom"))
+BOOM = RankFailure(5, 1, 2.0, -9, "was killed by SIGKILL (signal 9)", "rank-5.err", ("Traceback", "boom"))
 
 
 def make_record(
-    host: str, failure: NodeFailure | None = None, srun_lines: str = "", restarts: int = 0
+<<<<<<< HEAD
+    host: str, failure: RankFailure | None = None, srun_lines: str = "", restarts: int = 0
+=======
+    host: str, failure: RankFailure | None = None, said: str = "", restarts: int = 0
+>>>>>>> cda447b (One class for the first rank that failed: what the kernel saw is a Death, what is recorded a RankFailure)
 ) -> NodeRecord:
     return NodeRecord(host, 0, "failed", 1, None, srun_lines, failure, restarts, 0.0, 1.0)
 

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from launcher.runs.node_records import NodeFailure, NodeRecord, write_node
+from launcher.runs.node_records import NodeRecord, RankFailure, write_node
 
 run, attempt, started = Path(os.environ["RUN_DIR"]), int(os.environ["ATTEMPT"]), time.time()
 host, number = os.environ["SLURMD_NODENAME"], int(os.environ["SLURM_PROCID"])
@@ -20,7 +20,7 @@ acts = json.loads((run / "acts.json").read_text())
 act = acts[min(attempt, len(acts) - 1)]
 
 
-def leave(state: str, code: int, failure: NodeFailure | None = None) -> None:
+def leave(state: str, code: int, failure: RankFailure | None = None) -> None:
     """Write the record, and end."""
     stop = "SIGTERM" if state == "stopped" else None
     write_node(
@@ -31,7 +31,7 @@ def leave(state: str, code: int, failure: NodeFailure | None = None) -> None:
 
 def leave_by(code: int) -> None:
     """End with a code by one's own will."""
-    found = NodeFailure(number, 0, time.time(), code, f"exited with code {code}", "its.log", ())
+    found = RankFailure(number, 0, time.time(), code, f"exited with code {code}", "its.log", ())
     leave("failed" if code else "succeeded", code, found if code else None)
 
 
@@ -44,7 +44,7 @@ if number == 0:
     log.write_text("".join(f"step {step}/10 loss 1.0\n" for step in range(1, act["steps"] + 1)))
 if act["do"] == "crash" and number == act.get("rank", 1):
     lines = ("boom",)
-    leave("failed", 7, NodeFailure(number, 0, time.time(), 7, "exited with code 7", "its.log", lines))
+    leave("failed", 7, RankFailure(number, 0, time.time(), 7, "exited with code 7", "its.log", lines))
 if act["do"] == "die" and number == act.get("rank", 1):
     os.kill(os.getpid(), signal.SIGKILL)
 if act["do"] == "end":
