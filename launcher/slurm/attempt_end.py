@@ -9,7 +9,7 @@ from launcher.errors import EXIT_MACHINE
 from launcher.launch.signals import STOPPING
 from launcher.runs.advance import Advance
 from launcher.runs.early_exits import EarlyEnd
-from launcher.runs.node_records import RankFailure, NodeRecord
+from launcher.runs.node_records import NodeRecord, RankFailure
 from launcher.slurm.job_control import RUNNING, JobStatus
 
 FOLLOWS = re.compile(
