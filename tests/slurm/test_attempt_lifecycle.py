@@ -65,11 +65,7 @@ def fail(rank: int, time: float, exitcode: int, *lines: str) -> RankFailure:
 
 
 def record(
-<<<<<<< HEAD
     host: str, state: str, code: int, failure: RankFailure | None = None, srun_lines: str = ""
-=======
-    host: str, state: str, code: int, failure: RankFailure | None = None, said: str = ""
->>>>>>> cda447b (One class for the first rank that failed: what the kernel saw is a Death, what is recorded a RankFailure)
 ) -> NodeRecord:
     return NodeRecord(host, int(host[1:]), state, code, None, srun_lines, failure, 0, 0.0, 1.0)
 

@@ -27,11 +27,7 @@ BOOM = RankFailure(5, 1, 2.0, -9, "was killed by SIGKILL (signal 9)", "rank-5.er
 
 
 def make_record(
-<<<<<<< HEAD
     host: str, failure: RankFailure | None = None, srun_lines: str = "", restarts: int = 0
-=======
-    host: str, failure: RankFailure | None = None, said: str = "", restarts: int = 0
->>>>>>> cda447b (One class for the first rank that failed: what the kernel saw is a Death, what is recorded a RankFailure)
 ) -> NodeRecord:
     return NodeRecord(host, 0, "failed", 1, None, srun_lines, failure, restarts, 0.0, 1.0)
 
