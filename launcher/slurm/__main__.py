@@ -16,13 +16,13 @@ logger = logging.getLogger("launcher.slurm")
 
 def main() -> int:
     """Run one attempt of the job and return its exit code."""
-    from launcher.slurm.first_node import run_batch
+    from launcher.slurm.first_node import run_batch_script
 
     set_up_logging()
     try:
         if sys.argv[1] == "--standalone":
             return run_own_script()
-        return run_batch(Path(sys.argv[1]))
+        return run_batch_script(Path(sys.argv[1]))
     except LaunchError as error:
         if error.exit_code:
             log_error(str(error))

@@ -79,7 +79,7 @@ class Attempt:
         return count_unrecorded(self.manifest, self.job_id, self.restarts)
 
     def measure_progress(self) -> tuple[Advance, bool | None]:
-        """Return how far it has come, and whether that is progress; None where nothing tells."""
+        """Return how far it has come, and whether that is progress; None if nothing tells."""
         advance = measure_advance(self.run, self.request.progress_patterns)
         return advance, has_advanced(advance, self.earlier)
 
@@ -90,7 +90,7 @@ def make_attempt_manifest(
     """Return the manifest of an attempt that begins, with those before it; nothing is written.
 
     A submission that never ran is no attempt, nor is what `launch` has written of this very start in an
-    allocation (where the job is not `owned`).
+    allocation (if the job is not `owned`).
     """
     found: Manifest = read_manifest(run.path) or describe_start(run, request.command, request.choices)
     state, slurm = take_dict(found, "outcome").get("state"), take_dict(found, "slurm")
@@ -120,7 +120,7 @@ def reconstruct_outcome(
 ) -> Manifest:
     """Return the outcome of an attempt whose batch script wrote none: it died with its node, or was killed.
 
-    Accounting tells, where there is any. Else a node that is down, or was booted since, tells of its loss;
+    Accounting tells, if there is any. Else a node that is down, or was booted since, tells of its loss;
     and what is left is a preemption.
     """
     outcome, hosts = take_dict(found, "outcome"), [str(host) for host in found.get("hosts") or ()]
@@ -142,7 +142,7 @@ def reconstruct_outcome(
 
 
 def find_lost_nodes(hosts: Sequence[str], since: float | None, environ: Mapping[str, str]) -> list[str]:
-    """Return the nodes that are down, or were booted since; none where SLURM does not answer."""
+    """Return the nodes that are down, or were booted since; none if SLURM does not answer."""
     try:
         down = {host for host, state in ask_nodes(hosts, environ).items() if is_down(state)}
         booted = {host for host, boot in ask_boots(hosts, environ).items() if since and boot > since}
@@ -172,7 +172,7 @@ def count_unrecorded(manifest: Manifest, job_id: str, restarts: int) -> int:
 def has_advanced(advance: Advance, earlier: Sequence[Manifest]) -> bool | None:
     """Tell whether an attempt came to a later step, or wrote a newer checkpoint, than those before it.
 
-    None where neither a step nor a checkpoint was ever seen: then there is nothing to judge by.
+    None if neither a step nor a checkpoint was ever seen: then there is nothing to judge by.
     """
     steps = [step for entry in earlier if (step := entry["outcome"].get("step")) is not None]
     times = [time for entry in earlier if (time := entry["outcome"].get("checkpoint")) is not None]
@@ -188,7 +188,7 @@ def describe_advance(advance: Advance) -> Manifest:
 
 
 def try_write_manifest(run: RunDir, manifest: Manifest) -> None:
-    """Write the manifest; where that cannot be, say so and go on."""
+    """Write the manifest; if that cannot be, say so and go on."""
     try:
         write_manifest(run, manifest)
     except OSError as error:

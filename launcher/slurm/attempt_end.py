@@ -75,7 +75,7 @@ class AttemptEnd:
 
     @property
     def signalled(self) -> tuple[tuple[str, int], ...]:
-        """The nodes whose tasks got a signal from outside, where that is why the attempt ended."""
+        """The nodes whose tasks got a signal from outside, if that is why the attempt ended."""
         return self.step.signalled if self.step and self.cause == "stopped" else ()
 
     @property
@@ -135,7 +135,7 @@ class EndFacts:
     succeeded: bool = False
     """Exit code 0 on all nodes, or on enough of an elastic job's."""
     finished: bool | None = None
-    """The last step that was printed is the last of all; None where the program does not tell."""
+    """The last step that was printed is the last of all; None if the program does not tell."""
     failed: bool = False
     """A rank failed by itself, before a stop was asked for."""
     lost: bool = False

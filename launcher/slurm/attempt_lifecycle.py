@@ -48,7 +48,7 @@ def start_attempt(
 ) -> Attempt:
     """Write the manifest of a new attempt, and return it.
 
-    Raises StoppedError, a LaunchError, where the job is to end at once: SLURM requeues a preempted job, and
+    Raises AttemptRefusedError if the job is to end at once: SLURM requeues a preempted job, and
     one that lost a node, by itself, and what `cluster.requeue` says of that is carried out here.
     """
     manifest = make_attempt_manifest(request, run, environ, hosts, owned=requeues)

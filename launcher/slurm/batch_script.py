@@ -159,7 +159,7 @@ def render_exec(python: Sequence[str], words: str) -> list[str]:
 
 
 def check_syntax(text: str, setup: Sequence[str]) -> None:
-    """Raise UsageError where the user's lines make a script that bash cannot read."""
+    """Raise UsageError if the user's lines make a script that bash cannot read."""
     if not setup:
         return
     done = subprocess.run(

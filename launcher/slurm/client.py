@@ -88,15 +88,15 @@ class JobState:
     state: str
     """SLURM's long word: PENDING, RUNNING, COMPLETED, …"""
     reason: str
-    """Why it waits, or ended; empty where SLURM gives none."""
+    """Why it waits, or ended; empty if SLURM gives none."""
     partition: str
     nodes: int
     nodelist: str
     """In SLURM's form, `n[0-3]`; empty before the start."""
     start: str
-    """`YYYY-MM-DDTHH:MM:SS` in local time, the expected one of a pending job; empty where none is known."""
+    """`YYYY-MM-DDTHH:MM:SS` in local time, the expected one of a pending job; empty if none is known."""
     restarts: int | None
-    """How often it went back into the queue; None where only accounting remembers the job."""
+    """How often it went back into the queue; None if only accounting remembers the job."""
     exit_code: int | None
     """As a shell gives it, 128+n for signal n; None before the end."""
     submitted: str = ""
@@ -106,7 +106,7 @@ class JobState:
 def ask_queue(job_ids: Sequence[str]) -> dict[str, JobState]:
     """Ask SLURM about jobs; for the number of an array, about all of its members.
 
-    Jobs that it no longer knows are left out. Raises SchedulerError where slurmctld does not answer.
+    Jobs that it no longer knows are left out. Raises SchedulerError if slurmctld does not answer.
     """
     wanted = list(dict.fromkeys(job_ids))
     found: dict[str, JobState] = {}
@@ -171,7 +171,7 @@ def split_rows(text: str, count: int) -> Iterator[list[str]]:
 
 
 def read_squeue(row: Sequence[str]) -> JobState:
-    """Read a row of squeue's, where the exit code has waitpid's form."""
+    """Read a row of squeue's, whose exit code has waitpid's form."""
     job_id, state, partition, nodes, nodelist, start, submitted, restarts, status, reason = row
     ended = state in ENDED and status.isdecimal()
     return JobState(
@@ -189,7 +189,7 @@ def read_squeue(row: Sequence[str]) -> JobState:
 
 
 def read_sacct(row: Sequence[str]) -> JobState:
-    """Read a row of sacct's, where the exit code is `CODE:SIGNAL` and who cancelled a job is told."""
+    """Read a row of sacct's, whose exit code is `CODE:SIGNAL`, and whose state may name who cancelled the job."""
     job_id, state, partition, nodes, nodelist, start, status, reason = row
     code, _, number = status.partition(":")
     known = code.isdecimal() and number.isdecimal()

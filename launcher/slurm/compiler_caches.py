@@ -23,7 +23,7 @@ node's own."""
 def open_caches(environ: Mapping[str, str]) -> Iterator[str]:
     """Give a new folder on this node, for its owner alone, that is removed in the end.
 
-    Empty where the user has said where the caches are, and where no disk will do: the compilers' own places
+    Empty if the user has said where the caches are, or if no disk will do: the compilers' own places
     are better than no job. What a task that was killed has left is removed by the next one.
     """
     folder, lock = ("", None) if all(environ.get(name) for name in CACHES) else make_cache_folder(environ)
@@ -39,7 +39,7 @@ def open_caches(environ: Mapping[str, str]) -> Iterator[str]:
 def make_cache_folder(environ: Mapping[str, str]) -> tuple[str, int | None]:
     """Make a folder of mode 0700 that libraries can be loaded from, and return the lock on it too.
 
-    The folder is empty where there is no place for it, the lock None where the disk knows none.
+    The folder is empty if there is no place for it, the lock None if the disk knows none.
     """
     prefix = f".{PREFIX}{environ.get('SLURM_JOB_ID', 'job')}-"
     for disk in list_disks(environ):

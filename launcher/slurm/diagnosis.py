@@ -161,7 +161,7 @@ def has_succeeded(attempt: Attempt, step: StepReport) -> bool:
     # Where the kernel has killed a helper of theirs for memory, srun's code is 1, whatever the tasks' are.
     if step.records and not step.missing:
         return True
-    # A task ends with 0 where its ranks did, or was stopped: a record may be late, or the disk full.
+    # A task ends with 0 if its ranks did, or was stopped: a record may be late, or the disk full.
     return step.srun_exitcode == 0 and not (step.missing and step.signals)
 
 
@@ -174,7 +174,7 @@ def was_checkpointed_for_limit(attempt: Attempt, step: StepReport, status: JobSt
 
 
 def ask_job_status(attempt: Attempt, timeout: float) -> JobStatus | None:
-    """Ask SLURM how the job stands; None where it does not answer."""
+    """Ask SLURM how the job stands; None if it does not answer."""
     try:
         return ask_job(attempt.job_id, attempt.environ, timeout)
     except SchedulerError:
@@ -182,7 +182,7 @@ def ask_job_status(attempt: Attempt, timeout: float) -> JobStatus | None:
 
 
 def ask_node_states(attempt: Attempt, hosts: Sequence[str], timeout: float) -> tuple[tuple[str, str], ...]:
-    """Ask for the states of nodes; empty where SLURM does not answer."""
+    """Ask for the states of nodes; empty if SLURM does not answer."""
     try:
         return tuple(ask_nodes(hosts, attempt.environ, timeout).items())
     except SchedulerError:

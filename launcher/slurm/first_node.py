@@ -40,10 +40,10 @@ logger = logging.getLogger(__name__)
 NOT_STARTED = "srun did not start the step"
 """How the record of a step begins that SLURM has refused."""
 RETRY = 5.0
-"""Seconds until the next try, where slurmctld is away or the nodes are not ready for another step."""
+"""Seconds until the next try, if slurmctld is away or the nodes are not ready for another step."""
 
 
-def run_batch(run_path: Path) -> int:
+def run_batch_script(run_path: Path) -> int:
     """Run one attempt of a submitted job and return its exit code; raises LaunchError."""
     request = read_request(run_path, os.environ)
     return run_attempt(request, open_job_run(run_path), os.environ, requeues=True)

@@ -29,7 +29,7 @@ def follow_jobs(jobs: Sequence[tuple[Path, str]]) -> int:
     """Stay with jobs to their ends, and return the first exit code that is not 0.
 
     Of one job the output is shown, of several a line for each change. Ctrl-C asks whether to cancel them
-    (then the exit code is 130) or to detach (0). Where there is no terminal to ask on, and for a second
+    (then the exit code is 130) or to detach (0). If there is no terminal to ask on, for a second
     Ctrl-C and any other signal, it detaches with 128+n.
     """
     with catch_signals() as inbox:
@@ -50,7 +50,7 @@ class Following:
     poller: Poller = field(init=False)
     line: StatusLine = field(init=False)
     log: JobLog | None = None
-    """Output of the job; None where there are several."""
+    """Output of the job; None if there are several."""
     failures: int = 0
     """Questions in a row that SLURM has not answered."""
     cancelling: bool = False
@@ -88,7 +88,7 @@ class Following:
         """Read the manifests, and show what is new in the log; tells whether there was anything."""
         if time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + MANIFEST_TICK
-            news = [job.read_manifest() for job in self.open_jobs]
+            news = [job.update_outcome() for job in self.open_jobs]
             if any(news):
                 self.poller.ask_now()
         data = self.log.read_new() if self.log else b""
@@ -109,7 +109,7 @@ class Following:
             self.console.print_message("SLURM answers again")
         self.failures = 0
         for job in self.open_jobs:
-            if job.job_id in answer.asked and (text := job.update(answer)):
+            if job.job_id in answer.asked and (text := job.update_state(answer)):
                 self.console.print_message(text)
 
     def is_over(self) -> bool:
@@ -148,7 +148,7 @@ class Following:
             self.line.close()
 
     def handle_signal(self, number: int) -> int | None:
-        """Ask, or leave the jobs alone; returns the exit code, None where they are followed on."""
+        """Ask, or leave the jobs alone; returns the exit code, None if they are followed on."""
         self.close_lines()
         if number != signal.SIGINT or self.cancelling or not has_user():
             return self.detach(128 + number)
@@ -201,7 +201,7 @@ def has_user() -> bool:
 
 
 def ask_cancel_or_detach(question: str, inbox: Inbox) -> str:
-    """Ask until the answer is `c` or `d`; empty where a signal or the end of the input comes before it."""
+    """Ask until the answer is `c` or `d`; empty if a signal or the end of the input comes before it."""
     while True:
         sys.stderr.write(question)
         sys.stderr.flush()

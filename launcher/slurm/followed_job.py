@@ -57,8 +57,8 @@ class FollowedJob:
     status: int | None = None
     """Its exit code, once it has ended."""
 
-    def update(self, answer: Answer) -> str:
-        """Take what SLURM says, and return a line about what is new; empty where nothing is."""
+    def update_state(self, answer: Answer) -> str:
+        """Take what SLURM says, and return a line about what is new; empty if nothing is."""
         self.state = state = answer.jobs.get(self.job_id)
         self.position, self.forgotten = answer.position, state is None
         if state is None or state.state in ENDED or state.state in SILENT:
@@ -86,7 +86,7 @@ class FollowedJob:
         )
         return f"is {state.state.lower()}{where}{again}"
 
-    def read_manifest(self) -> bool:
+    def update_outcome(self) -> bool:
         """Read how the run stands, and tell whether that is news."""
         before = self.outcome.get("state")
         self.outcome = read_outcome(self.run_path, self.job_id) or self.outcome
@@ -167,7 +167,7 @@ def read_code(value: object, default: int) -> int:
 
 
 def read_outcome(run_path: Path, job_id: str) -> Mapping[str, object]:
-    """Return the outcome that a manifest tells of a job; empty where it tells none."""
+    """Return the outcome that a manifest tells of a job; empty if it tells none."""
     manifest = read_manifest(run_path)
     return take_dict(manifest, "outcome") if read_job(manifest) == job_id else {}
 

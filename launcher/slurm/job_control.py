@@ -40,7 +40,7 @@ class JobStatus:
     """Requeues so far, one that is under way among them."""
     end_time: float | None
     """Time limit, in seconds since the epoch, infinite for none; the time of the end where SLURM is ending
-    the job; None where SLURM does not tell."""
+    the job; None if SLURM does not tell."""
     preempted: bool
     """SLURM has set a time at which the job has to make room, or had to."""
 
@@ -80,7 +80,7 @@ def parse_slurm_time(text: str) -> float | None:
 
 
 def ask_kill_wait(environ: Mapping[str, str]) -> int | None:
-    """Ask for the seconds from SLURM's SIGTERM to its SIGKILL; None where it does not tell."""
+    """Ask for the seconds from SLURM's SIGTERM to its SIGKILL; None if it does not tell."""
     try:
         found = KILL_WAIT.search(run_slurm(["scontrol", "show", "config"], environ, timeout=SHORT_TIMEOUT))
     except SchedulerError:
@@ -113,7 +113,7 @@ def is_down(state: str) -> bool:
 
 
 def ask_last_end(job_id: str, environ: Mapping[str, str]) -> str:
-    """Return the state in which accounting has the job's attempt before this one; empty where it has none."""
+    """Return the state in which accounting has the job's attempt before this one; empty if it has none."""
     argv = ["sacct", "--duplicates", "--parsable2", "--noheader", "--allocations", f"--jobs={job_id}"]
     with contextlib.suppress(SchedulerError):
         text = run_slurm([*argv, "--format=State,Start"], environ, timeout=SHORT_TIMEOUT)

@@ -65,13 +65,13 @@ class JobOptions:
 
     options: tuple[Option, ...]
     partitions: tuple[str, ...]
-    """All that there are; none where sinfo failed."""
+    """All that there are; none if sinfo failed."""
     kinds: tuple[NodeKind, ...]
     """Nodes of the chosen partition."""
     warnings: tuple[str, ...]
 
 
-def choose_options(drafts: Sequence[Draft], environ: Mapping[str, str], *, dry_run: bool) -> JobOptions:
+def choose_job_options(drafts: Sequence[Draft], environ: Mapping[str, str], *, dry_run: bool) -> JobOptions:
     """Return the options for one job, or for an array of several; raises UsageError or SchedulerError.
 
     With `dry_run`, what SLURM would not grant is a warning.
@@ -131,7 +131,7 @@ def check_secrets(cluster: ClusterConfig) -> None:
 
 
 def check_setups(drafts: Sequence[Draft]) -> None:
-    """Raise UsageError where the jobs of a sweep differ in what their one script does."""
+    """Raise UsageError if the jobs of a sweep differ in what their one script does."""
     for key in ("setup", "array_parallelism"):
         for number, draft in enumerate(drafts[1:], 2):
             one, two = (getattr(each.config.cluster, key) for each in (drafts[0], draft))
@@ -145,9 +145,9 @@ def check_setups(drafts: Sequence[Draft]) -> None:
 def ask_inventory(
     environ: Mapping[str, str], clusters: object, *, dry_run: bool
 ) -> tuple[Inventory, list[str]]:
-    """Ask sinfo; where that fails, return an empty inventory and what to say of it.
+    """Ask sinfo; if that fails, return an empty inventory and what to say of it.
 
-    Raises SchedulerError where sbatch would fail too, which takes a minute each.
+    Raises SchedulerError if sbatch would fail too, which takes a minute each.
     """
     try:
         return ask_sinfo(environ, None if clusters is None else str(clusters)), []

@@ -61,7 +61,7 @@ def make_job_request(draft: "Draft", argv: Sequence[str], run_path: Path) -> Job
 def write_request(request: JobRequest, run_path: Path) -> dict[str, Any]:
     """Write a request into its run directory, and return the values that were left out; raises OSError.
 
-    They are {"config": tree of secrets, "words": list}, empty where there are none: see `read_request`.
+    They are {"config": tree of secrets, "words": list}, empty if there are none: see `read_request`.
     LAUNCH_SECRETS carries them: JSON, {run directory: what is returned here}, with the empty name for all the
     runs of a job array. SLURM keeps a job's environment, so the variable is there on every attempt.
     """

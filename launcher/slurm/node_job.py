@@ -23,7 +23,7 @@ from launcher.slurm.rendezvous import PORT_TAKEN
 from launcher.slurm.slurm_environ import TaskIdentity, drop_ours, read_task_identity
 
 RESTARTS = 3
-"""Of an elastic job, where nobody says: the loss of a node takes one at every node that remains."""
+"""Of an elastic job, if nobody says: the loss of a node takes one at every node that remains."""
 
 
 def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
@@ -54,7 +54,7 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
 
 
 def enter_directory(directory: str, host: str) -> None:
-    """Go to where the job was submitted; raises MachineError where this node has no such place."""
+    """Go to where the job was submitted; raises MachineError if this node has no such place."""
     try:
         os.chdir(directory)
     except OSError as error:
@@ -103,7 +103,7 @@ def can_resolve(host: str) -> bool:
 
 
 def check_port(config: LaunchConfig, cluster: Cluster) -> None:
-    """Raise MachineError where this node is to serve the rendezvous and its port is not free."""
+    """Raise MachineError if this node is to serve the rendezvous and its port is not free."""
     if cluster.is_host and config.torchrun.rdzv_backend in (None, "c10d"):
         check_port_free(parse_endpoint(cluster.endpoint)[1])
 

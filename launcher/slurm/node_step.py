@@ -104,7 +104,7 @@ class NodeStep:
                     os.write(2, raw)
 
     def note_line(self, line: str) -> bool:
-        """Take a line of srun's own; false where it says nothing new to people."""
+        """Take a line of srun's own; false if it says nothing new to people."""
         if is_cpu_bind_complaint(line):
             return False
         known = is_in_node_records(line, self.srun_lines)
@@ -152,7 +152,7 @@ def describe_container(config: ContainerConfig, run_path: Path, directory: str) 
 
 
 def start_nodes(attempt: Attempt, endpoint: str) -> NodeStep:
-    """Start a task on each node, which are to meet at `endpoint`; raises OSError where there is no srun."""
+    """Start a task on each node, which are to meet at `endpoint`; raises OSError if there is no srun."""
     variables = {LAUNCH_ATTEMPT: str(attempt.run.first_attempt), LAUNCH_RENDEZVOUS: endpoint}
     step = describe_node_step(attempt)
     step = replace(step, options=give_cpus(step.options, attempt.environ))

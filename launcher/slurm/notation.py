@@ -30,7 +30,7 @@ class Gpus:
     """GPUs of each node, as `--gpus-per-node` has them."""
 
     kind: str | None
-    """SLURM's type, where one is asked for."""
+    """SLURM's type, if one is asked for."""
     count: int
 
     def __str__(self) -> str:

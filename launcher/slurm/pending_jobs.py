@@ -69,7 +69,7 @@ def explain_reason(reason: str) -> str:
 
 
 def describe_wait(job: JobState, position: QueuePosition | None, now: datetime) -> str:
-    """Say why a pending job waits, where it stands and when it may start, as far as SLURM knows."""
+    """Say why a pending job waits, its position and when it may start, as far as SLURM knows."""
     parts = [explain_reason(job.reason) or "the scheduler has not come to it yet"]
     if position:
         parts.append(f"position {position.position} of {position.length} in {job.partition}")
@@ -79,7 +79,7 @@ def describe_wait(job: JobState, position: QueuePosition | None, now: datetime) 
 
 
 def describe_expected_start(text: str, now: datetime) -> str:
-    """Say when a job is expected to start; nothing where that is unknown or has passed."""
+    """Say when a job is expected to start; nothing if that is unknown or has passed."""
     try:
         start = datetime.fromisoformat(text)
     except ValueError:
@@ -93,7 +93,7 @@ def describe_expected_start(text: str, now: datetime) -> str:
 
 
 def ask_position(job: JobState) -> QueuePosition | None:
-    """Find a job's place in its partition's queue; None where that is not why it waits.
+    """Find a job's place in its partition's queue; None if that is not why it waits.
 
     Raises SchedulerError.
     """

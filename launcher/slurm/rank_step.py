@@ -108,7 +108,7 @@ class RankStep:
             threading.Thread(target=self.signal_ranks, args=(number,), daemon=True).start()
 
     def signal_ranks(self, number: int) -> None:
-        """Have each node's ranks sent a signal; where that fails, srun sends a user signal to all."""
+        """Have each node's ranks sent a signal; if that fails, srun sends a user signal to all."""
         try:
             lines = run_slurm(self.render_signal_step(number), clean_for_step(self.environ))
             spared = sum(map(int, lines.split()))
@@ -164,7 +164,7 @@ class RankJob:
 
     @property
     def ranks(self) -> int:
-        """Ranks on each node; raises UsageError where neither the configuration nor SLURM tells."""
+        """Ranks on each node; raises UsageError if neither the configuration nor SLURM tells."""
         return count_ranks(self.request.config.nproc_per_node, self.environ)
 
     def name_host(self, rank: int) -> str:
@@ -202,14 +202,14 @@ def is_taken_here(job: RankJob, endpoint: str) -> bool:
 def start_ranks(job: RankJob, step: Step, endpoint: str) -> RankStep:
     """Start the ranks on the step's nodes; `endpoint` (HOST:PORT) is where rank 0 is to serve the others.
 
-    The step's command is replaced. Raises UsageError for what cannot run, OSError where there is no srun.
+    The step's command is replaced. Raises UsageError for what cannot run, OSError if there is no srun.
     """
     config = job.request.config
     torchrun = {**job.environ, **config.env}
-    srun_report = signal_ranks(job, endpoint)
+    srun_report = build_rank_variables(job, endpoint)
     shown = {"configured": mask_variables(config.env)}
     request_fields = {"root": config.machine.root, **shown, **describe_wishes(config)}
-    step = replace(step, command=render_command(job.request, torchrun))
+    step = replace(step, command=render_rank_command(job.request, torchrun))
     process = open_srun(
         render_ranks(step, job.ranks), build_srun_environ(torchrun, srun_report, request_fields)
     )
@@ -218,7 +218,7 @@ def start_ranks(job: RankJob, step: Step, endpoint: str) -> RankStep:
     return RankStep(process, viewer, job, step, srun_report[LAUNCH_RDZV_ID], job.environ, codes)
 
 
-def render_command(request: JobRequest, environ: Mapping[str, str]) -> tuple[str, ...]:
+def render_rank_command(request: JobRequest, environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the shim and the program; a container has its own Python, and the launcher with it."""
     box = request.config.cluster.container
     shim = (sys.executable, "-I", "-S", str(SHIM))
@@ -228,7 +228,7 @@ def render_command(request: JobRequest, environ: Mapping[str, str]) -> tuple[str
     return (*shim, *find_program(request.words, request.config, environ))
 
 
-def signal_ranks(job: RankJob, endpoint: str) -> dict[str, str]:
+def build_rank_variables(job: RankJob, endpoint: str) -> dict[str, str]:
     """Return what the shim is told, and where the ranks meet."""
     config, torchrun, run = job.request.config, job.request.config.torchrun, job.run
     host, port = parse_endpoint(endpoint)

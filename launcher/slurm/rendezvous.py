@@ -3,7 +3,7 @@
 from pathlib import Path
 
 DEFAULT_LOCAL = (32768, 60999)
-"""The kernel's own ports for outgoing connections (ip(7), ip_local_port_range), where it does not tell."""
+"""The kernel's own ports for outgoing connections (ip(7), ip_local_port_range), if it cannot be read."""
 LOWEST = 10240
 """Below are the services of the system, SLURM's own (6817 to 6819) among them."""
 STRIDE, TRIAL, RESTART = 7919, 1009, 101
@@ -27,7 +27,7 @@ def read_local_ports(root: Path = Path("/proc/sys")) -> tuple[int, int]:
 def pick_port(job_id: int, attempt: int, trial: int, local: tuple[int, int]) -> int:
     """Return a candidate: outside of the kernel's own ports, another one for every job that may share a node.
 
-    All of SLURM's jobs of some 20,000 in a row have different ones. Where the kernel leaves no range that is
+    All of SLURM's jobs of some 20,000 in a row have different ones. If the kernel leaves no range that is
     worth the name, ports from LOWEST on are taken all the same.
     """
     below, above = range(LOWEST, min(local[0], 65536)), range(max(LOWEST, local[1] + 1), 65536)

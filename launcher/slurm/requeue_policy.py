@@ -38,7 +38,7 @@ class PastAttempt:
 
     cause: str
     advanced: bool | None
-    """It made progress; None where that cannot be judged."""
+    """It made progress; None if that cannot be judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,8 @@ def count_idle(attempts: Sequence[PastAttempt]) -> int:
 def is_near_limit(now: float, end_time: float | None, seconds: float) -> bool:
     """Tell whether a checkpoint signal that came now is the time limit's, rather than a user's own.
 
-    `seconds` is how long before the limit it was ordered. Where SLURM does not tell of the limit (None), it
-    is taken for the limit's; where there is none (infinite), it is a user's.
+    `seconds` is how long before the limit it was ordered. If SLURM does not tell of the limit (None), it
+    is taken for the limit's; if there is none (infinite), it is a user's.
     """
     return end_time is None or now >= end_time - seconds - SIGNAL_EARLY - CLOCK_SLACK
 

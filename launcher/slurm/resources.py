@@ -130,7 +130,7 @@ def fill_auto_resources(
 ) -> Resources:
     """Return what to ask for on each node, so that it fits on every node with enough GPUs.
 
-    `nproc` is the number of ranks, None where that is the GPUs'. Without `kinds` (sinfo failed) what is
+    `nproc` is the number of ranks, None if that is the GPUs'. Without `kinds` (sinfo failed) what is
     `auto` is left to SLURM.
     """
     additional_names = {

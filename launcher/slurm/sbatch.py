@@ -12,7 +12,7 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmiss
 from submitit.helpers import CommandFunction
 
 from launcher.errors import SchedulerError
-from launcher.slurm.first_node import run_batch
+from launcher.slurm.first_node import run_batch_script
 
 LARGE_VARIABLE = 64 << 10
 """Characters of a variable from which an error names it."""
@@ -51,7 +51,7 @@ def submit_script(script: Path, environ: Mapping[str, str]) -> str:
     Raises SchedulerError with what sbatch complained of.
     """
     try:
-        return BatchScriptExecutor(script, environ).submit(run_batch, script.parent).job_id
+        return BatchScriptExecutor(script, environ).submit(run_batch_script, script.parent).job_id
     except FailedJobError as error:
         cause = error.__cause__
         code = cause.returncode if isinstance(cause, subprocess.CalledProcessError) else "an error"

@@ -179,7 +179,7 @@ def array_option(members: int, parallelism: int) -> Option:
 
 
 def require_same(members: Sequence[tuple[Option, ...]]) -> None:
-    """Raise UsageError, with the key, where the members of an array have different options."""
+    """Raise UsageError, with the key, if the members of an array have different options."""
     first = {option.name: option for option in members[0]}
     for number, options in enumerate(members[1:], 2):
         other = {option.name: option for option in options}

@@ -17,7 +17,7 @@ from launcher.protocol import (
 FOREIGN = ("SLURM_", "SLURMD_", "SRUN_", "SALLOC_", "SINFO_", "SQUEUE_", "PMI_", "PMIX_", "PMI2_")
 """Beginnings of what an enclosing job has left; srun's and its kin's are for other commands."""
 KEPT_BY_SBATCH = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK_SOCKET")
-"""Exceptions: where SLURM is, and who asks it."""
+"""Exceptions: they say where SLURM is, and who asks it."""
 OURS = (
     LAUNCH_PLAN,
     LAUNCH_RECORD_DIR,
@@ -90,7 +90,7 @@ VARIABLES = {
 
 
 def find_variables(environ: Mapping[str, str], option: str) -> list[str]:
-    """Return the variables that give sbatch an option, `time`, where the command line does not."""
+    """Return the variables that give sbatch an option, `time`, if the command line does not."""
     names = VARIABLES.get(option, (option.upper().replace("-", "_"),))
     found = [f"SBATCH_{name}" for name in names] + (["SLURM_CLUSTERS"] if option == "clusters" else [])
     return [name for name in found if name in environ]
@@ -137,7 +137,7 @@ KEPT_BY_STEPS = (
     "SLURM_JOBID",
     "SLURM_RESTART_COUNT",
 )
-"""Exceptions: where SLURM is, who asks it, and which job this is."""
+"""Exceptions: they say where SLURM is, who asks it, and which job this is."""
 DESCRIBING = ("SLURM_JOB_", "SLURM_ARRAY_", "SLURM_SUBMIT_")
 """Beginnings of the variables that tell of the job, and that programs read; srun takes none for an option."""
 TASK_VARIABLES = (LAUNCH_SECRETS, LAUNCH_RENDEZVOUS, LAUNCH_ATTEMPT)

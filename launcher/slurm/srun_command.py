@@ -73,7 +73,7 @@ def render_step(step: Step) -> tuple[str, ...]:
     }
     own = {name.replace("_", "-"): value for name, value in step.options.items()}
     pyxis, arguments, command = render_container(step)
-    return ("srun", *render_options({**size, **pyxis, **own}), *arguments, *command)
+    return ("srun", *render_srun_options({**size, **pyxis, **own}), *arguments, *command)
 
 
 def give_cpus(options: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, object]:
@@ -90,7 +90,7 @@ def give_cpus(options: Mapping[str, object], environ: Mapping[str, str]) -> dict
     return {"cpus-per-task": min(counts), **options}
 
 
-def render_options(options: Mapping[str, object]) -> list[str]:
+def render_srun_options(options: Mapping[str, object]) -> list[str]:
     """Write options as SLURM's commands read them: true is `--name`; null and false are left out."""
     argv: list[str] = []
     for name, value in options.items():

@@ -24,7 +24,7 @@ CANCELLED = " CANCELLED AT "
 ENDED = "Terminated"
 """The word on tasks that srun itself has ended because another one failed."""
 CPU_BIND_COMPLAINT = "cluster configuration lacks support for cpu binding"
-"""What --cpu-bind=none is told, even --quiet, where no TaskPlugin could bind."""
+"""What --cpu-bind=none is told, even --quiet, if no TaskPlugin could bind."""
 COMPLETED = re.compile(r"srun: (?:\S+: )*\S+: tasks? (?P<tasks>[\d,-]+): Completed$")
 """Tasks that ended with 0, of which `srun --verbose` alone tells."""
 USEFUL = re.compile(r"srun: (?:error|fatal|warning|unrecognized|ambiguous|invalid|option)\b", re.IGNORECASE)
@@ -89,7 +89,7 @@ def drop_prefix(line: str) -> str:
 
 
 def parse_task_end(line: str) -> TaskEnd | None:
-    """Read how tasks ended out of a line of srun's stderr; None where it tells something else."""
+    """Read how tasks ended out of a line of srun's stderr; None if it tells something else."""
     found = TASKS.match(line)
     if not found:
         return None
@@ -133,7 +133,7 @@ def is_cancelled(line: str) -> bool:
 
 
 def is_in_node_records(line: str, before: Iterable[str]) -> bool:
-    """Tell whether a line says what the nodes' records say better, where there is a task of ours on each.
+    """Tell whether a line says what the nodes' records say better, if there is a task of ours on each.
 
     A task that was killed left no record. That srun has the others ended is no news after the first end.
     """
@@ -162,7 +162,7 @@ class SrunReport:
     """The first stopping signal that the ranks were sent, and when, in seconds since the epoch."""
 
     def note_line(self, line: str) -> bool:
-        """Take a line of srun's stderr; false where there is nothing in it for people."""
+        """Take a line of srun's stderr; false if there is nothing in it for people."""
         if is_cpu_bind_complaint(line) or is_verbose(line):
             self.clean |= dict.fromkeys(parse_completed(line), time.time())
             return False

@@ -83,7 +83,7 @@ def list_ends(step: RankStepEnd) -> Iterator[RankEnd]:
 
 
 def find_silence(run: RunDir, rank: int) -> float:
-    """Return when a rank last wrote to its log, in seconds since the epoch; 0 where it never did."""
+    """Return when a rank last wrote to its log, in seconds since the epoch; 0 if it never did."""
     times = [0.0]
     for ending in ("out", "err"):
         with contextlib.suppress(OSError):

@@ -25,7 +25,7 @@ from launcher.runs.manifest import describe_start, read_manifest, take_dict, wri
 from launcher.runs.run_directory import RunDir, closing_descriptor, open_run_dir, write_private
 from launcher.runs.run_status import explain_outcome
 from launcher.runs.secrets import MASK, is_secret, mask_text, mask_tree, mask_words
-from launcher.slurm.first_node import run_batch
+from launcher.slurm.first_node import run_batch_script
 from launcher.slurm.job_control import count_restarts, name_job
 from launcher.slurm.job_request import JobRequest, make_job_request, write_request
 from launcher.slurm.notation import parse_gpus
@@ -105,7 +105,7 @@ def run_standalone(text: str, environ: Mapping[str, str]) -> int:
         os.environ[LAUNCH_SECRETS] = json.dumps({str(run.path): secrets})
     own = redirect_to_log(run, environ)
     try:
-        return run_batch(run.path)
+        return run_batch_script(run.path)
     finally:
         with contextlib.suppress(OSError):
             os.write(own, f"launch: {escape_text(describe_attempt_end(run))}\n".encode(errors="replace"))
@@ -127,10 +127,10 @@ def choose_member(text: str, environ: Mapping[str, str]) -> dict[str, Any]:
     return found  # type: ignore[no-any-return]
 
 
-def open_standalone_run(foreseen: Path, environ: Mapping[str, str]) -> RunDir:
+def open_standalone_run(planned: Path, environ: Mapping[str, str]) -> RunDir:
     """Make the run directory of this job, or open that of its earlier attempts; raises MachineError."""
     try:
-        return open_run_dir(choose_path(foreseen, environ), None)
+        return open_run_dir(choose_run_path(planned, environ), None)
     except OSError as error:
         raise MachineError(
             f"{os.uname().nodename} cannot write the run directory, {error.filename} ({error.strerror}):"
@@ -138,11 +138,11 @@ def open_standalone_run(foreseen: Path, environ: Mapping[str, str]) -> RunDir:
         ) from None
 
 
-def choose_path(foreseen: Path, environ: Mapping[str, str]) -> Path:
+def choose_run_path(planned: Path, environ: Mapping[str, str]) -> Path:
     """Return the run directory: `job-12`, or `job-12-2` if an earlier cluster had a job of that number."""
-    if foreseen.name != RUN_ID:
-        return foreseen
-    path, last, number = foreseen.with_name(f"job-{name_job(environ)}"), None, 1
+    if planned.name != RUN_ID:
+        return planned
+    path, last, number = planned.with_name(f"job-{name_job(environ)}"), None, 1
     first = path
     while path.exists():
         last, number = path, number + 1
@@ -243,7 +243,7 @@ def list_secret_notes(requests: Sequence[JobRequest]) -> Iterator[str]:
 
 
 def print_node_plan(draft: "Draft", chosen: "JobOptions") -> None:
-    """Show the plan for the nodes, where it is known what they are."""
+    """Show the plan for the nodes, if it is known what they are."""
     from launcher.launch.job import plan_configured
     from launcher.report.console import make_console
     from launcher.report.placement_table import print_placement

@@ -115,7 +115,7 @@ class StepMonitor:
             self.advance_stop(number, step)
 
     def find_stop_time(self) -> float | None:
-        """Return when the ranks have to be stopped; None where the signal is not the time limit's."""
+        """Return when the ranks have to be stopped; None if the signal is not the time limit's."""
         attempt, now = self.attempt, time.time()
         seconds = parse_signal(attempt.request.config.cluster.signal)[1]
         try:

@@ -21,7 +21,7 @@ from launcher.runs.manifest import read_manifest, write_manifest
 from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import RunDir, write_private
 from launcher.slurm.batch_script import SCRIPT, Script, check_syntax, describe_jobs, render_script
-from launcher.slurm.job_options import JobOptions, choose_options, explain_refusal
+from launcher.slurm.job_options import JobOptions, choose_job_options, explain_refusal
 from launcher.slurm.job_request import REQUEST_FILE, make_job_request, write_request
 from launcher.slurm.slurm_environ import clean_for_sbatch
 from launcher.text import print_text, quote_word
@@ -48,7 +48,7 @@ class StagedRun:
     secrets: Mapping[str, object]
     """What `job.json` must not hold."""
     before: Mapping[str, str | None]
-    """The files' contents before, None where there was none."""
+    """The files' contents before, None if there was none."""
     fresh: tuple[Path, ...]
     """Directories that were not there, the innermost first."""
 
@@ -86,7 +86,7 @@ def submit_jobs(drafts: Sequence[Draft], argv: Sequence[str]) -> int:
     with ThreadPoolExecutor() as pool:
         sources = None if dry_run else pool.submit(describe_sources, Path.cwd())
         python = pool.submit(find_python)
-        chosen = choose_options(drafts, os.environ, dry_run=dry_run)
+        chosen = choose_job_options(drafts, os.environ, dry_run=dry_run)
         if sources is None:
             from launcher.slurm.standalone_script import preview_submission
 
@@ -218,25 +218,20 @@ def print_submitted(jobs: Mapping[str, StagedRun], job_id: str, chosen: JobOptio
         values[name].render() for name in ("nodes", "gpus-per-node", "cpus-per-task", "mem") if name in values
     ]
     what = "job" if len(jobs) == 1 else f"array of {len(jobs)} jobs,"
-    print_line(f"submitted {what} {job_id} ({' '.join(shown)})")
+    print_text(f"submitted {what} {job_id} ({' '.join(shown)})\n")
     for number, each in jobs.items():
-        print_line(f"{'run directory' if len(jobs) == 1 else number} {each.run.path}")
+        print_text(f"{'run directory' if len(jobs) == 1 else number} {each.run.path}\n")
     first = next(iter(jobs.values()))
     default = (Path.cwd() / "runs") == first.run.path.parents[1]
     run = f"{first.run.path.parent.name}/{first.run.id}" if default else str(first.run.path)
     whole = job_id if default else run
-    print_line(f"follow with  launch status {quote_word(whole)}")
-    print_line(f"             launch logs -f {quote_word(run)}")
-    print_line(f"             launch cancel {quote_word(whole)}")
-
-
-def print_line(text: str) -> None:
-    """Print a line of the answer."""
-    print_text(f"{text}\n")
+    print_text(f"follow with  launch status {quote_word(whole)}\n")
+    print_text(f"             launch logs -f {quote_word(run)}\n")
+    print_text(f"             launch cancel {quote_word(whole)}\n")
 
 
 def log_warnings(warnings: Iterable[str]) -> None:
-    """Print warnings; where a job is refused, its error alone is said."""
+    """Print warnings; if a job is refused, its error alone is said."""
     for warning in warnings:
         logger.warning(f"{warning}")
 
@@ -272,7 +267,7 @@ def list_missing(path: Path) -> tuple[Path, ...]:
 
 
 def read_file_text(path: Path) -> str | None:
-    """Return a file's text; None where it cannot be read."""
+    """Return a file's text; None if it cannot be read."""
     try:
         return read_file(path, LARGEST).decode("utf-8", "surrogateescape")
     except OSError:

@@ -42,7 +42,7 @@ def job(tmp_path: Path) -> FollowedJob:
 def write_outcome(job: FollowedJob, *, job_id: str = "12", **outcome: object) -> None:
     text = json.dumps({"slurm": {"job_id": job_id}, "outcome": outcome})
     (job.run_path / "manifest.json").write_text(text)
-    job.read_manifest()
+    job.update_outcome()
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,15 @@ def test_the_place_counts_who_goes_first(job_id: str, position: QueuePosition | 
 
 def test_a_change_is_told_once(job: FollowedJob) -> None:
     waits = make_state("PENDING", "Priority")
-    assert job.update(answer(make_state("PENDING"))) == ""
-    assert job.update(answer(waits, QueuePosition(3, 3))).startswith("job 12 waits: Priority (")
-    assert job.update(answer(waits, QueuePosition(2, 3))) == ""
-    assert job.update(answer(make_state("PENDING", "Resources"))).startswith("job 12 waits: Resources (")
-    assert job.update(answer(make_state("RUNNING"))) == "job 12 is running on n[0-1]"
-    assert job.update(answer(make_state("RUNNING"))) == ""
-    assert job.update(answer(make_state("COMPLETING"))) == ""
+    assert job.update_state(answer(make_state("PENDING"))) == ""
+    assert job.update_state(answer(waits, QueuePosition(3, 3))).startswith("job 12 waits: Priority (")
+    assert job.update_state(answer(waits, QueuePosition(2, 3))) == ""
+    assert job.update_state(answer(make_state("PENDING", "Resources"))).startswith(
+        "job 12 waits: Resources ("
+    )
+    assert job.update_state(answer(make_state("RUNNING"))) == "job 12 is running on n[0-1]"
+    assert job.update_state(answer(make_state("RUNNING"))) == ""
+    assert job.update_state(answer(make_state("COMPLETING"))) == ""
 
 
 @pytest.mark.parametrize(
@@ -122,39 +124,39 @@ def test_a_change_is_told_once(job: FollowedJob) -> None:
     ],
 )
 def test_a_job_that_is_cancelled_in_the_queue(job: FollowedJob, restarts: int, told: str) -> None:
-    job.update(answer(make_state("PENDING", "BeginTime", restarts=restarts)))
-    job.update(answer(make_state("CANCELLED", nodelist="", restarts=restarts)))
+    job.update_state(answer(make_state("PENDING", "BeginTime", restarts=restarts)))
+    job.update_state(answer(make_state("CANCELLED", nodelist="", restarts=restarts)))
     assert job.find_exit_code() == told
     assert job.status == 1
 
 
 def test_a_job_whose_end_accounting_alone_remembers_has_run_if_that_was_seen(job: FollowedJob) -> None:
-    job.update(answer(make_state("RUNNING")))
-    job.update(answer(make_state("CANCELLED", nodelist="", restarts=None)))
+    job.update_state(answer(make_state("RUNNING")))
+    job.update_state(answer(make_state("CANCELLED", nodelist="", restarts=None)))
     assert job.find_exit_code() == "job 12 ended in the queue, after 1 attempt: CANCELLED"
 
 
 def test_a_run_directory_that_is_gone_is_told_of(job: FollowedJob) -> None:
-    job.update(answer(make_state("RUNNING")))
+    job.update_state(answer(make_state("RUNNING")))
     shutil.rmtree(job.run_path)
-    job.update(answer(make_state("COMPLETED")))
+    job.update_state(answer(make_state("COMPLETED")))
     told = f"job 12 ended: COMPLETED; the run directory was removed during the run ({job.run_path})"
     assert job.use_slurm_state() == told and job.status == 0
 
 
 def test_a_requeue_is_told_with_its_cause(job: FollowedJob) -> None:
-    job.update(answer(make_state("RUNNING")))
+    job.update_state(answer(make_state("RUNNING")))
     write_outcome(job, state="requeued", cause="node_failure")
-    text = job.update(answer(make_state("PENDING", "BeginTime", restarts=1)))
+    text = job.update_state(answer(make_state("PENDING", "BeginTime", restarts=1)))
     assert text.startswith("job 12 is back in the queue (node_failure): BeginTime (")
-    again = job.update(answer(make_state("RUNNING", restarts=2)))
+    again = job.update_state(answer(make_state("RUNNING", restarts=2)))
     assert again == "job 12 is running on n[0-1], after 2 requeues"
 
 
 @pytest.mark.parametrize("state", ["submitted", "running", "requeued"])
 def test_a_job_that_goes_on_has_no_end(job: FollowedJob, state: str) -> None:
     write_outcome(job, state=state)
-    job.update(answer(make_state("RUNNING")))
+    job.update_state(answer(make_state("RUNNING")))
     assert job.find_exit_code() is None and job.status is None
 
 
@@ -173,14 +175,14 @@ def test_the_manifest_has_the_last_word(
     job: FollowedJob, outcome: dict[str, Any], status: int, slurm: str | None
 ) -> None:
     write_outcome(job, **outcome)
-    job.update(answer(make_state(slurm, exit_code=1) if slurm else None))
+    job.update_state(answer(make_state(slurm, exit_code=1) if slurm else None))
     assert job.find_exit_code() == ""
     assert job.status == status
 
 
 def test_another_jobs_manifest_tells_nothing(job: FollowedJob) -> None:
     write_outcome(job, job_id="11", state="failed", exit_code=9)
-    job.update(answer(make_state("RUNNING")))
+    job.update_state(answer(make_state("RUNNING")))
     assert job.find_exit_code() is None
 
 
@@ -198,7 +200,7 @@ def test_slurm_has_the_word_where_the_head_died(
     job: FollowedJob, monkeypatch: pytest.MonkeyPatch, state: JobState | None, status: int, text: str
 ) -> None:
     write_outcome(job, state="running")
-    job.update(answer(state))
+    job.update_state(answer(state))
     assert job.find_exit_code() is None, "the manifest's end may still come, over a network filesystem"
     monkeypatch.setattr(followed, "PATIENCE", -1)
     said = job.find_exit_code()
@@ -208,15 +210,15 @@ def test_slurm_has_the_word_where_the_head_died(
 
 def test_a_job_that_never_ran_is_not_waited_for(job: FollowedJob) -> None:
     write_outcome(job, state="submitted")
-    job.update(answer(make_state("CANCELLED", nodelist="", exit_code=0)))
+    job.update_state(answer(make_state("CANCELLED", nodelist="", exit_code=0)))
     assert job.find_exit_code() == "job 12 ended before it ran: CANCELLED"
     assert job.status == 1
 
 
 def test_an_end_that_was_none_is_forgotten(job: FollowedJob) -> None:
-    job.update(answer(make_state("NODE_FAIL")))
+    job.update_state(answer(make_state("NODE_FAIL")))
     assert job.find_exit_code() is None and job.ending is not None
-    job.update(answer(make_state("PENDING", "BeginTime", restarts=1)))
+    job.update_state(answer(make_state("PENDING", "BeginTime", restarts=1)))
     assert job.find_exit_code() is None and job.ending is None
 
 
