@@ -189,7 +189,7 @@ def read_squeue(row: Sequence[str]) -> JobState:
 
 
 def read_sacct(row: Sequence[str]) -> JobState:
-    """Read a row of sacct's, whose exit code is `CODE:SIGNAL`, and whose state may name who cancelled the job."""
+    """Read a row of sacct's: the exit code is `CODE:SIGNAL`, and the state may name who cancelled the job."""
     job_id, state, partition, nodes, nodelist, start, status, reason = row
     code, _, number = status.partition(":")
     known = code.isdecimal() and number.isdecimal()

@@ -14,7 +14,6 @@ from launcher.errors import EXIT_SCHEDULER, LaunchError, MachineError
 from launcher.files import open_below
 from launcher.launch.processes import adopt_orphans, end_leftovers
 from launcher.launch.signals import KILL_GRACE, STOPPING, catch_signals, name_signal
-from launcher.launch.torchrun import check_port_free
 from launcher.runs.node_records import NodeRecord, node_path, read_nodes, refuse_node
 from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import RunDir, open_run_dir
@@ -31,7 +30,7 @@ from launcher.slurm.node_step import (
     start_nodes,
 )
 from launcher.slurm.notation import expand_hosts, parse_signal
-from launcher.slurm.rendezvous import PORT_TAKEN, TRIALS, pick_port, read_local_ports
+from launcher.slurm.rendezvous import PORT_TAKEN, TRIALS, is_port_free, pick_port, read_local_ports
 from launcher.slurm.srun_messages import drop_prefix, has_begun, is_temporary
 from launcher.slurm.step_monitor import StepMonitor
 
@@ -127,15 +126,6 @@ def is_refused_for_now(record: NodeRecord) -> bool:
 def is_first_host(attempt: Attempt) -> bool:
     """Tell whether this is the node that serves the rendezvous, rather than a login node with `salloc`."""
     return attempt.hosts[0] == attempt.environ.get("SLURMD_NODENAME")
-
-
-def is_port_free(port: int) -> bool:
-    """Tell whether a port of this host can be served; the node itself looks again."""
-    try:
-        check_port_free(port)
-    except MachineError:
-        return False
-    return True
 
 
 def run_node_step(attempt: Attempt, monitor: StepMonitor, endpoint: str) -> StepReport:

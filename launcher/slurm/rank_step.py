@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from launcher.config.program import SHIM, find_program
 from launcher.config.request import describe_wishes
-from launcher.errors import MachineError, SchedulerError
+from launcher.errors import SchedulerError
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import FORWARDED, STOPPING, name_signal
-from launcher.launch.torchrun import check_port_free, parse_endpoint
+from launcher.launch.torchrun import parse_endpoint
 from launcher.protocol import (
     LAUNCH_ATTEMPT,
     LAUNCH_RDZV_ID,
@@ -31,6 +31,7 @@ from launcher.runs.secrets import mask_variables
 from launcher.slurm.client import run_slurm
 from launcher.slurm.job_request import JobRequest
 from launcher.slurm.notation import parse_signal
+from launcher.slurm.rendezvous import is_port_free
 from launcher.slurm.slurm_environ import clean_for_step
 from launcher.slurm.srun_command import Step, build_srun_environ, count_ranks, render_ranks, render_step
 from launcher.slurm.srun_messages import (
@@ -192,11 +193,7 @@ def is_taken_here(job: RankJob, endpoint: str) -> bool:
     names = (job.environ.get("SLURMD_NODENAME"), os.uname().nodename.partition(".")[0])
     if job.hosts[0] not in names or job.request.config.torchrun.master_addr:
         return False
-    try:
-        check_port_free(job.request.config.torchrun.master_port or parse_endpoint(endpoint)[1])
-    except MachineError:
-        return True
-    return False
+    return not is_port_free(job.request.config.torchrun.master_port or parse_endpoint(endpoint)[1])
 
 
 def start_ranks(job: RankJob, step: Step, endpoint: str) -> RankStep:

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+from launcher.errors import MachineError
+from launcher.launch.torchrun import check_port_free
+
 DEFAULT_LOCAL = (32768, 60999)
 """The kernel's own ports for outgoing connections (ip(7), ip_local_port_range), if it cannot be read."""
 LOWEST = 10240
@@ -35,3 +38,12 @@ def pick_port(job_id: int, attempt: int, trial: int, local: tuple[int, int]) -> 
     if len(ports) < 1000:
         ports = range(LOWEST, 65536)
     return ports[(job_id * STRIDE + attempt * RESTART + trial * TRIAL) % len(ports)]
+
+
+def is_port_free(port: int) -> bool:
+    """Tell whether a port of this host can be served; the node itself looks again."""
+    try:
+        check_port_free(port)
+    except MachineError:
+        return False
+    return True
