@@ -24,11 +24,11 @@ from launcher.text import describe_time, escape_text
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 60.0
+CANCEL_SECONDS = 60.0
 """Seconds that SLURM has to end jobs: twice KillWait's default."""
-PAUSE = 0.5
+POLL_SECONDS = 0.5
 """Seconds between two questions to SLURM."""
-DECLINED = 1
+EXIT_DECLINED = 1
 """Exit code where the answer was no."""
 
 
@@ -44,15 +44,15 @@ def cancel_runs(config: LaunchConfig, names: Sequence[str]) -> int:
     if standing.error:
         raise standing.error
     for run in standing.runs:
-        check_reach(run)
+        check_cancellable(run)
         if not run.is_live:
             logger.info(f"{run.run} has ended already: {run.state}{f' ({run.reason})' if run.reason else ''}")
     live = [run for run in standing.runs if run.is_live]
     if not live:
         return 0
-    if not config.yes and not ask_user(live):
+    if not config.yes and not confirm_cancellation(live):
         logger.info("nothing was cancelled")
-        return DECLINED
+        return EXIT_DECLINED
     jobs = [run for run in live if not run.process]
     left = cancel_jobs(jobs) if jobs else 0
     for run in live:
@@ -60,7 +60,7 @@ def cancel_runs(config: LaunchConfig, names: Sequence[str]) -> int:
     return EXIT_MACHINE if left else 0
 
 
-def check_reach(run: RunStatus) -> None:
+def check_cancellable(run: RunStatus) -> None:
     """Raise MachineError for a run that cannot be cancelled from here."""
     if run.state == "unknown":
         raise MachineError(f"{run.run} is left alone: {run.reason} ({run.path})")
@@ -87,21 +87,21 @@ def open_launch(run: RunStatus) -> int:
         raise MachineError(f"{run.run} is left alone: {error.strerror} ({run.path})") from None
 
 
-def ask_user(runs: Sequence[RunStatus]) -> bool:
+def confirm_cancellation(runs: Sequence[RunStatus]) -> bool:
     """Ask whether to cancel; raises UsageError where there is no terminal to ask on."""
     if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
         raise UsageError("launch cancel asks first, and there is no terminal to ask on: give yes=true")
     if len(runs) == 1:
-        question = f"cancel {describe_run(runs[0])}?"
+        question = f"cancel {describe_live_run(runs[0])}?"
     else:
-        sys.stderr.writelines(f"  {escape_text(describe_run(run))}\n" for run in runs)
+        sys.stderr.writelines(f"  {escape_text(describe_live_run(run))}\n" for run in runs)
         question = f"cancel these {len(runs)} runs?"
     sys.stderr.write(f"{escape_text(question)} [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def describe_run(run: RunStatus) -> str:
+def describe_live_run(run: RunStatus) -> str:
     """Say what would be cancelled: `tiny/ID, job 12, running on n[0-3] for 3 h 20 min`."""
     what = f"job {run.job_id}" if not run.process else f"process {run.process.get('pid')}"
     where = f" on {run.nodelist}" if run.nodelist and run.state == "running" else ""
@@ -113,23 +113,23 @@ def cancel_jobs(runs: Sequence[RunStatus]) -> int:
     """Cancel jobs of SLURM, wait for their ends, and return how many are still ending."""
     job_ids = [str(run.job_id) for run in runs]
     run_slurm(["scancel", *job_ids])
-    end = time.monotonic() + PATIENCE
-    left = list_living(job_ids)
+    end = time.monotonic() + CANCEL_SECONDS
+    left = list_live_jobs(job_ids)
     if left:
         logger.info(f"cancelling {', '.join(left)}, whose ranks have SLURM's KillWait to end")
     while left and time.monotonic() < end:
-        time.sleep(PAUSE)
-        left = list_living(left)
+        time.sleep(POLL_SECONDS)
+        left = list_live_jobs(left)
     for run in runs:
         if run.job_id in left:
             logger.info(f"{run.run}, job {run.job_id}, is still ending: see launch status {run.run}")
         else:
-            record_end(run)
+            record_cancellation(run)
             logger.info(f"{run.run}, job {run.job_id}, is cancelled")
     return len(left)
 
 
-def list_living(job_ids: Sequence[str]) -> list[str]:
+def list_live_jobs(job_ids: Sequence[str]) -> list[str]:
     """Return the jobs that have not ended, as far as SLURM says: all of them while it does not answer."""
     try:
         jobs = ask_queue(job_ids)
@@ -138,7 +138,7 @@ def list_living(job_ids: Sequence[str]) -> list[str]:
     return [job_id for job_id in job_ids if job_id in jobs and jobs[job_id].state not in ENDED]
 
 
-def record_end(run: RunStatus) -> None:
+def record_cancellation(run: RunStatus) -> None:
     """Write that a run was cancelled, where its job has not done so: one that never began, or was killed."""
     path = Path(run.path)
     manifest = read_manifest(path)

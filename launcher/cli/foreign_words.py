@@ -14,7 +14,9 @@ from launcher.runs.secrets import mask_words
 from launcher.text import join_words
 
 OWN_KEYS = {field.name: field for field in fields(LaunchConfig)}
-VERBS_OF_NO_PROGRAM = ("topo", "doctor", "status", "logs", "cancel")
+"""Keys at the top of the configuration."""
+WITHOUT_PROGRAM = ("topo", "doctor", "status", "logs", "cancel")
+"""Verbs that have no use for a program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +36,43 @@ def check_words(command: Command) -> None:
     """Raise UsageError for the words before the program that are neither settings nor flags."""
     groups = list(group_words(command.words))
     size = next((at for at, group in enumerate(groups) if is_stray(group)), len(groups))
-    corrections = [(group, correct_group(group)) for group in groups[:size]]
-    found = [correction for _, correction in corrections if correction]
-    if any(is_setting(group) for group, correction in corrections if correction):
-        is_group = find_flag_sources(command.words).has_group
-        corrections = [
-            (group, None if is_setting(group) and is_group(read_key(group[0])) else correction)
-            for group, correction in corrections
-        ]
-        found = [correction for _, correction in corrections if correction]
-    rest = [word for group in groups[size:] for word in group]
-    if not found and not rest:
+    corrections = correct_groups(groups[:size], command.words)
+    found = [each for each in corrections if each]
+    stray = [word for group in groups[size:] for word in group]
+    if not found and not stray:
         return
     words = [
-        word for group, correction in corrections for word in (correction.words if correction else group)
+        word
+        for group, each in zip(groups, corrections, strict=False)
+        for word in (each.words if each else group)
     ]
-    tail = (["--", *rest] if rest else []) + [
-        *command.tail,
-        *(word for each in found for word in each.options),
+    tail = correct_tail(command, stray, [word for each in found for word in each.options])
+    problems = [each.problem for each in found] or [describe_stray(command, stray[0])]
+    raise UsageError(f"{'; '.join(problems)}: {render_corrected(command, found, words, tail)}")
+
+
+def correct_groups(groups: Sequence[tuple[str, ...]], words: Sequence[str]) -> list[Correction | None]:
+    """Return for each option and setting what to write instead; None for those that are ours.
+
+    A configuration folder may hold a group that is named as another tool's option.
+    """
+    found = [correct_group(group) for group in groups]
+    if not any(each and is_setting(group) for each, group in zip(found, groups, strict=True)):
+        return found
+    sources = find_flag_sources(words)
+    return [
+        None if is_setting(group) and sources.has_group(read_key(group[0])) else each
+        for each, group in zip(found, groups, strict=True)
     ]
-    if any(each.options for each in found) and not command.tail:
-        tail = ["train.py", *tail]
-    problems = [each.problem for each in found] or [describe_stray(command, rest[0])]
-    raise UsageError(f"{'; '.join(problems)}: {render_command(command, found, words, tail)}")
+
+
+def correct_tail(command: Command, stray: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Return the program's part of the corrected command line: a stray word begins a program."""
+    if stray:
+        before = [] if command.verb in WITHOUT_PROGRAM else ["--", *stray]
+    else:
+        before = ["train.py"] if options and not command.tail else []
+    return [*before, *command.tail, *options]
 
 
 def is_stray(group: Sequence[str]) -> bool:
@@ -72,12 +88,12 @@ def is_setting(group: Sequence[str]) -> bool:
 
 def describe_stray(command: Command, word: str) -> str:
     """Say what is wrong with a word that is no option, no setting and no program."""
-    if command.verb in VERBS_OF_NO_PROGRAM:
+    if command.verb in WITHOUT_PROGRAM:
         return f"{word!r} is not KEY=VALUE, and `launch {command.verb}` takes nothing else"
     return f"{word!r} is not KEY=VALUE, and no file here: to run it as a program, put `--` before it"
 
 
-def render_command(
+def render_corrected(
     command: Command, corrections: Sequence[Correction], words: Sequence[str], tail: Sequence[str]
 ) -> str:
     """Return the command line with other words, for a shell."""

@@ -22,13 +22,13 @@ from launcher.text import escape_text, print_text
 
 logger = logging.getLogger(__name__)
 
-TICK = 0.25
+LOG_SECONDS = 0.25
 """Seconds between two looks at the logs."""
-LOOK = 1.0
+STATE_SECONDS = 1.0
 """Seconds between two looks at the manifest."""
 LONGEST_HOST = 80
 """Characters of a host's name."""
-SETTLE = 3.0
+NETWORK_SECONDS = 3.0
 """Seconds that a network filesystem has to show the last lines of a job on other machines."""
 
 
@@ -41,14 +41,14 @@ def show_logs(config: LaunchConfig, names: Sequence[str]) -> int:
         follow_output(path, RunTail(path, config.rank, config.logs.tail))
         return 0
     tail = RunTail(path, config.rank)
-    check_rank(tail)
+    check_rank_printed(tail)
     if not OutputWriter(config.rank).write(tail.read_lines(final=True)):
         (run,) = find_run_states([path]).runs
-        logger.info(f"no output: {describe_run(run)}")
+        logger.info(f"no output: {describe_run_state(run)}")
     return 0
 
 
-def check_rank(tail: RunTail) -> None:
+def check_rank_printed(tail: RunTail) -> None:
     """Raise UsageError for a rank that the run does not have."""
     if tail.rank is None or tail.find_attempts():
         return
@@ -64,16 +64,16 @@ def follow_output(path: Path, tail: RunTail) -> None:
     """Print what comes, over all attempts, until the run has ended; Ctrl-C ends it earlier."""
     watch, writer = RunWatch(path), OutputWriter(tail.rank)
     try:
-        run = watch.look()
-        while run.is_live or watch.is_settling():
+        run = watch.update()
+        while run.is_live or watch.may_still_print():
             if writer.write(tail.read_lines()):
                 watch.changed = time.monotonic()
-            time.sleep(TICK)
-            run = watch.look()
+            time.sleep(LOG_SECONDS)
+            run = watch.update()
         writer.write(tail.read_lines(final=True))
         if open_stream("stdout").is_same_file(open_stream("stderr")):
             writer.end_line()
-        logger.info(describe_run(run))
+        logger.info(describe_run_state(run))
     finally:
         watch.close()
 
@@ -99,7 +99,7 @@ class OutputWriter:
                 self.end_line()
                 logger.info(line.text)
                 continue
-            self.write_text(line) if is_terminal else self.write_bytes(line)
+            self.print_line(line) if is_terminal else self.copy_line(line)
             count += 1
         sys.stdout.flush()
         return count
@@ -111,28 +111,28 @@ class OutputWriter:
             self.unfinished = None
         sys.stdout.flush()
 
-    def write_text(self, line: Output) -> None:
+    def print_line(self, line: Output) -> None:
         """Print a line for people; not the former states of a bar."""
         if not line.raw.endswith(b"\r"):
-            print_text(f"{self.find_origin(line)}{line.text}\n", colours=True)
+            print_text(f"{self.format_origin(line)}{line.text}\n", colours=True)
 
-    def write_bytes(self, line: Output) -> None:
+    def copy_line(self, line: Output) -> None:
         """Print a line as it is; a newline of ours ends an unfinished one that another source's follows."""
-        before, origin = b"", os.fsencode(self.find_origin(line))
+        before, origin = b"", os.fsencode(self.format_origin(line))
         if last := self.unfinished:
             is_same = (last.rank, last.stream, last.host) == (line.rank, line.stream, line.host)
             before, origin = (b"", b"") if is_same else (b"\n", origin)
         sys.stdout.buffer.write(before + origin + line.raw)
         self.unfinished = None if line.raw.endswith(b"\n") else line
 
-    def find_origin(self, line: Output) -> str:
+    def format_origin(self, line: Output) -> str:
         """Return what stands before a line."""
         if self.rank is not None or line.rank is None:
             return ""
         return f"[{escape_text(line.host, LONGEST_HOST)}:{line.rank}] "
 
 
-def describe_run(run: RunStatus) -> str:
+def describe_run_state(run: RunStatus) -> str:
     """Say how a run stands: `tiny/20260801-120000 is queued, job 12: Resources`."""
     job = f", job {run.job_id}" if run.job_id else ""
     verb = "is" if run.is_live or run.state in ("lost", "unknown") else "has"
@@ -149,25 +149,25 @@ class RunWatch:
     answered: bool = False
     """SLURM has said something."""
     poller: Poller | None = None
-    looked: float = 0.0
+    updated: float = 0.0
     """When the manifest was read, in monotonic seconds."""
     changed: float = field(default_factory=time.monotonic)
     """When something was last printed or happened."""
     lived: bool = False
-    """The run had not ended at the first look."""
-    told: tuple[str, ...] = ()
+    """The run had not ended at the first update."""
+    reported: tuple[str, ...] = ()
 
-    def look(self) -> RunStatus:
+    def update(self) -> RunStatus:
         """Return how the run stands, and say so where it waits."""
         now = time.monotonic()
-        if self.run is None or now - self.looked > LOOK:
-            self.looked = now
+        if self.run is None or now - self.updated > STATE_SECONDS:
+            self.updated = now
             run = read_status(self.path)
             run = self.ask_slurm(run) if run.job_id and run.is_live else run
             if self.run is None or run.is_live != self.run.is_live:
                 self.changed = now
             self.run, self.lived = run, self.lived or run.is_live
-            self.tell_wait(run)
+            self.report_waiting(run)
         return self.run
 
     def ask_slurm(self, run: RunStatus) -> RunStatus:
@@ -176,26 +176,26 @@ class RunWatch:
             self.poller = Poller((str(run.job_id),))
         for answer in self.poller.take_answers():
             if answer.error:
-                self.tell(f"{answer.error}; the logs are followed on")
+                self.report_once(f"{answer.error}; the logs are followed on")
             else:
                 self.job, self.answered = answer.jobs.get(str(run.job_id)), True
         return update_run(run, self.job) if self.answered else run
 
-    def tell_wait(self, run: RunStatus) -> None:
+    def report_waiting(self, run: RunStatus) -> None:
         """Say that a run waits, and why, where that is new."""
         if run.state == "queued" and self.answered and run.reason:
-            self.tell(describe_run(run))
+            self.report_once(describe_run_state(run))
 
-    def tell(self, text: str) -> None:
+    def report_once(self, text: str) -> None:
         """Say something, but once."""
-        if (text,) != self.told:
-            self.told = (text,)
+        if (text,) != self.reported:
+            self.reported = (text,)
             logger.info(text)
 
-    def is_settling(self) -> bool:
+    def may_still_print(self) -> bool:
         """Tell whether lines of a job that ended while it was followed may still come."""
         is_job = self.run is not None and self.run.job_id is not None
-        return self.lived and is_job and time.monotonic() - self.changed < SETTLE
+        return self.lived and is_job and time.monotonic() - self.changed < NETWORK_SECONDS
 
     def close(self) -> None:
         """Ask no more."""

@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 SCHEMA = 1
 """Version of the JSON form."""
-NEWEST = 10
+NEWEST_RUNS = 10
 """Runs that are shown where none is named, beside those that are running or queued."""
-MOST = 1000
+MOST_RUNS = 1000
 """Newest runs that are looked through for those."""
 
 
@@ -34,17 +34,17 @@ def show_status(config: LaunchConfig, names: Sequence[str]) -> int:
     paths = choose_named(config, names) if names else choose_newest(Path(config.runs_dir))
     standing = find_run_states(paths)
     runs = [add_progress(run) for run in standing.runs]
-    warn(standing)
+    warn_of_slurm(standing)
     if config.format == "json":
         sys.stdout.write(
             json.dumps({"schema": SCHEMA, "runs": [asdict(run) for run in runs]}, indent=1) + "\n"
         )
         return 0
-    print_runs(config, runs, detailed=bool(names))
+    print_status(config, runs, detailed=bool(names))
     return 0
 
 
-def print_runs(config: LaunchConfig, runs: Sequence[RunStatus], *, detailed: bool) -> None:
+def print_status(config: LaunchConfig, runs: Sequence[RunStatus], *, detailed: bool) -> None:
     """Print the table, and below it a named run in detail."""
     from launcher.report.console import make_console
     from launcher.report.run_table import print_details, print_runs
@@ -69,11 +69,11 @@ def shorten_nodes(nodelist: str) -> str:
 
 def choose_newest(runs_dir: Path) -> list[Path]:
     """Return the newest runs, and those before them that are running or queued."""
-    newest = list(islice(list_runs(runs_dir), MOST))
-    return newest[:NEWEST] + [path for path in newest[NEWEST:] if read_status(path).is_live]
+    newest = list(islice(list_runs(runs_dir), MOST_RUNS))
+    return newest[:NEWEST_RUNS] + [path for path in newest[NEWEST_RUNS:] if read_status(path).is_live]
 
 
-def warn(standing: RunStates) -> None:
+def warn_of_slurm(standing: RunStates) -> None:
     """Say that SLURM could not be asked."""
     if standing.error:
         logger.warning(f"{standing.error}: the runs' states are as they were written down")

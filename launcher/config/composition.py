@@ -38,7 +38,7 @@ from launcher.config.hydra_settings import (
 from launcher.config.overrides import check_removal, check_shape, is_choice, read_key, rewrite_overrides
 from launcher.config.schema import LaunchConfig
 from launcher.config.search_path import PRIMARY, Sources
-from launcher.config.suggestions import shorten_message, suggest, suggest_key
+from launcher.config.suggestions import shorten_message, suggest, suggest_dotted_key
 from launcher.config.time_limit import SECONDS, bound_work
 from launcher.config.yaml_files import read_text, read_yaml
 from launcher.errors import UsageError
@@ -290,7 +290,7 @@ def diagnose_failure(loader: ConfigLoader, sources: Sources, words: list[str], e
     for word in words:
         key = re.split("[=@]", word)[0]
         if key not in known and not key.startswith(("+", "~", "hydra")) and word not in chosen:
-            return f"there is no key {key!r}{suggest_key(key, [*known, *sources.list_groups()])}"
+            return f"there is no key {key!r}{suggest_dotted_key(key, [*known, *sources.list_groups()])}"
     return shorten_message(error)
 
 

@@ -22,7 +22,7 @@ def suggest(word: str, known: Sequence[str]) -> str:
     return f": choose from {', '.join(sorted(known))}" if 0 < len(known) < 20 else ": see `launch --help-all`"
 
 
-def suggest_key(key: str, known: Sequence[str]) -> str:
+def suggest_dotted_key(key: str, known: Sequence[str]) -> str:
     """Return the same for a dotted key: what is beside it, by the last part of the name."""
     above, _, name = key.rpartition(".")
     beside = {each.rpartition(".")[2]: each for each in known if above and each.rpartition(".")[0] == above}
@@ -53,7 +53,7 @@ def shorten_message(error: BaseException) -> str:
     if where and key and (unknown := UNKNOWN.match(text)):
         if foreign := find_foreign(key):
             return f"{file}{foreign.explain_key(key)}"
-        return f"{file}there is no key {key!r}{suggest_key(key, list_beside(key, unknown['schema']))}"
+        return f"{file}there is no key {key!r}{suggest_dotted_key(key, list_beside(key, unknown['schema']))}"
     return f"{file}{key}: {text}" if key else text or type(error).__name__
 
 
