@@ -27,9 +27,9 @@ def find_most(config: LaunchConfig, plan: Plan) -> tuple[int, str]:
         *bound_by_shm(machine, most * ranks, ranks, each_mib),
         *bound_by_files(machine),
     )
-    tight = min(bounds, key=lambda bound: bound.most, default=None)
-    if tight is not None and tight.most < most:
-        return max(1, tight.most), tight.what
+    tight = min(bounds, key=lambda bound: bound.max_workers, default=None)
+    if tight is not None and tight.max_workers < most:
+        return max(1, tight.max_workers), tight.what
     return most, f"{EACH} for each of a rank's cores, and at least {LEAST}"
 
 

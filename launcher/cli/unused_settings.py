@@ -9,7 +9,7 @@ from launcher.config.cluster import Cluster
 from launcher.config.schema import ClusterConfig, LaunchConfig
 from launcher.errors import UsageError
 from launcher.plan.allocator import find_variable, parse_settings
-from launcher.plan.environment import stays
+from launcher.plan.environment import is_kept
 from launcher.probe.node import DEVICE_NAMES
 from launcher.protocol import LAUNCH_GC, LAUNCH_NUM_WORKERS
 from launcher.runs.secrets import mask_variables
@@ -58,7 +58,7 @@ def warn_unused(config: LaunchConfig, cluster: Cluster, given: Collection[str]) 
 
 def warn_overruled(environ: Mapping[str, str], given: Collection[str]) -> None:
     """Say which variables of the environment come over what the command line asks for."""
-    over = {name: keys for name, keys in OVERRULED.items() if name in environ and stays(environ, name, {})}
+    over = {name: keys for name, keys in OVERRULED.items() if name in environ and is_kept(environ, name, {})}
     if name := find_variable(environ):
         over[name] = tuple(f"allocator.{key}" for key in parse_settings(environ[name]) or ())
     for name, keys in over.items():

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from launcher.doctor.finding import Case, Finding, pass_check, skip_check
-from launcher.plan.rules import BINDERS, BINDS, OFF, find_binders
+from launcher.plan.rules import BINDERS, BINDS, OFF_VALUES, find_binders
 from launcher.runs.applied_records import compare_rank
 from launcher.runs.run_records import HostRecords, RunRecords
 from launcher.text import count_things
@@ -74,7 +74,7 @@ def judge_binding_trial(case: Case) -> Iterator[Finding]:
 
 def is_in_effect(value: str) -> bool:
     """Tell whether a variable does something."""
-    return value.strip().lower() not in OFF
+    return value.strip().lower() not in OFF_VALUES
 
 
 def judge_environment(case: Case) -> Iterator[Finding]:

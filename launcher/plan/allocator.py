@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from launcher.plan.environment import ALLOCATOR_VARIABLES, VariablesAndNotes
 from launcher.plan.model import Gpu, Request
 
-SET = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+SET_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """The same under both: CUDA builds of torch know the first alone up to 2.9, and it is to go one day."""
 EXPANDABLE = "expandable_segments"
 ASYNC = ("cudaMallocAsync", "hipMallocAsync")
-MALLOCS = ("tcmalloc", "jemalloc", "mimalloc")
+MALLOC_LIBRARIES = ("tcmalloc", "jemalloc", "mimalloc")
 """Parts of the names of libraries that replace malloc."""
 GRAPHS = ("--enable-cuda-graph", "--external-cuda-graph")
 """Options of Megatron-LM's for CUDA graphs; `--cuda-graph-impl` has a value, which may be `none`."""
@@ -69,19 +69,28 @@ def set_allocator(request: Request, gpu: Gpu | None, kernel: str) -> VariablesAn
         return {}, ()
     environ = dict(request.environ)
     name = find_variable(environ)
-    theirs = read_theirs(environ[name]) if name else {}
-    if theirs is None:
+    user_settings = read_user_settings(environ[name]) if name else {}
+    if user_settings is None:
         return {}, [f"{name}={environ[name]} kept as the user has it: torch may not take it"]
-    given = parse_settings(request.allocator) or {}
-    reasons = {key: why for key in given if (why := find_reason(key, {**given, **theirs}, gpu, kernel))}
-    merged = {key: value for key, value in given.items() if key not in reasons} | theirs
-    notes = [f"{key}:{given[key]} left out: {why}" for key, why in reasons.items() if key not in theirs]
+    configured = parse_settings(request.allocator) or {}
+    reasons = {
+        key: why
+        for key in configured
+        if (why := find_reason(key, {**configured, **user_settings}, gpu, kernel))
+    }
+    merged = {key: value for key, value in configured.items() if key not in reasons} | user_settings
+    notes = [
+        f"{key}:{configured[key]} left out: {why}" for key, why in reasons.items() if key not in user_settings
+    ]
     text = format_settings(merged)
-    names = SET[1:] if name == SET[1] and has_later(theirs) else SET
-    return dict.fromkeys(names, text) if merged else {}, [*notes, *describe_theirs(environ, name, theirs)]
+    names = SET_VARIABLES[1:] if name == SET_VARIABLES[1] and has_newer_keys(user_settings) else SET_VARIABLES
+    return dict.fromkeys(names, text) if merged else {}, [
+        *notes,
+        *describe_user_settings(environ, name, user_settings),
+    ]
 
 
-def read_theirs(text: str) -> dict[str, str] | None:
+def read_user_settings(text: str) -> dict[str, str] | None:
     """Read the user's settings; None where torch would refuse them."""
     from launcher.plan.allocator_keys import KNOWN, find_fault  # noqa: PLC0415 - most ranks need no table
 
@@ -91,14 +100,14 @@ def read_theirs(text: str) -> dict[str, str] | None:
     return settings
 
 
-def has_later(theirs: Mapping[str, str]) -> bool:
+def has_newer_keys(user_settings: Mapping[str, str]) -> bool:
     """Whether some of the user's settings are younger than the oldest torch.
 
     Under the new name alone, a CUDA build that knows neither the name nor the settings passes them over.
     """
     from launcher.plan.allocator_keys import KNOWN, OLDEST  # noqa: PLC0415 - as above
 
-    return any(KNOWN[key].since > OLDEST for key in theirs)
+    return any(KNOWN[key].since > OLDEST for key in user_settings)
 
 
 def find_reason(key: str, settings: Mapping[str, str], gpu: Gpu, kernel: str) -> str:
@@ -108,7 +117,7 @@ def find_reason(key: str, settings: Mapping[str, str], gpu: Gpu, kernel: str) ->
     if key != EXPANDABLE or settings[key] != "True":
         return ""
     if gpu.vendor == "amd":
-        return f"AMD GPUs have it from ROCm 7 and torch 2.12 on: {SET[0]}={key}:True asks for it"
+        return f"AMD GPUs have it from ROCm 7 and torch 2.12 on: {SET_VARIABLES[0]}={key}:True asks for it"
     if "microsoft" in kernel.lower():
         return "on WSL2 the first allocation may fail with it (github.com/pytorch/pytorch/issues/192330)"
     return ""
@@ -119,10 +128,12 @@ def is_native(key: str) -> bool:
     return key != "backend" and not key.startswith("pinned_")
 
 
-def describe_theirs(environ: Mapping[str, str], name: str, theirs: Mapping[str, str]) -> Iterator[str]:
+def describe_user_settings(
+    environ: Mapping[str, str], name: str, user_settings: Mapping[str, str]
+) -> Iterator[str]:
     """Tell of the user's settings that stay, and of those that torch does not hear."""
-    if theirs:
-        yield f"{name}: {format_settings(theirs)} kept, set by the user"
+    if user_settings:
+        yield f"{name}: {format_settings(user_settings)} kept, set by the user"
     for other in ALLOCATOR_VARIABLES[ALLOCATOR_VARIABLES.index(name) + 1 :] if name else ():
         if environ.get(other, "").strip() and environ[other] != environ[name]:
             yield f"{other}={environ[other]} is not heard: torch takes {name} alone where both are set"
@@ -135,11 +146,11 @@ def set_malloc(request: Request) -> VariablesAndNotes:
         return {}, ()
     if path is None:
         return {}, [f"allocator.host={word}: its library is looked for on the node that runs"]
-    theirs = dict(request.environ).get("LD_PRELOAD", "")
-    libraries = theirs.replace(":", " ").split()
-    mine = [library for library in libraries if any(part in library for part in MALLOCS)]
-    if mine:
-        return {}, [f"LD_PRELOAD={theirs} kept, set by the user: {mine[0]} replaces malloc already"]
+    preload = dict(request.environ).get("LD_PRELOAD", "")
+    libraries = preload.replace(":", " ").split()
+    replacing = [library for library in libraries if any(part in library for part in MALLOC_LIBRARIES)]
+    if replacing:
+        return {}, [f"LD_PRELOAD={preload} kept, set by the user: {replacing[0]} replaces malloc already"]
     return {"LD_PRELOAD": ":".join([path, *libraries])}, ()
 
 
@@ -168,22 +179,22 @@ class Conflict:
 
 
 def find_conflicts(
-    settings: Mapping[str, str], words: Sequence[str], environ: Mapping[str, str], *, contained: bool
+    settings: Mapping[str, str], argv: Sequence[str], environ: Mapping[str, str], *, contained: bool
 ) -> Iterator[Conflict]:
     """Find what does not go with expandable segments, where `settings` have them.
 
-    `words` are the program's, `environ` what the ranks will have. `contained`: they run in a container that
+    `argv` are the program's, `environ` what the ranks will have. `contained`: they run in a container that
     may not trace processes.
     """
     if settings.get(EXPANDABLE) == "True" and settings.get("backend") not in ASYNC:
-        yield from find_registration_conflicts(words, environ)
-        yield from find_ipc_conflicts(words, environ, contained=contained)
+        yield from find_registration_conflicts(argv, environ)
+        yield from find_ipc_conflicts(argv, environ, contained=contained)
 
 
-def merge_settings(given: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+def merge_settings(configured: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
     """Return the configuration's settings with the user's over them."""
     name = find_variable(environ)
-    return {**given, **(parse_settings(environ[name]) or {} if name else {})}
+    return {**configured, **(parse_settings(environ[name]) or {} if name else {})}
 
 
 def describe_ignored(settings: Mapping[str, str]) -> str:
@@ -210,13 +221,13 @@ def describe_idle(settings: Mapping[str, str]) -> str:
     )
 
 
-def find_registration_conflicts(words: Sequence[str], environ: Mapping[str, str]) -> Iterator[Conflict]:
+def find_registration_conflicts(argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[Conflict]:
     """NCCL's registration of buffers, which maps segments that then grow."""
-    if has_option(words, "--use-nccl-ub"):
+    if has_option(argv, "--use-nccl-ub"):
         yield Conflict("--use-nccl-ub: Megatron-LM refuses NCCL user buffers with expandable_segments")
     if environ.get(HOOK, "").lower() in ("1", "true", "y", "yes"):
         yield Conflict(f"{HOOK}: torch switches it off with expandable_segments (ProcessGroupNCCL.cpp)")
-    graph = find_graph(words, environ)
+    graph = find_graph(argv, environ)
     if graph and environ.get("NCCL_GRAPH_REGISTER") != "0":
         yield Conflict(
             f"{graph}: NCCL registers buffers of CUDA graphs, which with expandable_segments ends in illegal"
@@ -225,17 +236,17 @@ def find_registration_conflicts(words: Sequence[str], environ: Mapping[str, str]
         )
 
 
-def find_graph(words: Sequence[str], environ: Mapping[str, str]) -> str:
+def find_graph(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     """Return the option or variable that asks for CUDA graphs; empty where none does."""
-    if read_option(words, "--cuda-graph-impl") not in ("", "none"):
+    if read_option(argv, "--cuda-graph-impl") not in ("", "none"):
         return "--cuda-graph-impl"
     if environ.get("TORCHINDUCTOR_CUDAGRAPHS") == "1":
         return "TORCHINDUCTOR_CUDAGRAPHS=1"
-    return next((option for option in GRAPHS if has_option(words, option)), "")
+    return next((option for option in GRAPHS if has_option(argv, option)), "")
 
 
 def find_ipc_conflicts(
-    words: Sequence[str], environ: Mapping[str, str], *, contained: bool
+    argv: Sequence[str], environ: Mapping[str, str], *, contained: bool
 ) -> Iterator[Conflict]:
     """Memory that other processes open."""
     nixl = next((name for name in environ if name.startswith("NIXL_")), "")
@@ -245,7 +256,7 @@ def find_ipc_conflicts(
             f"{ucx}: UCX moves memory of expandable_segments over TCP rather than cuda_ipc, hundreds of times"
             " slower (github.com/ai-dynamo/nixl/issues/1754)"
         )
-    package = next((word for word in words if word.partition(".")[0] in SHARING), "")
+    package = next((word for word in argv if word.partition(".")[0] in SHARING), "")
     if package and contained:
         yield Conflict(
             f"{package} shares GPU memory among processes, which with expandable_segments takes pidfd_getfd,"
@@ -254,14 +265,14 @@ def find_ipc_conflicts(
         )
 
 
-def has_option(words: Sequence[str], option: str) -> bool:
-    """Tell whether an option is among a program's words."""
-    return any(word.partition("=")[0] == option for word in words)
+def has_option(argv: Sequence[str], option: str) -> bool:
+    """Tell whether an option is in a program's argv."""
+    return any(word.partition("=")[0] == option for word in argv)
 
 
-def read_option(words: Sequence[str], option: str) -> str:
+def read_option(argv: Sequence[str], option: str) -> str:
     """Return an option's value, after `=` or as the next word; empty where it is not there."""
-    for word, after in zip(words, (*words[1:], ""), strict=False):  # without words there is nothing after
+    for word, after in zip(argv, (*argv[1:], ""), strict=False):  # without arguments there is nothing after
         name, equals, value = word.partition("=")
         if name == option:
             return value if equals else after

@@ -11,7 +11,7 @@ Version = tuple[int, int]
 """Major and minor number of a torch."""
 OLDEST, NEWEST = (2, 6), (2, 15)
 """The releases that the table is of."""
-MOST = 2**31 - 1
+MAX_INT = 2**31 - 1
 """Largest whole number: up to 2.9 the parser reads an int."""
 LARGE_MIB = 20
 """Size of a large segment where `large_segment_size_mb` does not say another."""
@@ -26,8 +26,8 @@ class Key:
     """What its value is, a name in `CHECKS`."""
     since: Version = OLDEST
     """The first release that knows it; those before `OLDEST` are not told apart."""
-    least: int = 0
-    most: int = MOST
+    minimum: int = 0
+    maximum: int = MAX_INT
 
 
 KEYS = (
@@ -41,12 +41,12 @@ KEYS = (
     Key("release_lock_on_hipmalloc", "bool"),
     Key("pinned_use_cuda_host_register", "bool"),
     Key("pinned_use_hip_host_register", "bool"),
-    Key("pinned_num_register_threads", "power", least=1, most=128),
+    Key("pinned_num_register_threads", "power", minimum=1, maximum=128),
     Key("pinned_use_background_threads", "bool"),
     Key("graph_capture_record_stream_reuse", "bool", (2, 9)),
-    Key("pinned_reserve_segment_size_mb", "whole", (2, 10), least=1),
+    Key("pinned_reserve_segment_size_mb", "whole", (2, 10), minimum=1),
     Key("per_process_memory_fraction", "share", (2, 10)),
-    Key("large_segment_size_mb", "whole", (2, 11), least=11),
+    Key("large_segment_size_mb", "whole", (2, 11), minimum=11),
     Key("pinned_free_catch_all", "bool", (2, 12)),
     Key("throw_on_cudamalloc_oom", "bool", (2, 12)),
     Key("pinned_max_round_threshold_mb", "whole", (2, 13)),
@@ -72,8 +72,8 @@ def find_fault(name: str, settings: Mapping[str, str], version: Version | None) 
     `settings` are all that go together, in the allocator's notation; None is a release that is not known.
     """
     key = KNOWN[name]
-    least = find_min_split(settings, version) if name in SPLIT else key.least
-    return CHECKS[key.kind](settings[name], least, key.most)
+    minimum = find_min_split(settings, version) if name in SPLIT else key.minimum
+    return CHECKS[key.kind](settings[name], minimum, key.maximum)
 
 
 def find_min_split(settings: Mapping[str, str], version: Version | None) -> int:
@@ -103,39 +103,43 @@ def read_decimal(text: str) -> float:
         return float("nan")
 
 
-def check_bool(text: str, least: int, most: int) -> str:
+def check_bool(text: str, minimum: int, maximum: int) -> str:
     """True and False, so written."""
     return "" if text in ("True", "False") else "True or False"
 
 
-def check_whole(text: str, least: int, most: int) -> str:
+def check_whole(text: str, minimum: int, maximum: int) -> str:
     """A whole number within bounds."""
-    right = is_whole(text) and least <= int(text) <= most
-    return "" if right else f"a whole number of at least {least}" + (f", at most {most}" * (most < MOST))
+    right = is_whole(text) and minimum <= int(text) <= maximum
+    return (
+        ""
+        if right
+        else f"a whole number of at least {minimum}" + (f", at most {maximum}" * (maximum < MAX_INT))
+    )
 
 
-def check_power(text: str, least: int, most: int) -> str:
+def check_power(text: str, minimum: int, maximum: int) -> str:
     """A power of two within bounds."""
-    right = is_power(text) and least <= int(text) <= most
-    return "" if right else f"a power of two from {least} to {most}"
+    right = is_power(text) and minimum <= int(text) <= maximum
+    return "" if right else f"a power of two from {minimum} to {maximum}"
 
 
-def check_fraction(text: str, least: int, most: int) -> str:
+def check_fraction(text: str, minimum: int, maximum: int) -> str:
     """A number between 0 and 1."""
     return "" if 0 < read_decimal(text) < 1 else "a number above 0 and below 1"
 
 
-def check_share(text: str, least: int, most: int) -> str:
+def check_share(text: str, minimum: int, maximum: int) -> str:
     """A number from 0 to 1."""
     return "" if 0 <= read_decimal(text) <= 1 else "a number from 0 to 1"
 
 
-def check_backend(text: str, least: int, most: int) -> str:
+def check_backend(text: str, minimum: int, maximum: int) -> str:
     """An allocator's name."""
     return "" if text in BACKENDS else "native or cudaMallocAsync"
 
 
-def check_divisions(text: str, least: int, most: int) -> str:
+def check_divisions(text: str, minimum: int, maximum: int) -> str:
     """A number of divisions, or one for each size from a power of two of MiB on, `>` being all above."""
     pairs = [item.partition(":")[::2] for item in split_list(text)]
     listed = pairs and all(
@@ -149,7 +153,7 @@ def check_divisions(text: str, least: int, most: int) -> str:
     )
 
 
-def check_reserve(text: str, least: int, most: int) -> str:
+def check_reserve(text: str, minimum: int, maximum: int) -> str:
     """A share of the GPU's memory, or GiB."""
     number = read_decimal(text[:-1] if text[-1:] in ("G", "g") else text)
     return (
@@ -157,10 +161,10 @@ def check_reserve(text: str, least: int, most: int) -> str:
     )
 
 
-def check_reserves(text: str, least: int, most: int) -> str:
+def check_reserves(text: str, minimum: int, maximum: int) -> str:
     """Such a reserve for each class of streams."""
     pairs = [item.partition(":")[::2] for item in split_list(text)]
-    right = pairs and all(name and not check_reserve(size, least, most) for name, size in pairs)
+    right = pairs and all(name and not check_reserve(size, minimum, maximum) for name, size in pairs)
     return "" if right else "reserves by class, [serving:0.25,capture:8G]"
 
 

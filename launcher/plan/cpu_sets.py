@@ -12,7 +12,7 @@ Shares = dict[int, list[Core]]
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class RankPlacement:
     """Where a rank and its DataLoader workers run."""
 
     node: int | None
@@ -20,36 +20,36 @@ class Placement:
     cpus: frozenset[int]
     worker_cpus: frozenset[int]
     why: str = ""
-    """What they are, for people; `exclusive` tells more than a place knows."""
+    """What they are, for people; `exclusive` tells more than a placement knows."""
 
 
-def place_numa(topology: Topology, assignment: Assignment) -> dict[int, Placement]:
+def place_numa(topology: Topology, assignment: Assignment) -> dict[int, RankPlacement]:
     """All usable CPUs of each rank's NUMA node."""
     groups = group_pus(topology, lambda core: core.node)
     return {
-        rank: Placement(node, groups[node], groups[node], f"all of NUMA node {node}")
+        rank: RankPlacement(node, groups[node], groups[node], f"all of NUMA node {node}")
         for rank, node in enumerate(assignment.nodes)
     }
 
 
-def place_socket(topology: Topology, assignment: Assignment) -> dict[int, Placement]:
+def place_socket(topology: Topology, assignment: Assignment) -> dict[int, RankPlacement]:
     """All usable CPUs of the package that each rank's NUMA node is in."""
     groups = group_pus(topology, lambda core: core.package)
-    places = {}
+    placements = {}
     for rank, node in enumerate(assignment.nodes):
         package = topology.cores[node][0].package
-        places[rank] = Placement(node, groups[package], groups[package], f"all of package {package}")
-    return places
+        placements[rank] = RankPlacement(node, groups[package], groups[package], f"all of package {package}")
+    return placements
 
 
-def place_l3(topology: Topology, assignment: Assignment) -> dict[int, Placement]:
+def place_l3(topology: Topology, assignment: Assignment) -> dict[int, RankPlacement]:
     """One last-level cache for each rank; a node's ranks take its caches in turn, the largest first.
 
     A cache that spans NUMA nodes counts as one for each of them.
     """
     caches = {node: list_caches(cores) for node, cores in topology.cores.items()}
     turns = dict.fromkeys(caches, 0)
-    places = {}
+    placements = {}
     for rank in assignment.order:
         node = assignment.nodes[rank]
         mask = caches[node][turns[node] % len(caches[node])]
@@ -60,8 +60,8 @@ def place_l3(topology: Topology, assignment: Assignment) -> dict[int, Placement]
             else "the last-level cache"
         )
         why = f"{what} of NUMA node {node}"
-        places[rank] = Placement(node, mask, mask, why)
-    return places
+        placements[rank] = RankPlacement(node, mask, mask, why)
+    return placements
 
 
 def list_caches(cores: Sequence[Core]) -> list[frozenset[int]]:
@@ -72,11 +72,11 @@ def list_caches(cores: Sequence[Core]) -> list[frozenset[int]]:
     return [gather_pus(group) for group in sorted(groups.values(), key=len, reverse=True)]
 
 
-def place_none(topology: Topology, assignment: Assignment) -> dict[int, Placement]:
+def place_none(topology: Topology, assignment: Assignment) -> dict[int, RankPlacement]:
     """Every usable CPU, and no memory policy."""
     every = frozenset(topology.core_of)
     why = "all CPUs for this job, since no binding was asked for"
-    return {rank: Placement(None, every, every, why) for rank in assignment.order}
+    return {rank: RankPlacement(None, every, every, why) for rank in assignment.order}
 
 
 def group_pus(topology: Topology, key_of: Callable[[Core], int]) -> Mapping[int, frozenset[int]]:
@@ -149,7 +149,7 @@ def read_order(cost: dict[tuple[int, int], int], large: int, small: int, each: i
     return sizes
 
 
-def place_exclusive(topology: Topology, assignment: Assignment) -> dict[int, Placement]:
+def place_exclusive(topology: Topology, assignment: Assignment) -> dict[int, RankPlacement]:
     """Whole cores for each rank; its workers also get those of nodes without ranks, and what others spare."""
     nodes, order = assignment.nodes, assignment.order
     own: Shares = {}
@@ -162,7 +162,9 @@ def place_exclusive(topology: Topology, assignment: Assignment) -> dict[int, Pla
     lend_idle(topology, nodes, own, lent)
     level_up(topology, assignment, own, lent)
     cpus = {rank: gather_pus(own[rank]) for rank in order}
-    return {rank: Placement(nodes[rank], cpus[rank], cpus[rank] | gather_pus(lent[rank])) for rank in order}
+    return {
+        rank: RankPlacement(nodes[rank], cpus[rank], cpus[rank] | gather_pus(lent[rank])) for rank in order
+    }
 
 
 def divide_node(cores: Sequence[Core], count: int) -> tuple[list[list[Core]], list[list[Core]]]:
@@ -226,3 +228,19 @@ def level_up(topology: Topology, assignment: Assignment, own: Shares, lent: Shar
             (lent[giver] or own[giver]).pop()
             lent[poor].append(spare[giver])
             have[poor], have[giver] = have[poor] + 1, have[giver] - 1
+
+
+BINDINGS: Mapping[str, Callable[[Topology, Assignment], Mapping[int, RankPlacement]]] = {
+    "exclusive": place_exclusive,
+    "numa": place_numa,
+    "socket": place_socket,
+    "l3": place_l3,
+    "none": place_none,
+}
+"""The function of each value of `binding`."""
+
+
+def place_ranks(binding: str, topology: Topology, assignment: Assignment) -> list[RankPlacement]:
+    """The CPU sets of all ranks, in the order of their local ranks; `binding` is a key of BINDINGS."""
+    by_rank = BINDINGS[binding](topology, assignment)
+    return [by_rank[rank] for rank in range(len(assignment.nodes))]

@@ -16,7 +16,7 @@ COUNTS = {
     "TORCHINDUCTOR_COMPILE_THREADS": 0,
     LAUNCH_NUM_WORKERS: 0,
 }
-"""Variables that hold a number, and the least that it may be."""
+"""Variables that hold a number, and the least that each may be."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables that hold settings; torch hears the first that is set, and no other.
 
@@ -58,20 +58,20 @@ REASONS = {
 """What the plan's variables come from."""
 
 
-def read_variable_count(environ: Mapping[str, str], name: str, least: int) -> int | None:
+def read_variable_count(environ: Mapping[str, str], name: str, minimum: int) -> int | None:
     """The number in a variable, the first of a list (`OMP_NUM_THREADS=8,4`); None where there is none."""
     text = environ.get(name, "").split(",")[0].strip()
     # Longer numbers are no count of anything here, and int() refuses some thousands of digits.
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
-    return number if number >= least else None
+    return number if number >= minimum else None
 
 
-def find_kept(environ: Mapping[str, str], decided: Mapping[str, str]) -> tuple[str, ...]:
+def list_kept(environ: Mapping[str, str], decided: Mapping[str, str]) -> tuple[str, ...]:
     """Names of the user's variables that stay; `decided` are those that show GPUs."""
-    return tuple(name for name in HONOURED if name in environ and stays(environ, name, decided))
+    return tuple(name for name in HONOURED if name in environ and is_kept(environ, name, decided))
 
 
-def stays(environ: Mapping[str, str], name: str, decided: Mapping[str, str]) -> bool:
+def is_kept(environ: Mapping[str, str], name: str, decided: Mapping[str, str]) -> bool:
     """Whether a variable stays as the user has it: not where it holds a number that no program could read.
 
     An empty value is as good as none but where it hides GPUs.

@@ -4,56 +4,62 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from launcher.cpulist import format_cpulist
-from launcher.plan.cpu_sets import Placement
+from launcher.plan.cpu_sets import RankPlacement
 from launcher.plan.model import Gpu, Machine, Memory
 from launcher.plan.rank_settings import NodePlacement
 from launcher.plan.usable_cores import Core, Topology, split_classes
 
 
-def explain_ranks(scene: NodePlacement) -> Iterator[str]:
+def explain_ranks(placed: NodePlacement) -> Iterator[str]:
     """A sentence for each rank: GPU and node, cores, caches, workers' cores, memory, NIC."""
-    exclusive = scene.binding == "exclusive"
-    topology = scene.topology
-    peers = Counter(place.node if exclusive else place.cpus for place in scene.places)
+    exclusive = placed.binding == "exclusive"
+    topology = placed.topology
+    peers = Counter(placement.node if exclusive else placement.cpus for placement in placed.placements)
     cores = {core.id: core for found in topology.cores.values() for core in found}
-    users = find_cache_users(topology, cores, scene.places) if exclusive else {}
-    extra = [count_worker_cores(topology, cores, place) if exclusive else {} for place in scene.places]
-    for rank, (gpu, place, link) in enumerate(zip(scene.gpus, scene.places, scene.links, strict=True)):
-        home, memory = scene.homes[rank], scene.memories[rank]
-        parts = [explain_node(topology, scene.machine, gpu, home, place.node)]
-        if exclusive and place.node is not None:
-            caches = {cores[topology.core_of[pu]].l3 for pu in place.cpus}
+    users = find_cache_users(topology, cores, placed.placements) if exclusive else {}
+    extra = [
+        count_worker_cores(topology, cores, placement) if exclusive else {} for placement in placed.placements
+    ]
+    for rank, (gpu, placement, link) in enumerate(
+        zip(placed.gpus, placed.placements, placed.links, strict=True)
+    ):
+        local_nodes, memory = placed.local_nodes_by_rank[rank], placed.memories[rank]
+        parts = [explain_node(topology, placed.machine, gpu, local_nodes, placement.node)]
+        if exclusive and placement.node is not None:
+            caches = {cores[topology.core_of[pu]].l3 for pu in placement.cpus}
             shared = explain_caches(rank, caches, users)
-            parts.append(explain_cores(topology, place, place.node, peers[place.node]) + shared)
-            parts += explain_lent_cores(scene.places, extra, place.node)
-            parts += explain_worker_cores(topology, extra[rank], place.node, peers)
+            parts.append(explain_cores(topology, placement, placement.node, peers[placement.node]) + shared)
+            parts += explain_lent_cores(placed.placements, extra, placement.node)
+            parts += explain_worker_cores(topology, extra[rank], placement.node, peers)
         else:
-            others = peers[place.cpus] - 1
-            parts.append(f"it has {place.why}{f', shared by {others + 1} ranks' if others else ''}")
-        parts.append(explain_memory(scene.machine, home, place.node, memory))
+            others = peers[placement.cpus] - 1
+            parts.append(f"it has {placement.why}{f', shared by {others + 1} ranks' if others else ''}")
+        parts.append(explain_memory(placed.machine, local_nodes, placement.node, memory))
         parts += [f"NIC {link.nic.name}, {link.why}"] if link else []
         yield "; ".join(parts)
 
 
 def find_cache_users(
-    topology: Topology, cores: Mapping[int, Core], places: Sequence[Placement]
+    topology: Topology, cores: Mapping[int, Core], placements: Sequence[RankPlacement]
 ) -> Mapping[int, set[int]]:
     """Ranks whose own process runs under each last-level cache."""
     users: dict[int, set[int]] = {}
-    for rank, place in enumerate(places):
-        for cache in {cores[topology.core_of[pu]].l3 for pu in place.cpus}:
+    for rank, placement in enumerate(placements):
+        for cache in {cores[topology.core_of[pu]].l3 for pu in placement.cpus}:
             users.setdefault(cache, set()).add(rank)
     return users
 
 
-def count_worker_cores(topology: Topology, cores: Mapping[int, Core], place: Placement) -> Mapping[int, int]:
+def count_worker_cores(
+    topology: Topology, cores: Mapping[int, Core], placement: RankPlacement
+) -> Mapping[int, int]:
     """Cores that are for a rank's workers alone, by NUMA node."""
-    found = {topology.core_of[pu] for pu in place.worker_cpus - place.cpus}
+    found = {topology.core_of[pu] for pu in placement.worker_cpus - placement.cpus}
     return Counter(cores[core].node for core in found)
 
 
 def explain_node(
-    topology: Topology, machine: Machine, gpu: Gpu | None, home: frozenset[int], node: int | None
+    topology: Topology, machine: Machine, gpu: Gpu | None, local_nodes: frozenset[int], node: int | None
 ) -> str:
     """The rank's GPU and where that is, and the NUMA node that follows from it."""
     name = "" if gpu is None else f"GPU {gpu.index} ({gpu.pci})"
@@ -62,20 +68,20 @@ def explain_node(
         return name + known if gpu else "no GPU" + ("" if node is None else explain_spread(topology, node))
     if gpu.node == node:
         return f"{name} is on NUMA node {node}"
-    nodes = f"{'nodes' if len(home) > 1 else 'node'} {format_cpulist(home)}"
-    chosen = f", this rank on node {node}" if len(home) > 1 else ""
-    if node not in home:
-        near = count_noun(sum(len(topology.cores[near]) for near in home), "usable core")
-        far = min(topology.distance(near, node) for near in home)
+    nodes = f"{'nodes' if len(local_nodes) > 1 else 'node'} {format_cpulist(local_nodes)}"
+    chosen = f", this rank on node {node}" if len(local_nodes) > 1 else ""
+    if node not in local_nodes:
+        near = count_noun(sum(len(topology.cores[near]) for near in local_nodes), "usable core")
+        far = min(topology.distance(near, node) for near in local_nodes)
         taken = f"{name} is nearest to {nodes}, whose {near} other ranks have"
         return f"{taken}: this one is on node {node} (distance {far})"
     if gpu.node is not None and (gpu.node in topology.cores or gpu.node in topology.distances):
         has_cpus = any(cpu.node == gpu.node for cpu in machine.cpus)
         lack = "whose CPUs are not for this job" if has_cpus else "which has no CPUs"
-        far, are = topology.distance(gpu.node, node), "are" if len(home) > 1 else "is"
+        far, are = topology.distance(gpu.node, node), "are" if len(local_nodes) > 1 else "is"
         return f"{name} is on NUMA node {gpu.node}, {lack}: nearest {are} {nodes} (distance {far}){chosen}"
     silent = f"the firmware names no NUMA node for {name}"
-    if len(home) < len(topology.cores):
+    if len(local_nodes) < len(topology.cores):
         return f"{silent}, but its local CPUs are on {nodes}{chosen}"
     return silent + explain_spread(topology, node)
 
@@ -87,11 +93,11 @@ def explain_spread(topology: Topology, node: int) -> str:
     return f", so ranks are spread over the NUMA nodes by their cores, this one on node {node}"
 
 
-def explain_cores(topology: Topology, place: Placement, node: int, peers: int) -> str:
+def explain_cores(topology: Topology, placement: RankPlacement, node: int, peers: int) -> str:
     """What a rank has of its node's cores."""
-    total, own = len(topology.cores[node]), len({topology.core_of[pu] for pu in place.cpus})
+    total, own = len(topology.cores[node]), len({topology.core_of[pu] for pu in placement.cpus})
     if total < peers:
-        cpus = format_cpulist(place.cpus)
+        cpus = format_cpulist(placement.cpus)
         return (
             f"the node has {count_noun(total, 'usable core')} for {peers} ranks, of which it has CPUs {cpus}"
         )
@@ -114,10 +120,10 @@ def explain_caches(rank: int, own: set[int], users: Mapping[int, set[int]]) -> s
 
 
 def explain_lent_cores(
-    places: Sequence[Placement], extra: Sequence[Mapping[int, int]], node: int
+    placements: Sequence[RankPlacement], extra: Sequence[Mapping[int, int]], node: int
 ) -> Iterator[str]:
     """The cores of a node that workers of ranks on other nodes have."""
-    others = {rank for rank, cores in enumerate(extra) if cores.get(node) and places[rank].node != node}
+    others = {rank for rank, cores in enumerate(extra) if cores.get(node) and placements[rank].node != node}
     if others:
         cores = count_noun(sum(extra[rank][node] for rank in others), "core")
         ranks = f"{'ranks' if len(others) > 1 else 'rank'} {format_cpulist(others)}"
@@ -141,14 +147,14 @@ def explain_worker_cores(
             yield f"its workers also have {', '.join(parts)}, {why}"
 
 
-def explain_memory(machine: Machine, home: frozenset[int], node: int | None, memory: Memory) -> str:
+def explain_memory(machine: Machine, local_nodes: frozenset[int], node: int | None, memory: Memory) -> str:
     """Where a rank's memory comes from, and why where that is not its node."""
     if node is None:
         return "no memory policy"
     if memory.nodes == {node}:
         return f"memory from node {node}"
     target = format_cpulist(memory.nodes)
-    if node not in home and memory.nodes & home:
+    if node not in local_nodes and memory.nodes & local_nodes:
         return f"memory from node {target}, next to its GPU"
     has_memory = any(entry.id == node and entry.normal and entry.memory_kib for entry in machine.nodes)
     barred = has_memory and node not in machine.allowed_mems

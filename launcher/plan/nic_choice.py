@@ -145,7 +145,7 @@ def describe_nearness(gpu: Gpu | None, shared: int, distance: int) -> str:
 
 
 def distribute_nics(
-    wanted: Mapping[NicUser, NearestNics], ranks: Mapping[NicUser, int], likes: Mapping[NicUser, int]
+    wanted: Mapping[NicUser, NearestNics], ranks: Mapping[NicUser, int], preferred: Mapping[NicUser, int]
 ) -> dict[NicUser, int]:
     """Give each one of the NICs that it wants, those with fewest ranks first; who has least choice begins.
 
@@ -156,8 +156,8 @@ def distribute_nics(
     dealt: dict[NicUser, int] = {}
     alike: dict[tuple[tuple[int, ...], int], list[NicUser]] = {}
     for seeker in sorted(wanted, key=lambda seeker: (len(wanted[seeker][1]), seeker[1], seeker[0])):
-        nics, liked = wanted[seeker][1], likes.get(seeker)
-        dealt[seeker] = min(nics, key=lambda at: (load[at], at != liked, at))
+        nics, preference = wanted[seeker][1], preferred.get(seeker)
+        dealt[seeker] = min(nics, key=lambda at: (load[at], at != preference, at))
         load[dealt[seeker]] += ranks[seeker]
         alike.setdefault((nics, ranks[seeker]), []).append(seeker)
     for group in alike.values():

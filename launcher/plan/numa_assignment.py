@@ -12,10 +12,10 @@ from launcher.plan.usable_cores import Topology
 class Assignment:
     """The NUMA node of each rank, and how many cores each should have."""
 
-    homes: tuple[frozenset[int], ...]
+    local_nodes_by_rank: tuple[frozenset[int], ...]
     """The nodes nearest to each rank's GPU."""
     nodes: tuple[int, ...]
-    """The node of each rank, outside its home only if that has no core left."""
+    """The node of each rank, another than its local ones only if these have no core left."""
     order: tuple[int, ...]
     """Ranks in the order in which they take CPUs."""
     goal: int
@@ -42,7 +42,7 @@ class Node:
 class Locality:
     """Ranks whose GPUs have the same nearest nodes."""
 
-    home: tuple[int, ...]
+    local_nodes: tuple[int, ...]
     """Those nodes in ascending order."""
     ranks: tuple[int, ...]
     """In the order of their GPUs."""
@@ -67,14 +67,14 @@ def assign_ranks(topology: Topology, gpus: Sequence[Gpu | None], each: int) -> A
     }
     goal = min(each, sum(node.cores for node in nodes.values()) // len(gpus))
     order = tuple(order_ranks(gpus))
-    homes = tuple(map(topology.find_local_nodes, gpus))
-    localities = group_by_locality(homes, order)
+    local_nodes_by_rank = tuple(map(topology.find_local_nodes, gpus))
+    localities = group_by_locality(local_nodes_by_rank, order)
     fill_nodes(topology, nodes, localities, goal)
     assigned: dict[int, int] = {}
     for locality in localities:
-        places = sorted(locality.counts.elements(), key=lambda node: (node not in locality.home, node))
+        places = sorted(locality.counts.elements(), key=lambda node: (node not in locality.local_nodes, node))
         assigned.update(zip(locality.ranks, places, strict=True))
-    return Assignment(homes, tuple(assigned[rank] for rank in range(len(gpus))), order, goal)
+    return Assignment(local_nodes_by_rank, tuple(assigned[rank] for rank in range(len(gpus))), order, goal)
 
 
 def order_ranks(gpus: Sequence[Gpu | None]) -> list[int]:
@@ -83,13 +83,13 @@ def order_ranks(gpus: Sequence[Gpu | None]) -> list[int]:
     return sorted(range(len(gpus)), key=lambda rank: (places[rank], rank))
 
 
-def group_by_locality(homes: Sequence[frozenset[int]], order: Sequence[int]) -> list[Locality]:
+def group_by_locality(local_nodes_by_rank: Sequence[frozenset[int]], order: Sequence[int]) -> list[Locality]:
     """The localities, those with fewest nodes first."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in order:
-        groups.setdefault(tuple(sorted(homes[rank])), []).append(rank)
-    narrow_first = sorted(groups, key=lambda home: (len(home), home))
-    return [Locality(home, tuple(groups[home])) for home in narrow_first]
+        groups.setdefault(tuple(sorted(local_nodes_by_rank[rank])), []).append(rank)
+    narrow_first = sorted(groups, key=lambda local_nodes: (len(local_nodes), local_nodes))
+    return [Locality(local_nodes, tuple(groups[local_nodes])) for local_nodes in narrow_first]
 
 
 def fill_nodes(topology: Topology, nodes: Nodes, localities: Sequence[Locality], goal: int) -> None:
@@ -100,9 +100,9 @@ def fill_nodes(topology: Topology, nodes: Nodes, localities: Sequence[Locality],
     convex cost for each node, so that the total is least (Ahuja, Magnanti, Orlin: Network Flows, chapter 14).
     """
     set_quotas(nodes, localities)
-    homes = [node for locality in localities for node in locality.home]
+    listed = [node for locality in localities for node in locality.local_nodes]
     # Quotas make shares even within a locality, but not quite where localities overlap.
-    floor = goal if len(homes) > len({*homes}) else min(goal, 1)
+    floor = goal if len(listed) > len({*listed}) else min(goal, 1)
     displaced = []
     for locality in (each for each in localities for _ in each.ranks):
         ways = find_ways(locality, localities)
@@ -112,7 +112,7 @@ def fill_nodes(topology: Topology, nodes: Nodes, localities: Sequence[Locality],
         else:
             move_ranks(ways, target)
     for locality in displaced:
-        target = pick_elsewhere(topology, nodes, locality.home, goal)
+        target = pick_elsewhere(topology, nodes, locality.local_nodes, goal)
         move_ranks({target.id: (locality, None)}, target)
 
 
@@ -122,7 +122,7 @@ def set_quotas(nodes: Nodes, localities: Sequence[Locality]) -> None:
     Nodes that have more than that from earlier localities get none.
     """
     for locality in localities:
-        low, found = [nodes[node] for node in locality.home], 0
+        low, found = [nodes[node] for node in locality.local_nodes], 0
         while len(low) != found:
             found = len(low)
             ranks = len(locality.ranks) + sum(node.quota for node in low)
@@ -134,12 +134,12 @@ def set_quotas(nodes: Nodes, localities: Sequence[Locality]) -> None:
 
 def find_ways(locality: Locality, localities: Sequence[Locality]) -> Ways:
     """The nodes that can take one more rank of a locality, if need be by moving other ranks on."""
-    ways: dict[int, tuple[Locality, int | None]] = dict.fromkeys(locality.home, (locality, None))
+    ways: dict[int, tuple[Locality, int | None]] = dict.fromkeys(locality.local_nodes, (locality, None))
     queue = list(ways)
     for node in queue:
         for other in localities:
             if other.counts[node]:
-                reached = [target for target in other.home if target not in ways]
+                reached = [target for target in other.local_nodes if target not in ways]
                 ways.update((target, (other, node)) for target in reached)
                 queue += reached
     return ways
@@ -173,10 +173,10 @@ def pick_node(nodes: Sequence[Node], floor: int) -> Node:
     return min(alike, key=lambda node: (load[node.package], node.id))
 
 
-def pick_elsewhere(topology: Topology, nodes: Nodes, home: Sequence[int], goal: int) -> Node:
-    """The node for a rank that has no core at home: one with cores enough, then a near one."""
+def pick_elsewhere(topology: Topology, nodes: Nodes, local_nodes: Sequence[int], goal: int) -> Node:
+    """The node for a rank that finds no core on its local nodes: one with cores enough, then a near one."""
     free = [node for node in nodes.values() if node.ranks < node.cores]
-    far = {node.id: min(topology.distance(near, node.id) for near in home) for node in free}
+    far = {node.id: min(topology.distance(near, node.id) for near in local_nodes) for node in free}
 
     def score_node(node: Node) -> tuple[float, ...]:
         enough = min(goal, node.cores // (node.ranks + 1))

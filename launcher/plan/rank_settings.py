@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.plan.allocator import set_allocator, set_malloc
-from launcher.plan.cpu_sets import Placement
-from launcher.plan.environment import VariablesAndNotes, find_kept
+from launcher.plan.cpu_sets import RankPlacement
+from launcher.plan.environment import VariablesAndNotes, list_kept
 from launcher.plan.model import Gpu, Machine, Memory, RankPlan, Request
 from launcher.plan.nic_choice import RankNic, is_verbs
 from launcher.plan.usable_cores import Topology
@@ -21,35 +21,37 @@ class NodePlacement:
     topology: Topology
     binding: str
     gpus: Sequence[Gpu | None]
-    homes: Sequence[frozenset[int]]
+    local_nodes_by_rank: Sequence[frozenset[int]]
     """NUMA nodes nearest to each rank's GPU."""
-    places: Sequence[Placement]
+    placements: Sequence[RankPlacement]
     memories: Sequence[Memory]
     links: Sequence[RankNic | None]
 
 
-def choose_memory(machine: Machine, topology: Topology, node: int | None, home: frozenset[int]) -> Memory:
+def choose_memory(
+    machine: Machine, topology: Topology, node: int | None, local_nodes: frozenset[int]
+) -> Memory:
     """Prefer the rank's node; where the job may not use its memory, the nearest that it may.
 
-    Only ordinary memory counts. Nodes as near to the GPU as the rank's own (`home`) come first.
+    Only ordinary memory counts. The nodes nearest to the GPU (`local_nodes`) come first.
     """
     normal = [entry for entry in machine.nodes if entry.normal and entry.id in machine.allowed_mems]
     # Sizes are all 0 where the probe could not read them.
     targets = {entry.id for entry in normal if entry.memory_kib} or {entry.id for entry in normal}
-    near = targets & home or targets
+    near = targets & local_nodes or targets
     if node is None or not near:
         return Memory("default")
     nearest = topology.find_nearest(node, near)
     return Memory("preferred", frozenset((node if node in nearest else min(nearest),)))
 
 
-def set_devices(request: Request, gpu: Gpu | None, own: tuple[str, str] | None) -> VariablesAndNotes:
-    """Variables that tell a rank of its GPU; `own` shows the GPU, unless the rank is to see all."""
+def set_devices(request: Request, gpu: Gpu | None, gpu_variable: tuple[str, str] | None) -> VariablesAndNotes:
+    """Variables that tell a rank of its GPU; `gpu_variable` shows the GPU, unless the rank is to see all."""
     env = {}
     if gpu is not None and gpu.vendor != "amd":
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    if own is not None and request.devices != "all":
-        env[own[0]] = own[1]
+    if gpu_variable is not None and request.devices != "all":
+        env[gpu_variable[0]] = gpu_variable[1]
     return env, ()
 
 
@@ -81,30 +83,30 @@ def set_caches(request: Request) -> VariablesAndNotes:
 
 def build_rank_plan(
     request: Request,
-    scene: NodePlacement,
+    placed: NodePlacement,
     rank: int,
-    own: tuple[str, str] | None,
+    gpu_variable: tuple[str, str] | None,
     *,
     cores: Cores,
-    crew: WorkerBudget,
+    budget: WorkerBudget,
     why: str,
 ) -> RankPlan:
     """Add workers, threads and variables to a placed rank; what the user has set wins.
 
-    `own` are the variable and value that show the rank's GPU, `crew` is what bounds the workers.
+    `gpu_variable` and its value show the rank's GPU, `budget` has the limits of its workers.
     """
     environ = dict(request.environ)
-    place, link = scene.places[rank], scene.links[rank]
-    workers, loading = set_workers(request, crew, cores)
+    placement, link = placed.placements[rank], placed.links[rank]
+    workers, loading = set_workers(request, budget, cores)
     threads, threading = set_threads(environ, workers, cores)
-    parts = (loading, threading, *set_others(request, scene, rank, own))
+    parts = (loading, threading, *set_others(request, placed, rank, gpu_variable))
     env, notes = join_parts(parts, environ, show_devices=request.devices != "all")
     return RankPlan(
         local_rank=rank,
-        gpu=scene.gpus[rank],
-        cpus=place.cpus,
-        worker_cpus=place.worker_cpus,
-        memory=scene.memories[rank],
+        gpu=placed.gpus[rank],
+        cpus=placement.cpus,
+        worker_cpus=placement.worker_cpus,
+        memory=placed.memories[rank],
         num_workers=workers,
         omp_num_threads=threads,
         nic=link.nic.name if link else None,
@@ -114,15 +116,15 @@ def build_rank_plan(
 
 
 def set_others(
-    request: Request, scene: NodePlacement, rank: int, own: tuple[str, str] | None
+    request: Request, placed: NodePlacement, rank: int, gpu_variable: tuple[str, str] | None
 ) -> tuple[VariablesAndNotes, ...]:
     """What a rank is started with beside its workers and threads."""
-    gpu = scene.gpus[rank]
+    gpu = placed.gpus[rank]
     return (
         set_collector(request),
-        set_devices(request, gpu, own),
-        set_nic(request, scene.links[rank]),
-        set_allocator(request, gpu, scene.machine.kernel),
+        set_devices(request, gpu, gpu_variable),
+        set_nic(request, placed.links[rank]),
+        set_allocator(request, gpu, placed.machine.kernel),
         set_malloc(request),
         set_caches(request),
     )
@@ -133,7 +135,7 @@ def join_parts(
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """All variables but those that stay as the user has them, by name, and all notes."""
     env = {name: value for variables, _ in parts for name, value in variables.items()}
-    kept = find_kept(environ, env if show_devices else {})
+    kept = list_kept(environ, env if show_devices else {})
     notes = [note for _, notes in parts for note in notes]
     notes += [f"{name}={environ[name]} kept, set by the user" for name in kept]
     return tuple(sorted((name, value) for name, value in env.items() if name not in kept)), tuple(notes)

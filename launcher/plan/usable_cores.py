@@ -101,10 +101,10 @@ def remove_reserved(by_node: dict[int, list[Core]], reserve: int) -> None:
     The kernel's own work gathers on low-numbered CPUs. Every node keeps a core.
     """
     for _ in range(reserve):
-        most = max(by_node, key=lambda node: (len(by_node[node]), -node))
-        if len(by_node[most]) == 1:
+        largest = max(by_node, key=lambda node: (len(by_node[node]), -node))
+        if len(by_node[largest]) == 1:
             return
-        del by_node[most][0]
+        del by_node[largest][0]
 
 
 def group_by_cache(cores: Iterable[Core]) -> tuple[Core, ...]:

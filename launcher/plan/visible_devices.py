@@ -20,7 +20,7 @@ from launcher.plan.workers_and_threads import count_requested_workers
 
 NO_DEVICES = ("", "-1", "NoDevFiles")
 """Values that mean no device: empty, the customary -1, and SLURM's for a job without GPUs."""
-LONGEST = len("GPU-0123456789abcdef")
+UUID_LENGTH = len("GPU-0123456789abcdef")
 Entry = tuple[int, Gpu]
 """A device with its position among those that ROCR shows."""
 
@@ -31,7 +31,7 @@ class Visible:
 
     devices: tuple[Gpu, ...] = ()
     """A MIG instance is given as its parent with the instance's UUID."""
-    own: tuple[tuple[str, str], ...] = ()
+    gpu_variables: tuple[tuple[str, str], ...] = ()
     """For each device the variable and value that show it: alone, or with all that are to be seen."""
     warnings: tuple[str, ...] = ()
     """About illegal entries."""
@@ -112,13 +112,13 @@ def match_cuda_uuid(gpus: tuple[Gpu, ...], entry: str) -> Gpu | None:
     return found[0] if len(found) == 1 else None
 
 
-def describe_invalid(gpus: tuple[Gpu, ...], value: str, entry: str, seen: int) -> str:
+def describe_invalid(gpus: tuple[Gpu, ...], value: str, entry: str, count: int) -> str:
     """Warn of an entry that ends the list."""
     mixed = entry.isdecimal() and value.startswith(("GPU-", "MIG-"))
     why = "is a number among UUIDs" if mixed else f"names no single device of this machine's {len(gpus)} GPUs"
     return (
         f"CUDA_VISIBLE_DEVICES={value}: {entry!r} {why}; "
-        f"CUDA drops it and what follows, so the job sees {seen}: correct or unset the variable"
+        f"CUDA drops it and what follows, so the job sees {count}: correct or unset the variable"
     )
 
 
@@ -182,7 +182,7 @@ def match_rocr_index(gpus: tuple[Gpu, ...], entry: str) -> Gpu | None:
 
 def match_rocr_uuid(gpus: tuple[Gpu, ...], entry: str) -> Gpu | None:
     """The one GPU whose UUID begins so, in letters of either case."""
-    if not len("GPU-") < len(entry) <= LONGEST:
+    if not len("GPU-") < len(entry) <= UUID_LENGTH:
         return None
     found = [gpu for gpu in gpus if gpu.uuid.upper().startswith(entry.upper())]
     return found[0] if len(found) == 1 else None
@@ -212,11 +212,11 @@ def filter_by_hip(shown: tuple[Gpu, ...], name: str, value: str) -> tuple[list[E
     return found, tuple(warnings)
 
 
-def describe_ignored_rest(name: str, value: str, entry: str, seen: int) -> str:
+def describe_ignored_rest(name: str, value: str, entry: str, count: int) -> str:
     """Warn of an entry that ends the list."""
     return (
         f"{name}={value}: {entry!r} names no single device that is still to be had; the runtime drops it and "
-        f"what follows, so the job sees {seen}: correct or unset the variable"
+        f"what follows, so the job sees {count}: correct or unset the variable"
     )
 
 
@@ -228,24 +228,26 @@ def describe_repeated(name: str, value: str, entry: str) -> str:
     )
 
 
-def spread_devices(machine: Machine, topology: Topology, seen: Visible, request: Request) -> Visible:
+def spread_devices(machine: Machine, topology: Topology, visible: Visible, request: Request) -> Visible:
     """Choose a visible device for each rank, and show all ranks these, so that `cuda:LOCAL_RANK` is right.
 
     They come one by one: each time the one with cores enough for every rank near it, then the one with
     fewest chosen in its package, on its node, at its NIC, and with fewest PCI bridges in common with them.
     """
-    count = min(request.nproc_per_node or len(seen.devices), len(seen.devices))
+    count = min(request.nproc_per_node or len(visible.devices), len(visible.devices))
     each, environ = count_rank_cores(count_requested_workers(request)), dict(request.environ)
     nics = prefer_nics(machine, topology, environ)
-    homes = [topology.find_local_nodes(gpu) for gpu in seen.devices]
-    packages = [{topology.cores[node][0].package for node in home} for home in homes]
+    local_nodes_by_rank = [topology.find_local_nodes(gpu) for gpu in visible.devices]
+    packages = [
+        {topology.cores[node][0].package for node in local_nodes} for local_nodes in local_nodes_by_rank
+    ]
 
     def score_device(at: int) -> tuple[int, ...]:
-        gpu, others = seen.devices[at], [seen.devices[other] for other in chosen]
-        peers = sum(homes[at] == homes[other] for other in chosen)
+        gpu, others = visible.devices[at], [visible.devices[other] for other in chosen]
+        peers = sum(local_nodes_by_rank[at] == local_nodes_by_rank[other] for other in chosen)
         return (
             sum(gpu.index == other.index for other in others),
-            -min(each, sum(len(topology.cores[node]) for node in homes[at]) // (peers + 1)),
+            -min(each, sum(len(topology.cores[node]) for node in local_nodes_by_rank[at]) // (peers + 1)),
             sum(packages[at] == packages[other] for other in chosen),
             peers,
             sum(nics.get(name_gpu(gpu)) == nics.get(name_gpu(other)) for other in others),
@@ -255,8 +257,8 @@ def spread_devices(machine: Machine, topology: Topology, seen: Visible, request:
 
     chosen: list[int] = []
     while len(chosen) < count:
-        chosen.append(min((at for at in range(len(seen.devices)) if at not in chosen), key=score_device))
+        chosen.append(min((at for at in range(len(visible.devices)) if at not in chosen), key=score_device))
     chosen.sort()
-    names = [seen.own[at] for at in chosen]
+    names = [visible.gpu_variables[at] for at in chosen]
     shown = [(name, ",".join(value for _, value in names)) for name, _ in names]
-    return replace(seen, devices=tuple(seen.devices[at] for at in chosen), own=tuple(shown))
+    return replace(visible, devices=tuple(visible.devices[at] for at in chosen), gpu_variables=tuple(shown))

@@ -4,37 +4,37 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from launcher.cpulist import format_cpulist
 from launcher.plan.allocator import find_missing
-from launcher.plan.cpu_sets import Placement
+from launcher.plan.cpu_sets import RankPlacement
 from launcher.plan.environment import COUNTS, read_variable_count
 from launcher.plan.model import Gpu, Machine, Request
 from launcher.plan.rank_settings import NodePlacement
-from launcher.plan.rules import BINDS, COLLECTORS, LEAST_CORES, find_binders
+from launcher.plan.rules import BINDS, COLLECTORS, MIN_CORES_PER_RANK, find_binders
 from launcher.plan.usable_cores import Topology, find_usable, gather_pus
 from launcher.plan.workers_and_threads import Cores
 from launcher.protocol import LAUNCH_GC, LAUNCH_NIC
 
 
-def find_shortfalls(request: Request, scene: NodePlacement) -> tuple[str, ...]:
+def find_shortfalls(request: Request, placed: NodePlacement) -> tuple[str, ...]:
     """What the machine could not give, as `what happened: fix`; nothing where no binding was asked for."""
     if request.binding == "none":
         return ()
     return (
-        *find_remote(scene),
-        *find_foreign_memory(scene),
-        *find_isolated(scene.machine),
-        *find_unreserved(scene.machine, scene.topology, request.reserve_cores),
-        *((*find_crowded(scene), *find_uneven(scene)) if request.binding == "exclusive" else ()),
+        *find_remote(placed),
+        *find_foreign_memory(placed),
+        *find_isolated(placed.machine),
+        *find_unreserved(placed.machine, placed.topology, request.reserve_cores),
+        *((*find_crowded(placed), *find_uneven(placed)) if request.binding == "exclusive" else ()),
     )
 
 
-def find_remote(scene: NodePlacement) -> Iterator[str]:
+def find_remote(placed: NodePlacement) -> Iterator[str]:
     """Ranks that run away from their GPU because the job may use none of the CPUs beside it."""
-    usable = frozenset(scene.topology.core_of)
+    usable = frozenset(placed.topology.core_of)
     by_node: dict[int | None, set[int]] = {}
-    for cpu in scene.machine.cpus:
+    for cpu in placed.machine.cpus:
         by_node.setdefault(cpu.node, set()).add(cpu.id)
     wanted: dict[frozenset[int], set[int]] = {}
-    for rank, gpu in enumerate(scene.gpus):
+    for rank, gpu in enumerate(placed.gpus):
         if gpu is not None and (near := by_node.get(gpu.node, gpu.local_cpus)).isdisjoint(usable):
             wanted.setdefault(frozenset(near), set()).add(rank)
     for near, ranks in wanted.items():
@@ -46,25 +46,26 @@ def find_remote(scene: NodePlacement) -> Iterator[str]:
             )
 
 
-def find_foreign_memory(scene: NodePlacement) -> Iterator[str]:
+def find_foreign_memory(placed: NodePlacement) -> Iterator[str]:
     """Ranks on a node next to their GPU that has memory, which the job's cpuset leaves out."""
-    machine = scene.machine
+    machine = placed.machine
     barred = {entry.id for entry in machine.nodes if entry.normal and entry.memory_kib} - machine.allowed_mems
-    for node, found in group_by_node(scene.places).items():
-        ranks = {rank for rank in found if node in scene.homes[rank]}
+    for node, found in group_by_node(placed.placements).items():
+        ranks = {rank for rank in found if node in placed.local_nodes_by_rank[rank]}
         if node in barred and ranks:
+            source = placed.memories[min(ranks)].nodes
             yield (
                 f"local rank {format_cpulist(ranks)} runs on NUMA node {node}, but this job may use "
                 f"the memory of {format_cpulist(machine.allowed_mems) or 'no node'}, so its memory comes "
-                f"from {format_cpulist(scene.memories[min(ranks)].nodes) or 'wherever the kernel finds it'}: "
+                f"from {format_cpulist(source) or 'wherever the kernel finds it'}: "
                 f"ask for node {node}'s memory (cpuset.mems)"
             )
 
 
-def find_crowded(scene: NodePlacement) -> Iterator[str]:
+def find_crowded(placed: NodePlacement) -> Iterator[str]:
     """NUMA nodes with more ranks than cores."""
-    for node, ranks in group_by_node(scene.places).items():
-        cores = scene.topology.cores[node]
+    for node, ranks in group_by_node(placed.placements).items():
+        cores = placed.topology.cores[node]
         if len(ranks) > len(cores):
             yield (
                 f"local rank {format_cpulist(ranks)} must share {len(cores)} cores (CPUs "
@@ -73,28 +74,29 @@ def find_crowded(scene: NodePlacement) -> Iterator[str]:
             )
 
 
-def find_uneven(scene: NodePlacement) -> Iterator[str]:
+def find_uneven(placed: NodePlacement) -> Iterator[str]:
     """Ranks that have few cores next to their GPUs, and at most half as many as others.
 
     Nothing if there are more ranks than cores, which `find_crowded` tells.
     """
-    topology = scene.topology
+    topology = placed.topology
     sizes = {node: len(cores) for node, cores in topology.cores.items()}
-    if sum(sizes.values()) < len(scene.places):
+    if sum(sizes.values()) < len(placed.placements):
         return
     groups: dict[frozenset[int], set[int]] = {}
-    for rank, home in enumerate(scene.homes):
-        groups.setdefault(home, set()).add(rank)
-    cores = {home: sum(sizes[node] for node in home) for home in groups}
-    each = {home: cores[home] / len(ranks) for home, ranks in groups.items()}
+    for rank, local_nodes in enumerate(placed.local_nodes_by_rank):
+        groups.setdefault(local_nodes, set()).add(rank)
+    cores = {local_nodes: sum(sizes[node] for node in local_nodes) for local_nodes in groups}
+    each = {local_nodes: cores[local_nodes] / len(ranks) for local_nodes, ranks in groups.items()}
     most = max(each.values())
-    for home, ranks in groups.items():
-        if each[home] < LEAST_CORES and 2 * each[home] <= most:
+    for local_nodes, ranks in groups.items():
+        if each[local_nodes] < MIN_CORES_PER_RANK and 2 * each[local_nodes] <= most:
             yield (
-                f"local rank {format_cpulist(ranks)} has {cores[home]} usable cores next to its GPUs, on "
-                f"{format_nodes(home)}, {each[home]:.2g} for each where other ranks have {most:.3g} next to "
-                f"theirs, so {describe_help(topology, home, ranks, scene.places)}: "
-                f"{suggest_cores(scene.machine, home)}"
+                f"local rank {format_cpulist(ranks)} has {cores[local_nodes]} usable cores next to its GPUs, "
+                f"on {format_nodes(local_nodes)}, {each[local_nodes]:.2g} for each where other ranks "
+                f"have {most:.3g} next to theirs, so "
+                f"{describe_help(topology, local_nodes, ranks, placed.placements)}: "
+                f"{suggest_cores(placed.machine, local_nodes)}"
             )
 
 
@@ -104,12 +106,12 @@ def format_nodes(nodes: Iterable[int]) -> str:
 
 
 def describe_help(
-    topology: Topology, home: frozenset[int], ranks: Iterable[int], places: Sequence[Placement]
+    topology: Topology, local_nodes: frozenset[int], ranks: Iterable[int], placements: Sequence[RankPlacement]
 ) -> str:
-    """Where ranks run, and their workers, that have too few cores on the nodes of `home`."""
+    """Where ranks run, and their workers, that have too few cores on the nodes of `local_nodes`."""
     node_of = {pu: core.node for cores in topology.cores.values() for core in cores for pu in core.pus}
-    away = {rank for rank in ranks if places[rank].node not in home}
-    used = {rank: {node_of[pu] for pu in places[rank].worker_cpus} - home for rank in ranks}
+    away = {rank for rank in ranks if placements[rank].node not in local_nodes}
+    used = {rank: {node_of[pu] for pu in placements[rank].worker_cpus} - local_nodes for rank in ranks}
     helped = {rank for rank in ranks if used[rank]} - away
     parts = [
         f"{who}local rank {format_cpulist(some)} {verb} {format_nodes(set().union(*(used[r] for r in some)))}"
@@ -119,10 +121,10 @@ def describe_help(
     return ", and ".join(parts) or "they set the pace of all"
 
 
-def suggest_cores(machine: Machine, home: frozenset[int]) -> str:
+def suggest_cores(machine: Machine, local_nodes: frozenset[int]) -> str:
     """How there would be more cores on some nodes."""
-    if any(cpu.node in home and cpu.id not in machine.allowed_cpus for cpu in machine.cpus):
-        return f"ask for more CPUs of {format_nodes(home)} (cpus_per_task, or the whole node)"
+    if any(cpu.node in local_nodes and cpu.id not in machine.allowed_cpus for cpu in machine.cpus):
+        return f"ask for more CPUs of {format_nodes(local_nodes)} (cpus_per_task, or the whole node)"
     return "start fewer ranks (nproc_per_node, with devices=spread), or spread the GPUs' slots over the nodes"
 
 
@@ -145,12 +147,12 @@ def find_unreserved(machine: Machine, topology: Topology, reserve: int) -> Itera
         yield f"reserve_cores={reserve}, but only {kept} of {total} cores can be kept back: reserve fewer"
 
 
-def group_by_node(places: Sequence[Placement]) -> Mapping[int, set[int]]:
+def group_by_node(placements: Sequence[RankPlacement]) -> Mapping[int, set[int]]:
     """Local ranks by NUMA node."""
     groups: dict[int, set[int]] = {}
-    for rank, place in enumerate(places):
-        if place.node is not None:
-            groups.setdefault(place.node, set()).add(rank)
+    for rank, placement in enumerate(placements):
+        if placement.node is not None:
+            groups.setdefault(placement.node, set()).add(rank)
     return groups
 
 

@@ -4,14 +4,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from launcher.plan.cpu_sets import Placement
+from launcher.plan.cpu_sets import RankPlacement
 from launcher.plan.environment import VariablesAndNotes, read_variable_count
 from launcher.plan.model import Machine, Request
-from launcher.plan.rules import FILES_RANK, FILES_WORKER, SHARE, WORKLOADS, count_system_cores
+from launcher.plan.rules import FILES_RANK, FILES_WORKER, MEMORY_SHARE, WORKLOADS, count_system_cores
 from launcher.plan.usable_cores import Topology, find_usable
 from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_NUM_WORKERS
 
-NUMBER = "dataloader.num_workers"
+WORKERS_KEY = "dataloader.num_workers"
 ROUNDING = 1e-6
 """Shares of cores are sums of fractions."""
 SHM_FIX = (
@@ -22,15 +22,15 @@ MEMORY_FIX = (
     "ask for more (cluster.mem, the container's limit), or set dataloader.worker_gib to what one takes"
 )
 FILES_FIX = "raise the hard limit (limits.conf, docker --ulimit nofile=1048576, LimitNOFILE of slurmd)"
-FOLLOWERS = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+OTHER_THREAD_VARIABLES = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 """Variables of libraries that take OMP_NUM_THREADS where they have none of their own.
 
 They are set all the same: torch takes MKL's number for its own where it is built with MKL, so that a leftover
-would win, and NumExpr fails to load where OMP_NUM_THREADS is a list (`8,4`), or above its most.
+would win, and NumExpr fails to load where OMP_NUM_THREADS is a list (`8,4`), or above its maximum.
 """
-MOST_NUMEXPR = 64
+MAX_NUMEXPR_THREADS = 64
 """NUMEXPR_MAX_THREADS where it is not set (NumExpr's user guide)."""
-MOST_COMPILERS = 32
+MAX_COMPILE_THREADS = 32
 """Inductor's own most (torch/_inductor/config.py, `decide_compile_threads`)."""
 
 
@@ -48,23 +48,23 @@ class Cores:
     """A cgroup's quota leaves it less time than the cores would have."""
 
 
-def count_cores(topology: Topology, places: Sequence[Placement]) -> tuple[Cores, ...]:
+def count_cores(topology: Topology, placements: Sequence[RankPlacement]) -> tuple[Cores, ...]:
     """Cores of each rank; one that n ranks share counts 1/n for each."""
-    masks = {mask for place in places for mask in (place.cpus, place.worker_cpus)}
+    masks = {mask for placement in placements for mask in (placement.cpus, placement.worker_cpus)}
     cores = {mask: frozenset(topology.core_of[pu] for pu in mask) for mask in masks}
     own, spare, users = Counter[int](), Counter[int](), Counter[int]()
-    extra = [cores[place.worker_cpus] - cores[place.cpus] for place in places]
-    for place, more in zip(places, extra, strict=True):
-        own.update(cores[place.cpus])
+    extra = [cores[placement.worker_cpus] - cores[placement.cpus] for placement in placements]
+    for placement, more in zip(placements, extra, strict=True):
+        own.update(cores[placement.cpus])
         spare.update(more)
-        users.update(place.cpus)
+        users.update(placement.cpus)
     return tuple(
         Cores(
-            own=sum(1 / own[core] for core in cores[place.cpus]),
+            own=sum(1 / own[core] for core in cores[placement.cpus]),
             spare=sum(1 / spare[core] for core in more),
-            cpus=sum(1 / users[pu] for pu in place.cpus),
+            cpus=sum(1 / users[pu] for pu in placement.cpus),
         )
-        for place, more in zip(places, extra, strict=True)
+        for placement, more in zip(placements, extra, strict=True)
     )
 
 
@@ -97,7 +97,7 @@ def limit_cores(cores: Sequence[Cores], quota: float | None) -> tuple[Cores, ...
 class WorkerLimit:
     """What bounds the DataLoader workers of each rank."""
 
-    most: int
+    max_workers: int
     what: str
     """What there is, with its amount."""
     fix: str = ""
@@ -108,12 +108,12 @@ class WorkerLimit:
 class WorkerBudget:
     """What is asked for, and the bounds that all ranks of a node have in common."""
 
-    who: str
+    source: str
     """What asks: the workload, or the user's variable."""
-    wanted: int
-    bounded: bool
+    requested: int
+    is_limited: bool
     """What the user has set, or has measured, is not bounded."""
-    bounds: tuple[WorkerLimit, ...]
+    limits: tuple[WorkerLimit, ...]
     """That of the node's cores is the first."""
 
 
@@ -121,14 +121,16 @@ def budget_workers(request: Request, machine: Machine, cores: Sequence[Cores]) -
     """Find out how many workers are asked for, and what the node has for them; `cores` are each rank's."""
     asked, ranks = read_requested_variable(request), len(cores)
     wanted = count_requested_workers(request)
-    bounds = (
+    limits = (
         bound_by_node_cores(machine, cores),
         *bound_by_memory(request, machine, ranks),
         *bound_by_shm(machine, wanted * ranks, ranks, request.worker_shm_mib),
         *bound_by_files(machine),
     )
-    who = name_request_source(request) if asked is None else LAUNCH_NUM_WORKERS
-    return WorkerBudget(who, wanted, asked is None and who != NUMBER and not request.measured, bounds)
+    source = name_request_source(request) if asked is None else LAUNCH_NUM_WORKERS
+    return WorkerBudget(
+        source, wanted, asked is None and source != WORKERS_KEY and not request.measured, limits
+    )
 
 
 def read_requested_variable(request: Request) -> int | None:
@@ -145,7 +147,7 @@ def count_requested_workers(request: Request) -> int:
 def name_request_source(request: Request) -> str:
     """Name the key that asks: the workload, or the number if that is not the workload's."""
     usual = WORKLOADS.get(request.workload, request.num_workers if request.workload else None)
-    return NUMBER if request.num_workers != usual else f"dataloader={request.workload}"
+    return WORKERS_KEY if request.num_workers != usual else f"dataloader={request.workload}"
 
 
 def bound_by_node_cores(machine: Machine, cores: Sequence[Cores]) -> WorkerLimit:
@@ -155,9 +157,9 @@ def bound_by_node_cores(machine: Machine, cores: Sequence[Cores]) -> WorkerLimit
     """
     ranks, usable, quota = len(cores), count_usable(machine), machine.limits.cpus
     total, named = (usable, "cores") if quota is None or quota >= usable else (quota, "CPUs of time")
-    rooms = [max(0, bound_by_rank_cores(each).most) for each in cores]
-    most = level_workers(rooms, int(total - ranks - count_system_cores(ranks) + ROUNDING))
-    return WorkerLimit(most, f"{total:g} {named} and {ranks} rank{'' if ranks == 1 else 's'}")
+    max_by_rank = [max(0, bound_by_rank_cores(each).max_workers) for each in cores]
+    max_workers = level_workers(max_by_rank, int(total - ranks - count_system_cores(ranks) + ROUNDING))
+    return WorkerLimit(max_workers, f"{total:g} {named} and {ranks} rank{'' if ranks == 1 else 's'}")
 
 
 def bound_by_rank_cores(cores: Cores) -> WorkerLimit:
@@ -169,15 +171,15 @@ def bound_by_rank_cores(cores: Cores) -> WorkerLimit:
     )
 
 
-def level_workers(rooms: Sequence[int], total: int) -> int:
+def level_workers(max_by_rank: Sequence[int], total: int) -> int:
     """The largest number that, given to each rank as far as it has room, comes to no more than the total."""
     left = total
-    for at, room in enumerate(sorted(rooms)):
-        share = left // (len(rooms) - at)
+    for at, room in enumerate(sorted(max_by_rank)):
+        share = left // (len(max_by_rank) - at)
         if share < room:
             return max(0, share)
         left -= room
-    return max(rooms)
+    return max(max_by_rank)
 
 
 def bound_by_memory(request: Request, machine: Machine, ranks: int) -> Iterator[WorkerLimit]:
@@ -192,7 +194,7 @@ def bound_by_memory(request: Request, machine: Machine, ranks: int) -> Iterator[
     if have and request.worker_gib:
         gib = have / (1 << 20)
         what = f"{gib:.3g} GiB of memory, {each:.3g} GiB for each worker"
-        yield WorkerLimit(count_parts(SHARE * gib, each * ranks), what, MEMORY_FIX)
+        yield WorkerLimit(count_parts(MEMORY_SHARE * gib, each * ranks), what, MEMORY_FIX)
 
 
 def bound_by_shm(machine: Machine, workers: int, ranks: int, each: float) -> Iterator[WorkerLimit]:
@@ -203,8 +205,8 @@ def bound_by_shm(machine: Machine, workers: int, ranks: int, each: float) -> Ite
     if machine.limits.shm_kib is not None and each:
         mib = machine.limits.shm_kib / 1024
         what = f"{mib:.3g} MiB of /dev/shm, {each:.3g} MiB for each worker"
-        enough = int(min(workers * each / SHARE / 1024, 1e6)) + 1
-        yield WorkerLimit(count_parts(SHARE * mib, each * ranks), what, SHM_FIX.format(enough))
+        enough = int(min(workers * each / MEMORY_SHARE / 1024, 1e6)) + 1
+        yield WorkerLimit(count_parts(MEMORY_SHARE * mib, each * ranks), what, SHM_FIX.format(enough))
 
 
 def bound_by_files(machine: Machine) -> Iterator[WorkerLimit]:
@@ -219,36 +221,44 @@ def count_parts(total: float, each: float) -> int:
     return int(min(total / each, 1e6))
 
 
-def set_workers(request: Request, crew: WorkerBudget, cores: Cores) -> tuple[int, VariablesAndNotes]:
+def set_workers(request: Request, budget: WorkerBudget, cores: Cores) -> tuple[int, VariablesAndNotes]:
     """The number of a rank's DataLoader workers, with its variables and why it is that.
 
     At least one, unless none are asked for: without one the GPU waits for every batch.
     """
-    bound = min((bound_by_rank_cores(cores), *crew.bounds), key=lambda bound: bound.most)
-    most = max(0, bound.most)
-    workers = min(crew.wanted, max(1, most)) if crew.bounded else crew.wanted
-    note = f"num_workers={workers}: {crew.who} asks for {crew.wanted}"
-    note += f"; at most {most} for {bound.what}" if crew.wanted else ""
-    note += ", yet at least 1" if crew.bounded and workers > most else ""
+    limit = min((bound_by_rank_cores(cores), *budget.limits), key=lambda limit: limit.max_workers)
+    max_workers = max(0, limit.max_workers)
+    workers = min(budget.requested, max(1, max_workers)) if budget.is_limited else budget.requested
+    note = f"num_workers={workers}: {budget.source} asks for {budget.requested}"
+    note += f"; at most {max_workers} for {limit.what}" if budget.requested else ""
+    note += ", yet at least 1" if budget.is_limited and workers > max_workers else ""
     env = {LAUNCH_NUM_WORKERS: str(workers)}
     return workers, (env | {LAUNCH_LOADER_DEFAULT: "1"} if request.loader_default else env, [note])
 
 
-def find_worker_shortages(request: Request, crew: WorkerBudget, cores: Sequence[Cores]) -> Iterator[str]:
+def find_worker_shortages(request: Request, budget: WorkerBudget, cores: Sequence[Cores]) -> Iterator[str]:
     """Warn of more workers than there is room for, with the fix; of cores only if a number was given."""
-    room = max(0, min(crew.bounds[0].most, *(bound_by_rank_cores(each).most for each in cores)))
-    had = min(crew.wanted, max(1, room)) if crew.bounded else crew.wanted
-    is_told = any(each.limited for each in cores)  # a quota has a warning of its own
-    if crew.who == NUMBER and max(1, room) < crew.wanted and not (is_told or request.measured):
+    room = max(
+        0, min(budget.limits[0].max_workers, *(bound_by_rank_cores(each).max_workers for each in cores))
+    )
+    planned = min(budget.requested, max(1, room)) if budget.is_limited else budget.requested
+    has_quota = any(each.limited for each in cores)  # a quota has a warning of its own
+    if (
+        budget.source == WORKERS_KEY
+        and max(1, room) < budget.requested
+        and not (has_quota or request.measured)
+    ):
         yield (
-            f"{NUMBER}={crew.wanted} is more than there are cores for, which is {room} on each rank "
-            f"({crew.bounds[0].what}): workers and ranks will wait for cores: ask for more CPUs, or set fewer"
+            f"{WORKERS_KEY}={budget.requested} is more than there are cores for, which is {room} on each "
+            f"rank ({budget.limits[0].what}): workers and ranks will wait for cores: "
+            "ask for more CPUs, or set fewer"
         )
-    for bound in crew.bounds:
-        if bound.fix and bound.most < had:
+    for limit in budget.limits:
+        if limit.fix and limit.max_workers < planned:
             yield (
-                f"{crew.who} asks for {crew.wanted} DataLoader workers on each of {len(cores)} ranks, "
-                f"and there is room for {bound.most} ({bound.what}): {bound.fix}"
+                f"{budget.source} asks for {budget.requested} DataLoader workers on each of "
+                f"{len(cores)} ranks, "
+                f"and there is room for {limit.max_workers} ({limit.what}): {limit.fix}"
             )
 
 
@@ -259,9 +269,9 @@ def set_threads(environ: Mapping[str, str], workers: int, cores: Cores) -> tuple
     MKL_NUM_THREADS alone is for MKL.
     """
     threads = read_variable_count(environ, "OMP_NUM_THREADS", 1) or count_threads(workers, cores)
-    env = dict.fromkeys(("OMP_NUM_THREADS", *FOLLOWERS), str(threads))
-    most = read_variable_count(environ, "NUMEXPR_MAX_THREADS", 1) or MOST_NUMEXPR
-    env["NUMEXPR_NUM_THREADS"] = str(min(threads, most))
+    env = dict.fromkeys(("OMP_NUM_THREADS", *OTHER_THREAD_VARIABLES), str(threads))
+    max_threads = read_variable_count(environ, "NUMEXPR_MAX_THREADS", 1) or MAX_NUMEXPR_THREADS
+    env["NUMEXPR_NUM_THREADS"] = str(min(threads, max_threads))
     env["TORCHINDUCTOR_COMPILE_THREADS"] = str(count_compilers(cores))
     return threads, (env, ())
 
@@ -277,4 +287,4 @@ def count_compilers(cores: Cores) -> int:
     Left alone, it counts the affinity, which ranks that share their CPUs have as a whole
     (github.com/pytorch/pytorch/issues/190941).
     """
-    return max(1, min(MOST_COMPILERS, int(cores.cpus + 1e-6)))
+    return max(1, min(MAX_COMPILE_THREADS, int(cores.cpus + 1e-6)))

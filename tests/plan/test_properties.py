@@ -12,11 +12,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from launcher.errors import LaunchError
-from launcher.plan.cpu_sets import cut_evenly, find_edges, order_sizes
+from launcher.plan.cpu_sets import BINDINGS, cut_evenly, find_edges, order_sizes
 from launcher.plan.environment import COUNTS
 from launcher.plan.json_form import machine_to_json
 from launcher.plan.model import Cpu, Gpu, Limits, Machine, Nic, NumaNode, Request
-from launcher.plan.planner import POLICIES, plan
+from launcher.plan.planner import plan
 from launcher.plan.snapshot import parse_machine
 from launcher.plan.usable_cores import build_topology, find_usable
 
@@ -116,7 +116,7 @@ TEXTS = (
 REQUESTS = st.builds(
     Request,
     nproc_per_node=st.none() | st.integers(1, 40),
-    binding=st.sampled_from(sorted(POLICIES)),
+    binding=st.sampled_from(sorted(BINDINGS)),
     strict=st.booleans(),
     reserve_cores=st.integers(0, 8),
     devices=st.sampled_from(["all", "own", "spread"]),

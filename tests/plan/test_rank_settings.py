@@ -7,8 +7,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from launcher.errors import MachineError, UsageError
+from launcher.plan.cpu_sets import BINDINGS
 from launcher.plan.model import Limits, Plan, Request
-from launcher.plan.planner import POLICIES, plan
+from launcher.plan.planner import plan
 
 from .lab_machines import convert, describe, load
 
@@ -201,7 +202,7 @@ def test_a_job_without_cpus_is_a_machine_error() -> None:
 
 def test_the_shipped_bindings_are_the_planners() -> None:
     files = {path.stem: OmegaConf.load(path) for path in (CONF / "binding").glob("*.yaml")}
-    assert {name: conf.policy for name, conf in files.items()} == {name: name for name in POLICIES}
+    assert {name: conf.policy for name, conf in files.items()} == {name: name for name in BINDINGS}
     assert {(conf.strict, conf.reserve_cores) for conf in files.values()} == {(False, 0)}
 
 

@@ -110,7 +110,7 @@ def test_hip_numbers_what_rocr_shows() -> None:
 
 
 def test_each_device_is_shown_alone_by_its_number_within_what_rocr_shows() -> None:
-    assert resolve(rocr="3,2,1", cuda="2,0").own == (
+    assert resolve(rocr="3,2,1", cuda="2,0").gpu_variables == (
         ("HIP_VISIBLE_DEVICES", "2"),
         ("HIP_VISIBLE_DEVICES", "0"),
     )

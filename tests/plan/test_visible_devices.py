@@ -113,9 +113,9 @@ def test_the_order_of_the_list_of_gpus_does_not_count() -> None:
 
 
 def test_each_device_is_shown_alone_by_its_uuid_else_its_number() -> None:
-    assert resolve("MIG-d2").own == (("CUDA_VISIBLE_DEVICES", "MIG-d2"),)
+    assert resolve("MIG-d2").gpu_variables == (("CUDA_VISIBLE_DEVICES", "MIG-d2"),)
     nameless = (Gpu(0, "", "0000:07:00.0", 0), Gpu(1, "", "0000:0f:00.0", 0))
-    assert resolve("1", nameless).own == (("CUDA_VISIBLE_DEVICES", "1"),)
+    assert resolve("1", nameless).gpu_variables == (("CUDA_VISIBLE_DEVICES", "1"),)
 
 
 def test_an_amd_gpu_beside_nvidias_is_for_the_screen() -> None:
