@@ -186,7 +186,7 @@ def require_same(members: Sequence[tuple[Option, ...]]) -> None:
         for name in {**first, **other}:
             one, two = first.get(name), other.get(name)
             if one != two and name != "job-name":
-                key = (one or two).key  # type: ignore[union-attr]  # one of them has it
+                key = next(option.key for option in (one, two) if option)
                 shown = " and job 1 has ".join(
                     option.render() if option else f"no --{name}" for option in (two, one)
                 )

@@ -51,7 +51,7 @@ def render_document(requests: Sequence[JobRequest], folders: Sequence[Path]) -> 
     directory is still to be made. Secrets are left out; so are settings that are as the schema has them.
     """
     usual = asdict(LaunchConfig())
-    documents = []
+    documents: list[dict[str, object]] = []
     for request, folder in zip(requests, folders, strict=True):
         data = json.loads(json.dumps(asdict(replace(request, config=LaunchConfig()))))
         config = find_changed(asdict(request.config), usual)
@@ -64,9 +64,9 @@ def render_document(requests: Sequence[JobRequest], folders: Sequence[Path]) -> 
             if not is_hidden_variable(name, value)
         }
         whole = {**data, "config": {**config, **({"env": env} if env else {})}}
-        masked = mask_tree(whole)
+        masked = {key: mask_tree(value, hide=is_secret(key)) for key, value in whole.items()}
         about = {"schema": 1, "run_dir": str(folder), "has_secrets": masked != whole}
-        documents.append({**about, **masked})  # type: ignore[dict-item]
+        documents.append({**about, **masked})
     return json.dumps(documents if len(documents) > 1 else documents[0], indent=1)
 
 
@@ -116,7 +116,8 @@ def choose_member(text: str, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the document of this job, in an array that of this member; raises UsageError."""
     try:
         data = json.loads(text)
-        found = data[int(environ["SLURM_ARRAY_TASK_ID"])] if isinstance(data, list) else data
+        is_array = isinstance(data, list)
+        found: dict[str, Any] = data[int(environ["SLURM_ARRAY_TASK_ID"])] if is_array else data
         if found["schema"] != 1:
             raise KeyError("schema")
     except (ValueError, LookupError, TypeError) as error:
@@ -124,7 +125,7 @@ def choose_member(text: str, environ: Mapping[str, str]) -> dict[str, Any]:
             f"the job's description in its script cannot be read ({error!r}): make the script anew, `launch …"
             " dry_run=true > job.sh`, and submit it with sbatch"
         ) from None
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def open_standalone_run(planned: Path, environ: Mapping[str, str]) -> RunDir:

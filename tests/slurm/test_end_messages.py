@@ -2,6 +2,7 @@
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,11 +39,9 @@ def make_step(
     return StepReport(6, records, missing, tuple((number, 1.0) for number in signals), False)
 
 
-def make_end(
-    cause: str | None, step: StepReport | None = None, kill: str = "", **values: object
-) -> AttemptEnd:
-    known = {"advance": Advance(STEPS, 8.0), **values}
-    return AttemptEnd(step, kill, cause, **known)  # type: ignore[arg-type]  # by name
+def make_end(cause: str | None, step: StepReport | None = None, kill: str = "", **values: Any) -> AttemptEnd:
+    known: dict[str, Any] = {"advance": Advance(STEPS, 8.0), **values}
+    return AttemptEnd(step, kill, cause, **known)
 
 
 @pytest.mark.parametrize(

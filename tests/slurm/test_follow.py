@@ -23,11 +23,11 @@ from launcher.slurm.pending_jobs import Answer, QueuePosition, describe_wait, ex
 NOW = datetime(2026, 8, 1, 12)
 
 
-def make_state(state: str, reason: str = "", **values: object) -> JobState:
-    usual = {"nodes": 2, "nodelist": "n[0-1]", "start": "", "restarts": 0, "exit_code": None}
+def make_state(state: str, reason: str = "", **values: Any) -> JobState:
+    usual: dict[str, Any] = {"nodes": 2, "nodelist": "n[0-1]", "start": "", "restarts": 0, "exit_code": None}
     if state == "PENDING":
         usual["nodelist"] = ""
-    return JobState(job_id="12", state=state, reason=reason, partition="main", **{**usual, **values})  # type: ignore[arg-type]  # the fields' own types
+    return JobState(job_id="12", state=state, reason=reason, partition="main", **{**usual, **values})
 
 
 def answer(state: JobState | None, position: QueuePosition | None = None) -> Answer:

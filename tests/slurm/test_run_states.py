@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,13 +25,20 @@ UNWRITTEN = f"{FORGOTTEN}, and how it ended was not written down"
 BEGAN = datetime.fromisoformat("2026-08-01T12:00:00").timestamp()
 
 
-def make_status(state: str, job_id: str | None = "7", **values: object) -> RunStatus:
-    return RunStatus("tiny/1", "/nowhere", state, job_id=job_id, **values)  # type: ignore[arg-type]  # by name
+def make_status(state: str, job_id: str | None = "7", **values: Any) -> RunStatus:
+    return RunStatus("tiny/1", "/nowhere", state, job_id=job_id, **values)
 
 
-def make_job(state: str, reason: str = "", **values: object) -> JobState:
-    known = {"nodes": 2, "nodelist": "n[0-1]", "start": "", "restarts": 0, "exit_code": None, **values}
-    return JobState("7", state, reason, "main", **known)  # type: ignore[arg-type]  # by name
+def make_job(state: str, reason: str = "", **values: Any) -> JobState:
+    known: dict[str, Any] = {
+        "nodes": 2,
+        "nodelist": "n[0-1]",
+        "start": "",
+        "restarts": 0,
+        "exit_code": None,
+        **values,
+    }
+    return JobState("7", state, reason, "main", **known)
 
 
 @pytest.mark.parametrize(
