@@ -88,19 +88,18 @@ def make_viewer(job: "Job", run: "RunDir") -> "OutputViewer":
     """Return what shows a job that runs on this machine."""
     from launcher.launch.monitor import STARTING, describe_job
     from launcher.report.output_viewer import OutputViewer, ViewOptions
-    from launcher.runs.rank_logs import Follower
+    from launcher.runs.rank_logs import Follower, measure_logs
 
     alone = len(job.plan.ranks) * job.cluster.max_nodes == 1
     options = ViewOptions(
         job.config.logs.console,
-        str(run.path / "logs"),
         None if alone else lambda _: job.host,
         heading=describe_job(job, run),
         plan=job.plan,
         explain=job.config.explain,
         notice=STARTING if job.config.logs.console != "none" and job.cluster.max_nodes == 1 else "",
     )
-    return OutputViewer(Follower(run), options)
+    return OutputViewer(run, Follower(measure_logs(run.path)), options)
 
 
 def name_files(own_files: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from launcher.report.byte_stream import open_stream
 from launcher.runs.progress import Progress
 from launcher.runs.rank_logs import Chunk, Follower
+from launcher.runs.run_directory import RunDir
 from launcher.text import format_record, redirect_log
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ class ViewOptions:
 
     mode: str
     """`logs.console`: `rank0`, `all` or `none`."""
-    logs: str
-    """Where all that the ranks print is kept."""
     origin: Callable[[int], str] | None = None
     """Returns the host of a rank, which stands before its lines; None if there is only one rank."""
     log_prefix: str = ""
@@ -63,6 +62,7 @@ class ViewOptions:
 class OutputViewer:
     """Shows the ranks' output, and what is logged until `close`."""
 
+    run_dir: RunDir
     follower: Follower
     options: ViewOptions
     read_terminal: Callable[[], bytes] = bytes
@@ -89,6 +89,11 @@ class OutputViewer:
         """Make the thread; it starts with the job."""
         self.thread = threading.Thread(target=self.run, daemon=True)
 
+    @property
+    def logs(self) -> str:
+        """Where all that the ranks print is kept."""
+        return str(self.run_dir.path / "logs")
+
     def start(self) -> None:
         """Begin to show."""
         self.restore_log = redirect_log(self.show_record)
@@ -109,7 +114,7 @@ class OutputViewer:
         """
         if rank == 0 or self.options.mode == "all":
             for stream in ("err",) if has_terminal else ("out", "err"):
-                self.follower.watch_stream(rank, attempt, stream)
+                self.follower.watch(self.run_dir.rank_log(rank, attempt, stream))
 
     def notify(self) -> None:
         """Show at once what the program has printed on its terminal."""
@@ -129,7 +134,7 @@ class OutputViewer:
             self.show_job()
         except Exception as error:
             self.restore_log()
-            logger.warning(f"the display failed ({error!r}): see {self.options.logs}")
+            logger.warning(f"the display failed ({error!r}): see {self.logs}")
             self.shown.set()
 
     def show_job(self) -> None:
@@ -183,7 +188,7 @@ class OutputViewer:
         console = JobConsole(
             options.mode,
             make_console(),
-            options.logs,
+            self.logs,
             origin=options.origin,
             shared=options.shared,
             followed=options.followed,
@@ -232,5 +237,5 @@ class OutputViewer:
         """Say that a reader has left some of the output, if that can be said without waiting for it."""
         stderr = open_stream("stderr")
         if stderr.can_take():
-            text = f"launch: warning: not all output was taken: see {self.options.logs}\n"
+            text = f"launch: warning: not all output was taken: see {self.logs}\n"
             stderr.write(text.encode(errors="replace"))

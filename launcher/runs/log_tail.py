@@ -9,7 +9,7 @@ from pathlib import Path
 from launcher.runs.applied_records import AppliedReader
 from launcher.runs.latest_step import find_agent_logs, find_job_logs
 from launcher.runs.rank_logs import Follower, LineFollower, decode_line, find_tail, measure_file
-from launcher.runs.run_directory import RunDir, list_logs
+from launcher.runs.run_directory import list_logs
 
 RANK_LOG = re.compile(r"rank-[0-9]{1,9}\.(?:out|err)")
 
@@ -52,7 +52,7 @@ class RunTail:
 
     def __post_init__(self) -> None:
         """Look at nothing yet."""
-        self.follower = LineFollower(Follower(RunDir(self.path)))
+        self.follower = LineFollower(Follower())
         self.reader = AppliedReader(self.path, own=False)
 
     def read_lines(self, *, final: bool = False) -> Iterator[Output]:
@@ -64,7 +64,7 @@ class RunTail:
                 yield from self.begin_attempt(attempt)
             for log in logs:
                 begin = find_tail(log, self.lines) if first and self.lines is not None else 0
-                self.follower.follower.offsets.setdefault(log, begin)
+                self.follower.follower.watch(log, begin)
             yield from self.read_ranks(final=final or attempt != max(attempts))
         if final and self.is_without_ranks():
             yield from self.read_own()
@@ -110,7 +110,7 @@ class RunTail:
             if len(logs) > 1:
                 yield Output(os.fsencode(f"{log.name}:"), remark=True)
             start = find_tail(log, self.lines) if self.lines else 0
-            follower = LineFollower(Follower(RunDir(self.path), offsets={log: start}))
+            follower = LineFollower(Follower(offsets={log: start}))
             while lines := follower.read_new(log):
                 yield from map(Output, lines)
             if rest := follower.partial.get(log):

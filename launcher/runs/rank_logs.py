@@ -1,13 +1,12 @@
-"""The ranks' log files: what is added to them, as bytes or as lines, and the last lines of one."""
+"""Log files: what is appended to them, as bytes or as lines, and the last lines of one."""
 
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.files import open_file
-from launcher.runs.run_directory import RunDir
 
 CHUNK = 1 << 20
 """Bytes that are read at once."""
@@ -40,29 +39,16 @@ class Line:
 
 @dataclass(slots=True)
 class Follower:
-    """Reads what has been added to the logs of this node's ranks since the last call."""
+    """Reads what is appended to files, as bytes."""
 
-    run: RunDir
+    skipped: Mapping[Path, int] = field(default_factory=dict)
+    """Bytes at the start of files that are not read: what an earlier start into a run directory has left."""
     offsets: dict[Path, int] = field(default_factory=dict)
-    earlier: dict[Path, int] = field(default_factory=dict)
-    """Sizes of the logs that an earlier start into the same directory has left."""
-    is_new: bool = False
-    """The attempt's folder was made for this start alone, so that nothing has to be looked for."""
+    """How far each file has been read."""
 
-    def __post_init__(self) -> None:
-        """Note what is there already."""
-        for path in () if self.is_new else self.run.path.glob("logs/*/rank-*"):
-            self.earlier[path] = measure_file(path)
-
-    def watch_rank(self, rank: int, attempt: int) -> None:
-        """Add a rank's two files; a file that has been watched is left as it is."""
-        for stream in ("out", "err"):
-            self.watch_stream(rank, attempt, stream)
-
-    def watch_stream(self, rank: int, attempt: int, stream: str) -> None:
-        """Add one file of a rank's; one that has been watched is left as it is."""
-        path = self.run.rank_log(rank, attempt, stream)
-        self.offsets.setdefault(path, self.earlier.get(path, 0))
+    def watch(self, path: Path, begin: int = 0) -> None:
+        """Add a file, which need not be there yet; one that is watched already is left as it is."""
+        self.offsets.setdefault(path, max(begin, self.skipped.get(path, 0)))
 
     def read_turn(self, may_show: Callable[[int, str], bool] = lambda *_: True) -> Iterator[Chunk]:
         """Give what is new of each file in turn: a chunk, and more while that ends within a line.
@@ -175,6 +161,11 @@ def read_from(path: Path, offset: int) -> tuple[bytes, int]:
             return file.read(CHUNK), offset
     except OSError:
         return b"", offset
+
+
+def measure_logs(path: Path) -> dict[Path, int]:
+    """Return the sizes of the ranks' logs in a run directory."""
+    return {log: measure_file(log) for log in path.glob("logs/*/rank-*")}
 
 
 def find_tail(path: Path, count: int) -> int:

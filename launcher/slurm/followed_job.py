@@ -236,8 +236,8 @@ class JobLog:
 
     def __post_init__(self) -> None:
         """Begin at the log's start: each job has its own."""
-        self.follower = Follower(self.run)
-        self.follower.offsets[self.path] = 0
+        self.follower = Follower()
+        self.follower.watch(self.path)
 
     @property
     def path(self) -> Path:

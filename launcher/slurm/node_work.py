@@ -60,7 +60,6 @@ def make_viewer(job: Job, run: RunDir, place: TaskIdentity) -> OutputViewer:
     mode = job.config.logs.console
     options = ViewOptions(
         mode,
-        str(run.path / "logs"),
         None if alone else lambda _: job.host,
         log_prefix=f"{place.host}: ",
         shared=job.cluster.kind in MANAGED and job.cluster.max_nodes > 1 and mode == "all",
@@ -71,4 +70,4 @@ def make_viewer(job: Job, run: RunDir, place: TaskIdentity) -> OutputViewer:
         notice=STARTING if is_first and mode != "none" and job.cluster.max_nodes == 1 else "",
         hold=HOLD,
     )
-    return OutputViewer(Follower(run, is_new=True), options)
+    return OutputViewer(run, Follower(), options)

@@ -178,8 +178,8 @@ def make_viewer(job: RankJob) -> OutputViewer:
     """Return what shows the output of the ranks of all nodes: there is no process of ours on the nodes."""
     mode, count = job.request.config.logs.console, len(job.hosts) * job.ranks
     origin = job.name_host if count > 1 else None
-    options = ViewOptions(mode, str(job.run.path / "logs"), origin, ends_line=True)
-    viewer = OutputViewer(Follower(job.run, is_new=True), options)
+    options = ViewOptions(mode, origin, ends_line=True)
+    viewer = OutputViewer(job.run, Follower(), options)
     for rank in range(count if mode == "all" else 1):
         viewer.watch_rank(rank, job.run.first_attempt)
     return viewer

@@ -94,7 +94,7 @@ def make_viewer(folder: Path, data: bytes) -> OutputViewer:
     (folder / "logs/0").mkdir(parents=True)
     run = RunDir(folder)
     run.rank_log(0, 0, "out").write_bytes(data)
-    viewer = OutputViewer(Follower(run, is_new=True), ViewOptions("rank0", str(folder / "logs")))
+    viewer = OutputViewer(run, Follower(), ViewOptions("rank0"))
     viewer.watch_rank(0, 0)
     return viewer
 

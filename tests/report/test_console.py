@@ -137,7 +137,7 @@ def test_others_wait_a_while_for_the_rest_of_a_line(
     monkeypatch.setattr("launcher.report.output_target.PRECEDENCE", seconds)
     run = RunDir(tmp_path)
     run.rank_log(0, 0, "out").parent.mkdir(parents=True)
-    console, follower = make("all"), Follower(run, is_new=True)
+    console, follower = make("all"), Follower()
 
     def print_and_show(rank: int, data: bytes) -> None:
         with run.rank_log(rank, 0, "out").open("ab") as file:
@@ -146,7 +146,7 @@ def test_others_wait_a_while_for_the_rest_of_a_line(
         console.tick()
 
     for rank in (0, 1):
-        follower.watch_stream(rank, 0, "out")
+        follower.watch(run.rank_log(rank, 0, "out"))
     print_and_show(0, b"begun")
     print_and_show(1, b"one\n")
     print_and_show(1, b"two")

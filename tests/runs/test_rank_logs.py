@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 
 from launcher.runs import rank_logs
-from launcher.runs.rank_logs import CHUNK, Chunk, Follower, Line, LineFollower, decode_line, read_tail
+from launcher.runs.rank_logs import (
+    CHUNK,
+    Chunk,
+    Follower,
+    Line,
+    LineFollower,
+    decode_line,
+    measure_logs,
+    read_tail,
+)
 from launcher.runs.run_directory import RunDir
 
 
@@ -17,14 +26,19 @@ def run(tmp_path: Path) -> RunDir:
 
 @pytest.fixture
 def follower(run: RunDir) -> Follower:
-    follower = Follower(run)
-    follower.watch_rank(0, 0)
+    follower = Follower(measure_logs(run.path))
+    watch_rank(run, follower, 0, 0)
     return follower
 
 
 @pytest.fixture
 def lines(follower: Follower) -> LineFollower:
     return LineFollower(follower)
+
+
+def watch_rank(run: RunDir, follower: Follower, rank: int, attempt: int) -> None:
+    for stream in ("out", "err"):
+        follower.watch(run.rank_log(rank, attempt, stream))
 
 
 def add(run: RunDir, data: bytes, ending: str = "out", rank: int = 0) -> None:
@@ -57,7 +71,7 @@ def test_bytes_come_once_and_as_they_are(run: RunDir, follower: Follower) -> Non
 def test_a_line_that_is_longer_than_a_chunk_is_not_torn_apart_by_other_ranks(
     run: RunDir, follower: Follower
 ) -> None:
-    follower.watch_rank(1, 0)
+    watch_rank(run, follower, 1, 0)
     long = b"x" * (3 * CHUNK + 5) + b"\n"
     add(run, long)
     add(run, b"other\n", rank=1)
@@ -68,7 +82,7 @@ def test_a_line_that_is_longer_than_a_chunk_is_not_torn_apart_by_other_ranks(
 
 
 def test_a_reader_that_is_far_behind_gets_whole_lines_in_turns(run: RunDir, follower: Follower) -> None:
-    follower.watch_rank(1, 0)
+    watch_rank(run, follower, 1, 0)
     many = b"".join(b"line %d\n" % number for number in range(300_000))
     for rank in (0, 1):
         add(run, many, rank=rank)
@@ -94,7 +108,7 @@ def test_lines_come_once_and_whole(run: RunDir, lines: LineFollower) -> None:
 
 
 def test_ranks_and_streams_are_told_apart(run: RunDir, lines: LineFollower) -> None:
-    lines.follower.watch_rank(12, 0)
+    watch_rank(run, lines.follower, 12, 0)
     add(run, b"a\n")
     add(run, b"b\n", "err")
     add(run, b"c\n", "out", 12)
@@ -108,7 +122,7 @@ def test_ranks_and_streams_are_told_apart(run: RunDir, lines: LineFollower) -> N
 def test_watching_again_changes_nothing(run: RunDir, lines: LineFollower) -> None:
     add(run, b"one\n")
     assert read(lines) == ["one"]
-    lines.follower.watch_rank(0, 0)
+    watch_rank(run, lines.follower, 0, 0)
     assert read(lines) == []
 
 
