@@ -83,15 +83,15 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
         monitor = StepMonitor(attempt, inbox)
         try:
             skip_step_ids(attempt)
-            end = run_step_attempts(attempt, monitor, salt)
+            report = run_step_attempts(attempt, monitor, salt)
         except OSError as error:
             reason = f"srun cannot be run ({error.strerror}): load SLURM's module, as cluster.setup can"
-            end = refuse_step(monitor, reason, EXIT_SCHEDULER)
+            report = refuse_step(monitor, reason, EXIT_SCHEDULER)
         except LaunchError as error:
-            end = refuse_step(monitor, str(error), error.exit_code)
+            report = refuse_step(monitor, str(error), error.exit_code)
         finally:
             end_leftovers(KILL_GRACE)
-        return end_attempt(attempt, end)
+        return end_attempt(attempt, report)
 
 
 def run_step_attempts(attempt: Attempt, monitor: StepMonitor, salt: int) -> StepReport:
@@ -103,9 +103,9 @@ def run_step_attempts(attempt: Attempt, monitor: StepMonitor, salt: int) -> Step
         if trial + 1 < TRIALS and is_first_host(attempt) and not is_port_free(port):
             continue
         run = run_rank_step if attempt.request.config.agent == "srun" else run_node_step
-        end = run(attempt, monitor, f"{attempt.hosts[0]}:{port}")
-        taken = any(record.exit_code == PORT_TAKEN and not record.failure for record in end.records)
-        away = any(is_refused_for_now(record) for record in end.records)
+        report = run(attempt, monitor, f"{attempt.hosts[0]}:{port}")
+        taken = any(record.exit_code == PORT_TAKEN and not record.failure for record in report.records)
+        away = any(is_refused_for_now(record) for record in report.records)
         if away:
             monitor.wait(RETRY)
         if monitor.signals or not (taken or away):
@@ -114,7 +114,7 @@ def run_step_attempts(attempt: Attempt, monitor: StepMonitor, salt: int) -> Step
             logger.info(
                 f"port {port} of {attempt.hosts[0]} was taken: the step starts again, with another one"
             )
-    return end
+    return report
 
 
 def is_refused_for_now(record: NodeRecord) -> bool:
@@ -134,12 +134,12 @@ def run_node_step(attempt: Attempt, monitor: StepMonitor, endpoint: str) -> Step
     with add_provenance(attempt):
         monitor.run_to_end(step)
     step.close()
-    end = report_step(
+    report = report_step(
         attempt, monitor, step.process.returncode, collect_node_records(attempt, step), step.srun_lines
     )
     if not monitor.signals:
-        remove_caches(attempt, list(find_task_ends(end)))
-    return replace(end, signalled=tuple(step.signalled), cancelled=step.cancelled)
+        remove_caches(attempt, list(find_task_ends(report)))
+    return replace(report, signalled=tuple(step.signalled), cancelled=step.cancelled)
 
 
 @contextlib.contextmanager
@@ -177,8 +177,8 @@ def run_rank_step(attempt: Attempt, monitor: StepMonitor, endpoint: str) -> Step
     srun_report = step.srun_report
     stop = next((sent for sent in monitor.signals if sent[0] in STOPPING), srun_report.stop)
     records = record_nodes(RankStepEnd(run, attempt.hosts, job.ranks, tail, code, srun_report, stop, started))
-    end = report_step(attempt, monitor, code, records, srun_report.lines)
-    return replace(end, cancelled=srun_report.cancelled_first)
+    report = report_step(attempt, monitor, code, records, srun_report.lines)
+    return replace(report, cancelled=srun_report.cancelled_first)
 
 
 def report_step(

@@ -284,7 +284,7 @@ def test_attempts_that_slurm_alone_counts(known: list[int | None], restarts: int
 def test_records_that_nobody_could_write_are_no_lost_nodes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The head is on the first node, which is there, and left no record either."""
+    """The batch script is on the first node, which is there, and left no record either."""
     submit_run(tmp_path)
     assert end_attempt(begin(tmp_path, SLURMD_NODENAME="n0"), end()) == 1
     assert read(tmp_path)["outcome"]["cause"] == "crash" and read(tmp_path)["outcome"]["lost"] == []
@@ -292,7 +292,7 @@ def test_records_that_nobody_could_write_are_no_lost_nodes(
 
 
 def leave_running(path: Path, **outcome: object) -> None:
-    """The manifest of an attempt whose head was killed."""
+    """The manifest of an attempt whose batch script was killed."""
     manifest = read(path)
     write_manifest(RunDir(path), {**manifest, "outcome": {"state": "running", **outcome}})
 
@@ -409,7 +409,7 @@ def test_checkpoints_elsewhere_count_from_the_submission_on(tmp_path: Path) -> N
 
 
 def test_attempts_are_judged_by_checkpoints_elsewhere(tmp_path: Path) -> None:
-    """An attempt whose head left no word is judged by its successor."""
+    """The next attempt finds out how one ended whose batch script was killed."""
     request = replace(make_request(), directory=str(tmp_path))
     request.config.progress.paths = ["ckpt/*"]
     (tmp_path / "ckpt").mkdir()

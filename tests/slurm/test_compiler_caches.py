@@ -98,7 +98,7 @@ def test_the_plan_says_who_set_them() -> None:
 
 @contextmanager
 def start_task(folder: Path, *words: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """A node's task with two ranks, as srun starts it; its stdin is the head's channel."""
+    """A node's task with two ranks, as srun starts it; its stdin is the channel from the first node."""
     run = folder / "run"
     (run / "logs").mkdir(parents=True)
     (folder / "tmp").mkdir()

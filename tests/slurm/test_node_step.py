@@ -11,7 +11,7 @@ import pytest
 from launcher.runs.node_records import NodeRecord
 from tests.conftest import clean_environ
 
-HEAD = """
+FIRST_NODE = """
 import os, sys
 from pathlib import Path
 from launcher.slurm import first_node
@@ -35,7 +35,7 @@ cp record.json run/logs/0/node-n0.json
 BUSY = "Unable to create step for job 7: Requested nodes are busy"
 
 
-def run_head(folder: Path, failures: int, complaint: str) -> tuple[int, str, int]:
+def run_first_node(folder: Path, failures: int, complaint: str) -> tuple[int, str, int]:
     """An attempt whose srun fails a few times; returns exit code, stderr and the number of its starts."""
     (folder / "srun").write_text(SRUN.format(failures=failures, complaint=complaint))
     (folder / "srun").chmod(0o755)
@@ -43,7 +43,7 @@ def run_head(folder: Path, failures: int, complaint: str) -> tuple[int, str, int
     (folder / "record.json").write_text(json.dumps(asdict(record)))
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n0"}
     done = subprocess.run(
-        [sys.executable, "-c", HEAD],
+        [sys.executable, "-c", FIRST_NODE],
         cwd=folder,
         env={**clean_environ(), **job, "PATH": f"{folder}:/usr/bin:/bin"},
         capture_output=True,
@@ -56,13 +56,13 @@ def run_head(folder: Path, failures: int, complaint: str) -> tuple[int, str, int
 
 @pytest.mark.parametrize("failures", [1, 4])
 def test_a_step_is_tried_again_where_slurm_may_start_it_soon(tmp_path: Path, failures: int) -> None:
-    code, said, starts = run_head(tmp_path, failures, BUSY)
+    code, said, starts = run_first_node(tmp_path, failures, BUSY)
     assert (code, starts) == (0, failures + 1), said
 
 
 @pytest.mark.parametrize(("complaint", "starts"), [(BUSY, 5), ("Invalid generic resource specification", 1)])
 def test_a_step_that_is_never_started(tmp_path: Path, complaint: str, starts: int) -> None:
-    code, said, tried = run_head(tmp_path, 9, complaint)
+    code, said, tried = run_first_node(tmp_path, 9, complaint)
     assert (code, tried) == (4, starts), said
     assert f"srun did not start the step (code 1): {complaint}" in said
     outcome = json.loads((tmp_path / "run/manifest.json").read_text())["outcome"]

@@ -1,4 +1,4 @@
-"""`follow=true` on a real SLURM: jobs whose batch script writes the log and the manifest as the head does."""
+"""`follow=true` on a real SLURM: jobs whose batch script writes the log and the manifest as launch does."""
 
 import json
 import os

@@ -26,7 +26,7 @@ FINAL = ("succeeded", "failed", "stopped")
 
 @dataclass(frozen=True, slots=True)
 class SmallJob:
-    """A submitted job of `small_head`."""
+    """A submitted job of `small_first_node`."""
 
     sandbox: Sandbox
     path: Path
@@ -55,7 +55,7 @@ class SmallJob:
 
     @property
     def log(self) -> str:
-        """What the heads have said."""
+        """What the batch scripts have printed."""
         return (self.path / "job.log").read_text()
 
     def wait_for(self, check: Callable[[], object], what: str) -> None:
@@ -72,7 +72,7 @@ Submit = Callable[..., SmallJob]
 
 @pytest.fixture
 def submit(sandbox: Sandbox, tmp_path: Path) -> Submit:
-    """Submit two nodes of `small_head`: `submit([{"steps": 1, "do": "end"}], {"crash": 2}, "--time=1")`."""
+    """Submit `small_first_node` on two nodes: `submit([{"steps": 1, "do": "end"}], {"crash": 2})`."""
 
     def start(acts: list[dict[str, Any]], policy: Mapping[str, Any] | None = None, *options: str) -> SmallJob:
         run = open_run_dir(tmp_path / "run dir", None)
@@ -86,7 +86,7 @@ def submit(sandbox: Sandbox, tmp_path: Path) -> Submit:
         manifest = describe_start(run, ["launch", "x"], {})
         write_manifest(run, {**manifest, "outcome": {"state": "submitted"}, "slurm": {"job_id": None}})
         script = tmp_path / "job.sh"
-        words = f'"{sys.executable}" -m tests.slurm.cluster.small_head "{run.path}"'
+        words = f'"{sys.executable}" -m tests.slurm.cluster.small_first_node "{run.path}"'
         script.write_text(f'#!/bin/sh\ncd "{SOURCES}" && exec {words}\n')
         log = f"--output={run.path}/job.log"
         job_id = sandbox.run(
@@ -283,7 +283,7 @@ def test_a_lost_node_is_excluded(submit: Submit, place: int) -> None:
     (before,) = job.read()["earlier"]
     assert (before["outcome"]["cause"], before["outcome"]["lost"]) == ("node_failure", [host])
     assert host not in job.read()["hosts"]
-    if place:  # else there is no head to write it, and none to exclude the node
+    if place:  # else there is nobody to write it, and none to exclude the node
         assert before["outcome"]["exit_code"] == 3 and before["outcome"]["first_failure"] is None
         assert f"ExcNodeList={host}" in job.sandbox.run("scontrol", "show", "job", job.job_id)
 

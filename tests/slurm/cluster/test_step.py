@@ -198,9 +198,9 @@ def test_nothing_is_left_of_a_head_that_is_killed(sandbox: Sandbox, tmp_path: Pa
         wait_for(lambda: list(tmp_path.glob("runs/*/*/manifest.json")), "the run directory")
         run = find_run(tmp_path)
         wait_for(lambda: count_up(run) == 2, "the ranks")
-        inner = int((tmp_path / "pid").read_text())  # of the shell's function, whose child is the head
-        (head,) = Path(f"/proc/{inner}/task/{inner}/children").read_text().split()
-        os.kill(int(head), signal.SIGKILL)
+        inner = int((tmp_path / "pid").read_text())  # of the shell's function, whose child is the launcher
+        (child,) = Path(f"/proc/{inner}/task/{inner}/children").read_text().split()
+        os.kill(int(child), signal.SIGKILL)
         wait_for(lambda: not find_processes(str(run)), "the end of all that it had started")
     finally:
         process.terminate()

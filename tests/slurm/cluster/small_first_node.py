@@ -1,6 +1,6 @@
-"""`python -m tests.slurm.cluster.small_head RUN_DIR` in a job script: a first node without torch.
+"""`python -m tests.slurm.cluster.small_first_node RUN_DIR` in a job script: a first node without torch.
 
-It starts one task of `small_task` on each node, and has its end judged as the real head does.
+It starts one task of `small_task` on each node, and ends the attempt as the real one does.
 """
 
 import os
