@@ -5,14 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.cli.verbs import VERBS, takes_runs
 from launcher.errors import UsageError
 
-VERBS = ("plan", "topo", "doctor", "tune", "status", "logs", "cancel")
-"""Words that may stand first; without one, a command line runs a job."""
-SUBJECTS = ("dataloader",)
-"""What `tune` can tune."""
-OF_RUNS = ("status", "logs", "cancel")
-"""Verbs that take names of runs or numbers of jobs."""
 FOLLOW = ("-f", "--follow")
 """`follow=true` as `tail` writes it, for `launch logs`."""
 MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -39,15 +34,15 @@ def parse_command(argv: Sequence[str]) -> Command:
     words = list(argv)
     verb = words.pop(0) if words and words[0] in VERBS else "run"
     names: list[str] = []
-    if verb == "tune" and words and words[0].isalpha():
+    if verb in VERBS and VERBS[verb].subjects and words and words[0].isalpha():
         names = [words.pop(0)]
-    size = find_dashes(words) if verb in OF_RUNS else sum(map(len, group_words(words)))
+    size = find_dashes(words) if takes_runs(verb) else sum(map(len, group_words(words)))
     words, tail = words[:size], tuple(words[size:])
     program = tail[tail[0] == "--" :] if tail else None
     if program == ():
         raise UsageError("nothing stands after `--`: give a program, as in `launch -- ./train --lr 3e-4`")
     check_verbs(verb, words)
-    if verb in OF_RUNS:
+    if takes_runs(verb):
         names = [word for word in words if "=" not in word and not word.startswith(("-", "~"))]
         words = ["follow=true" if word in FOLLOW else word for word in words if word not in names]
     return Command(verb, tuple(words), tuple(names), program, tail)
@@ -114,7 +109,7 @@ def takes_value(words: Sequence[str]) -> bool:
 
 def check_verbs(verb: str, words: Sequence[str]) -> None:
     """Raise UsageError for a verb that does not stand first, and for a first word that is nearly one."""
-    late = next((word for word in words if word in VERBS and verb not in OF_RUNS), None)
+    late = next((word for word in words if word in VERBS and not takes_runs(verb)), None)
     if late and verb in VERBS:
         raise UsageError(f"{verb} and {late} are two verbs: give one, as in `launch {late}`")
     if late:

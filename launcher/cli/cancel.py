@@ -171,3 +171,19 @@ def stop_process(run: RunStatus, grace: float) -> int:
     (now,) = find_run_states([Path(run.path)]).runs
     logger.info(f"{run.run} has ended: {now.state}" if ready else f"{run.run} is still ending")
     return 0 if ready else 1
+
+
+HELP = """\
+usage: launch cancel RUN ... [KEY=VALUE ...]
+
+Ends runs after asking, and waits for their ends: jobs by scancel, also those
+that wait; runs on this machine by SIGTERM to their `launch`. RUN is NAME/ID, an
+ID, a NAME (its newest run), a run directory, or a job; an array's number means
+all of its members.
+
+  yes=true             do not ask
+  runs_dir=DIR         where the runs are (runs)
+
+  launch cancel train
+  launch cancel 12 13 yes=true
+"""

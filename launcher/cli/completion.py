@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from launcher.cli.arguments import OF_RUNS, SUBJECTS, VERBS, group_words
+from launcher.cli.arguments import group_words
+from launcher.cli.verbs import VERBS, takes_runs
 from launcher.config.hydra_flags import list_flag_values, make_parser, parse_flags
 from launcher.config.schema import LaunchConfig
 from launcher.config.search_path import find_shipped
@@ -74,12 +75,6 @@ SCRIPTS = {
 QUERIES = ("query=bash", "query=zsh", "query=fish")
 PLAIN = re.compile(r"[\w@%+=:,./~\[\]{}-]+")
 """Answers that a shell takes as they are; bash would expand `$(…)` in a value of somebody's conf/."""
-KEYS = {
-    "status": ("format=", "runs_dir="),
-    "logs": ("-f", "rank=", "logs.tail=", "runs_dir="),
-    "cancel": ("yes=true", "runs_dir="),
-}
-"""What each verb of runs reads, beside the names."""
 MOST_RUNS = 100
 """Newest runs that are offered: a shell waits for the answer."""
 
@@ -109,13 +104,14 @@ def answer_query(line: str) -> list[str]:
     if len(last.split()) > 1:
         return []
     verb, after = (before[0], before[1:]) if before and before[0] in VERBS else ("run", before)
-    if verb in OF_RUNS:
+    subjects = VERBS[verb].subjects if verb in VERBS else ()
+    if takes_runs(verb):
         answers = complete_runs(verb, after, last)
-    elif verb == "tune" and not after:
-        answers = [subject for subject in SUBJECTS if subject.startswith(last)]
+    elif subjects and not after:
+        answers = [subject for subject in subjects if subject.startswith(last)]
     else:
         answers = [] if before else [verb for verb in VERBS if verb.startswith(last)]
-        answers += complete_word(after[verb == "tune" :], last)
+        answers += complete_word(after[bool(subjects) :], last)
     return [answer for answer in answers if PLAIN.fullmatch(answer)]
 
 
@@ -185,7 +181,7 @@ def complete_runs(verb: str, before: Sequence[str], last: str) -> list[str]:
         runs_dir = find_runs_dir(before)
     except UsageError:  # a line that makes no sense yet, or a configuration that makes none
         return list_flag_names(last) if last.startswith("-") else []
-    keys = [key for key in KEYS[verb] if key.partition("=")[0] not in (*given, *before)]
+    keys = [key for key in VERBS[verb].keys if key.partition("=")[0] not in (*given, *before)]
     names, jobs = [], []
     for path in islice(list_runs(runs_dir), MOST_RUNS):
         manifest = read_manifest(path)

@@ -112,3 +112,20 @@ def try_rank(rank: RankPlan, folder: str) -> Iterator[str]:
         yield from record.problems or compare_rank(rank, record)
     if not own or done.returncode:
         yield f"local rank {rank.local_rank}: the shim ended with {done.returncode}, {len(own)} records"
+
+
+HELP = """\
+usage: launch doctor [KEY=VALUE ...]
+
+Checks what slows or breaks training jobs on this machine, and compares what the
+last run's ranks had with their plan. Each finding says why it matters, and the
+fix. Nothing is changed. The exit code is 1 if a finding is an error (x) or a
+warning (!), and 0 if there are notes (i) and unmade checks (?) at most.
+
+  format=table|json    json: {"schema": 1,
+                       "findings": [{level, subject, what, why, fix}]}
+  run_dir=DIR          compare this run, not the last one below runs_dir
+
+  launch doctor
+  launch doctor format=json
+"""

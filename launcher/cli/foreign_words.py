@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from launcher.cli.arguments import Command, group_words
+from launcher.cli.verbs import takes_program
 from launcher.config.hydra_flags import find_flag_sources, make_parser, takes_flag_value
 from launcher.config.other_tools import GPU_NAMES, VISIBLE, find_foreign, find_option
 from launcher.config.overrides import read_key
@@ -15,8 +16,6 @@ from launcher.text import join_words
 
 OWN_KEYS = {field.name: field for field in fields(LaunchConfig)}
 """Keys at the top of the configuration."""
-WITHOUT_PROGRAM = ("topo", "doctor", "status", "logs", "cancel")
-"""Verbs that have no use for a program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ def correct_groups(groups: Sequence[tuple[str, ...]], words: Sequence[str]) -> l
 def correct_tail(command: Command, stray: Sequence[str], options: Sequence[str]) -> list[str]:
     """Return the program's part of the corrected command line: a stray word begins a program."""
     if stray:
-        before = [] if command.verb in WITHOUT_PROGRAM else ["--", *stray]
+        before = ["--", *stray] if takes_program(command.verb) else []
     else:
         before = ["train.py"] if options and not command.tail else []
     return [*before, *command.tail, *options]
@@ -88,7 +87,7 @@ def is_setting(group: Sequence[str]) -> bool:
 
 def describe_stray(command: Command, word: str) -> str:
     """Say what is wrong with a word that is no option, no setting and no program."""
-    if command.verb in WITHOUT_PROGRAM:
+    if not takes_program(command.verb):
         return f"{word!r} is not KEY=VALUE, and `launch {command.verb}` takes nothing else"
     return f"{word!r} is not KEY=VALUE, and no file here: to run it as a program, put `--` before it"
 

@@ -201,3 +201,23 @@ class RunWatch:
         """Ask no more."""
         if self.poller:
             self.poller.close()
+
+
+HELP = """\
+usage: launch logs [-f] [rank=K] [RUN] [KEY=VALUE ...]
+
+Prints what the ranks of a run's last attempt have printed, each line with its
+host and rank; if no rank has printed anything, the job's own log. RUN is the
+newest run, or NAME/ID, an ID, a NAME (its newest run), a run directory, or a
+job (12, or 12_3 of an array).
+
+  -f                   go on to the run's end, over all attempts; it begins
+                       with the last lines of each rank
+  logs.tail=N          how many of those (20)
+  rank=K               this rank alone, without host and rank before each line
+  runs_dir=DIR         where the runs are (runs)
+
+  launch logs
+  launch logs rank=1
+  launch logs -f train logs.tail=100
+"""

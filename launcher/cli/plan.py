@@ -74,3 +74,21 @@ def show_plan(config: LaunchConfig, environ: Mapping[str, str]) -> int:
 
     print_placement(make_console(stderr=False), plan, explain=config.explain, full=True)
     return 0
+
+
+HELP = """\
+usage: launch plan [KEY=VALUE ...] [PROGRAM ARGUMENT ...]
+
+Shows where each rank would run, with which threads, DataLoader workers and
+variables. It starts nothing. The keys are those of `launch`, and
+
+  explain=true         why each rank is where it is, and who set each variable
+  format=table|json    json is the very value that a run uses
+  machine=NAME         plan for a shipped machine (see `launch --help-all`)
+  machine.snapshot=F   plan for the machine that `launch topo save=F` described
+  machine.root=DIR     read the machine from DIR/sys and DIR/proc
+
+  launch plan
+  launch plan nproc_per_node=2 binding=numa explain=true
+  launch plan machine=dgx_h100 format=json
+"""

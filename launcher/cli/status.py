@@ -77,3 +77,21 @@ def warn_of_slurm(standing: RunStates) -> None:
     """Say that SLURM could not be asked."""
     if standing.error:
         logger.warning(f"{standing.error}: the runs' states are as they were written down")
+
+
+HELP = """\
+usage: launch status [RUN ...] [KEY=VALUE ...]
+
+Shows how runs stand, here and in SLURM's queue: the newest 10 and all that wait
+or run, or those that are named. One that is named is shown in detail, with its
+attempts and the first rank that failed. RUN is NAME/ID, an ID, a NAME (its
+newest run), a run directory, or a job (12, or 12_3 of an array).
+
+  format=table|json    json: {"schema": 1,
+                       "runs": [{run, state, reason, step, ...}]}
+  runs_dir=DIR         where the runs are (runs)
+
+  launch status
+  launch status train
+  launch status format=json
+"""

@@ -106,3 +106,22 @@ def number_classes(machine: Machine) -> dict[int, int]:
     """Number the classes of cores by their capacity, 0 for the most capable."""
     cores = gather_cores(machine, frozenset(cpu.id for cpu in machine.cpus))
     return {core.capacity: at for at, found in enumerate(split_classes(cores)) for core in found}
+
+
+HELP = """\
+usage: launch topo [KEY=VALUE ...]
+
+Shows the machine as a tree of packages, NUMA nodes, caches, cores, GPUs and
+NICs, and what this job may use of it.
+
+  explain=true         every cache and core on a line of its own
+  format=table|json    json is the snapshot that save=FILE writes
+  save=FILE            write a snapshot, to plan for this machine anywhere:
+                       `launch plan machine.snapshot=FILE`
+  image=FILE.svg|png   draw the machine with the ranks on it, which
+                       nproc_per_node and binding place as for `launch`
+  machine=NAME, machine.snapshot=F, machine.root=DIR    another machine
+
+  launch topo
+  launch topo machine=dgx_a100 explain=true
+"""

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.arguments import SUBJECTS
 from launcher.cli.own_program import tell_program
 from launcher.cli.tune_bounds import find_most
 from launcher.cli.tune_choice import check_override, render_override, save_override, tell_use
@@ -92,7 +91,7 @@ def tune_program(
     own_files: Sequence[str],
 ) -> int:
     """Tune what is named for a program, and return the exit code; raises LaunchError."""
-    if list(names) != [*SUBJECTS]:
+    if list(names) != ["dataloader"]:
         given = f"`{names[0]}` cannot be tuned" if names else "tune what?"
         raise UsageError(f"{given}: say `launch tune dataloader [KEY=VALUE …] [-- PROGRAM ARGUMENT …]`")
     draft = draft_search(composed, words)
@@ -208,3 +207,31 @@ def end_run(tuning: Tuning, manifest: dict[str, object], state: str, status: int
         write_manifest(tuning.run, manifest)
     except OSError as error:
         raise MachineError(f"{tuning.run.manifest_path} cannot be written ({error}): make room") from None
+
+
+HELP = """\
+usage: launch tune dataloader [KEY=VALUE ...] [PROGRAM ARGUMENT ...]
+
+Runs the program on this machine with several numbers of DataLoader workers, for
+some dozens of steps each, and ends it when its steps per second and its waiting
+for data are clear. The program is not changed: a DataLoader(...) without
+num_workers gets the number to be tried, and so do LAUNCH_NUM_WORKERS and
+`{num_workers}` among the arguments. It starts from its beginning each time, and
+writes what it writes. The choice, the fewest workers that are as fast as any,
+is kept as an option of the group dataloader.
+
+  save=FILE            where to keep it (conf/dataloader/tuned.yaml, which
+                       `launch dataloader=tuned` takes)
+  yes=true             replace a file there that launch has not written
+  format=table|json    json: {"schema": 1, "num_workers": N,
+                       "trials": [{workers, ...}]}
+  dry_run=true         show what would be tried
+  tune.max_workers=N   workers of a rank at most (auto: two for each of its
+                       cores, if memory allows)
+  tune.steps=N         measured steps at most for each number of workers (48)
+  tune.seconds=N       seconds of measuring for each number (60)
+  tune.timeout=N       seconds that a run of the program may take (900)
+
+  launch tune dataloader train.py --epochs 1
+  launch tune dataloader nproc_per_node=2 tune.max_workers=8 train.py
+"""

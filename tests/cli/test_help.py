@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher import errors
-from launcher.cli.arguments import VERBS
+from launcher.cli.verbs import VERBS
 from launcher.config.hydra_flags import make_parser
 from launcher.config.schema import LaunchConfig
 from launcher.config.search_path import find_sources

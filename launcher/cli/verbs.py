@@ -1,0 +1,64 @@
+"""The verbs: a line for each here, and a file of its name beside this one, which ends with its help."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from importlib import import_module
+
+
+class Takes(Enum):
+    """What may stand on a verb's command line beside settings and flags."""
+
+    NOTHING = auto()
+    PROGRAM = auto()
+    RUNS = auto()
+    """Names of runs, and numbers of jobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A word that may stand first on the command line."""
+
+    summary: str
+    takes: Takes = Takes.NOTHING
+    keys: tuple[str, ...] = ()
+    """What completion offers beside the names of runs."""
+    subjects: tuple[str, ...] = ()
+    """Words of which the first has to follow."""
+
+
+VERBS: Mapping[str, Verb] = {
+    "plan": Verb("show placement and variables, start nothing; explain=true says why", Takes.PROGRAM),
+    "topo": Verb("show the machine, and what this job may use of it"),
+    "doctor": Verb("look for what slows jobs down here, and compare the last run with its plan"),
+    "tune": Verb(
+        "find the number of DataLoader workers that a program is fastest with",
+        Takes.PROGRAM,
+        subjects=("dataloader",),
+    ),
+    "status": Verb(
+        "show how runs stand: state, nodes, step, last line", Takes.RUNS, ("format=", "runs_dir=")
+    ),
+    "logs": Verb(
+        "print what a run's ranks have printed; -f goes on to its end, rank=3 is that rank alone",
+        Takes.RUNS,
+        ("-f", "rank=", "logs.tail=", "runs_dir="),
+    ),
+    "cancel": Verb("end runs, in SLURM's queue or here, after asking", Takes.RUNS, ("yes=true", "runs_dir=")),
+}
+"""Without one of these words at its beginning, a command line runs a job."""
+
+
+def takes_runs(verb: str) -> bool:
+    """Tell whether a verb, or `run`, takes names of runs."""
+    return verb in VERBS and VERBS[verb].takes is Takes.RUNS
+
+
+def takes_program(verb: str) -> bool:
+    """Tell whether a verb, or `run`, has a use for a program."""
+    return verb not in VERBS or VERBS[verb].takes is Takes.PROGRAM
+
+
+def load_help(verb: str) -> str:
+    """Return the help of a verb, from its file."""
+    return str(import_module(f"launcher.cli.{verb}").HELP)
