@@ -34,6 +34,8 @@ SETUP_END = """\
 trap - EXIT
 unset -v launch_line launch_code
 unset -f launch_check"""
+HOSTS, RUN_DIR = "NODES", Path("RUN_DIR")
+"""Stand for what is known once the job runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +176,6 @@ def check_syntax(text: str, setup: Sequence[str]) -> None:
         raise UsageError(
             f"cluster.setup={list(setup)} is no valid bash ({complaint}): each entry is a whole command"
         )
-
-
-HOSTS, RUN_DIR = "NODES", Path("RUN_DIR")
-"""Stand for what is known once the job runs."""
 
 
 def describe_jobs(drafts: Sequence[Draft], argv: Sequence[str]) -> tuple[str, ...]:

@@ -15,6 +15,33 @@ FIXED = {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}
 """Numbers and times look the same everywhere, and those of an array's members are shown in full."""
 TIMEOUT = 60.0
 """Seconds that a command has; slurmctld itself gives up on a request after less (MessageTimeout)."""
+ENDED = frozenset(
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "LAUNCH_FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "RECONFIG_FAIL",
+        "REVOKED",
+        "TIMEOUT",
+    }
+)
+"""States from which a job does not come back (squeue(1), "JOB STATE CODES")."""
+SQUEUE = ("JobArrayID,State,Partition,NumNodes,NodeList", "StartTime,SubmitTime,RestartCnt,exit_code,Reason")
+SACCT = ("JobID,State,Partition,NNodes,NodeList", "Start,ExitCode,Reason")
+"""What is asked, in these commands' names; a reason can hold anything, and comes last.
+
+sacct's `Restarts` came with 23.11.
+"""
+MOST = 1000
+"""Jobs of one question: an argument can have 128 KiB."""
+UNKNOWN = ("", "N/A", "None", "Unknown", "None assigned", "(null)", "NONE")
+"""How SLURM writes that there is no such thing."""
 
 
 def run_slurm(
@@ -48,35 +75,6 @@ def run_slurm(
         complaint = complaint or f"ended with {done.returncode}, and printed nothing"
         raise SchedulerError(f"{argv[0]}: {complaint}")
     return done.stdout
-
-
-ENDED = frozenset(
-    {
-        "BOOT_FAIL",
-        "CANCELLED",
-        "COMPLETED",
-        "DEADLINE",
-        "FAILED",
-        "LAUNCH_FAILED",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "PREEMPTED",
-        "RECONFIG_FAIL",
-        "REVOKED",
-        "TIMEOUT",
-    }
-)
-"""States from which a job does not come back (squeue(1), "JOB STATE CODES")."""
-SQUEUE = ("JobArrayID,State,Partition,NumNodes,NodeList", "StartTime,SubmitTime,RestartCnt,exit_code,Reason")
-SACCT = ("JobID,State,Partition,NNodes,NodeList", "Start,ExitCode,Reason")
-"""What is asked, in these commands' names; a reason can hold anything, and comes last.
-
-sacct's `Restarts` came with 23.11.
-"""
-MOST = 1000
-"""Jobs of one question: an argument can have 128 KiB."""
-UNKNOWN = ("", "N/A", "None", "Unknown", "None assigned", "(null)", "NONE")
-"""How SLURM writes that there is no such thing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,11 @@ MOST_GRACE = 65535
 DEPENDENCY = re.compile(
     r"(?:after(?:any|burstbuffer|corr|notok|ok)?(?::\d+(?:_(?:\d+|\*))?(?:\+\d+)?)+|singleton)"
 )
+ITEM = re.compile(r"(?:[^,\[\]]+|\[[^\]]*\])+")
+"""One item of the outer list; commas within brackets belong to it."""
+NUMBERED = re.compile(r"(.*?)([0-9]{1,18})", re.DOTALL)
+"""A name that ends in a number."""
+PIECE = re.compile(r"\[([^\]]*)\]|([^\[\]]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +128,6 @@ def check_text(key: str, value: object) -> str:
     if not text.strip() or not text.isprintable():
         raise UsageError(f"{key}={text!r}: give a text of one line, or null to leave it to SLURM")
     return text
-
-
-ITEM = re.compile(r"(?:[^,\[\]]+|\[[^\]]*\])+")
-"""One item of the outer list; commas within brackets belong to it."""
-NUMBERED = re.compile(r"(.*?)([0-9]{1,18})", re.DOTALL)
-"""A name that ends in a number."""
-PIECE = re.compile(r"\[([^\]]*)\]|([^\[\]]+)")
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:

@@ -48,6 +48,9 @@ IN_LINE = ("Priority", "Resources")
 """The reasons for which others before it matter."""
 SOON = timedelta(hours=48)
 """Up to here it is said how long something takes, beside when it is."""
+HURRY, FIRST, LONGEST = 0.5, 2.0, 20.0
+"""Seconds between two questions: at a known change, after any, and when nothing has changed for long."""
+GROWTH = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +116,6 @@ def find_position(lines: Iterable[str], job_id: str) -> QueuePosition | None:
     if own is None:
         return None
     return QueuePosition(1 + sum(value > queue[own] for value in queue.values()), len(queue))
-
-
-HURRY, FIRST, LONGEST = 0.5, 2.0, 20.0
-"""Seconds between two questions: at a known change, after any, and when nothing has changed for long."""
-GROWTH = 1.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,12 @@ SINFO_FIELDS = ("%P", "%D", "%c", "%z", "%m", "%G", "%t", "%l", "%f", "%B")
 """Partition, nodes, CPUs, S:C:T, memory, gres, state, time limit, features, MaxCPUsPerNode."""
 GRES = re.compile(r"(?:gres/)?gpu(?::(?P<type>[^:,()]+))??(?::(?P<count>\d+))?(?:\([^()]*\))?")
 """`gpu:a100:8(S:0-1)`, `gpu:8`."""
+FEATURE = re.compile(r"[\w.-]+")
+"""A constraint that is one feature; what is more, SLURM alone can judge."""
+CPU_OPTIONS = ("exclusive", "cpus-per-gpu", "mincpus")
+MEM_OPTIONS = ("mem-per-cpu", "mem-per-gpu")
+"""Options of `cluster.additional` that take the place of what would be filled in."""
+MEM_VARIABLES = ("SBATCH_MEM_PER_NODE", "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +121,6 @@ def parse_gres(text: str) -> tuple[tuple[str | None, int], ...]:
     pieces = re.split(r",(?![^()]*\))", text)
     found = (GRES.fullmatch(piece) for piece in pieces)
     return tuple((match["type"], int(match["count"] or 1)) for match in found if match)
-
-
-FEATURE = re.compile(r"[\w.-]+")
-"""A constraint that is one feature; what is more, SLURM alone can judge."""
-CPU_OPTIONS = ("exclusive", "cpus-per-gpu", "mincpus")
-MEM_OPTIONS = ("mem-per-cpu", "mem-per-gpu")
-"""Options of `cluster.additional` that take the place of what would be filled in."""
-MEM_VARIABLES = ("SBATCH_MEM_PER_NODE", "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU")
 
 
 def fill_auto_resources(

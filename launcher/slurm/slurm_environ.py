@@ -87,6 +87,29 @@ VARIABLES = {
     "switches": ("REQ_SWITCH", "WAIT4SWITCH"),
 }
 """Options whose variables have other names, or contradict them."""
+OPTIONS = ("SLURM_", "SBATCH_", "SALLOC_", "SRUN_", "PMI_", "PMIX_", "PMI2_")
+"""Beginnings of the variables that srun takes for options, or an MPI library for its own process manager.
+
+They are from outside: of the shell that submitted, of a job script's own request, of an mpirun. An `srun`
+that finds `SLURM_CPUS_PER_TASK` beside other words refuses from 23.11 on, and before it ignores them.
+"""
+KEPT_BY_STEPS = (
+    "SLURM_CONF",
+    "SLURM_CONF_SERVER",
+    "SLURM_CLUSTERS",
+    "SLURM_CLUSTER_NAME",
+    "SLURM_WORKING_CLUSTER",
+    "SLURM_JWT",
+    "SLURM_SACK_SOCKET",
+    "SLURM_NNODES",
+    "SLURM_JOBID",
+    "SLURM_RESTART_COUNT",
+)
+"""Exceptions: they say where SLURM is, who asks it, and which job this is."""
+DESCRIBING = ("SLURM_JOB_", "SLURM_ARRAY_", "SLURM_SUBMIT_")
+"""Beginnings of the variables that tell of the job, and that programs read; srun takes none for an option."""
+TASK_VARIABLES = (LAUNCH_SECRETS, LAUNCH_RENDEZVOUS, LAUNCH_ATTEMPT)
+"""Variables from the batch script's process to the tasks; no rank gets them."""
 
 
 def find_variables(environ: Mapping[str, str], option: str) -> list[str]:
@@ -117,31 +140,6 @@ def clean_for_sbatch(environ: Mapping[str, str], options: Collection[str]) -> di
         for name, value in environ.items()
         if name not in dropped and (name in KEPT_BY_SBATCH or not name.startswith(FOREIGN))
     }
-
-
-OPTIONS = ("SLURM_", "SBATCH_", "SALLOC_", "SRUN_", "PMI_", "PMIX_", "PMI2_")
-"""Beginnings of the variables that srun takes for options, or an MPI library for its own process manager.
-
-They are from outside: of the shell that submitted, of a job script's own request, of an mpirun. An `srun`
-that finds `SLURM_CPUS_PER_TASK` beside other words refuses from 23.11 on, and before it ignores them.
-"""
-KEPT_BY_STEPS = (
-    "SLURM_CONF",
-    "SLURM_CONF_SERVER",
-    "SLURM_CLUSTERS",
-    "SLURM_CLUSTER_NAME",
-    "SLURM_WORKING_CLUSTER",
-    "SLURM_JWT",
-    "SLURM_SACK_SOCKET",
-    "SLURM_NNODES",
-    "SLURM_JOBID",
-    "SLURM_RESTART_COUNT",
-)
-"""Exceptions: they say where SLURM is, who asks it, and which job this is."""
-DESCRIBING = ("SLURM_JOB_", "SLURM_ARRAY_", "SLURM_SUBMIT_")
-"""Beginnings of the variables that tell of the job, and that programs read; srun takes none for an option."""
-TASK_VARIABLES = (LAUNCH_SECRETS, LAUNCH_RENDEZVOUS, LAUNCH_ATTEMPT)
-"""Variables from the batch script's process to the tasks; no rank gets them."""
 
 
 def clean_for_step(environ: Mapping[str, str]) -> dict[str, str]:

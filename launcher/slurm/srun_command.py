@@ -11,6 +11,30 @@ from launcher.slurm.slurm_environ import clean_for_step, drop_ours
 
 COUNTS = re.compile(r"(?:^|,)(\d+)")
 """The CPUs of nodes in SLURM_JOB_CPUS_PER_NODE, `16(x3),8`."""
+GPUS = ("auto", "gpu")
+"""Values of `nproc_per_node` that stand for the job's GPUs on a node."""
+RANK_OPTIONS = {"distribution": "block", "input": "none", "quiet": None, "verbose": True}
+"""Ranks are numbered node by node as torchrun numbers them, and read nothing. srun tells of tasks that ended
+with 0 only if it is verbose."""
+STALE = (
+    "LOCAL_SIZE",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_ERROR_FILE",
+    LAUNCH_PLAN,
+    LAUNCH_BINDING,
+)
+"""Variables that would tell the shim, or the program, of another launcher's agent or plan."""
+UNUSED = (
+    "max_restarts",
+    "monitor_interval",
+    "rdzv_backend",
+    "rdzv_conf",
+    "local_addr",
+    "event_log_handler",
+    "signals_to_handle",
+)
+"""Options of `torchrun` for its agent and its rendezvous, of which there are none here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,32 +140,6 @@ def render_container(step: Step) -> tuple[dict[str, object], Sequence[str], Sequ
     binds = [word for mount in box.mounts for word in ("--bind", mount)]
     argv = ("apptainer", "exec", "--nv", *binds, "--pwd", step.directory, *box.args, box.image)
     return {}, (), (*argv, *step.command)
-
-
-GPUS = ("auto", "gpu")
-"""Values of `nproc_per_node` that stand for the job's GPUs on a node."""
-RANK_OPTIONS = {"distribution": "block", "input": "none", "quiet": None, "verbose": True}
-"""Ranks are numbered node by node as torchrun numbers them, and read nothing. srun tells of tasks that ended
-with 0 only if it is verbose."""
-STALE = (
-    "LOCAL_SIZE",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_ERROR_FILE",
-    LAUNCH_PLAN,
-    LAUNCH_BINDING,
-)
-"""Variables that would tell the shim, or the program, of another launcher's agent or plan."""
-UNUSED = (
-    "max_restarts",
-    "monitor_interval",
-    "rdzv_backend",
-    "rdzv_conf",
-    "local_addr",
-    "event_log_handler",
-    "signals_to_handle",
-)
-"""Options of `torchrun` for its agent and its rendezvous, of which there are none here."""
 
 
 def refuse_options(torchrun: Mapping[str, object], min_nodes: int, max_nodes: int) -> None:
