@@ -34,7 +34,7 @@ SETUP_END = """\
 trap - EXIT
 unset -v launch_line launch_code
 unset -f launch_check"""
-HOSTS, RUN_DIR = "NODES", Path("RUN_DIR")
+EXAMPLE_HOSTS, EXAMPLE_RUN_DIR = "NODES", Path("RUN_DIR")
 """Stand for what is known once the job runs."""
 
 
@@ -199,9 +199,9 @@ def describe_member(draft: Draft) -> Iterator[str]:
 
 def render_step_example(draft: Draft) -> tuple[str, ...]:
     """Return srun's command, as the job's first node runs it, with what is known before."""
-    request = make_job_request(draft, (), RUN_DIR)
-    hosts = (HOSTS,) * draft.cluster.max_nodes
-    step = describe_node_step(Attempt(request, RunDir(RUN_DIR), os.environ, hosts, {}, requeues=True))
+    request = make_job_request(draft, (), EXAMPLE_RUN_DIR)
+    hosts = (EXAMPLE_HOSTS,) * draft.cluster.max_nodes
+    step = describe_node_step(Attempt(request, RunDir(EXAMPLE_RUN_DIR), os.environ, hosts, {}, requeues=True))
     words = render_ranks(step, 1) if draft.config.agent == "srun" else render_step(step)
     left_out = ("--nodelist=", "--ntasks") if draft.config.agent == "srun" else ("--nodelist=",)
     return tuple(word for word in words if not word.startswith(left_out))

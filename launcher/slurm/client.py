@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from launcher.errors import SchedulerError
 from launcher.slurm.notation import expand_ranges
 
-FORMATS = ("SQUEUE_", "SACCT_", "SINFO_", "SLURM_TIME_FORMAT")
+FORMAT_VARIABLES = ("SQUEUE_", "SACCT_", "SINFO_", "SLURM_TIME_FORMAT")
 """Beginnings of the variables by which people choose what these commands show, which is read here."""
-FIXED = {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}
+FIXED_VARIABLES = {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}
 """Numbers and times look the same everywhere, and those of an array's members are shown in full."""
 TIMEOUT = 60.0
 """Seconds that a command has; slurmctld itself gives up on a request after less (MessageTimeout)."""
@@ -32,15 +32,18 @@ ENDED = frozenset(
     }
 )
 """States from which a job does not come back (squeue(1), "JOB STATE CODES")."""
-SQUEUE = ("JobArrayID,State,Partition,NumNodes,NodeList", "StartTime,SubmitTime,RestartCnt,exit_code,Reason")
-SACCT = ("JobID,State,Partition,NNodes,NodeList", "Start,ExitCode,Reason")
+SQUEUE_FIELDS = (
+    "JobArrayID,State,Partition,NumNodes,NodeList",
+    "StartTime,SubmitTime,RestartCnt,exit_code,Reason",
+)
+SACCT_FIELDS = ("JobID,State,Partition,NNodes,NodeList", "Start,ExitCode,Reason")
 """What is asked, in these commands' names; a reason can hold anything, and comes last.
 
 sacct's `Restarts` came with 23.11.
 """
-MOST = 1000
+MAX_JOBS = 1000
 """Jobs of one question: an argument can have 128 KiB."""
-UNKNOWN = ("", "N/A", "None", "Unknown", "None assigned", "(null)", "NONE")
+NO_VALUES = ("", "N/A", "None", "Unknown", "None assigned", "(null)", "NONE")
 """How SLURM writes that there is no such thing."""
 
 
@@ -52,11 +55,11 @@ def run_slurm(
     How it shows things is by its words alone, whatever the user's variables say.
     """
     environ_given = os.environ if environ is None else environ
-    kept = {name: value for name, value in environ_given.items() if not name.startswith(FORMATS)}
+    kept = {name: value for name, value in environ_given.items() if not name.startswith(FORMAT_VARIABLES)}
     try:
         done = subprocess.run(
             argv,
-            env={**kept, **FIXED},
+            env={**kept, **FIXED_VARIABLES},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -108,20 +111,20 @@ def ask_queue(job_ids: Sequence[str]) -> dict[str, JobState]:
     """
     wanted = list(dict.fromkeys(job_ids))
     found: dict[str, JobState] = {}
-    for at in range(0, len(wanted), MOST):
-        found |= ask_controller(wanted[at : at + MOST])
+    for at in range(0, len(wanted), MAX_JOBS):
+        found |= ask_controller(wanted[at : at + MAX_JOBS])
     known = {*found, *(job_id.partition("_")[0] for job_id in found)}
     forgotten = [job_id for job_id in wanted if job_id not in known]
-    for at in range(0, len(forgotten), MOST):
+    for at in range(0, len(forgotten), MAX_JOBS):
         # Where accounting is off or down, sacct fails, and there is no more to know.
         with contextlib.suppress(SchedulerError):
-            found |= ask_accounting(forgotten[at : at + MOST])
+            found |= ask_accounting(forgotten[at : at + MAX_JOBS])
     return found
 
 
 def ask_controller(job_ids: Sequence[str]) -> dict[str, JobState]:
     """Ask slurmctld, which forgets a job MinJobAge seconds after its end; raises SchedulerError."""
-    fields = ",".join(SQUEUE).split(",")
+    fields = ",".join(SQUEUE_FIELDS).split(",")
     argv = ["squeue", "--noheader", "--array", "--all", "--states=all", f"--jobs={','.join(job_ids)}"]
     try:
         text = run_slurm([*argv, "--Format=" + ",".join(f"{name}:|" for name in fields)])
@@ -139,7 +142,7 @@ def ask_accounting(job_ids: Sequence[str]) -> dict[str, JobState]:
     # Members that never began have one row together, which is not shown for the number of one of them.
     numbers = dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids)
     argv = ["sacct", "--parsable2", "--noheader", "--allocations", f"--jobs={','.join(numbers)}"]
-    fields = ",".join(SACCT).split(",")
+    fields = ",".join(SACCT_FIELDS).split(",")
     text = run_slurm([*argv, f"--format={','.join(fields)}"])
     rows = [read_sacct(row) for row in split_rows(text, len(fields))]
     # A member that ran has a row of its own, and is still counted in that of those that never did.
@@ -165,7 +168,7 @@ def split_rows(text: str, count: int) -> Iterator[list[str]]:
     for line in text.splitlines():
         row = [cell.strip() for cell in line.removesuffix("|").split("|", count - 1)]
         if len(row) == count:
-            yield [("" if cell in UNKNOWN else cell) for cell in row]
+            yield [("" if cell in NO_VALUES else cell) for cell in row]
 
 
 def read_squeue(row: Sequence[str]) -> JobState:

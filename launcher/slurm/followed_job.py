@@ -27,9 +27,9 @@ QUIET = 5.0
 """Seconds without a new line after which a log counts as complete."""
 FRESH = 2.0
 """Seconds for which a size that a network filesystem tells is believed."""
-OWN = b"launch: "
+LAUNCH_PREFIX = b"launch: "
 """How the lines of the batch script's process begin; the last line of a job is one."""
-OTHERS = re.compile(rb"^\[[^][\s]+:(?!0\] )\d+\] .*\n", re.MULTILINE)
+OTHER_RANKS = re.compile(rb"^\[[^][\s]+:(?!0\] )\d+\] .*\n", re.MULTILINE)
 """Lines of other ranks than rank 0."""
 RANKS = Source(0, "out", b"")
 """The log has the ranks' lines with their origin already."""
@@ -226,7 +226,7 @@ class JobLog:
     job_id: str
     console: JobConsole
     follower: Follower = field(init=False)
-    lines: MarkedLines = field(default_factory=lambda: MarkedLines((OWN,)))
+    lines: MarkedLines = field(default_factory=lambda: MarkedLines((LAUNCH_PREFIX,)))
     ends_with_launch_line: bool = False
     """The last line is launch's."""
     changed: float = field(default_factory=time.monotonic)
@@ -267,7 +267,7 @@ class JobLog:
             if is_own:
                 self.console.write_own_lines(piece)
             else:
-                self.console.note_progress("out", OTHERS.sub(b"", piece))
+                self.console.note_progress("out", OTHER_RANKS.sub(b"", piece))
                 self.console.write_output(RANKS, piece)
 
     def show_rest(self) -> None:

@@ -20,7 +20,7 @@ from launcher.runs.run_directory import RunDir, write_json
 from launcher.slurm.compiler_caches import open_caches
 from launcher.slurm.job_request import JobRequest, read_request
 from launcher.slurm.rendezvous import PORT_TAKEN
-from launcher.slurm.slurm_environ import TaskIdentity, drop_ours, read_task_identity
+from launcher.slurm.slurm_environ import TaskIdentity, drop_task_variables, read_task_identity
 
 RESTARTS = 3
 """Of an elastic job, if nobody says: the loss of a node takes one at every node that remains."""
@@ -34,7 +34,7 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
     check_open_files()
     run = RunDir(run_path, task.attempt)
     config, cluster = describe_node_part(request, task)
-    merged = {**drop_ours(environ), **config.env}
+    merged = {**drop_task_variables(environ), **config.env}
     log = run.agent_log(task.host)
     log_begin = measure_file(log)
     agent = preload_agent(sys.executable, build_environ(config, cluster, merged, run, task.host), log)

@@ -44,11 +44,11 @@ LIMITS = {
     "Max": "it is above a limit of the account",
 }
 """The same for families of reasons, by how they begin."""
-IN_LINE = ("Priority", "Resources")
+QUEUE_REASONS = ("Priority", "Resources")
 """The reasons for which others before it matter."""
-SOON = timedelta(hours=48)
+SHOWN_WAIT = timedelta(hours=48)
 """Up to here it is said how long something takes, beside when it is."""
-HURRY, FIRST, LONGEST = 0.5, 2.0, 20.0
+HURRIED_PAUSE, FIRST_PAUSE, LONGEST_PAUSE = 0.5, 2.0, 20.0
 """Seconds between two questions: at a known change, after any, and when nothing has changed for long."""
 GROWTH = 1.5
 
@@ -92,7 +92,7 @@ def describe_expected_start(text: str, now: datetime) -> str:
         return ""
     hours, minutes = divmod(-(-int(wait.total_seconds()) // 60), 60)
     how_long = f"{hours} h {minutes} min" if hours else f"{minutes} min"
-    return f"{start:%Y-%m-%d %H:%M}" + (f" (in {how_long})" if wait < SOON else "")
+    return f"{start:%Y-%m-%d %H:%M}" + (f" (in {how_long})" if wait < SHOWN_WAIT else "")
 
 
 def ask_position(job: JobState) -> QueuePosition | None:
@@ -100,7 +100,7 @@ def ask_position(job: JobState) -> QueuePosition | None:
 
     Raises SchedulerError.
     """
-    if job.reason not in IN_LINE:
+    if job.reason not in QUEUE_REASONS:
         return None
     argv = ["squeue", "--noheader", "--states=PENDING", f"--partition={job.partition}", "--format=%i %Q"]
     return find_position(run_slurm(argv).splitlines(), job.job_id)
@@ -149,15 +149,15 @@ class Poller:
 
     def run_polls(self) -> None:
         """Ask, wait, and ask again: the thread's body."""
-        pause, known = FIRST, Answer()
+        pause, known = FIRST_PAUSE, Answer()
         while not self.closing:
             answer = ask_jobs(self.job_ids)
             self.answers.put(answer)
-            pause = min(pause * GROWTH, FIRST if answer.jobs != known.jobs else LONGEST)
+            pause = min(pause * GROWTH, FIRST_PAUSE if answer.jobs != known.jobs else LONGEST_PAUSE)
             known = answer
             if self.wake.wait(pause):
                 self.wake.clear()
-                pause = HURRY
+                pause = HURRIED_PAUSE
 
     def ask_now(self) -> None:
         """Ask without waiting, since something is known to have changed."""

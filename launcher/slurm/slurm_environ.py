@@ -14,11 +14,11 @@ from launcher.protocol import (
     name_host,
 )
 
-FOREIGN = ("SLURM_", "SLURMD_", "SRUN_", "SALLOC_", "SINFO_", "SQUEUE_", "PMI_", "PMIX_", "PMI2_")
+ENCLOSING_PREFIXES = ("SLURM_", "SLURMD_", "SRUN_", "SALLOC_", "SINFO_", "SQUEUE_", "PMI_", "PMIX_", "PMI2_")
 """Beginnings of what an enclosing job has left; srun's and its kin's are for other commands."""
 KEPT_BY_SBATCH = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK_SOCKET")
 """Exceptions: they say where SLURM is, and who asks it."""
-OURS = (
+RUN_VARIABLES = (
     LAUNCH_PLAN,
     LAUNCH_RECORD_DIR,
     LAUNCH_RUN_DIR,
@@ -28,7 +28,7 @@ OURS = (
     LAUNCH_RENDEZVOUS,
 )
 """Of a run that this is started in."""
-RANK = (
+RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
     "MASTER_ADDR",
@@ -41,7 +41,7 @@ RANK = (
     "ROLE_WORLD_SIZE",
     "ROLE_NAME",
 )
-DEVICES = (
+DEVICE_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
@@ -49,7 +49,7 @@ DEVICES = (
     "ZE_AFFINITY_MASK",
 )
 """Of the enclosing job or rank, for the GPUs of its node."""
-DECIDED = (
+DECIDED_OPTIONS = (
     "ARRAY_INX",
     "WAIT",
     "EXPORT",
@@ -80,14 +80,14 @@ DECIDED = (
     "NTASKS_PER_NODE",
 )
 """sbatch's variables, SBATCH_*, for what launch decides in any job."""
-VARIABLES = {
+OPTION_VARIABLES = {
     "time": ("TIMELIMIT",),
     "mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
     "cpus-per-task": ("CPUS_PER_TASK", "CPUS_PER_GPU"),
     "switches": ("REQ_SWITCH", "WAIT4SWITCH"),
 }
 """Options whose variables have other names, or contradict them."""
-OPTIONS = ("SLURM_", "SBATCH_", "SALLOC_", "SRUN_", "PMI_", "PMIX_", "PMI2_")
+STEP_OPTION_PREFIXES = ("SLURM_", "SBATCH_", "SALLOC_", "SRUN_", "PMI_", "PMIX_", "PMI2_")
 """Beginnings of the variables that srun takes for options, or an MPI library for its own process manager.
 
 They are from outside: of the shell that submitted, of a job script's own request, of an mpirun. An `srun`
@@ -106,7 +106,7 @@ KEPT_BY_STEPS = (
     "SLURM_RESTART_COUNT",
 )
 """Exceptions: they say where SLURM is, who asks it, and which job this is."""
-DESCRIBING = ("SLURM_JOB_", "SLURM_ARRAY_", "SLURM_SUBMIT_")
+JOB_PREFIXES = ("SLURM_JOB_", "SLURM_ARRAY_", "SLURM_SUBMIT_")
 """Beginnings of the variables that tell of the job, and that programs read; srun takes none for an option."""
 TASK_VARIABLES = (LAUNCH_SECRETS, LAUNCH_RENDEZVOUS, LAUNCH_ATTEMPT)
 """Variables from the batch script's process to the tasks; no rank gets them."""
@@ -114,7 +114,7 @@ TASK_VARIABLES = (LAUNCH_SECRETS, LAUNCH_RENDEZVOUS, LAUNCH_ATTEMPT)
 
 def find_variables(environ: Mapping[str, str], option: str) -> list[str]:
     """Return the variables that give sbatch an option, `time`, if the command line does not."""
-    names = VARIABLES.get(option, (option.upper().replace("-", "_"),))
+    names = OPTION_VARIABLES.get(option, (option.upper().replace("-", "_"),))
     found = [f"SBATCH_{name}" for name in names] + (["SLURM_CLUSTERS"] if option == "clusters" else [])
     return [name for name in found if name in environ]
 
@@ -125,20 +125,22 @@ def clean_for_sbatch(environ: Mapping[str, str], options: Collection[str]) -> di
     SBATCH_* for options that are not given stay: they are a user's or a site's defaults. Of an enclosing
     job nothing stays.
     """
-    dropped = {f"SBATCH_{name}" for name in DECIDED} | {*OURS}
+    dropped = {f"SBATCH_{name}" for name in DECIDED_OPTIONS} | {*RUN_VARIABLES}
     for option in options:
-        names = VARIABLES.get(option, (option.upper().replace("-", "_"),))
+        names = OPTION_VARIABLES.get(option, (option.upper().replace("-", "_"),))
         dropped |= {f"SBATCH_{name}" for name in names}
     if "gpus-per-node" in options and "gpu" in environ.get("SBATCH_GRES", ""):
         dropped.add("SBATCH_GRES")
     if "clusters" in options:
         dropped.add("SLURM_CLUSTERS")
     if "TORCHELASTIC_RUN_ID" in environ or "SLURM_JOB_ID" in environ:
-        dropped |= {*DEVICES, *RANK} | {name for name in environ if name.startswith("TORCHELASTIC_")}
+        dropped |= {*DEVICE_VARIABLES, *RANK_VARIABLES} | {
+            name for name in environ if name.startswith("TORCHELASTIC_")
+        }
     return {
         name: value
         for name, value in environ.items()
-        if name not in dropped and (name in KEPT_BY_SBATCH or not name.startswith(FOREIGN))
+        if name not in dropped and (name in KEPT_BY_SBATCH or not name.startswith(ENCLOSING_PREFIXES))
     }
 
 
@@ -149,10 +151,14 @@ def clean_for_step(environ: Mapping[str, str]) -> dict[str, str]:
 
 def is_option(name: str) -> bool:
     """Tell whether a variable would change what srun or an MPI library does."""
-    return name.startswith(OPTIONS) and name not in KEPT_BY_STEPS and not name.startswith(DESCRIBING)
+    return (
+        name.startswith(STEP_OPTION_PREFIXES)
+        and name not in KEPT_BY_STEPS
+        and not name.startswith(JOB_PREFIXES)
+    )
 
 
-def drop_ours(environ: Mapping[str, str]) -> dict[str, str]:
+def drop_task_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return a task's environment without the variables that are for the task alone."""
     return {name: value for name, value in environ.items() if name not in TASK_VARIABLES}
 

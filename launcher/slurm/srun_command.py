@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 
 from launcher.errors import UsageError
 from launcher.protocol import LAUNCH_AGENT, LAUNCH_BINDING, LAUNCH_PLAN, LAUNCH_REQUEST
-from launcher.slurm.slurm_environ import clean_for_step, drop_ours
+from launcher.slurm.slurm_environ import clean_for_step, drop_task_variables
 
-COUNTS = re.compile(r"(?:^|,)(\d+)")
+CPU_COUNTS = re.compile(r"(?:^|,)(\d+)")
 """The CPUs of nodes in SLURM_JOB_CPUS_PER_NODE, `16(x3),8`."""
-GPUS = ("auto", "gpu")
+GPU_WORDS = ("auto", "gpu")
 """Values of `nproc_per_node` that stand for the job's GPUs on a node."""
 RANK_OPTIONS = {"distribution": "block", "input": "none", "quiet": None, "verbose": True}
 """Ranks are numbered node by node as torchrun numbers them, and read nothing. srun tells of tasks that ended
 with 0 only if it is verbose."""
-STALE = (
+STALE_VARIABLES = (
     "LOCAL_SIZE",
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_RESTART_COUNT",
@@ -25,7 +25,7 @@ STALE = (
     LAUNCH_BINDING,
 )
 """Variables that would tell the shim, or the program, of another launcher's agent or plan."""
-UNUSED = (
+AGENT_OPTIONS = (
     "max_restarts",
     "monitor_interval",
     "rdzv_backend",
@@ -107,7 +107,7 @@ def give_cpus(options: Mapping[str, object], environ: Mapping[str, str]) -> dict
     a single core, and all of the node's ranks with it. Of nodes with different numbers the smallest counts.
     """
     option_names = {name.replace("_", "-"): value for name, value in options.items()}
-    counts = [int(count) for count in COUNTS.findall(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))]
+    counts = [int(count) for count in CPU_COUNTS.findall(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))]
     binds = option_names.get("cpu-bind") and "none" not in str(option_names["cpu-bind"])
     if not binds or "cpus-per-task" in option_names or not counts:
         return {**options}
@@ -149,7 +149,7 @@ def refuse_options(torchrun: Mapping[str, object], min_nodes: int, max_nodes: in
             f"nodes={min_nodes}:{max_nodes} with agent=srun: only torchrun's agent goes on with fewer nodes,"
             f" set nodes={max_nodes}, or agent=torchrun"
         )
-    name = next((name for name in UNUSED if torchrun.get(name)), None)
+    name = next((name for name in AGENT_OPTIONS if torchrun.get(name)), None)
     if name:
         option_names, fix = f"torchrun.{name}={torchrun[name]}", "leave it out"
         if name == "max_restarts":
@@ -160,7 +160,7 @@ def refuse_options(torchrun: Mapping[str, object], min_nodes: int, max_nodes: in
 def count_ranks(nproc_per_node: object, environ: Mapping[str, str]) -> int:
     """Return the ranks of each node: a number as given, else the job's GPUs there; raises UsageError."""
     text = str(nproc_per_node)
-    if text in GPUS:
+    if text in GPU_WORDS:
         text = environ.get("SLURM_GPUS_ON_NODE") or environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
     elif text == "cpu":
         text = environ.get("SLURM_CPUS_ON_NODE", "")
@@ -186,6 +186,10 @@ def build_srun_environ(
     environ: Mapping[str, str], variables: Mapping[str, str], request_fields: Mapping[str, object]
 ) -> dict[str, str]:
     """Return srun's environment: the user's, what the shim is told, and what is asked of the placement."""
-    kept = {name: value for name, value in drop_ours(clean_for_step(environ)).items() if name not in STALE}
+    kept = {
+        name: value
+        for name, value in drop_task_variables(clean_for_step(environ)).items()
+        if name not in STALE_VARIABLES
+    }
     own = {LAUNCH_AGENT: "srun", LAUNCH_REQUEST: json.dumps(request_fields)}
     return {"PYTHONUNBUFFERED": "1", **kept, **own, **variables}

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 from launcher.slurm.notation import expand_hosts, expand_ranges
 
-OWN = ("srun: ", "slurmstepd")
+SLURM_PREFIXES = ("srun: ", "slurmstepd")
 """Beginnings of the lines that are srun's own, or of the daemon behind a task."""
-TASKS = re.compile(r"srun: error: (?P<hosts>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
+TASK_END = re.compile(r"srun: error: (?P<hosts>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 """How tasks ended; `_task_finish` in SLURM's src/srun/libsrun/launch.c. One line can tell of several."""
-LOST = re.compile(r"srun: error: Node failure on (?P<hosts>\S+)")
+NODE_FAILURE = re.compile(r"srun: error: Node failure on (?P<hosts>\S+)")
 """A node that slurmctld has given up; src/api/step_launch.c."""
 EXITED = re.compile(r"Exited with exit code (\d+)")
 OUT_OF_MEMORY = "Out Of Memory"
@@ -27,11 +27,13 @@ CPU_BIND_COMPLAINT = "cluster configuration lacks support for cpu binding"
 """What --cpu-bind=none is told, even --quiet, if no TaskPlugin could bind."""
 COMPLETED = re.compile(r"srun: (?:\S+: )*\S+: tasks? (?P<tasks>[\d,-]+): Completed$")
 """Tasks that ended with 0, of which `srun --verbose` alone tells."""
-USEFUL = re.compile(r"srun: (?:error|fatal|warning|unrecognized|ambiguous|invalid|option)\b", re.IGNORECASE)
+USEFUL_LINE = re.compile(
+    r"srun: (?:error|fatal|warning|unrecognized|ambiguous|invalid|option)\b", re.IGNORECASE
+)
 """What srun says short of being verbose, getopt's complaints included."""
-BEGUN = re.compile(r"\btasks? \d|Node failure|slurmstepd|Job step aborted|io error")
+STEP_BEGUN = re.compile(r"\btasks? \d|Node failure|slurmstepd|Job step aborted|io error")
 """In what it says of a step that has begun."""
-PASSING = re.compile(r"contact|imed out|Connection refused|temporar|busy|Zero Bytes")
+TEMPORARY = re.compile(r"contact|imed out|Connection refused|temporar|busy|Zero Bytes")
 """In what it says where slurmctld is away, or the nodes are not ready for another step."""
 KEPT_LINES = 40
 """Lines of srun's, and of tasks that have no logs yet, that are kept for the report."""
@@ -51,7 +53,7 @@ class TaskEnd:
 
 def is_slurm_line(line: str) -> bool:
     """Tell whether a line is SLURM's, rather than a task's."""
-    return line.startswith(OWN)
+    return line.startswith(SLURM_PREFIXES)
 
 
 def is_cpu_bind_complaint(line: str) -> bool:
@@ -61,7 +63,7 @@ def is_cpu_bind_complaint(line: str) -> bool:
 
 def is_verbose(line: str) -> bool:
     """Tell whether srun says a line only since it was asked to be verbose."""
-    return line.startswith("srun: ") and not USEFUL.match(line)
+    return line.startswith("srun: ") and not USEFUL_LINE.match(line)
 
 
 def parse_completed(line: str) -> tuple[int, ...]:
@@ -75,12 +77,12 @@ def parse_completed(line: str) -> tuple[int, ...]:
 
 def has_begun(lines: Iterable[str]) -> bool:
     """Tell whether any line is about a step that has begun."""
-    return any(map(BEGUN.search, lines))
+    return any(map(STEP_BEGUN.search, lines))
 
 
 def is_temporary(text: str) -> bool:
     """Tell whether srun says why it did not start a step, and that another try may do so."""
-    return bool(PASSING.search(text))
+    return bool(TEMPORARY.search(text))
 
 
 def drop_prefix(line: str) -> str:
@@ -90,7 +92,7 @@ def drop_prefix(line: str) -> str:
 
 def parse_task_end(line: str) -> TaskEnd | None:
     """Read how tasks ended out of a line of srun's stderr; None if it tells something else."""
-    found = TASKS.match(line)
+    found = TASK_END.match(line)
     if not found:
         return None
     how = found["how"].strip().removesuffix(CORE)
@@ -117,13 +119,13 @@ def number_signal(words: str) -> int:
 
 def parse_task_ends(lines: Iterable[str]) -> dict[str, str]:
     """Return the word on how its task ended for each host that is there to tell; the last word counts."""
-    found = [match for line in lines if (match := TASKS.match(line))]
+    found = [match for line in lines if (match := TASK_END.match(line))]
     return {host: match["how"].strip() for match in found for host in expand_hosts(match["hosts"])}
 
 
 def parse_node_failure(line: str) -> str:
     """Return the list of nodes that a line of srun's stderr says are lost; empty for any other line."""
-    found = LOST.match(line)
+    found = NODE_FAILURE.match(line)
     return found["hosts"] if found else ""
 
 
@@ -137,10 +139,10 @@ def is_in_node_records(line: str, before: Iterable[str]) -> bool:
 
     A task that was killed left no record. That srun has the others ended is no news after the first end.
     """
-    if found := TASKS.match(line):
+    if found := TASK_END.match(line):
         how = found["how"].strip()
         return how == ENDED or bool(EXITED.fullmatch(how))
-    return is_cancelled(line) and any(map(TASKS.match, before))
+    return is_cancelled(line) and any(map(TASK_END.match, before))
 
 
 @dataclass(slots=True)

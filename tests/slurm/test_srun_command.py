@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from launcher.slurm.notation import expand_hosts, fold_hosts
 from launcher.slurm.rendezvous import DEFAULT_LOCAL, LOWEST, TRIALS, pick_port, read_local_ports
-from launcher.slurm.slurm_environ import clean_for_step, drop_ours
+from launcher.slurm.slurm_environ import clean_for_step, drop_task_variables
 from launcher.slurm.srun_command import Container, Step, give_cpus, render_step
 
 STEP = Step(2, ("n0", "n1"), False, "/home/me/a b", ("python", "-m", "task", "/runs/x"), {})
@@ -165,7 +165,7 @@ def test_what_the_head_tells_the_tasks_is_not_for_ranks() -> None:
         "LAUNCH_ATTEMPT": "0",
         "LAUNCH_NIC": "mlx5_0",
     }
-    assert drop_ours(told) == {"LAUNCH_NIC": "mlx5_0"}
+    assert drop_task_variables(told) == {"LAUNCH_NIC": "mlx5_0"}
 
 
 @pytest.mark.parametrize(
