@@ -151,7 +151,7 @@ def clean_text(text: str, most: int = 80) -> str:
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
-def tell_first(
+def describe_first_failed_rank(
     where: str, how: str, source: str, lines: Sequence[str], what: str = "failed first"
 ) -> list[str]:
     """Say which rank failed first, and show the end of its log; `how` continues `it …`."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from launcher.config.schema import LaunchConfig
 from launcher.errors import UsageError
-from launcher.runs.find import RunLookupError, choose_runs, list_runs, name_run
+from launcher.runs.run_lookup import RunLookupError, choose_runs, list_runs, name_run
 
 logger = logging.getLogger(__name__)
 

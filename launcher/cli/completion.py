@@ -14,8 +14,8 @@ from launcher.config.hydra_flags import list_flag_values, make_parser, parse_fla
 from launcher.config.schema import LaunchConfig
 from launcher.config.search_path import find_shipped
 from launcher.errors import UsageError
-from launcher.runs.find import list_runs, name_run
 from launcher.runs.manifest import read_job, read_manifest, take_dict
+from launcher.runs.run_lookup import list_runs, name_run
 from launcher.runs.run_status import LIVE, STATES
 
 BASH = r"""_launch_complete() {

@@ -13,7 +13,7 @@ from launcher.config.schema import LaunchConfig
 from launcher.config.validation import check_least
 from launcher.errors import UsageError
 from launcher.report.byte_stream import open_stream
-from launcher.runs.log_tail import Output, RunTail
+from launcher.runs.run_output import Output, RunOutputReader
 from launcher.runs.run_status import RunStatus, read_status
 from launcher.slurm.client import JobState
 from launcher.slurm.pending_jobs import Poller
@@ -38,9 +38,9 @@ def show_logs(config: LaunchConfig, names: Sequence[str]) -> int:
     check_least("rank", 0 if config.rank is None else config.rank, 0)
     check_least("logs.tail", config.logs.tail, 1)
     if config.follow:
-        follow_output(path, RunTail(path, config.rank, config.logs.tail))
+        follow_output(path, RunOutputReader(path, config.rank, config.logs.tail))
         return 0
-    tail = RunTail(path, config.rank)
+    tail = RunOutputReader(path, config.rank)
     check_rank_printed(tail)
     if not OutputWriter(config.rank).write(tail.read_lines(final=True)):
         (run,) = find_run_states([path]).runs
@@ -48,11 +48,11 @@ def show_logs(config: LaunchConfig, names: Sequence[str]) -> int:
     return 0
 
 
-def check_rank_printed(tail: RunTail) -> None:
+def check_rank_printed(tail: RunOutputReader) -> None:
     """Raise UsageError for a rank that the run does not have."""
     if tail.rank is None or tail.find_attempts():
         return
-    ranks = [log for logs in RunTail(tail.path).find_attempts().values() for log in logs]
+    ranks = [log for logs in RunOutputReader(tail.path).find_attempts().values() for log in logs]
     if ranks:
         known = sorted({int(log.stem.partition("-")[2]) for log in ranks})
         raise UsageError(
@@ -60,7 +60,7 @@ def check_rank_printed(tail: RunTail) -> None:
         )
 
 
-def follow_output(path: Path, tail: RunTail) -> None:
+def follow_output(path: Path, tail: RunOutputReader) -> None:
     """Print what comes, over all attempts, until the run has ended; Ctrl-C ends it earlier."""
     watch, writer = RunWatch(path), OutputWriter(tail.rank)
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from launcher.cli.choose_runs import choose_named
 from launcher.config.schema import LaunchConfig
 from launcher.config.validation import FORMATS, check_choice
-from launcher.runs.find import list_runs
+from launcher.runs.run_lookup import list_runs
 from launcher.runs.run_status import RunStatus, add_progress, read_status
 from launcher.slurm.notation import fold_hosts
 from launcher.slurm.pending_jobs import explain_reason

@@ -14,7 +14,7 @@ from launcher.launch.agent import check_open_files, start_agent
 from launcher.launch.job import Draft, build_environ, plan_job, render_agent
 from launcher.launch.local_run import AGENT_LINES, prepare_run, write_plan
 from launcher.launch.monitor import RankMonitor
-from launcher.launch.outcome import Ending, explain_failure, judge_outcome, record_end
+from launcher.launch.outcome import JobOutcome, complete_manifest, explain_failure, judge_outcome
 from launcher.launch.supervisor import Supervisor
 from launcher.probe.cgroups import count_oom_kills
 from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_METER, LAUNCH_NUM_WORKERS
@@ -119,7 +119,7 @@ def run_trial(
     finally:
         monitor.viewer.close()
     ending = judge_outcome(outcome, tuple(read_tail(log, AGENT_LINES)))
-    record_end(monitor, ending)
+    complete_manifest(monitor, ending)
     check_ending(supervisor, ending, trial.config)
     return judge_trial(read_records(run.path / RECORDS), workers, len(job.plan.ranks))
 
@@ -137,7 +137,7 @@ def open_trial(trial: Draft, argv: Sequence[str], viewer: SilentViewer) -> RankM
     return RankMonitor(job, run, viewer, count_oom_kills, manifest)
 
 
-def check_ending(supervisor: Supervisor, ending: Ending, config: LaunchConfig) -> None:
+def check_ending(supervisor: Supervisor, ending: JobOutcome, config: LaunchConfig) -> None:
     """Raise where a trial ended in another way than by its own measuring, or the program's end."""
     if supervisor.timed_out:
         raise MeasureError(

@@ -98,7 +98,7 @@ def check_open_files() -> None:
             setrlimit(RLIMIT_NOFILE, (wanted, hard))
 
 
-def has_heard(log: Path, begin: int) -> bool:
+def was_signalled(log: Path, begin: int) -> bool:
     """Tell whether an agent's log says that it was sent a signal."""
     return HEARD in read_log(log, begin)
 

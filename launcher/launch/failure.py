@@ -62,7 +62,7 @@ def find_failure(deaths: Sequence[Death], agent_log: str) -> Death | None:
     reported = {int(m["pid"]): m for m in REPORT.finditer(agent_log)}
     closed = {int(pid) for pid in CLOSING.findall(agent_log)}
     last = max((death.process.attempt for death in deaths), default=0)
-    for death in take_last(deaths):
+    for death in select_last_start(deaths):
         process = death.process
         report = reported.get(process.pid)
         exitcode = death.exitcode if death.exitcode is not None else report and int(report["exitcode"])
@@ -74,7 +74,7 @@ def find_failure(deaths: Sequence[Death], agent_log: str) -> Death | None:
     return None
 
 
-def take_last(deaths: Sequence[Death]) -> list[Death]:
+def select_last_start(deaths: Sequence[Death]) -> list[Death]:
     """Return the ends of the last start's ranks, in their order.
 
     When nodes join or leave, torchrun starts the ranks anew within an attempt: only the newest count.
@@ -84,6 +84,6 @@ def take_last(deaths: Sequence[Death]) -> list[Death]:
     return [d for d in deaths if d.process.attempt == last and newest[d.process.local_rank] == d.process.pid]
 
 
-def list_clean(deaths: Sequence[Death]) -> list[Death]:
+def list_clean_exits(deaths: Sequence[Death]) -> list[Death]:
     """Return those of the last start's ranks that ended with 0."""
-    return [death for death in take_last(deaths) if death.exitcode == 0]
+    return [death for death in select_last_start(deaths) if death.exitcode == 0]

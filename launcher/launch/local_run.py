@@ -15,11 +15,11 @@ from launcher.files import LARGEST, read_file
 from launcher.launch.agent import check_open_files, start_agent
 from launcher.launch.job import Draft, Job, build_environ, open_target, render_agent
 from launcher.launch.monitor import RankMonitor, Viewer
-from launcher.launch.outcome import conclude_job
+from launcher.launch.outcome import report_outcome
 from launcher.launch.pseudo_terminal import PseudoTerminal, open_terminal
 from launcher.launch.supervisor import Supervisor
 from launcher.plan.json_form import plan_to_json
-from launcher.runs.disk_reserve import free_room, hold_room
+from launcher.runs.disk_space import release_space, reserve_space
 from launcher.runs.manifest import describe_start, write_manifest
 from launcher.runs.rank_logs import measure_file, read_tail
 from launcher.runs.run_directory import RunDir, write_json, write_private
@@ -49,7 +49,7 @@ def execute_job(
     monitor = RankMonitor(job, run, make_viewer(job, run), count_oom_kills, manifest)
     log = run.agent_log(job.host)
     log_begin, started = measure_file(log), time.monotonic()
-    hold_room(run)
+    reserve_space(run)
     codes = job.config.cluster.requeue.exit_codes
     supervisor = Supervisor(
         monitor, len(job.plan.ranks), job.config.torchrun.shutdown_timeout, exit_codes=codes
@@ -62,7 +62,7 @@ def execute_job(
             supervisor.pressed, supervisor.helpers = terminal.pressed, terminal.helpers
         outcome = supervisor.run(lambda: start_agent(command, environ, log), log)
     except OSError as error:
-        free_room(run)
+        release_space(run)
         manifest["outcome"] = {"state": "failed", "exit_code": EXIT_MACHINE, "reason": str(error)}
         with contextlib.suppress(OSError):
             write_manifest(run, manifest)
@@ -70,7 +70,7 @@ def execute_job(
     finally:
         monitor.restore_terminal()
     agent_log = read_tail(log, AGENT_LINES, log_begin)
-    status = conclude_job(monitor, outcome, agent_log, time.monotonic() - started)
+    status = report_outcome(monitor, outcome, agent_log, time.monotonic() - started)
     if not monitor.viewer.close():
         os._exit(status)  # a thread is stuck in a write, and the interpreter's own end would wait for it
     return status

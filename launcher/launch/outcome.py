@@ -7,21 +7,21 @@ from dataclasses import dataclass, replace
 
 from launcher.errors import EXIT_MACHINE
 from launcher.launch.agent import ENDED
-from launcher.launch.failure import describe_exit, find_failure, list_clean, take_last
+from launcher.launch.failure import describe_exit, find_failure, list_clean_exits, select_last_start
 from launcher.launch.job import Job
 from launcher.launch.monitor import MANAGED, RankMonitor
 from launcher.launch.processes import Death, RankProcess
 from launcher.launch.signals import name_signal
-from launcher.launch.supervisor import Outcome
+from launcher.launch.supervisor import AgentExit
 from launcher.runs.applied_records import compare_applied
-from launcher.runs.disk_reserve import free_room
-from launcher.runs.early_exits import LONG_BEFORE, CleanEnd, EarlyEnd, find_early
+from launcher.runs.disk_space import release_space
+from launcher.runs.early_exits import LONG_BEFORE, CleanEnd, EarlyEnd, find_early_exits
 from launcher.runs.manifest import stamp_time, write_manifest
 from launcher.runs.node_records import RankFailure
 from launcher.runs.progress import describe_progress
 from launcher.runs.rank_logs import read_tail
 from launcher.runs.run_directory import RunDir
-from launcher.text import describe_time, tell_first
+from launcher.text import describe_first_failed_rank, describe_time
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +30,10 @@ SHIM_LINES = ("launch-rank: rank ", "launch-rank: warning: ")
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class JobOutcome:
     """How a job ended, and what there is to say of it."""
 
-    outcome: Outcome
+    outcome: AgentExit
     failure: Death | None
     """The first rank of this node that failed; None where none did, or a stop was asked for."""
     status: int
@@ -59,39 +59,39 @@ class Ending:
         return "stopped" if self.requested or (self.outcome.signal and not self.failure) else "failed"
 
 
-def conclude_job(monitor: RankMonitor, outcome: Outcome, agent_log: Sequence[str], seconds: float) -> int:
+def report_outcome(monitor: RankMonitor, outcome: AgentExit, agent_log: Sequence[str], seconds: float) -> int:
     """Write how the job ended, say it, and return the exit code; the agent's log is that of this start."""
-    trouble = free_room(monitor.run)
+    trouble = release_space(monitor.run)
     ending = judge_outcome(outcome, tuple(agent_log))
     ending = add_oom_kills(ending, monitor.job, monitor.count_new_oom_kills())
-    ending = look_around(monitor, ending, trouble)
-    record_end(monitor, ending)
-    tell_end(monitor, ending, seconds)
+    ending = add_context(monitor, ending, trouble)
+    complete_manifest(monitor, ending)
+    log_outcome(monitor, ending, seconds)
     return ending.status
 
 
-def look_around(monitor: RankMonitor, ending: Ending, trouble: str) -> Ending:
+def add_context(monitor: RankMonitor, ending: JobOutcome, trouble: str) -> JobOutcome:
     """Add what came before the first failure, and what that failure means to this job."""
     failure, deaths = ending.failure, ending.outcome.deaths
     codes = monitor.job.config.cluster.requeue.exit_codes
     requested = bool(failure and failure.status in codes)
-    early = None if requested or ending.status == 0 else find_left(monitor, ending)
-    asking = requested or any(death.exitcode in codes for death in take_last(deaths))
+    early = None if requested or ending.status == 0 else collect_early_exits(monitor, ending)
+    asking = requested or any(death.exitcode in codes for death in select_last_start(deaths))
     events = tuple(filter(None, (trouble, early.describe() if early else "")))
     return replace(ending, requested=requested, asking=asking, early=bool(early), events=events)
 
 
-def find_left(monitor: RankMonitor, ending: Ending) -> EarlyEnd | None:
+def collect_early_exits(monitor: RankMonitor, ending: JobOutcome) -> EarlyEnd | None:
     """Return the ranks that ended with 0 before the first failure, or long before all were stopped."""
     host, deaths, failure = monitor.job.host, ending.outcome.deaths, ending.failure
     before = ending.outcome.signal_time - LONG_BEFORE
     if failure:
         before = failure.time
-    ends = [CleanEnd(d.process.rank, host, d.time, d.process.attempt) for d in list_clean(deaths)]
-    return find_early(monitor.run, ends, before, len(monitor.job.plan.ranks))
+    ends = [CleanEnd(d.process.rank, host, d.time, d.process.attempt) for d in list_clean_exits(deaths)]
+    return find_early_exits(monitor.run, ends, before, len(monitor.job.plan.ranks))
 
 
-def add_oom_kills(ending: Ending, job: Job, killed: int) -> Ending:
+def add_oom_kills(ending: JobOutcome, job: Job, killed: int) -> JobOutcome:
     """Add that the kernel has killed this many processes for memory here since the agent's start."""
     if killed <= 0:
         return ending
@@ -103,27 +103,27 @@ def add_oom_kills(ending: Ending, job: Job, killed: int) -> Ending:
     return replace(ending, memory=memory)
 
 
-def judge_outcome(outcome: Outcome, log: tuple[str, ...], ranks: int = 0) -> Ending:
+def judge_outcome(outcome: AgentExit, log: tuple[str, ...], ranks: int = 0) -> JobOutcome:
     """Find the first failure and the exit code: the program's own, 128+n for a signal, 3 for the agent's.
 
     Where the number of this node's ranks is given, it is a success if all of them ended with 0, even if a
     signal had asked them to end.
     """
     code = outcome.agent_exitcode
-    if code == 0 or (ranks and len(list_clean(outcome.deaths)) == ranks):
-        return Ending(outcome, None, 0, log)
+    if code == 0 or (ranks and len(list_clean_exits(outcome.deaths)) == ranks):
+        return JobOutcome(outcome, None, 0, log)
     # What comes after a signal to `launch`, or by SIGTERM after the agent was killed, is no failure.
     counted = [d for d in outcome.deaths if d.time < outcome.signal_time]
     counted = [d for d in counted if code > 0 or d.exitcode != -signal.SIGTERM]
     failure = find_failure(counted, "" if outcome.signal or code < 0 else "\n".join(log))
     if failure:
-        return Ending(outcome, failure, failure.status, log)
+        return JobOutcome(outcome, failure, failure.status, log)
     if outcome.signal:
-        return Ending(outcome, None, 128 + outcome.signal, log)
-    return Ending(outcome, None, 128 - code if code < 0 else EXIT_MACHINE, log)
+        return JobOutcome(outcome, None, 128 + outcome.signal, log)
+    return JobOutcome(outcome, None, 128 - code if code < 0 else EXIT_MACHINE, log)
 
 
-def record_end(monitor: RankMonitor, ending: Ending) -> None:
+def complete_manifest(monitor: RankMonitor, ending: JobOutcome) -> None:
     """Complete the manifest."""
     number = ending.outcome.signal
     deaths, failure = ending.outcome.deaths, describe_failure(monitor, ending)
@@ -134,7 +134,7 @@ def record_end(monitor: RankMonitor, ending: Ending) -> None:
         "exit_code": ending.status,
         "signal": name_signal(number) if number else None,
         "events": list(ending.events),
-        "first_failure": list_entries(failure, monitor.job.host) if failure else None,
+        "first_failure": failure_to_json(failure, monitor.job.host) if failure else None,
         "attempts": 1 + max((d.process.attempt for d in deaths), default=monitor.run.first_attempt),
     }
     try:
@@ -143,7 +143,7 @@ def record_end(monitor: RankMonitor, ending: Ending) -> None:
         logger.warning(f"the manifest could not be written ({error})")
 
 
-def describe_failure(monitor: RankMonitor, ending: Ending) -> RankFailure | None:
+def describe_failure(monitor: RankMonitor, ending: JobOutcome) -> RankFailure | None:
     """Return the first failure with its reason and last lines; None if no rank failed."""
     if (death := ending.failure) is None or death.exitcode is None:
         return None
@@ -160,7 +160,7 @@ def describe_failure(monitor: RankMonitor, ending: Ending) -> RankFailure | None
     )
 
 
-def list_entries(failure: RankFailure, host: str) -> dict[str, object]:
+def failure_to_json(failure: RankFailure, host: str) -> dict[str, object]:
     """Return a failure as the manifest has it."""
     return {
         "rank": failure.rank,
@@ -173,7 +173,7 @@ def list_entries(failure: RankFailure, host: str) -> dict[str, object]:
     }
 
 
-def tell_end(monitor: RankMonitor, ending: Ending, seconds: float) -> None:
+def log_outcome(monitor: RankMonitor, ending: JobOutcome, seconds: float) -> None:
     """Say how it went: the first failure or what was not as planned, the result, the run directory."""
     result = describe_progress(monitor.viewer.finish(patient=ending.outcome.signal is None))
     tell = {"failed": explain_failure, "succeeded": check_success, "stopped": explain_stop}
@@ -183,14 +183,14 @@ def tell_end(monitor: RankMonitor, ending: Ending, seconds: float) -> None:
     logger.info(f"run directory {monitor.run.path}")
 
 
-def check_success(monitor: RankMonitor, ending: Ending) -> list[str]:
+def check_success(monitor: RankMonitor, ending: JobOutcome) -> list[str]:
     """Say what was not as planned in a job that succeeded."""
     lines = [*ending.events, *compare_applied(monitor.job.plan.ranks, monitor.read_applied())]
     lines += [f"{name} outlived the program, and was ended" for name in ending.outcome.leftovers]
     return [*lines, ending.memory] if ending.memory else lines
 
 
-def explain_stop(monitor: RankMonitor, ending: Ending) -> list[str]:
+def explain_stop(monitor: RankMonitor, ending: JobOutcome) -> list[str]:
     """Say who asks for another start, and how to go on."""
     lines, failure = list(ending.events), ending.failure
     if failure:
@@ -201,19 +201,22 @@ def explain_stop(monitor: RankMonitor, ending: Ending) -> list[str]:
     return lines
 
 
-def explain_failure(monitor: RankMonitor, ending: Ending) -> list[str]:
+def explain_failure(monitor: RankMonitor, ending: JobOutcome) -> list[str]:
     """Say who failed first and show the end of its log; or what the agent said, where no rank failed."""
     failure, host = describe_failure(monitor, ending), monitor.job.host
     if failure is None:
         path = monitor.run.agent_log(host)
-        said = f"no rank failed, but torchrun's agent {quote_agent(ending)}"
+        said = f"no rank failed, but torchrun's agent {describe_agent_exit(ending)}"
         return [*ending.events, said, f"its log is {path}"]
     where = f"rank {failure.rank} on {host} (local rank {failure.local_rank})"
     what = "failed after that" if ending.early else "failed first"
-    return [*ending.events, *tell_first(where, failure.reason, failure.log, failure.lines, what)]
+    return [
+        *ending.events,
+        *describe_first_failed_rank(where, failure.reason, failure.log, failure.lines, what),
+    ]
 
 
-def quote_agent(ending: Ending) -> str:
+def describe_agent_exit(ending: JobOutcome) -> str:
     """Say how an agent ended that failed by itself, with its last words."""
     code = ending.outcome.agent_exitcode
     log = (line.strip() for line in ending.agent_log if not line.startswith(ENDED))

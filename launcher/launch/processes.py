@@ -47,7 +47,7 @@ class Death:
 
 
 @dataclass(slots=True)
-class Watch:
+class RankPidfds:
     """Holds a pidfd for each rank, and sees their deaths in order, whatever the agent's polling interval."""
 
     alive: dict[int, RankProcess] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Watch:
         """Return every rank that has been watched, alive or dead."""
         return [*self.alive.values(), *self.unseen, *(death.process for death in self.deaths)]
 
-    def note_deaths(self, ready: Iterable[int]) -> None:
+    def record_deaths(self, ready: Iterable[int]) -> None:
         """Note the deaths behind the pidfds that poll found readable."""
         for descriptor in ready:
             process = self.alive.pop(descriptor, None)
@@ -108,7 +108,7 @@ class Watch:
         for descriptor in (*self.alive, *others):
             poller.register(descriptor, select.POLLIN)
         ready = [descriptor for descriptor, _ in poller.poll(timeout * 1000)]
-        self.note_deaths([descriptor for descriptor in ready if descriptor in self.alive])
+        self.record_deaths([descriptor for descriptor in ready if descriptor in self.alive])
         return ready
 
     def close(self) -> None:

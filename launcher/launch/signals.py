@@ -26,7 +26,7 @@ SIGKILL ends this process, and where SLURM does not track by cgroup, neither age
 
 
 @dataclass(slots=True)
-class Inbox:
+class SignalQueue:
     """Signals that have arrived and wait to be handled."""
 
     wakeup: int
@@ -47,13 +47,13 @@ class Inbox:
 
 
 @contextlib.contextmanager
-def catch_signals(others: Iterable[int] = ()) -> Iterator[Inbox]:
+def catch_signals(others: Iterable[int] = ()) -> Iterator[SignalQueue]:
     """Collect the signals above, and others, until the end of the block.
 
     A signal that was ignored at the start (nohup, a shell's background job) stays ignored.
     """
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    inbox = Inbox(reading)
+    inbox = SignalQueue(reading)
     wanted = [n for n in {*STOPPING, *FORWARDED, *others} if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, inbox.note) for number in wanted}
     old_wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

@@ -9,11 +9,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launcher.launch.agent import has_heard, read_exits
+from launcher.launch.agent import read_exits, was_signalled
+from launcher.launch.head_channel import HeadChannel
 from launcher.launch.monitor import RankMonitor
 from launcher.launch.processes import (
     Death,
-    Watch,
+    RankPidfds,
     adopt_orphans,
     end_leftovers,
     reap_orphans,
@@ -23,13 +24,12 @@ from launcher.launch.signals import (
     HARD,
     KILL_GRACE,
     STOPPING,
-    Inbox,
+    SignalQueue,
     Stop,
     catch_signals,
     limit_grace,
     name_signal,
 )
-from launcher.launch.stop_requests import Control
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ HEARING = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AgentExit:
     """How the agent and its ranks ended."""
 
     agent_exitcode: int
@@ -70,17 +70,17 @@ class Supervisor:
     """When the user's keys last sent the program each signal, past this process (s since the epoch)."""
     helpers: Collection[int] = ()
     """PIDs of processes of the launcher's own, which are not the program's leftovers."""
-    watch: Watch = field(default_factory=Watch)
+    pidfds: RankPidfds = field(default_factory=RankPidfds)
     stop: Stop | None = None
     first_signal: int | None = None
     signal_time: float = math.inf
-    control: Control | None = None
+    control: HeadChannel | None = None
     """Commands from the job's head; None outside of a step of SLURM's."""
     commanded: bool = False
     """The head has asked for the end."""
-    admitted: float = 0.0
+    rank_seen_at: float = 0.0
     """Monotonic time at which a rank was last seen to have started."""
-    mended_at: float = math.inf
+    lost_node_handled_at: float = math.inf
     """When ranks were ended for a lost node's sake, in seconds since the epoch."""
     agent_heard: bool = False
     """SLURM has sent the agent the stopping signal by itself."""
@@ -97,7 +97,7 @@ class Supervisor:
         """Whether the deadline has passed."""
         return self.deadline < 0
 
-    def run(self, start: Callable[[], "subprocess.Popen[bytes]"], log: Path) -> Outcome:
+    def run(self, start: Callable[[], "subprocess.Popen[bytes]"], log: Path) -> AgentExit:
         """Run the agent, which `start` starts, to its end; raises OSError where it cannot be started."""
         adopt_orphans()
         self.log, self.log_begin = log, log.stat().st_size if log.exists() else 0
@@ -112,86 +112,88 @@ class Supervisor:
                 raise
             finally:
                 left = end_leftovers(KILL_GRACE, self.helpers)
-                self.watch.close()
+                self.pidfds.close()
         status, exits = agent.wait(), read_exits(self.log, self.log_begin)
         deaths = tuple(
             replace(death, exitcode=exits.get(death.process.pid)) if death.exitcode is None else death
-            for death in self.watch.deaths
+            for death in self.pidfds.deaths
         )
-        return Outcome(status, deaths, self.first_signal, self.signal_time, tuple(left))
+        return AgentExit(status, deaths, self.first_signal, self.signal_time, tuple(left))
 
-    def monitor_ranks(self, agent: "subprocess.Popen[bytes]", inbox: Inbox) -> None:
+    def monitor_ranks(self, agent: "subprocess.Popen[bytes]", inbox: SignalQueue) -> None:
         """Watch ranks and pass on signals until the agent ends."""
         while agent.poll() is None:
-            known = len(self.watch.deaths)
-            self.watch.poll((inbox.wakeup, *(self.control.descriptors if self.control else ())), TICK)
-            self.note_keys(self.watch.deaths[known:], agent)
-            self.tell_deaths(self.watch.deaths[known:])
-            if self.control and self.stop is None and known < len(self.watch.deaths):
-                self.look_at_agent(agent)
+            known = len(self.pidfds.deaths)
+            self.pidfds.poll((inbox.wakeup, *(self.control.descriptors if self.control else ())), TICK)
+            self.handle_key_signals(self.pidfds.deaths[known:], agent)
+            self.report_failures(self.pidfds.deaths[known:])
+            if self.control and self.stop is None and known < len(self.pidfds.deaths):
+                self.check_agent_signal(agent)
             # None comes while they end, and looking for it takes time in which the agent reaps others.
-            if len(self.watch.alive) < self.expected and self.stop is None:
-                self.admit_ranks(agent.pid)
+            if len(self.pidfds.alive) < self.expected and self.stop is None:
+                self.watch_new_ranks(agent.pid)
             self.handle_signals(inbox, agent)
-            self.heed_head(agent)
-            self.mend_group()
+            self.handle_head_commands(agent)
+            self.restart_without_lost_node()
             if time.monotonic() > self.deadline >= 0:
                 self.deadline = -1.0
                 signal.raise_signal(signal.SIGTERM)
             if not self.monitor.is_busy():
                 reap_orphans(agent.pid)
-        self.admit_ranks(agent.pid)
-        self.watch.poll((), 0)
+        self.watch_new_ranks(agent.pid)
+        self.pidfds.poll((), 0)
 
-    def note_keys(self, deaths: Sequence[Death], agent: "subprocess.Popen[bytes]") -> None:
+    def handle_key_signals(self, deaths: Sequence[Death], agent: "subprocess.Popen[bytes]") -> None:
         """Take the end of a program by the user's Ctrl-C for a stop, after which nothing restarts."""
-        for number in (end_signal(death) for death in deaths):
+        for number in (find_end_signal(death) for death in deaths):
             if number in self.pressed and self.stop is None:
-                self.note_first(number, self.pressed[number], by_head=False)
+                self.record_first_signal(number, self.pressed[number], by_head=False)
                 self.stop = Stop.begin(number, self.grace)
                 self.stop.next_stage()
                 agent.send_signal(number)
 
-    def tell_deaths(self, deaths: Sequence[Death]) -> None:
+    def report_failures(self, deaths: Sequence[Death]) -> None:
         """Say at once that a rank has failed, since its peers may take long to end; not what follows it."""
         for death in deaths:
             attempt, code = death.process.attempt, death.exitcode
-            failed = (d for d in self.watch.deaths if d.process.attempt == attempt and d.exitcode)
-            ended = 0 <= death.time - self.mended_at < KILL_GRACE and code == -signal.SIGKILL
+            failed = (d for d in self.pidfds.deaths if d.process.attempt == attempt and d.exitcode)
+            ended = 0 <= death.time - self.lost_node_handled_at < KILL_GRACE and code == -signal.SIGKILL
             if code and not ended and self.stop is None and next(failed) is death:
                 status = f"code {code}" if code > 0 else name_signal(-code)
                 what = "asks for another start" if code in self.exit_codes else "failed"
                 logger.info(f"rank {death.process.rank} {what} ({status}); torchrun ends the others")
 
-    def look_at_agent(self, agent: "subprocess.Popen[bytes]") -> None:
+    def check_agent_signal(self, agent: "subprocess.Popen[bytes]") -> None:
         """Stop, too, where a rank has ended because the agent alone got a signal."""
-        if has_heard(self.log, self.log_begin):
-            self.note_slurm(signal.SIGTERM, agent)
+        if was_signalled(self.log, self.log_begin):
+            self.handle_slurm_signal(signal.SIGTERM, agent)
 
-    def admit_ranks(self, agent: int) -> None:
+    def watch_new_ranks(self, agent: int) -> None:
         """Watch ranks that have started, and tell of a restart of the worker group."""
         fresh = list(self.monitor.find_ranks(agent))
-        self.admitted = time.monotonic() if fresh else self.admitted
-        seen = max((process.attempt for process in self.watch.processes()), default=None)
+        self.rank_seen_at = time.monotonic() if fresh else self.rank_seen_at
+        seen = max((process.attempt for process in self.pidfds.processes()), default=None)
         newest = max((process.attempt for process in fresh), default=None)
         if seen is not None and newest is not None and newest > seen:
             logger.info(f"torchrun restarted the ranks: attempt {newest}")
-        self.watch.add_ranks(fresh)
+        self.pidfds.add_ranks(fresh)
 
-    def handle_signals(self, inbox: Inbox, agent: "subprocess.Popen[bytes]") -> None:
+    def handle_signals(self, inbox: SignalQueue, agent: "subprocess.Popen[bytes]") -> None:
         """Pass on what has arrived; each stopping signal goes a stage on, and so does the time."""
         for number in inbox.take():
             if number not in FORWARDED:
-                self.note_slurm(number, agent) if self.control else self.note_stop(number, agent, self.grace)
+                self.handle_slurm_signal(number, agent) if self.control else self.handle_stop_signal(
+                    number, agent, self.grace
+                )
             elif self.control is None:  # to a step, SLURM has sent it to every process by itself
-                self.watch.signal_ranks(number)
+                self.pidfds.signal_ranks(number)
         if self.stop and time.monotonic() >= self.stop.deadline:
             self.advance_stop(self.stop, agent)
 
-    def note_stop(self, number: int, agent: "subprocess.Popen[bytes]", grace: float) -> None:
+    def handle_stop_signal(self, number: int, agent: "subprocess.Popen[bytes]", grace: float) -> None:
         """Begin to stop, or go a stage on. In a step, what SLURM and the head both send is one stage."""
         if self.stop is None:
-            self.note_first(number, by_head=self.commanded)
+            self.record_first_signal(number, by_head=self.commanded)
             self.stop = Stop.begin(number, grace)
         elif self.control and self.stop.has_reached(number):
             return
@@ -199,13 +201,13 @@ class Supervisor:
         while self.control and number in HARD and not self.stop.has_reached(number):
             self.advance_stop(self.stop, agent)
 
-    def note_first(self, number: int, when: float | None = None, *, by_head: bool) -> None:
+    def record_first_signal(self, number: int, when: float | None = None, *, by_head: bool) -> None:
         """Remember the first stopping signal: how ranks end after it is no failure."""
         if self.first_signal is None:
             self.first_signal, self.signal_time = number, time.time() if when is None else when
             self.monitor.on_stop(number, by_head)
 
-    def note_slurm(self, number: int, agent: "subprocess.Popen[bytes]") -> None:
+    def handle_slurm_signal(self, number: int, agent: "subprocess.Popen[bytes]") -> None:
         """Stop by SLURM's signal, which the agent may have got as well, and then is not to get from here.
 
         Where SLURM tracks processes by cgroup, it has: a second one would break off the agent's own shutdown,
@@ -213,38 +215,38 @@ class Supervisor:
         """
         deadline = time.monotonic() + HEARING
         if self.stop is None:
-            self.note_first(number, by_head=False)
+            self.record_first_signal(number, by_head=False)
             while not self.agent_heard and time.monotonic() < deadline and agent.poll() is None:
-                self.watch.poll((), TICK)  # what a rank ended with is known until the agent looks
-                self.agent_heard = has_heard(self.log, self.log_begin)
+                self.pidfds.poll((), TICK)  # what a rank ended with is known until the agent looks
+                self.agent_heard = was_signalled(self.log, self.log_begin)
         kill_wait = self.control.kill_wait if self.control else None
-        self.note_stop(number, agent, limit_grace(self.grace, kill_wait))
+        self.handle_stop_signal(number, agent, limit_grace(self.grace, kill_wait))
 
-    def heed_head(self, agent: "subprocess.Popen[bytes]") -> None:
+    def handle_head_commands(self, agent: "subprocess.Popen[bytes]") -> None:
         """Do what the head says: stop by its signals, and pass others on to the ranks that catch them."""
         for number in self.control.read_signals() if self.control else ():
             if number in (*STOPPING, *HARD):
                 self.commanded = True
-                self.note_stop(number, agent, self.grace)
+                self.handle_stop_signal(number, agent, self.grace)
                 continue
-            _, spared = self.watch.signal_catchers(number)
+            _, spared = self.pidfds.signal_catchers(number)
             if spared:
                 ranks = "1 rank has" if spared == 1 else f"{spared} ranks have"
                 logger.info(f"{name_signal(number)} not sent: {ranks} no handler for it")
 
-    def mend_group(self) -> None:
+    def restart_without_lost_node(self) -> None:
         """End ranks that go on as if a lost node were there, so that torchrun starts them anew without it.
 
         Those that notice fail by themselves. Others wait in a collective, or for the lost ranks to connect,
         until that times out: torchrun's agents restart for nodes that come, not for those that go.
         """
         lost_at = self.control.lost_at if self.control else None
-        if self.control is None or lost_at is None or self.stop or self.admitted > lost_at:
+        if self.control is None or lost_at is None or self.stop or self.rank_seen_at > lost_at:
             return
         if time.monotonic() > lost_at + LOST_GRACE:
-            self.control.lost_at, self.mended_at = None, time.time()
+            self.control.lost_at, self.lost_node_handled_at = None, time.time()
             logger.info("a node was lost: SIGKILL to the ranks, which torchrun starts without it")
-            self.watch.signal_groups(signal.SIGKILL)
+            self.pidfds.signal_groups(signal.SIGKILL)
 
     def advance_stop(self, stop: Stop, agent: "subprocess.Popen[bytes]") -> None:
         """Enter the next stage. The agent forwards the first signal, later ones go to the ranks directly."""
@@ -252,19 +254,19 @@ class Supervisor:
         number = stop.next_stage()
         if number is None or number == signal.SIGKILL:
             logger.info("SIGKILL to the ranks")
-            if number is None or not (self.watch.alive or self.watch.unseen):
+            if number is None or not (self.pidfds.alive or self.pidfds.unseen):
                 agent.kill()
-            self.watch.signal_groups(signal.SIGKILL)
+            self.pidfds.signal_groups(signal.SIGKILL)
             return
         left = stop.deadline - time.monotonic()
         logger.info(f"{name_signal(number)} to the ranks, which have {left:.0f} s to end")
         if first:
             agent.send_signal(number) if not self.agent_heard else None
         else:
-            self.watch.signal_groups(number)
+            self.pidfds.signal_groups(number)
 
 
-def end_signal(death: Death) -> int:
+def find_end_signal(death: Death) -> int:
     """Return the signal that a rank ended by, also where it told so as a shell does, by 128+n; 0 for none."""
     code = death.exitcode or 0
     return -code if code < 0 else max(code - 128, 0)

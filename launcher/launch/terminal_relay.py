@@ -139,7 +139,7 @@ class TerminalRelay:
             return
         self.typed += data
         self.write_input()
-        self.note_keys(data)
+        self.find_key_signals(data)
 
     def write_input(self) -> None:
         """Hand input on, as far as the program's terminal takes it."""
@@ -147,7 +147,7 @@ class TerminalRelay:
             while self.typed:
                 self.typed = self.typed[os.write(self.terminal.master, self.typed) :]
 
-    def note_keys(self, data: bytes) -> None:
+    def find_key_signals(self, data: bytes) -> None:
         """Notice the keys of which the program's terminal has made signals."""
         settings = termios.tcgetattr(self.terminal.master)
         if not settings[tty.LFLAG] & termios.ISIG:
@@ -155,9 +155,9 @@ class TerminalRelay:
         for number, index in KEYS.items():
             key = settings[tty.CC][index]
             if key != b"\0" and key in data:
-                self.note_signal(number, data.count(key))
+                self.handle_key_signal(number, data.count(key))
 
-    def note_signal(self, number: int, count: int) -> None:
+    def handle_key_signal(self, number: int, count: int) -> None:
         """Do the launcher's part where a key was pressed: for one Ctrl-C there is none."""
         if number == signal.SIGTSTP:
             if is_stoppable(self.terminal.find_group()):

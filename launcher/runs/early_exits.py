@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from launcher.runs.advance import find_last_step
+from launcher.runs.attempt_progress import find_last_step
 from launcher.runs.run_directory import RunDir
 
 LONG_BEFORE = 30.0
@@ -52,7 +52,7 @@ def shorten(items: Sequence[object]) -> str:
     return ", ".join(map(str, items[:MOST])) + more
 
 
-def find_early(run: RunDir, ends: Iterable[CleanEnd], before: float, world: int) -> EarlyEnd | None:
+def find_early_exits(run: RunDir, ends: Iterable[CleanEnd], before: float, world: int) -> EarlyEnd | None:
     """Return the ranks that ended with 0 before a time (seconds since the epoch); None where none did.
 
     `world` is the number of ranks, 0 where it is not known. Ranks that have printed their last step have

@@ -38,12 +38,12 @@ def find_step(path: Path, attempt: int) -> Progress | None:
 def find_last_line(path: Path, attempt: int) -> str:
     """Return the last line that rank 0's program printed, on the stream that it wrote to last."""
     logs = [path / "logs" / str(attempt) / f"rank-0.{ending}" for ending in ("out", "err")]
-    return take_last([log for log in logs if log.exists()])
+    return find_last_text([log for log in logs if log.exists()])
 
 
 def find_own_line(path: Path) -> str:
     """Return the last line of the job's own log, or else of the agents', where no rank has printed any."""
-    return take_last(find_job_logs(path)) or take_last(find_agent_logs(path))
+    return find_last_text(find_job_logs(path)) or find_last_text(find_agent_logs(path))
 
 
 def find_job_logs(path: Path) -> list[Path]:
@@ -58,7 +58,7 @@ def find_agent_logs(path: Path) -> list[Path]:
     return [path / "logs" / name for name in names if name.startswith("agent-") and name.endswith(".log")]
 
 
-def take_last(logs: Sequence[Path]) -> str:
+def find_last_text(logs: Sequence[Path]) -> str:
     """Return the last line with something in it, of the log that was written to last."""
     for log in sorted(logs, key=read_change, reverse=True):
         for line in reversed(read_tail(log, TAIL)):

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launcher.runs.disk_reserve import FULL, is_full
-from launcher.runs.find import name_run
+from launcher.runs.disk_space import FULL, is_full
 from launcher.runs.latest_step import find_latest, list_attempts
 from launcher.runs.manifest import (
     CLOSED,
@@ -19,6 +18,7 @@ from launcher.runs.manifest import (
     take_list,
 )
 from launcher.runs.run_directory import RunDir
+from launcher.runs.run_lookup import name_run
 from launcher.runs.run_process import check_process
 
 LIVE = ("queued", "running")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.errors import SchedulerError
-from launcher.runs.advance import Advance, measure_advance
+from launcher.runs.attempt_progress import AttemptProgress, measure_attempt
 from launcher.runs.manifest import (
     describe_start,
     read_manifest,
@@ -78,9 +78,9 @@ class Attempt:
         """Attempts that SLURM counts and the manifest lacks, since it could not be written."""
         return count_unrecorded(self.manifest, self.job_id, self.restarts)
 
-    def measure_progress(self) -> tuple[Advance, bool | None]:
+    def measure_progress(self) -> tuple[AttemptProgress, bool | None]:
         """Return how far it has come, and whether that is progress; None if nothing tells."""
-        advance = measure_advance(self.run, self.request.progress_patterns)
+        advance = measure_attempt(self.run, self.request.progress_patterns)
         return advance, has_advanced(advance, self.earlier)
 
 
@@ -127,7 +127,7 @@ def reconstruct_outcome(
     lost = find_lost_nodes(hosts, read_time(found.get("started")), environ)
     word = ask_last_end(name_job(environ), environ)
     cause = outcome.get("cause") or ENDS.get(word) or ("preempted" if word or not lost else "node_failure")
-    advance = measure_advance(RunDir(run.path, found.get("attempt") or 0), request.progress_patterns)
+    advance = measure_attempt(RunDir(run.path, found.get("attempt") or 0), request.progress_patterns)
     earlier = list_requeued_attempts(found, name_job(environ))
     reason = f"{', '.join(lost)} was lost" if lost else "it was killed before it could say why"
     return {
@@ -169,7 +169,7 @@ def count_unrecorded(manifest: Manifest, job_id: str, restarts: int) -> int:
     return max(restarts - 1 - max((number for number in known if isinstance(number, int)), default=-1), 0)
 
 
-def has_advanced(advance: Advance, earlier: Sequence[Manifest]) -> bool | None:
+def has_advanced(advance: AttemptProgress, earlier: Sequence[Manifest]) -> bool | None:
     """Tell whether an attempt came to a later step, or wrote a newer checkpoint, than those before it.
 
     None if neither a step nor a checkpoint was ever seen: then there is nothing to judge by.
@@ -182,7 +182,7 @@ def has_advanced(advance: Advance, earlier: Sequence[Manifest]) -> bool | None:
     return later or (advance.newest is not None and advance.newest > max(times, default=float("-inf")))
 
 
-def describe_advance(advance: Advance) -> Manifest:
+def describe_advance(advance: AttemptProgress) -> Manifest:
     """Return an attempt's progress for the manifest."""
     return {"step": advance.step, "checkpoint": advance.newest}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from launcher.errors import EXIT_MACHINE
 from launcher.launch.signals import STOPPING
-from launcher.runs.advance import Advance
+from launcher.runs.attempt_progress import AttemptProgress
 from launcher.runs.early_exits import EarlyEnd
 from launcher.runs.node_records import NodeRecord, RankFailure
 from launcher.slurm.job_control import RUNNING, JobStatus
@@ -53,7 +53,7 @@ class AttemptEnd:
     """How SLURM ends the job, see `classify_kill`; empty if it does not."""
     cause: str | None
     """Class of the end; None for a success."""
-    advance: Advance
+    advance: AttemptProgress
     lost: tuple[str, ...] = ()
     """Lost nodes."""
     node_states: tuple[tuple[str, str], ...] = ()
@@ -65,7 +65,7 @@ class AttemptEnd:
     early: EarlyEnd | None = None
     """Ranks that ended with 0 before the first failure."""
     trouble: str = ""
-    """What is wrong with the run directory, see `free_room`."""
+    """What is wrong with the run directory, see `release_space`."""
 
     @property
     def first(self) -> tuple[NodeRecord, RankFailure] | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from launcher.config.schema import RequeueConfig
 from launcher.errors import LaunchError, SchedulerError
-from launcher.runs.disk_reserve import free_room, hold_room
+from launcher.runs.disk_space import release_space, reserve_space
 from launcher.runs.manifest import stamp_time
 from launcher.runs.run_directory import RunDir
 from launcher.slurm.attempt import Attempt, Manifest, has_advanced, make_attempt_manifest, try_write_manifest
@@ -57,7 +57,7 @@ def start_attempt(
     if decision:
         raise refuse_attempt(attempt, decision)
     try_write_manifest(run, manifest)
-    hold_room(run)
+    reserve_space(run)
     return attempt
 
 
@@ -88,7 +88,7 @@ def prepare_for_kill(attempt: Attempt) -> None:
 
 def end_attempt(attempt: Attempt, step: StepReport) -> int:
     """Diagnose an attempt's end, requeue the job or not, log it, and return the batch script's exit code."""
-    trouble = free_room(attempt.run)
+    trouble = release_space(attempt.run)
     if trouble:
         break_line()
     if attempt.prepared:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from launcher.errors import SchedulerError
 from launcher.launch.signals import STOPPING
-from launcher.runs.early_exits import LONG_BEFORE, CleanEnd, EarlyEnd, find_early
+from launcher.runs.early_exits import LONG_BEFORE, CleanEnd, EarlyEnd, find_early_exits
 from launcher.runs.node_records import NodeRecord, RankFailure
 from launcher.slurm.attempt import Attempt
 from launcher.slurm.attempt_end import (
@@ -65,7 +65,7 @@ def complete_diagnosis(attempt: Attempt, before: AttemptEnd, step: StepReport, t
 def diagnose_end(attempt: Attempt, step: StepReport, trouble: str = "") -> AttemptEnd:
     """Return what is known of an attempt whose step has ended; SLURM is not asked about a plain success.
 
-    `trouble` is what `free_room` has said.
+    `trouble` is what `release_space` has said.
     """
     advance, _ = attempt.measure_progress()
     stop_requested, succeeded = got_stop_signal(step), has_succeeded(attempt, step)
@@ -144,7 +144,7 @@ def find_early_end(attempt: Attempt, step: StepReport) -> EarlyEnd | None:
         for rank, moment in record.clean
     ]
     world = 0 if step.missing else sum(record.ranks for record in step.records)
-    return find_early(attempt.run, ends, before, world)
+    return find_early_exits(attempt.run, ends, before, world)
 
 
 def has_succeeded(attempt: Attempt, step: StepReport) -> bool:

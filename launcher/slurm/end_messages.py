@@ -10,7 +10,7 @@ from launcher.runs.run_directory import RunDir
 from launcher.slurm.attempt import Manifest, describe_advance
 from launcher.slurm.attempt_end import AttemptEnd
 from launcher.slurm.requeue_policy import Decision
-from launcher.text import describe_time, tell_first
+from launcher.text import describe_first_failed_rank, describe_time
 
 MAX_NAMED = 3
 """Sentences of the manifest's reason, and nodes that are named in one."""
@@ -78,7 +78,7 @@ def list_failure_lines(end: AttemptEnd) -> list[str]:
         what = "failed after that" if end.early else "failed first"
         return [
             *list_first_events(end),
-            *tell_first(where, failure.reason, failure.log, failure.lines, what),
+            *describe_first_failed_rank(where, failure.reason, failure.log, failure.lines, what),
         ]
     return describe_events(end)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.errors import SchedulerError
-from launcher.launch.signals import FORWARDED, Inbox, catch_signals
+from launcher.launch.signals import FORWARDED, SignalQueue, catch_signals
 from launcher.report.console import JobConsole, make_console
 from launcher.report.footer import StatusLine
 from launcher.runs.run_directory import RunDir
@@ -44,7 +44,7 @@ def follow_jobs(jobs: Sequence[tuple[Path, str]]) -> int:
 class Following:
     """Jobs that are followed, and what is shown of them."""
 
-    inbox: Inbox
+    inbox: SignalQueue
     jobs: list[FollowedJob]
     console: JobConsole = field(default_factory=lambda: JobConsole("all", make_console()))
     poller: Poller = field(init=False)
@@ -200,7 +200,7 @@ def has_user() -> bool:
         return False
 
 
-def ask_cancel_or_detach(question: str, inbox: Inbox) -> str:
+def ask_cancel_or_detach(question: str, inbox: SignalQueue) -> str:
     """Ask until the answer is `c` or `d`; empty if a signal or the end of the input comes before it."""
     while True:
         sys.stderr.write(question)

@@ -12,7 +12,7 @@ from pathlib import Path
 from launcher.files import open_file
 from launcher.report.console import JobConsole
 from launcher.report.output_target import Source
-from launcher.runs.disk_reserve import explain_silence
+from launcher.runs.disk_space import explain_missing_end
 from launcher.runs.manifest import CLOSED, read_job, read_manifest, take_dict
 from launcher.runs.rank_logs import Follower
 from launcher.runs.run_directory import RunDir
@@ -136,7 +136,7 @@ class FollowedJob:
         done = self.state.state == "COMPLETED"
         self.status = self.state.exit_code or (0 if done else 1)
         reason = f" ({self.state.reason})" if self.state.reason else ""
-        silence = explain_silence(RunDir(self.run_path))
+        silence = explain_missing_end(RunDir(self.run_path))
         more = f"; {silence}" if silence else ""
         return f"job {self.job_id} ended{self.describe_where_ended()}: {self.state.state}{reason}{more}"
 

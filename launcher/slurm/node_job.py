@@ -38,7 +38,7 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
     log = run.agent_log(task.host)
     log_begin = measure_file(log)
     agent = preload_agent(sys.executable, build_environ(config, cluster, merged, run, task.host), log)
-    from launcher.slurm.node_work import run_agent  # as all that follows, while the agent imports torch
+    from launcher.slurm.node_agent import run_agent  # as all that follows, while the agent imports torch
 
     try:
         check_port(config, cluster)

@@ -13,16 +13,16 @@ from pathlib import Path
 
 from launcher.config.schema import ContainerConfig
 from launcher.errors import SchedulerError
-from launcher.launch.processes import prepare_agent
-from launcher.launch.signals import FORWARDED
-from launcher.launch.stop_requests import (
+from launcher.launch.head_channel import (
     KILL_WAIT,
     LOST,
-    open_channel,
+    make_head_channel,
     parse_report,
+    write_line_to_tasks,
     write_signal,
-    write_word,
 )
+from launcher.launch.processes import prepare_agent
+from launcher.launch.signals import FORWARDED
 from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_RENDEZVOUS
 from launcher.runs.node_records import NodeRecord, read_nodes
 from launcher.slurm.attempt import Attempt
@@ -87,7 +87,7 @@ class NodeStep:
         """Ask SLURM for its KillWait, once the step is on its way: the thread's body."""
         seconds = ask_kill_wait(self.environ)
         if seconds is not None:
-            write_word(self.control, f"{KILL_WAIT} {seconds}")
+            write_line_to_tasks(self.control, f"{KILL_WAIT} {seconds}")
 
     def send(self, number: int) -> None:
         """Send a signal to the ranks, by way of their supervisors."""
@@ -114,7 +114,7 @@ class NodeStep:
         if hosts := parse_node_failure(line):
             with contextlib.suppress(ValueError):
                 self.lost |= {*expand_hosts(hosts)}  # a new value: another thread reads it
-            write_word(self.control, LOST)  # to those that can go on: of an elastic job
+            write_line_to_tasks(self.control, LOST)  # to those that can go on: of an elastic job
         return not known
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ def start_nodes(attempt: Attempt, endpoint: str) -> NodeStep:
     variables = {LAUNCH_ATTEMPT: str(attempt.run.first_attempt), LAUNCH_RENDEZVOUS: endpoint}
     step = describe_node_step(attempt)
     step = replace(step, options=give_cpus(step.options, attempt.environ))
-    reading, writing = open_channel()
+    reading, writing = make_head_channel()
     parent = os.getpid()
     try:
         process = subprocess.Popen(

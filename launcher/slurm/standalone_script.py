@@ -20,7 +20,7 @@ from launcher.decode import DecodeError, convert
 from launcher.errors import MachineError, UsageError
 from launcher.files import open_append, open_below
 from launcher.protocol import LAUNCH_SECRETS
-from launcher.runs.disk_reserve import find_trouble
+from launcher.runs.disk_space import find_write_error
 from launcher.runs.manifest import describe_start, read_manifest, take_dict, write_manifest
 from launcher.runs.run_directory import RunDir, closing_descriptor, open_run_dir, write_private
 from launcher.runs.run_status import explain_outcome
@@ -182,7 +182,7 @@ def describe_attempt_end(run: RunDir) -> str:
     outcome = take_dict(read_manifest(run.path) or {}, "outcome")
     state, reason = str(outcome.get("state")), explain_outcome(outcome)
     if state == "running":
-        return find_trouble(run) or "it ended without a word"
+        return find_write_error(run) or "it ended without a word"
     return f"{state}: {reason}" if reason else state
 
 

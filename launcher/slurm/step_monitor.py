@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from launcher.errors import SchedulerError
-from launcher.launch.signals import STOPPING, Inbox, Stop, name_signal
+from launcher.launch.signals import STOPPING, SignalQueue, Stop, name_signal
 from launcher.runs.node_records import read_nodes
 from launcher.slurm.attempt import Attempt
 from launcher.slurm.attempt_lifecycle import prepare_for_kill
@@ -53,7 +53,7 @@ class StepMonitor:
     """The batch script's process during an attempt: the signals that it got, and the stages of a stop."""
 
     attempt: Attempt
-    inbox: Inbox
+    inbox: SignalQueue
     signals: list[tuple[int, float]] = field(default_factory=list)
     """What came, and when, in seconds since the epoch."""
     checkpointed: bool = False

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.runs.log_tail import RunTail
 from launcher.runs.rank_logs import CHUNK, find_tail
+from launcher.runs.run_output import RunOutputReader
 from launcher.runs.run_process import identify_process
 from tests.cli.make_runs import make_run, write_applied, write_log
 from tests.conftest import LAUNCH, Result, clean_environ
@@ -128,13 +128,13 @@ def test_a_line_longer_than_is_searched_does_not_take_for_ever(
     assert find_tail(tmp_path / "log", 1) == 4002
 
 
-def read(tail: RunTail, *, final: bool = False) -> list[str]:
+def read(tail: RunOutputReader, *, final: bool = False) -> list[str]:
     return [line.text for line in tail.read_lines(final=final)]
 
 
 def test_ranks_and_attempts_that_come_later_and_logs_that_are_cut(tmp_path: Path) -> None:
     path = make_run(tmp_path, state="running")
-    tail = RunTail(path, lines=2)
+    tail = RunOutputReader(path, lines=2)
     assert read(tail) == []
     log = write_log(path, 0, "1\n2\n3\nhalf")
     assert read(tail) == ["3"]  # the half line is one of the two

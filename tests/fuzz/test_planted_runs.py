@@ -23,8 +23,8 @@ from launcher.rank.affinity import AppliedPlacement
 from launcher.rank.identity import Identity
 from launcher.rank.plan_entry import PlanEntry
 from launcher.rank.rank_record import write_records
-from launcher.runs.advance import measure_advance
 from launcher.runs.applied_records import AppliedReader
+from launcher.runs.attempt_progress import measure_attempt
 from launcher.runs.node_records import read_nodes, refuse_node, write_node
 from launcher.runs.run_directory import RunDir, create_run_dir, open_run_dir, write_json, write_private
 from launcher.runs.run_process import identify_process
@@ -249,7 +249,7 @@ def test_readers_never_raise(tree: dict[str, Planted]) -> None:
         read_run(place.run)
         read_nodes(place.run, 0)
         AppliedReader(place.run).read_new()
-        measure_advance(RunDir(place.run))
+        measure_attempt(RunDir(place.run))
 
 
 def write_rank(path: Path) -> None:

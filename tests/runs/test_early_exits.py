@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.runs.early_exits import CleanEnd, EarlyEnd, find_early
+from launcher.runs.early_exits import CleanEnd, EarlyEnd, find_early_exits
 from launcher.runs.run_directory import RunDir, open_run_dir
 
 
@@ -24,7 +24,7 @@ def end(rank: int, time: float, host: str = "n1") -> CleanEnd:
 
 
 def describe(run: RunDir, ends: list[CleanEnd], before: float = 10.0, world: int = 8) -> str:
-    found = find_early(run, ends, before, world)
+    found = find_early_exits(run, ends, before, world)
     return found.describe() if found else ""
 
 
@@ -61,4 +61,4 @@ def test_what_ends_well_is_no_event(run: RunDir) -> None:
 
 def test_the_value(run: RunDir) -> None:
     print_step(run, 3, "step 40/100 loss 2.5")
-    assert find_early(run, [end(3, 9.0)], 10.0, 8) == EarlyEnd((3,), ("n1",), 7, 40, None)
+    assert find_early_exits(run, [end(3, 9.0)], 10.0, 8) == EarlyEnd((3,), ("n1",), 7, 40, None)

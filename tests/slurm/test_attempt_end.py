@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from launcher.config.schema import RequeueConfig
-from launcher.launch.stop_requests import SIGNALLED
-from launcher.runs.advance import Advance
+from launcher.launch.head_channel import SIGNALLED
+from launcher.runs.attempt_progress import AttemptProgress
 from launcher.runs.manifest import read_manifest, write_manifest
 from launcher.runs.node_records import NodeRecord, read_nodes, write_node
 from launcher.runs.run_directory import RunDir, open_run_dir
@@ -215,7 +215,7 @@ def complete(path: Path, kill: str, *, finished: bool, code: int = 0) -> str | N
     attempt = begin(path)
     print_steps(attempt, "step 10/10 loss 1.0" if finished else "step 4/10 loss 1.0")
     seen = "requeued" if kill == "preempted" else kill
-    before = AttemptEnd(None, seen, kill, Advance((), None))
+    before = AttemptEnd(None, seen, kill, AttemptProgress((), None))
     records = WELL if code == 0 else (record("n0", "stopped", 143), STOPPED)
     return complete_diagnosis(attempt, before, end(*records, code=code), "").cause
 

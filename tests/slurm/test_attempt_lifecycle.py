@@ -10,7 +10,7 @@ import pytest
 
 from launcher.config.schema import ClusterConfig, LaunchConfig, ProgressConfig, RequeueConfig
 from launcher.launch.signals import catch_signals
-from launcher.runs.advance import Advance, measure_advance
+from launcher.runs.attempt_progress import AttemptProgress, measure_attempt
 from launcher.runs.manifest import describe_start, write_manifest
 from launcher.runs.node_records import NodeRecord, RankFailure
 from launcher.runs.progress import Progress
@@ -353,37 +353,37 @@ def steps(*numbers: int) -> tuple[Progress, ...]:
 @pytest.mark.parametrize(
     ("advance", "earlier", "advanced"),
     [
-        (Advance((), None), [], None),
-        (Advance((), None), [entry("requeued")], None),
-        (Advance((), None), [entry("requeued", step=3)], False),
-        (Advance(steps(1, 3), None), [], True),
-        (Advance(steps(1, 3), None), [entry("requeued", step=3)], False),
-        (Advance(steps(1, 4), None), [entry("requeued", step=3), entry("requeued")], True),
-        (Advance(steps(1, 4), None), [entry("requeued", step=5), entry("requeued", step=3)], False),
-        (Advance(steps(1, 3), 9.0), [entry("requeued", step=3, checkpoint=8.0)], True),
-        (Advance(steps(1, 3), 9.0), [entry("requeued", step=3, checkpoint=9.0)], False),
-        (Advance((), 9.0), [], True),
+        (AttemptProgress((), None), [], None),
+        (AttemptProgress((), None), [entry("requeued")], None),
+        (AttemptProgress((), None), [entry("requeued", step=3)], False),
+        (AttemptProgress(steps(1, 3), None), [], True),
+        (AttemptProgress(steps(1, 3), None), [entry("requeued", step=3)], False),
+        (AttemptProgress(steps(1, 4), None), [entry("requeued", step=3), entry("requeued")], True),
+        (AttemptProgress(steps(1, 4), None), [entry("requeued", step=5), entry("requeued", step=3)], False),
+        (AttemptProgress(steps(1, 3), 9.0), [entry("requeued", step=3, checkpoint=8.0)], True),
+        (AttemptProgress(steps(1, 3), 9.0), [entry("requeued", step=3, checkpoint=9.0)], False),
+        (AttemptProgress((), 9.0), [], True),
     ],
 )
 def test_whether_an_attempt_made_progress(
-    advance: Advance, earlier: list[dict[str, Any]], advanced: bool | None
+    advance: AttemptProgress, earlier: list[dict[str, Any]], advanced: bool | None
 ) -> None:
     assert has_advanced(advance, earlier) is advanced
 
 
 def test_the_progress_that_is_read(tmp_path: Path) -> None:
     run = open_run_dir(tmp_path, None)
-    assert measure_advance(run) == Advance((), None)
+    assert measure_attempt(run) == AttemptProgress((), None)
     for number, text in enumerate(("step 1/9 loss 3\nstep 2/9 loss 2\n", "step 3/9 loss 1\nnoise\n", "")):
         run.rank_log(0, number, "out").parent.mkdir()
         run.rank_log(0, number, "out").write_text(text)
     (tmp_path / "checkpoints/step-1").mkdir(parents=True)
-    found = measure_advance(run)
+    found = measure_attempt(run)
     assert [step.step for step in found.steps] == [1, 3] and found.finished is False
     assert found.newest == (tmp_path / "checkpoints/step-1").stat().st_mtime
-    assert measure_advance(RunDir(tmp_path, 2)).steps == ()
+    assert measure_attempt(RunDir(tmp_path, 2)).steps == ()
     run.rank_log(0, 2, "err").write_text("step 9/9 loss 0.5\n")
-    assert measure_advance(RunDir(tmp_path, 2)).finished is True
+    assert measure_attempt(RunDir(tmp_path, 2)).finished is True
 
 
 def test_checkpoints_elsewhere_count_from_the_submission_on(tmp_path: Path) -> None:
@@ -392,7 +392,7 @@ def test_checkpoints_elsewhere_count_from_the_submission_on(tmp_path: Path) -> N
     places = LaunchConfig(progress=ProgressConfig([f"{tmp_path}/ckpt/step-*", "own/**/*.pt"]))
     request = JobRequest(places, {}, None, (), str(tmp_path), 1, 1)
     patterns = request.progress_patterns
-    assert measure_advance(run, patterns) == Advance((), None)
+    assert measure_attempt(run, patterns) == AttemptProgress((), None)
     now = (run.path / "config.yaml").stat().st_mtime
     shards = [tmp_path / "ckpt/step-1/rank0.pt", tmp_path / "ckpt/step-2/rank0.pt", tmp_path / "own/a/b/c.pt"]
     for at, shard in enumerate(shards):
@@ -400,12 +400,12 @@ def test_checkpoints_elsewhere_count_from_the_submission_on(tmp_path: Path) -> N
         shard.touch()
         for path in (shard, shard.parent):
             os.utime(path, (now - 5 + at * 10,) * 2)
-    assert measure_advance(run, patterns).newest == now + 15
-    assert measure_advance(run, patterns[:1]).newest == now + 5
+    assert measure_attempt(run, patterns).newest == now + 15
+    assert measure_attempt(run, patterns[:1]).newest == now + 5
     shards[1].unlink()
     os.utime(shards[1].parent, (now - 5,) * 2)
-    assert measure_advance(run, patterns[:1]).newest is None
-    assert measure_advance(run).newest is None
+    assert measure_attempt(run, patterns[:1]).newest is None
+    assert measure_attempt(run).newest is None
 
 
 def test_attempts_are_judged_by_checkpoints_elsewhere(tmp_path: Path) -> None:

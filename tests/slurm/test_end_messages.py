@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launcher.runs.advance import Advance
+from launcher.runs.attempt_progress import AttemptProgress
 from launcher.runs.node_records import NodeRecord, RankFailure
 from launcher.runs.progress import Progress
 from launcher.runs.run_directory import RunDir
@@ -40,7 +40,7 @@ def make_step(
 
 
 def make_end(cause: str | None, step: StepReport | None = None, kill: str = "", **values: Any) -> AttemptEnd:
-    known: dict[str, Any] = {"advance": Advance(STEPS, 8.0), **values}
+    known: dict[str, Any] = {"advance": AttemptProgress(STEPS, 8.0), **values}
     return AttemptEnd(step, kill, cause, **known)
 
 
@@ -194,5 +194,5 @@ def test_the_last_lines() -> None:
         f"succeeded after 1 min 1 s: {progress}",
         "run directory /runs/x",
     ]
-    silent = make_end("crash", make_step(), advance=Advance((), None))
+    silent = make_end("crash", make_step(), advance=AttemptProgress((), None))
     assert list_end_lines(silent, Decision(True, "crash", ""), RUN, 2)[0] == "requeued after 2.0 s"

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from launcher.runs.disk_reserve import (
+from launcher.runs.disk_space import (
     RESERVE,
     SIZE,
-    explain_silence,
-    explain_trouble,
-    find_trouble,
-    free_room,
-    hold_room,
+    explain_missing_end,
+    explain_write_error,
+    find_write_error,
     is_full,
+    release_space,
+    reserve_space,
 )
 from launcher.runs.run_directory import RunDir, open_run_dir
 
@@ -48,13 +48,13 @@ def fill(place: Path) -> None:
 
 def test_a_disk_that_gets_full_leaves_room_for_the_account(disk: Path) -> None:
     run = open_run_dir(disk / "run", None)
-    hold_room(run)
+    reserve_space(run)
     assert (run.path / RESERVE).stat().st_size == SIZE
-    assert find_trouble(run) == explain_silence(run) == "" and not is_full(run)
+    assert find_write_error(run) == explain_missing_end(run) == "" and not is_full(run)
     fill(disk)
     assert is_full(run)
-    assert explain_silence(run) == f"the run directory's disk is full ({run.path})"
-    assert free_room(run) == f"the run directory's disk is full ({run.path})"
+    assert explain_missing_end(run) == f"the run directory's disk is full ({run.path})"
+    assert release_space(run) == f"the run directory's disk is full ({run.path})"
     (run.path / "manifest.json").write_bytes(bytes(SIZE))
     assert sorted(path.name for path in run.path.iterdir()) == ["logs", "manifest.json"]
 
@@ -62,33 +62,37 @@ def test_a_disk_that_gets_full_leaves_room_for_the_account(disk: Path) -> None:
 def test_a_disk_that_is_full_from_the_start(disk: Path) -> None:
     run = open_run_dir(disk / "run", None)
     fill(disk)
-    hold_room(run)
-    assert free_room(run).startswith("the run directory's disk is full")
+    reserve_space(run)
+    assert release_space(run).startswith("the run directory's disk is full")
     assert [path.name for path in run.path.iterdir()] == ["logs"]
 
 
 def test_nothing_is_left_where_all_is_well(tmp_path: Path) -> None:
     run = open_run_dir(tmp_path / "run", None)
-    hold_room(run)
-    hold_room(run)
-    assert free_room(run) == "" and free_room(run) == ""
+    reserve_space(run)
+    reserve_space(run)
+    assert release_space(run) == "" and release_space(run) == ""
     assert [path.name for path in run.path.iterdir()] == ["logs"]
 
 
 def test_a_run_directory_that_is_gone(tmp_path: Path) -> None:
     run = open_run_dir(tmp_path / "run", None)
-    hold_room(run)
+    reserve_space(run)
     shutil.rmtree(run.path)
-    hold_room(run)
+    reserve_space(run)
     told = f"the run directory was removed during the run ({run.path})"
-    assert free_room(run) == told and find_trouble(run) == explain_silence(run) == told and not is_full(run)
+    assert (
+        release_space(run) == told
+        and find_write_error(run) == explain_missing_end(run) == told
+        and not is_full(run)
+    )
 
 
 def test_a_link_in_the_place_of_what_is_held_is_not_followed(tmp_path: Path) -> None:
     run = open_run_dir(tmp_path / "run", None)
     (tmp_path / "precious").write_text("mine")
     (run.path / RESERVE).symlink_to(tmp_path / "precious")
-    hold_room(run)
+    reserve_space(run)
     assert (tmp_path / "precious").read_text() == "mine"
 
 
@@ -100,4 +104,4 @@ def test_a_link_in_the_place_of_what_is_held_is_not_followed(tmp_path: Path) -> 
     ],
 )
 def test_other_reasons(number: int, words: str) -> None:
-    assert explain_trouble(RunDir(Path("/r")), OSError(number, os.strerror(number))) == words
+    assert explain_write_error(RunDir(Path("/r")), OSError(number, os.strerror(number))) == words

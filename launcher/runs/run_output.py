@@ -35,7 +35,7 @@ class Output:
 
 
 @dataclass(slots=True)
-class RunTail:
+class RunOutputReader:
     """Reads what a run's ranks print, from the last attempt on that has any output."""
 
     path: Path

@@ -5,16 +5,16 @@ import signal
 import subprocess
 from collections.abc import Callable
 
+from launcher.launch.head_channel import open_head_channel
 from launcher.launch.job import Job
 from launcher.launch.monitor import MANAGED, STARTING, RankMonitor, describe_job
 from launcher.launch.outcome import add_oom_kills, judge_outcome
-from launcher.launch.stop_requests import open_control
 from launcher.launch.supervisor import Supervisor
 from launcher.probe.cgroups import count_oom_kills
 from launcher.report.output_viewer import OutputViewer, ViewOptions
 from launcher.runs.rank_logs import Follower, read_tail
 from launcher.runs.run_directory import RunDir
-from launcher.slurm.node_monitor import NodeRecorder
+from launcher.slurm.node_recorder import NodeRecorder
 from launcher.slurm.slurm_environ import TaskIdentity
 
 AGENT_LINES = 2000
@@ -35,7 +35,7 @@ def run_agent(
     """Run torchrun's agent and its ranks to their end; raises OSError where it cannot be started."""
     log = run.agent_log(place.host)
     monitor = RankMonitor(job, run, make_viewer(job, run, place), count_oom_kills, asks_kernel=True)
-    control = open_control(0)
+    control = open_head_channel(0)
     recorder = NodeRecorder(monitor, place, control, started)
     monitor.on_stop = recorder.record_stop
     grace = job.config.torchrun.shutdown_timeout

@@ -23,7 +23,7 @@ SIGNALLED = "launch-task: signalled"
 
 
 @dataclass(slots=True)
-class Control:
+class HeadChannel:
     """The tasks' end."""
 
     descriptor: int | None
@@ -73,13 +73,13 @@ class Control:
             return b""
 
 
-def open_control(descriptor: int) -> Control:
+def open_head_channel(descriptor: int) -> HeadChannel:
     """Return the channel behind a descriptor, which is read without waiting."""
     os.set_blocking(descriptor, False)
-    return Control(descriptor)
+    return HeadChannel(descriptor)
 
 
-def open_channel() -> tuple[int, int]:
+def make_head_channel() -> tuple[int, int]:
     """Return the descriptors of a new channel: what srun reads, and what the head writes to."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     os.write(writing, f"{GREETING}\n".encode())
@@ -88,10 +88,10 @@ def open_channel() -> tuple[int, int]:
 
 def write_signal(descriptor: int, number: int) -> None:
     """Tell the tasks of a signal: the head's end; one whose tasks are gone needs no telling."""
-    write_word(descriptor, signal.Signals(number).name)
+    write_line_to_tasks(descriptor, signal.Signals(number).name)
 
 
-def write_word(descriptor: int, word: str) -> None:
+def write_line_to_tasks(descriptor: int, word: str) -> None:
     """Tell the tasks something else."""
     with contextlib.suppress(OSError):
         os.write(descriptor, f"{word}\n".encode())

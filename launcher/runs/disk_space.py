@@ -16,24 +16,24 @@ FULL = "the run directory's disk is full"
 REMOVED = "the run directory was removed during the run"
 
 
-def hold_room(run: RunDir) -> None:
-    """Take some room while there is some; what `free_room` gives back. Where that fails, there is none."""
+def reserve_space(run: RunDir) -> None:
+    """Take some space while there is some, which `release_space` gives back; if that fails, there is none."""
     with contextlib.suppress(OSError):
         write_bytes(run, RESERVE, SIZE)
 
 
-def free_room(run: RunDir) -> str:
+def release_space(run: RunDir) -> str:
     """Give back what was held, when the ranks have ended, who would use it up.
 
-    Returns why nothing could be written any more before that, see `find_trouble`.
+    Returns why nothing could be written any more before that, see `find_write_error`.
     """
-    trouble = find_trouble(run)
+    trouble = find_write_error(run)
     with contextlib.suppress(OSError):
         remove_file(run, RESERVE)
     return trouble
 
 
-def find_trouble(run: RunDir) -> str:
+def find_write_error(run: RunDir) -> str:
     """Say why nothing can be written to the run directory, in words; empty where it can."""
     name = f".trial.{os.getpid()}"
     try:
@@ -42,11 +42,11 @@ def find_trouble(run: RunDir) -> str:
         finally:
             remove_file(run, name)
     except OSError as error:
-        return explain_trouble(run, error)
+        return explain_write_error(run, error)
     return ""
 
 
-def explain_trouble(run: RunDir, error: OSError) -> str:
+def explain_write_error(run: RunDir, error: OSError) -> str:
     """Say what the error of a write means for a run directory."""
     if error.errno == errno.EDQUOT:
         return f"your quota on the run directory's disk is used up ({run.path})"
@@ -65,7 +65,7 @@ def is_full(run: RunDir) -> bool:
     return False
 
 
-def explain_silence(run: RunDir) -> str:
+def explain_missing_end(run: RunDir) -> str:
     """Say why nobody has written down how a run ended, as far as a look tells; empty where it does not."""
     if not run.path.is_dir():
         return f"{REMOVED} ({run.path})"

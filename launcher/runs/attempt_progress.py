@@ -18,7 +18,7 @@ MOST = 10000
 
 
 @dataclass(frozen=True, slots=True)
-class Advance:
+class AttemptProgress:
     """What is to be seen of an attempt's progress."""
 
     steps: tuple[Progress, ...]
@@ -38,7 +38,7 @@ class Advance:
         return None if last is None or last.total is None else last.step >= last.total
 
 
-def measure_advance(run: RunDir, patterns: Sequence[str] = ()) -> Advance:
+def measure_attempt(run: RunDir, patterns: Sequence[str] = ()) -> AttemptProgress:
     """Read what the attempt has left, torchrun's restarts included; nothing raises.
 
     Absolute `patterns`, as glob has them, find checkpoints that are not in the run directory.
@@ -50,7 +50,7 @@ def measure_advance(run: RunDir, patterns: Sequence[str] = ()) -> Advance:
     steps = (first or last, last) if last else ()
     newest = [find_newest(run.path / "checkpoints"), find_newest_elsewhere(run, patterns)]
     times = [time for time in newest if time is not None]
-    return Advance(tuple(step for step in steps if step), max(times, default=None))
+    return AttemptProgress(tuple(step for step in steps if step), max(times, default=None))
 
 
 def find_logs(run: RunDir, attempt: int) -> Iterable[Path]:

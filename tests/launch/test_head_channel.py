@@ -8,35 +8,35 @@ import sys
 
 import pytest
 
-from launcher.launch.processes import Watch, catches, list_children, list_ranks
-from launcher.launch.signals import Stop, limit_grace
-from launcher.launch.stop_requests import (
+from launcher.launch.head_channel import (
     KILL_WAIT,
     LOST,
     SIGNALLED,
-    open_channel,
-    open_control,
+    make_head_channel,
+    open_head_channel,
     parse_report,
     report_signal,
+    write_line_to_tasks,
     write_signal,
-    write_word,
 )
+from launcher.launch.processes import RankPidfds, catches, list_children, list_ranks
+from launcher.launch.signals import Stop, limit_grace
 
 SLEEPER = "import os, signal, time\n{}\nos.write(1, b'UP\\n')\ntime.sleep(60)"
 CATCHER = "signal.signal(signal.SIGUSR2, lambda *_: os.write(1, b'CAUGHT\\n'))"
 
 
 def test_signals_come_through_in_their_order() -> None:
-    reading, writing = open_channel()
-    control = open_control(reading)
+    reading, writing = make_head_channel()
+    control = open_head_channel(reading)
     assert control.read_signals() == []
     write_signal(writing, signal.SIGUSR2)
     write_signal(writing, signal.SIGTERM)
     assert control.read_signals() == [signal.SIGUSR2, signal.SIGTERM]
     assert control.kill_wait is None
-    write_word(writing, f"{KILL_WAIT} 30")
+    write_line_to_tasks(writing, f"{KILL_WAIT} 30")
     assert control.read_signals() == [] and control.kill_wait == 30
-    write_word(writing, LOST)
+    write_line_to_tasks(writing, LOST)
     assert control.read_signals() == [] and control.lost_at is not None
     os.close(writing)
     assert control.read_signals() == [signal.SIGTERM], "the head is gone"
@@ -63,7 +63,7 @@ def test_a_tasks_word_for_the_head() -> None:
 
 def test_a_word_in_two_pieces_and_words_of_a_later_version() -> None:
     reading, writing = os.pipe()
-    control = open_control(reading)
+    control = open_head_channel(reading)
     os.write(writing, b"HELLO\nDANCE now\nSIGU")
     assert control.read_signals() == []
     os.write(writing, b"SR1\n\xff\n")
@@ -73,7 +73,7 @@ def test_a_word_in_two_pieces_and_words_of_a_later_version() -> None:
 
 
 def test_without_a_greeting_the_end_says_nothing() -> None:
-    control = open_control(os.open(os.devnull, os.O_RDONLY))
+    control = open_head_channel(os.open(os.devnull, os.O_RDONLY))
     assert control.read_signals() == [] and control.descriptors == () and not control.is_cut
 
 
@@ -106,7 +106,7 @@ sys.stdin.read()
         [sys.executable, "-c", agent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout
-    watch = Watch()
+    watch = RankPidfds()
     try:
         assert [process.stdout.readline() for _ in range(2)] == ["UP\n"] * 2
         ranks = list_ranks(process.pid, first_attempt=10)
@@ -136,9 +136,9 @@ def test_a_process_that_is_gone_catches_nothing() -> None:
     [(30, "", 20), (30, "30", 20), (5, "30", 5), (30, "10", 3), (30, "2", 1), (30, "300", 20), (30, "x", 20)],
 )
 def test_ranks_are_ended_before_slurm_is_out_of_patience(grace: float, word: str, limit: float) -> None:
-    reading, writing = open_channel()
-    control = open_control(reading)
-    write_word(writing, f"{KILL_WAIT} {word}")
+    reading, writing = make_head_channel()
+    control = open_head_channel(reading)
+    write_line_to_tasks(writing, f"{KILL_WAIT} {word}")
     control.read_signals()
     assert limit_grace(grace, control.kill_wait) == limit
     os.close(writing)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.runs.find import RunLookupError, choose_runs, find_runs, list_runs, name_run
+from launcher.runs.run_lookup import RunLookupError, choose_runs, find_runs, list_runs, name_run
 from tests.cli.make_runs import make_run
 
 

@@ -6,11 +6,11 @@ import signal
 import time
 from dataclasses import dataclass, replace
 
-from launcher.launch.failure import list_clean
+from launcher.launch.failure import list_clean_exits
+from launcher.launch.head_channel import HeadChannel, report_signal
 from launcher.launch.monitor import RankMonitor
-from launcher.launch.outcome import Ending, check_success, describe_failure, quote_agent
+from launcher.launch.outcome import JobOutcome, check_success, describe_agent_exit, describe_failure
 from launcher.launch.signals import name_signal
-from launcher.launch.stop_requests import Control, report_signal
 from launcher.runs.node_records import NodeRecord, RankFailure, write_node
 from launcher.slurm.slurm_environ import TaskIdentity
 
@@ -23,7 +23,7 @@ class NodeRecorder:
 
     monitor: RankMonitor
     place: TaskIdentity
-    control: Control
+    control: HeadChannel
     started: float
     """Seconds since the epoch."""
     clean: tuple[tuple[int, float], ...] = ()
@@ -36,14 +36,14 @@ class NodeRecorder:
         with contextlib.suppress(OSError):
             self.write_record("stopped", 128 + number, number, "it was killed while its ranks ended", None)
 
-    def write_end(self, ending: Ending) -> str | None:
+    def write_end(self, ending: JobOutcome) -> str | None:
         """Record how this node's part ended, and say what was not as planned; returns the kept state."""
         failure, number = ending.failure, ending.outcome.signal
         if number and failure and failure.exitcode == -signal.SIGTERM:  # SLURM sent it to the rank too
             failure, ending = None, replace(ending, failure=None)
         state = "stopped" if number and not failure and ending.status else ending.state
-        self.clean = tuple((d.process.rank, d.time) for d in list_clean(ending.outcome.deaths))
-        said = "" if failure or state != "failed" else f"torchrun's agent {quote_agent(ending)}"
+        self.clean = tuple((d.process.rank, d.time) for d in list_clean_exits(ending.outcome.deaths))
+        said = "" if failure or state != "failed" else f"torchrun's agent {describe_agent_exit(ending)}"
         for line in check_success(self.monitor, ending) if state == "succeeded" else ():
             logger.warning(line)
         try:
