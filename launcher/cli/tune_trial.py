@@ -23,7 +23,7 @@ from launcher.runs.rank_logs import read_tail
 from launcher.runs.secrets import mask_words
 from launcher.text import redirect_log
 from launcher.tune.search import Trial
-from launcher.tune.trial_records import MeasureError, judge_trial, read_records
+from launcher.tune.trial_records import MeasureError, measure_trial, read_trial_records
 
 WARMUP = 2
 """Steps after which garbage collection is as in the later steps of a long run: before any is measured."""
@@ -121,7 +121,7 @@ def run_trial(
     ending = judge_outcome(outcome, tuple(read_tail(log, AGENT_LINES)))
     complete_manifest(monitor, ending)
     check_ending(supervisor, ending, trial.config)
-    return judge_trial(read_records(run.path / RECORDS), workers, len(job.plan.ranks))
+    return measure_trial(read_trial_records(run.path / RECORDS), workers, len(job.plan.ranks))
 
 
 def open_trial(trial: Draft, argv: Sequence[str], viewer: SilentViewer) -> RankMonitor:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from launcher.cpulist import format_cpulist
 from launcher.doctor.facts import Clock
-from launcher.doctor.finding import Case, Finding, pass_check, skip_check
+from launcher.doctor.finding import Case, Finding, report_ok, report_unchecked
 from launcher.plan.rules import count_node_cores
 from launcher.text import count_things
 
@@ -29,9 +29,7 @@ def judge_cpuset(case: Case) -> Iterator[Finding]:
         nodes = {cpu.node for cpu in machine.cpus if cpu.id in machine.allowed_cpus}
         usable, every = len(machine.allowed_cpus), len(machine.cpus)
         share = f"{'all' if usable == every else f'{usable} of'} {count_things(every, 'CPU')}"
-        yield pass_check(
-            CPUS, f"{share} on {count_things(len(nodes), 'NUMA node')}, whole cores, with memory"
-        )
+        yield report_ok(CPUS, f"{share} on {count_things(len(nodes), 'NUMA node')}, whole cores, with memory")
     if spared := machine.isolated & machine.allowed_cpus:
         yield Finding(
             "note",
@@ -107,7 +105,7 @@ def judge_count(case: Case) -> Iterator[Finding]:
     workers = count_things(ranks * case.num_workers, "DataLoader worker")
     said = f"{count_things(cores, 'core')} for {count_things(ranks, 'rank')} and {workers}, {needed} wanted"
     if cores >= needed:
-        yield pass_check(CPUS, said)
+        yield report_ok(CPUS, said)
     else:
         yield Finding(
             "warning" if case.gpus else "note",
@@ -127,9 +125,9 @@ def judge_quota(case: Case) -> Finding:
     """
     quota, usable = case.machine.limits.cpus, len(case.machine.allowed_cpus)
     if quota is None:
-        return pass_check(CPUS, "no CPU quota found")
+        return report_ok(CPUS, "no CPU quota found")
     if quota >= usable:
-        return pass_check(CPUS, f"CPU quota of {quota:g} for {usable} CPUs")
+        return report_ok(CPUS, f"CPU quota of {quota:g} for {usable} CPUs")
     return Finding(
         "warning",
         CPUS,
@@ -142,7 +140,7 @@ def judge_quota(case: Case) -> Finding:
 def judge_clocks(case: Case) -> Iterator[Finding]:
     """The governors of the allowed CPUs."""
     if not case.health.clocks:
-        yield skip_check(case, CLOCKS, "frequency", "there is no cpufreq (as in most virtual machines)")
+        yield report_unchecked(case, CLOCKS, "frequency", "there is no cpufreq (as in most virtual machines)")
     for clock in case.health.clocks:
         yield judge_clock(clock)
 
@@ -154,10 +152,10 @@ def judge_clock(clock: Clock) -> Finding:
         f"{clock.governor} ({clock.driver or 'driver unknown'}{choice}) on CPUs {format_cpulist(clock.cpus)}"
     )
     if clock.governor == "performance":
-        return pass_check(CLOCKS, said)
+        return report_ok(CLOCKS, said)
     if clock.driver in HARDWARE and clock.governor == "powersave":
         if clock.preference == "performance":
-            return pass_check(CLOCKS, said)
+            return report_ok(CLOCKS, said)
         return Finding("warning" if clock.preference in SPARING else "note", CLOCKS, said, SLOW, PREFER)
     if clock.governor == "userspace":
         why = "clocks stay where somebody has put them"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from launcher.cpulist import format_cpulist
 from launcher.doctor.facts import Device
-from launcher.doctor.finding import Case, Finding, pass_check, skip_check
+from launcher.doctor.finding import Case, Finding, report_ok, report_unchecked
 
 GPUS = "GPUs"
 INTERRUPTS = "interrupts"
@@ -20,7 +20,7 @@ def judge_devices(case: Case) -> Iterator[Finding]:
     machine, shown = case.machine, case.health.driver_gpus
     nvidia = [gpu.pci for gpu in machine.gpus if gpu.vendor == "nvidia"]
     if not machine.gpus and not shown:
-        yield pass_check(GPUS, "none, and no driver that would show some")
+        yield report_ok(GPUS, "none, and no driver that would show some")
         return
     lost = [pci for pci in shown or () if pci not in nvidia]
     extra = [pci for pci in nvidia if shown and pci not in shown]
@@ -44,7 +44,7 @@ def judge_devices(case: Case) -> Iterator[Finding]:
     if not lost and not extra:
         count, used = len(machine.gpus), len(case.gpus)
         named = ", ".join(dict.fromkeys(gpu.name for gpu in machine.gpus if gpu.name))
-        yield pass_check(GPUS, f"{used} of {count} used" + (f": {named}" if named else ""))
+        yield report_ok(GPUS, f"{used} of {count} used" + (f": {named}" if named else ""))
 
 
 def judge_places(case: Case) -> Iterator[Finding]:
@@ -54,7 +54,7 @@ def judge_places(case: Case) -> Iterator[Finding]:
     if not case.gpus or len(nodes) < 2:
         return
     if not lost:
-        yield pass_check(GPUS, "the NUMA node of each is known")
+        yield report_ok(GPUS, "the NUMA node of each is known")
         return
     yield Finding(
         "warning",
@@ -79,9 +79,9 @@ def judge_links(case: Case) -> Iterator[Finding]:
             "check slot, riser and BIOS bifurcation; `sudo lspci -vv` shows LnkSta against LnkCap",
         )
     if (case.machine.gpus or case.machine.nics) and not known:
-        yield skip_check(case, GPUS, "PCI link width", "sysfs does not show it (a virtual machine?)")
+        yield report_unchecked(case, GPUS, "PCI link width", "sysfs does not show it (a virtual machine?)")
     elif known and not narrow:
-        yield pass_check(GPUS, f"PCI links of {len(known)} GPUs and NICs at full width")
+        yield report_ok(GPUS, f"PCI links of {len(known)} GPUs and NICs at full width")
 
 
 def judge_persistence(case: Case) -> Iterator[Finding]:
@@ -92,7 +92,7 @@ def judge_persistence(case: Case) -> Iterator[Finding]:
     if not used:
         return
     if not modes:
-        yield skip_check(case, GPUS, "persistence mode", "NVML does not answer")
+        yield report_unchecked(case, GPUS, "persistence mode", "NVML does not answer")
     elif off:
         yield Finding(
             "note",
@@ -102,7 +102,7 @@ def judge_persistence(case: Case) -> Iterator[Finding]:
             "sudo systemctl enable --now nvidia-persistenced (or: sudo nvidia-smi -pm 1)",
         )
     else:
-        yield pass_check(GPUS, "persistence mode is on")
+        yield report_ok(GPUS, "persistence mode is on")
 
 
 def judge_interrupts(case: Case) -> Iterator[Finding]:
@@ -113,16 +113,16 @@ def judge_interrupts(case: Case) -> Iterator[Finding]:
     shown = [device for device in case.health.devices if device.node is not None and device.interrupts]
     if places <= {None} or len(nodes) < 2:
         reason = "one NUMA node" if len(nodes) < 2 else "no GPU or NIC with a known NUMA node"
-        yield pass_check(INTERRUPTS, f"{reason}: nowhere is far ({RUNNING[case.health.irqbalance]})")
+        yield report_ok(INTERRUPTS, f"{reason}: nowhere is far ({RUNNING[case.health.irqbalance]})")
     elif not shown:
         reason = f"sysfs or /proc/irq does not show them; {RUNNING[case.health.irqbalance]}"
-        yield skip_check(case, INTERRUPTS, "interrupts of GPUs and NICs", reason)
+        yield report_unchecked(case, INTERRUPTS, "interrupts of GPUs and NICs", reason)
     else:
         found = [finding for device in shown if (finding := judge_device(case, device))]
         yield from found
         if not found:
             running = RUNNING[case.health.irqbalance]
-            yield pass_check(INTERRUPTS, f"{len(shown)} GPUs and NICs are served next to them; {running}")
+            yield report_ok(INTERRUPTS, f"{len(shown)} GPUs and NICs are served next to them; {running}")
 
 
 def judge_device(case: Case, device: Device) -> Finding | None:

@@ -66,12 +66,12 @@ class Case:
         return tuple(dict.fromkeys(rank.gpu for rank in self.plan.ranks if rank.gpu))
 
 
-def pass_check(subject: str, what: str) -> Finding:
+def report_ok(subject: str, what: str) -> Finding:
     """A check that found nothing amiss."""
     return Finding("ok", subject, what)
 
 
-def skip_check(case: Case, subject: str, what: str, reason: str) -> Finding:
+def report_unchecked(case: Case, subject: str, what: str, reason: str) -> Finding:
     """A check that could not be made, and why."""
     reason = reason if case.health.live else "not in these files"
     return Finding("unknown", subject, f"{what} not checked: {reason}")

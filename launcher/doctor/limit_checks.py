@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from launcher.doctor.facts import CAP_IPC_LOCK, CAP_SYS_RESOURCE
-from launcher.doctor.finding import Case, Finding, pass_check, skip_check
+from launcher.doctor.finding import Case, Finding, report_ok, report_unchecked
 from launcher.text import count_things, format_size
 
 LIMITS = "limits"
@@ -24,7 +24,7 @@ def judge_shm(case: Case) -> Iterator[Finding]:
     """Size of /dev/shm, through which DataLoader workers and NCCL hand data over."""
     size, free = case.machine.limits.shm_kib, case.health.shm_free_kib
     if size is None:
-        yield skip_check(case, LIMITS, SHM, "no such mount was found")
+        yield report_unchecked(case, LIMITS, SHM, "no such mount was found")
     elif size < SHM_LEAST:
         yield Finding(
             "warning",
@@ -44,7 +44,7 @@ def judge_shm(case: Case) -> Iterator[Finding]:
         )
     else:
         rest = "" if free is None else f", {format_size(free)} free"
-        yield pass_check(LIMITS, f"{SHM}: {format_size(size)}{rest}")
+        yield report_ok(LIMITS, f"{SHM}: {format_size(size)}{rest}")
 
 
 def judge_files(case: Case) -> Iterator[Finding]:
@@ -54,7 +54,7 @@ def judge_files(case: Case) -> Iterator[Finding]:
     """
     files = case.health.files
     if files is None:
-        yield skip_check(case, LIMITS, "open files", "proc/self/limits does not show them")
+        yield report_unchecked(case, LIMITS, "open files", "proc/self/limits does not show them")
     elif files.hard is not None and files.hard < FILES_LEAST:
         yield Finding(
             "warning",
@@ -66,7 +66,7 @@ def judge_files(case: Case) -> Iterator[Finding]:
         )
     else:
         most = "unlimited" if files.hard is None else str(files.hard)
-        yield pass_check(LIMITS, f"open files of a rank: {most}")
+        yield report_ok(LIMITS, f"open files of a rank: {most}")
 
 
 def judge_locked(case: Case) -> Iterator[Finding]:
@@ -75,7 +75,7 @@ def judge_locked(case: Case) -> Iterator[Finding]:
     if not nics:
         return
     if locked is None:
-        yield skip_check(case, LIMITS, "locked memory", "proc/self/limits does not show it")
+        yield report_unchecked(case, LIMITS, "locked memory", "proc/self/limits does not show it")
     elif locked.soft is not None and not case.health.capabilities >> CAP_IPC_LOCK & 1:
         yield Finding(
             "warning",
@@ -87,7 +87,7 @@ def judge_locked(case: Case) -> Iterator[Finding]:
             "PropagateResourceLimitsExcept=MEMLOCK",
         )
     else:
-        yield pass_check(LIMITS, "locked memory: unlimited, as RDMA needs it")
+        yield report_ok(LIMITS, "locked memory: unlimited, as RDMA needs it")
 
 
 def judge_processes(case: Case) -> Iterator[Finding]:
@@ -108,7 +108,7 @@ def judge_processes(case: Case) -> Iterator[Finding]:
             "ulimit -u unlimited" if users == limit else "docker: --pids-limit=-1; Kubernetes: podPidsLimit",
         )
     if health.processes is None and health.pids_max is None:
-        yield skip_check(case, LIMITS, "processes", "proc/self/limits does not show them")
+        yield report_unchecked(case, LIMITS, "processes", "proc/self/limits does not show them")
     elif not low:
         least = min((limit for limit in (users, health.pids_max) if limit is not None), default=None)
-        yield pass_check(LIMITS, f"processes: {'unlimited' if least is None else least}, {needed} wanted")
+        yield report_ok(LIMITS, f"processes: {'unlimited' if least is None else least}, {needed} wanted")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from launcher.doctor.finding import Case, Finding, pass_check, skip_check
+from launcher.doctor.finding import Case, Finding, report_ok, report_unchecked
 from launcher.text import format_size
 
 MEMORY = "memory"
@@ -20,12 +20,14 @@ def judge_size(case: Case) -> Iterator[Finding]:
     sizes = [gpu.memory_mib for gpu in case.gpus]
     if not sizes or not size:
         yield (
-            pass_check(MEMORY, f"{said}, no GPUs") if size else skip_check(case, MEMORY, "size", "unknown")
+            report_ok(MEMORY, f"{said}, no GPUs")
+            if size
+            else report_unchecked(case, MEMORY, "size", "unknown")
         )
     elif not all(sizes):
-        yield skip_check(case, MEMORY, f"{said} against the GPUs'", "the GPUs' memory is not known")
+        yield report_unchecked(case, MEMORY, f"{said} against the GPUs'", "the GPUs' memory is not known")
     elif size >= sum(sizes) << 10:
-        yield pass_check(MEMORY, f"{said}, {format_size(sum(sizes) << 10)} on the GPUs")
+        yield report_ok(MEMORY, f"{said}, {format_size(sum(sizes) << 10)} on the GPUs")
     else:
         yield Finding(
             "warning",
@@ -44,10 +46,10 @@ def judge_balancing(case: Case) -> Iterator[Finding]:
     """
     balancing, reclaim = case.health.numa_balancing, case.health.zone_reclaim
     if sum(node.normal and node.memory_kib > 0 for node in case.machine.nodes) < 2:
-        yield pass_check(MEMORY, "one NUMA node with memory: nothing to balance")
+        yield report_ok(MEMORY, "one NUMA node with memory: nothing to balance")
         return
     if balancing is None:
-        yield skip_check(case, MEMORY, "NUMA balancing", "the kernel shows no such setting")
+        yield report_unchecked(case, MEMORY, "NUMA balancing", "the kernel shows no such setting")
     elif balancing:
         yield Finding(
             "warning",
@@ -67,7 +69,7 @@ def judge_balancing(case: Case) -> Iterator[Finding]:
             "sudo sysctl vm.zone_reclaim_mode=0, and the same in /etc/sysctl.d",
         )
     if balancing == 0 and not reclaim:
-        yield pass_check(MEMORY, "automatic NUMA balancing and zone reclaim are off")
+        yield report_ok(MEMORY, "automatic NUMA balancing and zone reclaim are off")
 
 
 def judge_hugepages(case: Case) -> Iterator[Finding]:
@@ -79,10 +81,10 @@ def judge_hugepages(case: Case) -> Iterator[Finding]:
     found = [*find_reserved(case, idle), *find_transparent(case)]
     yield from found
     if not case.health.transparent:
-        yield skip_check(case, MEMORY, "transparent huge pages", "the kernel shows no such setting")
+        yield report_unchecked(case, MEMORY, "transparent huge pages", "the kernel shows no such setting")
     elif not found:
         kept = f"{format_size(idle)} reserved" if idle else "none reserved"
-        yield pass_check(MEMORY, f"transparent huge pages {case.health.transparent}, {kept}")
+        yield report_ok(MEMORY, f"transparent huge pages {case.health.transparent}, {kept}")
 
 
 def find_reserved(case: Case, idle: int) -> Iterator[Finding]:
@@ -122,9 +124,9 @@ def judge_swap(case: Case) -> Iterator[Finding]:
     """Swap in use."""
     used, eager = case.health.swap_kib, case.health.swappiness
     if used is None:
-        yield skip_check(case, MEMORY, "swap", "proc/meminfo does not show it")
+        yield report_unchecked(case, MEMORY, "swap", "proc/meminfo does not show it")
     elif used <= SWAPPED:
-        yield pass_check(MEMORY, "no swap in use")
+        yield report_ok(MEMORY, "no swap in use")
     else:
         setting = "" if eager is None else f" (vm.swappiness={eager})"
         yield Finding(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from launcher.doctor.finding import Case, Finding, pass_check, skip_check
+from launcher.doctor.finding import Case, Finding, report_ok, report_unchecked
 from launcher.plan.rules import BINDERS, BINDS, OFF_VALUES, find_binders
 from launcher.runs.applied_records import compare_rank
 from launcher.runs.run_records import HostRecords, RunRecords
@@ -51,7 +51,7 @@ def judge_plan(case: Case) -> Iterator[Finding]:
     for oddity in case.health.oddities:
         yield Finding("note", PLACEMENT, oddity, "what it should tell is not checked", "look at the file")
     if not warnings:
-        yield pass_check(PLACEMENT, f"{count_things(len(case.plan.ranks), 'rank')} planned without a warning")
+        yield report_ok(PLACEMENT, f"{count_things(len(case.plan.ranks), 'rank')} planned without a warning")
 
 
 def judge_binding_trial(case: Case) -> Iterator[Finding]:
@@ -67,9 +67,9 @@ def judge_binding_trial(case: Case) -> Iterator[Finding]:
             PERMISSION if refused else "start the job where the plan was made; `launch plan` shows it",
         )
     if trial.reason:
-        yield skip_check(case, PLACEMENT, "permission to bind", trial.reason)
+        yield report_unchecked(case, PLACEMENT, "permission to bind", trial.reason)
     elif not trial.problems:
-        yield pass_check(PLACEMENT, f"CPU set and memory policy taken as planned ({trial.tried} tried)")
+        yield report_ok(PLACEMENT, f"CPU set and memory policy taken as planned ({trial.tried} tried)")
 
 
 def is_in_effect(value: str) -> bool:
@@ -81,7 +81,7 @@ def judge_environment(case: Case) -> Iterator[Finding]:
     """The environment that ranks would inherit."""
     environ = case.environ
     if environ is None:
-        yield skip_check(case, ENVIRONMENT, "variables", "unknown")
+        yield report_unchecked(case, ENVIRONMENT, "variables", "unknown")
         return
     others = [name for name in DOUBTFUL if name not in BINDERS]
     found = [*find_binders(environ), *(name for name in others if is_in_effect(environ.get(name, "")))]
@@ -98,7 +98,7 @@ def judge_environment(case: Case) -> Iterator[Finding]:
         )
         return
     if not found:
-        yield pass_check(ENVIRONMENT, f"none of {len(DOUBTFUL)} variables that slow jobs down is set")
+        yield report_ok(ENVIRONMENT, f"none of {len(DOUBTFUL)} variables that slow jobs down is set")
 
 
 def judge_last_run(case: Case) -> Iterator[Finding]:
@@ -114,7 +114,7 @@ def judge_last_run(case: Case) -> Iterator[Finding]:
     state = f", {run.state}" if run.state else ""
     if not found:
         where = f"{count_things(ranks, 'rank')} of {count_things(len(run.hosts), 'host')}"
-        yield pass_check(LAST_RUN, f"{run.path}{state}: applied equals planned on {where}")
+        yield report_ok(LAST_RUN, f"{run.path}{state}: applied equals planned on {where}")
     else:
         yield Finding(
             "note", LAST_RUN, f"{run.path}{state}", "the run that was compared", "run_dir=DIR: another"

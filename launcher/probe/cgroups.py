@@ -44,7 +44,7 @@ def read_cpuset(tree: Tree, kind: str) -> frozenset[int] | None:
     cgroup if proc/self/cgroup does not. Source: cpuset(7); the kernel's cgroup-v1/cpusets and cgroup-v2.
     """
     names = {
-        1: (f"cpuset.effective_{kind}", f"cpuset.{kind}", kind),  # the last with noprefix, as before cgroups
+        1: (f"cpuset.effective_{kind}", f"cpuset.{kind}"),
         2: (f"cpuset.{kind}.effective", f"cpuset.{kind}"),
     }
     own, named = read_own_cgroups(tree), tree.read("proc/self/cpuset")

@@ -46,16 +46,8 @@ def read_cpu_sets(tree: Tree, status: dict[str, str]) -> tuple[frozenset[int], f
 
 
 def guess_online(tree: Tree, allowed: frozenset[int] | None) -> frozenset[int]:
-    """The online CPUs where `online` does not say: offline ones have no topology directory.
-
-    Kernels before 2.6.26 have none of the lists, only the CPUs' directories.
-    """
-    known = (
-        allowed
-        or tree.read_list(f"{CPU}present")
-        or tree.read_list(f"{CPU}possible")
-        or frozenset(tree.list_numbers(CPU, "cpu"))
-    )
+    """The online CPUs if `online` does not say: offline ones have no topology directory."""
+    known = allowed or tree.read_list(f"{CPU}present") or frozenset(tree.list_numbers(CPU, "cpu"))
     shown = frozenset(cpu for cpu in known if tree.list_directory(f"{CPU}cpu{cpu}/topology"))
     online = shown or known
     if online:
@@ -74,7 +66,7 @@ def explain_none(tree: Tree, status: dict[str, str]) -> str:
 
 
 def read_isolated(tree: Tree, online: frozenset[int]) -> frozenset[int]:
-    """Online CPUs that `isolcpus` sets apart; kernels before 4.2 don't tell."""
+    """Online CPUs that `isolcpus` sets apart."""
     path = f"{CPU}isolated"
     isolated = tree.read_list(path)
     if isolated is None and tree.read(path) is not None:

@@ -62,9 +62,10 @@ def decode_octal(text: str) -> str:
 def find_cgroup(tree: Tree, controller: str, version: int, path: str) -> tuple[str, str] | None:
     """Where a controller's hierarchy is mounted, and a cgroup's path below that; None where it is nowhere."""
     for mount in list_mounts(tree):
-        # cpuset was a file system of its own before it was a controller.
-        is_first = (mount.kind == "cgroup" and controller in mount.options) or mount.kind == controller
-        is_it = mount.kind == "cgroup2" if version == 2 else is_first
+        if version == 2:
+            is_it = mount.kind == "cgroup2"
+        else:
+            is_it = mount.kind == "cgroup" and controller in mount.options
         below = make_relative(path, mount.root) if is_it else None
         if below is not None:
             return mount.point.strip("/"), below

@@ -29,8 +29,7 @@ def list_numa_nodes(tree: Tree) -> tuple[int, ...]:
 def place_cpus(tree: Tree, ids: tuple[int, ...], online: frozenset[int]) -> dict[int, int]:
     """The NUMA node of each online CPU; node 0 where the kernel does without NUMA.
 
-    A node's `cpulist` can be stale: `online` and `has_cpu` decide. An empty `has_cpu` says nothing:
-    RHEL 7's kernel (3.10) and others of its time don't fill it in.
+    A node's `cpulist` can be stale: `online` and `has_cpu` decide. An empty `has_cpu` says nothing.
     """
     if not ids:
         return dict.fromkeys(online, 0)

@@ -21,7 +21,7 @@ MASKS = {
     "cpulist": "cpumap", "thread_siblings_list": "thread_siblings", "core_cpus_list": "core_cpus",
     "shared_cpu_list": "shared_cpu_map", "local_cpulist": "local_cpus",
 }  # fmt: skip
-"""Files with the same CPUs in hexadecimal: all that kernels before 2.6.27, and captures by hwloc, have."""
+"""Files with the same CPUs in hexadecimal: captures by hwloc-gather-topology have these alone."""
 
 
 class Tree:

@@ -78,12 +78,12 @@ class JobConsole:
         """Show some of what is new in the ranks' files; False where there is nothing."""
         busy = False
         for chunk in follower.read_turn(self.may_show):
-            self.show(chunk)
+            self.show_chunk(chunk)
             busy = True
         if busy or not final:
             return busy
         for chunk in follower.read_turn():
-            self.show(chunk)
+            self.show_chunk(chunk)
             busy = True
         return busy
 
@@ -95,7 +95,7 @@ class JobConsole:
                 return (source.rank, source.stream) == (rank, stream)
         return True
 
-    def show(self, chunk: Chunk) -> None:
+    def show_chunk(self, chunk: Chunk) -> None:
         """Show some of a rank's output where the mode says so, and read progress from rank 0's."""
         if chunk.rank == 0:
             self.note_progress(chunk.stream, chunk.data)
@@ -151,7 +151,7 @@ class JobConsole:
         for stream in (self.out, self.err):
             if stream.fault:
                 fault, stream.fault = stream.fault, None
-                self.print_message(
+                self.print_own_line(
                     f"warning: {stream.name} takes no more ({fault.strerror}): see {self.logs}"
                 )
         if not final and self.moved and time.monotonic() - self.drawn >= REDRAW:
@@ -164,14 +164,14 @@ class JobConsole:
             return
         self.bar = self.bar or StepBar()
         self.drawn = time.monotonic()
-        self.show_footer(self.bar.render_step(self.console, step))
+        self.show_footer(self.bar.render_bar(self.console, step))
 
     def show_footer(self, text: str) -> None:
         """Show a line at the bottom of the terminal, below all others; an empty one takes it away."""
         if self.err_sink.erases:
             self.err_sink.show_footer(self.err, self.encode(text))
 
-    def print_message(self, text: str) -> None:
+    def print_own_line(self, text: str) -> None:
         """Print one of our own lines."""
         self.write_own_lines(self.encode(f"launch: {escape_text(text)}\n"))
 

@@ -35,7 +35,7 @@ def print_findings(console: Console, findings: Sequence[Finding]) -> None:
                 style = "dim" if label == "why" else ""
                 table.add_row("", "", Text(f"{label}: {escape_text(text, LONGEST)}", style))
     console.print(table)
-    console.print(Text(count_findings(findings)))
+    console.print(Text(summarise_findings(findings)))
 
 
 def order_findings(findings: Sequence[Finding]) -> list[Finding]:
@@ -51,7 +51,7 @@ def order_findings(findings: Sequence[Finding]) -> list[Finding]:
     )
 
 
-def count_findings(findings: Sequence[Finding]) -> str:
+def summarise_findings(findings: Sequence[Finding]) -> str:
     """The last line: `2 warnings, 1 note; 15 checks passed, 3 could not be made`."""
     counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
     problems = [

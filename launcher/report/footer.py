@@ -52,7 +52,7 @@ class StepBar:
         )
         self.progress.add_task("training", steps="", metrics="")
 
-    def render_step(self, console: Console, step: Step) -> str:
+    def render_bar(self, console: Console, step: Step) -> str:
         """Return the row for a step."""
         total = str(step.total)
         steps = f"step {step.step:>{len(total)}}/{total}"

@@ -166,7 +166,7 @@ class OutputViewer:
         """Show some of what is new; False if there is nothing of the ranks'."""
         busy = False
         if data := self.read_terminal():
-            console.show(Chunk(0, "out", data))
+            console.show_chunk(Chunk(0, "out", data))
             busy = True
         busy = console.show_turn(self.follower, final=self.ending.is_set()) or busy
         if not (busy and console.is_within_line):  # whose rest is on its way
@@ -178,7 +178,7 @@ class OutputViewer:
         """Show the lines that wait."""
         while not self.waiting.empty():
             is_own, text = self.waiting.get()
-            console.print_message(text) if is_own else console.write_own_lines(console.encode(f"{text}\n"))
+            console.print_own_line(text) if is_own else console.write_own_lines(console.encode(f"{text}\n"))
 
     def open_console(self) -> "JobConsole":
         """Return the console, with the heading and the placement on it."""
@@ -195,13 +195,13 @@ class OutputViewer:
             is_raw=self.is_raw,
         )
         for line in options.heading:
-            console.print_message(line)
+            console.print_own_line(line)
         if plan := options.plan:
             from launcher.report.placement_table import print_placement
 
             console.print_renderable(lambda out: print_placement(out, plan, explain=options.explain))
         if options.notice and not self.follower.offsets:
-            console.print_message(options.notice)
+            console.print_own_line(options.notice)
         return console
 
     def finish(self, *, patient: bool = True) -> Sequence[Progress]:

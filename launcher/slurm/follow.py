@@ -103,14 +103,14 @@ class Following:
         if answer.error:
             self.failures += 1
             if self.failures == 2:
-                self.console.print_message(f"{answer.error}; the job is followed on, and SLURM asked again")
+                self.console.print_own_line(f"{answer.error}; the job is followed on, and SLURM asked again")
             return
         if self.failures > 1:
-            self.console.print_message("SLURM answers again")
+            self.console.print_own_line("SLURM answers again")
         self.failures = 0
         for job in self.open_jobs:
             if job.job_id in answer.asked and (text := job.update_state(answer)):
-                self.console.print_message(text)
+                self.console.print_own_line(text)
 
     def is_over(self) -> bool:
         """Tell of jobs that have ended, and whether none is left and all has been shown."""
@@ -121,7 +121,7 @@ class Following:
             self.poller.job_ids = tuple(left.job_id for left in self.open_jobs)
             if text or self.log is None:
                 self.line.close()
-                self.console.print_message(text or job.describe_end())
+                self.console.print_own_line(text or job.describe_end())
         if self.open_jobs:
             return False
         if self.log is None or not self.jobs[0].has_run:
@@ -160,11 +160,11 @@ class Following:
         try:
             run_slurm(["scancel", *(job.job_id for job in self.open_jobs)])
         except SchedulerError as error:
-            self.console.print_message(f"{error}: not cancelled")
+            self.console.print_own_line(f"{error}: not cancelled")
             return None
         self.cancelling = True
         self.poller.ask_now()
-        self.console.print_message("cancelled; waiting for the end (Ctrl-C detaches)")
+        self.console.print_own_line("cancelled; waiting for the end (Ctrl-C detaches)")
         return None
 
     def detach(self, status: int) -> int:
@@ -172,7 +172,7 @@ class Following:
         path = shlex.quote(str(self.jobs[0].run_path))
         back = f"launch logs -f {path}" if self.log else "launch status"
         what = "is left alone" if self.cancelling else "goes on"
-        self.console.print_message(f"detached: {self.list_job_names()} {what}; {back} comes back to it")
+        self.console.print_own_line(f"detached: {self.list_job_names()} {what}; {back} comes back to it")
         return status
 
     def list_job_names(self) -> str:

@@ -53,7 +53,7 @@ class Record:
     """The program has come to its own end."""
 
 
-def read_records(folder: Path) -> list[Record]:
+def read_trial_records(folder: Path) -> list[Record]:
     """Return the records in a folder, by rank; raises MeasureError for a damaged one."""
     return sorted(map(read_record, folder.glob("rank-*.json")), key=lambda record: record.rank)
 
@@ -66,7 +66,7 @@ def read_record(path: Path) -> Record:
         raise MeasureError(f"{path} cannot be read ({error})") from None
 
 
-def judge_trial(records: Sequence[Record], workers: int, ranks: int) -> Trial:
+def measure_trial(records: Sequence[Record], workers: int, ranks: int) -> Trial:
     """Return what a trial has measured; raises MeasureError where that says nothing of `workers`."""
     missing = sorted(set(range(ranks)) - {record.rank for record in records})
     if len(missing) == ranks:

@@ -76,14 +76,6 @@ CAPTURES: dict[str, Mapping[str, str | bytes]] = {
         "cgroups/job/cpuset.cpus.effective": "2-3,10",
         "cgroups/job/cpuset.mems.effective": "1",
     },
-    "the file system before cgroups": {
-        NAME: b"/batch/job\n\0",  # as hwloc-gather-topology writes it
-        "proc/mounts": "none /dev/cpuset cpuset rw 0 0",
-        "dev/cpuset/batch/job/cpus": b"2-3,10\n\0",
-        "dev/cpuset/batch/job/mems": b"1\n\0",
-        "dev/cpuset/cpus": "0-15",
-        "dev/cpuset/mems": "0-3",
-    },
 }
 
 

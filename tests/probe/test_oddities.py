@@ -233,7 +233,7 @@ ODDITIES = [
         {f"{NODE}/has_cpu": "?"},
         same,
     ),
-    Oddity("has_cpu empty as on RHEL 7", {f"{NODE}/has_cpu": ""}, same),
+    Oddity("has_cpu empty", {f"{NODE}/has_cpu": ""}, same),
     Oddity(
         "distance short",
         {f"{NODE}/node1/distance": "10 20"},

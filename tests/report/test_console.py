@@ -52,17 +52,17 @@ def stdout_to(descriptor: int) -> Iterator[None]:
 def test_modes(capfd: pytest.CaptureFixture[str], mode: str, out: str, err: str) -> None:
     console = make(mode)
     for chunk in CHUNKS:
-        console.show(chunk)
-    console.print_message("ours")
+        console.show_chunk(chunk)
+    console.print_own_line("ours")
     console.close()
     assert capfd.readouterr() == (out, f"{err}launch: ours\n")
 
 
 def test_progress_is_noted_in_every_mode(capfd: pytest.CaptureFixture[str]) -> None:
     console = make("none")
-    console.show(Chunk(0, "out", b"step 1/3 loss 2.5\n"))
-    console.show(Chunk(1, "out", b"step 2/3 loss 2.0\n"))
-    console.show(Chunk(0, "out", b"step 3/3 loss 1.5"))
+    console.show_chunk(Chunk(0, "out", b"step 1/3 loss 2.5\n"))
+    console.show_chunk(Chunk(1, "out", b"step 2/3 loss 2.0\n"))
+    console.show_chunk(Chunk(0, "out", b"step 3/3 loss 1.5"))
     console.close()
     assert [step.step for step in console.progress.steps] == [1, 3]
     assert capfd.readouterr() == ("", "")
@@ -73,7 +73,7 @@ def test_any_bytes_arrive_as_they_are(capfdbinary: pytest.CaptureFixture[bytes],
     data = bytes(range(256)) * 4000 + b"no end \xff"
     console = make("all", ranks=ranks)
     for at in range(0, len(data), 1000):
-        console.show(Chunk(0, "out", data[at : at + 1000]))
+        console.show_chunk(Chunk(0, "out", data[at : at + 1000]))
         console.tick()
     console.close()
     shown = capfdbinary.readouterr().out
@@ -89,17 +89,17 @@ def test_the_end_of_a_line_that_comes_at_once_is_waited_for(
     monkeypatch.setattr("launcher.report.console.HOLD", 1e9)
     console = make("all")
     for chunk in (Chunk(0, "out", b"begin"), Chunk(1, "out", b"other\n"), Chunk(0, "out", b" end\n")):
-        console.show(chunk)
+        console.show_chunk(chunk)
         console.tick()
     assert capfd.readouterr().out == "[h:1] other\n[h:0] begin end\n"
     monkeypatch.setattr("launcher.report.console.HOLD", 0)
-    console.show(Chunk(0, "out", b"name? "))
+    console.show_chunk(Chunk(0, "out", b"name? "))
     console.tick()
     assert capfd.readouterr().out == "[h:0] name? "
 
 
 def test_of_one_rank_nothing_waits(capfd: pytest.CaptureFixture[str]) -> None:
-    make("rank0", ranks=1).show(Chunk(0, "out", b"name? "))
+    make("rank0", ranks=1).show_chunk(Chunk(0, "out", b"name? "))
     assert capfd.readouterr().out == "name? "
 
 
@@ -107,12 +107,12 @@ def test_where_other_nodes_write_to_the_same_file_only_whole_lines_are_written(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     console = make("all", shared=True)
-    console.show(Chunk(0, "out", b"one\n 5%\r 6%"))
+    console.show_chunk(Chunk(0, "out", b"one\n 5%\r 6%"))
     console.tick()
     assert capfd.readouterr().out == "[h:0] one\n"
     monkeypatch.setattr("launcher.report.console.HOLD_SHARED", 0)
     console.tick()
-    console.show(Chunk(0, "out", b"\nnext\nlast"))
+    console.show_chunk(Chunk(0, "out", b"\nnext\nlast"))
     assert capfd.readouterr().out == "[h:0]  5%\r 6%\n[h:0] next\n"
     console.close()
     assert capfd.readouterr().out == "[h:0] last\n"
@@ -164,11 +164,11 @@ def test_a_beginning_that_has_waited_breaks_no_line_of_another_rank(
     monkeypatch.setattr("launcher.report.console.HOLD", 0)
     monkeypatch.setattr("launcher.report.output_target.PRECEDENCE", 60)
     console, long = make("all"), "x" * (MOST_HELD + 1)
-    console.show(Chunk(1, "out", b"one"))
-    console.show(Chunk(0, "out", long.encode()))
+    console.show_chunk(Chunk(1, "out", b"one"))
+    console.show_chunk(Chunk(0, "out", long.encode()))
     console.tick()
     assert capfd.readouterr().out == f"[h:0] {long}"
-    console.show(Chunk(0, "out", b"\r 5%"))
+    console.show_chunk(Chunk(0, "out", b"\r 5%"))
     console.close()
     assert capfd.readouterr().out == "\r 5%\n[h:1] one"
 
@@ -179,7 +179,7 @@ def test_letters_of_ours_that_the_stream_does_not_know(
     console = make("all")
     with os.fdopen(os.dup(2), "w", encoding="ascii") as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
-        console.print_message("é\udcff ok")
+        console.print_own_line("é\udcff ok")
         monkeypatch.undo()
     assert capfdbinary.readouterr().err == b"launch: ?\\udcff ok\n"
 
@@ -190,9 +190,9 @@ def test_a_stream_that_is_gone_does_not_take_the_other_along(capfd: pytest.Captu
     with stdout_to(writing):
         console = make("all")
         for chunk in CHUNKS:
-            console.show(chunk)
+            console.show_chunk(chunk)
         console.tick()
-        console.print_message("still here")
+        console.print_own_line("still here")
     os.close(writing)
     assert capfd.readouterr().err == "[h:0] zero's stderr\nlaunch: still here\n"
 
@@ -202,7 +202,7 @@ def test_a_disk_that_is_full_is_told_of_with_where_the_output_is(capfd: pytest.C
     with stdout_to(full):
         console = make("all")
         for chunk in CHUNKS:
-            console.show(chunk)
+            console.show_chunk(chunk)
             console.tick()
     os.close(full)
     told = "launch: warning: stdout takes no more (No space left on device): see /run/logs\n"
@@ -215,7 +215,7 @@ def test_a_pipe_that_does_not_block_is_waited_for() -> None:
     data = b"x" * 1_000_000
     with stdout_to(writing):
         console = make("all", ranks=1)
-        thread = threading.Thread(target=lambda: console.show(Chunk(0, "out", data)))
+        thread = threading.Thread(target=lambda: console.show_chunk(Chunk(0, "out", data)))
         thread.start()
         read = b""
         while len(read) < len(data):
@@ -232,7 +232,7 @@ def test_a_closed_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     for stream in (closed, None):
         monkeypatch.setattr(sys, "stderr", stream)
         console = make("all")
-        console.print_message("to nobody")
+        console.print_own_line("to nobody")
         console.print_renderable(lambda rich: rich.print("to nobody"))
         console.close()
         assert console.err.taken == 0
@@ -240,9 +240,9 @@ def test_a_closed_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_rich_prints_comes_between_other_lines(capfd: pytest.CaptureFixture[str]) -> None:
     console = make("all")
-    console.print_message("before")
+    console.print_own_line("before")
     console.print_renderable(lambda rich: rich.print("[bold]table"))
-    console.print_message("after")
+    console.print_own_line("after")
     assert capfd.readouterr().err == "launch: before\ntable\nlaunch: after\n"
 
 
@@ -264,12 +264,12 @@ module.REDRAW = 0
 console = JobConsole("rank0", make_console(), "", lambda _: "h")
 for number in (10, 20, 30):
     line = f"step {number}/40 loss {5 - number / 10} tokens/s 1234{number} tflops 0.0123 mfu 12.3% lr 0.1"
-    console.show(Chunk(0, "out", line.encode() + b"\\n"))
+    console.show_chunk(Chunk(0, "out", line.encode() + b"\\n"))
     console.tick()
 EXTRA
-console.print_message("between [bold]")
+console.print_own_line("between [bold]")
 console.close()
-console.print_message("after")
+console.print_own_line("after")
 """
 
 
@@ -339,7 +339,7 @@ def test_bar_and_time_stay_in_their_columns_and_metrics_are_whole() -> None:
         ("tflops", "123.45"),
         ("mfu", "45.1%"),
     )
-    rows = [bar.render_step(console, Progress(step, 200000, metrics)) for step in (1, 50, 199999)]
+    rows = [bar.render_bar(console, Progress(step, 200000, metrics)) for step in (1, 50, 199999)]
     assert [row[:20] for row in rows] == [
         "step      1/200000  ",
         "step     50/200000  ",
@@ -355,7 +355,7 @@ def test_the_time_left_is_known_of_a_program_that_takes_minutes_for_a_step() -> 
     bar, console = StepBar(lambda: now), Console(width=80, force_terminal=True, color_system=None)
     rows = []
     for step in (1, 2, 3):
-        rows.append(bar.render_step(console, Progress(step, 10, (("loss", "1"),))))
+        rows.append(bar.render_bar(console, Progress(step, 10, (("loss", "1"),))))
         now += 120
     assert [row[-7:] for row in rows] == ["-:--:--", "0:16:00", "0:14:00"]
 
@@ -371,9 +371,9 @@ def test_with_stdout_in_a_file_the_lines_go_there_and_the_bar_to_the_terminal(tm
 @pytest.mark.parametrize("draws", [r"\r 5%", r"\x1b[1A", r"\x1b7"])
 def test_the_bar_gives_way_to_one_of_the_programs_for_good(draws: str) -> None:
     extra = f"""
-console.show(Chunk(0, "err", b"{draws}\\n"))
+console.show_chunk(Chunk(0, "err", b"{draws}\\n"))
 for number in (35, 40):
-    console.show(Chunk(0, "out", b"step %d/40 loss 1\\n" % number))
+    console.show_chunk(Chunk(0, "out", b"step %d/40 loss 1\\n" % number))
     console.tick()
 """
     bars = find_bars(on_terminal(SHOW.replace("EXTRA", extra)))
@@ -382,8 +382,8 @@ for number in (35, 40):
 
 def test_colours_and_dos_lines_are_no_bar_of_the_programs() -> None:
     extra = r"""
-console.show(Chunk(0, "out", b"\x1b[1;31mred\x1b[0m\r\n"))
-console.show(Chunk(0, "out", b"step 35/40 loss 1\n"))
+console.show_chunk(Chunk(0, "out", b"\x1b[1;31mred\x1b[0m\r\n"))
+console.show_chunk(Chunk(0, "out", b"step 35/40 loss 1\n"))
 console.tick()
 """
     assert "step 35/40" in find_bars(on_terminal(SHOW.replace("EXTRA", extra)))[-1]
@@ -391,10 +391,10 @@ console.tick()
 
 def test_while_a_line_is_unfinished_there_is_no_bar() -> None:
     extra = """
-console.show(Chunk(0, "out", b"name? "))
+console.show_chunk(Chunk(0, "out", b"name? "))
 time.sleep(0.05)
 console.tick()
-console.show(Chunk(0, "err", b"step 35/40 loss 1\\n"))
+console.show_chunk(Chunk(0, "err", b"step 35/40 loss 1\\n"))
 console.tick()
 print(end="ASKING", flush=True)
 """
