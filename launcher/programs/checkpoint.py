@@ -23,7 +23,7 @@ COMPLETE = re.compile(r"step-(\d{8})")
 
 
 @dataclass(slots=True)
-class Progress:
+class TrainingProgress:
     """How far training has come."""
 
     step: int = 0
@@ -97,14 +97,14 @@ class Checkpointer:
             raise found
         return found
 
-    def state(self, progress: Progress) -> dict[str, Any]:
+    def collect_state(self, progress: TrainingProgress) -> dict[str, Any]:
         """Gather what a checkpoint holds, in torch.distributed.checkpoint's terms."""
         from torch.distributed.checkpoint.state_dict import get_state_dict  # noqa: PLC0415 - slow import
 
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "progress": asdict(progress), **save_random()}
 
-    def save(self, progress: Progress) -> Path:
+    def save(self, progress: TrainingProgress) -> Path:
         """Write a checkpoint beside the others, rename it when it is whole, and remove the oldest.
 
         A kill meanwhile leaves the last one as it was.
@@ -113,7 +113,7 @@ class Checkpointer:
 
         target = self.directory / f"step-{progress.step:08}"
         part = target.with_suffix(".part")
-        save(self.state(progress), checkpoint_id=part)
+        save(self.collect_state(progress), checkpoint_id=part)
         if dist.get_rank() == 0:
             (part / "model.json").write_text(json.dumps(asdict(self.config)))
             part.rename(target)
@@ -122,7 +122,7 @@ class Checkpointer:
         broadcast(None)  # the other ranks go on once the rename is done
         return target
 
-    def load(self, path: Path) -> Progress:
+    def load(self, path: Path) -> TrainingProgress:
         """Read a checkpoint, which any number of ranks may have saved."""
         from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415 - slow import
         from torch.distributed.checkpoint.state_dict import set_state_dict  # noqa: PLC0415
@@ -131,7 +131,11 @@ class Checkpointer:
         reader = FileSystemReader(path)
         known = reader.read_metadata().state_dict_metadata
         # A rank that did not exist when the checkpoint was saved has no random state in it.
-        state = {k: v for k, v in self.state(Progress()).items() if not k.startswith("random") or k in known}
+        state = {
+            k: v
+            for k, v in self.collect_state(TrainingProgress()).items()
+            if not k.startswith("random") or k in known
+        }
         load(state, storage_reader=reader)
         set_state_dict(
             self.model,
@@ -140,7 +144,7 @@ class Checkpointer:
             optim_state_dict=state["optimizer"],
         )
         load_random(state)
-        return Progress(**state["progress"])
+        return TrainingProgress(**state["progress"])
 
 
 def random_keys() -> tuple[str, str]:

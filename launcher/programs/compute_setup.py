@@ -5,11 +5,17 @@ from dataclasses import dataclass
 import torch
 
 from launcher.programs.corpus import describe_origin
-from launcher.programs.data import Text
+from launcher.programs.data import TrainingText
 from launcher.programs.dimensions import ModelConfig, count_parameters
 from launcher.programs.metrics import Peak, choose_peak
 from launcher.programs.parallel import Parallelism, choose_parallelism
-from launcher.programs.process_group import Ranks, choose_device, init_process_group, name_device, read_ranks
+from launcher.programs.process_group import (
+    Ranks,
+    choose_device,
+    init_process_group,
+    name_device,
+    read_torchrun_variables,
+)
 from launcher.programs.training_config import Config
 
 
@@ -28,7 +34,7 @@ class ComputeSetup:
 
 def set_up(config: Config) -> ComputeSetup:
     """Choose the device, the parallelism and the peak, and join the other ranks; raises OptionError."""
-    ranks = read_ranks()
+    ranks = read_torchrun_variables()
     device = choose_device(config.train.device, ranks)
     parallelism = choose_parallelism(config, device, ranks.world_size, ranks.local_world_size)
     backend = init_process_group(device, ranks)
@@ -38,7 +44,7 @@ def set_up(config: Config) -> ComputeSetup:
     )
 
 
-def describe_run(config: Config, text: Text, setup: ComputeSetup, resumed: str) -> str:
+def describe_training(config: Config, text: TrainingText, setup: ComputeSetup, resumed: str) -> str:
     """Describe the run, a line for each subject."""
     peak = setup.peak
     lines = (
@@ -64,7 +70,7 @@ def describe_model(model: ModelConfig) -> str:
     )
 
 
-def describe_text(config: Config, text: Text) -> str:
+def describe_text(config: Config, text: TrainingText) -> str:
     """Name the text and its size."""
     origin, split = describe_origin(config.data.path), text.split
     return (

@@ -40,7 +40,7 @@ def gather_library() -> Path:
     target = find_cache() / f"{version}-library-{key}.txt"
     if target.exists():
         return target
-    files = [path for path in list_files(root, EXCLUDED) if path.suffix == ".py"]
+    files = [path for path in walk_files(root, EXCLUDED) if path.suffix == ".py"]
     if not files:
         raise OptionError(f"{root} holds no source files of Python's library: give --data.path")
     return concatenate(target, files)
@@ -48,7 +48,7 @@ def gather_library() -> Path:
 
 def gather_directory(root: Path) -> Path:
     """Gather the regular files below the user's directory; a change to any of them gathers again."""
-    files = list(list_files(root, frozenset()))
+    files = list(walk_files(root, frozenset()))
     if not files:
         raise OptionError(f"--data.path {root} holds no files: give a directory with text in it")
     digest = hashlib.sha256()
@@ -59,7 +59,7 @@ def gather_directory(root: Path) -> Path:
     return target if target.exists() else concatenate(target, files)
 
 
-def list_files(root: Path, excluded: frozenset[str]) -> Iterator[Path]:
+def walk_files(root: Path, excluded: frozenset[str]) -> Iterator[Path]:
     """Give the regular files below a directory, always in the same order."""
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(set(folders) - excluded)

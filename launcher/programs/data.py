@@ -79,7 +79,7 @@ def split_windows(windows: Windows, fraction: float) -> Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TrainingText:
     """The text of a run."""
 
     windows: Windows

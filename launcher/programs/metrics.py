@@ -111,7 +111,7 @@ class SpeedMeter:
         return Speed(rate, done, needed / self.peak.tflops if self.peak else None)
 
 
-def describe_memory(device: torch.device) -> str:
+def describe_gpu_memory(device: torch.device) -> str:
     """Give the most that tensors took of a GPU and that the allocator held, and what the GPU has in use now.
 
     The last counts what is outside torch's allocator, too: CUDA's context, NCCL's buffers, other processes.

@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser, title: str, prefix: str, cls: t
         add_option(group, prefix, item, find_value_type(hints[item.name]))
 
 
-def build_options(found: argparse.Namespace, prefix: str, cls: type[Options]) -> Options:
+def build_from_options(found: argparse.Namespace, prefix: str, cls: type[Options]) -> Options:
     """Build the dataclass from parsed arguments."""
     return cls(**{item.name: getattr(found, prefix + item.name) for item in fields(cls)})
 
@@ -74,4 +74,4 @@ def parse_options(
 ) -> list[Any]:
     """Parse argv into one value for each (prefix, dataclass)."""
     found = parser.parse_args(argv)
-    return [build_options(found, prefix, cls) for prefix, cls in parts]
+    return [build_from_options(found, prefix, cls) for prefix, cls in parts]

@@ -31,7 +31,7 @@ class Ranks:
     """torchrun's variables are set, and so its store can be found."""
 
 
-def read_ranks() -> Ranks:
+def read_torchrun_variables() -> Ranks:
     """Read torchrun's variables; raises OptionError if one is not a number."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     defaults = ("0", "1", os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1"))

@@ -61,7 +61,7 @@ class SignalWatch:
         One small all_reduce between CPUs runs beside the next step: no rank waits for its GPU, and all read
         the same answer at the same step, although a signal reaches them at different times.
         """
-        agreed = self.finish()
+        agreed = self.finish_vote()
         vote = torch.tensor(self.asked)
         # Nothing is lost to a signal in between: a smaller request was part of the larger one.
         self.asked = NOTHING if self.asked == int(vote) else self.asked
@@ -70,7 +70,7 @@ class SignalWatch:
             self.vote = (work, vote)
         return agreed
 
-    def finish(self) -> int:
+    def finish_vote(self) -> int:
         """Give the result of the agreement that was started last."""
         if self.vote is None:
             return NOTHING

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from launcher.programs.checkpoint import Checkpointer
-from launcher.programs.compute_setup import describe_run, set_up
+from launcher.programs.compute_setup import describe_training, set_up
 from launcher.programs.corpus import find_text
-from launcher.programs.data import Text, Windows, split_windows
+from launcher.programs.data import TrainingText, Windows, split_windows
 from launcher.programs.options import OptionError
 from launcher.programs.parallel import build_model
 from launcher.programs.stop_signals import die_by_signal, exit_with, kill_workers
@@ -21,7 +21,7 @@ from launcher.programs.training_loop import State, Trainer, make_optimizer
 def make_trainer(config: Config) -> Trainer:
     """Find the data, join the other ranks, and build everything; raises OptionError."""
     windows = Windows(find_text(config.data.path), config.seq_len)
-    text = Text(windows, split_windows(windows, config.data.val_fraction))
+    text = TrainingText(windows, split_windows(windows, config.data.val_fraction))
     setup = set_up(config)
     model, module = build_model(config, setup.parallelism, setup.device, setup.ranks.rank)
     optimizer = make_optimizer(model, config.lr, config.train.weight_decay)
@@ -30,11 +30,11 @@ def make_trainer(config: Config) -> Trainer:
     return Trainer(config, text, setup, State(module, optimizer, checkpointer))
 
 
-def train(config: Config) -> int:
+def run_training(config: Config) -> int:
     """Train from the newest checkpoint to the end; give the exit code, -n for the signal n to die by."""
     trainer = make_trainer(config)
     resumed = trainer.resume()
-    trainer.print(describe_run(config, trainer.text, trainer.setup, resumed))
+    trainer.print(describe_training(config, trainer.text, trainer.setup, resumed))
     return trainer.train()
 
 
@@ -43,7 +43,7 @@ def run(config: Config) -> None:
     """Run the program, and end as it should: status 2 for a mistake of the user's, 75 to be started again."""
     status, message = 0, ""
     try:
-        status = train(config)
+        status = run_training(config)
     except OptionError as error:
         status, message = 2, str(error)
     except RuntimeError as error:

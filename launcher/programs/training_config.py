@@ -105,7 +105,7 @@ def check_train(config: TrainConfig) -> None:
         raise OptionError(f"--min-lr-ratio {config.min_lr_ratio} must lie between 0 and 1")
 
 
-def check_config(config: Config) -> None:
+def check_options(config: Config) -> None:
     """Raise OptionError for an option that is wrong by itself or beside another."""
     check_model(config.model)
     check_train(config.train)
@@ -124,7 +124,7 @@ def parse_config(argv: Sequence[str] | None = None) -> Config:
     parts = (("model.", ModelConfig), ("data.", DataConfig), ("", TrainConfig))
     config = Config(*parse_options(parser, argv, *parts))
     try:
-        check_config(config)
+        check_options(config)
     except OptionError as error:
         parser.error(str(error))
     return config

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from launcher.programs.checkpoint import Checkpointer, Progress
+from launcher.programs.checkpoint import Checkpointer, TrainingProgress
 from launcher.programs.compute_setup import ComputeSetup
-from launcher.programs.data import Schedule, Text, make_loader
-from launcher.programs.metrics import SpeedMeter, describe_memory
+from launcher.programs.data import Schedule, TrainingText, make_loader
+from launcher.programs.metrics import SpeedMeter, describe_gpu_memory
 from launcher.programs.parallel import autocast, hold_gradients
 from launcher.programs.process_group import average_over_ranks
 from launcher.programs.stop_signals import CHECKPOINT, EXIT_RESTART, NOTHING, STOP, SignalWatch
@@ -36,10 +36,10 @@ class Trainer:
     """One run of training, on one rank."""
 
     config: Config
-    text: Text
+    text: TrainingText
     setup: ComputeSetup
     state: State
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
 
     def print(self, text: str) -> None:
         """Print on rank 0."""
@@ -66,17 +66,17 @@ class Trainer:
         for step in range(first, last + 1):
             loss = self.take_step(step, batches)
             meter.tokens += self.sequences * self.config.seq_len
-            self.progress = Progress(step, self.progress.consumed + self.sequences)
+            self.progress = TrainingProgress(step, self.progress.consumed + self.sequences)
             if step in (first, last) or step % self.config.train.log_every == 0:
                 self.log(step, loss, meter)
             agreed = watch.exchange()
-            if agreed != NOTHING or self.is_due(step):
-                self.save(loss, agreed)
+            if agreed != NOTHING or self.is_checkpoint_due(step):
+                self.save_checkpoint(loss, agreed)
                 meter.restart()
             if agreed == STOP and step < last:
                 return EXIT_RESTART if self.state.checkpointer else -signal.SIGTERM
-        watch.finish()
-        self.finish(time.perf_counter() - begun)
+        watch.finish_vote()
+        self.print_end(time.perf_counter() - begun)
         return 0
 
     @property
@@ -144,14 +144,14 @@ class Trainer:
             f"tokens/s {speed.tokens:.0f} tflops {speed.tflops:.4g}{mfu}"
         )
 
-    def is_due(self, step: int) -> bool:
+    def is_checkpoint_due(self, step: int) -> bool:
         """Tell whether a checkpoint falls on this step."""
         train = self.config.train
         if self.state.checkpointer is None:
             return False
         return step == train.steps or (train.checkpoint_every > 0 and step % train.checkpoint_every == 0)
 
-    def save(self, loss: Tensor, agreed: int) -> None:
+    def save_checkpoint(self, loss: Tensor, agreed: int) -> None:
         """Write a checkpoint, also if a signal asked for one."""
         cause = {NOTHING: "", CHECKPOINT: " on SIGUSR2", STOP: " on SIGTERM"}[agreed]
         if self.state.checkpointer is None:
@@ -175,11 +175,11 @@ class Trainer:
             total += self.compute_loss(batch)
         return average_over_ranks(total / self.config.train.eval_batches)
 
-    def finish(self, seconds: float) -> None:
+    def print_end(self, seconds: float) -> None:
         """Print the last line, and before it what a GPU's memory was used for."""
         train = self.config.train
         if self.setup.device.type == "cuda":
-            self.print(describe_memory(self.setup.device))
+            self.print(describe_gpu_memory(self.setup.device))
         held_out = train.eval_batches > 0 and self.text.split.validation > 0
         validation = f" val_loss {self.validate():.4f}" if held_out else ""
         done = f"done step {self.progress.step}/{train.steps} loss {self.progress.loss:.4f}"

@@ -45,14 +45,14 @@ class Attention(nn.Module):
         self.value = nn.Linear(hidden, self.kv_heads * self.width, bias=bias)
         self.out = nn.Linear(self.heads * self.width, hidden, bias=bias)
 
-    def split(self, x: Tensor, heads: int) -> Tensor:
+    def split_heads(self, x: Tensor, heads: int) -> Tensor:
         """Reshape (batch, tokens, heads * width) to (batch, heads, tokens, width)."""
         return x.view(*x.shape[:-1], heads, self.width).transpose(1, 2)
 
     def forward(self, x: Tensor, rotations: tuple[Tensor, Tensor] | None) -> Tensor:
         """Attend over (batch, tokens, hidden); `rotations` where positions are rotary."""
-        query, key = self.split(self.query(x), self.heads), self.split(self.key(x), self.kv_heads)
-        value = self.split(self.value(x), self.kv_heads)
+        query, key = self.split_heads(self.query(x), self.heads), self.split_heads(self.key(x), self.kv_heads)
+        value = self.split_heads(self.value(x), self.kv_heads)
         if rotations is not None:
             query, key = rotate(query, *rotations), rotate(key, *rotations)
         grouped = self.heads != self.kv_heads

@@ -5,7 +5,7 @@ from _collections_abc import MutableMapping  # `collections.abc` costs a millise
 
 from launcher.cpulist import format_cpulist
 from launcher.protocol import LAUNCH_GC, LAUNCH_LOADER_DEFAULT, LAUNCH_METER, LAUNCH_RANK_PLAN, RANK_PLAN_KEYS
-from launcher.rank.plain_json import format_json, parse_json
+from launcher.rank.plain_json import dump_json, load_json
 from launcher.rank.plan_entry import PlanEntry
 
 FOLDER = os.path.abspath(f"{__file__}/../../inprocess")
@@ -25,7 +25,7 @@ def add_hook(
     """
     plan = {name: entry.raw.get(name) for name in RANK_PLAN_KEYS}
     outer = {"env": entry.env, "env_before": env_before, "cpus_before": format_cpulist(cpus_before)}
-    environ[LAUNCH_RANK_PLAN] = format_json({**plan, **outer})
+    environ[LAUNCH_RANK_PLAN] = dump_json({**plan, **outer})
     # On fewer CPUs than without us, torch would warn of numbers of workers of which it does not warn then.
     if is_hook_wanted(environ, entry) or cpus_before != entry.cpus:
         # An empty entry of PYTHONPATH is the working directory.
@@ -59,7 +59,7 @@ def leave_outer_rank(environ: MutableMapping[str, str]) -> None:
     text = environ.pop(LAUNCH_RANK_PLAN, "")
     remove_hook(environ)
     try:
-        outer = parse_json(text)
+        outer = load_json(text)
     except (ValueError, RecursionError):
         return
     planned, before = (outer.get("env"), outer.get("env_before")) if isinstance(outer, dict) else (None, None)

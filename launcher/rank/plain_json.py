@@ -19,7 +19,7 @@ class ScannerSettings:
     parse_constant = float
 
 
-def parse_json(text: str) -> object:
+def load_json(text: str) -> object:
     """Read one JSON value; raises ValueError."""
     text = text.strip()
     settings: Any = ScannerSettings  # the stub of `make_scanner` asks for a scanner here
@@ -34,12 +34,12 @@ def parse_json(text: str) -> object:
     return value
 
 
-def format_json(value: object) -> str:
+def dump_json(value: object) -> str:
     """Write objects, lists, strings, numbers, true, false and null as JSON."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{quote(str(key))}: {format_json(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{quote(str(key))}: {dump_json(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(format_json, value)) + "]"
+        return "[" + ", ".join(map(dump_json, value)) + "]"
     if isinstance(value, str):
         return quote(value)
     if value is None or isinstance(value, bool):

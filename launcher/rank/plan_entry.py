@@ -4,7 +4,7 @@ from launcher.cpulist import format_cpulist, parse_cpulist
 from launcher.files import LARGEST, read_file
 from launcher.protocol import LAUNCH_PLAN, LAUNCH_RECORD_DIR
 from launcher.rank.identity import Identity
-from launcher.rank.plain_json import parse_json
+from launcher.rank.plain_json import load_json
 
 
 class PlacementError(Exception):
@@ -88,7 +88,7 @@ def read_plan_file(path: str) -> dict[str, object]:
     Another user's file is refused: its variables would be the program's, LD_PRELOAD among them.
     """
     try:
-        plan = parse_json(read_file(path, LARGEST, follow=True, own=True).decode())
+        plan = load_json(read_file(path, LARGEST, follow=True, own=True).decode())
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise PlacementError(f"LAUNCH_PLAN={path} cannot be read ({reason})") from None

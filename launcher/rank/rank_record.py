@@ -18,7 +18,7 @@ from launcher.protocol import (
 from launcher.rank.affinity import AppliedPlacement
 from launcher.rank.identity import Identity
 from launcher.rank.interpreter_hook import is_hooked
-from launcher.rank.plain_json import format_json
+from launcher.rank.plain_json import dump_json
 from launcher.rank.plan_entry import PlanEntry
 
 MAX_ITEM = 80
@@ -48,10 +48,10 @@ def write_records(run_dir: str, identity: Identity, entry: PlanEntry, applied: A
     folder = open_own(run_dir)
     try:
         record = make_applied_record(identity, entry, applied)
-        write_whole(folder, name_applied_file(identity.rank), format_json(record).encode() + b"\n")
+        write_whole(folder, name_applied_file(identity.rank), dump_json(record).encode() + b"\n")
         if entry.plan is not None:
             name = name_plan_file(name_host(os.environ))
-            write_whole(folder, name, format_json(entry.plan).encode() + b"\n")
+            write_whole(folder, name, dump_json(entry.plan).encode() + b"\n")
     finally:
         os.close(folder)
 
@@ -87,7 +87,7 @@ def describe_line(
     parts += [f"gpu {entry.gpu_label}"] if entry.gpu_label else []
     parts += entry.notes
     parts += summarize_variables(entry, environ)
-    return "launch-rank: " + ", ".join(shorten(part) for part in parts)
+    return "launch-rank: " + ", ".join(shorten_text(part) for part in parts)
 
 
 def summarize_variables(entry: PlanEntry, environ: dict[str, str]) -> list[str]:
@@ -107,7 +107,7 @@ def summarize_variables(entry: PlanEntry, environ: dict[str, str]) -> list[str]:
     ]
 
 
-def shorten(text: str, limit: int = MAX_ITEM) -> str:
+def shorten_text(text: str, limit: int = MAX_ITEM) -> str:
     """Return a text on one line, harmless on a terminal, the middle of a long one left out."""
     if len(text) > 2 * limit:
         text = text[:limit] + text[-limit:]

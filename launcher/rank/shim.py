@@ -33,7 +33,7 @@ from launcher.rank.process_setup import (
     restore_interrupt,
     take_terminal,
 )
-from launcher.rank.rank_record import describe_line, redirect_output, shorten, write_records
+from launcher.rank.rank_record import describe_line, redirect_output, shorten_text, write_records
 
 REMOVED = (
     LAUNCH_PLAN,
@@ -69,15 +69,15 @@ def main() -> int:
     if argv[:1] in (["-h"], ["--help"]):
         from launcher.rank.usage import HELP
 
-        write_text(1, HELP)
+        write_descriptor(1, HELP)
         return 0
     if argv and argv[0].startswith("-") and argv[0] != "--":
         hint = LOCAL_RANK_FIX if "local" in argv[0] else "see launch-rank --help"
-        print_message(f"unknown option {argv[0]}: {hint}")
+        print_notice(f"unknown option {argv[0]}: {hint}")
         return USAGE
     argv = argv[1:] if argv[:1] == ["--"] else argv
     if not argv:
-        print_message("no program given: launch-rank [--] program [argument ...]")
+        print_notice("no program given: launch-rank [--] program [argument ...]")
         return USAGE
     restore_interrupt()
     return run_rank(argv, dict(os.environ))
@@ -100,13 +100,13 @@ def run_rank(argv: list[str], environ: dict[str, str]) -> int:
         argv = place_rank(identity, environ, argv)
     except Exception as error:  # whatever goes wrong here, a job that would have run without us still runs
         reason = error if isinstance(error, PlacementError) else f"{type(error).__name__}: {error}"
-        print_message(f"rank {identity.rank} is not placed: {reason}")
+        print_notice(f"rank {identity.rank} is not placed: {reason}")
         if environ.get(LAUNCH_STRICT) == "1":
             return NOT_PLACED
         workers = environ.get(LAUNCH_NUM_WORKERS, "")
         argv = fill_placeholders(argv, workers if is_number(workers) else DEFAULT_WORKERS, environ)
     if problem := raise_open_files():
-        print_message(f"rank {identity.rank}: {problem}")
+        print_notice(f"rank {identity.rank}: {problem}")
     environ.update(rank_variables)
     reset_signals(is_launched=LAUNCH_RECORD_DIR in environ)
     if checkpoint_signal:
@@ -135,13 +135,13 @@ def find_rank_variables(identity: Identity, environ: dict[str, str]) -> tuple[di
     variables = make_torchrun_variables(identity, environ)
     if is_requested:
         if not variables:
-            print_message(
+            print_notice(
                 "LAUNCH_AGENT=srun is set, but this is no task of srun's: RANK and the like are not set"
             )
         return variables, PORT_TAKEN if variables and not can_listen(identity, environ) else 0
     if variables and hides_gpus(identity, environ):
         if identity.local_rank == 0:
-            print_message(f"RANK and the like are not set: {HIDDEN_GPUS}")
+            print_notice(f"RANK and the like are not set: {HIDDEN_GPUS}")
         return {}, 0
     read = {name: value for name, value in variables.items() if not name.startswith("TORCHELASTIC_")}
     return {**read, **choose_master(environ)} if read else {}, 0
@@ -152,17 +152,17 @@ def attach_run(identity: Identity, run_dir: str) -> None:
     try:
         end_with_parent()
     except (ImportError, OSError) as error:
-        print_message(f"rank {identity.rank} may outlive its agent ({error})")
+        print_notice(f"rank {identity.rank} may outlive its agent ({error})")
     try:
         redirect_output(run_dir, identity)
     except OSError as error:
-        print_message(f"rank {identity.rank} has no log files ({error}): its output goes to the agent's log")
+        print_notice(f"rank {identity.rank} has no log files ({error}): its output goes to the agent's log")
     if terminal := os.environ.get(LAUNCH_TERMINAL):
         try:
             take_terminal(terminal)
             identity.has_terminal = True
         except (ImportError, OSError, ValueError) as error:
-            print_message(f"rank {identity.rank} has no terminal ({error}): its output goes to its log files")
+            print_notice(f"rank {identity.rank} has no terminal ({error}): its output goes to its log files")
 
 
 def place_rank(identity: Identity, environ: dict[str, str], argv: list[str]) -> list[str]:
@@ -170,7 +170,7 @@ def place_rank(identity: Identity, environ: dict[str, str], argv: list[str]) -> 
     entry = find_entry(identity, environ, argv)
     applied = AppliedPlacement(entry)
     for problem in applied.problems:
-        print_message(f"rank {identity.rank}: {problem}")
+        print_notice(f"rank {identity.rank}: {problem}")
     if applied.problems and environ.get(LAUNCH_STRICT) == "1":
         raise PlacementError("LAUNCH_STRICT=1 is set, and the placement is not as it should be")
     env_before = find_chosen(environ, entry.env)
@@ -180,17 +180,17 @@ def place_rank(identity: Identity, environ: dict[str, str], argv: list[str]) -> 
     obstacle = remove_blocked_hook(argv, environ)
     if environ.get(LAUNCH_QUIET) != "1":
         for warning in entry.advice:
-            print_message(f"warning: {warning}")
-        write_text(2, describe_line(identity, entry, applied, environ) + "\n")
+            print_notice(f"warning: {warning}")
+        write_descriptor(2, describe_line(identity, entry, applied, environ) + "\n")
         if obstacle and identity.local_rank == 0 and is_hook_wanted(environ, entry):
-            print_message(
+            print_notice(
                 f"{obstacle}: garbage collection and DataLoaders stay as Python and PyTorch have them"
             )
     if run_dir := environ.get(LAUNCH_RECORD_DIR):
         try:
             write_records(run_dir, identity, entry, applied)
         except OSError as error:
-            print_message(f"rank {identity.rank}: there is no record of what was applied ({error})")
+            print_notice(f"rank {identity.rank}: there is no record of what was applied ({error})")
     return argv
 
 
@@ -217,7 +217,7 @@ def fill_placeholders(argv: list[str], workers: str, environ: dict[str, str]) ->
     if run_dir:
         return [argument.replace("{run_dir}", run_dir) for argument in argv]
     if any("{run_dir}" in argument for argument in argv):
-        print_message("{run_dir} stays as it is: LAUNCH_RUN_DIR, which `launch` sets, names no directory")
+        print_notice("{run_dir} stays as it is: LAUNCH_RUN_DIR, which `launch` sets, names no directory")
     return argv
 
 
@@ -235,19 +235,19 @@ def exec_program(argv: list[str], environ: dict[str, str]) -> int:
             exec_script(locate_command(argv[0], environ), argv, environ)
             raise
     except FileNotFoundError:
-        print_message(f"{argv[0]}: no such program: check the path, or that it is on PATH")
+        print_notice(f"{argv[0]}: no such program: check the path, or that it is on PATH")
         return NOT_FOUND
     except (OSError, ValueError) as error:
-        print_message(f"{argv[0]} cannot be run ({error}): is it executable, with a right #! line?")
+        print_notice(f"{argv[0]} cannot be run ({error}): is it executable, with a right #! line?")
         return NOT_EXECUTABLE
 
 
-def print_message(text: str) -> None:
+def print_notice(text: str) -> None:
     """Print one line to stderr; variables in it may hold anything."""
-    write_text(2, f"launch-rank: {shorten(text, MAX_LINE)}\n")
+    write_descriptor(2, f"launch-rank: {shorten_text(text, MAX_LINE)}\n")
 
 
-def write_text(descriptor: int, text: str) -> None:
+def write_descriptor(descriptor: int, text: str) -> None:
     """Write to a descriptor; a closed or full one is no reason not to run the program."""
     data = text.encode("utf-8", "surrogateescape")
     try:

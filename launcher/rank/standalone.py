@@ -15,7 +15,7 @@ from launcher.plan.usable_cores import build_topology
 from launcher.probe.machine import probe
 from launcher.probe.node import MOST_RANKS, VISIBLE_DEVICES, honoured_environ, locate_malloc
 from launcher.protocol import LAUNCH_BINDING, LAUNCH_REQUEST
-from launcher.rank.plain_json import parse_json
+from launcher.rank.plain_json import load_json
 
 ALLOCATOR: Mapping[str, str] = dict([Request().allocator.split(":")])
 """The allocator's settings where nobody has said which."""
@@ -43,7 +43,7 @@ def read_wishes(environ: Mapping[str, str]) -> dict[str, object]:
     if not text:
         return {**WISHES, "binding": environ.get(LAUNCH_BINDING) or WISHES["binding"]}
     try:
-        told = parse_json(text)
+        told = load_json(text)
     except (ValueError, RecursionError):
         told = None
     if not isinstance(told, dict) or any(type(told.get(name)) is not type(WISHES[name]) for name in WISHES):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from launcher.config.schema import LaunchConfig
 from launcher.protocol import LAUNCH_SECRETS
-from launcher.rank.rank_record import shorten
+from launcher.rank.rank_record import shorten_text
 from launcher.runs.manifest import describe_start
 from launcher.runs.run_directory import RunDir
 from launcher.runs.secrets import MASK, mask_tree, mask_variables, mask_words
@@ -116,10 +116,10 @@ def test_masking_is_stable_and_keeps_the_number_of_words(words: list[str]) -> No
 @FUZZ
 @given(text=texts, most=st.integers(20, 400))
 def test_texts_are_harmless(text: str, most: int) -> None:
-    for line in (escape_text(text, most), shorten(text, most)):
+    for line in (escape_text(text, most), shorten_text(text, most)):
         assert line.isprintable() and len(line) <= most
     if text.isprintable() and len(text) <= most:
-        assert escape_text(text, most) == shorten(text, most) == text
+        assert escape_text(text, most) == shorten_text(text, most) == text
     assert_harmless(tame_text(text, colours=True).replace("\r", ""))
     assert not CONTROL.search(tame_text(text))
     assert tame_text(text).count("\n") == text.count("\n")

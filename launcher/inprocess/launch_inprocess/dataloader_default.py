@@ -65,12 +65,12 @@ class WorkerDefault:
         position = names.index("num_workers")
 
         @functools.wraps(original)
-        def init(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401  # they are the user's
+        def init_with_default(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401  # they are the user's
             is_default = 0 < len(args) <= position and "num_workers" not in kwargs
             if not is_default or os.getpid() != self.process:
                 return original(*args, **kwargs)
             arguments = {**dict(zip(names, args)), **kwargs}  # noqa: B905  # Python 3.9 has no `strict`
-            added = self.choose_options(arguments)
+            added = self.choose_worker_options(arguments)
             original(*args, **kwargs, **added)
             if added:
                 self.remember(args[0])
@@ -80,10 +80,10 @@ class WorkerDefault:
             parameter.replace(default=self.number) if parameter.name == "num_workers" else parameter
             for parameter in signature.parameters.values()
         ]
-        init.__dict__["__signature__"] = signature.replace(parameters=changed)
-        return init
+        init_with_default.__dict__["__signature__"] = signature.replace(parameters=changed)
+        return init_with_default
 
-    def choose_options(self, arguments: Mapping[str, object]) -> dict[str, object]:
+    def choose_worker_options(self, arguments: Mapping[str, object]) -> dict[str, object]:
         """Return what a loader gets beside the arguments of its call; nothing if workers would not do."""
         try:
             dataset = arguments.get("dataset")

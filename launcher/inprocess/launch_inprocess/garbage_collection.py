@@ -68,7 +68,7 @@ class Policy:
     def act_after_step(self, step: int) -> None:
         """Do what is due after a step."""
         self.step = step
-        if not self.active or not self.is_due(step - self.began) or is_capturing():
+        if not self.active or not self.is_collection_due(step - self.began) or is_capturing():
             return
         if self.is_taken_over():
             self.hand_over()
@@ -79,7 +79,7 @@ class Policy:
         else:
             self.collect_in_step()
 
-    def is_due(self, step: int) -> bool:
+    def is_collection_due(self, step: int) -> bool:
         """Tell whether anything is due after a step of this phase."""
         if not self.held:
             return step >= self.warmup
@@ -137,7 +137,7 @@ class Policy:
         """Leave the collector to the program for good."""
         self.active = False
         self.release()
-        self.print_line("gc is the program's own: left alone")
+        self.write_line("gc is the program's own: left alone")
 
     def release(self) -> None:
         """Undo what is still as this policy left it."""
@@ -165,9 +165,9 @@ class Policy:
     def report(self, began: float, freed: int, more: str = "") -> None:
         """Count a collection, and print its line."""
         self.total += 1
-        self.print_line(f"{freed} objects collected in {1e3 * (monotonic() - began):.1f} ms{more}")
+        self.write_line(f"{freed} objects collected in {1e3 * (monotonic() - began):.1f} ms{more}")
 
-    def print_line(self, text: str) -> None:
+    def write_line(self, text: str) -> None:
         """Print a line to stderr if LAUNCH_GC asks for it."""
         if self.rank is not None:
             try:

@@ -89,7 +89,7 @@ def on_step(action: Action) -> None:
     What the action raises is dropped, except for what a signal's handler of the program raises in it.
     """
     if not COUNTER.actions:
-        when_imported("torch.optim.optimizer", add_hook)
+        when_imported("torch.optim.optimizer", register_step_hook)
     COUNTER.actions.append(action)
 
 
@@ -109,7 +109,7 @@ def mark_step() -> None:
     COUNTER.advance()
 
 
-def add_hook(module: ModuleType) -> None:
+def register_step_hook(module: ModuleType) -> None:
     """Register for the steps of all optimizers; torch.compile is to leave the hook alone."""
     handle = module.register_optimizer_step_post_hook(COUNTER.count_step)
 

@@ -97,11 +97,11 @@ class Meter:
         """Note that there is an optimizer: then its steps are counted, else batches."""
         original = module.Optimizer.__init__
 
-        def init(owner: object, *args: object, **kwargs: object) -> None:
+        def init_and_note(owner: object, *args: object, **kwargs: object) -> None:
             self.has_optimizer = True
             original(owner, *args, **kwargs)
 
-        module.Optimizer.__init__ = init
+        module.Optimizer.__init__ = init_and_note
 
     def note_batch(self, iterator: object) -> None:
         """Count a batch, which is a step if there is no optimizer."""
@@ -131,7 +131,7 @@ class Meter:
         workers = max((workers for workers, _ in self.loaders), default=0)
         if is_enough(self.list_times(), choose_block(workers), self.max_steps, self.seconds):
             self.synchronize_mark()
-            self.finish()
+            self.finish_measuring()
 
     def is_warm(self) -> bool:
         """Tell whether the first steps are over, and the batches that were prefetched in them are used up.
@@ -155,12 +155,12 @@ class Meter:
         """Return the seconds of each measured step."""
         return list_changes(self.marks[self.first or 0 :], 0)
 
-    def finish(self) -> None:
+    def finish_measuring(self) -> None:
         """Write the record, and have a thread end this process when all ranks have written theirs."""
         import threading
 
         self.done = True
-        self.write_record(ended=False)
+        self.write_measured(ended=False)
         sys.excepthook = lambda *_: wait_for_end()  # a peer that ends first breaks a collective here
         threading.Thread(target=self.end_process, daemon=True).start()
 
@@ -185,9 +185,9 @@ class Meter:
             wait_for_end()
         if self.marks or self.has_optimizer or self.batches:
             self.done = True
-            self.write_record(ended=True)
+            self.write_measured(ended=True)
 
-    def write_record(self, *, ended: bool) -> None:
+    def write_measured(self, *, ended: bool) -> None:
         """Write what this rank has measured, whole or not at all."""
         import json
 
@@ -255,10 +255,10 @@ def measure_memory() -> int:
 
     0 if the kernel does not report it.
     """
-    return sum(read_pss(pid) for pid in ["self", *list_children()])
+    return sum(read_pss(pid) for pid in ["self", *list_child_pids()])
 
 
-def list_children() -> "list[str]":
+def list_child_pids() -> "list[str]":
     """Return the PIDs of this process's children, whichever thread has started them (proc(5))."""
     found: list[str] = []
     try:

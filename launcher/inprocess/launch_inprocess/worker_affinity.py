@@ -91,12 +91,12 @@ class WorkerCountCheck:
     def __get__(self, loader: object, owner: type | None = None) -> Callable[..., None]:
         """Return the method of a loader, or one that does nothing."""
         if 0 < getattr(loader, "num_workers", 0) <= self.max_workers and self.placement.is_unmoved():
-            return skip_check
+            return do_nothing
         method: Callable[..., None] = self.method.__get__(loader, owner)
         return method
 
 
-def skip_check() -> None:
+def do_nothing() -> None:
     """Do nothing, in place of the check."""
 
 
