@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher.config.request import LIBRARY_PREFIXES
 from launcher.plan.environment import HONOURED
-from launcher.probe.node import FAMILIES
 from launcher.text import set_up_logging
 
 set_up_logging()
@@ -100,7 +100,7 @@ def clean_environ() -> dict[str, str]:
 
     Libraries that a test imports in this process leave variables of their own.
     """
-    ours = ("PET_", "LAUNCH_", "TORCHELASTIC_", "HYDRA_", "COMP_", *HONOURED, *FAMILIES)
+    ours = ("PET_", "LAUNCH_", "TORCHELASTIC_", "HYDRA_", "COMP_", *HONOURED, *LIBRARY_PREFIXES)
     slurms = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_")
     return {name: value for name, value in os.environ.items() if not name.startswith((*ours, *slurms))}
 

@@ -85,32 +85,7 @@ ONE_PACKAGE = {
 }
 """Heavy packages and the packages of ours that may know them."""
 PENDING: set[tuple[str, str]] = {
-    ("config/cluster.py", "launcher.launch.torchrun"),
-    ("config/sexagesimal.py", "launcher.launch.job"),
     ("config/sweep_trials.py", "launcher.runs.objective"),
-    ("config/validation.py", "launcher.runs.objective"),
-    ("config/validation.py", "launcher.slurm.requeue_policy"),
-    ("config/validation.py", "launcher.slurm.srun_command"),
-    ("launch/job.py", "launcher.cli.allocator_check"),
-    ("launch/job.py", "launcher.cli.output_files"),
-    ("launch/job.py", "launcher.cli.unused_settings"),
-    ("launch/job.py", "launcher.config.cluster"),
-    ("launch/job.py", "launcher.config.composition"),
-    ("launch/job.py", "launcher.config.environment_files"),
-    ("launch/job.py", "launcher.config.program"),
-    ("launch/job.py", "launcher.config.request"),
-    ("launch/job.py", "launcher.config.validation"),
-    ("launch/job.py", "launcher.plan.planner"),
-    ("launch/job.py", "launcher.probe.node"),
-    ("launch/local_run.py", "launcher.config.composition"),
-    ("launch/local_run.py", "launcher.plan.json_form"),
-    ("launch/local_run.py", "launcher.report.console"),
-    ("launch/local_run.py", "launcher.report.placement_table"),
-    ("launch/local_run.py", "launcher.slurm.run_states"),
-    ("probe/node.py", "launcher.files"),
-    ("probe/node.py", "launcher.plan.environment"),
-    ("probe/node.py", "launcher.plan.snapshot"),
-    ("probe/node.py", "launcher.runs.secrets"),
     ("rank/plan_entry.py", "launcher.errors"),
 }
 """Imports that still have to go."""

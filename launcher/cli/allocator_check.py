@@ -3,20 +3,18 @@
 import logging
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.config.allocator_options import (
-    HOSTS,
     check_settings,
     depends_on_version,
     doubt_variable,
-    read_host,
     read_settings,
     read_torch_version,
 )
 from launcher.config.program import render_program
 from launcher.config.schema import LaunchConfig
-from launcher.config.validation import check_choice
 from launcher.errors import UsageError
 from launcher.plan.allocator import (
     EXPANDABLE,
@@ -42,13 +40,11 @@ CHOSEN = ("allocator", f"allocator.{EXPANDABLE}")
 def settle_allocator(
     config: LaunchConfig, words: Sequence[str], environ: Mapping[str, str], given: Collection[str]
 ) -> tuple[str, ...]:
-    """Check the settings, warn of what is doubtful, and return the names of those that are left out.
+    """Check the settings, warn of what is doubtful, and return the names of those that are to be left out.
 
-    Expandable segments that nobody asked for by name are left out (of `config`, too) where the program is
-    known to fail or crawl with them, as it would not without us. `given` are the command line's keys.
-    Raises UsageError.
+    Expandable segments that nobody asked for by name are left out if the program is known to fail or crawl
+    with them, as it would not without us. `given` are the command line's keys. Raises UsageError.
     """
-    check_choice("allocator.host", read_host(config.allocator), HOSTS)
     settings = read_settings(config.allocator)
     torch = find_torch(config, environ) if depends_on_version(list_names(settings, environ)) else None
     merged = merge_settings(settings, environ)
@@ -60,10 +56,7 @@ def settle_allocator(
     conflicts = [*find_conflicts(merged, words, environ, contained=is_contained(config))]
     for conflict in conflicts:
         logger.warning(f"{conflict.what}: {describe_way(conflict, asked=asked)}")
-    if asked or not conflicts:
-        return ()
-    unset_settings(config, (EXPANDABLE,))
-    return (EXPANDABLE,)
+    return () if asked or not conflicts else (EXPANDABLE,)
 
 
 def describe_way(conflict: Conflict, *, asked: bool) -> str:
@@ -74,9 +67,10 @@ def describe_way(conflict: Conflict, *, asked: bool) -> str:
     return f"{done}; {conflict.remedy} to have both" if conflict.remedy else done
 
 
-def unset_settings(config: LaunchConfig, names: Sequence[str]) -> None:
-    """Take settings out of a configuration."""
-    config.allocator = {key: value for key, value in config.allocator.items() if key not in names}
+def unset_settings(config: LaunchConfig, names: Sequence[str]) -> LaunchConfig:
+    """Return a configuration without some of the allocator's settings."""
+    kept = {key: value for key, value in config.allocator.items() if key not in names}
+    return replace(config, allocator=kept)
 
 
 def list_names(settings: Mapping[str, str], environ: Mapping[str, str]) -> Iterator[str]:

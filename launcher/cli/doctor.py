@@ -6,17 +6,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from launcher.config.program import SHIM
+from launcher.cli.plan import plan_node
+from launcher.config.run_path import EMPTY_PATH
 from launcher.config.schema import LaunchConfig
-from launcher.config.validation import check_run_dir
 from launcher.doctor.checkup import choose_exit_code, run_checks
 from launcher.doctor.facts import Health
 from launcher.doctor.finding import BindingTrial, Case
 from launcher.errors import UsageError
-from launcher.launch.job import plan_configured
+from launcher.launch.job import SHIM
 from launcher.plan.json_form import plan_to_json
 from launcher.plan.model import Plan, RankPlan
 from launcher.probe.system_facts import read_health
@@ -34,8 +34,9 @@ PATIENCE = 30
 
 def show_checkup(config: LaunchConfig, environ: Mapping[str, str]) -> int:
     """Print the findings; return 1 where one is an error or a warning, else 0."""
-    config.binding.strict = False  # a placement that falls short is a finding here
-    plan = plan_configured(config, environ)
+    # A placement that falls short is a finding here.
+    config = replace(config, binding=replace(config.binding, strict=False))
+    plan = plan_node(config, environ)
     known = config.machine.snapshot is None
     here = known and os.path.realpath(config.machine.root) == "/"
     run, reason = find_run(config, here)
@@ -60,7 +61,8 @@ def show_checkup(config: LaunchConfig, environ: Mapping[str, str]) -> int:
 def find_run(config: LaunchConfig, here: bool) -> tuple[RunRecords | None, str]:
     """Return the run to compare, or why there is none; raises UsageError where the named one is no run."""
     if config.run_dir is not None:
-        check_run_dir(config.run_dir)
+        if not config.run_dir:
+            raise UsageError(EMPTY_PATH.format("run_dir"))
         path = Path(config.run_dir)
         check_run(path)
         return read_run(path), ""

@@ -97,7 +97,7 @@ def run_command(command: Command, argv: Sequence[str]) -> int:
         from launcher.cli.sweep import run_sweep
 
         return run_sweep(flags, command, argv)
-    from launcher.cli.run import run_verb
+    from launcher.cli.dispatch import run_verb
 
     return run_verb(flags, command, argv)
 

@@ -5,20 +5,12 @@ import json
 import os
 from pathlib import Path
 
-from launcher.config.schema import LaunchConfig
 from launcher.errors import MachineError, UsageError
 from launcher.files import LARGEST, ON_THE_WAY, write_whole
 from launcher.runs.run_directory import closing_descriptor
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """What the machine, not the command line, is to blame for."""
-
-
-def refuse_files(verb: str, config: LaunchConfig) -> None:
-    """Raise UsageError for a file that other verbs write; `verb` is the command that was given."""
-    for key, name in (("save", config.save), ("image", config.image)):
-        if name is not None and (verb, key) != ("launch tune", "save"):
-            raise UsageError(f"`{verb}` writes no {key}={name}: ask for it with `launch topo {key}=…`")
 
 
 def check_target(key: str, name: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Set as AbstractSet
 
 from launcher.config.program import BUNDLED
 from launcher.config.schema import ClusterConfig
-from launcher.launch.job import Draft
+from launcher.launch.job import JobSpec
 from launcher.launch.monitor import MANAGED
 from launcher.runs.secrets import mask_words
 from launcher.text import join_words
@@ -22,25 +22,25 @@ PROLOGS = ("prolog", "epilog", "task-prolog", "task-epilog")
 """Options of srun that name programs."""
 
 
-def tell_program(drafts: Sequence[Draft], own_files: Sequence[str]) -> None:
+def tell_program(specs: Sequence[JobSpec], own_files: Sequence[str]) -> None:
     """Say what of the user's configuration files is to be run; nothing for what is on the command line."""
-    brought = dict.fromkeys(each for draft in drafts for each in list_brought(draft)) if own_files else {}
+    brought = dict.fromkeys(each for spec in specs for each in list_brought(spec)) if own_files else {}
     if brought:
         logger.info(f"{', '.join(own_files)} has this run: {'; '.join(brought)}")
 
 
-def list_brought(draft: Draft) -> Iterator[str]:
+def list_brought(spec: JobSpec) -> Iterator[str]:
     """Give what the configuration says to run, and the command line does not."""
-    config, given = draft.config, draft.composed.given
+    config, given = spec.config, spec.given
     command = config.program.get("command")
-    configured = draft.words is None and "program.command" not in given
+    configured = spec.program is None and "program.command" not in given
     if configured and isinstance(command, list) and command != list(BUNDLED):
         yield join_words(mask_words([str(word) for word in command]))
     for name in LOADED:
-        keys = {"env", f"env.{name}", *(["env.from_file"] if name in draft.loaded else ())}
+        keys = {"env", f"env.{name}", *(["env.from_file"] if name in spec.file_variables else ())}
         if name in config.env and not given & keys:
             yield join_words([f"{name}={config.env[name]}"])
-    if draft.cluster.kind in MANAGED:
+    if spec.cluster.kind in MANAGED:
         yield from list_jobs_own(config.cluster, given)
 
 

@@ -1,79 +1,64 @@
-"""Which verb does what."""
+"""`launch plan`: plans this node, or the machine that the configuration names, and prints the plan."""
 
-import os
+import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
-from launcher.cli.allocator_check import find_words, settle_allocator
-from launcher.cli.output_files import refuse_files
-from launcher.cli.unused_settings import warn_elsewhere, warn_overruled
-from launcher.config.environment_files import fill_env
-from launcher.config.schema import LaunchConfig
-from launcher.launch.job import plan_configured
+from launcher.cli.allocator_check import find_words, settle_allocator, unset_settings
+from launcher.cli.unused_settings import warn_overruled
+from launcher.config.request import load_snapshot, make_request
+from launcher.config.schema import LaunchConfig, MachineConfig
+from launcher.errors import UsageError
+from launcher.plan.model import Machine, Plan
+from launcher.plan.planner import plan
+from launcher.probe.malloc_library import locate_malloc
 
-OF_MACHINE = ("plan", "topo", "doctor")
-"""Verbs that depend on the environment that ranks would have."""
 
-
-def show(
-    verb: str,
-    config: LaunchConfig,
-    names: Sequence[str] = (),
-    *,
-    given: Collection[str] = (),
-    program: Sequence[str] = (),
+def show_plan(
+    config: LaunchConfig, environ: Mapping[str, str], given: Collection[str], program: Sequence[str]
 ) -> int:
-    """Do what a verb asks, of these runs and jobs where it takes any; return the exit code.
+    """Print the plan to stdout, as a table or as JSON.
 
-    `given` are the command line's keys, and `program` its words after `--`.
+    `given` are the command line's keys, and `program` what stands after `--`.
     """
-    if verb in OF_MACHINE:
-        fill_env(config)
-    if verb in ("plan", "doctor") or (verb == "topo" and config.image):
-        warn_elsewhere(config, os.environ)
-    environ = {**os.environ, **config.env}
-    if verb != "topo":
-        refuse_files(f"launch {verb}", config)
-    if verb == "plan":
-        warn_overruled(environ, given)
-        settle_allocator(config, program or find_words(config), environ, given)
-        return show_plan(config, environ)
-    if verb == "topo":
-        from launcher.cli.topo import show_topo
-
-        return show_topo(config, environ)
-    if verb == "doctor":
-        from launcher.cli.doctor import show_checkup
-
-        return show_checkup(config, environ)
-    if verb == "status":
-        from launcher.cli.status import show_status
-
-        return show_status(config, names)
-    if verb == "logs":
-        from launcher.cli.logs import show_logs
-
-        return show_logs(config, names)
-    from launcher.cli.cancel import cancel_runs
-
-    return cancel_runs(config, names)
-
-
-def show_plan(config: LaunchConfig, environ: Mapping[str, str]) -> int:
-    """Print the plan to stdout, as a table or as JSON."""
-    plan = plan_configured(config, environ)
+    warn_overruled(environ, given)
+    left_out = settle_allocator(config, program or find_words(config), environ, given)
+    made = plan_node(unset_settings(config, left_out), environ)
     if config.format == "json":
-        import json
-
         from launcher.plan.json_form import plan_to_json
 
-        sys.stdout.write(json.dumps(plan_to_json(plan), indent=1) + "\n")
+        sys.stdout.write(json.dumps(plan_to_json(made), indent=1) + "\n")
         return 0
     from launcher.report.console import make_console
     from launcher.report.placement_table import print_placement
 
-    print_placement(make_console(stderr=False), plan, explain=config.explain, full=True)
+    print_placement(make_console(stderr=False), made, explain=config.explain, full=True)
     return 0
+
+
+def plan_node(config: LaunchConfig, environ: Mapping[str, str]) -> Plan:
+    """Plan this node, or the machine that the configuration names; raises UsageError or MachineError."""
+    machine = read_machine(config.machine)
+    request = make_request(config, environ, machine)
+    if config.machine.snapshot is None:
+        library = locate_malloc(request.host_allocator, environ, config.machine.root)
+        request = replace(request, host_library=library)
+    return plan(machine, request)
+
+
+def read_machine(machine: MachineConfig) -> Machine:
+    """Return the machine below `machine.root`, or a snapshot's; raises UsageError or MachineError."""
+    if machine.snapshot is None:
+        from launcher.probe.machine import probe
+
+        return probe(machine.root)
+    if machine.root != "/":
+        raise UsageError(
+            f"machine.snapshot={machine.snapshot} and machine.root={machine.root} are two machines: leave one"
+            " of them out"
+        )
+    return load_snapshot(machine.snapshot)
 
 
 HELP = """\

@@ -1,20 +1,28 @@
-"""Runs a program where the configuration says, and shows what another verb asks for."""
+"""`launch` without a verb: runs a program where the configuration says."""
 
 import logging
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.arguments import Command
-from launcher.config.cluster import pet_overrides
-from launcher.config.composition import Composed, compose, resolve
-from launcher.config.hydra_flags import Flags
-from launcher.config.hydra_settings import apply_settings
-from launcher.config.overrides import quote_value
+from launcher.cli.allocator_check import settle_allocator, unset_settings
+from launcher.cli.own_program import tell_program
+from launcher.cli.resume import check_earlier, warn_changed
+from launcher.cli.unused_settings import warn_elsewhere, warn_overruled, warn_unused, warn_visible
+from launcher.config.cluster import check_command, choose_cluster
+from launcher.config.composition import Composed, read_values, resolve
+from launcher.config.config_file import render_config
+from launcher.config.environment_files import fill_env, read_env_files
+from launcher.config.program import clear_sections, describe_interpreter, find_program, find_unused
+from launcher.config.run_path import RunPath, choose_run_path
+from launcher.config.validation import RUN_CHECKS, TUNE_CHECKS, Context, validate, validate_placed
 from launcher.files import name_user
-from launcher.text import print_text
+from launcher.launch.job import Job, JobSpec, render_agent
+from launcher.plan.json_form import plan_to_json
+from launcher.protocol import name_host
+from launcher.runs.run_directory import RunIdTakenError
+from launcher.text import join_words, print_text
 
 logger = logging.getLogger(__name__)
 
@@ -24,64 +32,146 @@ if TYPE_CHECKING:
     from launcher.runs.run_directory import RunDir
 
 
-def run_verb(flags: Flags, command: Command, argv: Sequence[str]) -> int:
-    """Run one configuration."""
-    composed = compose(flags.sources, add_pet(flags.overrides, os.environ))
-    if command.verb == "run":
-        apply_settings(composed.tree, composed.settings, composed.settings.run_dir)
-    if composed.settings.verbose:
-        from launcher.config.hydra_output import explain_composition
+def run_job(composed: Composed, program: tuple[str, ...] | None, argv: Sequence[str]) -> int:
+    """Run a program where the configuration says, and return the exit code; raises LaunchError.
 
-        print_text(explain_composition(flags), sys.stderr)
-    return run_composed(composed, command, argv)
+    `program` is what stands after `--`, None for the configured one; `argv` is the whole command line.
+    """
+    return try_anew(lambda: start_job(composed, program, argv))
 
 
-def run_composed(composed: Composed, command: Command, argv: Sequence[str]) -> int:
-    """Do what a verb asks with a configuration."""
-    for doubt in composed.warnings:
-        logger.warning(f"{doubt}")
-    if command.verb == "run":
-        return run_job(composed, command.program, argv, composed.own_files)
-    if command.verb == "tune":
-        from launcher.cli.tune import tune_program
-
-        return tune_program(composed, command.names, command.program, argv, composed.own_files)
-    from launcher.cli.plan import show
-
+def start_job(composed: Composed, program: tuple[str, ...] | None, argv: Sequence[str]) -> int:
+    """See run_job; raises RunIdTakenError too, before anything is started."""
+    run_path = choose_run_path(composed, program, submits=is_for_slurm(composed))
+    spec = specify_job(composed, program, run_path, os.environ)
+    warn_changed(spec)
     name_files(composed.own_files)
-    words = command.program or ()
-    return show(command.verb, resolve(composed), command.names, given=composed.given, program=words)
-
-
-def run_job(
-    composed: Composed, words: tuple[str, ...] | None, argv: Sequence[str], own_files: Sequence[str]
-) -> int:
-    """Run a program where the configuration says, and return the exit code; raises LaunchError."""
-    from launcher.cli.own_program import tell_program
-    from launcher.launch.job import draft_job
-
-    draft = draft_job(composed, words, os.environ)
-    name_files(own_files)
-    tell_program([draft], own_files)
-    if draft.cluster.kind == "slurm":
-        from launcher.config.sexagesimal import check_files
+    tell_program([spec], composed.own_files)
+    if spec.cluster.kind == "slurm":
         from launcher.slurm.submission import submit_jobs
 
-        check_files(draft)
-        return submit_jobs([draft], argv)
-    if draft.cluster.kind == "allocation":
+        return submit_jobs([spec], argv)
+    if spec.cluster.kind == "allocation":
         from launcher.slurm.allocation import run_allocation
 
-        return run_allocation(draft, argv)
-    from launcher.launch.job import plan_job
-    from launcher.launch.local_run import execute_job, preview_job
+        return run_allocation(spec, argv)
+    job = plan_job(spec)
+    if spec.config.dry_run:
+        return preview_job(job)
+    return execute_here(spec, job, argv)
 
-    job = plan_job(draft)
-    if draft.config.dry_run:
-        return preview_job(draft, job)
+
+def try_anew(start: Callable[[], int]) -> int:
+    """Start a run, and once more if another of its name has begun in the same second and has its ID."""
+    while True:
+        try:
+            return start()
+        except RunIdTakenError:
+            continue
+
+
+def is_for_slurm(composed: Composed) -> bool:
+    """Tell whether a job is to be submitted, before its configuration is resolved."""
+    values = read_values(composed, ("cluster.kind", "nodes"))
+    kind = str(values["cluster.kind"])
+    if kind == "auto":
+        kind = choose_cluster("auto", values["nodes"], None, None, os.environ).kind
+    return kind == "slurm"
+
+
+def specify_job(
+    composed: Composed,
+    program: tuple[str, ...] | None,
+    run_path: RunPath,
+    environ: Mapping[str, str],
+    verb: str = "launch",
+) -> JobSpec:
+    """Resolve and check a job, and decide where it runs; raises UsageError or MachineError, writes nothing.
+
+    `verb` is the command that was given.
+    """
+    given = composed.given
+    config = resolve(composed, run_path.path)
+    variables = read_env_files(config)
+    config = fill_env(config, variables)
+    check_earlier(run_path, Path(config.runs_dir))
+    context = Context(config, verb, given, composed.sources)
+    validate(context, TUNE_CHECKS if verb == "launch tune" else RUN_CHECKS)
+    merged = {**environ, **config.env}
+    if verb == "launch":
+        warn_overruled(merged, given)
+    cluster = choose_cluster(
+        config.cluster.kind, config.nodes, config.node_rank, config.rdzv_endpoint, merged
+    )
+    if cluster.kind == "slurm" and not config.dry_run:
+        check_command("sbatch", cluster.why, merged)
+    validate_placed(context, cluster)
+    argv = find_program(program, config, merged)
+    if program and (remark := describe_interpreter(program)):
+        logger.info(remark)
+    warn_unused(config, cluster, given)
+    warn_visible(config, cluster, given)
+    if cluster.kind != "slurm":
+        warn_elsewhere(config, environ)
+    if program is not None and "model" in given:
+        model = composed.choices.get("model")
+        logger.info(f"model={model} is not used: the program after -- has its own arguments")
+    left_out = settle_allocator(config, argv, merged, given)
+    unused = find_unused(config, program, given)
+    return JobSpec(
+        config=unset_settings(clear_sections(config, unused), left_out),
+        config_text=render_config(composed, unused),
+        choices={key: option for key, option in composed.choices.items() if key not in unused},
+        given=given,
+        program=program,
+        cluster=cluster,
+        environ=merged,
+        file_variables=variables,
+        unset_allocator=left_out,
+        name=run_path.name,
+        run_path=run_path.path,
+        run_key=run_path.key,
+    )
+
+
+def plan_job(spec: JobSpec) -> Job:
+    """Plan this node for a job; raises UsageError or MachineError."""
+    from launcher.cli.plan import plan_node
+
+    return Job(
+        config=spec.config,
+        program=find_program(spec.program, spec.config, spec.environ),
+        cluster=spec.cluster,
+        plan=plan_node(spec.config, spec.environ),
+        environ=spec.environ,
+        host=name_host(spec.environ),
+    )
+
+
+def execute_here(spec: JobSpec, job: Job, argv: Sequence[str]) -> int:
+    """Run a planned job on this machine to its end, and return the exit code; raises LaunchError."""
+    from launcher.launch import local_run
+    from launcher.launch.agent import check_open_files
     from launcher.probe.cgroups import count_oom_kills
 
-    return execute_job(draft, job, argv, make_viewer, count_oom_kills)
+    check_open_files()
+    if spec.run_key == "run_dir" and spec.cluster.kind != "manual":  # nodes started by hand share one
+        from launcher.slurm.run_states import refuse_run_in_use
+
+        refuse_run_in_use(spec.run_path, submits=False)
+    run, manifest = local_run.prepare_run(spec, argv, [job.host])
+    local_run.write_plan(spec, run, job.host, plan_to_json(job.plan))
+    return local_run.execute_job(job, run, manifest, make_viewer, count_oom_kills)
+
+
+def preview_job(job: Job) -> int:
+    """Show the plan and the command, and start nothing: `dry_run=true`."""
+    from launcher.report.console import make_console
+    from launcher.report.placement_table import print_placement
+
+    print_placement(make_console(), job.plan, explain=job.config.explain)
+    print_text(join_words(render_agent(job, "RUN_ID")) + "\n")
+    return 0
 
 
 def make_viewer(job: "Job", run: "RunDir") -> "OutputViewer":
@@ -103,19 +193,12 @@ def make_viewer(job: "Job", run: "RunDir") -> "OutputViewer":
 
 
 def name_files(own_files: Sequence[str]) -> None:
-    """Say which configuration is not the shipped one, and whose it is where it is another user's."""
+    """Say which configuration is not the shipped one, and whose it is if it is another user's."""
     if own_files:
         logger.info(f"configuration from {', '.join(map(name_file, own_files))}")
 
 
 def name_file(path: str) -> str:
-    """Return a file's name, with its owner where that is neither this user nor root."""
+    """Return a file's name, with its owner if that is neither this user nor root."""
     owner = Path(path).stat().st_uid
     return path if owner in (os.geteuid(), 0) else f"{path} (of {name_user(owner)})"
-
-
-def add_pet(overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Put the overrides that `PET_*` variables stand for before the user's own, which win."""
-    given = {word.lstrip("+").partition("=")[0] for word in overrides}
-    pet = {key: value for key, value in pet_overrides(environ).items() if key not in given}
-    return [*(f"{key}={quote_value(value)}" for key, value in pet.items()), *overrides]

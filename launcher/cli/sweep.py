@@ -7,16 +7,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launcher.cli.arguments import Command
+from launcher.cli.dispatch import add_pet, run_composed
 from launcher.cli.own_program import list_targets, tell_program
-from launcher.cli.run import add_pet, name_files, run_composed
-from launcher.config.cluster import choose_cluster
-from launcher.config.composition import Composed, compose, resolve
+from launcher.cli.resume import warn_changed
+from launcher.cli.run import is_for_slurm, name_files, specify_job, try_anew
+from launcher.config.composition import Composed, compose
 from launcher.config.hydra_flags import Flags
 from launcher.config.hydra_output import explain_composition
 from launcher.config.hydra_settings import apply_settings
 from launcher.config.multirun import Multirun, expand_sweep, read_multirun, resolve_sweeper
+from launcher.config.run_path import choose_run_path
 from launcher.errors import UsageError
-from launcher.launch.job import draft_job
+from launcher.launch.job import JobSpec
 from launcher.launch.signals import STOPPING
 from launcher.runs.manifest import CLOSED, read_manifest, take_dict
 from launcher.runs.secrets import mask_words
@@ -38,8 +40,8 @@ def run_sweep(flags: Flags, command: Command, argv: Sequence[str]) -> int:
     folder = multirun.settings.sweep_dir
     for number, each in enumerate(composed if command.verb == "run" else ()):
         apply_settings(each.tree, each.settings, f"{folder}/{number}" if folder else None)
-    if command.verb == "run" and is_for_slurm(composed):
-        return submit_all(composed, command, argv)
+    if command.verb == "run" and all(map(is_for_slurm, composed)):
+        return try_anew(lambda: submit_all(specify_all(composed, command), composed, argv))
     return run_jobs(composed, jobs, command, argv)
 
 
@@ -57,18 +59,26 @@ def run_jobs(
     return first
 
 
-def submit_all(composed: Sequence[Composed], command: Command, argv: Sequence[str]) -> int:
+def specify_all(composed: Sequence[Composed], command: Command) -> list[JobSpec]:
+    """Resolve and check the jobs of an array, each with a run directory of its own; raises LaunchError."""
+    specs: list[JobSpec] = []
+    for each in composed:
+        taken = {spec.run_path for spec in specs}
+        run_path = choose_run_path(each, command.program, submits=True, taken=taken)
+        specs.append(specify_job(each, command.program, run_path, os.environ))
+    return specs
+
+
+def submit_all(specs: Sequence[JobSpec], composed: Sequence[Composed], argv: Sequence[str]) -> int:
     """Submit jobs, several as one array."""
-    from launcher.config.sexagesimal import check_files
     from launcher.slurm.submission import submit_jobs
 
-    drafts = [draft_job(each, command.program, os.environ) for each in composed]
     own_files = list(dict.fromkeys(name for each in composed for name in each.own_files))
+    for spec in specs:
+        warn_changed(spec)
     name_files(own_files)
-    tell_program(drafts, own_files)
-    for draft in drafts:
-        check_files(draft)
-    return submit_jobs(drafts, argv)
+    tell_program(specs, own_files)
+    return submit_jobs(specs, argv)
 
 
 def run_plugin(multirun: Multirun, command: Command, argv: Sequence[str]) -> int:
@@ -98,11 +108,12 @@ def run_batch(batch: Sequence[Composed], command: Command, argv: Sequence[str]) 
 
     The process ends where the user stops a trial or leaves it to the queue.
     """
-    if is_for_slurm(batch):
+    if all(map(is_for_slurm, batch)):
         for each in batch:
             each.tree.follow = True
-        status = submit_all(batch, command, argv)
-        yield from (read_end(Path(str(each.tree.run_dir)), status) for each in batch)
+        specs = specify_all(batch, command)
+        status = submit_all(specs, batch, argv)
+        yield from (read_end(spec.run_path, status) for spec in specs)
         return
     for each in batch:
         code = run_composed(each, command, argv)
@@ -121,14 +132,3 @@ def read_end(path: Path, status: int) -> int:
         logger.info(f"the sweep stops here, since {path} has not ended")
         sys.exit(status)
     return int(outcome.get("exit_code") or 0)
-
-
-def is_for_slurm(composed: Sequence[Composed]) -> bool:
-    """Tell whether all of these jobs are to be submitted: those of a sweep go to the queue together."""
-    for config in map(resolve, composed):
-        kind = config.cluster.kind
-        if kind == "auto":
-            kind = choose_cluster("auto", config.nodes, None, None, os.environ).kind
-        if kind != "slurm":
-            return False
-    return True

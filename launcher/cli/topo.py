@@ -10,15 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launcher.cli.output_files import check_snapshot, check_target, write_file
+from launcher.cli.plan import plan_node, read_machine
 from launcher.config.overrides import quote_value
 from launcher.config.schema import LaunchConfig
-from launcher.config.validation import FORMATS, check_choice, check_strings
 from launcher.errors import UsageError
-from launcher.launch.job import plan_configured
 from launcher.plan.json_form import machine_to_json
 from launcher.plan.model import Machine
 from launcher.plan.usable_cores import gather_cores, split_classes
-from launcher.probe.node import read_machine
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +30,6 @@ def show_topo(config: LaunchConfig, environ: Mapping[str, str]) -> int:
 
     Raises UsageError or MachineError. Messages go to stderr, so that stdout holds the JSON alone.
     """
-    check_choice("format", config.format, FORMATS)
-    check_strings([config.save, config.image])
     ending = check_ending(config.image)
     if config.save is not None:
         check_target("save", config.save)
@@ -43,7 +39,7 @@ def show_topo(config: LaunchConfig, environ: Mapping[str, str]) -> int:
         check_apart(config.image, config.save)
         machine = draw(config, environ, config.image, ending)
     else:
-        machine = read_machine(config.machine.root, config.machine.snapshot)
+        machine = read_machine(config.machine)
     if config.save is not None:
         save(machine, config.save)
     if config.format == "json":
@@ -92,7 +88,7 @@ def draw(config: LaunchConfig, environ: Mapping[str, str], name: str, ending: st
     from launcher.report.machine_picture import lay_out
     from launcher.report.picture import measure_text, render_png, render_svg
 
-    plan = plan_configured(config, environ)
+    plan = plan_node(config, environ)
     subtitle = f"binding={config.binding.policy}"
     picture = lay_out(plan, number_classes(plan.machine), subtitle, measure_text)
     write_file("image", name, render_svg(picture) if ending == ".svg" else render_png(picture))

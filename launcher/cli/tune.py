@@ -6,23 +6,24 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.cli.own_program import tell_program
+from launcher.cli.run import name_files, plan_job, try_anew
 from launcher.cli.tune_bounds import find_most
 from launcher.cli.tune_choice import check_override, render_override, save_override, tell_use
-from launcher.cli.tune_settings import OURS, draft_search
+from launcher.cli.tune_settings import OURS, specify_search
 from launcher.cli.tune_trial import (
     FailedTrialError,
     InterruptedTrialError,
     describe_program,
-    draft_trial,
     run_trial,
+    specify_trial,
 )
 from launcher.errors import LaunchError, MachineError, UsageError
-from launcher.launch.job import Draft, name_run, plan_job, render_agent
+from launcher.launch.job import JobSpec, render_agent
 from launcher.launch.local_run import prepare_run
 from launcher.report.console import make_console
 from launcher.report.tune_table import announce_trial, describe_trial, print_trials
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
 class Tuning:
     """A search under way."""
 
-    draft: Draft
+    composed: "Composed"
+    spec: JobSpec
     argv: Sequence[str]
     run: RunDir
     most: int
@@ -52,7 +54,7 @@ class Tuning:
 
     def search(self) -> None:
         """Try what tells most until it is clear which number is best; raises as `try_count`."""
-        thrift = price_all(self.most, self.draft.config.tune.steps) / 2
+        thrift = price_all(self.most, self.spec.config.tune.steps) / 2
         while (count := choose_next(self.trials, self.most, thrift)) is not None:
             try:
                 self.try_count(count)
@@ -69,9 +71,10 @@ class Tuning:
         Where fewer workers have gone well, a failure is one of the number, and more are not tried.
         """
         folder = self.run.path / f"workers-{count}"
+        trial_spec = specify_trial(self.composed, self.spec, count, folder)
         progress = announce_trial(make_console(), f"trying {count_things(count, 'worker')} …")
         try:
-            trial = run_trial(self.draft, self.argv, count, folder, progress)
+            trial = run_trial(trial_spec, self.argv, count, progress)
         except MeasureError as error:
             known = [each.workers for each in self.trials if each.rate]
             if not known or (isinstance(error, MismatchError) and not any(known)):
@@ -86,29 +89,31 @@ class Tuning:
 def tune_program(
     composed: "Composed",
     names: Sequence[str],
-    words: tuple[str, ...] | None,
+    program: tuple[str, ...] | None,
     argv: Sequence[str],
-    own_files: Sequence[str],
 ) -> int:
     """Tune what is named for a program, and return the exit code; raises LaunchError."""
     if list(names) != ["dataloader"]:
         given = f"`{names[0]}` cannot be tuned" if names else "tune what?"
         raise UsageError(f"{given}: say `launch tune dataloader [KEY=VALUE …] [-- PROGRAM ARGUMENT …]`")
-    draft = draft_search(composed, words)
-    target = check_override(draft.config.save, replaces=draft.config.yes)
-    job = plan_job(draft)
+    return try_anew(lambda: search(composed, program, argv))
+
+
+def search(composed: "Composed", program: tuple[str, ...] | None, argv: Sequence[str]) -> int:
+    """Search for the number of workers, and return the exit code; raises LaunchError or RunIdTakenError."""
+    spec = specify_search(composed, program)
+    target = check_override(spec.config.save, replaces=spec.config.yes)
+    job = plan_job(spec)
     most, why = find_most(job.config, job.plan)
-    if draft.config.dry_run:
-        return preview_search(draft, most, why, target)
-    named = replace(draft, config=replace(draft.config, name=f"{name_run(draft)}-tune"))
-    run, manifest = prepare_run(named, argv, [job.host])
-    if own_files:
-        logger.info(f"configuration from {', '.join(own_files)}")
-    tell_program([draft], own_files)
+    if spec.config.dry_run:
+        return preview_search(composed, spec, most, why, target)
+    run, manifest = prepare_run(spec, argv, [job.host])
+    name_files(composed.own_files)
+    tell_program([spec], composed.own_files)
     where = f"{count_things(len(job.plan.ranks), 'rank')} of {job.host}"
-    logger.info(f"{describe_program(draft)} on {where}, with 0 to {most} workers each ({why})")
+    logger.info(f"{describe_program(spec)} on {where}, with 0 to {most} workers each ({why})")
     logger.info(f"run directory {run.path}")
-    tuning = Tuning(draft, argv, run, most)
+    tuning = Tuning(composed, spec, argv, run, most)
     try:
         tuning.search()
     except (MeasureError, LaunchError) as error:
@@ -116,16 +121,16 @@ def tune_program(
     return conclude_search(tuning, manifest, target, where)
 
 
-def preview_search(draft: Draft, most: int, why: str, target: str) -> int:
+def preview_search(composed: "Composed", spec: JobSpec, most: int, why: str, target: str) -> int:
     """Show what would be tried, and start nothing."""
     folder = Path("RUN_DIR", "workers-0")
-    first = draft_trial(draft, 0, folder)
-    words = render_agent(plan_job(first).settle(draft.settle(folder)), "RUN_ID")
+    first = specify_trial(composed, spec, 0, folder)
+    command = render_agent(plan_job(first), "RUN_ID")
     variables = [f"{name}={first.environ[name]}" for name in OURS]
-    steps = draft.config.tune.steps
+    steps = spec.config.tune.steps
     print_text(
         f"would try 0 workers, then up to {most} ({why}) until it is clear, each for {steps} steps at most\n"
-        f"would write {target}\n{join_words(['env', *variables, *words])}\n"
+        f"would write {target}\n{join_words(['env', *variables, *command])}\n"
     )
     return 0
 
@@ -146,9 +151,9 @@ def give_up(tuning: Tuning, manifest: dict[str, object], error: MeasureError | L
 
 def conclude_search(tuning: Tuning, manifest: dict[str, object], target: str, where: str) -> int:
     """Show what was measured, keep the choice, and return the exit code."""
-    chosen, config = choose_best(tuning.trials), tuning.draft.config
+    chosen, config = choose_best(tuning.trials), tuning.spec.config
     stopped = tuning.interrupted
-    program = describe_program(tuning.draft)
+    program = describe_program(tuning.spec)
     saved = None
     if chosen and not stopped:
         origin = f"{program}, {where}"
@@ -166,7 +171,7 @@ def conclude_search(tuning: Tuning, manifest: dict[str, object], target: str, wh
     elif tuning.trials:
         print_trials(make_console(stderr=False), tuning.trials, chosen)
         sys.stdout.flush()
-    logger.info(tell_result(chosen, saved, f" -- {program}" if tuning.draft.words else ""))
+    logger.info(tell_result(chosen, saved, f" -- {program}" if tuning.spec.program else ""))
     return status
 
 

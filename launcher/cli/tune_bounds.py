@@ -1,9 +1,9 @@
 """How many DataLoader workers are worth trying on a node."""
 
-from launcher.config.request import describe_wishes
+from launcher.config.request import make_request
 from launcher.config.schema import LaunchConfig
 from launcher.errors import UsageError
-from launcher.plan.model import Plan, Request
+from launcher.plan.model import Plan
 from launcher.plan.workers_and_threads import bound_by_files, bound_by_memory, bound_by_shm
 
 EACH = 2
@@ -20,7 +20,7 @@ def find_most(config: LaunchConfig, plan: Plan) -> tuple[int, str]:
         return asked, f"tune.max_workers={asked}"
     cores, ranks = count_share(plan), len(plan.ranks)
     most = min(MOST, max(LEAST, int(EACH * cores)))
-    request = Request(**describe_wishes(config))  # type: ignore[arg-type]  # values by their names
+    request = make_request(config, {})
     machine, each_mib = plan.machine, config.dataloader.worker_shm_mib
     bounds = (
         *bound_by_memory(request, machine, ranks),

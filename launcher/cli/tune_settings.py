@@ -3,11 +3,11 @@
 import os
 from typing import TYPE_CHECKING
 
-from launcher.config.composition import resolve
-from launcher.config.schema import LaunchConfig
-from launcher.config.validation import FORMATS, check_choice, check_least
+from launcher.cli.run import specify_job
+from launcher.config.composition import read_values
+from launcher.config.run_path import choose_run_path
 from launcher.errors import UsageError
-from launcher.launch.job import Draft, draft_job
+from launcher.launch.job import JobSpec
 from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_METER, LAUNCH_NUM_WORKERS
 
 if TYPE_CHECKING:
@@ -17,34 +17,26 @@ OURS = (LAUNCH_NUM_WORKERS, LAUNCH_LOADER_DEFAULT, LAUNCH_METER)
 """Variables that a trial sets."""
 
 
-def draft_search(composed: "Composed", words: tuple[str, ...] | None) -> Draft:
+def specify_search(composed: "Composed", program: tuple[str, ...] | None) -> JobSpec:
     """Check what is asked, and return what the trials have in common; raises LaunchError."""
-    config = resolve(composed)
-    check_settings(config)
-    come_here(composed, config)
-    draft = draft_job(composed, words, os.environ, "launch tune")
+    measure_here(composed)
+    run_path = choose_run_path(composed, program, suffix="-tune")
+    spec = specify_job(composed, program, run_path, os.environ, "launch tune")
     for name in OURS:
-        if name in draft.config.env:
+        if name in spec.config.env:
             raise UsageError(f"env.{name} is set, which `launch tune` chooses: leave it out")
-    return draft
+    return spec
 
 
-def check_settings(config: LaunchConfig) -> None:
-    """Raise UsageError for settings that mean nothing."""
-    check_choice("format", config.format, FORMATS)
-    check_least("tune.steps", config.tune.steps, 8)
-    if config.run_dir is not None:
-        raise UsageError(
-            f"run_dir={config.run_dir}: `launch tune` makes a run directory of its own, leave it out"
-        )
-    for key in ("seconds", "timeout"):
-        if not getattr(config.tune, key) > 0:
-            raise UsageError(f"tune.{key}={getattr(config.tune, key):g}: give seconds, more than 0")
-
-
-def come_here(composed: "Composed", config: LaunchConfig) -> None:
+def measure_here(composed: "Composed") -> None:
     """Have the trials run on this machine; raises UsageError for a job that is to run elsewhere."""
-    nodes, kind = str(config.nodes), config.cluster.kind
+    values = read_values(composed, ("nodes", "cluster.kind", "run_dir", "new_run_dir"))
+    nodes, kind = str(values["nodes"]), str(values["cluster.kind"])
+    for key in ("run_dir", "new_run_dir"):
+        if values[key] is not None:
+            raise UsageError(
+                f"{key}={values[key]}: `launch tune` makes a run directory of its own, leave it out"
+            )
     if nodes not in ("auto", "1", "1:1"):
         raise UsageError(f"nodes={nodes}: `launch tune` measures on one node, leave nodes out")
     if kind in ("slurm", "manual"):

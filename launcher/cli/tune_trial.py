@@ -8,14 +8,20 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from launcher.cli.allocator_check import unset_settings
+from launcher.cli.run import plan_job
+from launcher.config.composition import Composed, resolve
+from launcher.config.config_file import render_config
+from launcher.config.environment_files import fill_env
 from launcher.config.schema import LaunchConfig
 from launcher.errors import MachineError
 from launcher.launch.agent import check_open_files, start_agent
-from launcher.launch.job import Draft, build_environ, plan_job, render_agent
+from launcher.launch.job import JobSpec, build_agent_environ, render_agent
 from launcher.launch.local_run import AGENT_LINES, prepare_run, write_plan
 from launcher.launch.monitor import RankMonitor
 from launcher.launch.outcome import JobOutcome, complete_manifest, explain_failure, judge_outcome
 from launcher.launch.supervisor import Supervisor
+from launcher.plan.json_form import plan_to_json
 from launcher.probe.cgroups import count_oom_kills
 from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_METER, LAUNCH_NUM_WORKERS
 from launcher.runs.progress import Progress
@@ -79,39 +85,45 @@ class SilentViewer:
         return True
 
 
-def draft_trial(draft: Draft, workers: int, folder: Path) -> Draft:
-    """Return the draft of a trial with a number of workers and a run directory of its own."""
-    config = replace(draft.config, run_dir=str(folder))
-    if config.gc.warmup > WARMUP:
-        config.gc = replace(config.gc, warmup=WARMUP)
+def specify_trial(composed: Composed, spec: JobSpec, workers: int, folder: Path) -> JobSpec:
+    """Return a trial with a number of workers and a run directory of its own."""
+    config = fill_env(resolve(composed, folder), spec.file_variables)
+    config = unset_settings(config, spec.unset_allocator)
+    config = replace(
+        config,
+        gc=replace(config.gc, warmup=min(config.gc.warmup, WARMUP)),
+        torchrun=replace(config.torchrun, max_restarts=0),
+    )
     order = {"folder": str(folder / RECORDS), "steps": config.tune.steps, "seconds": config.tune.seconds}
     own = {
         LAUNCH_NUM_WORKERS: str(workers),
         LAUNCH_LOADER_DEFAULT: "1",
         LAUNCH_METER: json.dumps(order),
     }
-    return replace(draft, config=config, environ={**draft.environ, **own})
+    return replace(
+        spec,
+        config=config,
+        config_text=render_config(composed),
+        environ={**spec.environ, **own},
+        run_path=folder,
+        run_key="new_run_dir",
+    )
 
 
 def run_trial(
-    draft: Draft,
-    argv: Sequence[str],
-    workers: int,
-    folder: Path,
-    progress: AbstractContextManager[object],
+    trial: JobSpec, argv: Sequence[str], workers: int, progress: AbstractContextManager[object]
 ) -> Trial:
     """Run the program with a number of workers, and return what was measured.
 
     Raises MeasureError where nothing can be said, FailedTrialError where the program failed, and
     InterruptedTrialError for a signal; UsageError and MachineError as any job does.
     """
-    trial = draft_trial(draft, workers, folder)
     monitor = open_trial(trial, argv, SilentViewer(progress))
     job, run = monitor.job, monitor.run
     supervisor = Supervisor(monitor, len(job.plan.ranks), job.config.torchrun.shutdown_timeout)
     supervisor.deadline = time.monotonic() + trial.config.tune.timeout
     command, log = render_agent(job, f"{run.path.parent.name}-{run.id}"), run.agent_log(job.host)
-    environ = build_environ(job.config, job.cluster, job.environ, run, job.host)
+    environ = build_agent_environ(job.config, job.cluster, job.environ, run, job.host)
     try:
         outcome = supervisor.run(lambda: start_agent(command, environ, log), log)
     except OSError as error:
@@ -124,15 +136,12 @@ def run_trial(
     return measure_trial(read_trial_records(run.path / RECORDS), workers, len(job.plan.ranks))
 
 
-def open_trial(trial: Draft, argv: Sequence[str], viewer: SilentViewer) -> RankMonitor:
+def open_trial(trial: JobSpec, argv: Sequence[str], viewer: SilentViewer) -> RankMonitor:
     """Plan a trial, make its run directory, and return its monitor; raises as any job does."""
     job = plan_job(trial)
     check_open_files()
     run, manifest = prepare_run(trial, argv, [job.host])
-    settled = trial.settle(run.path)
-    settled.torchrun.max_restarts = 0
-    job = job.settle(settled)
-    write_plan(run, job, trial.config)
+    write_plan(trial, run, job.host, plan_to_json(job.plan))
     (run.path / RECORDS).mkdir(mode=0o700)
     return RankMonitor(job, run, viewer, count_oom_kills, manifest)
 
@@ -149,10 +158,10 @@ def check_ending(supervisor: Supervisor, ending: JobOutcome, config: LaunchConfi
         raise FailedTrialError(explain_failure(supervisor.monitor, ending), ending.status)
 
 
-def describe_program(draft: Draft) -> str:
+def describe_program(spec: JobSpec) -> str:
     """Return the program's words for people and files, as they are typed, secrets masked."""
     import shlex
 
-    if draft.words is None:
-        return f"program={draft.composed.choices.get('program', '')}"
-    return shlex.join(mask_words(draft.words)).replace(f"{os.path.expanduser('~')}/", "~/")  # noqa: PTH111
+    if spec.program is None:
+        return f"program={spec.choices.get('program', '')}"
+    return shlex.join(mask_words(spec.program)).replace(f"{os.path.expanduser('~')}/", "~/")  # noqa: PTH111

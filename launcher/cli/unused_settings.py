@@ -6,19 +6,16 @@ from dataclasses import fields, is_dataclass
 from pathlib import PurePath
 
 from launcher.config.cluster import Cluster
+from launcher.config.request import DEVICE_VARIABLES
 from launcher.config.schema import ClusterConfig, LaunchConfig
-from launcher.errors import UsageError
 from launcher.plan.allocator import find_variable, parse_settings
 from launcher.plan.environment import is_kept
-from launcher.probe.node import DEVICE_NAMES
 from launcher.protocol import LAUNCH_GC, LAUNCH_NUM_WORKERS
 from launcher.runs.secrets import mask_variables
 from launcher.text import clean_text
 
 logger = logging.getLogger(__name__)
 
-OF_VERBS = {"rank": "launch logs", "yes": "launch cancel` and `launch tune"}
-"""Keys for verbs; a file may hold them, since that is read for all verbs."""
 OVERRULED = {
     LAUNCH_GC: ("gc", "gc.policy", "gc.warmup", "gc.every", "gc.log"),
     LAUNCH_NUM_WORKERS: ("dataloader", "dataloader.num_workers", "dataloader.workload"),
@@ -26,15 +23,6 @@ OVERRULED = {
 """Variables of the user's, with the keys that they come over."""
 ANYWHERE = ("kind", "container")
 """Keys of `cluster` that are no others' business: a container is refused where there is no srun."""
-
-
-def refuse_keys(config: LaunchConfig, given: Collection[str]) -> None:
-    """Raise UsageError for a verb's key on the command line of a run; `given` are the command line's keys."""
-    for key, verb in OF_VERBS.items():
-        value = getattr(config, key)
-        if key in given and value is not None and value is not False:
-            shown = str(value).lower()
-            raise UsageError(f"{key}={shown} is for `{verb}`, and has no use for a run: leave it out")
 
 
 def warn_unused(config: LaunchConfig, cluster: Cluster, given: Collection[str]) -> None:
@@ -85,7 +73,7 @@ def warn_elsewhere(config: LaunchConfig, environ: Mapping[str, str]) -> None:
 
     They name this machine's devices, as SLURM's CUDA_VISIBLE_DEVICES does in a job.
     """
-    for name in DEVICE_NAMES if config.machine.snapshot else ():
+    for name in DEVICE_VARIABLES if config.machine.snapshot else ():
         if name in environ and name not in config.env:
             machine, value = (
                 clean_text(PurePath(str(config.machine.snapshot)).stem),

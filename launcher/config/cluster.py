@@ -1,13 +1,16 @@
 """Where a job runs: here, on a cluster, or as one node of a job that is started by hand on each."""
 
+import re
 import shutil
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launcher.errors import MachineError, UsageError
-from launcher.launch.torchrun import check_port_free, parse_endpoint, parse_nodes
 
 KINDS = ("auto", "local", "slurm", "allocation", "manual")
+ENDPOINT = re.compile(r"(?P<host>\[[\w.:%-]+\]|[\w.:-]+):(?P<port>[0-9]{1,5})")
+"""torchrun reads the last number of `::1:29500` as the port too."""
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """SLURM's batch script, the shell of `salloc` and such have step numbers from here on (slurm.h)."""
 
@@ -165,3 +168,45 @@ def pet_overrides(environ: Mapping[str, str]) -> dict[str, str]:
     if endpoint:
         found["rdzv_endpoint"] = endpoint
     return found
+
+
+def parse_nodes(text: object) -> tuple[int, int]:
+    """Read `nodes`: a number, or `min:max`; raises UsageError."""
+    low, colon, high = str(text).partition(":")
+    try:
+        minimum, maximum = int(low), int(high if colon else low)
+    except ValueError:
+        minimum, maximum = 0, 0
+    if not 1 <= minimum <= maximum:
+        shown = "null" if text is None else text
+        raise UsageError(f"nodes={shown}: give a number of at least 1, or min:max as in nodes=2:4")
+    return minimum, maximum
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """Read HOST:PORT, also `[::1]:29500`; raises UsageError."""
+    match = ENDPOINT.fullmatch(text)
+    if not match or not int(match["port"]) < 1 << 16:
+        raise UsageError(
+            f"rdzv_endpoint={text}: give HOST:PORT, as in rdzv_endpoint=node0:29500 or [::1]:29500"
+        )
+    return match["host"].strip("[]"), int(match["port"])
+
+
+def check_port_free(port: int) -> None:
+    """Raise MachineError where another process listens on a port that this host is to serve.
+
+    torchrun itself would take that for a rendezvous that is already up, and wait for it until its timeout.
+    """
+    if port == 0:
+        return
+    family = socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen(1)
+        except OSError as error:
+            raise MachineError(
+                f"port {port} of this host is not free ({error.strerror}): choose another for rdzv_endpoint"
+            ) from None

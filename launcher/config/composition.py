@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -49,6 +49,8 @@ FAILURES = (
     *(AssertionError, AttributeError, LookupError, TypeError),
 )
 """What Hydra raises for a user's mistake."""
+RUN_DIR = "RUN_DIR"
+"""Stands for the run directory where there is none."""
 ANSWER = 3.0
 """Seconds of CPU time for an answer to a shell that waits."""
 
@@ -76,20 +78,6 @@ class Composed:
     """Files that are not the shipped ones, relative to the working directory."""
     values: DictConfig | None = None
     """What `${hydra:KEY}` refers to; None where nothing does."""
-
-    def find_snapshot(self, name: str) -> str:
-        """Return the snapshot of a machine named as in `machine=NAME`, or a file; raises UsageError."""
-        path = self.sources.find_file(f"machine/{name}")
-        try:
-            tree = read_yaml(path) if path else {"snapshot": name}
-        except (ValueError, RecursionError, yaml.YAMLError) as error:
-            raise UsageError(f"{path} cannot be read ({error}): mend it, or name another machine") from None
-        given = tree.get("snapshot") if isinstance(tree, dict) else None
-        found = self.sources.find_beside("machine", str(given)) if given else None
-        if found is None or not Path(found).is_file():
-            near = suggest(name, self.sources.list_options("machine"))
-            raise UsageError(f"cluster.machine={name} is no machine in conf/machine and no snapshot{near}")
-        return found
 
 
 class SearchPath(SearchPathPlugin):
@@ -218,16 +206,28 @@ def find_folder(entry: str) -> Path | None:
     return next((Path(folder) for folder in (spec and spec.submodule_search_locations) or ()), None)
 
 
+def read_values(composed: Composed, keys: Sequence[str]) -> dict[str, object]:
+    """Return single values that are needed before the run directory is known; raises UsageError."""
+    try:
+        if composed.values is not None:
+            republish(composed.values, RUN_DIR)
+        with bound_work(composed.sources):
+            return {key: OmegaConf.select(composed.tree, key) for key in keys}
+    except FAILURES as error:
+        raise UsageError(shorten_message(error)) from None
+
+
 def resolve(composed: Composed, run_dir: Path | None = None) -> LaunchConfig:
     """Resolve interpolations, `${run_dir}` among them, and return typed values; raises UsageError.
 
-    Before the run directory is known, `RUN_DIR` stands for it. A machine's snapshot becomes a path.
+    A verb that starts nothing has no run directory: `RUN_DIR` stands for it. A machine's snapshot becomes a
+    path.
     """
     tree = composed.tree
     try:
         unknown = run_dir is None and tree.run_dir is None
         if run_dir or unknown:
-            tree.run_dir = str(run_dir or "RUN_DIR")
+            tree.run_dir = str(run_dir or RUN_DIR)
         if composed.values is not None:
             republish(composed.values, str(tree.run_dir))
         with bound_work(composed.sources):
@@ -240,12 +240,24 @@ def resolve(composed: Composed, run_dir: Path | None = None) -> LaunchConfig:
         tree.run_dir = config.run_dir = None
     config.env = write_values(config.env)
     config.machine.snapshot = composed.sources.find_beside("machine", config.machine.snapshot)
+    if config.cluster.machine is not None:
+        config.cluster.machine = find_snapshot(composed.sources, config.cluster.machine)
     return config
 
 
-def dump_yaml(composed: Composed, mask: Callable[[object], object]) -> str:
-    """Return the configuration as YAML, interpolations resolved, after `mask` has hidden what is secret."""
-    return yaml.safe_dump(mask(OmegaConf.to_container(composed.tree, resolve=True)), sort_keys=False)
+def find_snapshot(sources: Sources, name: str) -> str:
+    """Return the snapshot of a machine named as in `machine=NAME`, or a file; raises UsageError."""
+    path = sources.find_file(f"machine/{name}")
+    try:
+        tree = read_yaml(path) if path else {"snapshot": name}
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UsageError(f"{path} cannot be read ({error}): mend it, or name another machine") from None
+    given = tree.get("snapshot") if isinstance(tree, dict) else None
+    found = sources.find_beside("machine", str(given)) if given else None
+    if found is None or not Path(found).is_file():
+        near = suggest(name, sources.list_options("machine"))
+        raise UsageError(f"cluster.machine={name} is no machine in conf/machine and no snapshot{near}")
+    return found
 
 
 def normalize_overrides(sources: Sources, overrides: Sequence[str], *, sweep: bool = False) -> list[str]:

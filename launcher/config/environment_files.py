@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from errno import EFBIG
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,21 +30,18 @@ def write_values(env: Mapping[str, object]) -> dict[str, object]:
     return {name: value if name == KEY else str(value) for name, value in env.items()}
 
 
-def fill_env(config: LaunchConfig) -> dict[str, str]:
-    """Put the variables of the files into `config.env`, and return them; raises UsageError.
-
-    `env.NAME` comes over the files, and a later file over an earlier one. No file is named any more then.
-    """
+def read_env_files(config: LaunchConfig) -> dict[str, str]:
+    """Return the variables of `env.from_file`, a later file's over an earlier one's; raises UsageError."""
     variables: dict[str, str] = {}
     for name in list_files(config.env):
         variables |= read_variables(name)
-    cover_env(config, variables)
     return variables
 
 
-def cover_env(config: LaunchConfig, variables: Mapping[str, str]) -> None:
-    """Put variables under those of `env.NAME`, in place of the files that they were read from."""
-    config.env = {**variables, **{name: value for name, value in config.env.items() if name != KEY}}
+def fill_env(config: LaunchConfig, variables: Mapping[str, str]) -> LaunchConfig:
+    """Return a configuration with the files' variables below those of `env.NAME`, and no files named."""
+    env = {**variables, **{name: value for name, value in config.env.items() if name != KEY}}
+    return replace(config, env=env)
 
 
 def list_files(env: Mapping[str, object]) -> list[str]:

@@ -134,16 +134,16 @@ def refuse_words(words: Iterable[str]) -> None:
 
 
 def apply_settings(tree: DictConfig, settings: HydraSettings, run_dir: str | None) -> None:
-    """Let `hydra.job.name` be the run's name, and `run_dir` its directory, where our own keys are not set.
+    """Let `hydra.job.name` name the run, and `run_dir` be a new directory, unless our own keys are set.
 
-    Raises UsageError for a directory with something in it: Hydra's are for new runs.
+    Raises UsageError for a directory with something in it.
     """
     if settings.name is not None and is_unset(tree, "name"):
         tree.name = settings.name
-    if run_dir is not None and is_unset(tree, "run_dir"):
+    if run_dir is not None and is_unset(tree, "run_dir") and is_unset(tree, "new_run_dir"):
         if is_unset(tree, "node_rank"):  # nodes that are started by hand share one
-            refuse_used(Path(run_dir))
-        tree.run_dir = run_dir
+            refuse_used(Path(run_dir), "hydra.run.dir or hydra.sweep.dir")
+        tree.new_run_dir = run_dir
 
 
 def is_unset(tree: DictConfig, key: str) -> bool:
@@ -151,16 +151,16 @@ def is_unset(tree: DictConfig, key: str) -> bool:
     return not OmegaConf.is_interpolation(tree, key) and tree[key] is None
 
 
-def refuse_used(path: Path) -> None:
-    """Raise UsageError for a directory that is no new one."""
+def refuse_used(path: Path, key: str) -> None:
+    """Raise UsageError for a directory that is to be new, by this key, and has something in it."""
     try:
         used = path.exists() and (not path.is_dir() or any(path.iterdir()))
-    except OSError:  # which is told of where it is made
+    except (OSError, ValueError):  # of which the making of it tells
         return
     if used:
         raise UsageError(
-            f"{path}, of hydra.run.dir or hydra.sweep.dir, is there already: run_dir={path} goes on with an"
-            " earlier run, and a new one needs another directory"
+            f"{path}, of {key}, is there already: run_dir={path} goes on with an earlier run, and a new one"
+            " needs another directory"
         )
 
 

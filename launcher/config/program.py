@@ -1,9 +1,11 @@
 """The words that start the user's program, from what stands after `--` or in the configuration."""
 
 import os
+import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from itertools import dropwhile
 from pathlib import Path
@@ -15,10 +17,12 @@ from launcher.files import open_file
 if TYPE_CHECKING:
     from launcher.config.schema import LaunchConfig
 
-SHIM = Path(__file__).parents[1] / "rank" / "__main__.py"
-"""What each rank runs just before the program."""
 BUNDLED = ("-m", "launcher.programs.train")
 """The command of the shipped option of the group `program`."""
+SECTIONS = ("model", "data", "program")
+"""Sections of the configuration that describe the bundled program."""
+INTERPRETER = re.compile(r"python[\d.]*")
+"""Names of Python's executables."""
 RESERVED = ("command", "sections")
 """Keys of the group `program` that say what to run; all others are the program's own options."""
 SHEBANG = 256
@@ -86,6 +90,50 @@ def read_interpreter(script: str) -> str:
     if words and Path(words[0]).name == "env":
         words = list(dropwhile(lambda word: word.startswith("-") or "=" in word, words[1:]))
     return "" if not words or Path(words[0]).name.startswith("python") else " ".join(words)
+
+
+def find_unused(config: "LaunchConfig", program: tuple[str, ...] | None, given: Collection[str]) -> list[str]:
+    """Return the sections of the configuration that are the bundled program's and have no use for another.
+
+    `program` is what is given after `--`. `given` are the command line's keys.
+    """
+    if program is not None:
+        return list(SECTIONS)
+    if config.program.get("command") == list(BUNDLED):
+        return []
+    named = config.program.get("sections") or ()
+    asked = {key.partition(".")[0] for key in given}
+    return [section for section in ("model", "data") if section not in named and section not in asked]
+
+
+def clear_sections(config: "LaunchConfig", names: Collection[str]) -> "LaunchConfig":
+    """Return a configuration with these of SECTIONS empty."""
+    return replace(
+        config,
+        model={} if "model" in names else config.model,
+        data={} if "data" in names else config.data,
+        program={} if "program" in names else config.program,
+    )
+
+
+def find_script(argv: Sequence[str]) -> str:
+    """Return what a program is called by: its module's last part, or its script, also after `python`."""
+    words = iter(argv)
+    first = next(words, "")
+    if first == "-m":
+        return next(words, "").rpartition(".")[2]
+    if not INTERPRETER.fullmatch(Path(first).name):
+        return first
+    for word in words:
+        if word in ("-X", "-W"):
+            next(words, "")
+        elif word == "-m":
+            return next(words, "").rpartition(".")[2] or first
+        elif not word.startswith("-"):
+            return word
+        elif word == "-c":
+            break
+    return first
 
 
 def describe_interpreter(argv: Sequence[str]) -> str:

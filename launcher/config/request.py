@@ -1,45 +1,125 @@
-"""What a configuration asks of a node's placement: the fields of a Request that do not depend on the node."""
+"""What a configuration asks of a node: the planner's Request, and the snapshot that stands for the node.
+
+A process of a SLURM job comes here before its agent starts, so imports count.
+"""
+
+from collections.abc import Mapping
 
 from launcher.config.allocator_options import read_host, render_allocator
 from launcher.config.schema import GcConfig, LaunchConfig
-from launcher.config.validation import check_choice, check_least
-from launcher.plan.rules import COLLECTORS
+from launcher.errors import UsageError
+from launcher.files import LARGEST, read_input
+from launcher.plan.environment import HONOURED, VISIBLE_DEVICES
+from launcher.plan.model import Machine, Request
+from launcher.plan.rules import MAX_RANKS
+from launcher.protocol import LAUNCH_NIC, find_chosen
+from launcher.runs.secrets import mask_variables
+
+DEVICE_VARIABLES = (*VISIBLE_DEVICES, LAUNCH_NIC, "NCCL_IB_HCA")
+"""Variables that name devices of this machine, which a snapshot does not have."""
+LIBRARY_PREFIXES = (
+    *("CUDA_", "GLOO_", "GOMP_", "HSA_", "KMP_", "MALLOC_", "MKL_", "NCCL_", "OMP_", "OPENBLAS_", "PYTORCH_"),
+    *("TORCH_", "TORCHINDUCTOR_", "TRITON_", "UCX_"),
+)
+"""Beginnings of the variables that set how PyTorch and the libraries below it behave."""
+LOCATION_SUFFIXES = ("_VERSION", "_HOME", "_ROOT", "_ARCH_LIST", "_PATH")
+"""Endings of the variables by which images and modules say what is where."""
 
 
-def describe_wishes(config: LaunchConfig) -> dict[str, object]:
-    """Return fields of a Request by their names, as JSON values; raises UsageError."""
+def make_request(
+    config: LaunchConfig, environ: Mapping[str, str], machine: Machine | None = None, caches: str = ""
+) -> Request:
+    """Return what a configuration asks of a node; raises UsageError.
+
+    `environ` is the user's environment with `env.*` over it. `machine` is the node, None if it is not known
+    yet. `caches` is a folder on the node for the compilers' caches, if they are not to have their own.
+    """
+    if config.machine.snapshot:
+        environ = {k: v for k, v in environ.items() if k not in DEVICE_VARIABLES or k in config.env}
     loader = config.dataloader
-    return {
-        "binding": config.binding.policy,
-        "strict": config.binding.strict,
-        "reserve_cores": config.binding.reserve_cores,
-        "nic": config.binding.nic,
-        "devices": config.devices,
-        "workload": loader.workload,
-        "num_workers": loader.num_workers,
-        "worker_gib": float(loader.worker_gib),
-        "worker_shm_mib": float(loader.worker_shm_mib),
-        "loader_default": loader.default,
-        "measured": loader.measured,
-        "gc": render_gc(config.gc),
-        "allocator": render_allocator(config.allocator),
-        "host_allocator": read_host(config.allocator),
-    }
+    return Request(
+        nproc_per_node=parse_nproc(config.nproc_per_node, len(machine.allowed_cpus) if machine else 1),
+        binding=config.binding.policy,
+        strict=config.binding.strict,
+        reserve_cores=config.binding.reserve_cores,
+        devices=config.devices,
+        workload=loader.workload,
+        num_workers=loader.num_workers,
+        worker_gib=float(loader.worker_gib),
+        worker_shm_mib=float(loader.worker_shm_mib),
+        loader_default=loader.default,
+        measured=loader.measured,
+        gc=render_gc(config.gc),
+        allocator=render_allocator(config.allocator),
+        host_allocator=read_host(config.allocator),
+        nic=config.binding.nic,
+        caches=caches,
+        environ=(*find_chosen(environ, HONOURED).items(), *find_library_variables(environ)),
+        configured=tuple(mask_variables(config.env).items()),
+    )
 
 
-def check_wishes(config: LaunchConfig) -> None:
-    """Raise UsageError for values that no plan could take, before a job waits in a queue with them."""
-    from launcher.plan.model import Request
-    from launcher.plan.planner import check_request
+def parse_nproc(text: object, cpus: int) -> int | None:
+    """Read `nproc_per_node`, also torchrun's words for it; None is `auto`. Raises UsageError."""
+    if text in ("auto", "gpu"):
+        return None
+    if text == "cpu":
+        return cpus
+    try:
+        number = int(str(text))
+    except ValueError:
+        number = 0
+    if not 1 <= number <= MAX_RANKS:
+        shown = "null" if text is None else text
+        raise UsageError(
+            f"nproc_per_node={shown}: give a number of at least 1 and at most {MAX_RANKS}, or auto"
+        )
+    return number
 
-    check_request(Request(**describe_wishes(config)))  # type: ignore[arg-type]  # values by their names
+
+def find_library_variables(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return the variables of PyTorch and its libraries that are set beside HONOURED, secrets masked."""
+    names = (
+        name
+        for name in sorted(environ)
+        if name.startswith(LIBRARY_PREFIXES) and not name.endswith(LOCATION_SUFFIXES)
+    )
+    return tuple(mask_variables({name: environ[name] for name in names if name not in HONOURED}).items())
 
 
 def render_gc(gc: GcConfig) -> str:
-    """Return the policy as LAUNCH_GC has it: `synchronized,warmup=30,every=50`; raises UsageError."""
-    check_choice("gc.policy", gc.policy, COLLECTORS)
-    check_least("gc.warmup", gc.warmup, 0)
-    check_least("gc.every", gc.every, 0)
+    """Return the policy as LAUNCH_GC has it: `synchronized,warmup=30,every=50`."""
     used = {"synchronized": ("warmup", "every"), "disabled": ("every",), "frozen": ("warmup",)}
     words = [f"{name}={getattr(gc, name)}" for name in used.get(gc.policy, ())]
     return ",".join([gc.policy, *words, *(["log"] if gc.log else [])])
+
+
+def load_snapshot(path: str) -> Machine:
+    """Read a machine from what `launch topo save=FILE` or `launch plan format=json` wrote.
+
+    Raises UsageError for a file that cannot be read, or that holds something else.
+    """
+    from launcher.plan.snapshot import parse_machine
+
+    try:
+        data = read_input(path, LARGEST)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"machine.snapshot={path} cannot be read ({getattr(error, 'strerror', '') or error}): "
+            "give a path from here, or a file in conf/machine/"
+        ) from None
+    try:
+        return parse_machine(decode_snapshot(data))
+    except UsageError as error:
+        raise UsageError(f"machine.snapshot={path}: {error}") from None
+
+
+def decode_snapshot(data: bytes) -> str:
+    """Return a file's text; raises UsageError for what cannot be a snapshot's."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        reason = f"no UTF-8 text, {error.reason} at byte {error.start}"
+        raise UsageError(
+            f"not a machine snapshot ({reason}): make one with `launch topo save=FILE`"
+        ) from None

@@ -223,7 +223,9 @@ class LaunchConfig:
     runs_dir: str = "runs"
     """The folder for run directories: RUNS_DIR/NAME/ID."""
     run_dir: str | None = None
-    """This very run directory: a new one, or an earlier run's to go on with."""
+    """An earlier run's directory, to go on with that run."""
+    new_run_dir: str | None = None
+    """A directory for a new run, in place of RUNS_DIR/NAME/ID; `${run_dir}` refers to it."""
     node_rank: int | None = None
     """The number of this node, for `cluster=manual`."""
     rdzv_endpoint: str | None = None

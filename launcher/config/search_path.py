@@ -1,7 +1,7 @@
 """Where configuration is looked for: the working directory's conf/, then the shipped one."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +49,14 @@ class Sources:
         return tuple(
             sorted({path.stem for folder in self.everywhere for path in (folder / group).glob("*.yaml")})
         )
+
+    def list_files(self, group: str) -> Iterator[Path]:
+        """Give the files that can hold a section: those of its group, and the primary one."""
+        for folder in self.everywhere:
+            yield from sorted((folder / group).glob("*.yaml"))
+        primary = self.find_file(self.primary)
+        if primary:
+            yield primary
 
     def find_file(self, name: str) -> Path | None:
         """Return the file that `name` (`launch`, `model/tiny`) is read from; None where there is none."""

@@ -1,47 +1,222 @@
-"""Checks of a configuration's values that need no look at a machine; all of them raise UsageError."""
+"""The checks of a configuration's values, in the order in which they are made; all of them raise UsageError.
+
+None of them looks at a machine or writes anything.
+"""
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
+from launcher.config.allocator_options import HOSTS, read_host
 from launcher.config.cluster import Cluster
+from launcher.config.request import make_request, parse_nproc
 from launcher.config.schema import LaunchConfig
+from launcher.config.search_path import Sources
+from launcher.config.yaml_files import check_quoted
 from launcher.errors import UsageError
-from launcher.plan.rules import DEVICES
-from launcher.runs.objective import KINDS
-from launcher.slurm.requeue_policy import check_requeue
-from launcher.slurm.srun_command import refuse_options
+from launcher.plan.planner import check_request
+from launcher.plan.rules import COLLECTORS, DEVICES
+from launcher.runs.secrets import MASK, mask_text
 
 CONSOLES = ("rank0", "all", "none")
 AGENTS = ("torchrun", "srun")
 RUNTIMES = ("pyxis", "apptainer")
 FORMATS = ("table", "json")
-MOST_WORKERS = 1024
+OBJECTIVES = ("loss", "file")
+RUNTIMES = ("pyxis", "apptainer")
+MAX_WORKERS = 1024
 """DataLoader workers of a rank: more than a node has cores; a slip of the finger must not be planned."""
+MAX_NAME = 200
+"""Bytes of a run's name, which is a folder's."""
+VERBS_OF_KEYS = {"rank": "launch logs", "yes": "launch cancel` and `launch tune"}
+"""Keys that a run has no use for; a file may hold them, since it is read for all verbs."""
+AGENT_ONLY = (
+    "max_restarts",
+    "monitor_interval",
+    "rdzv_backend",
+    "rdzv_conf",
+    "local_addr",
+    "event_log_handler",
+    "signals_to_handle",
+)
+"""Options of `torchrun` for its agent and its rendezvous, which `agent=srun` does not have."""
 
 
-def check_config(config: LaunchConfig) -> None:
-    """Check what a job is asked for, wherever it runs; raises UsageError."""
-    check_strings(asdict(config))
-    check_variables(config.env)
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A configuration and what counts for its checks."""
+
+    config: LaunchConfig
+    verb: str = "launch"
+    """The command that was given."""
+    given: frozenset[str] = frozenset()
+    """Keys that the command line sets."""
+    sources: Sources | None = None
+    """The configuration's files."""
+
+
+def validate(context: Context, checks: Sequence[Callable[[Context], None]]) -> None:
+    """Make checks in their order; raises UsageError at the first that fails."""
+    for check in checks:
+        check(context)
+
+
+def validate_placed(context: Context, cluster: Cluster) -> None:
+    """Make the checks that depend on where the job runs; raises UsageError at the first that fails."""
+    for check in CLUSTER_CHECKS:
+        check(context, cluster)
+
+
+def check_texts(context: Context) -> None:
+    """Refuse a text that can be no path, argument or variable: with NUL, or not in the encoding."""
+    for text in list_texts(asdict(context.config)):
+        try:
+            possible = b"\0" not in os.fsencode(text)
+        except UnicodeEncodeError:
+            possible = False
+        if not possible:
+            raise UsageError(f"{text!r} has a character that no path, argument or variable can have")
+
+
+def list_texts(value: object) -> Iterator[str]:
+    """Give all texts in a tree of mappings and lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from list_texts(key)
+            yield from list_texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from list_texts(item)
+
+
+def check_variables(context: Context) -> None:
+    """Refuse a name that no variable of the environment can have."""
+    for name in context.config.env:
+        if not name or "=" in name:
+            raise UsageError(f"env has a variable named {name!r}: give a name without =")
+
+
+def check_choices(context: Context) -> None:
+    """Refuse a value that is not one of a key's choices."""
+    config = context.config
     check_choice("logs.console", config.logs.console, CONSOLES)
     check_choice("devices", config.devices, DEVICES)
     check_choice("agent", config.agent, AGENTS)
-    check_choice("cluster.container.runtime", config.cluster.container.runtime, RUNTIMES)
-    check_choice("objective", config.objective, KINDS)
-    check_name(config.name)
-    check_workers(config.dataloader.num_workers)
-    check_paths("progress.paths", config.progress.paths)
+    check_choice("objective", config.objective, OBJECTIVES)
+
+
+def check_name(context: Context) -> None:
+    """Refuse a run's name that cannot be the name of a folder."""
+    name = context.config.name
+    if name is None:
+        return
+    if name in ("", ".", "..") or "/" in name or len(os.fsencode(name)) > MAX_NAME or not name.isprintable():
+        raise UsageError(
+            f"name={name!r}: give a name without / of 1 to {MAX_NAME} bytes; runs_dir=DIR says where it goes"
+        )
+
+
+def check_workers(context: Context) -> None:
+    """Refuse a number of DataLoader workers that no rank can have."""
+    number = context.config.dataloader.num_workers
+    if not 0 <= number <= MAX_WORKERS:
+        raise UsageError(
+            f"dataloader.num_workers={number}: give a number of at least 0 and at most {MAX_WORKERS}"
+        )
+
+
+def check_progress(context: Context) -> None:
+    """Refuse an empty pattern."""
+    paths = context.config.progress.paths
+    if not all(paths):
+        raise UsageError(f"progress.paths={','.join(paths)}: an entry is empty, leave it out")
+
+
+def check_numbers(context: Context) -> None:
+    """Refuse numbers that are too small."""
+    config = context.config
     check_least("logs.tail", config.logs.tail, 1)
     check_least("torchrun.shutdown_timeout", config.torchrun.shutdown_timeout, 0)
     check_least("torchrun.max_restarts", config.torchrun.max_restarts or 0, 0)
-    check_requeue(config.cluster.requeue)
-    check_own_machine(config)
-    check_run_dir(config.run_dir)
 
 
-def check_agent(config: LaunchConfig, cluster: Cluster) -> None:
-    """Raise UsageError for agent=srun where there is no srun for the ranks, or where it needs torchrun's."""
+def check_requeue(context: Context) -> None:
+    """Refuse limits and exit codes of `cluster.requeue` that mean nothing."""
+    policy = context.config.cluster.requeue
+    for name, number in asdict(policy).items():
+        if isinstance(number, int):
+            check_least(f"cluster.requeue.{name}", number, 1 if name == "limit" else 0)
+    odd = [code for code in policy.exit_codes if not 0 < code < 256]
+    if odd:
+        raise UsageError(
+            f"cluster.requeue.exit_codes={policy.exit_codes}: {odd[0]} is no exit code of a failure, give"
+            " numbers from 1 to 255"
+        )
+
+
+def check_own_machine(context: Context) -> None:
+    """Refuse a run with a snapshot: its plan has to be that of the machine it runs on."""
+    snapshot = context.config.machine.snapshot
+    if snapshot and not context.config.dry_run:
+        raise UsageError(
+            f"machine.snapshot={snapshot} is another machine, and a run reads the one that it "
+            "is on: leave out machine=…, or see the other's plan with `launch plan` or dry_run=true"
+        )
+
+
+def check_gc(context: Context) -> None:
+    """Refuse a policy or steps of garbage collection that mean nothing."""
+    check_choice("gc.policy", context.config.gc.policy, COLLECTORS)
+    check_least("gc.warmup", context.config.gc.warmup, 0)
+    check_least("gc.every", context.config.gc.every, 0)
+
+
+def check_host(context: Context) -> None:
+    """Refuse an unknown malloc."""
+    check_choice("allocator.host", read_host(context.config.allocator), HOSTS)
+
+
+def check_placement(context: Context) -> None:
+    """Refuse values that no node could plan, before a job waits in a queue with them."""
+    check_request(make_request(context.config, {}))
+
+
+def check_format(context: Context) -> None:
+    """Refuse an unknown format."""
+    check_choice("format", context.config.format, FORMATS)
+
+
+def check_output_files(context: Context) -> None:
+    """Refuse a file that other verbs write."""
+    config, verb = context.config, context.verb
+    for key, name in (("save", config.save), ("image", config.image)):
+        if name is not None and (verb, key) != ("launch tune", "save"):
+            raise UsageError(f"`{verb}` writes no {key}={name}: ask for it with `launch topo {key}=…`")
+
+
+def check_verb_keys(context: Context) -> None:
+    """Refuse another verb's key on the command line of a run."""
+    for key, verb in VERBS_OF_KEYS.items():
+        value = getattr(context.config, key)
+        if key in context.given and value is not None and value is not False:
+            shown = str(value).lower()
+            raise UsageError(f"{key}={shown} is for `{verb}`, and has no use for a run: leave it out")
+
+
+def check_tune(context: Context) -> None:
+    """Refuse settings of a search that mean nothing."""
+    tune = context.config.tune
+    check_least("tune.steps", tune.steps, 8)
+    for key, value in (("seconds", tune.seconds), ("timeout", tune.timeout)):
+        if not value > 0:
+            raise UsageError(f"tune.{key}={value:g}: give seconds, more than 0")
+
+
+def check_agent(context: Context, cluster: Cluster) -> None:
+    """Refuse agent=srun if there is no srun for the ranks, or something needs torchrun's agent."""
+    config = context.config
     if config.agent != "srun":
         return
     if cluster.kind not in ("slurm", "allocation"):
@@ -53,16 +228,80 @@ def check_agent(config: LaunchConfig, cluster: Cluster) -> None:
             f"rdzv_endpoint={config.rdzv_endpoint} with agent=srun, where there is no rendezvous: set"
             " torchrun.master_addr and torchrun.master_port"
         )
-    refuse_options(asdict(config.torchrun), cluster.min_nodes, cluster.max_nodes)
+    check_agent_options(asdict(config.torchrun), cluster)
 
 
-def check_container(config: LaunchConfig, cluster: Cluster) -> None:
-    """Raise UsageError for a container where no srun starts the ranks in it."""
-    image = config.cluster.container.image
-    if image and cluster.kind not in ("slurm", "allocation"):
+def check_agent_options(torchrun: Mapping[str, object], cluster: Cluster) -> None:
+    """Refuse what needs torchrun's agent."""
+    if cluster.min_nodes != cluster.max_nodes:
         raise UsageError(
-            f"cluster.container.image={image}, but the ranks run here ({cluster.why}): set cluster=slurm, or"
-            " start launch in the container"
+            f"nodes={cluster.min_nodes}:{cluster.max_nodes} with agent=srun: only torchrun's agent goes on"
+            f" with fewer nodes, set nodes={cluster.max_nodes}, or agent=torchrun"
+        )
+    name = next((name for name in AGENT_ONLY if torchrun.get(name)), None)
+    if name:
+        fix = (
+            "cluster.requeue.crash=N starts a failed job again" if name == "max_restarts" else "leave it out"
+        )
+        raise UsageError(
+            f"torchrun.{name}={torchrun[name]} with agent=srun: it is for torchrun's agent, {fix}"
+        )
+
+
+def check_container(context: Context, cluster: Cluster) -> None:
+    """Refuse a container if no srun starts the ranks in it, and an unknown runtime."""
+    container = context.config.cluster.container
+    if container.image and cluster.kind not in ("slurm", "allocation"):
+        raise UsageError(
+            f"cluster.container.image={container.image}, but the ranks run here ({cluster.why}): set"
+            " cluster=slurm, or start launch in the container"
+        )
+    if cluster.kind == "slurm":
+        check_choice("cluster.container.runtime", container.runtime, RUNTIMES)
+
+
+def check_times(context: Context, cluster: Cluster) -> None:
+    """Refuse a time of `cluster`, or `nodes`, that a file has without quotes.
+
+    YAML 1.1 reads `10:00:00` as the number 36000, to base 60, which SLURM would take for minutes.
+    """
+    if cluster.kind != "slurm" or context.sources is None:
+        return
+    config = context.config
+    values = {"nodes": config.nodes, "time": config.cluster.time, **config.cluster.additional}
+    suspects = {key: str(value) for key, value in values.items() if str(value).isdecimal()}
+    if suspects:
+        check_quoted(context.sources.list_files("cluster"), suspects)
+
+
+def check_ranks(context: Context, cluster: Cluster) -> None:
+    """Refuse a number of ranks that means nothing, before a job waits in a queue with it."""
+    if cluster.kind == "slurm":
+        parse_nproc(context.config.nproc_per_node, 1)
+
+
+def check_script_secrets(context: Context, cluster: Cluster) -> None:
+    """Refuse a secret's value, rather than an expansion, in lines that go into the submission script."""
+    own = context.config.cluster
+    lines = [("cluster.setup", line) for line in own.setup]
+    lines += [(f"cluster.additional.{name}", f"--{name}={value}") for name, value in own.additional.items()]
+    for key, line in lines if cluster.kind == "slurm" else ():
+        masked = mask_text(line)
+        hidden = line[len(masked.partition(MASK)[0]) :].lstrip("\"'")
+        if masked != line and not hidden.startswith(("$", "`")):
+            raise UsageError(
+                f"{key} has a secret, {masked}, which would stand in submission.sh: set env.NAME=VALUE,"
+                " which is written nowhere"
+            )
+
+
+def check_root(context: Context, cluster: Cluster) -> None:
+    """Refuse another root for a job that plans its own nodes."""
+    root = context.config.machine.root
+    if cluster.kind == "slurm" and root != "/":
+        raise UsageError(
+            f"machine.root={root} is of this machine, and the job plans its own nodes: leave it out, or set"
+            " cluster=local"
         )
 
 
@@ -72,69 +311,43 @@ def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
         raise UsageError(f"{key}={value}: choose from {', '.join(choices)}")
 
 
-def check_paths(key: str, paths: Sequence[str]) -> None:
-    """Raise UsageError for an empty entry in a list of paths or patterns."""
-    if not all(paths):
-        raise UsageError(f"{key}={','.join(paths)}: an entry is empty, leave it out")
-
-
 def check_least(key: str, value: int, least: int) -> None:
     """Raise UsageError for a number that is too small."""
     if value < least:
         raise UsageError(f"{key}={value}: give a number of at least {least}")
 
 
-def check_workers(number: int) -> None:
-    """Raise UsageError for a number of DataLoader workers that no rank can have."""
-    if not 0 <= number <= MOST_WORKERS:
-        raise UsageError(
-            f"dataloader.num_workers={number}: give a number of at least 0 and at most {MOST_WORKERS}"
-        )
-
-
-def check_strings(value: object) -> None:
-    """Raise UsageError for a text that can be no path, argument or variable: NUL, or not in the encoding."""
-    if isinstance(value, dict):
-        value = [*value, *value.values()]
-    if isinstance(value, list):
-        for item in value:
-            check_strings(item)
-    elif isinstance(value, str):
-        try:
-            possible = b"\0" not in os.fsencode(value)
-        except UnicodeEncodeError:
-            possible = False
-        if not possible:
-            raise UsageError(f"{value!r} has a character that no path, argument or variable can have")
-
-
-def check_variables(env: Mapping[str, str]) -> None:
-    """Raise UsageError for a name that no variable of the environment can have."""
-    for name in env:
-        if not name or "=" in name:
-            raise UsageError(f"env has a variable named {name!r}: give a name without =")
-
-
-def check_own_machine(config: LaunchConfig) -> None:
-    """Raise UsageError for a run with a snapshot: its plan has to be that of the machine it runs on."""
-    if config.machine.snapshot and not config.dry_run:
-        raise UsageError(
-            f"machine.snapshot={config.machine.snapshot} is another machine, and a run reads the one that it "
-            "is on: leave out machine=…, or see the other's plan with `launch plan` or dry_run=true"
-        )
-
-
-def check_run_dir(path: str | None) -> None:
-    """Raise UsageError for an empty path: a run that was meant to go on must not start anew."""
-    if path == "":
-        raise UsageError("run_dir= is empty, perhaps from an unset shell variable: name a run's directory")
-
-
-def check_name(name: str | None) -> None:
-    """Raise UsageError for a run's name that cannot be the name of a folder."""
-    if name is None:
-        return
-    if name in ("", ".", "..") or "/" in name or len(os.fsencode(name)) > 200 or not name.isprintable():
-        raise UsageError(
-            f"name={name!r}: give a name without / of 1 to 200 bytes; runs_dir=DIR says where it goes"
-        )
+PLAN_CHECKS = (check_output_files, check_format, check_workers, check_gc, check_host)
+"""For a verb that plans a node; the planner checks what is its own."""
+TOPO_CHECKS = (check_texts, check_format, check_workers, check_gc, check_host)
+"""For `launch topo`, which writes files."""
+JOB_CHECKS = (
+    check_texts,
+    check_variables,
+    check_choices,
+    check_name,
+    check_workers,
+    check_progress,
+    check_numbers,
+    check_requeue,
+    check_own_machine,
+    check_gc,
+    check_host,
+    check_placement,
+    check_format,
+    check_output_files,
+)
+"""For what runs a program."""
+RUN_CHECKS = (*JOB_CHECKS, check_verb_keys)
+"""For `launch` without a verb."""
+TUNE_CHECKS = (check_tune, *JOB_CHECKS)
+"""For `launch tune`."""
+CLUSTER_CHECKS = (
+    check_agent,
+    check_container,
+    check_times,
+    check_ranks,
+    check_script_secrets,
+    check_root,
+)
+"""For what runs a program, once it is known where it runs."""

@@ -1,6 +1,8 @@
 """Configuration files, read with limits: nobody waits for a pipe, or for aliases that multiply."""
 
 import math
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import yaml
@@ -12,6 +14,12 @@ MOST_BYTES = 1 << 19
 """Of a file: PyYAML and OmegaConf take some seconds for as much."""
 MOST_NODES = 20_000
 """Keys and values of a file that has aliases, with what these stand for: two or three seconds."""
+
+SEXAGESIMAL = re.compile(
+    r"""^\s*["']?(?P<key>[\w-]+)["']?\s*:\s+(?P<text>[0-9][0-9_]*(?::[0-5]?[0-9])+)\s*(?:\#.*)?$""",
+    re.MULTILINE,
+)
+"""A line whose value YAML 1.1 reads as a number to base 60 (yaml.org/type/int.html)."""
 
 
 def read_yaml(path: Path) -> object:
@@ -57,3 +65,26 @@ def count_nodes(node: yaml.Node, known: dict[int, float]) -> float:
         below = [each for child in children for each in (child if isinstance(child, tuple) else (child,))]
         known[id(node)] = 1 + sum(count_nodes(each, known) for each in below)
     return known[id(node)]
+
+
+def check_quoted(paths: Iterable[Path], numbers: Mapping[str, str]) -> None:
+    """Raise UsageError for a file with a key whose value, such as `10:00`, is one of these numbers to YAML.
+
+    `numbers` are decimal texts by the last part of the key.
+    """
+    for path in paths:
+        for match in SEXAGESIMAL.finditer(read_text(path)):
+            key, text = match["key"], match["text"]
+            if numbers.get(key) == str(parse_sexagesimal(text)):
+                raise UsageError(
+                    f"{path} has {key}: {text} without quotes, which YAML reads as the number"
+                    f' {numbers[key]}: write {key}: "{text}"'
+                )
+
+
+def parse_sexagesimal(text: str) -> int:
+    """Return the number that YAML 1.1 makes of `1:30:00`."""
+    total = 0
+    for piece in text.replace("_", "").split(":"):
+        total = total * 60 + int(piece)
+    return total

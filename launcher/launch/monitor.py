@@ -172,6 +172,4 @@ def describe_job(job: Job, run: RunDir) -> tuple[str, ...]:
     lines = [f"{ranks} (cluster={job.cluster.kind}: {job.cluster.why}), run directory {run.path}"]
     if job.cluster.max_nodes > 1:
         lines.append(f"the ranks start when {job.cluster.min_nodes} nodes have met at {job.cluster.endpoint}")
-    if job.words is not None and job.choices.get("model") not in (None, "tiny"):
-        lines.append(f"model={job.choices['model']} is not used: the program after -- has its own arguments")
     return tuple(lines)

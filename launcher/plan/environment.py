@@ -17,6 +17,8 @@ COUNTS = {
     LAUNCH_NUM_WORKERS: 0,
 }
 """Variables that hold a number, and the least that each may be."""
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables that choose and number the GPUs of a machine."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables that hold settings; torch hears the first that is set, and no other.
 

@@ -1,7 +1,21 @@
 """The JSON form of plans and machine snapshots; launcher.plan.snapshot reads it back."""
 
+from collections.abc import Mapping
+
 from launcher.cpulist import format_cpulist
-from launcher.plan.model import SCHEMA, Cache, Gpu, Limits, Machine, Nic, NumaNode, Plan, RankPlan, Variable
+from launcher.plan.model import (
+    SCHEMA,
+    Cache,
+    Gpu,
+    Limits,
+    Machine,
+    Nic,
+    NumaNode,
+    Plan,
+    RankPlan,
+    Request,
+    Variable,
+)
 
 KIND = "machine"
 """What a snapshot says that it is."""
@@ -109,3 +123,84 @@ def gpu_to_json(gpu: Gpu) -> dict[str, object]:
         "path": list(gpu.path),
         "memory_mib": gpu.memory_mib,
     }
+
+
+def request_to_json(request: Request, root: str) -> dict[str, object]:
+    """LAUNCH_REQUEST: what is asked of every node of a job, and the root of the machine's files there.
+
+    What depends on the node is left out: the number of ranks, the environment, folders and libraries.
+    """
+    return {
+        "root": root,
+        "binding": request.binding,
+        "strict": request.strict,
+        "reserve_cores": request.reserve_cores,
+        "devices": request.devices,
+        "workload": request.workload,
+        "num_workers": request.num_workers,
+        "worker_gib": request.worker_gib,
+        "worker_shm_mib": request.worker_shm_mib,
+        "loader_default": request.loader_default,
+        "measured": request.measured,
+        "gc": request.gc,
+        "allocator": request.allocator,
+        "host_allocator": request.host_allocator,
+        "nic": request.nic,
+        "configured": dict(request.configured),
+    }
+
+
+def request_from_json(data: object) -> tuple[Request, str]:
+    """Read LAUNCH_REQUEST back, and the root in it; raises ValueError for what is not as written above."""
+    if not isinstance(data, dict):
+        raise ValueError("not an object")
+    request = Request(
+        binding=take_text(data, "binding"),
+        strict=take_flag(data, "strict"),
+        reserve_cores=int(take_number(data, "reserve_cores")),
+        devices=take_text(data, "devices"),
+        workload=take_text(data, "workload"),
+        num_workers=int(take_number(data, "num_workers")),
+        worker_gib=take_number(data, "worker_gib"),
+        worker_shm_mib=take_number(data, "worker_shm_mib"),
+        loader_default=take_flag(data, "loader_default"),
+        measured=take_flag(data, "measured"),
+        gc=take_text(data, "gc"),
+        allocator=take_text(data, "allocator"),
+        host_allocator=take_text(data, "host_allocator"),
+        nic=take_flag(data, "nic"),
+        configured=take_texts(data, "configured"),
+    )
+    return request, take_text(data, "root")
+
+
+def take_text(data: Mapping[str, object], name: str) -> str:
+    """The text of this name; raises ValueError."""
+    value = data.get(name)
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is no text")
+    return value
+
+
+def take_flag(data: Mapping[str, object], name: str) -> bool:
+    """The truth value of this name; raises ValueError."""
+    value = data.get(name)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is neither true nor false")
+    return value
+
+
+def take_number(data: Mapping[str, object], name: str) -> float:
+    """The number of this name; raises ValueError."""
+    value = data.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} is no number")
+    return value
+
+
+def take_texts(data: Mapping[str, object], name: str) -> tuple[tuple[str, str], ...]:
+    """The names and texts of an object; raises ValueError."""
+    value = data.get(name)
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise ValueError(f"{name} is no object of texts")
+    return tuple(value.items())

@@ -31,6 +31,8 @@ DEVICES = ("all", "own", "spread")
 """What ranks see of the job's GPUs, as `devices` names it."""
 COLLECTORS = ("synchronized", "disabled", "frozen", "default")
 """Policies for garbage collection, as LAUNCH_GC names them."""
+MAX_RANKS = 4096
+"""Ranks of a node: several times the threads of the largest; a slip of the finger must not fill memory."""
 KMP_TYPES = ("balanced", "compact", "explicit", "logical", "physical", "scatter")
 """Words of KMP_AFFINITY that bind; `none` is what it does without one (LLVM's OpenMP runtime reference)."""
 

@@ -15,6 +15,14 @@ KIND = (slice(0, 6), slice(18, 20))
 """Where an ELF header has the magic number with class and byte order, and the machine: elf(5)."""
 
 
+def locate_malloc(word: str, environ: Mapping[str, str], root: str) -> str | None:
+    """Return the path of the library for `allocator.host` on this node, empty if it has none.
+
+    None for the system's malloc, and for another machine (`root`), whose files are not here.
+    """
+    return None if word == "system" or root != "/" else find_malloc_library(word, environ)
+
+
 def find_malloc_library(word: str, environ: Mapping[str, str]) -> str:
     """Return the path of `tcmalloc` or `jemalloc`; empty where it is not there, or for another word.
 

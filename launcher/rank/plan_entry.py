@@ -104,12 +104,12 @@ def make_entry(identity: Identity, environ: dict[str, str], argv: list[str]) -> 
     from launcher.rank.node_cpus import find_node_affinity
 
     import_lazily("inspect")  # 8 ms for `dataclasses`, which needs it for classes without a docstring
-    from launcher.rank.standalone import plan_for_rank, read_wishes
+    from launcher.rank.standalone import plan_for_rank, read_request
 
     affinity = find_node_affinity(identity, environ)
     keeps = identity.local_rank == 0 and bool(environ.get(LAUNCH_RECORD_DIR))
     try:
-        binding = str(read_wishes(environ)["binding"])
+        binding = read_request(environ)[0].binding
         if binding == "none":  # whoever bound this rank meant it
             affinity.keep_own_cpus()
         plan = plan_for_rank(

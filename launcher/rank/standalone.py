@@ -8,47 +8,34 @@ from dataclasses import replace
 
 from launcher.errors import UsageError
 from launcher.plan.allocator import EXPANDABLE, find_conflicts, merge_settings
-from launcher.plan.json_form import plan_to_json, rank_to_json
+from launcher.plan.environment import HONOURED, VISIBLE_DEVICES
+from launcher.plan.json_form import plan_to_json, rank_to_json, request_from_json
 from launcher.plan.model import Gpu, Machine, Plan, RankPlan, Request
 from launcher.plan.planner import plan
+from launcher.plan.rules import MAX_RANKS
 from launcher.plan.usable_cores import build_topology
 from launcher.probe.machine import probe
-from launcher.probe.node import MOST_RANKS, VISIBLE_DEVICES, honoured_environ, locate_malloc
-from launcher.protocol import LAUNCH_BINDING, LAUNCH_REQUEST
+from launcher.probe.malloc_library import locate_malloc
+from launcher.protocol import LAUNCH_BINDING, LAUNCH_REQUEST, find_chosen
 from launcher.rank.plain_json import load_json
 
 ALLOCATOR: Mapping[str, str] = dict([Request().allocator.split(":")])
-"""The allocator's settings where nobody has said which."""
-WISHES: Mapping[str, object] = {
-    "root": "/",
-    "configured": {},
-    **{
-        name: getattr(Request(), name)
-        for name in (
-            *("binding", "strict", "reserve_cores", "nic", "devices", "gc"),
-            *("allocator", "host_allocator"),
-            *("workload", "num_workers", "worker_gib", "worker_shm_mib", "loader_default", "measured"),
-        )
-    },
-}
-"""What `launch` hands over in LAUNCH_REQUEST, as JSON: the machine's root, and the fields of a Request.
-
-`configured` is an object there.
-"""
+"""The allocator's settings if nobody has said which."""
 
 
-def read_wishes(environ: Mapping[str, str]) -> dict[str, object]:
-    """Return what is asked of the node: by `launch`, else by LAUNCH_BINDING; raises UsageError."""
+def read_request(environ: Mapping[str, str]) -> tuple[Request, str]:
+    """Return what is asked of the node, and the machine's root; raises UsageError.
+
+    It is in LAUNCH_REQUEST if `launch` has started this rank; else LAUNCH_BINDING alone counts.
+    """
     text = environ.get(LAUNCH_REQUEST)
     if not text:
-        return {**WISHES, "binding": environ.get(LAUNCH_BINDING) or WISHES["binding"]}
+        request = Request()
+        return replace(request, binding=environ.get(LAUNCH_BINDING) or request.binding), "/"
     try:
-        told = load_json(text)
-    except (ValueError, RecursionError):
-        told = None
-    if not isinstance(told, dict) or any(type(told.get(name)) is not type(WISHES[name]) for name in WISHES):
-        raise UsageError(f"LAUNCH_REQUEST={text[:200]} is not as `launch` writes it: unset it")
-    return {name: told[name] for name in WISHES}
+        return request_from_json(load_json(text))
+    except (ValueError, OverflowError, RecursionError):
+        raise UsageError(f"LAUNCH_REQUEST={text[:200]} is not as `launch` writes it: unset it") from None
 
 
 def plan_for_rank(
@@ -67,19 +54,25 @@ def plan_for_rank(
     is for a plan that is kept: all of it. `words` are the program's. Raises UsageError and
     MachineError as `plan` does.
     """
-    if local_world_size and local_world_size > MOST_RANKS:
+    if local_world_size and local_world_size > MAX_RANKS:
         raise UsageError(
-            f"this node is said to have {local_world_size} ranks, and the most is {MOST_RANKS}: "
+            f"this node is said to have {local_world_size} ranks, and the most is {MAX_RANKS}: "
             "correct LOCAL_WORLD_SIZE, or the like of the launcher that started them"
         )
-    wishes = read_wishes(environ)
-    doubts = [] if LAUNCH_REQUEST in environ else leave_conflicts(wishes, environ, words)
-    root = str(wishes.pop("root"))
-    # A rank that keeps its CPUs need not know how many it has beside it.
-    ranks = local_world_size or (local_rank + 1 if alone else None)
-    if not local_world_size and wishes["devices"] == "spread":
-        wishes["devices"] = "all"  # ranks that do not know how many they are would choose differently
-    request = make_request(wishes, ranks, environ, root)
+    request, root = read_request(environ)
+    warnings: list[str] = []
+    if LAUNCH_REQUEST not in environ:
+        request, warnings = leave_conflicts(request, environ, words)
+    if not local_world_size and request.devices == "spread":
+        # Ranks that do not know how many they are would choose differently.
+        request = replace(request, devices="all")
+    request = replace(
+        request,
+        # A rank that keeps its CPUs need not know how many it has beside it.
+        nproc_per_node=local_world_size or (local_rank + 1 if alone else None),
+        environ=tuple(find_chosen(environ, HONOURED).items()),
+        host_library=locate_malloc(request.host_allocator, environ, root),
+    )
     # MIG instances are in NVML alone: where one is named, its word is wanted from the start.
     machine = probe(root, quick="MIG-" not in environ.get("CUDA_VISIBLE_DEVICES", ""))
     # The affinity is the kernel's own word, and needs no /proc.
@@ -91,33 +84,22 @@ def plan_for_rank(
         environ,
         alone=alone,
     )
-    made = replace(made, warnings=(*made.warnings, *doubts))
+    made = replace(made, warnings=(*made.warnings, *warnings))
     if whole:
         return plan_to_json(made)
     return {"ranks": [rank_to_json(rank) for rank in made.ranks], "warnings": list(made.warnings)}
 
 
-def make_request(
-    wishes: Mapping[str, object], ranks: int | None, environ: Mapping[str, str], root: str
-) -> Request:
-    """Return what is asked of this node: the wishes, and what depends on the node itself."""
-    asked = {**wishes, "configured": tuple(dict(wishes["configured"]).items())}  # type: ignore[call-overload]  # see below
-    return Request(
-        nproc_per_node=ranks,
-        environ=honoured_environ(environ),
-        host_library=locate_malloc(str(wishes["host_allocator"]), environ, root),
-        **asked,  # type: ignore[arg-type]  # read_wishes has compared the types
-    )
-
-
-def leave_conflicts(wishes: dict[str, object], environ: Mapping[str, str], words: Sequence[str]) -> list[str]:
+def leave_conflicts(
+    request: Request, environ: Mapping[str, str], words: Sequence[str]
+) -> tuple[Request, list[str]]:
     """Leave out the allocator's settings that do not go with the program, as `launch` does, and say so."""
     conflicts = [*find_conflicts(merge_settings(ALLOCATOR, environ), words, environ, contained=False)]
     if not conflicts or EXPANDABLE in merge_settings({}, environ):
-        return []
-    wishes["allocator"] = ""
+        return request, []
     way = "PYTORCH_CUDA_ALLOC_CONF has it all the same"
-    return [f"{conflict.what}: expandable_segments is left out ({way})" for conflict in conflicts]
+    warnings = [f"{conflict.what}: expandable_segments is left out ({way})" for conflict in conflicts]
+    return replace(request, allocator=""), warnings
 
 
 def plan_rank(

@@ -2,12 +2,10 @@
 
 import contextlib
 import errno
-import itertools
 import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from launcher.files import (
@@ -64,38 +62,35 @@ def name_run_dir(run: RunDir) -> dict[str, str]:
     return {LAUNCH_RUN_DIR: str(run.path), LAUNCH_RUN_ID: run.id}
 
 
-def create_run_dir(runs_dir: Path, name: str, now: datetime) -> RunDir:
-    """Make `runs_dir/name/YYYYMMDD-HHMMSS`, with `-2`, `-3` … for runs of the same second; raises OSError.
+class RunIdTakenError(Exception):
+    """Another run of the name has begun in the same second and has the ID."""
 
-    `runs_dir` and `name` may be symbolic links of this user's or root's; `name` is this user's directory.
+
+def create_run_dir(path: Path) -> RunDir:
+    """Make RUNS_DIR/NAME/ID; raises RunIdTakenError if it is there, else OSError.
+
+    RUNS_DIR and NAME may be symbolic links of this user's or root's; NAME is this user's directory.
     """
+    above, runs_dir = path.parent, path.parent.parent
     with contextlib.suppress(FileExistsError):
         runs_dir.mkdir(parents=True)
     with full_names(runs_dir), closing_descriptor(open_directory(runs_dir, flags=ON_THE_WAY)) as at:
         with contextlib.suppress(FileExistsError):
-            os.mkdir(name, 0o700, dir_fd=at)
-        inner = open_own(name, at=at)
-    with closing_descriptor(inner), full_names(runs_dir / name):
-        stem = make_stem(inner, now.strftime("%Y%m%d-%H%M%S"))
-        path = (runs_dir / name / stem).absolute()
+            os.mkdir(above.name, 0o700, dir_fd=at)
+        inner = open_own(above.name, at=at)
+    with closing_descriptor(inner), full_names(above):
         try:
-            prepare_folders(open_inner(inner, stem), path)
+            os.mkdir(path.name, 0o700, dir_fd=inner)
+        except FileExistsError:
+            raise RunIdTakenError(path) from None
+        try:
+            prepare_folders(open_inner(inner, path.name), path)
         except OSError:
             import shutil
 
             shutil.rmtree(path, ignore_errors=True)
             raise
     return RunDir(path)
-
-
-def make_stem(at: int, stem: str) -> str:
-    """Make a directory of this name, or with a number behind it, and return its name; raises OSError."""
-    for number in itertools.count(1):
-        name = stem if number == 1 else f"{stem}-{number}"
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(name, 0o700, dir_fd=at)
-            break
-    return name
 
 
 def open_run_dir(path: Path, node_rank: int | None) -> RunDir:

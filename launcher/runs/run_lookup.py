@@ -13,7 +13,7 @@ from launcher.runs.manifest import JOB, read_job, read_manifest
 from launcher.runs.run_directory import closing_descriptor
 
 STAMP = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
-"""A run's ID as `create_run_dir` makes it."""
+"""A run's ID as `launch` chooses it."""
 MOST_NEAR = 200
 """Runs whose names are compared with one that is not found."""
 

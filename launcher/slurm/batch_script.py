@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launcher.config.program import find_program
 from launcher.errors import UsageError
-from launcher.launch.job import Draft
+from launcher.launch.job import JobSpec
 from launcher.runs.run_directory import RunDir
 from launcher.runs.secrets import mask_variables, mask_words
 from launcher.slurm.attempt import Attempt
@@ -178,30 +178,30 @@ def check_syntax(text: str, setup: Sequence[str]) -> None:
         )
 
 
-def describe_jobs(drafts: Sequence[Draft], argv: Sequence[str]) -> tuple[str, ...]:
+def describe_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> tuple[str, ...]:
     """Return the lines for a job, or for the members of an array; secrets are masked."""
     lines = [f"Made by: {shlex.join(mask_words(['launch', *argv]))}"]
-    for number, draft in enumerate(drafts):
-        lines += [f"Member {number} of the array:"] if len(drafts) > 1 else []
-        lines += describe_member(draft)
+    for number, spec in enumerate(specs):
+        lines += [f"Member {number} of the array:"] if len(specs) > 1 else []
+        lines += describe_member(spec)
     return tuple(lines)
 
 
-def describe_member(draft: Draft) -> Iterator[str]:
+def describe_member(spec: JobSpec) -> Iterator[str]:
     """Give what one job runs, by which command on its nodes, and with which variables."""
-    words = find_program(draft.words, draft.config, draft.environ)
-    agent = "srun, a task for each rank" if draft.config.agent == "srun" else "torchrun on each node"
+    words = find_program(spec.program, spec.config, spec.environ)
+    agent = "srun, a task for each rank" if spec.config.agent == "srun" else "torchrun on each node"
     yield f"Program: {shlex.join(mask_words(words))} (ranks are started by {agent}, in {Path.cwd()})"
-    yield f"Step: {shlex.join(mask_words(render_step_example(draft)))}"
-    variables = (f"{name}={shlex.quote(value)}" for name, value in mask_variables(draft.config.env).items())
+    yield f"Step: {shlex.join(mask_words(render_step_example(spec)))}"
+    variables = (f"{name}={shlex.quote(value)}" for name, value in mask_variables(spec.config.env).items())
     yield f"Variables: those of the shell that submits, and {' '.join(variables) or 'no others'}"
 
 
-def render_step_example(draft: Draft) -> tuple[str, ...]:
+def render_step_example(spec: JobSpec) -> tuple[str, ...]:
     """Return srun's command, as the job's first node runs it, with what is known before."""
-    request = make_job_request(draft, (), EXAMPLE_RUN_DIR)
-    hosts = (EXAMPLE_HOSTS,) * draft.cluster.max_nodes
+    request = make_job_request(spec, ())
+    hosts = (EXAMPLE_HOSTS,) * spec.cluster.max_nodes
     step = describe_node_step(Attempt(request, RunDir(EXAMPLE_RUN_DIR), os.environ, hosts, {}, requeues=True))
-    words = render_ranks(step, 1) if draft.config.agent == "srun" else render_step(step)
-    left_out = ("--nodelist=", "--ntasks") if draft.config.agent == "srun" else ("--nodelist=",)
+    words = render_ranks(step, 1) if spec.config.agent == "srun" else render_step(step)
+    left_out = ("--nodelist=", "--ntasks") if spec.config.agent == "srun" else ("--nodelist=",)
     return tuple(word for word in words if not word.startswith(left_out))

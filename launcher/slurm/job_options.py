@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from launcher.config.schema import ClusterConfig
+from launcher.config.request import parse_nproc
 from launcher.errors import SchedulerError, UsageError
-from launcher.launch.job import Draft, name_run, parse_nproc
-from launcher.runs.secrets import MASK, mask_text
-from launcher.slurm.batch_script import SCRIPT
+from launcher.launch.job import JobSpec
 from launcher.slurm.client import run_slurm
 from launcher.slurm.resources import Inventory, NodeKind, ask_sinfo, check_limits, fill_auto_resources
 from launcher.slurm.sbatch_options import (
@@ -71,70 +69,42 @@ class JobOptions:
     warnings: tuple[str, ...]
 
 
-def choose_job_options(drafts: Sequence[Draft], environ: Mapping[str, str], *, dry_run: bool) -> JobOptions:
+def choose_job_options(specs: Sequence[JobSpec], environ: Mapping[str, str], *, dry_run: bool) -> JobOptions:
     """Return the options for one job, or for an array of several; raises UsageError or SchedulerError.
 
     With `dry_run`, what SLURM would not grant is a warning.
     """
-    for draft in drafts:
-        check_draft(draft)
-    first = drafts[0].config.cluster
+    for spec in specs:
+        check_cluster(spec.config.cluster)
+    first = specs[0].config.cluster
     inventory, warnings = ask_inventory(environ, first.additional.get("clusters"), dry_run=dry_run)
     options_of_jobs = []
-    for draft in drafts:
-        cluster = draft.config.cluster
+    for spec in specs:
+        cluster = spec.config.cluster
         kinds = inventory.select(cluster.partition or environ.get("SBATCH_PARTITION"))
-        filled = fill_auto_resources(cluster, read_nproc(draft.config.nproc_per_node), kinds, environ)
+        filled = fill_auto_resources(cluster, read_nproc(spec.config.nproc_per_node), kinds, environ)
         try:
-            check_limits(cluster, draft.cluster.min_nodes, filled, kinds)
+            check_limits(cluster, spec.cluster.min_nodes, filled, kinds)
         except SchedulerError as error:
             if not dry_run:
                 raise
             warnings = [*warnings, str(error)]
-        shape = JobSize(name_slurm_job(drafts), draft.cluster.min_nodes, draft.cluster.max_nodes)
+        shape = JobSize(name_slurm_job(specs), spec.cluster.min_nodes, spec.cluster.max_nodes)
         options_of_jobs.append(build_options(cluster, shape, filled))
     require_same(options_of_jobs)
-    check_setups(drafts)
-    array = [array_option(len(drafts), first.array_parallelism)] if len(drafts) > 1 else []
+    check_setups(specs)
+    array = [array_option(len(specs), first.array_parallelism)] if len(specs) > 1 else []
     kinds = inventory.select(first.partition or environ.get("SBATCH_PARTITION"))
     return JobOptions(
         (*options_of_jobs[0], *array), inventory.list_partitions(), kinds, tuple(dict.fromkeys(warnings))
     )
 
 
-def check_draft(draft: Draft) -> None:
-    """Check what is asked of SLURM before SLURM is asked; raises UsageError."""
-    check_cluster(draft.config.cluster)
-    read_nproc(draft.config.nproc_per_node)
-    check_secrets(draft.config.cluster)
-    if draft.config.machine.root != "/":
-        raise UsageError(
-            f"machine.root={draft.config.machine.root} is of this machine, and the job plans its own nodes:"
-            " leave it out, or set cluster=local"
-        )
-
-
-def check_secrets(cluster: ClusterConfig) -> None:
-    """Raise UsageError for a secret's value, rather than an expansion, in lines that go to a file."""
-    lines = [("cluster.setup", line) for line in cluster.setup]
-    lines += [
-        (f"cluster.additional.{name}", f"--{name}={value}") for name, value in cluster.additional.items()
-    ]
-    for key, line in lines:
-        masked = mask_text(line)
-        hidden = line[len(masked.partition(MASK)[0]) :].lstrip("\"'")
-        if masked != line and not hidden.startswith(("$", "`")):
-            raise UsageError(
-                f"{key} has a secret, {masked}, which would stand in {SCRIPT}: set env.NAME=VALUE,"
-                " which is written nowhere"
-            )
-
-
-def check_setups(drafts: Sequence[Draft]) -> None:
+def check_setups(specs: Sequence[JobSpec]) -> None:
     """Raise UsageError if the jobs of a sweep differ in what their one script does."""
     for key in ("setup", "array_parallelism"):
-        for number, draft in enumerate(drafts[1:], 2):
-            one, two = (getattr(each.config.cluster, key) for each in (drafts[0], draft))
+        for number, spec in enumerate(specs[1:], 2):
+            one, two = (getattr(each.config.cluster, key) for each in (specs[0], spec))
             if one != two:
                 raise UsageError(
                     f"cluster.{key}: job {number} of the sweep has {two} and job 1 has {one}: one job array"
@@ -163,9 +133,9 @@ def read_nproc(text: object) -> int | None:
     return None if text in ("auto", "gpu", "cpu") else parse_nproc(text, 1)
 
 
-def name_slurm_job(drafts: Sequence[Draft]) -> str:
+def name_slurm_job(specs: Sequence[JobSpec]) -> str:
     """Return the job's name for SLURM: the run's; of several names the first, and how many more there are."""
-    names = list(dict.fromkeys(name_run(draft) for draft in drafts))
+    names = list(dict.fromkeys(spec.name for spec in specs))
     return names[0] if len(names) == 1 else f"{names[0]}+{len(names) - 1}"
 
 

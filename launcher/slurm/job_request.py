@@ -16,7 +16,7 @@ from launcher.runs.run_directory import write_json
 from launcher.runs.secrets import mask_tree, mask_words
 
 if TYPE_CHECKING:
-    from launcher.launch.job import Draft
+    from launcher.launch.job import JobSpec
 
 REQUEST_FILE = "job.json"
 
@@ -45,16 +45,16 @@ class JobRequest:
         return tuple(os.path.join(self.directory, os.path.expanduser(path)) for path in paths)  # noqa: PTH111, PTH118 - patterns are no paths
 
 
-def make_job_request(draft: "Draft", argv: Sequence[str], run_path: Path) -> JobRequest:
-    """Return what the job's processes on the cluster are told, for a run directory; raises UsageError."""
+def make_job_request(spec: "JobSpec", argv: Sequence[str]) -> JobRequest:
+    """Return what the job's processes on the cluster are told."""
     return JobRequest(
-        config=draft.settle(run_path),
-        choices=draft.composed.choices,
-        words=draft.words,
+        config=spec.config,
+        choices=spec.choices,
+        words=spec.program,
         command=tuple(mask_words(["launch", *argv])),
         directory=str(Path.cwd()),
-        min_nodes=draft.cluster.min_nodes,
-        max_nodes=draft.cluster.max_nodes,
+        min_nodes=spec.cluster.min_nodes,
+        max_nodes=spec.cluster.max_nodes,
     )
 
 

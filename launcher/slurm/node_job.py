@@ -8,12 +8,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from launcher.config.cluster import Cluster
+from launcher.config.cluster import Cluster, check_port_free, parse_endpoint
+from launcher.config.program import find_program
 from launcher.config.schema import LaunchConfig
 from launcher.errors import MachineError
 from launcher.launch.agent import check_open_files, preload_agent
-from launcher.launch.job import Job, build_environ, plan_configured, render_agent
-from launcher.launch.torchrun import check_port_free, parse_endpoint
+from launcher.launch.job import Job, build_agent_environ, render_agent
+from launcher.plan.model import Plan
 from launcher.runs.node_records import refuse_node, write_node
 from launcher.runs.rank_logs import measure_file
 from launcher.runs.run_directory import RunDir, write_json
@@ -37,7 +38,7 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
     merged = {**drop_task_variables(environ), **config.env}
     log = run.agent_log(task.host)
     log_begin = measure_file(log)
-    agent = preload_agent(sys.executable, build_environ(config, cluster, merged, run, task.host), log)
+    agent = preload_agent(sys.executable, build_agent_environ(config, cluster, merged, run, task.host), log)
     from launcher.slurm.node_agent import run_agent  # as all that follows, while the agent imports torch
 
     try:
@@ -45,12 +46,25 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
     except MachineError as error:
         return report_port_taken(run, task, str(error), started)
     with open_caches(merged) as caches:
-        plan = plan_configured(config, merged, caches)
-        job = Job(config, request.choices, request.words, cluster, plan, merged, task.host)
+        program = find_program(request.words, config, merged)
+        job = Job(config, program, cluster, plan_here(config, merged, caches), merged, task.host)
         write_node_plan(run, job)
         command = render_agent(job, f"{run.id}-{task.step}-{task.attempt}")
         start = partial(agent.begin, command)
         return run_agent(job, run, task, start, log_begin=log_begin, started=started)
+
+
+def plan_here(config: LaunchConfig, environ: Mapping[str, str], caches: str = "") -> Plan:
+    """Plan this node; raises UsageError or MachineError. `caches` is a folder for the compilers' caches."""
+    from launcher.config.request import make_request
+    from launcher.plan.planner import plan
+    from launcher.probe.machine import probe
+    from launcher.probe.malloc_library import locate_malloc
+
+    machine = probe(config.machine.root)
+    request = make_request(config, environ, machine, caches)
+    library = locate_malloc(request.host_allocator, environ, config.machine.root)
+    return plan(machine, replace(request, host_library=library))
 
 
 def enter_directory(directory: str, host: str) -> None:

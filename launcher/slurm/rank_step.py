@@ -10,12 +10,14 @@ import time
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from launcher.config.program import SHIM, find_program
-from launcher.config.request import describe_wishes
+from launcher.config.cluster import parse_endpoint
+from launcher.config.program import find_program
+from launcher.config.request import make_request
 from launcher.errors import SchedulerError
+from launcher.launch.job import SHIM
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import FORWARDED, STOPPING, name_signal
-from launcher.launch.torchrun import parse_endpoint
+from launcher.plan.json_form import request_to_json
 from launcher.protocol import (
     LAUNCH_ATTEMPT,
     LAUNCH_RDZV_ID,
@@ -27,7 +29,6 @@ from launcher.protocol import (
 from launcher.report.output_viewer import OutputViewer, ViewOptions
 from launcher.runs.rank_logs import Follower
 from launcher.runs.run_directory import RunDir, name_run_dir
-from launcher.runs.secrets import mask_variables
 from launcher.slurm.client import run_slurm
 from launcher.slurm.job_request import JobRequest
 from launcher.slurm.notation import parse_signal
@@ -202,14 +203,11 @@ def start_ranks(job: RankJob, step: Step, endpoint: str) -> RankStep:
     The step's command is replaced. Raises UsageError for what cannot run, OSError if there is no srun.
     """
     config = job.request.config
-    torchrun = {**job.environ, **config.env}
+    environ = {**job.environ, **config.env}
     srun_report = build_rank_variables(job, endpoint)
-    shown = {"configured": mask_variables(config.env)}
-    request_fields = {"root": config.machine.root, **shown, **describe_wishes(config)}
-    step = replace(step, command=render_rank_command(job.request, torchrun))
-    process = open_srun(
-        render_ranks(step, job.ranks), build_srun_environ(torchrun, srun_report, request_fields)
-    )
+    node_request = request_to_json(make_request(config, environ), config.machine.root)
+    step = replace(step, command=render_rank_command(job.request, environ))
+    process = open_srun(render_ranks(step, job.ranks), build_srun_environ(environ, srun_report, node_request))
     viewer = make_viewer(job)
     codes = config.cluster.requeue.exit_codes
     return RankStep(process, viewer, job, step, srun_report[LAUNCH_RDZV_ID], job.environ, codes)

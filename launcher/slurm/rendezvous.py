@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from launcher.config.cluster import check_port_free
 from launcher.errors import MachineError
-from launcher.launch.torchrun import check_port_free
 
 DEFAULT_LOCAL = (32768, 60999)
 """The kernel's own ports for outgoing connections (ip(7), ip_local_port_range), if it cannot be read."""

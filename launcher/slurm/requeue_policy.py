@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from launcher.errors import UsageError
-
 if TYPE_CHECKING:
     from launcher.config.schema import RequeueConfig
 
@@ -50,20 +48,6 @@ class Decision:
     """The attempt's class; `no_progress` or `limit` where that is why the job stops; None for a success."""
     reason: str
     """For people."""
-
-
-def check_requeue(policy: "RequeueConfig") -> None:
-    """Check `cluster.requeue`; raises UsageError."""
-    minimum = {**dict.fromkeys(LIMITED, 0), "no_progress": 0, "limit": 1}
-    for name, number in minimum.items():
-        if (value := getattr(policy, name)) < number:
-            raise UsageError(f"cluster.requeue.{name}={value}: give a number of at least {number}")
-    invalid = [code for code in policy.exit_codes if not 0 < code < 256]
-    if invalid:
-        raise UsageError(
-            f"cluster.requeue.exit_codes={policy.exit_codes}: {invalid[0]} is no exit code of a failure, give"
-            " numbers from 1 to 255"
-        )
 
 
 def decide_requeue(

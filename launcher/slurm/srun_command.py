@@ -25,16 +25,6 @@ STALE_VARIABLES = (
     LAUNCH_BINDING,
 )
 """Variables that would tell the shim, or the program, of another launcher's agent or plan."""
-AGENT_OPTIONS = (
-    "max_restarts",
-    "monitor_interval",
-    "rdzv_backend",
-    "rdzv_conf",
-    "local_addr",
-    "event_log_handler",
-    "signals_to_handle",
-)
-"""Options of `torchrun` for its agent and its rendezvous, of which there are none here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,21 +130,6 @@ def render_container(step: Step) -> tuple[dict[str, object], Sequence[str], Sequ
     binds = [word for mount in box.mounts for word in ("--bind", mount)]
     argv = ("apptainer", "exec", "--nv", *binds, "--pwd", step.directory, *box.args, box.image)
     return {}, (), (*argv, *step.command)
-
-
-def refuse_options(torchrun: Mapping[str, object], min_nodes: int, max_nodes: int) -> None:
-    """Raise UsageError for what needs torchrun's agent."""
-    if min_nodes != max_nodes:
-        raise UsageError(
-            f"nodes={min_nodes}:{max_nodes} with agent=srun: only torchrun's agent goes on with fewer nodes,"
-            f" set nodes={max_nodes}, or agent=torchrun"
-        )
-    name = next((name for name in AGENT_OPTIONS if torchrun.get(name)), None)
-    if name:
-        option_names, fix = f"torchrun.{name}={torchrun[name]}", "leave it out"
-        if name == "max_restarts":
-            fix = "cluster.requeue.crash=N starts a failed job again"
-        raise UsageError(f"{option_names} with agent=srun: it is for torchrun's agent, {fix}")
 
 
 def count_ranks(nproc_per_node: object, environ: Mapping[str, str]) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from launcher.config.request import load_snapshot, make_request
 from launcher.config.schema import LaunchConfig, MachineConfig
 from launcher.decode import DecodeError, convert
 from launcher.errors import MachineError, UsageError
@@ -32,7 +33,7 @@ from launcher.slurm.notation import parse_gpus
 from launcher.text import escape_text, print_text
 
 if TYPE_CHECKING:
-    from launcher.launch.job import Draft
+    from launcher.launch.job import JobSpec
     from launcher.slurm.batch_script import Script
     from launcher.slurm.job_options import JobOptions
 
@@ -40,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 RUN_ID = "RUN_ID"
 """Stands for the name of the run directory, which is known once the job has a number."""
-PROGRAMS_OWN = ("model", "program", "data")
-"""Parts of the configuration that have no use beside a program of the user's own."""
 
 
 def render_document(requests: Sequence[JobRequest], folders: Sequence[Path]) -> str:
@@ -56,8 +55,6 @@ def render_document(requests: Sequence[JobRequest], folders: Sequence[Path]) -> 
         data = json.loads(json.dumps(asdict(replace(request, config=LaunchConfig()))))
         config = find_changed(asdict(request.config), usual)
         config.pop("dry_run", None)
-        for key in PROGRAMS_OWN if request.words is not None else ():
-            config.pop(key, None)
         env = {
             name: value
             for name, value in config.pop("env", {}).items()
@@ -203,30 +200,21 @@ def redirect_to_log(run: RunDir, environ: Mapping[str, str]) -> int:
 
 
 def preview_submission(
-    drafts: Sequence["Draft"], argv: Sequence[str], chosen: "JobOptions", script: "Script"
+    specs: Sequence["JobSpec"], argv: Sequence[str], chosen: "JobOptions", script: "Script"
 ) -> int:
     """Show the plan on stderr and the script on stdout; returns the exit code."""
     from launcher.slurm.batch_script import check_syntax, render_standalone
 
-    folders = list(map(predict_run_dir, drafts))
-    requests = [make_job_request(draft, argv, folder) for draft, folder in zip(drafts, folders, strict=True)]
+    folders = [spec.run_path for spec in specs]
+    requests = [make_job_request(spec, argv) for spec in specs]
     text = render_standalone(script, render_document(requests, folders))
     check_syntax(text, script.setup)
-    print_node_plan(drafts[0], chosen)
+    print_node_plan(specs[0], chosen)
     for line in list_secret_notes(requests):
         logger.info(line)
     sys.stderr.flush()
     print_text(text)
     return 0
-
-
-def predict_run_dir(draft: "Draft") -> Path:
-    """Return the run directory, with RUN_ID for what the job's number decides."""
-    from launcher.launch.job import name_run
-
-    if draft.config.run_dir:
-        return Path(draft.config.run_dir).absolute()
-    return Path(draft.config.runs_dir).absolute() / name_run(draft) / RUN_ID
 
 
 def list_secret_notes(requests: Sequence[JobRequest]) -> Iterator[str]:
@@ -243,16 +231,14 @@ def list_secret_notes(requests: Sequence[JobRequest]) -> Iterator[str]:
         yield f"warning: the script has {MASK} for a secret among the program's arguments: write it there"
 
 
-def print_node_plan(draft: "Draft", chosen: "JobOptions") -> None:
+def print_node_plan(spec: "JobSpec", chosen: "JobOptions") -> None:
     """Show the plan for the nodes, if it is known what they are."""
-    from launcher.launch.job import plan_configured
+    from launcher.plan.planner import plan
     from launcher.report.console import make_console
     from launcher.report.placement_table import print_placement
 
-    config = draft.config
-    snapshot = config.machine.snapshot
-    if config.cluster.machine is not None:
-        snapshot = draft.composed.find_snapshot(config.cluster.machine)
+    config = spec.config
+    snapshot = config.cluster.machine or config.machine.snapshot
     if snapshot is None:
         logger.info(
             "each node makes its own plan: cluster.machine=NAME shows it for a shipped machine or for a"
@@ -263,6 +249,7 @@ def print_node_plan(draft: "Draft", chosen: "JobOptions") -> None:
     gpus = next((option.value for option in chosen.options if option.name == "gpus-per-node"), None)
     if gpus and ranks in ("auto", "gpu"):
         ranks = parse_gpus("cluster.gpus_per_node", gpus).count
-    machine = MachineConfig("/", snapshot)
-    plan = plan_configured(replace(config, machine=machine, nproc_per_node=ranks), draft.environ)
-    print_placement(make_console(), plan, explain=config.explain)
+    there = replace(config, machine=MachineConfig("/", snapshot), nproc_per_node=ranks)
+    machine = load_snapshot(snapshot)
+    made = plan(machine, make_request(there, spec.environ, machine))
+    print_placement(make_console(), made, explain=config.explain)

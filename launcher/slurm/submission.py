@@ -14,7 +14,7 @@ from pathlib import Path
 
 from launcher.errors import LaunchError, MachineError, SchedulerError, UsageError
 from launcher.files import LARGEST, read_file
-from launcher.launch.job import Draft, name_run
+from launcher.launch.job import JobSpec
 from launcher.launch.local_run import prepare_run, refuse_run
 from launcher.protocol import LAUNCH_SECRETS
 from launcher.runs.manifest import read_manifest, write_manifest
@@ -23,6 +23,7 @@ from launcher.runs.run_directory import RunDir, write_private
 from launcher.slurm.batch_script import SCRIPT, Script, check_syntax, describe_jobs, render_script
 from launcher.slurm.job_options import JobOptions, choose_job_options, explain_refusal
 from launcher.slurm.job_request import REQUEST_FILE, make_job_request, write_request
+from launcher.slurm.run_states import refuse_run_in_use
 from launcher.slurm.slurm_environ import clean_for_sbatch
 from launcher.text import print_text, quote_word
 
@@ -44,7 +45,7 @@ class StagedRun:
     """A run directory that is ready for its job."""
 
     run: RunDir
-    draft: Draft
+    spec: JobSpec
     secrets: Mapping[str, object]
     """What `job.json` must not hold."""
     before: Mapping[str, str | None]
@@ -76,34 +77,34 @@ class StagedRun:
             write_manifest(self.run, {**found, "slurm": {"job_id": job_id}})
 
 
-def submit_jobs(drafts: Sequence[Draft], argv: Sequence[str]) -> int:
+def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:
     """Submit a job, or several as one job array, and say how to go on; returns the exit code.
 
     With dry_run=true, show the script and the plan. Raises LaunchError, leaving no new run directory.
     """
-    dry_run = any(draft.config.dry_run for draft in drafts)
+    dry_run = any(spec.config.dry_run for spec in specs)
     # What takes a process each is asked for at the same time.
     with ThreadPoolExecutor() as pool:
         sources = None if dry_run else pool.submit(describe_sources, Path.cwd())
         python = pool.submit(find_python)
-        chosen = choose_job_options(drafts, os.environ, dry_run=dry_run)
+        chosen = choose_job_options(specs, os.environ, dry_run=dry_run)
         if sources is None:
             from launcher.slurm.standalone_script import preview_submission
 
             log_warnings(chosen.warnings)
             return preview_submission(
-                drafts, argv, chosen, describe_script(drafts, argv, chosen, python.result())
+                specs, argv, chosen, describe_script(specs, argv, chosen, python.result())
             )
-        staged = stage_all(drafts, argv, sources.result())
+        staged = stage_all(specs, argv, sources.result())
         try:
-            job_id = send_script(staged, chosen, describe_script(drafts, argv, chosen, python.result()))
+            job_id = send_script(staged, chosen, describe_script(specs, argv, chosen, python.result()))
         except LaunchError:
             undo_all(staged)
             raise
     log_warnings([*chosen.warnings, *check_run_dir_disk(staged[0].run.path)])
     jobs = write_job_ids(staged, job_id)
     print_submitted(jobs, job_id, chosen)
-    if not any(draft.config.follow for draft in drafts):
+    if not any(spec.config.follow for spec in specs):
         return 0
     from launcher.slurm.follow import follow_jobs
 
@@ -111,18 +112,20 @@ def submit_jobs(drafts: Sequence[Draft], argv: Sequence[str]) -> int:
     return follow_jobs([(each.run.path, number) for number, each in jobs.items()])
 
 
-def stage_all(drafts: Sequence[Draft], argv: Sequence[str], sources: Mapping[str, object]) -> list[StagedRun]:
+def stage_all(
+    specs: Sequence[JobSpec], argv: Sequence[str], sources: Mapping[str, object]
+) -> list[StagedRun]:
     """Make all run directories, or none."""
-    paths = [draft.config.run_dir for draft in drafts if draft.config.run_dir]
+    paths = [spec.run_path for spec in specs]
     if len(paths) > len(set(paths)):
         raise UsageError(
-            f"run_dir={paths[0]} is one directory for {len(paths)} jobs of a sweep: leave it out, and each"
-            " gets its own"
+            f"{specs[0].run_key}={paths[0]} is one directory for {len(paths)} jobs of a sweep: leave it out,"
+            " and each gets its own"
         )
     staged: list[StagedRun] = []
     try:
-        for draft in drafts:
-            staged.append(stage_run(draft, argv, sources))
+        for spec in specs:
+            staged.append(stage_run(spec, argv, sources))
     except BaseException:
         undo_all(staged)
         raise
@@ -136,25 +139,24 @@ def undo_all(staged: Sequence[StagedRun]) -> None:
 
 
 def describe_script(
-    drafts: Sequence[Draft], argv: Sequence[str], chosen: JobOptions, python: Sequence[str]
+    specs: Sequence[JobSpec], argv: Sequence[str], chosen: JobOptions, python: Sequence[str]
 ) -> Script:
     """Return what the script is made of."""
-    setup = drafts[0].config.cluster.setup
-    return Script(chosen.options, describe_jobs(drafts, argv), tuple(setup), tuple(python))
+    setup = specs[0].config.cluster.setup
+    return Script(chosen.options, describe_jobs(specs, argv), tuple(setup), tuple(python))
 
 
 def send_script(staged: Sequence[StagedRun], chosen: JobOptions, script: Script) -> str:
     """Write the script into each run directory, submit it, and return the job's id."""
     from launcher.slurm.sbatch import submit_script
 
-    config = staged[0].draft.config
     text = render_script(script, [str(each.run.path) for each in staged])
     check_syntax(text, script.setup)
     try:
         for each in staged:
             write_private(each.script, text)
     except OSError as error:
-        raise refuse_run(config, error) from None
+        raise refuse_run(staged[0].spec, error) from None
     environ = clean_for_sbatch(os.environ, [option.name for option in chosen.options])
     try:
         return submit_script(staged[0].script, {**environ, **carry_secrets(staged)})
@@ -236,29 +238,29 @@ def log_warnings(warnings: Iterable[str]) -> None:
         logger.warning(f"{warning}")
 
 
-def stage_run(draft: Draft, argv: Sequence[str], origin: Mapping[str, object]) -> StagedRun:
+def stage_run(spec: JobSpec, argv: Sequence[str], origin: Mapping[str, object]) -> StagedRun:
     """Make or open the run directory, with configuration, manifest and request in it.
 
     `origin` are the manifest's sources. Raises UsageError, MachineError or SchedulerError, leaving nothing.
     """
-    run_dir = draft.config.run_dir
-    target = Path(run_dir) if run_dir else None
-    above = Path(draft.config.runs_dir, name_run(draft)).absolute()
-    missing = list_missing(target.absolute() if target else above)
+    if spec.run_key == "run_dir":
+        refuse_run_in_use(spec.run_path, submits=True)
+    target = None if spec.run_key == "runs_dir" else spec.run_path
+    missing = list_missing(target or spec.run_path.parent)
     before = {name: read_file_text(target / name) if target else None for name in WRITTEN_FILES}
-    run, manifest = prepare_run(draft, argv, [])
+    run, manifest = prepare_run(spec, argv, [])
     fresh = missing if target else (run.path, *missing)
-    staged = StagedRun(run, draft, {}, before, fresh)
+    staged = StagedRun(run, spec, {}, before, fresh)
     try:
-        secrets = write_request(make_job_request(draft, argv, run.path), run.path)
+        secrets = write_request(make_job_request(spec, argv), run.path)
         write_manifest(run, {**manifest, **origin, "outcome": {"state": "submitted"}})
     except OSError as error:
         staged.undo()
-        raise refuse_run(draft.config, error) from None
+        raise refuse_run(spec, error) from None
     except BaseException:
         staged.undo()
         raise
-    return StagedRun(run, draft, secrets, before, fresh)
+    return StagedRun(run, spec, secrets, before, fresh)
 
 
 def list_missing(path: Path) -> tuple[Path, ...]:

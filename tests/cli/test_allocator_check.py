@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import allocator_check
-from launcher.config.composition import compose
-from launcher.config.search_path import find_sources
-from launcher.launch.job import draft_job
 from launcher.probe import system_facts
 from tests.conftest import Result, run_outside
+from tests.specify import specify
 
 SETTING = "PYTORCH_CUDA_ALLOC_CONF"
 PLAN = ("plan", "machine=dgx_h100", "format=json")
@@ -300,19 +298,17 @@ def test_settings_without_effect_are_named(launch: Launch) -> None:
     assert launch(*PLAN, *limited).err == ""
 
 
-def test_what_was_left_out_stays_out_where_the_configuration_is_resolved_anew(here: Path) -> None:
-    """So it is when the run directory is known, and goes to the nodes of a submitted job."""
+def test_what_is_left_out_is_not_in_the_configuration(here: Path) -> None:
+    """So it does not go to the nodes of a submitted job either."""
     (here / "train.py").touch()
     for words, left in ((["--use-nccl-ub"], {}), ([], {"expandable_segments": True})):
-        composed = compose(find_sources(None, None, None), [])
-        draft = draft_job(composed, ("train.py", *words), {})
-        for config in (draft.config, draft.settle(here)):
-            assert config.allocator == {**left, "host": "system"}
+        config = specify([], ("train.py", *words), {}).config
+        assert config.allocator == {**left, "host": "system"}
 
 
 def test_a_program_that_was_told_of_a_conflict_runs(here: Path) -> None:
     (here / "train.py").write_text("pass")
-    words = ["nproc_per_node=1", "run_dir=run", "--", "train.py", "--use-nccl-ub"]
+    words = ["nproc_per_node=1", "new_run_dir=run", "--", "train.py", "--use-nccl-ub"]
     done = run_outside(words, here, {"CUDA_VISIBLE_DEVICES": ""}, timeout=120)
     assert done.code == 0, done.err
     assert done.err.count("--use-nccl-ub: Megatron-LM refuses") == 1

@@ -105,7 +105,7 @@ def test_a_run_directory_that_cannot_be(here: Path) -> None:
     ):
         result = run_outside([f"runs_dir={runs_dir}", "--", "true"], here)
         result.assert_error(3, "cannot write the run directory", said, "runs_dir=DIR")
-    run_outside(["run_dir=file", "--", "true"], here).assert_error(3, "run_dir=DIR")
+    run_outside(["run_dir=file", "--", "true"], here).assert_error(2, "run_dir=file: there is no run")
     assert [path.name for path in here.iterdir()] == ["file"]
 
 

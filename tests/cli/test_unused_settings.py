@@ -1,16 +1,13 @@
 """Settings that have no use for a run here are told of; a verb's own are refused."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from launcher.config.composition import compose
-from launcher.config.search_path import find_sources
-from launcher.launch import job
-from launcher.launch.job import draft_job
+from launcher.cli import run
 from tests.conftest import Result
+from tests.specify import specify
 
 Launch = Callable[..., Result]
 HERE = ("dry_run=true", "nproc_per_node=1")
@@ -134,9 +131,9 @@ def test_secrets_that_ps_shows_while_launch_runs(
     words: list[str],
     told: str,
 ) -> None:
-    monkeypatch.setattr(job, "check_command", lambda *_: None)  # no sbatch is needed to say so
+    monkeypatch.setattr(run, "check_command", lambda *_: None)  # no sbatch is needed to say so
     (here / "x.env").write_text("HF_TOKEN=abc\n")
-    draft_job(compose(find_sources(None, None, None), words), ("true",), os.environ)
+    specify(words, ("true",))
     said = capsys.readouterr().err
     assert told in said and ("env.from_file=FILE" in said) == bool(told)
     assert "abc" not in said

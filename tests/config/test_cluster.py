@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.cluster import Cluster, choose_cluster, pet_overrides
-from launcher.errors import LaunchError, MachineError, UsageError
-from launcher.launch.torchrun import (
+from launcher.config.cluster import (
+    Cluster,
     check_port_free,
+    choose_cluster,
     parse_endpoint,
     parse_nodes,
-    parse_pairs,
+    pet_overrides,
 )
+from launcher.errors import LaunchError, MachineError, UsageError
+from launcher.launch.torchrun import parse_pairs
 from tests.conftest import Result
 
 Launch = Callable[..., Result]

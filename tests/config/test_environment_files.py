@@ -7,20 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.composition import compose
 from launcher.config.environment_files import read_variables
-from launcher.config.search_path import find_sources
 from launcher.errors import UsageError
-from launcher.launch.job import Draft, draft_job
+from launcher.launch.job import JobSpec
 from launcher.slurm.job_request import JobRequest, read_request, write_request
 from tests.conftest import Result, run_outside
+from tests.specify import specify
 
 Launch = Callable[..., Result]
 
 
-def draft(*words: str, environ: dict[str, str] | None = None) -> Draft:
-    composed = compose(find_sources(None, None, None), words)
-    return draft_job(composed, None, {"PATH": os.defpath, **(environ or {})})
+def make_spec(*words: str, environ: dict[str, str] | None = None) -> JobSpec:
+    return specify(words, environ={"PATH": os.defpath, **(environ or {})})
 
 
 def write(name: str, data: str | bytes) -> str:
@@ -83,21 +81,18 @@ def test_a_file_that_cannot_be_read(launch: Launch, here: Path) -> None:
 def test_the_variables_given_come_over_the_files_and_these_over_the_environment(here: Path) -> None:
     write("one.env", "A=one\nB=one\nC=one\n")
     write("two.env", "B=two\nC=two\n")
-    made = draft("env.from_file=[one.env,two.env]", "env.C=given", environ={"A": "user", "D": "user"})
+    made = make_spec("env.from_file=[one.env,two.env]", "env.C=given", environ={"A": "user", "D": "user"})
     assert made.config.env == {"A": "one", "B": "two", "C": "given"}
     assert {name: made.environ.get(name) for name in "ABCD"} == {**made.config.env, "D": "user"}
-    Path("one.env").unlink()
-    settled = made.settle(Path("/r"))
-    assert settled.env == made.config.env  # read once
 
 
 def test_a_configuration_names_files_too_and_null_names_none(here: Path) -> None:
     (here / "conf/experiment").mkdir(parents=True)
     write("conf/experiment/x.yaml", "# @package _global_\nenv:\n  from_file: [a b.env]\n  N: 3\n  T: 0.5\n")
     write("a b.env", "A=1\n")
-    assert draft("experiment=x").config.env == {"A": "1", "N": "3", "T": "0.5"}
-    assert draft("experiment=x", "env.from_file=null").config.env == {"N": "3", "T": "0.5"}
-    assert draft("env.from_file=a b.env").config.env == {"A": "1"}
+    assert make_spec("experiment=x").config.env == {"A": "1", "N": "3", "T": "0.5"}
+    assert make_spec("experiment=x", "env.from_file=null").config.env == {"N": "3", "T": "0.5"}
+    assert make_spec("env.from_file=a b.env").config.env == {"A": "1"}
 
 
 @pytest.mark.parametrize("value", ["null", "[1]", "{a: b}"])
@@ -105,13 +100,13 @@ def test_a_value_that_is_no_text(here: Path, value: str) -> None:
     (here / "conf/experiment").mkdir(parents=True)
     write("conf/experiment/x.yaml", f"# @package _global_\nenv:\n  A: {value}\n")
     with pytest.raises(UsageError, match=r"env\.A"):
-        draft("experiment=x")
+        make_spec("experiment=x")
 
 
 def test_a_submitted_job_takes_the_variables_along_and_writes_no_secret(here: Path) -> None:
     write("x.env", "HF_TOKEN=hf-secret\nPLAIN=seen\nDB=postgres://me:pw-secret@db/x\n")
-    made = draft("env.from_file=x.env")
-    request = JobRequest(made.settle(here), {}, None, ("launch",), str(here), 1, 1)
+    made = make_spec("env.from_file=x.env")
+    request = JobRequest(made.config, {}, None, ("launch",), str(here), 1, 1)
     secrets = write_request(request, here)
     written = (here / "job.json").read_text()
     assert "seen" in written and "secret" not in written
@@ -129,7 +124,7 @@ PROGRAM = (
 def test_a_run_has_them_and_its_directory_has_no_secret(tmp_path: Path) -> None:
     (tmp_path / "x.env").write_text("A=file\nB='two  words'\nHF_TOKEN=hf-secret\n")
     (tmp_path / "show.py").write_text(PROGRAM)
-    words = ("nproc_per_node=1", "env.from_file=x.env", "run_dir=run", "explain=true", "--", "show.py")
+    words = ("nproc_per_node=1", "env.from_file=x.env", "new_run_dir=run", "explain=true", "--", "show.py")
     done = run_outside(words, tmp_path, {"A": "user", "NCCL_AUTH_TOKEN": "nccl-secret"})
     assert done.code == 0, done.err
     assert "['file', 'two  words', 'hf-secret'] None" in done.out

@@ -95,19 +95,20 @@ def test_the_run_directory_is_a_new_one_at_that_path(here: Path) -> None:
     composed = compose_run("hydra.run.dir=out/${now:%Y}/${hydra.job.name}", "hydra.job.name=mine")
     config = resolve(composed)
     assert config.name == "mine"
-    assert config.run_dir is not None and config.run_dir.endswith("/mine") and "$" not in config.run_dir
+    path = config.new_run_dir
+    assert path is not None and path.endswith("/mine") and "$" not in path
     for used in ("out", "here.txt", "."):
         write(here / "out/manifest.json", "{}")
         (here / "here.txt").touch()
         with pytest.raises(UsageError, match="is there already: run_dir="):
             compose_run(f"hydra.run.dir={used}")
     (here / "empty").mkdir()
-    assert resolve(compose_run("hydra.run.dir=empty")).run_dir == "empty"
+    assert resolve(compose_run("hydra.run.dir=empty")).new_run_dir == "empty"
 
 
 def test_our_own_keys_come_over_hydras(here: Path) -> None:
-    config = resolve(compose_run("hydra.run.dir=a", "run_dir=b", "hydra.job.name=c", "name=d"))
-    assert (config.run_dir, config.name) == ("b", "d")
+    config = resolve(compose_run("hydra.run.dir=a", "new_run_dir=b", "hydra.job.name=c", "name=d"))
+    assert (config.new_run_dir, config.name) == ("b", "d")
 
 
 def test_hydras_run_directory_is_for_runs_alone(launch: Launch, here: Path) -> None:

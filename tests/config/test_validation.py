@@ -1,10 +1,15 @@
 """What a job is refused for before anything is written, rather than to go on without it in silence."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from launcher.config.cluster import Cluster
+from launcher.config.schema import TorchrunConfig
+from launcher.config.validation import check_agent_options
+from launcher.errors import UsageError
 from tests.conftest import Result
 
 IMAGE = "cluster.container.image=a.sif"
@@ -36,3 +41,17 @@ def test_what_no_node_could_plan_does_not_go_into_the_queue(
     launch: Callable[..., Result], word: str, fix: str
 ) -> None:
     launch("cluster=slurm", "nodes=2", "dry_run=true", word, "--", "true").assert_error(2, fix)
+
+
+def make_cluster(low: int, high: int) -> Cluster:
+    return Cluster("slurm", "cluster=slurm", low, high, "", is_host=False)
+
+
+def test_what_needs_an_agent_is_refused() -> None:
+    check_agent_options(asdict(TorchrunConfig(max_restarts=0, role="x")), make_cluster(4, 4))
+    with pytest.raises(UsageError, match="nodes=2:4 with agent=srun"):
+        check_agent_options({}, make_cluster(2, 4))
+    with pytest.raises(UsageError, match=r"torchrun.max_restarts=2 with agent=srun: .*requeue.crash"):
+        check_agent_options({"max_restarts": 2}, make_cluster(1, 1))
+    with pytest.raises(UsageError, match=r"torchrun.rdzv_conf=\{'timeout': 3\} with agent=srun"):
+        check_agent_options({"rdzv_conf": {"timeout": 3}}, make_cluster(1, 1))

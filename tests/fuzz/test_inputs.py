@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from launcher.config import time_limit
 from launcher.config.environment_files import read_variables
+from launcher.config.request import load_snapshot
 from launcher.config.time_limit import limit_work
 from launcher.config.yaml_files import MOST_NODES, count_nodes, read_yaml
 from launcher.errors import UsageError
 from launcher.files import read_input
-from launcher.probe.node import load_snapshot
 from launcher.rank.plan_entry import PlacementError, PlanEntry, read_plan_file
 from tests.conftest import clean_environ, run_inside
 from tests.fuzzing import FUZZ, SEQUENCES, scalars, texts

@@ -15,7 +15,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from launcher.cli import cancel
-from launcher.cli.plan import show
+from launcher.cli.arguments import Command
+from launcher.cli.dispatch import show_runs
 from launcher.config.schema import LaunchConfig
 from launcher.errors import LaunchError
 from launcher.files import open_append, open_below
@@ -31,7 +32,6 @@ from launcher.runs.run_process import identify_process
 from launcher.runs.run_records import read_run
 from launcher.slurm.client import JobState
 from tests.fuzzing import FUZZ, SEQUENCES, Terminal, assert_harmless, scalars, texts
-from tests.runs.test_run_directory import NOW
 from tests.strangers import STRANGER
 
 ID = "20260801-120000"
@@ -191,7 +191,7 @@ def run_verb(verb: str, place: Place, names: list[str], **settings: object) -> t
     config = replace(LaunchConfig(), runs_dir=str(place.folder / "runs"), yes=True, **settings)  # type: ignore[arg-type]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            code = show(verb, config, names)
+            code = show_runs(config, Command(verb, (), tuple(names), None))
         except LaunchError as error:
             from launcher.text import log_error
 
@@ -285,7 +285,7 @@ def test_writers_write_into_the_run_directory_alone(tree: dict[str, Planted]) ->
         for write in (
             lambda: open_run_dir(place.run, None),
             lambda: open_run_dir(place.run, 0),
-            lambda: create_run_dir(place.folder / "runs", "tiny", NOW),
+            lambda: create_run_dir(place.folder / "runs/tiny" / ID),
             lambda: write_json(run.manifest_path, {}),
             lambda: write_private(run.path / "config.yaml", "x"),
             lambda: write_node(run.path, 0, refuse_node("box", 0, 1, "", 0.0)),

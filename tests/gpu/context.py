@@ -41,7 +41,7 @@ class Context:
 
     def launch(self, name: str, *words: str, environ: Mapping[str, str] | None = None) -> "Ended":
         """Run `launch WORDS` in a folder of its own, the run directory being `NAME/run`."""
-        command = [sys.executable, "-m", "launcher", "run_dir=run", *words]
+        command = [sys.executable, "-m", "launcher", "new_run_dir=run", *words]
         return run_program(command, self.folder / name, PATIENCE, environ)
 
     def verb(self, name: str, *words: str, limit: float = 60) -> "Ended":

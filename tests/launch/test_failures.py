@@ -201,8 +201,8 @@ def test_kubeflow_variables_start_a_node(tmp_path: Path) -> None:
 
 def test_elastic_job_goes_on_in_the_same_run_directory(tmp_path: Path) -> None:
     program = write_program(tmp_path, "print('here', flush=True)")
-    for _ in range(2):
-        with start(tmp_path, "run_dir=runs/mine/one", "--", program) as started:
+    for key in ("new_run_dir", "run_dir"):
+        with start(tmp_path, f"{key}=runs/mine/one", "--", program) as started:
             assert started.wait() == 0
     logs = tmp_path / "runs" / "mine" / "one" / "logs"
     assert sorted(path.name for path in logs.iterdir() if path.is_dir()) == ["0", "1"]
@@ -219,7 +219,7 @@ def test_nodes_by_hand_can_share_a_run_directory(tmp_path: Path) -> None:
         "cluster=manual",
         "nproc_per_node=1",
         f"rdzv_endpoint=localhost:{port}",
-        "run_dir=shared",
+        "new_run_dir=shared",
     )
     program = write_program(tmp_path, NODE + SHOW)
     with (
@@ -234,7 +234,7 @@ def test_nodes_by_hand_can_share_a_run_directory(tmp_path: Path) -> None:
 
 
 def test_an_agent_that_fails_without_a_rank_after_a_start_with_a_failure(tmp_path: Path) -> None:
-    with start(tmp_path, "run_dir=one", "--", write_program(tmp_path, "raise SystemExit(5)")) as started:
+    with start(tmp_path, "new_run_dir=one", "--", write_program(tmp_path, "raise SystemExit(5)")) as started:
         assert started.wait() == 5
     words = ("run_dir=one", "torchrun.rdzv_backend=nonsense", "--", write_program(tmp_path, "print('never')"))
     with start(tmp_path, *words) as started:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from launcher.plan.json_form import request_to_json
+from launcher.plan.model import Request
 from launcher.probe.malloc_library import SONAMES, find_malloc_library
-from launcher.rank.standalone import WISHES
 from tests.conftest import Result, run_outside
 from tests.rank.start_shim import COMMAND
 from tests.rank.test_srun_tasks import AGENT
@@ -45,7 +46,7 @@ def hear(text: str) -> list[list[str]]:
 @NEEDED
 def test_ranks_have_it_and_their_agent_has_not(here: Path, word: str) -> None:
     (here / "tell.py").write_text(TELL)
-    words = ["nproc_per_node=2", f"allocator.host={word}", "run_dir=run", "--", "tell.py"]
+    words = ["nproc_per_node=2", f"allocator.host={word}", "new_run_dir=run", "--", "tell.py"]
     done = run_outside(words, here, {"CUDA_VISIBLE_DEVICES": ""}, timeout=120)
     assert done.code == 0, done.err
     path = find_malloc_library(word, os.environ)
@@ -61,7 +62,8 @@ def test_ranks_have_it_and_their_agent_has_not(here: Path, word: str) -> None:
 @NEEDED
 def test_a_rank_that_srun_starts_finds_it_on_its_node(word: str) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("LAUNCH_", "SLURM_"))}
-    environ = {**kept, **AGENT, "LAUNCH_REQUEST": json.dumps({**WISHES, "host_allocator": word})}
+    request = request_to_json(Request(host_allocator=word), "/")
+    environ = {**kept, **AGENT, "LAUNCH_REQUEST": json.dumps(request)}
     done = subprocess.run(
         [*COMMAND, "python3", "-c", TELL], env=environ, capture_output=True, text=True, timeout=60, check=True
     )

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.request import describe_wishes
+from launcher.config.request import make_request
 from launcher.config.schema import DataloaderConfig, LaunchConfig
 from launcher.cpulist import parse_cpulist
+from launcher.plan.json_form import request_to_json
 from launcher.rank.srun_task import find_first_host
 from launcher.runs.run_directory import RunDir, name_run_dir
 from launcher.runs.run_records import read_run
@@ -48,11 +49,11 @@ NAMED = {
     "TORCHELASTIC_USE_AGENT_STORE": "False",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
 }
-WISHES = {
-    "root": "/",
-    "configured": {"A": "1", "HF_TOKEN": "***", "OMP_NUM_THREADS": "5"},
-    **describe_wishes(LaunchConfig(dataloader=DataloaderConfig(num_workers=3))),
-}
+CONFIG = LaunchConfig(
+    dataloader=DataloaderConfig(num_workers=3),
+    env={"A": "1", "HF_TOKEN": "hf-secret", "OMP_NUM_THREADS": "5"},
+)
+REQUEST = request_to_json(make_request(CONFIG, {}), "/")
 
 
 def start(variables: dict[str, str], *program: str) -> "subprocess.CompletedProcess[str]":
@@ -171,7 +172,7 @@ def test_under_an_agent_that_srun_has_started_the_agent_counts() -> None:
 
 def start_in(run: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
     """A rank as the head has it started."""
-    told = {"LAUNCH_RECORD_DIR": str(run), "LAUNCH_ATTEMPT": "4", "LAUNCH_REQUEST": json.dumps(WISHES)}
+    told = {"LAUNCH_RECORD_DIR": str(run), "LAUNCH_ATTEMPT": "4", "LAUNCH_REQUEST": json.dumps(REQUEST)}
     told |= name_run_dir(RunDir(run))
     return start({**AGENT, **told, "LAUNCH_ROLE": "trainer", "LAUNCH_RDZV_ID": "here", **variables})
 
@@ -201,7 +202,7 @@ def test_the_first_rank_of_a_node_keeps_the_plan_that_all_have_made(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("wishes", "variables", "name", "value"),
+    ("changes", "variables", "name", "value"),
     [
         ({"num_workers": 0}, {}, "LAUNCH_NUM_WORKERS", "0"),
         ({}, {"LAUNCH_NUM_WORKERS": "9"}, "LAUNCH_NUM_WORKERS", "9"),
@@ -209,26 +210,26 @@ def test_the_first_rank_of_a_node_keeps_the_plan_that_all_have_made(tmp_path: Pa
     ],
 )
 def test_what_was_asked_for_reaches_the_plan(
-    tmp_path: Path, wishes: dict[str, object], variables: dict[str, str], name: str, value: str
+    tmp_path: Path, changes: dict[str, object], variables: dict[str, str], name: str, value: str
 ) -> None:
-    start_in(tmp_path, LAUNCH_REQUEST=json.dumps({**WISHES, **wishes}), **variables)
+    start_in(tmp_path, LAUNCH_REQUEST=json.dumps({**REQUEST, **changes}), **variables)
     assert json.loads((tmp_path / "logs/4/rank-3.out").read_text())[name] == value
 
 
 def test_a_binding_that_was_asked_for(tmp_path: Path) -> None:
-    start_in(tmp_path, LAUNCH_REQUEST=json.dumps({**WISHES, "binding": "none"}))
+    start_in(tmp_path, LAUNCH_REQUEST=json.dumps({**REQUEST, "binding": "none"}))
     applied = json.loads((tmp_path / "rank-3.applied.json").read_text())
     assert applied["memory"]["policy"] == "default"
     assert "binding none" in (tmp_path / "logs/4/rank-3.err").read_text()
 
 
 def test_another_machine_is_planned_where_the_root_says_so(tmp_path: Path) -> None:
-    done = start_in(tmp_path, LAUNCH_REQUEST=json.dumps({**WISHES, "root": "/no/such"}), LAUNCH_STRICT="1")
+    done = start_in(tmp_path, LAUNCH_REQUEST=json.dumps({**REQUEST, "root": "/no/such"}), LAUNCH_STRICT="1")
     assert done.returncode == 3
     assert "machine.root='/no/such' is not a directory" in (tmp_path / "logs/4/rank-3.err").read_text()
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"binding": 3}', json.dumps({**WISHES, "strict": "no"})])
+@pytest.mark.parametrize("text", ["{", "[]", '{"binding": 3}', json.dumps({**REQUEST, "strict": "no"})])
 def test_a_request_that_nobody_wrote_is_a_warning(tmp_path: Path, text: str) -> None:
     assert start_in(tmp_path, LAUNCH_REQUEST=text).returncode == 0
     assert "is not as `launch` writes it" in (tmp_path / "logs/4/rank-3.err").read_text()

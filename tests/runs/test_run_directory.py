@@ -11,14 +11,23 @@ from pathlib import Path
 import pytest
 
 from launcher import files
+from launcher.config.run_path import choose_id
 from launcher.launch.agent import start_agent
 from launcher.runs.manifest import read_own_manifest
 from launcher.runs.node_records import refuse_node, write_node
 from launcher.runs.rank_logs import read_tail
-from launcher.runs.run_directory import create_run_dir, list_logs, open_run_dir, write_json, write_private
+from launcher.runs.run_directory import (
+    RunIdTakenError,
+    create_run_dir,
+    list_logs,
+    open_run_dir,
+    write_json,
+    write_private,
+)
 from tests.strangers import STRANGER, give_away, open_folder, run_as
 
 NOW = datetime(2031, 2, 3, 4, 5, 6, tzinfo=UTC)
+ID = "20310203-040506"
 
 
 def mode(path: Path) -> int:
@@ -26,13 +35,20 @@ def mode(path: Path) -> int:
 
 
 def test_runs_of_the_same_second_have_their_own(tmp_path: Path) -> None:
-    runs = [create_run_dir(tmp_path / "runs", "name", NOW) for _ in range(3)]
+    runs = [create_run_dir(choose_id(tmp_path / "runs/name", NOW)) for _ in range(3)]
     assert [run.id for run in runs] == ["20310203-040506", "20310203-040506-2", "20310203-040506-3"]
     assert all(run.path.is_absolute() and run.first_attempt == 0 for run in runs)
+    with pytest.raises(RunIdTakenError):
+        create_run_dir(runs[0].path)
 
 
 def create(folder: str) -> str:
-    return create_run_dir(Path(folder), "name", NOW).id
+    """Choose a path and make it, as often as another process is faster."""
+    while True:
+        try:
+            return create_run_dir(choose_id(Path(folder, "name"), NOW)).id
+        except RunIdTakenError:
+            continue
 
 
 def test_runs_that_start_at_once_have_their_own(tmp_path: Path) -> None:
@@ -46,7 +62,7 @@ def test_runs_that_start_at_once_have_their_own(tmp_path: Path) -> None:
 def test_all_of_a_run_is_its_owners_alone(tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)
     try:
-        run = create_run_dir(tmp_path / "runs", "name", NOW)
+        run = create_run_dir(tmp_path / "runs/name" / ID)
         write_json(run.path / "manifest.json", {})
         opened = open_run_dir(tmp_path / "opened", None)
     finally:
@@ -73,14 +89,14 @@ def test_what_cannot_be_made_is_an_oserror_and_leaves_nothing(
 ) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
-        create_run_dir(tmp_path / "file", "name", NOW)
+        create_run_dir(tmp_path / "file/name" / ID)
 
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fchmod", refuse)
     with pytest.raises(OSError, match="No space left"):
-        create_run_dir(tmp_path / "runs", "name", NOW)
+        create_run_dir(tmp_path / "runs/name" / ID)
     assert not list((tmp_path / "runs/name").iterdir())
 
 
@@ -158,7 +174,7 @@ def test_links_of_ones_own_lead_to_where_the_runs_are(tmp_path: Path) -> None:
     (tmp_path / "scratch/llama").mkdir(parents=True)
     (tmp_path / "runs").symlink_to("scratch")
     (tmp_path / "scratch/llama7b").symlink_to("llama")
-    run = create_run_dir(tmp_path / "runs", "llama7b", NOW)
+    run = create_run_dir(tmp_path / "runs/llama7b" / ID)
     assert run.path == tmp_path / "runs/llama7b/20310203-040506"
     write_json(run.manifest_path, {})
     assert (tmp_path / "scratch/llama/20310203-040506/manifest.json").is_file()
@@ -173,7 +189,7 @@ def test_links_of_others_are_refused(tmp_path: Path, planted: str) -> None:
     (tmp_path / planted).symlink_to(tmp_path / "away")
     give_away(tmp_path / planted)
     with pytest.raises(PermissionError, match=r"a symbolic link of .*65534") as caught:
-        create_run_dir(tmp_path / "runs", "name", NOW)
+        create_run_dir(tmp_path / "runs/name" / ID)
     assert caught.value.filename == str(tmp_path / planted)
     with pytest.raises(PermissionError, match="a symbolic link of"):
         open_run_dir(tmp_path / planted, None)
@@ -187,7 +203,7 @@ def test_directories_of_others_are_refused(tmp_path: Path, inner: str) -> None:
     (tmp_path / "runs/name").chmod(0o777)
     if not inner:
         with pytest.raises(PermissionError, match=r"it belongs to .*65534"):
-            create_run_dir(tmp_path / "runs", "name", NOW)
+            create_run_dir(tmp_path / "runs/name" / ID)
     with pytest.raises(PermissionError, match=r"it belongs to .*65534"):
         write_node(open_run_dir(tmp_path / "runs/name", 0).path, 0, refuse_node("box", 0, 1, "", 0.0))
 
@@ -201,7 +217,7 @@ def test_anothers_log_is_not_written_to(tmp_path: Path) -> None:
 
 
 def make_runs(folder: Path, uid: int) -> list[str]:
-    run = create_run_dir(folder, f"of-{uid}", NOW)
+    run = create_run_dir(folder / f"of-{uid}" / ID)
     write_json(run.manifest_path, {})
     return [open_run_dir(run.path, None).path.name, str(read_own_manifest(run.path))]
 

@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.composition import compose
-from launcher.config.search_path import find_sources
-from launcher.launch.job import draft_job
 from launcher.plan.model import Request
 from launcher.plan.planner import plan
 from launcher.runs.node_records import read_nodes
@@ -23,6 +20,7 @@ from launcher.slurm.compiler_caches import CACHES, PREFIX, open_caches, remove_l
 from launcher.slurm.job_request import JobRequest, write_request
 from tests.conftest import clean_environ
 from tests.plan.lab_machines import convert, load
+from tests.specify import specify
 
 SHOW = """
 import os, stat, sys
@@ -103,9 +101,8 @@ def start_task(folder: Path, *words: str) -> Iterator["subprocess.Popen[bytes]"]
     (run / "logs").mkdir(parents=True)
     (folder / "tmp").mkdir()
     (folder / "show.py").write_text(SHOW)
-    composed = compose(find_sources(None, None, None), ["nproc_per_node=2"])
     program = (str(folder / "show.py"), *words)
-    config = draft_job(composed, program, os.environ).settle(run)
+    config = specify(["nproc_per_node=2"], program, run_dir=run).config
     write_request(JobRequest(config, {}, program, ("launch",), str(folder), 1, 1), run)
     told = {"SLURMD_NODENAME": "localhost", "SLURM_JOB_ID": "47", "TMPDIR": str(folder / "tmp")}
     with subprocess.Popen(

@@ -13,7 +13,6 @@ from launcher.slurm.srun_command import (
     Step,
     build_srun_environ,
     count_ranks,
-    refuse_options,
     render_ranks,
 )
 from launcher.slurm.srun_messages import (
@@ -87,16 +86,6 @@ def test_the_ranks_of_a_node(nproc: object, environ: dict[str, str], expected: i
 def test_ranks_that_nobody_has_counted(nproc: object, environ: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=rf"nproc_per_node={nproc} .*set\n? *nproc_per_node=N"):
         count_ranks(nproc, environ)
-
-
-def test_what_needs_an_agent_is_refused() -> None:
-    refuse_options({"max_restarts": 0, "shutdown_timeout": 30, "role": "x", "rdzv_conf": {}}, 4, 4)
-    with pytest.raises(UsageError, match="nodes=2:4 with agent=srun"):
-        refuse_options({}, 2, 4)
-    with pytest.raises(UsageError, match=r"torchrun.max_restarts=2 with agent=srun: .*requeue.crash"):
-        refuse_options({"max_restarts": 2}, 1, 1)
-    with pytest.raises(UsageError, match=r"torchrun.rdzv_conf=\{'timeout': 3\} with agent=srun"):
-        refuse_options({"rdzv_conf": {"timeout": 3}}, 1, 1)
 
 
 def test_the_environment_is_the_users_without_what_contradicts() -> None:

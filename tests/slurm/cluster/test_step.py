@@ -248,7 +248,7 @@ def test_ctrl_c_ends_the_ranks_and_not_srun(sandbox: Sandbox, tmp_path: Path) ->
 def test_a_node_that_cannot_plan_ends_the_job_at_once(sandbox: Sandbox, tmp_path: Path) -> None:
     script = f"""
     last=$(scontrol show hostnames | tail -1)
-    mkdir -p run/plan-$last.json
+    mkdir -p run/plan-$last.json && echo '{{}}' > run/manifest.json
     launch run_dir=run nproc_per_node=1 -- {write_program(tmp_path, SHOW)}
     """
     done = finish(allocate(sandbox, tmp_path, script))
@@ -282,7 +282,7 @@ def test_a_port_that_is_taken_is_no_failure(sandbox: Sandbox, tmp_path: Path, no
     )
     # Longer than the grace of what ended the first step: that must not come over the second one.
     program = write_program(tmp_path, f"import time\ntime.sleep(4)\n{SHOW}")
-    settings = [f"nodes={nodes}", "run_dir=run", "nproc_per_node=1", "torchrun.shutdown_timeout=1"]
+    settings = [f"nodes={nodes}", "new_run_dir=run", "nproc_per_node=1", "torchrun.shutdown_timeout=1"]
     words = [LAUNCH[0], "serve.py", *LAUNCH, *settings, "--", program]
     done = finish(allocate(sandbox, tmp_path, shlex.join(words), "--nodes=2"))
     assert done.code == 0, done

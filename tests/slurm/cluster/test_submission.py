@@ -206,7 +206,7 @@ def test_slurmctld_away(sandbox: Sandbox, tmp_path: Path) -> None:
 
 
 def test_a_refused_run_that_was_to_go_on_is_as_it_was(sandbox: Sandbox, tmp_path: Path) -> None:
-    first = sandbox.launch("run_dir=my/run", *HELD, cwd=tmp_path)
+    first = sandbox.launch("new_run_dir=my/run", *HELD, cwd=tmp_path)
     assert first.code == 0, first
     job_id, run = find_job(first.out), tmp_path / "my" / "run"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
@@ -280,8 +280,8 @@ def test_each_member_of_an_array_runs_in_its_own_directory(sandbox: Sandbox, tmp
 def test_an_array_whose_members_differ(sandbox: Sandbox, tmp_path: Path) -> None:
     done = sandbox.launch("-m", "cluster=slurm", "nodes=1,2", cwd=tmp_path)
     done.assert_error(2, "nodes: job 2 of the sweep has --nodes=2 and job 1 has --nodes=1")
-    done = sandbox.launch("-m", "cluster=slurm", "program.lr=1,2", "run_dir=x", cwd=tmp_path)
-    done.assert_error(2, "run_dir=x is one directory for 2 jobs")
+    done = sandbox.launch("-m", "cluster=slurm", "program.lr=1,2", "new_run_dir=x", cwd=tmp_path)
+    done.assert_error(2, "new_run_dir=", "x is one directory for 2 jobs")
     assert not list(tmp_path.iterdir())
 
 

@@ -1,0 +1,94 @@
+"""Composes a configuration, and does with it what the verb asks."""
+
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from launcher.cli.arguments import Command
+from launcher.cli.run import name_files, run_job
+from launcher.cli.unused_settings import warn_elsewhere
+from launcher.config.cluster import pet_overrides
+from launcher.config.composition import Composed, compose, resolve
+from launcher.config.environment_files import fill_env, read_env_files
+from launcher.config.hydra_flags import Flags
+from launcher.config.hydra_settings import apply_settings
+from launcher.config.overrides import quote_value
+from launcher.config.schema import LaunchConfig
+from launcher.config.validation import PLAN_CHECKS, TOPO_CHECKS, Context, check_output_files, validate
+from launcher.text import print_text
+
+logger = logging.getLogger(__name__)
+
+
+def run_verb(flags: Flags, command: Command, argv: Sequence[str]) -> int:
+    """Compose one configuration, and do what the command line asks with it."""
+    composed = compose(flags.sources, add_pet(flags.overrides, os.environ))
+    if command.verb == "run":
+        apply_settings(composed.tree, composed.settings, composed.settings.run_dir)
+    if composed.settings.verbose:
+        from launcher.config.hydra_output import explain_composition
+
+        print_text(explain_composition(flags), sys.stderr)
+    return run_composed(composed, command, argv)
+
+
+def add_pet(overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Put the overrides that `PET_*` variables stand for before the user's own, which win."""
+    given = {word.lstrip("+").partition("=")[0] for word in overrides}
+    pet = {key: value for key, value in pet_overrides(environ).items() if key not in given}
+    return [*(f"{key}={quote_value(value)}" for key, value in pet.items()), *overrides]
+
+
+def run_composed(composed: Composed, command: Command, argv: Sequence[str]) -> int:
+    """Do what the command line asks with a configuration; return the exit code, raise LaunchError."""
+    for warning in composed.warnings:
+        logger.warning(warning)
+    if command.verb == "run":
+        return run_job(composed, command.program, argv)
+    if command.verb == "tune":
+        from launcher.cli.tune import tune_program
+
+        return tune_program(composed, command.names, command.program, argv)
+    name_files(composed.own_files)
+    if command.verb in ("plan", "topo", "doctor"):
+        return show_machine(composed, command)
+    return show_runs(resolve(composed), command)
+
+
+def show_machine(composed: Composed, command: Command) -> int:
+    """Run a verb that depends on the machine, and on the environment that ranks would have."""
+    config = resolve(composed)
+    config = fill_env(config, read_env_files(config))
+    if command.verb != "topo" or config.image:
+        warn_elsewhere(config, os.environ)
+    checks = TOPO_CHECKS if command.verb == "topo" else PLAN_CHECKS
+    validate(Context(config, f"launch {command.verb}", composed.given), checks)
+    environ = {**os.environ, **config.env}
+    if command.verb == "topo":
+        from launcher.cli.topo import show_topo
+
+        return show_topo(config, environ)
+    if command.verb == "doctor":
+        from launcher.cli.doctor import show_checkup
+
+        return show_checkup(config, environ)
+    from launcher.cli.plan import show_plan
+
+    return show_plan(config, environ, composed.given, command.program or ())
+
+
+def show_runs(config: LaunchConfig, command: Command) -> int:
+    """Run a verb for runs that there are."""
+    validate(Context(config, f"launch {command.verb}"), (check_output_files,))
+    if command.verb == "status":
+        from launcher.cli.status import show_status
+
+        return show_status(config, command.names)
+    if command.verb == "logs":
+        from launcher.cli.logs import show_logs
+
+        return show_logs(config, command.names)
+    from launcher.cli.cancel import cancel_runs
+
+    return cancel_runs(config, command.names)

@@ -1,0 +1,50 @@
+"""`config.yaml` in the run directory: what is written, and what differs from an earlier start of the run."""
+
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from launcher.config.composition import Composed
+from launcher.config.hydra_settings import flatten
+from launcher.config.yaml_files import check_aliases
+from launcher.errors import UsageError
+from launcher.files import LARGEST, read_file
+from launcher.runs.secrets import mask_tree
+
+NAME = "config.yaml"
+PLACE_KEYS = ("run_dir", "new_run_dir")
+"""Keys that differ for the same run, since one makes the directory and the other goes on with it."""
+
+
+def render_config(composed: Composed, left_out: Collection[str] = ()) -> str:
+    """Return the text: what was resolved last, secrets masked, without some sections."""
+    tree: Any = OmegaConf.to_container(composed.tree, resolve=True)
+    kept = {key: value for key, value in tree.items() if key not in left_out}
+    return str(yaml.safe_dump(mask_tree(kept), sort_keys=False))
+
+
+def find_changes(run_path: Path, text: str) -> list[str]:
+    """Return `KEY OLD -> NEW` for what differs in a run directory's file from a new text.
+
+    A file that cannot be read, or holds something else, differs in nothing.
+    """
+    path = run_path / NAME
+    try:
+        before = read_file(path, LARGEST).decode("utf-8", "surrogateescape")
+        check_aliases(path, before)
+        earlier = flatten(mask_tree(yaml.safe_load(before)))
+    except (OSError, UsageError, ValueError, RecursionError, yaml.YAMLError):
+        return []
+    return [] if "" in earlier else list(compare(earlier, flatten(yaml.safe_load(text))))
+
+
+def compare(earlier: dict[str, object], now: dict[str, object]) -> Iterator[str]:
+    """Give `KEY OLD -> NEW` for the leaves that differ; one that is not there is null."""
+    for key in [*now, *(key for key in earlier if key not in now)]:
+        if key not in PLACE_KEYS and earlier.get(key) != now.get(key):
+            old, new = (json.dumps(each.get(key), default=str) for each in (earlier, now))
+            yield f"{key} {old} -> {new}"

@@ -1,0 +1,83 @@
+"""The run's name and the path of its directory, chosen before the configuration is resolved with them."""
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import count
+from pathlib import Path, PurePath
+
+from launcher.config.composition import RUN_DIR, Composed, read_values
+from launcher.config.hydra_settings import refuse_used
+from launcher.config.program import find_script
+from launcher.errors import UsageError
+
+BUNDLED_PROGRAM = "train"
+"""Option of the group `program` whose runs are named after their model."""
+EMPTY_PATH = "{}= is empty, perhaps from an unset shell variable: name a run's directory"
+DRY_RUN_ID = "RUN_ID"
+"""Stands for the run's ID in a script for sbatch, where the job's number decides it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPath:
+    """Where a run is to be, and by which key."""
+
+    name: str
+    """The run's name."""
+    path: Path
+    """The run directory, absolute; in a dry run, something that stands for it."""
+    key: str
+    """`run_dir` (an earlier run's), `new_run_dir`, or `runs_dir`, below which it gets a path of its own."""
+
+
+def choose_run_path(
+    composed: Composed,
+    program: tuple[str, ...] | None,
+    *,
+    suffix: str = "",
+    submits: bool = False,
+    taken: Collection[Path] = (),
+) -> RunPath:
+    """Choose the run directory, which is made later; raises UsageError.
+
+    `suffix` is added to the run's name. `submits` is for a job of sbatch's: in a dry run, its script names
+    the run by the job's number. `taken` are the paths that other jobs of the sweep will have.
+    """
+    values = read_values(composed, ("name", "runs_dir", "run_dir", "new_run_dir", "node_rank", "dry_run"))
+    name = str(values["name"] or name_run(composed.choices, program)) + suffix
+    for key in ("run_dir", "new_run_dir"):
+        if values[key] == "":
+            raise UsageError(EMPTY_PATH.format(key))
+    if values["run_dir"] is not None:
+        if values["new_run_dir"] is not None:
+            raise UsageError(
+                f"run_dir={values['run_dir']} goes on with an earlier run, and new_run_dir="
+                f"{values['new_run_dir']} makes a new one: leave one of them out"
+            )
+        return RunPath(name, Path(str(values["run_dir"])).absolute(), "run_dir")
+    if values["new_run_dir"] is not None:
+        path = Path(str(values["new_run_dir"]))
+        if values["node_rank"] is None:  # nodes that are started by hand share one
+            refuse_used(path, "new_run_dir")
+        return RunPath(name, path.absolute(), "new_run_dir")
+    above = Path(str(values["runs_dir"])).absolute() / name
+    if values["dry_run"]:
+        return RunPath(name, above / DRY_RUN_ID if submits else Path(RUN_DIR), "runs_dir")
+    return RunPath(name, choose_id(above, datetime.now().astimezone(), taken), "runs_dir")
+
+
+def choose_id(above: Path, now: datetime, taken: Collection[Path] = ()) -> Path:
+    """Return `above/YYYYMMDD-HHMMSS`, with `-2`, `-3` … if there is one, or it is among those taken."""
+    stem = now.strftime("%Y%m%d-%H%M%S")
+    paths = (above / (stem if number == 1 else f"{stem}-{number}") for number in count(1))
+    return next(path for path in paths if path not in taken and not os.path.lexists(path))
+
+
+def name_run(choices: Mapping[str, str], program: tuple[str, ...] | None) -> str:
+    """Return the name of a run that is given none: the program's, else the model's."""
+    if program is not None:
+        script = find_script(program)
+        return PurePath(script).stem if script else "run"
+    option = choices.get("program", "run")
+    return choices.get("model", "run") if option == BUNDLED_PROGRAM else option
