@@ -10,7 +10,7 @@ from launcher.config.config_file import find_changes
 from launcher.config.run_path import RunPath
 from launcher.errors import UsageError
 from launcher.launch.job import JobSpec
-from launcher.runs.find import MOST_NEAR, list_runs
+from launcher.runs.run_lookup import MOST_NEAR, list_runs
 
 logger = logging.getLogger(__name__)
 
