@@ -29,11 +29,11 @@ CANCEL_SECONDS = 60.0
 POLL_SECONDS = 0.5
 """Seconds between two questions to SLURM."""
 EXIT_DECLINED = 1
-"""Exit code where the answer was no."""
+"""Exit code if the user answers no."""
 
 
 def cancel_runs(config: LaunchConfig, names: Sequence[str]) -> int:
-    """Cancel runs, and return 0 where all of them have ended or are ending, 1 where the user says no.
+    """Cancel runs; return 0 if all of them have ended, 1 if the user answers no, 3 if one is still ending.
 
     Raises UsageError for unknown runs and where nobody can be asked, MachineError for another host's, and
     SchedulerError where SLURM refuses.
@@ -88,7 +88,7 @@ def open_launch(run: RunStatus) -> int:
 
 
 def confirm_cancellation(runs: Sequence[RunStatus]) -> bool:
-    """Ask whether to cancel; raises UsageError where there is no terminal to ask on."""
+    """Ask whether to cancel; raises UsageError if there is no terminal."""
     if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
         raise UsageError("launch cancel asks first, and there is no terminal to ask on: give yes=true")
     if len(runs) == 1:
@@ -139,7 +139,7 @@ def list_live_jobs(job_ids: Sequence[str]) -> list[str]:
 
 
 def record_cancellation(run: RunStatus) -> None:
-    """Write that a run was cancelled, where its job has not done so: one that never began, or was killed."""
+    """Write that a run was cancelled, if its job has not: it never began, or was killed."""
     path = Path(run.path)
     manifest = read_manifest(path)
     if take_dict(manifest, "outcome").get("state") not in OPEN:
@@ -154,7 +154,7 @@ def record_cancellation(run: RunStatus) -> None:
 
 
 def stop_process(run: RunStatus, grace: float) -> int:
-    """Send a local run's `launch` SIGTERM and wait for its end; returns 1 where it is still ending."""
+    """Send a local run's `launch` SIGTERM and wait for its end; returns 1 if it is still ending."""
     try:
         descriptor = open_launch(run)
     except ProcessLookupError:

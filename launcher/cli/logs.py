@@ -89,7 +89,7 @@ class OutputWriter:
     rank: int | None
     """The one rank that is shown; None is all of them."""
     unfinished: Output | None = None
-    """What was printed last, where it has no end."""
+    """What was printed last, if it does not end with a newline."""
 
     def write(self, lines: Iterable[Output]) -> int:
         """Print lines; returns how many."""
@@ -141,7 +141,7 @@ def describe_run_state(run: RunStatus) -> str:
 
 @dataclass(slots=True)
 class RunWatch:
-    """Looks after a run that is followed: its manifest, and what SLURM says, asked for in a thread."""
+    """The state of a run that is followed, from its manifest and from SLURM, which a thread asks."""
 
     path: Path
     run: RunStatus | None = None
@@ -158,7 +158,7 @@ class RunWatch:
     reported: tuple[str, ...] = ()
 
     def update(self) -> RunStatus:
-        """Return how the run stands, and say so where it waits."""
+        """Return the run's state, and report if it waits."""
         now = time.monotonic()
         if self.run is None or now - self.updated > STATE_SECONDS:
             self.updated = now
@@ -182,7 +182,7 @@ class RunWatch:
         return update_run(run, self.job) if self.answered else run
 
     def report_waiting(self, run: RunStatus) -> None:
-        """Say that a run waits, and why, where that is new."""
+        """Report that a run waits, and why, if that is new."""
         if run.state == "queued" and self.answered and run.reason:
             self.report_once(describe_run_state(run))
 

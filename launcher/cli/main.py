@@ -1,4 +1,4 @@
-"""`launch`: reads the command line, and wires the rooms for what it asks."""
+"""`launch`: reads the command line, and calls the verb that it names."""
 
 import contextlib
 import io
@@ -23,9 +23,9 @@ def main() -> None:
 
 
 def open_streams() -> None:
-    """Put /dev/null where a standard stream is closed, and let the others take any character.
+    """Open /dev/null for each closed standard stream, and let the others take any character.
 
-    Else the first file to be opened would take the stream's number, and the ranks' output would go there.
+    Otherwise the next opened file would get the stream's number, and the ranks' output would go there.
     """
     for number in range(3):
         try:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 SCHEMA = 1
 """Version of the JSON form."""
 NEWEST_RUNS = 10
-"""Runs that are shown where none is named, beside those that are running or queued."""
+"""Runs that are shown if none is named, together with those that are running or queued."""
 MOST_RUNS = 1000
 """Newest runs that are looked through for those."""
 

@@ -13,7 +13,7 @@ from launcher.config.yaml_files import read_yaml
 from launcher.errors import UsageError
 
 FREE_FORM = ("env.", "allocator.", "torchrun.rdzv_conf.", "cluster.additional.", "cluster.srun.")
-"""Keys that need no `+`, though the schema cannot know them; nor do several in braces."""
+"""Keys that the schema does not list, and that need no `+`, one by one or as a mapping in braces."""
 SLURM_TEXTS = (
     "partition",
     "account",
@@ -36,22 +36,21 @@ NEUTRAL = {
     "gc": "gc=default",
     "machine": "machine=local",
 }
-"""Options of groups that cannot be without one, in place of `~GROUP`."""
+"""What to write in place of `~GROUP` for a group that needs an option."""
 COUNT = re.compile(r"[+-]?[\d.][\w.+-]*")
-"""A word that starts as numbers do, a wrong one too: `-1`, `2.5`, `1e3`, `3x`."""
+"""A word that begins as a number does: `-1`, `2.5`, `1e3`, `3x`."""
 OVERRIDE = re.compile(r"(\+{0,2})([^=@~+]+)([=@].*)", re.DOTALL)
 QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 """A whole value in Hydra's quotes."""
-FOREIGN = re.compile(r"=(?=[^'\"\[\](){},]*[^\x00-\x7f])[^'\"\[\](){},]*", re.DOTALL)
+NON_ASCII = re.compile(r"=(?=[^'\"\[\](){},]*[^\x00-\x7f])[^'\"\[\](){},]*", re.DOTALL)
 """A plain value with a letter that Hydra's grammar does not know: `=é`, `=/home/ü/data`."""
 
 
 def rewrite_overrides(sources: Sources, overrides: Sequence[str], *, sweep: bool) -> list[str]:
     """Let `model=x` and `+model=x` both choose from a group, and `env.X=…` set a variable byte for byte.
 
-    Hydra by itself refuses the first for a group without a default and the second for one with it. Letters
-    that are not ASCII are fine too.
-    With `sweep`, commas in the value of a variable separate the jobs' values.
+    Hydra refuses the first for a group without a default, and the second for one with a default. Values
+    may have letters that are not ASCII. With `sweep`, commas in a variable's value separate the jobs' values.
     """
     defaults = read_defaults(sources, sources.primary)
     return [rewrite_override(sources, defaults, word, sweep=sweep) for word in overrides]
@@ -70,9 +69,9 @@ def rewrite_override(sources: Sources, defaults: set[str], word: str, *, sweep: 
         variable = False
     slurm = key.startswith("cluster.") and key[8:] in SLURM_TEXTS and not sweep and rest not in ("=", "=null")
     divisions = key.startswith("allocator.") and rest.startswith("=[") and ">" in rest  # [256:1,>:8]
-    if variable or divisions or FOREIGN.fullmatch(rest) or (slurm and rest.startswith("=")):
+    if variable or divisions or NON_ASCII.fullmatch(rest) or (slurm and rest.startswith("=")):
         rest = "=" + quote_value(rest[1:])
-    # Not so a whole `env`: Hydra makes 1000.0 of `1e3` within braces.
+    # A whole `env` is not rewritten: within braces, Hydra makes 1000.0 of `1e3`.
     whole = f"{key}." in FREE_FORM and key != "env" and rest.startswith("={")
     if key.startswith(FREE_FORM) or whole:
         return f"++{key}{rest}"
@@ -119,7 +118,7 @@ def check_shape(word: str) -> None:
 
 
 def check_removal(word: str) -> None:
-    """Raise UsageError for `~KEY` where a key always has a value: without one, it would have its default."""
+    """Raise UsageError for `~KEY` if the key always has a value: it would get its default."""
     if not word.startswith("~"):
         return
     *above, name = read_key(word).split(".")
@@ -140,7 +139,7 @@ def check_removal(word: str) -> None:
 def quote_value(value: str) -> str:
     """Quote a value for Hydra's grammar unless the user has: `1e3` stays `1e3`, and spaces are fine.
 
-    The grammar wants backslashes doubled where a quote follows, and there alone.
+    In the grammar, backslashes are doubled only before a quote.
     """
     if QUOTED.fullmatch(value):
         return value
@@ -160,7 +159,7 @@ def read_key(word: str) -> str:
 def read_defaults(sources: Sources, name: str, seen: frozenset[str] = frozenset()) -> set[str]:
     """Return the groups that have a default in a primary file, or in the files that it builds on.
 
-    What is wrong with a file is left for composing to say.
+    An error in a file is ignored here; composition reports it.
     """
     path = sources.find_file(name)
     try:

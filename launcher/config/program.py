@@ -60,7 +60,7 @@ def locate_program(words: Sequence[str], environ: Mapping[str, str]) -> tuple[st
         alone = ("-P",) if tuple(words[:2]) == BUNDLED and python == sys.executable else ()
         return (python, *alone, *words)
     if not first or first.startswith("-"):
-        raise UsageError(f"{first!r} is no program: give a script, `-m module` or an executable after `--`")
+        raise UsageError(f"{first!r} is no program: give a script, `-m module`, or an executable after `--`")
     if first.endswith(".py") or (Path(first) / "__main__.py").is_file():
         check_script(Path(first))
         if read_interpreter(first) and os.access(first, os.X_OK):

@@ -15,7 +15,7 @@ UNKNOWN = re.compile(r"Key '[^']*' not in '(?P<schema>\w+)'")
 
 
 def suggest(word: str, known: Sequence[str]) -> str:
-    """Return `: did you mean …?`, else the choices where they are few."""
+    """Return `: did you mean …?`; without a similar name the choices, if they are few."""
     near = difflib.get_close_matches(word, dict.fromkeys(known), n=2, cutoff=0.5)
     if near:
         return f": did you mean {' or '.join(near)}?"
@@ -23,7 +23,7 @@ def suggest(word: str, known: Sequence[str]) -> str:
 
 
 def suggest_dotted_key(key: str, known: Sequence[str]) -> str:
-    """Return the same for a dotted key: what is beside it, by the last part of the name."""
+    """Return the same for a dotted key, from the keys that have the same prefix."""
     above, _, name = key.rpartition(".")
     beside = {each.rpartition(".")[2]: each for each in known if above and each.rpartition(".")[0] == above}
     if not beside:
@@ -38,7 +38,7 @@ def suggest_dotted_key(key: str, known: Sequence[str]) -> str:
 
 
 def shorten_message(error: BaseException) -> str:
-    """Return an error as one line, with the key where it is known."""
+    """Return an error as one line, with the key if it is known."""
     cause = error.__cause__ if str(error.__cause__ or "") else error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     key = next((line.partition(":")[2].strip() for line in lines if line.startswith("full_key:")), "")
@@ -58,9 +58,6 @@ def shorten_message(error: BaseException) -> str:
 
 
 def list_beside(key: str, name: str) -> list[str]:
-    """Return the keys that there are beside one that there is not, by the name of their dataclass.
-
-    None for one of a plugin of Hydra's.
-    """
+    """Return the keys of the dataclass `name`, which does not have `key`; none for a Hydra plugin's class."""
     above, kind = key.rpartition(".")[0], getattr(schema, name, None)
     return [f"{above}.{field.name}" if above else field.name for field in (fields(kind) if kind else ())]
