@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.runs.progress import MOST_LINES, Progress, ProgressReader, parse_progress
+from launcher.runs.progress import MOST_LINES, Progress, ProgressReader, describe_progress, parse_progress
 
 
 @pytest.mark.parametrize(
@@ -110,3 +110,18 @@ def test_other_lines_with_the_word_do_not_take_for_ever() -> None:
     noise = b"a misstep\n" * 200_000
     assert read(noise, make_lines(5) + b"a misstep\n" * (MOST_LINES - 2), noise) == [5]
     assert read(b"step" * 300_000 + b"\n", b"x" * 5_000_000 + b" step 4 loss 2\n") == [4]
+
+
+def logging_step(number: int, **metrics: str) -> Progress:
+    return Progress(number, 200, tuple((name.replace("_", "/"), value) for name, value in metrics.items()))
+
+
+def test_the_summary_goes_from_first_to_last() -> None:
+    steps = [
+        logging_step(1, loss="5.55", tokens_s="9"),
+        logging_step(100, loss="3.0", tokens_s="12345", tflops="0.5", mfu="3%"),
+        logging_step(200, loss="2.41"),
+    ]
+    assert describe_progress(steps) == "loss 5.55 to 2.41 over 200 steps, 12345 tokens/s, 0.5 TFLOPS, MFU 3%"
+    assert describe_progress([]) == ""
+    assert describe_progress([logging_step(1, lr="3")]) == ""
