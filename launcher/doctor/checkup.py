@@ -25,7 +25,7 @@ CHECKS = (
     *(judge_shm, judge_files, judge_locked, judge_processes),
     *(judge_clocks, judge_interrupts, judge_environment, judge_last_run),
 )
-"""Each gives findings on one matter: at least one, or none where the machine has nothing of the kind."""
+"""Each gives findings on one matter: at least one, or none if the machine has nothing of the kind."""
 FAILING = ("error", "warning")
 """Levels that make `launch doctor` end with 1."""
 

@@ -126,7 +126,7 @@ def judge_interrupts(case: Case) -> Iterator[Finding]:
 
 
 def judge_device(case: Case, device: Device) -> Finding | None:
-    """A device of whose interrupts most go to CPUs of other NUMA nodes alone; None where all is well."""
+    """A device of whose interrupts most go to CPUs of other NUMA nodes alone; None if all is well."""
     near = frozenset(cpu.id for cpu in case.machine.cpus if cpu.node == device.node)
     far = [cpus for cpus in device.interrupts if near.isdisjoint(cpus)]
     if not near or 2 * len(far) <= len(device.interrupts):

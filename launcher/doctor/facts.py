@@ -26,7 +26,7 @@ class Clock:
     driver: str
     governor: str
     preference: str = ""
-    """`energy_performance_preference`; empty where the driver has none."""
+    """`energy_performance_preference`; empty if the driver has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Health:
     clocks: tuple[Clock, ...] = ()
     devices: tuple[Device, ...] = ()
     irqbalance: bool | None = None
-    """Whether irqbalance runs; None where other processes cannot be seen."""
+    """Whether irqbalance runs; None if other processes cannot be seen."""
     driver_gpus: tuple[str, ...] | None = None
     """PCI addresses of the NVIDIA driver's GPUs in /proc."""
     persistence: tuple[tuple[str, bool], ...] = ()

@@ -21,7 +21,7 @@ class Finding:
     what: str
     """What was found, with the values."""
     why: str = ""
-    """Why it matters to a job; empty where all is well."""
+    """Why it matters to a job; empty if all is well."""
     fix: str = ""
     """A command or a setting."""
 
@@ -51,7 +51,7 @@ class Case:
     environ: Mapping[str, str] | None = None
     """The environment that ranks would inherit; None for another machine's."""
     run: RunRecords | None = None
-    """The last run; None where there is none."""
+    """The last run; None if there is none."""
     run_reason: str = ""
     """Why there is no run to compare."""
 

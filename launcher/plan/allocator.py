@@ -20,7 +20,7 @@ SHARING = ("verl", "openrlhf", "skyrl_train", "skyrl", "nemo_rl", "slime", "mile
 
 
 def parse_settings(text: str) -> dict[str, str] | None:
-    """Read settings by name, the last of a name counting; None where the notation is broken.
+    """Read settings by name, the last of a name counting; None if the notation is broken.
 
     Blanks mean nothing anywhere, and a comma at the end is fine, as torch has it.
     """
@@ -55,12 +55,12 @@ def format_settings(settings: Mapping[str, str]) -> str:
 
 
 def find_variable(environ: Mapping[str, str]) -> str:
-    """Name of the variable that torch hears; empty where none is set. An empty value is as good as none."""
+    """Name of the variable that torch hears; empty if none is set. An empty value is as good as none."""
     return next((name for name in ALLOCATOR_VARIABLES if environ.get(name, "").strip()), "")
 
 
 def set_allocator(request: Request, gpu: Gpu | None, kernel: str) -> VariablesAndNotes:
-    """PyTorch's allocator settings for a rank with a GPU: the configuration's, over which the user's come.
+    """PyTorch's allocator settings for a rank with a GPU: the configuration's, overridden by the user's.
 
     A variable that torch would refuse is left alone, so that the job ends as it would have without us.
     `kernel` is the release of the node's kernel.
@@ -91,7 +91,7 @@ def set_allocator(request: Request, gpu: Gpu | None, kernel: str) -> VariablesAn
 
 
 def read_user_settings(text: str) -> dict[str, str] | None:
-    """Read the user's settings; None where torch would refuse them."""
+    """Read the user's settings; None if torch would refuse them."""
     from launcher.plan.allocator_keys import KNOWN, find_fault  # noqa: PLC0415 - most ranks need no table
 
     settings = parse_settings(text)
@@ -111,7 +111,7 @@ def has_newer_keys(user_settings: Mapping[str, str]) -> bool:
 
 
 def find_reason(key: str, settings: Mapping[str, str], gpu: Gpu, kernel: str) -> str:
-    """Say why a setting of the configuration's is not for this rank; empty where it is."""
+    """Say why a setting of the configuration's is not for this rank; empty if it is."""
     if settings.get("backend") in ASYNC and is_native(key):
         return f"backend:{settings['backend']} ignores it"
     if key != EXPANDABLE or settings[key] != "True":
@@ -131,7 +131,7 @@ def is_native(key: str) -> bool:
 def describe_user_settings(
     environ: Mapping[str, str], name: str, user_settings: Mapping[str, str]
 ) -> Iterator[str]:
-    """Tell of the user's settings that stay, and of those that torch does not hear."""
+    """Describe the user's settings that are kept, and those that torch does not read."""
     if user_settings:
         yield f"{name}: {format_settings(user_settings)} kept, set by the user"
     for other in ALLOCATOR_VARIABLES[ALLOCATOR_VARIABLES.index(name) + 1 :] if name else ():
@@ -175,7 +175,7 @@ class Conflict:
     what: str
     """What happens, with its source."""
     remedy: str = ""
-    """How to have both; empty where there is no way."""
+    """How to have both; empty if there is no way."""
 
 
 def find_conflicts(
@@ -237,7 +237,7 @@ def find_registration_conflicts(argv: Sequence[str], environ: Mapping[str, str])
 
 
 def find_graph(argv: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return the option or variable that asks for CUDA graphs; empty where none does."""
+    """Return the option or variable that asks for CUDA graphs; empty if none does."""
     if read_option(argv, "--cuda-graph-impl") not in ("", "none"):
         return "--cuda-graph-impl"
     if environ.get("TORCHINDUCTOR_CUDAGRAPHS") == "1":
@@ -271,7 +271,7 @@ def has_option(argv: Sequence[str], option: str) -> bool:
 
 
 def read_option(argv: Sequence[str], option: str) -> str:
-    """Return an option's value, after `=` or as the next word; empty where it is not there."""
+    """Return an option's value, after `=` or as the next word; empty if it is not there."""
     for word, after in zip(argv, (*argv[1:], ""), strict=False):  # without arguments there is nothing after
         name, equals, value = word.partition("=")
         if name == option:

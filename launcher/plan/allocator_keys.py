@@ -67,7 +67,7 @@ def list_known_keys(version: Version | None) -> tuple[str, ...]:
 
 
 def find_fault(name: str, settings: Mapping[str, str], version: Version | None) -> str:
-    """Say what is right where a known setting's value is not; empty where it is.
+    """Say what is right where a known setting's value is not; empty if it is.
 
     `settings` are all that go together, in the allocator's notation; None is a release that is not known.
     """
@@ -169,7 +169,7 @@ def check_reserves(text: str, minimum: int, maximum: int) -> str:
 
 
 def split_list(text: str) -> list[str]:
-    """The items between brackets; none where there are no brackets."""
+    """The items between brackets; none if there are no brackets."""
     inner = text[1:-1] if text.startswith("[") and text.endswith("]") else ""
     return inner.split(",") if inner else []
 

@@ -13,14 +13,14 @@ Shares = dict[int, list[Core]]
 
 @dataclass(frozen=True, slots=True)
 class RankPlacement:
-    """Where a rank and its DataLoader workers run."""
+    """The CPU sets of a rank and of its DataLoader workers."""
 
     node: int | None
     """NUMA node whose memory the rank should have; None for no preference."""
     cpus: frozenset[int]
     worker_cpus: frozenset[int]
     why: str = ""
-    """What they are, for people; `exclusive` tells more than a placement knows."""
+    """What the CPUs are, for people; empty for `exclusive`, which launcher.plan.explanations describes."""
 
 
 def place_numa(topology: Topology, assignment: Assignment) -> dict[int, RankPlacement]:
@@ -92,7 +92,7 @@ def cut_evenly(blocks: Sequence[Hashable], totals: Sequence[int]) -> list[slice]
     """Cut a list into consecutive shares that are as even as can be, one for each entry of `totals`.
 
     `blocks` names the block (cache, core) of each item; a block's items are consecutive. `totals` is what
-    each share's owner has already: where that differs, those with least get the odd items. Else the odd
+    each share's owner has already: if that differs, those with least get the odd items. Else the odd
     items go where the cuts split the fewest blocks.
     """
     if len(set(totals)) == 1:
@@ -150,7 +150,7 @@ def read_order(cost: dict[tuple[int, int], int], large: int, small: int, each: i
 
 
 def place_exclusive(topology: Topology, assignment: Assignment) -> dict[int, RankPlacement]:
-    """Whole cores for each rank; its workers also get those of nodes without ranks, and what others spare."""
+    """Whole cores for each rank; workers also get cores of nodes without ranks, and spare cores of others."""
     nodes, order = assignment.nodes, assignment.order
     own: Shares = {}
     lent: Shares = {}
@@ -170,7 +170,7 @@ def place_exclusive(topology: Topology, assignment: Assignment) -> dict[int, Ran
 def divide_node(cores: Sequence[Core], count: int) -> tuple[list[list[Core]], list[list[Core]]]:
     """Cores of each of `count` ranks on a node, and the cores that each rank's workers get besides.
 
-    On hybrid nodes each class is dealt by itself; ranks run on the most capable where there are enough.
+    On hybrid nodes each class is dealt by itself; ranks run on the most capable if there are enough.
     """
     none: list[list[Core]] = [[] for _ in range(count)]
     if len(cores) < count:

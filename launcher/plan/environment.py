@@ -7,7 +7,7 @@ from launcher.plan.rules import BINDERS
 from launcher.protocol import LAUNCH_GC, LAUNCH_LOADER_DEFAULT, LAUNCH_NIC, LAUNCH_NUM_WORKERS
 
 VariablesAndNotes = tuple[Mapping[str, str], Sequence[str]]
-"""What one concern of a rank comes to: variables by name, and notes for people."""
+"""Variables of a rank by name, and notes on them for people."""
 COUNTS = {
     "OMP_NUM_THREADS": 1,
     "MKL_NUM_THREADS": 1,
@@ -61,7 +61,7 @@ REASONS = {
 
 
 def read_variable_count(environ: Mapping[str, str], name: str, minimum: int) -> int | None:
-    """The number in a variable, the first of a list (`OMP_NUM_THREADS=8,4`); None where there is none."""
+    """The number in a variable, the first of a list (`OMP_NUM_THREADS=8,4`); None if there is none."""
     text = environ.get(name, "").split(",")[0].strip()
     # Longer numbers are no count of anything here, and int() refuses some thousands of digits.
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
@@ -69,14 +69,14 @@ def read_variable_count(environ: Mapping[str, str], name: str, minimum: int) -> 
 
 
 def list_kept(environ: Mapping[str, str], decided: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the user's variables that stay; `decided` are those that show GPUs."""
+    """Names of the user's variables that keep their value; `decided` are the plan's that show GPUs."""
     return tuple(name for name in HONOURED if name in environ and is_kept(environ, name, decided))
 
 
 def is_kept(environ: Mapping[str, str], name: str, decided: Mapping[str, str]) -> bool:
     """Whether a variable stays as the user has it: not where it holds a number that no program could read.
 
-    An empty value is as good as none but where it hides GPUs.
+    An empty value is as good as none unless it hides GPUs.
     """
     if name in COUNTS:
         return read_variable_count(environ, name, COUNTS[name]) is not None
@@ -114,7 +114,7 @@ def describe_planned(request: Request, name: str, value: str) -> Variable:
 
 
 def describe_before(environ: Mapping[str, str], configured: Mapping[str, str], name: str, value: str) -> str:
-    """What the plan has put a variable in place of, or taken into it; empty where there was nothing."""
+    """What the plan has put a variable in place of, or taken into it; empty if there was nothing."""
     old = environ.get(name, "")
     if not old or old == value:
         return ""

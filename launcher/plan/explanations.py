@@ -61,7 +61,7 @@ def count_worker_cores(
 def explain_node(
     topology: Topology, machine: Machine, gpu: Gpu | None, local_nodes: frozenset[int], node: int | None
 ) -> str:
-    """The rank's GPU and where that is, and the NUMA node that follows from it."""
+    """The rank's GPU, the NUMA node that the GPU is on, and the NUMA node of the rank."""
     name = "" if gpu is None else f"GPU {gpu.index} ({gpu.pci})"
     if gpu is None or node is None:
         known = f" is on NUMA node {gpu.node}" if gpu and gpu.node is not None else ""
@@ -122,7 +122,7 @@ def explain_caches(rank: int, own: set[int], users: Mapping[int, set[int]]) -> s
 def explain_lent_cores(
     placements: Sequence[RankPlacement], extra: Sequence[Mapping[int, int]], node: int
 ) -> Iterator[str]:
-    """The cores of a node that workers of ranks on other nodes have."""
+    """The cores of a node that workers of other nodes' ranks use."""
     others = {rank for rank, cores in enumerate(extra) if cores.get(node) and placements[rank].node != node}
     if others:
         cores = count_noun(sum(extra[rank][node] for rank in others), "core")
@@ -148,7 +148,7 @@ def explain_worker_cores(
 
 
 def explain_memory(machine: Machine, local_nodes: frozenset[int], node: int | None, memory: Memory) -> str:
-    """Where a rank's memory comes from, and why where that is not its node."""
+    """Where a rank's memory comes from, and why if that is not its node."""
     if node is None:
         return "no memory policy"
     if memory.nodes == {node}:

@@ -52,7 +52,7 @@ def rank_to_json(rank: RankPlan) -> dict[str, object]:
 
 
 def variable_to_json(variable: Variable) -> dict[str, object]:
-    """A variable with who set it, and why where there is something to say."""
+    """A variable with who set it, and why if there is something to say."""
     why = {"why": variable.why} if variable.why else {}
     return {"name": variable.name, "value": variable.value, "from": variable.source, **why}
 

@@ -32,7 +32,7 @@ class NumaNode:
 
     id: int
     memory_kib: int
-    """MemTotal of the node in KiB; 0 where it has none."""
+    """MemTotal of the node in KiB; 0 if it has none."""
     normal: bool
     """Ordinary memory that may be a target of binding: not a GPU's (GH200, GB200, POWER9)."""
     distances: tuple[tuple[int, int], ...]
@@ -51,7 +51,7 @@ class Cache:
     """Lowest-numbered online PU under it, as in `Cpu.l3`."""
     level: int
     size_kib: int
-    """0 where unknown."""
+    """0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +65,19 @@ class Gpu:
     pci: str
     """PCI address in sysfs form, lower case, domain of at least four digits: `0000:07:00.0`."""
     node: int | None = None
-    """NUMA node, None where the firmware says nothing (-1)."""
+    """NUMA node, None if the firmware says nothing (-1)."""
     local_cpus: frozenset[int] = frozenset()
-    """The device's `local_cpulist`; empty where unknown."""
+    """The device's `local_cpulist`; empty if unknown."""
     name: str = ""
     """Product name, for people."""
     mig: tuple[str, ...] = ()
-    """UUIDs of its MIG instances, in the driver's order; empty where MIG is off."""
+    """UUIDs of its MIG instances, in the driver's order; empty if MIG is off."""
     vendor: str = "nvidia"
     """`nvidia` or `amd`."""
     path: tuple[str, ...] = ()
-    """PCI path from the root: the host bridge (`pci0000:00`), then each bridge; empty where unknown."""
+    """PCI path from the root: the host bridge (`pci0000:00`), then each bridge; empty if unknown."""
     memory_mib: int = 0
-    """Its own memory; 0 where unknown."""
+    """Its own memory; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,22 +87,22 @@ class Nic:
     name: str
     """As in /sys/class/infiniband: `mlx5_0`."""
     pci: str
-    """PCI address in sysfs form, empty where it has none."""
+    """PCI address in sysfs form, empty if it has none."""
     node: int | None
-    """NUMA node, None where the firmware says nothing (-1)."""
+    """NUMA node, None if the firmware says nothing (-1)."""
     path: tuple[str, ...] = ()
     """PCI path from the root, as `Gpu.path`."""
     link_layer: str = ""
-    """`InfiniBand` or `Ethernet`; empty where unknown."""
+    """`InfiniBand` or `Ethernet`; empty if unknown."""
     rate_gbps: float = 0
-    """Rate of its fastest port; 0 where unknown."""
+    """Rate of its fastest port; 0 if unknown."""
     active: bool = True
-    """Whether a port is active; true where unknown."""
+    """Whether a port is active; true if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the job's cgroup and mounts leave it; None where nothing limits or nothing is known."""
+    """What the job's cgroup and mounts leave it; None if nothing limits or nothing is known."""
 
     cpus: float | None = None
     """CPU time, in CPUs: the cgroup's quota over its period."""
@@ -135,12 +135,12 @@ class Machine:
     nics: tuple[Nic, ...] = ()
     """RDMA devices in the order of their names, numbers in them compared as numbers."""
     caches: tuple[Cache, ...] = ()
-    """Last-level caches in the order of their ids; empty where unknown."""
+    """Last-level caches in the order of their ids; empty if unknown."""
     limits: Limits = Limits()
     name: str = ""
-    """The product's name (DMI), or a shipped machine's; empty where unknown."""
+    """The product's name (DMI), or a shipped machine's; empty if unknown."""
     kernel: str = ""
-    """Release of its kernel, which on WSL2 has `microsoft` in it; empty where unknown."""
+    """Release of its kernel, which on WSL2 has `microsoft` in it; empty if unknown."""
     source: str = ""
     """Where a shipped machine's facts come from; empty for a machine that was probed."""
     warnings: tuple[str, ...] = ()
@@ -167,9 +167,9 @@ class Request:
     num_workers: int = 2
     """DataLoader workers that each rank would like; the plan gives fewer where cores are short."""
     worker_gib: float = 0.0
-    """Memory of a worker in GiB; 0 where it is not known."""
+    """Memory of a worker in GiB; 0 if it is not known."""
     worker_shm_mib: float = 0.0
-    """Shared memory for the batches of a worker in MiB; 0 where it is not known."""
+    """Shared memory for the batches of a worker in MiB; 0 if it is not known."""
     loader_default: bool = False
     """A `DataLoader(...)` without num_workers gets the plan's."""
     measured: bool = False
@@ -181,7 +181,7 @@ class Request:
     host_allocator: str = "system"
     """What serves malloc: `system`, `tcmalloc` or `jemalloc`."""
     host_library: str | None = None
-    """Path of its library on the node; empty where there is none, None where nobody has looked."""
+    """Path of its library on the node; empty if there is none, None if nobody has looked."""
     nic: bool = False
     """Offer each rank its NIC as `NCCL_IB_HCA` too."""
     caches: str = ""
@@ -211,7 +211,7 @@ class Variable:
     source: str = field(metadata={"json_key": "from"})
     """`plan`, `configuration` (`env.NAME`, `env.from_file`) or `user` (the environment of the command)."""
     why: str = ""
-    """In a few words; empty where there is nothing to say."""
+    """In a few words; empty if there is nothing to say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ def assign_nics(
     nodes: Sequence[int],
     environ: Mapping[str, str],
 ) -> tuple[RankNic | None, ...]:
-    """NIC of each rank, given its GPU and its NUMA node; None where the machine has none that is active.
+    """NIC of each rank, given its GPU and its NUMA node; None if the machine has none that is active.
 
     Ranks of one GPU share its NIC. Where several would do, a GPU gets the one that it would have if all of
     the machine's GPUs were in use, so that jobs side by side on a node keep apart.
@@ -94,7 +94,7 @@ def is_listed(nic: Nic, hca: str) -> bool:
 
 
 def choose_nearest(topology: Topology, gpu: Gpu | None, node: int | None, nics: Sequence[Nic]) -> NearestNics:
-    """The fastest of the NICs nearest to a GPU, or to a rank's NUMA node where it has none.
+    """The fastest of the NICs nearest to a GPU, or to a rank's NUMA node if it has none.
 
     Near is what shares most bridges of the PCI path, then what is near by NUMA distance.
     """
@@ -111,7 +111,7 @@ def choose_nearest(topology: Topology, gpu: Gpu | None, node: int | None, nics: 
 
 
 def find_origin_nodes(topology: Topology, gpu: Gpu | None, node: int | None) -> frozenset[int]:
-    """NUMA nodes that a NIC should be near to; none where nothing is known of the GPU's place."""
+    """NUMA nodes that a NIC should be near to; none if nothing is known of the GPU's place."""
     if gpu is None or gpu.node is not None:
         place = node if gpu is None else gpu.node
         return frozenset() if place is None else frozenset((place,))
@@ -147,7 +147,7 @@ def describe_nearness(gpu: Gpu | None, shared: int, distance: int) -> str:
 def distribute_nics(
     wanted: Mapping[NicUser, NearestNics], ranks: Mapping[NicUser, int], preferred: Mapping[NicUser, int]
 ) -> dict[NicUser, int]:
-    """Give each one of the NICs that it wants, those with fewest ranks first; who has least choice begins.
+    """Give each user one of its nearest NICs, the NIC with fewest ranks first; users with least choice begin.
 
     Those that may have the same NICs get them in blocks (0, 0, 1, 1), as NVIDIA's and the clouds' topology
     files have it: neighbours on a bus share a NIC.

@@ -15,7 +15,7 @@ from launcher.protocol import LAUNCH_GC, LAUNCH_NIC
 
 @dataclass(frozen=True, slots=True)
 class NodePlacement:
-    """What was decided for all ranks of a node."""
+    """The placement of all ranks of a node; sequences are in the order of local ranks."""
 
     machine: Machine
     topology: Topology
@@ -36,7 +36,7 @@ def choose_memory(
     Only ordinary memory counts. The nodes nearest to the GPU (`local_nodes`) come first.
     """
     normal = [entry for entry in machine.nodes if entry.normal and entry.id in machine.allowed_mems]
-    # Sizes are all 0 where the probe could not read them.
+    # Sizes are all 0 if the probe could not read them.
     targets = {entry.id for entry in normal if entry.memory_kib} or {entry.id for entry in normal}
     near = targets & local_nodes or targets
     if node is None or not near:

@@ -1,4 +1,4 @@
-"""Rules of thumb that plans and the doctor go by, with their sources."""
+"""Rules of thumb that the planner and the doctor share, with their sources."""
 
 from collections.abc import Iterator, Mapping
 

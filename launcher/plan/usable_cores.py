@@ -49,7 +49,7 @@ class Topology:
         return frozenset(other for other, distance in far.items() if distance == min(far.values()))
 
     def find_local_nodes(self, gpu: Gpu | None) -> frozenset[int]:
-        """NUMA nodes with usable cores that are nearest to a GPU; all of them where nothing is known.
+        """NUMA nodes with usable cores that are nearest to a GPU; all of them if nothing is known.
 
         The kernel shows node -1 on VMs and one-node machines; `local_cpulist` may still know better.
         """
@@ -64,7 +64,7 @@ class Topology:
 
 
 def build_topology(machine: Machine, reserve: int = 0) -> Topology:
-    """Sort out what the job may use, less `reserve` cores. Raises MachineError where it may use nothing."""
+    """Sort out what the job may use, less `reserve` cores. Raises MachineError if it may use nothing."""
     usable = find_usable(machine)
     if not usable:
         raise MachineError("this job may use none of the online CPUs: check the cpuset of its cgroup")

@@ -40,7 +40,7 @@ class Visible:
 def resolve_visible(gpus: tuple[Gpu, ...], environ: Mapping[str, str]) -> Visible:
     """Find the devices that a job sees on a machine with `gpus`.
 
-    A build of torch serves one vendor: AMD's count where there are none of NVIDIA's.
+    A build of torch serves one vendor: AMD's count if there are none of NVIDIA's.
     """
     gpus = tuple(sorted(gpus, key=lambda gpu: gpu.index))
     nvidia = tuple(gpu for gpu in gpus if gpu.vendor != "amd")
@@ -54,7 +54,7 @@ def resolve_visible(gpus: tuple[Gpu, ...], environ: Mapping[str, str]) -> Visibl
 
 
 def resolve_cuda(gpus: tuple[Gpu, ...], value: str | None) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    """Devices and warnings by `CUDA_VISIBLE_DEVICES`, None where it is unset."""
+    """Devices and warnings by `CUDA_VISIBLE_DEVICES`, None if it is unset."""
     if value is None:
         return tuple(device for gpu in gpus for device in list_instances(gpu)), ()
     if value.strip() in NO_DEVICES:
@@ -83,7 +83,7 @@ def as_instance(gpu: Gpu, uuid: str) -> Gpu:
 
 
 def match_cuda_index(gpus: tuple[Gpu, ...], entry: str) -> Gpu | None:
-    """Read an entry as strtoul does (`1gpu` is 1), None where no GPU has that number."""
+    """Read an entry as strtoul does (`1gpu` is 1), None if no GPU has that number."""
     sign, digits = (entry[0], entry[1:]) if entry[:1] in ("+", "-") else ("", entry)
     end = next((at for at, char in enumerate(digits) if char not in "0123456789"), len(digits))
     # Four digits name more GPUs than a node has; int() refuses some thousands of them.

@@ -1,4 +1,4 @@
-"""Where a placement falls short of what was asked, and what the user should know besides."""
+"""Warnings: a placement that falls short of the request, and settings that are seldom meant."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -15,7 +15,7 @@ from launcher.protocol import LAUNCH_GC, LAUNCH_NIC
 
 
 def find_shortfalls(request: Request, placed: NodePlacement) -> tuple[str, ...]:
-    """What the machine could not give, as `what happened: fix`; nothing where no binding was asked for."""
+    """What the machine could not give, as `what happened: fix`; nothing if no binding was asked for."""
     if request.binding == "none":
         return ()
     return (
@@ -159,7 +159,7 @@ def group_by_node(placements: Sequence[RankPlacement]) -> Mapping[int, set[int]]
 def find_advice(
     request: Request, machine: Machine, visible: Sequence[Gpu], cores: Sequence[Cores]
 ) -> Iterator[str]:
-    """Settings that are legal, but seldom meant; `cores` are those of each rank."""
+    """Warn of settings that are legal but seldom meant; `cores` are those of each rank."""
     environ = dict(request.environ)
     count = len(cores)
     if visible and count > len(visible):
@@ -194,7 +194,7 @@ def find_advice(
 
 
 def find_policy_fault(text: str) -> str:
-    """What the rank's interpreter would not take of a policy for garbage collection; empty where it does."""
+    """What the rank's interpreter would not take of a policy for garbage collection; empty if it does."""
     name, *words = text.split(",")
     if name not in COLLECTORS:
         return f"there is no policy {name!r}"

@@ -13,7 +13,7 @@ from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_NUM_WORKERS
 
 WORKERS_KEY = "dataloader.num_workers"
 ROUNDING = 1e-6
-"""Shares of cores are sums of fractions."""
+"""Tolerance: shares of cores are sums of fractions."""
 SHM_FIX = (
     "make it larger (docker --shm-size={}g or --ipc=host, Kubernetes an emptyDir with medium Memory), or set "
     "dataloader.worker_shm_mib to what the batches of one take"
@@ -31,12 +31,12 @@ would win, and NumExpr fails to load where OMP_NUM_THREADS is a list (`8,4`), or
 MAX_NUMEXPR_THREADS = 64
 """NUMEXPR_MAX_THREADS where it is not set (NumExpr's user guide)."""
 MAX_COMPILE_THREADS = 32
-"""Inductor's own most (torch/_inductor/config.py, `decide_compile_threads`)."""
+"""Inductor's own maximum (torch/_inductor/config.py, `decide_compile_threads`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Physical cores that a rank has, a shared one counted in part."""
+    """The physical cores of a rank; a core that n ranks share counts 1/n."""
 
     own: float
     """For its own process."""
@@ -45,7 +45,7 @@ class Cores:
     cpus: float = 0
     """Hardware threads of its own process."""
     limited: bool = False
-    """A cgroup's quota leaves it less time than the cores would have."""
+    """The CPU quota of the cgroup is less than the time of these cores."""
 
 
 def count_cores(topology: Topology, placements: Sequence[RankPlacement]) -> tuple[Cores, ...]:
@@ -95,30 +95,30 @@ def limit_cores(cores: Sequence[Cores], quota: float | None) -> tuple[Cores, ...
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimit:
-    """What bounds the DataLoader workers of each rank."""
+    """A limit on the DataLoader workers of each rank, and why."""
 
     max_workers: int
     what: str
-    """What there is, with its amount."""
+    """The resource and its amount, for people."""
     fix: str = ""
-    """How there would be more, where people may not know."""
+    """How to get more of it; empty if that is obvious."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerBudget:
-    """What is asked for, and the bounds that all ranks of a node have in common."""
+    """The requested DataLoader workers, and the limits that all ranks of a node share."""
 
     source: str
-    """What asks: the workload, or the user's variable."""
+    """Where the request comes from: the workload, `dataloader.num_workers`, or the user's variable."""
     requested: int
     is_limited: bool
-    """What the user has set, or has measured, is not bounded."""
+    """False if the user has set or measured the number: then it is taken as it is."""
     limits: tuple[WorkerLimit, ...]
-    """That of the node's cores is the first."""
+    """The limit by the node's cores comes first."""
 
 
 def budget_workers(request: Request, machine: Machine, cores: Sequence[Cores]) -> WorkerBudget:
-    """Find out how many workers are asked for, and what the node has for them; `cores` are each rank's."""
+    """Return the requested workers and the node's limits; `cores` are those of each rank."""
     asked, ranks = read_requested_variable(request), len(cores)
     wanted = count_requested_workers(request)
     limits = (
@@ -151,7 +151,7 @@ def name_request_source(request: Request) -> str:
 
 
 def bound_by_node_cores(machine: Machine, cores: Sequence[Cores]) -> WorkerLimit:
-    """The book's rule for the cores of a node, `ranks * (workers + 1) + 4`; a quota counts as cores.
+    """Workers by the node's cores: `cores = ranks * (workers + 1) + 4`; a CPU quota counts as cores.
 
     Source: S. Bekman, Machine Learning Engineering Open Book, chapter on CPUs.
     """
@@ -163,7 +163,7 @@ def bound_by_node_cores(machine: Machine, cores: Sequence[Cores]) -> WorkerLimit
 
 
 def bound_by_rank_cores(cores: Cores) -> WorkerLimit:
-    """A core for each worker beside the rank's process."""
+    """Workers by the rank's own cores: one core for its process, one for each worker."""
     total = cores.own + cores.spare
     named = "CPUs of time" if cores.limited else "cores"
     return WorkerLimit(
@@ -172,7 +172,7 @@ def bound_by_rank_cores(cores: Cores) -> WorkerLimit:
 
 
 def level_workers(max_by_rank: Sequence[int], total: int) -> int:
-    """The largest number that, given to each rank as far as it has room, comes to no more than the total."""
+    """The largest number w with `sum(min(w, m) for m in max_by_rank) <= total`."""
     left = total
     for at, room in enumerate(sorted(max_by_rank)):
         share = left // (len(max_by_rank) - at)
@@ -217,7 +217,7 @@ def bound_by_files(machine: Machine) -> Iterator[WorkerLimit]:
 
 
 def count_parts(total: float, each: float) -> int:
-    """How often a part is in the total; a number of workers, however small the part."""
+    """How many parts of size `each` fit into the total, at most a million."""
     return int(min(total / each, 1e6))
 
 
@@ -237,7 +237,7 @@ def set_workers(request: Request, budget: WorkerBudget, cores: Cores) -> tuple[i
 
 
 def find_worker_shortages(request: Request, budget: WorkerBudget, cores: Sequence[Cores]) -> Iterator[str]:
-    """Warn of more workers than there is room for, with the fix; of cores only if a number was given."""
+    """Warn if more workers are requested than resources allow; about cores only if the user set a number."""
     room = max(
         0, min(budget.limits[0].max_workers, *(bound_by_rank_cores(each).max_workers for each in cores))
     )
@@ -263,7 +263,7 @@ def find_worker_shortages(request: Request, budget: WorkerBudget, cores: Sequenc
 
 
 def set_threads(environ: Mapping[str, str], workers: int, cores: Cores) -> tuple[int, VariablesAndNotes]:
-    """The threads of a rank's libraries and its compiler's processes; the user's number where there is one.
+    """The threads of a rank's libraries and its compiler's processes; the user's number if there is one.
 
     A user's OMP_NUM_THREADS is that of the others as well: torch would take MKL's number instead. A user's
     MKL_NUM_THREADS alone is for MKL.
@@ -282,7 +282,7 @@ def count_threads(workers: int, cores: Cores) -> int:
 
 
 def count_compilers(cores: Cores) -> int:
-    """Processes of Inductor: one for each hardware thread of the rank's, within its own most.
+    """Inductor's compile processes: one for each hardware thread of the rank, up to Inductor's maximum.
 
     Left alone, it counts the affinity, which ranks that share their CPUs have as a whole
     (github.com/pytorch/pytorch/issues/190941).

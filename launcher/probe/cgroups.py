@@ -75,7 +75,7 @@ def find_usual_mount(tree: Tree, controller: str, version: int) -> str:
 
 
 def list_ancestors(tree: Tree, mount: str, path: str) -> list[str]:
-    """A cgroup and those above it, up to the mount's top; none where it is outside of what is mounted."""
+    """A cgroup and those above it, up to the mount's top; none if it is outside of what is mounted."""
     parts = [part for part in path.split("/") if part]
     if ".." in (*mount.split("/"), *parts) or tree.resolve_links(mount) is None:
         return []
@@ -83,7 +83,7 @@ def list_ancestors(tree: Tree, mount: str, path: str) -> list[str]:
 
 
 def count_oom_kills(tree: Tree | None = None) -> int:
-    """The kills since the cgroup was made; 0 where the kernel does not count them.
+    """The kills since the cgroup was made; 0 if the kernel does not count them.
 
     Version 1 counts those of the cgroup itself (`oom_kill` in memory.oom_control, since Linux 4.13), version
     2 those below it too (`oom_kill` in memory.events). Source: mem_cgroup_oom_control_read in the kernel's

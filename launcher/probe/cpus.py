@@ -24,7 +24,7 @@ low-power ones of a Core Ultra 7 155H have 2.5 GHz for its efficiency cores' 3.8
 def read_cpu_sets(tree: Tree, status: dict[str, str]) -> tuple[frozenset[int], frozenset[int]]:
     """The online CPUs and the allowed ones among them; neither is empty.
 
-    Raises MachineError where nothing names a CPU.
+    Raises MachineError if nothing names a CPU.
     """
     online = tree.read_list(f"{CPU}online")
     allowed = parse_list(status.get("Cpus_allowed_list", "")) or read_cpuset(tree, "cpus")
@@ -75,7 +75,7 @@ def read_isolated(tree: Tree, online: frozenset[int]) -> frozenset[int]:
 
 
 def read_allowed_mems(tree: Tree, status: dict[str, str], nodes: frozenset[int]) -> frozenset[int]:
-    """The online NUMA nodes whose memory this job may use; all of them where nothing says."""
+    """The online NUMA nodes whose memory this job may use; all of them if nothing says."""
     value = status.get("Mems_allowed_list")
     allowed = parse_list(value or "") or read_cpuset(tree, "mems") or frozenset()
     if allowed & nodes:
@@ -115,7 +115,7 @@ def read_caches(
 ) -> tuple[dict[int, int], tuple[Cache, ...]]:
     """The lowest online CPU under the last-level cache of each core, by the core's first CPU, and the caches.
 
-    Where it is unknown one cache for each NUMA node is assumed, and not listed.
+    If it is unknown one cache for each NUMA node is assumed, and not listed.
     """
     tops: dict[int, tuple[int, int]] = {}
     above, bad = group_cpus(tree, "last-level cache", firsts, lambda cpu: read_last_cache(tree, cpu, tops))
@@ -145,7 +145,7 @@ def read_last_cache(tree: Tree, cpu: int, tops: dict[int, tuple[int, int]]) -> f
 
 
 def read_cache_size(tree: Tree, cpu: int, index: int) -> int:
-    """A cache's size in KiB; 0 where it is unknown, as in many VMs and on ARM without PPTT sizes."""
+    """A cache's size in KiB; 0 if it is unknown, as in many VMs and on ARM without PPTT sizes."""
     path = f"{CPU}cpu{cpu}/cache/index{index}/size"
     text = tree.read(path)
     if not text:
@@ -160,7 +160,7 @@ def read_cache_size(tree: Tree, cpu: int, index: int) -> int:
 
 
 def read_capacities(tree: Tree, firsts: list[int]) -> dict[int, int]:
-    """`cpu_capacity` of each core by its first CPU; empty where the kernel knows one class of cores only."""
+    """`cpu_capacity` of each core by its first CPU; empty if the kernel knows one class of cores only."""
     if tree.read(f"{CPU}cpu{firsts[0]}/cpu_capacity") is None:
         return read_classes(tree, firsts)
     capacities = {}

@@ -85,7 +85,7 @@ def build_amd_gpu(tree: Tree, pci: str, uuid: str) -> Gpu:
 def probe_gpus(
     tree: Tree, nodes: frozenset[int], online: frozenset[int], quick: bool = False
 ) -> tuple[Gpu, ...]:
-    """NVIDIA's GPUs in PCI bus order; where there are none AMD's, in the compute driver's order.
+    """NVIDIA's GPUs in PCI bus order; if there are none AMD's, in the compute driver's order.
 
     A build of torch serves one vendor, so that an AMD GPU beside NVIDIA's is for the screen.
     """
@@ -109,7 +109,7 @@ def list_gpus(tree: Tree, quick: bool) -> tuple[Gpu, ...]:
 
 
 def list_nvidia(tree: Tree, quick: bool) -> tuple[Gpu, ...] | None:
-    """NVIDIA's GPUs by NVML, else by the driver's files, which `quick` asks first; None where none tell."""
+    """NVIDIA's GPUs by NVML, else by the driver's files, which `quick` asks first; None if none tell."""
     found = read_ready(tree) if quick else None
     if found is None:
         found = read_nvml(tree)

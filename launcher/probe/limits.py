@@ -67,7 +67,7 @@ def clean_path(path: str) -> str:
 
 
 def read_files(tree: Tree) -> int | None:
-    """The hard limit of descriptors; None for no limit, and where it cannot be read."""
+    """The hard limit of descriptors; None for no limit, and if it cannot be read."""
     words = find_resource(tree.read(RESOURCES) or "", FILES).removeprefix(FILES).split()
     return parse_unsigned(words[1]) if len(words) > 1 else None
 

@@ -24,7 +24,7 @@ LONGEST = 100
 
 
 def read_product_name(tree: Tree) -> str:
-    """Product name from DMI, or on ARM from the device tree; empty where there is none."""
+    """Product name from DMI, or on ARM from the device tree; empty if there is none."""
     text = tree.read(f"{DMI}/product_name") if tree.resolve_links(DMI) else None
     if not (name := clean_name(text or "")):
         name = clean_name(tree.read(DEVICE_TREE) or "")
@@ -50,7 +50,7 @@ def probe(root: str | os.PathLike[str] = "/", *, quick: bool = False) -> Machine
     GPUs before NVML, whose library takes longer to load than all else: they tell the same but for the
     GPUs' memory, and NVML is still asked where they do not (MIG instances, GPUs that nothing has opened).
 
-    Raises UsageError where root is no directory and MachineError where no usable CPU is found.
+    Raises UsageError if root is no directory and MachineError if no usable CPU is found.
     """
     tree = open_tree(root)
     status = tree.read_fields(STATUS)

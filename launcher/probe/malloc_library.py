@@ -24,7 +24,7 @@ def locate_malloc(word: str, environ: Mapping[str, str], root: str) -> str | Non
 
 
 def find_malloc_library(word: str, environ: Mapping[str, str]) -> str:
-    """Return the path of `tcmalloc` or `jemalloc`; empty where it is not there, or for another word.
+    """Return the path of `tcmalloc` or `jemalloc`; empty if it is not there, or for another word.
 
     LD_PRELOAD separates paths by blanks and colons, so a path with one is of no use.
     """
@@ -66,7 +66,7 @@ def list_configured() -> Iterator[str]:
 
 
 def read_elf_kind(path: str) -> tuple[bytes, ...]:
-    """Word length, byte order and machine of an ELF file; empty where it is none that can be read."""
+    """Word length, byte order and machine of an ELF file; empty if it is none that can be read."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:

@@ -60,7 +60,7 @@ def decode_octal(text: str) -> str:
 
 
 def find_cgroup(tree: Tree, controller: str, version: int, path: str) -> tuple[str, str] | None:
-    """Where a controller's hierarchy is mounted, and a cgroup's path below that; None where it is nowhere."""
+    """Where a controller's hierarchy is mounted, and a cgroup's path below that; None if it is nowhere."""
     for mount in list_mounts(tree):
         if version == 2:
             is_it = mount.kind == "cgroup2"
@@ -73,7 +73,7 @@ def find_cgroup(tree: Tree, controller: str, version: int, path: str) -> tuple[s
 
 
 def make_relative(path: str, root: str) -> str | None:
-    """A cgroup's path below a mount of `root`; None where it is not below that.
+    """A cgroup's path below a mount of `root`; None if it is not below that.
 
     Both are as the process's cgroup namespace shows them: what is outside of the namespace begins with
     `/..`, and then the names between are unknown, so that only the mount's top can be read.

@@ -64,7 +64,7 @@ def read_ports(tree: Tree, name: str) -> tuple[bool, float, str]:
 
 
 def read_active(tree: Tree, name: str, path: str) -> bool:
-    """Whether a port's `state` (`4: ACTIVE`) is active; true where it is unknown."""
+    """Whether a port's `state` (`4: ACTIVE`) is active; true if it is unknown."""
     text = tree.read(path)
     number = (text or "").partition(":")[0]
     if number in ("0", "1", "2", "3", "4", "5"):
@@ -75,7 +75,7 @@ def read_active(tree: Tree, name: str, path: str) -> bool:
 
 
 def read_rate(tree: Tree, name: str, path: str) -> float:
-    """A port's `rate` (`400 Gb/sec (4X NDR)`) in Gb/s; 0 where it is unknown."""
+    """A port's `rate` (`400 Gb/sec (4X NDR)`) in Gb/s; 0 if it is unknown."""
     text = tree.read(path)
     number, _, unit = (text or "").partition(" ")
     digits = number.replace(".", "", 1)

@@ -11,7 +11,7 @@ LOCAL, REMOTE = 10, 20
 
 
 def list_numa_nodes(tree: Tree) -> tuple[int, ...]:
-    """Online NUMA nodes in ascending order; none where the kernel does without NUMA."""
+    """Online NUMA nodes in ascending order; none if the kernel does without NUMA."""
     present = tree.list_numbers(NODE, "node")
     online = tree.read_list(f"{NODE}online")
     if not present:
@@ -27,7 +27,7 @@ def list_numa_nodes(tree: Tree) -> tuple[int, ...]:
 
 
 def place_cpus(tree: Tree, ids: tuple[int, ...], online: frozenset[int]) -> dict[int, int]:
-    """The NUMA node of each online CPU; node 0 where the kernel does without NUMA.
+    """The NUMA node of each online CPU; node 0 if the kernel does without NUMA.
 
     A node's `cpulist` can be stale: `online` and `has_cpu` decide. An empty `has_cpu` says nothing.
     """
@@ -54,7 +54,7 @@ def place_cpus(tree: Tree, ids: tuple[int, ...], online: frozenset[int]) -> dict
 
 
 def read_node_cpus(tree: Tree, node: int, online: frozenset[int]) -> frozenset[int] | None:
-    """The online CPUs of a node's cpulist; None where it cannot be read."""
+    """The online CPUs of a node's cpulist; None if it cannot be read."""
     path = f"{NODE}node{node}/cpulist"
     cpus = tree.read_list(path)
     if cpus is None:
@@ -92,7 +92,7 @@ def read_numa_nodes(
 
 
 def read_node_memory(tree: Tree, node: int) -> int | None:
-    """MemTotal of a node in KiB; None where it is unknown."""
+    """MemTotal of a node in KiB; None if it is unknown."""
     path = f"{NODE}node{node}/meminfo"
     kib = tree.read_mem_total(path)
     if kib is None:

@@ -19,7 +19,7 @@ Card = tuple[str, dict[str, str]]
 def read_driver(tree: Tree) -> tuple[Gpu, ...] | None:
     """GPUs of the driver, without their place: /proc's, else the PCI devices bound to the driver.
 
-    MIG instances are not in these files. None where the files show no GPU at all.
+    MIG instances are not in these files. None if the files show no GPU at all.
     """
     cards = list_cards(tree)
     if cards is None:
@@ -43,7 +43,7 @@ def has_mig(tree: Tree) -> bool:
 
 
 def list_cards(tree: Tree) -> list[Card] | None:
-    """The GPUs of /proc/driver/nvidia/gpus but those that the driver leaves out; None where it is missing."""
+    """The GPUs of /proc/driver/nvidia/gpus but those that the driver leaves out; None if it is missing."""
     names = tree.list_directory(GPUS)
     cards = []
     for name in names:
@@ -64,7 +64,7 @@ def is_open(tree: Tree, fields: dict[str, str]) -> bool:
 
     /proc shows a container or a job of SLURM's ConstrainDevices all GPUs of the node. access(2) asks the
     device cgroup too, of version 1 and 2, and also for root: inode_permission in the kernel's fs/namei.c
-    calls devcgroup_inode_permission, which runs both. True where the machine is a written-out one.
+    calls devcgroup_inode_permission, which runs both. True if the machine is a written-out one.
     """
     minor = fields.get("Device Minor", "")
     return not tree.is_real or not minor.isdecimal() or os.access(f"{DEVICE}{minor}", os.R_OK | os.W_OK)
@@ -108,7 +108,7 @@ def read_gpu_memory_nodes(tree: Tree) -> frozenset[int]:
 
 
 def read_nvml(tree: Tree) -> tuple[Gpu, ...] | None:
-    """The GPUs that NVML lists, in its order and without their place; None where it cannot be asked.
+    """The GPUs that NVML lists, in its order and without their place; None if it cannot be asked.
 
     That it fails is noted in `tree`; that it is not installed is not.
     """
@@ -133,7 +133,7 @@ def read_nvml(tree: Tree) -> tuple[Gpu, ...] | None:
 
 
 def read_gpu(tree: Tree, nvml: ModuleType, index: int) -> Gpu | None:
-    """One GPU; None where NVML cannot open it, as after it has fallen off the bus."""
+    """One GPU; None if NVML cannot open it, as after it has fallen off the bus."""
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         pci = format_pci(parse_pci(as_text(nvml.nvmlDeviceGetPciInfo(handle).busId)))
@@ -150,7 +150,7 @@ def read_gpu(tree: Tree, nvml: ModuleType, index: int) -> Gpu | None:
 
 
 def read_gpu_memory(nvml: ModuleType, handle: object) -> int:
-    """A GPU's memory in MiB; 0 where it cannot be told, as where it is the CPU's too (GB10)."""
+    """A GPU's memory in MiB; 0 if it cannot be told, as where it is the CPU's too (GB10)."""
     try:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle).total) >> 20
     except nvml.NVMLError:
@@ -158,7 +158,7 @@ def read_gpu_memory(nvml: ModuleType, handle: object) -> int:
 
 
 def read_mig(tree: Tree, nvml: ModuleType, handle: object, pci: str) -> tuple[str, ...]:
-    """UUIDs of a GPU's MIG instances, in NVML's order; none where MIG is off or unknown to the GPU."""
+    """UUIDs of a GPU's MIG instances, in NVML's order; none if MIG is off or unknown to the GPU."""
     try:
         current, _ = nvml.nvmlDeviceGetMigMode(handle)
         if current != nvml.NVML_DEVICE_MIG_ENABLE:

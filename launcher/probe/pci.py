@@ -38,7 +38,7 @@ def split_path(real: str) -> tuple[str, ...]:
     """The PCI part of a device's real path in sysfs: the host bridge, each bridge, the device itself.
 
     The host bridge may be below others (ACPI, VMBus, a platform device), and something that is no PCI
-    device (an auxiliary device) may be below the last. Empty where the path has no PCI device.
+    device (an auxiliary device) may be below the last. Empty if the path has no PCI device.
     """
     parts = real.split("/") if real.isascii() and real.isprintable() else []
     while parts and normalise_pci(parts[-1]) is None:

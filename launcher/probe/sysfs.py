@@ -40,7 +40,7 @@ class Tree:
         return not self.prefix
 
     def read(self, path: str, *, lines: bool = False) -> str | None:
-        """Text of a file without the white space around it; None where it cannot be read.
+        """Text of a file without the white space around it; None if it cannot be read.
 
         `lines` is for a file that procfs gives in reads of whole lines, such as `mounts`.
         """
@@ -62,14 +62,14 @@ class Tree:
         return data.removesuffix(b"\n\0").decode("utf-8", "replace").strip()
 
     def read_int(self, path: str) -> int | None:
-        """A file's whole number; None where there is none."""
+        """A file's whole number; None if there is none."""
         try:
             return int(self.read(path) or "")
         except ValueError:
             return None
 
     def read_list(self, path: str) -> frozenset[int] | None:
-        """A file's cpulist, without one the mask beside it; None where it cannot be read or is none."""
+        """A file's cpulist, without one the mask beside it; None if it cannot be read or is none."""
         text = self.read(path)
         if text is not None:
             return parse_list(text)
@@ -77,7 +77,7 @@ class Tree:
         return parse_mask(self.read(f"{folder}{slash}{MASKS[name]}")) if name in MASKS else None
 
     def read_fields(self, path: str) -> dict[str, str]:
-        """A file's `name: value` lines; none where it cannot be read."""
+        """A file's `name: value` lines; none if it cannot be read."""
         lines = (line.partition(":") for line in (self.read(path) or "").splitlines())
         return {name.strip(): value.strip() for name, colon, value in lines if colon}
 
@@ -87,7 +87,7 @@ class Tree:
         return int(words[0]) if words and words[0].isdecimal() and len(words[0]) < 20 else None
 
     def list_directory(self, path: str) -> list[str]:
-        """Names in a directory, sorted; none where it cannot be read."""
+        """Names in a directory, sorted; none if it cannot be read."""
         try:
             return sorted(os.listdir(f"{self.prefix}/{path}"))
         except (OSError, ValueError):
@@ -98,7 +98,7 @@ class Tree:
         return os.path.exists(f"{self.prefix}/{path}")
 
     def resolve_links(self, path: str) -> str | None:
-        """A path with its links followed; None where they lead out of the root, as sysfs's own never do."""
+        """A path with its links followed; None if they lead out of the root, as sysfs's own never do."""
         try:
             real = os.path.realpath(f"{self.prefix}/{path}")
         except (OSError, ValueError):
@@ -129,7 +129,7 @@ class Tree:
 
 
 def parse_list(text: str) -> frozenset[int] | None:
-    """A cpulist's numbers; None where it is none."""
+    """A cpulist's numbers; None if it is none."""
     try:
         numbers = parse_cpulist(text)
     except ValueError:

@@ -38,7 +38,7 @@ def read_device_link(tree: Tree, name: str, pci: str, node: int | None, nic: boo
 
 
 def read_width(tree: Tree, path: str) -> int | None:
-    """Lanes of a link; None where unknown."""
+    """Lanes of a link; None if unknown."""
     lanes = tree.read_int(path)
     return lanes if lanes is not None and 1 <= lanes <= WIDEST else None
 
@@ -57,7 +57,7 @@ def read_interrupts(tree: Tree, here: str) -> tuple[frozenset[int], ...]:
 
 
 def read_ceilings(tree: Tree) -> dict[str, Ceiling]:
-    """The resource limits by the kernel's names (`Max open files`); none where the file is not there."""
+    """The resource limits by the kernel's names (`Max open files`); none if the file is not there."""
     text = tree.read(RESOURCES)
     if text is None:
         return {}
@@ -83,7 +83,7 @@ def read_limit(word: str) -> int | None:
 
 
 def read_pids_max(tree: Tree) -> int | None:
-    """The lowest `pids.max` of the job's cgroup and those above it; None where nothing limits.
+    """The lowest `pids.max` of the job's cgroup and those above it; None if nothing limits.
 
     Source: the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/pids.rst.
     """
@@ -124,7 +124,7 @@ def read_health(root: str, machine: Machine) -> Health:
 
 
 def read_nonnegative(tree: Tree, path: str) -> int | None:
-    """A number of at least 0; None where there is none, with a note where there is something else."""
+    """A number of at least 0; None if there is none, with a note if there is something else."""
     number = tree.read_int(path)
     if number is not None and 0 <= number < MOST:
         return number
@@ -134,7 +134,7 @@ def read_nonnegative(tree: Tree, path: str) -> int | None:
 
 
 def read_word(tree: Tree, path: str) -> str:
-    """One word; empty where there is none, with a note where there is something else."""
+    """One word; empty if there is none, with a note if there is something else."""
     text = tree.read(path) or ""
     if text.isascii() and len(text) < 40 and all(char.isalnum() or char in "_-" for char in text):
         return text
@@ -155,7 +155,7 @@ def read_choice(tree: Tree, path: str) -> str:
 
 
 def read_capabilities(tree: Tree) -> int:
-    """`CapEff` of this process as a mask; 0 where it is not shown."""
+    """`CapEff` of this process as a mask; 0 if it is not shown."""
     text = tree.read_fields(STATUS).get("CapEff", "0")
     digits = set(text.lower()) <= set("0123456789abcdef") and 0 < len(text) <= 16
     return int(text, 16) if digits else 0
@@ -179,7 +179,7 @@ def read_swap(tree: Tree) -> int | None:
 
 
 def read_hugepages(tree: Tree) -> tuple[Hugepages, ...] | None:
-    """The pools of all sizes; None where the kernel has none to show."""
+    """The pools of all sizes; None if the kernel has none to show."""
     if not tree.has(POOLS):
         return None
     pools = []
@@ -204,7 +204,7 @@ def read_clocks(tree: Tree, cpus: frozenset[int]) -> tuple[Clock, ...]:
 
 
 def find_irqbalance(tree: Tree) -> bool | None:
-    """Whether irqbalance runs; None where /proc shows the processes of a container alone."""
+    """Whether irqbalance runs; None if /proc shows the processes of a container alone."""
     names = (tree.read(f"proc/{pid}/comm") for pid in tree.list_numbers("proc", ""))
     if "irqbalance" in names:
         return True
@@ -212,7 +212,7 @@ def find_irqbalance(tree: Tree) -> bool | None:
 
 
 def read_driver_gpus(tree: Tree) -> tuple[str, ...] | None:
-    """PCI addresses of the GPUs in /proc/driver/nvidia; None where it is not there."""
+    """PCI addresses of the GPUs in /proc/driver/nvidia; None if it is not there."""
     if not tree.has("proc/driver/nvidia/gpus"):
         return None
     # What is odd in these files the probe tells already.

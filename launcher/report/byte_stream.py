@@ -58,7 +58,7 @@ class Stream:
 
     @property
     def columns(self) -> int:
-        """Width of the terminal; 0 where it does not tell."""
+        """Width of the terminal; 0 if it does not tell."""
         try:
             return os.get_terminal_size(self.descriptor).columns if self.descriptor is not None else 0
         except OSError:

@@ -40,7 +40,7 @@ class JobConsole:
     logs: str = ""
     """Where all that the ranks print is kept."""
     origin: Callable[[int], str] | None = None
-    """Tells what stands before each line of a rank's; None where there is one rank, whose output is alone."""
+    """Tells what stands before each line of a rank's; None if there is one rank, whose output is alone."""
     shared: bool = False
     """Other nodes write to where the output goes: only whole lines are written."""
     followed: bool = False
@@ -75,7 +75,7 @@ class JobConsole:
         return self.err_sink.open is not None
 
     def show_turn(self, follower: Follower, *, final: bool) -> bool:
-        """Show some of what is new in the ranks' files; False where there is nothing."""
+        """Show some of what is new in the ranks' files; False if there is nothing."""
         busy = False
         for chunk in follower.read_turn(self.may_show):
             self.show_chunk(chunk)

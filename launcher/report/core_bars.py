@@ -104,7 +104,7 @@ class Ruler:
 
 
 def make_ruler(plan: Plan, room: int, *, blocks: bool) -> Ruler:
-    """Fit a machine's cores into `room` columns; NUMA nodes' borders go first where that is too few."""
+    """Fit a machine's cores into `room` columns; NUMA nodes' borders go first if that is too few."""
     machine = plan.machine
     groups: dict[tuple[int, int], dict[int, set[int]]] = {}
     for cpu in sorted(machine.cpus, key=lambda cpu: (cpu.package, cpu.node, cpu.id)):

@@ -82,7 +82,7 @@ def render_row(console: Console, content: RenderableType) -> str:
 
 @dataclass(slots=True)
 class StatusLine:
-    """A line at the bottom of the terminal; nothing where there is none."""
+    """A line at the bottom of the terminal; nothing if there is none."""
 
     console: "JobConsole"
     text: str = ""

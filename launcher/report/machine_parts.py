@@ -74,7 +74,7 @@ class Part:
     pus: tuple[int, ...] = ()
     """Its online PUs in ascending order."""
     size_kib: int = 0
-    """Of its memory or its cache; 0 where it has none, or none is known."""
+    """Of its memory or its cache; 0 if it has none, or none is known."""
     label: str = ""
     """What more there is to say: a cache's level, a node's kind of memory, a class of cores."""
     parts: tuple["Part", ...] = ()
@@ -94,7 +94,7 @@ class Part:
         return [*counts, count_things(len(self.pus), "PU")]
 
     def describe_size(self) -> str:
-        """Its size, for each where it stands for several; empty where there is none to show."""
+        """Its size, for each where it stands for several; empty if there is none to show."""
         each = " each" if len(self.numbers) > 1 else ""
         return f"{format_size(self.size_kib)}{each}" if self.size_kib else ""
 
@@ -194,7 +194,7 @@ def place_devices(machine: Machine) -> dict[int | None, tuple[Device | Switch, .
 
 
 def find_local(machine: Machine, device: Device) -> int | None:
-    """The NUMA node that has all the CPUs next to a device; None where they are in several, or unknown."""
+    """The NUMA node that has all the CPUs next to a device; None if they are in several, or unknown."""
     local = device.local_cpus if isinstance(device, Gpu) else frozenset()
     nodes = {cpu.node for cpu in machine.cpus if cpu.id in local}
     return min(nodes) if len(nodes) == 1 and len(machine.nodes) > 1 else None

@@ -243,7 +243,7 @@ class Artist:
         return Box(kind, width, height, fills=("#ffffff",), texts=texts, parts=(strip,))
 
     def center(self, text: str, width: int, baseline: int, colour: str) -> tuple[Text, ...]:
-        """A small text in the middle of a width; none where it is empty."""
+        """A small text in the middle of a width; none if it is empty."""
         return center_text(self.measure, text, SMALL, width, baseline=baseline, colour=colour)
 
     def draw_device(self, device: Device | Switch) -> Box:

@@ -28,7 +28,7 @@ class Source:
     stream: str
     """`out` or `err`."""
     prefix: bytes
-    """Stands at the beginning of each line; empty where there is one rank."""
+    """Stands at the beginning of each line; empty if there is one rank."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Sink:
     """Where stdout, stderr or both lead to.
 
     Bytes pass as they are. Sources with a prefix share the sink: where one prints while another's line is
-    unfinished, that line is erased and drawn again below, or ended by a newline where it cannot be. A source
+    unfinished, that line is erased and drawn again below, or ended by a newline if it cannot be. A source
     without a prefix has the sink for itself.
     """
 
@@ -57,7 +57,7 @@ class Sink:
     redrawn: bool = False
     """It goes back to its beginning, as a progress bar does."""
     row: bytes | None = None
-    """What stands in it, without the prefix; None where it is too long to be drawn again."""
+    """What stands in it, without the prefix; None if it is too long to be drawn again."""
     erased: dict[Source, bytes] = field(default_factory=dict)
     """Unfinished lines that are not on the screen at the moment."""
     cut: set[Source] = field(default_factory=set)
@@ -172,7 +172,7 @@ class Sink:
         return self.open if self.open and self.open.prefix and not self.can_erase(stream) else None
 
     def redraw(self) -> bytes:
-        """Return the line that was erased last, where there is room for it."""
+        """Return the line that was erased last, if there is room for it."""
         if self.open or not self.erased:
             return b""
         self.open, self.row = self.erased.popitem()

@@ -130,7 +130,7 @@ def stack_lines(measure: Measure, lines: Sequence[str], size: int, left: int, to
 def center_text(
     measure: Measure, text: str, size: int, width: int, *, baseline: int, colour: str
 ) -> tuple[Text, ...]:
-    """Set a text in the middle of a width; none where it is empty."""
+    """Set a text in the middle of a width; none if it is empty."""
     long = measure(text, size)
     return (Text((width - long) // 2, baseline, text, size, long, colour),) if text else ()
 

@@ -62,7 +62,7 @@ def group_variables(ranks: Sequence[RankPlan]) -> Mapping[Variable, list[int]]:
 
 
 def count_variables(ranks: Sequence[RankPlan]) -> str:
-    """How many variables there are by who set them, and how to see them; empty where there are none."""
+    """How many variables there are by who set them, and how to see them; empty if there are none."""
     names = {(variable.source, variable.name) for rank in ranks for variable in rank.variables}
     counts = Counter(source for source, _ in names)
     parts = [f"{counts[source]} by {who}" for source, who in SOURCES.items() if counts[source]]

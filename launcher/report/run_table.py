@@ -68,7 +68,7 @@ def make_run_row(run: RunStatus) -> dict[str, str]:
 
 
 def describe_nodes(run: RunStatus) -> str:
-    """How many nodes, and which where that is short: `4 n[0-3]`."""
+    """How many nodes, and which if that is short: `4 n[0-3]`."""
     if not run.nodes:
         return ""
     short = run.nodelist and len(run.nodelist) <= LONG_LIST
@@ -144,7 +144,7 @@ def list_details(run: RunStatus) -> Iterator[tuple[str, str]]:
 
 
 def shorten_time(text: str) -> str:
-    """A time of the manifest's to the second: `2026-08-01 12:00:00`; as it is where it is none."""
+    """A time of the manifest's to the second: `2026-08-01 12:00:00`; as it is if it is none."""
     try:
         return f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S}"
     except ValueError:

@@ -29,7 +29,7 @@ MOST_WAIT = 0.99
 
 
 UNITS = {"step": "steps", "batch": "batches"}
-"""What is counted, steps of the optimizer or batches where there is none, with the plural."""
+"""What is counted, steps of the optimizer or batches if there is none, with the plural."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class Trial:
 
     workers: int
     rate: float = 0.0
-    """Steps per second; 0 where they could not be measured."""
+    """Steps per second; 0 if they could not be measured."""
     wait: float = 0.0
     """Share of the time in which a rank waited for data."""
     steps: int = 0
     """Steps that it took, those that do not count among them."""
     memory_kib: int = 0
-    """Memory of all ranks and their workers; 0 where unknown."""
+    """Memory of all ranks and their workers; 0 if unknown."""
     unit: str = "step"
     """A key of UNITS."""
     failure: str = ""
@@ -52,7 +52,7 @@ class Trial:
 
 
 def choose_next(trials: Sequence[Trial], most: int, thrift: float = math.inf) -> int | None:
-    """Return the number of workers from 0 to `most` that tells most; None where it is clear which is best.
+    """Return the number of workers from 0 to `most` that tells most; None if it is clear which is best.
 
     Where a further trial would come to more than `thrift` steps, it has to promise more, and none is made
     for the sake of fewer workers alone.
@@ -84,7 +84,7 @@ def climb(highest: int, above: Sequence[int], bounds: dict[int, float]) -> int:
 
 
 def choose_fewer(measured: Sequence[Trial], bounds: dict[int, float], good: float) -> int | None:
-    """Return a lower number of workers that may do as well; None where none may, or hardly lower ones."""
+    """Return a lower number of workers that may do as well; None if none may, or hardly lower ones."""
     fewest = next(trial.workers for trial in measured if trial.rate >= good)
     below = max((trial.workers for trial in measured if trial.workers < fewest), default=fewest)
     fewer = [count for count, bound in bounds.items() if below < count < fewest and bound >= good]

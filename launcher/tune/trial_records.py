@@ -41,7 +41,7 @@ class Record:
     steps: int
     """All steps, those before the first measured one among them."""
     first: int | None
-    """Number of the first measured step; None where the warm-up did not end."""
+    """Number of the first measured step; None if the warm-up did not end."""
     times: tuple[float, ...]
     """Seconds of each measured step."""
     waits: tuple[float, ...]
@@ -67,7 +67,7 @@ def read_record(path: Path) -> Record:
 
 
 def measure_trial(records: Sequence[Record], workers: int, ranks: int) -> Trial:
-    """Return what a trial has measured; raises MeasureError where that says nothing of `workers`."""
+    """Return what a trial has measured; raises MeasureError if that says nothing of `workers`."""
     missing = sorted(set(range(ranks)) - {record.rank for record in records})
     if len(missing) == ranks:
         raise MeasureError(
