@@ -38,7 +38,6 @@ def has_names(body: list[ast.stmt], names: list[str]) -> bool:
     return False
 
 
-@pytest.mark.xfail(reason="modules are still being renamed")
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_document)
 def test_every_name_exists(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
