@@ -100,11 +100,12 @@ def write_node_plan(run: RunDir, job: Job) -> None:
     """Write this node's plan into the run directory; raises MachineError."""
     from launcher.plan.json_form import plan_to_json
 
+    path = run.plan_path(job.host)
     try:
-        write_json(run.plan_path(job.host), plan_to_json(job.plan))
-    except OSError as error:
+        write_json(path, plan_to_json(job.plan))
+    except OSError as error:  # whose own name is the temporary file's
         raise MachineError(
-            f"{error.filename} cannot be written ({error.strerror}): is there room, and is it shared?"
+            f"{path} cannot be written ({error.strerror}): is there room, and is it shared?"
         ) from None
 
 
