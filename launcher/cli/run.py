@@ -161,7 +161,7 @@ def execute_here(spec: JobSpec, job: Job, argv: Sequence[str]) -> int:
         refuse_run_in_use(spec.run_path, submits=False)
     run, manifest = local_run.prepare_run(spec, argv, [job.host])
     local_run.write_plan(spec, run, job.host, plan_to_json(job.plan))
-    return local_run.execute_job(job, run, manifest, make_viewer, count_oom_kills)
+    return local_run.execute_job(job, run, manifest, make_local_viewer, count_oom_kills)
 
 
 def preview_job(job: Job) -> int:
@@ -174,7 +174,7 @@ def preview_job(job: Job) -> int:
     return 0
 
 
-def make_viewer(job: "Job", run: "RunDir") -> "OutputViewer":
+def make_local_viewer(job: "Job", run: "RunDir") -> "OutputViewer":
     """Return what shows a job that runs on this machine."""
     from launcher.launch.monitor import STARTING, describe_job
     from launcher.report.output_viewer import OutputViewer, ViewOptions

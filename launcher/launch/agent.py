@@ -44,13 +44,13 @@ It tells what its children ended with, since nobody else learns that once it has
 """
 
 
-LEAST_FILES, USUAL_FILES = 32, 1024
+MIN_FILES, DEFAULT_FILES = 32, 1024
 """Open files without which torchrun's agent hangs or fails (with 12 it waits for ever; 26 are enough for two
 ranks of torch 2.13), and the limit that most shells have."""
 
 
 @dataclass(frozen=True, slots=True)
-class EarlyAgent:
+class PreloadedAgent:
     """An agent on its way, which waits for its command line."""
 
     process: "subprocess.Popen[bytes]"
@@ -64,7 +64,7 @@ class EarlyAgent:
         return self.process
 
 
-def preload_agent(python: str, environ: Mapping[str, str], log: Path) -> EarlyAgent:
+def preload_agent(python: str, environ: Mapping[str, str], log: Path) -> PreloadedAgent:
     """Start an agent of a step before its node is planned; it ends with this process.
 
     The plan and what it takes are hidden by torch's import so; the environment is the agent's from its start.
@@ -73,7 +73,7 @@ def preload_agent(python: str, environ: Mapping[str, str], log: Path) -> EarlyAg
     try:
         # The last word is for those who look at the processes.
         command = (python, "-P", "-c", PRELOAD, str(reading), f"torchrun for {log.parents[1]}")
-        return EarlyAgent(open_agent(command, environ, log, subprocess.DEVNULL, (reading,)), writing)
+        return PreloadedAgent(open_agent(command, environ, log, subprocess.DEVNULL, (reading,)), writing)
     except OSError:
         os.close(writing)
         raise
@@ -87,10 +87,10 @@ def check_open_files() -> None:
     Raises MachineError where the hard limit is too low for any agent.
     """
     soft, hard = getrlimit(RLIMIT_NOFILE)
-    wanted = USUAL_FILES if hard == RLIM_INFINITY else min(hard, USUAL_FILES)
-    if wanted < LEAST_FILES:
+    wanted = DEFAULT_FILES if hard == RLIM_INFINITY else min(hard, DEFAULT_FILES)
+    if wanted < MIN_FILES:
         raise MachineError(
-            f"this process may open {hard} files, and torchrun's agent needs {LEAST_FILES}: raise the hard"
+            f"this process may open {hard} files, and torchrun's agent needs {MIN_FILES}: raise the hard"
             " limit (`ulimit -Hn`, limits.conf, docker --ulimit nofile=1048576, LimitNOFILE of slurmd)"
         )
     if soft != RLIM_INFINITY and soft < wanted:

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from launcher.files import read_file
-from launcher.runs.attempt_progress import find_logs, read_last
-from launcher.runs.latest_step import list_attempts
+from launcher.runs.attempt_progress import find_logs, list_attempts, read_last
 from launcher.runs.run_directory import RunDir
 
 FILE = "objective.txt"

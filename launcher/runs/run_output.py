@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.runs.applied_records import AppliedReader
-from launcher.runs.latest_step import find_agent_logs, find_job_logs
+from launcher.runs.attempt_progress import find_agent_logs, find_job_logs
 from launcher.runs.rank_logs import Follower, LineFollower, decode_line, find_tail, measure_file
 from launcher.runs.run_directory import list_logs
 

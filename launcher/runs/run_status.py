@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from launcher.runs.attempt_progress import find_latest, list_attempts
 from launcher.runs.disk_space import FULL, is_full
-from launcher.runs.latest_step import find_latest, list_attempts
 from launcher.runs.manifest import (
     CLOSED,
     read_job,

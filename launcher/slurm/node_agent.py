@@ -34,7 +34,7 @@ def run_agent(
 ) -> int:
     """Run torchrun's agent and its ranks to their end; raises OSError where it cannot be started."""
     log = run.agent_log(place.host)
-    monitor = RankMonitor(job, run, make_viewer(job, run, place), count_oom_kills, asks_kernel=True)
+    monitor = RankMonitor(job, run, make_node_viewer(job, run, place), count_oom_kills, asks_kernel=True)
     control = open_head_channel(0)
     recorder = NodeRecorder(monitor, place, control, started)
     monitor.on_stop = recorder.record_stop
@@ -54,7 +54,7 @@ def run_agent(
     return status
 
 
-def make_viewer(job: Job, run: RunDir, place: TaskIdentity) -> OutputViewer:
+def make_node_viewer(job: Job, run: RunDir, place: TaskIdentity) -> OutputViewer:
     """Return what shows this node's ranks; the job's first node shows what was chosen and its placement."""
     is_first, alone = place.node_rank == 0, len(job.plan.ranks) * job.cluster.max_nodes == 1
     mode = job.config.logs.console

@@ -175,7 +175,7 @@ class RankJob:
         return self.hosts[node] if node < len(self.hosts) else "?"
 
 
-def make_viewer(job: RankJob) -> OutputViewer:
+def make_step_viewer(job: RankJob) -> OutputViewer:
     """Return what shows the output of the ranks of all nodes: there is no process of ours on the nodes."""
     mode, count = job.request.config.logs.console, len(job.hosts) * job.ranks
     origin = job.name_host if count > 1 else None
@@ -208,7 +208,7 @@ def start_ranks(job: RankJob, step: Step, endpoint: str) -> RankStep:
     node_request = request_to_json(make_request(config, environ), config.machine.root)
     step = replace(step, command=render_rank_command(job.request, environ))
     process = open_srun(render_ranks(step, job.ranks), build_srun_environ(environ, srun_report, node_request))
-    viewer = make_viewer(job)
+    viewer = make_step_viewer(job)
     codes = config.cluster.requeue.exit_codes
     return RankStep(process, viewer, job, step, srun_report[LAUNCH_RDZV_ID], job.environ, codes)
 

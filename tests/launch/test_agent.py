@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.launch.agent import EarlyAgent, preload_agent, read_exits
+from launcher.launch.agent import PreloadedAgent, preload_agent, read_exits
 from tests.conftest import clean_environ
 
 TORCHRUN = """
@@ -18,7 +18,7 @@ def main():
 """
 
 
-def preload(folder: Path, torchrun: str = TORCHRUN) -> tuple[EarlyAgent, Path]:
+def preload(folder: Path, torchrun: str = TORCHRUN) -> tuple[PreloadedAgent, Path]:
     """An agent with a torch of the test's own, which tells what it was started with."""
     module = folder / "torch" / "distributed" / "run.py"
     module.parent.mkdir(parents=True)
