@@ -86,7 +86,6 @@ ONE_PACKAGE = {
 """Heavy packages and the packages of ours that may know them."""
 PENDING: set[tuple[str, str]] = {
     ("config/sweep_trials.py", "launcher.runs.objective"),
-    ("rank/plan_entry.py", "launcher.errors"),
 }
 """Imports that still have to go."""
 

@@ -6,10 +6,11 @@ A process of a SLURM job comes here before its agent starts, so imports count.
 from collections.abc import Mapping
 
 from launcher.config.allocator_options import read_host, render_allocator
-from launcher.config.schema import GcConfig, LaunchConfig
+from launcher.config.schema import LaunchConfig
 from launcher.errors import UsageError
 from launcher.files import LARGEST, read_input
 from launcher.plan.environment import HONOURED, VISIBLE_DEVICES
+from launcher.plan.gc_policy import GcPolicy
 from launcher.plan.model import Machine, Request
 from launcher.plan.rules import MAX_RANKS
 from launcher.protocol import LAUNCH_NIC, find_chosen
@@ -49,7 +50,7 @@ def make_request(
         worker_shm_mib=float(loader.worker_shm_mib),
         loader_default=loader.default,
         measured=loader.measured,
-        gc=render_gc(config.gc),
+        gc=GcPolicy(config.gc.policy, config.gc.warmup, config.gc.every, config.gc.log),
         allocator=render_allocator(config.allocator),
         host_allocator=read_host(config.allocator),
         nic=config.binding.nic,
@@ -85,13 +86,6 @@ def find_library_variables(environ: Mapping[str, str]) -> tuple[tuple[str, str],
         if name.startswith(LIBRARY_PREFIXES) and not name.endswith(LOCATION_SUFFIXES)
     )
     return tuple(mask_variables({name: environ[name] for name in names if name not in HONOURED}).items())
-
-
-def render_gc(gc: GcConfig) -> str:
-    """Return the policy as LAUNCH_GC has it: `synchronized,warmup=30,every=50`."""
-    used = {"synchronized": ("warmup", "every"), "disabled": ("every",), "frozen": ("warmup",)}
-    words = [f"{name}={getattr(gc, name)}" for name in used.get(gc.policy, ())]
-    return ",".join([gc.policy, *words, *(["log"] if gc.log else [])])
 
 
 def load_snapshot(path: str) -> Machine:

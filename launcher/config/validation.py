@@ -14,8 +14,9 @@ from launcher.config.schema import LaunchConfig
 from launcher.config.search_path import Sources
 from launcher.config.yaml_files import check_quoted
 from launcher.errors import UsageError
+from launcher.plan.gc_policy import GC_POLICIES
 from launcher.plan.planner import check_request
-from launcher.plan.rules import COLLECTORS, DEVICES
+from launcher.plan.rules import DEVICES
 from launcher.runs.secrets import MASK, mask_text
 
 CONSOLES = ("rank0", "all", "none")
@@ -168,7 +169,7 @@ def check_own_machine(context: Context) -> None:
 
 def check_gc(context: Context) -> None:
     """Refuse a policy or steps of garbage collection that mean nothing."""
-    check_choice("gc.policy", context.config.gc.policy, COLLECTORS)
+    check_choice("gc.policy", context.config.gc.policy, tuple(GC_POLICIES))
     check_least("gc.warmup", context.config.gc.warmup, 0)
     check_least("gc.every", context.config.gc.every, 0)
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from launcher.cpulist import format_cpulist
+from launcher.plan.gc_policy import parse_gc_policy, render_gc_policy
 from launcher.plan.model import (
     SCHEMA,
     Cache,
@@ -142,7 +143,7 @@ def request_to_json(request: Request, root: str) -> dict[str, object]:
         "worker_shm_mib": request.worker_shm_mib,
         "loader_default": request.loader_default,
         "measured": request.measured,
-        "gc": request.gc,
+        "gc": render_gc_policy(request.gc),
         "allocator": request.allocator,
         "host_allocator": request.host_allocator,
         "nic": request.nic,
@@ -165,7 +166,7 @@ def request_from_json(data: object) -> tuple[Request, str]:
         worker_shm_mib=take_number(data, "worker_shm_mib"),
         loader_default=take_flag(data, "loader_default"),
         measured=take_flag(data, "measured"),
-        gc=take_text(data, "gc"),
+        gc=parse_gc_policy(take_text(data, "gc")),
         allocator=take_text(data, "allocator"),
         host_allocator=take_text(data, "host_allocator"),
         nic=take_flag(data, "nic"),

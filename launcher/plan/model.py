@@ -5,6 +5,8 @@ CPU numbers are the kernel's, NUMA node numbers too. All values are immutable an
 
 from dataclasses import dataclass, field
 
+from launcher.plan.gc_policy import GcPolicy
+
 SCHEMA = 1
 """Version of the JSON form of plans and machine snapshots."""
 
@@ -174,8 +176,8 @@ class Request:
     """A `DataLoader(...)` without num_workers gets the plan's."""
     measured: bool = False
     """`num_workers` has been measured, and is not bounded."""
-    gc: str = "synchronized,warmup=30,every=50"
-    """Garbage collection in the ranks, as LAUNCH_GC has it."""
+    gc: GcPolicy = field(default_factory=GcPolicy)
+    """Garbage collection in the ranks."""
     allocator: str = "expandable_segments:True"
     """Settings of PyTorch's allocator, as PYTORCH_CUDA_ALLOC_CONF has them."""
     host_allocator: str = "system"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from launcher.plan.allocator import set_allocator, set_malloc
 from launcher.plan.cpu_sets import RankPlacement
 from launcher.plan.environment import VariablesAndNotes, list_kept
+from launcher.plan.gc_policy import render_gc_policy
 from launcher.plan.model import Gpu, Machine, Memory, RankPlan, Request
 from launcher.plan.nic_choice import RankNic, is_verbs
 from launcher.plan.usable_cores import Topology
@@ -72,7 +73,7 @@ def set_nic(request: Request, link: RankNic | None) -> VariablesAndNotes:
 
 def set_collector(request: Request) -> VariablesAndNotes:
     """Garbage collection in the rank's interpreter."""
-    return {LAUNCH_GC: request.gc}, ()
+    return {LAUNCH_GC: render_gc_policy(request.gc)}, ()
 
 
 def set_caches(request: Request) -> VariablesAndNotes:

@@ -29,8 +29,6 @@ BINDS = (
 torch 2.13: with any of the three, one of two CPUs is left."""
 DEVICES = ("all", "own", "spread")
 """What ranks see of the job's GPUs, as `devices` names it."""
-COLLECTORS = ("synchronized", "disabled", "frozen", "default")
-"""Policies for garbage collection, as LAUNCH_GC names them."""
 MAX_RANKS = 4096
 """Ranks of a node: several times the threads of the largest; a slip of the finger must not fill memory."""
 KMP_TYPES = ("balanced", "compact", "explicit", "logical", "physical", "scatter")

@@ -6,9 +6,10 @@ from launcher.cpulist import format_cpulist
 from launcher.plan.allocator import find_missing
 from launcher.plan.cpu_sets import RankPlacement
 from launcher.plan.environment import COUNTS, read_variable_count
+from launcher.plan.gc_policy import parse_gc_policy
 from launcher.plan.model import Gpu, Machine, Request
 from launcher.plan.rank_settings import NodePlacement
-from launcher.plan.rules import BINDS, COLLECTORS, MIN_CORES_PER_RANK, find_binders
+from launcher.plan.rules import BINDS, MIN_CORES_PER_RANK, find_binders
 from launcher.plan.usable_cores import Topology, find_usable, gather_pus
 from launcher.plan.workers_and_threads import Cores
 from launcher.protocol import LAUNCH_GC, LAUNCH_NIC
@@ -194,16 +195,11 @@ def find_advice(
 
 
 def find_policy_fault(text: str) -> str:
-    """What the rank's interpreter would not take of a policy for garbage collection; empty if it does."""
-    name, *words = text.split(",")
-    if name not in COLLECTORS:
-        return f"there is no policy {name!r}"
-    for word in words:
-        key, _, value = word.partition("=")
-        if word != "log" and (
-            key not in ("warmup", "every") or read_variable_count({key: value}, key, 0) is None
-        ):
-            return f"{word!r} is neither log nor a number of steps, warmup=N or every=N"
+    """What is wrong with a user's LAUNCH_GC; empty if nothing is."""
+    try:
+        parse_gc_policy(text)
+    except ValueError as error:
+        return str(error)
     return ""
 
 

@@ -1,8 +1,8 @@
 """A rank's entry of the plan: from the file in LAUNCH_PLAN, or planned here and now."""
 
-from launcher.cpulist import format_cpulist, parse_cpulist
+from launcher.cpulist import parse_cpulist
 from launcher.files import LARGEST, read_file
-from launcher.protocol import LAUNCH_PLAN, LAUNCH_RECORD_DIR
+from launcher.protocol import LAUNCH_PLAN
 from launcher.rank.identity import Identity
 from launcher.rank.plain_json import load_json
 
@@ -62,6 +62,11 @@ def find_entry(identity: Identity, environ: dict[str, str], argv: list[str]) -> 
     path = environ.get(LAUNCH_PLAN)
     if path:
         return select_entry(identity, read_plan_file(path), path)
+    from launcher.rank.lazy_import import import_lazily
+
+    import_lazily("inspect")  # 8 ms for `dataclasses`, which needs it for classes without a docstring
+    from launcher.rank.standalone import make_entry
+
     return make_entry(identity, environ, argv)
 
 
@@ -95,40 +100,3 @@ def read_plan_file(path: str) -> dict[str, object]:
     if not isinstance(plan, dict):
         raise PlacementError(f"LAUNCH_PLAN={path} is not a plan")
     return plan
-
-
-def make_entry(identity: Identity, environ: dict[str, str], argv: list[str]) -> PlanEntry:
-    """Plan this node, as every other rank on it does, and return this rank's entry; raises PlacementError."""
-    from launcher.errors import LaunchError
-    from launcher.rank.lazy_import import import_lazily
-    from launcher.rank.node_cpus import find_node_affinity
-
-    import_lazily("inspect")  # 8 ms for `dataclasses`, which needs it for classes without a docstring
-    from launcher.rank.standalone import plan_for_rank, read_request
-
-    affinity = find_node_affinity(identity, environ)
-    keeps = identity.local_rank == 0 and bool(environ.get(LAUNCH_RECORD_DIR))
-    try:
-        binding = read_request(environ)[0].binding
-        if binding == "none":  # whoever bound this rank meant it
-            affinity.keep_own_cpus()
-        plan = plan_for_rank(
-            identity.local_rank,
-            identity.local_world_size,
-            environ,
-            cpus=affinity.cpus,
-            alone=affinity.is_own_alone,
-            whole=keeps,
-            words=argv,
-        )
-    except LaunchError as error:
-        raise PlacementError(str(error)) from None
-    entry = select_entry(identity, plan, "made here")
-    entry.plan = plan if keeps else None
-    entry.notes += [f"binding {binding}"] if binding != "exclusive" else []
-    if affinity.cpus != affinity.own_cpus:
-        entry.notes.append(f"bound to {format_cpulist(affinity.own_cpus)} before")
-    entry.problems += [affinity.problem] if affinity.problem else []
-    warnings = plan["warnings"]
-    entry.advice += warnings if isinstance(warnings, list) and identity.local_rank == 0 else []
-    return entry

@@ -1,4 +1,4 @@
-"""A rank's plan where `launch-rank` was started without one: every rank of the node makes the same.
+"""Plans the node for a `launch-rank` without a plan: every rank of the node comes to the same one.
 
 Every rank's start pays for this, so imports count.
 """
@@ -6,7 +6,8 @@ Every rank's start pays for this, so imports count.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from launcher.errors import UsageError
+from launcher.cpulist import format_cpulist
+from launcher.errors import LaunchError, UsageError
 from launcher.plan.allocator import EXPANDABLE, find_conflicts, merge_settings
 from launcher.plan.environment import HONOURED, VISIBLE_DEVICES
 from launcher.plan.json_form import plan_to_json, rank_to_json, request_from_json
@@ -16,8 +17,11 @@ from launcher.plan.rules import MAX_RANKS
 from launcher.plan.usable_cores import build_topology
 from launcher.probe.machine import probe
 from launcher.probe.malloc_library import locate_malloc
-from launcher.protocol import LAUNCH_BINDING, LAUNCH_REQUEST, find_chosen
+from launcher.protocol import LAUNCH_BINDING, LAUNCH_RECORD_DIR, LAUNCH_REQUEST, find_chosen
+from launcher.rank.identity import Identity
+from launcher.rank.node_cpus import find_node_affinity
 from launcher.rank.plain_json import load_json
+from launcher.rank.plan_entry import PlacementError, PlanEntry, select_entry
 
 ALLOCATOR: Mapping[str, str] = dict([Request().allocator.split(":")])
 """The allocator's settings if nobody has said which."""
@@ -38,6 +42,36 @@ def read_request(environ: Mapping[str, str]) -> tuple[Request, str]:
         raise UsageError(f"LAUNCH_REQUEST={text[:200]} is not as `launch` writes it: unset it") from None
 
 
+def make_entry(identity: Identity, environ: dict[str, str], argv: list[str]) -> PlanEntry:
+    """Plan this node, as every other rank on it does, and return this rank's entry; raises PlacementError."""
+    affinity = find_node_affinity(identity, environ)
+    keeps = identity.local_rank == 0 and bool(environ.get(LAUNCH_RECORD_DIR))
+    try:
+        binding = read_request(environ)[0].binding
+        if binding == "none":  # whoever bound this rank meant it
+            affinity.keep_own_cpus()
+        made = plan_for_rank(
+            identity.local_rank,
+            identity.local_world_size,
+            environ,
+            cpus=affinity.cpus,
+            alone=affinity.is_own_alone,
+            whole=keeps,
+            argv=argv,
+        )
+    except LaunchError as error:
+        raise PlacementError(str(error)) from None
+    entry = select_entry(identity, made, "made here")
+    entry.plan = made if keeps else None
+    entry.notes += [f"binding {binding}"] if binding != "exclusive" else []
+    if affinity.cpus != affinity.own_cpus:
+        entry.notes.append(f"bound to {format_cpulist(affinity.own_cpus)} before")
+    entry.problems += [affinity.problem] if affinity.problem else []
+    warnings = made["warnings"]
+    entry.advice += warnings if isinstance(warnings, list) and identity.local_rank == 0 else []
+    return entry
+
+
 def plan_for_rank(
     local_rank: int,
     local_world_size: int | None,
@@ -46,12 +80,12 @@ def plan_for_rank(
     cpus: frozenset[int],
     alone: bool,
     whole: bool = False,
-    words: Sequence[str] = (),
+    argv: Sequence[str] = (),
 ) -> dict[str, object]:
     """Return the part of the node's plan that a rank needs, as JSON values: `ranks` and `warnings`.
 
-    `cpus` are those of all ranks of the node, or, where they are not known (`alone`), this rank's. `whole`
-    is for a plan that is kept: all of it. `words` are the program's. Raises UsageError and
+    `cpus` are those of all ranks of the node, or this rank's alone if those are not known (`alone`). `whole`
+    is for a plan that is kept: all of it. `argv` is the program's. Raises UsageError and
     MachineError as `plan` does.
     """
     if local_world_size and local_world_size > MAX_RANKS:
@@ -62,7 +96,7 @@ def plan_for_rank(
     request, root = read_request(environ)
     warnings: list[str] = []
     if LAUNCH_REQUEST not in environ:
-        request, warnings = leave_conflicts(request, environ, words)
+        request, warnings = leave_conflicts(request, environ, argv)
     if not local_world_size and request.devices == "spread":
         # Ranks that do not know how many they are would choose differently.
         request = replace(request, devices="all")
@@ -91,10 +125,10 @@ def plan_for_rank(
 
 
 def leave_conflicts(
-    request: Request, environ: Mapping[str, str], words: Sequence[str]
+    request: Request, environ: Mapping[str, str], argv: Sequence[str]
 ) -> tuple[Request, list[str]]:
     """Leave out the allocator's settings that do not go with the program, as `launch` does, and say so."""
-    conflicts = [*find_conflicts(merge_settings(ALLOCATOR, environ), words, environ, contained=False)]
+    conflicts = [*find_conflicts(merge_settings(ALLOCATOR, environ), argv, environ, contained=False)]
     if not conflicts or EXPANDABLE in merge_settings({}, environ):
         return request, []
     way = "PYTORCH_CUDA_ALLOC_CONF has it all the same"
@@ -111,16 +145,16 @@ def plan_rank(
         return made
     warnings: tuple[str, ...] = ()
     gpu = made.ranks[local_rank].gpu
-    total = count_given(environ)
+    total = count_step_gpus(environ)
     if gpu and len({rank.gpu for rank in made.ranks}) < min(total, len(made.ranks)):
         made = plan_own_gpu(machine, request, local_rank, gpu, read_position(environ, total))
-        warnings = (describe_hidden(total, len(made.ranks)),)
+        warnings = (describe_hidden_gpus(total, len(made.ranks)),)
     if alone:
-        made = keep_cpus(machine, request, made.ranks[local_rank])
+        made = plan_own_cpus(machine, request, made.ranks[local_rank])
     return replace(made, warnings=(*made.warnings, *warnings))
 
 
-def count_given(environ: Mapping[str, str]) -> int:
+def count_step_gpus(environ: Mapping[str, str]) -> int:
     """GPUs of a SLURM step on this node, which --gpus-per-task and --gpu-bind hide from one another's tasks.
 
     0 for ranks that an agent has started: what SLURM has hidden from the agent is not the job's.
@@ -164,7 +198,7 @@ def plan_own_gpu(machine: Machine, request: Request, local_rank: int, own: Gpu, 
     return replace(made, ranks=ranks)
 
 
-def keep_cpus(machine: Machine, request: Request, rank: RankPlan) -> Plan:
+def plan_own_cpus(machine: Machine, request: Request, rank: RankPlan) -> Plan:
     """Plan a rank on all of its own CPUs: its memory, threads and workers; GPU and NIC stay."""
     nodes = {cpu.node for cpu in machine.cpus if cpu.id in machine.allowed_cpus}
     binding = "none" if len(nodes) > 1 or request.binding == "none" else "exclusive"
@@ -187,7 +221,7 @@ def forget_devices(request: Request) -> Request:
     return replace(request, environ=kept)
 
 
-def describe_hidden(total: int, count: int) -> str:
+def describe_hidden_gpus(total: int, count: int) -> str:
     """Warn of GPUs that are hidden from their neighbours' ranks."""
     return (
         f"SLURM shows each of the {count} ranks here a part of the job's {total} GPUs on this node "

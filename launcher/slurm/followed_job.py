@@ -27,7 +27,7 @@ QUIET = 5.0
 """Seconds without a new line after which a log counts as complete."""
 FRESH = 2.0
 """Seconds for which a size that a network filesystem tells is believed."""
-LAUNCH_PREFIX = b"launch: "
+OWN_PREFIX = b"launch: "
 """How the lines of the batch script's process begin; the last line of a job is one."""
 OTHER_RANKS = re.compile(rb"^\[[^][\s]+:(?!0\] )\d+\] .*\n", re.MULTILINE)
 """Lines of other ranks than rank 0."""
@@ -226,7 +226,7 @@ class JobLog:
     job_id: str
     console: JobConsole
     follower: Follower = field(init=False)
-    lines: MarkedLines = field(default_factory=lambda: MarkedLines((LAUNCH_PREFIX,)))
+    lines: MarkedLines = field(default_factory=lambda: MarkedLines((OWN_PREFIX,)))
     ends_with_launch_line: bool = False
     """The last line is launch's."""
     changed: float = field(default_factory=time.monotonic)

@@ -203,7 +203,7 @@ def test_expandable_segments_are_left_out_for_a_program_that_refuses_them(
 ) -> None:
     machine = MACHINES["gh200"]
     monkeypatch.setattr(standalone, "probe", lambda root, quick: machine)
-    made = plan_for_rank(0, 1, environ, cpus=machine.allowed_cpus, alone=False, words=words)
+    made = plan_for_rank(0, 1, environ, cpus=machine.allowed_cpus, alone=False, argv=words)
     ranks, warnings = made["ranks"], made["warnings"]
     assert isinstance(ranks, list) and isinstance(warnings, list)
     assert ranks[0]["env"].get("PYTORCH_CUDA_ALLOC_CONF") == settings
