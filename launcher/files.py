@@ -253,9 +253,9 @@ def write_whole(at: int, name: str, data: bytes, *, private: bool = True, sync: 
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(draft, name, src_dir_fd=at, dst_dir_fd=at)
-    except OSError:
+    except OSError as error:
         remove(at, draft)
-        raise
+        raise OSError(error.errno, error.strerror, name) from None
 
 
 def read_mode(at: int, name: str) -> int | None:

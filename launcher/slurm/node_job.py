@@ -103,7 +103,7 @@ def write_node_plan(run: RunDir, job: Job) -> None:
     path = run.plan_path(job.host)
     try:
         write_json(path, plan_to_json(job.plan))
-    except OSError as error:  # whose own name is the temporary file's
+    except OSError as error:
         raise MachineError(
             f"{path} cannot be written ({error.strerror}): is there room, and is it shared?"
         ) from None

@@ -255,3 +255,12 @@ def test_runs_are_made_where_a_user_may_not_list() -> None:
         (folder / "runs").chmod(0o1733)
         found = run_as(STRANGER, partial(make_runs, folder / "runs", STRANGER))
     assert found == ["20310203-040506", "{}"]
+
+
+def test_a_file_that_cannot_be_written_is_named_itself(tmp_path: Path) -> None:
+    run = open_run_dir(tmp_path / "run", None)
+    (run.path / "x").mkdir()
+    with pytest.raises(OSError, match="directory") as caught:
+        write_private(run.path / "x", "new")
+    assert caught.value.filename == str(run.path / "x")
+    assert list_below(run.path) == {"x", "logs"}
