@@ -156,7 +156,9 @@ def render_variables() -> str:
 
 def render_packages() -> str:
     """A table of the packages, with what tests/test_imports.py lets each import."""
-    lines = ["| package | what it does | may import |", "|---|---|---|"]
+    names = ", ".join(f"`{name}`" for name in sorted(LEAVES))
+    lines = [f"The leaves are modules beside the packages, and import none of them: {names}.", ""]
+    lines += ["| package | what it does | may import |", "|---|---|---|"]
     for name, allowed in PACKAGES.items():
         tree = ast.parse((ROOT / "launcher" / name / "__init__.py").read_text(encoding="utf-8"))
         what = escape((ast.get_docstring(tree) or "").splitlines()[0])
