@@ -127,9 +127,9 @@ def judge_interrupts(case: Case) -> Iterator[Finding]:
 
 def judge_device(case: Case, device: Device) -> Finding | None:
     """A device of whose interrupts most go to CPUs of other NUMA nodes alone; None if all is well."""
-    near = frozenset(cpu.id for cpu in case.machine.cpus if cpu.node == device.node)
-    far = [cpus for cpus in device.interrupts if near.isdisjoint(cpus)]
-    if not near or 2 * len(far) <= len(device.interrupts):
+    near_cpus = frozenset(cpu.id for cpu in case.machine.cpus if cpu.node == device.node)
+    far = [cpus for cpus in device.interrupts if near_cpus.isdisjoint(cpus)]
+    if not near_cpus or 2 * len(far) <= len(device.interrupts):
         return None
     took = format_cpulist(frozenset().union(*far))
     return Finding(
@@ -138,6 +138,6 @@ def judge_device(case: Case, device: Device) -> Finding | None:
         f"{len(far)} of {len(device.interrupts)} interrupts of {device.name}, on NUMA node {device.node}, go "
         f"to CPUs {took} of other nodes; {RUNNING[case.health.irqbalance]}",
         "each completion crosses the link between the nodes, and takes time of other ranks' cores",
-        f"sudo systemctl restart irqbalance, or write {format_cpulist(near)} to their "
+        f"sudo systemctl restart irqbalance, or write {format_cpulist(near_cpus)} to their "
         "/proc/irq/N/smp_affinity_list",
     )

@@ -65,8 +65,8 @@ def judge_files(case: Case) -> Iterator[Finding]:
             HARD,
         )
     else:
-        most = "unlimited" if files.hard is None else str(files.hard)
-        yield report_ok(LIMITS, f"open files of a rank: {most}")
+        hard_limit = "unlimited" if files.hard is None else str(files.hard)
+        yield report_ok(LIMITS, f"open files of a rank: {hard_limit}")
 
 
 def judge_locked(case: Case) -> Iterator[Finding]:
@@ -110,5 +110,5 @@ def judge_processes(case: Case) -> Iterator[Finding]:
     if health.processes is None and health.pids_max is None:
         yield report_unchecked(case, LIMITS, "processes", "proc/self/limits does not show them")
     elif not low:
-        least = min((limit for limit in (users, health.pids_max) if limit is not None), default=None)
-        yield report_ok(LIMITS, f"processes: {'unlimited' if least is None else least}, {needed} wanted")
+        lowest = min((limit for limit in (users, health.pids_max) if limit is not None), default=None)
+        yield report_ok(LIMITS, f"processes: {'unlimited' if lowest is None else lowest}, {needed} wanted")

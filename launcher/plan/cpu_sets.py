@@ -152,18 +152,19 @@ def read_order(cost: dict[tuple[int, int], int], large: int, small: int, each: i
 def place_exclusive(topology: Topology, assignment: Assignment) -> dict[int, RankPlacement]:
     """Whole cores for each rank; workers also get cores of nodes without ranks, and spare cores of others."""
     nodes, order = assignment.nodes, assignment.order
-    own: Shares = {}
-    lent: Shares = {}
+    own_cores: Shares = {}
+    lent_cores: Shares = {}
     for node in dict.fromkeys(nodes[rank] for rank in order):
         ranks = [rank for rank in order if nodes[rank] == node]
         shares, small = divide_node(topology.cores[node], len(ranks))
-        own.update(zip(ranks, shares, strict=True))
-        lent.update(zip(ranks, small, strict=True))
-    lend_idle(topology, nodes, own, lent)
-    level_up(topology, assignment, own, lent)
-    cpus = {rank: gather_pus(own[rank]) for rank in order}
+        own_cores.update(zip(ranks, shares, strict=True))
+        lent_cores.update(zip(ranks, small, strict=True))
+    lend_idle(topology, nodes, own_cores, lent_cores)
+    level_up(topology, assignment, own_cores, lent_cores)
+    cpus = {rank: gather_pus(own_cores[rank]) for rank in order}
     return {
-        rank: RankPlacement(nodes[rank], cpus[rank], cpus[rank] | gather_pus(lent[rank])) for rank in order
+        rank: RankPlacement(nodes[rank], cpus[rank], cpus[rank] | gather_pus(lent_cores[rank]))
+        for rank in order
     }
 
 
@@ -181,9 +182,9 @@ def divide_node(cores: Sequence[Core], count: int) -> tuple[list[list[Core]], li
     return deal_cores(classes, none), none
 
 
-def deal_cores(classes: Sequence[Sequence[Core]], given: Sequence[Sequence[Core]]) -> list[list[Core]]:
-    """Deal each class of cores evenly on top of what is `given`; returns the new totals."""
-    shares = [list(cores) for cores in given]
+def deal_cores(classes: Sequence[Sequence[Core]], dealt: Sequence[Sequence[Core]]) -> list[list[Core]]:
+    """Deal each class of cores evenly on top of what is `dealt`; returns the new totals."""
+    shares = [list(cores) for cores in dealt]
     for cores in classes:
         cuts = cut_evenly([core.l3 for core in cores], [len(share) for share in shares])
         for share, cut in zip(shares, cuts, strict=True):
@@ -201,32 +202,36 @@ def divide_threads(cores: Sequence[Core], count: int) -> list[list[Core]]:
     return [[replace(core, pus=(pu,)) for core, pu in pus[cut]] for cut in cuts]
 
 
-def lend_idle(topology: Topology, nodes: Sequence[int], own: Shares, lent: Shares) -> None:
-    """Deal the cores of nodes without ranks to the ranks nearest by distance, adding to `lent`."""
+def lend_idle(topology: Topology, nodes: Sequence[int], own_cores: Shares, lent_cores: Shares) -> None:
+    """Deal the cores of nodes without ranks to the ranks nearest by distance, adding to `lent_cores`."""
     idle: dict[frozenset[int], list[Core]] = {}
     for node in topology.cores.keys() - set(nodes):
         idle.setdefault(topology.find_nearest(node, set(nodes)), []).extend(topology.cores[node])
-    for near in sorted(idle, key=lambda near: (len(near), sorted(near))):
-        ranks = [rank for rank in lent if nodes[rank] in near]
-        cores = sorted(idle[near], key=lambda core: core.node)
-        totals = [len({core.id for core in own[rank]}) + len(lent[rank]) for rank in ranks]
+    for nearest in sorted(idle, key=lambda nearest: (len(nearest), sorted(nearest))):
+        ranks = [rank for rank in lent_cores if nodes[rank] in nearest]
+        cores = sorted(idle[nearest], key=lambda core: core.node)
+        totals = [len({core.id for core in own_cores[rank]}) + len(lent_cores[rank]) for rank in ranks]
         for rank, cut in zip(ranks, cut_evenly([core.l3 for core in cores], totals), strict=True):
-            lent[rank].extend(cores[cut])
+            lent_cores[rank].extend(cores[cut])
 
 
-def level_up(topology: Topology, assignment: Assignment, own: Shares, lent: Shares) -> None:
+def level_up(topology: Topology, assignment: Assignment, own_cores: Shares, lent_cores: Shares) -> None:
     """Give ranks with less than the goal, for their workers, cores of ranks that have more.
 
     Cores that are for workers already come first, then near ones, then those of the rank that has most.
     """
-    have = {rank: len(own[rank]) + len(lent[rank]) for rank in own}
+    have = {rank: len(own_cores[rank]) + len(lent_cores[rank]) for rank in own_cores}
     for poor in sorted(have, key=lambda rank: have[rank]):
         while have[poor] < assignment.goal:
-            spare = {rank: (lent[rank] or own[rank])[-1] for rank in have if have[rank] > assignment.goal}
+            spare = {
+                rank: (lent_cores[rank] or own_cores[rank])[-1]
+                for rank in have
+                if have[rank] > assignment.goal
+            }
             far = {rank: topology.distance(core.node, assignment.nodes[poor]) for rank, core in spare.items()}
-            giver = min(spare, key=lambda rank: (not lent[rank], far[rank], -have[rank]))
-            (lent[giver] or own[giver]).pop()
-            lent[poor].append(spare[giver])
+            giver = min(spare, key=lambda rank: (not lent_cores[rank], far[rank], -have[rank]))
+            (lent_cores[giver] or own_cores[giver]).pop()
+            lent_cores[poor].append(spare[giver])
             have[poor], have[giver] = have[poor] + 1, have[giver] - 1
 
 

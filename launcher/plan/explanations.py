@@ -71,9 +71,9 @@ def explain_node(
     nodes = f"{'nodes' if len(local_nodes) > 1 else 'node'} {format_cpulist(local_nodes)}"
     chosen = f", this rank on node {node}" if len(local_nodes) > 1 else ""
     if node not in local_nodes:
-        near = count_noun(sum(len(topology.cores[near]) for near in local_nodes), "usable core")
-        far = min(topology.distance(near, node) for near in local_nodes)
-        taken = f"{name} is nearest to {nodes}, whose {near} other ranks have"
+        usable = count_noun(sum(len(topology.cores[local]) for local in local_nodes), "usable core")
+        far = min(topology.distance(local, node) for local in local_nodes)
+        taken = f"{name} is nearest to {nodes}, whose {usable} other ranks have"
         return f"{taken}: this one is on node {node} (distance {far})"
     if gpu.node is not None and (gpu.node in topology.cores or gpu.node in topology.distances):
         has_cpus = any(cpu.node == gpu.node for cpu in machine.cpus)
@@ -95,27 +95,32 @@ def explain_spread(topology: Topology, node: int) -> str:
 
 def explain_cores(topology: Topology, placement: RankPlacement, node: int, peers: int) -> str:
     """What a rank has of its node's cores."""
-    total, own = len(topology.cores[node]), len({topology.core_of[pu] for pu in placement.cpus})
+    total, own_cores = len(topology.cores[node]), len({topology.core_of[pu] for pu in placement.cpus})
     if total < peers:
         cpus = format_cpulist(placement.cpus)
         return (
             f"the node has {count_noun(total, 'usable core')} for {peers} ranks, of which it has CPUs {cpus}"
         )
     if peers > 1:
-        return f"it has {own} of the node's {count_noun(total, 'usable core')}, as one of {peers} ranks there"
-    if own < total:
-        best = f"the {own} most capable" if split_classes(topology.cores[node])[1:] else own
+        usable = count_noun(total, "usable core")
+        return f"it has {own_cores} of the node's {usable}, as one of {peers} ranks there"
+    if own_cores < total:
+        best = f"the {own_cores} most capable" if split_classes(topology.cores[node])[1:] else own_cores
         return f"it has {best} of the node's {count_noun(total, 'usable core')}"
     return f"it has {'all ' if total > 1 else ''}the node's {count_noun(total, 'usable core')}"
 
 
-def explain_caches(rank: int, own: set[int], users: Mapping[int, set[int]]) -> str:
+def explain_caches(rank: int, own_caches: set[int], users: Mapping[int, set[int]]) -> str:
     """Whether a rank shares its last-level caches with other ranks."""
-    split = [cache for cache in own if len(users[cache]) > 1]
+    split = [cache for cache in own_caches if len(users[cache]) > 1]
     if not split:
-        return f", with {count_noun(len(own), 'last-level cache')} of its own"
+        return f", with {count_noun(len(own_caches), 'last-level cache')} of its own"
     others = set().union(*(users[cache] for cache in split)) - {rank}
-    part = "its last-level cache" if len(own) == 1 else f"{len(split)} of its {len(own)} last-level caches"
+    part = (
+        "its last-level cache"
+        if len(own_caches) == 1
+        else f"{len(split)} of its {len(own_caches)} last-level caches"
+    )
     return f", {part} shared with rank{'s' if len(others) > 1 else ''} {format_cpulist(others)}"
 
 

@@ -38,8 +38,8 @@ def assign_nics(
     the machine's GPUs were in use, so that jobs side by side on a node keep apart.
     """
     if chosen := environ.get(LAUNCH_NIC):
-        given = next((nic for nic in machine.nics if nic.name == chosen), Nic(chosen, "", None))
-        return (RankNic(given, "set by the user"),) * len(gpus)
+        user_nic = next((nic for nic in machine.nics if nic.name == chosen), Nic(chosen, "", None))
+        return (RankNic(user_nic, "set by the user"),) * len(gpus)
     nics = choose_usable(machine.nics, environ.get("NCCL_IB_HCA", ""))
     if not nics:
         return (None,) * len(gpus)
@@ -104,9 +104,9 @@ def choose_nearest(topology: Topology, gpu: Gpu | None, node: int | None, nics: 
         (-count_shared_bridges(path, nic.path), find_nic_distance(topology, starts, nic)) for nic in nics
     ]
     nearest = min(nearness)
-    near = [at for at, found in enumerate(nearness) if found == nearest]
-    fastest = max(nics[at].rate_gbps for at in near)
-    best = tuple(at for at in near if nics[at].rate_gbps == fastest)
+    candidates = [at for at, found in enumerate(nearness) if found == nearest]
+    fastest = max(nics[at].rate_gbps for at in candidates)
+    best = tuple(at for at in candidates if nics[at].rate_gbps == fastest)
     return describe_nearness(gpu, -nearest[0], nearest[1]), best
 
 
@@ -115,14 +115,14 @@ def find_origin_nodes(topology: Topology, gpu: Gpu | None, node: int | None) -> 
     if gpu is None or gpu.node is not None:
         place = node if gpu is None else gpu.node
         return frozenset() if place is None else frozenset((place,))
-    home = topology.find_local_nodes(gpu)
-    return home if len(home) < len(topology.cores) else frozenset()
+    nodes = topology.find_local_nodes(gpu)
+    return nodes if len(nodes) < len(topology.cores) else frozenset()
 
 
 def count_shared_bridges(path: Sequence[str], other: Sequence[str]) -> int:
     """Bridges, the host's included, that the ways to two devices have in common."""
-    most = min(len(path), len(other))
-    return next((at for at in range(most) if path[at] != other[at]), most)
+    shortest = min(len(path), len(other))
+    return next((at for at in range(shortest) if path[at] != other[at]), shortest)
 
 
 def find_nic_distance(topology: Topology, starts: frozenset[int], nic: Nic) -> int:

@@ -176,7 +176,7 @@ def pick_node(nodes: Sequence[Node], floor: int) -> Node:
 def pick_elsewhere(topology: Topology, nodes: Nodes, local_nodes: Sequence[int], goal: int) -> Node:
     """The node for a rank that finds no core on its local nodes: one with cores enough, then a near one."""
     free = [node for node in nodes.values() if node.ranks < node.cores]
-    far = {node.id: min(topology.distance(near, node.id) for near in local_nodes) for node in free}
+    far = {node.id: min(topology.distance(local, node.id) for local in local_nodes) for node in free}
 
     def score_node(node: Node) -> tuple[float, ...]:
         enough = min(goal, node.cores // (node.ranks + 1))

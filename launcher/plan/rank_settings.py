@@ -39,10 +39,10 @@ def choose_memory(
     normal = [entry for entry in machine.nodes if entry.normal and entry.id in machine.allowed_mems]
     # Sizes are all 0 if the probe could not read them.
     targets = {entry.id for entry in normal if entry.memory_kib} or {entry.id for entry in normal}
-    near = targets & local_nodes or targets
-    if node is None or not near:
+    preferred = targets & local_nodes or targets
+    if node is None or not preferred:
         return Memory("default")
-    nearest = topology.find_nearest(node, near)
+    nearest = topology.find_nearest(node, preferred)
     return Memory("preferred", frozenset((node if node in nearest else min(nearest),)))
 
 

@@ -45,12 +45,12 @@ def resolve_visible(gpus: tuple[Gpu, ...], environ: Mapping[str, str]) -> Visibl
     gpus = tuple(sorted(gpus, key=lambda gpu: gpu.index))
     nvidia = tuple(gpu for gpu in gpus if gpu.vendor != "amd")
     if gpus and not nvidia:
-        devices, own, warnings = resolve_rocm(gpus, environ)
-        return Visible(devices, own, warnings)
+        devices, gpu_variables, warnings = resolve_rocm(gpus, environ)
+        return Visible(devices, gpu_variables, warnings)
     devices, warnings = resolve_cuda(nvidia, environ.get("CUDA_VISIBLE_DEVICES"))
     named = all(gpu.uuid for gpu in devices)  # a list has numbers or UUIDs
-    own = tuple(("CUDA_VISIBLE_DEVICES", gpu.uuid if named else str(gpu.index)) for gpu in devices)
-    return Visible(devices, own, warnings)
+    gpu_variables = tuple(("CUDA_VISIBLE_DEVICES", gpu.uuid if named else str(gpu.index)) for gpu in devices)
+    return Visible(devices, gpu_variables, warnings)
 
 
 def resolve_cuda(gpus: tuple[Gpu, ...], value: str | None) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
@@ -149,8 +149,8 @@ def resolve_rocm(
     shown, warnings = filter_by_rocr(gpus, environ.get("ROCR_VISIBLE_DEVICES"))
     name = "HIP_VISIBLE_DEVICES" if environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
     found, more = filter_by_hip(shown, name, environ.get(name, ""))
-    own = tuple(("HIP_VISIBLE_DEVICES", str(position)) for position, _ in found)
-    return tuple(gpu for _, gpu in found), own, (*warnings, *more)
+    gpu_variables = tuple(("HIP_VISIBLE_DEVICES", str(position)) for position, _ in found)
+    return tuple(gpu for _, gpu in found), gpu_variables, (*warnings, *more)
 
 
 def filter_by_rocr(gpus: tuple[Gpu, ...], value: str | None) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:

@@ -36,13 +36,13 @@ def find_remote(placed: NodePlacement) -> Iterator[str]:
         by_node.setdefault(cpu.node, set()).add(cpu.id)
     wanted: dict[frozenset[int], set[int]] = {}
     for rank, gpu in enumerate(placed.gpus):
-        if gpu is not None and (near := by_node.get(gpu.node, gpu.local_cpus)).isdisjoint(usable):
-            wanted.setdefault(frozenset(near), set()).add(rank)
-    for near, ranks in wanted.items():
-        if near:
+        if gpu is not None and (local_cpus := by_node.get(gpu.node, gpu.local_cpus)).isdisjoint(usable):
+            wanted.setdefault(frozenset(local_cpus), set()).add(rank)
+    for local_cpus, ranks in wanted.items():
+        if local_cpus:
             yield (
-                f"local rank {format_cpulist(ranks)} needs CPUs {format_cpulist(near)}, next to its GPU, "
-                f"but this job may use {format_cpulist(usable)}, and runs elsewhere: "
+                f"local rank {format_cpulist(ranks)} needs CPUs {format_cpulist(local_cpus)}, next to its "
+                f"GPU, but this job may use {format_cpulist(usable)}, and runs elsewhere: "
                 "ask for those CPUs (cpus_per_task, or the whole node), or set binding=none"
             )
 
@@ -89,13 +89,13 @@ def find_uneven(placed: NodePlacement) -> Iterator[str]:
         groups.setdefault(local_nodes, set()).add(rank)
     cores = {local_nodes: sum(sizes[node] for node in local_nodes) for local_nodes in groups}
     each = {local_nodes: cores[local_nodes] / len(ranks) for local_nodes, ranks in groups.items()}
-    most = max(each.values())
+    largest = max(each.values())
     for local_nodes, ranks in groups.items():
-        if each[local_nodes] < MIN_CORES_PER_RANK and 2 * each[local_nodes] <= most:
+        if each[local_nodes] < MIN_CORES_PER_RANK and 2 * each[local_nodes] <= largest:
             yield (
                 f"local rank {format_cpulist(ranks)} has {cores[local_nodes]} usable cores next to its GPUs, "
                 f"on {format_nodes(local_nodes)}, {each[local_nodes]:.2g} for each where other ranks "
-                f"have {most:.3g} next to theirs, so "
+                f"have {largest:.3g} next to theirs, so "
                 f"{describe_help(topology, local_nodes, ranks, placed.placements)}: "
                 f"{suggest_cores(placed.machine, local_nodes)}"
             )
@@ -174,9 +174,11 @@ def find_advice(
     order = environ.get("CUDA_DEVICE_ORDER") or "PCI_BUS_ID"
     if order != "PCI_BUS_ID" and len({gpu.name for gpu in visible}) > 1:
         yield f"CUDA_DEVICE_ORDER={order} may not number GPUs as this plan does: unset it, or set PCI_BUS_ID"
-    for name, least in COUNTS.items():
-        if environ.get(name) and read_variable_count(environ, name, least) is None:
-            yield f"{name}={environ[name]} is no number from {least} on, and is replaced: correct or unset it"
+    for name, minimum in COUNTS.items():
+        if environ.get(name) and read_variable_count(environ, name, minimum) is None:
+            yield (
+                f"{name}={environ[name]} is no number from {minimum} on, and is replaced: correct or unset it"
+            )
     for name in find_binders(environ):
         yield f"{name}={environ[name]} is set, and {BINDS}: unset {name}"
     if fault := find_policy_fault(environ.get(LAUNCH_GC) or "default"):
@@ -206,7 +208,7 @@ def find_policy_fault(text: str) -> str:
 def find_quota(machine: Machine, cores: Sequence[Cores]) -> Iterator[str]:
     """A cgroup's CPU quota that keeps ranks from using their cores."""
     quota = machine.limits.cpus
-    total = sum(each.own + each.spare for each in cores)
+    total = sum(each.own_cores + each.worker_cores for each in cores)
     if quota is not None and quota < total - 1e-6:
         yield (
             f"the cgroup's quota gives this job the time of {quota:g} CPUs, on {total:.3g} cores, and the "

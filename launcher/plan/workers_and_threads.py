@@ -38,9 +38,9 @@ MAX_COMPILE_THREADS = 32
 class Cores:
     """The physical cores of a rank; a core that n ranks share counts 1/n."""
 
-    own: float
+    own_cores: float
     """For its own process."""
-    spare: float
+    worker_cores: float
     """For its DataLoader workers alone."""
     cpus: float = 0
     """Hardware threads of its own process."""
@@ -52,16 +52,16 @@ def count_cores(topology: Topology, placements: Sequence[RankPlacement]) -> tupl
     """Cores of each rank; one that n ranks share counts 1/n for each."""
     masks = {mask for placement in placements for mask in (placement.cpus, placement.worker_cpus)}
     cores = {mask: frozenset(topology.core_of[pu] for pu in mask) for mask in masks}
-    own, spare, users = Counter[int](), Counter[int](), Counter[int]()
+    own_counts, worker_counts, users = Counter[int](), Counter[int](), Counter[int]()
     extra = [cores[placement.worker_cpus] - cores[placement.cpus] for placement in placements]
     for placement, more in zip(placements, extra, strict=True):
-        own.update(cores[placement.cpus])
-        spare.update(more)
+        own_counts.update(cores[placement.cpus])
+        worker_counts.update(more)
         users.update(placement.cpus)
     return tuple(
         Cores(
-            own=sum(1 / own[core] for core in cores[placement.cpus]),
-            spare=sum(1 / spare[core] for core in more),
+            own_cores=sum(1 / own_counts[core] for core in cores[placement.cpus]),
+            worker_cores=sum(1 / worker_counts[core] for core in more),
             cpus=sum(1 / users[pu] for pu in placement.cpus),
         )
         for placement, more in zip(placements, extra, strict=True)
@@ -84,10 +84,10 @@ def limit_cores(cores: Sequence[Cores], quota: float | None) -> tuple[Cores, ...
     share = quota / len(cores)
     return tuple(
         Cores(
-            own=min(have.own, share),
-            spare=max(0, min(have.spare, share - have.own)),
+            own_cores=min(have.own_cores, share),
+            worker_cores=max(0, min(have.worker_cores, share - have.own_cores)),
             cpus=min(have.cpus, share),
-            limited=share < have.own + have.spare,
+            limited=share < have.own_cores + have.worker_cores,
         )
         for have in cores
     )
@@ -164,7 +164,7 @@ def bound_by_node_cores(machine: Machine, cores: Sequence[Cores]) -> WorkerLimit
 
 def bound_by_rank_cores(cores: Cores) -> WorkerLimit:
     """Workers by the rank's own cores: one core for its process, one for each worker."""
-    total = cores.own + cores.spare
+    total = cores.own_cores + cores.worker_cores
     named = "CPUs of time" if cores.limited else "cores"
     return WorkerLimit(
         int(total + ROUNDING) - 1, "its one core" if total == 1 else f"its {total:.3g} {named}"
@@ -278,7 +278,7 @@ def set_threads(environ: Mapping[str, str], workers: int, cores: Cores) -> tuple
 
 def count_threads(workers: int, cores: Cores) -> int:
     """The rank's own cores, less those that workers need beyond the spare ones; at least one."""
-    return max(1, int(cores.own + 1e-6) - max(0, workers - int(cores.spare + 1e-6)))
+    return max(1, int(cores.own_cores + 1e-6) - max(0, workers - int(cores.worker_cores + 1e-6)))
 
 
 def count_compilers(cores: Cores) -> int:

@@ -16,11 +16,11 @@ def list_cgroups(tree: Tree, controllers: tuple[str, ...]) -> dict[str, Groups]:
     The mount table, which can be long, is read only where a cgroup is not at its usual place: on systems
     that mount the hierarchies elsewhere, and in containers that see the host's names for their cgroups.
     """
-    own = read_own_cgroups(tree)
+    own_paths = read_own_cgroups(tree)
     groups: dict[str, Groups] = {}
     for controller in controllers:
-        version = 1 if controller in own else 2
-        path = own.get(controller if version == 1 else "")
+        version = 1 if controller in own_paths else 2
+        path = own_paths.get(controller if version == 1 else "")
         if path is not None:
             groups[controller] = version, find_cgroup_folders(tree, controller, version, path)
     return groups
@@ -47,8 +47,8 @@ def read_cpuset(tree: Tree, kind: str) -> frozenset[int] | None:
         1: (f"cpuset.effective_{kind}", f"cpuset.{kind}"),
         2: (f"cpuset.{kind}.effective", f"cpuset.{kind}"),
     }
-    own, named = read_own_cgroups(tree), tree.read("proc/self/cpuset")
-    for version, path in ((1, own.get("cpuset")), (2, own.get("")), (1, named), (2, named)):
+    own_paths, named = read_own_cgroups(tree), tree.read("proc/self/cpuset")
+    for version, path in ((1, own_paths.get("cpuset")), (2, own_paths.get("")), (1, named), (2, named)):
         if path and path.startswith("/") and len(path) <= LONGEST:
             folders = find_cgroup_folders(tree, "cpuset", version, path)
             lists = (tree.read_list(f"{folder}/{name}") for folder in folders for name in names[version])
@@ -59,12 +59,12 @@ def read_cpuset(tree: Tree, kind: str) -> frozenset[int] | None:
 
 def read_own_cgroups(tree: Tree) -> dict[str, str]:
     """The paths of /proc/self/cgroup by controller, with version 2's under an empty name (cgroups(7))."""
-    own = {}
+    paths = {}
     for line in (tree.read("proc/self/cgroup") or "").splitlines():
         _, names, path = (*line.split(":", 2), "", "")[:3]
         if path.startswith("/") and len(path) <= LONGEST:
-            own.update(dict.fromkeys(names.split(","), path))
-    return own
+            paths.update(dict.fromkeys(names.split(","), path))
+    return paths
 
 
 def find_usual_mount(tree: Tree, controller: str, version: int) -> str:

@@ -42,8 +42,8 @@ def list_library_folders(environ: Mapping[str, str]) -> Iterator[str]:
     if prefix := environ.get("CONDA_PREFIX"):
         yield f"{prefix}/lib"
     yield from (f"{prefix}/lib" for prefix in dict.fromkeys((sys.prefix, sys.base_prefix)))
-    given = environ.get("LD_LIBRARY_PATH", "").replace(";", ":").split(":")
-    yield from (folder for folder in given if folder.startswith("/"))
+    user_folders = environ.get("LD_LIBRARY_PATH", "").replace(";", ":").split(":")
+    yield from (folder for folder in user_folders if folder.startswith("/"))
     yield from list_configured()
     multiarch = getattr(sys.implementation, "_multiarch", "")
     yield from (f"{folder}/{multiarch}" for folder in ("/lib", "/usr/lib") if multiarch)

@@ -71,9 +71,9 @@ def choose_node_of_strays(
 ) -> int:
     """The node for CPUs that no cpulist has: the only one with CPUs but no readable list, else the lowest."""
     silent = [node for node in ids if lists[node] is None]
-    home = silent[0] if len(silent) == 1 else ids[0]
-    tree.add_warning(f"CPUs {{items}} are in no NUMA node's cpulist: taken as node {home}'s", *homeless)
-    return home
+    chosen = silent[0] if len(silent) == 1 else ids[0]
+    tree.add_warning(f"CPUs {{items}} are in no NUMA node's cpulist: taken as node {chosen}'s", *homeless)
+    return chosen
 
 
 def read_numa_nodes(

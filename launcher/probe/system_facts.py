@@ -33,8 +33,11 @@ def read_device_links(tree: Tree, machine: Machine) -> tuple[Device, ...]:
 def read_device_link(tree: Tree, name: str, pci: str, node: int | None, nic: bool) -> Device:
     """One device's link and interrupts."""
     here = f"{PCI}{pci}/"
-    width, most = read_width(tree, f"{here}current_link_width"), read_width(tree, f"{here}max_link_width")
-    return Device(name, node, nic, width, most, read_interrupts(tree, here))
+    width, max_width = (
+        read_width(tree, f"{here}current_link_width"),
+        read_width(tree, f"{here}max_link_width"),
+    )
+    return Device(name, node, nic, width, max_width, read_interrupts(tree, here))
 
 
 def read_width(tree: Tree, path: str) -> int | None:

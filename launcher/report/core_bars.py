@@ -141,9 +141,9 @@ def choose_scale(sizes: Sequence[int], cells: int, unit: int) -> int:
     """
     largest = max(sizes, default=1)
     fits = (scale for scale in range(1, largest) if sum(-(-size // scale) for size in sizes) <= cells)
-    least = next(fits, largest)
-    even = (scale for scale in range(least, 2 * least + 2) if unit % scale == 0)
-    return next(even, least)
+    smallest = next(fits, largest)
+    even = (scale for scale in range(smallest, 2 * smallest + 2) if unit % scale == 0)
+    return next(even, smallest)
 
 
 def cut_cells(cores: Sequence[frozenset[int]], scale: int) -> tuple[Cell, ...]:

@@ -52,11 +52,13 @@ def group_nodes(ids: Sequence[int], far: Distances) -> list[list[int]]:
     """Put alike nodes together, in the order of the first of each group."""
     groups: list[list[int]] = []
     for node in ids:
-        home = next((group for group in groups if all(alike(node, other, ids, far) for other in group)), None)
-        if home is None:
+        alike_nodes = next(
+            (group for group in groups if all(alike(node, other, ids, far) for other in group)), None
+        )
+        if alike_nodes is None:
             groups.append([node])
         else:
-            home.append(node)
+            alike_nodes.append(node)
     return groups
 
 

@@ -73,15 +73,15 @@ def walk_boxes(box: Box, x: int = 0, y: int = 0) -> Iterator[tuple[Box, int, int
 
 def arrange(boxes: Sequence[Box], ratio: float = RATIO, gap: int = GAP) -> Box:
     """Put boxes into a grid, row by row, whose shape comes near to the ratio and leaves little empty."""
-    best, least = [boxes], inf
+    best, lowest = [boxes], inf
     area = sum(box.width * box.height for box in boxes)
     for columns in range(1, len(boxes) + 1):
         rows = [boxes[at : at + columns] for at in range(0, len(boxes), columns)]
         width, height = sum(find_widths(rows)), sum(find_heights(rows))
         empty = width * height / area - 1
         score = abs(log(width / height / ratio)) + 6 * empty
-        if score < least:
-            best, least = rows, score
+        if score < lowest:
+            best, lowest = rows, score
     return place_rows(best, gap)
 
 
@@ -201,9 +201,9 @@ def add_rectangle(
 def add_text(root: ElementTree.Element, text: Text, x: int, y: int) -> None:
     """Add a text, fitted into the width that was measured for it, since the viewer's font may differ."""
     values = {"x": x + text.x, "y": y + text.y, "font-size": text.size, "textLength": max(text.width, 1)}
-    given = {name: str(value) for name, value in values.items()}
+    attributes = {name: str(value) for name, value in values.items()}
     element = ElementTree.SubElement(
-        root, "text", {**given, "lengthAdjust": "spacingAndGlyphs", "fill": text.colour}
+        root, "text", {**attributes, "lengthAdjust": "spacingAndGlyphs", "fill": text.colour}
     )
     element.text = text.text
 

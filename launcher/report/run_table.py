@@ -90,8 +90,8 @@ def choose_widths(rows: Sequence[dict[str, str]], width: int) -> dict[str, int]:
         if any(row[title] for row in rows)
     }
     for title in DROPS:
-        least = sum(min(size, LEAST) if name in FLEXIBLE else size for name, size in sizes.items())
-        if least + GAP * (len(sizes) - 1) <= width:
+        needed = sum(min(size, LEAST) if name in FLEXIBLE else size for name, size in sizes.items())
+        if needed + GAP * (len(sizes) - 1) <= width:
             break
         sizes.pop(title, None)
     left = width - GAP * (len(sizes) - 1) - sum(s for name, s in sizes.items() if name not in FLEXIBLE)

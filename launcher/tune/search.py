@@ -51,8 +51,8 @@ class Trial:
     """Why there is no rate."""
 
 
-def choose_next(trials: Sequence[Trial], most: int, thrift: float = math.inf) -> int | None:
-    """Return the number of workers from 0 to `most` that tells most; None if it is clear which is best.
+def choose_next(trials: Sequence[Trial], max_workers: int, thrift: float = math.inf) -> int | None:
+    """Return the number of workers up to `max_workers` that tells most; None if it is clear which is best.
 
     Where a further trial would come to more than `thrift` steps, it has to promise more, and none is made
     for the sake of fewer workers alone.
@@ -63,7 +63,7 @@ def choose_next(trials: Sequence[Trial], most: int, thrift: float = math.inf) ->
     tried = {trial.workers for trial in trials}
     best = max(trial.rate for trial in measured)
     is_dear = sum(trial.steps for trial in trials) + trials[-1].steps > thrift
-    bounds = {count: bound_rate(measured, count) for count in range(1, most + 1) if count not in tried}
+    bounds = {count: bound_rate(measured, count) for count in range(1, max_workers + 1) if count not in tried}
     worth = best * (DEAR_GAIN if is_dear else GAIN)
     open_counts = [count for count, bound in bounds.items() if bound > worth]
     above = [count for count in open_counts if count > measured[-1].workers]
@@ -78,8 +78,8 @@ def climb(highest: int, above: Sequence[int], bounds: dict[int, float]) -> int:
     """Return the fewest workers that may reach what any may, at most twice as many as were tried."""
     hoped = NEAR * max(bounds[count] for count in above)
     aim = next(count for count in above if bounds[count] >= hoped)
-    least, limit = highest + highest // 4, max(FIRST, 2 * highest)
-    within = [count for count in above if least <= count <= limit]
+    lowest, limit = highest + highest // 4, max(FIRST, 2 * highest)
+    within = [count for count in above if lowest <= count <= limit]
     return min((count for count in within if count >= aim), default=max(within, default=above[0]))
 
 
@@ -130,9 +130,9 @@ def bound_by_pairs(fewer: Sequence[Trial], count: int) -> Iterator[float]:
         yield high.rate * (1 + ERROR) + slope * (count - high.workers)
 
 
-def price_all(most: int, steps: int) -> int:
-    """Return the steps of a search that tries every number from 0 to `most`, each for so many measured steps.
+def price_all(max_workers: int, steps: int) -> int:
+    """Return the steps of a search that tries 0 to `max_workers` workers, each for so many measured steps.
 
     Before them are those that use up what was prefetched, two batches for each worker (torch's default).
     """
-    return sum(steps + WARMUP + 2 * count for count in range(most + 1))
+    return sum(steps + WARMUP + 2 * count for count in range(max_workers + 1))
