@@ -272,7 +272,7 @@ def name_host(environ: Mapping[str, str]) -> str:
     return environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
-def find_chosen(environ: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+def find_user_set(environ: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     """Return those of these variables that somebody has set.
 
     torchrun sets OMP_NUM_THREADS=1 by itself if there are several ranks: that is nobody's choice.

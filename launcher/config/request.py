@@ -13,7 +13,7 @@ from launcher.plan.environment import HONOURED, VISIBLE_DEVICES
 from launcher.plan.gc_policy import GcPolicy
 from launcher.plan.model import Machine, Request
 from launcher.plan.rules import MAX_RANKS
-from launcher.protocol import LAUNCH_NIC, find_chosen
+from launcher.protocol import LAUNCH_NIC, find_user_set
 from launcher.runs.secrets import mask_variables
 
 DEVICE_VARIABLES = (*VISIBLE_DEVICES, LAUNCH_NIC, "NCCL_IB_HCA")
@@ -55,7 +55,7 @@ def make_request(
         host_allocator=read_host(config.allocator),
         nic=config.binding.nic,
         caches=caches,
-        environ=(*find_chosen(environ, HONOURED).items(), *find_library_variables(environ)),
+        environ=(*find_user_set(environ, HONOURED).items(), *find_library_variables(environ)),
         configured=tuple(mask_variables(config.env).items()),
     )
 

@@ -62,7 +62,7 @@ def prepare_directory(directory: Path, model: ModelConfig) -> Path | None:
 
 
 def check_saved_model(path: Path, model: ModelConfig) -> None:
-    """Raise OptionError where a checkpoint is of other dimensions, or none."""
+    """Raise OptionError if a checkpoint is of other dimensions, or none."""
     try:
         saved = dict(json.loads((path / "model.json").read_text()))
     except (OSError, ValueError, TypeError) as error:

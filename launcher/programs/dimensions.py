@@ -15,9 +15,9 @@ class ModelConfig:
     hidden_size: int = option(128, "width of the residual stream")
     heads: int = option(4, "query heads")
     kv_heads: int = option(2, "key and value heads; fewer than heads is grouped-query attention")
-    head_dim: int | None = option(None, "width of a head; hidden_size / heads where not given")
+    head_dim: int | None = option(None, "width of a head; hidden_size / heads if not given")
     intermediate_size: int = option(384, "width inside the MLP")
-    max_seq_len: int = option(128, "longest context; rows of the table where position is learned")
+    max_seq_len: int = option(128, "longest context; rows of the table if position is learned")
     norm: str = option("rmsnorm", "normalisation", "rmsnorm", "layernorm")
     norm_eps: float = option(1e-5, "added to the variance")
     mlp: str = option("swiglu", "feed-forward layer", "swiglu", "gelu")
@@ -33,7 +33,7 @@ class ModelConfig:
 
 
 def check_model(config: ModelConfig) -> None:
-    """Raise OptionError where the dimensions do not make a model."""
+    """Raise OptionError if the dimensions do not make a model."""
     for name in (
         "layers",
         "hidden_size",

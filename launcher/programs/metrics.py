@@ -102,7 +102,7 @@ class SpeedMeter:
         """Begin a new interval: after a log line, a checkpoint, or the like."""
         self.tokens, self.start = 0, time.perf_counter()
 
-    def read(self) -> Speed:
+    def read_speed(self) -> Speed:
         """Give the speed of this interval, and begin the next."""
         rate = self.tokens / (time.perf_counter() - self.start)
         self.restart()

@@ -38,7 +38,7 @@ class TrainConfig:
     seed: int = option(0, "of the weights and of the order of the data")
     device: str = option("auto", "where to compute", "auto", "cpu", "cuda")
     dtype: str = option("auto", "of the computation; weights stay fp32", "auto", "bf16", "fp32")
-    parallel: str = option("auto", "auto: ddp where the training state fits a device", "auto", "ddp", "fsdp")
+    parallel: str = option("auto", "auto: ddp if the training state fits a device", "auto", "ddp", "fsdp")
     activation_checkpointing: bool = option(False, "keep one activation a block, recompute the others")
     compile: bool = option(False, "torch.compile each block")
     num_workers: int | None = option(None, "DataLoader workers for each rank; at most 2 of the CPUs if none")

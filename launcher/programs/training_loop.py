@@ -137,7 +137,7 @@ class Trainer:
         # This waits for the device, so that the meter reads work that is done.
         self.progress.loss = average_over_ranks(loss)
         rate = compute_learning_rate(self.config.train, self.config.lr, step)
-        speed = meter.read()
+        speed = meter.read_speed()
         mfu = f" mfu {speed.mfu:.1%}" if speed.mfu is not None else ""
         self.print(
             f"step {step}/{self.config.train.steps} loss {self.progress.loss:.4f} lr {rate:.2e} "
@@ -163,7 +163,7 @@ class Trainer:
         self.print(f"checkpoint step {self.progress.step} {path} {time.perf_counter() - begun:.1f} s{cause}")
 
     @torch.no_grad()
-    def validate(self) -> float:
+    def compute_validation_loss(self) -> float:
         """Give the loss on the held-out windows, averaged over batches and ranks."""
         ranks, split, size = self.setup.ranks, self.text.split, self.config.train.batch_size
         total = torch.zeros((), device=self.setup.device)
@@ -181,7 +181,7 @@ class Trainer:
         if self.setup.device.type == "cuda":
             self.print(describe_gpu_memory(self.setup.device))
         held_out = train.eval_batches > 0 and self.text.split.validation > 0
-        validation = f" val_loss {self.validate():.4f}" if held_out else ""
+        validation = f" val_loss {self.compute_validation_loss():.4f}" if held_out else ""
         done = f"done step {self.progress.step}/{train.steps} loss {self.progress.loss:.4f}"
         self.print(f"{done}{validation} sequences {self.progress.consumed} seconds {seconds:.1f}")
 

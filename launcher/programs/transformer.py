@@ -50,7 +50,7 @@ class Attention(nn.Module):
         return x.view(*x.shape[:-1], heads, self.width).transpose(1, 2)
 
     def forward(self, x: Tensor, rotations: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Attend over (batch, tokens, hidden); `rotations` where positions are rotary."""
+        """Attend over (batch, tokens, hidden); `rotations` if positions are rotary."""
         query, key = self.split_heads(self.query(x), self.heads), self.split_heads(self.key(x), self.kv_heads)
         value = self.split_heads(self.value(x), self.kv_heads)
         if rotations is not None:
@@ -107,7 +107,7 @@ class Block(nn.Module):
         return out
 
     def forward(self, x: Tensor, rotations: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Compute, keeping the input alone for backward where activations are recomputed."""
+        """Compute, keeping the input alone for backward if activations are recomputed."""
         if not self.recompute:
             return self.compute(x, rotations)
         # Inside the block rather than around it: FSDP's hooks and torch.compile then see one module.

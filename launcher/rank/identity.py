@@ -12,8 +12,8 @@ FAMILIES = (
     ("PALS_LOCAL_RANKID", "PALS_RANKID", "PALS_LOCAL_SIZE"),
     (SRUN_LOCAL_RANK, "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE"),
 )
-"""Where local rank, rank and ranks of the node are: torchrun and accelerate, DeepSpeed, Open MPI, Intel MPI
-or MPICH, HPE PALS, srun.
+"""Variables of local rank, rank and ranks of the node: torchrun's and accelerate's, DeepSpeed's, Open MPI's,
+Intel MPI's or MPICH's, HPE PALS's, srun's.
 
 Local rank and rank come from one family. SLURM is last, since what runs inside its jobs inherits its
 variables.

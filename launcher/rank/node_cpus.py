@@ -16,7 +16,7 @@ DAEMONS = {
 }
 """What starts ranks on a node, as `comm` has it (15 characters): Open MPI 4 and 5, MPICH and Intel MPI."""
 AGENTS = ("TORCHELASTIC_RUN_ID", "LOCAL_SIZE")
-"""What torchrun and DeepSpeed set. Their agent is the rank's parent, also where `--numa-binding` or
+"""What torchrun and DeepSpeed set. Their agent is the rank's parent, also if `--numa-binding` or
 `--bind_cores_to_rank` has narrowed the rank by numactl.
 """
 FIXES = {

@@ -18,7 +18,7 @@ from launcher.protocol import (
     LAUNCH_SIGNAL,
     LAUNCH_STRICT,
     LAUNCH_TERMINAL,
-    find_chosen,
+    find_user_set,
 )
 from launcher.rank.affinity import AppliedPlacement
 from launcher.rank.command_line import add_python, exec_script, find_hook_obstacle, locate_command
@@ -173,7 +173,7 @@ def place_rank(identity: Identity, environ: dict[str, str], argv: list[str]) -> 
         print_notice(f"rank {identity.rank}: {problem}")
     if applied.problems and environ.get(LAUNCH_STRICT) == "1":
         raise PlacementError("LAUNCH_STRICT=1 is set, and the placement is not as it should be")
-    env_before = find_chosen(environ, entry.env)
+    env_before = find_user_set(environ, entry.env)
     environ.update(entry.env)
     add_hook(environ, entry, env_before, applied.cpus_before)
     argv = fill_placeholders(argv, str(entry.num_workers), environ)

@@ -17,7 +17,7 @@ from launcher.plan.rules import MAX_RANKS
 from launcher.plan.usable_cores import build_topology
 from launcher.probe.machine import probe
 from launcher.probe.malloc_library import locate_malloc
-from launcher.protocol import LAUNCH_BINDING, LAUNCH_RECORD_DIR, LAUNCH_REQUEST, find_chosen
+from launcher.protocol import LAUNCH_BINDING, LAUNCH_RECORD_DIR, LAUNCH_REQUEST, find_user_set
 from launcher.rank.identity import Identity
 from launcher.rank.node_cpus import find_node_affinity
 from launcher.rank.plain_json import load_json
@@ -27,7 +27,7 @@ ALLOCATOR: Mapping[str, str] = dict([Request().allocator.split(":")])
 """The allocator's settings if nobody has said which."""
 
 
-def read_request(environ: Mapping[str, str]) -> tuple[Request, str]:
+def load_node_request(environ: Mapping[str, str]) -> tuple[Request, str]:
     """Return what is asked of the node, and the machine's root; raises UsageError.
 
     It is in LAUNCH_REQUEST if `launch` has started this rank; else LAUNCH_BINDING alone counts.
@@ -47,7 +47,7 @@ def make_entry(identity: Identity, environ: dict[str, str], argv: list[str]) -> 
     affinity = find_node_affinity(identity, environ)
     keeps = identity.local_rank == 0 and bool(environ.get(LAUNCH_RECORD_DIR))
     try:
-        binding = read_request(environ)[0].binding
+        binding = load_node_request(environ)[0].binding
         if binding == "none":  # whoever bound this rank meant it
             affinity.keep_own_cpus()
         made = plan_for_rank(
@@ -93,7 +93,7 @@ def plan_for_rank(
             f"this node is said to have {local_world_size} ranks, and the most is {MAX_RANKS}: "
             "correct LOCAL_WORLD_SIZE, or the like of the launcher that started them"
         )
-    request, root = read_request(environ)
+    request, root = load_node_request(environ)
     warnings: list[str] = []
     if LAUNCH_REQUEST not in environ:
         request, warnings = leave_conflicts(request, environ, argv)
@@ -104,10 +104,10 @@ def plan_for_rank(
         request,
         # A rank that keeps its CPUs need not know how many it has beside it.
         nproc_per_node=local_world_size or (local_rank + 1 if alone else None),
-        environ=tuple(find_chosen(environ, HONOURED).items()),
+        environ=tuple(find_user_set(environ, HONOURED).items()),
         host_library=locate_malloc(request.host_allocator, environ, root),
     )
-    # MIG instances are in NVML alone: where one is named, its word is wanted from the start.
+    # Only NVML knows MIG instances: if one is named, NVML is asked from the start.
     machine = probe(root, quick="MIG-" not in environ.get("CUDA_VISIBLE_DEVICES", ""))
     # The affinity is the kernel's own word, and needs no /proc.
     allowed = cpus & {cpu.id for cpu in machine.cpus}
@@ -139,7 +139,7 @@ def leave_conflicts(
 def plan_rank(
     machine: Machine, request: Request, local_rank: int, environ: Mapping[str, str], *, alone: bool
 ) -> Plan:
-    """Plan the node, or this rank's part where it cannot know its peers' CPUs or does not see their GPUs."""
+    """Plan the node, or this rank's part if it cannot know its peers' CPUs or does not see their GPUs."""
     made = plan(machine, request)
     if local_rank >= len(made.ranks):
         return made
@@ -165,10 +165,10 @@ def count_step_gpus(environ: Mapping[str, str]) -> int:
 
 
 def read_position(environ: Mapping[str, str], total: int) -> int | None:
-    """Return which of the node's GPUs is this task's, where it has one and they are numbered from 0.
+    """Return which of the node's GPUs is this task's; None if it has several, or they count otherwise.
 
     SLURM_STEP_GPUS holds the task's own by SLURM's numbers for the node (minor numbers of the device files)
-    even where a device cgroup makes CUDA_VISIBLE_DEVICES count anew. Tried with 22.05.
+    even if a device cgroup makes CUDA_VISIBLE_DEVICES count from 0 again. Tried with 22.05.
     """
     text = environ.get("SLURM_STEP_GPUS", "")
     position = int(text) if text.isascii() and text.isdecimal() and len(text) < 6 else total
@@ -176,10 +176,10 @@ def read_position(environ: Mapping[str, str], total: int) -> int | None:
 
 
 def plan_own_gpu(machine: Machine, request: Request, local_rank: int, own: Gpu, position: int | None) -> Plan:
-    """Plan a rank that sees its own GPU alone; `position` is that GPU's number on the node, where known.
+    """Plan a rank that sees its own GPU alone; `position` is that GPU's number on the node, if known.
 
-    Each rank takes the place of its GPU where it sees the others' too, whatever their order. Else every rank
-    takes the cores that it would have if all GPUs were where its own is: a small share, but no other's. If
+    With a position, the rank takes the placement of its GPU, whatever the order of ranks. Else every rank
+    takes the cores that it would have if all GPUs were next to its own: a small share, but no other's. If
     there are fewer cores than ranks, they share those.
     """
     count = request.nproc_per_node or 1

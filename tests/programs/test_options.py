@@ -115,7 +115,7 @@ def test_speed_counts_recomputation_in_tflops_and_not_in_mfu(monkeypatch: pytest
     meter = SpeedMeter(model, 128, recompute=True, world_size=2, peak=Peak(0.01, "given"), start=10.0)
     meter.restart()
     meter.tokens = 4000
-    speed = meter.read()
+    speed = meter.read_speed()
     assert speed.tokens == 2000
     assert speed.mfu is not None
     assert speed.mfu == pytest.approx(count_flops(model, 128) * 1000 / 1e12 / 0.01)

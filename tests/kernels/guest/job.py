@@ -9,7 +9,7 @@ from launcher.plan.json_form import plan_to_json
 from launcher.plan.model import Request
 from launcher.plan.planner import plan
 from launcher.probe.machine import probe
-from launcher.protocol import find_chosen
+from launcher.protocol import find_user_set
 
 from .cgroups import enter_cgroup
 from .ranks import run_ranks
@@ -28,7 +28,7 @@ def run_job(scenario: Scenario, version: int) -> dict[str, Any]:
     request = Request(
         nproc_per_node=scenario.nproc_per_node,
         binding=scenario.binding,
-        environ=tuple(find_chosen(scenario.environ, HONOURED).items()),
+        environ=tuple(find_user_set(scenario.environ, HONOURED).items()),
     )
     made = plan(probe("/"), request)
     PLAN.write_text(json.dumps(plan_to_json(made)))
