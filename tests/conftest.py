@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import io
 import os
 import signal
@@ -23,6 +24,10 @@ LAUNCH = (
     "-c",
     "import sys; sys.argv[0] = 'launch'; from launcher.cli.main import main; main()",
 )
+
+
+QUICK_AGENT = str(Path(__file__).parent / "launch" / "quick_agent")
+"""For PYTHONPATH: see there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +156,21 @@ def launch(here: Path) -> Callable[..., Result]:
     return lambda *words: run_inside(words)
 
 
+@pytest.fixture
+def quick_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start jobs with an agent without torch: for tests that are about neither, whose ranks need none."""
+    monkeypatch.setenv("PYTHONPATH", QUICK_AGENT)
+
+
 @pytest.fixture(autouse=True)
 def signals_are_as_they_were() -> Iterator[None]:
     """A signal that a test leaves ignored stays so in all that later tests start, and then stop in vain."""
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     yield
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def pytest_collection_finish() -> None:
+    """Keep what has been imported and collected out of garbage collections."""
+    gc.collect()
+    gc.freeze()

@@ -306,6 +306,7 @@ def test_what_is_left_out_is_not_in_the_configuration(here: Path) -> None:
         assert config.allocator == {**left, "host": "system"}
 
 
+@pytest.mark.usefixtures("quick_agent")
 def test_a_program_that_was_told_of_a_conflict_runs(here: Path) -> None:
     (here / "train.py").write_text("pass")
     words = ["nproc_per_node=1", "new_run_dir=run", "--", "train.py", "--use-nccl-ub"]

@@ -238,6 +238,7 @@ def test_a_full_device_for_output(here: Path) -> None:
     assert result.err.startswith("launch: error: ") and result.err.count("\n") == 1
 
 
+ASCII = {"PYTHONIOENCODING": "ascii", "LC_ALL": "POSIX", "PYTHONUTF8": "0"}
 ODD = [
     b"name=\xff\xfe",
     b"env.A=\xff",
@@ -251,13 +252,12 @@ ODD = [
 
 
 @pytest.mark.parametrize("word", ODD, ids=map(repr, ODD))
-@pytest.mark.parametrize(
-    "variables",
-    [{}, {"PYTHONIOENCODING": "ascii", "LC_ALL": "POSIX", "PYTHONUTF8": "0"}],
-    ids=["utf8", "ascii"],
-)
-def test_bytes_that_are_no_text(here: Path, word: bytes, variables: dict[str, str]) -> None:
-    result = run_outside([word, DRY, b"--", b"true"], here, variables)
+@pytest.mark.parametrize("encoding", ["utf8", "ascii"])
+def test_bytes_that_are_no_text(here: Path, launch: Launch, word: bytes, encoding: str) -> None:
+    if encoding == "utf8":
+        result = launch(os.fsdecode(word), DRY, "--", "true")
+    else:
+        result = run_outside([word, DRY, b"--", b"true"], here, ASCII)
     assert result.code in (0, 2), result
     assert "Traceback" not in result.err and "internal error" not in result.err
     assert result.code == 0 or (result.err.startswith("launch: error: ") and result.err.count("\n") == 1)

@@ -64,6 +64,7 @@ def test_a_run_ends_and_leaves_nothing(here: Path, launch: Launch) -> None:
         assert (again.code, again.out) == (0, "") and "has ended already: stopped" in again.err
 
 
+@pytest.mark.usefixtures("quick_agent")
 def test_without_a_terminal_yes_is_asked_for_and_enough(here: Path, launch: Launch) -> None:
     with start(here, "nproc_per_node=1", "name=real", "--", write_program(here, WAITS)) as run:
         begin(here, run)

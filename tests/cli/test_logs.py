@@ -225,6 +225,7 @@ def test_a_reader_that_leaves_ends_it_quietly(here: Path) -> None:
     process.stderr.close()
 
 
+@pytest.mark.usefixtures("quick_agent")
 def test_a_real_run_is_followed_whole(here: Path) -> None:
     program = write_program(here, STEPS)
     with start(here, "nproc_per_node=2", "name=real", "--", program) as run:

@@ -245,6 +245,7 @@ def test_a_bad_name_and_a_bad_format_are_errors(launch: Launch, here: Path) -> N
     launch("status", "tiny", "nix").assert_error(2, "'nix'")
 
 
+@pytest.mark.usefixtures("quick_agent")
 def test_a_real_run_from_its_start_to_its_end(here: Path, launch: Launch) -> None:
     with start(here, "nproc_per_node=1", "name=real", "--", write_program(here, STEPS)) as run:
         path = here / "runs/real"
@@ -263,6 +264,7 @@ def read_out(path: Path) -> str:
     return next(path.glob("*/logs/0/rank-0.out")).read_text()
 
 
+@pytest.mark.usefixtures("quick_agent")
 def test_a_real_run_that_was_interrupted(here: Path, launch: Launch) -> None:
     with start(here, "nproc_per_node=1", "name=real", "--", write_program(here, STEPS)) as run:
         path = here / "runs/real"

@@ -121,6 +121,7 @@ PROGRAM = (
 )
 
 
+@pytest.mark.usefixtures("quick_agent")
 def test_a_run_has_them_and_its_directory_has_no_secret(tmp_path: Path) -> None:
     (tmp_path / "x.env").write_text("A=file\nB='two  words'\nHF_TOKEN=hf-secret\n")
     (tmp_path / "show.py").write_text(PROGRAM)

@@ -145,6 +145,7 @@ def test_a_sweep_by_hydras_mode(launch: Launch, here: Path) -> None:
     assert "job 1 of" not in launch("--run", "experiment=x", "dry_run=true").err
 
 
+@pytest.mark.usefixtures("quick_agent")
 def test_the_runs_of_a_sweep_are_in_hydras_sweep_directory(here: Path) -> None:
     (here / "a.py").write_text("")
     done = run_outside(

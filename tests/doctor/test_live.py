@@ -62,6 +62,7 @@ def test_the_environment_is_read_with_the_configured_one(tmp_path: Path) -> None
     assert find(findings, "OMP_PLACES=cores is set")["level"] == "warning"
 
 
+@pytest.mark.usefixtures("quick_agent")
 def test_a_real_run_is_as_planned_until_it_is_tampered_with(tmp_path: Path) -> None:
     with start(tmp_path, f"nproc_per_node={RANKS}", "--", write_program(tmp_path, "pass")) as started:
         assert started.wait(120) == 0, started.read()

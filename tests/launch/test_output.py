@@ -26,6 +26,7 @@ sys.stderr.buffer.write(b"\\xff error\\n")
 WHOLE = b"0123456789" * (LONG // 10) + b"\n" + bytes(range(256)) * 12288 + b"no end"
 
 
+@pytest.mark.usefixtures("quick_agent")
 def test_one_ranks_output_is_its_bytes(tmp_path: Path) -> None:
     with start(tmp_path, "nproc_per_node=1", "--", write_program(tmp_path, ANYTHING)) as started:
         assert started.wait() == 0
@@ -46,6 +47,7 @@ def test_after_the_table_a_line_tells_that_the_ranks_are_starting(
     assert len(found) == told and all(at > 1 for at in found)
 
 
+@pytest.mark.usefixtures("quick_agent")
 def test_several_ranks_output_has_a_prefix_at_each_lines_start_and_nothing_else(tmp_path: Path) -> None:
     words = ("nproc_per_node=2", "logs.console=all", "--", write_program(tmp_path, ANYTHING))
     with start(tmp_path, *words) as started:
@@ -68,6 +70,7 @@ print("yes")
 """
 
 
+@pytest.mark.usefixtures("quick_agent")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_prompt_is_seen_in_a_file_before_its_line_has_an_end(tmp_path: Path, ranks: int) -> None:
     words = (f"nproc_per_node={ranks}", "logs.console=rank0", "--", write_program(tmp_path, ASKING))
@@ -79,6 +82,7 @@ def test_a_prompt_is_seen_in_a_file_before_its_line_has_an_end(tmp_path: Path, r
     assert started.read("stdout") == f"{prefix}rank 0? yes\n"
 
 
+@pytest.mark.usefixtures("quick_agent")
 def test_stdout_that_is_closed_is_not_taken_for_another_file(tmp_path: Path) -> None:
     program = write_program(tmp_path, "print('hello')")
     words = f'exec "$@" >&- 2>{tmp_path}/errors'

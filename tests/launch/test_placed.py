@@ -67,6 +67,7 @@ def test_the_program_is_not_told_of_the_launcher(placed: Placed) -> None:
     assert [told["names"] for told in placed.found] == [names] * len(placed.found)
 
 
+@pytest.mark.usefixtures("quick_agent")
 def test_more_ranks_than_cores_are_told_and_run(tmp_path: Path) -> None:
     allowed = os.sched_getaffinity(0)
     crowded = run_placed(tmp_path, len(allowed) + 1)

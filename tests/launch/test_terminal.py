@@ -287,6 +287,7 @@ def test_stderr_in_a_file_goes_there_and_the_rest_to_the_terminal(tmp_path: Path
         assert read_log(terminal, "err").endswith("\nerror\n")
 
 
+@pytest.mark.usefixtures("quick_agent")
 @pytest.mark.parametrize("words", [f"{ONE} </dev/null", f"{ONE} logs.console=none", "nproc_per_node=2 | cat"])
 def test_without_a_terminal_at_both_ends_or_for_several_ranks_there_is_none(
     tmp_path: Path, words: str
@@ -323,6 +324,7 @@ else:
 """
 
 
+@pytest.mark.usefixtures("quick_agent")
 def test_several_ranks_on_a_terminal_keep_unfinished_lines_below(tmp_path: Path) -> None:
     host = os.uname().nodename
     with launch_on_terminal(tmp_path, TWO, "nproc_per_node=2", "logs.console=all") as terminal:

@@ -13,7 +13,7 @@ import yaml
 from launcher.runs.manifest import describe_start, stamp_time
 from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import RunDir
-from tests.conftest import Result, run_outside
+from tests.conftest import QUICK_AGENT, Result, run_outside
 
 SECRET = "hunter2-hunter2"
 TOKEN = "ghp_AbCdEfGh12345678AbCdEfGh12345678AbCd"
@@ -100,7 +100,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
         f"https://me:{SECRET}@host",
         *("-p", SECRET, "--port", "8080", TOKEN, f"--url=https://host/?a={TOKEN}"),
     ]
-    return folder, run_outside(words, folder, {"WANDB_API_KEY": SECRET}, umask=0)
+    return folder, run_outside(words, folder, {"WANDB_API_KEY": SECRET, "PYTHONPATH": QUICK_AGENT}, umask=0)
 
 
 def test_no_secret_is_below_the_run_directory(finished: tuple[Path, Result]) -> None:

@@ -22,12 +22,14 @@ def test_a_run_whose_process_is_there(tmp_path: Path) -> None:
     assert (path / "manifest.json").read_bytes() == before
 
 
+@pytest.mark.usefixtures("quick_agent")
 def test_a_run_whose_process_is_gone(tmp_path: Path) -> None:
     process = {**identify_process(os.getpid()), "start": 1}
     path = make_run(tmp_path / "runs", state="running", process=process)
     assert run_outside([f"run_dir={path}", *HERE, "--", "true"], tmp_path).code == 0
 
 
+@pytest.mark.usefixtures("quick_agent")
 def test_a_job_that_cannot_be_asked_for_is_no_obstacle_to_a_run_here(tmp_path: Path) -> None:
     path = make_run(tmp_path / "runs", state="requeued", slurm={"job_id": "7"})
     # A controller that does not answer is waited for; this one is refused at once.

@@ -1,0 +1,1 @@
+"""A folder for PYTHONPATH: `torch.distributed.run` of a torch that has nothing else."""

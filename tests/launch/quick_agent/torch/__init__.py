@@ -1,0 +1,1 @@
+"""No torch: only its agent, for programs that need no torch either."""
