@@ -10,7 +10,7 @@ import yaml
 
 from launcher.runs.manifest import read_manifest
 from tests.config.sweepers import write_plugin
-from tests.conftest import QUICK_AGENT, Result, run_outside
+from tests.conftest import Result, run_outside
 from tests.launch.start_launch import start, wait_for
 
 Launch = Callable[..., Result]
@@ -27,12 +27,11 @@ OWN = ("program=mine", "nproc_per_node=1")
 
 @pytest.fixture
 def plugin(here: Path) -> dict[str, str]:
-    """Variables with which `launch` has the sweeper `halving` and an agent without torch; a program is there."""
+    """Variables with which `launch` has the sweeper `halving`; a program of the test's stands ready."""
     (here / "conf/program").mkdir(parents=True)
     (here / "conf/program/mine.yaml").write_text("command: [mine.py]\nx: 0\n")
     (here / "mine.py").write_text(PROGRAM)
-    variables = write_plugin(here / "plugins")
-    return {**variables, "PYTHONPATH": f"{variables['PYTHONPATH']}:{QUICK_AGENT}"}
+    return write_plugin(here / "plugins")
 
 
 def test_what_is_tried_follows_from_what_came_out(here: Path, plugin: dict[str, str]) -> None:

@@ -80,18 +80,73 @@ REFUSED = {
 """Calls that torch refuses, with its own words."""
 
 
-def test_calls_have_the_workers_that_are_right_for_them(tmp_path: Path) -> None:
-    lines = COUNT + f"note(counts={{call: eval(call).num_workers for call in {[*CALLS]}}})\n"
-    lines += f"note(refused={{call: catch(lambda: eval(call).num_workers) for call in {[*REFUSED]}}})\n"
-    lines += "loader = DataLoader(data)\n"
-    lines += "note(as_is=[loader.pin_memory, loader.persistent_workers, loader.timeout, loader.generator,\n"
-    lines += "            loader.multiprocessing_context, loader.prefetch_factor])\n"
-    notes = read_notes(run_program(tmp_path, lines))
+MADE = (
+    COUNT
+    + f"""
+note(counts={{call: eval(call).num_workers for call in {[*CALLS]}}})
+note(refused={{call: catch(lambda: eval(call).num_workers) for call in {[*REFUSED]}}})
+loader = DataLoader(data)
+note(as_is=[loader.pin_memory, loader.persistent_workers, loader.timeout, loader.generator,
+            loader.multiprocessing_context, loader.prefetch_factor])
+"""
+)
+REMADE = """
+import pickle
+
+def remake(loader):
+    parameters = inspect.signature(type(loader).__init__).parameters
+    changed = {name: value for name, value in vars(loader).items()
+               if name in parameters and parameters[name].default is not value}
+    for name in ("batch_sampler", "sampler", "collate_fn"):
+        changed.pop(name, None)
+    return type(loader)(**changed).num_workers
+
+data = Places()
+made = [DataLoader(data), *(DataLoader(data, num_workers=number) for number in (0, 1)), DataLoader(Lines())]
+spec = inspect.getfullargspec(DataLoader.__init__)
+note(remade=[remake(loader) for loader in made],
+     pickled=[pickle.loads(pickle.dumps(loader)).num_workers for loader in made],
+     named=[DataLoader.__init__.__name__, DataLoader.__init__.__qualname__, DataLoader.__init__.__module__],
+     spec=spec.defaults[spec.args.index("num_workers") - 2],
+     doc=inspect.signature(DataLoader).parameters["num_workers"].default)
+"""
+ITEMS = """
+data = Places(7)
+rows = [row for batch in DataLoader(data, batch_size=2, collate_fn=keep) for row in batch]
+def shuffle(**options):
+    torch.manual_seed(1)
+    loader = DataLoader(TensorDataset(torch.arange(9)), shuffle=True, collate_fn=keep, **options)
+    return [int(batch[0][0]) for batch in loader]
+note(items=dict(order=[row[1] for row in rows], workers=len({row[0] for row in rows} - {os.getpid()}),
+     lines=[int(batch[0]) for batch in DataLoader(Lines(), collate_fn=keep)],
+     same=shuffle() == shuffle(num_workers=0)))
+"""
+
+
+@pytest.fixture(scope="module")
+def notes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """What one program with the plan's default finds, for several tests."""
+    return read_notes(run_program(tmp_path_factory.mktemp("loaders"), MADE + REMADE + ITEMS))
+
+
+def test_calls_have_the_workers_that_are_right_for_them(notes: dict[str, object]) -> None:
     assert notes["counts"] == CALLS
     refused = notes["refused"]
     assert isinstance(refused, dict)
     assert {call: str(said)[: len(REFUSED[call])] for call, said in refused.items()} == REFUSED
     assert notes["as_is"] == [False, False, 0, None, None, 2]
+
+
+def test_the_signature_is_true_so_that_loaders_can_be_made_anew(notes: dict[str, object]) -> None:
+    """Frameworks pass on what differs from the signature's defaults (Lightning), or all (Accelerate)."""
+    assert notes["remade"] == notes["pickled"] == [2, 0, 1, 0]
+    assert notes["named"] == ["__init__", "DataLoader.__init__", "torch.utils.data.dataloader"]
+    assert notes["spec"] == notes["doc"] == 2
+
+
+def test_items_come_once_and_in_order(notes: dict[str, object]) -> None:
+    expected = {"order": list(range(7)), "workers": 2, "lines": list(range(5)), "same": True}
+    assert notes["items"] == expected
 
 
 def test_unless_asked_for_loaders_are_torchs_own(tmp_path: Path) -> None:
@@ -120,50 +175,6 @@ def test_nothing_waits_for_torch_where_nothing_is_asked_for(environ: dict[str, s
     finders = list(sys.meta_path)
     set_worker_default(environ)
     assert sys.meta_path == finders
-
-
-def test_the_signature_is_true_so_that_loaders_can_be_made_anew(tmp_path: Path) -> None:
-    """Frameworks pass on what differs from the signature's defaults (Lightning), or all (Accelerate)."""
-    lines = """
-import pickle
-
-def remake(loader):
-    parameters = inspect.signature(type(loader).__init__).parameters
-    changed = {name: value for name, value in vars(loader).items()
-               if name in parameters and parameters[name].default is not value}
-    for name in ("batch_sampler", "sampler", "collate_fn"):
-        changed.pop(name, None)
-    return type(loader)(**changed).num_workers
-
-data = Places()
-made = [DataLoader(data), *(DataLoader(data, num_workers=number) for number in (0, 1)), DataLoader(Lines())]
-spec = inspect.getfullargspec(DataLoader.__init__)
-note(remade=[remake(loader) for loader in made],
-     pickled=[pickle.loads(pickle.dumps(loader)).num_workers for loader in made],
-     named=[DataLoader.__init__.__name__, DataLoader.__init__.__qualname__, DataLoader.__init__.__module__],
-     spec=spec.defaults[spec.args.index("num_workers") - 2],
-     doc=inspect.signature(DataLoader).parameters["num_workers"].default)
-"""
-    notes = read_notes(run_program(tmp_path, lines))
-    assert notes["remade"] == notes["pickled"] == [2, 0, 1, 0]
-    assert notes["named"] == ["__init__", "DataLoader.__init__", "torch.utils.data.dataloader"]
-    assert notes["spec"] == notes["doc"] == 2
-
-
-def test_items_come_once_and_in_order(tmp_path: Path) -> None:
-    lines = """
-data = Places(7)
-rows = [row for batch in DataLoader(data, batch_size=2, collate_fn=keep) for row in batch]
-def shuffle(**options):
-    torch.manual_seed(1)
-    loader = DataLoader(TensorDataset(torch.arange(9)), shuffle=True, collate_fn=keep, **options)
-    return [int(batch[0][0]) for batch in loader]
-note(order=[row[1] for row in rows], workers=len({row[0] for row in rows} - {os.getpid()}),
-     lines=[int(batch[0]) for batch in DataLoader(Lines(), collate_fn=keep)],
-     same=shuffle() == shuffle(num_workers=0))
-"""
-    notes = read_notes(run_program(tmp_path, lines))
-    assert notes == {"order": list(range(7)), "workers": 2, "lines": list(range(5)), "same": True}
 
 
 CHILDREN = """

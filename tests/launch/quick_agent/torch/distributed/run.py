@@ -1,6 +1,7 @@
 """torchrun's agent of one node without torch, whose import takes 1.5 s of every real start.
 
-For tests that are about something else. It starts the ranks with torchrun's variables and in sessions of
+For tests that are about something else, with ranks that end well or by a signal to `launch`: it does not
+write torchrun's report of a failure. It starts the ranks with torchrun's variables and in sessions of
 their own, ends the others when one fails, starts them again, and passes on the signal that ends it.
 """
 
