@@ -348,22 +348,22 @@ def test_huge_words(launch: Launch, here: Path) -> None:
 def test_an_interrupt_while_reading_the_configuration(
     here: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from launcher.cli import run
+    from launcher.cli import dispatch
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "compose", interrupt)
+    monkeypatch.setattr(dispatch, "compose", interrupt)
     assert launch(DRY).code == 130
 
 
 def test_a_defect_of_ours_is_one_line_that_says_so(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    from launcher.cli import run
+    from launcher.cli import dispatch
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError("of ours")
 
-    monkeypatch.setattr(run, "compose", fail)
+    monkeypatch.setattr(dispatch, "compose", fail)
     launch(DRY).assert_error(70, "internal error", "ZeroDivisionError: of ours", "HYDRA_FULL_ERROR=1")
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     assert "Traceback" in launch(DRY).err

@@ -1,0 +1,100 @@
+"""`run_dir` goes on with an earlier run, `new_run_dir` makes one; nothing changes a configuration afterwards."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launcher.cli import run
+from launcher.config.request import make_request
+from launcher.config.schema import LaunchConfig
+from launcher.launch.job import JobSpec
+from launcher.plan.model import Request
+from tests.conftest import Result
+from tests.specify import specify
+
+Launch = Callable[..., Result]
+
+
+def make_run(here: Path, text: str = "nodes: 1\n") -> Path:
+    path = here / "runs/train/20310203-040506"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text("{}")
+    (path / "config.yaml").write_text(text)
+    return path
+
+
+def test_a_run_that_is_not_there_is_an_error_with_the_nearest(here: Path, launch: Launch) -> None:
+    make_run(here)
+    missing = launch("run_dir=runs/train/20310203-040507", "--", "true")
+    missing.assert_error(
+        2, "did you mean runs/train/20310203-040506?", "new_run_dir=runs/train/20310203-040507"
+    )
+    assert not (here / "runs/train/20310203-040507").exists()
+    launch("run_dir=a", "new_run_dir=b", "--", "true").assert_error(2, "leave one of them out")
+    launch("new_run_dir=runs/train", "--", "true").assert_error(
+        2, "runs/train, of new_run_dir, is there already"
+    )
+
+
+def test_the_settings_that_differ_are_listed_without_secrets(here: Path, launch: Launch) -> None:
+    path = make_run(here)
+    first = specify(["new_run_dir=x", "env.HF_TOKEN=one"], ("true",))
+    (path / "config.yaml").write_text(first.config_text)
+    words = [f"run_dir={path}", "logs.tail=7", "env.HF_TOKEN=two", "dry_run=true"]
+    said = launch(*words, "--", "true").err
+    assert "other settings than those of the earlier start" in said
+    assert "logs.tail 20 -> 7" in said and "two" not in said and "one" not in said.replace("none", "")
+    (path / "config.yaml").write_text("a: &a [*a]\n" * 3)
+    assert "other settings" not in launch(*words, "--", "true").err
+
+
+def test_a_program_of_the_users_own_leaves_nothing_of_the_bundled_one(here: Path) -> None:
+    spec = specify([], ("true",))
+    written = yaml.safe_load(spec.config_text)
+    assert not {"model", "data", "program"} & (written.keys() | spec.choices.keys())
+    assert (spec.config.model, spec.config.data, spec.config.program) == ({}, {}, {})
+    bundled = specify([])
+    assert bundled.choices["model"] == "tiny" and yaml.safe_load(bundled.config_text)["model"]
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (("python", "train.py"), "train"),
+        (("/usr/bin/python3.12", "-u", "-X", "dev", "src/fit.py", "--x"), "fit"),
+        (("python", "-m", "pkg.fit", "x.py"), "fit"),
+        (("python", "-c", "pass"), "python"),
+        (("-m", "pkg.fit"), "fit"),
+        (("./train",), "train"),
+    ],
+)
+def test_a_run_is_named_by_the_script_behind_python(program: tuple[str, ...], name: str) -> None:
+    from launcher.config.run_path import name_run
+
+    assert name_run({}, program) == name
+
+
+def test_nothing_changes_a_resolved_configuration(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a whole start, which `true` takes to its end."""
+    from launcher.cli.main import run_guarded
+
+    specs: list[tuple[JobSpec, JobSpec]] = []
+    make = run.specify_job
+
+    def keep(*args: object, **options: object) -> JobSpec:
+        spec = make(*args, **options)  # type: ignore[arg-type]  # as it was called
+        specs.append((spec, copy.deepcopy(spec)))
+        return spec
+
+    monkeypatch.setattr(run, "specify_job", keep)
+    assert run_guarded(["nproc_per_node=1", "--", "true"]) == 0
+    ((spec, before),) = specs
+    assert spec == before
+
+
+def test_the_defaults_of_a_request_are_the_schemas() -> None:
+    """`launch-rank` by itself has no configuration, and plans with the former."""
+    assert make_request(LaunchConfig(allocator={"expandable_segments": True}), {}) == Request()
