@@ -13,7 +13,7 @@ from launcher.protocol import LAUNCH_SECRETS, name_host
 from launcher.runs.run_directory import RunDir
 from launcher.slurm.attempt import Attempt
 from launcher.slurm.first_node import choose_nodes, run_attempt
-from launcher.slurm.job_request import JobRequest, make_job_request, write_request
+from launcher.slurm.job_request import JobRequest, make_job_request, write_job_request
 from launcher.slurm.node_job import plan_here
 from launcher.slurm.node_step import describe_node_step
 from launcher.slurm.run_states import refuse_run_in_use
@@ -32,13 +32,13 @@ def run_allocation(spec: JobSpec, argv: Sequence[str]) -> int:
         refuse_run_in_use(spec.run_path, submits=False)
     run, _ = prepare_run(spec, argv, hosts)
     request = describe_request(spec, argv)
-    secrets = write_request(request, run.path)
+    secrets = write_job_request(request, run.path)
     carried = {LAUNCH_SECRETS: json.dumps({str(run.path): secrets})} if secrets else {}
     return run_attempt(request, run, {**os.environ, **carried}, requeues=False)
 
 
 def describe_request(spec: JobSpec, argv: Sequence[str]) -> JobRequest:
-    """Return what the nodes are told."""
+    """Return the request that the nodes read."""
     request = make_job_request(spec, argv)
     cluster = replace(request.config.cluster, kind=spec.cluster.kind)
     return replace(request, config=replace(request.config, cluster=cluster))

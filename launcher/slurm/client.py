@@ -1,4 +1,4 @@
-"""SLURM's commands, run with their errors told, and what squeue and sacct know of jobs."""
+"""SLURM's commands, run with their complaints as errors, and what squeue and sacct know of jobs."""
 
 import contextlib
 import os

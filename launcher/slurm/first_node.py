@@ -21,7 +21,7 @@ from launcher.slurm.attempt import Attempt
 from launcher.slurm.attempt_end import StepReport
 from launcher.slurm.attempt_lifecycle import end_attempt, start_attempt
 from launcher.slurm.diagnosis import find_task_ends
-from launcher.slurm.job_request import JobRequest, read_request
+from launcher.slurm.job_request import JobRequest, read_job_request
 from launcher.slurm.node_step import (
     collect_node_records,
     describe_node_step,
@@ -44,7 +44,7 @@ RETRY = 5.0
 
 def run_batch_script(run_path: Path) -> int:
     """Run one attempt of a submitted job and return its exit code; raises LaunchError."""
-    request = read_request(run_path, os.environ)
+    request = read_job_request(run_path, os.environ)
     return run_attempt(request, open_job_run(run_path), os.environ, requeues=True)
 
 

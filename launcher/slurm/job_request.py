@@ -46,7 +46,7 @@ class JobRequest:
 
 
 def make_job_request(spec: "JobSpec", argv: Sequence[str]) -> JobRequest:
-    """Return what the job's processes on the cluster are told."""
+    """Return what the job's processes on the cluster read."""
     return JobRequest(
         config=spec.config,
         choices=spec.choices,
@@ -58,10 +58,10 @@ def make_job_request(spec: "JobSpec", argv: Sequence[str]) -> JobRequest:
     )
 
 
-def write_request(request: JobRequest, run_path: Path) -> dict[str, Any]:
+def write_job_request(request: JobRequest, run_path: Path) -> dict[str, Any]:
     """Write a request into its run directory, and return the values that were left out; raises OSError.
 
-    They are {"config": tree of secrets, "words": list}, empty if there are none: see `read_request`.
+    They are {"config": tree of secrets, "words": list}, empty if there are none: see `read_job_request`.
     LAUNCH_SECRETS carries them: JSON, {run directory: what is returned here}, with the empty name for all the
     runs of a job array. SLURM keeps a job's environment, so the variable is there on every attempt.
     """
@@ -73,7 +73,7 @@ def write_request(request: JobRequest, run_path: Path) -> dict[str, Any]:
     return {key: find_secrets(whole[key], masked[key]) for key in secrets}
 
 
-def read_request(run_path: Path, environ: Mapping[str, str]) -> JobRequest:
+def read_job_request(run_path: Path, environ: Mapping[str, str]) -> JobRequest:
     """Read a run directory's request, with the secrets that the environment carries; raises MachineError."""
     path = run_path / REQUEST_FILE
     try:

@@ -19,7 +19,7 @@ from launcher.runs.node_records import refuse_node, write_node
 from launcher.runs.rank_logs import measure_file
 from launcher.runs.run_directory import RunDir, write_json
 from launcher.slurm.compiler_caches import open_caches
-from launcher.slurm.job_request import JobRequest, read_request
+from launcher.slurm.job_request import JobRequest, read_job_request
 from launcher.slurm.rendezvous import PORT_TAKEN
 from launcher.slurm.slurm_environ import TaskIdentity, drop_task_variables, read_task_identity
 
@@ -30,7 +30,7 @@ RESTARTS = 3
 def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
     """Run this node's part to its end, and return its exit code; raises LaunchError or OSError."""
     task = read_task_identity(environ)
-    request = read_request(run_path, environ)
+    request = read_job_request(run_path, environ)
     enter_directory(request.directory, task.host)
     check_open_files()
     run = RunDir(run_path, task.attempt)

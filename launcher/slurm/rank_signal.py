@@ -32,8 +32,8 @@ def main() -> int:
 def find_rank_pids(job: str, run_id: str) -> list[int]:
     """Return the PIDs of a run's ranks: processes with its variables, whose parents have not got them."""
     # The node's name too: in a cluster of the sandbox's kind several nodes are one machine.
-    told = {"SLURM_JOB_ID": job, "TORCHELASTIC_RUN_ID": run_id, "SLURMD_NODENAME": name_host(os.environ)}
-    wanted = {os.fsencode(f"{name}={value}") for name, value in told.items()}
+    variables = {"SLURM_JOB_ID": job, "TORCHELASTIC_RUN_ID": run_id, "SLURMD_NODENAME": name_host(os.environ)}
+    wanted = {os.fsencode(f"{name}={value}") for name, value in variables.items()}
     parents = dict(list_processes(wanted))
     return [pid for pid, parent in parents.items() if parent not in parents]
 

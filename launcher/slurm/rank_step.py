@@ -107,9 +107,9 @@ class RankStep:
         if number == signal.SIGKILL:
             self.process.send_signal(signal.SIGTERM)
         else:
-            threading.Thread(target=self.signal_ranks, args=(number,), daemon=True).start()
+            threading.Thread(target=self.run_signal_step, args=(number,), daemon=True).start()
 
-    def signal_ranks(self, number: int) -> None:
+    def run_signal_step(self, number: int) -> None:
         """Have each node's ranks sent a signal; if that fails, srun sends a user signal to all."""
         try:
             lines = run_slurm(self.render_signal_step(number), clean_for_step(self.environ))

@@ -28,7 +28,7 @@ from launcher.runs.run_status import explain_outcome
 from launcher.runs.secrets import MASK, is_secret, mask_text, mask_tree, mask_words
 from launcher.slurm.first_node import run_batch_script
 from launcher.slurm.job_control import count_restarts, name_job
-from launcher.slurm.job_request import JobRequest, make_job_request, write_request
+from launcher.slurm.job_request import JobRequest, make_job_request, write_job_request
 from launcher.slurm.notation import parse_gpus
 from launcher.text import escape_text, print_text
 
@@ -90,7 +90,7 @@ def run_standalone(text: str, environ: Mapping[str, str]) -> int:
     data = choose_member(text, environ)
     run = open_standalone_run(Path(data["run_dir"]), environ)
     request = read_document(data, run.path)
-    secrets = write_request(request, run.path)
+    secrets = write_job_request(request, run.path)
     if not run.manifest_path.exists():
         write_private(
             run.path / "config.yaml", yaml.safe_dump(mask_tree(asdict(request.config)), sort_keys=False)
@@ -128,7 +128,7 @@ def choose_member(text: str, environ: Mapping[str, str]) -> dict[str, Any]:
 def open_standalone_run(planned: Path, environ: Mapping[str, str]) -> RunDir:
     """Make the run directory of this job, or open that of its earlier attempts; raises MachineError."""
     try:
-        return open_run_dir(choose_run_path(planned, environ), None)
+        return open_run_dir(choose_job_path(planned, environ), None)
     except OSError as error:
         raise MachineError(
             f"{os.uname().nodename} cannot write the run directory, {error.filename} ({error.strerror}):"
@@ -136,7 +136,7 @@ def open_standalone_run(planned: Path, environ: Mapping[str, str]) -> RunDir:
         ) from None
 
 
-def choose_run_path(planned: Path, environ: Mapping[str, str]) -> Path:
+def choose_job_path(planned: Path, environ: Mapping[str, str]) -> Path:
     """Return the run directory: `job-12`, or `job-12-2` if an earlier cluster had a job of that number."""
     if planned.name != RUN_ID:
         return planned

@@ -22,7 +22,7 @@ from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import RunDir, write_private
 from launcher.slurm.batch_script import SCRIPT, Script, check_syntax, describe_jobs, render_script
 from launcher.slurm.job_options import JobOptions, choose_job_options, explain_refusal
-from launcher.slurm.job_request import REQUEST_FILE, make_job_request, write_request
+from launcher.slurm.job_request import REQUEST_FILE, make_job_request, write_job_request
 from launcher.slurm.run_states import refuse_run_in_use
 from launcher.slurm.slurm_environ import clean_for_sbatch
 from launcher.text import print_text, quote_word
@@ -252,7 +252,7 @@ def stage_run(spec: JobSpec, argv: Sequence[str], origin: Mapping[str, object]) 
     fresh = missing if target else (run.path, *missing)
     staged = StagedRun(run, spec, {}, before, fresh)
     try:
-        secrets = write_request(make_job_request(spec, argv), run.path)
+        secrets = write_job_request(make_job_request(spec, argv), run.path)
         write_manifest(run, {**manifest, **origin, "outcome": {"state": "submitted"}})
     except OSError as error:
         staged.undo()

@@ -10,7 +10,7 @@ import pytest
 from launcher.config.environment_files import read_variables
 from launcher.errors import UsageError
 from launcher.launch.job import JobSpec
-from launcher.slurm.job_request import JobRequest, read_request, write_request
+from launcher.slurm.job_request import JobRequest, read_job_request, write_job_request
 from tests.conftest import Result, run_outside
 from tests.specify import specify
 
@@ -107,12 +107,12 @@ def test_a_submitted_job_takes_the_variables_along_and_writes_no_secret(here: Pa
     write("x.env", "HF_TOKEN=hf-secret\nPLAIN=seen\nDB=postgres://me:pw-secret@db/x\n")
     made = make_spec("env.from_file=x.env")
     request = JobRequest(made.config, {}, None, ("launch",), str(here), 1, 1)
-    secrets = write_request(request, here)
+    secrets = write_job_request(request, here)
     written = (here / "job.json").read_text()
     assert "seen" in written and "secret" not in written
     Path("x.env").unlink()
     carried = {"LAUNCH_SECRETS": json.dumps({"": secrets})}
-    assert read_request(here, carried).config.env == request.config.env
+    assert read_job_request(here, carried).config.env == request.config.env
     assert request.config.env["HF_TOKEN"] == "hf-secret"
 
 

@@ -14,7 +14,7 @@ from launcher.rank.rank_record import shorten_text
 from launcher.runs.manifest import describe_start
 from launcher.runs.run_directory import RunDir
 from launcher.runs.secrets import MASK, mask_tree, mask_variables, mask_words
-from launcher.slurm.job_request import JobRequest, read_request, write_request
+from launcher.slurm.job_request import JobRequest, read_job_request, write_job_request
 from launcher.text import escape_text, join_words, quote_word, tame_text
 from tests.fuzzing import CONTROL, FUZZ, assert_harmless, texts
 from tests.runs.test_secrets import TOKENS
@@ -86,11 +86,11 @@ def test_no_secret_is_written_and_all_arrive(
     with tempfile.TemporaryDirectory() as folder:
         config = LaunchConfig(env={"A": own[0]}, program={"command": [*words, 3], "x": {"y": words}})
         request = JobRequest(config, {}, tuple(words), tuple(mask_words(words)), folder, 1, 1)
-        carried = write_request(request, Path(folder))
+        carried = write_job_request(request, Path(folder))
         manifest = json.dumps(describe_start(RunDir(Path(folder)), words, {}))
         written = (Path(folder) / "job.json").read_text()
         environ = {LAUNCH_SECRETS: json.dumps({folder: carried})}
-        assert read_request(Path(folder), environ) == request
+        assert read_job_request(Path(folder), environ) == request
     tree = json.dumps(mask_tree({"a": words, "b": [*words, 1]}))
     for text in (written, manifest, tree, *mask_words(words)):
         assert secret not in text, text

@@ -17,7 +17,7 @@ from launcher.plan.planner import plan
 from launcher.runs.node_records import read_nodes
 from launcher.runs.run_records import read_run
 from launcher.slurm.compiler_caches import CACHES, PREFIX, open_caches, remove_leftovers
-from launcher.slurm.job_request import JobRequest, write_request
+from launcher.slurm.job_request import JobRequest, write_job_request
 from tests.conftest import clean_environ
 from tests.plan.lab_machines import convert, load
 from tests.specify import specify
@@ -103,7 +103,7 @@ def start_task(folder: Path, *words: str) -> Iterator["subprocess.Popen[bytes]"]
     (folder / "show.py").write_text(SHOW)
     program = (str(folder / "show.py"), *words)
     config = specify(["nproc_per_node=2"], program, run_dir=run).config
-    write_request(JobRequest(config, {}, program, ("launch",), str(folder), 1, 1), run)
+    write_job_request(JobRequest(config, {}, program, ("launch",), str(folder), 1, 1), run)
     told = {"SLURMD_NODENAME": "localhost", "SLURM_JOB_ID": "47", "TMPDIR": str(folder / "tmp")}
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "launcher.slurm.task", str(run)],

@@ -10,7 +10,7 @@ from launcher.config.composition import compose, resolve
 from launcher.config.search_path import find_sources
 from launcher.errors import MachineError
 from launcher.protocol import LAUNCH_SECRETS
-from launcher.slurm.job_request import JobRequest, find_secrets, put_back, read_request, write_request
+from launcher.slurm.job_request import JobRequest, find_secrets, put_back, read_job_request, write_job_request
 
 WORDS = ("train.py", "--name", "a b\n$(c) 'é\"", "--api-key", "word-secret", "--token=part-secret")
 OVERRIDES = [
@@ -30,13 +30,13 @@ def request_made() -> JobRequest:
 
 
 def test_a_request_comes_back_as_it_was(request_made: JobRequest, tmp_path: Path) -> None:
-    left_out = write_request(request_made, tmp_path)
+    left_out = write_job_request(request_made, tmp_path)
     environ = {LAUNCH_SECRETS: json.dumps({str(tmp_path): left_out})}
-    assert read_request(tmp_path, environ) == request_made
+    assert read_job_request(tmp_path, environ) == request_made
 
 
 def test_no_secret_is_written(request_made: JobRequest, tmp_path: Path) -> None:
-    write_request(request_made, tmp_path)
+    write_job_request(request_made, tmp_path)
     text = (tmp_path / "job.json").read_text()
     assert "secret" not in text and "HF_TOKEN" in text
     assert (tmp_path / "job.json").stat().st_mode & 0o777 == 0o600
@@ -45,13 +45,13 @@ def test_no_secret_is_written(request_made: JobRequest, tmp_path: Path) -> None:
 def test_without_secrets_nothing_has_to_be_carried(request_made: JobRequest, tmp_path: Path) -> None:
     config = replace(request_made.config, env={"A": "1"}, program={"steps": 3})
     plain = replace(request_made, config=config, words=None)
-    assert write_request(plain, tmp_path) == {}
-    assert read_request(tmp_path, {}) == plain
+    assert write_job_request(plain, tmp_path) == {}
+    assert read_job_request(tmp_path, {}) == plain
 
 
 def test_secrets_of_another_run_are_not_taken(request_made: JobRequest, tmp_path: Path) -> None:
-    left_out = write_request(request_made, tmp_path)
-    found = read_request(tmp_path, {LAUNCH_SECRETS: json.dumps({"/elsewhere": left_out})})
+    left_out = write_job_request(request_made, tmp_path)
+    found = read_job_request(tmp_path, {LAUNCH_SECRETS: json.dumps({"/elsewhere": left_out})})
     assert found.config.env == {"HF_TOKEN": "***", "A": "1"}
 
 
@@ -60,7 +60,7 @@ def test_a_request_that_cannot_be_read_names_the_file(tmp_path: Path, text: str 
     if text is not None:
         (tmp_path / "job.json").write_text(text)
     with pytest.raises(MachineError, match=r"job\.json cannot be read on .*: is the run directory on a"):
-        read_request(tmp_path, {})
+        read_job_request(tmp_path, {})
 
 
 @pytest.mark.parametrize(

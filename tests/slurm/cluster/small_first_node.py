@@ -14,7 +14,7 @@ from launcher.runs.node_records import read_nodes
 from launcher.runs.run_directory import open_run_dir
 from launcher.slurm.attempt_end import StepReport
 from launcher.slurm.attempt_lifecycle import AttemptRefusedError, end_attempt, prepare_for_kill, start_attempt
-from launcher.slurm.job_request import read_request
+from launcher.slurm.job_request import read_job_request
 from launcher.slurm.notation import expand_hosts
 from launcher.slurm.slurm_environ import clean_for_step
 from launcher.text import set_up_logging
@@ -26,7 +26,7 @@ got: list[tuple[int, float]] = []
 for number in (signal.SIGTERM, signal.SIGUSR2):
     signal.signal(number, lambda found, _: got.append((found, time.time())))
 try:
-    attempt = start_attempt(read_request(run.path, os.environ), run, os.environ, hosts)
+    attempt = start_attempt(read_job_request(run.path, os.environ), run, os.environ, hosts)
 except AttemptRefusedError as error:
     sys.stderr.write(f"launch: error: {error}\n")
     sys.exit(error.exit_code)

@@ -12,7 +12,7 @@ import pytest
 from launcher.config.schema import ClusterConfig, LaunchConfig, ProgressConfig, RequeueConfig
 from launcher.runs.manifest import describe_start, write_manifest
 from launcher.runs.run_directory import open_run_dir
-from launcher.slurm.job_request import JobRequest, write_request
+from launcher.slurm.job_request import JobRequest, write_job_request
 from tests.launch.start_launch import wait_for
 from tests.slurm.cluster.conftest import Sandbox
 
@@ -81,7 +81,7 @@ def submit(sandbox: Sandbox, tmp_path: Path) -> Submit:
             progress=ProgressConfig(["elsewhere/*"]),
         )
         request = JobRequest(config, {}, ("program",), ("launch", "x"), str(tmp_path), 2, 2)
-        write_request(request, run.path)
+        write_job_request(request, run.path)
         (run.path / "acts.json").write_text(json.dumps(acts))
         manifest = describe_start(run, ["launch", "x"], {})
         write_manifest(run, {**manifest, "outcome": {"state": "submitted"}, "slurm": {"job_id": None}})
