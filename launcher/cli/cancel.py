@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.cli.choose_runs import choose_named
-from launcher.config.schema import LaunchConfig
+from launcher.cli.verbs import VerbCall
 from launcher.errors import EXIT_MACHINE, MachineError, SchedulerError, UsageError
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.runs.manifest import OPEN, read_manifest, stamp_time, take_dict, write_manifest
@@ -32,12 +32,13 @@ EXIT_DECLINED = 1
 """Exit code if the user answers no."""
 
 
-def cancel_runs(config: LaunchConfig, names: Sequence[str]) -> int:
+def cancel_runs(call: VerbCall) -> int:
     """Cancel runs; return 0 if all of them have ended, 1 if the user answers no, 3 if one is still ending.
 
     Raises UsageError for unknown runs and where nobody can be asked, MachineError for another host's, and
     SchedulerError where SLURM refuses.
     """
+    config, names = call.config, call.names
     if not names:
         raise UsageError("cancel which run? `launch status` lists them: launch cancel NAME/ID")
     standing = find_run_states(choose_named(config, names), own=True)

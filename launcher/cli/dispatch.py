@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from launcher.cli.arguments import Command
 from launcher.cli.run import name_files, run_job
 from launcher.cli.unused_settings import warn_elsewhere
+from launcher.cli.verbs import VerbCall, load_verb, takes_runs
 from launcher.config.cluster import pet_overrides
 from launcher.config.composition import Composed, compose, resolve
 from launcher.config.environment_files import fill_env, read_env_files
@@ -51,9 +52,9 @@ def run_composed(composed: Composed, command: Command, argv: Sequence[str]) -> i
 
         return tune_program(composed, command.names, command.program, argv)
     name_files(composed.own_files)
-    if command.verb in ("plan", "topo", "doctor"):
-        return show_machine(composed, command)
-    return show_runs(resolve(composed), command)
+    if takes_runs(command.verb):
+        return show_runs(resolve(composed), command)
+    return show_machine(composed, command)
 
 
 def show_machine(composed: Composed, command: Command) -> int:
@@ -65,30 +66,11 @@ def show_machine(composed: Composed, command: Command) -> int:
     checks = TOPO_CHECKS if command.verb == "topo" else PLAN_CHECKS
     validate(Context(config, f"launch {command.verb}", composed.given), checks)
     environ = {**os.environ, **config.env}
-    if command.verb == "topo":
-        from launcher.cli.topo import show_topo
-
-        return show_topo(config, environ)
-    if command.verb == "doctor":
-        from launcher.cli.doctor import show_checkup
-
-        return show_checkup(config, environ)
-    from launcher.cli.plan import show_plan
-
-    return show_plan(config, environ, composed.given, command.program or ())
+    call = VerbCall(config, environ, program=command.program or (), given=composed.given)
+    return load_verb(command.verb)(call)
 
 
 def show_runs(config: LaunchConfig, command: Command) -> int:
     """Run a verb for runs that there are."""
     validate(Context(config, f"launch {command.verb}"), (check_output_files,))
-    if command.verb == "status":
-        from launcher.cli.status import show_status
-
-        return show_status(config, command.names)
-    if command.verb == "logs":
-        from launcher.cli.logs import show_logs
-
-        return show_logs(config, command.names)
-    from launcher.cli.cancel import cancel_runs
-
-    return cancel_runs(config, command.names)
+    return load_verb(command.verb)(VerbCall(config, os.environ, command.names))

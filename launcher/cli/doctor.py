@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from launcher.cli.plan import plan_node
+from launcher.cli.verbs import VerbCall
 from launcher.config.run_path import EMPTY_PATH
 from launcher.config.schema import LaunchConfig
 from launcher.doctor.checkup import choose_exit_code, run_checks
@@ -32,8 +33,9 @@ PATIENCE = 30
 """Seconds that a trial of the shim may take."""
 
 
-def show_checkup(config: LaunchConfig, environ: Mapping[str, str]) -> int:
+def show_checkup(call: VerbCall) -> int:
     """Print the findings; return 1 where one is an error or a warning, else 0."""
+    config, environ = call.config, call.environ
     # A placement that falls short is a finding here.
     config = replace(config, binding=replace(config.binding, strict=False))
     plan = plan_node(config, environ)

@@ -4,12 +4,12 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.cli.choose_runs import choose_one
-from launcher.config.schema import LaunchConfig
+from launcher.cli.verbs import VerbCall
 from launcher.config.validation import check_least
 from launcher.errors import UsageError
 from launcher.report.byte_stream import open_stream
@@ -32,8 +32,9 @@ NETWORK_SECONDS = 3.0
 """Seconds that a network filesystem has to show the last lines of a job on other machines."""
 
 
-def show_logs(config: LaunchConfig, names: Sequence[str]) -> int:
+def show_logs(call: VerbCall) -> int:
     """Print the output of a run's last attempt, or follow it; returns 0. Raises UsageError."""
+    config, names = call.config, call.names
     path = choose_one(config, names, "logs")
     check_least("rank", 0 if config.rank is None else config.rank, 0)
     check_least("logs.tail", config.logs.tail, 1)

@@ -2,11 +2,12 @@
 
 import json
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from launcher.cli.allocator_check import find_words, settle_allocator, unset_settings
 from launcher.cli.unused_settings import warn_overruled
+from launcher.cli.verbs import VerbCall
 from launcher.config.request import load_snapshot, make_request
 from launcher.config.schema import LaunchConfig, MachineConfig
 from launcher.errors import UsageError
@@ -15,15 +16,11 @@ from launcher.plan.planner import plan
 from launcher.probe.malloc_library import locate_malloc
 
 
-def show_plan(
-    config: LaunchConfig, environ: Mapping[str, str], given: Collection[str], program: Sequence[str]
-) -> int:
-    """Print the plan to stdout, as a table or as JSON.
-
-    `given` are the command line's keys, and `program` what stands after `--`.
-    """
+def show_plan(call: VerbCall) -> int:
+    """Print the plan to stdout, as a table or as JSON; return 0."""
+    config, environ, given = call.config, call.environ, call.given
     warn_overruled(environ, given)
-    left_out = settle_allocator(config, program or find_words(config), environ, given)
+    left_out = settle_allocator(config, call.program or find_words(config), environ, given)
     made = plan_node(unset_settings(config, left_out), environ)
     if config.format == "json":
         from launcher.plan.json_form import plan_to_json

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from launcher.cli.choose_runs import choose_named
+from launcher.cli.verbs import VerbCall
 from launcher.config.schema import LaunchConfig
 from launcher.config.validation import FORMATS, check_choice
 from launcher.runs.run_lookup import list_runs
@@ -28,8 +29,9 @@ MOST_RUNS = 1000
 """Newest runs that are looked through for those."""
 
 
-def show_status(config: LaunchConfig, names: Sequence[str]) -> int:
+def show_status(call: VerbCall) -> int:
     """Print how the named runs stand, or the newest ones; returns 0. Raises UsageError for an unknown one."""
+    config, names = call.config, call.names
     check_choice("format", config.format, FORMATS)
     paths = choose_named(config, names) if names else choose_newest(Path(config.runs_dir))
     standing = find_run_states(paths)

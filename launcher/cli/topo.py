@@ -11,6 +11,7 @@ from pathlib import Path
 
 from launcher.cli.output_files import check_snapshot, check_target, write_file
 from launcher.cli.plan import plan_node, read_machine
+from launcher.cli.verbs import VerbCall
 from launcher.config.overrides import quote_value
 from launcher.config.schema import LaunchConfig
 from launcher.errors import UsageError
@@ -25,11 +26,12 @@ SIMPLE = re.compile(r"[\w./ -]+")
 """Names that an override takes as they are."""
 
 
-def show_topo(config: LaunchConfig, environ: Mapping[str, str]) -> int:
+def show_topo(call: VerbCall) -> int:
     """Print the machine to stdout, or write the files that were asked for; return 0.
 
     Raises UsageError or MachineError. Messages go to stderr, so that stdout holds the JSON alone.
     """
+    config, environ = call.config, call.environ
     ending = check_ending(config.image)
     if config.save is not None:
         check_target("save", config.save)

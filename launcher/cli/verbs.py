@@ -1,9 +1,13 @@
 """The verbs: a line for each here, and a file of its name beside this one, which ends with its help."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from launcher.config.schema import LaunchConfig
 
 
 class Takes(Enum):
@@ -16,9 +20,24 @@ class Takes(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class VerbCall:
+    """What a verb is called with."""
+
+    config: "LaunchConfig"
+    environ: Mapping[str, str]
+    """The environment, for verbs of the machine with the variables that ranks would have."""
+    names: Sequence[str] = ()
+    program: Sequence[str] = ()
+    given: Collection[str] = ()
+    """Keys that the command line sets."""
+
+
+@dataclass(frozen=True, slots=True)
 class Verb:
     """A word that may stand first on the command line."""
 
+    function: str
+    """In the verb's file; it takes a VerbCall and returns the exit code (tune's is called as a run is)."""
     summary: str
     takes: Takes = Takes.NOTHING
     keys: tuple[str, ...] = ()
@@ -28,23 +47,37 @@ class Verb:
 
 
 VERBS: Mapping[str, Verb] = {
-    "plan": Verb("show placement and variables, start nothing; explain=true says why", Takes.PROGRAM),
-    "topo": Verb("show the machine, and what this job may use of it"),
-    "doctor": Verb("look for what slows jobs down here, and compare the last run with its plan"),
+    "plan": Verb(
+        "show_plan", "show placement and variables, start nothing; explain=true says why", Takes.PROGRAM
+    ),
+    "topo": Verb("show_topo", "show the machine, and what this job may use of it"),
+    "doctor": Verb(
+        "show_checkup", "look for what slows jobs down here, and compare the last run with its plan"
+    ),
     "tune": Verb(
+        "tune_program",
         "find the number of DataLoader workers that a program is fastest with",
         Takes.PROGRAM,
         subjects=("dataloader",),
     ),
     "status": Verb(
-        "show how runs stand: state, nodes, step, last line", Takes.RUNS, ("format=", "runs_dir=")
+        "show_status",
+        "show how runs stand: state, nodes, step, last line",
+        Takes.RUNS,
+        ("format=", "runs_dir="),
     ),
     "logs": Verb(
+        "show_logs",
         "print what a run's ranks have printed; -f goes on to its end, rank=3 is that rank alone",
         Takes.RUNS,
         ("-f", "rank=", "logs.tail=", "runs_dir="),
     ),
-    "cancel": Verb("end runs, in SLURM's queue or here, after asking", Takes.RUNS, ("yes=true", "runs_dir=")),
+    "cancel": Verb(
+        "cancel_runs",
+        "end runs, in SLURM's queue or here, after asking",
+        Takes.RUNS,
+        ("yes=true", "runs_dir="),
+    ),
 }
 """Without one of these words at its beginning, a command line runs a job."""
 
@@ -57,6 +90,12 @@ def takes_runs(verb: str) -> bool:
 def takes_program(verb: str) -> bool:
     """Tell whether a verb, or `run`, has a use for a program."""
     return verb not in VERBS or VERBS[verb].takes is Takes.PROGRAM
+
+
+def load_verb(verb: str) -> Callable[[VerbCall], int]:
+    """Return what a verb does, from its file."""
+    function: Callable[[VerbCall], int] = getattr(import_module(f"launcher.cli.{verb}"), VERBS[verb].function)
+    return function
 
 
 def load_help(verb: str) -> str:
