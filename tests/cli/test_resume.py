@@ -1,4 +1,4 @@
-"""`run_dir` goes on with an earlier run, `new_run_dir` makes one; nothing changes a configuration afterwards."""
+"""`run_dir` goes on with an earlier run, `new_run_dir` makes one; nothing changes a configuration later."""
 
 import copy
 from collections.abc import Callable
