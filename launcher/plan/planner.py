@@ -13,7 +13,7 @@ from launcher.plan.nic_choice import assign_nics
 from launcher.plan.numa_assignment import assign_ranks
 from launcher.plan.rank_settings import NodePlacement, build_rank_plan, choose_memory
 from launcher.plan.rules import DEVICES, count_rank_cores
-from launcher.plan.usable_cores import build_topology
+from launcher.plan.usable_cores import Topology, build_topology
 from launcher.plan.visible_devices import resolve_visible, spread_devices
 from launcher.plan.warnings import find_advice, find_shortfalls
 from launcher.plan.workers_and_threads import (
@@ -40,21 +40,11 @@ def plan(machine: Machine, request: Request) -> Plan:
     gpus = distribute_gpus(
         request.nproc_per_node or len(visible.devices) or len(topology.cores), visible.devices
     )
-    each = count_rank_cores(count_requested_workers(request)) if request.binding == "exclusive" else 0
-    assignment = assign_ranks(topology, gpus, each)
-    placements = place_ranks(request.binding, topology, assignment)
-    memories = [
-        choose_memory(machine, topology, placement.node, local_nodes)
-        for placement, local_nodes in zip(placements, assignment.local_nodes_by_rank, strict=True)
-    ]
-    links = assign_nics(machine, topology, gpus, assignment.nodes, environ)
-    placed = NodePlacement(
-        machine, topology, request.binding, gpus, assignment.local_nodes_by_rank, placements, memories, links
-    )
+    placed = place_node(machine, request, topology, gpus)
     shortfalls = find_shortfalls(request, placed)
     if request.strict and shortfalls:
         raise MachineError(shortfalls[0])
-    cores = count_cores(topology, placements)
+    cores = count_cores(topology, placed.placements)
     within = limit_cores(cores, machine.limits.cpus)
     budget = budget_workers(request, machine, within)
     gpu_variables = [
@@ -73,6 +63,23 @@ def plan(machine: Machine, request: Request) -> Plan:
         *find_worker_shortages(request, budget, within),
     )
     return Plan(machine, ranks, (*machine.warnings, *visible.warnings, *advice, *shortfalls))
+
+
+def place_node(
+    machine: Machine, request: Request, topology: Topology, gpus: Sequence[Gpu | None]
+) -> NodePlacement:
+    """Decide CPU sets, memory and NIC of each rank; `gpus` are those of the ranks."""
+    each = count_rank_cores(count_requested_workers(request)) if request.binding == "exclusive" else 0
+    assignment = assign_ranks(topology, gpus, each)
+    placements = place_ranks(request.binding, topology, assignment)
+    memories = [
+        choose_memory(machine, topology, placement.node, local_nodes)
+        for placement, local_nodes in zip(placements, assignment.local_nodes_by_rank, strict=True)
+    ]
+    links = assign_nics(machine, topology, gpus, assignment.nodes, dict(request.environ))
+    return NodePlacement(
+        machine, topology, request.binding, gpus, assignment.local_nodes_by_rank, placements, memories, links
+    )
 
 
 def check_request(request: Request) -> None:
