@@ -78,7 +78,7 @@ def run_outside(
     cwd: Path,
     env: Mapping[str, str] | None = None,
     *,
-    timeout: float = 60,
+    timeout: float = 120,
     **options: object,
 ) -> Result:
     """Run a command line as a process of its own."""

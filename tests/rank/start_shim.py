@@ -46,7 +46,7 @@ def run_shim(
         env=environ,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         preexec_fn=preexec,
         check=False,
     )
