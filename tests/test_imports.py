@@ -84,9 +84,7 @@ ONE_PACKAGE = {
     "numpy": {"programs"},
 }
 """Heavy packages and the packages of ours that may know them."""
-PENDING: set[tuple[str, str]] = {
-    ("config/sweep_trials.py", "launcher.runs.objective"),
-}
+PENDING: set[tuple[str, str]] = set()
 """Imports that still have to go."""
 
 

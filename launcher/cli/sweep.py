@@ -84,6 +84,7 @@ def submit_all(specs: Sequence[JobSpec], composed: Sequence[Composed], argv: Seq
 def run_plugin(multirun: Multirun, command: Command, argv: Sequence[str]) -> int:
     """Run the trials that a plugin of Hydra's asks for; raises LaunchError."""
     from launcher.config.sweep_trials import run_trials
+    from launcher.runs.objective import read_objective
 
     what = f"hydra/sweeper={multirun.settings.sweeper} chooses trials by the results of runs"
     if command.verb != "run":
@@ -91,7 +92,7 @@ def run_plugin(multirun: Multirun, command: Command, argv: Sequence[str]) -> int
     if multirun.tree is not None and multirun.tree.dry_run:
         raise UsageError(f"{what}, and dry_run=true starts none: leave one of them out")
     name_sweeper(multirun)
-    return run_trials(multirun, lambda batch: run_batch(batch, command, argv))
+    return run_trials(multirun, lambda batch: run_batch(batch, command, argv), read_objective)
 
 
 def name_sweeper(multirun: Multirun) -> None:

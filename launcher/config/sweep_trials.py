@@ -17,14 +17,13 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 
-from launcher.config.composition import Composed, compose, open_hydra, resolve
+from launcher.config.composition import Composed, compose, open_hydra, read_values
 from launcher.config.hydra_settings import apply_settings
 from launcher.config.multirun import Multirun
 from launcher.config.overrides import quote_value
 from launcher.config.suggestions import shorten_message
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.files import open_own
-from launcher.runs.objective import ObjectiveError, read_objective
 from launcher.runs.secrets import mask_words
 from launcher.text import tame_text
 
@@ -64,6 +63,8 @@ class Trials:
     """Trial N runs in folder/N; the sweeper's own files are beside these."""
     run: Callable[[Sequence[Composed]], Iterator[int]]
     """Runs configurations, and gives their exit codes as they end."""
+    read_objective: Callable[[Path, str], object]
+    """Returns the objective of a run directory, by the value of `objective`; raises ValueError."""
     fixed: Mapping[str, str]
     """Overrides without a sweep, by their keys: as given, since sweepers write them in ways of their own."""
     defect: BaseException | None = None
@@ -99,22 +100,29 @@ class Trials:
         failure = TrialError(f"trial {number} failed with exit code {code}", code)
         if not code:
             try:
-                objective = read_objective(self.folder / str(number), resolve(composed).objective)
+                objective = self.read_objective(
+                    self.folder / str(number), str(read_values(composed, ("objective",))["objective"])
+                )
                 logger.info(f"trial {number}: objective {objective}")
                 return JobStatus.COMPLETED, objective
-            except ObjectiveError as error:
+            except ValueError as error:
                 failure = TrialError(f"trial {number}: {error}", UsageError.exit_code)
         logger.info(str(failure))
         return JobStatus.FAILED, failure
 
 
-def run_trials(multirun: Multirun, run: Callable[[Sequence[Composed]], Iterator[int]]) -> int:
+def run_trials(
+    multirun: Multirun,
+    run: Callable[[Sequence[Composed]], Iterator[int]],
+    read_objective: Callable[[Path, str], object],
+) -> int:
     """Let the sweeper run its trials, and return 0; raises LaunchError.
 
-    `run` runs configurations, and gives their exit codes as they end.
+    `run` runs configurations, and gives their exit codes as they end. `read_objective` returns the objective
+    of a run directory; it raises ValueError.
     """
     folder = make_folder(multirun)
-    trials = Trials(multirun, folder, run, find_fixed(multirun))
+    trials = Trials(multirun, folder, run, read_objective, find_fixed(multirun))
     logger.info(f"the trials of hydra/sweeper={multirun.settings.sweeper} go to {folder}")
     show_logs(verbose=multirun.settings.verbose)
     node = {"_target_": "hydra_plugins.launch.TrialLauncher"}
