@@ -125,7 +125,7 @@ class RankStep:
             logger.info(f"{name_signal(number)} not sent: {ranks} no handler for it")
 
     def render_signal_step(self, number: int) -> tuple[str, ...]:
-        """Return the words of the step that sends a signal: a task on each node, outside of any container."""
+        """Return the argv of the step that sends a signal: a task on each node, outside of any container."""
         job = self.environ.get("SLURM_JOB_ID", "")
         command = (
             sys.executable,
@@ -136,7 +136,7 @@ class RankStep:
             job,
             self.run_id,
         )
-        torchrun = Step(
+        step = Step(
             self.spec.nodes,
             self.spec.nodelist,
             elastic=True,
@@ -144,7 +144,7 @@ class RankStep:
             command=command,
             options={"input": "none", "gres": "none"},
         )
-        return render_step(torchrun)
+        return render_step(step)
 
     def close(self) -> None:
         """Read and show the rest, after srun's end."""
@@ -204,13 +204,13 @@ def start_ranks(job: RankJob, step: Step, endpoint: str) -> RankStep:
     """
     config = job.request.config
     environ = {**job.environ, **config.env}
-    srun_report = build_rank_variables(job, endpoint)
+    variables = build_rank_variables(job, endpoint)
     node_request = request_to_json(make_request(config, environ), config.machine.root)
     step = replace(step, command=render_rank_command(job.request, environ))
-    process = open_srun(render_ranks(step, job.ranks), build_srun_environ(environ, srun_report, node_request))
+    process = open_srun(render_ranks(step, job.ranks), build_srun_environ(environ, variables, node_request))
     viewer = make_step_viewer(job)
     codes = config.cluster.requeue.exit_codes
-    return RankStep(process, viewer, job, step, srun_report[LAUNCH_RDZV_ID], job.environ, codes)
+    return RankStep(process, viewer, job, step, variables[LAUNCH_RDZV_ID], job.environ, codes)
 
 
 def render_rank_command(request: JobRequest, environ: Mapping[str, str]) -> tuple[str, ...]:

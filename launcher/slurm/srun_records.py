@@ -76,10 +76,10 @@ def list_ends(step: RankStepEnd) -> Iterator[RankEnd]:
     Of ranks that one line tells of, the one comes first whose log fell silent first: the others' last words
     are those on the loss of their peer.
     """
-    for srun_report, end in step.srun_report.ends:
+    for at, end in step.srun_report.ends:
         silent = sorted((find_silence(step.run, rank), rank) for rank in end.tasks)
-        for place, (_, rank) in enumerate(silent):
-            yield RankEnd(rank, srun_report + place * INSTANT, end.exitcode, end.memory)
+        for position, (_, rank) in enumerate(silent):
+            yield RankEnd(rank, at + position * INSTANT, end.exitcode, end.memory)
 
 
 def find_silence(run: RunDir, rank: int) -> float:

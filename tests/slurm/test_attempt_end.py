@@ -114,15 +114,13 @@ def test_a_signal_from_outside_in_words(tmp_path: Path, capsys: pytest.CaptureFi
     attempt = begin(tmp_path, make_request(stopped=0))
     records = (clean("n1", (2, 5.0), (3, 5.0)), record("n0", "failed", 1, fail(0, 6.0, 1, LOST)))
     assert end_attempt(attempt, replace(end(*records), signalled=SIGNALLED_N1)) == 143
-    srun_report = "n1 got SIGTERM from outside: neither launch nor SLURM's queue sent it"
+    message = "n1 got SIGTERM from outside: neither launch nor SLURM's queue sent it"
     why = "stopped from outside: not requeued (cluster.requeue.stopped=0)"
     stderr = capsys.readouterr().err
-    assert (
-        stderr.startswith(f"launch: {srun_report}\nlaunch: attempt 1 ended: {why}\n") and "rank" not in stderr
-    )
+    assert stderr.startswith(f"launch: {message}\nlaunch: attempt 1 ended: {why}\n") and "rank" not in stderr
     outcome = read(tmp_path)["outcome"]
     assert (outcome["state"], outcome["cause"], outcome["exit_code"]) == ("failed", "stopped", 143)
-    assert outcome["reason"] == f"{srun_report}; {why}" and outcome["first_failure"] is None
+    assert outcome["reason"] == f"{message}; {why}" and outcome["first_failure"] is None
 
 
 def test_a_rank_that_asks_for_another_start_in_words(
