@@ -81,7 +81,7 @@ def list_names(settings: Mapping[str, str], environ: Mapping[str, str]) -> Itera
 
 
 def find_torch(config: LaunchConfig, environ: Mapping[str, str]) -> str | None:
-    """Return the version of the ranks' torch; None where they have another Python, or there is none."""
+    """Return the version of the ranks' torch; None if they have another Python or no torch."""
     own = environ.get("PYTHON_EXEC", sys.executable) == sys.executable and not config.cluster.container.image
     return read_torch_version() if own else None
 
@@ -99,7 +99,7 @@ def is_contained(config: LaunchConfig) -> bool:
 
 
 def find_words(config: LaunchConfig) -> tuple[str, ...]:
-    """Return the words of the configured program, where there is one that makes sense."""
+    """Return the argv of the configured program; empty if it is not valid."""
     try:
         return render_program(config.program, {"model": config.model, "data": config.data})
     except UsageError:

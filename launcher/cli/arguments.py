@@ -1,4 +1,4 @@
-"""The command line, taken apart: verb, overrides, program; and what is no word of ours."""
+"""Splits the command line into verb, overrides and program."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command line, taken apart."""
+    """A command line's parts."""
 
     verb: str
     words: tuple[str, ...]

@@ -35,8 +35,8 @@ EXIT_DECLINED = 1
 def cancel_runs(call: VerbCall) -> int:
     """Cancel runs; return 0 if all of them have ended, 1 if the user answers no, 3 if one is still ending.
 
-    Raises UsageError for unknown runs and where nobody can be asked, MachineError for another host's, and
-    SchedulerError where SLURM refuses.
+    Raises UsageError for unknown runs and if there is nobody to ask, MachineError for another host's, and
+    SchedulerError if SLURM refuses.
     """
     config, names = call.config, call.names
     if not names:
@@ -80,7 +80,7 @@ def check_cancellable(run: RunStatus) -> None:
 def open_launch(run: RunStatus) -> int:
     """Return a pidfd of the `launch` that a local run hangs on.
 
-    Raises ProcessLookupError where it is gone, and MachineError where the process is no launch of this run.
+    Raises ProcessLookupError if it is gone, and MachineError if the process is no launch of this run.
     """
     try:
         return open_process(run.process, Path(run.path))

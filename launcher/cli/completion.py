@@ -71,7 +71,7 @@ SCRIPTS = {
     "uninstall=zsh": "compdef -d launch\nunfunction _launch_complete\n",
     "uninstall=fish": "complete -e -c launch\nfunctions -e _launch_complete\n",
 }
-"""What a shell evaluates. Where there are no answers, as for a program's arguments, it offers files."""
+"""What a shell evaluates. If there are no answers, as for a program's arguments, it offers files."""
 QUERIES = ("query=bash", "query=zsh", "query=fish")
 PLAIN = re.compile(r"[\w@%+=:,./~\[\]{}-]+")
 """Answers that a shell takes as they are; bash would expand `$(…)` in a value of somebody's conf/."""

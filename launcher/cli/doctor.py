@@ -34,7 +34,7 @@ PATIENCE = 30
 
 
 def show_checkup(call: VerbCall) -> int:
-    """Print the findings; return 1 where one is an error or a warning, else 0."""
+    """Print the findings; return 1 if one is an error or a warning, else 0."""
     config, environ = call.config, call.environ
     # A placement that falls short is a finding here.
     config = replace(config, binding=replace(config.binding, strict=False))
@@ -61,7 +61,7 @@ def show_checkup(call: VerbCall) -> int:
 
 
 def find_run(config: LaunchConfig, here: bool) -> tuple[RunRecords | None, str]:
-    """Return the run to compare, or why there is none; raises UsageError where the named one is no run."""
+    """Return the run to compare, or why there is none; raises UsageError if the named one is no run."""
     if config.run_dir is not None:
         if not config.run_dir:
             raise UsageError(EMPTY_PATH.format("run_dir"))

@@ -109,7 +109,7 @@ def print_full_help() -> int:
 
 
 def find_readable() -> Sources:
-    """Return the usual sources, the shipped ones alone where ./conf cannot be read: help is always there."""
+    """Return the usual sources, or the shipped ones alone if ./conf cannot be read: help always works."""
     try:
         return find_sources(None, None, None)
     except UsageError:

@@ -10,7 +10,7 @@ from launcher.files import LARGEST, ON_THE_WAY, write_whole
 from launcher.runs.run_directory import closing_descriptor
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""What the machine, not the command line, is to blame for."""
+"""Errors that are the machine's fault, not the command line's."""
 
 
 def check_target(key: str, name: str) -> None:
@@ -28,7 +28,7 @@ def check_target(key: str, name: str) -> None:
 
 
 def check_snapshot(name: str) -> None:
-    """Raise UsageError where another file than a snapshot is there already."""
+    """Raise UsageError if another file than a snapshot is there already."""
     path = Path(name)
     if path.is_file() and not is_replaceable(path):
         raise UsageError(f"save={name} is there already and is no machine snapshot: name another file")

@@ -1,4 +1,4 @@
-"""What a configuration in the working directory brings that runs: told before it does."""
+"""Lists what the user's configuration files have run, so that it is shown before it runs."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,20 +17,20 @@ LOADED = (
     *("BASH_ENV", "LD_AUDIT", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH"),
     *("PYTHONHOME", "PYTHONPATH", "PYTHONUSERBASE", "PYTHON_EXEC"),
 )
-"""Variables that have other code run than the program's own."""
+"""Variables that make a program run other code than its own."""
 PROLOGS = ("prolog", "epilog", "task-prolog", "task-epilog")
 """Options of srun that name programs."""
 
 
 def tell_program(specs: Sequence[JobSpec], own_files: Sequence[str]) -> None:
-    """Say what of the user's configuration files is to be run; nothing for what is on the command line."""
+    """Log what the user's configuration files have run, but not what is on the command line."""
     brought = dict.fromkeys(each for spec in specs for each in list_brought(spec)) if own_files else {}
     if brought:
         logger.info(f"{', '.join(own_files)} has this run: {'; '.join(brought)}")
 
 
 def list_brought(spec: JobSpec) -> Iterator[str]:
-    """Give what the configuration says to run, and the command line does not."""
+    """Give what the configuration has run, except for what the command line sets."""
     config, given = spec.config, spec.given
     command = config.program.get("command")
     configured = spec.program is None and "program.command" not in given
@@ -56,7 +56,7 @@ def list_jobs_own(cluster: ClusterConfig, given: AbstractSet[str]) -> Iterator[s
 
 
 def list_targets(node: object, key: str) -> Iterator[str]:
-    """Give what Hydra calls to make the objects that a configuration describes (`_target_`), but plugins."""
+    """Give what Hydra calls to make a configuration's objects (`_target_`), except for its plugins."""
     if isinstance(node, Mapping):
         target = str(node.get("_target_", ""))
         if target and not target.startswith("hydra_plugins."):

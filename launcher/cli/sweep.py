@@ -107,7 +107,7 @@ def name_sweeper(multirun: Multirun) -> None:
 def run_batch(batch: Sequence[Composed], command: Command, argv: Sequence[str]) -> Iterator[int]:
     """Run trials to their ends, on a cluster all of them at the same time, and give their exit codes.
 
-    The process ends where the user stops a trial or leaves it to the queue.
+    The process exits if the user stops a trial or leaves it to the queue.
     """
     if all(map(is_for_slurm, batch)):
         for each in batch:
@@ -126,7 +126,7 @@ def run_batch(batch: Sequence[Composed], command: Command, argv: Sequence[str]) 
 def read_end(path: Path, status: int) -> int:
     """Return the exit code of a run that was followed, with this exit code of all, to its end.
 
-    The process ends where the run has not.
+    The process exits if the run has not ended.
     """
     outcome = take_dict(read_manifest(path), "outcome")
     if outcome.get("state") not in CLOSED:

@@ -70,7 +70,7 @@ def save(machine: Machine, name: str) -> None:
 
 
 def check_apart(image: str, save: str | None) -> None:
-    """Raise UsageError where the picture and the snapshot would be one file."""
+    """Raise UsageError if the picture and the snapshot would be one file."""
     if save is not None and os.path.realpath(image) == os.path.realpath(save):
         raise UsageError(f"image={image} and save={save} are one file: name two")
 

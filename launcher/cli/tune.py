@@ -66,9 +66,9 @@ class Tuning:
                 return
 
     def try_count(self, count: int) -> None:
-        """Try a number of workers; raises MeasureError where the program cannot be tuned.
+        """Try a number of workers; raises MeasureError if the program cannot be tuned.
 
-        Where fewer workers have gone well, a failure is one of the number, and more are not tried.
+        If a trial with fewer workers has succeeded, a failure is put down to the number: the search stops.
         """
         folder = self.run.path / f"workers-{count}"
         trial_spec = specify_trial(self.composed, self.spec, count, folder)

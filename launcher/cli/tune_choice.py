@@ -19,7 +19,7 @@ MARK = "# Written by `launch tune dataloader`"
 
 
 def check_override(name: str | None, *, replaces: bool) -> str:
-    """Return the file to write; raises UsageError where it cannot be, or is somebody's own."""
+    """Return the file to write; raises UsageError if it cannot be written, or is not `launch tune`'s."""
     path = Path(USUAL if name is None else name)
     if name is not None:
         check_target("save", name)

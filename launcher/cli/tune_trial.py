@@ -115,7 +115,7 @@ def run_trial(
 ) -> Trial:
     """Run the program with a number of workers, and return what was measured.
 
-    Raises MeasureError where nothing can be said, FailedTrialError where the program failed, and
+    Raises MeasureError if nothing can be said, FailedTrialError if the program failed, and
     InterruptedTrialError for a signal; UsageError and MachineError as any job does.
     """
     monitor = open_trial(trial, argv, SilentViewer(progress))
@@ -147,7 +147,7 @@ def open_trial(trial: JobSpec, argv: Sequence[str], viewer: SilentViewer) -> Ran
 
 
 def check_ending(supervisor: Supervisor, ending: JobOutcome, config: LaunchConfig) -> None:
-    """Raise where a trial ended in another way than by its own measuring, or the program's end."""
+    """Raise an error if a trial ended by anything but its own measurement or the program's end."""
     if supervisor.timed_out:
         raise MeasureError(
             f"not measured within tune.timeout={config.tune.timeout:g} s: give more time, or a smaller task"

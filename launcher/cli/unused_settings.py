@@ -1,4 +1,4 @@
-"""What a job is given that has no use where it runs, has none for a run at all, or is overruled."""
+"""Warns of settings that have no effect on a job, and of variables that overrule settings."""
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
@@ -22,13 +22,13 @@ OVERRULED = {
 }
 """Variables of the user's, with the keys that they come over."""
 ANYWHERE = ("kind", "container")
-"""Keys of `cluster` that are no others' business: a container is refused where there is no srun."""
+"""Keys of `cluster` that are checked elsewhere: a container is refused if there is no srun."""
 
 
 def warn_unused(config: LaunchConfig, cluster: Cluster, given: Collection[str]) -> None:
     """Say which of the settings for SLURM have no use, since the job runs on this machine.
 
-    Where `cluster` says outright that it is to run here, those in files are meant for other runs, and the
+    If `cluster` is set to run here, those in files are meant for other runs, and the
     command line's alone count.
     """
     if cluster.kind not in ("local", "manual"):

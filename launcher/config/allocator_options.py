@@ -44,7 +44,7 @@ def render_value(value: object) -> str:
 def check_settings(settings: Mapping[str, str], torch: str | None) -> Iterator[str]:
     """Tell what is doubtful of the configuration's settings; raises UsageError for what torch refuses.
 
-    `torch` is the version that the ranks have; None where that is not known.
+    `torch` is the version that the ranks have; None if that is not known.
     """
     version = parse_version(torch)
     for name, value in settings.items():
@@ -87,7 +87,7 @@ def doubt_variable(environ: Mapping[str, str], torch: str | None) -> Iterator[st
 
 
 def describe_fault(key: str, settings: Mapping[str, str], version: Version | None) -> str:
-    """Say what is wrong with one of the user's settings; empty where nothing is."""
+    """Say what is wrong with one of the user's settings; empty if it is valid."""
     if key not in KNOWN:
         # A torch that is newer than the table, or not known, may have it.
         return (
@@ -102,13 +102,13 @@ def describe_fault(key: str, settings: Mapping[str, str], version: Version | Non
 
 
 def describe_lack(name: str, version: Version | None) -> str:
-    """Say from which torch on there is a setting; empty where this one has it."""
+    """Say from which torch on there is a setting; empty if this one has it."""
     since = KNOWN[name].since
     return f"came with torch {since[0]}.{since[1]}" if since > max(version or OLDEST, OLDEST) else ""
 
 
 def suggest_key(name: str, version: Version | None) -> str:
-    """Return `: did you mean …?` where a setting has a similar name, else `:`."""
+    """Return `: did you mean …?` if a setting has a similar name, else `:`."""
     from difflib import get_close_matches  # noqa: PLC0415 - 10 ms, for a mistake alone
 
     near = get_close_matches(name, list_known_keys(version), n=1, cutoff=0.6)
@@ -121,7 +121,7 @@ def depends_on_version(names: Iterable[str]) -> bool:
 
 
 def read_torch_version() -> str | None:
-    """Return the installed torch's version by its metadata; None where there is none."""
+    """Return the installed torch's version by its metadata; None if there is none."""
     from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415 - 30 ms, seldom needed
 
     try:

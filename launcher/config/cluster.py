@@ -1,4 +1,4 @@
-"""Where a job runs: here, on a cluster, or as one node of a job that is started by hand on each."""
+"""Where a job runs: here, on a cluster, or as one node of a job that is started by hand on each node."""
 
 import re
 import shutil
@@ -32,7 +32,7 @@ class Cluster:
 def choose_cluster(
     kind: str, nodes: object, node_rank: int | None, endpoint: str | None, environ: Mapping[str, str]
 ) -> Cluster:
-    """Decide where the job runs; raises UsageError, or MachineError where that cannot be had here."""
+    """Decide if the job runs; raises UsageError, or MachineError if that cannot be had here."""
     if kind not in KINDS:
         raise UsageError(f"cluster.kind={kind}: choose from {', '.join(KINDS)}")
     if kind == "auto":
@@ -81,7 +81,7 @@ def is_step_task(environ: Mapping[str, str]) -> bool:
 
 
 def count_tasks(environ: Mapping[str, str]) -> str:
-    """Say where srun has started several of this, which hardly anybody wants."""
+    """Say how many tasks srun has started this in, if several, which hardly anybody wants."""
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     return (
         "" if tasks == "1" else f", which has {tasks}: each starts a job of its own, run launch without srun"
@@ -89,7 +89,7 @@ def count_tasks(environ: Mapping[str, str]) -> str:
 
 
 def join_allocation(why: str, nodes: object, environ: Mapping[str, str]) -> Cluster:
-    """Run over the nodes of the SLURM job that this is in; raises MachineError where there is none."""
+    """Return a cluster of the nodes of the SLURM job around this; raises MachineError if there is none."""
     if "SLURM_JOB_ID" not in environ:
         raise MachineError(
             "cluster=allocation, but this is no SLURM job (SLURM_JOB_ID is not set): start it from salloc or"
@@ -107,7 +107,7 @@ def join_allocation(why: str, nodes: object, environ: Mapping[str, str]) -> Clus
 
 
 def check_command(name: str, why: str, environ: Mapping[str, str]) -> None:
-    """Raise MachineError where one of SLURM's commands is not there."""
+    """Raise MachineError if one of SLURM's commands is not there."""
     if not shutil.which(name, path=environ.get("PATH")):
         raise MachineError(
             f"{why} needs SLURM, and there is no {name} on PATH: load SLURM's module, start from a login"
@@ -194,7 +194,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 def check_port_free(port: int) -> None:
-    """Raise MachineError where another process listens on a port that this host is to serve.
+    """Raise MachineError if another process listens on a port that this host is to serve.
 
     torchrun itself would take that for a rendezvous that is already up, and wait for it until its timeout.
     """

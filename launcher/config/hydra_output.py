@@ -59,7 +59,7 @@ def capture_flags(flags: Flags) -> str:
                 hydra.hydra_help(name, make_help_parser(), Namespace(overrides=[]))
         except FAILURES as error:
             raise UsageError(diagnose_failure(loader, sources, words, error)) from None
-        except SystemExit:  # so Hydra ends where there is no such package
+        except SystemExit:  # Hydra's exit if there is no such package
             raise UsageError(
                 f"the configuration has nothing at {flags.package!r}: see `launch --cfg {flags.cfg}`"
             ) from None

@@ -37,7 +37,7 @@ class Multirun:
     """The command line's overrides in Hydra's terms."""
     settings: HydraSettings
     tree: DictConfig | None
-    """The configuration without the values of the sweep; None where it has nothing of Hydra's."""
+    """The configuration without the values of the sweep; None if nothing in it is Hydra's."""
 
 
 def read_multirun(sources: Sources, overrides: Sequence[str]) -> Multirun:

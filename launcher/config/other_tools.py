@@ -43,7 +43,7 @@ class ForeignName:
     """What another tool's name is here."""
 
     key: str
-    """Our key; empty where there is none."""
+    """Our key; empty if there is none."""
     write: Callable[[str], str] = str
     """Makes our value of the tool's."""
     note: str = ""

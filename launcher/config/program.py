@@ -1,4 +1,4 @@
-"""The words that start the user's program, from what stands after `--` or in the configuration."""
+"""The argv of the user's program, from what stands after `--` or in the configuration."""
 
 import os
 import re
@@ -32,14 +32,14 @@ SHEBANG = 256
 def find_program(
     words: tuple[str, ...] | None, config: "LaunchConfig", environ: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return the words of the program, given or configured; raises UsageError where it cannot be run."""
+    """Return the program's argv, given or configured; raises UsageError if it cannot be run."""
     if words is None:
         words = render_program(config.program, {"model": config.model, "data": config.data})
     return resolve_program(words, environ)
 
 
 def resolve_program(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the words to exec: `train.py …` and `-m module …` run under Python, anything else by itself.
+    """Return the argv to exec: `train.py …` and `-m module …` run under Python, anything else by itself.
 
     Python is the one that runs the launcher, or `PYTHON_EXEC` as torchrun knows it.
     Raises UsageError for a program that is not there or cannot be run.
@@ -148,7 +148,7 @@ def describe_interpreter(argv: Sequence[str]) -> str:
 
 
 def check_module(names: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Raise UsageError where the top-level package of a module cannot be found; nothing is imported."""
+    """Raise UsageError if the top-level package of a module cannot be found; nothing is imported."""
     if not names:
         raise UsageError("-m needs a module: `launch -- -m package.module`")
     top = names[0].partition(".")[0]
@@ -190,10 +190,10 @@ def find_executable(name: str, environ: Mapping[str, str]) -> str:
 def render_program(
     program: Mapping[str, object], sections: Mapping[str, Mapping[str, object]]
 ) -> tuple[str, ...]:
-    """Return the words of a configured program: its `command`, then an option for each key.
+    """Return a configured program's argv: its `command`, then an option for each key.
 
     A key of the program's own becomes `--key`, a key of a section that it names `--section.key`; raises
-    UsageError where there is no command or a section is not known.
+    UsageError if there is no command or a section is not known.
     """
     command = program.get("command")
     if not isinstance(command, list) or not command:

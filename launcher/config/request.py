@@ -24,7 +24,7 @@ LIBRARY_PREFIXES = (
 )
 """Beginnings of the variables that set how PyTorch and the libraries below it behave."""
 LOCATION_SUFFIXES = ("_VERSION", "_HOME", "_ROOT", "_ARCH_LIST", "_PATH")
-"""Endings of the variables by which images and modules say what is where."""
+"""Endings of the variables by which images and modules give the paths of libraries."""
 
 
 def make_request(

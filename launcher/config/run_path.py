@@ -16,7 +16,7 @@ BUNDLED_PROGRAM = "train"
 """Option of the group `program` whose runs are named after their model."""
 EMPTY_PATH = "{}= is empty, perhaps from an unset shell variable: name a run's directory"
 DRY_RUN_ID = "RUN_ID"
-"""Stands for the run's ID in a script for sbatch, where the job's number decides it."""
+"""Stands for the run's ID in a script for sbatch: the job's number decides it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class Sources:
             yield primary
 
     def find_file(self, name: str) -> Path | None:
-        """Return the file that `name` (`launch`, `model/tiny`) is read from; None where there is none."""
+        """Return the file that `name` (`launch`, `model/tiny`) is read from; None if there is none."""
         paths = (folder / f"{name}.yaml" for folder in self.everywhere)
         try:
             return next((path for path in paths if path.is_file()), None)
@@ -128,7 +128,7 @@ def find_sources(config_path: str | None, config_dir: str | None, primary: str |
 
 
 def check_here() -> None:
-    """Raise UsageError where the working directory has been removed."""
+    """Raise UsageError if the working directory has been removed."""
     try:
         Path.cwd()
     except OSError as error:

@@ -38,9 +38,9 @@ def read_text(path: Path) -> str:
 
 
 def check_aliases(path: Path, text: str) -> None:
-    """Raise UsageError where aliases make more of a file than anybody wants, as in a `billion laughs`.
+    """Raise UsageError if aliases make a file far larger, as in a `billion laughs`.
 
-    What else is wrong with it is left for those to say who read it.
+    Other errors in the file are left to its reader.
     """
     if "*" not in text or "&" not in text:
         return

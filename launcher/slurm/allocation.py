@@ -45,7 +45,7 @@ def describe_request(spec: JobSpec, argv: Sequence[str]) -> JobRequest:
 
 
 def preview_allocation(spec: JobSpec, argv: Sequence[str], hosts: Sequence[str]) -> int:
-    """Show srun's command, and the plan where this is one of the nodes: `dry_run=true`."""
+    """Show srun's command, and the plan if this is one of the nodes, for `dry_run=true`."""
     from launcher.report.console import make_console
     from launcher.report.placement_table import print_placement
 

@@ -48,7 +48,7 @@ class Attempt:
     hosts: tuple[str, ...]
     manifest: Manifest
     requeues: bool
-    """The job is ours to requeue; not so where `launch` runs in somebody's allocation."""
+    """The job is ours to requeue; false if `launch` runs in somebody's allocation."""
     started: float = field(default_factory=time.time)
     prepared: tuple[AttemptEnd, Decision] | None = None
     """What was found and decided when SLURM began to end the job, while the step still ran."""

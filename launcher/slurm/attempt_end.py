@@ -162,7 +162,7 @@ def classify_kill(status: JobStatus | None, restarts: int) -> str:
     SIGTERM to the steps alone, and with PreemptMode=CANCEL. `timeout`, `cancelled`. Empty: not at all, or
     SLURM does not tell.
 
-    Tried with SLURM 22.05, where the state is COMPLETING in all of these cases.
+    Tried with SLURM 22.05: the state is COMPLETING in all of these cases.
     """
     if status is None:
         return ""

@@ -97,7 +97,7 @@ def check_path(path: str) -> None:
 
 
 def render_option(option: Option) -> str:
-    """Write an option as sbatch reads it: in double quotes where it has other than plain characters.
+    """Write an option as sbatch reads it: in double quotes if it has any but plain characters.
 
     sbatch splits at white space, takes `#` for a comment and the word hetjob for a separator, and knows
     backslashes before quotes and backslashes.

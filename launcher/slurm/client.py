@@ -116,7 +116,7 @@ def ask_queue(job_ids: Sequence[str]) -> dict[str, JobState]:
     known = {*found, *(job_id.partition("_")[0] for job_id in found)}
     forgotten = [job_id for job_id in wanted if job_id not in known]
     for at in range(0, len(forgotten), MAX_JOBS):
-        # Where accounting is off or down, sacct fails, and there is no more to know.
+        # If accounting is off or down, sacct fails, and nothing more is known.
         with contextlib.suppress(SchedulerError):
             found |= ask_accounting(forgotten[at : at + MAX_JOBS])
     return found
@@ -159,7 +159,7 @@ def list_members(job_id: str) -> Iterator[str]:
     if not bracket:
         yield job_id
     for part in members.rstrip("]").partition("%")[0].split(",") if bracket else ():
-        with contextlib.suppress(ValueError):  # `...`, where the list was too long for it
+        with contextlib.suppress(ValueError):  # `...`, if the list is too long
             yield from (f"{array}{number}" for number in expand_ranges(part))
 
 

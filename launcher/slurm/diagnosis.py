@@ -158,7 +158,7 @@ def has_succeeded(attempt: Attempt, step: StepReport) -> bool:
         return False
     if attempt.is_elastic and len(records) >= attempt.request.min_nodes:
         return True
-    # Where the kernel has killed a helper of theirs for memory, srun's code is 1, whatever the tasks' are.
+    # If the kernel has killed a helper of theirs for memory, srun's code is 1, whatever the tasks' are.
     if step.records and not step.missing:
         return True
     # A task ends with 0 if its ranks did, or was stopped: a record may be late, or the disk full.

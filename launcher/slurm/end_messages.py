@@ -119,7 +119,7 @@ def describe_signals(end: AttemptEnd) -> list[str]:
 
 
 def describe_agent_failures(end: AttemptEnd) -> list[str]:
-    """Say what was in the way where the attempt failed, but no rank did: what the nodes' agents said."""
+    """Say what the nodes' agents reported, if the attempt failed and no rank did."""
     if end.cause != "crash" or end.step is None or end.first:
         return []
     hosts: dict[str, list[str]] = {}

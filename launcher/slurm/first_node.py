@@ -95,7 +95,7 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
 
 
 def run_step_attempts(attempt: Attempt, monitor: StepMonitor, salt: int) -> StepReport:
-    """Run the step, again with another port where the first node has something else at that one."""
+    """Run the step, and again with another port if another process on the first node has the port."""
     job, local = int(attempt.environ.get("SLURM_JOB_ID", "0")), read_local_ports()
     for trial in range(TRIALS):
         clear_records(attempt)

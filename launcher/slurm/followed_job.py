@@ -110,7 +110,7 @@ class FollowedJob:
     def find_exit_code(self) -> str | None:
         """Find its exit code once it has ended; returns what there is to say of that, None before the end.
 
-        The manifest's word counts. SLURM's does where the job ended without one, or never began.
+        The manifest's exit code counts, or SLURM's if the job ended without one or never began.
         """
         if not (self.is_final or self.is_over):
             self.ending = None
@@ -141,7 +141,7 @@ class FollowedJob:
         return f"job {self.job_id} ended{self.describe_where_ended()}: {self.state.state}{reason}{more}"
 
     def describe_where_ended(self) -> str:
-        """Say where a job ended that SLURM shows no nodes of: in the queue, perhaps after some attempts."""
+        """Say that a job ended in the queue, perhaps after some attempts, if SLURM shows no nodes for it."""
         if self.has_run:
             return ""
         count = (self.state.restarts if self.state else 0) or int(self.ran)
@@ -205,7 +205,7 @@ class MarkedLines:
         return len(line) < MOST_KEPT and any(line.startswith(m) or m.startswith(line) for m in self.marks)
 
     def find_next(self, data: bytes, at: int) -> int:
-        """Return where the next line begins that is marked, or may be; else the end."""
+        """Return the position of the next line that is marked or may be; else the end."""
         found = [position + 1 for mark in self.marks if (position := data.find(b"\n" + mark, at)) >= 0]
         last = data.rfind(b"\n", at) + 1
         if last and last < len(data) and self.may_be_marked(data[last:]):

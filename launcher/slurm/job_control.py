@@ -23,7 +23,7 @@ RETRY = 0.5
 DOWN = ("down", "fail", "error", "unknown", "reboot", "power")
 """Beginnings of sinfo's states of a node that is not there; one that does not respond ends in `*`."""
 UNREACHABLE = re.compile("contact|connect|did not answer|timed out|backup|try again", re.IGNORECASE)
-"""What SLURM's commands complain of where slurmctld is not there."""
+"""In the messages of SLURM's commands if slurmctld is not there."""
 BOOT = re.compile(r"^NodeName=(\S+).*\bBootTime=(\S+)", re.MULTILINE)
 KILL_WAIT = re.compile(r"^KillWait\s*=\s*(\d+)", re.MULTILINE)
 FIELDS = "State,RestartCnt,EndTime,PreemptTime,TimeLimit,Reason"
@@ -39,7 +39,7 @@ class JobStatus:
     restarts: int
     """Requeues so far, one that is under way among them."""
     end_time: float | None
-    """Time limit, in seconds since the epoch, infinite for none; the time of the end where SLURM is ending
+    """Time limit, in seconds since the epoch, infinite for none; the time of the end if SLURM is ending
     the job; None if SLURM does not tell."""
     preempted: bool
     """SLURM has set a time at which the job has to make room, or had to."""
@@ -139,9 +139,9 @@ def ignore_stops() -> Iterator[None]:
 
 @ignore_stops()
 def requeue_job(job_id: str, environ: Mapping[str, str], timeout: float) -> None:
-    """Put the job back into the queue; tries for `timeout` seconds where slurmctld is away.
+    """Put the job back into the queue; tries for `timeout` seconds if slurmctld does not answer.
 
-    Raises SchedulerError. A requeue that came in between is as good as ours.
+    Raises SchedulerError. If somebody else has requeued it meanwhile, that counts.
     """
     end = time.monotonic() + timeout
     while True:
@@ -213,7 +213,7 @@ def choose_excluded_nodes(
 
 
 def list_partition_nodes(expression: str, partition: str, environ: Mapping[str, str]) -> set[str]:
-    """Return the nodes of a partition, those in `expression` alone where there is one."""
+    """Return the nodes of a partition, or those in `expression` if there is one."""
     argv = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N"]
     argv += [f"--nodes={expression}"] if expression else []
     return set(run_slurm(argv, environ, timeout=SHORT_TIMEOUT).split())

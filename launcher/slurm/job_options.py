@@ -54,7 +54,7 @@ AWAY = (
     "protocol authentication",
     "did not answer",
 )
-"""Complaints of every command where slurmctld, munge or slurm.conf is not there."""
+"""Parts of what every command prints if slurmctld, munge or slurm.conf is not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def ask_inventory(
 
 
 def read_nproc(text: object) -> int | None:
-    """Return the ranks of a node where they are a number; raises UsageError."""
+    """Return the ranks of a node if that is a number; raises UsageError."""
     return None if text in ("auto", "gpu", "cpu") else parse_nproc(text, 1)
 
 
@@ -209,7 +209,7 @@ def list_features(kinds: Sequence[NodeKind]) -> str:
 
 
 def list_associations() -> str:
-    """Return the accounts that the user may use, where accounting tells."""
+    """Return the accounts that the user may use, if there is accounting."""
     words = ["sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={getpass.getuser()}"]
     with contextlib.suppress(SchedulerError):
         rows = [line.split("|") for line in run_slurm([*words, "format=account,partition,qos"]).splitlines()]

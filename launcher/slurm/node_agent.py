@@ -32,7 +32,7 @@ def run_agent(
     log_begin: int,
     started: float,
 ) -> int:
-    """Run torchrun's agent and its ranks to their end; raises OSError where it cannot be started."""
+    """Run torchrun's agent and its ranks to their end; raises OSError if it cannot be started."""
     log = run.agent_log(place.host)
     monitor = RankMonitor(job, run, make_node_viewer(job, run, place), count_oom_kills, asks_kernel=True)
     control = open_head_channel(0)

@@ -191,7 +191,7 @@ def skip_step_ids(attempt: Attempt) -> None:
     argv, environ = render_step(step), clean_for_step(attempt.environ)
 
     def pass_one(_: int) -> None:
-        with contextlib.suppress(SchedulerError):  # where no step can be started, the real one says so
+        with contextlib.suppress(SchedulerError):  # if no step can be started, the real one reports it
             run_slurm(argv, environ, timeout=RECORD_TIMEOUT)
 
     with ThreadPoolExecutor(count) as pool:
@@ -205,14 +205,14 @@ def remove_caches(attempt: Attempt, hosts: Sequence[str]) -> None:
         return
     command = (sys.executable, "-P", "-m", "launcher.slurm.compiler_caches")
     step = Step(len(hosts), tuple(hosts), elastic=True, directory="/", command=command, options=SMALL_STEP)
-    with contextlib.suppress(SchedulerError):  # then the next task there does it
+    with contextlib.suppress(SchedulerError):  # the next task there does it then
         run_slurm(
             render_step(step), {**clean_for_step(attempt.environ), **config.env}, timeout=RECORD_TIMEOUT
         )
 
 
 def collect_node_records(attempt: Attempt, step: NodeStep) -> list[NodeRecord]:
-    """Return the nodes' records, those that come late too where srun knows of no failure."""
+    """Return the nodes' records; waits for late ones if srun knows of no failure."""
     run, deadline = attempt.run, time.monotonic() + RECORD_TIMEOUT
     while True:
         records = read_nodes(run.path, run.first_attempt)

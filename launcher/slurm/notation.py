@@ -17,7 +17,7 @@ SIGNAL = re.compile(r"(?:B:)?(?P<signal>\w+)(?:@(?P<seconds>\d+))?")
 CHECKPOINT = ("USR1", "USR2")
 """Signals that can mean `write a checkpoint`; the others stop a job, or mean another thing."""
 GRACE = 60
-"""Seconds before the limit where `--signal` names none (sbatch(1))."""
+"""Seconds before the limit if `--signal` names none (sbatch(1))."""
 MOST_GRACE = 65535
 """The largest that `--signal` takes (sbatch(1))."""
 DEPENDENCY = re.compile(

@@ -64,7 +64,7 @@ class QueuePosition:
 
 
 def explain_reason(reason: str) -> str:
-    """Return SLURM's word, with an explanation where there is one: `Priority (jobs of … go first)`."""
+    """Return SLURM's reason, with an explanation if there is one: `Priority (jobs of … go first)`."""
     word = reason.partition(",")[0].strip()
     families = (text for start, text in LIMITS.items() if word.startswith(start))
     text = REASONS.get(word) or next(families, "")

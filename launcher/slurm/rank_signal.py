@@ -30,7 +30,7 @@ def main() -> int:
 
 
 def find_rank_pids(job: str, run_id: str) -> list[int]:
-    """Return the PIDs of a run's ranks: processes with its variables, whose parents have not got them."""
+    """Return the PIDs of a run's ranks: processes with its variables, whose parents do not have them."""
     # The node's name too: in a cluster of the sandbox's kind several nodes are one machine.
     variables = {"SLURM_JOB_ID": job, "TORCHELASTIC_RUN_ID": run_id, "SLURMD_NODENAME": name_host(os.environ)}
     wanted = {os.fsencode(f"{name}={value}") for name, value in variables.items()}
@@ -39,7 +39,7 @@ def find_rank_pids(job: str, run_id: str) -> list[int]:
 
 
 def list_processes(wanted: set[bytes]) -> Iterator[tuple[int, int]]:
-    """Give process and parent where these are the variables (proc(5)); other users' are closed."""
+    """Give the PID and the parent's PID of this user's processes with these variables (proc(5))."""
     for name in os.listdir("/proc"):  # noqa: PTH208 - names are all that is wanted
         if not name.isdecimal():
             continue

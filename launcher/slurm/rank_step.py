@@ -1,4 +1,4 @@
-"""The step of `agent=srun`, whose tasks are the ranks: no process of ours is on the nodes to ask."""
+"""The step of `agent=srun`, whose tasks are the ranks: there is no process of ours on the nodes."""
 
 import logging
 import os
@@ -63,13 +63,13 @@ class RankStep:
     reader: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
-        """Begin to read what srun tells, and to show what the ranks print."""
+        """Begin to read what srun prints, and to show what the ranks print."""
         self.reader = threading.Thread(target=self.read_errors, daemon=True)
         self.reader.start()
         self.viewer.start()
 
     def read_errors(self) -> None:
-        """Take srun's stderr to its end: the thread's body."""
+        """Read srun's stderr to its end: the thread's body."""
         for raw in self.process.stderr or ():
             line, is_first = raw.decode(errors="replace").rstrip("\n"), not self.srun_report.ends
             if self.srun_report.note_line(line):
@@ -98,9 +98,9 @@ class RankStep:
         return self.srun_report.lost
 
     def send(self, number: int) -> None:
-        """Send a signal to the ranks: those that stop to all, others where they are caught.
+        """Send a signal to the ranks: one that stops to all of them, another to those that catch it.
 
-        It takes a step of its own, and so a thread; the last stage is srun's.
+        That takes another step, and so a thread. SIGKILL is left to srun, which gets SIGTERM.
         """
         if number in STOPPING and self.srun_report.stop is None:
             self.srun_report.stop = (number, time.time())
@@ -110,7 +110,7 @@ class RankStep:
             threading.Thread(target=self.run_signal_step, args=(number,), daemon=True).start()
 
     def run_signal_step(self, number: int) -> None:
-        """Have each node's ranks sent a signal; if that fails, srun sends a user signal to all."""
+        """Send each node's ranks a signal; if that fails, srun sends a user signal to all of them."""
         try:
             lines = run_slurm(self.render_signal_step(number), clean_for_step(self.environ))
             spared = sum(map(int, lines.split()))
@@ -166,7 +166,7 @@ class RankJob:
 
     @property
     def ranks(self) -> int:
-        """Ranks on each node; raises UsageError if neither the configuration nor SLURM tells."""
+        """Ranks on each node; raises UsageError if neither the configuration nor SLURM gives a number."""
         return count_ranks(self.request.config.nproc_per_node, self.environ)
 
     def name_host(self, rank: int) -> str:
@@ -176,7 +176,7 @@ class RankJob:
 
 
 def make_step_viewer(job: RankJob) -> OutputViewer:
-    """Return what shows the output of the ranks of all nodes: there is no process of ours on the nodes."""
+    """Return a viewer for the output of the ranks of all nodes: no process of ours on the nodes shows it."""
     mode, count = job.request.config.logs.console, len(job.hosts) * job.ranks
     origin = job.name_host if count > 1 else None
     options = ViewOptions(mode, origin, ends_line=True)
@@ -189,7 +189,7 @@ def make_step_viewer(job: RankJob) -> OutputViewer:
 def is_taken_here(job: RankJob, endpoint: str) -> bool:
     """Tell whether this is the node to serve the ranks, and its port is not free.
 
-    From elsewhere, as with `salloc` on a login node, rank 0 has to find it, when the others have begun.
+    From another machine, as with `salloc` on a login node, rank 0 alone can find that out.
     """
     names = (job.environ.get("SLURMD_NODENAME"), os.uname().nodename.partition(".")[0])
     if job.hosts[0] not in names or job.request.config.torchrun.master_addr:
@@ -224,7 +224,7 @@ def render_rank_command(request: JobRequest, environ: Mapping[str, str]) -> tupl
 
 
 def build_rank_variables(job: RankJob, endpoint: str) -> dict[str, str]:
-    """Return what the shim is told, and where the ranks meet."""
+    """Return the variables for the shim, and the rendezvous' address."""
     config, torchrun, run = job.request.config, job.request.config.torchrun, job.run
     host, port = parse_endpoint(endpoint)
     unique = f"{run.id}-{job.environ.get('SLURM_JOB_ID')}-{run.first_attempt}-{os.getpid()}-{port}"

@@ -45,7 +45,7 @@ class Decision:
 
     requeue: bool
     cause: str | None
-    """The attempt's class; `no_progress` or `limit` where that is why the job stops; None for a success."""
+    """The attempt's class, or `no_progress` or `limit` if that is why the job stops; None for a success."""
     reason: str
     """For people."""
 
@@ -106,7 +106,7 @@ def choose_stop_time(now: float, end_time: float | None, seconds: float, grace: 
     None: the signal was a user's own, and the program goes on. Else as late as leaves the ranks `grace`
     seconds from SIGTERM to SIGKILL, and CLOSING seconds before the limit; but at least half of
     the time that is left is for the checkpoint. `end_time` is the job's real limit, `seconds` how long
-    before it the signal was ordered, which is used where the limit is not known.
+    before it the signal was ordered, which is used if the limit is not known.
     """
     if not is_near_limit(now, end_time, seconds):
         return None

@@ -47,7 +47,7 @@ class NodeKind:
     features: tuple[str, ...]
 
     def count_gpus(self, kind: str | None = None) -> int:
-        """GPUs of a node, of one type where one is named."""
+        """GPUs of a node, of one type if one is named."""
         return sum(n for name, n in self.gpus if kind is None or (name or "").lower() == kind.lower())
 
     def describe(self) -> str:
@@ -89,7 +89,7 @@ def parse_sinfo(text: str) -> Inventory:
 
 
 def parse_line(cells: list[str]) -> NodeKind | None:
-    """Read one line; None for a partition without nodes, or where a number is none."""
+    """Read one line; None for a partition without nodes, or if a number is none."""
     partition, count, cpus, shape, memory, gres, state, limit, features, max_cpus = (
         cell.strip() for cell in cells
     )
@@ -149,7 +149,7 @@ def fill_auto_resources(
 
 
 def match_features(kinds: tuple[NodeKind, ...], constraint: str | None) -> tuple[NodeKind, ...]:
-    """Return the nodes with the feature that a plain constraint names; all where none has it."""
+    """Return the nodes with the feature that a plain constraint names; all nodes if none has it."""
     if constraint is None or not FEATURE.fullmatch(constraint):
         return kinds
     return tuple(kind for kind in kinds if constraint in kind.features) or kinds
@@ -186,7 +186,7 @@ def is_single_threaded(additional: Mapping[str, object], environ: Mapping[str, s
 
 
 def share_cpus(kinds: tuple[NodeKind, ...], gpus: Gpus | None, *, single: bool) -> int | None:
-    """Return the GPUs' share of a node's CPUs, the least of all nodes; all of them where none are asked for.
+    """Return the GPUs' share of a node's CPUs, the least of all nodes; all of them if none are asked for.
 
     A share is of whole cores, since SLURM gives no less.
     """
@@ -208,7 +208,7 @@ def share_memory(kinds: tuple[NodeKind, ...], gpus: Gpus | None) -> str | None:
 
 
 def find_gpu_share(kind: NodeKind, gpus: Gpus | None) -> Fraction:
-    """Return the part of a node that belongs to the GPUs that are asked for; 1 where none are."""
+    """Return the part of a node that belongs to the GPUs that are asked for; 1 if none are."""
     have = kind.count_gpus()
     return Fraction(min(gpus.count, have), have) if gpus and gpus.count and have else Fraction(1)
 

@@ -66,7 +66,7 @@ def update_run(run: RunStatus, job: JobState | None) -> RunStatus:
 
 
 def resolve_run(run: RunStatus, job: JobState | None) -> RunStatus:
-    """Return how a run stands: SLURM's word counts where the manifest tells no end."""
+    """Return how a run stands: SLURM's answer counts if the manifest has no outcome."""
     if run.job_id is None:
         return mark_lost(run, "it was never submitted") if run.state == "queued" else run
     if not run.is_live and run.state != "unknown":
@@ -125,7 +125,7 @@ def explain_forgotten(run: RunStatus) -> str:
 def refuse_run_in_use(path: Path, *, submits: bool) -> None:
     """Raise UsageError for a run directory whose run has not ended: two would write the same checkpoints.
 
-    Where SLURM cannot be asked, that is SchedulerError for a job to be submitted, and else a warning.
+    If SLURM cannot be asked, that is SchedulerError for a job to be submitted, and else a warning.
     """
     try:
         found = read_own_manifest(path)
@@ -155,9 +155,9 @@ def refuse_two_runs(path: Path, holder: str, state: str, target: str) -> None:
 
 
 def ask_running_job(manifest: Mapping[str, object]) -> str | None:
-    """Return SLURM's state of a run's job where it has not ended; raises SchedulerError.
+    """Return SLURM's state of a run's job if it has not ended; raises SchedulerError.
 
-    The job that this process is in is no answer: of starts in an allocation, their processes tell.
+    The job that this process is in is left out: runs in an allocation are judged by their processes.
     """
     job_id = read_job(manifest)
     if job_id is None or job_id == name_job(os.environ):

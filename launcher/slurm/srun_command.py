@@ -93,7 +93,7 @@ def render_step(step: Step) -> tuple[str, ...]:
 def give_cpus(options: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, object]:
     """Return the user's options of a step with one task on each node, which has all of the job's CPUs there.
 
-    Where they have srun bind (`cpu_bind=cores`), it binds a task of which nobody says how many CPUs it has to
+    If they have srun bind (`cpu_bind=cores`), it binds a task of which nobody says how many CPUs it has to
     a single core, and all of the node's ranks with it. Of nodes with different numbers the smallest counts.
     """
     option_names = {name.replace("_", "-"): value for name, value in options.items()}

@@ -20,21 +20,21 @@ EXITED = re.compile(r"Exited with exit code (\d+)")
 OUT_OF_MEMORY = "Out Of Memory"
 CORE = " (core dumped)"
 CANCELLED = " CANCELLED AT "
-"""In what slurmstepd says of a step that was ended from outside, or by srun."""
+"""In slurmstepd's message on a step that was ended from outside, or by srun."""
 ENDED = "Terminated"
 """The word on tasks that srun itself has ended because another one failed."""
 CPU_BIND_COMPLAINT = "cluster configuration lacks support for cpu binding"
-"""What --cpu-bind=none is told, even --quiet, if no TaskPlugin could bind."""
+"""srun's answer to --cpu-bind=none, even with --quiet, if no TaskPlugin can bind."""
 COMPLETED = re.compile(r"srun: (?:\S+: )*\S+: tasks? (?P<tasks>[\d,-]+): Completed$")
 """Tasks that ended with 0, of which `srun --verbose` alone tells."""
 USEFUL_LINE = re.compile(
     r"srun: (?:error|fatal|warning|unrecognized|ambiguous|invalid|option)\b", re.IGNORECASE
 )
-"""What srun says short of being verbose, getopt's complaints included."""
+"""What srun says without `--verbose`, getopt's complaints included."""
 STEP_BEGUN = re.compile(r"\btasks? \d|Node failure|slurmstepd|Job step aborted|io error")
-"""In what it says of a step that has begun."""
+"""In its messages on a step that has begun."""
 TEMPORARY = re.compile(r"contact|imed out|Connection refused|temporar|busy|Zero Bytes")
-"""In what it says where slurmctld is away, or the nodes are not ready for another step."""
+"""In its messages if slurmctld is away, or the nodes are not ready for another step."""
 KEPT_LINES = 40
 """Lines of srun's, and of tasks that have no logs yet, that are kept for the report."""
 
@@ -62,7 +62,7 @@ def is_cpu_bind_complaint(line: str) -> bool:
 
 
 def is_verbose(line: str) -> bool:
-    """Tell whether srun says a line only since it was asked to be verbose."""
+    """Tell whether srun prints a line only because of `--verbose`."""
     return line.startswith("srun: ") and not USEFUL_LINE.match(line)
 
 
@@ -86,7 +86,7 @@ def is_temporary(text: str) -> bool:
 
 
 def drop_prefix(line: str) -> str:
-    """Return what a line says."""
+    """Return a line without srun's prefixes."""
     return line.removeprefix("srun: ").removeprefix("error: ")
 
 
@@ -118,7 +118,7 @@ def number_signal(words: str) -> int:
 
 
 def parse_task_ends(lines: Iterable[str]) -> dict[str, str]:
-    """Return the word on how its task ended for each host that is there to tell; the last word counts."""
+    """Return for each host how its task ended, in srun's words; the last line counts."""
     found = [match for line in lines if (match := TASK_END.match(line))]
     return {host: match["how"].strip() for match in found for host in expand_hosts(match["hosts"])}
 
@@ -135,9 +135,9 @@ def is_cancelled(line: str) -> bool:
 
 
 def is_in_node_records(line: str, before: Iterable[str]) -> bool:
-    """Tell whether a line says what the nodes' records say better, if there is a task of ours on each.
+    """Tell whether the nodes' records say more than a line does, if there is a task of ours on each.
 
-    A task that was killed left no record. That srun has the others ended is no news after the first end.
+    A task that was killed left no record. That srun ends the others adds nothing to the first end.
     """
     if found := TASK_END.match(line):
         how = found["how"].strip()
@@ -178,5 +178,5 @@ class SrunReport:
         cancelled = is_cancelled(line)
         self.cancelled = self.cancelled or cancelled
         self.cancelled_first = self.cancelled_first or (cancelled and not self.ends)
-        # That srun itself has the others ended is no news after the first end.
+        # That srun ends the others adds nothing to the first end.
         return not (cancelled and self.ends)

@@ -167,7 +167,7 @@ def read_document(data: dict[str, Any], path: Path) -> JobRequest:
 
 
 def merge(usual: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
-    """Undo `find_changed`."""
+    """Return the settings that `find_changed` was given: its changes in the usual ones."""
     return usual | {
         key: merge(usual[key], item) if isinstance(item, dict) and usual.get(key) else item
         for key, item in changed.items()

@@ -125,7 +125,7 @@ class StepMonitor:
         return choose_stop_time(now, limit, seconds, self.grace)
 
     def check_deadlines(self, step: RunningStep) -> None:
-        """Go a stage on where it is time."""
+        """Enter the next stage if its time has come."""
         if self.stop:
             if time.monotonic() >= self.stop.deadline:
                 self.advance_stop(signal.SIGTERM, step)
