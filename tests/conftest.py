@@ -158,7 +158,7 @@ def launch(here: Path) -> Callable[..., Result]:
 
 @pytest.fixture
 def quick_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start jobs with an agent without torch: for tests of other things; ranks must not need it, nor fail."""
+    """Start jobs with an agent without torch, for tests of other things; the ranks must not fail."""
     monkeypatch.setenv("PYTHONPATH", QUICK_AGENT)
 
 

@@ -13,6 +13,7 @@ from tests.benchmarks.worker_program import WORKERS
 from tests.plan.lab_machines import convert, load
 
 
+@pytest.mark.usefixtures("quick_agent")
 def test_workers_that_do_not_collect_are_seen_to_grow(tmp_path: Path) -> None:
     """About 80 MB in 1,000 samples each."""
     collected = read_workers(tmp_path, "gc=default", "--samples=1000")

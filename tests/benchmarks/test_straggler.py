@@ -30,6 +30,7 @@ def test_the_simulation_gets_every_rank_of_every_round_after_the_warm_up() -> No
     assert measured.period == 50
 
 
+@pytest.mark.usefixtures("quick_agent")
 @pytest.mark.parametrize(
     "policy",
     [

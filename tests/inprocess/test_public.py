@@ -80,6 +80,7 @@ print(sys.argv[2], os.environ["LAUNCH_RUN_DIR"], launcher.run_dir(), os.environ[
 """
 
 
+@pytest.mark.usefixtures("quick_agent")
 @pytest.mark.parametrize(
     ("words", "number"),
     [(["dataloader=1"], 1), (["dataloader=none", "env.LAUNCH_NUM_WORKERS=3"], 3)],

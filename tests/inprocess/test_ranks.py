@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.launch.start_launch import find_run, start
 
 PROGRAM = """
@@ -27,6 +29,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.usefixtures("quick_agent")
 def test_ranks_collect_at_the_same_steps(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     words = ["nproc_per_node=2", "gc.warmup=4", "gc.every=10", "gc.log=true", "--", "program.py"]

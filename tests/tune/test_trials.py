@@ -18,6 +18,7 @@ from tests.tune.test_meter import list_living
 Launch = Callable[..., Result]
 
 
+@pytest.mark.usefixtures("quick_agent")
 def test_two_ranks_are_tuned_and_later_runs_use_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
     words = ["tune", "dataloader", "nproc_per_node=2", "tune.max_workers=3", "tune.steps=16", "format=json"]
@@ -83,6 +84,7 @@ def test_ctrl_c_shows_what_was_measured_and_leaves_nothing(tmp_path: Path) -> No
     assert json.loads((run / "manifest.json").read_text())["outcome"]["state"] == "stopped"
 
 
+@pytest.mark.usefixtures("quick_agent")
 def test_a_fixed_number_is_told_with_its_value(tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text(ALONE)
     done = run_outside(

@@ -3,15 +3,20 @@
 For tests that are about something else, with ranks that end well or by a signal to `launch`: it does not
 write torchrun's report of a failure. It starts the ranks with torchrun's variables and in sessions of
 their own, ends the others when one fails, starts them again, and passes on the signal that ends it.
+The ranks find the real torch: their PYTHONPATH lacks this folder.
 """
 
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
+
+FOLDER = str(Path(__file__).parents[2])
 
 
 def main() -> None:
@@ -37,9 +42,10 @@ def stop(number: int, _frame: object) -> None:
 def run_ranks(command: Sequence[str], count: int, attempt: int, restarts: int) -> bool:
     """Run the ranks to their end; false if one failed."""
     processes: list[subprocess.Popen[bytes]] = []
+    port = find_free_port()
     try:
         for rank in range(count):
-            environ = make_environ(rank, count, attempt, restarts)
+            environ = make_environ(rank, count, attempt, restarts, port)
             processes.append(subprocess.Popen(command, env=environ, start_new_session=True))
         while any(process.poll() is None for process in processes):
             if any(process.returncode for process in processes):
@@ -62,19 +68,29 @@ def end_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             time.sleep(0.02)
 
 
-def make_environ(rank: int, count: int, attempt: int, restarts: int) -> dict[str, str]:
+def find_free_port() -> int:
+    """A port for rank 0 to listen on, which no socket has now."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def make_environ(rank: int, count: int, attempt: int, restarts: int, port: int) -> dict[str, str]:
     """The environment of a rank on the only node."""
     numbers = {
         **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), rank),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), count),
         "GROUP_RANK": 0,
         "GROUP_WORLD_SIZE": 1,
-        "MASTER_PORT": 29500,
+        "MASTER_PORT": port,
         "TORCHELASTIC_RESTART_COUNT": attempt,
         "TORCHELASTIC_MAX_RESTARTS": restarts,
     }
     words = {"MASTER_ADDR": "localhost", "TORCHELASTIC_RUN_ID": "none", "ROLE_NAME": "default"}
-    return {**os.environ, **words, **{name: str(number) for name, number in numbers.items()}}
+    environ = {**os.environ, **words, **{name: str(number) for name, number in numbers.items()}}
+    paths = environ.pop("PYTHONPATH", "").split(os.pathsep)
+    left = os.pathsep.join(path for path in paths if path != FOLDER)
+    return environ | ({"PYTHONPATH": left} if left else {})
 
 
 if __name__ == "__main__":
