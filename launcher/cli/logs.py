@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launcher.cli.choose_runs import choose_one
 from launcher.cli.verbs import VerbCall
-from launcher.config.validation import check_least
+from launcher.config.validation import check_minimum
 from launcher.errors import UsageError
 from launcher.report.byte_stream import open_stream
 from launcher.runs.run_output import Output, RunOutputReader
@@ -36,8 +36,8 @@ def show_logs(call: VerbCall) -> int:
     """Print the output of a run's last attempt, or follow it; returns 0. Raises UsageError."""
     config, names = call.config, call.names
     path = choose_one(config, names, "logs")
-    check_least("rank", 0 if config.rank is None else config.rank, 0)
-    check_least("logs.tail", config.logs.tail, 1)
+    check_minimum("rank", 0 if config.rank is None else config.rank, 0)
+    check_minimum("logs.tail", config.logs.tail, 1)
     if config.follow:
         follow_output(path, RunOutputReader(path, config.rank, config.logs.tail))
         return 0

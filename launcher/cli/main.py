@@ -77,7 +77,7 @@ def run_command(command: Command, argv: Sequence[str]) -> int:
     from launcher.config.hydra_flags import parse_flags
 
     if not {"-sc", "--shell-completion"} & set(command.words):
-        from launcher.cli.foreign_words import check_words
+        from launcher.cli.command_corrections import check_words
 
         check_words(command)
     flags = parse_flags(command.words)

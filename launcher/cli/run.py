@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.cli.allocator_check import settle_allocator, unset_settings
-from launcher.cli.own_program import tell_program
+from launcher.cli.config_programs import report_config_programs
 from launcher.cli.resume import check_earlier, warn_changed
 from launcher.cli.unused_settings import warn_elsewhere, warn_overruled, warn_unused, warn_visible
 from launcher.config.cluster import check_command, choose_cluster
@@ -46,7 +46,7 @@ def start_job(composed: Composed, program: tuple[str, ...] | None, argv: Sequenc
     spec = specify_job(composed, program, run_path, os.environ)
     warn_changed(spec)
     name_files(composed.own_files)
-    tell_program([spec], composed.own_files)
+    report_config_programs([spec], composed.own_files)
     if spec.cluster.kind == "slurm":
         from launcher.slurm.submission import submit_jobs
 

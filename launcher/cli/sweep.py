@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launcher.cli.arguments import Command
+from launcher.cli.config_programs import list_targets, report_config_programs
 from launcher.cli.dispatch import add_pet, run_composed
-from launcher.cli.own_program import list_targets, tell_program
 from launcher.cli.resume import warn_changed
 from launcher.cli.run import is_for_slurm, name_files, specify_job, try_anew
 from launcher.config.composition import Composed, compose
@@ -77,7 +77,7 @@ def submit_all(specs: Sequence[JobSpec], composed: Sequence[Composed], argv: Seq
     for spec in specs:
         warn_changed(spec)
     name_files(own_files)
-    tell_program(specs, own_files)
+    report_config_programs(specs, own_files)
     return submit_jobs(specs, argv)
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.own_program import tell_program
+from launcher.cli.config_programs import report_config_programs
 from launcher.cli.run import name_files, plan_job, try_anew
-from launcher.cli.tune_bounds import find_most
-from launcher.cli.tune_choice import check_override, render_override, save_override, tell_use
+from launcher.cli.tune_bounds import find_max_workers
+from launcher.cli.tune_choice import check_override, describe_use, render_override, save_override
 from launcher.cli.tune_settings import OURS, specify_search
 from launcher.cli.tune_trial import (
     FailedTrialError,
@@ -47,15 +47,15 @@ class Tuning:
     spec: JobSpec
     argv: Sequence[str]
     run: RunDir
-    most: int
+    max_workers: int
     trials: list[Trial] = field(default_factory=list)
     interrupted: int | None = None
     """Signal that has ended the search early."""
 
     def search(self) -> None:
-        """Try what tells most until it is clear which number is best; raises as `try_count`."""
-        thrift = price_all(self.most, self.spec.config.tune.steps) / 2
-        while (count := choose_next(self.trials, self.most, thrift)) is not None:
+        """Try the most telling number until it is clear which one is best; raises as `try_count`."""
+        thrift = price_all(self.max_workers, self.spec.config.tune.steps) / 2
+        while (count := choose_next(self.trials, self.max_workers, thrift)) is not None:
             try:
                 self.try_count(count)
             except InterruptedTrialError as error:
@@ -80,7 +80,7 @@ class Tuning:
             if not known or (isinstance(error, MismatchError) and not any(known)):
                 raise
             trial = Trial(count, failure=str(error))
-            self.most = min(self.most, count - 1)
+            self.max_workers = min(self.max_workers, count - 1)
         self.trials.append(trial)
         for line in describe_trial(trial).splitlines():
             logger.info(line)
@@ -104,16 +104,16 @@ def search(composed: "Composed", program: tuple[str, ...] | None, argv: Sequence
     spec = specify_search(composed, program)
     target = check_override(spec.config.save, replaces=spec.config.yes)
     job = plan_job(spec)
-    most, why = find_most(job.config, job.plan)
+    max_workers, why = find_max_workers(job.config, job.plan)
     if spec.config.dry_run:
-        return preview_search(composed, spec, most, why, target)
+        return preview_search(composed, spec, max_workers, why, target)
     run, manifest = prepare_run(spec, argv, [job.host])
     name_files(composed.own_files)
-    tell_program([spec], composed.own_files)
+    report_config_programs([spec], composed.own_files)
     where = f"{count_things(len(job.plan.ranks), 'rank')} of {job.host}"
-    logger.info(f"{describe_program(spec)} on {where}, with 0 to {most} workers each ({why})")
+    logger.info(f"{describe_program(spec)} on {where}, with 0 to {max_workers} workers each ({why})")
     logger.info(f"run directory {run.path}")
-    tuning = Tuning(composed, spec, argv, run, most)
+    tuning = Tuning(composed, spec, argv, run, max_workers)
     try:
         tuning.search()
     except (MeasureError, LaunchError) as error:
@@ -121,7 +121,7 @@ def search(composed: "Composed", program: tuple[str, ...] | None, argv: Sequence
     return conclude_search(tuning, manifest, target, where)
 
 
-def preview_search(composed: "Composed", spec: JobSpec, most: int, why: str, target: str) -> int:
+def preview_search(composed: "Composed", spec: JobSpec, max_workers: int, why: str, target: str) -> int:
     """Show what would be tried, and start nothing."""
     folder = Path("RUN_DIR", "workers-0")
     first = specify_trial(composed, spec, 0, folder)
@@ -129,8 +129,8 @@ def preview_search(composed: "Composed", spec: JobSpec, most: int, why: str, tar
     variables = [f"{name}={first.environ[name]}" for name in OURS]
     steps = spec.config.tune.steps
     print_text(
-        f"would try 0 workers, then up to {most} ({why}) until it is clear, each for {steps} steps at most\n"
-        f"would write {target}\n{join_words(['env', *variables, *command])}\n"
+        f"would try 0 workers, then up to {max_workers} ({why}) until it is clear, each for {steps} steps at"
+        f" most\nwould write {target}\n{join_words(['env', *variables, *command])}\n"
     )
     return 0
 
@@ -171,7 +171,7 @@ def conclude_search(tuning: Tuning, manifest: dict[str, object], target: str, wh
     elif tuning.trials:
         print_trials(make_console(stderr=False), tuning.trials, chosen)
         sys.stdout.flush()
-    logger.info(tell_result(chosen, saved, f" -- {program}" if tuning.spec.program else ""))
+    logger.info(describe_choice(chosen, saved, f" -- {program}" if tuning.spec.program else ""))
     return status
 
 
@@ -189,19 +189,19 @@ def describe_result(tuning: Tuning, chosen: Trial | None, saved: str | None) -> 
         }
         for trial in sorted(tuning.trials, key=lambda trial: trial.workers)
     ]
-    state = {"complete": tuning.interrupted is None, "max_workers": tuning.most}
+    state = {"complete": tuning.interrupted is None, "max_workers": tuning.max_workers}
     choice = {"num_workers": chosen.workers if chosen else None, "saved": saved}
     return {"schema": 1, "subject": "dataloader", **state, **choice, "trials": rows}
 
 
-def tell_result(chosen: Trial | None, saved: str | None, program: str) -> str:
+def describe_choice(chosen: Trial | None, saved: str | None, program: str) -> str:
     """Say what was chosen and how to use it."""
     if chosen is None:
         return "interrupted before anything was measured"
     best = count_things(chosen.workers, "worker")
     if saved is None:
         return f"interrupted: {best} is the best so far, and no file was written"
-    return f"{best} chosen; {saved} written: {tell_use(saved, program)}"
+    return f"{best} chosen; {saved} written: {describe_use(saved, program)}"
 
 
 def end_run(tuning: Tuning, manifest: dict[str, object], state: str, status: int) -> None:

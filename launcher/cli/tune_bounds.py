@@ -11,7 +11,7 @@ EACH = 2
 LEAST, MOST = 4, 64
 
 
-def find_most(config: LaunchConfig, plan: Plan) -> tuple[int, str]:
+def find_max_workers(config: LaunchConfig, plan: Plan) -> tuple[int, str]:
     """Return the most workers of a rank that a search is to try, with why; raises UsageError."""
     asked = config.tune.max_workers
     if asked != "auto":

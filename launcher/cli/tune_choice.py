@@ -79,7 +79,7 @@ def save_override(name: str, text: str) -> None:
     write_file("save", name, text.encode("utf-8", "replace"))
 
 
-def tell_use(name: str, program: str) -> str:
+def describe_use(name: str, program: str) -> str:
     """Say how later runs use the file; `program` is `-- PROGRAM …` after a space, or nothing."""
     path = Path(name).absolute()
     option = f"dataloader={path.stem}"

@@ -138,9 +138,9 @@ def check_progress(context: Context) -> None:
 def check_numbers(context: Context) -> None:
     """Refuse numbers that are too small."""
     config = context.config
-    check_least("logs.tail", config.logs.tail, 1)
-    check_least("torchrun.shutdown_timeout", config.torchrun.shutdown_timeout, 0)
-    check_least("torchrun.max_restarts", config.torchrun.max_restarts or 0, 0)
+    check_minimum("logs.tail", config.logs.tail, 1)
+    check_minimum("torchrun.shutdown_timeout", config.torchrun.shutdown_timeout, 0)
+    check_minimum("torchrun.max_restarts", config.torchrun.max_restarts or 0, 0)
 
 
 def check_requeue(context: Context) -> None:
@@ -148,7 +148,7 @@ def check_requeue(context: Context) -> None:
     policy = context.config.cluster.requeue
     for name, number in asdict(policy).items():
         if isinstance(number, int):
-            check_least(f"cluster.requeue.{name}", number, 1 if name == "limit" else 0)
+            check_minimum(f"cluster.requeue.{name}", number, 1 if name == "limit" else 0)
     odd = [code for code in policy.exit_codes if not 0 < code < 256]
     if odd:
         raise UsageError(
@@ -170,8 +170,8 @@ def check_own_machine(context: Context) -> None:
 def check_gc(context: Context) -> None:
     """Refuse a policy or steps of garbage collection that mean nothing."""
     check_choice("gc.policy", context.config.gc.policy, tuple(GC_POLICIES))
-    check_least("gc.warmup", context.config.gc.warmup, 0)
-    check_least("gc.every", context.config.gc.every, 0)
+    check_minimum("gc.warmup", context.config.gc.warmup, 0)
+    check_minimum("gc.every", context.config.gc.every, 0)
 
 
 def check_host(context: Context) -> None:
@@ -209,7 +209,7 @@ def check_verb_keys(context: Context) -> None:
 def check_tune(context: Context) -> None:
     """Refuse settings of a search that mean nothing."""
     tune = context.config.tune
-    check_least("tune.steps", tune.steps, 8)
+    check_minimum("tune.steps", tune.steps, 8)
     for key, value in (("seconds", tune.seconds), ("timeout", tune.timeout)):
         if not value > 0:
             raise UsageError(f"tune.{key}={value:g}: give seconds, more than 0")
@@ -312,10 +312,10 @@ def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
         raise UsageError(f"{key}={value}: choose from {', '.join(choices)}")
 
 
-def check_least(key: str, value: int, least: int) -> None:
+def check_minimum(key: str, value: int, minimum: int) -> None:
     """Raise UsageError for a number that is too small."""
-    if value < least:
-        raise UsageError(f"{key}={value}: give a number of at least {least}")
+    if value < minimum:
+        raise UsageError(f"{key}={value}: give a number of at least {minimum}")
 
 
 PLAN_CHECKS = (check_output_files, check_format, check_workers, check_gc, check_host)

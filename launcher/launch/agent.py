@@ -129,7 +129,7 @@ def open_agent(
     """Start the agent in a session of its own, so that a terminal's Ctrl-C reaches `launch` alone.
 
     SLURM sends a step's signals to every process in it: the agent would die of those for the ranks. There,
-    stdin brings what the head says, which is not for the agent. `files` stay open.
+    stdin brings the first node's commands, which are not for the agent. `files` stay open.
     """
     parent = os.getpid()
     logs = open_below(log.parents[1], log.parent.name)

@@ -68,7 +68,7 @@ class RankMonitor:
     asks_kernel: bool = False
     """Ranks are found by the agent's children: all nodes share the filesystem with the records."""
     on_stop: Callable[[int, bool], None] = lambda *_: None
-    """Called once, with the first stopping signal, and whether the job's head sent it."""
+    """Called once, with the first stopping signal, and whether the job's first node sent it."""
     ranks: dict[int, RankProcess] = field(default_factory=dict)
     """By PID, over all restarts."""
     oom_kills: int = 0

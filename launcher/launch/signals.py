@@ -13,7 +13,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that go to the ranks alone: the agent has no handler for them and would die."""
 HARD = (signal.SIGTERM, signal.SIGKILL)
-"""Stages that come from several sides in a SLURM job: from SLURM itself, and from the job's head."""
+"""Stages that come from several sides in a SLURM job: from SLURM itself, and from the job's first node."""
 TERM_GRACE = 10.0
 """Seconds between SIGTERM and SIGKILL, after the first signal's own grace."""
 KILL_GRACE = 5.0

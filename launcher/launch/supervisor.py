@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.launch.agent import read_exits, was_signalled
-from launcher.launch.head_channel import HeadChannel
 from launcher.launch.monitor import RankMonitor
 from launcher.launch.processes import (
     Death,
@@ -19,6 +18,7 @@ from launcher.launch.processes import (
     end_leftovers,
     reap_orphans,
 )
+from launcher.launch.signal_channel import SignalChannel
 from launcher.launch.signals import (
     FORWARDED,
     HARD,
@@ -74,10 +74,10 @@ class Supervisor:
     stop: Stop | None = None
     first_signal: int | None = None
     signal_time: float = math.inf
-    control: HeadChannel | None = None
-    """Commands from the job's head; None outside of a step of SLURM's."""
+    control: SignalChannel | None = None
+    """Commands from the job's first node; None outside of a step of SLURM's."""
     commanded: bool = False
-    """The head has asked for the end."""
+    """The first node has asked for the end."""
     rank_seen_at: float = 0.0
     """Monotonic time at which a rank was last seen to have started."""
     lost_node_handled_at: float = math.inf
@@ -133,7 +133,7 @@ class Supervisor:
             if len(self.pidfds.alive) < self.expected and self.stop is None:
                 self.watch_new_ranks(agent.pid)
             self.handle_signals(inbox, agent)
-            self.handle_head_commands(agent)
+            self.handle_commands(agent)
             self.restart_without_lost_node()
             if time.monotonic() > self.deadline >= 0:
                 self.deadline = -1.0
@@ -147,7 +147,7 @@ class Supervisor:
         """Take the end of a program by the user's Ctrl-C for a stop, after which nothing restarts."""
         for number in (find_end_signal(death) for death in deaths):
             if number in self.pressed and self.stop is None:
-                self.record_first_signal(number, self.pressed[number], by_head=False)
+                self.record_first_signal(number, self.pressed[number], by_first_node=False)
                 self.stop = Stop.begin(number, self.grace)
                 self.stop.next_stage()
                 agent.send_signal(number)
@@ -191,9 +191,9 @@ class Supervisor:
             self.advance_stop(self.stop, agent)
 
     def handle_stop_signal(self, number: int, agent: "subprocess.Popen[bytes]", grace: float) -> None:
-        """Begin to stop, or go a stage on. In a step, what SLURM and the head both send is one stage."""
+        """Begin to stop, or enter the next stage. What SLURM and the first node both send is one stage."""
         if self.stop is None:
-            self.record_first_signal(number, by_head=self.commanded)
+            self.record_first_signal(number, by_first_node=self.commanded)
             self.stop = Stop.begin(number, grace)
         elif self.control and self.stop.has_reached(number):
             return
@@ -201,11 +201,11 @@ class Supervisor:
         while self.control and number in HARD and not self.stop.has_reached(number):
             self.advance_stop(self.stop, agent)
 
-    def record_first_signal(self, number: int, when: float | None = None, *, by_head: bool) -> None:
+    def record_first_signal(self, number: int, when: float | None = None, *, by_first_node: bool) -> None:
         """Remember the first stopping signal: how ranks end after it is no failure."""
         if self.first_signal is None:
             self.first_signal, self.signal_time = number, time.time() if when is None else when
-            self.monitor.on_stop(number, by_head)
+            self.monitor.on_stop(number, by_first_node)
 
     def handle_slurm_signal(self, number: int, agent: "subprocess.Popen[bytes]") -> None:
         """Stop by SLURM's signal, which the agent may have got as well, and then is not to get from here.
@@ -215,15 +215,15 @@ class Supervisor:
         """
         deadline = time.monotonic() + HEARING
         if self.stop is None:
-            self.record_first_signal(number, by_head=False)
+            self.record_first_signal(number, by_first_node=False)
             while not self.agent_heard and time.monotonic() < deadline and agent.poll() is None:
                 self.pidfds.poll((), TICK)  # what a rank ended with is known until the agent looks
                 self.agent_heard = was_signalled(self.log, self.log_begin)
         kill_wait = self.control.kill_wait if self.control else None
         self.handle_stop_signal(number, agent, limit_grace(self.grace, kill_wait))
 
-    def handle_head_commands(self, agent: "subprocess.Popen[bytes]") -> None:
-        """Do what the head says: stop by its signals, and pass others on to the ranks that catch them."""
+    def handle_commands(self, agent: "subprocess.Popen[bytes]") -> None:
+        """Do what the first node asks: stop by its signals, pass others on to the ranks that catch them."""
         for number in self.control.read_signals() if self.control else ():
             if number in (*STOPPING, *HARD):
                 self.commanded = True

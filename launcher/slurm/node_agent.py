@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from launcher.launch.failure import list_clean_exits
-from launcher.launch.head_channel import HeadChannel, open_head_channel, report_signal
 from launcher.launch.job import Job
 from launcher.launch.monitor import MANAGED, STARTING, RankMonitor, describe_job
 from launcher.launch.outcome import (
@@ -21,6 +20,7 @@ from launcher.launch.outcome import (
     describe_failure,
     judge_outcome,
 )
+from launcher.launch.signal_channel import SignalChannel, open_signal_channel, report_signal
 from launcher.launch.signals import name_signal
 from launcher.launch.supervisor import Supervisor
 from launcher.probe.cgroups import count_oom_kills
@@ -50,7 +50,7 @@ def run_agent(
     """Run torchrun's agent and its ranks to their end; raises OSError if it cannot be started."""
     log = run.agent_log(place.host)
     monitor = RankMonitor(job, run, make_node_viewer(job, run, place), count_oom_kills, asks_kernel=True)
-    control = open_head_channel(0)
+    control = open_signal_channel(0)
     recorder = NodeRecorder(monitor, place, control, started)
     monitor.on_stop = recorder.record_stop
     grace = job.config.torchrun.shutdown_timeout
@@ -94,15 +94,15 @@ class NodeRecorder:
 
     monitor: RankMonitor
     place: TaskIdentity
-    control: HeadChannel
+    control: SignalChannel
     started: float
     """Seconds since the epoch."""
     clean: tuple[tuple[int, float], ...] = ()
     """See `NodeRecord.clean`."""
 
-    def record_stop(self, number: int, by_head: bool) -> None:
+    def record_stop(self, number: int, by_first_node: bool) -> None:
         """Write a record at once: SLURM may kill this process before its ranks have ended."""
-        if not by_head:
+        if not by_first_node:
             report_signal(2, self.place.host, number)
         with contextlib.suppress(OSError):
             self.write_record("stopped", 128 + number, number, "it was killed while its ranks ended", None)

@@ -13,15 +13,15 @@ from pathlib import Path
 
 from launcher.config.schema import ContainerConfig
 from launcher.errors import SchedulerError
-from launcher.launch.head_channel import (
+from launcher.launch.processes import prepare_agent
+from launcher.launch.signal_channel import (
     KILL_WAIT,
     LOST,
-    make_head_channel,
+    make_signal_channel,
     parse_report,
     write_line_to_tasks,
     write_signal,
 )
-from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import FORWARDED
 from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_RENDEZVOUS
 from launcher.runs.node_records import NodeRecord, read_nodes
@@ -156,7 +156,7 @@ def start_nodes(attempt: Attempt, endpoint: str) -> NodeStep:
     variables = {LAUNCH_ATTEMPT: str(attempt.run.first_attempt), LAUNCH_RENDEZVOUS: endpoint}
     step = describe_node_step(attempt)
     step = replace(step, options=give_cpus(step.options, attempt.environ))
-    reading, writing = make_head_channel()
+    reading, writing = make_signal_channel()
     parent = os.getpid()
     try:
         process = subprocess.Popen(

@@ -85,9 +85,9 @@ def render_step(step: Step) -> tuple[str, ...]:
         "wait": 0,
         "no-kill": step.elastic,
     }
-    own = {name.replace("_", "-"): value for name, value in step.options.items()}
+    user_options = {name.replace("_", "-"): value for name, value in step.options.items()}
     pyxis, arguments, command = render_container(step)
-    return ("srun", *render_srun_options({**size, **pyxis, **own}), *arguments, *command)
+    return ("srun", *render_srun_options({**size, **pyxis, **user_options}), *arguments, *command)
 
 
 def give_cpus(options: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, object]:
@@ -153,8 +153,8 @@ def render_ranks(step: Step, ranks: int) -> tuple[str, ...]:
     All of them see all of the job's CPUs and GPUs on their node, which the shim deals out.
     """
     count = {"ntasks": step.nodes * ranks, "ntasks-per-node": ranks}
-    own = {**step.options, **({"verbose": None} if step.options.get("quiet") else {})}
-    return render_step(replace(step, options={**RANK_OPTIONS, **own, **count}))
+    user_options = {**step.options, **({"verbose": None} if step.options.get("quiet") else {})}
+    return render_step(replace(step, options={**RANK_OPTIONS, **user_options, **count}))
 
 
 def build_srun_environ(
@@ -166,5 +166,5 @@ def build_srun_environ(
         for name, value in drop_task_variables(clean_for_step(environ)).items()
         if name not in STALE_VARIABLES
     }
-    own = {LAUNCH_AGENT: "srun", LAUNCH_REQUEST: json.dumps(request_fields)}
-    return {"PYTHONUNBUFFERED": "1", **kept, **own, **variables}
+    shim_variables = {LAUNCH_AGENT: "srun", LAUNCH_REQUEST: json.dumps(request_fields)}
+    return {"PYTHONUNBUFFERED": "1", **kept, **shim_variables, **variables}

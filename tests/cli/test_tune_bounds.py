@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.cli.tune_bounds import find_most
+from launcher.cli.tune_bounds import find_max_workers
 from launcher.config.schema import DataloaderConfig, LaunchConfig, TuneConfig
 from launcher.errors import UsageError
 from launcher.plan.model import Limits, Plan, Request
@@ -32,7 +32,7 @@ def plan_eight(limits: Limits) -> Plan:
 )
 def test_cores_memory_and_descriptors_bound_a_search(limits: Limits, most: int, why: str) -> None:
     config = LaunchConfig(dataloader=DataloaderConfig(worker_gib=0.9, worker_shm_mib=102.4))
-    found, reason = find_most(config, plan_eight(limits))
+    found, reason = find_max_workers(config, plan_eight(limits))
     assert found == most
     assert why in reason
 
@@ -40,5 +40,7 @@ def test_cores_memory_and_descriptors_bound_a_search(limits: Limits, most: int, 
 @pytest.mark.parametrize("asked", [0, -1, True, "many", 2.5])
 def test_a_number_is_at_least_one(asked: object) -> None:
     with pytest.raises(UsageError, match=r"tune\.max_workers=.*at least 1, or auto"):
-        find_most(LaunchConfig(tune=TuneConfig(max_workers=asked)), plan_eight(Limits()))
-    assert find_most(LaunchConfig(tune=TuneConfig(max_workers=99)), plan_eight(Limits(files=64)))[0] == 99
+        find_max_workers(LaunchConfig(tune=TuneConfig(max_workers=asked)), plan_eight(Limits()))
+    assert (
+        find_max_workers(LaunchConfig(tune=TuneConfig(max_workers=99)), plan_eight(Limits(files=64)))[0] == 99
+    )

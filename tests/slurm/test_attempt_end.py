@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from launcher.config.schema import RequeueConfig
-from launcher.launch.head_channel import SIGNALLED
+from launcher.launch.signal_channel import SIGNALLED
 from launcher.runs.attempt_progress import AttemptProgress
 from launcher.runs.manifest import read_manifest, write_manifest
 from launcher.runs.node_records import NodeRecord, read_nodes, write_node

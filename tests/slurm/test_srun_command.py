@@ -158,7 +158,7 @@ def test_what_tells_of_the_job_or_is_the_users_stays(name: str) -> None:
     assert clean_for_step({name: "x"}) == {name: "x"}
 
 
-def test_what_the_head_tells_the_tasks_is_not_for_ranks() -> None:
+def test_what_the_first_node_tells_the_tasks_is_not_for_ranks() -> None:
     told = {
         "LAUNCH_SECRETS": "{}",
         "LAUNCH_RENDEZVOUS": "n0:1",

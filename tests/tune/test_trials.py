@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli.tune_choice import check_override, render_override, save_override, tell_use
+from launcher.cli.tune_choice import check_override, describe_use, render_override, save_override
 from launcher.config.schema import DataloaderConfig
 from launcher.tune.search import Trial
 from tests.conftest import LAUNCH, Result, clean_environ, run_outside
@@ -171,6 +171,6 @@ def test_the_file_is_an_option_and_is_replaced(launch: Launch, here: Path) -> No
 
 
 def test_how_the_file_is_used(here: Path) -> None:
-    assert "`launch dataloader=x -- a.py`" in tell_use("conf/dataloader/x.yaml", " -- a.py")
-    assert "--config-dir team dataloader=x`" in tell_use("team/dataloader/x.yaml", "")
-    assert "put it into conf/dataloader/" in tell_use("x.txt", "")
+    assert "`launch dataloader=x -- a.py`" in describe_use("conf/dataloader/x.yaml", " -- a.py")
+    assert "--config-dir team dataloader=x`" in describe_use("team/dataloader/x.yaml", "")
+    assert "put it into conf/dataloader/" in describe_use("x.txt", "")

@@ -1,4 +1,4 @@
-"""Words of other tools, and words that mean nothing here: each error ends with the whole command to type."""
+"""Refuses other tools' options and unknown words with the corrected command line."""
 
 import difflib
 from collections.abc import Sequence

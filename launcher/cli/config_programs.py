@@ -22,7 +22,7 @@ PROLOGS = ("prolog", "epilog", "task-prolog", "task-epilog")
 """Options of srun that name programs."""
 
 
-def tell_program(specs: Sequence[JobSpec], own_files: Sequence[str]) -> None:
+def report_config_programs(specs: Sequence[JobSpec], own_files: Sequence[str]) -> None:
     """Log what the user's configuration files have run, but not what is on the command line."""
     brought = dict.fromkeys(each for spec in specs for each in list_brought(spec)) if own_files else {}
     if brought:
@@ -41,10 +41,10 @@ def list_brought(spec: JobSpec) -> Iterator[str]:
         if name in config.env and not given & keys:
             yield join_words([f"{name}={config.env[name]}"])
     if spec.cluster.kind in MANAGED:
-        yield from list_jobs_own(config.cluster, given)
+        yield from list_job_programs(config.cluster, given)
 
 
-def list_jobs_own(cluster: ClusterConfig, given: AbstractSet[str]) -> Iterator[str]:
+def list_job_programs(cluster: ClusterConfig, given: AbstractSet[str]) -> Iterator[str]:
     """Give what a job of SLURM runs besides the program, and in which image that is."""
     if "cluster.setup" not in given:
         yield from (f"cluster.setup: {line}" for line in cluster.setup)

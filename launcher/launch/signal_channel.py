@@ -1,8 +1,8 @@
-"""What the head of a SLURM job says to the tasks on its nodes: names of signals, one a line, by srun's stdin.
+"""The channel from a SLURM job's first node to the tasks on its nodes: names of signals, one a line.
 
-srun gives each task a copy of what it reads (`--input=all`). So a signal that is meant for the ranks reaches
-them alone: not the agent, nor DataLoader workers, as one by SLURM does. The tasks have one word for the head,
-by srun's stderr: that they got a signal which it has not sent.
+srun gives each task a copy of its stdin (`--input=all`). So a signal that is meant for the ranks reaches
+them alone; SLURM's own also reach the agent and DataLoader workers. The tasks have one message for the first
+node, by srun's stderr: that they got a signal which it has not sent.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ LOST = "LOST"
 KILL_WAIT = "KILLWAIT"
 """`KILLWAIT 30`: seconds from SLURM's SIGTERM to its SIGKILL, as this cluster has it (slurm.conf)."""
 SIGNALLED = "launch-task: signalled"
-"""`launch-task: signalled n2 SIGTERM`: a task's word for the head."""
+"""`launch-task: signalled n2 SIGTERM`: a task's message to the first node."""
 
 
 @dataclass(slots=True)
-class HeadChannel:
+class SignalChannel:
     """The tasks' end."""
 
     descriptor: int | None
@@ -33,7 +33,7 @@ class HeadChannel:
     lost_at: float | None = None
     """Monotonic time of the word that a node was lost, until somebody has acted on it."""
     kill_wait: float | None = None
-    """SLURM's patience in seconds; None where the head has not told."""
+    """SLURM's patience in seconds; None if the first node has not sent it."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -42,11 +42,11 @@ class HeadChannel:
 
     @property
     def is_cut(self) -> bool:
-        """Tell whether there was a head, or srun's daemon on this node, and it is gone."""
+        """Tell whether the first node's process, or srun's daemon on this node, was there and is gone."""
         return self.greeted and self.descriptor is None
 
     def read_signals(self) -> list[int]:
-        """Return the signals that the head asks for; SIGTERM where the head is gone."""
+        """Return the signals that the first node asks for; SIGTERM if its process is gone."""
         if self.descriptor is None:
             return []
         data = self.read_new(self.descriptor)
@@ -64,7 +64,7 @@ class HeadChannel:
         return [number for word in words if (number := parse_number(word)) is not None]
 
     def read_new(self, descriptor: int) -> bytes | None:
-        """Return what there is to read, empty at the end; None where there is nothing yet."""
+        """Return what there is to read, empty at the end; None if there is nothing yet."""
         try:
             return os.read(descriptor, 4096)
         except BlockingIOError:
@@ -73,32 +73,32 @@ class HeadChannel:
             return b""
 
 
-def open_head_channel(descriptor: int) -> HeadChannel:
+def open_signal_channel(descriptor: int) -> SignalChannel:
     """Return the channel behind a descriptor, which is read without waiting."""
     os.set_blocking(descriptor, False)
-    return HeadChannel(descriptor)
+    return SignalChannel(descriptor)
 
 
-def make_head_channel() -> tuple[int, int]:
-    """Return the descriptors of a new channel: what srun reads, and what the head writes to."""
+def make_signal_channel() -> tuple[int, int]:
+    """Return the descriptors of a new channel: what srun reads, and what the first node writes to."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     os.write(writing, f"{GREETING}\n".encode())
     return reading, writing
 
 
 def write_signal(descriptor: int, number: int) -> None:
-    """Tell the tasks of a signal: the head's end; one whose tasks are gone needs no telling."""
+    """Send the tasks a signal's name; nothing happens if the tasks are gone."""
     write_line_to_tasks(descriptor, signal.Signals(number).name)
 
 
 def write_line_to_tasks(descriptor: int, word: str) -> None:
-    """Tell the tasks something else."""
+    """Send the tasks a line; nothing happens if the tasks are gone."""
     with contextlib.suppress(OSError):
         os.write(descriptor, f"{word}\n".encode())
 
 
 def report_signal(descriptor: int, host: str, number: int) -> None:
-    """Tell the head of a signal that it has not sent; where nobody reads, that is left out."""
+    """Report a signal that the first node has not sent; left out if nobody reads."""
     poller = select.poll()
     poller.register(descriptor, select.POLLOUT)
     with contextlib.suppress(OSError, ValueError):
@@ -107,7 +107,7 @@ def report_signal(descriptor: int, host: str, number: int) -> None:
 
 
 def parse_report(line: str) -> tuple[str, int] | None:
-    """Read a task's word, as the node's name and the signal; None for another line."""
+    """Read a task's message, as the node's name and the signal; None for another line."""
     words = line.removeprefix(SIGNALLED).split() if line.startswith(SIGNALLED) else []
     number = parse_number(words[1]) if len(words) == 2 else None
     return None if number is None else (words[0], number)

@@ -1,4 +1,4 @@
-"""The channel from a job's head to its tasks, and the ranks that a signal is for."""
+"""The channel from a job's first node to its tasks, and the ranks that a signal is for."""
 
 import contextlib
 import os
@@ -8,18 +8,18 @@ import sys
 
 import pytest
 
-from launcher.launch.head_channel import (
+from launcher.launch.processes import RankPidfds, catches, list_children, list_ranks
+from launcher.launch.signal_channel import (
     KILL_WAIT,
     LOST,
     SIGNALLED,
-    make_head_channel,
-    open_head_channel,
+    make_signal_channel,
+    open_signal_channel,
     parse_report,
     report_signal,
     write_line_to_tasks,
     write_signal,
 )
-from launcher.launch.processes import RankPidfds, catches, list_children, list_ranks
 from launcher.launch.signals import Stop, limit_grace
 
 SLEEPER = "import os, signal, time\n{}\nos.write(1, b'UP\\n')\ntime.sleep(60)"
@@ -27,8 +27,8 @@ CATCHER = "signal.signal(signal.SIGUSR2, lambda *_: os.write(1, b'CAUGHT\\n'))"
 
 
 def test_signals_come_through_in_their_order() -> None:
-    reading, writing = make_head_channel()
-    control = open_head_channel(reading)
+    reading, writing = make_signal_channel()
+    control = open_signal_channel(reading)
     assert control.read_signals() == []
     write_signal(writing, signal.SIGUSR2)
     write_signal(writing, signal.SIGTERM)
@@ -39,7 +39,7 @@ def test_signals_come_through_in_their_order() -> None:
     write_line_to_tasks(writing, LOST)
     assert control.read_signals() == [] and control.lost_at is not None
     os.close(writing)
-    assert control.read_signals() == [signal.SIGTERM], "the head is gone"
+    assert control.read_signals() == [signal.SIGTERM], "the first node's process is gone"
     assert control.read_signals() == [] and control.descriptors == () and control.is_cut
     os.close(reading)
 
@@ -63,7 +63,7 @@ def test_a_tasks_word_for_the_head() -> None:
 
 def test_a_word_in_two_pieces_and_words_of_a_later_version() -> None:
     reading, writing = os.pipe()
-    control = open_head_channel(reading)
+    control = open_signal_channel(reading)
     os.write(writing, b"HELLO\nDANCE now\nSIGU")
     assert control.read_signals() == []
     os.write(writing, b"SR1\n\xff\n")
@@ -73,7 +73,7 @@ def test_a_word_in_two_pieces_and_words_of_a_later_version() -> None:
 
 
 def test_without_a_greeting_the_end_says_nothing() -> None:
-    control = open_head_channel(os.open(os.devnull, os.O_RDONLY))
+    control = open_signal_channel(os.open(os.devnull, os.O_RDONLY))
     assert control.read_signals() == [] and control.descriptors == () and not control.is_cut
 
 
@@ -87,7 +87,7 @@ def test_without_a_greeting_the_end_says_nothing() -> None:
         (signal.SIGHUP, signal.SIGTERM, True),
     ],
 )
-def test_what_slurm_and_the_head_both_send_is_one_stage(first: int, then: int, reached: bool) -> None:
+def test_what_slurm_and_the_first_node_both_send_is_one_stage(first: int, then: int, reached: bool) -> None:
     stop = Stop.begin(first, 1.0)
     assert stop.next_stage() == first
     assert stop.has_reached(then) is reached
@@ -136,8 +136,8 @@ def test_a_process_that_is_gone_catches_nothing() -> None:
     [(30, "", 20), (30, "30", 20), (5, "30", 5), (30, "10", 3), (30, "2", 1), (30, "300", 20), (30, "x", 20)],
 )
 def test_ranks_are_ended_before_slurm_is_out_of_patience(grace: float, word: str, limit: float) -> None:
-    reading, writing = make_head_channel()
-    control = open_head_channel(reading)
+    reading, writing = make_signal_channel()
+    control = open_signal_channel(reading)
     write_line_to_tasks(writing, f"{KILL_WAIT} {word}")
     control.read_signals()
     assert limit_grace(grace, control.kill_wait) == limit
