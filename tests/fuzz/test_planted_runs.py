@@ -27,7 +27,14 @@ from launcher.rank.rank_record import write_records
 from launcher.runs.applied_records import AppliedReader
 from launcher.runs.attempt_progress import measure_attempt
 from launcher.runs.node_records import read_nodes, refuse_node, write_node
-from launcher.runs.run_directory import RunDir, create_run_dir, open_run_dir, write_json, write_private
+from launcher.runs.run_directory import (
+    RunDir,
+    RunIdTakenError,
+    create_run_dir,
+    open_run_dir,
+    write_json,
+    write_private,
+)
 from launcher.runs.run_process import identify_process
 from launcher.runs.run_records import read_run
 from launcher.slurm.client import JobState
@@ -291,7 +298,7 @@ def test_writers_write_into_the_run_directory_alone(tree: dict[str, Planted]) ->
             lambda: write_node(run.path, 0, refuse_node("box", 0, 1, "", 0.0)),
             lambda: write_rank(run.path),
         ):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, RunIdTakenError):
                 write()
         assert list_strange(place.run) == strange, "something was written into another user's directory"
 

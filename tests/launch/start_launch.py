@@ -66,7 +66,8 @@ def is_alive(pid: int) -> bool:
 def start(folder: Path, *words: str, **variables: str) -> Iterator[Started]:
     """Start `launch WORDS` in a folder; whatever is left at the end is killed."""
     mark = f"LAUNCH_TEST_MARK={uuid.uuid4()}"
-    environ = {**os.environ, **dict([mark.split("=")]), **variables}
+    inherited = {name: value for name, value in os.environ.items() if name != "LAUNCH_CI"}  # the tests' own
+    environ = {**inherited, **dict([mark.split("=")]), **variables}
     with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
         process = subprocess.Popen([*LAUNCH, *words], cwd=folder, env=environ, stdout=out, stderr=err)
     started = Started(process, folder, mark)
