@@ -21,6 +21,14 @@ from launcher import collect
 seen = []
 """
 """Begin of a program without torch, which marks its steps itself."""
+WITHOUT_COMPILER = """
+import sys, types, torch
+torch._dynamo = sys.modules["torch._dynamo"] = types.ModuleType("torch._dynamo")
+torch._dynamo.disable = lambda function, *_, **__: function
+torch._dynamo.graph_break = lambda: None
+torch._dynamo.trace_rules = types.SimpleNamespace(clear_lru_cache=lambda: None)
+"""
+"""Begin of a program whose optimizer imports no compiler, which takes longer than the rest of torch."""
 
 
 def run_program(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.inprocess.hooked import run_code
+from tests.inprocess.hooked import WITHOUT_COMPILER, run_code
 
 LOOK = """
 import gc, json, os, sys
@@ -15,10 +15,9 @@ def look():
 TELL = f"{LOOK}\nprint(json.dumps(look()))"
 """What a child is to find, told by an interpreter that has nothing of ours."""
 PROGRAM = (
-    f"{LOOK}\nTELL = {TELL!r}"
+    f"{LOOK}\nTELL = {TELL!r}{WITHOUT_COMPILER}"
     + """
 import copy, multiprocessing, subprocess
-import torch
 import torch.multiprocessing
 
 def is_hooked():

@@ -6,7 +6,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.inprocess.hooked import PYTHON, QUICK, run_code, run_program
+from tests.inprocess.hooked import PYTHON, QUICK, WITHOUT_COMPILER, run_code, run_program
 
 LOG = "synchronized,warmup=3,every=5,log"
 MODEL = """
@@ -48,7 +48,8 @@ train(make(), steps=9 + 8)
 
 def test_of_many_small_optimizers_one_counts(tmp_path: Path) -> None:
     """An optimizer for each parameter, as those are that step within the backward pass."""
-    assert read_steps("train(*(make() for _ in range(40)), steps=12)", tmp_path) == [3, 5, 10]
+    code = WITHOUT_COMPILER + "train(*(make() for _ in range(40)), steps=12)"
+    assert read_steps(code, tmp_path) == [3, 5, 10]
 
 
 def test_short_trainings_after_one_another_end_the_first_ones_phase(tmp_path: Path) -> None:
@@ -62,13 +63,16 @@ for number in range(30):
     assert (look == (START, 0)) == (number >= 9), (number, look)
 train(make(), steps=12)
 """
-    code = f"{code}\nassert gc.get_threshold()[2] != START".replace("START", str(gc.get_threshold()[2]))
+    code = f"{WITHOUT_COMPILER}{code}\nassert gc.get_threshold()[2] != START".replace(
+        "START", str(gc.get_threshold()[2])
+    )
     assert read_steps(code, tmp_path) == [3, 5, 7, 10]
 
 
 def test_without_an_optimizers_step_nothing_is_touched(tmp_path: Path) -> None:
     code = (
         MODEL
+        + WITHOUT_COMPILER
         + """
 make()
 with torch.no_grad():

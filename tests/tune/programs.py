@@ -1,7 +1,10 @@
 """Training programs that wait for data, as users write them."""
 
-LOADING = """\
-import os, sys, time, torch
+from tests.inprocess.hooked import WITHOUT_COMPILER
+
+LOADING = f"""\
+import os, time
+{WITHOUT_COMPILER}
 from torch.utils.data import DataLoader, Dataset
 
 class Slow(Dataset):
@@ -17,12 +20,14 @@ TRAINING = (
     + """
 import torch.distributed as dist
 dist.init_process_group("gloo")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step, batch in enumerate(DataLoader(Slow(), batch_size=10)):
     optimizer.zero_grad()
     model(batch).sum().backward()
     time.sleep(0.04)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
     optimizer.step()
     print("step", step, os.getpid(), flush=True)
 """
