@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from launcher.cli.config_programs import report_config_programs
 from launcher.cli.run import name_files, plan_job, try_anew
-from launcher.cli.tune_bounds import find_max_workers
 from launcher.cli.tune_choice import check_override, describe_use, render_override, save_override
-from launcher.cli.tune_settings import OURS, specify_search
+from launcher.cli.tune_settings import OURS, find_max_workers, specify_search
 from launcher.cli.tune_trial import (
     FailedTrialError,
     InterruptedTrialError,

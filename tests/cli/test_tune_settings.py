@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.cli.tune_bounds import find_max_workers
+from launcher.cli.tune_settings import find_max_workers
 from launcher.config.schema import DataloaderConfig, LaunchConfig, TuneConfig
 from launcher.errors import UsageError
 from launcher.plan.model import Limits, Plan, Request
