@@ -98,7 +98,7 @@ def is_contained(config: LaunchConfig) -> bool:
     return not read_capabilities(Tree()) >> SYS_PTRACE & 1
 
 
-def find_words(config: LaunchConfig) -> tuple[str, ...]:
+def render_configured_program(config: LaunchConfig) -> tuple[str, ...]:
     """Return the argv of the configured program; empty if it is not valid."""
     try:
         return render_program(config.program, {"model": config.model, "data": config.data})

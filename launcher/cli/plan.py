@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
-from launcher.cli.allocator_check import find_words, settle_allocator, unset_settings
+from launcher.cli.allocator_check import render_configured_program, settle_allocator, unset_settings
 from launcher.cli.unused_settings import warn_overruled
 from launcher.cli.verbs import VerbCall
 from launcher.config.request import load_snapshot, make_request
@@ -20,7 +20,7 @@ def show_plan(call: VerbCall) -> int:
     """Print the plan to stdout, as a table or as JSON; return 0."""
     config, environ, given = call.config, call.environ, call.given
     warn_overruled(environ, given)
-    left_out = settle_allocator(config, call.program or find_words(config), environ, given)
+    left_out = settle_allocator(config, call.program or render_configured_program(config), environ, given)
     made = plan_node(unset_settings(config, left_out), environ)
     if config.format == "json":
         from launcher.plan.json_form import plan_to_json

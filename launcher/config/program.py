@@ -30,43 +30,43 @@ SHEBANG = 256
 
 
 def find_program(
-    words: tuple[str, ...] | None, config: "LaunchConfig", environ: Mapping[str, str]
+    argv: tuple[str, ...] | None, config: "LaunchConfig", environ: Mapping[str, str]
 ) -> tuple[str, ...]:
     """Return the program's argv, given or configured; raises UsageError if it cannot be run."""
-    if words is None:
-        words = render_program(config.program, {"model": config.model, "data": config.data})
-    return resolve_program(words, environ)
+    if argv is None:
+        argv = render_program(config.program, {"model": config.model, "data": config.data})
+    return resolve_program(argv, environ)
 
 
-def resolve_program(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
+def resolve_program(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the argv to exec: `train.py …` and `-m module …` run under Python, anything else by itself.
 
     Python is the one that runs the launcher, or `PYTHON_EXEC` as torchrun knows it.
     Raises UsageError for a program that is not there or cannot be run.
     """
     try:
-        return locate_program(words, environ)
+        return locate_program(argv, environ)
     except OSError as error:  # a folder on the way is closed, or the name is too long
-        raise UsageError(f"no such program: {words[0]} ({error.strerror}): check the path") from None
+        raise UsageError(f"no such program: {argv[0]} ({error.strerror}): check the path") from None
 
 
-def locate_program(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
+def locate_program(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
     """See resolve_program; raises OSError too."""
     python = environ.get("PYTHON_EXEC", sys.executable)
-    first = words[0] if words else ""
+    first = argv[0] if argv else ""
     if first == "-m":
-        check_module(words[1:2], environ)
+        check_module(argv[1:2], environ)
         # A folder `launcher` in the working directory is not to take the bundled program's place.
-        alone = ("-P",) if tuple(words[:2]) == BUNDLED and python == sys.executable else ()
-        return (python, *alone, *words)
+        alone = ("-P",) if tuple(argv[:2]) == BUNDLED and python == sys.executable else ()
+        return (python, *alone, *argv)
     if not first or first.startswith("-"):
         raise UsageError(f"{first!r} is no program: give a script, `-m module`, or an executable after `--`")
     if first.endswith(".py") or (Path(first) / "__main__.py").is_file():
         check_script(Path(first))
         if read_interpreter(first) and os.access(first, os.X_OK):
-            return (first if "/" in first else f"./{first}", *words[1:])
-        return (python, *words)
-    return (find_executable(first, environ), *words[1:])
+            return (first if "/" in first else f"./{first}", *argv[1:])
+        return (python, *argv)
+    return (find_executable(first, environ), *argv[1:])
 
 
 def read_interpreter(script: str) -> str:
@@ -137,14 +137,15 @@ def find_script(argv: Sequence[str]) -> str:
 
 
 def describe_interpreter(argv: Sequence[str]) -> str:
-    """Say by what a program's words, as given, run if a `#!` line of its own has a part in it; else empty."""
+    """Say what interpreter runs a program, if its `#!` line names one; else empty."""
     script = argv[0] if argv else ""
-    own = read_interpreter(script) if script.endswith(".py") else ""
-    if not own:
+    interpreter = read_interpreter(script) if script.endswith(".py") else ""
+    if not interpreter:
         return ""
     if os.access(script, os.X_OK):
-        return f"{script} runs by its own #! line, {own}"
-    return f"warning: {script} runs under Python, not by its #! line ({own}): `chmod +x {script}` lets it"
+        return f"{script} runs by its own #! line, {interpreter}"
+    how = f"under Python, not by its #! line ({interpreter})"
+    return f"warning: {script} runs {how}: `chmod +x {script}` lets it"
 
 
 def check_module(names: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -198,14 +199,14 @@ def render_program(
     command = program.get("command")
     if not isinstance(command, list) or not command:
         raise UsageError("the program has no command: set program.command=[train.py], or give one after `--`")
-    words = [str(word) for word in command]
+    argv = [str(word) for word in command]
     named = program.get("sections")
     for section in named if isinstance(named, list) else []:
         if section not in sections:
             raise UsageError(f"program.sections names {section!r}: choose from {', '.join(sections)}")
-        words += render_options(sections[section], f"{section}.")
-    own = {key.replace("_", "-"): value for key, value in program.items() if key not in RESERVED}
-    return (*words, *render_options(own, ""))
+        argv += render_options(sections[section], f"{section}.")
+    program_options = {key.replace("_", "-"): value for key, value in program.items() if key not in RESERVED}
+    return (*argv, *render_options(program_options, ""))
 
 
 def render_options(options: Mapping[str, object], prefix: str) -> list[str]:
@@ -213,14 +214,14 @@ def render_options(options: Mapping[str, object], prefix: str) -> list[str]:
 
     A mapping is an option for each of its keys, `--key.name=value`.
     """
-    words: list[str] = []
+    rendered: list[str] = []
     for key, value in options.items():
         if isinstance(value, bool):
-            words.append(f"--{prefix}{key}" if value else f"--no-{prefix}{key}")
+            rendered.append(f"--{prefix}{key}" if value else f"--no-{prefix}{key}")
         elif isinstance(value, Mapping):
-            words += render_options(value, f"{prefix}{key}.")
+            rendered += render_options(value, f"{prefix}{key}.")
         elif isinstance(value, list):
-            words.append(f"--{prefix}{key}={','.join(map(str, value))}")
+            rendered.append(f"--{prefix}{key}={','.join(map(str, value))}")
         elif value is not None:
-            words.append(f"--{prefix}{key}={value}")
-    return words
+            rendered.append(f"--{prefix}{key}={value}")
+    return rendered
