@@ -11,8 +11,6 @@ from pathlib import Path
 
 import yaml
 from hydra import initialize_config_dir
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
@@ -20,7 +18,6 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
-from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -40,7 +37,7 @@ from launcher.config.schema import LaunchConfig
 from launcher.config.search_path import PRIMARY, Sources
 from launcher.config.suggestions import shorten_message, suggest, suggest_dotted_key
 from launcher.config.time_limit import SECONDS, bound_work
-from launcher.config.yaml_files import read_text, read_yaml
+from launcher.config.yaml_files import MOST_BYTES, check_aliases, read_text, read_yaml
 from launcher.errors import UsageError
 
 FAILURES = (
@@ -91,16 +88,17 @@ class SearchPath(SearchPathPlugin):
 
 @contextmanager
 def open_hydra(sources: Sources, seconds: float | None = SECONDS) -> Iterator[ConfigLoader]:
-    """Give a Hydra's loader over these sources, and put back the Hydra that there was before.
+    """Give the loader of a Hydra that reads these sources, and restore the previous Hydra at the end.
 
-    What is done with it may take some seconds of CPU time; None is for what runs programs.
+    The block may use `seconds` of CPU time; None sets no limit, for a block that runs programs. Raises
+    UsageError for a file whose aliases multiply, before Hydra reads any. A file with more than MOST_BYTES is
+    left to the limit of CPU time: it may be one that nobody chooses.
     """
     Plugins.instance().register(SearchPath)
-    SourcesRegistry.instance().types[CheckedSource.scheme()] = CheckedSource
     ConfigStore.instance().store(name="launch_schema", node=LaunchConfig)
     first, *others = sources.folders
     token = OTHER_FOLDERS.set(tuple(others))
-    outer = GlobalHydra.instance().hydra  # of a sweep, whose trials are composed here
+    previous = GlobalHydra.instance().hydra  # that of a sweep, if a trial is composed here
     GlobalHydra.instance().clear()
     try:
         with (
@@ -108,21 +106,12 @@ def open_hydra(sources: Sources, seconds: float | None = SECONDS) -> Iterator[Co
             bound_work(sources, seconds),
             initialize_config_dir(str(first), PRIMARY, "1.3"),
         ):
+            for path, content in sources.read_own_files(MOST_BYTES):
+                check_aliases(path, content.decode("utf-8", "replace"))
             yield GlobalHydra.instance().config_loader()
     finally:
         OTHER_FOLDERS.reset(token)
-        GlobalHydra.instance().hydra = outer
-
-
-class CheckedSource(FileConfigSource):
-    """Hydra's reader of files, which looks at a file's kind, size and aliases before it reads it."""
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        """Read a configuration; raises UsageError."""
-        path = Path(self.path, self._normalize_file_name(config_path))
-        if path.exists():
-            read_text(path)
-        return super().load_config(config_path)
+        GlobalHydra.instance().hydra = previous
 
 
 def compose(sources: Sources, overrides: Sequence[str], number: int | None = None) -> Composed:

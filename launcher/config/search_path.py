@@ -89,16 +89,20 @@ class Sources:
         found = dict.fromkeys(map(self.find_file, (self.primary, DEFAULTS, *options)))
         return [os.path.relpath(path) for path in found if path and find_shipped() not in path.parents]
 
-    def mentions(self, word: str) -> bool:
-        """Tell whether a file of somebody's own holds a word; what cannot be read is for Hydra to tell of."""
-        own = (folder for folder in self.everywhere if folder != find_shipped())
-        for path in (path for folder in own for depth in NESTED for path in folder.glob(depth)):
+    def read_own_files(self, most: int) -> Iterator[tuple[Path, bytes]]:
+        """Give the user's files, chosen or not, that can be read and have `most` bytes at most."""
+        own_folders = (folder for folder in self.everywhere if folder != find_shipped())
+        files = (path for folder in own_folders for pattern in NESTED for path in folder.glob(pattern))
+        for path in filter(os.path.isfile, files):
             try:
-                if word.encode() in read_file(path, LARGEST, follow=True):
-                    return True
+                content = read_file(path, most, follow=True)
             except OSError:
                 continue
-        return False
+            yield path, content
+
+    def mentions(self, word: str) -> bool:
+        """Tell whether a file of the user's holds a word; Hydra reports a file that cannot be read."""
+        return any(word.encode() in content for _, content in self.read_own_files(LARGEST))
 
 
 def find_shipped() -> Path:

@@ -141,6 +141,13 @@ def test_a_file_that_is_too_large(launch: Launch, here: Path) -> None:
     launch("plan").assert_error(2, "conf/launch.yaml cannot be read (more than 512 KiB)")
 
 
+def test_a_large_file_that_is_not_chosen_is_left(launch: Launch, here: Path) -> None:
+    """A folder conf/ may be that of a training program, with files that are not for us."""
+    write(here / "conf/vocabulary/large.yaml", "#" * MOST_BYTES + "\na: &a 1\nb: *a\n")
+    result = launch("plan")
+    assert result.code == 0, result.err
+
+
 @pytest.mark.parametrize("name", ["launch.yaml", "model/tiny.yaml", "program/mine.yaml"])
 def test_a_configuration_that_is_no_file(launch: Launch, here: Path, name: str) -> None:
     path = here / "conf" / name
