@@ -26,17 +26,17 @@ from omegaconf.errors import OmegaConfBaseException
 from launcher.config.environment_files import write_values
 from launcher.config.hydra_settings import (
     HydraSettings,
-    publish,
     read_settings,
     refuse_setting,
     refuse_words,
-    republish,
+    restore_hydra_config,
+    set_hydra_config,
 )
 from launcher.config.overrides import check_removal, check_shape, is_choice, read_key, rewrite_overrides
+from launcher.config.resource_limits import MAX_SECONDS, limit_composition
 from launcher.config.schema import LaunchConfig
 from launcher.config.search_path import PRIMARY, Sources
 from launcher.config.suggestions import shorten_message, suggest, suggest_dotted_key
-from launcher.config.time_limit import SECONDS, bound_work
 from launcher.config.yaml_files import MOST_BYTES, check_aliases, read_text, read_yaml
 from launcher.errors import UsageError
 
@@ -48,8 +48,6 @@ FAILURES = (
 """What Hydra raises for a user's mistake."""
 RUN_DIR = "RUN_DIR"
 """Stands for the run directory where there is none."""
-ANSWER = 3.0
-"""Seconds of CPU time for an answer to a shell that waits."""
 
 
 OTHER_FOLDERS: ContextVar[tuple[Path, ...]] = ContextVar("OTHER_FOLDERS", default=())
@@ -87,7 +85,7 @@ class SearchPath(SearchPathPlugin):
 
 
 @contextmanager
-def open_hydra(sources: Sources, seconds: float | None = SECONDS) -> Iterator[ConfigLoader]:
+def open_hydra(sources: Sources, seconds: float | None = MAX_SECONDS) -> Iterator[ConfigLoader]:
     """Give the loader of a Hydra that reads these sources, and restore the previous Hydra at the end.
 
     The block may use `seconds` of CPU time; None sets no limit, for a block that runs programs. Raises
@@ -103,7 +101,7 @@ def open_hydra(sources: Sources, seconds: float | None = SECONDS) -> Iterator[Co
     try:
         with (
             warnings.catch_warnings(action="ignore"),
-            bound_work(sources, seconds),
+            limit_composition(sources, seconds),
             initialize_config_dir(str(first), PRIMARY, "1.3"),
         ):
             for path, content in sources.read_own_files(MOST_BYTES):
@@ -125,7 +123,7 @@ def compose(sources: Sources, overrides: Sequence[str], number: int | None = Non
             choices = {str(g): str(o) for g, o in tree.hydra.runtime.choices.items() if o}
             own_files = tuple(sources.list_own(choices))
             uses_hydra = mentions_hydra(words) or (own_files and sources.mentions("hydra"))
-            values = publish(tree, number) if uses_hydra else None
+            values = set_hydra_config(tree, number) if uses_hydra else None
             settings = read_settings(loader, tree) if uses_hydra else HydraSettings()
         except FAILURES as error:
             raise UsageError(diagnose_failure(loader, sources, words, error)) from None
@@ -173,7 +171,7 @@ def add_searchpath(sources: Sources, overrides: Sequence[str]) -> Sources:
         if given:
             found = OverridesParser.create().parse_override(given[0]).value()
         elif "searchpath" in text:
-            with bound_work(sources):
+            with limit_composition(sources):
                 found = OmegaConf.select(OmegaConf.create(text), "hydra.searchpath")
         else:
             return sources
@@ -199,8 +197,8 @@ def read_values(composed: Composed, keys: Sequence[str]) -> dict[str, object]:
     """Return single values that are needed before the run directory is known; raises UsageError."""
     try:
         if composed.values is not None:
-            republish(composed.values, RUN_DIR)
-        with bound_work(composed.sources):
+            restore_hydra_config(composed.values, RUN_DIR)
+        with limit_composition(composed.sources):
             return {key: OmegaConf.select(composed.tree, key) for key in keys}
     except FAILURES as error:
         raise UsageError(shorten_message(error)) from None
@@ -218,8 +216,8 @@ def resolve(composed: Composed, run_dir: Path | None = None) -> LaunchConfig:
         if run_dir or unknown:
             tree.run_dir = str(run_dir or RUN_DIR)
         if composed.values is not None:
-            republish(composed.values, str(tree.run_dir))
-        with bound_work(composed.sources):
+            restore_hydra_config(composed.values, str(tree.run_dir))
+        with limit_composition(composed.sources):
             config = OmegaConf.to_object(tree)
     except FAILURES as error:
         raise UsageError(shorten_message(error)) from None

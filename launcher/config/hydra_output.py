@@ -12,7 +12,6 @@ from typing import Any
 from hydra.core.global_hydra import GlobalHydra
 
 from launcher.config.composition import (
-    ANSWER,
     FAILURES,
     add_searchpath,
     diagnose_failure,
@@ -24,6 +23,9 @@ from launcher.config.search_path import Sources
 from launcher.config.suggestions import shorten_message
 from launcher.errors import UsageError
 from launcher.text import print_text
+
+COMPLETION_SECONDS = 3.0
+"""CPU time for the answer to a shell, whose user waits for it."""
 
 
 def show_flags(flags: Flags) -> int:
@@ -85,7 +87,11 @@ def ask_completion(sources: Sources, request: str, words: Sequence[str] = ()) ->
     line = " ".join(["launch", *whole, last])
     output = io.StringIO()
     try:
-        with open_hydra(sources, ANSWER), borrow_variable("COMP_LINE", line), redirect_stdout(output):
+        with (
+            open_hydra(sources, COMPLETION_SECONDS),
+            borrow_variable("COMP_LINE", line),
+            redirect_stdout(output),
+        ):
             hydra: Any = GlobalHydra.instance().hydra
             hydra.shell_completion(sources.primary, [request])
     except FAILURES as error:

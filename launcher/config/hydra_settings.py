@@ -16,9 +16,9 @@ from launcher.config.search_path import PRIMARY
 from launcher.errors import UsageError
 
 CARRIED_OUT = ("mode", "run.dir", "sweep.dir", "job.name", "searchpath", "verbose", "sweeper", "output")
-"""Keys and groups of `hydra` that are carried out, with all that is below them."""
+"""Keys and groups of `hydra` that have an effect, with all keys below them."""
 FILLED_IN = ("runtime", "overrides", "job.config", "job.config_name", "job.override_dirname", "env")
-"""Those that Hydra fills in, or that say how it does."""
+"""Keys that Hydra fills in, and those that control how it does."""
 INSTEAD = {
     "launcher": "cluster=slurm submits the jobs of a sweep, cluster.array_parallelism=N of them at a time;"
     " elsewhere they run one after the other",
@@ -33,7 +33,7 @@ INSTEAD = {
     "job_logging": "programs set up logging by themselves; logs.console=rank0|all|none says what is shown",
     "hydra_logging": "logs.console=rank0|all|none says what is shown",
 }
-"""What there is in place of others; `leave it out` is for all the rest."""
+"""What to write instead of other keys; for all the rest, the advice is `leave it out`."""
 ALREADY: Mapping[str, tuple[object, ...]] = {
     "launcher": ("basic",),
     "sweeper.max_batch_size": (None,),
@@ -42,14 +42,14 @@ ALREADY: Mapping[str, tuple[object, ...]] = {
     "job_logging": ("default", "none", "disabled"),
     "hydra_logging": ("default", "none", "disabled"),
 }
-"""Values of them that ask for what happens anyway."""
+"""Values of these keys that are accepted, since they ask for what happens anyway."""
 DEFAULTS = {"launcher": "basic", "sweeper": "basic", "callbacks": None}
 """Options of Hydra's groups; those of the others are `default`."""
 
 
 @dataclass(frozen=True, slots=True)
 class HydraSettings:
-    """The settings of Hydra's that are carried out; None is Hydra's default, which is not ours."""
+    """Hydra's settings that have an effect; None means Hydra's default, which launch does not use."""
 
     multirun: bool = False
     """`hydra.mode=MULTIRUN`."""
@@ -68,14 +68,14 @@ class HydraSettings:
 
 
 def read_settings(loader: ConfigLoader, tree: DictConfig) -> HydraSettings:
-    """Return Hydra's settings in a composed configuration; raises UsageError for one without use here."""
+    """Return Hydra's settings in a composed configuration; raises UsageError for one without effect."""
     node = tree.hydra
     chosen = find_chosen(node.runtime.choices)
     for group, option in chosen.items():
         refuse_setting(group, option, f"hydra/{group}={option}")
     default = flatten(loader.load_configuration(None, [], RunMode.RUN).hydra)
     changed = {key: value for key, value in flatten(node).items() if default.get(key, MISSING) != value}
-    # Of env_copy, Hydra has made env_set, which nobody wrote.
+    # Hydra derives env_set from env_copy: report env_copy, which the user wrote.
     for key in sorted(changed, key=lambda key: key != "job.env_copy"):
         if not is_within(key, chosen):
             refuse_setting(key, changed[key], f"hydra.{key}={show_value(changed[key])}")
@@ -93,7 +93,7 @@ def read_settings(loader: ConfigLoader, tree: DictConfig) -> HydraSettings:
 
 
 def find_chosen(choices: Mapping[str, object]) -> dict[str, object]:
-    """Return the options of Hydra's groups that are not the default, by `launcher`, `sweeper/sampler`."""
+    """Return the options of Hydra's groups that are not the default, by group, as `sweeper/sampler`."""
     named = {group.removeprefix("hydra/"): option for group, option in choices.items() if "hydra/" in group}
     return {group: option for group, option in named.items() if option != DEFAULTS.get(group, "default")}
 
@@ -112,7 +112,7 @@ def flatten(node: object, prefix: str = "") -> dict[str, object]:
 
 
 def refuse_setting(key: str, value: object, word: str) -> None:
-    """Raise UsageError for a setting that is not carried out; `word` is how it is written."""
+    """Raise UsageError for a setting that has no effect; `word` is the setting as the user wrote it."""
     instead = next((name for name in INSTEAD if is_within(key, [name])), None)
     if value in ALREADY.get(instead or "", ()) or (not instead and is_within(key, CARRIED_OUT + FILLED_IN)):
         return
@@ -125,7 +125,7 @@ def refuse_setting(key: str, value: object, word: str) -> None:
 
 
 def refuse_words(words: Iterable[str]) -> None:
-    """Raise UsageError for the first word of a command line that is such a setting."""
+    """Raise UsageError for the first word of a command line that is a setting without effect."""
     for word in words:
         key, _, text = word.lstrip("+~").partition("=")
         if key.startswith(("hydra.", "hydra/")):
@@ -134,9 +134,9 @@ def refuse_words(words: Iterable[str]) -> None:
 
 
 def apply_settings(tree: DictConfig, settings: HydraSettings, run_dir: str | None) -> None:
-    """Let `hydra.job.name` name the run, and `run_dir` be a new directory, unless our own keys are set.
+    """Use `hydra.job.name` as the run's name, and `run_dir` as its new directory, unless our keys are set.
 
-    Raises UsageError for a directory with something in it.
+    Raises UsageError if the directory is not empty.
     """
     if settings.name is not None and is_unset(tree, "name"):
         tree.name = settings.name
@@ -152,10 +152,10 @@ def is_unset(tree: DictConfig, key: str) -> bool:
 
 
 def refuse_used(path: Path, key: str) -> None:
-    """Raise UsageError for a directory that is to be new, by this key, and has something in it."""
+    """Raise UsageError if the new directory that this key names is not empty."""
     try:
         used = path.exists() and (not path.is_dir() or any(path.iterdir()))
-    except (OSError, ValueError):  # of which the making of it tells
+    except (OSError, ValueError):  # reported when the directory is made
         return
     if used:
         raise UsageError(
@@ -164,10 +164,10 @@ def refuse_used(path: Path, key: str) -> None:
         )
 
 
-def publish(tree: DictConfig, number: int | None) -> DictConfig:
-    """Let `${hydra:KEY}` refer to the `hydra` of this configuration, and return that for `republish`.
+def set_hydra_config(tree: DictConfig, number: int | None) -> DictConfig:
+    """Let `${hydra:KEY}` refer to the `hydra` of this configuration, and return it for later restoring.
 
-    `number` is the job's in a sweep.
+    `number` is the job's number in a sweep.
     """
     HydraConfig.instance().set_config(tree)
     values: Any = HydraConfig.instance().cfg
@@ -177,8 +177,8 @@ def publish(tree: DictConfig, number: int | None) -> DictConfig:
     return cast(DictConfig, values)
 
 
-def republish(values: DictConfig, run_dir: str) -> None:
-    """Let `${hydra:KEY}` refer to what was published; the run directory is its output directory."""
+def restore_hydra_config(values: DictConfig, run_dir: str) -> None:
+    """Let `${hydra:KEY}` refer to a configuration again; its output directory is the run directory."""
     values.hydra.runtime.output_dir = run_dir
     HydraConfig.instance().cfg = cast(Any, values)
 

@@ -20,11 +20,11 @@ from launcher.config.composition import (
     open_hydra,
 )
 from launcher.config.hydra_flags import Flags
-from launcher.config.hydra_settings import HydraSettings, publish, read_settings
+from launcher.config.hydra_settings import HydraSettings, read_settings, set_hydra_config
 from launcher.config.overrides import read_key
+from launcher.config.resource_limits import limit_composition
 from launcher.config.search_path import Sources
 from launcher.config.suggestions import shorten_message
-from launcher.config.time_limit import bound_work
 from launcher.errors import UsageError
 
 
@@ -49,7 +49,7 @@ def read_multirun(sources: Sources, overrides: Sequence[str]) -> Multirun:
             return Multirun(sources, tuple(words), HydraSettings(), None)
         try:
             tree = compose_tree(loader, sources, words, RunMode.MULTIRUN)
-            publish(tree, None)
+            set_hydra_config(tree, None)
             return Multirun(sources, tuple(words), read_settings(loader, tree), tree)
         except FAILURES as error:
             raise UsageError(diagnose_failure(loader, sources, words, error)) from None
@@ -64,7 +64,7 @@ def resolve_sweeper(multirun: Multirun) -> tuple[list[str], object]:
         return [], {}
     choices = {str(group): str(option) for group, option in multirun.tree.hydra.runtime.choices.items()}
     try:
-        with bound_work(multirun.sources):
+        with limit_composition(multirun.sources):
             node = OmegaConf.to_container(multirun.tree.hydra.sweeper, resolve=True)
     except FAILURES as error:
         raise UsageError(shorten_message(error)) from None

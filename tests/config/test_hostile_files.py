@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from launcher import files
-from launcher.config import time_limit
-from launcher.config.time_limit import limit_work
+from launcher.config import resource_limits
+from launcher.config.resource_limits import limit_work
 from launcher.config.yaml_files import MOST_BYTES
 from tests.conftest import LAUNCH, Result, clean_environ, run_outside
 
@@ -96,7 +96,7 @@ def refer(levels: int, section: str, first: str, each: str, join: str) -> str:
 def test_references_that_multiply_end_at_a_limit(
     launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    monkeypatch.setattr(time_limit, "limit_work", lambda _: limit_work(1.0))
+    monkeypatch.setattr(resource_limits, "limit_work", lambda _: limit_work(1.0))
     write(here / "conf/launch.yaml", f"defaults: [launch_defaults, _self_]\n{text}")
     result = launch("plan")
     assert (result.code, result.out) == (2, "")
@@ -106,7 +106,7 @@ def test_references_that_multiply_end_at_a_limit(
 def test_defaults_that_multiply_end_at_a_limit(
     launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(time_limit, "limit_work", lambda _: limit_work(1.0))
+    monkeypatch.setattr(resource_limits, "limit_work", lambda _: limit_work(1.0))
     for level in range(9):
         entries = "".join(f"  - c{level + 1}@p{number}\n" for number in range(10))
         write(here / f"conf/g/c{level}.yaml", f"defaults:\n{entries}")
@@ -115,7 +115,7 @@ def test_defaults_that_multiply_end_at_a_limit(
 
 
 def test_a_sweep_that_multiplies_ends_at_a_limit(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time_limit, "limit_work", lambda _: limit_work(1.0))
+    monkeypatch.setattr(resource_limits, "limit_work", lambda _: limit_work(1.0))
     many = [f"env.{name}=range(100)" for name in "ABCDE"]
     launch("-m", *many, "dry_run=true").assert_error(2, "takes more than 1 s to put together")
 

@@ -14,10 +14,10 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from launcher.config import time_limit
+from launcher.config import resource_limits
 from launcher.config.environment_files import read_variables
 from launcher.config.request import load_snapshot
-from launcher.config.time_limit import limit_work
+from launcher.config.resource_limits import limit_work
 from launcher.config.yaml_files import MOST_NODES, count_nodes, read_yaml
 from launcher.errors import UsageError
 from launcher.files import read_input
@@ -51,7 +51,7 @@ def folder() -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         for name in set(os.environ) - set(clean_environ()):
             patch.delenv(name)
-        patch.setattr(time_limit, "limit_work", lambda _: limit_work(0.5))
+        patch.setattr(resource_limits, "limit_work", lambda _: limit_work(0.5))
         yield found
     os.chdir(before)
     shutil.rmtree(found)

@@ -9,9 +9,9 @@ from types import FrameType
 from launcher.config.search_path import Sources, find_shipped
 from launcher.errors import UsageError
 
-SECONDS = 10.0
+MAX_SECONDS = 10.0
 """CPU time in which any configuration is put together: thirty times what the shipped one takes."""
-MOST_KIB = 1 << 20
+MAX_KIB = 1 << 20
 """Memory that it may take."""
 TICK = 0.25
 """Seconds of CPU time between two looks."""
@@ -22,8 +22,8 @@ class ExhaustedError(BaseException):
 
 
 @contextlib.contextmanager
-def limit_work(seconds: float = SECONDS) -> Iterator[None]:
-    """Raise ExhaustedError in what takes more CPU time (s), or more than MOST_KIB of memory.
+def limit_work(seconds: float = MAX_SECONDS) -> Iterator[None]:
+    """Raise ExhaustedError in what takes more CPU time (s), or more than MAX_KIB of memory.
 
     In other threads than the main one, and within another watchdog, nothing is watched.
     """
@@ -33,8 +33,8 @@ def limit_work(seconds: float = SECONDS) -> Iterator[None]:
         now = getrusage(RUSAGE_SELF)
         if now.ru_utime - start.ru_utime > seconds:
             raise ExhaustedError(f"more than {seconds:g} s")
-        if now.ru_maxrss - start.ru_maxrss > MOST_KIB:
-            raise ExhaustedError(f"more than {MOST_KIB >> 20} GiB of memory")
+        if now.ru_maxrss - start.ru_maxrss > MAX_KIB:
+            raise ExhaustedError(f"more than {MAX_KIB >> 20} GiB of memory")
 
     try:
         before = signal.signal(signal.SIGVTALRM, look)
@@ -50,7 +50,7 @@ def limit_work(seconds: float = SECONDS) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def bound_work(sources: Sources, seconds: float | None = SECONDS) -> Iterator[None]:
+def limit_composition(sources: Sources, seconds: float | None = MAX_SECONDS) -> Iterator[None]:
     """Raise UsageError for a configuration from these sources that would take for ever to put together.
 
     None leaves it unwatched.
