@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from launcher.cpulist import parse_cpulist
 
 KEY = "json_key"
-"""Entry of a field's metadata: its key in JSON, where that is no name for Python, as `from`."""
+"""Entry of a field's metadata: its key in JSON, if that is no name in Python, as `from`."""
 T = TypeVar("T")
 
 

@@ -24,7 +24,7 @@ FEWEST_FIELDS = 50
 
 
 def open_directory(path: str | os.PathLike[str], *, at: int | None = None, flags: int = DIRECTORY) -> int:
-    """Open a directory; a symbolic link at its end is followed where this user or root has made it.
+    """Open a directory; a symbolic link at its end is followed if this user or root made it.
 
     People keep runs on another filesystem by such a link. Links on the way are the kernel's to judge
     (fs.protected_symlinks of proc(5)). Raises OSError.
@@ -52,7 +52,7 @@ def open_own(path: str | os.PathLike[str], *, at: int | None = None) -> int:
 
 
 def open_below(path: str | os.PathLike[str], *names: str) -> int:
-    """Open a directory within a run's, made for its owner alone where it is not there; raises OSError."""
+    """Open a directory within a run's, made for its owner alone if it does not exist; raises OSError."""
     at = open_own(path)
     for name in names:
         try:
@@ -74,7 +74,7 @@ def open_inner(at: int, name: str) -> int:
 
 
 def make_inner(at: int, name: str) -> int:
-    """Open a directory within an open one, for its owner alone where it has to be made; raises OSError."""
+    """Open a directory within an open one, made for its owner alone if it is missing; raises OSError."""
     try:
         os.mkdir(name, 0o700, dir_fd=at)
     except OSError as error:
@@ -103,7 +103,7 @@ def is_own(descriptor: int, at: int | None = None) -> bool:
 
 
 def find_shown_uid(at: int) -> int | None:
-    """Return the owner of what this process makes in a directory; None where it can make nothing there."""
+    """Return the owner of what this process makes in a directory; None if it can make nothing there."""
     name = f".launch-{os.urandom(8).hex()}"
     try:
         descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=at)
@@ -176,7 +176,7 @@ def check_file(descriptor: int, path: str | os.PathLike[str], at: int | None) ->
 
 
 def read_bounded(descriptor: int, most: int, name: str, *, patience: float | None = None) -> bytes:
-    """Return what is left in a descriptor; raises OSError where that is more than `most` bytes.
+    """Return what is left in a descriptor; raises OSError if that is more than `most` bytes.
 
     `patience` are the seconds to wait for each part; None is for files, which are there.
     """
@@ -267,7 +267,7 @@ def read_mode(at: int, name: str) -> int | None:
 
 
 def remove(at: int, name: str) -> None:
-    """Remove a file from an open directory where it is there."""
+    """Remove a file from an open directory if it exists."""
     try:
         os.unlink(name, dir_fd=at)
     except OSError:

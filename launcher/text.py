@@ -120,7 +120,7 @@ def describe_time(seconds: float) -> str:
 
 
 def shorten_cpulist(numbers: Collection[int]) -> str:
-    """A cpulist; where it is long for its strides, in the kernel's form `low-high:1/stride`.
+    """A cpulist; if strides make it long, in the kernel's form `low-high:1/stride`.
 
     Nodes that hold every second CPU have lists of hundreds of characters else.
     """
@@ -146,7 +146,7 @@ def gather_strides(numbers: list[int]) -> list[str]:
 
 
 def clean_text(text: str, most: int = 80) -> str:
-    """A name from firmware on one line and without control characters, its end left out where it is long."""
+    """A name from firmware on one line and without control characters, cut off if it is long."""
     line = "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
@@ -161,7 +161,7 @@ def describe_first_failed_rank(
 
 
 def leave(status: int) -> NoReturn:
-    """Exit with a code, which Python would replace by 120 where the disk behind stdout or stderr is full."""
+    """Exit with a code, which Python would replace by 120 if the disk behind stdout or stderr is full."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -172,7 +172,7 @@ def leave(status: int) -> NoReturn:
 
 
 def break_line() -> None:
-    """Begin a new line on stderr, where a full disk may have cut the last one off."""
+    """Begin a new line on stderr, since a full disk may have cut the last one off."""
     with contextlib.suppress(OSError):
         sys.stderr.write("\n")
 

@@ -36,5 +36,5 @@ def run_checks(case: Case) -> tuple[Finding, ...]:
 
 
 def choose_exit_code(findings: tuple[Finding, ...]) -> int:
-    """The exit code: 1 where a finding is an error or a warning, else 0."""
+    """The exit code: 1 if a finding is an error or a warning, else 0."""
     return int(any(finding.level in FAILING for finding in findings))

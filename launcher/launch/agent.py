@@ -84,7 +84,7 @@ def preload_agent(python: str, environ: Mapping[str, str], log: Path) -> Preload
 def check_open_files() -> None:
     """Let this process, and so the agent, open as many files as is usual.
 
-    Raises MachineError where the hard limit is too low for any agent.
+    Raises MachineError if the hard limit is too low for any agent.
     """
     soft, hard = getrlimit(RLIMIT_NOFILE)
     wanted = DEFAULT_FILES if hard == RLIM_INFINITY else min(hard, DEFAULT_FILES)
@@ -109,7 +109,7 @@ def read_exits(log: Path, begin: int) -> dict[int, int]:
 
 
 def read_log(log: Path, begin: int) -> bytes:
-    """Return an agent's log from a byte on; empty where it cannot be read."""
+    """Return an agent's log from a byte on; empty if it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(begin)

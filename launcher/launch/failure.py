@@ -55,7 +55,7 @@ def explain_status(code: int) -> str:
 def find_failure(deaths: Sequence[Death], agent_log: str) -> Death | None:
     """Return the first end of a rank of the last attempt that was a failure; None if no rank failed.
 
-    The kernel's order of deaths decides, since the agent polls and sees several at once. Where the agent
+    The kernel's order of deaths decides, since the agent polls and sees several at once. If the agent
     reaped a process before its exit code was read, the code is taken from the agent's report. Ranks that the
     agent itself has ended did not fail.
     """

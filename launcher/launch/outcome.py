@@ -35,12 +35,12 @@ class JobOutcome:
 
     outcome: AgentExit
     failure: Death | None
-    """The first rank of this node that failed; None where none did, or a stop was asked for."""
+    """The first rank of this node that failed; None if none did, or a stop was asked for."""
     status: int
     """Exit code of `launch`."""
     agent_log: tuple[str, ...]
     memory: str = ""
-    """What the kernel has killed for memory on this node, in words; empty where it has killed nothing."""
+    """What the kernel has killed for memory on this node, in words; empty if it has killed nothing."""
 
     requested: bool = False
     """The first rank that failed had one of the exit codes that ask for another start."""
@@ -106,7 +106,7 @@ def add_oom_kills(ending: JobOutcome, job: Job, killed: int) -> JobOutcome:
 def judge_outcome(outcome: AgentExit, log: tuple[str, ...], ranks: int = 0) -> JobOutcome:
     """Find the first failure and the exit code: the program's own, 128+n for a signal, 3 for the agent's.
 
-    Where the number of this node's ranks is given, it is a success if all of them ended with 0, even if a
+    If the number of this node's ranks is given, it is a success if all of them ended with 0, even if a
     signal had asked them to end.
     """
     code = outcome.agent_exitcode
@@ -202,7 +202,7 @@ def explain_stop(monitor: RankMonitor, ending: JobOutcome) -> list[str]:
 
 
 def explain_failure(monitor: RankMonitor, ending: JobOutcome) -> list[str]:
-    """Say who failed first and show the end of its log; or what the agent said, where no rank failed."""
+    """Say who failed first and show the end of its log; or what the agent said, if no rank failed."""
     failure, host = describe_failure(monitor, ending), monitor.job.host
     if failure is None:
         path = monitor.run.agent_log(host)
@@ -226,7 +226,7 @@ def describe_agent_exit(ending: JobOutcome) -> str:
 
 
 def tail_rank(run: RunDir, process: RankProcess, count: int) -> tuple[str, list[str]]:
-    """Return the log with the first failed rank's last words, and these; stdout where stderr is silent."""
+    """Return the log with the first failed rank's last words, and these; stdout if stderr is empty."""
     for ending in ("err", "out"):
         path = run.rank_log(process.rank, process.attempt, ending)
         lines = [line for line in read_tail(path, count + 5) if not line.startswith(SHIM_LINES)]

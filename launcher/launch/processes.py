@@ -138,7 +138,7 @@ def ignores(pid: int, number: int) -> bool:
 
 
 def read_signals(pid: int, name: str) -> set[int]:
-    """Return the signals of one of the masks in /proc/PID/status (proc(5)); none where it cannot be read."""
+    """Return the signals of one of the masks in /proc/PID/status (proc(5)); none if it cannot be read."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
             masks = [int(line.split()[1], 16) for line in file if line.startswith(f"{name}:")]
@@ -150,7 +150,7 @@ def read_signals(pid: int, name: str) -> set[int]:
 def list_ranks(agent: int, first_attempt: int) -> list[RankProcess]:
     """Return the ranks among an agent's children, as their environments tell (proc(5)).
 
-    It asks nobody but this node's kernel, where records on a shared filesystem would be looked for by all.
+    It asks this node's kernel alone: with records on a shared filesystem, all ranks would look for them.
     """
     found = []
     for pid in list_children(agent):
@@ -165,7 +165,7 @@ def list_ranks(agent: int, first_attempt: int) -> list[RankProcess]:
 
 
 def list_children(parent: int) -> list[int]:
-    """Return the PIDs of a process's children; where the kernel keeps no such list, psutil makes one."""
+    """Return the PIDs of a process's children; if the kernel keeps no such list, psutil makes one."""
     found: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{parent}/task"):  # noqa: PTH208 - no pathlib in what is asked so often

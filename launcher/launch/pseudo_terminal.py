@@ -44,7 +44,7 @@ class PseudoTerminal:
     """The user's terminal is raw: its keys are to be read here."""
     suspended: bool = False
     guard: "subprocess.Popen[bytes] | None" = None
-    """Restores the user's terminal where this process is killed."""
+    """Restores the user's terminal if this process is killed."""
     closed: bool = False
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -59,7 +59,7 @@ class PseudoTerminal:
         return (self.guard.pid,) if self.guard else ()
 
     def find_group(self) -> int:
-        """Return the process group that has the pseudo-terminal in the foreground; 0 where there is none."""
+        """Return the process group that has the pseudo-terminal in the foreground; 0 if there is none."""
         try:
             return os.tcgetpgrp(self.master)
         except OSError:
@@ -135,7 +135,7 @@ class PseudoTerminal:
 
 
 def open_terminal() -> PseudoTerminal | None:
-    """Return a pseudo-terminal to stand for the user's; None where there is none, or it is not ours."""
+    """Return a pseudo-terminal to stand for the user's; None if there is none, or it is not ours."""
     try:
         if not (os.isatty(0) and leads_where(0, 1) and is_foreground()):
             return None

@@ -22,7 +22,7 @@ SLURM_GRACE = 20.0
 """Seconds that ranks have after SLURM's SIGTERM at most: its own patience (KillWait) is 30 by default."""
 SLURM_MARGIN = KILL_GRACE + 2.0
 """Seconds before the end of a shorter KillWait in which ranks are killed from here, and recorded: SLURM's own
-SIGKILL ends this process, and where SLURM does not track by cgroup, neither agent nor ranks."""
+SIGKILL ends this process, and if SLURM does not track by cgroup, neither agent nor ranks."""
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ def limit_grace(grace: float, kill_wait: float | None) -> float:
 
 
 def name_signal(number: int) -> str:
-    """Return a signal's name, `signal 40` where it has none."""
+    """Return a signal's name, `signal 40` if it has none."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -52,7 +52,7 @@ class AgentExit:
     signal: int | None
     """The first stopping signal that `launch` was sent."""
     signal_time: float
-    """When it came, in seconds since the epoch; infinite where none did."""
+    """When it came, in seconds since the epoch; infinite if none did."""
     leftovers: tuple[str, ...]
     """Processes that outlived the agent and were ended."""
 
@@ -98,7 +98,7 @@ class Supervisor:
         return self.deadline < 0
 
     def run(self, start: Callable[[], "subprocess.Popen[bytes]"], log: Path) -> AgentExit:
-        """Run the agent, which `start` starts, to its end; raises OSError where it cannot be started."""
+        """Run the agent, which `start` starts, to its end; raises OSError if it cannot be started."""
         adopt_orphans()
         self.log, self.log_begin = log, log.stat().st_size if log.exists() else 0
         with catch_signals() as inbox:
@@ -164,7 +164,7 @@ class Supervisor:
                 logger.info(f"rank {death.process.rank} {what} ({status}); torchrun ends the others")
 
     def check_agent_signal(self, agent: "subprocess.Popen[bytes]") -> None:
-        """Stop, too, where a rank has ended because the agent alone got a signal."""
+        """Stop, too, if a rank has ended because the agent alone got a signal."""
         if was_signalled(self.log, self.log_begin):
             self.handle_slurm_signal(signal.SIGTERM, agent)
 
@@ -210,7 +210,7 @@ class Supervisor:
     def handle_slurm_signal(self, number: int, agent: "subprocess.Popen[bytes]") -> None:
         """Stop by SLURM's signal, which the agent may have got as well, and then is not to get from here.
 
-        Where SLURM tracks processes by cgroup, it has: a second one would break off the agent's own shutdown,
+        If SLURM tracks processes by cgroup, it has: a second one would break off the agent's own shutdown,
         and so the ranks' time to end.
         """
         deadline = time.monotonic() + HEARING
@@ -267,6 +267,6 @@ class Supervisor:
 
 
 def find_end_signal(death: Death) -> int:
-    """Return the signal that a rank ended by, also where it told so as a shell does, by 128+n; 0 for none."""
+    """Return the signal that a rank ended by, or reported by 128+n as a shell does; 0 for none."""
     code = death.exitcode or 0
     return -code if code < 0 else max(code - 128, 0)

@@ -33,7 +33,7 @@ class TerminalOutput:
     waiting: int = 0
     """Bytes of the pieces."""
     unread: tuple[int, int] | None = None
-    """Attempt and offset from which the log is to be read to be shown; None where nothing else waits."""
+    """Attempt and offset from which the log is to be read to be shown; None if nothing else waits."""
     fault: OSError | None = None
     """Why the log is not complete."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -52,7 +52,7 @@ class TerminalOutput:
                 self.unread = begin
 
     def take(self) -> bytes:
-        """Return some of what is to be shown next; nothing where all has been."""
+        """Return some of what is to be shown next; nothing if all has been shown."""
         with self.lock:
             if self.pieces:
                 data = b"".join(self.pieces)
@@ -82,7 +82,7 @@ class TerminalOutput:
         return data.replace(b"\n", b"\r\n")
 
     def find_attempt(self) -> None:
-        """Turn to the log of another attempt, where there is one: what comes next is of its program."""
+        """Turn to the log of another attempt, if there is one: what comes next is of its program."""
         newest = self.attempt
         while self.find_log(newest + 1).exists():
             newest += 1

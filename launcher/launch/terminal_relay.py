@@ -105,7 +105,7 @@ class TerminalRelay:
                 self.write_input()
 
     def wait_ready(self) -> list[int]:
-        """Return what can be read, or written to where there is input for it."""
+        """Return what can be read, or written to if there is input for it."""
         poller = select.poll()
         poller.register(self.terminal.master, select.POLLIN | (select.POLLOUT if self.typed else 0))
         poller.register(self.wakeup, select.POLLIN)
@@ -114,7 +114,7 @@ class TerminalRelay:
         return [descriptor for descriptor, _ in poller.poll(1000 * TICK)]
 
     def read_output(self) -> bool:
-        """Take some of what the program has printed; False where there is nothing."""
+        """Take some of what the program has printed; False if there is nothing."""
         try:
             data = os.read(self.terminal.master, CHUNK)
         except BlockingIOError:
@@ -158,7 +158,7 @@ class TerminalRelay:
                 self.handle_key_signal(number, data.count(key))
 
     def handle_key_signal(self, number: int, count: int) -> None:
-        """Do the launcher's part where a key was pressed: for one Ctrl-C there is none."""
+        """Do the launcher's part when a key was pressed: for one Ctrl-C there is none."""
         if number == signal.SIGTSTP:
             if is_stoppable(self.terminal.find_group()):
                 os.kill(os.getpid(), signal.SIGTSTP)

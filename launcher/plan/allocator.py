@@ -181,7 +181,7 @@ class Conflict:
 def find_conflicts(
     settings: Mapping[str, str], argv: Sequence[str], environ: Mapping[str, str], *, contained: bool
 ) -> Iterator[Conflict]:
-    """Find what does not go with expandable segments, where `settings` have them.
+    """Find what does not go with expandable segments, if `settings` have them.
 
     `argv` are the program's, `environ` what the ranks will have. `contained`: they run in a container that
     may not trace processes.
@@ -198,7 +198,7 @@ def merge_settings(configured: Mapping[str, str], environ: Mapping[str, str]) ->
 
 
 def describe_ignored(settings: Mapping[str, str]) -> str:
-    """Tell of settings for torch's own pools where another backend is in their place; else nothing."""
+    """Warn of settings for torch's own pools if another backend replaces these."""
     ignored = [key for key, value in settings.items() if is_native(key) and value != "False"]
     if settings.get("backend") not in ASYNC or not ignored:
         return ""

@@ -14,7 +14,7 @@ OLDEST, NEWEST = (2, 6), (2, 15)
 MAX_INT = 2**31 - 1
 """Largest whole number: up to 2.9 the parser reads an int."""
 LARGE_MIB = 20
-"""Size of a large segment where `large_segment_size_mb` does not say another."""
+"""Size of a large segment if `large_segment_size_mb` sets no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def list_known_keys(version: Version | None) -> tuple[str, ...]:
 
 
 def find_fault(name: str, settings: Mapping[str, str], version: Version | None) -> str:
-    """Say what is right where a known setting's value is not; empty if it is.
+    """Say what values are valid if a known setting has an invalid one; else empty.
 
     `settings` are all that go together, in the allocator's notation; None is a release that is not known.
     """
@@ -95,7 +95,7 @@ def is_power(text: str) -> bool:
 
 
 def read_decimal(text: str) -> float:
-    """A decimal number; NaN, which is within no bounds, where it is none."""
+    """A decimal number; NaN, which is within no bounds, if the text is none."""
     plain = text.isascii() and "_" not in text and text.strip() == text
     try:
         return float(text) if plain else float("nan")
@@ -185,4 +185,4 @@ CHECKS: Mapping[str, Callable[[str, int, int], str]] = {
     "reserve": check_reserve,
     "reserves": check_reserves,
 }
-"""By kind: the function that says what is right where a text is not; the bounds are a number's."""
+"""By kind: the function that says what is valid if a text is not; the bounds are a number's."""

@@ -137,7 +137,7 @@ def order_sizes(total: int, count: int, edges: frozenset[int]) -> list[int]:
 
 
 def read_order(cost: dict[tuple[int, int], int], large: int, small: int, each: int) -> list[int]:
-    """Read the cheapest order off the table, the larger share first where both are as cheap."""
+    """Read the cheapest order off the table, the larger share first if both are as cheap."""
     sizes = []
     while large or small:
         if large and (not small or cost[large - 1, small] <= cost[large, small - 1]):

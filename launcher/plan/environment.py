@@ -29,7 +29,7 @@ MERGED = (*ALLOCATOR_VARIABLES, "LD_PRELOAD")
 DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 """Variables that can show a rank its GPU, alone or with others."""
 EMPTY = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""Variables that hide all GPUs where they are empty."""
+"""Variables that hide all GPUs if they are empty."""
 HONOURED = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
     *COUNTS,
@@ -74,7 +74,7 @@ def list_kept(environ: Mapping[str, str], decided: Mapping[str, str]) -> tuple[s
 
 
 def is_kept(environ: Mapping[str, str], name: str, decided: Mapping[str, str]) -> bool:
-    """Whether a variable stays as the user has it: not where it holds a number that no program could read.
+    """Whether a variable stays as the user has it: not if it holds a number that no program could read.
 
     An empty value is as good as none unless it hides GPUs.
     """

@@ -41,7 +41,7 @@ class NumaNode:
     """(other node, SLIT distance) for every node, itself (10) included."""
 
     def distance(self, other: int) -> int:
-        """SLIT distance to another node; 255 (unreachable) where the table has no entry."""
+        """SLIT distance to another node; 255 (unreachable) if the table has no entry."""
         return dict(self.distances).get(other, 255)
 
 
@@ -167,7 +167,7 @@ class Request:
     workload: str = "text"
     """Name of what `num_workers` was chosen for, for people."""
     num_workers: int = 2
-    """DataLoader workers that each rank would like; the plan gives fewer where cores are short."""
+    """DataLoader workers that each rank asks for; the plan gives fewer if cores are short."""
     worker_gib: float = 0.0
     """Memory of a worker in GiB; 0 if it is not known."""
     worker_shm_mib: float = 0.0
@@ -199,7 +199,7 @@ class Memory:
     """A NUMA memory policy, in the terms of set_mempolicy(2)."""
 
     policy: str
-    """`preferred`, or `default` where nothing is set."""
+    """`preferred`, or `default` if nothing is set."""
     nodes: frozenset[int] = frozenset()
 
 

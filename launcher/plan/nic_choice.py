@@ -34,7 +34,7 @@ def assign_nics(
 ) -> tuple[RankNic | None, ...]:
     """NIC of each rank, given its GPU and its NUMA node; None if the machine has none that is active.
 
-    Ranks of one GPU share its NIC. Where several would do, a GPU gets the one that it would have if all of
+    Ranks of one GPU share its NIC. If several would do, a GPU gets the one that it would have if all of
     the machine's GPUs were in use, so that jobs side by side on a node keep apart.
     """
     if chosen := environ.get(LAUNCH_NIC):
@@ -126,7 +126,7 @@ def count_shared_bridges(path: Sequence[str], other: Sequence[str]) -> int:
 
 
 def find_nic_distance(topology: Topology, starts: frozenset[int], nic: Nic) -> int:
-    """NUMA distance of a NIC; unreachable where either place is unknown."""
+    """NUMA distance of a NIC; unreachable if either place is unknown."""
     if nic.node is None or not starts:
         return UNREACHABLE
     return min(topology.distance(start, nic.node) for start in starts)

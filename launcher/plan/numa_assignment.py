@@ -101,7 +101,7 @@ def fill_nodes(topology: Topology, nodes: Nodes, localities: Sequence[Locality],
     """
     set_quotas(nodes, localities)
     listed = [node for locality in localities for node in locality.local_nodes]
-    # Quotas make shares even within a locality, but not quite where localities overlap.
+    # Quotas make shares even within a locality, but not quite if localities overlap.
     floor = goal if len(listed) > len({*listed}) else min(goal, 1)
     displaced = []
     for locality in (each for each in localities for _ in each.ranks):

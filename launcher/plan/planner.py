@@ -29,7 +29,7 @@ def plan(machine: Machine, request: Request) -> Plan:
     """Place every rank of a node. Depends on its arguments alone.
 
     Raises UsageError for a request that no machine could meet, MachineError if nothing can run, or
-    where the placement falls short and `request.strict` is set.
+    if the placement falls short and `request.strict` is set.
     """
     check_request(request)
     environ = dict(request.environ)

@@ -32,7 +32,7 @@ class NodePlacement:
 def choose_memory(
     machine: Machine, topology: Topology, node: int | None, local_nodes: frozenset[int]
 ) -> Memory:
-    """Prefer the rank's node; where the job may not use its memory, the nearest that it may.
+    """Prefer the rank's node; if the job may not use its memory, the nearest that it may.
 
     Only ordinary memory counts. The nodes nearest to the GPU (`local_nodes`) come first.
     """

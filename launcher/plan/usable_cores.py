@@ -7,7 +7,7 @@ from launcher.errors import MachineError
 from launcher.plan.model import Cpu, Gpu, Machine
 
 UNREACHABLE = 255
-"""SLIT distance where the table has no entry."""
+"""SLIT distance if the table has no entry."""
 SAME_CLASS = 0.85
 """Cores of at least this share of a class's best capacity belong to it: favoured cores differ by less
 (Turbo Boost Max), efficiency cores by more."""

@@ -73,7 +73,7 @@ def resolve_cuda(gpus: tuple[Gpu, ...], value: str | None) -> tuple[tuple[Gpu, .
 
 
 def list_instances(gpu: Gpu) -> tuple[Gpu, ...]:
-    """What CUDA can open on a GPU: its MIG instances, or itself where MIG is off."""
+    """What CUDA can open on a GPU: its MIG instances, or the GPU itself if MIG is off."""
     return tuple(as_instance(gpu, uuid) for uuid in gpu.mig) or (gpu,)
 
 

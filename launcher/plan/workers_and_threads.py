@@ -23,13 +23,13 @@ MEMORY_FIX = (
 )
 FILES_FIX = "raise the hard limit (limits.conf, docker --ulimit nofile=1048576, LimitNOFILE of slurmd)"
 OTHER_THREAD_VARIABLES = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-"""Variables of libraries that take OMP_NUM_THREADS where they have none of their own.
+"""Variables of libraries that take OMP_NUM_THREADS if they have none of their own.
 
-They are set all the same: torch takes MKL's number for its own where it is built with MKL, so that a leftover
-would win, and NumExpr fails to load where OMP_NUM_THREADS is a list (`8,4`), or above its maximum.
+They are set all the same: torch takes MKL's number for its own if it is built with MKL, so that a leftover
+would win, and NumExpr fails to load if OMP_NUM_THREADS is a list (`8,4`), or above its maximum.
 """
 MAX_NUMEXPR_THREADS = 64
-"""NUMEXPR_MAX_THREADS where it is not set (NumExpr's user guide)."""
+"""NUMEXPR_MAX_THREADS if it is not set (NumExpr's user guide)."""
 MAX_COMPILE_THREADS = 32
 """Inductor's own maximum (torch/_inductor/config.py, `decide_compile_threads`)."""
 

@@ -13,7 +13,7 @@ Groups = tuple[int, list[str]]
 def list_cgroups(tree: Tree, controllers: tuple[str, ...]) -> dict[str, Groups]:
     """For each controller the cgroup that limits this process, then those above it as far as they are seen.
 
-    The mount table, which can be long, is read only where a cgroup is not at its usual place: on systems
+    The mount table, which can be long, is read only if a cgroup is not at its usual place: on systems
     that mount the hierarchies elsewhere, and in containers that see the host's names for their cgroups.
     """
     own_paths = read_own_cgroups(tree)

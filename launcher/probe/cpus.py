@@ -230,7 +230,7 @@ def read_siblings(tree: Tree, cpu: int, place: dict[int, int]) -> frozenset[int]
 
 
 def read_package(tree: Tree, cpu: int, node: int) -> int:
-    """Physical package of a CPU; its NUMA node where the firmware gives none (-1 in some ARM guests)."""
+    """Physical package of a CPU; its NUMA node if the firmware gives none (-1 in some ARM guests)."""
     path = f"{CPU}cpu{cpu}/topology/physical_package_id"
     package = tree.read_int(path)
     if package is not None and package >= 0:

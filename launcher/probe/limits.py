@@ -7,7 +7,7 @@ from launcher.probe.cgroups import list_cgroups
 from launcher.probe.sysfs import Tree, parse_unsigned
 
 UNLIMITED = 1 << 62
-"""Bytes from which on a limit is none: version 1 shows 2^63 less a page where nothing was set."""
+"""Bytes from which on a limit is none: version 1 shows 2^63 less a page if nothing was set."""
 SHM = "/dev/shm"  # noqa: S108  # its size is asked for, nothing is written
 UNSET = ("", "max", "-1")
 """A missing file (the root cgroup, a controller that is off), version 2's and version 1's word for none."""

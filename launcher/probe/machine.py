@@ -18,7 +18,7 @@ PLACEHOLDERS = frozenset((
     "default string", "not specified", "not applicable", "not available", "unknown", "undefined", "invalid",
     "none", "n/a", "na", "o.e.m.", "oem", "empty", "null", "type1productconfigid", "0123456789",
 ))  # fmt: skip
-"""What firmware says where nobody filled the name in, in lower case."""
+"""Firmware's placeholders for a name that nobody filled in, in lower case."""
 LONGEST = 100
 """Characters of a name at most."""
 
@@ -48,7 +48,7 @@ def probe(root: str | os.PathLike[str] = "/", *, quick: bool = False) -> Machine
 
     With another root than `/`, nothing outside it is consulted. `quick` asks the driver's files for the
     GPUs before NVML, whose library takes longer to load than all else: they tell the same but for the
-    GPUs' memory, and NVML is still asked where they do not (MIG instances, GPUs that nothing has opened).
+    GPUs' memory, and NVML is still asked if they do not (MIG instances, GPUs that nothing has opened).
 
     Raises UsageError if root is no directory and MachineError if no usable CPU is found.
     """

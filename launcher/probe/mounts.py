@@ -1,4 +1,4 @@
-"""The mount table as the process sees it: read only where the usual places will not do."""
+"""The mount table as the process sees it: read only if the usual places do not suffice."""
 
 from dataclasses import dataclass
 
@@ -48,7 +48,7 @@ def parse_mounts(line: str) -> Mount | None:
 
 
 def decode_octal(text: str) -> str:
-    """A path of the mount table, where white space and backslashes are octal numbers."""
+    """A path of the mount table, in which white space and backslashes are octal numbers."""
     head, *rest = text.split("\\")
     parts = [
         chr(int(part[:3], 8)) + part[3:]

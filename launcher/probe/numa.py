@@ -7,7 +7,7 @@ from launcher.probe.sysfs import Tree
 
 NODE = "sys/devices/system/node/"
 LOCAL, REMOTE = 10, 20
-"""The kernel's distances where the firmware gives none (include/linux/topology.h)."""
+"""The kernel's distances if the firmware gives none (include/linux/topology.h)."""
 
 
 def list_numa_nodes(tree: Tree) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ def choose_node_of_strays(
 def read_numa_nodes(
     tree: Tree, ids: tuple[int, ...], place: dict[int, int], memory_kib: int
 ) -> tuple[NumaNode, ...]:
-    """The online NUMA nodes; where the kernel does without NUMA, one that has everything."""
+    """The online NUMA nodes; if the kernel has no NUMA support, one that has everything."""
     if not ids:
         return (NumaNode(0, memory_kib, True, ((0, LOCAL),)),)
     sizes = {node: read_node_memory(tree, node) for node in ids}
@@ -119,7 +119,7 @@ def find_normal(tree: Tree, sizes: dict[int, int | None], with_cpus: frozenset[i
 def read_distances(
     tree: Tree, node: int, ids: tuple[int, ...], order: list[int]
 ) -> tuple[tuple[int, int], ...]:
-    """SLIT distances from a node, one for each online node; the kernel's defaults where they are invalid.
+    """SLIT distances from a node, one for each online node; the kernel's defaults if they are invalid.
 
     Valid is what the kernel takes from firmware: 10 to itself, more to others (slit_valid in srat.c).
     """

@@ -28,7 +28,7 @@ def read_driver(tree: Tree) -> tuple[Gpu, ...] | None:
 
 
 def read_ready(tree: Tree) -> tuple[Gpu, ...] | None:
-    """GPUs by /proc where that tells as much as NVML: all have a UUID, and there are no MIG instances."""
+    """GPUs by /proc if that tells as much as NVML: all have a UUID, and there are no MIG instances."""
     cards = None if has_mig(tree) else list_cards(tree)
     if not cards or not all(is_uuid(fields.get("GPU UUID", "")) for _, fields in cards):
         return None
@@ -150,7 +150,7 @@ def read_gpu(tree: Tree, nvml: ModuleType, index: int) -> Gpu | None:
 
 
 def read_gpu_memory(nvml: ModuleType, handle: object) -> int:
-    """A GPU's memory in MiB; 0 if it cannot be told, as where it is the CPU's too (GB10)."""
+    """A GPU's memory in MiB; 0 if it cannot be told, as when it is the CPU's too (GB10)."""
     try:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle).total) >> 20
     except nvml.NVMLError:

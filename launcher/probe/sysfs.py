@@ -114,7 +114,7 @@ class Tree:
     def add_warning(self, text: str, *items: int | str, path: str = "", value: str | None = None) -> None:
         """Add a warning; notes of one text become one, with all `{items}` and the first `{value}`.
 
-        The value is the content of `path` where one is named.
+        The value is the content of `path` if one is named.
         """
         if text not in self._oddities:
             self._oddities[text] = (quote_content(self.read(path) if path else value), set())

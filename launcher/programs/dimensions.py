@@ -101,7 +101,7 @@ def count_flops(config: ModelConfig, seq_len: int, *, recompute: bool = False) -
 
     6 for each multiplying parameter (2 forward, 4 backward); 12 * seq_len * heads * head_width a layer for
     the two products of attention, the masked half included (PaLM, arXiv:2204.02311, appendix B). With
-    activation checkpointing a block's forward comes twice, but for its last product, where torch stops.
+    activation checkpointing a block's forward comes twice, except its last product, before which torch stops.
     """
     attention = 4 * config.layers * seq_len * config.heads * config.head_width
     forward = 2 * count_matmul_parameters(config) + attention

@@ -23,7 +23,7 @@ class Stream:
     taken: int = 0
     """Bytes that it has taken."""
     fault: OSError | None = None
-    """Why it is of no use, where somebody has to be told."""
+    """Why it is of no use, if the user is to know."""
 
     def write(self, data: bytes) -> None:
         """Write all of it, however long that takes."""

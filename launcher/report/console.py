@@ -18,9 +18,9 @@ from launcher.runs.rank_logs import Chunk, Follower
 from launcher.text import escape_text
 
 HOLD = 0.03
-"""Seconds that the beginning of a line waits for its end, where several sources share a terminal or pipe."""
+"""Seconds that the beginning of a line waits for its end, if several sources share a terminal or pipe."""
 HOLD_SHARED = 1.0
-"""The same where other nodes write to the same file."""
+"""The same if other nodes write to the same file."""
 MOST_HELD = 1 << 16
 """Bytes that wait."""
 REDRAW = 0.1
@@ -96,7 +96,7 @@ class JobConsole:
         return True
 
     def show_chunk(self, chunk: Chunk) -> None:
-        """Show some of a rank's output where the mode says so, and read progress from rank 0's."""
+        """Show some of a rank's output if the mode says so, and read progress from rank 0's."""
         if chunk.rank == 0:
             self.note_progress(chunk.stream, chunk.data)
         if self.mode == "all" or (self.mode == "rank0" and chunk.rank == 0):
@@ -218,7 +218,7 @@ class JobConsole:
 
 
 class PipeAwareConsole(Console):
-    """A console that raises BrokenPipeError when its reader has left, where rich would end the process."""
+    """A console that raises BrokenPipeError when its reader has left, while rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         """Called by rich in place of the error."""
@@ -226,6 +226,6 @@ class PipeAwareConsole(Console):
 
 
 def make_console(*, stderr: bool = True) -> Console:
-    """Return a console; where it is no terminal, one so wide that tables do not wrap."""
+    """Return a console; if it is no terminal, one so wide that tables do not wrap."""
     console = PipeAwareConsole(stderr=stderr, highlight=False)
     return console if console.is_terminal else PipeAwareConsole(stderr=stderr, highlight=False, width=160)

@@ -62,7 +62,7 @@ class Ruler:
         return min(LEAST_MOST, borders + sum(-(-size // part) for size in sizes))
 
     def title(self) -> str:
-        """The NUMA nodes' numbers above their cells, where they fit."""
+        """The NUMA nodes' numbers above their cells, if they fit."""
         words = "node " if all(len(segment.cells) > 6 for segment in self.segments) else ""
         parts = []
         for segment in self.segments:
@@ -137,7 +137,7 @@ def find_border(before: tuple[int, int], after: tuple[int, int], blocks: bool) -
 def choose_scale(sizes: Sequence[int], cells: int, unit: int) -> int:
     """Cores for each cell, so that nodes of these sizes fit, each with a cell at least.
 
-    As few as can be, or somewhat more where that divides the nodes and the ranks' shares (`unit`) evenly.
+    As few as can be, or somewhat more if that divides the nodes and the ranks' shares (`unit`) evenly.
     """
     largest = max(sizes, default=1)
     fits = (scale for scale in range(1, largest) if sum(-(-size // scale) for size in sizes) <= cells)

@@ -94,7 +94,7 @@ class Part:
         return [*counts, count_things(len(self.pus), "PU")]
 
     def describe_size(self) -> str:
-        """Its size, for each where it stands for several; empty if there is none to show."""
+        """Its size, for each if it stands for several; empty if there is none to show."""
         each = " each" if len(self.numbers) > 1 else ""
         return f"{format_size(self.size_kib)}{each}" if self.size_kib else ""
 

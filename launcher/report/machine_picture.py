@@ -27,7 +27,7 @@ SIZE = 13
 MOST_RANKS = 256
 """Ranks that are listed."""
 TALLEST = 24
-"""Rows, where the machine is narrow."""
+"""Rows, if the machine is narrow."""
 GAP = 16
 SMALL, PLAIN, LARGE = 12, 14, 22
 """Font sizes: of PUs, of headings, of the title."""

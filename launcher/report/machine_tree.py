@@ -20,10 +20,10 @@ GAP = "  "
 
 
 def describe_distances(nodes: Sequence[NumaNode]) -> list[str]:
-    """The lines of the matrix; a sentence where all nodes are as far from each other, none for one node.
+    """The lines of the matrix; a sentence if all nodes are as far from each other, none for one node.
 
     Nodes are alike when each is as far from any third one as the others, as those of a package often are;
-    where a row meets its own column, the distance is that within the group.
+    on the diagonal, the distance is that within the group.
     """
     far = {(node.id, other.id): node.distance(other.id) for node in nodes for other in nodes}
     if len(nodes) < 2:
@@ -81,7 +81,7 @@ class View:
 
     machine: Machine
     every_core: bool
-    """Each core and each cache by itself, also where neighbours are alike."""
+    """Each core and each cache by itself, even if neighbours are alike."""
 
     def find_only_cache(self, part: Part) -> Part | None:
         """The only cache of a package or node, which stands on the same line."""

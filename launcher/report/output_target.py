@@ -35,7 +35,7 @@ class Source:
 class Sink:
     """Where stdout, stderr or both lead to.
 
-    Bytes pass as they are. Sources with a prefix share the sink: where one prints while another's line is
+    Bytes pass as they are. Sources with a prefix share the sink: if one prints while another's line is
     unfinished, that line is erased and drawn again below, or ended by a newline if it cannot be. A source
     without a prefix has the sink for itself.
     """
@@ -180,6 +180,6 @@ class Sink:
 
 
 def measure_row(row: bytes) -> int:
-    """Return the cells that a line takes; very many where it holds more than text and colours."""
+    """Return the cells that a line takes; very many if it holds more than text and colours."""
     text = COLOURS.sub(b"", row.removesuffix(b"\r")).decode(errors="replace")
     return cell_len(text) if text.isprintable() else MOST_ROW

@@ -21,7 +21,7 @@ LEAST_BAR = 20
 USELESS_BAR = 8
 EASY_DROPS = ("workers also on", "cpus")
 DROPS = ("pci", "nic", "node", "memory", "threads", "workers")
-"""Columns in the order in which they go where the console is narrow."""
+"""Columns in the order in which they are left out if the console is narrow."""
 MEANINGS = {
     OWN: "own cores",
     WORKERS: "its workers' alone",
@@ -93,7 +93,7 @@ def print_placement(console: Console, plan: Plan, *, explain: bool = False, full
 
 
 def print_ranks(console: Console, plan: Plan, *, full: bool) -> None:
-    """Print the rows, and the legend where it is asked for."""
+    """Print the rows, and the legend if it is asked for."""
     blocks = console.encoding.startswith("utf")
     rows = [make_rank_row(rank, plan.machine) for rank in plan.ranks]
     same = all(row["memory"] == f"node {row['node']}" for row in rows)

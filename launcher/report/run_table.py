@@ -23,7 +23,7 @@ COLOURS = {
 FLEXIBLE = ("reason", "last line")
 """Columns that share what the others leave."""
 DROPS = ("last line", "restarts", "time", "job", "nodes", "reason", "step")
-"""Columns in the order in which they go where the console is narrow."""
+"""Columns in the order in which they are left out if the console is narrow."""
 RIGHT = ("step", "restarts", "time")
 GAP = 2
 LEAST = 16
@@ -34,7 +34,7 @@ LONG_LIST = 20
 
 
 def print_runs(console: Console, runs: Sequence[RunStatus]) -> None:
-    """Print a row for each run; columns go, and texts are cut, where the console is narrow."""
+    """Print a row for each run; columns are left out and texts cut if the console is narrow."""
     rows = [make_run_row(run) for run in runs]
     widths = choose_widths(rows, console.width)
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")

@@ -17,7 +17,7 @@ FULL, WAITING = ("█", "#"), ("░", ".")
 
 
 def announce_trial(console: Console, text: str) -> contextlib.AbstractContextManager[object]:
-    """Say what is being tried while it is: on a terminal, where the line goes away again."""
+    """Show what is being tried: only on a terminal, where the line is removed again."""
     if not console.is_terminal:
         return contextlib.nullcontext()
     return console.status(Text(text), spinner="dots" if console.encoding.startswith("utf") else "line")

@@ -26,11 +26,11 @@ class Applied:
     memory: Memory
     problems: tuple[str, ...]
     gpu: str | None = ""
-    """UUID of its GPU; None for no GPU, empty where the record does not tell."""
+    """UUID of its GPU; None for no GPU, empty if the record does not tell."""
     num_workers: int | None = None
-    """None where the record does not tell."""
+    """None if the record does not tell."""
     env: Mapping[str, str] | None = None
-    """Variables that the shim set; None where the record does not tell."""
+    """Variables that the shim set; None if the record does not tell."""
     time: float = 0
     """Seconds since the epoch."""
     has_terminal: bool = False

@@ -26,9 +26,9 @@ class AttemptProgress:
     """What is to be seen of an attempt's progress."""
 
     steps: tuple[Progress, ...]
-    """The first and the last step that rank 0 printed; none where it printed none."""
+    """The first and the last step that rank 0 printed; none if it printed none."""
     newest: float | None
-    """When the newest checkpoint was written, by the filesystem's clock; None where there is none."""
+    """When the newest checkpoint was written, by the filesystem's clock; None if there is none."""
 
     @property
     def step(self) -> int | None:
@@ -37,7 +37,7 @@ class AttemptProgress:
 
     @property
     def finished(self) -> bool | None:
-        """Whether the last step is the last of all; None where the program does not tell."""
+        """Whether the last step is the last of all; None if the program does not tell."""
         last = self.steps[-1] if self.steps else None
         return None if last is None or last.total is None else last.step >= last.total
 
@@ -63,7 +63,7 @@ def find_logs(run: RunDir, attempt: int) -> Iterable[Path]:
 
 
 def find_last_step(run: RunDir, rank: int, attempt: int) -> Progress | None:
-    """Return the last step that a rank printed in an attempt; None where it printed none."""
+    """Return the last step that a rank printed in an attempt; None if it printed none."""
     logs = (run.rank_log(rank, attempt, ending) for ending in ("out", "err"))
     return next((step for path in logs for step in read_last(path)), None)
 
@@ -100,7 +100,7 @@ def find_newest_elsewhere(run: RunDir, patterns: Sequence[str]) -> float | None:
 
 
 def read_mtime(path: Path) -> float | None:
-    """Return when a file was last written; None where that is not to be had."""
+    """Return when a file was last written; None if that is not to be had."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -120,7 +120,7 @@ def find_newest(folder: Path) -> float | None:
 
 
 def find_latest(path: Path) -> tuple[Progress | None, str]:
-    """Return a run's newest step and its last line; None and empty where there are none."""
+    """Return a run's newest step and its last line; None and empty if there are none."""
     attempts = sorted(list_attempts(path), reverse=True)
     # Until the newest attempt has come to a step, that of the one before it counts.
     step = next((found for attempt in attempts if (found := find_step(path, attempt))), None)
@@ -147,7 +147,7 @@ def find_last_line(path: Path, attempt: int) -> str:
 
 
 def find_own_line(path: Path) -> str:
-    """Return the last line of the job's own log, or else of the agents', where no rank has printed any."""
+    """Return the last line of the job's log, or else of the agents', if no rank has printed any."""
     return find_last_text(find_job_logs(path)) or find_last_text(find_agent_logs(path))
 
 
@@ -174,7 +174,7 @@ def find_last_text(logs: Sequence[Path]) -> str:
 
 
 def read_change(path: Path) -> float:
-    """Return when a file was written to; 0 where it is gone."""
+    """Return when a file was written to; 0 if it is gone."""
     try:
         return path.lstat().st_mtime
     except OSError:

@@ -34,7 +34,7 @@ def release_space(run: RunDir) -> str:
 
 
 def find_write_error(run: RunDir) -> str:
-    """Say why nothing can be written to the run directory, in words; empty where it can."""
+    """Say why nothing can be written to the run directory, in words; empty if it can."""
     name = f".trial.{os.getpid()}"
     try:
         try:
@@ -66,7 +66,7 @@ def is_full(run: RunDir) -> bool:
 
 
 def explain_missing_end(run: RunDir) -> str:
-    """Say why nobody has written down how a run ended, as far as a look tells; empty where it does not."""
+    """Say why nobody has recorded how a run ended; empty if the run directory does not tell."""
     if not run.path.is_dir():
         return f"{REMOVED} ({run.path})"
     return f"{FULL} ({run.path})" if is_full(run) else ""
@@ -86,6 +86,6 @@ def write_bytes(run: RunDir, name: str, count: int) -> None:
 
 
 def remove_file(run: RunDir, name: str) -> None:
-    """Remove such a file where it is there; raises OSError where the directory is not."""
+    """Remove such a file if it exists; raises OSError if the directory does not."""
     with closing_descriptor(open_own(run.path)) as at:
         remove(at, name)

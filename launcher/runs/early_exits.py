@@ -31,11 +31,11 @@ class EarlyEnd:
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
     others: int
-    """Ranks that went on; 0 where that is not known."""
+    """Ranks that went on; 0 if that is not known."""
     step: int | None
-    """The last one that these ranks have printed; None where they print none."""
+    """The last one that these ranks have printed; None if they print none."""
     reached: int | None
-    """The last one of rank 0, where they print none."""
+    """The last one of rank 0, if they print none."""
 
     def describe(self) -> str:
         """Say it: `rank 3 on n1 ended with 0 at step 40 while 7 ranks went on`."""
@@ -53,9 +53,9 @@ def shorten(items: Sequence[object]) -> str:
 
 
 def find_early_exits(run: RunDir, ends: Iterable[CleanEnd], before: float, world: int) -> EarlyEnd | None:
-    """Return the ranks that ended with 0 before a time (seconds since the epoch); None where none did.
+    """Return the ranks that ended with 0 before a time (seconds since the epoch); None if none did.
 
-    `world` is the number of ranks, 0 where it is not known. Ranks that have printed their last step have
+    `world` is the number of ranks, 0 if it is not known. Ranks that have printed their last step have
     ended as they should.
     """
     early = sorted((end for end in ends if end.time < before), key=lambda end: end.rank)

@@ -43,7 +43,7 @@ def stamp_time() -> str:
 
 
 def read_time(text: object) -> float | None:
-    """Return a time of a manifest's, or of SLURM's, in seconds since the epoch; None where it is none."""
+    """Return a time of a manifest or of SLURM in seconds since the epoch; None if the text is no time."""
     try:
         return datetime.fromisoformat(str(text)).timestamp()
     except ValueError:
@@ -51,7 +51,7 @@ def read_time(text: object) -> float | None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest of a run directory; empty where it cannot be read."""
+    """Read the manifest of a run directory; empty if it cannot be read."""
     try:
         return parse_manifest(read_file(path / "manifest.json", MOST_BYTES))
     except OSError:
@@ -61,7 +61,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def read_own_manifest(path: Path) -> dict[str, Any]:
     """Read the manifest of a run directory, to act upon: what it names is signalled, or cancelled.
 
-    Raises PermissionError where the directory or the manifest is another user's, or a link of such a one on
+    Raises PermissionError if the directory or the manifest is another user's, or a link of such a one on
     the way from `runs_dir` leads there.
     """
     try:
@@ -85,19 +85,19 @@ def parse_manifest(data: bytes) -> dict[str, Any]:
 
 
 def read_job(manifest: Mapping[str, object]) -> str | None:
-    """Return the number of the SLURM job that a manifest names; None where there is none."""
+    """Return the number of the SLURM job that a manifest names; None if there is none."""
     job_id = str(take_dict(manifest, "slurm").get("job_id"))
     return job_id if JOB.fullmatch(job_id) else None
 
 
 def take_dict(mapping: Mapping[str, object], key: str) -> dict[str, Any]:
-    """Return a dictionary in a manifest; empty where there is none."""
+    """Return a dictionary in a manifest; empty if there is none."""
     found = mapping.get(key)
     return found if isinstance(found, dict) else {}
 
 
 def take_list(mapping: Mapping[str, object], key: str) -> list[object]:
-    """Return a list in a manifest; empty where there is none."""
+    """Return a list in a manifest; empty if there is none."""
     found = mapping.get(key)
     return found if isinstance(found, list) else []
 
@@ -108,7 +108,7 @@ def take_earlier(manifest: Mapping[str, object]) -> list[dict[str, Any]]:
 
 
 def read_earlier(path: Path) -> list[object]:
-    """Return the starts that a manifest tells of, oldest first; none where there is no manifest."""
+    """Return the starts that a manifest tells of, oldest first; none if there is no manifest."""
     try:
         found = json.loads(read_file(path, MOST_BYTES).decode())
         last = {key: found[key] for key in ("command", "started", "ended", "outcome")}

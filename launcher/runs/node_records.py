@@ -17,7 +17,7 @@ class RankFailure:
     rank: int
     local_rank: int
     time: float
-    """Seconds since the epoch; the nodes' clocks differ by milliseconds where NTP keeps them."""
+    """Seconds since the epoch; the nodes' clocks differ by milliseconds if NTP keeps them."""
     exitcode: int
     """As subprocess gives it: -n for signal n."""
     reason: str
@@ -46,7 +46,7 @@ class NodeRecord:
     signal: str | None
     """The first stopping signal."""
     agent_said: str
-    """The last line of torchrun's agent, where it failed and no rank did."""
+    """The last line of torchrun's agent, if it failed and no rank did."""
     failure: RankFailure | None
     restarts: int
     """Of torchrun's worker group, within the attempt."""
@@ -54,7 +54,7 @@ class NodeRecord:
     ended: float
     """Seconds since the epoch."""
     ranks: int = 0
-    """How many the node has; 0 where none was started."""
+    """How many the node has; 0 if none was started."""
     clean: tuple[tuple[int, float], ...] = ()
     """Ranks of its last start that ended with 0, and when, in seconds since the epoch."""
 

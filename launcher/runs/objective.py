@@ -19,7 +19,7 @@ class ObjectiveError(ValueError):
 
 
 def read_objective(path: Path, kind: str) -> float | list[float]:
-    """Return the objective of a run that has ended; a list where there are several.
+    """Return the objective of a run that has ended; a list if there are several.
 
     `kind` is one of KINDS. Raises ObjectiveError.
     """

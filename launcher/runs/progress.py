@@ -23,7 +23,7 @@ class Progress:
 
     step: int
     total: int | None
-    """Steps of the whole run, where the program says."""
+    """Steps of the whole run, if the program prints them."""
     metrics: tuple[tuple[str, str], ...]
     """Name and value as printed: loss, lr, tokens/s, tflops, mfu."""
 
@@ -96,7 +96,7 @@ def find_last_steps(data: bytes) -> Iterator[Progress]:
 
 
 def find_line(data: bytes, at: int) -> tuple[int, int]:
-    """Return where the line around a place begins and ends, as far as that is near."""
+    """Return where the line around a place begins and ends, within a limited distance."""
     low, high = max(0, at - MOST_BYTES), min(len(data), at + MOST_BYTES)
     begin = max(data.rfind(b"\n", low, at), data.rfind(b"\r", low, at), low - 1) + 1
     ends = (found for mark in (b"\n", b"\r") if (found := data.find(mark, at, high)) >= 0)

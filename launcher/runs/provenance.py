@@ -45,7 +45,7 @@ def describe_sources(directory: Path) -> dict[str, object]:
 
 
 def list_filters(directory: Path) -> list[str] | None:
-    """Return the settings that switch off a repository's own filters; None where that cannot be done.
+    """Return the settings that switch off a repository's own filters; None if that cannot be done.
 
     The user's, such as those of Git LFS, stay. git 2.26 and later tell whose a setting is.
     """

@@ -138,7 +138,7 @@ def decode_line(raw: bytes | bytearray) -> str:
 
 
 def measure_file(path: Path) -> int:
-    """Return a file's size in bytes; 0 where there is none. A symbolic link is not followed here, or read."""
+    """Return a file's size in bytes; 0 if there is none. A symbolic link is not followed here, or read."""
     try:
         return path.lstat().st_size
     except OSError:
@@ -148,7 +148,7 @@ def measure_file(path: Path) -> int:
 def read_from(path: Path, offset: int) -> tuple[bytes, int]:
     """Return what a file holds from an offset on, at most CHUNK bytes, and the offset.
 
-    That is 0 where the file is shorter; there are no bytes where it cannot be read. A file that has not
+    That is 0 if the file is shorter; there are no bytes if it cannot be read. A file that has not
     grown is not opened, which on a network filesystem would cost a round trip.
     """
     if measure_file(path) == offset:
@@ -191,7 +191,7 @@ def find_tail(path: Path, count: int) -> int:
 
 
 def read_tail(path: Path, count: int, begin: int = 0) -> list[str]:
-    """Return the last `count` lines of a log, from byte `begin` on; empty where there are none."""
+    """Return the last `count` lines of a log, from byte `begin` on; empty if there are none."""
     start = max(begin, measure_file(path) - CHUNK)
     lines = read_from(path, start)[0].removesuffix(b"\n").split(b"\n")
     return [decode_line(raw) for raw in lines[len(lines) - min(count, len(lines)) :]] if any(lines) else []

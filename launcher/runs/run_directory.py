@@ -113,7 +113,7 @@ def open_run_dir(path: Path, node_rank: int | None) -> RunDir:
 def list_logs(path: Path, *inner: str) -> list[str]:
     """Return the names in a run's `logs`, or in a folder there; symbolic links are left out.
 
-    None where it cannot be read, as in a network filesystem's hiccup.
+    None if it cannot be read, as in a network filesystem's hiccup.
     """
     try:
         at = open_directory(path)
@@ -139,7 +139,7 @@ def prepare_folders(at: int, path: Path) -> list[int]:
 
 
 def number_attempts(entries: Iterator["os.DirEntry[str]"]) -> Iterator[int]:
-    """Give the attempts among the entries of `logs`; raises OSError for a link where a log is to be."""
+    """Give the attempts among the entries of `logs`; raises OSError for a link in the place of a log."""
     for entry in entries:
         if entry.is_symlink() and (entry.name.isdecimal() or entry.name.startswith(OURS)):
             raise OSError(errno.ELOOP, "a symbolic link, which a run directory cannot have there", entry.name)

@@ -35,7 +35,7 @@ def list_folders(runs_dir: Path) -> Iterator[Path]:
 
 
 def list_within(folder: Path) -> list[Path]:
-    """Return the folders in a folder; none where it cannot be read, or is another user's symbolic link."""
+    """Return the folders in a folder; none if it cannot be read, or is another user's symbolic link."""
     try:
         with closing_descriptor(open_directory(folder)) as at, os.scandir(at) as entries:
             return [folder / entry.name for entry in entries if entry.is_dir() and not is_strange(entry)]

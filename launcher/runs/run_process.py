@@ -35,7 +35,7 @@ def read_start(pid: int) -> int:
 
 
 def check_process(record: Mapping[str, object]) -> bool | None:
-    """Tell whether a process that was identified so is alive; None where that cannot be seen here."""
+    """Tell whether a process that was identified so is alive; None if that cannot be seen here."""
     try:
         place = identify_place()
         if record.get("host") != os.uname().nodename:
@@ -62,7 +62,7 @@ def hold_directory(path: Path) -> None:
 def open_process(record: Mapping[str, object], path: Path) -> int:
     """Return a pidfd of the `launch` of a run, whose manifest identifies it so.
 
-    Raises ProcessLookupError where it is gone, and PermissionError for a process that is another user's, or
+    Raises ProcessLookupError if it is gone, and PermissionError for a process that is another user's, or
     is not this run's: the record alone could name any process. The checks come after the opening: from then
     on, the descriptor stands for this very process.
     """

@@ -37,7 +37,7 @@ class HostRecords:
 
     name: str
     planned: tuple[RankPlan, ...]
-    """Empty where the run has no plan of this host."""
+    """Empty if the run has no plan of this host."""
     records: tuple[Applied, ...]
     """The newest record of each local rank in the host's last attempt."""
     attempt: int = 0
@@ -50,13 +50,13 @@ class RunRecords:
     path: str
     hosts: tuple[HostRecords, ...]
     state: str = ""
-    """How the run went, as the manifest has it; empty where it does not tell."""
+    """How the run went, as the manifest has it; empty if it does not tell."""
     damaged: tuple[str, ...] = ()
     """Files that cannot be read, with the reason."""
 
 
 def find_last_run(runs_dir: Path) -> Path | None:
-    """The run directory below RUNS_DIR/NAME whose plan was written last; None where there is none."""
+    """The run directory below RUNS_DIR/NAME whose plan was written last; None if there is none."""
     newest: dict[Path, float] = {}
     for plan in runs_dir.glob("*/*/plan-*.json"):
         try:
@@ -100,7 +100,7 @@ def read_run(path: Path) -> RunRecords:
 def gather(name: str, planned: tuple[RankPlan, ...], records: list[Applied]) -> HostRecords:
     """One host's plan with the records of its last attempt.
 
-    Attempts are counted on each host, anew where nodes are started by hand, and ranks may get other numbers
+    Attempts are counted on each host, anew if nodes are started by hand, and ranks may get other numbers
     without a new attempt: the newest record says which attempt is the last, and of several records of one
     local rank, the newest counts.
     """

@@ -51,13 +51,13 @@ class RunStatus:
     """`NAME/ID`."""
     path: str
     state: str
-    """`queued`, `running`, `succeeded`, `failed`, `stopped`; `lost` where it ended and nobody wrote how;
-    `unknown` where the manifest cannot be read."""
+    """`queued`, `running`, `succeeded`, `failed`, `stopped`; `lost` if it ended and nobody wrote how;
+    `unknown` if the manifest cannot be read."""
     reason: str = ""
     """Why it waits or ended; in SLURM's words for a job that waits."""
     job_id: str | None = None
     slurm_state: str | None = None
-    """SLURM's own word; None where it was not asked, or no longer knows the job."""
+    """The state as SLURM names it; None if SLURM was not asked, or no longer knows the job."""
     partition: str = ""
     nodes: int = 0
     nodelist: str = ""
@@ -67,21 +67,21 @@ class RunStatus:
     restarts: int = 0
     """Starts after the first: SLURM's requeues, and torchrun's restarts of its ranks."""
     started: str = ""
-    """ISO 8601, of the last attempt; of the submission where none has begun."""
+    """ISO 8601, of the last attempt; of the submission if none has begun."""
     ended: str = ""
     expected_start: str = ""
-    """When SLURM thinks that a job that waits will begin, in local time; empty where it does not say."""
+    """When SLURM thinks that a job that waits will begin, in local time; empty if it does not say."""
     known_since: float | None = None
-    """When its first attempt began, or it was submitted, in seconds since the epoch; None where unknown."""
+    """When its first attempt began, or it was submitted, in seconds since the epoch; None if unknown."""
     seconds: float | None = None
-    """How long the last attempt has run, or a job that waits has waited; None where that is not known."""
+    """How long the last attempt has run, or a job that waits has waited; None if that is not known."""
     exit_code: int | None = None
     first_failure: Mapping[str, object] | None = None
     command: tuple[str, ...] = ()
     attempts: tuple[AttemptStatus, ...] = ()
     """Oldest first."""
     process: Mapping[str, object] = field(default_factory=dict)
-    """What the run hangs on where it is no job of SLURM's: see `runs/process.py`."""
+    """What the run hangs on if it is no SLURM job: see `run_process.py`."""
 
     @property
     def is_live(self) -> bool:
@@ -171,7 +171,7 @@ def measure_time(status: RunStatus) -> float | None:
     """Return the seconds from a run's start to its end, or to now."""
     start, end = read_time(status.started), time.time() if status.is_live else read_time(status.ended)
     if status.state == "queued":
-        start = read_time(status.ended) or start  # of the attempt before, where there was one
+        start = read_time(status.ended) or start  # of the attempt before, if there was one
     return None if start is None or end is None else max(0.0, end - start)
 
 

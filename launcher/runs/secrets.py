@@ -86,7 +86,7 @@ def mask_plain(text: str) -> str:
 
 
 def find_value(text: str) -> int | None:
-    """Return where the value of the first name or option begins that holds a secret; None where none does."""
+    """Return where the value of the first name or option begins that holds a secret; None if none does."""
     found = (value.end() for name in SECRET.finditer(text) if (value := VALUE.match(text, name.end())))
     options = (option.end() for option in OPTION.finditer(text) if is_secret(option[1]))
     return min((at for at in (next(found, None), next(options, None)) if at is not None), default=None)

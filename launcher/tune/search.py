@@ -54,7 +54,7 @@ class Trial:
 def choose_next(trials: Sequence[Trial], max_workers: int, thrift: float = math.inf) -> int | None:
     """Return the number of workers up to `max_workers` that tells most; None if it is clear which is best.
 
-    Where a further trial would come to more than `thrift` steps, it has to promise more, and none is made
+    If a further trial would come to more than `thrift` steps, it has to promise more, and none is made
     for the sake of fewer workers alone.
     """
     measured = sorted((trial for trial in trials if trial.rate), key=lambda trial: trial.workers)
@@ -110,7 +110,7 @@ def bound_rate(measured: Sequence[Trial], count: int) -> float:
 def bound_singly(fewer: Sequence[Trial], count: int) -> Iterator[float]:
     """Bounds by each trial: as much again from each worker; and by the last, nothing to wait for any more.
 
-    Computing is no faster beside more workers: where it has been, something else slowed the earlier trial.
+    Computing is no faster beside more workers: if it has been, something else slowed the earlier trial.
     """
     for trial in fewer[-1:]:
         yield trial.rate / (1 - min(trial.wait, MOST_WAIT))

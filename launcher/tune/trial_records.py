@@ -97,7 +97,7 @@ def measure_trial(records: Sequence[Record], workers: int, ranks: int) -> Trial:
 
 
 def check_loaders(records: Sequence[Record], workers: int) -> None:
-    """Raise MismatchError, or MeasureError, where the number of workers is not the launcher's to choose."""
+    """Raise MismatchError, or MeasureError, if the number of workers is not the launcher's to choose."""
     loaders = [loader for record in records for loader in record.loaders]
     if not loaders:
         raise MeasureError("the program reads from no torch.utils.data.DataLoader: there is nothing to tune")
@@ -120,7 +120,7 @@ def check_loaders(records: Sequence[Record], workers: int) -> None:
 def share_wait(records: Sequence[Record]) -> float:
     """Return the share of the time in which any rank waits for data: the others then wait for that rank.
 
-    Steps are compared by their numbers, which agree where ranks train together.
+    Steps are compared by their numbers, which agree if ranks train together.
     """
     steps = [dict(enumerate(zip(r.times, r.waits, strict=True), r.first or 0)) for r in records]
     common = set(steps[0]).intersection(*steps[1:])
