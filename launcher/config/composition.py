@@ -42,12 +42,12 @@ from launcher.errors import UsageError
 
 FAILURES = (
     *(HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError),
-    # By these it stumbles over files of an unforeseen shape.
+    # Hydra raises these for files of a shape that it does not expect.
     *(AssertionError, AttributeError, LookupError, TypeError),
 )
 """What Hydra raises for a user's mistake."""
 RUN_DIR = "RUN_DIR"
-"""Stands for the run directory where there is none."""
+"""Stands for the run directory if there is none."""
 
 
 OTHER_FOLDERS: ContextVar[tuple[Path, ...]] = ContextVar("OTHER_FOLDERS", default=())
@@ -62,7 +62,7 @@ class Composed:
     choices: dict[str, str]
     """Option chosen for each group."""
     warnings: tuple[str, ...]
-    """What Hydra finds doubtful, each in one line."""
+    """Hydra's warnings, each in one line."""
     sources: Sources
     """Where it comes from."""
     given: frozenset[str] = frozenset()
@@ -72,7 +72,7 @@ class Composed:
     own_files: tuple[str, ...] = ()
     """Files that are not the shipped ones, relative to the working directory."""
     values: DictConfig | None = None
-    """What `${hydra:KEY}` refers to; None where nothing does."""
+    """What `${hydra:KEY}` refers to; None if nothing can refer to it."""
 
 
 class SearchPath(SearchPathPlugin):
@@ -131,7 +131,7 @@ def compose(sources: Sources, overrides: Sequence[str], number: int | None = Non
     if OmegaConf.get_type(tree) is not LaunchConfig:
         raise UsageError(explain_primary(sources))
     if "dataloader.num_workers" in map(read_key, words):
-        tree.dataloader.workload = ""  # a number of the user's own is nobody's rule of thumb
+        tree.dataloader.workload = ""  # the user's own number is not derived from a workload
     doubts = dict.fromkeys(" ".join(str(entry.message).split()) for entry in caught)
     return Composed(
         tree=tree,
@@ -162,7 +162,7 @@ def mentions_hydra(words: Sequence[str]) -> bool:
 def add_searchpath(sources: Sources, overrides: Sequence[str]) -> Sources:
     """Return the sources with the folders of `hydra.searchpath`, of the command line or the primary file.
 
-    What is wrong with either is left for Hydra to say.
+    Hydra reports what is wrong with either.
     """
     try:
         given = [word for word in overrides if read_key(word) == "hydra.searchpath"]
@@ -294,7 +294,7 @@ def diagnose_failure(loader: ConfigLoader, sources: Sources, words: list[str], e
 
 
 def explain_known(sources: Sources, error: BaseException) -> str:
-    """Say what is wrong where the error itself tells, else empty; raises UsageError for Hydra's settings."""
+    """Say what is wrong if the error itself tells, else nothing; raises UsageError for Hydra's settings."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return explain_missing(str(error.missing_cfg_file), error.options or ())
     if isinstance(error, RecursionError):
@@ -309,15 +309,15 @@ def explain_known(sources: Sources, error: BaseException) -> str:
 def explain_missing(name: str, options: Sequence[str]) -> str:
     """Say that there is no `group/option`, with the nearest; raises UsageError for a setting of Hydra's."""
     group, _, option = name.rpartition("/")
-    told = f"there is no {option!r} in {group or 'the configuration'}{suggest(option, options)}"
+    message = f"there is no {option!r} in {group or 'the configuration'}{suggest(option, options)}"
     if not group.startswith("hydra/"):
-        return told
+        return message
     refuse_setting(group.removeprefix("hydra/"), option, f"{group}={option}")
-    return f"{told}, or install the plugin that has it"
+    return f"{message}, or install the plugin that has it"
 
 
 def explain_primary(sources: Sources) -> str:
-    """Say that the primary file is no configuration of ours."""
+    """Say that the primary file does not build on launch_schema."""
     path = sources.find_file(sources.primary)
     return (
         f"{path or sources.primary} does not build on launch_schema: begin it with"

@@ -35,12 +35,12 @@ def show_flags(flags: Flags) -> int:
 
 
 def explain_composition(flags: Flags) -> str:
-    """Return what Hydra tells of how a configuration was composed, for `hydra.verbose`; raises UsageError."""
+    """Return Hydra's report of how a configuration was composed, for `hydra.verbose`; raises UsageError."""
     logger = logging.getLogger()
     before, level = list(logger.handlers), logger.level
     try:
         return capture_flags(replace(flags, info="all"))
-    finally:  # Hydra has made the root logger write to its stdout, which is ours
+    finally:  # Hydra makes the root logger write to stdout
         logger.handlers, logger.level = before, level
 
 
@@ -69,7 +69,7 @@ def capture_flags(flags: Flags) -> str:
 
 
 def make_help_parser() -> ArgumentParser:
-    """Return the flags' parser with the argument that Hydra's help tells of."""
+    """Return the flags' parser with the argument `overrides`, which Hydra's help describes."""
     parser = make_parser()
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE, to override what the configuration says")
     return parser

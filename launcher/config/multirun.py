@@ -56,7 +56,7 @@ def read_multirun(sources: Sources, overrides: Sequence[str]) -> Multirun:
 
 
 def resolve_sweeper(multirun: Multirun) -> tuple[list[str], object]:
-    """Return the files of somebody's own that a sweep is from, and what `hydra.sweeper` holds.
+    """Return the user's files that a sweep is composed from, and the value of `hydra.sweeper`.
 
     Raises UsageError.
     """
@@ -72,7 +72,7 @@ def resolve_sweeper(multirun: Multirun) -> tuple[list[str], object]:
 
 
 def asks_sweep(flags: Flags, verb: str) -> bool:
-    """Tell whether a command line is for a sweep: by `-m`, else by `hydra.mode`, in a file for runs alone."""
+    """Tell whether a command line is for a sweep: by `-m`, else `hydra.mode` (in a file, for runs only)."""
     if flags.multirun or flags.run:
         return flags.multirun
     modes = [word for word in flags.overrides if read_key(word) == "hydra.mode"]
@@ -87,7 +87,7 @@ def asks_sweep(flags: Flags, verb: str) -> bool:
 
 
 def refuse_other_mode(flags: Flags, *, sweep: bool) -> None:
-    """Raise UsageError for a word that has no use for a sweep, or has one for sweeps alone."""
+    """Raise UsageError for a word that has no effect on a sweep, or that only a sweep can have."""
     for word in flags.overrides:
         key = read_key(word)
         if sweep and key == "hydra.run.dir":
@@ -99,7 +99,7 @@ def refuse_other_mode(flags: Flags, *, sweep: bool) -> None:
 def expand_sweep(multirun: Multirun) -> list[list[str]]:
     """Return the overrides of each job of a sweep: every combination of the values, the last varying first.
 
-    Values of the command line come over those of `hydra.sweeper.params`. Raises UsageError.
+    Values of the command line override those of `hydra.sweeper.params`. Raises UsageError.
     """
     params = [f"{key}={value}" for key, value in multirun.settings.params.items()]
     with open_hydra(multirun.sources) as loader:

@@ -1,4 +1,4 @@
-"""A watchdog over code that a file of somebody's can keep busy for ever."""
+"""Limits of CPU time and memory for composing a configuration, which a user's file can make endless."""
 
 import contextlib
 import signal
@@ -10,26 +10,26 @@ from launcher.config.search_path import Sources, find_shipped
 from launcher.errors import UsageError
 
 MAX_SECONDS = 10.0
-"""CPU time in which any configuration is put together: thirty times what the shipped one takes."""
+"""CPU time for composing a configuration: thirty times what the shipped one takes."""
 MAX_KIB = 1 << 20
-"""Memory that it may take."""
+"""Growth of memory while a configuration is composed."""
 TICK = 0.25
-"""Seconds of CPU time between two looks."""
+"""Seconds of CPU time between two checks."""
 
 
 class ExhaustedError(BaseException):
-    """The time or the memory is used up; no `except Exception` on the way is to catch it."""
+    """The time or the memory is used up; a BaseException, so that no `except Exception` catches it."""
 
 
 @contextlib.contextmanager
 def limit_work(seconds: float = MAX_SECONDS) -> Iterator[None]:
-    """Raise ExhaustedError in what takes more CPU time (s), or more than MAX_KIB of memory.
+    """Raise ExhaustedError in a block that takes more CPU time (s), or more than MAX_KIB of memory.
 
-    In other threads than the main one, and within another watchdog, nothing is watched.
+    Only the main thread can be limited. Limits do not nest: an inner block ends that of the outer one.
     """
     start = getrusage(RUSAGE_SELF)
 
-    def look(_number: int, _frame: FrameType | None) -> None:
+    def check_usage(_number: int, _frame: FrameType | None) -> None:
         now = getrusage(RUSAGE_SELF)
         if now.ru_utime - start.ru_utime > seconds:
             raise ExhaustedError(f"more than {seconds:g} s")
@@ -37,7 +37,7 @@ def limit_work(seconds: float = MAX_SECONDS) -> Iterator[None]:
             raise ExhaustedError(f"more than {MAX_KIB >> 20} GiB of memory")
 
     try:
-        before = signal.signal(signal.SIGVTALRM, look)
+        before = signal.signal(signal.SIGVTALRM, check_usage)
     except ValueError:  # not the main thread
         yield
         return
@@ -51,9 +51,9 @@ def limit_work(seconds: float = MAX_SECONDS) -> Iterator[None]:
 
 @contextlib.contextmanager
 def limit_composition(sources: Sources, seconds: float | None = MAX_SECONDS) -> Iterator[None]:
-    """Raise UsageError for a configuration from these sources that would take for ever to put together.
+    """Raise UsageError if the block, which composes a configuration from these sources, exceeds a limit.
 
-    None leaves it unwatched.
+    None sets no limit.
     """
     try:
         with contextlib.nullcontext() if seconds is None else limit_work(seconds):

@@ -1,4 +1,4 @@
-"""Sweeps by a plugin of Hydra's, as Optuna: each trial is a run, and the sweeper is told its objective."""
+"""Sweeps by a plugin of Hydra's, as Optuna: each trial is a run, and its objective goes to the sweeper."""
 
 import contextlib
 import logging
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrialError(LaunchError):
-    """A trial failed; the sweep ends with the trial's exit code where the sweeper gives up."""
+    """A trial failed; if the sweeper gives up, the sweep ends with the trial's exit code."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
@@ -43,7 +43,7 @@ class TrialReturn(JobReturn):
 
     @property
     def return_value(self) -> Any:  # noqa: ANN401 - as Hydra has it
-        """The objective; raises TrialError where there is none."""
+        """The objective; raises TrialError if there is none."""
         if isinstance(self._return_value, TrialError):
             raise self._return_value
         return self._return_value
@@ -68,10 +68,10 @@ class Trials:
     fixed: Mapping[str, str]
     """Overrides without a sweep, by their keys: as given, since sweepers write them in ways of their own."""
     defect: BaseException | None = None
-    """What was raised here, rather than in the sweeper."""
+    """An exception of this object's, as opposed to one of the sweeper's."""
 
     def __call__(self, trials: Sequence[tuple[int, Sequence[str]]]) -> list[JobReturn]:
-        """Run a batch, and return each trial's objective, or TrialError where it has none."""
+        """Run a batch, and return each trial's objective, or TrialError if it has none."""
         try:
             return self.run_batch(trials)
         except BaseException as error:
@@ -96,7 +96,7 @@ class Trials:
         return results
 
     def judge(self, number: int, composed: Composed, code: int) -> tuple[JobStatus, object]:
-        """Return what the sweeper is told of a trial, and say it."""
+        """Return a trial's status, and its objective or error; log both."""
         failure = TrialError(f"trial {number} failed with exit code {code}", code)
         if not code:
             try:
@@ -143,7 +143,7 @@ def run_trials(
         finally:
             if not multirun.settings.sweep_dir:
                 with contextlib.suppress(OSError):
-                    folder.rmdir()  # where no trial has begun
+                    folder.rmdir()  # if no trial has begun
     logger.info(f"the sweep has ended; its trials are in {folder}")
     return 0
 
@@ -178,7 +178,7 @@ def make_folder(multirun: Multirun) -> Path:
 
 
 class HarmlessHandler(logging.StreamHandler[TextIO]):
-    """Writes what is harmless to a terminal."""
+    """Replaces characters that would control a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the text of a record."""
@@ -187,7 +187,7 @@ class HarmlessHandler(logging.StreamHandler[TextIO]):
 
 
 def show_logs(*, verbose: bool) -> None:
-    """Show on stderr what plugins log: their results among it."""
+    """Write the log of plugins to stderr; it has their results."""
     handler = HarmlessHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("launch: %(message)s"))
     logger = logging.getLogger("hydra_plugins")
