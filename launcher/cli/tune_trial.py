@@ -152,8 +152,8 @@ def check_ending(supervisor: Supervisor, ending: JobOutcome, config: LaunchConfi
         raise MeasureError(
             f"not measured within tune.timeout={config.tune.timeout:g} s: give more time, or a smaller task"
         )
-    if ending.outcome.signal is not None:
-        raise InterruptedTrialError(ending.outcome.signal)
+    if ending.agent_exit.signal is not None:
+        raise InterruptedTrialError(ending.agent_exit.signal)
     if ending.status:
         raise FailedTrialError(explain_failure(supervisor.monitor, ending), ending.status)
 

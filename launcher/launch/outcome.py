@@ -33,7 +33,7 @@ SHIM_LINES = ("launch-rank: rank ", "launch-rank: warning: ")
 class JobOutcome:
     """How a job ended, and what there is to say of it."""
 
-    outcome: AgentExit
+    agent_exit: AgentExit
     failure: Death | None
     """The first rank of this node that failed; None if none did, or a stop was asked for."""
     status: int
@@ -56,84 +56,86 @@ class JobOutcome:
         """`succeeded`, `failed`, or `stopped`: by a signal to `launch` before any failure, or as asked."""
         if self.status == 0:
             return "succeeded"
-        return "stopped" if self.requested or (self.outcome.signal and not self.failure) else "failed"
+        return "stopped" if self.requested or (self.agent_exit.signal and not self.failure) else "failed"
 
 
-def report_outcome(monitor: RankMonitor, outcome: AgentExit, agent_log: Sequence[str], seconds: float) -> int:
+def report_outcome(
+    monitor: RankMonitor, agent_exit: AgentExit, agent_log: Sequence[str], seconds: float
+) -> int:
     """Write how the job ended, say it, and return the exit code; the agent's log is that of this start."""
     trouble = release_space(monitor.run)
-    ending = judge_outcome(outcome, tuple(agent_log))
-    ending = add_oom_kills(ending, monitor.job, monitor.count_new_oom_kills())
-    ending = add_context(monitor, ending, trouble)
-    complete_manifest(monitor, ending)
-    log_outcome(monitor, ending, seconds)
-    return ending.status
+    outcome = judge_outcome(agent_exit, tuple(agent_log))
+    outcome = add_oom_kills(outcome, monitor.job, monitor.count_new_oom_kills())
+    outcome = add_context(monitor, outcome, trouble)
+    complete_manifest(monitor, outcome)
+    log_outcome(monitor, outcome, seconds)
+    return outcome.status
 
 
-def add_context(monitor: RankMonitor, ending: JobOutcome, trouble: str) -> JobOutcome:
+def add_context(monitor: RankMonitor, outcome: JobOutcome, trouble: str) -> JobOutcome:
     """Add what came before the first failure, and what that failure means to this job."""
-    failure, deaths = ending.failure, ending.outcome.deaths
+    failure, deaths = outcome.failure, outcome.agent_exit.deaths
     codes = monitor.job.config.cluster.requeue.exit_codes
     requested = bool(failure and failure.status in codes)
-    early = None if requested or ending.status == 0 else collect_early_exits(monitor, ending)
+    early = None if requested or outcome.status == 0 else collect_early_exits(monitor, outcome)
     asking = requested or any(death.exitcode in codes for death in select_last_start(deaths))
     events = tuple(filter(None, (trouble, early.describe() if early else "")))
-    return replace(ending, requested=requested, asking=asking, early=bool(early), events=events)
+    return replace(outcome, requested=requested, asking=asking, early=bool(early), events=events)
 
 
-def collect_early_exits(monitor: RankMonitor, ending: JobOutcome) -> EarlyEnd | None:
+def collect_early_exits(monitor: RankMonitor, outcome: JobOutcome) -> EarlyEnd | None:
     """Return the ranks that ended with 0 before the first failure, or long before all were stopped."""
-    host, deaths, failure = monitor.job.host, ending.outcome.deaths, ending.failure
-    before = ending.outcome.signal_time - LONG_BEFORE
+    host, deaths, failure = monitor.job.host, outcome.agent_exit.deaths, outcome.failure
+    before = outcome.agent_exit.signal_time - LONG_BEFORE
     if failure:
         before = failure.time
     ends = [CleanEnd(d.process.rank, host, d.time, d.process.attempt) for d in list_clean_exits(deaths)]
     return find_early_exits(monitor.run, ends, before, len(monitor.job.plan.ranks))
 
 
-def add_oom_kills(ending: JobOutcome, job: Job, killed: int) -> JobOutcome:
+def add_oom_kills(outcome: JobOutcome, job: Job, killed: int) -> JobOutcome:
     """Add that the kernel has killed this many processes for memory here since the agent's start."""
     if killed <= 0:
-        return ending
+        return outcome
     limit = job.plan.machine.limits.memory_kib
     processes = "a process" if killed == 1 else f"{killed} processes"
     where = f"at the limit of the job's cgroup, {limit >> 10} MiB" if limit else "of the job"
     fix = ": ask for more with cluster.mem" if limit and job.cluster.kind in MANAGED else ""
     memory = f"out of memory: the kernel killed {processes} {where}{fix}"
-    return replace(ending, memory=memory)
+    return replace(outcome, memory=memory)
 
 
-def judge_outcome(outcome: AgentExit, log: tuple[str, ...], ranks: int = 0) -> JobOutcome:
+def judge_outcome(agent_exit: AgentExit, log: tuple[str, ...], ranks: int = 0) -> JobOutcome:
     """Find the first failure and the exit code: the program's own, 128+n for a signal, 3 for the agent's.
 
     If the number of this node's ranks is given, it is a success if all of them ended with 0, even if a
     signal had asked them to end.
     """
-    code = outcome.agent_exitcode
-    if code == 0 or (ranks and len(list_clean_exits(outcome.deaths)) == ranks):
-        return JobOutcome(outcome, None, 0, log)
+    code = agent_exit.agent_exitcode
+    if code == 0 or (ranks and len(list_clean_exits(agent_exit.deaths)) == ranks):
+        return JobOutcome(agent_exit, None, 0, log)
     # What comes after a signal to `launch`, or by SIGTERM after the agent was killed, is no failure.
-    counted = [d for d in outcome.deaths if d.time < outcome.signal_time]
+    counted = [d for d in agent_exit.deaths if d.time < agent_exit.signal_time]
     counted = [d for d in counted if code > 0 or d.exitcode != -signal.SIGTERM]
-    failure = find_failure(counted, "" if outcome.signal or code < 0 else "\n".join(log))
+    failure = find_failure(counted, "" if agent_exit.signal or code < 0 else "\n".join(log))
     if failure:
-        return JobOutcome(outcome, failure, failure.status, log)
-    if outcome.signal:
-        return JobOutcome(outcome, None, 128 + outcome.signal, log)
-    return JobOutcome(outcome, None, 128 - code if code < 0 else EXIT_MACHINE, log)
+        return JobOutcome(agent_exit, failure, failure.status, log)
+    if agent_exit.signal:
+        return JobOutcome(agent_exit, None, 128 + agent_exit.signal, log)
+    return JobOutcome(agent_exit, None, 128 - code if code < 0 else EXIT_MACHINE, log)
 
 
-def complete_manifest(monitor: RankMonitor, ending: JobOutcome) -> None:
+def complete_manifest(monitor: RankMonitor, outcome: JobOutcome) -> None:
     """Complete the manifest."""
-    number = ending.outcome.signal
-    deaths, failure = ending.outcome.deaths, describe_failure(monitor, ending)
+    number = outcome.agent_exit.signal
+    deaths, failure = outcome.agent_exit.deaths, describe_failure(monitor, outcome)
     manifest = monitor.manifest if monitor.manifest is not None else {}
     manifest["ended"] = stamp_time()
     manifest["outcome"] = {
-        "state": ending.state,
-        "exit_code": ending.status,
+        "state": outcome.state,
+        "exit_code": outcome.status,
         "signal": name_signal(number) if number else None,
-        "events": list(ending.events),
+        "events": list(outcome.events),
         "first_failure": failure_to_json(failure, monitor.job.host) if failure else None,
         "attempts": 1 + max((d.process.attempt for d in deaths), default=monitor.run.first_attempt),
     }
@@ -143,9 +145,9 @@ def complete_manifest(monitor: RankMonitor, ending: JobOutcome) -> None:
         logger.warning(f"the manifest could not be written ({error})")
 
 
-def describe_failure(monitor: RankMonitor, ending: JobOutcome) -> RankFailure | None:
+def describe_failure(monitor: RankMonitor, outcome: JobOutcome) -> RankFailure | None:
     """Return the first failure with its reason and last lines; None if no rank failed."""
-    if (death := ending.failure) is None or death.exitcode is None:
+    if (death := outcome.failure) is None or death.exitcode is None:
         return None
     log, lines = tail_rank(monitor.run, death.process, monitor.job.config.logs.tail)
     return RankFailure(
@@ -153,7 +155,7 @@ def describe_failure(monitor: RankMonitor, ending: JobOutcome) -> RankFailure | 
         death.process.local_rank,
         death.time,
         death.exitcode,
-        describe_exit(death.exitcode, ending.memory),
+        describe_exit(death.exitcode, outcome.memory),
         log,
         tuple(lines),
         death.process.attempt,
@@ -173,62 +175,62 @@ def failure_to_json(failure: RankFailure, host: str) -> dict[str, object]:
     }
 
 
-def log_outcome(monitor: RankMonitor, ending: JobOutcome, seconds: float) -> None:
+def log_outcome(monitor: RankMonitor, outcome: JobOutcome, seconds: float) -> None:
     """Say how it went: the first failure or what was not as planned, the result, the run directory."""
-    result = describe_progress(monitor.viewer.finish(patient=ending.outcome.signal is None))
+    result = describe_progress(monitor.viewer.finish(patient=outcome.agent_exit.signal is None))
     tell = {"failed": explain_failure, "succeeded": check_success, "stopped": explain_stop}
-    for line in tell[ending.state](monitor, ending):
-        logger.log(logging.WARNING if ending.state == "succeeded" else logging.INFO, line)
-    logger.info(f"{ending.state} after {describe_time(seconds)}" + (f": {result}" if result else ""))
+    for line in tell[outcome.state](monitor, outcome):
+        logger.log(logging.WARNING if outcome.state == "succeeded" else logging.INFO, line)
+    logger.info(f"{outcome.state} after {describe_time(seconds)}" + (f": {result}" if result else ""))
     logger.info(f"run directory {monitor.run.path}")
 
 
-def check_success(monitor: RankMonitor, ending: JobOutcome) -> list[str]:
+def check_success(monitor: RankMonitor, outcome: JobOutcome) -> list[str]:
     """Say what was not as planned in a job that succeeded."""
-    lines = [*ending.events, *compare_applied(monitor.job.plan.ranks, monitor.read_applied())]
-    lines += [f"{name} outlived the program, and was ended" for name in ending.outcome.leftovers]
-    return [*lines, ending.memory] if ending.memory else lines
+    lines = [*outcome.events, *compare_applied(monitor.job.plan.ranks, monitor.read_applied())]
+    lines += [f"{name} outlived the program, and was ended" for name in outcome.agent_exit.leftovers]
+    return [*lines, outcome.memory] if outcome.memory else lines
 
 
-def explain_stop(monitor: RankMonitor, ending: JobOutcome) -> list[str]:
+def explain_stop(monitor: RankMonitor, outcome: JobOutcome) -> list[str]:
     """Say who asks for another start, and how to go on."""
-    lines, failure = list(ending.events), ending.failure
+    lines, failure = list(outcome.events), outcome.failure
     if failure:
         who = f"rank {failure.process.rank} on {monitor.job.host}"
         lines.append(f"{who} ended with {failure.status}, and asks for another start")
-    if ending.asking:
+    if outcome.asking:
         lines.append(f"the same command with run_dir={monitor.run.path} goes on")
     return lines
 
 
-def explain_failure(monitor: RankMonitor, ending: JobOutcome) -> list[str]:
+def explain_failure(monitor: RankMonitor, outcome: JobOutcome) -> list[str]:
     """Say who failed first and show the end of its log; or what the agent said, if no rank failed."""
-    failure, host = describe_failure(monitor, ending), monitor.job.host
+    failure, host = describe_failure(monitor, outcome), monitor.job.host
     if failure is None:
         path = monitor.run.agent_log(host)
-        said = f"no rank failed, but torchrun's agent {describe_agent_exit(ending)}"
-        return [*ending.events, said, f"its log is {path}"]
+        said = f"no rank failed, but torchrun's agent {describe_agent_exit(outcome)}"
+        return [*outcome.events, said, f"its log is {path}"]
     where = f"rank {failure.rank} on {host} (local rank {failure.local_rank})"
-    what = "failed after that" if ending.early else "failed first"
+    what = "failed after that" if outcome.early else "failed first"
     return [
-        *ending.events,
+        *outcome.events,
         *describe_first_failed_rank(where, failure.reason, failure.log, failure.lines, what),
     ]
 
 
-def describe_agent_exit(ending: JobOutcome) -> str:
+def describe_agent_exit(outcome: JobOutcome) -> str:
     """Say how an agent ended that failed by itself, with its last words."""
-    code = ending.outcome.agent_exitcode
-    log = (line.strip() for line in ending.agent_log if not line.startswith(ENDED))
+    code = outcome.agent_exit.agent_exitcode
+    log = (line.strip() for line in outcome.agent_log if not line.startswith(ENDED))
     said = [line for line in log if any(map(str.isalpha, line))]
     how = name_signal(-code) if code < 0 else f"code {code}: {said[-1] if said else 'it printed nothing'}"
-    return f"ended with {how}" + (f", {ending.memory}" if ending.memory else "")
+    return f"ended with {how}" + (f", {outcome.memory}" if outcome.memory else "")
 
 
 def tail_rank(run: RunDir, process: RankProcess, count: int) -> tuple[str, list[str]]:
     """Return the log with the first failed rank's last words, and these; stdout if stderr is empty."""
-    for ending in ("err", "out"):
-        path = run.rank_log(process.rank, process.attempt, ending)
+    for stream in ("err", "out"):
+        path = run.rank_log(process.rank, process.attempt, stream)
         lines = [line for line in read_tail(path, count + 5) if not line.startswith(SHIM_LINES)]
         if any(line.strip() for line in lines):
             return str(path), lines[-count:]

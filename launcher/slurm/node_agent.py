@@ -109,11 +109,11 @@ class NodeRecorder:
 
     def write_end(self, ending: JobOutcome) -> str | None:
         """Record how this node's part ended, and say what was not as planned; returns the kept state."""
-        failure, number = ending.failure, ending.outcome.signal
+        failure, number = ending.failure, ending.agent_exit.signal
         if number and failure and failure.exitcode == -signal.SIGTERM:  # SLURM sent it to the rank too
             failure, ending = None, replace(ending, failure=None)
         state = "stopped" if number and not failure and ending.status else ending.state
-        self.clean = tuple((d.process.rank, d.time) for d in list_clean_exits(ending.outcome.deaths))
+        self.clean = tuple((d.process.rank, d.time) for d in list_clean_exits(ending.agent_exit.deaths))
         said = "" if failure or state != "failed" else f"torchrun's agent {describe_agent_exit(ending)}"
         for line in check_success(self.monitor, ending) if state == "succeeded" else ():
             logger.warning(line)
