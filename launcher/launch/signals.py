@@ -68,7 +68,7 @@ def catch_signals(others: Iterable[int] = ()) -> Iterator[SignalQueue]:
 
 
 @dataclass(slots=True)
-class Stop:
+class StopStages:
     """The stages of ending a job: the user's signal, SIGTERM, SIGKILL."""
 
     stages: list[tuple[int, float]]
@@ -79,7 +79,7 @@ class Stop:
     """Signal of the stage that it is in."""
 
     @classmethod
-    def begin(cls, number: int, grace: float) -> "Stop":
+    def begin(cls, number: int, grace: float) -> "StopStages":
         """Plan the stages after a first signal, which has `grace` seconds."""
         harder = [(signal.SIGTERM, TERM_GRACE)] if number == signal.SIGINT else []
         return cls([(number, grace), *harder, (signal.SIGKILL, KILL_GRACE)])

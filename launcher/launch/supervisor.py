@@ -25,7 +25,7 @@ from launcher.launch.signals import (
     KILL_GRACE,
     STOPPING,
     SignalQueue,
-    Stop,
+    StopStages,
     catch_signals,
     limit_grace,
     name_signal,
@@ -71,7 +71,7 @@ class Supervisor:
     helpers: Collection[int] = ()
     """PIDs of processes of the launcher's own, which are not the program's leftovers."""
     pidfds: RankPidfds = field(default_factory=RankPidfds)
-    stop: Stop | None = None
+    stop: StopStages | None = None
     first_signal: int | None = None
     signal_time: float = math.inf
     control: SignalChannel | None = None
@@ -148,7 +148,7 @@ class Supervisor:
         for number in (find_end_signal(death) for death in deaths):
             if number in self.pressed and self.stop is None:
                 self.record_first_signal(number, self.pressed[number], by_first_node=False)
-                self.stop = Stop.begin(number, self.grace)
+                self.stop = StopStages.begin(number, self.grace)
                 self.stop.next_stage()
                 agent.send_signal(number)
 
@@ -194,7 +194,7 @@ class Supervisor:
         """Begin to stop, or enter the next stage. What SLURM and the first node both send is one stage."""
         if self.stop is None:
             self.record_first_signal(number, by_first_node=self.commanded)
-            self.stop = Stop.begin(number, grace)
+            self.stop = StopStages.begin(number, grace)
         elif self.control and self.stop.has_reached(number):
             return
         self.advance_stop(self.stop, agent)
@@ -248,7 +248,7 @@ class Supervisor:
             logger.info("a node was lost: SIGKILL to the ranks, which torchrun starts without it")
             self.pidfds.signal_groups(signal.SIGKILL)
 
-    def advance_stop(self, stop: Stop, agent: "subprocess.Popen[bytes]") -> None:
+    def advance_stop(self, stop: StopStages, agent: "subprocess.Popen[bytes]") -> None:
         """Enter the next stage. The agent forwards the first signal, later ones go to the ranks directly."""
         first = not stop.deadline
         number = stop.next_stage()

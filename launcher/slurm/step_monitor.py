@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from launcher.errors import SchedulerError
-from launcher.launch.signals import STOPPING, SignalQueue, Stop, name_signal
+from launcher.launch.signals import STOPPING, SignalQueue, StopStages, name_signal
 from launcher.runs.node_records import read_nodes
 from launcher.slurm.attempt import Attempt
 from launcher.slurm.attempt_lifecycle import prepare_for_kill
@@ -57,7 +57,7 @@ class StepMonitor:
     signals: list[tuple[int, float]] = field(default_factory=list)
     """What came, and when, in seconds since the epoch."""
     checkpointed: bool = False
-    stop: Stop | None = None
+    stop: StopStages | None = None
     stop_at: float | None = None
     """When the ranks are to be stopped before the time limit, in seconds since the epoch."""
     failed_at: float | None = None
@@ -158,7 +158,7 @@ class StepMonitor:
             step.process.kill()
             self.stop.deadline = time.monotonic() + SRUN_GRACE
             return
-        self.stop = self.stop or Stop.begin(number, self.grace)
+        self.stop = self.stop or StopStages.begin(number, self.grace)
         stage = self.stop.next_stage()
         if stage is None:
             self.stop.deadline = time.monotonic() + SRUN_GRACE

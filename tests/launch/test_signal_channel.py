@@ -20,7 +20,7 @@ from launcher.launch.signal_channel import (
     write_line_to_tasks,
     write_signal,
 )
-from launcher.launch.signals import Stop, limit_grace
+from launcher.launch.signals import StopStages, limit_grace
 
 SLEEPER = "import os, signal, time\n{}\nos.write(1, b'UP\\n')\ntime.sleep(60)"
 CATCHER = "signal.signal(signal.SIGUSR2, lambda *_: os.write(1, b'CAUGHT\\n'))"
@@ -88,7 +88,7 @@ def test_without_a_greeting_the_end_says_nothing() -> None:
     ],
 )
 def test_what_slurm_and_the_first_node_both_send_is_one_stage(first: int, then: int, reached: bool) -> None:
-    stop = Stop.begin(first, 1.0)
+    stop = StopStages.begin(first, 1.0)
     assert stop.next_stage() == first
     assert stop.has_reached(then) is reached
 
