@@ -48,21 +48,26 @@ class Result:
             assert part in self.err, self.err
 
 
-def run_inside(words: Sequence[str]) -> Result:
-    """Run a command line in this process; what would start something is an error of the test."""
+def run_inside(words: Sequence[str], encoding: str = "utf-8") -> Result:
+    """Run a command line in this process; what would start something is an error of the test.
+
+    With another encoding of the streams, as by PYTHONIOENCODING, they are prepared as the entry point does.
+    """
     from launcher.cli import main
     from launcher.launch import local_run
 
     def refuse(*_: object) -> int:
         raise AssertionError(f"{words} would start a job")
 
-    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", newline="") for _ in range(2))
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding, newline="") for _ in range(2))
     with (
         pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
         patch.setattr(local_run, "execute_job", refuse)
+        if encoding != "utf-8":
+            main.open_streams()
         code = main.run_guarded(list(words))
     return Result(code, *(read_buffer(stream) for stream in (out, err)))
 

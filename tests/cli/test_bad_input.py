@@ -1,6 +1,7 @@
 """Mistakes and hostile surroundings: one line on stderr with the fix, the right code, nothing left behind."""
 
 import errno
+import itertools
 import os
 import shutil
 import socket
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import LAUNCH, Result, clean_environ, drop_powers, run_outside
+from tests.conftest import LAUNCH, Result, clean_environ, drop_powers, run_inside, run_outside
 
 Launch = Callable[..., Result]
 DRY = "dry_run=true"
@@ -251,13 +252,16 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("word", ODD, ids=map(repr, ODD))
-@pytest.mark.parametrize("encoding", ["utf8", "ascii"])
-def test_bytes_that_are_no_text(here: Path, launch: Launch, word: bytes, encoding: str) -> None:
-    if encoding == "utf8":
-        result = launch(os.fsdecode(word), DRY, "--", "true")
-    else:
+@pytest.mark.parametrize(
+    ("encoding", "word"),
+    [*itertools.product(("utf-8", "ascii"), ODD), ("process", ODD[0]), ("process", ODD[2])],
+    ids=repr,
+)
+def test_bytes_that_are_no_text(here: Path, word: bytes, encoding: str) -> None:
+    if encoding == "process":
         result = run_outside([word, DRY, b"--", b"true"], here, ASCII)
+    else:
+        result = run_inside([os.fsdecode(word), DRY, "--", "true"], encoding)
     assert result.code in (0, 2), result
     assert "Traceback" not in result.err and "internal error" not in result.err
     assert result.code == 0 or (result.err.startswith("launch: error: ") and result.err.count("\n") == 1)
@@ -291,7 +295,8 @@ def test_bytes_that_are_no_text_in_the_environment_and_the_program(here: Path) -
     ids=str,
 )
 def test_a_terminal_that_knows_ascii_alone(here: Path, words: list[str], variables: dict[str, str]) -> None:
-    result = run_outside(words, here, variables)
+    only_streams = variables == {"PYTHONIOENCODING": "ascii"}
+    result = run_inside(words, "ascii") if only_streams else run_outside(words, here, variables)
     # Where the locale has no such letter, the name of the run is no text.
     refused = words == ["model=é"] or (words[0] == "name=é" and "PYTHONUTF8" in variables)
     assert result.code == (2 if refused else 0), result
