@@ -104,9 +104,9 @@ def test_a_run_directory_that_cannot_be(here: Path) -> None:
         ("/proc/nothing", "No such file"),
         ("x" * 300, "too long"),
     ):
-        result = run_outside([f"runs_dir={runs_dir}", "--", "true"], here)
+        result = run_inside([f"runs_dir={runs_dir}", "--", "true"])
         result.assert_error(3, "cannot write the run directory", said, "runs_dir=DIR")
-    run_outside(["run_dir=file", "--", "true"], here).assert_error(2, "run_dir=file: there is no run")
+    run_inside(["run_dir=file", "--", "true"]).assert_error(2, "run_dir=file: there is no run")
     assert [path.name for path in here.iterdir()] == ["file"]
 
 
@@ -146,17 +146,13 @@ def test_a_full_filesystem(here: Path, mounted: Callable[[str], Path]) -> None:
         while True:
             os.write(filler, bytes(4096))
     os.close(filler)
-    run_outside(["runs_dir=small", "--", "true"], here).assert_error(
-        3, os.strerror(errno.ENOSPC), "runs_dir=DIR"
-    )
+    run_inside(["runs_dir=small", "--", "true"]).assert_error(3, os.strerror(errno.ENOSPC), "runs_dir=DIR")
     assert not list(folder.glob("*/*"))
 
 
 def test_a_read_only_filesystem(here: Path, mounted: Callable[[str], Path]) -> None:
     mounted("size=64k,ro")
-    run_outside(["runs_dir=small", "--", "true"], here).assert_error(
-        3, os.strerror(errno.EROFS), "runs_dir=DIR"
-    )
+    run_inside(["runs_dir=small", "--", "true"]).assert_error(3, os.strerror(errno.EROFS), "runs_dir=DIR")
 
 
 def test_a_full_device_for_the_run_directory(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
