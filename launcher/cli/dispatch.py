@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from launcher.cli.arguments import Command
-from launcher.cli.run import name_files, run_job
+from launcher.cli.config_programs import name_files
 from launcher.cli.unused_settings import warn_elsewhere
 from launcher.cli.verbs import VerbCall, load_verb, takes_runs
 from launcher.config.cluster import pet_overrides
@@ -46,6 +46,8 @@ def run_composed(composed: Composed, command: Command, argv: Sequence[str]) -> i
     for warning in composed.warnings:
         logger.warning(warning)
     if command.verb == "run":
+        from launcher.cli.run import run_job
+
         return run_job(composed, command.program, argv)
     if command.verb == "tune":
         from launcher.cli.tune import tune_program

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.cli.allocator_check import settle_allocator, unset_settings
-from launcher.cli.config_programs import report_config_programs
+from launcher.cli.config_programs import name_files, report_config_programs
 from launcher.cli.resume import check_earlier, warn_changed
 from launcher.cli.unused_settings import warn_elsewhere, warn_overruled, warn_unused, warn_visible
 from launcher.config.cluster import check_command, choose_cluster
@@ -17,7 +17,6 @@ from launcher.config.environment_files import fill_env, read_env_files
 from launcher.config.program import clear_sections, describe_interpreter, find_program, find_unused
 from launcher.config.run_path import RunPath, choose_run_path
 from launcher.config.validation import RUN_CHECKS, TUNE_CHECKS, Context, validate, validate_placed
-from launcher.files import name_user
 from launcher.launch.job import Job, JobSpec, render_agent
 from launcher.plan.json_form import plan_to_json
 from launcher.protocol import name_host
@@ -27,7 +26,6 @@ from launcher.text import join_words, print_text
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from launcher.launch.job import Job
     from launcher.report.output_viewer import OutputViewer
     from launcher.runs.run_directory import RunDir
 
@@ -41,7 +39,7 @@ def run_job(composed: Composed, program: tuple[str, ...] | None, argv: Sequence[
 
 
 def start_job(composed: Composed, program: tuple[str, ...] | None, argv: Sequence[str]) -> int:
-    """See run_job; raises RunIdTakenError too, before anything is started."""
+    """Run a program once; raises LaunchError, or RunIdTakenError before anything is started."""
     run_path = choose_run_path(composed, program, submits=is_for_slurm(composed))
     spec = specify_job(composed, program, run_path, os.environ)
     warn_changed(spec)
@@ -62,7 +60,7 @@ def start_job(composed: Composed, program: tuple[str, ...] | None, argv: Sequenc
 
 
 def try_anew(start: Callable[[], int]) -> int:
-    """Start a run, and once more if another of its name has begun in the same second and has its ID."""
+    """Start a run, again as long as another of its name has begun in the same second and has its ID."""
     while True:
         try:
             return start()
@@ -190,15 +188,3 @@ def make_local_viewer(job: "Job", run: "RunDir") -> "OutputViewer":
         notice=STARTING if job.config.logs.console != "none" and job.cluster.max_nodes == 1 else "",
     )
     return OutputViewer(run, Follower(measure_logs(run.path)), options)
-
-
-def name_files(own_files: Sequence[str]) -> None:
-    """Say which configuration is not the shipped one, and whose it is if it is another user's."""
-    if own_files:
-        logger.info(f"configuration from {', '.join(map(name_file, own_files))}")
-
-
-def name_file(path: str) -> str:
-    """Return a file's name, with its owner if that is neither this user nor root."""
-    owner = Path(path).stat().st_uid
-    return path if owner in (os.geteuid(), 0) else f"{path} (of {name_user(owner)})"

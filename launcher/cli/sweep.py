@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launcher.cli.arguments import Command
-from launcher.cli.config_programs import list_targets, report_config_programs
+from launcher.cli.config_programs import list_targets, name_files, report_config_programs
 from launcher.cli.dispatch import add_pet, run_composed
 from launcher.cli.resume import warn_changed
-from launcher.cli.run import is_for_slurm, name_files, specify_job, try_anew
+from launcher.cli.run import is_for_slurm, specify_job, try_anew
 from launcher.config.composition import Composed, compose
 from launcher.config.hydra_flags import Flags
 from launcher.config.hydra_output import explain_composition

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.config_programs import report_config_programs
-from launcher.cli.run import name_files, plan_job, try_anew
+from launcher.cli.config_programs import name_files, report_config_programs
+from launcher.cli.run import plan_job, try_anew
 from launcher.cli.tune_choice import check_override, describe_use, render_override, save_override
 from launcher.cli.tune_settings import OURS, find_max_workers, specify_search
 from launcher.cli.tune_trial import (

@@ -6,6 +6,9 @@ These are the dataclasses that Hydra checks overrides against. `conf/launch.yaml
 from dataclasses import dataclass, field
 from typing import Any
 
+SLURM_KINDS = ("slurm", "allocation")
+"""Values of `cluster.kind` with which SLURM starts the nodes."""
+
 
 @dataclass
 class RequeueConfig:

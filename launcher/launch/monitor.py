@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from launcher.config.schema import SLURM_KINDS
 from launcher.decode import decode
 from launcher.files import LARGEST, read_file
 from launcher.launch.job import Job
@@ -23,8 +24,6 @@ from launcher.runs.run_directory import RunDir
 
 logger = logging.getLogger(__name__)
 
-MANAGED = ("slurm", "allocation")
-"""Kinds of clusters in which one node speaks for all."""
 STARTING = "starting the ranks: their program and its imports take a few seconds to load"
 """Until the first line of a rank there are seconds, most of them torch's import."""
 
@@ -65,8 +64,8 @@ class RankMonitor:
     """Returns the processes that the kernel has killed for memory in this process's cgroup."""
     manifest: dict[str, object] | None = None
     """It is completed with the sources' versions while the job runs; None if another process writes it."""
-    asks_kernel: bool = False
-    """Ranks are found by the agent's children: all nodes share the filesystem with the records."""
+    finds_children: bool = False
+    """Find ranks among the agent's children, not by their records, whose folder all nodes share."""
     on_stop: Callable[[int, bool], None] = lambda *_: None
     """Called once, with the first stopping signal, and whether the job's first node sent it."""
     ranks: dict[int, RankProcess] = field(default_factory=dict)
@@ -110,7 +109,7 @@ class RankMonitor:
 
     def find_ranks(self, agent: int) -> list[RankProcess]:
         """Return the ranks that the agent (a PID) has started since the last call."""
-        found = self.list_children(agent) if self.asks_kernel else self.read_records(agent)
+        found = self.list_children(agent) if self.finds_children else self.read_records(agent)
         fresh = [process for process in found if self.ranks.get(process.pid) != process]
         for process in fresh:
             self.ranks[process.pid] = process
@@ -146,7 +145,7 @@ class RankMonitor:
         return [record for record in found if record.host == self.job.host]
 
     def is_busy(self) -> bool:
-        """Tell whether a git of ours is running, which nobody else is to wait for."""
+        """Tell whether our git is still running: the supervisor must not reap it with the ranks."""
         return self.sources.is_alive()
 
     def end(self) -> None:
@@ -165,7 +164,7 @@ class RankMonitor:
 def describe_job(job: Job, run: RunDir) -> tuple[str, ...]:
     """Say what was chosen and why."""
     count = len(job.plan.ranks)
-    first = f", the first of {job.cluster.max_nodes} nodes" if job.cluster.kind in MANAGED else ""
+    first = f", the first of {job.cluster.max_nodes} nodes" if job.cluster.kind in SLURM_KINDS else ""
     ranks = (
         f"{count} rank{'s' if count > 1 else ''} on {job.host}{first if job.cluster.max_nodes > 1 else ''}"
     )

@@ -5,11 +5,12 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from launcher.config.schema import SLURM_KINDS
 from launcher.errors import EXIT_MACHINE
 from launcher.launch.agent import ENDED
 from launcher.launch.failure import describe_exit, find_failure, list_clean_exits, select_last_start
 from launcher.launch.job import Job
-from launcher.launch.monitor import MANAGED, RankMonitor
+from launcher.launch.monitor import RankMonitor
 from launcher.launch.processes import Death, RankProcess
 from launcher.launch.signals import name_signal
 from launcher.launch.supervisor import AgentExit
@@ -100,7 +101,7 @@ def add_oom_kills(outcome: JobOutcome, job: Job, killed: int) -> JobOutcome:
     limit = job.plan.machine.limits.memory_kib
     processes = "a process" if killed == 1 else f"{killed} processes"
     where = f"at the limit of the job's cgroup, {limit >> 10} MiB" if limit else "of the job"
-    fix = ": ask for more with cluster.mem" if limit and job.cluster.kind in MANAGED else ""
+    fix = ": ask for more with cluster.mem" if limit and job.cluster.kind in SLURM_KINDS else ""
     memory = f"out of memory: the kernel killed {processes} {where}{fix}"
     return replace(outcome, memory=memory)
 

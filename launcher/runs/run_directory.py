@@ -113,7 +113,7 @@ def open_run_dir(path: Path, node_rank: int | None) -> RunDir:
 def list_logs(path: Path, *inner: str) -> list[str]:
     """Return the names in a run's `logs`, or in a folder there; symbolic links are left out.
 
-    None if it cannot be read, as in a network filesystem's hiccup.
+    Empty if it cannot be read, as in a network filesystem's hiccup.
     """
     try:
         at = open_directory(path)

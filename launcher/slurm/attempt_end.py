@@ -45,7 +45,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class AttemptEnd:
-    """What an attempt was: all that is known of its end."""
+    """How an attempt ended: all that is known of it."""
 
     step: StepReport | None
     """None while the step is still ending."""
@@ -80,7 +80,12 @@ class AttemptEnd:
 
     @property
     def exit_code(self) -> int:
-        """The program's own, 3 for a lost node, 128+n for a job that was ended."""
+        """Exit code of the job, from the first of these that there is.
+
+        0 for a success; 3 for a lost node; 128+n for a signal that a node got from outside; the code of the
+        first rank that failed; after a crash without one, that of a failed node, or srun's; else 128+n for
+        the signal that ended the job.
+        """
         if self.cause is None:
             return 0
         if self.cause == "node_failure":
@@ -100,7 +105,10 @@ class AttemptEnd:
 
 
 def find_first_failure(records: Sequence[NodeRecord]) -> tuple[NodeRecord, RankFailure] | None:
-    """Return the first failure over nodes: not by SIGTERM, nor for want of another rank, if there is such."""
+    """Return the first failure over all nodes, and its node; None if no rank failed.
+
+    A rank that failed by itself (see `failed_by_itself`) comes before one that only followed another.
+    """
 
     def order(found: tuple[NodeRecord, RankFailure]) -> tuple[bool, float]:
         return not failed_by_itself(found[1]), found[1].time
@@ -109,7 +117,7 @@ def find_first_failure(records: Sequence[NodeRecord]) -> tuple[NodeRecord, RankF
 
 
 def failed_by_itself(failure: RankFailure) -> bool:
-    """Tell whether a rank failed by itself: not by SIGTERM, nor for want of another rank."""
+    """Tell whether a rank failed by itself: not by SIGTERM, nor since it had lost another rank."""
     follows = any(FOLLOWS.search(line) for line in failure.lines)
     return not (was_terminated(failure) or (failure.exitcode > 0 and follows))
 

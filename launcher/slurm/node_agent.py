@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from launcher.config.schema import SLURM_KINDS
 from launcher.launch.failure import list_clean_exits
 from launcher.launch.job import Job
-from launcher.launch.monitor import MANAGED, STARTING, RankMonitor, describe_job
+from launcher.launch.monitor import STARTING, RankMonitor, describe_job
 from launcher.launch.outcome import (
     JobOutcome,
     add_oom_kills,
@@ -49,7 +50,7 @@ def run_agent(
 ) -> int:
     """Run torchrun's agent and its ranks to their end; raises OSError if it cannot be started."""
     log = run.agent_log(place.host)
-    monitor = RankMonitor(job, run, make_node_viewer(job, run, place), count_oom_kills, asks_kernel=True)
+    monitor = RankMonitor(job, run, make_node_viewer(job, run, place), count_oom_kills, finds_children=True)
     control = open_signal_channel(0)
     recorder = NodeRecorder(monitor, place, control, started)
     monitor.on_stop = recorder.record_stop
@@ -77,7 +78,7 @@ def make_node_viewer(job: Job, run: RunDir, place: TaskIdentity) -> OutputViewer
         mode,
         None if alone else lambda _: job.host,
         log_prefix=f"{place.host}: ",
-        shared=job.cluster.kind in MANAGED and job.cluster.max_nodes > 1 and mode == "all",
+        shared=job.cluster.kind in SLURM_KINDS and job.cluster.max_nodes > 1 and mode == "all",
         followed=job.cluster.kind == "slurm",
         heading=describe_job(job, run) if is_first else (),
         plan=job.plan if is_first else None,

@@ -56,7 +56,7 @@ def decide_requeue(
     """Decide what is to be done after an attempt of this class; `past` are the attempts before it.
 
     Attempts that were preempted, or requeued from outside, do not count as lacking progress, nor do they end
-    a row of such: they had no say in how long they ran. A requeue from outside is not refused but by `limit`.
+    a row of such: others decided how long they ran.
     """
     if cause is None:
         return Decision(False, None, "succeeded")
@@ -104,7 +104,7 @@ def choose_stop_time(now: float, end_time: float | None, seconds: float, grace: 
     """Return when ranks that got the checkpoint signal now are to be stopped by SIGTERM; epoch seconds.
 
     None: the signal was a user's own, and the program goes on. Else as late as leaves the ranks `grace`
-    seconds from SIGTERM to SIGKILL, and CLOSING seconds before the limit; but at least half of
+    seconds from SIGTERM to SIGKILL, and CLOSING_TIME seconds before the limit; but at least half of
     the time that is left is for the checkpoint. `end_time` is the job's real limit, `seconds` how long
     before it the signal was ordered, which is used if the limit is not known.
     """
