@@ -103,6 +103,7 @@ def test_a_failing_program_is_shown_with_its_last_lines(tmp_path: Path) -> None:
     assert "Traceback" not in done.err
 
 
+@pytest.mark.usefixtures("quick_agent")
 def test_a_program_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     (tmp_path / "wait.py").write_text("import signal\nsignal.pause()\n")
     words = ["tune", "dataloader", "nproc_per_node=1", "tune.timeout=3", "--", "wait.py"]
