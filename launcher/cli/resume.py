@@ -45,10 +45,18 @@ def suggest_runs(runs_dir: Path, text: str) -> str:
     return f", the newest is {known[0]}" if known else ""
 
 
-def warn_changed(spec: JobSpec) -> None:
-    """List the settings that differ from those of the run's earlier start: it does not go on as it was."""
+def check_resume(spec: JobSpec) -> None:
+    """Refuse a run that has not ended, and list the settings that differ from those of its earlier start.
+
+    Raises UsageError, or SchedulerError if SLURM, which is to get the job, cannot tell. Nodes that are
+    started by hand share their run.
+    """
     if spec.run_key != "run_dir":
         return
+    if spec.cluster.kind != "manual" and not spec.config.dry_run:
+        from launcher.slurm.run_states import refuse_run_in_use
+
+        refuse_run_in_use(spec.run_path, submits=spec.cluster.kind == "slurm")
     changes = find_changes(spec.run_path, spec.config_text)
     if changes:
         more = [f"and {len(changes) - MAX_SHOWN} more"] if len(changes) > MAX_SHOWN else []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from launcher.cli.allocator_check import settle_allocator, unset_settings
 from launcher.cli.config_programs import name_files, report_config_programs
-from launcher.cli.resume import check_earlier, warn_changed
+from launcher.cli.resume import check_earlier, check_resume
 from launcher.cli.unused_settings import warn_elsewhere, warn_overruled, warn_unused, warn_visible
 from launcher.config.cluster import check_command, choose_cluster
 from launcher.config.composition import Composed, read_values, resolve
@@ -42,7 +42,7 @@ def start_job(composed: Composed, program: tuple[str, ...] | None, argv: Sequenc
     """Run a program once; raises LaunchError, or RunIdTakenError before anything is started."""
     run_path = choose_run_path(composed, program, submits=is_for_slurm(composed))
     spec = specify_job(composed, program, run_path, os.environ)
-    warn_changed(spec)
+    check_resume(spec)
     name_files(composed.own_files)
     report_config_programs([spec], composed.own_files)
     if spec.cluster.kind == "slurm":
@@ -153,10 +153,6 @@ def execute_here(spec: JobSpec, job: Job, argv: Sequence[str]) -> int:
     from launcher.probe.cgroups import count_oom_kills
 
     check_open_files()
-    if spec.run_key == "run_dir" and spec.cluster.kind != "manual":  # nodes started by hand share one
-        from launcher.slurm.run_states import refuse_run_in_use
-
-        refuse_run_in_use(spec.run_path, submits=False)
     run, manifest = local_run.prepare_run(spec, argv, [job.host])
     local_run.write_plan(spec, run, job.host, plan_to_json(job.plan))
     return local_run.execute_job(job, run, manifest, make_local_viewer, count_oom_kills)

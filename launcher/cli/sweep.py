@@ -9,7 +9,7 @@ from pathlib import Path
 from launcher.cli.arguments import Command
 from launcher.cli.config_programs import list_targets, name_files, report_config_programs
 from launcher.cli.dispatch import add_pet, run_composed
-from launcher.cli.resume import warn_changed
+from launcher.cli.resume import check_resume
 from launcher.cli.run import is_for_slurm, specify_job, try_anew
 from launcher.config.composition import Composed, compose
 from launcher.config.hydra_flags import Flags
@@ -75,7 +75,7 @@ def submit_all(specs: Sequence[JobSpec], composed: Sequence[Composed], argv: Seq
 
     own_files = list(dict.fromkeys(name for each in composed for name in each.own_files))
     for spec in specs:
-        warn_changed(spec)
+        check_resume(spec)
     name_files(own_files)
     report_config_programs(specs, own_files)
     return submit_jobs(specs, argv)

@@ -16,7 +16,6 @@ from launcher.slurm.first_node import choose_nodes, run_attempt
 from launcher.slurm.job_request import JobRequest, make_job_request, write_job_request
 from launcher.slurm.node_job import plan_here
 from launcher.slurm.node_step import describe_node_step
-from launcher.slurm.run_states import refuse_run_in_use
 from launcher.slurm.srun_command import render_step
 from launcher.text import join_words, print_text
 
@@ -28,8 +27,6 @@ def run_allocation(spec: JobSpec, argv: Sequence[str]) -> int:
     hosts = choose_nodes(os.environ, spec.cluster.max_nodes)
     if spec.config.dry_run:
         return preview_allocation(spec, argv, hosts)
-    if spec.run_key == "run_dir":
-        refuse_run_in_use(spec.run_path, submits=False)
     run, _ = prepare_run(spec, argv, hosts)
     request = describe_request(spec, argv)
     secrets = write_job_request(request, run.path)

@@ -63,6 +63,8 @@ class FollowedJob:
         self.position, self.forgotten = answer.position, state is None
         if state is None or state.state in ENDED or state.state in SILENT:
             return ""
+        if self.is_final and state.state == "RUNNING":  # it has ended; SLURM is slower to tell
+            return ""
         pending = state.state == "PENDING"
         key = (state.state, state.reason if pending else state.nodelist, state.restarts)
         if key == self.last_shown or (pending and not state.reason):

@@ -23,7 +23,6 @@ from launcher.runs.run_directory import RunDir, write_private
 from launcher.slurm.batch_script import SCRIPT, Script, check_syntax, describe_jobs, render_script
 from launcher.slurm.job_options import JobOptions, choose_job_options, explain_refusal
 from launcher.slurm.job_request import REQUEST_FILE, make_job_request, write_job_request
-from launcher.slurm.run_states import refuse_run_in_use
 from launcher.slurm.slurm_environ import clean_for_sbatch
 from launcher.text import print_text, quote_word
 
@@ -241,10 +240,8 @@ def log_warnings(warnings: Iterable[str]) -> None:
 def stage_run(spec: JobSpec, argv: Sequence[str], origin: Mapping[str, object]) -> StagedRun:
     """Make or open the run directory, with configuration, manifest and request in it.
 
-    `origin` are the manifest's sources. Raises UsageError, MachineError or SchedulerError, leaving nothing.
+    `origin` are the manifest's sources. Raises MachineError, leaving nothing.
     """
-    if spec.run_key == "run_dir":
-        refuse_run_in_use(spec.run_path, submits=True)
     target = None if spec.run_key == "runs_dir" else spec.run_path
     missing = list_missing(target or spec.run_path.parent)
     before = {name: read_file_text(target / name) if target else None for name in WRITTEN_FILES}
