@@ -32,7 +32,7 @@ def show_topo(call: VerbCall) -> int:
     Raises UsageError or MachineError. Messages go to stderr, so that stdout holds the JSON alone.
     """
     config, environ = call.config, call.environ
-    ending = check_ending(config.image)
+    ending = check_image_suffix(config.image)
     if config.save is not None:
         check_target("save", config.save)
         check_snapshot(config.save)
@@ -75,7 +75,7 @@ def check_apart(image: str, save: str | None) -> None:
         raise UsageError(f"image={image} and save={save} are one file: name two")
 
 
-def check_ending(image: str | None) -> str:
+def check_image_suffix(image: str | None) -> str:
     """Return the ending of a picture's name, empty for None; raises UsageError for one that is unknown."""
     if image is None:
         return ""

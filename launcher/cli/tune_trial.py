@@ -132,7 +132,7 @@ def run_trial(
         monitor.viewer.close()
     ending = judge_outcome(outcome, tuple(read_tail(log, AGENT_LINES)))
     complete_manifest(monitor, ending)
-    check_ending(supervisor, ending, trial.config)
+    check_trial_outcome(supervisor, ending, trial.config)
     return measure_trial(read_trial_records(run.path / RECORDS), workers, len(job.plan.ranks))
 
 
@@ -146,7 +146,7 @@ def open_trial(trial: JobSpec, argv: Sequence[str], viewer: SilentViewer) -> Ran
     return RankMonitor(job, run, viewer, count_oom_kills, manifest)
 
 
-def check_ending(supervisor: Supervisor, ending: JobOutcome, config: LaunchConfig) -> None:
+def check_trial_outcome(supervisor: Supervisor, ending: JobOutcome, config: LaunchConfig) -> None:
     """Raise an error if a trial ended by anything but its own measurement or the program's end."""
     if supervisor.timed_out:
         raise MeasureError(

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import PurePath
+from typing import TYPE_CHECKING
 
 from launcher.config.cluster import Cluster
 from launcher.config.request import DEVICE_VARIABLES
@@ -13,6 +14,9 @@ from launcher.plan.environment import is_kept
 from launcher.protocol import LAUNCH_GC, LAUNCH_NUM_WORKERS
 from launcher.runs.secrets import mask_variables
 from launcher.text import clean_text
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 logger = logging.getLogger(__name__)
 
@@ -85,13 +89,13 @@ def warn_elsewhere(config: LaunchConfig, environ: Mapping[str, str]) -> None:
             )
 
 
-def list_changed(name: str, found: object, default: object) -> Iterator[str]:
+def list_changed(name: str, found: "DataclassInstance", default: object) -> Iterator[str]:
     """Give the keys whose values are not the defaults."""
-    for field in fields(found):  # type: ignore[arg-type]  # a dataclass of the schema
+    for field in fields(found):
         key, value, usual = f"{name}.{field.name}", getattr(found, field.name), getattr(default, field.name)
         if field.name in ANYWHERE or value == usual:
             continue
-        if is_dataclass(value):
+        if is_dataclass(value) and not isinstance(value, type):
             yield from list_changed(key, value, usual)
         else:
             yield key

@@ -13,7 +13,7 @@ HOSTS = ("system", "tcmalloc", "jemalloc")
 
 def render_allocator(given: Mapping[str, object]) -> str:
     """Return the settings as PYTORCH_CUDA_ALLOC_CONF has them: `expandable_segments:True`."""
-    return format_settings(read_settings(given))
+    return format_settings(read_allocator_settings(given))
 
 
 def read_host(given: Mapping[str, object]) -> str:
@@ -21,20 +21,20 @@ def read_host(given: Mapping[str, object]) -> str:
     return str(given.get("host") or "system")
 
 
-def read_settings(given: Mapping[str, object]) -> dict[str, str]:
+def read_allocator_settings(given: Mapping[str, object]) -> dict[str, str]:
     """Return the settings with their values in the allocator's notation; null leaves one out."""
-    return {str(k): render_value(value) for k, value in given.items() if k != "host" and value is not None}
+    return {str(k): render_setting(value) for k, value in given.items() if k != "host" and value is not None}
 
 
-def render_value(value: object) -> str:
+def render_setting(value: object) -> str:
     """Return a value in the allocator's notation: `True`, `512`, `[256:1,512:2]`.
 
     A mapping, `{256: 1, 512: 2}`, is a list of pairs; in YAML, a plain `256:1` is a number of base 60.
     """
     if isinstance(value, dict):
-        return f"[{','.join(f'{render_value(key)}:{render_value(item)}' for key, item in value.items())}]"
+        return f"[{','.join(f'{render_setting(key)}:{render_setting(item)}' for key, item in value.items())}]"
     if isinstance(value, list):
-        return f"[{','.join(map(render_value, value))}]"
+        return f"[{','.join(map(render_setting, value))}]"
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     text = "".join(str(value).split())

@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from launcher.config.environment_files import write_values
 from launcher.config.hydra_settings import (
     HydraSettings,
-    read_settings,
+    read_hydra_settings,
     refuse_setting,
     refuse_words,
     restore_hydra_config,
@@ -124,7 +124,7 @@ def compose(sources: Sources, overrides: Sequence[str], number: int | None = Non
             own_files = tuple(sources.list_own(choices))
             uses_hydra = mentions_hydra(words) or (own_files and sources.mentions("hydra"))
             values = set_hydra_config(tree, number) if uses_hydra else None
-            settings = read_settings(loader, tree) if uses_hydra else HydraSettings()
+            settings = read_hydra_settings(loader, tree) if uses_hydra else HydraSettings()
         except FAILURES as error:
             raise UsageError(diagnose_failure(loader, sources, words, error)) from None
     del tree["hydra"]
@@ -255,11 +255,11 @@ def normalize_overrides(sources: Sources, overrides: Sequence[str], *, sweep: bo
     refuse_words(overrides)
     words = rewrite_overrides(sources, overrides, sweep=sweep)
     for word, given in zip(words, overrides, strict=True):
-        check_override(word, given)
+        check_override_syntax(word, given)
     return words
 
 
-def check_override(word: str, given: str) -> None:
+def check_override_syntax(word: str, given: str) -> None:
     """Raise UsageError for a word that is not an override."""
     try:
         OverridesParser.create().parse_override(word)
@@ -296,7 +296,7 @@ def diagnose_failure(loader: ConfigLoader, sources: Sources, words: list[str], e
 def explain_known(sources: Sources, error: BaseException) -> str:
     """Say what is wrong if the error itself tells, else nothing; raises UsageError for Hydra's settings."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        return explain_missing(str(error.missing_cfg_file), error.options or ())
+        return explain_missing_config(str(error.missing_cfg_file), error.options or ())
     if isinstance(error, RecursionError):
         path = sources.find_file(sources.primary)
         return (
@@ -306,7 +306,7 @@ def explain_known(sources: Sources, error: BaseException) -> str:
     return ""
 
 
-def explain_missing(name: str, options: Sequence[str]) -> str:
+def explain_missing_config(name: str, options: Sequence[str]) -> str:
     """Say that there is no `group/option`, with the nearest; raises UsageError for a setting of Hydra's."""
     group, _, option = name.rpartition("/")
     message = f"there is no {option!r} in {group or 'the configuration'}{suggest(option, options)}"

@@ -58,11 +58,11 @@ def read_variables(name: str) -> dict[str, str]:
 
     Raises UsageError. No error shows what stands in the file, which as a rule holds secrets.
     """
-    text = read_text(name)
+    text = read_env_text(name)
     return dict(read_binding(name, binding) for binding in list_bindings(text))
 
 
-def read_text(name: str) -> str:
+def read_env_text(name: str) -> str:
     """Return a file's text, or a pipe's; bytes that are no UTF-8 come through. Raises UsageError."""
     try:
         data = read_input(name, MOST_BYTES)

@@ -67,7 +67,7 @@ class HydraSettings:
     """`hydra.verbose`."""
 
 
-def read_settings(loader: ConfigLoader, tree: DictConfig) -> HydraSettings:
+def read_hydra_settings(loader: ConfigLoader, tree: DictConfig) -> HydraSettings:
     """Return Hydra's settings in a composed configuration; raises UsageError for one without effect."""
     node = tree.hydra
     chosen = find_chosen(node.runtime.choices)

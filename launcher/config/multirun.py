@@ -20,7 +20,7 @@ from launcher.config.composition import (
     open_hydra,
 )
 from launcher.config.hydra_flags import Flags
-from launcher.config.hydra_settings import HydraSettings, read_settings, set_hydra_config
+from launcher.config.hydra_settings import HydraSettings, read_hydra_settings, set_hydra_config
 from launcher.config.overrides import read_key
 from launcher.config.resource_limits import limit_composition
 from launcher.config.search_path import Sources
@@ -50,7 +50,7 @@ def read_multirun(sources: Sources, overrides: Sequence[str]) -> Multirun:
         try:
             tree = compose_tree(loader, sources, words, RunMode.MULTIRUN)
             set_hydra_config(tree, None)
-            return Multirun(sources, tuple(words), read_settings(loader, tree), tree)
+            return Multirun(sources, tuple(words), read_hydra_settings(loader, tree), tree)
         except FAILURES as error:
             raise UsageError(diagnose_failure(loader, sources, words, error)) from None
 

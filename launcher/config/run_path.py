@@ -45,7 +45,7 @@ def choose_run_path(
     the run by the job's number. `taken` are the paths that other jobs of the sweep will have.
     """
     values = read_values(composed, ("name", "runs_dir", "run_dir", "new_run_dir", "node_rank", "dry_run"))
-    name = str(values["name"] or name_run(composed.choices, program)) + suffix
+    name = str(values["name"] or choose_run_name(composed.choices, program)) + suffix
     for key in ("run_dir", "new_run_dir"):
         if values[key] == "":
             raise UsageError(EMPTY_PATH.format(key))
@@ -74,7 +74,7 @@ def choose_id(above: Path, now: datetime, taken: Collection[Path] = ()) -> Path:
     return next(path for path in paths if path not in taken and not os.path.lexists(path))
 
 
-def name_run(choices: Mapping[str, str], program: tuple[str, ...] | None) -> str:
+def choose_run_name(choices: Mapping[str, str], program: tuple[str, ...] | None) -> str:
     """Return the name of a run that is given none: the program's, else the model's."""
     if program is not None:
         script = find_script(program)

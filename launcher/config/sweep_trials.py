@@ -124,7 +124,7 @@ def run_trials(
     folder = make_folder(multirun)
     trials = Trials(multirun, folder, run, read_objective, find_fixed(multirun))
     logger.info(f"the trials of hydra/sweeper={multirun.settings.sweeper} go to {folder}")
-    show_logs(verbose=multirun.settings.verbose)
+    show_sweeper_logs(verbose=multirun.settings.verbose)
     node = {"_target_": "hydra_plugins.launch.TrialLauncher"}
     ConfigStore.instance().store(group="hydra/launcher", name="launch", node=node, provider="launch")
     words = [*multirun.words, "hydra/launcher=launch", f"hydra.sweep.dir={quote_value(str(folder))}"]
@@ -186,7 +186,7 @@ class HarmlessHandler(logging.StreamHandler[TextIO]):
         return tame_text(text) if self.stream.isatty() else text
 
 
-def show_logs(*, verbose: bool) -> None:
+def show_sweeper_logs(*, verbose: bool) -> None:
     """Write the log of plugins to stderr; it has their results."""
     handler = HarmlessHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("launch: %(message)s"))

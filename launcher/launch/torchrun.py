@@ -17,14 +17,14 @@ def render_torchrun(
     refuses `--log=x`, which may be short for two of them.
     """
     rendered = [
-        f"--{name.replace('_', '-')}={render_value(value)}"
+        f"--{name.replace('_', '-')}={render_option_value(value)}"
         for name, value in options.items()
         if value is not None and value != {}
     ]
     return (python, "-P", "-m", MODULE, *rendered, "--no-python", "--", *shim, *program)
 
 
-def render_value(value: object) -> str:
+def render_option_value(value: object) -> str:
     """Write a value as torchrun reads it; a mapping is `key=value,key=value` (its `--rdzv-conf`)."""
     if isinstance(value, Mapping):
         return ",".join(f"{key}={item}" for key, item in value.items())

@@ -92,7 +92,7 @@ def find_runs(runs_dir: Path, text: str) -> tuple[Path, ...]:
         return (named,) if named else jobs
     if is_run(Path(text)):
         return (Path(text).absolute(),)
-    raise RunLookupError(explain_missing(runs_dir, text))
+    raise RunLookupError(explain_missing_run(runs_dir, text))
 
 
 def find_named(runs_dir: Path, text: str) -> Path | None:
@@ -126,7 +126,7 @@ def find_jobs(runs_dir: Path, number: str) -> tuple[Path, ...]:
     return tuple(found[job_id] for job_id in members)
 
 
-def explain_missing(runs_dir: Path, text: str) -> str:
+def explain_missing_run(runs_dir: Path, text: str) -> str:
     """Say that there is no such run, with the names that are near."""
     newest = list(islice(list_runs(runs_dir), MOST_NEAR))
     if not newest:

@@ -72,9 +72,9 @@ def test_a_program_of_the_users_own_leaves_nothing_of_the_bundled_one(here: Path
     ],
 )
 def test_a_run_is_named_by_the_script_behind_python(program: tuple[str, ...], name: str) -> None:
-    from launcher.config.run_path import name_run
+    from launcher.config.run_path import choose_run_name
 
-    assert name_run({}, program) == name
+    assert choose_run_name({}, program) == name
 
 
 def test_nothing_changes_a_resolved_configuration(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
