@@ -222,6 +222,8 @@ def test_ctrl_z_stops_the_program_and_the_launcher_and_fg_lets_them_go_on(tmp_pa
         terminal.expect("back 42")
         terminal.type("fg\r")
         terminal.expect("program.py\r\n")
+        # Not ICANON, which bash's own editing of lines clears too.
+        wait_for(lambda: not terminal.settings()[1] & termios.OPOST, "raw mode")  # type: ignore[operator]
         terminal.type("and on\r")
         terminal.expect("again and on\r\n", "launch: succeeded", "shell$ ")
         terminal.type("echo status $?\r")
