@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def run_job(composed: Composed, program: tuple[str, ...] | None, argv: Sequence[str]) -> int:
     """Run a program where the configuration says, and return the exit code; raises LaunchError.
 
-    `program` is what stands after `--`, None for the configured one; `argv` is the whole command line.
+    `program` is the one on the command line, None for the configured one; `argv` is the whole command line.
     """
     return try_anew(lambda: start_job(composed, program, argv))
 
@@ -113,7 +113,7 @@ def specify_job(
         warn_elsewhere(config, environ)
     if program is not None and "model" in given:
         model = composed.choices.get("model")
-        logger.info(f"model={model} is not used: the program after -- has its own arguments")
+        logger.info(f"model={model} is not used: the program has its own arguments")
     left_out = settle_allocator(config, argv, merged, given)
     unused = find_unused(config, program, given)
     return JobSpec(
