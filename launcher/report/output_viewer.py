@@ -166,6 +166,8 @@ class OutputViewer:
         """Show some of what is new; False if there is nothing of the ranks'."""
         busy = False
         if data := self.read_terminal():
+            if not self.is_raw():  # the user's terminal makes `\r\n` of `\n` itself again
+                data = data.replace(b"\r\n", b"\n")
             console.show_chunk(Chunk(0, "out", data))
             busy = True
         busy = console.show_turn(self.follower, final=self.ending.is_set()) or busy

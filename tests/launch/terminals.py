@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -54,7 +55,8 @@ class Terminal:
         if ready:
             with contextlib.suppress(OSError):
                 data = os.read(self.master, 65536)
-        self.seen += data
+        # A line that is shown while the terminal stops being raw may end with `\r\r\n`, which looks the same.
+        self.seen[self.read :] = re.sub(rb"\r+\n", b"\r\n", bytes(self.seen[self.read :]) + data)
         return bool(data)
 
     def type(self, text: str) -> None:
