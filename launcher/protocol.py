@@ -30,6 +30,7 @@ LAUNCH_SECRETS = "LAUNCH_SECRETS"
 LAUNCH_SIGNAL = "LAUNCH_SIGNAL"
 LAUNCH_STRICT = "LAUNCH_STRICT"
 LAUNCH_TERMINAL = "LAUNCH_TERMINAL"
+LAUNCH_WATCH = "LAUNCH_WATCH"
 
 LAUNCHER = "launch"
 SLURM_JOB = "launch's processes in a SLURM job"
@@ -229,6 +230,13 @@ VARIABLES = (
         "The pseudo-terminal of a job's one rank, and which of its streams 0, 1 and 2 lead to it.",
         set_by=LAUNCHER,
         read_by=(SHIM,),
+    ),
+    ProtocolVariable(
+        LAUNCH_WATCH,
+        "DIR",
+        "A folder on the node's memory or disk, in which each rank's hook keeps its heartbeat.",
+        set_by=LAUNCHER,
+        read_by=(SHIM, HOOK),
     ),
 )
 

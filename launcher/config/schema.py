@@ -24,6 +24,8 @@ class RequeueConfig:
     """A node's task, or a rank, got a SIGTERM that neither launch nor SLURM's queue sent."""
     requested: int = 100
     """The first rank that failed ended with one of `exit_codes`, and nobody had asked for a stop."""
+    hang: int = 3
+    """The ranks hung, and `watch.on_hang=stop` ended them."""
     crash: int = 0
     """The program failed."""
     exit_codes: list[int] = field(default_factory=lambda: [75])
@@ -214,6 +216,49 @@ class TorchrunConfig:
 
 
 @dataclass
+class WatchConfig:
+    """How running ranks are watched."""
+
+    enabled: bool = True
+    """Watch the ranks. Their program is not changed, and nothing ends them but `on_hang`."""
+    hang_seconds: Any = "auto"
+    """Seconds without a step after which the ranks are looked at; `auto`: ten times the slow steps so far, at
+    least 20. A rank that compiles, saves, evaluates or has not begun has more time as long as it works."""
+    on_hang: str = "report"
+    """`report`; `restart` (torchrun starts the ranks anew, as often as torchrun.max_restarts says, 3 if that
+    is not set); or `stop` (the job ends with exit code 124, under SLURM as the class `hang` of
+    cluster.requeue)."""
+    interval: float = 5.0
+    """Seconds from one report of a node to the next."""
+    metrics_interval: float = 30.0
+    """Seconds from one line of `metrics-HOST.jsonl` to the next; fewer at the beginning of a run. 0 writes
+    none."""
+    prometheus_port: int | None = None
+    """Port on which each node serves its metrics to Prometheus; null means none."""
+    prometheus_address: str = "127.0.0.1"
+    """Address that it listens on."""
+    textfile: str | None = None
+    """Folder of node_exporter's textfile collector, into which each node writes its metrics."""
+
+
+@dataclass
+class NotifyConfig:
+    """Whom a job tells how it goes. A message that cannot be sent is a warning."""
+
+    url: str | None = None
+    """Gets a POST with JSON when the job starts, hangs, recovers, fails or ends."""
+    format: str = "auto"
+    """`json`, `slack`, or `auto`: Slack's form for hooks.slack.com."""
+    events: list[str] = field(
+        default_factory=lambda: ["start", "hang", "recover", "straggler", "fail", "end"]
+    )
+    """Which of these to tell."""
+    ping_url: str | None = None
+    """Gets a GET every `ping_interval` seconds as long as steps are made, for a service that misses them."""
+    ping_interval: float = 60.0
+
+
+@dataclass
 class LaunchConfig:
     """All keys."""
 
@@ -277,3 +322,5 @@ class LaunchConfig:
     logs: LogsConfig = field(default_factory=LogsConfig)
     progress: ProgressConfig = field(default_factory=ProgressConfig)
     torchrun: TorchrunConfig = field(default_factory=TorchrunConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
+    notify: NotifyConfig = field(default_factory=NotifyConfig)

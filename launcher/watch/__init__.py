@@ -1,0 +1,1 @@
+"""What the ranks of a running job do: progress, hangs, stragglers."""

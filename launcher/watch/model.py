@@ -1,0 +1,340 @@
+"""The values that watching passes on: what a rank does, what a node reports, and what follows from it.
+
+Each has one JSON form, its fields by name (`dataclasses.asdict`, `launcher.decode`). Times are seconds since
+the epoch on the clock of the node that wrote them; durations are in seconds, shares are fractions of time.
+"""
+
+from dataclasses import dataclass
+
+PHASES = (
+    "starting",
+    "joining",
+    "training",
+    "loading",
+    "compiling",
+    "saving",
+    "evaluating",
+    "ended",
+)
+"""What a rank does. `starting`: before its first step. `joining`: in `init_process_group`. `loading`: it
+waits for a DataLoader. `ended`: its interpreter has begun to exit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """What a rank's hook has written last."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    phase: str
+    """One of PHASES."""
+    phase_since: float
+    step: int
+    """Steps so far."""
+    step_time: float
+    """When the last step ended; 0 if none has."""
+    activity_time: float
+    """When it last did anything that counts: a step, a batch, a change of phase."""
+    batches: int
+    """Batches that its DataLoaders have returned."""
+    data_wait: float
+    """Seconds that it has waited for them, without the wait that it may be in."""
+    durations: tuple[float, ...] = ()
+    """Seconds of the last steps, oldest first; the hook keeps 256."""
+    step_ends: tuple[float, ...] = ()
+    """When these steps ended."""
+    can_dump: bool = False
+    """Its signal for stacks is in place."""
+    notes: tuple[str, ...] = ()
+    """What of the hook could not be set up, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSample:
+    """What NVML says of a rank's GPU; None for what it does not say."""
+
+    index: int
+    utilization: float | None = None
+    """Share of the time with a kernel running."""
+    sm_activity: float | None = None
+    memory_used: int | None = None
+    memory_total: int | None = None
+    """Bytes."""
+    power: float | None = None
+    """W."""
+    power_limit: float | None = None
+    temperature: float | None = None
+    """Degrees Celsius."""
+    sm_clock: int | None = None
+    max_sm_clock: int | None = None
+    """MHz."""
+    event_reasons: tuple[str, ...] = ()
+    """Why clocks are low, by NVML's names (`sw_thermal_slowdown`, `hw_power_brake`, …), without idle."""
+    pcie_width: int | None = None
+    max_pcie_width: int | None = None
+    pcie_replays: int | None = None
+    xids: tuple[int, ...] = ()
+    """Of XID errors since the watcher's start."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """One rank in a node's report: its heartbeat, and what the kernel says since the last report."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    attempt: int
+    phase: str
+    """One of PHASES; `unwatched` for a rank without a heartbeat; `exited` for one that is gone."""
+    step: int
+    step_age: float | None
+    """Seconds since its last step; None if it has made none."""
+    p50: float | None = None
+    p99: float | None = None
+    """Of the seconds of its last steps."""
+    data_share: float | None = None
+    """Share of the time that it waits for data."""
+    wait_share: float | None = None
+    """Share of the time that it waits for other ranks; None if that is not known."""
+    cpu: float | None = None
+    """Cores that its process and its children use."""
+    run_delay: float | None = None
+    """Seconds per second that its threads wait for a core (schedstat)."""
+    rss: int | None = None
+    """Bytes, of the process and its children."""
+    major_faults: float | None = None
+    """Per second."""
+    exit_code: int | None = None
+    gpu: GpuSample | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """What a node's watcher writes every few seconds to `RUN_DIR/watch/node-HOST.json`, whole."""
+
+    host: str
+    node_rank: int
+    nodes: int
+    """Nodes of the job."""
+    attempt: int
+    time: float
+    number: int
+    """Counts the reports of this watcher."""
+    interval: float
+    """Seconds to the next one."""
+    ranks: tuple[RankState, ...]
+    stalled_since: float | None = None
+    """Since when no rank here has made progress, once that is longer than the limit."""
+    limit: float | None = None
+    """Seconds without progress that count as a hang now."""
+    asks: int = 0
+    """Number of the hang that the judging node asks all nodes to report evidence for; 0 for none."""
+    nic_rates: tuple[tuple[str, float], ...] = ()
+    """Bytes a second, received and sent, by device."""
+    memory_pressure: float | None = None
+    cpu_pressure: float | None = None
+    io_pressure: float | None = None
+    """Share of the last 10 s that some task waited for it (PSI)."""
+    throttled: float | None = None
+    """Seconds per second in which the job's cgroup was held back by its CPU quota."""
+    notes: tuple[str, ...] = ()
+    schema: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One thread of a process."""
+
+    thread: str
+    """Its name or identifier as the source gives it."""
+    frames: tuple[Frame, ...]
+    """Innermost first."""
+    is_current: bool = False
+    """It is the main thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """What the kernel and its stacks say of a process: a rank, or a DataLoader worker of one."""
+
+    pid: int
+    state: str
+    """As in proc(5): R, S, D, T, t, Z; X if it is gone."""
+    wait_channel: str = ""
+    system_call: str = ""
+    """Its name if it is known, of the main thread."""
+    cpu: float = 0.0
+    """Cores that it used while evidence was gathered."""
+    io_bytes: int = 0
+    """Bytes that it read and wrote meanwhile."""
+    tracer: int = 0
+    """PID of a debugger; 0 for none."""
+    stacks: tuple[Stack, ...] = ()
+    stack_source: str = ""
+    """`faulthandler`, `torch`, `py-spy`, or empty."""
+    stack_changes: bool = False
+    """The main thread was at another place in a second sample."""
+    command: str = ""
+    """For a child: its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """What torch's flight recorder of one rank says of one process group."""
+
+    name: str
+    """`default group`, or the name or description that the program gave."""
+    ranks: tuple[int, ...]
+    """Global ranks of its members; empty if not known."""
+    last_enqueued: int
+    last_completed: int
+    """Sequence numbers; -1 for none."""
+    operation: str = ""
+    """Of the last collective that was enqueued: `all_reduce`."""
+    sizes: str = ""
+    """Its input sizes and types, to compare between ranks."""
+    is_pending: bool = False
+    """That one is not complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankEvidence:
+    """All that is known of one rank when steps have stopped."""
+
+    rank: int
+    local_rank: int
+    host: str
+    pid: int
+    phase: str
+    """As in RankState."""
+    step: int
+    step_age: float | None
+    idle: float
+    """Seconds since its last activity."""
+    process: ProcessState
+    children: tuple[ProcessState, ...] = ()
+    """DataLoader workers and other children."""
+    groups: tuple[GroupState, ...] = ()
+    answered: bool = False
+    """torch's server in the rank answered."""
+    store_wait: bool = False
+    """It waits in torch's store, as in `init_process_group`."""
+    gpu: GpuSample | None = None
+    exit_code: int | None = None
+    """If it has ended."""
+    notes: tuple[str, ...] = ()
+    """What could not be had, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEvidence:
+    """What a node gathers for one hang, in `RUN_DIR/watch/evidence-HOST.json`."""
+
+    host: str
+    node_rank: int
+    number: int
+    """Of the hang."""
+    time: float
+    seconds: float
+    """That gathering took."""
+    ranks: tuple[RankEvidence, ...]
+    nccl: str = ""
+    """What NCCL's RAS answered."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Who holds the others up, as far as can be said."""
+
+    kind: str
+    """`absent` (a rank has not joined a collective), `network` (all have joined), `mismatch`, `silent` (a node
+    or rank is not heard of), `exited` (a rank has ended while others wait), `stopped` (SIGSTOP), `standstill`
+    (all ranks stand still by themselves), or `busy`: no hang, somebody works for the others."""
+    sentence: str
+    ranks: tuple[int, ...] = ()
+    """Those that hold the others up, the first one named first."""
+    hosts: tuple[str, ...] = ()
+    group: str = ""
+    operation: str = ""
+    sequence: int | None = None
+    waiting: int = 0
+    """Ranks that wait for them."""
+    frame: Frame | None = None
+    """Where the first of them stands, in the program's own code if it is there."""
+
+    @property
+    def is_hang(self) -> bool:
+        """Whether anybody is to be told."""
+        return self.kind != "busy"
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """A hang that was told of."""
+
+    number: int
+    time: float
+    """Of the verdict."""
+    stalled_since: float
+    step: int
+    verdict: Verdict
+    action: str = "report"
+    """What followed: `report`, `restart` or `stop`."""
+    recovered: float | None = None
+    """When steps went on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A rank that others wait for in each step."""
+
+    rank: int
+    host: str
+    excess: float
+    """How much longer its own part of a step takes than the others', as a share of the step."""
+    cause: str
+    """One of `data`, `run_delay`, `cpu_quota`, `memory_pressure`, `page_faults`, `gpu_clock`, `pcie`, `nic`,
+    `program` (its own code, for none of these reasons)."""
+    detail: str
+    """In words, with the figures: `python (PID 4711) runs on its core 3 for 48% of the time`."""
+    first_step: int
+    last_step: int
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """What the judging node knows of the whole job, in `RUN_DIR/watch/job.json`."""
+
+    time: float
+    host: str
+    """The node that judges: the first one that is heard of."""
+    attempt: int
+    state: str
+    """`starting`, `running`, `hanging`, or `ended`."""
+    step: int
+    step_age: float | None
+    p50: float | None
+    """Seconds of a step."""
+    nodes: int
+    silent: tuple[str, ...] = ()
+    """Nodes that are not heard of."""
+    hangs: tuple[Hang, ...] = ()
+    restarts: int = 0
+    """Restarts of the ranks that were asked for because of a hang."""
+    stragglers: tuple[Straggler, ...] = ()
+    notes: tuple[str, ...] = ()
+    schema: int = 1
