@@ -260,9 +260,9 @@ class Verdict:
     """Who holds the others up, as far as can be said."""
 
     kind: str
-    """`absent` (a rank has not joined a collective), `network` (all have joined), `mismatch`, `silent` (a node
-    or rank is not heard of), `exited` (a rank has ended while others wait), `stopped` (SIGSTOP), `standstill`
-    (all ranks stand still by themselves), or `busy`: no hang, somebody works for the others."""
+    """`absent` (a rank has not joined a collective), `network` (all have joined), `mismatch`, `silent` (a
+    node or rank is not heard of), `exited` (a rank has ended while others wait), `stopped` (SIGSTOP),
+    `standstill` (all ranks stand still by themselves), or `busy`: no hang, somebody works for the others."""
     sentence: str
     ranks: tuple[int, ...] = ()
     """Those that hold the others up, the first one named first."""
