@@ -109,6 +109,8 @@ class RankState:
     exit_code: int | None = None
     gpu: GpuSample | None = None
     notes: tuple[str, ...] = ()
+    idle: float | None = None
+    """Seconds since its last activity, as its node saw it; None if it is not watched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,4 +339,6 @@ class JobState:
     """Restarts of the ranks that were asked for because of a hang."""
     stragglers: tuple[Straggler, ...] = ()
     notes: tuple[str, ...] = ()
+    asks: int = 0
+    """Number of the hang that all nodes are to gather evidence for; 0 for none."""
     schema: int = 1
