@@ -10,13 +10,13 @@ Groups = tuple[int, list[str]]
 """A hierarchy's version, and directories of it below the machine's root, without a leading slash."""
 
 
-def list_cgroups(tree: Tree, controllers: tuple[str, ...]) -> dict[str, Groups]:
-    """For each controller the cgroup that limits this process, then those above it as far as they are seen.
+def list_cgroups(tree: Tree, controllers: tuple[str, ...], process: int | str = "self") -> dict[str, Groups]:
+    """For each controller the cgroup that limits a process, then those above it as far as they are seen.
 
     The mount table, which can be long, is read only if a cgroup is not at its usual place: on systems
     that mount the hierarchies elsewhere, and in containers that see the host's names for their cgroups.
     """
-    own_paths = read_own_cgroups(tree)
+    own_paths = read_own_cgroups(tree, process)
     groups: dict[str, Groups] = {}
     for controller in controllers:
         version = 1 if controller in own_paths else 2
@@ -57,10 +57,10 @@ def read_cpuset(tree: Tree, kind: str) -> frozenset[int] | None:
     return None
 
 
-def read_own_cgroups(tree: Tree) -> dict[str, str]:
-    """The paths of /proc/self/cgroup by controller, with version 2's under an empty name (cgroups(7))."""
+def read_own_cgroups(tree: Tree, process: int | str = "self") -> dict[str, str]:
+    """The paths of /proc/PID/cgroup by controller, with version 2's under an empty name (cgroups(7))."""
     paths = {}
-    for line in (tree.read("proc/self/cgroup") or "").splitlines():
+    for line in (tree.read(f"proc/{process}/cgroup") or "").splitlines():
         _, names, path = (*line.split(":", 2), "", "")[:3]
         if path.startswith("/") and len(path) <= LONGEST:
             paths.update(dict.fromkeys(names.split(","), path))

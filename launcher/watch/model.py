@@ -79,6 +79,16 @@ class GpuSample:
 
 
 @dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A process that runs on a rank's cores and is not the rank's own."""
+
+    name: str
+    pid: int
+    share: float
+    """Cores that it used of those that the rank may use."""
+
+
+@dataclass(frozen=True, slots=True)
 class RankState:
     """One rank in a node's report: its heartbeat, and what the kernel says since the last report."""
 
@@ -106,6 +116,10 @@ class RankState:
     """Bytes, of the process and its children."""
     major_faults: float | None = None
     """Per second."""
+    throttled: float | None = None
+    """Seconds per second, summed over CPUs, that a CPU quota held back its cgroup or one above it."""
+    neighbours: tuple[Neighbour, ...] = ()
+    """The busiest processes of others on its cores."""
     exit_code: int | None = None
     gpu: GpuSample | None = None
     notes: tuple[str, ...] = ()

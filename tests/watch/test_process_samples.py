@@ -1,0 +1,213 @@
+"""Samples of real processes, and of a node as written-out files have it."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from launcher.probe.cgroups import list_cgroups
+from launcher.probe.sysfs import Tree
+from launcher.watch.node_samples import CgroupReader, NodeReader, NodeSample
+from launcher.watch.process_samples import RankSample, Sample, Sampler, sum_growth
+
+BUSY = "while True: pass"
+WITH_CHILD = f"""
+import subprocess, sys, threading
+held = bytearray(64 << 20)
+held[::4096] = b"x" * len(held[::4096])
+start = lambda: subprocess.Popen([sys.executable, "-c", {BUSY!r}])
+thread = threading.Thread(target=lambda: print(start().pid, flush=True) or threading.Event().wait())
+thread.start()
+"""
+LONG = 30.0
+
+
+@contextmanager
+def running(code: str, cpu: int | None = None) -> Iterator[subprocess.Popen[str]]:
+    """A Python process in a group of its own, which is killed at the end, on one CPU if that is given."""
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            code if cpu is None else f"import os; os.sched_setaffinity(0, {{{cpu}}})\n{code}",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        os.killpg(process.pid, 9)
+        process.communicate()
+
+
+def sample_until(sampler: Sampler, pids: list[int], is_enough: Callable[[Sample], bool]) -> Sample:
+    end = time.monotonic() + LONG
+    while not is_enough(sample := sampler.sample(pids)):
+        assert time.monotonic() < end, sample
+        time.sleep(0.1)
+    return sample
+
+
+def test_the_first_sample_knows_memory_alone() -> None:
+    found = Sampler().sample([os.getpid()]).ranks[os.getpid()]
+    assert found.rss and found.rss > 1 << 20
+    assert (found.cpu, found.run_delay, found.major_faults) == (None, None, None)
+
+
+def test_a_ranks_children_count_as_its_own() -> None:
+    """The child was started by another thread than the main one, and runs on a core with somebody else."""
+    cpu = min(os.sched_getaffinity(0))
+    with running(WITH_CHILD, cpu) as rank, running(BUSY, cpu) as other:
+        assert rank.stdout and rank.stdout.readline()
+        sampler = Sampler()
+        sampler.sample([rank.pid])
+        time.sleep(0.5)
+        found = sample_until(
+            sampler, [rank.pid], lambda s: any(n.pid == other.pid for n in s.ranks[rank.pid].neighbours)
+        ).ranks[rank.pid]
+        assert found.cpu and 0.05 < found.cpu < 1.1
+        assert found.run_delay and found.run_delay > 0.05
+        assert found.rss and found.rss > 64 << 20
+        assert rank.pid not in {neighbour.pid for neighbour in found.neighbours}
+        (neighbour,) = (n for n in found.neighbours if n.pid == other.pid)
+        assert neighbour.name.startswith("python") and 0.05 < neighbour.share < 1.1
+
+
+def test_cpu_of_a_child_that_has_ended_counts_once() -> None:
+    code = (
+        "import subprocess, sys\n"
+        "subprocess.run([sys.executable, '-c', 'import time\\nwhile time.process_time() < 0.3: pass'])\n"
+        "print('done', flush=True)\nimport time\ntime.sleep(99)"
+    )
+    with running(code) as rank:
+        sampler = Sampler()
+        start = time.monotonic()
+        sampler.sample([rank.pid])
+        assert rank.stdout and rank.stdout.readline() == "done\n"
+        found = sampler.sample([rank.pid]).ranks[rank.pid]
+        elapsed = time.monotonic() - start
+        assert found.cpu is not None and 0.25 < found.cpu * elapsed < 2
+
+
+def test_processes_that_are_gone_or_never_were_give_empty_samples() -> None:
+    with running("import time; time.sleep(99)") as rank:
+        sampler = Sampler()
+        assert sampler.sample([rank.pid]).ranks[rank.pid].rss
+    gone = [rank.pid, 0, -1, 1 << 30]
+    assert sampler.sample(gone).ranks == dict.fromkeys(gone, RankSample())
+
+
+def test_a_pid_that_is_used_again_has_no_past() -> None:
+    with running(BUSY) as rank:
+        sampler = Sampler()
+        sampler.sample([rank.pid])
+        sampler.before[rank.pid].start -= 1
+        assert sampler.sample([rank.pid]).ranks[rank.pid].cpu is None
+
+
+def test_counters_that_begin_anew_count_from_zero() -> None:
+    assert sum_growth({1: 50, 2: 7, 3: 5}, {1: 20, 2: 9, 4: 100}) == 30 + 7 + 5
+
+
+def write(root: Path, files: dict[str, object]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+
+
+def test_networks_physical_ones_and_rdma(tmp_path: Path) -> None:
+    ib, efa, net = (
+        f"sys/class/{name}" for name in ("infiniband/mlx5_0/ports/1", "infiniband/efa_0/ports/1", "net")
+    )
+    (tmp_path / net / "eth0/device").mkdir(parents=True)
+    files: dict[str, object] = {
+        f"{ib}/counters/port_rcv_data": 1000,
+        f"{ib}/counters/port_xmit_data": 500,
+        f"{efa}/hw_counters/rx_bytes": 10,
+        f"{efa}/hw_counters/tx_bytes": 20,
+        f"{net}/eth0/statistics/rx_bytes": 100,
+        f"{net}/eth0/statistics/tx_bytes": 0,
+        f"{net}/docker0/statistics/rx_bytes": 7,
+        f"{net}/docker0/statistics/tx_bytes": 7,
+    }
+    write(tmp_path, files)
+    reader = NodeReader(str(tmp_path))
+    assert reader.sample([], 0, None) == NodeSample()
+    grown = {name: int(str(value)) + 1000 for name, value in files.items()}
+    write(tmp_path, {**grown, f"{net}/eth0/statistics/rx_bytes": 1})
+    # A counter that was reset is no negative rate.
+    assert reader.sample([], 2, None).nic_rates == (("efa_0", 1000.0), ("mlx5_0", 4000.0), ("eth0", 450.5))
+    (tmp_path / ib / "counters/port_rcv_data").unlink()
+    assert [name for name, _ in reader.sample([], 2, None).nic_rates] == ["efa_0", "eth0"]
+
+
+def test_a_containers_only_interface_counts(tmp_path: Path) -> None:
+    for name in ("lo", "eth0"):
+        write(tmp_path, {f"sys/class/net/{name}/statistics/{file}_bytes": 5 for file in ("rx", "tx")})
+    reader = NodeReader(str(tmp_path))
+    reader.sample([], 0, None)
+    assert reader.sample([], 1, None).nic_rates == (("eth0", 0.0),)
+
+
+PSI = "some avg10={} avg60=0.00 avg300=0.00 total=1\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=1"
+
+
+def test_pressure_is_the_jobs_own_if_its_cgroup_tells(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "proc/pressure/memory": PSI.format("50.00"),
+            "proc/pressure/io": PSI.format("12.50"),
+            "proc/pressure/cpu": "nonsense",
+            "sys/fs/cgroup/job/memory.pressure": PSI.format("3.00"),
+        },
+    )
+    found = NodeReader(str(tmp_path)).sample(["sys/fs/cgroup/job/step", "sys/fs/cgroup/job"], 1, None)
+    assert (found.memory_pressure, found.io_pressure, found.cpu_pressure) == (0.03, 0.125, None)
+
+
+@pytest.mark.parametrize(
+    ("version", "line", "unit"),
+    [(1, "throttled_time", 10**9), (2, "throttled_usec", 10**6)],
+    ids=["v1", "v2"],
+)
+def test_the_strictest_quota_of_a_rank_and_of_the_job(
+    tmp_path: Path, version: int, line: str, unit: int
+) -> None:
+    """The rank's own cgroup is held back more than the job's, in which another rank is too."""
+    mine, other = os.getpid(), os.getppid()
+    folders = {mine: ["cg/job/rank", "cg/job", "cg"], other: ["cg/job", "cg"]}
+    reader = CgroupReader(lambda pid: {"cpu": (version, folders[pid])}, str(tmp_path))
+    for seconds in (1, 2):
+        write(
+            tmp_path,
+            {
+                "cg/job/rank/cpu.stat": f"nr_throttled 4\n{line} {unit * seconds}",
+                "cg/job/cpu.stat": f"nr_throttled 4\n{line} {unit * seconds // 4}",
+            },
+        )
+        reader.update([mine, other], 2)
+    assert (reader.throttled(mine), reader.throttled(other), reader.throttled(1 << 30)) == (0.5, 0.125, None)
+    assert reader.common_throttled() == 0.125
+    assert reader.common_folders() == (["cg/job", "cg"] if version == 2 else [])
+
+
+def test_the_probes_cgroups_of_a_process_are_what_the_sampler_reads() -> None:
+    with running("import time; time.sleep(99)") as rank:
+        sampler = Sampler(lambda pid: list_cgroups(Tree(), ("cpu",), pid))
+        for _ in range(2):
+            found = sampler.sample([rank.pid])
+            time.sleep(0.01)
+        has_counts = any(
+            Path("/", folder, "cpu.stat").exists() for folder in sampler.cgroups.list_common()[1]
+        )
+        assert (found.ranks[rank.pid].throttled is not None) == has_counts
+        assert found.ranks[rank.pid].throttled == found.node.throttled
