@@ -1,4 +1,7 @@
-"""`python -m tests.benchmarks [NAME …] [rounds=N]`: those that are named, or all."""
+"""`python -m tests.benchmarks [NAME …] [rounds=N]`: those that are named, or all.
+
+Those of WATCHING take long, and run only if they are named; each has settings `KEY=VALUE` of its own.
+"""
 
 import os
 import platform
@@ -10,6 +13,7 @@ from pathlib import Path
 from tests.benchmarks.fragmentation import bench_fragmentation
 from tests.benchmarks.garbage_memory import bench_garbage_memory
 from tests.benchmarks.growth import bench_growth
+from tests.benchmarks.hang_matrix import bench_hangs
 from tests.benchmarks.hook_cost import bench_hook
 from tests.benchmarks.loading import bench_loader
 from tests.benchmarks.output import bench_output
@@ -39,18 +43,27 @@ TIMED: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
 }
 """What is timed, with the rounds of each."""
 PLANNERS = "planners"
+WATCHING: Mapping[str, Callable[[Path, Mapping[str, str]], None]] = {
+    "hangs": bench_hangs,
+}
+"""Real hangs, real hours: not among those that run if none is named."""
 
 
 def main() -> None:
     """Run the benchmarks that are named, or all."""
-    words = [word for word in sys.argv[1:] if not word.startswith("rounds=")]
-    rounds = [int(word.removeprefix("rounds=")) for word in sys.argv[1:] if word not in words]
-    names = (*TIMED, PLANNERS)
+    words = [word for word in sys.argv[1:] if "=" not in word]
+    options = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+    rounds = [int(options["rounds"])] if "rounds" in options else []
+    names = (*TIMED, PLANNERS, *WATCHING)
     if set(words) - set(names):
         sys.exit(f"benchmarks are {', '.join(names)}, not {', '.join(sorted(set(words) - set(names)))}")
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"
     print(f"{machine}, Python {platform.python_version()}, torch {version('torch')}", flush=True)
-    for name in words or names:
+    for name in words or (*TIMED, PLANNERS):
+        if name in WATCHING:
+            with short_lived() as folder:
+                WATCHING[name](folder, options)
+            continue
         if name == PLANNERS:
             bench_planners()
             continue
