@@ -207,6 +207,18 @@ class ProcessState:
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """A collective of one group, as one rank's flight recorder has it."""
+
+    sequence: int
+    operation: str
+    """In torch's words: `all_reduce`."""
+    sizes: str
+    """Input sizes and types: `[100] Float`."""
+    is_complete: bool
+
+
+@dataclass(frozen=True, slots=True)
 class GroupState:
     """What torch's flight recorder of one rank says of one process group."""
 
@@ -223,6 +235,10 @@ class GroupState:
     """Its input sizes and types, to compare between ranks."""
     is_pending: bool = False
     """That one is not complete."""
+    key: str = ""
+    """torch's name of the group, the same on all of its ranks; `name` need not be unique."""
+    calls: tuple[Call, ...] = ()
+    """The last collectives in their order, at most 64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +263,8 @@ class RankEvidence:
     """torch's server in the rank answered."""
     store_wait: bool = False
     """It waits in torch's store, as in `init_process_group`."""
+    store_operation: str = ""
+    """In which function, if that is known: `init_process_group`, `new_group`."""
     gpu: GpuSample | None = None
     exit_code: int | None = None
     """If it has ended."""

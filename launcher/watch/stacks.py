@@ -1,0 +1,136 @@
+"""Python stacks of a running process, without its help.
+
+First by `faulthandler`, which the hook in the rank has registered on a real-time signal with a file: it works
+within the signal's handler, so also while C code holds the GIL. Else by torch's server, which needs the
+GIL, or by py-spy if that is installed. A process without a handler would die of the signal, and one that has
+closed the file may have another behind its descriptor: then no signal is sent.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from launcher.watch.kernel_state import catches_signal, has_open
+from launcher.watch.model import Frame, Stack
+from launcher.watch.rank_server import ServerError, post_handler
+
+STACK_SIGNAL = signal.SIGRTMIN + 8
+"""The signal on which the hook registers faulthandler."""
+POLL = 0.02
+"""Seconds between two looks at the file."""
+SETTLED = 0.06
+"""Seconds without a further byte after which a dump is complete; faulthandler writes it at one go."""
+LARGEST_DUMP = 1 << 20
+"""Bytes of a dump that are read; 100 threads of 100 frames have less."""
+LONGEST_NAME = 300
+MOST_THREADS = 64
+HEADER = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):$")
+FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+
+
+def check_signal(pid: int, path: Path) -> str:
+    """Return why a process must not be sent the signal for stacks, or an empty text."""
+    if not catches_signal(pid, STACK_SIGNAL):
+        return "it has no handler for the stack signal"
+    if not has_open(pid, path):
+        return "it has closed the file for stacks"
+    return ""
+
+
+def request_stacks(pid: int, path: Path, patience: float) -> tuple[Stack, ...]:
+    """Have a process append its stacks to its file, and return them; empty if none came in time.
+
+    The caller has `check_signal` say first that this is harmless. Processes that share a file are to be asked
+    one after the other.
+    """
+    try:
+        start = path.stat().st_size
+        os.kill(pid, STACK_SIGNAL)
+    except OSError:
+        return ()
+    size, changed, deadline = start, time.monotonic(), time.monotonic() + patience
+    while time.monotonic() < deadline:
+        time.sleep(POLL)
+        now = path.stat().st_size
+        if now != size:
+            size, changed = now, time.monotonic()
+        elif size > start and time.monotonic() - changed >= SETTLED:
+            break
+    with path.open("rb") as file:
+        file.seek(start)
+        return parse_stacks(file.read(LARGEST_DUMP).decode("utf-8", "replace"))
+
+
+def parse_stacks(text: str) -> tuple[Stack, ...]:
+    """Return the threads of a dump of faulthandler, of which the main thread comes last.
+
+    The thread that handled the signal is called `Current thread`; it is the main thread unless that blocks
+    signals. Lines of other forms, such as C frames, are left out.
+    """
+    threads: list[tuple[str, bool, list[Frame]]] = []
+    for line in text.splitlines():
+        if header := HEADER.match(line):
+            name = header[3] or header[2]
+            threads.append((name[:LONGEST_NAME], header[1] == "Current thread", []))
+        elif threads and (found := FRAME.match(line)):
+            number = int(found[2]) if found[2].isdecimal() else 0
+            threads[-1][2].append(Frame(found[1][:LONGEST_NAME], number, found[3][:LONGEST_NAME]))
+    current = [number for number, (_, is_current, _) in enumerate(threads) if is_current]
+    main = len(threads) - 1 if not text.rstrip().endswith("...") or not current else current[-1]
+    kept = threads[-MOST_THREADS:]
+    offset = len(threads) - len(kept)
+    return tuple(
+        Stack(name, tuple(frames), is_current=number + offset == main)
+        for number, (name, _, frames) in enumerate(kept)
+    )
+
+
+def request_from_server(socket_path: Path, timeout: float) -> tuple[Stack, ...]:
+    """Return the stacks that torch's server in the rank gives, without its own; raises ServerError.
+
+    It waits for the GIL, and calls its own thread the current one.
+    """
+    found = parse_stacks(post_handler(socket_path, "dump_traceback", timeout).decode("utf-8", "replace"))
+    if not found:
+        raise ServerError("its stacks are not as expected")
+    return tuple(stack for stack in found if stack.frames or stack.is_current)
+
+
+def request_from_py_spy(pid: int, timeout: float) -> tuple[Stack, ...]:
+    """Return the stacks that py-spy gives without stopping the process; empty if it is not there or fails.
+
+    It needs the permission to trace the process (ptrace).
+    """
+    program = shutil.which("py-spy")
+    if program is None:
+        return ()
+    argv = [program, "dump", "--pid", str(pid), "--nonblocking", "--json"]
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, timeout=timeout, stdin=subprocess.DEVNULL, check=True
+        )
+        threads: list[dict[str, Any]] = json.loads(done.stdout[:LARGEST_DUMP])
+        return tuple(convert_py_spy(thread) for thread in threads[:MOST_THREADS])
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, AttributeError):
+        return ()
+
+
+def convert_py_spy(thread: dict[str, Any]) -> Stack:
+    """Make a stack of one thread of py-spy's JSON, whose frames are innermost first."""
+    name = str(thread.get("thread_name") or thread["thread_id"])
+    frames = tuple(
+        Frame(str(frame["filename"])[:LONGEST_NAME], int(frame["line"]), str(frame["name"])[:LONGEST_NAME])
+        for frame in thread["frames"]
+    )
+    return Stack(name[:LONGEST_NAME], frames, is_current=thread.get("thread_name") == "MainThread")
+
+
+def find_main(stacks: tuple[Stack, ...]) -> Stack | None:
+    """Return the main thread's stack."""
+    return next((stack for stack in stacks if stack.is_current), None)
