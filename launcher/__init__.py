@@ -3,6 +3,7 @@
 launcher.num_workers()    # DataLoader workers for this rank; 2
 launcher.rank_plan()      # its CPUs, memory, GPU and NIC, as the plan has them; None
 launcher.run_dir()        # the run directory, the same for all ranks, attempts and requeues; None
+launcher.step()           # the end of a step, for who watches the job and for garbage collection
 launcher.collect()        # the end of a step, at which all ranks collect garbage if it is due; False
 """
 
@@ -14,7 +15,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` costs each start of a rank some milliseconds
     from pathlib import Path
 
-__all__ = ["collect", "num_workers", "rank_plan", "run_dir"]
+__all__ = ["collect", "num_workers", "rank_plan", "run_dir", "step"]
 
 
 def num_workers(default: int = 2) -> int:
@@ -65,3 +66,15 @@ def collect(*, now: bool = False) -> bool:
     """
     collector = sys.modules.get("launch_inprocess.garbage_collection")
     return collector is not None and bool(collector.end_step(now=now))
+
+
+def step() -> None:
+    """Mark the end of a step, as `collect` does, for programs whose steps are not those of an optimizer.
+
+    `launch watch` and `launch status` show a rank's steps, and if they stop, who holds the others up. Garbage
+    is collected if the group `gc`'s policy has it due. From the first call on, optimizers' steps do not
+    count. A program calls either this or `collect()` once a step. Outside of launch nothing happens.
+    """
+    counter = sys.modules.get("launch_inprocess.step_counter")
+    if counter is not None:
+        counter.mark_step()

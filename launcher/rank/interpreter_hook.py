@@ -4,12 +4,19 @@ import os
 from _collections_abc import MutableMapping  # `collections.abc` costs a millisecond
 
 from launcher.cpulist import format_cpulist
-from launcher.protocol import LAUNCH_GC, LAUNCH_LOADER_DEFAULT, LAUNCH_METER, LAUNCH_RANK_PLAN, RANK_PLAN_KEYS
+from launcher.protocol import (
+    LAUNCH_GC,
+    LAUNCH_LOADER_DEFAULT,
+    LAUNCH_METER,
+    LAUNCH_RANK_PLAN,
+    LAUNCH_WATCH,
+    RANK_PLAN_KEYS,
+)
 from launcher.rank.plain_json import dump_json, load_json
 from launcher.rank.plan_entry import PlanEntry
 
 FOLDER = os.path.abspath(f"{__file__}/../../inprocess")
-IDLE_VALUES = {LAUNCH_GC: "default", LAUNCH_LOADER_DEFAULT: "0", LAUNCH_METER: ""}
+IDLE_VALUES = {LAUNCH_GC: "default", LAUNCH_LOADER_DEFAULT: "0", LAUNCH_METER: "", LAUNCH_WATCH: ""}
 """Variables that ask for something inside the interpreter, with the values that ask for nothing."""
 CONFINING = "_VISIBLE_DEVICES"
 """Ending of the variables that keep what runs in a rank to the rank's GPU, as its CPU set does."""
@@ -57,6 +64,7 @@ def leave_outer_rank(environ: MutableMapping[str, str]) -> None:
     The values of that rank's plan are nobody's choice for what runs inside it.
     """
     text = environ.pop(LAUNCH_RANK_PLAN, "")
+    environ.pop(LAUNCH_WATCH, None)
     remove_hook(environ)
     try:
         outer = load_json(text)

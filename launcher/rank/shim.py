@@ -18,6 +18,7 @@ from launcher.protocol import (
     LAUNCH_SIGNAL,
     LAUNCH_STRICT,
     LAUNCH_TERMINAL,
+    LAUNCH_WATCH,
     find_user_set,
 )
 from launcher.rank.affinity import AppliedPlacement
@@ -183,8 +184,9 @@ def place_rank(identity: Identity, environ: dict[str, str], argv: list[str]) -> 
             print_notice(f"warning: {warning}")
         write_descriptor(2, describe_line(identity, entry, applied, environ) + "\n")
         if obstacle and identity.local_rank == 0 and is_hook_wanted(environ, entry):
+            more = ", and nobody sees their steps" if LAUNCH_WATCH in environ else ""
             print_notice(
-                f"{obstacle}: garbage collection and DataLoaders stay as Python and PyTorch have them"
+                f"{obstacle}: garbage collection and DataLoaders stay as Python and PyTorch have them{more}"
             )
     if run_dir := environ.get(LAUNCH_RECORD_DIR):
         try:
@@ -225,6 +227,8 @@ def exec_program(argv: list[str], environ: dict[str, str]) -> int:
     """Exec the program; the PID stays, so signals reach it. Returns a shell's exit code if that fails."""
     for name in REMOVED if LAUNCH_RECORD_DIR in environ else ():
         environ.pop(name, None)
+    if not is_hooked(environ):
+        environ.pop(LAUNCH_WATCH, None)
     try:
         argv = add_python(argv)
         try:

@@ -211,9 +211,12 @@ def parse_policy(text: str) -> tuple[str, int, int, bool]:
 def end_step(*, now: bool = False) -> bool:
     """Mark the end of a step, and tell whether garbage was collected; `now` collects at once.
 
-    From the first mark on, the optimizer's steps do not count. Without a policy this does nothing.
+    From the first mark on, the optimizer's steps do not count. Without a policy nothing is collected, and the
+    steps still count for who watches the rank.
     """
     if policy is None or not policy.active:
+        if not now:
+            mark_step()
         return False
     if now:
         policy.collect_now()

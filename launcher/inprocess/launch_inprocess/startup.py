@@ -10,13 +10,13 @@ from .step_counter import COUNTER
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, MutableMapping
 
 
-def start(environ: Mapping[str, str]) -> None:
+def start(environ: MutableMapping[str, str]) -> None:
     """Start the policies before the program's first line. One that fails leaves the others."""
     os.register_at_fork(after_in_child=COUNTER.stop)
-    for starter in (start_collector, start_loader_policies, start_measuring):
+    for starter in (start_collector, start_loader_policies, start_measuring, start_watching):
         call_safely(starter, environ)
 
 
@@ -37,3 +37,11 @@ def start_measuring(environ: Mapping[str, str]) -> None:
         from .step_meter import start_meter
 
         start_meter(environ)
+
+
+def start_watching(environ: MutableMapping[str, str]) -> None:
+    """Keep a heartbeat if somebody watches the rank."""
+    if environ.get("LAUNCH_WATCH"):
+        from .heartbeat import start_heartbeat
+
+        start_heartbeat(environ)

@@ -1,0 +1,170 @@
+"""The reader of heartbeats, with files that the hook's own code writes, and with what is none."""
+
+import math
+import os
+import struct
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.inprocess.launch_inprocess import heartbeat
+from launcher.watch import heartbeats
+from launcher.watch.heartbeats import is_mapped, list_heartbeats, read_heartbeat
+from launcher.watch.model import PHASES
+
+
+@pytest.fixture
+def beat(tmp_path: Path) -> heartbeat.Heartbeat:
+    """A heartbeat of this process."""
+    made = heartbeat.Heartbeat(str(tmp_path), 3, 1)
+    made.memory = heartbeat.map_file(made.folder, "rank-3.beat", made.fill)
+    made.integers, made.floats = made.memory.cast("q"), made.memory.cast("d")
+    return made
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "rank-3.beat"
+
+
+def test_writer_and_reader_have_the_same_layout() -> None:
+    for name in ("MAGIC", "LAYOUT", "SIZE", "RING", "MAX_NOTES"):
+        assert getattr(heartbeat, name) == getattr(heartbeats, name), name
+    names = [f"AT_{field.upper()}" for field in heartbeats.BeatHead.__dataclass_fields__]
+    assert [getattr(heartbeat, name) for name in names] == list(range(18))
+    assert heartbeats.HEAD.size == 8 * 18
+    places = heartbeat.AT_ENDS, heartbeat.AT_DURATIONS, heartbeat.AT_NOTES
+    assert places == (heartbeats.ENDS_AT, heartbeats.DURATIONS_AT, heartbeats.NOTES_AT)
+    assert 8 * heartbeat.AT_NOTES + heartbeat.MAX_NOTES <= heartbeat.SIZE
+    assert [getattr(heartbeat, phase.upper()) for phase in PHASES] == list(range(len(PHASES)))
+
+
+def test_what_is_written_is_read(beat: heartbeat.Heartbeat, path: Path) -> None:
+    before = time.time()
+    found = read_heartbeat(path)
+    assert found is not None
+    assert (found.rank, found.local_rank, found.pid) == (3, 1, os.getpid())
+    assert (found.phase, found.step, found.step_time, found.can_dump) == ("starting", 0, 0, False)
+    assert before - 1 < found.phase_since <= found.activity_time < time.time() + 1
+    assert (found.durations, found.step_ends, found.notes) == ((), (), ())
+    beat.has_begun = True
+    beat.add_note("no server: ü")
+    beat.add_note("no room")
+    for step in range(1, 4):
+        beat.end_step(step)
+    beat.set_phase(heartbeat.LOADING)
+    found = read_heartbeat(path)
+    assert found is not None
+    assert (found.phase, found.step, found.notes) == ("loading", 3, ("no server: ü", "no room"))
+    assert len(found.durations) == len(found.step_ends) == 2, "nobody knows when the first step began"
+    assert found.step_ends[1] == pytest.approx(found.step_time, abs=1e-6)
+    assert found.step_ends[1] - found.step_ends[0] == pytest.approx(found.durations[1], abs=1e-6)
+    assert found.phase_since >= found.step_time
+
+
+def test_the_last_256_steps_are_kept(beat: heartbeat.Heartbeat, path: Path) -> None:
+    beat.has_begun = True
+    for step in range(1, 1001):
+        beat.end_step(step)
+    found = read_heartbeat(path)
+    assert found is not None and found.step == 1000
+    assert len(found.durations) == len(found.step_ends) == 256
+    assert list(found.step_ends) == sorted(found.step_ends)
+    assert min(found.durations) >= 0
+
+
+def test_time_that_is_no_part_of_steps_is_left_out(beat: heartbeat.Heartbeat, path: Path) -> None:
+    beat.has_begun = True
+    beat.end_step(1)
+    for phase in (heartbeat.SAVING, heartbeat.EVALUATING):
+        beat.set_base(phase)
+        beat.set_phase(heartbeat.LOADING)
+        beat.phase_since -= 50
+        beat.set_phase(beat.base)
+        beat.phase_since -= 50
+    beat.set_base(heartbeat.TRAINING)
+    beat.set_phase(heartbeat.COMPILING)
+    beat.phase_since -= 50
+    beat.set_phase(heartbeat.LOADING)
+    beat.last_end -= 250 + 3
+    beat.phase_since -= 3
+    beat.set_phase(heartbeat.TRAINING)
+    beat.end_step(2)
+    found = read_heartbeat(path)
+    assert found is not None and len(found.durations) == 1
+    assert found.durations[0] == pytest.approx(3, abs=0.5), "the wait for data counts"
+
+
+def test_a_step_that_ends_an_evaluation_has_no_known_begin(beat: heartbeat.Heartbeat, path: Path) -> None:
+    beat.has_begun = True
+    beat.end_step(1)
+    beat.set_base(heartbeat.EVALUATING)
+    beat.end_step(2)
+    beat.end_step(3)
+    found = read_heartbeat(path)
+    assert found is not None
+    assert (found.phase, found.step, len(found.durations)) == ("training", 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (heartbeat.AT_MAGIC, 0),
+        (heartbeat.AT_LAYOUT, 2),
+        (heartbeat.AT_PID, 1),
+        (heartbeat.AT_PID, -1),
+        (heartbeat.AT_PID, 1 << 62),
+        (heartbeat.AT_START_TIME, 1),
+        (heartbeat.AT_START_STACK, 4096),
+        (heartbeat.AT_PHASE, len(PHASES)),
+        (heartbeat.AT_PHASE, -1),
+        (heartbeat.AT_STEP, -1),
+        (heartbeat.AT_STEP_TIME, math.nan),
+        (heartbeat.AT_NOTES_SIZE, -5),
+    ],
+)
+def test_what_no_live_rank_writes_is_none(
+    beat: heartbeat.Heartbeat, path: Path, at: int, value: float
+) -> None:
+    assert read_heartbeat(path) is not None
+    (beat.floats if isinstance(value, float) else beat.integers)[at] = value
+    assert read_heartbeat(path) is None
+
+
+def test_what_is_no_heartbeat_is_none(beat: heartbeat.Heartbeat, path: Path, tmp_path: Path) -> None:
+    assert beat.memory is not None
+    whole = bytes(beat.memory)
+    for number, data in enumerate((b"", whole[:-1], whole + b"x", os.urandom(heartbeat.SIZE))):
+        (tmp_path / f"rank-1{number}.beat").write_bytes(data)
+    (tmp_path / "rank-20.beat").mkdir()
+    os.mkfifo(tmp_path / "rank-21.beat")
+    (tmp_path / "rank-22.beat").symlink_to(path)
+    (tmp_path / "rank-x.beat").write_bytes(whole)
+    assert [found.rank for found in list_heartbeats(tmp_path)] == [3]
+    assert read_heartbeat(tmp_path / "none") is None
+    assert list_heartbeats(tmp_path / "none") == ()
+
+
+def test_any_counts_and_times_are_read_without_harm(beat: heartbeat.Heartbeat, path: Path) -> None:
+    beat.integers[heartbeat.AT_RECORDED] = (1 << 63) - 1
+    beat.integers[heartbeat.AT_NOTES_SIZE] = (1 << 63) - 1
+    assert beat.memory is not None
+    struct.pack_into("d", beat.memory, 8 * heartbeat.AT_ENDS, math.nan)
+    found = read_heartbeat(path)
+    assert found is not None and len(found.step_ends) == 255
+    assert all(map(math.isfinite, found.step_ends))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_another_users_is_none(beat: heartbeat.Heartbeat, path: Path) -> None:
+    os.chown(path, 12345, 12345)
+    assert read_heartbeat(path) is None
+    assert beat.memory is not None
+
+
+def test_a_mapped_file_is_found_in_its_process(beat: heartbeat.Heartbeat, path: Path) -> None:
+    assert is_mapped(path, os.getpid())
+    assert not is_mapped(path, os.getppid())
+    assert not is_mapped(path.with_name("rank-9.beat"), os.getpid())
+    assert beat.memory is not None
