@@ -1,19 +1,267 @@
 """Who holds the others up, from the evidence of all nodes: pure, without files or clock."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from launcher.watch.model import NodeEvidence, NodeReport, Verdict
+from launcher.text import escape_text
+from launcher.watch.call_mismatch import find_mismatch
+from launcher.watch.model import Frame, NodeEvidence, NodeReport, RankEvidence, Verdict
+from launcher.watch.rank_activity import describe_activity, find_phase, is_debugged, is_working
+from launcher.watch.verdict_text import (
+    LONGEST,
+    describe_others,
+    name_ranks,
+    say_absent,
+    say_circle,
+    say_mismatch,
+    say_network,
+    say_silent,
+)
+from launcher.watch.waits_for import Wait, find_roots, find_waits
+
+PATIENT_PHASES = {
+    "starting": "starts",
+    "compiling": "compiles",
+    "saving": "saves",
+    "evaluating": "evaluates",
+    "loading": "loads data",
+    "ended": "is at its end",
+}
+"""Phases in which a rank that works keeps the others waiting for a good reason, as verbs."""
+MOST_PLACES = 3
+"""Different places that a sentence names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The evidence of all nodes with what follows from it."""
+
+    ranks: Mapping[int, RankEvidence]
+    hosts: Mapping[int, str]
+    """Of every rank that has been heard of, now or before."""
+    waits: Mapping[int, tuple[Wait, ...]]
+    silent: tuple[str, ...]
+    """Hosts without evidence."""
+    unreported: int
+    """Nodes that have never reported."""
 
 
 def judge(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport], *, patient: bool = True) -> Verdict:
     """Return who holds the others up, as far as the evidence says.
 
-    `reports` are the last reports of all nodes: whose evidence is missing counts as not heard of. With
-    `patient`, a rank that compiles, saves, evaluates, loads or starts and works at it is no hang.
+    `reports` are the last reports of all nodes: a node or rank in them without evidence is not heard of. With
+    `patient`, a rank that works while it compiles, saves, evaluates, loads or starts makes the verdict
+    `busy`. A debugger always does.
     """
-    ranks = [rank for node in nodes for rank in node.ranks]
-    heard = {node.host for node in nodes}
-    silent = tuple(report.host for report in reports if report.host not in heard)
-    if silent:
-        return Verdict("silent", f"nothing is heard of {', '.join(silent)}", hosts=silent)
-    return Verdict("standstill", f"all {len(ranks)} ranks stand still", tuple(rank.rank for rank in ranks))
+    job = make_job(nodes, reports)
+    if mismatch := judge_mismatch(job):
+        return mismatch
+    if roots := find_roots(job.waits, job.ranks):
+        return judge_roots(job, sorted(roots), patient)
+    if job.silent or job.unreported:
+        return judge_silent(job)
+    if not job.waits:
+        return judge_roots(job, sorted(job.ranks), patient)
+    return judge_circle(job)
+
+
+def make_job(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport]) -> Job:
+    """Put the evidence of all nodes together."""
+    ranks = {rank.rank: rank for node in nodes for rank in node.ranks}
+    hosts = {state.rank: report.host for report in reports for state in report.ranks}
+    hosts |= {number: rank.host for number, rank in ranks.items()}
+    heard = {node.host for node in nodes} | {rank.host for rank in ranks.values()}
+    silent = tuple(sorted({report.host for report in reports} - heard))
+    expected = max((report.nodes for report in reports), default=0)
+    unreported = max(expected - len({report.host for report in reports} | heard), 0)
+    return Job(ranks, hosts, find_waits(ranks, frozenset(hosts)), silent, unreported)
+
+
+def judge_mismatch(job: Job) -> Verdict | None:
+    """Return the verdict that ranks have called different collectives as one; None if they have not."""
+    found = find_mismatch(job.ranks, job.waits)
+    if found is None:
+        return None
+    call, few = found.calls[0]
+    doing, frame = describe_ranks(job, few)
+    waiting = sum(len(ranks) for _, ranks in found.calls[1:])
+    wait = Wait(call.operation, found.key, found.group, found.sequence)
+    return make_verdict(
+        "mismatch", say_mismatch(found, job.hosts, doing), job, few, wait, waiting=waiting, frame=frame
+    )
+
+
+def judge_roots(job: Job, roots: Sequence[int], patient: bool) -> Verdict:
+    """Return the verdict on the ranks at the end of all waiting, by the first kind that some of them are of.
+
+    A rank that is stopped goes first: it explains all others. One that works comes before those that only
+    seem to hold others up, which may wait for it in a way that torch does not know.
+    """
+    heard = {number: job.ranks[number] for number in roots if number in job.ranks}
+    stopped = [number for number, rank in heard.items() if rank.process.state == "T"]
+    busy = [number for number, rank in heard.items() if is_busy(rank, patient)]
+    exited = [number for number, rank in heard.items() if has_exited(rank)]
+    absent = [number for number in heard if number not in {*stopped, *busy, *exited}]
+    if stopped:
+        return blame_stopped(job, stopped)
+    if busy:
+        return blame_busy(job, busy)
+    if exited and (job.waits or not absent):
+        return blame_exited(job, exited)
+    if absent:
+        return blame_absent(job, absent)
+    return judge_silent(job, roots)
+
+
+def has_exited(rank: RankEvidence) -> bool:
+    """Tell whether a rank has ended."""
+    return rank.exit_code is not None or rank.process.state in ("Z", "X")
+
+
+def is_busy(rank: RankEvidence, patient: bool) -> bool:
+    """Tell whether a rank keeps the others waiting for a good reason."""
+    if has_exited(rank):
+        return False
+    return is_debugged(rank) or (patient and find_phase(rank) in PATIENT_PHASES and is_working(rank))
+
+
+def blame_stopped(job: Job, ranks: Sequence[int]) -> Verdict:
+    """Return the verdict on ranks that SIGSTOP holds."""
+    wait, waiting = find_main_wait(job, ranks)
+    is_or_are = "are" if len(ranks) > 1 else "is"
+    text = f"{name_ranks(ranks, job.hosts)} {is_or_are} stopped (SIGSTOP){describe_others(wait, waiting)}"
+    return make_verdict("stopped", text, job, ranks, wait, waiting=waiting)
+
+
+def blame_busy(job: Job, ranks: Sequence[int]) -> Verdict:
+    """Return the verdict that there is no hang."""
+    wait, waiting = find_main_wait(job, ranks)
+    first = job.ranks[ranks[0]]
+    doing, frame = describe_activity(first)
+    named = name_ranks(ranks[:1], job.hosts)
+    if not is_debugged(first):
+        doing = f"{PATIENT_PHASES[find_phase(first)]}: it {doing}"
+    more = f" (and {len(ranks) - 1} more)" if len(ranks) > 1 else ""
+    text = f"{named}{more} {doing}{describe_others(wait, waiting)}"
+    return make_verdict("busy", text, job, ranks, wait, waiting=waiting, frame=frame)
+
+
+def blame_exited(job: Job, ranks: Sequence[int]) -> Verdict:
+    """Return the verdict on ranks that have ended while others wait for them."""
+    wait, waiting = find_main_wait(job, ranks)
+    codes = sorted({code for number in ranks if (code := job.ranks[number].exit_code) is not None})
+    how = f" with exit code {', '.join(map(str, codes))}" if codes else ""
+    has = "have" if len(ranks) > 1 else "has"
+    text = f"{name_ranks(ranks, job.hosts)} {has} ended{how}{describe_others(wait, waiting)}"
+    return make_verdict("exited", text, job, ranks, wait, waiting=waiting)
+
+
+def blame_absent(job: Job, ranks: Sequence[int]) -> Verdict:
+    """Return the verdict on ranks that have not joined what others wait in, or that all stand still."""
+    wait, waiting = find_main_wait(job, ranks)
+    doing, frame = describe_ranks(job, ranks)
+    named = name_ranks(ranks, job.hosts)
+    many = len(ranks) > 1
+    if wait is None:
+        text = f"{named} {'stand' if many else 'stands'} still: {doing}"
+        return make_verdict("standstill", text, job, ranks, None, frame=frame)
+    text = say_absent(named, many, wait, waiting, doing)
+    return make_verdict("absent", text, job, ranks, wait, waiting=waiting, frame=frame)
+
+
+def judge_silent(job: Job, ranks: Sequence[int] = ()) -> Verdict:
+    """Return the verdict on nodes and ranks that have not been heard of."""
+    silent = sorted(ranks or (number for number in job.hosts if number not in job.ranks))
+    wait, waiting = find_main_wait(job, silent)
+    heard = [number for number in silent if job.hosts.get(number) not in job.silent]
+    named = name_ranks(heard, job.hosts) if heard else name_ranks(silent, {}) if silent else ""
+    text = say_silent(job.silent, named, job.unreported) + describe_others(wait, waiting)
+    return make_verdict("silent", text, job, silent, wait, waiting=waiting)
+
+
+def judge_circle(job: Job) -> Verdict:
+    """Return the verdict where all ranks wait: for each other, or for what does not end by itself."""
+    by_wait: dict[tuple[str, str, int | None], tuple[Wait, list[int]]] = {}
+    for number in sorted(job.waits):
+        for wait in job.waits[number]:
+            entry = (wait.operation, wait.key, wait.sequence)
+            by_wait.setdefault(entry, (wait, []))[1].append(number)
+    entries = sorted(by_wait.values(), key=lambda entry: -len(entry[1]))
+    wait, ranks = entries[0]
+    if not any(found.missing for found, _ in entries) and (len(entries) == 1 or wait.key):
+        text = say_network(wait, len(ranks), list_gpu_errors(job))
+        _, frame = describe_activity(job.ranks[ranks[0]])
+        return make_verdict("network", text, job, ranks, wait, waiting=len(ranks), frame=frame)
+    said = [
+        (name_ranks(found, job.hosts), each, name_ranks(sorted(each.missing), {}) if each.missing else "")
+        for each, found in reversed(entries)
+    ]
+    odd = entries[-1][1]
+    _, frame = describe_activity(job.ranks[odd[0]])
+    return make_verdict(
+        "mismatch", say_circle(said[:4]), job, odd, entries[-1][0], waiting=len(job.waits), frame=frame
+    )
+
+
+def list_gpu_errors(job: Job) -> list[str]:
+    """Return which GPUs have reported errors (XID)."""
+    return [
+        f"the GPU of {name_ranks([number], job.hosts)} reported XID {', '.join(map(str, rank.gpu.xids))}"
+        for number, rank in sorted(job.ranks.items())
+        if rank.gpu and rank.gpu.xids
+    ]
+
+
+def find_main_wait(job: Job, culprits: Sequence[int]) -> tuple[Wait | None, int]:
+    """Return what most ranks wait in for these, and how many; without one, what most ranks wait in at all."""
+    found: dict[tuple[str, str, int | None], tuple[Wait, int]] = {}
+    for is_direct in (True, False):
+        for number, waits in job.waits.items():
+            for wait in waits:
+                if number in culprits or (is_direct and not wait.missing.intersection(culprits)):
+                    continue
+                key = (wait.operation, wait.key, wait.sequence)
+                found[key] = (wait, found.get(key, (wait, 0))[1] + 1)
+        if found:
+            break
+    return max(found.values(), key=lambda entry: entry[1], default=(None, 0))
+
+
+def describe_ranks(job: Job, ranks: Sequence[int]) -> tuple[str, Frame | None]:
+    """Return what ranks do, the same said once, and where the first one is."""
+    doings: dict[str, list[int]] = {}
+    frame = None
+    for number in ranks:
+        doing, place = describe_activity(job.ranks[number])
+        frame = frame or place
+        doings.setdefault(doing, []).append(number)
+    if len(doings) == 1:
+        (doing,) = doings
+        return f"{'it' if len(ranks) == 1 else f'rank {ranks[0]}'} {doing}", frame
+    shown = [f"rank {numbers[0]} {doing}" for doing, numbers in list(doings.items())[:MOST_PLACES]]
+    return "; ".join(shown), frame
+
+
+def make_verdict(
+    kind: str,
+    text: str,
+    job: Job,
+    ranks: Sequence[int],
+    wait: Wait | None,
+    *,
+    waiting: int = 0,
+    frame: Frame | None = None,
+) -> Verdict:
+    """Make a verdict whose sentence is harmless on a terminal."""
+    hosts = dict.fromkeys(job.hosts[number] for number in ranks if number in job.hosts)
+    return Verdict(
+        kind=kind,
+        sentence=escape_text(text, LONGEST),
+        ranks=tuple(ranks),
+        hosts=tuple(hosts),
+        group=wait.group if wait else "",
+        operation=wait.operation if wait else "",
+        sequence=wait.sequence if wait else None,
+        waiting=waiting,
+        frame=frame,
+    )
