@@ -2,13 +2,18 @@
 
 import logging
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from launcher.config.schema import LaunchConfig
 from launcher.errors import UsageError
 from launcher.runs.run_lookup import RunLookupError, choose_runs, list_runs, name_run
+from launcher.runs.run_status import read_status
 
 logger = logging.getLogger(__name__)
+
+MOST_RUNS = 1000
+"""Newest runs that are looked through for one that has not ended."""
 
 
 def choose_named(config: LaunchConfig, names: Sequence[str]) -> list[Path]:
@@ -17,6 +22,19 @@ def choose_named(config: LaunchConfig, names: Sequence[str]) -> list[Path]:
         return choose_runs(Path(config.runs_dir), names)
     except RunLookupError as error:
         raise UsageError(str(error)) from None
+
+
+def choose_live(config: LaunchConfig, names: Sequence[str], verb: str) -> Path:
+    """Return the one run that is named; if none is, the newest that has not ended, or else the newest.
+
+    Raises UsageError for several.
+    """
+    newest = islice(list_runs(Path(config.runs_dir)), MOST_RUNS) if not names else ()
+    live = next((path for path in newest if read_status(path).is_live), None)
+    if live is None:
+        return choose_one(config, names, verb)
+    logger.info(f"{verb} of {name_run(live)}, the newest run that has not ended")
+    return live
 
 
 def choose_one(config: LaunchConfig, names: Sequence[str], verb: str) -> Path:

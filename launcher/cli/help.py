@@ -29,8 +29,8 @@ verbs
   plan, topo      where the ranks would run, and why; the machine
   doctor          what slows jobs down here, and the fix
   tune            find the best number of DataLoader workers
-  status, logs    how runs stand; what their ranks have printed
-  cancel          end runs
+  status, watch   how runs stand; live, what a run's ranks do
+  logs, cancel    what ranks have printed; end runs
 
 More: launch VERB --help, and launch --help-all with all keys, groups and flags
 """
@@ -38,7 +38,7 @@ FULL = """\
 usage: launch [KEY=VALUE ...] [PROGRAM ARGUMENT ...]
        launch plan|topo|doctor [KEY=VALUE ...]
        launch tune dataloader [KEY=VALUE ...] [PROGRAM ARGUMENT ...]
-       launch status|logs|cancel [RUN ...] [KEY=VALUE ...]
+       launch status|logs|watch|cancel [RUN ...] [KEY=VALUE ...]
 
 Starts distributed PyTorch training with every rank where it belongs: on the cores and memory next to its
 GPU, with thread counts and DataLoader workers to match: here, in a SLURM allocation, or through SLURM's

@@ -72,6 +72,12 @@ VERBS: Mapping[str, Verb] = {
         Takes.RUNS,
         ("-f", "rank=", "logs.tail=", "runs_dir="),
     ),
+    "watch": Verb(
+        "show_watch",
+        "show live what a run's ranks do, and who holds the others up",
+        Takes.RUNS,
+        ("rank=", "format=", "runs_dir="),
+    ),
     "cancel": Verb(
         "cancel_runs",
         "end runs, in SLURM's queue or here, after asking",

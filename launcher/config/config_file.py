@@ -27,6 +27,19 @@ def render_config(composed: Composed, left_out: Collection[str] = ()) -> str:
     return str(yaml.safe_dump(mask_tree(kept), sort_keys=False))
 
 
+def read_config_value(run_path: Path, *keys: str) -> object:
+    """Return a value of a run directory's file; None if the file cannot be read or does not have it."""
+    try:
+        text = read_file(run_path / NAME, LARGEST).decode("utf-8", "replace")
+        check_aliases(run_path / NAME, text)
+        found = yaml.safe_load(text)
+    except (OSError, UsageError, ValueError, RecursionError, yaml.YAMLError):
+        return None
+    for key in keys:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
 def find_changes(run_path: Path, text: str) -> list[str]:
     """Return `KEY OLD -> NEW` for what differs in a run directory's file from a new text.
 

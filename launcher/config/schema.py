@@ -286,13 +286,13 @@ class LaunchConfig:
     follow: bool = False
     """Stay with a submitted job: show its place in the queue and its output, and end with its exit code."""
     rank: int | None = None
-    """The rank whose output `launch logs` shows; null means all ranks."""
+    """The rank whose output `launch logs` shows, or that `launch watch` begins with; null means all ranks."""
     yes: bool = False
     """`launch cancel` does not ask; `launch tune` replaces a file that it did not write."""
     dry_run: bool = False
     """Show the plan and the command, and start nothing."""
     format: str = "table"
-    """What `launch plan`, `topo`, `doctor`, `status` and `tune` print: `table` or `json`."""
+    """What `launch plan`, `topo`, `doctor`, `status`, `watch` and `tune` print: `table` or `json`."""
     explain: bool = False
     """Say for each rank why it runs where it does, and list its variables."""
     save: str | None = None

@@ -29,7 +29,7 @@ MAX_WORKERS = 1024
 """DataLoader workers of a rank: more than a node has cores; a slip of the finger must not be planned."""
 MAX_NAME = 200
 """Bytes of a run's name, which is a folder's."""
-VERBS_OF_KEYS = {"rank": "launch logs", "yes": "launch cancel` and `launch tune"}
+VERBS_OF_KEYS = {"rank": "launch logs` and `launch watch", "yes": "launch cancel` and `launch tune"}
 """Keys that a run has no use for; a file may hold them, since it is read for all verbs."""
 AGENT_ONLY = (
     "max_restarts",

@@ -6,7 +6,6 @@ Files that have not changed are not read again: of 1,000 nodes, a look costs one
 import os
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -183,8 +182,9 @@ class RunReader:
     def read(self) -> RunSnapshot:
         """Return how the run stands now; what cannot be read is left out."""
         folder = watch_path(self.path)
-        self.reports.update(folder, list_entries(folder, is_report))
-        self.jobs.update(folder, list_entries(folder, lambda name: name == JOB_STATE))
+        entries = list_entries(folder)
+        self.reports.update(folder, {name: entries[name] for name in entries if is_report(name)})
+        self.jobs.update(folder, {name: entries[name] for name in entries if name == JOB_STATE})
         self.printed.update()
         now = time.monotonic()
         views = [
@@ -207,8 +207,8 @@ def is_report(name: str) -> bool:
     return name.startswith(REPORT) and name.endswith(".json")
 
 
-def list_entries(folder: Path, wanted: Callable[[str], bool]) -> dict[str, os.stat_result]:
-    """Return the regular files in a folder whose names are wanted; none if it cannot be read.
+def list_entries(folder: Path) -> dict[str, os.stat_result]:
+    """Return the reports in the folder of a run, and what is known of the job; none if it cannot be read.
 
     Listing it makes a network filesystem ask its server anew, which looking at a name may not.
     """
@@ -216,7 +216,9 @@ def list_entries(folder: Path, wanted: Callable[[str], bool]) -> dict[str, os.st
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                if wanted(entry.name) and entry.is_file(follow_symlinks=False):
+                if (is_report(entry.name) or entry.name == JOB_STATE) and entry.is_file(
+                    follow_symlinks=False
+                ):
                     found[entry.name] = entry.stat(follow_symlinks=False)
     except OSError:
         return found
