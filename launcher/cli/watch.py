@@ -81,19 +81,18 @@ def print_once(console: "Console", view: "View", rank: int | None) -> None:
     from launcher.report.watch_screen import WatchScreen
 
     screen = WatchScreen(view, rank=rank)
-    if rank is not None and screen.find_rank() is None:
-        refuse_rank(view.snapshot, rank)
+    check_rank(view.snapshot, rank)
     console.print(screen.render_whole(console.width))
     if not view.run.is_live:
         sys.stdout.flush()
         logger.info(describe_run_state(view.run))
 
 
-def refuse_rank(snapshot: RunSnapshot, rank: int) -> None:
-    """Raise UsageError for a rank that no node has reported."""
-    ranks = [one.rank for view in snapshot.nodes for one in view.report.ranks]
-    known = f"the run's ranks are {min(ranks)} to {max(ranks)}" if ranks else "the run has reported none"
-    raise UsageError(f"rank={rank} is not known: {known}")
+def check_rank(snapshot: RunSnapshot, rank: int | None) -> None:
+    """Raise UsageError for a rank that no node has reported, if there are reports."""
+    ranks = {one.rank for view in snapshot.nodes for one in view.report.ranks}
+    if rank is not None and ranks and rank not in ranks:
+        raise UsageError(f"rank={rank} is not known: the run's ranks are {min(ranks)} to {max(ranks)}")
 
 
 def read_view(path: Path, run: RunStatus, snapshot: RunSnapshot, rank: int | None, say: str = "") -> "View":
@@ -138,8 +137,7 @@ def watch_live(console: "Console", path: Path, rank: int | None) -> None:
     restore_log = redirect_log(lambda record: feed.say(record.getMessage()))
     try:
         view = feed.read()
-        if rank is not None and feed.details is None and view.snapshot.nodes:
-            refuse_rank(view.snapshot, rank)
+        check_rank(view.snapshot, rank)
         with reading_keys() as keys:
             feed.start(keys.wake)
             screen = LiveScreen(console, WatchScreen(view, rank=rank), feed, keys)
@@ -165,7 +163,6 @@ class RunFeed:
     states: RunWatch = field(init=False)
     message: str = ""
     newest: "View | None" = None
-    details: RankDetails | None = None
     looking_since: float | None = None
     """Since when the look goes on that is not over, in monotonic seconds."""
     error: Exception | None = None
@@ -186,9 +183,7 @@ class RunFeed:
     def read(self) -> "View":
         """Look at the run."""
         run = self.states.update()
-        view = read_view(self.path, run, self.reader.read(), self.wanted, self.message)
-        self.details = view.details
-        return view
+        return read_view(self.path, run, self.reader.read(), self.wanted, self.message)
 
     def start(self, wake: Callable[[], None]) -> None:
         """Look again and again; `wake` is called when there is something new."""
