@@ -128,6 +128,19 @@ class RankState:
 
 
 @dataclass(frozen=True, slots=True)
+class CollectiveTimes:
+    """When a rank came to its last collectives (torch's flight recorder), and when its last steps ended."""
+
+    rank: int
+    measure: str
+    """`enqueued`: when the rank enqueued them. `duration`: how long they took (NCCL with timing)."""
+    groups: tuple[str, ...] = ()
+    """Process groups that the marks refer to; an empty name stands for the ends of steps."""
+    marks: str = ""
+    """One for each collective and each end of a step, packed by `collective_marks.pack_marks`."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeReport:
     """What a node's watcher writes every few seconds to `RUN_DIR/watch/node-HOST.json`, whole."""
 
@@ -157,6 +170,8 @@ class NodeReport:
     throttled: float | None = None
     """Seconds per second in which the job's cgroup was held back by its CPU quota."""
     notes: tuple[str, ...] = ()
+    collectives: tuple[CollectiveTimes, ...] = ()
+    """Of its ranks, as of the last time that their recorders were read."""
     schema: int = 1
 
 

@@ -1,0 +1,118 @@
+"""Names the ranks that the others wait for in each step, from the reports of all nodes. Pure."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from launcher.watch.collective_marks import DURATION, unpack_marks
+from launcher.watch.excess_history import MIN_EXCESS, ExcessHistory, SlowRank
+from launcher.watch.model import CollectiveTimes, NodeReport, Straggler
+from launcher.watch.own_time import StepExcess, measure_steps, measure_waits
+from launcher.watch.straggler_causes import RankFacts, find_cause
+
+MOST_REPORTS = 24
+"""Reports of a rank that are kept, to find a cause in."""
+LEAST_REPORTS = 2
+"""Reports from the slow steps that show a cause; with fewer, the last ones are taken."""
+MOST_TOLD = 200
+"""Stragglers of a job that are kept."""
+CAUSES: Mapping[str, str] = {
+    "data": "data",
+    "run_delay": "run delay",
+    "cpu_quota": "CPU quota",
+    "memory_pressure": "memory pressure",
+    "page_faults": "page faults",
+    "gpu_clock": "GPU clock",
+    "pcie": "PCIe link",
+    "nic": "network link",
+    "program": "its own code",
+}
+"""Causes as people read them."""
+
+
+class StragglerFinder:
+    """Finds the stragglers of one attempt; each is told once in an episode, which ends when it recovers."""
+
+    def __init__(self, min_excess: float = MIN_EXCESS) -> None:
+        self.history = ExcessHistory(min_excess)
+        self.told: tuple[Straggler, ...] = ()
+        """All stragglers so far, oldest first."""
+        self.waits: dict[int, float] = {}
+        """Share of the time that each rank waits for others, over the steps that were measured last."""
+        self.facts: dict[int, deque[RankFacts]] = {}
+        self.numbers: dict[str, int] = {}
+        """The last report of each node that was used."""
+        self.seen: tuple[CollectiveTimes, ...] = ()
+
+    def update(self, reports: Sequence[NodeReport]) -> tuple[Straggler, ...]:
+        """Take the last reports of all nodes, some of which may be known already; return new stragglers."""
+        self.note_facts(reports)
+        times = tuple(one for report in reports for one in report.collectives)
+        if not times or times == self.seen:
+            return ()
+        self.seen = times
+        hosts = {state.rank: report.host for report in reports for state in report.ranks}
+        steps = measure_times(times, hosts)
+        if steps:
+            self.waits = measure_waits(steps)
+        now = max(report.time for report in reports)
+        found = tuple(self.name(slow, hosts, now) for slow in self.history.add(steps))
+        self.told = (*self.told, *found)[-MOST_TOLD:]
+        return found
+
+    def note_facts(self, reports: Sequence[NodeReport]) -> None:
+        """Keep what new reports say of their ranks."""
+        for report in reports:
+            if self.numbers.get(report.host) == report.number:
+                continue
+            self.numbers[report.host] = report.number
+            for state in report.ranks:
+                kept = self.facts.setdefault(state.rank, deque(maxlen=MOST_REPORTS))
+                kept.append(RankFacts(state, report.memory_pressure))
+
+    def name(self, slow: SlowRank, hosts: Mapping[int, str], now: float) -> Straggler:
+        """Return a slow rank as a straggler, with its cause."""
+
+        def choose(rank: int) -> Sequence[RankFacts]:
+            kept = self.facts.get(rank, ())
+            during = [one for one in kept if slow.first_step < one.state.step <= slow.last_step]
+            return during if len(during) >= LEAST_REPORTS else list(kept)[-LEAST_REPORTS:]
+
+        others = [choose(rank) for rank in self.facts if rank != slow.rank and rank not in self.history.slow]
+        share = slow.excess / (1 + slow.excess)
+        cause = find_cause(choose(slow.rank), others, share)
+        host = hosts.get(slow.rank, "")
+        where = (slow.first_step, slow.last_step)
+        return Straggler(slow.rank, host, slow.excess, cause.name, cause.detail, *where, now)
+
+
+def measure_times(times: Sequence[CollectiveTimes], hosts: Mapping[int, str]) -> tuple[StepExcess, ...]:
+    """Measure the steps that are in the times of all ranks; none if one's are damaged or missing."""
+    try:
+        marks = {one.rank: unpack_marks(one) for one in times}
+    except ValueError:
+        return ()
+    if len(marks) < 2 or marks.keys() != hosts.keys() or len({one.measure for one in times}) > 1:
+        return ()
+    return measure_steps(marks, hosts, durations=times[0].measure == DURATION)
+
+
+def describe_straggler(straggler: Straggler) -> str:
+    """Say who is slow, by how much and why, in one sentence."""
+    where = f" on {straggler.host}" if straggler.host else ""
+    when = f"steps {straggler.first_step} to {straggler.last_step}"
+    much = f"its own part of a step is {straggler.excess:.0%} longer than the others'"
+    return f"rank {straggler.rank}{where} is a straggler: {much} ({when}): {straggler.detail}"
+
+
+def count_stragglers(stragglers: Sequence[Straggler]) -> str:
+    """Name all stragglers of a job in a line, the slowest first; empty if there were none."""
+    worst: dict[int, Straggler] = {}
+    for one in stragglers:
+        if one.rank not in worst or one.excess > worst[one.rank].excess:
+            worst[one.rank] = one
+    names = [
+        f"rank {one.rank} on {one.host} ({one.excess:.0%}, {CAUSES.get(one.cause, one.cause)})"
+        for one in sorted(worst.values(), key=lambda one: -one.excess)
+    ]
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"{', '.join(names[:8])}{more}"
