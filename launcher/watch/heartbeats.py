@@ -16,8 +16,8 @@ LAYOUT, SIZE = 1, 8192
 RING = 257
 ENDS_AT, DURATIONS_AT, NOTES_AT = 32, 32 + RING, 32 + 2 * RING
 MAX_NOTES = 1024
-HEAD = struct.Struct("=7q qd qdd qd qq qq")
-"""The first 18 items."""
+HEAD = struct.Struct("=7q qd qdd qd q qq")
+"""The first 17 items."""
 NAME = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.beat")
 START_TIME, START_STACK = 22 - 3, 28 - 3
 """Indices of these fields of proc(5)'s stat in `read_stat`."""
@@ -44,7 +44,6 @@ class BeatHead:
     batches: int
     data_wait: float
     dump_signal: int
-    dump_file: int
     notes_size: int
     recorded: int
 

@@ -1,9 +1,7 @@
 """What a rank does, in a small mapped file that the node's watcher reads without the rank's help.
 
-The file has SIZE bytes: items of 8 bytes in the machine's byte order, integers and floats, then the notes'
-text. An item is written at once. Those that belong together are written in such an order that a reader
-between two of them finds the values from before, so that there is no lock. Times are CLOCK_MONOTONIC's, which
-is the same for all processes of a node and does not jump. `launcher.watch.heartbeats` reads it.
+An item of the file is written at once. Those that belong together are written in such an order that a reader
+between two of them finds the values from before, so that there is no lock.
 """
 
 from __future__ import annotations
@@ -12,44 +10,36 @@ import os
 from _thread import get_ident
 from time import monotonic
 
-from .import_hook import when_imported
-from .step_counter import on_step
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:  # these would cost each start of an interpreter some milliseconds
-    from collections.abc import Callable, MutableMapping
-
-MAGIC = int.from_bytes(b"launchHB", "little")
-LAYOUT = 1
-"""Version of the layout."""
-SIZE = 8192
-(
-    AT_MAGIC,
-    AT_LAYOUT,
-    AT_PID,
-    AT_START_TIME,
-    AT_START_STACK,
-    AT_RANK,
-    AT_LOCAL_RANK,
-    AT_PHASE,
-    AT_PHASE_SINCE,
-    AT_STEP,
-    AT_STEP_TIME,
+from .beat_file import (
     AT_ACTIVITY_TIME,
     AT_BATCHES,
     AT_DATA_WAIT,
     AT_DUMP_SIGNAL,
-    AT_DUMP_FILE,
+    AT_DURATIONS,
+    AT_ENDS,
+    AT_LOCAL_RANK,
+    AT_NOTES,
     AT_NOTES_SIZE,
+    AT_PHASE,
+    AT_PHASE_SINCE,
+    AT_RANK,
     AT_RECORDED,
-) = range(18)
-"""Items. The start's time and stack are fields 22 and 28 of proc(5)'s stat: an exec changes the latter. The
-dump's signal is 0 if it is not in place, its file a descriptor. RECORDED counts the steps in the rings."""
-RING = 257
-"""Entries of a ring: the last 256 are whole, while one is written."""
-AT_ENDS, AT_DURATIONS, AT_NOTES = 32, 32 + RING, 32 + 2 * RING
-MAX_NOTES = 1024
-"""Bytes of the notes, lines of UTF-8."""
+    AT_STEP,
+    AT_STEP_TIME,
+    MAX_NOTES,
+    RING,
+    SIZE,
+    map_beat,
+)
+from .import_hook import call_safely, when_imported
+from .step_counter import on_step
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # these would cost each start of an interpreter some milliseconds
+    from collections.abc import MutableMapping
+    from signal import getsignal
+else:
+    from _signal import getsignal  # `signal` costs a millisecond
 
 STARTING, JOINING, TRAINING, LOADING, COMPILING, SAVING, EVALUATING, ENDED = range(8)
 """Phases, as `launcher.watch.model.PHASES` has them."""
@@ -62,32 +52,47 @@ def start_heartbeat(environ: MutableMapping[str, str]) -> None:
     """
     folder = environ.pop("LAUNCH_WATCH", "")
     if folder:
-        beat = Heartbeat(folder, int(environ["RANK"]), int(environ.get("LOCAL_RANK", "0")))
+        local_rank, world_size = environ.get("LOCAL_RANK", "0"), environ.get("WORLD_SIZE", "1")
+        beat = Heartbeat(folder, int(environ["RANK"]), int(local_rank), int(world_size))
         when_imported("torch.version", beat.begin)  # the first module that torch imports
         on_step(beat.end_step)
+
+
+def register_in_process(beat: Heartbeat) -> None:
+    """Have the program's phases noted, and stacks written at the watcher's signal."""
+    from .phases import note_phases
+    from .stack_dumper import register_dump
+
+    call_safely(register_dump, beat)
+    note_phases(beat, beat.world_size)
 
 
 class Heartbeat:
     """The rank's heartbeat. Until it has a file, and in a forked child, it is written to nowhere."""
 
-    def __init__(self, folder: str, rank: int, local_rank: int) -> None:
-        self.folder, self.rank, self.local_rank = folder, rank, local_rank
+    def __init__(self, folder: str, rank: int, local_rank: int, world_size: int) -> None:
+        self.folder, self.rank, self.local_rank, self.world_size = folder, rank, local_rank, world_size
         self.integers: list[int] | memoryview[int] = [0] * (SIZE // 8)
         self.floats: list[float] | memoryview[float] = [0.0] * (SIZE // 8)
         """The same items."""
         self.memory: memoryview | None = None
         """The file's, as bytes."""
-        self.has_begun = False
+        self.has_begun = self.has_joined = False
         self.notes: list[str] = []
         self.thread = get_ident()
         """The one that trains: what others do is no phase of the rank."""
         self.phase = self.base = STARTING
         """The phase now, and the one that it goes back to after a wait."""
-        self.phase_since = self.last_end = self.excluded = 0.0
+        self.phase_since = self.last_end = self.data_wait = self.excluded = 0.0
         """`excluded` are seconds since the last step's end that are no part of a step."""
-        self.recorded = self.batches = 0
-        self.is_handler_ours: Callable[[], bool] = bool
-        """Tells whether the signal for stacks still leads to the dump; False until there is one."""
+        self.is_excluded = True
+        """The time in this phase is none."""
+        self.recorded = self.batches = self.batches_at_eval = 0
+        self.is_training = True
+        """The program has not set a model to evaluate since the last step."""
+        self.dump_signal = 0
+        self.found_handler: object = None
+        """The signal for stacks, if it is in place, and its handler in the eyes of the module `signal`."""
 
     def begin(self, _module: object = None) -> None:
         """Make the file, once; without it there is no heartbeat."""
@@ -96,29 +101,22 @@ class Heartbeat:
         self.has_begun = True
         self.thread = get_ident()
         os.register_at_fork(after_in_child=self.stop)
-        self.memory = map_file(self.folder, f"rank-{self.rank}.beat", self.fill)
+        self.phase_since = monotonic()
+        integers = {AT_RANK: self.rank, AT_LOCAL_RANK: self.local_rank}
+        floats = {AT_PHASE_SINCE: self.phase_since, AT_ACTIVITY_TIME: self.phase_since}
+        self.memory = map_beat(self.folder, self.rank, integers, floats)
         self.integers, self.floats = self.memory.cast("q"), self.memory.cast("d")
+        call_safely(register_in_process, self)
         import atexit
 
         atexit.register(self.end)
-
-    def fill(self, memory: memoryview) -> None:
-        """Write what stays as it is into a file that nobody has seen yet."""
-        integers, floats = memory.cast("q"), memory.cast("d")
-        fields = read_own_stat()
-        integers[AT_MAGIC], integers[AT_LAYOUT] = MAGIC, LAYOUT
-        integers[AT_PID], integers[AT_START_TIME] = os.getpid(), int(fields[22 - 3])
-        integers[AT_START_STACK] = int(fields[28 - 3]) & (1 << 63) - 1
-        integers[AT_RANK], integers[AT_LOCAL_RANK] = self.rank, self.local_rank
-        integers[AT_DUMP_FILE] = -1
-        self.phase_since = floats[AT_PHASE_SINCE] = floats[AT_ACTIVITY_TIME] = monotonic()
 
     def end_step(self, step: int) -> None:
         """Count a step; its entry is in the rings before it counts."""
         if not self.has_begun:
             self.begin()
         now, floats = monotonic(), self.floats
-        if self.base == TRAINING and self.last_end:
+        if (self.base == TRAINING or self.is_without_batches()) and self.last_end:
             at = self.recorded % RING
             floats[AT_ENDS + at] = now
             floats[AT_DURATIONS + at] = now - self.last_end - self.excluded
@@ -127,9 +125,13 @@ class Heartbeat:
         self.last_end, self.excluded = now, 0.0
         floats[AT_STEP_TIME] = floats[AT_ACTIVITY_TIME] = now
         self.integers[AT_STEP] = step
+        self.thread = get_ident()
         if self.base != TRAINING:
+            self.is_training = True
             self.set_base(TRAINING)
             self.excluded = 0.0
+        elif self.dump_signal:
+            self.check_dump()
 
     def set_base(self, phase: int) -> None:
         """Begin a phase that lasts until the next one."""
@@ -139,11 +141,68 @@ class Heartbeat:
     def set_phase(self, phase: int) -> None:
         """Begin a phase; a wait ends with `set_phase(self.base)`."""
         now = monotonic()
-        if self.phase not in (TRAINING, LOADING) or self.base not in (TRAINING, self.phase):
+        if self.is_excluded:
             self.excluded += now - self.phase_since
+        self.is_excluded = self.base != TRAINING or phase not in (TRAINING, LOADING)
         self.phase, self.phase_since = phase, now
         self.floats[AT_PHASE_SINCE] = self.floats[AT_ACTIVITY_TIME] = now
         self.integers[AT_PHASE] = phase
+        if self.dump_signal:
+            self.check_dump()
+
+    def note_activity(self) -> None:
+        """Tell that the rank goes on."""
+        self.floats[AT_ACTIVITY_TIME] = monotonic()
+
+    def note_mode(self, *, is_training: bool) -> None:
+        """Begin or end an evaluation. Before the first step, models are set to evaluate for other reasons."""
+        if get_ident() != self.thread:
+            return
+        self.is_training, self.batches_at_eval = is_training, self.batches
+        if self.base in (STARTING, TRAINING, EVALUATING) and self.base != self.choose_base():
+            self.set_base(self.choose_base())
+
+    def choose_base(self) -> int:
+        """Return the phase outside of waits and of saving."""
+        if not self.last_end and (self.is_training or self.batches == self.batches_at_eval):
+            return STARTING
+        return TRAINING if self.is_training else EVALUATING
+
+    def is_without_batches(self) -> bool:
+        """Tell whether the step that ends set a model to evaluate, as one that is not trained, for itself."""
+        return self.base == EVALUATING and self.batches == self.batches_at_eval
+
+    def begin_loading(self) -> None:
+        """Begin a wait for data, which ends saving."""
+        if self.base in (SAVING, STARTING):
+            self.base = self.choose_base()
+        self.set_phase(LOADING)
+
+    def end_loading(self) -> None:
+        """End a wait for data."""
+        self.data_wait += monotonic() - self.phase_since
+        self.floats[AT_DATA_WAIT] = self.data_wait
+        self.set_phase(self.base)
+
+    def count_batches(self, number: int) -> None:
+        """Count batches that a loader has returned."""
+        self.batches += number
+        self.integers[AT_BATCHES] = self.batches
+
+    def is_first_join(self) -> bool:
+        """Tell whether this is the first process group, once."""
+        before, self.has_joined = self.has_joined, True
+        return not before
+
+    def offer_dump(self, number: int) -> None:
+        """Tell that a signal has stacks written to the rank's file."""
+        self.dump_signal, self.found_handler = number, getsignal(number)
+        self.integers[AT_DUMP_SIGNAL] = number
+
+    def check_dump(self) -> None:
+        """Take the offer back if the program has taken the signal for itself."""
+        if getsignal(self.dump_signal) is not self.found_handler:
+            self.dump_signal = self.integers[AT_DUMP_SIGNAL] = 0
 
     def add_note(self, text: str) -> None:
         """Tell what could not be set up."""
@@ -159,34 +218,5 @@ class Heartbeat:
 
     def stop(self) -> None:
         """Write to nowhere from now on, in a forked child: the file is still mapped there."""
-        self.memory = None
+        self.memory, self.has_joined = None, True  # not freed: `map_beat` keeps it
         self.integers, self.floats = [0] * (SIZE // 8), [0.0] * (SIZE // 8)
-
-
-def map_file(folder: str, name: str, fill: Callable[[memoryview], None]) -> memoryview:
-    """Map a new file of SIZE bytes that gets its name once it is filled; raises OSError.
-
-    All its blocks are there before it is mapped: to write to a page without one is SIGBUS.
-    """
-    import mmap
-
-    path, draft = os.path.join(folder, name), os.path.join(folder, f".{name}.{os.getpid()}")
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(draft, flags, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, SIZE)
-        memory = memoryview(mmap.mmap(descriptor, SIZE))
-        fill(memory)
-        os.replace(draft, path)
-    except BaseException:
-        os.unlink(draft)
-        raise
-    finally:
-        os.close(descriptor)
-    return memory
-
-
-def read_own_stat() -> list[str]:
-    """Return the fields of /proc/self/stat from the third on (proc(5)); raises OSError."""
-    with open("/proc/self/stat", "rb") as file:
-        return file.read().decode("ascii", "replace").rpartition(")")[2].split()
