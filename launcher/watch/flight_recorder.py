@@ -89,11 +89,11 @@ def describe_group(
 
 
 def show_group(name: str, description: str) -> str:
-    """Return a group's name for people: `default group`, `group mesh_dp (3)`, `group 1`."""
+    """Return a group's name for people: `default group`, `mesh_dp`, `1`."""
     if description in DEFAULT_DESCRIPTIONS or (name == "0" and description in UNDESCRIBED):
         return DEFAULT_GROUP
     short = name if len(name) <= 12 else f"{name[:8]}…"  # a hash of the members
-    return f"group {short}" if description in UNDESCRIBED else f"group {description} ({short})"
+    return short if description in UNDESCRIBED else description
 
 
 def list_calls(entries: Sequence[Mapping[str, Any]], completed: int) -> tuple[Call, ...]:

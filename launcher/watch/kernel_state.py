@@ -95,9 +95,12 @@ def read_entry(pid: int, name: str) -> str:
     return ""
 
 
-def read_system_call(pid: int) -> str:
-    """Return the name of the system call that the main thread is in; its number if the name is not known."""
-    number = read_entry(pid, "syscall").partition(" ")[0]
+def read_system_call(pid: int, entry: str = "syscall") -> str:
+    """Return the name of the system call that a thread is in; its number if the name is not known.
+
+    It is the main thread, unless `entry` is another's, `task/TID/syscall`.
+    """
+    number = read_entry(pid, entry).partition(" ")[0]
     if not number.isdecimal():  # `running`, -1 outside of calls, or no permission
         return ""
     return SYSTEM_CALLS.get(platform.machine(), {}).get(int(number), number)
@@ -109,9 +112,9 @@ def read_tracer(pid: int) -> int:
     return int(found) if found.isdecimal() else 0
 
 
-def read_status_field(pid: int, field: str) -> str:
-    """Return a field of /proc/PID/status, empty if it cannot be had."""
-    lines = (line.partition(":\t") for line in read_entry(pid, "status").splitlines())
+def read_status_field(pid: int, field: str, entry: str = "status") -> str:
+    """Return a field of /proc/PID/status, or of a thread's status; empty if it cannot be had."""
+    lines = (line.partition(":\t") for line in read_entry(pid, entry).splitlines())
     return next((value.strip() for name, _, value in lines if name == field), "")
 
 

@@ -33,6 +33,8 @@ WORKING_CPU = 0.1
 """Cores from which on a process counts as working; one that waits uses less than 0.02."""
 COMPUTING = 0.5
 """Cores from which on it computes, whatever state a look has found."""
+UNSPECIFIC = ("stands", "waits for a lock", "waits for input", "waits for the network")
+"""Verbs that a call of `torch.distributed` says more than."""
 STATES = {"Z": "has ended", "X": "has ended", "T": "is stopped (SIGSTOP)", "R": "computes"}
 WORKING_IO = 1 << 16
 """Bytes a look from which on it counts as working."""
@@ -230,6 +232,8 @@ def describe_activity(rank: RankEvidence) -> tuple[str, Frame | None]:
     if is_debugged(rank) and not process.tracer:
         return f"is in a debugger{show_place(place)}", place
     shown = show_place(place)
+    if (operation := find_distributed_call(process)) and describe_process(process) in UNSPECIFIC:
+        return f"waits in {operation}{shown}", place
     if rank.phase == "ended" and process.state not in "TZX":
         return f"is about to exit and {describe_process(process)}{shown}", place
     return f"{describe_process(process)}{shown}", place

@@ -6,6 +6,7 @@ GIL, or by py-spy if that is installed. A process without a handler would die of
 closed the file may have another behind its descriptor: then no signal is sent.
 """
 
+import ctypes
 import json
 import os
 import re
@@ -16,10 +17,30 @@ import time
 from pathlib import Path
 from typing import Any
 
-from launcher.watch.kernel_state import catches_signal, has_open
+from launcher.watch.kernel_state import (
+    catches_signal,
+    has_open,
+    read_entry,
+    read_status_field,
+    read_system_call,
+)
 from launcher.watch.model import Frame, Stack
 from launcher.watch.rank_server import ServerError, post_handler
 
+SERVER_THREAD = "pt_workerserver"
+CUT_SHORT = (
+    "nanosleep",
+    "clock_nanosleep",
+    "poll",
+    "ppoll",
+    "select",
+    "pselect6",
+    "epoll_wait",
+    "epoll_pwait",
+    "pause",
+    "rt_sigtimedwait",
+)
+"""System calls that a signal ends, whatever SA_RESTART says (signal(7)). Python's own calls go on."""
 STACK_SIGNAL = signal.SIGRTMIN + 8
 """The signal on which the hook registers faulthandler."""
 POLL = 0.02
@@ -51,7 +72,7 @@ def request_stacks(pid: int, path: Path, patience: float) -> tuple[Stack, ...]:
     """
     try:
         start = path.stat().st_size
-        os.kill(pid, STACK_SIGNAL)
+        send_signal(pid, choose_thread(pid))
     except OSError:
         return ()
     size, changed, deadline = start, time.monotonic(), time.monotonic() + patience
@@ -65,6 +86,42 @@ def request_stacks(pid: int, path: Path, patience: float) -> tuple[Stack, ...]:
     with path.open("rb") as file:
         file.seek(start)
         return parse_stacks(file.read(LARGEST_DUMP).decode("utf-8", "replace"))
+
+
+def choose_thread(pid: int) -> int:
+    """Return the thread that is to handle the signal: the main one, or one that does not mind.
+
+    The handler writes the stacks of all threads, whichever it runs in. A signal cuts short what sleeps or
+    polls in C code (signal(7)): `sleep()` would return early. So if the main thread does, an idle thread is
+    taken, if possible one of torch's server, which the hook has started.
+    """
+    if read_system_call(pid) not in CUT_SHORT:
+        return pid
+    idle = {tid: name for tid, name in list_threads(pid) if tid != pid and is_idle_thread(pid, tid)}
+    servers = (tid for tid, name in idle.items() if name == SERVER_THREAD)
+    return next(servers, None) or next(iter(idle), pid)
+
+
+def list_threads(pid: int) -> list[tuple[int, str]]:
+    """Return the threads of a process with their names; raises OSError."""
+    found = [int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir()]
+    return [(tid, read_entry(pid, f"task/{tid}/comm")) for tid in found]
+
+
+def is_idle_thread(pid: int, tid: int) -> bool:
+    """Tell whether a thread waits in a call that goes on after a signal, and does not block ours."""
+    blocked = read_status_field(pid, "SigBlk", f"task/{tid}/status")
+    is_blocked = not blocked or bool(int(blocked, 16) >> (STACK_SIGNAL - 1) & 1)
+    return not is_blocked and read_system_call(pid, f"task/{tid}/syscall") == "futex"
+
+
+def send_signal(pid: int, tid: int) -> None:
+    """Send the signal for stacks to one thread of a process (tgkill(2)); raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if tid == pid or not hasattr(libc, "tgkill"):  # glibc before 2.30
+        os.kill(pid, STACK_SIGNAL)
+    elif libc.tgkill(pid, tid, int(STACK_SIGNAL)):
+        raise OSError(ctypes.get_errno(), "tgkill")
 
 
 def parse_stacks(text: str) -> tuple[Stack, ...]:

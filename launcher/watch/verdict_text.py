@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from launcher.cpulist import format_cpulist
 from launcher.text import count_things
 from launcher.watch.call_mismatch import Mismatch
+from launcher.watch.flight_recorder import DEFAULT_GROUP
 from launcher.watch.model import Call
 from launcher.watch.waits_for import Wait
 
@@ -48,7 +49,7 @@ def name_wait(wait: Wait) -> str:
 
 def name_group_of(group: str) -> str:
     """Return a group's name within a sentence."""
-    return DEFAULT if group == "default group" else group
+    return DEFAULT if group == DEFAULT_GROUP else f"group {group}"
 
 
 def count_waiting(number: int) -> str:
@@ -99,7 +100,7 @@ def name_call(call: Call) -> str:
 def say_network(wait: Wait, number: int, notes: Sequence[str]) -> str:
     """Return the sentence on a collective that all have joined and that does not end."""
     who = f"all {number} ranks have" if number > 1 else "its only rank has"
-    known = "" if wait.group == "default group" or wait.sequence is None else " known"
+    known = "" if wait.group == DEFAULT_GROUP or wait.sequence is None else " known"
     who = who.replace(" ranks", f"{known} ranks")
     end = f": {join_texts(notes)}" if notes else ": look at the network and the GPUs"
     return f"{who} joined {name_wait(wait)}, and none completes it{end}"
