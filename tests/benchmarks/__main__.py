@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
+from tests.benchmarks.false_alarms import bench_false_alarms
 from tests.benchmarks.fragmentation import bench_fragmentation
 from tests.benchmarks.garbage_memory import bench_garbage_memory
 from tests.benchmarks.growth import bench_growth
@@ -45,6 +46,7 @@ TIMED: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
 PLANNERS = "planners"
 WATCHING: Mapping[str, Callable[[Path, Mapping[str, str]], None]] = {
     "hangs": bench_hangs,
+    "false-alarms": bench_false_alarms,
 }
 """Real hangs, real hours: not among those that run if none is named."""
 
