@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
+import pytest
+
 from launcher.watch.node_reports import count_hangs, read_job_state
 from tests.benchmarks.healthy_program import FIRST, LATER
 from tests.conftest import clean_environ
@@ -75,7 +77,7 @@ def run_plainly(words: list[str], folder: Path) -> int:
 
 def run_debugged(case: str, words: list[str], folder: Path, seconds: float) -> int:
     """Run on a terminal, with nobody at it for a while; return the exit code."""
-    program = ["python", "-m", "pdb", *words] if case == "pdb" else words
+    program = [sys.executable, "-m", "pdb", *words] if case == "pdb" else words
     command = (*LAUNCH, "nproc_per_node=1", "name=healthy", "--", *program)
     with open_terminal(folder, *command) as terminal:
         terminal.expect("(Pdb)", timeout=120)
@@ -127,7 +129,7 @@ class Hour:
             path = self.folder / f"{case}-{lane}-{number}"
             try:
                 outcome = run_case(case, path, self.scale)
-            except (Exception, SystemExit) as error:
+            except (Exception, SystemExit, pytest.fail.Exception) as error:
                 self.failures.append(f"{case}: {error!r}"[:300])
                 print(f"| {case} | the harness failed: {error!r} |"[:300], flush=True)
                 continue
