@@ -24,6 +24,7 @@ from tests.benchmarks.shim import bench_shim
 from tests.benchmarks.slurm import bench_slurm
 from tests.benchmarks.start import bench_start
 from tests.benchmarks.straggler import bench_gc
+from tests.benchmarks.watch_cost import bench_watch
 from tests.benchmarks.worker_memory import bench_workers
 from tests.probe.machine_trees import short_lived
 
@@ -46,6 +47,7 @@ TIMED: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
 PLANNERS = "planners"
 WATCHING: Mapping[str, Callable[[Path, Mapping[str, str]], None]] = {
     "hangs": bench_hangs,
+    "watch-cost": bench_watch,
     "false-alarms": bench_false_alarms,
 }
 """Real hangs, real hours: not among those that run if none is named."""
