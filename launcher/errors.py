@@ -6,6 +6,8 @@ EXIT_MACHINE = 3
 """The machine cannot do what was asked."""
 EXIT_SCHEDULER = 4
 """The scheduler refused."""
+EXIT_HANG = 124
+"""The ranks hung, and `watch.on_hang=stop` ended them; timeout(1) ends with it too."""
 EXIT_DEFECT = 70
 """A defect of ours (EX_SOFTWARE of sysexits.h)."""
 

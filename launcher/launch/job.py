@@ -8,7 +8,7 @@ from pathlib import Path
 from launcher.config.schema import LaunchConfig
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.launch.torchrun import parse_pairs, render_torchrun
-from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_PLAN, LAUNCH_RECORD_DIR, LAUNCH_STRICT
+from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_PLAN, LAUNCH_RECORD_DIR, LAUNCH_STRICT, LAUNCH_WATCH
 from launcher.runs.run_directory import RunDir, name_run_dir
 
 TYPE_CHECKING = False
@@ -20,6 +20,10 @@ SHIM = Path(__file__).parents[1] / "rank" / "__main__.py"
 """What each rank runs just before the program."""
 PET_DECIDED = ("PET_MODULE", "PET_RUN_PATH", "PET_NO_PYTHON", "PET_STANDALONE")
 """torchrun's variables for what `launch` decides itself; torchrun would take them beside our options."""
+NOT_INHERITED = (*PET_DECIDED, LAUNCH_WATCH)
+"""Variables that a launcher around this one may have set, for its own ranks."""
+HANG_RESTARTS = 3
+"""Restarts by torchrun with `watch.on_hang=restart`, if nobody says."""
 FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Makes torchrun give restarted ranks a store of their own; in the agents' shared one they find the addresses
 of the ranks before them, and fail to connect (github.com/pytorch/pytorch/issues/135712; torch 2.13 still)."""
@@ -84,7 +88,7 @@ def render_agent(job: Job, rdzv_id: str) -> tuple[str, ...]:
         # Nodes that are started by hand have to agree: there, torchrun's own default or PET_RDZV_ID.
         "rdzv_id": own.rdzv_id or (rdzv_id if cluster.kind != "manual" else None),
         "rdzv_conf": {"is_host": int(cluster.is_host), **conf} if c10d else conf,
-        "max_restarts": own.max_restarts,
+        "max_restarts": choose_restarts(config, environ),
         "monitor_interval": own.monitor_interval,
         "master_addr": own.master_addr,
         "master_port": own.master_port,
@@ -99,17 +103,35 @@ def render_agent(job: Job, rdzv_id: str) -> tuple[str, ...]:
 
 def may_restart(config: LaunchConfig, cluster: "Cluster", environ: Mapping[str, str]) -> bool:
     """Tell whether torchrun may start the ranks anew, after a failure or with other nodes."""
-    restarts = config.torchrun.max_restarts or environ.get("PET_MAX_RESTARTS", "0")
+    restarts = choose_restarts(config, environ) or environ.get("PET_MAX_RESTARTS", "0")
     return str(restarts) != "0" or cluster.min_nodes < cluster.max_nodes
 
 
+def choose_restarts(config: LaunchConfig, environ: Mapping[str, str]) -> int | None:
+    """Return how often torchrun may start the ranks anew; None for its own default, or PET_MAX_RESTARTS."""
+    chosen = config.torchrun.max_restarts
+    restarts_hangs = config.watch.enabled and config.watch.on_hang == "restart"
+    if chosen is None and restarts_hangs and "PET_MAX_RESTARTS" not in environ:
+        return HANG_RESTARTS
+    return chosen
+
+
 def build_agent_environ(
-    config: LaunchConfig, cluster: "Cluster", environ: Mapping[str, str], run: RunDir, host: str
+    config: LaunchConfig,
+    cluster: "Cluster",
+    environ: Mapping[str, str],
+    run: RunDir,
+    host: str,
+    *,
+    watch_folder: str = "",
 ) -> dict[str, str]:
-    """Return the agent's environment: the user's, and where the shim finds the plan and the run directory."""
+    """Return the agent's environment: the user's, and where the shim finds the plan and the run directory.
+
+    `watch_folder` is where ranks keep their heartbeats; empty if they are not watched.
+    """
     # The stages of a stop are ours: the agent must not come to its SIGKILL before.
     patience = config.torchrun.shutdown_timeout + int(TERM_GRACE + 2 * KILL_GRACE)
-    inherited = {name: value for name, value in environ.items() if name not in PET_DECIDED}
+    inherited = {name: value for name, value in environ.items() if name not in NOT_INHERITED}
     return {
         "PYTHONUNBUFFERED": "1",
         **({FRESH_STORE: "1"} if may_restart(config, cluster, environ) else {}),
@@ -121,4 +143,5 @@ def build_agent_environ(
         LAUNCH_RECORD_DIR: str(run.path),
         **name_run_dir(run),
         LAUNCH_ATTEMPT: str(run.first_attempt),
+        **({LAUNCH_WATCH: watch_folder} if watch_folder else {}),
     }

@@ -13,6 +13,9 @@ from launcher.launch.monitor import RankMonitor, Viewer
 from launcher.launch.outcome import report_outcome
 from launcher.launch.pseudo_terminal import PseudoTerminal, open_terminal
 from launcher.launch.supervisor import Supervisor
+from launcher.launch.watch_folder import open_watch_folder
+from launcher.launch.watcher_process import WatcherProcess, describe_watching
+from launcher.launch.watching import Watching
 from launcher.runs.disk_space import release_space, reserve_space
 from launcher.runs.manifest import describe_start, write_manifest
 from launcher.runs.rank_logs import measure_file, read_tail
@@ -43,8 +46,14 @@ def execute_job(
     supervisor = Supervisor(
         monitor, len(job.plan.ranks), job.config.torchrun.shutdown_timeout, exit_codes=codes
     )
+    folder = open_watch_folder(job.environ) if job.config.watch.enabled else None
+    if folder:
+        settings = describe_watching(job, run, folder, job.config.node_rank or 0)
+        supervisor.watching = Watching(WatcherProcess(folder, settings))
     try:
-        environ = build_agent_environ(job.config, job.cluster, job.environ, run, job.host)
+        environ = build_agent_environ(
+            job.config, job.cluster, job.environ, run, job.host, watch_folder=folder.path if folder else ""
+        )
         if terminal := find_terminal(job):
             monitor.use_terminal(terminal)
             environ |= terminal.variables
@@ -58,6 +67,10 @@ def execute_job(
         raise MachineError(f"torchrun's agent could not be run ({error}): see {run.path}") from None
     finally:
         monitor.restore_terminal()
+        if supervisor.watching:
+            supervisor.watching.close()
+    if supervisor.watching and supervisor.watching.hangs:
+        manifest["hangs"] = supervisor.watching.hangs
     agent_log = read_tail(log, AGENT_LINES, log_begin)
     status = report_outcome(monitor, outcome, agent_log, time.monotonic() - started)
     if not monitor.viewer.close():

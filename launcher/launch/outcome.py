@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from launcher.config.schema import SLURM_KINDS
-from launcher.errors import EXIT_MACHINE
+from launcher.errors import EXIT_HANG, EXIT_MACHINE
 from launcher.launch.agent import ENDED
 from launcher.launch.failure import describe_exit, find_failure, list_clean_exits, select_last_start
 from launcher.launch.job import Job
@@ -57,6 +57,8 @@ class JobOutcome:
         """`succeeded`, `failed`, or `stopped`: by a signal to `launch` before any failure, or as asked."""
         if self.status == 0:
             return "succeeded"
+        if self.agent_exit.hang:
+            return "failed"
         return "stopped" if self.requested or (self.agent_exit.signal and not self.failure) else "failed"
 
 
@@ -110,9 +112,11 @@ def judge_outcome(agent_exit: AgentExit, log: tuple[str, ...], ranks: int = 0) -
     """Find the first failure and the exit code: the program's own, 128+n for a signal, 3 for the agent's.
 
     If the number of this node's ranks is given, it is a success if all of them ended with 0, even if a
-    signal had asked them to end.
+    signal had asked them to end. What was ended for a hang has that code, whatever the ranks made of it.
     """
     code = agent_exit.agent_exitcode
+    if agent_exit.hang:
+        return JobOutcome(agent_exit, None, EXIT_HANG, log)
     if code == 0 or (ranks and len(list_clean_exits(agent_exit.deaths)) == ranks):
         return JobOutcome(agent_exit, None, 0, log)
     # What comes after a signal to `launch`, or by SIGTERM after the agent was killed, is no failure.
@@ -132,8 +136,10 @@ def complete_manifest(monitor: RankMonitor, outcome: JobOutcome) -> None:
     deaths, failure = outcome.agent_exit.deaths, describe_failure(monitor, outcome)
     manifest = monitor.manifest if monitor.manifest is not None else {}
     manifest["ended"] = stamp_time()
+    hang = outcome.agent_exit.hang
     manifest["outcome"] = {
         "state": outcome.state,
+        **({"cause": "hang", "reason": hang} if hang else {}),
         "exit_code": outcome.status,
         "signal": name_signal(number) if number else None,
         "events": list(outcome.events),
@@ -207,6 +213,8 @@ def explain_stop(monitor: RankMonitor, outcome: JobOutcome) -> list[str]:
 def explain_failure(monitor: RankMonitor, outcome: JobOutcome) -> list[str]:
     """Say who failed first and show the end of its log; or what the agent said, if no rank failed."""
     failure, host = describe_failure(monitor, outcome), monitor.job.host
+    if outcome.agent_exit.hang:
+        return [*outcome.events, f"ended for a hang: {outcome.agent_exit.hang}"]
     if failure is None:
         path = monitor.run.agent_log(host)
         said = f"no rank failed, but torchrun's agent {describe_agent_exit(outcome)}"

@@ -78,11 +78,12 @@ class RankPidfds:
                 os.close(descriptor)
                 self.deaths.append(Death(process, time.time(), read_exitcode(process.pid)))
 
-    def signal_groups(self, number: int) -> None:
-        """Send a signal to the process group of every living rank."""
+    def signal_groups(self, number: int, ranks: Collection[int] = ()) -> None:
+        """Send a signal to the process group of every living rank, or of some."""
         for process in (*self.alive.values(), *self.unseen):
-            with contextlib.suppress(OSError):
-                os.killpg(process.pid, number)
+            if not ranks or process.rank in ranks:
+                with contextlib.suppress(OSError):
+                    os.killpg(process.pid, number)
 
     def signal_ranks(self, number: int) -> None:
         """Send a signal to every living rank's own process."""
@@ -200,11 +201,11 @@ def call_prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
-def reap_orphans(spare: int) -> None:
+def reap_orphans(spare: Collection[int]) -> None:
     """Wait for adopted children that have ended, so that a long job leaves no zombies; not for `spare`."""
     with contextlib.suppress(ChildProcessError):
         while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if found.si_pid == spare:
+            if found.si_pid in spare:
                 return
             os.waitpid(found.si_pid, 0)
 

@@ -30,6 +30,7 @@ from launcher.launch.signals import (
     limit_grace,
     name_signal,
 )
+from launcher.launch.watching import Watching
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ class AgentExit:
     """When it came, in seconds since the epoch; infinite if none did."""
     leftovers: tuple[str, ...]
     """Processes that outlived the agent and were ended."""
+    hang: str = ""
+    """The hang, in words, for which ranks were ended from here."""
 
 
 @dataclass(slots=True)
@@ -80,8 +83,12 @@ class Supervisor:
     """The first node has asked for the end."""
     rank_seen_at: float = 0.0
     """Monotonic time at which a rank was last seen to have started."""
-    lost_node_handled_at: float = math.inf
-    """When ranks were ended for a lost node's sake, in seconds since the epoch."""
+    killed_at: float = math.inf
+    """When ranks were ended for a lost node's or a hang's sake, in seconds since the epoch."""
+    watching: Watching | None = None
+    """None if the ranks are not watched."""
+    hang: str = ""
+    """The hang for which ranks were ended, until they have started anew."""
     agent_heard: bool = False
     """SLURM has sent the agent the stopping signal by itself."""
     exit_codes: Collection[int] = ()
@@ -106,19 +113,25 @@ class Supervisor:
             try:
                 self.monitor.start()
                 self.monitor_ranks(agent, inbox)
+                if self.watching:
+                    self.watching.watcher.finish()
                 self.monitor.end()
             except BaseException:
                 self.monitor.viewer.release_log()
                 raise
             finally:
-                left = end_leftovers(KILL_GRACE, self.helpers)
+                left = end_leftovers(KILL_GRACE, self.list_own())
                 self.pidfds.close()
         status, exits = agent.wait(), read_exits(self.log, self.log_begin)
         deaths = tuple(
             replace(death, exitcode=exits.get(death.process.pid)) if death.exitcode is None else death
             for death in self.pidfds.deaths
         )
-        return AgentExit(status, deaths, self.first_signal, self.signal_time, tuple(left))
+        return AgentExit(status, deaths, self.first_signal, self.signal_time, tuple(left), self.hang)
+
+    def list_own(self) -> set[int]:
+        """Return the PIDs of processes of the launcher's own."""
+        return {*self.helpers, *(self.watching.pids if self.watching else ())}
 
     def monitor_ranks(self, agent: "subprocess.Popen[bytes]", inbox: SignalQueue) -> None:
         """Watch ranks and pass on signals until the agent ends."""
@@ -138,8 +151,9 @@ class Supervisor:
             if time.monotonic() > self.deadline >= 0:
                 self.deadline = -1.0
                 signal.raise_signal(signal.SIGTERM)
+            self.attend_watcher(agent)
             if not self.monitor.is_busy():
-                reap_orphans(agent.pid)
+                reap_orphans({agent.pid, *self.list_own()})
         self.watch_new_ranks(agent.pid)
         self.pidfds.poll((), 0)
 
@@ -157,7 +171,7 @@ class Supervisor:
         for death in deaths:
             attempt, code = death.process.attempt, death.exitcode
             failed = (d for d in self.pidfds.deaths if d.process.attempt == attempt and d.exitcode)
-            ended = 0 <= death.time - self.lost_node_handled_at < KILL_GRACE and code == -signal.SIGKILL
+            ended = 0 <= death.time - self.killed_at < KILL_GRACE and code == -signal.SIGKILL
             if code and not ended and self.stop is None and next(failed) is death:
                 status = f"code {code}" if code > 0 else name_signal(-code)
                 what = "asks for another start" if code in self.exit_codes else "failed"
@@ -176,7 +190,24 @@ class Supervisor:
         newest = max((process.attempt for process in fresh), default=None)
         if seen is not None and newest is not None and newest > seen:
             logger.info(f"torchrun restarted the ranks: attempt {newest}")
+            self.hang = ""
         self.pidfds.add_ranks(fresh)
+        if self.watching:
+            self.watching.add_ranks(fresh)
+
+    def attend_watcher(self, agent: "subprocess.Popen[bytes]") -> None:
+        """Log what the watcher has to say, and end ranks if it says so (`watch.on_hang`)."""
+        for order in self.watching.attend(self.pidfds.deaths) if self.watching else ():
+            if self.stop is not None:
+                continue
+            self.hang, self.killed_at = order.sentence, time.time()
+            if order.action == "restart":
+                logger.info("SIGKILL to ranks that hang, so that torchrun starts all anew")
+                self.pidfds.signal_groups(signal.SIGKILL, order.ranks)
+                continue
+            self.first_signal, self.signal_time = signal.SIGTERM, self.killed_at
+            self.stop = StopStages.begin(signal.SIGTERM, self.grace)
+            self.advance_stop(self.stop, agent)
 
     def handle_signals(self, inbox: SignalQueue, agent: "subprocess.Popen[bytes]") -> None:
         """Pass on what has arrived; each stopping signal goes a stage on, and so does the time."""
@@ -244,7 +275,7 @@ class Supervisor:
         if self.control is None or lost_at is None or self.stop or self.rank_seen_at > lost_at:
             return
         if time.monotonic() > lost_at + LOST_GRACE:
-            self.control.lost_at, self.lost_node_handled_at = None, time.time()
+            self.control.lost_at, self.killed_at = None, time.time()
             logger.info("a node was lost: SIGKILL to the ranks, which torchrun starts without it")
             self.pidfds.signal_groups(signal.SIGKILL)
 

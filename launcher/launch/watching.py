@@ -1,0 +1,85 @@
+"""What the supervisor makes of the watcher's messages: what to log, to record and to do."""
+
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from launcher.launch.processes import Death, RankProcess
+from launcher.launch.watcher_process import WatcherProcess
+from launcher.text import escape_text
+
+logger = logging.getLogger(__name__)
+
+MOST_HANGS = 100
+"""Hangs that the manifest tells of."""
+MOST_LINES = 20
+"""Lines of one message that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class HangOrder:
+    """What is to be done because of a hang."""
+
+    action: str
+    """`restart` or `stop`."""
+    ranks: tuple[int, ...]
+    """Ranks to kill for a restart; none for all of this node."""
+    sentence: str
+
+
+@dataclass(slots=True)
+class Watching:
+    """A job that is watched."""
+
+    watcher: WatcherProcess
+    hangs: list[dict[str, object]] = field(default_factory=list)
+    """Those that this node has told of, as `watch.model.Hang`."""
+
+    @property
+    def pids(self) -> Collection[int]:
+        """PIDs of processes of our own."""
+        return self.watcher.pids
+
+    def add_ranks(self, ranks: Iterable[RankProcess]) -> None:
+        """Have ranks watched that have started."""
+        self.watcher.add_ranks(ranks)
+
+    def attend(self, deaths: Sequence[Death]) -> list[HangOrder]:
+        """Take the watcher's messages; return what is to be done. `deaths` are all of them so far."""
+        return self.take(self.watcher.attend(deaths))
+
+    def close(self) -> None:
+        """End the watcher, and say what it had to say last."""
+        self.take(self.watcher.close())
+
+    def take(self, messages: Iterable[dict[str, object]]) -> list[HangOrder]:
+        """Log messages, keep the hangs among them, and return the orders."""
+        orders = []
+        for message in messages:
+            level = logging.WARNING if message["event"] == "warning" else logging.INFO
+            for line in take_texts(message.get("lines"))[:MOST_LINES]:
+                logger.log(level, escape_text(line))
+            if message["event"] in ("hang", "recovered"):
+                self.keep_hang(message.get("hang"))
+            elif message["event"] == "act":
+                orders.append(read_order(message))
+        return orders
+
+    def keep_hang(self, hang: object) -> None:
+        """Keep a hang, or what has become of one, for the manifest."""
+        if not isinstance(hang, dict):
+            return
+        self.hangs = [one for one in self.hangs if one.get("number") != hang.get("number")]
+        self.hangs = [*self.hangs, hang][-MOST_HANGS:]
+
+
+def read_order(message: dict[str, object]) -> HangOrder:
+    """Return what a message asks for."""
+    ranks = message.get("ranks")
+    numbers = tuple(rank for rank in ranks if type(rank) is int) if isinstance(ranks, list) else ()
+    return HangOrder(str(message.get("action")), numbers, escape_text(str(message.get("sentence") or "")))
+
+
+def take_texts(value: object) -> list[str]:
+    """Return the texts of a list."""
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []

@@ -1,0 +1,152 @@
+"""`python -P -m launcher.watch`: the watcher's process, which a supervisor starts; see node_watcher.py.
+
+It reads lines of JSON from stdin (watcher_settings.py) and writes lines of JSON to stdout. The end of stdin
+is its own end.
+"""
+
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from launcher.decode import decode
+from launcher.files import read_stat
+from launcher.watch.evidence import WatchedRank, gather_node
+from launcher.watch.hang_judge import HangJudge
+from launcher.watch.heartbeats import read_heartbeat
+from launcher.watch.model import NodeEvidence
+from launcher.watch.node_watcher import TICK, NodeWatcher
+from launcher.watch.rank_book import RankBook
+from launcher.watch.shared_files import SharedFiles
+from launcher.watch.verdict import judge
+from launcher.watch.watcher_settings import RankMessage, WatcherSettings
+
+IGNORED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGTSTP,
+)
+"""SLURM sends a job's signals to every process; ranks may take their time to end, and are watched then."""
+NICENESS = 5
+LAST = 0.2
+"""Seconds for the last report: the supervisor waits for this process."""
+
+
+@dataclass(slots=True)
+class Inbox:
+    """The supervisor's lines."""
+
+    partial: bytes = b""
+    has_ended: bool = False
+
+    def wait(self, until: float) -> list[bytes]:
+        """Return the lines that came, at the latest at this monotonic time."""
+        if not select.select([0], [], [], max(0.0, until - time.monotonic()))[0]:
+            return []
+        data = os.read(0, 1 << 16)
+        self.has_ended = not data
+        *lines, self.partial = (self.partial + data).split(b"\n")
+        return lines
+
+
+def main() -> None:
+    """Watch until stdin ends."""
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(OSError):
+        os.nice(NICENESS)
+    parent, inbox = os.getppid(), Inbox()
+    lines: list[bytes] = []
+    while not lines and not inbox.has_ended:
+        lines = inbox.wait(time.monotonic() + 3600)
+    if not lines:
+        return
+    watcher = make_watcher(decode(WatcherSettings, lines[0]), parent)
+    run(watcher, inbox, lines[1:])
+    watcher.end(LAST)
+    if os.getppid() != parent:  # the supervisor was killed, and cannot do it
+        shutil.rmtree(watcher.book.folder, ignore_errors=True)
+    sys.stdout.flush()
+    os._exit(0)  # threads that wait for a filesystem would hold the interpreter's end up
+
+
+def run(watcher: NodeWatcher, inbox: Inbox, lines: list[bytes]) -> None:
+    """Take lines and look at ranks in turn."""
+    due = time.monotonic()
+    while not inbox.has_ended:
+        for line in lines:
+            with suppress(ValueError):
+                watcher.take(decode(RankMessage, line))
+        if time.monotonic() >= due:
+            watcher.tick(time.monotonic())
+            due = max(due + TICK, time.monotonic())
+        lines = inbox.wait(due)
+
+
+def make_watcher(settings: WatcherSettings, parent: int) -> NodeWatcher:
+    """Join the parts."""
+    folder = Path(settings.folder)
+    return NodeWatcher(
+        settings=settings,
+        book=RankBook(folder, read_heartbeat),
+        files=SharedFiles(Path(settings.run_dir)),
+        judge=HangJudge(
+            lambda nodes, reports, patient: judge(nodes, reports, patient=patient), settings.watch.on_hang
+        ),
+        gather=partial(gather_evidence, settings, folder),
+        send=partial(send_message, threading.Lock()),
+        is_suspended=lambda: is_stopped(parent),
+    )
+
+
+def gather_evidence(
+    settings: WatcherSettings, folder: Path, ranks: Sequence[WatchedRank], book: RankBook, number: int
+) -> NodeEvidence:
+    """Gather this node's evidence."""
+    return gather_node(
+        folder,
+        ranks,
+        book.list_beats(),
+        host=settings.host,
+        node_rank=settings.node_rank,
+        number=number,
+    )
+
+
+def send_message(lock: threading.Lock, message: dict[str, object]) -> None:
+    """Write a message to the supervisor, whole; if it is gone, so is the reason for this process.
+
+    Several threads do.
+    """
+    data = (json.dumps(message) + "\n").encode()
+    try:
+        with lock:
+            while data:
+                data = data[os.write(1, data) :]
+    except OSError:
+        os._exit(1)
+
+
+def is_stopped(pid: int) -> bool:
+    """Tell whether a process is stopped by a signal."""
+    try:
+        return read_stat(pid)[1][0] == "T"
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""The watcher of a node: reads heartbeats once a second, reports, and finds out when ranks stand still.
+
+Nothing in its loop waits for anything but time and the supervisor: the run directory has a thread of its own,
+and so has each gathering of evidence.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+from launcher.watch.evidence import WatchedRank
+from launcher.watch.hang_judge import HangJudge
+from launcher.watch.hang_records import write_hang, write_verdict
+from launcher.watch.job_view import JobView, describe_job_state, is_judge, make_job_view
+from launcher.watch.model import Hang, JobState, NodeEvidence, NodeReport
+from launcher.watch.node_reports import hang_path, read_evidence, write_evidence
+from launcher.watch.node_samples import NodeSample
+from launcher.watch.process_samples import Sample, Sampler
+from launcher.watch.progress_limit import choose_limit, find_stall_begin, list_stalled
+from launcher.watch.rank_book import RankBook
+from launcher.watch.shared_files import Exchange, SharedFiles
+from launcher.watch.watcher_settings import RankMessage, WatcherSettings
+
+TICK = 1.0
+"""Seconds from one look at the heartbeats to the next."""
+LATE = 5.0
+"""Seconds without a look, after which this process is taken to have been stopped, perhaps with the ranks."""
+HURRY = 0.5
+"""Share of the limit without progress from which on nodes exchange reports with each look."""
+Gather = Callable[[Sequence[WatchedRank], RankBook, int], NodeEvidence]
+"""Gathers evidence of ranks for a question."""
+
+
+@dataclass(slots=True)
+class NodeWatcher:
+    """Watches a node's ranks, and judges the job if this node is the one that does."""
+
+    settings: WatcherSettings
+    book: RankBook
+    files: SharedFiles
+    judge: HangJudge
+    gather: Gather
+    send: Callable[[dict[str, object]], None]
+    """Tells the supervisor something."""
+    is_suspended: Callable[[], bool]
+    """Tells whether the user has stopped the job, as by Ctrl-Z."""
+    sampler: Sampler = field(default_factory=Sampler)
+    sample: Sample = field(default_factory=lambda: Sample({}, NodeSample()))
+    number: int = 0
+    """Of the last report."""
+    last_look: float = field(default_factory=time.monotonic)
+    next_sample: float = 0.0
+    next_exchange: float = 0.0
+    answered: int = 0
+    """The last question that this node gathers evidence for."""
+    evidence: dict[str, NodeEvidence] = field(default_factory=dict)
+    """Of the question that is open, by host."""
+    acted: int = 0
+    """Number of the last hang that was acted upon here."""
+    was_judge: bool = False
+    told: dict[str, str] = field(default_factory=dict)
+    """Warnings that were given."""
+
+    def take(self, message: RankMessage) -> None:
+        """Take the supervisor's word on ranks."""
+        self.book.add_ranks(message.found)
+        self.book.note_ends(message.ended)
+
+    def tick(self, now: float) -> None:
+        """Look at the heartbeats, and do what is due; `now` is monotonic."""
+        if now - self.last_look > LATE or self.is_suspended():
+            self.book.forgive(now)
+        self.last_look = now
+        self.book.look(now)
+        if now >= self.next_sample:
+            self.next_sample = now + self.settings.watch.interval
+            self.sample = self.sampler.sample(self.book.list_pids())
+            self.book.measure_data_shares()
+        own, state = self.make_report(now), None
+        if is_judge(own, self.files.view, now, stuck=self.files.is_stuck(now)):
+            state = self.judge_job(own, now)
+        else:
+            self.was_judge, self.judge.asks = False, 0
+            self.follow_judge(own, now)
+        self.exchange(own, state, now)
+        self.check_files(now)
+
+    def find_limit(self) -> float:
+        """Return the seconds without progress after which ranks are looked at."""
+        hang_seconds = self.settings.watch.hang_seconds
+        return choose_limit(hang_seconds, self.book.find_slow_step(), self.judge.learned)
+
+    def make_report(self, now: float) -> NodeReport:
+        """Return this node's report of now."""
+        settings, node, limit, wall = self.settings, self.sample.node, self.find_limit(), time.time()
+        stalled = list_stalled(self.book.list_progress(), limit)
+        return NodeReport(
+            host=settings.host,
+            node_rank=settings.node_rank,
+            nodes=settings.nodes,
+            attempt=settings.attempt,
+            time=wall,
+            number=self.number,
+            interval=settings.watch.interval,
+            ranks=self.book.list_states(self.sample.ranks),
+            stalled_since=find_stall_begin(stalled, wall),
+            limit=limit,
+            asks=self.judge.asks,
+            nic_rates=node.nic_rates,
+            memory_pressure=node.memory_pressure,
+            cpu_pressure=node.cpu_pressure,
+            io_pressure=node.io_pressure,
+            throttled=node.throttled,
+        )
+
+    def exchange(self, own: NodeReport, state: JobState | None, now: float) -> None:
+        """Have the report written and others' read, if it is time: at each look once ranks may hang."""
+        idle = [rank.idle for rank in own.ranks if rank.idle is not None]
+        hurry = bool(self.judge.asks) or max(idle, default=0.0) > HURRY * (own.limit or 0.0)
+        if now < self.next_exchange and not (hurry and self.files.is_idle()):
+            return
+        self.number += 1
+        self.next_exchange = now + self.settings.watch.interval
+        reads_all = self.settings.nodes > 1 and (state is not None or own.stalled_since is not None)
+        self.files.submit(Exchange(own, state, reads_all))
+
+    def judge_job(self, own: NodeReport, now: float) -> JobState:
+        """Judge the job; return what is to be written of it."""
+        shared, judge, limit = self.files.view, self.judge, own.limit or 0.0
+        if not self.was_judge and shared and shared.job and shared.job.attempt == own.attempt:
+            judge.adopt(shared.job)
+        self.was_judge = True
+        view = make_job_view(own, shared, now)
+        if judge.asks:
+            self.collect_evidence(view, now)
+            if judge.is_answered(view, tuple(self.evidence.values()), now):
+                evidence = tuple(sorted(self.evidence.values(), key=lambda node: node.node_rank))
+                number = 1 + (shared.hangs if shared else 0)
+                if hang := judge.conclude(view, evidence, limit, now=now, number=number):
+                    self.tell_hang(hang, evidence, view)
+        elif judge.should_ask(view, limit, now):
+            self.answer(judge.ask(now, int(time.time())))
+        if hang := judge.find_recovery(view, limit):
+            self.tell_recovery(hang)
+        return describe_job_state(
+            own, view, judge.hangs, restarts=judge.restarts, asks=judge.asks, notes=self.told.values()
+        )
+
+    def follow_judge(self, own: NodeReport, now: float) -> None:
+        """Answer the judging node's question, and act upon its hangs."""
+        shared = self.files.view
+        job = shared.job if shared else None
+        if job is None or job.attempt != own.attempt or job.host == own.host:
+            return
+        if job.asks > self.answered:
+            self.answer(job.asks)
+        for hang in job.hangs:
+            if hang.number > self.acted:
+                self.act(hang, everywhere=False)
+
+    def answer(self, number: int) -> None:
+        """Gather this node's evidence for a question, in a thread."""
+        self.answered, self.evidence = number, {}
+        entries = [known.entry for known in self.book.ranks.values()]
+        host = self.settings.host
+        ranks = [
+            WatchedRank(one.rank, one.local_rank, one.attempt, one.pid, host, one.exit_code)
+            for one in entries
+        ]
+
+        def gather() -> None:
+            evidence = self.gather(ranks, self.book, number)
+            if number == self.answered:
+                self.evidence[host] = evidence
+                self.files.add_task(lambda: write_evidence(self.files.run_path, evidence))
+
+        threading.Thread(target=gather, name="evidence", daemon=True).start()
+
+    def collect_evidence(self, view: JobView, now: float) -> None:
+        """Have the other nodes' answers read."""
+        missing = [report.host for report in view.fresh if report.host not in self.evidence]
+        number = self.judge.asks
+        if missing and len(view.fresh) > 1 and self.files.is_idle() and now > self.judge.asked_at + TICK:
+            self.files.add_task(lambda: self.read_answers(number))
+
+    def read_answers(self, number: int) -> None:
+        """Read what nodes have gathered for a question: in the run directory's thread."""
+        for node in read_evidence(self.files.run_path, number, own=True):
+            if number == self.answered:
+                self.evidence.setdefault(node.host, node)
+
+    def tell_hang(self, hang: Hang, evidence: Sequence[NodeEvidence], view: JobView) -> None:
+        """Tell of a hang, keep what is known of it, and act upon it."""
+        since = hang.time - hang.stalled_since
+        step = f"after step {hang.step}" if hang.step else "before the first step"
+        self.send_lines(
+            "hang",
+            [f"hang {hang.number} {step}, {since:.0f} s without a step: {hang.verdict.sentence}"],
+            hang,
+        )
+
+        def keep() -> None:
+            write_hang(self.files.run_path, hang, evidence)
+            self.send_lines("note", [f"stacks in {hang_path(self.files.run_path, hang.number)}"])
+
+        self.files.add_task(keep)
+        here = {rank.rank for rank in view.ranks}
+        self.act(hang, everywhere=not here.intersection(hang.verdict.ranks))
+        self.next_exchange = 0.0
+
+    def tell_recovery(self, hang: Hang) -> None:
+        """Tell that steps go on."""
+        seconds = (hang.recovered or hang.time) - hang.stalled_since
+        self.send_lines("recovered", [f"hang {hang.number} is over after {seconds:.0f} s: steps go on"], hang)
+        self.files.add_task(lambda: write_verdict(self.files.run_path, hang))
+        self.next_exchange = 0.0
+
+    def act(self, hang: Hang, *, everywhere: bool) -> None:
+        """Have ranks ended for a hang, if that is its action: those that hold others up, or all of this node.
+
+        `everywhere`: no node that is heard of has the ranks that hold the others up.
+        """
+        self.acted = hang.number
+        culprits = [rank for rank in self.book.ranks if rank in hang.verdict.ranks]
+        if hang.action == "report" or hang.recovered is not None:
+            return
+        if hang.action == "restart" and not (culprits or everywhere):
+            return
+        self.send(
+            {"event": "act", "action": hang.action, "ranks": culprits, "sentence": hang.verdict.sentence}
+        )
+
+    def check_files(self, now: float) -> None:
+        """Warn once if the run directory hangs, or cannot be written."""
+        if self.files.is_stuck(now):
+            text = "the run directory does not answer: reports of watching are not written for now"
+            self.warn("stuck", f"{text} ({self.files.run_path})")
+        elif trouble := self.files.trouble:
+            self.warn("trouble", f"reports of watching cannot be written ({trouble})")
+
+    def warn(self, key: str, text: str) -> None:
+        """Give a warning once."""
+        if key not in self.told:
+            self.told[key] = text
+            self.send_lines("warning", [text])
+
+    def send_lines(self, event: str, lines: Iterable[str], hang: Hang | None = None) -> None:
+        """Send the supervisor lines to log, and a hang."""
+        self.send({"event": event, "lines": list(lines), **({"hang": asdict(hang)} if hang else {})})
+
+    def end(self, seconds: float) -> None:
+        """Write a last report, if that takes no longer than this."""
+        own = self.make_report(time.monotonic())
+        shared, state = self.files.view, None
+        if self.was_judge:
+            view = make_job_view(own, shared, time.monotonic())
+            state = describe_job_state(
+                own, view, self.judge.hangs, restarts=self.judge.restarts, asks=0, notes=self.told.values()
+            )
+        self.files.submit(Exchange(own, end_state(state), reads_all=False))
+        self.files.wait_idle(seconds)
+
+
+def end_state(state: JobState | None) -> JobState | None:
+    """Return the state of a job that has ended."""
+    return replace(state, state="ended") if state else None

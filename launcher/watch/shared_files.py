@@ -1,0 +1,135 @@
+"""The run directory as the watcher sees it: all reading and writing there is in a thread of its own.
+
+A filesystem that hangs blocks that thread, and nothing else: the watcher goes on with what it knows itself.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher.watch.model import JobState, NodeReport
+from launcher.watch.node_reports import (
+    StoredReport,
+    count_hangs,
+    read_job_state,
+    read_reports,
+    watch_path,
+    write_job_state,
+    write_report,
+)
+
+STUCK = 10.0
+"""Seconds in one call to a filesystem, after which it is said to hang."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedView:
+    """What was found in the run directory last."""
+
+    time: float
+    """Monotonic."""
+    written: float
+    """When this node's own report was written, on the filesystem's clock: its `now`."""
+    job: JobState | None = None
+    job_age: float = float("inf")
+    """Seconds since `job` was written, on the filesystem's clock."""
+    reports: tuple[StoredReport, ...] = ()
+    """All nodes', as far as they were asked for."""
+    hangs: int = 0
+    """The highest number of a hang that has a folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What is to be written and read."""
+
+    report: NodeReport
+    state: JobState | None
+    """What is known of the job, if this node judges."""
+    reads_all: bool
+    """Read all nodes' reports."""
+
+
+@dataclass(slots=True)
+class SharedFiles:
+    """Reads and writes in the run directory, without ever waiting for it."""
+
+    run_path: Path
+    view: SharedView | None = None
+    """None until something was written and read."""
+    trouble: str = ""
+    """Why the last exchange failed."""
+    exchange: Exchange | None = None
+    tasks: deque[Callable[[], None]] = field(default_factory=deque)
+    busy_since: float | None = None
+    """Monotonic time at which the thread began what it does now."""
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start the thread."""
+        self.thread = threading.Thread(target=self.serve, name="run-directory", daemon=True)
+        self.thread.start()
+
+    def submit(self, exchange: Exchange) -> None:
+        """Have a report written, and others read; one that still waits is replaced."""
+        with self.changed:
+            self.exchange = exchange
+            self.changed.notify()
+
+    def add_task(self, task: Callable[[], None]) -> None:
+        """Have something done there; an OSError of it is kept as `trouble`."""
+        with self.changed:
+            self.tasks.append(task)
+            self.changed.notify()
+
+    def is_stuck(self, now: float) -> bool:
+        """Tell whether the filesystem hangs; `now` is monotonic."""
+        since = self.busy_since
+        return since is not None and now - since > STUCK
+
+    def wait_idle(self, seconds: float) -> bool:
+        """Wait until all is done, at most so long; tell whether it is."""
+        with self.changed:
+            return self.changed.wait_for(self.is_idle, seconds)
+
+    def is_idle(self) -> bool:
+        """Tell whether nothing is left to do."""
+        return self.busy_since is None and not self.tasks and self.exchange is None
+
+    def serve(self) -> None:
+        """Do what is asked for: the thread's body."""
+        while True:
+            with self.changed:
+                self.busy_since = None
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: self.tasks or self.exchange)
+                task, exchange = self.tasks.popleft() if self.tasks else None, None
+                if task is None:
+                    exchange, self.exchange = self.exchange, None
+                self.busy_since = time.monotonic()
+            try:
+                if task:
+                    task()
+                elif exchange:
+                    self.view = self.carry_out(exchange)
+                    self.trouble = ""
+            except (OSError, ValueError) as error:
+                self.trouble = str(error)
+
+    def carry_out(self, exchange: Exchange) -> SharedView:
+        """Write this node's report, and the job's state if it judges; read the others'. Raises OSError."""
+        if exchange.state:
+            write_job_state(self.run_path, exchange.state)
+        written = write_report(self.run_path, exchange.report)
+        job = read_job_state(self.run_path, own=True)
+        age = self.measure_age(written) if job else float("inf")
+        reports = read_reports(self.run_path, own=True) if exchange.reads_all else ()
+        return SharedView(time.monotonic(), written, job, age, reports, count_hangs(self.run_path))
+
+    def measure_age(self, now: float) -> float:
+        """Return the seconds since the job's state was written; raises OSError."""
+        return now - (watch_path(self.run_path) / "job.json").stat().st_mtime
