@@ -31,6 +31,7 @@ verbs
   tune            find the best number of DataLoader workers
   status, watch   how runs stand; live, what a run's ranks do
   logs, cancel    what ranks have printed; end runs
+  report          write a page on a run
 
 More: launch VERB --help, and launch --help-all with all keys, groups and flags
 """
@@ -38,7 +39,7 @@ FULL = """\
 usage: launch [KEY=VALUE ...] [PROGRAM ARGUMENT ...]
        launch plan|topo|doctor [KEY=VALUE ...]
        launch tune dataloader [KEY=VALUE ...] [PROGRAM ARGUMENT ...]
-       launch status|logs|watch|cancel [RUN ...] [KEY=VALUE ...]
+       launch status|logs|watch|report|cancel [RUN ...] [KEY=VALUE ...]
 
 Starts distributed PyTorch training with every rank where it belongs: on the cores and memory next to its
 GPU, with thread counts and DataLoader workers to match: here, in a SLURM allocation, or through SLURM's

@@ -78,6 +78,12 @@ VERBS: Mapping[str, Verb] = {
         Takes.RUNS,
         ("rank=", "format=", "runs_dir="),
     ),
+    "report": Verb(
+        "write_report",
+        "write what there is to know of a run into one HTML page",
+        Takes.RUNS,
+        ("save=", "runs_dir="),
+    ),
     "cancel": Verb(
         "cancel_runs",
         "end runs, in SLURM's queue or here, after asking",

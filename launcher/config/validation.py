@@ -189,11 +189,15 @@ def check_format(context: Context) -> None:
     check_choice("format", context.config.format, FORMATS)
 
 
+SAVING = (("launch tune", "save"), ("launch report", "save"))
+"""Verbs beside `topo` that write a file, and the key that names it."""
+
+
 def check_output_files(context: Context) -> None:
     """Refuse a file that other verbs write."""
     config, verb = context.config, context.verb
     for key, name in (("save", config.save), ("image", config.image)):
-        if name is not None and (verb, key) != ("launch tune", "save"):
+        if name is not None and (verb, key) not in SAVING:
             raise UsageError(f"`{verb}` writes no {key}={name}: ask for it with `launch topo {key}=…`")
 
 

@@ -1,0 +1,119 @@
+"""`launch report`: writes what there is to know of a run into one HTML page."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.cli.choose_runs import choose_one
+from launcher.cli.output_files import check_target, explain, write_file
+from launcher.cli.topo import number_classes
+from launcher.cli.verbs import VerbCall
+from launcher.decode import decode
+from launcher.errors import MachineError, UsageError
+from launcher.files import LARGEST, read_file
+from launcher.plan.model import Plan, RankPlan
+from launcher.text import print_text
+
+if TYPE_CHECKING:
+    from launcher.report.html_sections import HostPlan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPlan:
+    """A plan's JSON, less its machine."""
+
+    ranks: tuple[RankPlan, ...]
+    warnings: tuple[str, ...] = ()
+
+
+NAME = "report.html"
+NEEDED = ("matplotlib", "jinja2")
+"""Packages of the extra `report`."""
+
+
+def write_report(call: VerbCall) -> int:
+    """Write the page of the named run, or of the newest, and print its path; return 0.
+
+    Raises UsageError or MachineError.
+    """
+    config = call.config
+    path = choose_one(config, call.names, "report")
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise MachineError(f"launch report needs {' and '.join(missing)}: pip install 'launch-ranks[report]'")
+    if config.save is not None:
+        check_target("save", config.save)
+    from launcher.report.html_report import render_report
+    from launcher.report.run_account import read_account
+
+    account = read_account(path)
+    page = render_report(account, list(read_plans(path)))
+    if config.save is not None:
+        write_file("save", config.save, page)
+    else:
+        write_into_run(path, page)
+    if account.status.is_live:
+        logger.info(f"{account.status.run} is {account.status.state}: the report tells of it so far")
+    print_text(f"{config.save or path / NAME}\n")
+    return 0
+
+
+def write_into_run(path: Path, page: bytes) -> None:
+    """Write the page into the run directory, for its owner alone; raises UsageError or MachineError."""
+    from launcher.files import open_own, write_whole
+    from launcher.runs.run_directory import closing_descriptor
+
+    try:
+        with closing_descriptor(open_own(path)) as at:
+            write_whole(at, NAME, page)
+    except PermissionError as error:
+        reason = error.strerror or error
+        raise UsageError(
+            f"{path / NAME} cannot be written ({reason}): name another file, save=FILE"
+        ) from None
+    except OSError as error:
+        raise explain("save", str(path / NAME), error) from None
+
+
+def read_plans(path: Path) -> "Iterator[HostPlan]":
+    """Give the hosts whose plans can be read."""
+    from launcher.protocol import name_plan_file, parse_plan_file
+    from launcher.report.html_sections import HostPlan
+
+    for file in sorted(path.glob(name_plan_file("*"))):
+        try:
+            plan = read_plan(read_file(file, LARGEST).decode())
+        except (OSError, ValueError, UsageError):
+            continue  # the report tells of it as damaged
+        yield HostPlan(parse_plan_file(file.name), plan, number_classes(plan.machine))
+
+
+def read_plan(text: str) -> Plan:
+    """Read a node's plan; raises UsageError or ValueError."""
+    from launcher.plan.snapshot import parse_machine
+
+    found = decode(WrittenPlan, text)
+    return Plan(parse_machine(text), found.ranks, found.warnings)
+
+
+HELP = """\
+usage: launch report [RUN] [KEY=VALUE ...]
+
+Writes one HTML page on a run, which needs neither network nor scripts: what ran
+and how it ended, warnings with their fixes, hangs with their stacks, the time of
+steps with what happened, where each rank's time went, GPU, CPU and memory, where
+the ranks ran, and attempts. A run that goes on is told of so far. RUN is the
+newest run, or NAME/ID, an ID, a NAME (its newest run), a run directory, or a
+job. The path of the page is printed.
+
+  save=FILE            another place than RUN_DIR/report.html
+  runs_dir=DIR         where the runs are (runs)
+
+  launch report
+  launch report train save=train.html
+"""

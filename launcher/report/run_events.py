@@ -1,0 +1,146 @@
+"""What happened in a run, and when: hangs, stragglers, restarts, requeues, checkpoints, collections."""
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.runs.attempt_progress import list_attempts, read_mtime
+from launcher.runs.manifest import read_time
+from launcher.runs.rank_logs import read_tail
+from launcher.runs.run_directory import list_logs
+from launcher.runs.run_status import AttemptStatus
+from launcher.text import describe_time
+from launcher.watch.metrics_log import MetricsEvent
+from launcher.watch.model import Hang, JobState, NodeReport, Straggler
+
+KINDS = ("hang", "straggler", "restart", "requeue", "checkpoint", "collection")
+"""In the order in which they are shown."""
+COLLECTION = re.compile(r"launch: rank \d{1,9}: step (\d{1,15}): (\d{1,15} objects collected in \S{1,20} ms)")
+"""What the hook prints with `gc.log=true`."""
+MOST_LINES = 20000
+"""Last lines of rank 0's log that are searched for collections."""
+MOST_CHECKPOINTS = 1000
+SAME_START = 60.0
+"""Seconds between the start of an attempt and its first log: both are one event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened."""
+
+    kind: str
+    """One of KINDS."""
+    time: float
+    text: str
+    until: float | None = None
+    """When it was over; None if it took no time worth showing, or is not over."""
+
+
+def list_events(
+    path: Path,
+    attempts: Sequence[AttemptStatus],
+    samples: Sequence[NodeReport],
+    job: JobState | None,
+    told: Sequence[MetricsEvent],
+    end: float,
+) -> tuple[Event, ...]:
+    """Return all that is known to have happened, by time.
+
+    `told` are the events of the nodes' metrics, and `end` is when the run ended, or now.
+    """
+    known = ("hang", "straggler") if job is None else ()
+    found = itertools.chain(
+        list_starts(attempts),
+        (Event(one.event, one.time, one.sentence) for one in told if one.event in known),
+        list_restarts(path, samples, [read_time(one.started) for one in attempts]),
+        list_checkpoints(path, samples),
+        list_collections(path, samples),
+        (describe_hang(hang, end) for hang in (job.hangs if job else ())),
+        (describe_straggler(one) for one in (job.stragglers if job else ())),
+    )
+    return tuple(sorted(found, key=lambda event: event.time))
+
+
+def list_starts(attempts: Sequence[AttemptStatus]) -> Iterator[Event]:
+    """Give the starts after the first one."""
+    for before, attempt in itertools.pairwise(attempts):
+        time = read_time(attempt.started)
+        if time is not None:
+            requeued = before.state == "requeued"
+            why = f" ({before.reason})" if before.reason else ""
+            text = f"requeued{why}" if requeued else f"started again after it had {before.state}{why}"
+            yield Event("requeue" if requeued else "restart", time, text)
+
+
+def list_restarts(
+    path: Path, samples: Sequence[NodeReport], starts: Sequence[float | None]
+) -> Iterator[Event]:
+    """Give the restarts of the ranks within an attempt of the job."""
+    first: dict[int, float] = {}
+    for sample in samples:
+        first[sample.attempt] = min(first.get(sample.attempt, sample.time), sample.time)
+    for number in sorted(list_attempts(path)):
+        time = first.get(number) or read_mtime(path / "logs" / str(number))
+        is_start = any(start is not None and abs((time or 0.0) - start) < SAME_START for start in starts)
+        if number and time is not None and not is_start:
+            yield Event("restart", time, f"the ranks were started again (restart {number})")
+
+
+def list_checkpoints(path: Path, samples: Sequence[NodeReport]) -> Iterator[Event]:
+    """Give when checkpoints were written into the run directory, or else when ranks were saving."""
+    times: list[float] = []
+    try:
+        entries = itertools.islice((path / "checkpoints").iterdir(), MOST_CHECKPOINTS)
+        times = [time for entry in entries if (time := read_mtime(entry)) is not None]
+    except OSError:
+        pass
+    if times:
+        yield from (Event("checkpoint", time, "") for time in sorted(times))
+        return
+    saving = False
+    for sample in sorted(samples, key=lambda one: one.time):
+        now = any(state.phase == "saving" for state in sample.ranks)
+        if now and not saving:
+            yield Event("checkpoint", sample.time, "")
+        saving = now
+
+
+def list_collections(path: Path, samples: Sequence[NodeReport]) -> Iterator[Event]:
+    """Give the garbage collections that rank 0 has logged, at the times of their steps."""
+    steps = sorted(
+        {(state.step, sample.time) for sample in samples for state in sample.ranks if state.rank == 0}
+    )
+    if not steps:
+        return
+    for name in list_logs(path):
+        if not name.isdecimal():
+            continue
+        for line in read_tail(path / "logs" / name / "rank-0.err", MOST_LINES):
+            found = COLLECTION.search(line)
+            if found and (time := find_step_time(steps, int(found[1]))) is not None:
+                yield Event("collection", time, "")
+
+
+def find_step_time(steps: Sequence[tuple[int, float]], step: int) -> float | None:
+    """Return when a step was made, by the steps and times around it; None outside of them."""
+    for (before, early), (after, late) in itertools.pairwise(steps):
+        if before <= step <= after:
+            return early + (late - early) * (step - before) / max(after - before, 1)
+    return None
+
+
+def describe_hang(hang: Hang, end: float) -> Event:
+    """Return a hang as an event, to its recovery or to the run's end."""
+    until = end if hang.recovered is None else hang.recovered
+    text = f"hang {hang.number}, {describe_time(max(0.0, until - hang.stalled_since))}"
+    return Event("hang", hang.stalled_since, f"{text}: {hang.verdict.sentence}", until)
+
+
+def describe_straggler(found: Straggler) -> Event:
+    """Return a straggler as an event."""
+    excess = f"{100 * found.excess:.0f}%"
+    return Event(
+        "straggler", found.time, f"rank {found.rank} on {found.host}, {excess} slower: {found.detail}"
+    )
