@@ -27,11 +27,10 @@ next to its GPU: on this machine, in a SLURM job, or through SLURM's queue.
 
 verbs
   plan, topo      where the ranks would run, and why; the machine
-  doctor          what slows jobs down here, and the fix
-  tune            find the best number of DataLoader workers
+  doctor, tune    what slows jobs down here; the best number of DataLoader workers
   status, watch   how runs stand; live, what a run's ranks do
   logs, cancel    what ranks have printed; end runs
-  report          write a page on a run
+  report          a run as one HTML page, for afterwards
 
 More: launch VERB --help, and launch --help-all with all keys, groups and flags
 """

@@ -37,7 +37,6 @@ HEADING = 28
 BELOW = 46
 """Pixels below the axes, for numbers and unit."""
 STYLE: dict[Any, object] = {  # matplotlib's keys are a type of their own since 3.11
-   
     "svg.fonttype": "none",
     "svg.hashsalt": "launch",
     "text.parse_math": False,
@@ -188,7 +187,9 @@ def render_times(chart: TimeChart, width: int) -> str:
         left = (92 if width == WIDE else 84) if lanes else 60 if width == WIDE else 52
         drawing = Drawing(width, height, left)
         unit, name = choose_unit(chart.end)
-        axes = [draw_panel(drawing.add_axes(panel.height, HEADING), panel, chart, unit) for panel in chart.panels]
+        axes = [
+            draw_panel(drawing.add_axes(panel.height, HEADING), panel, chart, unit) for panel in chart.panels
+        ]
         for each in axes:
             draw_breaks(each, chart.lanes, unit)
         if lanes:

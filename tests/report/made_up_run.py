@@ -80,7 +80,9 @@ def make_full_run(
         file.mkdir(parents=True)
         os.utime(file, (BEGIN + 60 * minutes,) * 2)
     write_log(path, 0, "step 5200/20000 loss 2.41 tokens/s 12345\n", attempt=1)
-    lines = (f"launch: rank 0: step {step}: 812 objects collected in 4.2 ms\n" for step in range(50, 5000, 100))
+    lines = (
+        f"launch: rank 0: step {step}: 812 objects collected in 4.2 ms\n" for step in range(50, 5000, 100)
+    )
     write_log(path, 0, "".join(lines), ending="err")
     return path
 
@@ -96,9 +98,7 @@ def write_watch(path: Path, name: str, text: str) -> None:
     (path / "watch" / name).write_text(text)
 
 
-def make_report(
-    node: int, nodes: int, ranks: int, time: float, number: int, interval: float
-) -> NodeReport:
+def make_report(node: int, nodes: int, ranks: int, time: float, number: int, interval: float) -> NodeReport:
     """A node's report at a time of the made-up run."""
     states = tuple(make_state(node * ranks + local, local, time) for local in range(ranks))
     attempt = int(time > BEGIN + 1800)
@@ -156,6 +156,8 @@ def make_evidence(node: int, ranks: int) -> NodeEvidence:
         )
         group = GroupState("default group", (), 1041 + (rank != 1), 1041, "all_reduce", "[4096]", rank != 1)
         found.append(
-            RankEvidence(rank, local, f"n{node}", 100 + rank, "training", 1800, 24.0, 24.0, process, (), (group,))
+            RankEvidence(
+                rank, local, f"n{node}", 100 + rank, "training", 1800, 24.0, 24.0, process, (), (group,)
+            )
         )
     return NodeEvidence(f"n{node}", node, 1, BEGIN + 2723, 1.2, tuple(found))

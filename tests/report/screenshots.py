@@ -60,7 +60,9 @@ def measure(browser: str, page: Path, folder: Path, width: int) -> tuple[int, in
     outer = frame_page(copy, folder, width, 2000)
     outer.write_text(f"{outer.read_text()}{script}</script>")
     options = ("--allow-file-access-from-files", "--virtual-time-budget=3000", "--dump-dom")
-    found = re.search(r"<title>SIZE ([\d,]+)", run_browser(browser, folder / "profile", *options, outer.as_uri()))
+    found = re.search(
+        r"<title>SIZE ([\d,]+)", run_browser(browser, folder / "profile", *options, outer.as_uri())
+    )
     assert found, "the browser did not measure the page"
     wide, inner, high, loaded = map(int, found[1].split(","))
     return wide, inner, high, loaded

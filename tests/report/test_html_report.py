@@ -1,0 +1,278 @@
+"""The page of a run: valid, self-contained, all text in it escaped, nothing missing, small for large jobs."""
+
+import json
+import re
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from xml.etree.ElementTree import Element
+
+import html5lib
+import pytest
+
+from launcher.cli.report import read_plans
+from launcher.plan.json_form import plan_to_json
+from launcher.plan.model import Plan, Request
+from launcher.plan.planner import plan
+from launcher.report.html_figures import ACTIVITY_COLOURS
+from launcher.report.html_page import read_part
+from launcher.report.html_report import MISSING, render_report
+from launcher.report.run_account import read_account
+from launcher.report.time_series import ACTIVITIES
+from launcher.watch.model import JobState
+from tests.cli.make_runs import make_run, write_applied, write_log
+from tests.report import full_machines
+from tests.report.made_up_run import BEGIN, dump, make_full_run, make_hang, make_report, write_watch
+
+EVIL = (
+    "</title></style></script><script>alert(1)</script>\"'><img src=//evil.example/x onerror=a>&amp;"
+    "\x00\x1b]0;title\x07\u202e\ud800{{ 7*7 }} $\\frac{1}{0}$"
+)
+SECTIONS = ["summary", "warnings", "hangs", "steps", "time", "gpu", "cpu", "placement", "attempts"]
+
+
+class Parsed:
+    """A page as a browser reads it; what the HTML standard calls a parse error fails."""
+
+    def __init__(self, data: bytes) -> None:
+        self.text = data.decode()
+        root: Element = html5lib.HTMLParser(strict=True, namespaceHTMLElements=False).parse(self.text)
+        self.elements = [element for element in root.iter() if isinstance(element.tag, str)]
+
+    def find(self, *tags: str) -> list[Element]:
+        return [element for element in self.elements if element.tag.rpartition("}")[2] in tags]
+
+    @cached_property
+    def words(self) -> str:
+        return " ".join(" ".join(text for one in self.find("html") for text in one.itertext()).split())
+
+    def assert_harmless(self) -> None:
+        """Nothing acts, nothing is loaded, and control characters are not there."""
+        assert not self.find("script", "img", "iframe", "object", "embed", "link", "form", "foreignObject")
+        for element in self.elements:
+            for key, value in element.attrib.items():
+                assert not key.startswith("on"), (element.tag, key)
+                assert key not in ("src", "srcset", "action", "data")
+                assert key.rpartition("}")[2] != "href" or value.startswith("#"), value
+                assert "url(" not in value.replace("url(#", ""), value
+        assert "@import" not in self.text and not re.search(r"url\((?!#)", self.text)
+        policies = [one.get("content", "") for one in self.find("meta") if one.get("http-equiv")]
+        assert policies and policies[0].startswith("default-src 'none'; style-src 'unsafe-inline'")
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", self.text)
+
+
+def render(path: Path) -> bytes:
+    return render_report(read_account(path), list(read_plans(path)))
+
+
+def write_plan(path: Path, host: str, made: Plan) -> None:
+    (path / f"plan-{host}.json").write_text(json.dumps(plan_to_json(made)))
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Parsed:
+    """The page of a run with everything."""
+    path = make_full_run(tmp_path_factory.mktemp("runs"))
+    made = plan(full_machines.odd(), Request(nproc_per_node=4))
+    for host in ("n0", "n1"):
+        write_plan(path, host, replace(made, warnings=("memory is short: ask for more",)))
+    write_applied(path, 0, "n0")
+    return Parsed(render(path))
+
+
+def test_it_is_html_that_loads_nothing(page: Parsed) -> None:
+    page.assert_harmless()
+    assert page.find("html")[0].get("lang") == "en"
+
+
+def test_all_is_there(page: Parsed) -> None:
+    assert [section.get("id") for section in page.find("section")] == SECTIONS
+    for part in (
+        "failed",
+        "It has failed after 1 h 30 min at step 5200/20000. Rank 5 on n1 exited with 1.",
+        "env.HF_TOKEN=***",
+        "0123456789abcdef0123456789abcdef01234567 with changes that are not committed",
+        "torch 2.13.0",
+        "RuntimeError: no more <b>data</b>",
+        "n0, n1: memory is short",
+        "Fix: ask for more",
+        "rank 2 on n0 was 14% slower than the others from step 1200 to 1420",
+        "Fix: end what else runs on its cores",
+        "reported XID 79",
+        "rank 1 on n0 has not joined all_reduce #1042 of the default group",
+        "No steps for 3 min 20 s, then steps went on. The verdict came 24.0 s after the last step.",
+        "/home/ann/train/data.py:88, read_shard",
+        "7 ranks: 0,2-7",
+        "requeued (SLURM preempted the job)",
+        "4 ranks on n0, and on 1 more host like it",
+        "rank 0 runs on CPUs 0, planned",
+    ):
+        assert part in page.words, part
+
+
+def test_events_are_marked(page: Parsed) -> None:
+    (steps, *_) = [one for one in page.find("section") if one.get("id") == "steps"]
+    drawn = [element.text for element in steps.iter() if str(element.tag).endswith("}text")]
+    for lane in ("hangs", "stragglers", "requeues", "checkpoints", "collections"):
+        assert drawn.count(lane) == 2, lane  # for wide pages, and for narrow ones
+    tooltips = [element.text for element in steps.iter() if str(element.tag).endswith("}title")]
+    assert any(text and text.startswith("hang 1, 3 min 20 s: rank 1 on n0") for text in tooltips)
+
+
+def test_pictures_have_words(page: Parsed) -> None:
+    known = {element.get("id"): element for element in page.elements if element.get("id")}
+    assert len(known) == sum(bool(element.get("id")) for element in page.elements), "an id twice"
+    pictures = page.find("svg")
+    assert len(pictures) == 2 * 4 + 1
+    for picture in pictures:
+        assert picture.get("role") == "img"
+        names = picture.get("aria-labelledby", "").split()
+        assert all(known[name].text for name in names) and len(names) == 2
+    for figure in page.find("figure"):
+        tables = [one for one in figure.iter() if one.tag == "table"]
+        assert tables or "machine0" in "".join(str(one.get("id")) for one in figure.iter())
+    for element in page.elements:
+        for key, value in element.attrib.items():
+            target = [value[1:]] if key.rpartition("}")[2] == "href" else []
+            for name in target + re.findall(r"url\(#([^)]+)\)", value):
+                assert name in known, name
+
+
+def test_headings_are_in_order(page: Parsed) -> None:
+    levels = [int(one.tag[1]) for one in page.find("h1", "h2", "h3", "h4")]
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in zip(levels, levels[1:], strict=False))
+    assert all(one.get("scope") for one in page.find("th"))
+
+
+def test_light_dark_and_print(page: Parsed) -> None:
+    light, dark, printed = re.split(
+        r"@media screen and \(prefers-color-scheme: dark\)|@media print", page.text
+    )
+    defined = [set(re.findall(r"(--\w+):", part)) for part in (light, dark.partition("* {")[0])]
+    assert defined[0] - {"--c"} == defined[1] - {"--c"}
+    assert set(re.findall(r"var\((--\w+)\)", page.text)) <= defined[0] | {"--c"}
+    assert "break-inside: avoid" in printed
+    for picture in page.find("svg"):
+        if "machine" not in picture.get("aria-labelledby", ""):
+            colours = {one.get("style", "") for one in picture.iter()}
+            assert not re.search(r"#[0-9a-f]{6}", " ".join(colours)), "a colour that is no variable"
+
+
+def test_ordinary_runs_have_small_pages(page: Parsed) -> None:
+    assert len(page.text) < 1_000_000
+
+
+def test_what_others_wrote_is_text(tmp_path: Path) -> None:
+    failure = {"rank": EVIL, "host": EVIL, "local_rank": EVIL, "reason": EVIL, "last_lines": [EVIL, 7]}
+    path = make_run(
+        tmp_path, "<b>evil", state="failed", command=["launch", EVIL], hosts=[EVIL], directory=EVIL,
+        git={"commit": EVIL, "dirty": 1}, packages={EVIL: EVIL}, earlier=[{"outcome": {"state": EVIL}}, 7],
+        outcome={"first_failure": failure, "events": [EVIL], "reason": EVIL},
+    )  # fmt: skip
+    report = make_report(0, 1, 2, BEGIN + 30, 1, 30.0)
+    states = tuple(replace(state, phase=EVIL, notes=(EVIL,)) for state in report.ranks)
+    write_watch(path, "node-n0.json", dump(replace(report, host=EVIL, ranks=states, notes=(EVIL,))))
+    hang = make_hang(2)
+    hang = replace(hang, action=EVIL, verdict=replace(hang.verdict, sentence=EVIL))
+    state = JobState(BEGIN + 60, EVIL, 0, EVIL, 1, None, None, 1, (EVIL,), (hang,), notes=(EVIL,))
+    write_watch(path, "job.json", dump(state))
+    write_log(path, 0, f"{EVIL}\nstep 3/4 loss 1\n".encode("utf-8", "replace").decode())
+    found = Parsed(render(path))
+    found.assert_harmless()
+    assert found.words.count("<script>alert(1)</script>") >= 8
+    assert "\\x1b]0;title" in found.words or "?]0;title" in found.words
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "[]",
+        "\x00\xff",
+        '{"host": "n0"}',
+        '{"host": "n0", "node_rank": 0, "nodes": 1, "attempt": 0, "time": 1e300, "number": 1, "interval": -5,'
+        ' "ranks": [{"rank": -7, "local_rank": 0, "pid": 0, "attempt": 0, "phase": "training", "step": -1,'
+        ' "step_age": -1e300, "p50": 1e300, "p99": -1, "wait_share": 1e9, "data_share": -4, "rss": 9e99}]}',
+        '{"host": "n0", "node_rank": 0, "nodes": 1, "attempt": 0, "time": 1785585700, "number": 1,'
+        ' "interval": 1e300, "ranks": [{"rank": 0, "local_rank": 0, "pid": 0, "attempt": 0, "step": 5,'
+        ' "phase": "training", "step_age": 1, "p50": 1e300, "wait_share": 1e9, "data_share": -4, "cpu": 1e14}]}',
+    ],
+)
+def test_damaged_files(tmp_path: Path, damage: str) -> None:
+    path = make_run(tmp_path, state="running")
+    for name in ("metrics-n0.jsonl", "node-n0.json", "job.json"):
+        write_watch(path, name, damage + "\n")
+    (path / "plan-n0.json").write_text(damage)
+    (path / "rank-0.applied.json").write_text(damage)
+    found = Parsed(render(path))
+    assert "It is running" in found.words and "plan-n0.json cannot be read" in found.words
+
+
+def test_what_is_not_there_is_left_out_with_a_word(tmp_path: Path) -> None:
+    path = make_run(tmp_path, state="submitted")
+    found = Parsed(render(path))
+    assert [section.get("id") for section in found.find("section")] == ["summary"]
+    for line in MISSING.values():
+        assert line in found.words
+    (path / "manifest.json").write_text("{")
+    assert "its manifest.json cannot be read" in Parsed(render(path)).words.lower()
+
+
+def test_a_large_job_is_summed_up(tmp_path: Path) -> None:
+    path = make_full_run(tmp_path, nodes=24, ranks=8, interval=300.0)
+    data = render(path)
+    found = Parsed(data)
+    assert len(data) < 1_000_000
+    assert "median of 192 ranks, with 5th to 95th percentile" in found.words
+    assert "168 other ranks" in found.words and "rank 2 n0" in found.words
+    assert "191 ranks: 0,2-191" in found.words
+
+
+def simulate_colours(colour: str) -> list[tuple[float, float, float]]:
+    """A colour as CIELAB, as it is and as protanopes, deuteranopes and tritanopes see it.
+
+    Machado, Oliveira and Fernandes 2009, severity 1.0; sRGB (IEC 61966-2-1) with white D65.
+    """
+    rgb = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in rgb]
+    matrices = (
+        ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+        ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+        ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+        ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+    )
+    return [
+        convert_to_lab([sum(m * c for m, c in zip(row, linear, strict=True)) for row in matrix])
+        for matrix in matrices
+    ]
+
+
+def convert_to_lab(linear: list[float]) -> tuple[float, float, float]:
+    """Linear sRGB as CIELAB (D65)."""
+    matrix = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
+    light = [min(max(part, 0), 1) for part in linear]
+    xyz = [sum(m * c for m, c in zip(row, light, strict=True)) for row in matrix]
+    x, y, z = (
+        part ** (1 / 3) if part > 0.008856 else 7.787 * part + 16 / 116
+        for part in (value / white for value, white in zip(xyz, (0.9505, 1.0, 1.089), strict=True))
+    )
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_bars_are_told_apart_by_the_colour_blind(theme: int) -> None:
+    """All pairs differ by 10 or more (CIE 1976); 2.3 is just noticeable."""
+    assert set(ACTIVITY_COLOURS) == set(ACTIVITIES)
+    found = {
+        name: simulate_colours(re.findall(rf"--s{number}: (#\w{{6}})", read_part("page.css"))[theme])
+        for name, number in ACTIVITY_COLOURS.items()
+    }
+    for name, seen in found.items():
+        for other, its in found.items():
+            if name < other:
+                distances = [
+                    sum((a - b) ** 2 for a, b in zip(one, two, strict=True)) ** 0.5
+                    for one, two in zip(seen, its, strict=True)
+                ]
+                assert min(distances) >= 10, (name, other, distances)
