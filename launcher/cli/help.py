@@ -27,7 +27,7 @@ next to its GPU: on this machine, in a SLURM job, or through SLURM's queue.
 
 verbs
   plan, topo      where the ranks would run, and why; the machine
-  doctor, tune    what slows jobs down here; the best number of DataLoader workers
+  doctor, tune    what slows jobs down here; how many DataLoader workers help
   status, watch   how runs stand; live, what a run's ranks do
   logs, cancel    what ranks have printed; end runs
   report          a run as one HTML page, for afterwards

@@ -104,12 +104,12 @@ def read_plan(text: str) -> Plan:
 HELP = """\
 usage: launch report [RUN] [KEY=VALUE ...]
 
-Writes one HTML page on a run, which needs neither network nor scripts: what ran
-and how it ended, warnings with their fixes, hangs with their stacks, the time of
-steps with what happened, where each rank's time went, GPU, CPU and memory, where
-the ranks ran, and attempts. A run that goes on is told of so far. RUN is the
-newest run, or NAME/ID, an ID, a NAME (its newest run), a run directory, or a
-job. The path of the page is printed.
+Writes one HTML page on a run, which needs neither network nor scripts: what
+ran and how it ended, warnings with their fixes, hangs with their stacks, the
+time of steps with what happened, where each rank's time went, GPU, CPU and
+memory, where the ranks ran, and attempts. A run that goes on is told of so far.
+RUN is the newest run, or NAME/ID, an ID, a NAME (its newest run), a run
+directory, or a job. The path of the page is printed.
 
   save=FILE            another place than RUN_DIR/report.html
   runs_dir=DIR         where the runs are (runs)

@@ -170,7 +170,9 @@ class Drawing:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # letters that the measuring font lacks
             self.figure.savefig(output, format="svg", metadata={"Date": None}, transparent=True)
-        return inline_svg(output.getvalue(), name, title, description, COLOURS, self.tooltips)
+        return inline_svg(
+            output.getvalue(), name, title, description, colours=COLOURS, tooltips=self.tooltips
+        )
 
 
 def draw_times(chart: TimeChart) -> tuple[str, str]:

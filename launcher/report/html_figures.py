@@ -1,4 +1,4 @@
-"""The report's charts: steps with events, where the time went, GPUs, CPUs and memory; each with its figures."""
+"""The report's charts: steps with events, where the time went, GPUs, CPUs and memory; with their figures."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from launcher.report.html_charts import (
     draw_times,
     name_colours,
 )
-from launcher.report.html_page import Chart, Head, HtmlTable, Key, Section, make_chart
+from launcher.report.html_page import Head, HtmlTable, Key, Section, make_chart
 from launcher.report.run_account import RunAccount
 from launcher.report.run_events import KINDS, Event
 from launcher.report.time_series import (

@@ -32,7 +32,8 @@ def describe_one(account: RunAccount, hang: Hang, evidence: Sequence[NodeEvidenc
     lasted = describe_time(max(0.0, until - hang.stalled_since))
     told = describe_time(max(0.0, hang.time - hang.stalled_since))
     end = "then steps went on" if hang.recovered is not None else "and steps did not go on"
-    text = f"No steps for {lasted}, {end}. The verdict came {told} after the last step. {ACTIONS.get(hang.action, '')}"
+    action = ACTIONS.get(hang.action, "")
+    text = f"No steps for {lasted}, {end}. The verdict came {told} after the last step. {action}"
     return HangText(
         title=f"Hang {hang.number}, at step {hang.step}, {since} after the start",
         sentence=clean_text(hang.verdict.sentence, 2000),

@@ -1,4 +1,4 @@
-"""A page as plain values, sections of texts, tables and pictures, and its HTML by Jinja2, which escapes them."""
+"""A page as plain values, sections of texts, tables and pictures, and its HTML by Jinja2, which escapes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

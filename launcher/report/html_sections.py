@@ -58,7 +58,8 @@ def describe_end(account: RunAccount) -> str:
     seconds = account.end - account.begin
     step = f" at step {format_step(account)}" if format_step(account) else ""
     if status.is_live:
-        head = f"It is {status.state}{step}, {describe_time(seconds)} after its start; this is what there is so far."
+        past = f"{describe_time(seconds)} after its start"
+        head = f"It is {status.state}{step}, {past}; this is what there is so far."
     else:
         verb = "is" if status.state in ("lost", "unknown") else "has"
         head = f"It {verb} {status.state} after {describe_time(seconds)}{step}."
@@ -225,7 +226,7 @@ def advise_straggler(found: Straggler) -> Advice:
 
 def make_advice(level: str, what: str, why: str = "", fix: str = "") -> Advice:
     """Return what was found, its texts bounded."""
-    return Advice(level, *(clean_text(text, LONGEST) for text in (what, why, fix)))
+    return Advice(level, clean_text(what, LONGEST), clean_text(why, LONGEST), clean_text(fix, LONGEST))
 
 
 def make_placement(account: RunAccount, hosts: Sequence[HostPlan]) -> Section:

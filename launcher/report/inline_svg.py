@@ -1,4 +1,4 @@
-"""An SVG document made fit to stand within a page: names of its own, the page's fonts and colours, a title."""
+"""An SVG document made fit for a page: identifiers of its own, the page's fonts and colours, a title."""
 
 import re
 from collections.abc import Mapping
@@ -19,6 +19,7 @@ def inline_svg(
     name: str,
     title: str,
     description: str,
+    *,
     colours: Mapping[str, str] | None = None,
     tooltips: Mapping[str, str] | None = None,
     smallest: float = 0.0,

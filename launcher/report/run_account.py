@@ -12,9 +12,9 @@ from launcher.report.run_events import Event, list_events
 from launcher.runs.manifest import read_manifest, read_time
 from launcher.runs.run_records import RunRecords, read_run
 from launcher.runs.run_status import RunStatus, add_progress, read_status
+from launcher.text import count_things
 from launcher.watch.metrics_log import MetricsEvent, read_metrics
 from launcher.watch.model import Hang, JobState, NodeEvidence, NodeReport
-from launcher.text import count_things
 from launcher.watch.node_reports import (
     EVIDENCE,
     hang_path,
@@ -75,7 +75,7 @@ def read_account(path: Path, now: float | None = None) -> RunAccount:
         samples=samples,
         job=job,
         hangs=tuple(read_hangs(path, job)),
-        events=list_events(path, status.attempts, samples, job, told, end),
+        events=list_events(path, status.attempts, samples, job, told=told, end=end),
         begin=begin,
         end=end,
         notes=notes,

@@ -43,6 +43,7 @@ def list_events(
     attempts: Sequence[AttemptStatus],
     samples: Sequence[NodeReport],
     job: JobState | None,
+    *,
     told: Sequence[MetricsEvent],
     end: float,
 ) -> tuple[Event, ...]:

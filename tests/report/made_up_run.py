@@ -1,4 +1,4 @@
-"""A run directory with all that a report can show, made up: hangs, stragglers, GPUs, restarts, checkpoints."""
+"""A run directory with all that a report can show, made up: a hang, a straggler, GPUs, checkpoints."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def make_full_run(
     hang = make_hang(ranks)
     for number in range(nodes):
         reports = [
-            make_report(number, nodes, ranks, BEGIN + at * interval, at, interval)
+            make_report(number, nodes, ranks, BEGIN + at * interval, number=at, interval=interval)
             for at in range(1, int(seconds / interval))
         ]
         write_watch(path, f"metrics-n{number}.jsonl", "\n".join(dump(report) for report in reports) + "\n")
@@ -68,7 +68,8 @@ def make_full_run(
         folder.mkdir(exist_ok=True)
         (folder / f"evidence-n{number}.json").write_text(dump(evidence))
     straggler = Straggler(
-        min(2, ranks - 1), "n0", 0.14, "run_delay", "python (PID 4711) runs on its core 3 for 48% of the time",
+        min(2, ranks - 1), "n0", 0.14, "run_delay",
+        "python (PID 4711) runs on its core 3 for 48% of the time",
         1200, 1420, BEGIN + 1500,
     )  # fmt: skip
     job = JobState(
@@ -98,7 +99,9 @@ def write_watch(path: Path, name: str, text: str) -> None:
     (path / "watch" / name).write_text(text)
 
 
-def make_report(node: int, nodes: int, ranks: int, time: float, number: int, interval: float) -> NodeReport:
+def make_report(
+    node: int, nodes: int, ranks: int, time: float, *, number: int, interval: float
+) -> NodeReport:
     """A node's report at a time of the made-up run."""
     states = tuple(make_state(node * ranks + local, local, time) for local in range(ranks))
     attempt = int(time > BEGIN + 1800)

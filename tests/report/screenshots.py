@@ -1,4 +1,6 @@
-"""Takes pictures of reports in a real browser, for people to look at: `python -m tests.report.screenshots DIR [PAGE]`.
+"""Takes pictures of reports in a real browser, for people to look at.
+
+    python -m tests.report.screenshots DIR [PAGE]
 
 Without a PAGE it is the report of a made-up run. Light and dark, on a wide page and on a telephone's, and
 printed. It needs Chromium (Debian's package `chromium`; CHROMIUM=PATH names another), and says so if there is
@@ -25,10 +27,15 @@ COLOURS = {"light": "1", "dark": "0"}
 POLICY = re.compile(rb'<meta http-equiv="Content-Security-Policy"[^>]*>')
 MEASURE = (
     b"<script>addEventListener('load', () => {const e = document.documentElement; document.title = "
-    b"'SIZE ' + [e.scrollWidth, e.clientWidth, e.scrollHeight, performance.getEntriesByType('resource').length]})"
+    b"'SIZE ' + [e.scrollWidth, e.clientWidth, e.scrollHeight, "
+    b"performance.getEntriesByType('resource').length]})"
     b"</script></body>"
 )
 """Added to a copy of the page, which has no scripts of its own."""
+PASS_ON = (
+    "<script>addEventListener('load', () => "
+    "setTimeout(() => document.title = frames[0].document.title, 200))</script>"
+)
 
 
 def find_browser() -> str | None:
@@ -56,9 +63,8 @@ def measure(browser: str, page: Path, folder: Path, width: int) -> tuple[int, in
     """The width of a page and of its window, the page's height, and how many files it loads."""
     copy = folder / "measured.html"
     copy.write_bytes(POLICY.sub(b"", page.read_bytes()).replace(b"</body>", MEASURE))
-    script = "<script>addEventListener('load', () => setTimeout(() => document.title = frames[0].document.title, 200))"
     outer = frame_page(copy, folder, width, 2000)
-    outer.write_text(f"{outer.read_text()}{script}</script>")
+    outer.write_text(outer.read_text() + PASS_ON)
     options = ("--allow-file-access-from-files", "--virtual-time-budget=3000", "--dump-dom")
     found = re.search(
         r"<title>SIZE ([\d,]+)", run_browser(browser, folder / "profile", *options, outer.as_uri())

@@ -1,0 +1,114 @@
+"""`launch report`: which run, where the page goes, and what it says of runs of all kinds."""
+
+import os
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import report
+from launcher.runs.run_process import identify_process
+from tests.cli.make_runs import make_run, write_applied
+from tests.conftest import QUICK_AGENT, Result, drop_powers, run_outside
+from tests.report.made_up_run import BEGIN, dump, make_report, write_watch
+from tests.strangers import give_away
+
+Launch = Callable[..., Result]
+PROGRAM = """
+for step in range(1, 4):
+    print(f"step {step}/3 loss {5 / step:.2f}", flush=True)
+"""
+
+
+def test_a_real_run(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(PROGRAM)
+    environ = {"PYTHONPATH": QUICK_AGENT}
+    words = [
+        "nproc_per_node=2",
+        "env.HF_TOKEN=hunter2",
+        "--",
+        sys.executable,
+        "job.py",
+        "--api-key",
+        "hunter3",
+    ]
+    ran = run_outside(words, tmp_path, environ)
+    assert ran.code == 0, ran.err
+    (run,) = tmp_path.glob("runs/*/*")
+    for host, ranks in ((one.stem.removeprefix("plan-"), 2) for one in run.glob("plan-*.json")):
+        made = make_report(0, 1, ranks, BEGIN + 600, number=1, interval=5.0)
+        write_watch(run, f"node-{host}.json", dump(made).replace(str(BEGIN + 600), str(run.stat().st_mtime)))
+    done = run_outside(["report"], tmp_path)
+    name = run.relative_to(tmp_path)
+    told = f"launch: report of {name.relative_to('runs')}, the newest run\n"
+    assert done == Result(0, f"{name}/report.html\n", told)
+    page = run / "report.html"
+    assert stat.S_IMODE(page.stat().st_mode) == 0o600
+    text = page.read_text()
+    for part in ("2 ranks on", "It has succeeded", "step 3/3", "as planned", "***", "<svg"):
+        assert part in text, part
+    assert "hunter" not in text
+
+
+def test_without_a_run(launch: Launch, here: Path) -> None:
+    launch("report").assert_error(2, "no run below runs_dir=runs yet")
+    make_run(here / "runs")
+    launch("report", "tinny").assert_error(2, "no run 'tinny'", "tiny")
+    launch("report", "tiny", "nodes=2", "train.py").assert_error(2)
+
+
+def test_another_place(launch: Launch, here: Path) -> None:
+    path = make_run(here / "runs")
+    done = launch("report", "tiny", "save=page one.html")
+    assert done == Result(0, "page one.html\n", "")
+    assert (here / "page one.html").read_text().startswith("<!DOCTYPE html>")
+    assert not (path / "report.html").exists()
+    launch("report", "tiny", "save=no/page.html").assert_error(2, "there is no directory no")
+    launch("report", "tiny", "save=").assert_error(2, "save= is empty")
+    launch("report", "tiny", "image=x.svg").assert_error(2, "launch topo image=")
+
+
+def test_a_run_that_goes_on(launch: Launch, here: Path) -> None:
+    make_run(here / "runs", state="running", process=identify_process(os.getpid()))
+    done = launch("report", "tiny")
+    told = "launch: tiny/20260801-120000 is running: the report tells of it so far\n"
+    assert (done.code, done.err) == (0, told)
+    assert "this is what there is so far" in Path(done.out.strip()).read_text()
+
+
+def test_a_page_that_is_there_is_replaced_and_a_link_is_not_followed(launch: Launch, here: Path) -> None:
+    path = make_run(here / "runs")
+    (here / "precious").write_text("precious")
+    (path / "report.html").symlink_to(here / "precious")
+    for _ in range(2):
+        assert launch("report", "tiny").code == 0
+    assert (here / "precious").read_text() == "precious"
+    assert not (path / "report.html").is_symlink()
+
+
+def test_a_run_directory_that_cannot_be_written_to(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "runs")
+    path.chmod(0o500)
+    done = run_outside(["report", "tiny"], tmp_path, preexec_fn=drop_powers)
+    done.assert_error(2, "report.html cannot be written", "save=FILE")
+    assert run_outside(["report", "tiny", "save=x.html"], tmp_path, preexec_fn=drop_powers).code == 0
+    path.chmod(0o700)
+
+
+def test_another_users_run(launch: Launch, here: Path) -> None:
+    path = make_run(here / "runs")
+    write_applied(path, 0, "box")
+    give_away(path)
+    launch("report", "tiny").assert_error(2, "it belongs to", "save=FILE")
+    assert launch("report", "tiny", "save=x.html").code == 0
+
+
+def test_without_the_libraries_it_says_how_to_get_them(
+    launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(here / "runs")
+    monkeypatch.setattr(report, "NEEDED", ("matplotlib", "no_such_library"))
+    done = launch("report", "tiny")
+    done.assert_error(3, "launch report needs no_such_library: pip install 'launch-ranks[report]'")
