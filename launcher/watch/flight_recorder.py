@@ -21,6 +21,7 @@ LONGEST = 200
 DEFAULT_GROUP = "default group"
 DEFAULT_DESCRIPTIONS = ("default_pg", "default_process_group")
 UNDESCRIBED = ("", "undefined")
+POINT_TO_POINT = re.compile(r"\b(send|recv) \d+(?:->|<-)(\d+)$")
 TORCH_NAMES = {
     "_all_gather_base": "all_gather_into_tensor",
     "_allgather_base": "all_gather_into_tensor",
@@ -52,7 +53,7 @@ def parse_trace(data: bytes) -> tuple[GroupState, ...]:
         describe_group(key, as_mapping(statuses.get(key[0])), group, configs)
         for key, group in by_group.items()
     ]
-    return tuple(state for state in found if state.last_enqueued > 0)[:MOST_GROUPS]
+    return tuple(state for state in found if state.last_enqueued > 0 or state.exchanges)[:MOST_GROUPS]
 
 
 def name_group(entry: Mapping[str, Any]) -> tuple[str, str]:
@@ -75,9 +76,10 @@ def describe_group(
     enqueued = max(as_number(status.get("last_enqueued_collective")), *(call.sequence for call in calls), -1)
     completed = max((call.sequence for call in calls if call.is_complete), default=completed)
     last = next((call for call in calls if call.sequence == enqueued), None)
+    members = read_members(as_mapping(configs.get(name))) if name else ()
     return GroupState(
         name=show_group(name, description),
-        ranks=read_members(as_mapping(configs.get(name))) if name else (),
+        ranks=members,
         last_enqueued=enqueued,
         last_completed=min(completed, enqueued),
         operation=last.operation if last else "",
@@ -85,6 +87,7 @@ def describe_group(
         is_pending=enqueued > max(completed, 0),
         key=name or description,
         calls=calls,
+        exchanges=list_exchanges(entries, members),
     )
 
 
@@ -108,6 +111,24 @@ def list_calls(entries: Sequence[Mapping[str, Any]], completed: int) -> tuple[Ca
         )
         calls[sequence] = Call(sequence, name_operation(entry), show_sizes(entry), is_complete)
     return tuple(calls[sequence] for sequence in sorted(calls)[-MOST_CALLS:])
+
+
+def list_exchanges(
+    entries: Sequence[Mapping[str, Any]], members: Sequence[int]
+) -> tuple[tuple[str, int], ...]:
+    """Return the point-to-point operations that are not complete, each once: `nccl:recv 3<-0` is with rank 0.
+
+    The numbers are those within the group, which its members translate. Source: the names that torch's own
+    analysis reads (torch.distributed.flight_recorder).
+    """
+    found = [
+        POINT_TO_POINT.search(str(entry.get("profiling_name", ""))[:LONGEST])
+        for entry in entries
+        if entry.get("is_p2p") is True and entry.get("state") != "completed" and not entry.get("retired")
+    ]
+    partners = [(match[1], int(match[2])) for match in found if match]
+    named = [(kind, members[other] if other < len(members) else other) for kind, other in partners]
+    return tuple(dict.fromkeys(named))[-MOST_CALLS:]
 
 
 def name_operation(entry: Mapping[str, Any]) -> str:

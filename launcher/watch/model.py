@@ -254,6 +254,8 @@ class GroupState:
     """torch's name of the group, the same on all of its ranks; `name` need not be unique."""
     calls: tuple[Call, ...] = ()
     """The last collectives in their order, at most 64."""
+    exchanges: tuple[tuple[str, int], ...] = ()
+    """Point-to-point operations that are not complete: `recv`, and the rank they are with. NCCL alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,11 @@ def find_waits(ranks: Mapping[int, RankEvidence], world: Set[int]) -> dict[int, 
             for group in rank.groups
             if group.is_pending
         ]
+        found += [
+            Wait(operation, group=group.name, missing=frozenset({partner}))
+            for group in rank.groups
+            for operation, partner in group.exchanges
+        ]
         if number in in_store:
             found.append(make_store_wait(in_store[number], in_store, world))
         if not found and (operation := guess_wait(rank)):
