@@ -223,8 +223,11 @@ def describe_process(process: ProcessState) -> str:
     return said or "stands"
 
 
-def describe_activity(rank: RankEvidence) -> tuple[str, Frame | None]:
-    """Return what a rank does and where, as a sentence without its subject, and the line."""
+def describe_activity(rank: RankEvidence, *, is_waiting: bool = False) -> tuple[str, Frame | None]:
+    """Return what a rank does and where, as a sentence without its subject, and the line.
+
+    `is_waiting`: it waits for other ranks, which the kernel's word for that cannot tell.
+    """
     process = rank.process
     if process.state not in "TtZX" and waits_for_data(process):
         return describe_data_wait(rank)
@@ -232,8 +235,11 @@ def describe_activity(rank: RankEvidence) -> tuple[str, Frame | None]:
     if is_debugged(rank) and not process.tracer:
         return f"is in a debugger{show_place(place)}", place
     shown = show_place(place)
-    if (operation := find_distributed_call(process)) and describe_process(process) in UNSPECIFIC:
-        return f"waits in {operation}{shown}", place
+    if describe_process(process) in UNSPECIFIC:
+        if operation := find_distributed_call(process):
+            return f"waits in {operation}{shown}", place
+        if is_waiting and not is_in_lock(process):
+            return f"waits{shown}", place
     if rank.phase == "ended" and process.state not in "TZX":
         return f"is about to exit and {describe_process(process)}{shown}", place
     return f"{describe_process(process)}{shown}", place

@@ -9,6 +9,7 @@ from launcher.watch.model import Frame, NodeEvidence, NodeReport, RankEvidence, 
 from launcher.watch.rank_activity import describe_activity, find_phase, is_debugged, is_working
 from launcher.watch.verdict_text import (
     LONGEST,
+    count_all_waiting,
     describe_others,
     name_ranks,
     say_absent,
@@ -165,8 +166,9 @@ def blame_absent(job: Job, ranks: Sequence[int]) -> Verdict:
     if wait is None:
         text = f"{named} {'stand' if many else 'stands'} still: {doing}"
         return make_verdict("standstill", text, job, ranks, None, frame=frame)
-    text = say_absent(named, many, wait, waiting, doing)
-    return make_verdict("absent", text, job, ranks, wait, waiting=waiting, frame=frame)
+    total = len(job.waits.keys() - set(ranks))
+    text = say_absent(named, many, wait, count_all_waiting(waiting, total), doing)
+    return make_verdict("absent", text, job, ranks, wait, waiting=max(waiting, total), frame=frame)
 
 
 def judge_silent(job: Job, ranks: Sequence[int] = ()) -> Verdict:
@@ -232,7 +234,7 @@ def describe_ranks(job: Job, ranks: Sequence[int]) -> tuple[str, Frame | None]:
     doings: dict[str, list[int]] = {}
     frame = None
     for number in ranks:
-        doing, place = describe_activity(job.ranks[number])
+        doing, place = describe_activity(job.ranks[number], is_waiting=number in job.waits)
         frame = frame or place
         doings.setdefault(doing, []).append(number)
     if len(doings) == 1:

@@ -64,13 +64,17 @@ def describe_others(wait: Wait | None, waiting: int) -> str:
     return f", and {count_waiting(waiting)} in {name_wait(wait)}"
 
 
-def say_absent(named: str, many: bool, wait: Wait, waiting: int, doing: str) -> str:
+def count_all_waiting(number: int, total: int) -> str:
+    """Return how many ranks wait in something, and in all: `2 ranks wait (3 in all)`."""
+    return count_waiting(number) + (f" ({total} in all)" if total > number else "")
+
+
+def say_absent(named: str, many: bool, wait: Wait, waiting: str, doing: str) -> str:
     """Return the sentence on ranks that have not joined what others wait in."""
-    if wait.is_certain:
+    if wait.is_collective:
         has = "have" if many else "has"
-        return f"{named} {has} not joined {name_wait(wait)}, in which {count_waiting(waiting)}: {doing}"
-    keeps = "keep" if many else "keeps"
-    return f"{named} {keeps} {count_things(waiting, 'rank')} waiting in {name_wait(wait)}: {doing}"
+        return f"{named} {has} not joined {name_wait(wait)}, in which {waiting}: {doing}"
+    return f"{named} {'hold' if many else 'holds'} others up: {waiting} in {name_wait(wait)}, and {doing}"
 
 
 def say_mismatch(found: Mismatch, hosts: Mapping[int, str], doing: str) -> str:
@@ -121,4 +125,4 @@ def say_silent(hosts: Sequence[str], named: str, unreported: int) -> str:
         parts[0] += f" ({named})"
     if unreported:
         parts.append(f"{count_things(unreported, 'node')} that never reported")
-    return f"nothing is heard of {join_texts(parts)}" if parts else f"nothing is heard of {named}"
+    return f"nothing is heard of {join_texts(parts) or named or 'any rank'}"

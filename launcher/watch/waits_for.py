@@ -28,8 +28,8 @@ class Wait:
     sequence: int | None = None
     missing: frozenset[int] = frozenset()
     """The ranks that it waits for."""
-    is_certain: bool = True
-    """The flight recorder or the store says so, and not the stack alone."""
+    is_collective: bool = True
+    """It is known that those that are missing have to call it, too."""
 
 
 def find_waits(ranks: Mapping[int, RankEvidence], world: Set[int]) -> dict[int, tuple[Wait, ...]]:
@@ -49,14 +49,14 @@ def find_waits(ranks: Mapping[int, RankEvidence], world: Set[int]) -> dict[int, 
             if group.is_pending
         ]
         found += [
-            Wait(operation, group=group.name, missing=frozenset({partner}))
+            Wait(operation, group=group.name, missing=frozenset({partner}), is_collective=False)
             for group in rank.groups
             for operation, partner in group.exchanges
         ]
         if number in in_store:
             found.append(make_store_wait(in_store[number], in_store, world))
         if not found and (operation := guess_wait(rank)):
-            found.append(Wait(operation, is_certain=False))
+            found.append(Wait(operation, is_collective=False))
         if found:
             waits[number] = tuple(found)
     return waits
