@@ -6,8 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 SECRET = re.compile(
     r"(?i)token(?!iz|s)|secret|passw|passphrase|(?<![a-z])pass(?![a-z])|credential|signature"
     r"|api_?-?key|access_?-?key|private_?-?key|[_.-]key\b|auth(?!or(?!iz))"
+    r"|webhook|notify(?:\.|=\{.{0,200}?)(?:ping_)?url\b"
 )
-"""Names that hold secrets, as log filters of CI services know them; no `tokenizer`, `max_tokens`."""
+"""Names that hold secrets, as log filters of CI services know them; no `tokenizer`, `max_tokens`. Whoever has
+the address of a hook can post to it."""
+HOOKS = {("notify", "url"), ("notify", "ping_url")}
+"""The same, as keys in a tree: the one above, and the key."""
 VALUE = re.compile(r"[\w.-]{0,99}[\"']?\s*[:=]\s*(?=\S)")
 """From a secret's name to its value: `HF_TOKEN=…`, `{hf_token: …}`, `Authorization: Bearer …`."""
 OPTION = re.compile(r"(?<![\w-])(--?[A-Za-z][\w.-]{0,99})[ \t]+(?=[^\s-])")
@@ -27,6 +31,7 @@ TOKEN = re.compile(
       | AIza[\w-]{35} | ya29\.[\w-]{20,}                         # Google
       | xox[a-z]-[\w-]{10,} | xapp-[\w-]{20,}                    # Slack
       | eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+                       # JSON web tokens (RFC 7519)
+      | https://(?:hooks\.slack\.com|hc-ping\.com|discord\.com/api/webhooks)/[^\s"'<>,\])}]+
       | -----BEGIN[ ][A-Z ]{0,40}PRIVATE[ ]KEY-----.*
     )"""
 )
@@ -97,10 +102,13 @@ def mask_variables(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: MASK if is_secret(name) else mask_text(value) for name, value in variables.items()}
 
 
-def mask_tree(value: object, *, hide: bool = False) -> object:
+def mask_tree(value: object, *, hide: bool = False, above: str = "") -> object:
     """Mask the secrets in nested mappings and lists, by the names of the keys above each value."""
     if isinstance(value, dict):
-        return {key: mask_tree(item, hide=hide or is_secret(str(key))) for key, item in value.items()}
+        return {
+            key: mask_tree(item, hide=hide or is_secret(str(key)) or (above, key) in HOOKS, above=str(key))
+            for key, item in value.items()
+        }
     if isinstance(value, list):
         before = ["", *(item if isinstance(item, str) else "" for item in value)]
         return [mask_item(option, item, hide=hide) for option, item in zip(before, value, strict=False)]
