@@ -6,6 +6,7 @@ None of them looks at a machine or writes anything.
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from urllib.parse import urlsplit
 
 from launcher.config.allocator_options import HOSTS, read_host
 from launcher.config.cluster import Cluster
@@ -24,6 +25,8 @@ AGENTS = ("torchrun", "srun")
 RUNTIMES = ("pyxis", "apptainer")
 FORMATS = ("table", "json")
 OBJECTIVES = ("loss", "file")
+NOTIFY_FORMATS = ("auto", "json", "slack")
+NOTIFY_EVENTS = ("start", "hang", "recover", "straggler", "fail", "end")
 RUNTIMES = ("pyxis", "apptainer")
 MAX_WORKERS = 1024
 """DataLoader workers of a rank: more than a node has cores; a slip of the finger must not be planned."""
@@ -310,6 +313,29 @@ def check_root(context: Context, cluster: Cluster) -> None:
         )
 
 
+def check_notify(context: Context) -> None:
+    """Refuse addresses to which nothing can be posted, without showing them, and events that do not exist."""
+    notify = context.config.notify
+    for key, url in (("url", notify.url), ("ping_url", notify.ping_url)):
+        if url is not None and not is_http(url):
+            raise UsageError(f"notify.{key} is no address that begins with http:// or https://")
+    check_choice("notify.format", notify.format, NOTIFY_FORMATS)
+    for event in notify.events:
+        check_choice("notify.events", event, NOTIFY_EVENTS)
+    if notify.ping_interval < 1:
+        raise UsageError(f"notify.ping_interval={notify.ping_interval:g}: give at least 1 (seconds)")
+
+
+def is_http(url: str) -> bool:
+    """Tell whether a text is an address for HTTP that a request can be made to."""
+    try:
+        parts = urlsplit(url)
+        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+    return is_whole and url.isprintable() and " " not in url
+
+
 def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
     """Raise UsageError for a value that is not one of the choices."""
     if value not in choices:
@@ -335,6 +361,7 @@ JOB_CHECKS = (
     check_progress,
     check_numbers,
     check_requeue,
+    check_notify,
     check_own_machine,
     check_gc,
     check_host,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from launcher.config.schema import SLURM_KINDS
 from launcher.errors import EXIT_HANG, EXIT_MACHINE
 from launcher.launch.agent import ENDED
+from launcher.launch.end_notice import post_end
 from launcher.launch.failure import describe_exit, find_failure, list_clean_exits, select_last_start
 from launcher.launch.job import Job
 from launcher.launch.monitor import RankMonitor
@@ -70,8 +71,9 @@ def report_outcome(
     outcome = judge_outcome(agent_exit, tuple(agent_log))
     outcome = add_oom_kills(outcome, monitor.job, monitor.count_new_oom_kills())
     outcome = add_context(monitor, outcome, trouble)
-    complete_manifest(monitor, outcome)
+    written = complete_manifest(monitor, outcome)
     log_outcome(monitor, outcome, seconds)
+    post_end(monitor.job.config.notify, monitor.run, monitor.job.host, written)
     return outcome.status
 
 
@@ -130,14 +132,14 @@ def judge_outcome(agent_exit: AgentExit, log: tuple[str, ...], ranks: int = 0) -
     return JobOutcome(agent_exit, None, 128 - code if code < 0 else EXIT_MACHINE, log)
 
 
-def complete_manifest(monitor: RankMonitor, outcome: JobOutcome) -> None:
-    """Complete the manifest."""
+def complete_manifest(monitor: RankMonitor, outcome: JobOutcome) -> dict[str, object]:
+    """Complete the manifest, and return its outcome."""
     number = outcome.agent_exit.signal
     deaths, failure = outcome.agent_exit.deaths, describe_failure(monitor, outcome)
     manifest = monitor.manifest if monitor.manifest is not None else {}
     manifest["ended"] = stamp_time()
     hang = outcome.agent_exit.hang
-    manifest["outcome"] = {
+    written: dict[str, object] = {
         "state": outcome.state,
         **({"cause": "hang", "reason": hang} if hang else {}),
         "exit_code": outcome.status,
@@ -146,10 +148,12 @@ def complete_manifest(monitor: RankMonitor, outcome: JobOutcome) -> None:
         "first_failure": failure_to_json(failure, monitor.job.host) if failure else None,
         "attempts": 1 + max((d.process.attempt for d in deaths), default=monitor.run.first_attempt),
     }
+    manifest["outcome"] = written
     try:
         write_manifest(monitor.run, manifest)
     except OSError as error:
         logger.warning(f"the manifest could not be written ({error})")
+    return written
 
 
 def describe_failure(monitor: RankMonitor, outcome: JobOutcome) -> RankFailure | None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from launcher.config.schema import RequeueConfig
 from launcher.errors import LaunchError, SchedulerError
+from launcher.launch.end_notice import post_end
 from launcher.runs.disk_space import release_space, reserve_space
 from launcher.runs.manifest import stamp_time
 from launcher.runs.run_directory import RunDir
@@ -103,6 +104,13 @@ def end_attempt(attempt: Attempt, step: StepReport) -> int:
         decision = carry_out_decision(attempt, end, SHORT_TIMEOUT if end.kill else PATIENCE)
     for line in list_end_lines(end, decision, attempt.run, time.time() - attempt.started):
         logger.info(line)
+    post_end(
+        attempt.request.config.notify,
+        attempt.run,
+        attempt.hosts[0],
+        attempt.manifest["outcome"],
+        job_id=attempt.job_id,
+    )
     return end.exit_code
 
 

@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass
 from typing import IO
 from urllib.parse import urlsplit
 
-SCHEMES = ("http", "https")
 EVENTS = ("start", "hang", "recover", "straggler", "fail", "end")
 SLACK = "hooks.slack.com"
 TIMEOUT = 10.0
@@ -250,30 +249,3 @@ def describe_message(message: Message) -> str:
         f"{head}: {message.sentence}\n{message.run_dir}" if message.sentence else f"{head}\n{message.run_dir}"
     )
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
-def check_notify(settings: NotifySettings) -> str:
-    """Return what is wrong with settings, without their URLs; empty if nothing is."""
-    for key, url in (("url", settings.url), ("ping_url", settings.ping_url)):
-        if url is not None and not is_http(url):
-            return f"notify.{key} is no address that begins with http:// or https://"
-    if settings.format not in ("auto", "json", "slack"):
-        return f"notify.format is auto, json or slack, not {settings.format}"
-    if unknown := set(settings.events) - set(EVENTS):
-        return f"notify.events are of {', '.join(EVENTS)}, not {', '.join(sorted(unknown))}"
-    return "" if settings.ping_interval >= 1 else "notify.ping_interval is at least 1 s"
-
-
-def is_http(url: str) -> bool:
-    """Tell whether a text is an address for HTTP that a request can be made to."""
-    try:
-        parts = urlsplit(url)
-        return (
-            parts.scheme in SCHEMES
-            and bool(parts.hostname)
-            and parts.port != 0
-            and url.isprintable()
-            and " " not in url
-        )
-    except ValueError:
-        return False

@@ -55,3 +55,23 @@ def test_what_needs_an_agent_is_refused() -> None:
         check_agent_options({"max_restarts": 2}, make_cluster(1, 1))
     with pytest.raises(UsageError, match=r"torchrun.rdzv_conf=\{'timeout': 3\} with agent=srun"):
         check_agent_options({"rdzv_conf": {"timeout": 3}}, make_cluster(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("notify.url=example.org/T0-secret",), "notify.url is no address"),
+        (("notify.ping_url=ftp://T0-secret",), "notify.ping_url is no address"),
+        (("notify.url=http://a:b/T0-secret",), "notify.url is no address"),
+        (("notify.url='http://h/T0-secret x'",), "notify.url is no address"),
+        (("notify.format=xml",), "choose from auto, json, slack"),
+        (("notify.events=[hang,done]",), "notify.events=done: choose from"),
+        (("notify.ping_interval=0",), "give at least 1"),
+    ],
+)
+def test_whom_to_tell_is_checked_and_not_shown(
+    launch: Callable[..., Result], words: tuple[str, ...], problem: str
+) -> None:
+    done = launch(*words, "dry_run=true", "--", "true")
+    done.assert_error(2, problem)
+    assert "secret" not in done.err

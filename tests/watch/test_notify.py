@@ -7,12 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
+from launcher.config.schema import NotifyConfig
+from launcher.launch import end_notice
+from launcher.launch.end_notice import choose_event, describe_end, post_end
+from launcher.runs.run_directory import RunDir
 from launcher.runs.secrets import mask_text, mask_tree, mask_words
 from launcher.watch import notify
-from launcher.watch.notify import JobIdentity, Message, Notifier, NotifySettings, build_post, check_notify
+from launcher.watch.notify import JobIdentity, Message, Notifier, NotifySettings, build_post
+from tests.conftest import run_outside
 
 JOB = JobIdentity("gpt/7", "/runs/gpt/7", "n1", "4711")
 SECRET = "T000-very-secret"
@@ -198,25 +204,6 @@ def test_a_ping_is_not_sent_to_another_scheme() -> None:
     assert len(hook.warnings) == 1 and "notify.ping_url" in hook.warnings[0]
 
 
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        (NotifySettings(), ""),
-        (NotifySettings("https://example.org/x", ping_url="http://[::1]:8000/y"), ""),
-        (NotifySettings("example.org/very-secret"), "notify.url is no address"),
-        (NotifySettings(ping_url="ftp://very-secret"), "notify.ping_url is no address"),
-        (NotifySettings("http://a:b/very-secret"), "notify.url is no address"),
-        (NotifySettings("http://h/very-secret\n"), "notify.url is no address"),
-        (NotifySettings(format="xml"), "notify.format is"),
-        (NotifySettings(events=("hang", "done")), "not done"),
-        (NotifySettings(ping_interval=0), "notify.ping_interval"),
-    ],
-)
-def test_settings_are_checked_and_urls_not_shown(settings: NotifySettings, problem: str) -> None:
-    found = check_notify(settings)
-    assert problem in found and bool(found) == bool(problem) and "very-secret" not in found
-
-
 def test_urls_are_masked_wherever_settings_are_written() -> None:
     tree = {
         "notify": {"url": f"https://h/{SECRET}", "ping_url": None, "format": "auto"},
@@ -231,3 +218,47 @@ def test_urls_are_masked_wherever_settings_are_written() -> None:
     assert mask_words([f"notify={{url: https://h/{SECRET}}}"]) == ["notify={url: ***"]
     hook = "https://hooks.slack.com/services/T0/B0/abc"
     assert mask_text(f"curl {hook} now") == "curl *** now"
+
+
+@pytest.mark.usefixtures("quick_agent")
+def test_a_run_tells_of_its_end_and_its_directory_has_no_url(tmp_path: Path) -> None:
+    with serving() as hook:
+        words = (f"notify.url={hook.url}", "nproc_per_node=1", "new_run_dir=run", "--", "/bin/true")
+        done = run_outside(words, tmp_path, {"no_proxy": "*"})
+    assert done.code == 0, done.err
+    found = {data["event"]: data for _, _, text in hook.requests if (data := json.loads(text))}
+    end = found["end"]
+    assert (end["state"], end["exit_code"], end["run_dir"]) == ("succeeded", 0, str(tmp_path / "run"))
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(files) > 3 and not [path for path in files if SECRET in path.read_text()]
+    assert SECRET not in done.err + done.out
+
+
+@pytest.mark.parametrize(
+    ("outcome", "event", "sentence"),
+    [
+        ({"state": "succeeded", "exit_code": 0}, "end", "succeeded"),
+        ({"state": "stopped", "exit_code": 143}, "end", "stopped"),
+        (
+            {"state": "failed", "first_failure": {"rank": 3, "host": "n2", "reason": "exited with code 1"}},
+            "fail",
+            "failed; rank 3 on n2 exited with code 1",
+        ),
+        ({"state": "requeued", "cause": "crash", "reason": "r"}, "fail", "requeued; r"),
+        ({"state": "requeued", "cause": "preempted", "reason": "r"}, "end", "requeued; r"),
+    ],
+)
+def test_what_is_told_of_an_end(outcome: dict[str, object], event: str, sentence: str) -> None:
+    assert (choose_event(outcome), describe_end(outcome)) == (event, sentence)
+
+
+def test_a_job_ends_in_time_and_as_it_did_whatever_the_server_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(end_notice, "PATIENCE", 0.1)
+    stuck = threading.Event()
+    with serving([stuck]) as hook:
+        post_end(NotifyConfig(url=hook.url), RunDir(tmp_path), "n1", {"state": "failed"})
+        stuck.set()
+    post_end(NotifyConfig(url=hook.url), RunDir(tmp_path, node_rank=1), "n1", {"state": "failed"})
+    assert len(hook.requests) == 1 and SECRET not in caplog.text

@@ -1,0 +1,54 @@
+"""Tells notify.url how a job or an attempt of it has ended."""
+
+import logging
+from collections.abc import Mapping
+
+from launcher.config.schema import NotifyConfig
+from launcher.runs.run_directory import RunDir
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 5.0
+"""Seconds that a job's end may be late because of a message."""
+
+
+def post_end(
+    config: NotifyConfig, run: RunDir, host: str, outcome: Mapping[str, object], *, job_id: str | None = None
+) -> None:
+    """Post the manifest's outcome, from one node of the job; a failure is a warning.
+
+    `fail` is for a job that failed, and for an attempt that failed and is requeued; the rest is `end`.
+    """
+    if config.url is None or run.node_rank > 0:
+        return
+    from launcher.watch.notify import JobIdentity, Notifier, NotifySettings
+
+    code = outcome.get("exit_code")
+    job = JobIdentity(f"{run.path.parent.name}/{run.path.name}", str(run.path), host, job_id)
+    settings = NotifySettings(url=config.url, format=config.format, events=tuple(config.events))
+    notifier = Notifier(settings, job, logger.warning)
+    notifier.tell(
+        choose_event(outcome),
+        describe_end(outcome),
+        state=str(outcome.get("state")),
+        exit_code=code if isinstance(code, int) else None,
+    )
+    notifier.close(PATIENCE)
+
+
+def choose_event(outcome: Mapping[str, object]) -> str:
+    """Return `fail`, or `end`; jobs that were preempted or that ran into their time limit did not fail."""
+    state, cause = outcome.get("state"), outcome.get("cause")
+    goes_on = state == "requeued" and cause in ("preempted", "timeout", "requeued")
+    return "fail" if state in ("failed", "requeued") and not goes_on else "end"
+
+
+def describe_end(outcome: Mapping[str, object]) -> str:
+    """Return in one sentence why it ended so: who failed first, and the reason that the manifest has."""
+    first, reason = outcome.get("first_failure"), outcome.get("reason")
+    parts = [str(outcome.get("state"))]
+    if isinstance(first, Mapping):
+        parts.append(f"rank {first['rank']} on {first['host']} {first['reason']}")
+    if reason:
+        parts.append(str(reason))
+    return "; ".join(parts)
