@@ -206,7 +206,8 @@ class Supervisor:
                 self.pidfds.signal_groups(signal.SIGKILL, order.ranks)
                 continue
             self.first_signal, self.signal_time = signal.SIGTERM, self.killed_at
-            self.stop = StopStages.begin(signal.SIGTERM, self.grace)
+            grace = limit_grace(self.grace, self.control.kill_wait) if self.control else self.grace
+            self.stop = StopStages.begin(signal.SIGTERM, grace)
             self.advance_stop(self.stop, agent)
 
     def handle_signals(self, inbox: SignalQueue, agent: "subprocess.Popen[bytes]") -> None:

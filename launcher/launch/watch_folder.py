@@ -10,7 +10,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
@@ -23,18 +23,31 @@ FRESH = 60.0
 """Seconds in which a folder without a lock may be one that is being made."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WatchFolder:
     """A folder of mode 0700, there until it is removed."""
 
     path: str
     lock: int
-    """Descriptor."""
+    """Descriptor; -1 once the folder is removed."""
 
     def remove(self) -> None:
-        """Remove it with what the ranks have left in it."""
-        remove_folder(self.path)
-        os.close(self.lock)
+        """Remove it with what the ranks have left in it, if that has not been done."""
+        if self.lock >= 0:
+            remove_folder(self.path)
+            os.close(self.lock)
+            self.lock = -1
+
+
+@contextlib.contextmanager
+def keep_watch_folder(environ: Mapping[str, str], *, enabled: bool) -> Iterator[WatchFolder | None]:
+    """Have a folder until the end of the block; None if ranks are not to be watched, or it cannot be made."""
+    folder = open_watch_folder(environ) if enabled else None
+    try:
+        yield folder
+    finally:
+        if folder:
+            folder.remove()
 
 
 def open_watch_folder(environ: Mapping[str, str]) -> WatchFolder | None:

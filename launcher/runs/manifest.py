@@ -112,6 +112,7 @@ def read_earlier(path: Path) -> list[object]:
     try:
         found = json.loads(read_file(path, MOST_BYTES).decode())
         last = {key: found[key] for key in ("command", "started", "ended", "outcome")}
+        last |= {"hangs": found["hangs"]} if "hangs" in found else {}
         return [*found["earlier"], last]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []

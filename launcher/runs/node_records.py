@@ -57,6 +57,8 @@ class NodeRecord:
     """How many the node has; 0 if none was started."""
     clean: tuple[tuple[int, float], ...] = ()
     """Ranks of its last start that ended with 0, and when, in seconds since the epoch."""
+    hang: str = ""
+    """The hang, in words, for which its ranks were ended (`watch.on_hang`)."""
 
 
 def refuse_node(host: str, node_rank: int, status: int, said: str, started: float) -> NodeRecord:

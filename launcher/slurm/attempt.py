@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 Manifest = dict[str, Any]
 """A manifest, or one of its earlier attempts."""
-OF_ATTEMPT = ("command", "started", "ended", "hosts", "attempt", "slurm", "outcome")
+OF_ATTEMPT = ("command", "started", "ended", "hosts", "attempt", "slurm", "outcome", "hangs")
 """What is kept of an attempt when the next one begins."""
 ENDS = {
     "NODE_FAIL": "node_failure",
@@ -99,8 +99,9 @@ def make_attempt_manifest(
     if owned and state == "running" and slurm.get("job_id") == job_id:
         found["outcome"] = reconstruct_outcome(request, found, run, environ)
     if owned and state != "submitted" and slurm:
-        earlier.append({key: found.get(key) for key in OF_ATTEMPT})
+        earlier.append({key: found.get(key) for key in OF_ATTEMPT if key != "hangs" or key in found})
     restarts = environ.get("SLURM_RESTART_COUNT", "")
+    found.pop("hangs", None)
     return {
         **found,
         "directory": request.directory,

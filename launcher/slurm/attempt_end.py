@@ -5,7 +5,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launcher.errors import EXIT_MACHINE
+from launcher.errors import EXIT_HANG, EXIT_MACHINE
 from launcher.launch.signals import STOPPING
 from launcher.runs.attempt_progress import AttemptProgress
 from launcher.runs.early_exits import EarlyEnd
@@ -18,6 +18,8 @@ FOLLOWS = re.compile(
     re.IGNORECASE,
 )
 """What ranks say that failed because another one did."""
+EXITS = {"node_failure": EXIT_MACHINE, "hang": EXIT_HANG}
+"""Exit codes of classes that have one of their own."""
 OF_RANKS = ("crash", "stopped")
 """Classes of an end in which a rank may have been the first to fail."""
 
@@ -79,17 +81,23 @@ class AttemptEnd:
         return self.step.signalled if self.step and self.cause == "stopped" else ()
 
     @property
+    def hang(self) -> str:
+        """The hang for which the ranks were ended, in words; empty if that is not why the attempt ended."""
+        records = self.step.records if self.step and self.cause == "hang" else ()
+        return next((record.hang for record in records if record.hang), "")
+
+    @property
     def exit_code(self) -> int:
         """Exit code of the job, from the first of these that there is.
 
-        0 for a success; 3 for a lost node; 128+n for a signal that a node got from outside; the code of the
-        first rank that failed; after a crash without one, that of a failed node, or srun's; else 128+n for
-        the signal that ended the job.
+        0 for a success; 3 for a lost node; 124 for a hang; 128+n for a signal that a node got from outside;
+        the code of the first rank that failed; after a crash without one, that of a failed node, or srun's;
+        else 128+n for the signal that ended the job.
         """
         if self.cause is None:
             return 0
-        if self.cause == "node_failure":
-            return EXIT_MACHINE
+        if self.cause in EXITS:
+            return EXITS[self.cause]
         first, step = self.first, self.step
         if self.signalled:
             return 128 + self.signalled[0][1]
@@ -158,6 +166,8 @@ class EndFacts:
     """The first event was a signal to one node's task or rank, sent neither by us nor by SLURM's queue."""
     restart_requested: bool = False
     """The first rank that failed had one of the exit codes that ask for another start."""
+    hung: bool = False
+    """The ranks hung, and were ended for it."""
     cancelled_by_user: bool = False
     """A user has ended the step, but not the job: by a signal to the batch script, or `scancel JOB.STEP`."""
 
@@ -200,6 +210,7 @@ def classify_end(facts: EndFacts, kill: str) -> str | None:
     events = (
         (bool(kill), kill),
         (facts.lost, "node_failure"),
+        (facts.hung, "hang"),
         (facts.stopped_from_outside, "stopped"),
         (facts.restart_requested, "timeout" if facts.near_limit else "requested"),
         (facts.failed, "crash"),

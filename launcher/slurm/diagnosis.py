@@ -104,6 +104,7 @@ def collect_facts(
     return EndFacts(
         failed=killed or bool(find_failed(step.records)),
         lost=lost,
+        hung=any(record.hang for record in step.records),
         stop_requested=stop_requested,
         near_limit=was_checkpointed_for_limit(attempt, step, status),
         preempted=bool(status and status.preempted),

@@ -94,13 +94,23 @@ def describe_events(end: AttemptEnd) -> list[str]:
     """Say what happened to the run directory, the nodes and the agents; a rank's failure has more to it."""
     return [
         *list_first_events(end),
-        *(describe_lost_nodes(end) or describe_signals(end) or describe_agent_failures(end)),
+        *(
+            describe_lost_nodes(end)
+            or describe_hang(end)
+            or describe_signals(end)
+            or describe_agent_failures(end)
+        ),
     ]
 
 
 def list_first_events(end: AttemptEnd) -> list[str]:
     """Say what came before any failure: nothing could be written, or ranks ended with 0 before the others."""
     return [*filter(None, (end.trouble, end.early.describe() if end.early else ""))]
+
+
+def describe_hang(end: AttemptEnd) -> list[str]:
+    """Say who held the others up, if the ranks were ended for it."""
+    return [end.hang] if end.hang else []
 
 
 def describe_signals(end: AttemptEnd) -> list[str]:

@@ -24,6 +24,9 @@ from launcher.launch.outcome import (
 from launcher.launch.signal_channel import SignalChannel, open_signal_channel, report_signal
 from launcher.launch.signals import name_signal
 from launcher.launch.supervisor import Supervisor
+from launcher.launch.watch_folder import WatchFolder
+from launcher.launch.watcher_process import WatcherProcess, describe_watching
+from launcher.launch.watching import Watching
 from launcher.probe.cgroups import count_oom_kills
 from launcher.report.output_viewer import OutputViewer, ViewOptions
 from launcher.runs.node_records import NodeRecord, RankFailure, write_node
@@ -47,8 +50,12 @@ def run_agent(
     *,
     log_begin: int,
     started: float,
+    folder: WatchFolder | None = None,
 ) -> int:
-    """Run torchrun's agent and its ranks to their end; raises OSError if it cannot be started."""
+    """Run torchrun's agent and its ranks to their end; raises OSError if it cannot be started.
+
+    `folder` is where the ranks keep their heartbeats; None if they are not watched.
+    """
     log = run.agent_log(place.host)
     monitor = RankMonitor(job, run, make_node_viewer(job, run, place), count_oom_kills, finds_children=True)
     control = open_signal_channel(0)
@@ -57,8 +64,13 @@ def run_agent(
     grace = job.config.torchrun.shutdown_timeout
     ranks, codes = len(job.plan.ranks), job.config.cluster.requeue.exit_codes
     supervisor = Supervisor(monitor, ranks, grace, control=control, exit_codes=codes)
+    if folder:
+        settings = describe_watching(job, run, folder, place.node_rank)
+        supervisor.watching = Watching(WatcherProcess(folder, settings))
     signal.signal(signal.SIGTERM, lambda *_: None)  # from here on the supervisor's, and nothing after it
     outcome = supervisor.run(start, log)
+    if supervisor.watching:
+        supervisor.watching.close()
     ending = judge_outcome(outcome, tuple(read_tail(log, AGENT_LINES, log_begin)), ranks)
     ending = add_oom_kills(ending, job, monitor.count_new_oom_kills())
     state = recorder.write_end(ending)
@@ -113,20 +125,31 @@ class NodeRecorder:
         failure, number = ending.failure, ending.agent_exit.signal
         if number and failure and failure.exitcode == -signal.SIGTERM:  # SLURM sent it to the rank too
             failure, ending = None, replace(ending, failure=None)
-        state = "stopped" if number and not failure and ending.status else ending.state
+        hang = ending.agent_exit.hang
+        state = "stopped" if number and not (failure or hang) and ending.status else ending.state
         self.clean = tuple((d.process.rank, d.time) for d in list_clean_exits(ending.agent_exit.deaths))
-        said = "" if failure or state != "failed" else f"torchrun's agent {describe_agent_exit(ending)}"
+        said = (
+            "" if failure or hang or state != "failed" else f"torchrun's agent {describe_agent_exit(ending)}"
+        )
         for line in check_success(self.monitor, ending) if state == "succeeded" else ():
             logger.warning(line)
         try:
-            self.write_record(state, ending.status, number, said, describe_failure(self.monitor, ending))
+            failed = describe_failure(self.monitor, ending)
+            self.write_record(state, ending.status, number, said, failed, hang=hang)
         except OSError as error:
             logger.warning(f"its record could not be written ({error})")
             return None
         return state
 
     def write_record(
-        self, state: str, status: int, number: int | None, said: str, failure: RankFailure | None
+        self,
+        state: str,
+        status: int,
+        number: int | None,
+        said: str,
+        failure: RankFailure | None,
+        *,
+        hang: str = "",
     ) -> None:
         """Write this node's record; raises OSError.
 
@@ -149,5 +172,6 @@ class NodeRecorder:
             time.time(),
             len(self.monitor.job.plan.ranks),
             self.clean,
+            hang,
         )
         write_node(self.monitor.run.path, self.place.attempt, record)

@@ -14,6 +14,7 @@ from launcher.config.schema import LaunchConfig
 from launcher.errors import MachineError
 from launcher.launch.agent import check_open_files, preload_agent
 from launcher.launch.job import Job, build_agent_environ, render_agent
+from launcher.launch.watch_folder import keep_watch_folder
 from launcher.plan.model import Plan
 from launcher.runs.node_records import refuse_node, write_node
 from launcher.runs.rank_logs import measure_file
@@ -38,20 +39,23 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
     merged = {**drop_task_variables(environ), **config.env}
     log = run.agent_log(task.host)
     log_begin = measure_file(log)
-    agent = preload_agent(sys.executable, build_agent_environ(config, cluster, merged, run, task.host), log)
-    from launcher.slurm.node_agent import run_agent  # as all that follows, while the agent imports torch
+    with keep_watch_folder(merged, enabled=config.watch.enabled) as folder:
+        heartbeats = folder.path if folder else ""
+        variables = build_agent_environ(config, cluster, merged, run, task.host, watch_folder=heartbeats)
+        agent = preload_agent(sys.executable, variables, log)
+        from launcher.slurm.node_agent import run_agent  # as all that follows, while the agent imports torch
 
-    try:
-        check_port(config, cluster)
-    except MachineError as error:
-        return report_port_taken(run, task, str(error), started)
-    with open_caches(merged) as caches:
-        program = find_program(request.words, config, merged)
-        job = Job(config, program, cluster, plan_here(config, merged, caches), merged, task.host)
-        write_node_plan(run, job)
-        command = render_agent(job, f"{run.id}-{task.step}-{task.attempt}")
-        start = partial(agent.begin, command)
-        return run_agent(job, run, task, start, log_begin=log_begin, started=started)
+        try:
+            check_port(config, cluster)
+        except MachineError as error:
+            return report_port_taken(run, task, str(error), started)
+        with open_caches(merged) as caches:
+            program = find_program(request.words, config, merged)
+            job = Job(config, program, cluster, plan_here(config, merged, caches), merged, task.host)
+            write_node_plan(run, job)
+            command = render_agent(job, f"{run.id}-{task.step}-{task.attempt}")
+            start = partial(agent.begin, command)
+            return run_agent(job, run, task, start, log_begin=log_begin, started=started, folder=folder)
 
 
 def plan_here(config: LaunchConfig, environ: Mapping[str, str], caches: str = "") -> Plan:

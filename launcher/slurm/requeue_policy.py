@@ -13,12 +13,13 @@ DESCRIPTIONS = {
     "node_failure": "node failure",
     "stopped": "stopped from outside",
     "requested": "the program asks for another start",
+    "hang": "the ranks hung",
     "crash": "the program failed",
     "requeued": "requeued from outside",
     "cancelled": "cancelled",
 }
 """Classes of an attempt's end, and how people are told of them."""
-LIMITED = ("preempted", "timeout", "node_failure", "stopped", "requested", "crash")
+LIMITED = ("preempted", "timeout", "node_failure", "stopped", "requested", "hang", "crash")
 """Those for which `cluster.requeue` says how often the job is requeued."""
 NOT_COUNTED = ("preempted", "requeued")
 """Those of attempts that had no say in how long they ran."""
