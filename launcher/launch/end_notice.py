@@ -21,7 +21,8 @@ def post_end(
     """
     if config.url is None or run.node_rank > 0:
         return
-    from launcher.watch.notify import JobIdentity, Notifier, NotifySettings
+    from launcher.watch.notify import JobIdentity, Notifier
+    from launcher.watch.watcher_settings import NotifySettings
 
     code = outcome.get("exit_code")
     job = JobIdentity(f"{run.path.parent.name}/{run.path.name}", str(run.path), host, job_id)

@@ -20,14 +20,18 @@ from pathlib import Path
 
 from launcher.decode import decode
 from launcher.files import read_stat
+from launcher.probe.cgroups import list_cgroups
+from launcher.probe.sysfs import Tree
 from launcher.watch.evidence import WatchedRank, gather_node
 from launcher.watch.hang_judge import HangJudge
 from launcher.watch.heartbeats import read_heartbeat
 from launcher.watch.model import NodeEvidence
 from launcher.watch.node_watcher import TICK, NodeWatcher
+from launcher.watch.process_samples import Sampler
 from launcher.watch.rank_book import RankBook
 from launcher.watch.shared_files import SharedFiles
 from launcher.watch.verdict import judge
+from launcher.watch.watch_outputs import open_outputs
 from launcher.watch.watcher_settings import RankMessage, WatcherSettings
 
 IGNORED = (
@@ -98,7 +102,7 @@ def run(watcher: NodeWatcher, inbox: Inbox, lines: list[bytes]) -> None:
 
 def make_watcher(settings: WatcherSettings, parent: int) -> NodeWatcher:
     """Join the parts."""
-    folder = Path(settings.folder)
+    folder, send = Path(settings.folder), partial(send_message, threading.Lock())
     return NodeWatcher(
         settings=settings,
         book=RankBook(folder, read_heartbeat),
@@ -107,8 +111,10 @@ def make_watcher(settings: WatcherSettings, parent: int) -> NodeWatcher:
             lambda nodes, reports, patient: judge(nodes, reports, patient=patient), settings.watch.on_hang
         ),
         gather=partial(gather_evidence, settings, folder),
-        send=partial(send_message, threading.Lock()),
+        send=send,
         is_suspended=lambda: is_stopped(parent),
+        outputs=open_outputs(settings, lambda text: send({"event": "warning", "lines": [text]})),
+        sampler=Sampler(lambda pid: list_cgroups(Tree(), ("cpu",), pid)),
     )
 
 

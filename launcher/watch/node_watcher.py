@@ -20,6 +20,7 @@ from launcher.watch.process_samples import Sample, Sampler
 from launcher.watch.progress_limit import choose_limit, find_stall_begin, list_stalled
 from launcher.watch.rank_book import RankBook
 from launcher.watch.shared_files import Exchange, SharedFiles
+from launcher.watch.watch_outputs import WatchOutputs
 from launcher.watch.watcher_settings import RankMessage, WatcherSettings
 
 TICK = 1.0
@@ -45,6 +46,7 @@ class NodeWatcher:
     """Tells the supervisor something."""
     is_suspended: Callable[[], bool]
     """Tells whether the user has stopped the job, as by Ctrl-Z."""
+    outputs: WatchOutputs
     sampler: Sampler = field(default_factory=Sampler)
     sample: Sample = field(default_factory=lambda: Sample({}, NodeSample()))
     number: int = 0
@@ -121,6 +123,11 @@ class NodeWatcher:
         if now < self.next_exchange and not (hurry and self.files.is_idle()):
             return
         self.number += 1
+        if self.number == 1 and self.settings.node_rank == 0:
+            self.outputs.tell_start(own, self.settings.ranks)
+        self.outputs.add_report(own)
+        if state is not None:
+            self.outputs.add_state(state)
         self.next_exchange = now + self.settings.watch.interval
         reads_all = self.settings.nodes > 1 and (state is not None or own.stalled_since is not None)
         self.files.submit(Exchange(own, state, reads_all))
@@ -199,6 +206,7 @@ class NodeWatcher:
             [f"hang {hang.number} {step}, {since:.0f} s without a step: {hang.verdict.sentence}"],
             hang,
         )
+        self.outputs.tell_hang(hang)
 
         def keep() -> None:
             write_hang(self.files.run_path, hang, evidence)
@@ -213,6 +221,7 @@ class NodeWatcher:
         """Tell that steps go on."""
         seconds = (hang.recovered or hang.time) - hang.stalled_since
         self.send_lines("recovered", [f"hang {hang.number} is over after {seconds:.0f} s: steps go on"], hang)
+        self.outputs.tell_recovery(hang)
         self.files.add_task(lambda: write_verdict(self.files.run_path, hang))
         self.next_exchange = 0.0
 
@@ -260,6 +269,7 @@ class NodeWatcher:
             )
         self.files.submit(Exchange(own, end_state(state), reads_all=False))
         self.files.wait_idle(seconds)
+        self.outputs.close(seconds)
 
 
 def end_state(state: JobState | None) -> JobState | None:

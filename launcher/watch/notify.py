@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass
 from typing import IO
 from urllib.parse import urlsplit
 
-EVENTS = ("start", "hang", "recover", "straggler", "fail", "end")
+from launcher.watch.watcher_settings import NotifySettings
+
 SLACK = "hooks.slack.com"
 TIMEOUT = 10.0
 """Seconds for each answer."""
@@ -32,17 +33,6 @@ PASSING = (408, 425, 429, 500, 502, 503, 504)
 WAITING = 32
 """Messages that wait for a slow server, at most."""
 Send = Callable[[urllib.request.Request], None]
-
-
-@dataclass(frozen=True, slots=True)
-class NotifySettings:
-    """The settings of `notify`; see launcher/config/schema.py."""
-
-    url: str | None = None
-    format: str = "auto"
-    events: tuple[str, ...] = EVENTS
-    ping_url: str | None = None
-    ping_interval: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +54,7 @@ class Message:
     run: str
     job_id: str | None
     event: str
-    """One of EVENTS."""
+    """As in `notify.events`."""
     host: str
     sentence: str
     state: str

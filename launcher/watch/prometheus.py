@@ -84,12 +84,16 @@ class PrometheusExport:
         with contextlib.suppress(OSError), closing_descriptor(open_directory(self.folder)) as at:
             remove(at, self.name)
 
-    def close(self, timeout: float) -> None:
-        """Stop serving, and remove the file: Prometheus takes metrics that are gone as ended."""
+    def end_file(self, timeout: float) -> None:
+        """Remove the file: Prometheus takes metrics that are gone as ended."""
         if self.writer:
             with contextlib.suppress(queue.Full):
                 self.reports.put(False, timeout=timeout)
                 self.writer.join(timeout)
+
+    def close(self, timeout: float) -> None:
+        """Remove the file, and stop serving."""
+        self.end_file(timeout)
         if self.server:
             self.server.shutdown()
             self.server.server_close()

@@ -17,10 +17,12 @@ from launcher.launch.end_notice import choose_event, describe_end, post_end
 from launcher.runs.run_directory import RunDir
 from launcher.runs.secrets import mask_text, mask_tree, mask_words
 from launcher.watch import notify
-from launcher.watch.notify import JobIdentity, Message, Notifier, NotifySettings, build_post
+from launcher.watch.notify import JobIdentity, Message, Notifier, build_post
+from launcher.watch.watcher_settings import NotifySettings
 from tests.conftest import run_outside
 
 JOB = JobIdentity("gpt/7", "/runs/gpt/7", "n1", "4711")
+EVENTS = tuple(NotifyConfig().events)
 SECRET = "T000-very-secret"
 
 
@@ -72,7 +74,7 @@ def serving(answers: Sequence[int | str | threading.Event] = ()) -> Iterator[Hoo
 
 
 def make_notifier(hook: Hook, **settings: object) -> Notifier:
-    values = {"url": hook.url, **settings}
+    values = {"url": hook.url, "events": EVENTS, **settings}
     return Notifier(NotifySettings(**values), JOB, hook.warnings.append)  # type: ignore[arg-type]  # by name
 
 
@@ -167,7 +169,7 @@ def test_what_cannot_be_posted_is_one_warning_without_the_url(
 )
 def test_nobody_there_is_one_warning_without_the_url(url: str) -> None:
     warnings: list[str] = []
-    notifier = Notifier(NotifySettings(url=url, ping_url=url), JOB, warnings.append)
+    notifier = Notifier(NotifySettings(url=url, ping_url=url, events=EVENTS), JOB, warnings.append)
     notifier.tell("start", "")
     notifier.ping()
     notifier.close(30)
