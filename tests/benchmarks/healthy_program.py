@@ -5,7 +5,9 @@
 
 import argparse
 import os
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -173,6 +175,32 @@ def step_slowly_first(job: Job) -> None:
     job.work(60)
 
 
+def serve_slowly(listener: socket.socket, seconds: float) -> None:
+    """Send 64 KiB each quarter of a second, as a slow server does."""
+    connection, _ = listener.accept()
+    with connection:
+        for _ in range(int(4 * seconds)):
+            connection.sendall(bytes(1 << 16))
+            time.sleep(0.25)
+
+
+def download_alone(job: Job) -> None:
+    """Rank 0 downloads for 60 s (from a thread of rank 1), while the others wait in a barrier."""
+    address = job.folder / "port"
+    if job.rank == 1:
+        listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=serve_slowly, args=(listener, 60 * job.scale), daemon=True).start()
+        address.with_suffix(".partial").write_text(str(listener.getsockname()[1]))
+        address.with_suffix(".partial").rename(address)
+    if job.rank == 0:
+        while not address.exists():
+            time.sleep(0.1)
+        with socket.create_connection(("127.0.0.1", int(address.read_text()))) as connection:
+            while connection.recv(1 << 16):
+                pass
+    dist.barrier()
+
+
 def load_slowly(job: Job) -> None:
     """A DataLoader whose worker takes 45 s to start, in each of two epochs."""
     for _ in range(2):
@@ -210,6 +238,7 @@ def debug(job: Job) -> None:
 FIRST: Mapping[str, Callable[[Job], None]] = {
     "first-step": step_slowly_first,
     "preprocess-alone": alone(step_slowly_first),
+    "download-alone": download_alone,
 }
 """Before the first step."""
 LATER: Mapping[str, Callable[[Job], None]] = {
