@@ -71,7 +71,7 @@ def read_heartbeat(path: str | os.PathLike[str]) -> Heartbeat | None:
         phase_since=head.phase_since + shift,
         step=head.step,
         step_time=head.step_time and head.step_time + shift,
-        activity_time=head.activity_time + shift,
+        activity_time=max(head.activity_time, head.phase_since, head.step_time) + shift,
         batches=head.batches,
         data_wait=head.data_wait,
         durations=tuple(duration for _, duration in steps),

@@ -115,28 +115,30 @@ class Heartbeat:
         """Count a step; its entry is in the rings before it counts."""
         if not self.has_begun:
             self.begin()
-        now, floats = monotonic(), self.floats
+        now, integers, floats = monotonic(), self.integers, self.floats
         if (self.base == TRAINING or self.is_without_batches()) and self.last_end:
             at = self.recorded % RING
             floats[AT_ENDS + at] = now
             floats[AT_DURATIONS + at] = now - self.last_end - self.excluded
             self.recorded += 1
-            self.integers[AT_RECORDED] = self.recorded
+            integers[AT_RECORDED] = self.recorded
         self.last_end, self.excluded = now, 0.0
-        floats[AT_STEP_TIME] = floats[AT_ACTIVITY_TIME] = now
-        self.integers[AT_STEP] = step
+        floats[AT_STEP_TIME] = now
+        integers[AT_STEP] = step
         self.thread = get_ident()
         if self.base != TRAINING:
             self.is_training = True
             self.set_base(TRAINING)
             self.excluded = 0.0
-        elif self.dump_signal:
-            self.check_dump()
+        elif self.dump_signal and getsignal(self.dump_signal) is not self.found_handler:
+            self.withdraw_dump()
 
     def set_base(self, phase: int) -> None:
         """Begin a phase that lasts until the next one."""
         self.base = phase
         self.set_phase(phase)
+        if self.dump_signal and getsignal(self.dump_signal) is not self.found_handler:
+            self.withdraw_dump()
 
     def set_phase(self, phase: int) -> None:
         """Begin a phase; a wait ends with `set_phase(self.base)`."""
@@ -145,10 +147,8 @@ class Heartbeat:
             self.excluded += now - self.phase_since
         self.is_excluded = self.base != TRAINING or phase not in (TRAINING, LOADING)
         self.phase, self.phase_since = phase, now
-        self.floats[AT_PHASE_SINCE] = self.floats[AT_ACTIVITY_TIME] = now
+        self.floats[AT_PHASE_SINCE] = now
         self.integers[AT_PHASE] = phase
-        if self.dump_signal:
-            self.check_dump()
 
     def note_activity(self) -> None:
         """Tell that the rank goes on."""
@@ -174,20 +174,34 @@ class Heartbeat:
 
     def begin_loading(self) -> None:
         """Begin a wait for data, which ends saving."""
-        if self.base in (SAVING, STARTING):
-            self.base = self.choose_base()
-        self.set_phase(LOADING)
+        if self.phase != TRAINING:
+            if self.base in (SAVING, STARTING):
+                self.base = self.choose_base()
+            self.set_phase(LOADING)
+            return
+        self.phase = LOADING
+        self.phase_since = self.floats[AT_PHASE_SINCE] = monotonic()
+        self.integers[AT_PHASE] = LOADING
 
-    def end_loading(self) -> None:
-        """End a wait for data."""
-        self.data_wait += monotonic() - self.phase_since
-        self.floats[AT_DATA_WAIT] = self.data_wait
-        self.set_phase(self.base)
+    def end_loading(self, batches: int) -> None:
+        """End a wait for data, and count the batches that came."""
+        since, integers, floats = self.phase_since, self.integers, self.floats
+        if self.base == TRAINING:  # as `set_phase` does
+            self.phase = TRAINING
+            self.phase_since = floats[AT_PHASE_SINCE] = monotonic()
+            integers[AT_PHASE] = TRAINING
+        else:
+            self.set_phase(self.base)
+        self.data_wait += self.phase_since - since
+        self.batches += batches
+        floats[AT_DATA_WAIT] = self.data_wait
+        integers[AT_BATCHES] = self.batches
 
     def count_batches(self, number: int) -> None:
-        """Count batches that a loader has returned."""
+        """Count batches of another thread."""
         self.batches += number
         self.integers[AT_BATCHES] = self.batches
+        self.note_activity()
 
     def is_first_join(self) -> bool:
         """Tell whether this is the first process group, once."""
@@ -199,10 +213,9 @@ class Heartbeat:
         self.dump_signal, self.found_handler = number, getsignal(number)
         self.integers[AT_DUMP_SIGNAL] = number
 
-    def check_dump(self) -> None:
-        """Take the offer back if the program has taken the signal for itself."""
-        if getsignal(self.dump_signal) is not self.found_handler:
-            self.dump_signal = self.integers[AT_DUMP_SIGNAL] = 0
+    def withdraw_dump(self) -> None:
+        """Take the offer back: the program has taken the signal for itself."""
+        self.dump_signal = self.integers[AT_DUMP_SIGNAL] = 0
 
     def add_note(self, text: str) -> None:
         """Tell what could not be set up."""

@@ -99,12 +99,13 @@ def make_loader(beat: Heartbeat, original: Function, *, counts: int) -> Function
             found = original(owner)
             beat.count_batches(counts)
             return found
+        batches = 0
         beat.begin_loading()
         try:
             found = original(owner)
+            batches = counts
         finally:
-            beat.end_loading()
-        beat.count_batches(counts)
+            beat.end_loading(batches)
         return found
 
     return load
