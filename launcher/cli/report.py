@@ -18,7 +18,7 @@ from launcher.plan.model import Plan, RankPlan
 from launcher.text import print_text
 
 if TYPE_CHECKING:
-    from launcher.report.html_sections import HostPlan
+    from launcher.report.html_placement import HostPlan
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def write_into_run(path: Path, page: bytes) -> None:
 def read_plans(path: Path) -> "Iterator[HostPlan]":
     """Give the hosts whose plans can be read."""
     from launcher.protocol import name_plan_file, parse_plan_file
-    from launcher.report.html_sections import HostPlan
+    from launcher.report.html_placement import HostPlan
 
     for file in sorted(path.glob(name_plan_file("*"))):
         try:

@@ -5,41 +5,33 @@ from dataclasses import dataclass
 from statistics import median
 
 from launcher.report.html_charts import (
-    BarChart,
     Lane,
     Line,
     Mark,
     Panel,
     TimeChart,
-    draw_bars,
     draw_times,
-    name_colours,
 )
-from launcher.report.html_page import Head, HtmlTable, Key, Section, make_chart
+from launcher.report.html_page import Head, HtmlTable, Key, Section, make_chart, pair_widths
 from launcher.report.run_account import RunAccount
 from launcher.report.run_events import KINDS, Event
 from launcher.report.time_series import (
-    ACTIVITIES,
     Bins,
-    RankTime,
     Spread,
     Take,
-    average_times,
     bin_values,
     choose_bins,
     fill_line,
     find_spread,
     is_sound,
-    order_slowest,
-    share_time,
 )
 from launcher.text import clean_text, count_things, describe_time
-from launcher.watch.model import GpuSample, NodeReport
+from launcher.watch.model import GpuSample
 
 MOST_LINES = 8
 """Ranks that have a line of their own; of more, the spread is shown."""
-MOST_BARS = 24
-"""Ranks that have a bar of their own."""
+MOST_EVENTS = 24
+"""Rows of the table of events."""
 MOST_MARKS = 120
 """Marks of a kind of events; of more, those that would touch the one before are left out."""
 MOST_FIGURES = 16
@@ -54,16 +46,6 @@ SHAPES = {
     "collection": ("collections", 7, "|", False),
 }
 """Name, colour and marker of each kind of events, and whether it interrupts the steps."""
-ACTIVITY_COLOURS = {
-    "compute": 9,
-    "waiting for others": 10,
-    "data": 11,
-    "saving": 12,
-    "evaluating": 13,
-    "starting": 14,
-    "hanging": 15,
-}
-"""Light ones beside dark ones: they differ for eyes that see no red or no green, and in print."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +122,8 @@ def make_steps(account: RunAccount) -> Section:
     heads = (Head("time since the start"), Head("p50 (s)", True), Head("p99 (s)", True))
     rows = pick_rows(bins, (spread.middle, worst.high))
     table = HtmlTable("Time of a step", heads, tuple(rows))
-    figure = make_chart("Time of a step over the run", pair(draw_times(chart)), legend, table)
+    figure = make_chart("Time of a step over the run", pair_widths(draw_times(chart)), legend, table)
     return Section("steps", "Step time", figures=(figure,), tables=make_event_tables(account))
-
-
-def pair(pictures: tuple[str, str]) -> list[tuple[str, str]]:
-    """Return a wide and a narrow picture with the class of each."""
-    return list(zip(("wide", "narrow"), pictures, strict=True))
 
 
 def describe_steps(spread: Spread, events: Sequence[Event]) -> str:
@@ -178,66 +155,11 @@ def make_event_tables(account: RunAccount) -> tuple[HtmlTable, ...]:
     told = [event for event in account.events if event.text]
     rows = tuple(
         (describe_time(max(0.0, event.time - account.begin)), event.kind, clean_text(event.text, 600))
-        for event in told[:MOST_BARS]
+        for event in told[:MOST_EVENTS]
     )
-    left = f", the first {MOST_BARS} of {len(told)}" if len(told) > MOST_BARS else ""
+    left = f", the first {MOST_EVENTS} of {len(told)}" if len(told) > MOST_EVENTS else ""
     heads = (Head("time since the start"), Head("event"), Head("what"))
     return (HtmlTable(f"Events{left}", heads, rows),) if rows else ()
-
-
-def make_times(account: RunAccount) -> Section:
-    """Return where the time of each rank went."""
-    hangs = [(event.time, event.until or event.time) for event in account.events if event.kind == "hang"]
-    times = share_time(account.samples, hangs)
-    if not times:
-        return Section("time", "Where the time went")
-    ordered = order_slowest(times)
-    shown = ordered[:MOST_BARS] if len(ordered) > MOST_BARS else sorted(times, key=lambda one: one.rank)
-    rows = [(f"rank {time.rank} {time.host}", find_shares(time.seconds)) for time in shown]
-    if len(ordered) > len(shown):
-        rest = ordered[len(shown) :]
-        rows.append((f"{len(rest)} other ranks", find_shares(average_times(rest))))
-    used = [at for at in range(len(ACTIVITIES)) if any(shares[at] >= 0.0005 for _, shares in rows)]
-    names = [ACTIVITIES[at] for at in used]
-    rows = [(label, tuple(shares[at] for at in used)) for label, shares in rows]
-    known = all(time.knows_waits for time in times)
-    chart = BarChart(
-        name="time",
-        title="Where the time of each rank went",
-        description=describe_times(times, known),
-        rows=tuple(rows),
-        colours=name_colours(names, ACTIVITY_COLOURS),
-    )
-    labels = {name: name for name in names}
-    labels |= {} if known else {"compute": "compute, or waiting for others (not told apart)"}
-    legend = [Key(labels[name], ACTIVITY_COLOURS[name]) for name in names]
-    heads = (Head("rank"), *(Head(f"{name} (%)", True) for name in names))
-    cells = tuple((label, *(f"{100 * share:.1f}" for share in shares)) for label, shares in rows)
-    table = HtmlTable("Share of the time of each rank", heads, cells)
-    notes = []
-    if len(ordered) > len(shown):
-        notes = [
-            f"Of {len(times)} ranks, the {len(shown)} that wait least for others are shown: "
-            "the others wait for these."
-        ]
-    caption = "Share of the time of each rank"
-    figure = make_chart(caption, pair(draw_bars(chart)), legend, table, notes)
-    return Section("time", "Where the time went", figures=(figure,))
-
-
-def find_shares(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Return shares of the whole."""
-    total = sum(seconds)
-    return tuple(part / total if total else 0.0 for part in seconds)
-
-
-def describe_times(times: Sequence[RankTime], known: bool) -> str:
-    """Say what the chart of times shows."""
-    shares = find_shares(average_times(times))
-    parts = zip(ACTIVITIES, shares, strict=True)
-    told = ", ".join(f"{name} {100 * share:.0f}%" for name, share in parts if share >= 0.005)
-    unknown = "" if known else " Waiting for others is not known, and counts as compute."
-    return f"All ranks together: {told}.{unknown}"
 
 
 def make_resources(account: RunAccount, name: str, title: str, quantities: Sequence[Quantity]) -> Section:
@@ -265,7 +187,7 @@ def make_resources(account: RunAccount, name: str, title: str, quantities: Seque
     heads = (Head("time since the start"), *(Head(f"{label}, median", True) for label in labels))
     table = HtmlTable(title, heads, tuple(pick_rows(bins, [spread.middle for spread in spreads])))
     caption = "Each rank over the run" if len(ranks) <= MOST_LINES else "All ranks over the run"
-    figure = make_chart(caption, pair(draw_times(chart)), make_rank_legend(ranks), table)
+    figure = make_chart(caption, pair_widths(draw_times(chart)), make_rank_legend(ranks), table)
     return Section(name, title, figures=(figure,))
 
 
@@ -315,8 +237,3 @@ def pick_rows(bins: Bins, columns: Sequence[Sequence[float | None]]) -> Iterator
 def format_figure(value: float | None) -> str:
     """Return a number with four digits; a dash for none."""
     return f"{value:.4g}" if is_sound(value) and value is not None else "-"
-
-
-def list_sample_hosts(samples: Sequence[NodeReport]) -> list[str]:
-    """Return the hosts that reported."""
-    return sorted({sample.host for sample in samples})

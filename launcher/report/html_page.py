@@ -163,3 +163,8 @@ def make_chart(
     """Return a chart of pictures that this program has drawn, which are not escaped."""
     drawn = tuple((form, Markup(picture)) for form, picture in pictures)  # noqa: S704 - serialized XML
     return Chart(caption, drawn, tuple(legend), table, tuple(notes))
+
+
+def pair_widths(pictures: tuple[str, str]) -> list[tuple[str, str]]:
+    """Return a wide and a narrow picture with the class of each."""
+    return list(zip(("wide", "narrow"), pictures, strict=True))

@@ -3,18 +3,13 @@
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 
-from launcher.report.html_figures import CPU, GPU, make_resources, make_steps, make_times
+from launcher.report.html_figures import CPU, GPU, make_resources, make_steps
 from launcher.report.html_hangs import make_hangs
 from launcher.report.html_page import Page, Section, render_page
-from launcher.report.html_sections import (
-    TONES,
-    HostPlan,
-    describe_end,
-    make_attempts,
-    make_placement,
-    make_summary,
-    make_warnings,
-)
+from launcher.report.html_placement import HostPlan, make_placement
+from launcher.report.html_sections import TONES, describe_end, make_attempts, make_summary
+from launcher.report.html_time_shares import make_times
+from launcher.report.html_warnings import make_warnings
 from launcher.report.run_account import RunAccount
 from launcher.text import clean_text
 

@@ -67,6 +67,7 @@ def read_account(path: Path, now: float | None = None) -> RunAccount:
     end = max(ended or (now if status.is_live else last), begin)
     samples = tuple(one for one in samples if begin - DAY < one.time < end + DAY)
     job = read_job_state(path)
+    hangs = list_hangs(path, job)
     return RunAccount(
         status=status,
         manifest=read_manifest(path),
@@ -74,8 +75,8 @@ def read_account(path: Path, now: float | None = None) -> RunAccount:
         reports=reports,
         samples=samples,
         job=job,
-        hangs=tuple(read_hangs(path, job)),
-        events=list_events(path, status.attempts, samples, job, told=told, end=end),
+        hangs=tuple(read_hangs(path, hangs)),
+        events=list_events(path, status.attempts, samples, job, told=told, hangs=hangs, end=end),
         begin=begin,
         end=end,
         notes=notes,
@@ -103,9 +104,23 @@ def read_samples(
     return tuple(sorted(rows.values(), key=lambda row: row.time)), events, notes
 
 
-def read_hangs(path: Path, job: JobState | None) -> Iterator[tuple[Hang, tuple[NodeEvidence, ...]]]:
-    """Give the hangs of a run, each with what the nodes gathered for it."""
-    for hang in (job.hangs if job else ())[:MOST_HANGS]:
+def list_hangs(path: Path, job: JobState | None) -> list[Hang]:
+    """Return the hangs of all attempts by number: those with a folder, and those that the job's state has."""
+    found = {hang.number: hang for hang in (job.hangs if job else ())}
+    for file in path.glob("hang-*/verdict.json"):
+        try:
+            hang = decode(Hang, read_file(file, LARGEST))
+        except (OSError, ValueError):
+            continue
+        known = found.setdefault(hang.number, hang)
+        if known.recovered is None and known.time == hang.time:
+            found[hang.number] = hang
+    return [found[number] for number in sorted(found)]
+
+
+def read_hangs(path: Path, hangs: Sequence[Hang]) -> Iterator[tuple[Hang, tuple[NodeEvidence, ...]]]:
+    """Give hangs, each with what the nodes gathered for it."""
+    for hang in hangs[:MOST_HANGS]:
         found: list[NodeEvidence] = []
         for file in sorted(hang_path(path, hang.number).glob(f"{EVIDENCE}*.json")):
             try:

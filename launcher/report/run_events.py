@@ -45,20 +45,21 @@ def list_events(
     job: JobState | None,
     *,
     told: Sequence[MetricsEvent],
+    hangs: Sequence[Hang],
     end: float,
 ) -> tuple[Event, ...]:
     """Return all that is known to have happened, by time.
 
     `told` are the events of the nodes' metrics, and `end` is when the run ended, or now.
     """
-    known = ("hang", "straggler") if job is None else ()
+    known = (*(() if hangs else ("hang",)), *(() if job else ("straggler",)))
     found = itertools.chain(
         list_starts(attempts),
         (Event(one.event, one.time, one.sentence) for one in told if one.event in known),
         list_restarts(path, samples, [read_time(one.started) for one in attempts]),
         list_checkpoints(path, samples),
         list_collections(path, samples),
-        (describe_hang(hang, end) for hang in (job.hangs if job else ())),
+        (describe_hang(hang, end) for hang in hangs),
         (describe_straggler(one) for one in (job.stragglers if job else ())),
     )
     return tuple(sorted(found, key=lambda event: event.time))

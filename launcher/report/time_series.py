@@ -13,6 +13,8 @@ from launcher.watch.model import NodeReport, RankState
 
 MOST_BINS = 160
 """Bins of a chart: more than one for each six pixels of it are not told apart."""
+FEW_HOSTS = 8
+"""Nodes up to which each has to report in each bin."""
 LARGEST = 1e15
 """Numbers above this are damage: no bytes, seconds or watts of a rank."""
 LONGEST_GAP = 3.0
@@ -74,11 +76,23 @@ class RankTime:
 
 
 def choose_bins(samples: Sequence[NodeReport], begin: float, end: float) -> Bins:
-    """Choose bins as fine as the reports are dense, MOST_BINS at most; there is one at least."""
+    """Choose bins as fine as the reports are dense, MOST_BINS at most; there is one at least.
+
+    Of many nodes, of which each is read for other times, they are as fine as all nodes' reports together.
+    """
     span = max(end - begin, 1.0)
-    interval = find_interval(samples)
-    count = max(1, min(MOST_BINS, int(span / interval)))
-    return Bins(begin, span / count, count)
+    plain = max(1, min(MOST_BINS, int(span / find_interval(samples))))
+    counts = [plain]
+    if len({sample.host for sample in samples}) > FEW_HOSTS:
+        counts = [plain * factor for factor in range(16, 0, -1) if plain * factor <= MOST_BINS] or [plain]
+    full = 0.9 * measure_fill(samples, Bins(begin, span / plain, plain))
+    bins = (Bins(begin, span / count, count) for count in counts)
+    return next((one for one in bins if measure_fill(samples, one) >= full), Bins(begin, span / plain, plain))
+
+
+def measure_fill(samples: Sequence[NodeReport], bins: Bins) -> float:
+    """Return the share of bins with a report."""
+    return len({bins.find(sample.time) for sample in samples} - {None}) / bins.count
 
 
 def find_interval(samples: Sequence[NodeReport]) -> float:
@@ -104,16 +118,21 @@ def group_by_host(samples: Iterable[NodeReport]) -> dict[str, list[NodeReport]]:
 
 def bin_values(samples: Iterable[NodeReport], bins: Bins, take: Take) -> dict[int, dict[int, float]]:
     """Return for each rank the mean of a quantity in each bin that it was reported in."""
-    gathered: dict[int, dict[int, list[float]]] = {}
+    gathered: dict[int, dict[int, tuple[float, int]]] = {}
     for sample in samples:
         at = bins.find(sample.time)
         if at is None:
             continue
         for state in sample.ranks:
             value = take(state)
-            if is_sound(value):
-                gathered.setdefault(state.rank, {}).setdefault(at, []).append(value or 0.0)
-    return {rank: {at: fmean(found) for at, found in gathered[rank].items()} for rank in sorted(gathered)}
+            if value is not None and is_sound(value):
+                line = gathered.setdefault(state.rank, {})
+                total, count = line.get(at, (0.0, 0))
+                line[at] = total + value, count + 1
+    return {
+        rank: {at: total / count for at, (total, count) in gathered[rank].items()}
+        for rank in sorted(gathered)
+    }
 
 
 def is_sound(value: float | None) -> bool:

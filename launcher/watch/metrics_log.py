@@ -183,23 +183,26 @@ def read_metrics(run_path: Path, most_rows: int | None = None) -> tuple[NodeMetr
         names = sorted(os.listdir(watch_path(run_path)))  # noqa: PTH208 - names alone
     except OSError:
         return ()
+    names = [name for name in names if name.startswith(BEGINNING) and name.endswith(ENDING)]
     found = (
-        read_node_metrics(watch_path(run_path) / name, most_rows)
-        for name in names
-        if name.startswith(BEGINNING) and name.endswith(ENDING)
+        read_node_metrics(watch_path(run_path) / name, most_rows, number / len(names))
+        for number, name in enumerate(names)
     )
     return tuple(metrics for metrics in found if metrics)
 
 
-def read_node_metrics(path: Path, most_rows: int | None = None) -> NodeMetrics | None:
-    """Read what one node has written, as `read_metrics` does; None if there is no file to be read."""
+def read_node_metrics(path: Path, most_rows: int | None = None, shift: float = 0.0) -> NodeMetrics | None:
+    """Read what one node has written, as `read_metrics` does; None if there is no file to be read.
+
+    With a `shift` of 0 to 1, other samples are kept: those of many nodes together leave no time out.
+    """
     try:
         lines = [line for line in read_file(path, 3 * LARGEST).split(b"\n") if line]
     except OSError:
         return None
     is_event = [line.startswith(b'{"event"') for line in lines]
     samples = [line for line, is_one in zip(lines, is_event, strict=True) if not is_one]
-    rows = [decode_line(NodeReport, line) for line in thin_out(samples, most_rows)]
+    rows = [decode_line(NodeReport, line) for line in thin_out(samples, most_rows, shift)]
     events = [decode_line(MetricsEvent, line) for line, is_one in zip(lines, is_event, strict=True) if is_one]
     return NodeMetrics(
         path.name.removeprefix(BEGINNING).removesuffix(ENDING),
@@ -209,11 +212,12 @@ def read_node_metrics(path: Path, most_rows: int | None = None) -> NodeMetrics |
     )
 
 
-def thin_out(lines: Sequence[bytes], most: int | None) -> Sequence[bytes]:
-    """Return at most so many of the lines, evenly, with the last one."""
+def thin_out(lines: Sequence[bytes], most: int | None, shift: float = 0.0) -> Sequence[bytes]:
+    """Return at most so many of the lines, evenly, with the last one; a `shift` of 0 to 1 takes others."""
     if most is None or len(lines) <= most:
         return lines
-    return [lines[(number + 1) * len(lines) // most - 1] for number in range(most)]
+    places = (int((number + 1 - shift) * len(lines) / most) - 1 for number in range(most - 1))
+    return [*(lines[max(0, place)] for place in places), lines[-1]]
 
 
 def decode_line(kind: type[T], line: bytes) -> T | None:

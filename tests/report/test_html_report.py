@@ -15,9 +15,9 @@ from launcher.cli.report import read_plans
 from launcher.plan.json_form import plan_to_json
 from launcher.plan.model import Plan, Request
 from launcher.plan.planner import plan
-from launcher.report.html_figures import ACTIVITY_COLOURS
 from launcher.report.html_page import read_part
 from launcher.report.html_report import MISSING, render_report
+from launcher.report.html_time_shares import ACTIVITY_COLOURS
 from launcher.report.run_account import read_account
 from launcher.report.time_series import ACTIVITIES
 from launcher.watch.model import JobState
