@@ -36,7 +36,7 @@ NEEDED = ("matplotlib", "jinja2")
 """Packages of the extra `report`."""
 
 
-def write_report(call: VerbCall) -> int:
+def write_run_report(call: VerbCall) -> int:
     """Write the page of the named run, or of the newest, and print its path; return 0.
 
     Raises UsageError or MachineError.
@@ -52,7 +52,7 @@ def write_report(call: VerbCall) -> int:
     from launcher.report.run_account import read_account
 
     account = read_account(path)
-    page = render_report(account, list(read_plans(path)))
+    page = render_report(account, list(read_host_plans(path)))
     if config.save is not None:
         write_file("save", config.save, page)
     else:
@@ -80,20 +80,20 @@ def write_into_run(path: Path, page: bytes) -> None:
         raise explain("save", str(path / NAME), error) from None
 
 
-def read_plans(path: Path) -> "Iterator[HostPlan]":
+def read_host_plans(path: Path) -> "Iterator[HostPlan]":
     """Give the hosts whose plans can be read."""
     from launcher.protocol import name_plan_file, parse_plan_file
     from launcher.report.html_placement import HostPlan
 
     for file in sorted(path.glob(name_plan_file("*"))):
         try:
-            plan = read_plan(read_file(file, LARGEST).decode())
+            plan = read_host_plan(read_file(file, LARGEST).decode())
         except (OSError, ValueError, UsageError):
             continue  # the report tells of it as damaged
         yield HostPlan(parse_plan_file(file.name), plan, number_classes(plan.machine))
 
 
-def read_plan(text: str) -> Plan:
+def read_host_plan(text: str) -> Plan:
     """Read a node's plan; raises UsageError or ValueError."""
     from launcher.plan.snapshot import parse_machine
 

@@ -79,7 +79,7 @@ VERBS: Mapping[str, Verb] = {
         ("rank=", "format=", "runs_dir="),
     ),
     "report": Verb(
-        "write_report",
+        "write_run_report",
         "write what there is to know of a run into one HTML page",
         Takes.RUNS,
         ("save=", "runs_dir="),

@@ -64,7 +64,7 @@ UNITS = ((3 * 86400, 86400, "days"), (3 * 3600, 3600, "hours"), (3 * 60, 60, "mi
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Curve:
     """A line over time, a value for each of the chart's times."""
 
     name: str
@@ -78,7 +78,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class EventMark:
     """Something that happened."""
 
     time: float
@@ -94,7 +94,7 @@ class Lane:
     """Events of a kind, marked below the lines."""
 
     name: str
-    marks: tuple[Mark, ...]
+    marks: tuple[EventMark, ...]
     colour: int
     shape: str
     """A marker of matplotlib's."""
@@ -108,7 +108,7 @@ class Panel:
 
     label: str
     """Of its axis, with the unit."""
-    lines: tuple[Line, ...]
+    lines: tuple[Curve, ...]
     height: int = 170
 
 

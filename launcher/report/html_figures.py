@@ -6,13 +6,13 @@ from statistics import median
 
 from launcher.report.html_charts import (
     Lane,
-    Line,
-    Mark,
+    Curve,
+    EventMark,
     Panel,
     TimeChart,
     draw_times,
 )
-from launcher.report.html_page import Head, HtmlTable, Key, Section, make_chart, pair_widths
+from launcher.report.html_page import Head, HtmlTable, LegendKey, Section, make_chart, pair_widths
 from launcher.report.run_account import RunAccount
 from launcher.report.run_events import KINDS, Event
 from launcher.report.time_series import (
@@ -22,7 +22,7 @@ from launcher.report.time_series import (
     bin_values,
     choose_bins,
     fill_line,
-    find_spread,
+    measure_spread,
     is_sound,
 )
 from launcher.text import clean_text, count_things, describe_time
@@ -99,13 +99,13 @@ def make_steps(account: RunAccount) -> Section:
     bins = choose_bins(account.samples, account.begin, account.end)
     middle = bin_values(account.samples, bins, take_field("p50"))
     slow = bin_values(account.samples, bins, take_field("p99"))
-    spread, worst = find_spread(middle, bins.count), find_spread(slow, bins.count)
+    spread, worst = measure_spread(middle, bins.count), measure_spread(slow, bins.count)
     lanes = tuple(make_lanes(account.events, account.begin, account.end))
     if not middle:
         return Section("steps", "Step time", tables=make_event_tables(account))
     lines = (
-        Line("p99", worst.high, 2, dashed=True),
-        Line("p50", spread.middle, 1, low=spread.low, high=spread.high),
+        Curve("p99", worst.high, 2, dashed=True),
+        Curve("p50", spread.middle, 1, low=spread.low, high=spread.high),
     )
     chart = TimeChart(
         name="steps",
@@ -116,9 +116,9 @@ def make_steps(account: RunAccount) -> Section:
         panels=(Panel("time of a step (s)", lines, 230),),
         lanes=lanes,
     )
-    legend = [Key("median step (p50), with the spread over ranks", 1, "line")]
-    legend += [Key("slow steps (p99) of the slowest rank", 2, "dashed")]
-    legend += [Key("hang", 2, "span")] if any(event.kind == "hang" for event in account.events) else []
+    legend = [LegendKey("median step (p50), with the spread over ranks", 1, "line")]
+    legend += [LegendKey("slow steps (p99) of the slowest rank", 2, "dashed")]
+    legend += [LegendKey("hang", 2, "span")] if any(event.kind == "hang" for event in account.events) else []
     heads = (Head("time since the start"), Head("p50 (s)", True), Head("p99 (s)", True))
     rows = pick_rows(bins, (spread.middle, worst.high))
     table = HtmlTable("Time of a step", heads, tuple(rows))
@@ -140,12 +140,12 @@ def make_lanes(events: Sequence[Event], begin: float, end: float) -> Iterator[La
         name, colour, shape, is_break = SHAPES[kind]
         found = [event for event in events if event.kind == kind and begin <= event.time <= end]
         nearest = (end - begin) / MOST_MARKS if len(found) > MOST_MARKS else 0.0
-        marks: list[Mark] = []
+        marks: list[EventMark] = []
         for event in found:
             at = event.time - begin
             if not marks or at - marks[-1].time >= nearest:
                 until = None if event.until is None else min(event.until, end) - begin
-                marks.append(Mark(at, event.text, until))
+                marks.append(EventMark(at, event.text, until))
         if marks:
             yield Lane(name, tuple(marks), colour, shape, is_break)
 
@@ -170,7 +170,7 @@ def make_resources(account: RunAccount, name: str, title: str, quantities: Seque
     if not found:
         return Section(name, title)
     ranks = sorted({rank for _, values in found for rank in values})
-    spreads = [find_spread(values, bins.count) for _, values in found]
+    spreads = [measure_spread(values, bins.count) for _, values in found]
     panels = [
         Panel(one.label, tuple(make_lines(values, spread, ranks, bins.count)), 130)
         for (one, values), spread in zip(found, spreads, strict=True)
@@ -193,22 +193,24 @@ def make_resources(account: RunAccount, name: str, title: str, quantities: Seque
 
 def make_lines(
     values: dict[int, dict[int, float]], spread: Spread, ranks: Sequence[int], count: int
-) -> Iterator[Line]:
+) -> Iterator[Curve]:
     """Give a line for each of a few ranks, or the median of many with their spread."""
     if len(ranks) > MOST_LINES:
-        yield Line("median", spread.middle, 1, low=spread.low, high=spread.high)
+        yield Curve("median", spread.middle, 1, low=spread.low, high=spread.high)
         return
     for number, rank in enumerate(ranks):
         line = fill_line(values.get(rank, {}), count)
-        yield Line(f"rank {rank}", line, number % MOST_LINES + 1, dashed=number >= 4)
+        yield Curve(f"rank {rank}", line, number % MOST_LINES + 1, dashed=number >= 4)
 
 
-def make_rank_legend(ranks: Sequence[int]) -> list[Key]:
+def make_rank_legend(ranks: Sequence[int]) -> list[LegendKey]:
     """Return the legend of `make_lines`."""
     if len(ranks) > MOST_LINES:
-        return [Key(f"median of {count_things(len(ranks), 'rank')}, with 5th to 95th percentile", 1, "line")]
+        return [
+            LegendKey(f"median of {count_things(len(ranks), 'rank')}, with 5th to 95th percentile", 1, "line")
+        ]
     return [
-        Key(f"rank {rank}", number + 1, "dashed" if number >= 4 else "line")
+        LegendKey(f"rank {rank}", number + 1, "dashed" if number >= 4 else "line")
         for number, rank in enumerate(ranks)
     ]
 

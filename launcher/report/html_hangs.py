@@ -67,7 +67,7 @@ def describe_rank(rank: RankEvidence) -> Iterator[str]:
     """Say what is known of a rank."""
     age = "no step yet" if rank.step_age is None else f"its last step was {describe_time(rank.step_age)} ago"
     yield clean_text(
-        f"Phase {rank.phase}, step {rank.step}, {age}. {describe_process(rank.process)}", LONGEST
+        f"Phase {rank.phase}, step {rank.step}, {age}. {describe_kernel_state(rank.process)}", LONGEST
     )
     for group in rank.groups:
         text = f"{group.name}: enqueued {group.last_enqueued}, completed {group.last_completed}"
@@ -77,7 +77,7 @@ def describe_rank(rank: RankEvidence) -> Iterator[str]:
         yield clean_text(note, LONGEST)
 
 
-def describe_process(process: ProcessState) -> str:
+def describe_kernel_state(process: ProcessState) -> str:
     """Say what the kernel says of a process."""
     words = [f"state {process.state}"]
     words += [f"waits in {process.wait_channel}"] if process.wait_channel else []
@@ -102,7 +102,9 @@ def gather_stacks(ranks: Sequence[RankEvidence]) -> Iterator[StackText]:
         main = next((stack for stack in rank.process.stacks if stack.is_current), None)
         main = main or next(iter(rank.process.stacks), None)
         text = (
-            format_stack(main) if main else f"no stack; {describe_process(rank.process).partition(': ')[2]}"
+            format_stack(main)
+            if main
+            else f"no stack; {describe_kernel_state(rank.process).partition(': ')[2]}"
         )
         found.setdefault(text, set()).add(rank.rank)
     ordered = sorted(found.items(), key=lambda item: (-len(item[1]), min(item[1])))

@@ -32,7 +32,7 @@ class HtmlTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class LegendKey:
     """An entry of a legend."""
 
     text: str
@@ -49,7 +49,7 @@ class Chart:
     caption: str
     pictures: tuple[tuple[str, str], ...]
     """Class (`wide`, `narrow`, `light`) and SVG, which is not escaped."""
-    legend: tuple[Key, ...] = ()
+    legend: tuple[LegendKey, ...] = ()
     table: HtmlTable | None = None
     """The figures behind it."""
     notes: tuple[str, ...] = ()
@@ -156,7 +156,7 @@ def tame_value(value: object) -> object:
 def make_chart(
     caption: str,
     pictures: Sequence[tuple[str, str]],
-    legend: Sequence[Key] = (),
+    legend: Sequence[LegendKey] = (),
     table: HtmlTable | None = None,
     notes: Sequence[str] = (),
 ) -> Chart:

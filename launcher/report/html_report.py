@@ -7,7 +7,7 @@ from launcher.report.html_figures import CPU, GPU, make_resources, make_steps
 from launcher.report.html_hangs import make_hangs
 from launcher.report.html_page import Page, Section, render_page
 from launcher.report.html_placement import HostPlan, make_placement
-from launcher.report.html_sections import TONES, describe_end, make_attempts, make_summary
+from launcher.report.html_sections import TONES, describe_run_end, make_attempts, make_summary
 from launcher.report.html_time_shares import make_times
 from launcher.report.html_warnings import make_warnings
 from launcher.report.run_account import RunAccount
@@ -34,7 +34,7 @@ def render_report(account: RunAccount, hosts: Sequence[HostPlan]) -> bytes:
         title=clean_text(status.run, 200),
         state=status.state,
         tone=TONES.get(status.state, "calm"),
-        lead=describe_end(account),
+        lead=describe_run_end(account),
         sections=tuple(section for section in sections if has_content(section)),
         left_out=(*list_left_out(sections), *account.notes),
         foot=f"Written by launch report at {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}.",

@@ -16,11 +16,11 @@ MOST_ROWS = 64
 TONES = {"succeeded": "good", "failed": "bad", "lost": "bad", "unknown": "bad", "stopped": "fair"}
 
 
-def describe_end(account: RunAccount) -> str:
+def describe_run_end(account: RunAccount) -> str:
     """Say in a sentence or two how the run stands or ended."""
     status = account.status
     seconds = account.end - account.begin
-    step = f" at step {format_step(account)}" if format_step(account) else ""
+    step = f" at step {format_run_step(account)}" if format_run_step(account) else ""
     if status.is_live:
         past = f"{describe_time(seconds)} after its start"
         head = f"It is {status.state}{step}, {past}; this is what there is so far."
@@ -35,7 +35,7 @@ def sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}." if text and not text.endswith(".") else text
 
 
-def format_step(account: RunAccount) -> str:
+def format_run_step(account: RunAccount) -> str:
     """Return the step that the run has come to: `120/400`."""
     status = account.status
     if status.step is not None:
@@ -60,15 +60,15 @@ def list_facts(account: RunAccount) -> Iterator[Fact]:
     yield Fact("Started", show_time(status.attempts[0].started if status.attempts else status.started))
     yield Fact("Ended", show_time(status.ended) if not status.is_live else "")
     yield Fact("Duration", describe_time(account.end - account.begin))
-    yield Fact("Ranks", describe_ranks(account))
+    yield Fact("Ranks", describe_rank_count(account))
     yield Fact("Nodes", clean_text(f"{status.nodes}: {status.nodelist}", 400) if status.nodes else "")
     yield Fact("SLURM job", status.job_id or "")
-    yield Fact("Steps", format_step(account))
+    yield Fact("Steps", format_run_step(account))
     yield Fact("Exit code", "" if status.exit_code is None else str(status.exit_code))
     yield Fact("Git commit", describe_commit(take_dict(manifest, "git")), is_code=True)
     packages = take_dict(manifest, "packages")
     yield Fact("Versions", clean_text(", ".join(f"{name} {packages[name]}" for name in packages), 400))
-    yield from list_failure(account)
+    yield from list_failure_facts(account)
 
 
 def show_time(text: str) -> str:
@@ -77,7 +77,7 @@ def show_time(text: str) -> str:
     return f"{shorten_time(text)} {clean_text(zone)}".strip() if text else ""
 
 
-def describe_ranks(account: RunAccount) -> str:
+def describe_rank_count(account: RunAccount) -> str:
     """Return the number of ranks, as planned or as recorded."""
     planned = sum(len(host.planned) for host in account.records.hosts)
     known = max(planned, len({state.rank for one in account.reports for state in one.ranks}))
@@ -90,7 +90,7 @@ def describe_commit(git: Mapping[str, object]) -> str:
     return f"{commit} with changes that are not committed" if commit and git.get("dirty") else commit
 
 
-def list_failure(account: RunAccount) -> Iterator[Fact]:
+def list_failure_facts(account: RunAccount) -> Iterator[Fact]:
     """Give who failed first, and its last lines."""
     failure = account.status.first_failure
     if failure:

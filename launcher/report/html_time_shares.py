@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from launcher.report.html_charts import BarChart, draw_bars, name_colours
-from launcher.report.html_page import Head, HtmlTable, Key, Section, make_chart, pair_widths
+from launcher.report.html_page import Head, HtmlTable, LegendKey, Section, make_chart, pair_widths
 from launcher.report.run_account import RunAccount
 from launcher.report.time_series import ACTIVITIES, RankTime, average_times, order_slowest, share_time
 from launcher.text import count_things
@@ -42,7 +42,7 @@ def make_times(account: RunAccount) -> Section:
     )
     labels = {name: name for name in names}
     labels |= {} if known else {"compute": "compute, or waiting for others (not told apart)"}
-    legend = [Key(labels[name], ACTIVITY_COLOURS[name]) for name in names]
+    legend = [LegendKey(labels[name], ACTIVITY_COLOURS[name]) for name in names]
     heads = (Head("rank"), *(Head(f"{name} (%)", True) for name in names))
     cells = tuple((label, *(f"{100 * share:.1f}" for share in shares)) for label, shares in rows)
     table = HtmlTable("Share of the time of each rank", heads, cells)

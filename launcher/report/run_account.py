@@ -67,7 +67,7 @@ def read_account(path: Path, now: float | None = None) -> RunAccount:
     end = max(ended or (now if status.is_live else last), begin)
     samples = tuple(one for one in samples if begin - DAY < one.time < end + DAY)
     job = read_job_state(path)
-    hangs = list_hangs(path, job)
+    hangs = list_run_hangs(path, job)
     return RunAccount(
         status=status,
         manifest=read_manifest(path),
@@ -104,7 +104,7 @@ def read_samples(
     return tuple(sorted(rows.values(), key=lambda row: row.time)), events, notes
 
 
-def list_hangs(path: Path, job: JobState | None) -> list[Hang]:
+def list_run_hangs(path: Path, job: JobState | None) -> list[Hang]:
     """Return the hangs of all attempts by number: those with a folder, and those that the job's state has."""
     found = {hang.number: hang for hang in (job.hangs if job else ())}
     for file in path.glob("hang-*/verdict.json"):

@@ -59,8 +59,8 @@ def list_events(
         list_restarts(path, samples, [read_time(one.started) for one in attempts]),
         list_checkpoints(path, samples),
         list_collections(path, samples),
-        (describe_hang(hang, end) for hang in hangs),
-        (describe_straggler(one) for one in (job.stragglers if job else ())),
+        (make_hang_event(hang, end) for hang in hangs),
+        (make_straggler_event(one) for one in (job.stragglers if job else ())),
     )
     return tuple(sorted(found, key=lambda event: event.time))
 
@@ -133,14 +133,14 @@ def find_step_time(steps: Sequence[tuple[int, float]], step: int) -> float | Non
     return None
 
 
-def describe_hang(hang: Hang, end: float) -> Event:
+def make_hang_event(hang: Hang, end: float) -> Event:
     """Return a hang as an event, to its recovery or to the run's end."""
     until = end if hang.recovered is None else hang.recovered
     text = f"hang {hang.number}, {describe_time(max(0.0, until - hang.stalled_since))}"
     return Event("hang", hang.stalled_since, f"{text}: {hang.verdict.sentence}", until)
 
 
-def describe_straggler(found: Straggler) -> Event:
+def make_straggler_event(found: Straggler) -> Event:
     """Return a straggler as an event."""
     excess = f"{100 * found.excess:.0f}%"
     return Event(

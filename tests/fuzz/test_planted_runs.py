@@ -52,6 +52,13 @@ FILES = (
         "logs/0/rank-x.out",
         "logs/0/node-box.json",
     ),
+    *(
+        "watch/node-box.json",
+        "watch/metrics-box.jsonl",
+        "watch/job.json",
+        "hang-1/verdict.json",
+        "report.html",
+    ),
     *("logs/agent-box.log", "logs/slurm-12.out", "logs/7", "logs/latest", "checkpoints", ""),
 )
 """What `launch` reads or writes in a run directory, and the directory itself."""
@@ -236,6 +243,8 @@ def test_verbs(victim: "subprocess.Popen[bytes]", tree: dict[str, Planted]) -> N
             ("status", ["tiny"], {"format": "json"}),
             ("logs", [str(place.run)], {}),
             ("logs", [str(place.run)], {"rank": 0}),
+            ("report", [str(place.run)], {}),
+            ("report", ["tiny"], {"save": str(place.folder / "page.html")}),
             ("cancel", [str(place.run)], {}),
         ):
             code, said = run_verb(verb, place, names, **settings)

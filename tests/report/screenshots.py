@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from launcher.cli.report import read_plans
+from launcher.cli.report import read_host_plans
 from launcher.report.html_report import render_report
 from launcher.report.run_account import read_account
 from tests.report.made_up_run import make_full_run
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> int:
         page = Path(argv[1]).absolute() if len(argv) > 1 else Path(runs, "report.html")
         if len(argv) == 1:
             run = make_full_run(Path(runs))
-            page.write_bytes(render_report(read_account(run), list(read_plans(run))))
+            page.write_bytes(render_report(read_account(run), list(read_host_plans(run))))
         wrong = take_pictures(browser, page, target)
     print("\n".join([*wrong, f"pictures are in {target}"]))
     return int(bool(wrong))

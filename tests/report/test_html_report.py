@@ -11,7 +11,7 @@ from xml.etree.ElementTree import Element
 import html5lib
 import pytest
 
-from launcher.cli.report import read_plans
+from launcher.cli.report import read_host_plans
 from launcher.plan.json_form import plan_to_json
 from launcher.plan.model import Plan, Request
 from launcher.plan.planner import plan
@@ -63,7 +63,7 @@ class Parsed:
 
 
 def render(path: Path) -> bytes:
-    return render_report(read_account(path), list(read_plans(path)))
+    return render_report(read_account(path), list(read_host_plans(path)))
 
 
 def write_plan(path: Path, host: str, made: Plan) -> None:
