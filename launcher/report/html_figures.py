@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from launcher.report.html_charts import (
-    Lane,
     Curve,
     EventMark,
+    Lane,
     Panel,
     TimeChart,
     draw_times,
@@ -22,7 +22,7 @@ from launcher.report.time_series import (
     bin_values,
     choose_bins,
     fill_line,
-    measure_spread,
+    find_rank_spread,
     is_sound,
 )
 from launcher.text import clean_text, count_things, describe_time
@@ -99,7 +99,7 @@ def make_steps(account: RunAccount) -> Section:
     bins = choose_bins(account.samples, account.begin, account.end)
     middle = bin_values(account.samples, bins, take_field("p50"))
     slow = bin_values(account.samples, bins, take_field("p99"))
-    spread, worst = measure_spread(middle, bins.count), measure_spread(slow, bins.count)
+    spread, worst = find_rank_spread(middle, bins.count), find_rank_spread(slow, bins.count)
     lanes = tuple(make_lanes(account.events, account.begin, account.end))
     if not middle:
         return Section("steps", "Step time", tables=make_event_tables(account))
@@ -170,7 +170,7 @@ def make_resources(account: RunAccount, name: str, title: str, quantities: Seque
     if not found:
         return Section(name, title)
     ranks = sorted({rank for _, values in found for rank in values})
-    spreads = [measure_spread(values, bins.count) for _, values in found]
+    spreads = [find_rank_spread(values, bins.count) for _, values in found]
     panels = [
         Panel(one.label, tuple(make_lines(values, spread, ranks, bins.count)), 130)
         for (one, values), spread in zip(found, spreads, strict=True)

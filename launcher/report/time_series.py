@@ -145,7 +145,7 @@ def fill_line(values: Mapping[int, float], count: int) -> tuple[float | None, ..
     return tuple(values.get(at) for at in range(count))
 
 
-def measure_spread(values: Mapping[int, Mapping[int, float]], count: int) -> Spread:
+def find_rank_spread(values: Mapping[int, Mapping[int, float]], count: int) -> Spread:
     """Return the spread over ranks in each bin."""
     columns: list[list[float]] = [[] for _ in range(count)]
     for line in values.values():

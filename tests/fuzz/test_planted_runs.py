@@ -244,7 +244,6 @@ def test_verbs(victim: "subprocess.Popen[bytes]", tree: dict[str, Planted]) -> N
             ("logs", [str(place.run)], {}),
             ("logs", [str(place.run)], {"rank": 0}),
             ("report", [str(place.run)], {}),
-            ("report", ["tiny"], {"save": str(place.folder / "page.html")}),
             ("cancel", [str(place.run)], {}),
         ):
             code, said = run_verb(verb, place, names, **settings)
