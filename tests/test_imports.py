@@ -28,6 +28,7 @@ PACKAGES: dict[str, set[str]] = {
     "probe": {
         "launcher.plan.model",
         "launcher.doctor.facts",
+        "launcher.watch.model",
         "launcher.errors",
         "launcher.cpulist",
         "launcher.protocol",

@@ -21,8 +21,10 @@ from pathlib import Path
 from launcher.decode import decode
 from launcher.files import read_stat
 from launcher.probe.cgroups import list_cgroups
+from launcher.probe.gpu_samples import GpuSampler, import_nvml
 from launcher.probe.sysfs import Tree
 from launcher.watch.evidence import WatchedRank, gather_node
+from launcher.watch.gpu_reader import GpuReader, ReadGpus, read_planned_gpus
 from launcher.watch.hang_judge import HangJudge
 from launcher.watch.heartbeats import read_heartbeat
 from launcher.watch.model import NodeEvidence
@@ -114,8 +116,16 @@ def make_watcher(settings: WatcherSettings, parent: int) -> NodeWatcher:
         send=send,
         is_suspended=lambda: is_stopped(parent),
         outputs=open_outputs(settings, lambda text: send({"event": "warning", "lines": [text]})),
+        read_gpus=GpuReader(lambda: open_gpus(settings), settings.watch.interval).latest,
         sampler=Sampler(lambda pid: list_cgroups(Tree(), ("cpu",), pid)),
     )
+
+
+def open_gpus(settings: WatcherSettings) -> ReadGpus | None:
+    """Return what reads the GPUs of the plan; None if it has none, or pynvml is missing."""
+    gpus = read_planned_gpus(Path(settings.run_dir), settings.host)
+    nvml = import_nvml() if gpus else None
+    return GpuSampler(gpus, nvml).sample if nvml else None
 
 
 def gather_evidence(

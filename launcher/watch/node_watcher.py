@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from launcher.watch.evidence import WatchedRank
+from launcher.watch.gpu_reader import ReadGpus
 from launcher.watch.hang_judge import HangJudge
 from launcher.watch.hang_records import write_hang, write_verdict
 from launcher.watch.job_view import JobView, describe_job_state, is_judge, make_job_view
@@ -47,6 +48,8 @@ class NodeWatcher:
     is_suspended: Callable[[], bool]
     """Tells whether the user has stopped the job, as by Ctrl-Z."""
     outputs: WatchOutputs
+    read_gpus: ReadGpus = dict
+    """Gives the last reading of the ranks' GPUs, by local rank."""
     sampler: Sampler = field(default_factory=Sampler)
     sample: Sample = field(default_factory=lambda: Sample({}, NodeSample()))
     number: int = 0
@@ -105,7 +108,7 @@ class NodeWatcher:
             time=wall,
             number=self.number,
             interval=settings.watch.interval,
-            ranks=self.book.list_states(self.sample.ranks),
+            ranks=self.book.list_states(self.sample.ranks, self.read_gpus()),
             stalled_since=find_stall_begin(stalled, wall),
             limit=limit,
             asks=self.judge.asks,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launcher.watch.model import Heartbeat, RankState
+from launcher.watch.model import GpuSample, Heartbeat, RankState
 from launcher.watch.process_samples import RankSample
 from launcher.watch.progress_limit import RankProgress, find_quantile, find_slow_step
 from launcher.watch.watcher_settings import RankEntry
@@ -120,12 +120,17 @@ class RankBook:
                 known.data_share = min(1.0, max(0.0, known.beat.data_wait - before) / elapsed)
             known.waited = known.beat.data_wait, known.read_at
 
-    def list_states(self, samples: Mapping[int, RankSample]) -> tuple[RankState, ...]:
-        """Return the ranks' part of a report; `samples` are by PID."""
+    def list_states(
+        self, samples: Mapping[int, RankSample], gpus: Mapping[int, GpuSample]
+    ) -> tuple[RankState, ...]:
+        """Return the ranks' part of a report; `samples` are by PID, and `gpus` by local rank."""
         ranks = sorted(self.ranks.values(), key=lambda known: known.entry.rank)
-        return tuple(self.make_state(known, samples.get(known.entry.pid, NO_SAMPLE)) for known in ranks)
+        return tuple(
+            self.make_state(known, samples.get(known.entry.pid, NO_SAMPLE), gpus.get(known.entry.local_rank))
+            for known in ranks
+        )
 
-    def make_state(self, known: WatchedProcess, sample: RankSample) -> RankState:
+    def make_state(self, known: WatchedProcess, sample: RankSample, gpu: GpuSample | None) -> RankState:
         """Return one rank's."""
         entry, beat = known.entry, known.last if known.has_ended else known.beat
         durations = beat.durations if beat else ()
@@ -147,6 +152,7 @@ class RankBook:
             throttled=sample.throttled,
             neighbours=sample.neighbours,
             exit_code=entry.exit_code,
+            gpu=gpu,
             notes=beat.notes if beat else (),
             idle=self.measure_idle(known),
         )
