@@ -15,6 +15,7 @@ from launcher.decode import DecodeError
 from launcher.watch.flight_recorder import parse_trace
 from launcher.watch.kernel_state import (
     KernelLook,
+    catches_signal,
     compare_looks,
     list_descendants,
     look_at_process,
@@ -31,6 +32,7 @@ from launcher.watch.model import (
 from launcher.watch.nccl_ras import ask_ras
 from launcher.watch.rank_server import ServerError, post_handler, read_store_wait
 from launcher.watch.stacks import (
+    STACK_SIGNAL,
     check_signal,
     find_main,
     request_from_py_spy,
@@ -42,7 +44,7 @@ DEADLINE = 3.0
 """Seconds after which gathering ends with what there is."""
 BETWEEN = 1.0
 """Seconds between two looks at a process, to see whether it stands."""
-STACK_PATIENCE = 0.5
+STACK_PATIENCE = 0.8
 CHILD_PATIENCE = 0.2
 SERVER_PATIENCE = 0.7
 PY_SPY_PATIENCE = 0.8
@@ -160,7 +162,7 @@ def gather_rank(
     begin = time.monotonic()
     found.first = look_at_process(rank.pid)
     if rank.start and found.first.start != rank.start:
-        found.first = replace(found.first, process=ProcessState(rank.pid, "X"))
+        found.first = KernelLook(ProcessState(rank.pid, "X"), rank.start)
     looks = {pid: look_at_process(pid) for pid in children}
     can_answer = found.first.process.state not in CANNOT_ANSWER
     if not can_answer:
@@ -168,7 +170,9 @@ def gather_rank(
     can_dump = heartbeat is not None and heartbeat.can_dump
     path, socket_path = folder / f"rank-{rank.rank}.stack", folder / f"rank-{rank.rank}.sock"
     if can_answer:
-        read_stacks(found, rank.pid, path if can_dump else None, socket_path)
+        read_stacks(found, rank.pid, path if can_dump else None)
+        if not found.stacks and may_take_gil(rank.pid, heartbeat):
+            read_other_stacks(found, rank.pid, socket_path)
         read_server(found, socket_path, folder / f"rank-{rank.rank}.trace.json")
     child_stacks = read_child_stacks(looks, path) if can_dump else {}
     time.sleep(max(begin + BETWEEN - time.monotonic(), 0))
@@ -189,23 +193,36 @@ def look_again(first: KernelLook, begin: float) -> ProcessState:
     return compare_looks(first, look_at_process(first.process.pid), time.monotonic() - begin)
 
 
-def read_stacks(found: Findings, pid: int, path: Path | None, socket_path: Path) -> None:
-    """Get a rank's stacks from the first source that gives them; `path` is None without a handler."""
+def may_take_gil(pid: int, heartbeat: Heartbeat | None) -> bool:
+    """Tell whether torch's server may be asked for stacks.
+
+    Its thread takes the GIL for that. In an interpreter that has begun to end, a thread that does is ended,
+    and torch's C++ code aborts the process then. The handler for stacks is gone by that time.
+    """
+    if heartbeat is None or heartbeat.phase == "ended":
+        return False
+    return not heartbeat.can_dump or catches_signal(pid, STACK_SIGNAL)
+
+
+def read_stacks(found: Findings, pid: int, path: Path | None) -> None:
+    """Get a rank's stacks by the signal; `path` is None without a handler."""
     reason = "its hook has no handler for stacks" if path is None else check_signal(pid, path)
     if path is not None and not reason:
         found.stacks, found.stack_source = request_stacks(pid, path, STACK_PATIENCE), "faulthandler"
         reason = "it did not react to the stack signal"
     if not found.stacks:
-        found.notes.append(f"no stacks from faulthandler: {reason}")
-        try:
-            found.stacks = request_from_server(socket_path, SERVER_PATIENCE)
-            found.stack_source = "torch"
-        except ServerError as error:
-            found.notes.append(f"no stacks from torch's server: {error}")
-    if not found.stacks:
-        found.stacks, found.stack_source = request_from_py_spy(pid, PY_SPY_PATIENCE), "py-spy"
-    if not found.stacks:
         found.stack_source = ""
+        found.notes.append(f"no stacks from faulthandler: {reason}")
+
+
+def read_other_stacks(found: Findings, pid: int, socket_path: Path) -> None:
+    """Get a rank's stacks from torch's server, or from py-spy."""
+    try:
+        found.stacks, found.stack_source = request_from_server(socket_path, SERVER_PATIENCE), "torch"
+    except ServerError as error:
+        found.notes.append(f"no stacks from torch's server: {error}")
+    if not found.stacks and (stacks := request_from_py_spy(pid, PY_SPY_PATIENCE)):
+        found.stacks, found.stack_source = stacks, "py-spy"
 
 
 def read_server(found: Findings, socket_path: Path, kept: Path) -> None:

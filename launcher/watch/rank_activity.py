@@ -10,7 +10,8 @@ from pathlib import PurePath
 
 from launcher.watch.model import Frame, ProcessState, RankEvidence, Stack
 
-STANDARD_LIBRARY = re.compile(r"/lib(64)?/python\d[\d.]*t?/|^<|\bpython\d+\.zip/")
+STANDARD_LIBRARY = re.compile(r"/lib(64)?/python\d[\d.]*t?/|^<frozen |^<eval_with_key>|\bpython\d+\.zip/")
+"""Python's files, and torch.fx's code; `<string>` and `<stdin>` are programs."""
 INSTALLED = re.compile(r"/(site|dist)-packages/")
 TORCH = re.compile(r"/torch/(?:distributed|nn|utils|optim|autograd|_\w+|[a-z_]+\.py)\b|/triton/")
 """torch's files wherever they are, also in a checkout of its sources."""
@@ -187,7 +188,7 @@ def is_debugged(rank: RankEvidence) -> bool:
 def is_working(rank: RankEvidence) -> bool:
     """Tell whether a rank or one of its children used CPU or IO, or went on, while evidence was gathered."""
     return rank.process.stack_changes or any(
-        process.cpu >= WORKING_CPU or process.io_bytes >= WORKING_IO
+        process.cpu >= WORKING_CPU or process.io_bytes >= WORKING_IO or process.state == "R"
         for process in (rank.process, *rank.children)
     )
 
