@@ -106,11 +106,11 @@ def describe_neighbours(rank: Sequence[RankFacts], delay: float) -> str:
     found = {(one.name, one.pid): one for facts in rank for one in facts.state.neighbours}
     busiest = sorted(found.values(), key=lambda one: -one.share)[:2]
     if not busiest:
-        return f"its threads wait for a core for {delay:.0%} of the time"
+        return f"its threads wait for a core for {delay:.2f} s a second"
     texts = [
         f"{one.name} (PID {one.pid}) runs on its cores for {one.share:.0%} of the time" for one in busiest
     ]
-    return f"{' and '.join(texts)}; its threads wait for a core for {delay:.0%}"
+    return f"{' and '.join(texts)}; its threads wait for a core for {delay:.2f} s a second"
 
 
 def find_faults(rank: Sequence[RankFacts], others: Sequence[Sequence[RankFacts]]) -> Cause | None:

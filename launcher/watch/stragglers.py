@@ -11,6 +11,8 @@ from launcher.watch.straggler_causes import RankFacts, find_cause
 
 MOST_REPORTS = 24
 """Reports of a rank that are kept, to find a cause in."""
+LATER = 0.5
+"""Share of the slow steps that is left out for the cause: it may have begun within them."""
 LEAST_REPORTS = 2
 """Reports from the slow steps that show a cause; with fewer, the last ones are taken."""
 MOST_TOLD = 200
@@ -74,7 +76,8 @@ class StragglerFinder:
 
         def choose(rank: int) -> Sequence[RankFacts]:
             kept = self.facts.get(rank, ())
-            during = [one for one in kept if slow.first_step < one.state.step <= slow.last_step]
+            begin = slow.first_step + (slow.last_step - slow.first_step) * LATER
+            during = [one for one in kept if one.state.step > begin]
             return during if len(during) >= LEAST_REPORTS else list(kept)[-LEAST_REPORTS:]
 
         others = [choose(rank) for rank in self.facts if rank != slow.rank and rank not in self.history.slow]

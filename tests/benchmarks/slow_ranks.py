@@ -149,9 +149,8 @@ class Job:
                 for beat in beats
             )
         self.number += 1
-        report = NodeReport(
-            "here", 0, 1, 0, time.time(), 1 + self.number // 5, 5.0, self.states, collectives=times
-        )
+        count = 1 + (self.number - 1) // 5
+        report = NodeReport("here", 0, 1, 0, time.time(), count, 5.0, self.states, collectives=times)
         return max((beat.step for beat in beats), default=0), self.finder.update([report])
 
     def measure_data_shares(self, beats: Sequence[Heartbeat]) -> dict[int, float]:
