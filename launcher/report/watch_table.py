@@ -134,12 +134,12 @@ def sort_slowest(rows: Sequence[Row], marks: Marks) -> list[Row]:
 
 def choose_columns(rows: Sequence[Row], order: Order, *, by_node: bool) -> list[Column]:
     """Return the columns that there are values for; of a job on one node without that node's name."""
-    hosts = {row.host for row in rows}
+    several = by_node or any(row.view.report.nodes > 1 for row in rows)
     found = [
         column
         for column in COLUMNS
         if (column.title == order.title or any(column.read(row) is not None for row in rows))
-        and (column.title != "node" or len(hosts) > 1 or by_node)
+        and (column.title != "node" or several)
     ]
     # What a node's row is about comes first.
     return sorted(found, key=lambda column: column.title != "node") if by_node else found

@@ -1,0 +1,283 @@
+"""`launch watch` of run directories made by hand: on a terminal with somebody at it, and without one."""
+
+import json
+import os
+import shlex
+import signal
+import termios
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pyte
+import pytest
+
+from launcher.watch.node_reports import write_job_state, write_report
+from tests.cli.make_runs import make_run, write_log
+from tests.conftest import Result
+from tests.launch.start_launch import LAUNCH
+from tests.launch.terminals import COLUMNS, ROWS, Terminal, open_terminal
+from tests.report.watched_runs import JOB, SENTENCE, make_hang, make_report, make_snapshot, make_watched_run
+
+Launch = Callable[..., Result]
+
+
+def read_screen(terminal: Terminal, rows: int = ROWS, columns: int = COLUMNS) -> list[str]:
+    """What the terminal shows now."""
+    screen = pyte.Screen(columns, rows)
+    pyte.ByteStream(screen).feed(bytes(terminal.seen))
+    return [row.rstrip() for row in screen.display]
+
+
+def await_screen(
+    terminal: Terminal, is_there: Callable[[list[str]], bool], rows: int = ROWS, columns: int = COLUMNS
+) -> list[str]:
+    """Read until the screen is as it should be; return it."""
+    deadline = time.monotonic() + 30
+    while not is_there(shown := read_screen(terminal, rows, columns)):
+        terminal.take_some(min(deadline, time.monotonic() + 1))
+        if time.monotonic() > deadline or terminal.process.poll() is not None:
+            pytest.fail("waited in vain, with this on the screen:\n" + "\n".join(shown))
+    return shown
+
+
+def has(*texts: str) -> Callable[[list[str]], bool]:
+    return lambda rows: all(any(text in row for row in rows) for text in texts)
+
+
+def list_ranks(rows: list[str]) -> list[int]:
+    """The first column of the table."""
+    words = [row.split() for row in rows]
+    return [int(row[0]) for row in words if len(row) > 3 and row[0].isdecimal() and row[2] == "training"]
+
+
+@pytest.fixture
+def run(here: Path) -> Path:
+    """A run of two nodes with four ranks each, which lives as long as the tests."""
+    return make_watched_run(here / "runs")
+
+
+@pytest.fixture
+def watch(here: Path, run: Path) -> Iterator[Terminal]:
+    """`launch watch` on a terminal."""
+    with open_terminal(here, *LAUNCH, "watch") as terminal:
+        yield terminal
+
+
+def test_the_table_keys_and_quitting(watch: Terminal, run: Path) -> None:
+    rows = await_screen(watch, has("rank", "thermal", "? help"))
+    assert rows[0] == "train/20260801-120000  running  step 120/400  2.5 steps/s  1 min 52 s left"
+    assert rows[6].split()[:4] == ["rank", "node", "phase", "step"], rows
+    assert list_ranks(rows) == [5, 0, 1, 2, 3, 4, 6, 7]
+    watch.type("R")
+    rows = await_screen(watch, has("by rank"))
+    assert list_ranks(rows) == list(range(8)) and "rank^" in rows[6]
+    watch.type("r")
+    assert list_ranks(await_screen(watch, has("by rank, reversed"))) == list(range(8))[::-1]
+    watch.type("\x1b[C")
+    await_screen(watch, has("by node"))
+    watch.type("\x1b[D\x1b[D")
+    await_screen(watch, has("by slowest"))
+    watch.type("?")
+    await_screen(watch, has("share of the time that it waits for other ranks"))
+    watch.type("?")
+    await_screen(watch, has("by slowest"))
+    assert not watch.is_restored(), "keys come one by one"
+    watch.type("q")
+    assert watch.finish() == 0
+    assert watch.is_restored() and watch.seen.endswith(b"\x1b[?25h\x1b[?1049l")
+
+
+def test_a_rank_is_opened_with_its_stack_and_lines(watch: Terminal, run: Path) -> None:
+    await_screen(watch, has("? help"))
+    watch.type("\r")
+    rows = await_screen(watch, has("rank 5 on n1", "data.py:88, read_shard", "reading shard 17"))
+    assert any("hrtimer_nanosleep" in row for row in rows) and any("left no record" in row for row in rows)
+    watch.type("\x1b[B")
+    await_screen(watch, has("rank 0 on n0", "step 120/400 loss 2.412"))
+    watch.type("\x1b")
+    await_screen(watch, has("by slowest"))
+    watch.type("\x03")
+    assert watch.finish() == 130
+    assert watch.is_restored()
+
+
+def test_news_a_pause_and_another_size(watch: Terminal, run: Path) -> None:
+    await_screen(watch, has("? help"))
+    hang = make_hang(make_snapshot())
+    assert hang.job
+    write_job_state(run, hang.job)
+    write_log(run, 0, "step 125/400 loss 2.3\n")
+    await_screen(watch, has("hanging", "step 125/400", SENTENCE[:40], "which 7 ranks wait"))
+    watch.type("p")
+    await_screen(watch, has("paused"))
+    write_job_state(run, JOB)
+    write_log(run, 0, "step 130/400 loss 2.2\n")
+    watch.resize(30, 150)
+    os.kill(watch.process.pid, signal.SIGWINCH)
+    del watch.seen[:]
+    rows = await_screen(watch, has("paused", "power", "held by"), 30, 150)
+    assert "step 125/400" in rows[0] and "hanging" in rows[0]
+    watch.type("p")
+    await_screen(watch, has("step 130/400", "running"), 30, 150)
+
+
+def test_ctrl_z_gives_the_terminal_back_until_it_goes_on(here: Path, run: Path) -> None:
+    with open_terminal(here, "bash", "--norc", "--noprofile", "-i", PS1="$ ") as shell:
+        shell.type(f"{shlex.join([*LAUNCH, 'watch'])}\n")
+        shell.expect("\x1b[?1049h", "? help")
+        shell.type("\x1a")
+        shell.expect("\x1b[?1049l", "Stopped")
+        assert shell.settings()[3] & termios.ICANON
+        shell.type("fg\n")
+        shell.expect("\x1b[?1049h", "? help")
+        shell.type("q")
+        shell.expect("\x1b[?1049l")
+        shell.type("exit $?\n")
+        assert shell.finish() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_and_the_terminal_is_as_before(
+    watch: Terminal, run: Path, number: signal.Signals
+) -> None:
+    await_screen(watch, has("? help"))
+    assert not watch.is_restored()
+    os.kill(watch.process.pid, number)
+    assert watch.finish() == -number
+    assert watch.is_restored() and watch.seen.endswith(b"\x1b[?1049l")
+
+
+def test_it_ends_with_the_run_and_says_how(watch: Terminal, run: Path) -> None:
+    await_screen(watch, has("? help"))
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["outcome"] = {"state": "failed", "cause": "time limit", "reason": "time limit"}
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    watch.expect("\x1b[?1049l")
+    assert watch.finish() == 0
+    text = watch.text().rpartition("\x1b[?1049l")[2]
+    assert "train/20260801-120000" in text and "rank" in text
+    assert "launch: train/20260801-120000 has failed: time limit" in text
+    assert watch.is_restored()
+
+
+def test_a_node_that_is_silent_and_one_of_an_earlier_attempt(here: Path, run: Path) -> None:
+    old = time.time() - 100
+    for host in ("n1", "gone"):
+        report = replace(make_report(1, 2), host=host, attempt=0)
+        write_report(run, report)
+        os.utime(run / "watch" / f"node-{host}.json", (old, old))
+    write_report(run, replace(make_report(0, 2), attempt=1))
+    write_report(run, replace(make_report(1, 2), attempt=1))
+    os.utime(run / "watch/node-n1.json", (old, old))
+    with open_terminal(here, *LAUNCH, "watch") as terminal:
+        rows = await_screen(terminal, has("not heard of: n1", "silent 1m4"))
+        assert not any("gone" in row for row in rows)
+        assert "step" in rows[0]
+
+
+def test_a_table_that_does_not_fit_is_moved(here: Path) -> None:
+    make_watched_run(here / "runs", nodes=60, ranks=2)
+    with open_terminal(here, *LAUNCH, "watch") as terminal:
+        await_screen(terminal, has("rows 1-", "of 60"))
+        terminal.type("\x1b[F")
+        await_screen(terminal, has("n59", "-60 of 60"))
+        terminal.type("\x1b[A\r")
+        await_screen(terminal, has("node n58", "Esc all nodes"))
+        terminal.type("\r")
+        await_screen(terminal, has("rank 116 on n58"))
+        terminal.type("\x1b")
+        await_screen(terminal, has("Esc all nodes"))
+        terminal.type("\x1b")
+        await_screen(terminal, has("n58", "of 60"))
+
+
+def test_without_a_terminal_it_is_printed_once(launch: Launch, run: Path) -> None:
+    result = launch("watch")
+    assert result.code == 0 and "\x1b" not in result.out
+    assert result.err == "launch: watch of train/20260801-120000, the newest run that has not ended\n"
+    lines = result.out.splitlines()
+    assert lines[0].startswith("train/20260801-120000  running  step 120/400")
+    assert (
+        lines[4].split()
+        == (
+            "rank node phase step last p50 p99 own data others cpu delay rss gpu sm mem power temp clock held by net"
+        ).split()
+    )
+    assert [int(line.split()[0]) for line in lines[5:]] == [5, 0, 1, 2, 3, 4, 6, 7]
+    shown = launch("watch", "rank=5").out
+    assert "rank 5 on n1" in shown and "data.py:88, read_shard" in shown and "reading shard 17" in shown
+
+
+def test_the_json_form(launch: Launch, run: Path) -> None:
+    data = json.loads(launch("watch", "format=json").out)
+    assert (data["schema"], data["run"]["state"], data["progress"]["step"]) == (1, "running", 120)
+    assert [node["host"] for node in data["nodes"]] == ["n0", "n1"]
+    assert data["nodes"][1]["ranks"][1]["gpu"]["event_reasons"] == ["sw_thermal_slowdown"]
+    assert data["job"]["stragglers"][0]["rank"] == 5
+    assert 0 <= data["nodes"][0]["age"] < 60 and data["nodes"][0]["is_silent"] is False
+
+
+def test_runs_that_there_are_not_and_wrong_settings(launch: Launch, run: Path) -> None:
+    launch("watch", "nothing").assert_error(2, "there is no run 'nothing'")
+    launch("watch", "train", "format=xml").assert_error(2, "format=xml")
+    launch("watch", "train", "rank=-1").assert_error(2, "rank=-1")
+    launch("watch", "train", "rank=8").assert_error(2, "rank=8 is not known: the run's ranks are 0 to 7")
+
+
+def test_no_run_yet(launch: Launch) -> None:
+    launch("watch").assert_error(2, "no run below runs_dir=runs yet")
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ("watch: {enabled: false}\n", "not watched (watch.enabled=false)"),
+        ("watch: {enabled: true}\n", "no node has reported yet"),
+        ("name: x\n", "an older version of launch started it"),
+        ("a: [1\n", "an older version of launch started it"),
+    ],
+)
+def test_a_run_that_is_not_watched(launch: Launch, run: Path, config: str, text: str) -> None:
+    for file in (run / "watch").iterdir():
+        file.unlink()
+    (run / "config.yaml").write_text(config)
+    result = launch("watch")
+    assert result.code == 0 and text in result.out
+
+
+def test_a_run_that_has_ended(launch: Launch, here: Path) -> None:
+    make_run(here / "runs", "old", outcome={"cause": "signal", "reason": "by you"}, state="stopped")
+    result = launch("watch")
+    assert result.code == 0 and "its nodes have left no reports" not in result.err
+    assert result.err.endswith("launch: old/20260801-120000 has stopped: by you\n")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"host": 3}', '{"host": "n0"}'])
+def test_damaged_files_are_left_out(launch: Launch, run: Path, text: str) -> None:
+    (run / "watch/node-n0.json").write_text(text)
+    (run / "watch/job.json").write_text(text)
+    (run / "watch/node-n9.json").mkdir()
+    result = launch("watch")
+    assert result.code == 0 and list_ranks(result.out.splitlines()) == [5, 4, 6, 7]
+
+
+def test_nothing_planted_acts_on_the_terminal(here: Path, run: Path) -> None:
+    evil = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e"
+    report = make_report(1, 2)
+    ranks = tuple(replace(rank, phase=evil, notes=(evil,)) for rank in report.ranks)
+    write_report(run, replace(report, ranks=ranks, notes=(evil,), nic_rates=((evil, 1.0),)))
+    hang = make_hang(make_snapshot()).job
+    assert hang
+    verdict = replace(hang.hangs[0].verdict, sentence=evil)
+    write_job_state(run, replace(hang, notes=(evil,), hangs=(replace(hang.hangs[0], verdict=verdict),)))
+    write_log(run, 5, f"a {evil} line\n")
+    with open_terminal(here, *LAUNCH, "watch", "rank=5") as terminal:
+        await_screen(terminal, has("rank 5 on n1", "a ?"))
+        terminal.type("\x1b")
+        await_screen(terminal, has("by slowest"))
+        terminal.type("q")
+        assert terminal.finish() == 0
+        for part in ("\x1b[2J", "\x1b]0;", "\x9b", "\u202e"):
+            assert part not in terminal.text()
