@@ -22,6 +22,7 @@ from launcher.slurm.run_states import find_run_states
 from launcher.text import redirect_log
 from launcher.watch.rank_details import RankDetails, read_details
 from launcher.watch.run_reader import RunReader, RunSnapshot
+from launcher.watch.stack_requests import write_stack_request
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -133,7 +134,7 @@ def watch_live(console: "Console", path: Path, rank: int | None) -> None:
     from launcher.report.live_screen import LiveScreen
     from launcher.report.watch_screen import WatchScreen
 
-    feed = RunFeed(path, wanted=rank)
+    feed = RunFeed(path, wanted=rank, takes_stack=rank is not None)
     restore_log = redirect_log(lambda record: feed.say(record.getMessage()))
     try:
         view = feed.read()
@@ -159,6 +160,10 @@ class RunFeed:
     path: Path
     wanted: int | None = None
     """The rank whose details are read too."""
+    asked: int = 0
+    """How often the user has asked for a stack."""
+    takes_stack: bool = False
+    """A stack is to be asked for."""
     reader: RunReader = field(init=False)
     states: RunWatch = field(init=False)
     message: str = ""
@@ -182,6 +187,7 @@ class RunFeed:
 
     def read(self) -> "View":
         """Look at the run."""
+        self.request_stack()
         run = self.states.update()
         return read_view(self.path, run, self.reader.read(), self.wanted, self.message)
 
@@ -212,11 +218,23 @@ class RunFeed:
         view, self.newest = self.newest, None
         return view
 
-    def want(self, rank: int | None) -> None:
-        """Have the details of a rank read, at once."""
-        if rank != self.wanted:
-            self.wanted = rank
+    def want(self, rank: int | None, asked: int) -> None:
+        """Have the details of a rank read, at once, and its stack taken by its node."""
+        if (rank, asked) != (self.wanted, self.asked):
+            self.wanted, self.asked = rank, asked
+            self.takes_stack = rank is not None
             self.hurry.set()
+
+    def request_stack(self) -> None:
+        """Ask the rank's node for its stack."""
+        if self.wanted is None or not self.takes_stack:
+            return
+        self.takes_stack = False
+        try:
+            write_stack_request(self.path, self.wanted)
+            self.message = ""
+        except OSError as error:
+            self.say(f"its stack cannot be asked for ({error.strerror})")
 
     def measure_wait(self) -> float:
         """Return the seconds for which the last look has gone on."""

@@ -20,8 +20,8 @@ class Feed(Protocol):
     def take(self) -> View | None:
         """Return the newest view if it is new."""
 
-    def want(self, rank: int | None) -> None:
-        """Ask for the details of a rank."""
+    def want(self, rank: int | None, asked: int) -> None:
+        """Ask for the details of a rank, and for its stack anew if `asked` has grown."""
 
     def measure_wait(self) -> float:
         """Return the seconds for which the last look at the run has gone on."""
@@ -69,7 +69,7 @@ class LiveScreen:
         for key in self.keys.wait(TICK):
             if not self.screen.press(key):
                 return False
-        self.feed.want(self.screen.rank)
+        self.feed.want(self.screen.rank, self.screen.asked)
         return True
 
     def take_signals(self) -> bool:

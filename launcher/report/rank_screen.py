@@ -97,7 +97,7 @@ def list_placement(details: RankDetails | None, width: int) -> list[Text]:
 def list_snapshot(snapshot: ProcessSnapshot | None, width: int) -> Iterator[Text]:
     """Give the stacks of the rank's threads, the main one first, and when they were taken."""
     if snapshot is None:
-        yield Text("stack: none was taken yet", "dim")
+        yield Text("stack: none was taken yet (t asks the node for one)", "dim")
         return
     process = snapshot.process
     yield cut(

@@ -32,6 +32,7 @@ KEYS = (
     ("Esc", "back"),
     ("s, left, right", "sort by the next or the former column, or by its letter; first: the slowest"),
     ("r", "the other way round"),
+    ("t", "take the stack of the rank that is open again"),
     ("p", "stop the picture, and go on"),
     ("q", "quit; the job goes on"),
 )
@@ -68,6 +69,8 @@ class WatchScreen:
     """The rank that is open."""
     shows_help: bool = False
     is_paused: bool = False
+    asked: int = 0
+    """How often a stack was asked for."""
     chosen: RowKey | None = None
     """The row that the cursor is on; None is the first, whichever that is."""
     at: int = 0
@@ -111,6 +114,8 @@ class WatchScreen:
             return False
         if key == "?" or self.shows_help:
             self.shows_help = not self.shows_help
+        elif key == "t":
+            self.asked += 1
         elif key == "p":
             self.is_paused = not self.is_paused
         elif key == "escape":
@@ -187,8 +192,9 @@ class WatchScreen:
             return Group(*render_help(width, KEYS)[: height - 1], self.render_footer(width))
         lines = render_lines(self.view.run, self.view.snapshot, width)
         if self.rank is not None and (row := self.find_rank()):
+            said = [cut(clean_text(self.view.message, 400), width)] if self.view.message else [Text()]
             body = render_rank(row, self.view.details, width, height - 3)
-            return Group(lines[0], Text(), *body, *pad(body, height - 3), self.render_footer(width))
+            return Group(lines[0], *said, *body, *pad(body, height - 3), self.render_footer(width))
         if waits > LATE:
             lines.append(cut(f"the run directory has not answered for {shorten_age(waits)}", width))
         if self.view.message:
@@ -229,7 +235,7 @@ class WatchScreen:
         if self.shows_help:
             parts.append("any key: back")
         elif self.rank is not None:
-            parts += ["Esc back", "up, down other ranks"]
+            parts += ["Esc back", "up, down other ranks", "t stack"]
         else:
             parts += [f"rows {self.top + 1}-{min(self.top + self.page, len(self.rows))} of {len(self.rows)}"
                       ] if len(self.rows) > self.page else []  # fmt: skip

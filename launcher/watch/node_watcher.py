@@ -21,6 +21,7 @@ from launcher.watch.process_samples import Sample, Sampler
 from launcher.watch.progress_limit import choose_limit, find_stall_begin, list_stalled
 from launcher.watch.rank_book import RankBook
 from launcher.watch.shared_files import Exchange, SharedFiles
+from launcher.watch.stack_requests import read_stack_request, write_stack_answer
 from launcher.watch.watch_outputs import WatchOutputs
 from launcher.watch.watcher_settings import RankMessage, WatcherSettings
 
@@ -61,6 +62,8 @@ class NodeWatcher:
     """The last question that this node gathers evidence for."""
     evidence: dict[str, NodeEvidence] = field(default_factory=dict)
     """Of the question that is open, by host."""
+    stack_request: int = 0
+    """Number of the last request for a rank's stack."""
     acted: int = 0
     """Number of the last hang that was acted upon here."""
     was_judge: bool = False
@@ -134,6 +137,7 @@ class NodeWatcher:
         self.next_exchange = now + self.settings.watch.interval
         reads_all = self.settings.nodes > 1 and (state is not None or own.stalled_since is not None)
         self.files.submit(Exchange(own, state, reads_all))
+        self.files.add_task(self.look_for_stack_request)
 
     def judge_job(self, own: NodeReport, now: float) -> JobState:
         """Judge the job; return what is to be written of it."""
@@ -169,15 +173,33 @@ class NodeWatcher:
             if hang.number > self.acted:
                 self.act(hang, everywhere=False)
 
-    def answer(self, number: int) -> None:
-        """Gather this node's evidence for a question, in a thread."""
-        self.answered, self.evidence = number, {}
-        entries = [known.entry for known in self.book.ranks.values()]
-        host = self.settings.host
-        ranks = [
+    def list_watched(self) -> list[WatchedRank]:
+        """Return this node's ranks as those know them who gather evidence."""
+        host, entries = self.settings.host, [known.entry for known in self.book.ranks.values()]
+        return [
             WatchedRank(one.rank, one.local_rank, one.attempt, one.pid, host, one.exit_code)
             for one in entries
         ]
+
+    def look_for_stack_request(self) -> None:
+        """Answer somebody who looks at the run and asks for a rank's stack: in the run directory's thread."""
+        view = self.files.view
+        request = read_stack_request(self.files.run_path, view.written) if view else None
+        if request is None or request.number <= self.stack_request:
+            return
+        self.stack_request = request.number
+        if ranks := [one for one in self.list_watched() if one.rank == request.rank]:
+
+            def gather() -> None:
+                evidence = self.gather(ranks, self.book, 0)
+                self.files.add_task(lambda: write_stack_answer(self.files.run_path, evidence))
+
+            threading.Thread(target=gather, name="stack", daemon=True).start()
+
+    def answer(self, number: int) -> None:
+        """Gather this node's evidence for a question, in a thread."""
+        self.answered, self.evidence = number, {}
+        host, ranks = self.settings.host, self.list_watched()
 
         def gather() -> None:
             evidence = self.gather(ranks, self.book, number)

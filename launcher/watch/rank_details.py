@@ -16,6 +16,7 @@ from launcher.runs.rank_logs import measure_file, read_tail
 from launcher.runs.run_records import read_ranks
 from launcher.watch.model import NodeEvidence, ProcessState
 from launcher.watch.node_reports import EVIDENCE, watch_path
+from launcher.watch.stack_requests import ANSWER
 
 if TYPE_CHECKING:
     from launcher.plan.model import RankPlan
@@ -32,7 +33,7 @@ class ProcessSnapshot:
     age: float
     """Seconds since then."""
     origin: str
-    """Who looked: `hang 2`."""
+    """Why it was looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +104,21 @@ def describe_placement(record: Applied | None, plan: "RankPlan | None") -> str:
 
 
 def find_snapshot(run_path: Path, rank: int, host: str) -> ProcessSnapshot | None:
-    """Return the newest evidence of a rank, by the time of its file; None if none was gathered."""
-    path = watch_path(run_path) / f"{EVIDENCE}{host}.json"
+    """Return the newest look at a rank's process, by the times of files: for a hang, or asked for."""
+    found = [read_snapshot(watch_path(run_path) / f"{name}{host}.json", rank) for name in (EVIDENCE, ANSWER)]
+    return min((one for one in found if one), key=lambda one: one.age, default=None)
+
+
+def read_snapshot(path: Path, rank: int) -> ProcessSnapshot | None:
+    """Return what a file of evidence has of a rank; None if it has nothing of it, or cannot be read."""
     try:
         age = max(0.0, time.time() - os.lstat(path).st_mtime)
         evidence = decode(NodeEvidence, read_file(path, LARGEST))
     except (OSError, ValueError):
         return None
-    found = next((one for one in evidence.ranks if one.rank == rank), None)
-    return ProcessSnapshot(found.process, age, f"hang {evidence.number}") if found else None
+    process = next((one.process for one in evidence.ranks if one.rank == rank), None)
+    origin = "for a hang" if path.name.startswith(EVIDENCE) else "asked for"
+    return ProcessSnapshot(process, age, origin) if process else None
 
 
 def read_lines(run_path: Path, rank: int, attempt: int) -> tuple[str, tuple[str, ...]]:
