@@ -13,8 +13,8 @@ from launcher.watch.rank_details import ProcessSnapshot, RankDetails
 
 LONGEST = 2000
 """Characters of a line."""
-APART = ("rank", "node", "phase", "last")
-"""Columns that the heading has."""
+APART = ("rank", "node", "phase", "last", "mem", "power", "clock")
+"""Columns that the heading and the GPU's line have."""
 STATES = {
     "R": "is running",
     "S": "sleeps",
@@ -35,7 +35,7 @@ def render_rank(row: Row, details: RankDetails | None, width: int, height: int) 
     left = max(2, height - len(lines))
     stack = list(list_snapshot(details.snapshot, width))
     output = list(list_output(details, width))
-    room = max(left - len(output), left // 2)
+    room = left - min(len(output), max(2, left // 3))
     if len(stack) > room:
         stack = [*stack[: room - 1], Text(f"  … {len(stack) - room + 1} more lines", "dim")]
     title, *rest = output
@@ -68,11 +68,11 @@ def list_heading(row: Row, width: int) -> list[Text]:
 
 
 def describe_gpu(gpu: GpuSample) -> Iterator[str]:
-    """Give what there is no column for."""
-    if gpu.power is not None and gpu.power_limit:
-        yield f"power {gpu.power:.0f} of {gpu.power_limit:.0f} W"
-    if gpu.sm_clock is not None and gpu.max_sm_clock:
-        yield f"clock {gpu.sm_clock} of {gpu.max_sm_clock} MHz"
+    """Give its figures together with their limits."""
+    if gpu.power is not None:
+        yield f"power {gpu.power:.0f}{f' of {gpu.power_limit:.0f}' if gpu.power_limit else ''} W"
+    if gpu.sm_clock is not None:
+        yield f"clock {gpu.sm_clock}{f' of {gpu.max_sm_clock}' if gpu.max_sm_clock else ''} MHz"
     if gpu.memory_used is not None and gpu.memory_total:
         yield f"memory {gpu.memory_used / 2**30:.1f} of {gpu.memory_total / 2**30:.1f} GiB"
     if gpu.pcie_width is not None and gpu.max_pcie_width:
@@ -100,9 +100,8 @@ def list_snapshot(snapshot: ProcessSnapshot | None, width: int) -> Iterator[Text
         yield Text("stack: none was taken yet (t asks the node for one)", "dim")
         return
     process = snapshot.process
-    yield cut(
-        f"stack {shorten_age(snapshot.age)} ago ({snapshot.origin}): {describe_process(process)}", width
-    )
+    when = f"stack {shorten_age(snapshot.age)} ago ({snapshot.origin})"
+    yield from wrap_text(f"{when}: {describe_process(process)}", "", width)
     for stack in sorted(process.stacks, key=lambda one: not one.is_current):
         yield from list_frames(stack, width, only=len(process.stacks) == 1)
 
@@ -146,9 +145,9 @@ def clean_line(line: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in text[:LONGEST])
 
 
-def cut(text: str, width: int) -> Text:
+def cut(text: str, width: int, style: str = "") -> Text:
     """Return a text that fits a line."""
-    found = Text(text)
+    found = Text(text, style)
     found.truncate(width, overflow="ellipsis")
     return found
 
@@ -157,6 +156,6 @@ def render_help(width: int, keys: Sequence[tuple[str, str]]) -> list[Text]:
     """Return what keys do, and what the columns mean."""
     lines = [Text("keys", "bold")]
     lines += [cut(f"  {key:<16}{meaning}", width) for key, meaning in keys]
-    lines += [Text("columns, and the letters that sort by them", "bold")]
+    lines += [cut("columns, and the letters that sort by them", width, "bold")]
     shown = [f"  {column.letter} {column.title:<9} {column.meaning}" for column in COLUMNS]
     return lines + [cut(line, width) for line in shown]

@@ -143,14 +143,12 @@ def order_phase(rank: RankState) -> tuple[bool, bool, int]:
 
 
 def read_age(row: Row) -> Cell | None:
-    """Show how long ago the last step was; the report is some seconds old itself."""
-    ages = [rank.step_age + row.view.age for rank in row.ranks if rank.step_age is not None]
+    """Show how long ago the last step was."""
+    ages = [row.view.measure_step_age(rank.step_age) for rank in row.ranks if rank.step_age is not None]
     if not ages:
         return None
     age, limit = max(ages), row.view.report.limit
-    # A report may be an interval old, and a step with it.
-    fresh = row.view.report.interval + 1
-    late = limit is not None and age > limit + fresh
+    late = limit is not None and age > limit
     return Cell(shorten_age(age), age, ALARM if late else "")
 
 

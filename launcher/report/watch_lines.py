@@ -90,11 +90,11 @@ def find_step(snapshot: RunSnapshot) -> int | None:
 
 
 def find_step_seconds(snapshot: RunSnapshot) -> float | None:
-    """Return the seconds of a step: of printed ones over the last minutes, else the ranks' median."""
+    """Return the seconds of a step: of printed ones over the last minutes, else of the slowest rank."""
     if snapshot.step_seconds is not None:
         return snapshot.step_seconds
-    times = sorted(rank.p50 for view in snapshot.nodes for rank in view.report.ranks if rank.p50 is not None)
-    return (snapshot.job.p50 if snapshot.job else None) or (times[len(times) // 2] if times else None)
+    times = (rank.p50 for view in snapshot.nodes for rank in view.report.ranks if rank.p50 is not None)
+    return max(times, default=snapshot.job.p50 if snapshot.job else None)
 
 
 def estimate_left(snapshot: RunSnapshot, seconds: float) -> float | None:
@@ -108,7 +108,7 @@ def estimate_left(snapshot: RunSnapshot, seconds: float) -> float | None:
 def find_step_age(snapshot: RunSnapshot) -> float | None:
     """Return how long ago the newest step of any rank was."""
     ages = [
-        rank.step_age + view.age
+        view.measure_step_age(rank.step_age)
         for view in snapshot.nodes
         for rank in view.report.ranks
         if rank.step_age is not None

@@ -201,7 +201,7 @@ class WatchScreen:
             lines.append(cut(clean_text(self.view.message, 400), width))
         if not self.rows:
             return Group(*lines, *pad(lines, height - 1), self.render_footer(width))
-        lines = lines[: max(1, height - 8)]
+        lines = lines[: max(1, height - 7)]
         self.page = max(1, height - len(lines) - 3)
         self.top = choose_top(self.top, self.at, self.page, len(self.rows))
         shown = self.rows[self.top : self.top + self.page]

@@ -42,6 +42,13 @@ class NodeView:
         """Whether the next reports are overdue."""
         return self.age > max(LEAST_SILENCE, MISSED * self.report.interval)
 
+    def measure_step_age(self, at_report: float) -> float:
+        """Return how long ago a step was that was so long ago at the report.
+
+        Meanwhile there may have been others, unless the node is silent.
+        """
+        return at_report + self.age if self.is_silent else at_report
+
 
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
