@@ -71,6 +71,8 @@ def execute_job(
             supervisor.watching.close()
     if supervisor.watching and supervisor.watching.hangs:
         manifest["hangs"] = supervisor.watching.hangs
+    if supervisor.watching and supervisor.watching.stragglers:
+        manifest["stragglers"] = supervisor.watching.stragglers
     agent_log = read_tail(log, AGENT_LINES, log_begin)
     status = report_outcome(monitor, outcome, agent_log, time.monotonic() - started)
     if not monitor.viewer.close():

@@ -11,7 +11,7 @@ from launcher.text import escape_text
 logger = logging.getLogger(__name__)
 
 MOST_HANGS = 100
-"""Hangs that the manifest tells of."""
+"""Hangs, and stragglers, that the manifest tells of."""
 MOST_LINES = 20
 """Lines of one message that are shown."""
 
@@ -34,6 +34,9 @@ class Watching:
     watcher: WatcherProcess
     hangs: list[dict[str, object]] = field(default_factory=list)
     """Those that this node has told of, as `watch.model.Hang`."""
+
+    stragglers: list[dict[str, object]] = field(default_factory=list)
+    """Those that this node has told of, as `watch.model.Straggler`."""
 
     @property
     def pids(self) -> Collection[int]:
@@ -61,9 +64,16 @@ class Watching:
                 logger.log(level, escape_text(line))
             if message["event"] in ("hang", "recovered"):
                 self.keep_hang(message.get("hang"))
+            elif message["event"] == "straggler":
+                self.keep_straggler(message.get("straggler"))
             elif message["event"] == "act":
                 orders.append(read_order(message))
         return orders
+
+    def keep_straggler(self, straggler: object) -> None:
+        """Keep a straggler for the manifest."""
+        if isinstance(straggler, dict):
+            self.stragglers = [*self.stragglers, straggler][-MOST_HANGS:]
 
     def keep_hang(self, hang: object) -> None:
         """Keep a hang, or what has become of one, for the manifest."""

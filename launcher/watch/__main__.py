@@ -23,6 +23,7 @@ from launcher.files import read_stat
 from launcher.probe.cgroups import list_cgroups
 from launcher.probe.gpu_samples import GpuSampler, import_nvml
 from launcher.probe.sysfs import Tree
+from launcher.watch.collective_times import CollectiveReader
 from launcher.watch.evidence import WatchedRank, gather_node
 from launcher.watch.gpu_reader import GpuReader, ReadGpus, read_planned_gpus
 from launcher.watch.hang_judge import HangJudge
@@ -118,6 +119,7 @@ def make_watcher(settings: WatcherSettings, parent: int) -> NodeWatcher:
         outputs=open_outputs(settings, lambda text: send({"event": "warning", "lines": [text]})),
         read_gpus=GpuReader(lambda: open_gpus(settings), settings.watch.interval).latest,
         sampler=Sampler(lambda pid: list_cgroups(Tree(), ("cpu",), pid)),
+        collectives=CollectiveReader(folder, settings.ranks * settings.nodes),
     )
 
 

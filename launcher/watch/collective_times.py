@@ -37,6 +37,8 @@ class CollectiveReader:
         self.found: tuple[CollectiveTimes, ...] = ()
         self.cost = 0.0
         """Seconds that the last reading took of the slowest rank."""
+        self.pids: dict[int, int] = {}
+        """Of the ranks; new ones begin anew."""
         self.thread: threading.Thread | None = None
 
     def read(self, beats: Sequence[Heartbeat], now: float) -> tuple[CollectiveTimes, ...]:
@@ -45,6 +47,9 @@ class CollectiveReader:
         If it is time, another reading begins in a thread. `now` is the time since the epoch. Ranks whose
         recorders cannot be had are missing.
         """
+        if any(self.pids.get(beat.rank, beat.pid) != beat.pid for beat in beats):
+            self.pids, self.found, self.moments = {}, (), ReadingTimes()
+        self.pids |= {beat.rank: beat.pid for beat in beats}
         if not self.is_reading() and self.moments.is_due(beats, now, self.cost):
             self.thread = threading.Thread(target=self.fetch, args=(tuple(beats),), daemon=True)
             self.thread.start()

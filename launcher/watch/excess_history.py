@@ -90,9 +90,7 @@ class ExcessHistory:
         return tuple(found)
 
     def add_block(self, block: Block) -> None:
-        """Add a block; one of other ranks than before begins anew, as after a restart."""
-        if self.blocks and self.blocks[-1].excess.keys() != block.excess.keys():
-            self.blocks.clear()
+        """Add a block."""
         self.blocks = [*self.blocks[1 - MOST_BLOCKS :], block]
 
     def judge(self) -> list[SlowRank]:
@@ -137,7 +135,9 @@ def find_slow(blocks: Sequence[Block], scale: int, min_excess: float) -> list[Sl
     """
     recent, older = blocks[-scale:], blocks[:-scale]
     seconds = max(1e-9, median(block.seconds for block in recent))
-    ranks = recent[0].excess.keys()
+    ranks = set.intersection(*(set(block.excess) for block in recent))
+    if len(ranks) < 2:
+        return []
     shares = {rank: [block.excess[rank] / seconds for block in recent] for rank in ranks}
     middles = {rank: median(own) for rank, own in shares.items()}
     usual = median(middles.values())
@@ -159,8 +159,8 @@ def find_slow(blocks: Sequence[Block], scale: int, min_excess: float) -> list[Sl
 def measure_drift(recent: Sequence[Block], older: Sequence[Block], seconds: float) -> float:
     """Return by how much ranks wander from block to block, as a share of the step: a median over ranks."""
     spreads = []
-    for rank in recent[0].excess:
-        parts = ([block.excess[rank] for block in part] for part in (recent, older))
+    for rank in set.union(*(set(block.excess) for block in recent)):
+        parts = ([block.excess[rank] for block in part if rank in block.excess] for part in (recent, older))
         spreads.append(max(measure_noise(own) if len(own) > 2 else 0.0 for own in parts))
     return median(spreads) / seconds
 

@@ -390,4 +390,6 @@ class JobState:
     notes: tuple[str, ...] = ()
     asks: int = 0
     """Number of the hang that all nodes are to gather evidence for; 0 for none."""
+    wait_shares: tuple[tuple[int, float], ...] = ()
+    """Share of the time that ranks wait for others, by rank."""
     schema: int = 1

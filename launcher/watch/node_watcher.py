@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
+from launcher.watch.collective_times import CollectiveReader
 from launcher.watch.evidence import WatchedRank
 from launcher.watch.gpu_reader import ReadGpus
 from launcher.watch.hang_judge import HangJudge
@@ -22,6 +23,7 @@ from launcher.watch.progress_limit import choose_limit, find_stall_begin, list_s
 from launcher.watch.rank_book import RankBook
 from launcher.watch.shared_files import Exchange, SharedFiles
 from launcher.watch.stack_requests import read_stack_request, write_stack_answer
+from launcher.watch.stragglers import StragglerFinder, explain_straggler, list_slow_ranks
 from launcher.watch.watch_outputs import WatchOutputs
 from launcher.watch.watcher_settings import RankMessage, WatcherSettings
 
@@ -49,8 +51,10 @@ class NodeWatcher:
     is_suspended: Callable[[], bool]
     """Tells whether the user has stopped the job, as by Ctrl-Z."""
     outputs: WatchOutputs
+    collectives: CollectiveReader
     read_gpus: ReadGpus = dict
     """Gives the last reading of the ranks' GPUs, by local rank."""
+    stragglers: StragglerFinder = field(default_factory=StragglerFinder)
     sampler: Sampler = field(default_factory=Sampler)
     sample: Sample = field(default_factory=lambda: Sample({}, NodeSample()))
     number: int = 0
@@ -85,6 +89,7 @@ class NodeWatcher:
             self.next_sample = now + self.settings.watch.interval
             self.sample = self.sampler.sample(self.book.list_pids())
             self.book.measure_data_shares()
+        self.note_waits()
         own, state = self.make_report(now), None
         if is_judge(own, self.files.view, now, stuck=self.files.is_stuck(now)):
             state = self.judge_job(own, now)
@@ -120,6 +125,7 @@ class NodeWatcher:
             cpu_pressure=node.cpu_pressure,
             io_pressure=node.io_pressure,
             throttled=node.throttled,
+            collectives=self.collectives.read(tuple(self.book.list_beats().values()), wall),
         )
 
     def exchange(self, own: NodeReport, state: JobState | None, now: float) -> None:
@@ -157,9 +163,28 @@ class NodeWatcher:
             self.answer(judge.ask(now, int(time.time())))
         if hang := judge.find_recovery(view, limit):
             self.tell_recovery(hang)
-        return describe_job_state(
-            own, view, judge.hangs, restarts=judge.restarts, asks=judge.asks, notes=self.told.values()
-        )
+        for straggler in self.stragglers.update(view.fresh):
+            self.send(
+                {
+                    "event": "straggler",
+                    "lines": [explain_straggler(straggler)],
+                    "straggler": asdict(straggler),
+                }
+            )
+        return self.describe_job(own, view, judge.asks)
+
+    def describe_job(self, own: NodeReport, view: JobView, asks: int) -> JobState:
+        """Return what is to be written of the job."""
+        hangs, restarts = self.judge.hangs, self.judge.restarts
+        state = describe_job_state(own, view, hangs, restarts=restarts, asks=asks, notes=self.told.values())
+        waits = tuple(sorted(self.stragglers.waits.items()))
+        return replace(state, stragglers=self.stragglers.told, wait_shares=waits)
+
+    def note_waits(self) -> None:
+        """Note what the judging node has found of the ranks' waiting for each other."""
+        job = self.files.view.job if self.files.view else None
+        shares = self.stragglers.waits or dict(job.wait_shares if job else ())
+        self.book.wait_shares = shares
 
     def follow_judge(self, own: NodeReport, now: float) -> None:
         """Answer the judging node's question, and act upon its hangs."""
@@ -289,9 +314,9 @@ class NodeWatcher:
         shared, state = self.files.view, None
         if self.was_judge:
             view = make_job_view(own, shared, time.monotonic())
-            state = describe_job_state(
-                own, view, self.judge.hangs, restarts=self.judge.restarts, asks=0, notes=self.told.values()
-            )
+            state = self.describe_job(own, view, 0)
+            if slow := list_slow_ranks(self.stragglers.told):
+                self.send_lines("note", [f"stragglers: {slow}"])
         self.files.submit(Exchange(own, end_state(state), reads_all=False))
         self.files.wait_idle(seconds)
         self.outputs.close(seconds)

@@ -21,6 +21,11 @@ WAITED = 0.8
 """Share of steps in which all ranks have waited at a place that counts as one where they wait."""
 LESS_SPREAD = 0.85
 """Spread of arrivals in that of intervals at such a place, at most; two equal parts of a step give 0.71."""
+COUNTED = {2: 2.0, 3: 1.5}
+"""How often a difference between two ranks is in that of their excess, by the number of ranks.
+
+Each is compared with the others: of two ranks one is early by what the other is late.
+"""
 Name = tuple[str, int]
 """A collective on all ranks: its group and its sequence number."""
 Place = tuple[str, int]
@@ -191,5 +196,5 @@ def measure_waits(steps: Sequence[StepExcess]) -> dict[int, float]:
     for step in steps:
         last = max(step.excess.values(), default=0.0)
         for rank, excess in step.excess.items():
-            waits[rank] += last - excess
+            waits[rank] += (last - excess) / COUNTED.get(len(step.excess), 1.0)
     return {rank: min(1.0, wait / total) for rank, wait in waits.items()} if total > 0 else {}

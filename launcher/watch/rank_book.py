@@ -47,6 +47,8 @@ class RankBook:
     """By rank, of torchrun's last start."""
     counts_from: float = 0.0
     """Before this monotonic time nobody could make progress: this process, too, was stopped."""
+    wait_shares: Mapping[int, float] = field(default_factory=dict)
+    """Share of the time that ranks wait for others, by rank, as far as it is known."""
     now: float = 0.0
     """Monotonic time of the last look."""
 
@@ -145,6 +147,7 @@ class RankBook:
             p50=find_quantile(durations, 0.5),
             p99=find_quantile(durations, 0.99),
             data_share=known.data_share,
+            wait_share=self.wait_shares.get(entry.rank),
             cpu=sample.cpu,
             run_delay=sample.run_delay,
             rss=sample.rss,

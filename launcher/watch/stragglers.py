@@ -13,7 +13,7 @@ MOST_REPORTS = 24
 """Reports of a rank that are kept, to find a cause in."""
 LATER = 0.5
 """Share of the slow steps that is left out for the cause: it may have begun within them."""
-LEAST_REPORTS = 2
+LEAST_REPORTS = 1
 """Reports from the slow steps that show a cause; with fewer, the last ones are taken."""
 MOST_TOLD = 200
 """Stragglers of a job that are kept."""
@@ -44,12 +44,15 @@ class StragglerFinder:
         self.numbers: dict[str, int] = {}
         """The last report of each node that was used."""
         self.seen: tuple[CollectiveTimes, ...] = ()
+        self.pids: dict[int, tuple[str, int]] = {}
+        """Node and PID of all ranks that have been heard of."""
 
     def update(self, reports: Sequence[NodeReport]) -> tuple[Straggler, ...]:
         """Take the last reports of all nodes, some of which may be known already; return new stragglers."""
+        self.note_start(reports)
         self.note_facts(reports)
-        times = tuple(one for report in reports for one in report.collectives)
-        if not times or times == self.seen:
+        times = tuple(one for report in reports for one in report.collectives if one.rank in self.pids)
+        if 2 * len(times) < max(4, len(self.pids)) or times == self.seen:
             return ()
         self.seen = times
         hosts = {state.rank: report.host for report in reports for state in report.ranks}
@@ -60,6 +63,14 @@ class StragglerFinder:
         found = tuple(self.name(slow, hosts, now) for slow in self.history.add(steps))
         self.told = (*self.told, *found)[-MOST_TOLD:]
         return found
+
+    def note_start(self, reports: Sequence[NodeReport]) -> None:
+        """Begin anew once ranks have started anew."""
+        pids = {state.rank: (report.host, state.pid) for report in reports for state in report.ranks}
+        if any(self.pids.get(rank, process) != process for rank, process in pids.items()):
+            self.history = ExcessHistory(self.history.min_excess)
+            self.pids, self.waits, self.facts, self.seen = {}, {}, {}, ()
+        self.pids |= pids
 
     def note_facts(self, reports: Sequence[NodeReport]) -> None:
         """Keep what new reports say of their ranks."""
@@ -94,12 +105,12 @@ def measure_times(times: Sequence[CollectiveTimes], hosts: Mapping[int, str]) ->
         marks = {one.rank: unpack_marks(one) for one in times}
     except ValueError:
         return ()
-    if len(marks) < 2 or marks.keys() != hosts.keys() or len({one.measure for one in times}) > 1:
+    if len(marks) < 2 or not marks.keys() <= hosts.keys() or len({one.measure for one in times}) > 1:
         return ()
-    return measure_steps(marks, hosts, durations=times[0].measure == DURATION)
+    return measure_steps(marks, {rank: hosts[rank] for rank in marks}, durations=times[0].measure == DURATION)
 
 
-def describe_straggler(straggler: Straggler) -> str:
+def explain_straggler(straggler: Straggler) -> str:
     """Say who is slow, by how much and why, in one sentence."""
     where = f" on {straggler.host}" if straggler.host else ""
     when = f"steps {straggler.first_step} to {straggler.last_step}"
@@ -107,7 +118,7 @@ def describe_straggler(straggler: Straggler) -> str:
     return f"rank {straggler.rank}{where} is a straggler: {much} ({when}): {straggler.detail}"
 
 
-def count_stragglers(stragglers: Sequence[Straggler]) -> str:
+def list_slow_ranks(stragglers: Sequence[Straggler]) -> str:
     """Name all stragglers of a job in a line, the slowest first; empty if there were none."""
     worst: dict[int, Straggler] = {}
     for one in stragglers:
