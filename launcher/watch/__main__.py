@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -98,9 +99,20 @@ def run(watcher: NodeWatcher, inbox: Inbox, lines: list[bytes]) -> None:
             with suppress(ValueError):
                 watcher.take(decode(RankMessage, line))
         if time.monotonic() >= due:
-            watcher.tick(time.monotonic())
+            try_tick(watcher)
             due = max(due + TICK, time.monotonic())
         lines = inbox.wait(due)
+
+
+def try_tick(watcher: NodeWatcher) -> None:
+    """Look at the ranks; a defect in that is a warning, and ends neither this process nor the job."""
+    try:
+        watcher.tick(time.monotonic())
+    except Exception as error:
+        traceback.print_exc()
+        watcher.warn(
+            "defect", f"the ranks are not watched as they should be: {type(error).__name__}: {error}"
+        )
 
 
 def make_watcher(settings: WatcherSettings, parent: int) -> NodeWatcher:

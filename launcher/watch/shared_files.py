@@ -128,7 +128,8 @@ class SharedFiles:
         job = read_job_state(self.run_path, own=True)
         age = self.measure_age(written) if job else float("inf")
         reports = read_reports(self.run_path, own=True) if exchange.reads_all else ()
-        return SharedView(time.monotonic(), written, job, age, reports, count_hangs(self.run_path))
+        hangs = count_hangs(self.run_path) if exchange.state else 0
+        return SharedView(time.monotonic(), written, job, age, reports, hangs)
 
     def measure_age(self, now: float) -> float:
         """Return the seconds since the job's state was written; raises OSError."""
