@@ -10,6 +10,7 @@ from pathlib import Path
 
 from launcher.cli.choose_runs import choose_named
 from launcher.cli.verbs import VerbCall
+from launcher.cli.watch_summary import add_watch
 from launcher.config.schema import LaunchConfig
 from launcher.config.validation import FORMATS, check_choice
 from launcher.runs.run_lookup import list_runs
@@ -35,7 +36,7 @@ def show_status(call: VerbCall) -> int:
     check_choice("format", config.format, FORMATS)
     paths = choose_named(config, names) if names else choose_newest(Path(config.runs_dir))
     standing = find_run_states(paths)
-    runs = [add_progress(run) for run in standing.runs]
+    runs = [add_watch(add_progress(run)) for run in standing.runs]
     warn_of_slurm(standing)
     if config.format == "json":
         sys.stdout.write(

@@ -3,6 +3,7 @@
 None of them looks at a machine or writes anything.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +25,9 @@ CONSOLES = ("rank0", "all", "none")
 AGENTS = ("torchrun", "srun")
 RUNTIMES = ("pyxis", "apptainer")
 FORMATS = ("table", "json")
+ON_HANG = ("report", "restart", "stop")
+MIN_INTERVAL, MAX_INTERVAL = 0.5, 3600.0
+"""Seconds between two reports of a node."""
 OBJECTIVES = ("loss", "file")
 NOTIFY_FORMATS = ("auto", "json", "slack")
 NOTIFY_EVENTS = ("start", "hang", "recover", "straggler", "fail", "end")
@@ -236,6 +240,11 @@ def check_agent(context: Context, cluster: Cluster) -> None:
             f"rdzv_endpoint={config.rdzv_endpoint} with agent=srun, where there is no rendezvous: set"
             " torchrun.master_addr and torchrun.master_port"
         )
+    if config.watch.enabled and config.watch.on_hang != "report":
+        raise UsageError(
+            f"watch.on_hang={config.watch.on_hang} with agent=srun, where nothing of launch runs beside the"
+            " ranks to watch them: leave it out, or set agent=torchrun"
+        )
     check_agent_options(asdict(config.torchrun), cluster)
 
 
@@ -336,6 +345,32 @@ def is_http(url: str) -> bool:
     return is_whole and url.isprintable() and " " not in url
 
 
+def check_watch(context: Context) -> None:
+    """Refuse settings of `watch` that mean nothing."""
+    watch = context.config.watch
+    check_choice("watch.on_hang", watch.on_hang, ON_HANG)
+    seconds = watch.hang_seconds
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if seconds != "auto" and not (is_number and 1 <= seconds < math.inf):
+        raise UsageError(f"watch.hang_seconds={seconds}: give a number of seconds of at least 1, or auto")
+    for key, value, least in (
+        ("interval", watch.interval, MIN_INTERVAL),
+        ("metrics_interval", watch.metrics_interval, 0),
+    ):
+        if not least <= value <= MAX_INTERVAL:
+            raise UsageError(f"watch.{key}={value:g}: give seconds from {least:g} to {MAX_INTERVAL:g}")
+    port = watch.prometheus_port
+    if port is not None and not 0 <= port < 1 << 16:
+        raise UsageError(f"watch.prometheus_port={port}: give a port from 1 to 65535, or 0 for any free one")
+    if watch.textfile == "":
+        raise UsageError("watch.textfile is empty: give a folder, or leave it out")
+    if watch.enabled and watch.on_hang == "restart" and context.config.torchrun.max_restarts == 0:
+        raise UsageError(
+            "watch.on_hang=restart with torchrun.max_restarts=0: torchrun starts nothing anew, give a number"
+            " of at least 1, or leave it out for 3"
+        )
+
+
 def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
     """Raise UsageError for a value that is not one of the choices."""
     if value not in choices:
@@ -362,6 +397,7 @@ JOB_CHECKS = (
     check_numbers,
     check_requeue,
     check_notify,
+    check_watch,
     check_own_machine,
     check_gc,
     check_host,

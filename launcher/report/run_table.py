@@ -47,7 +47,7 @@ def print_runs(console: Console, runs: Sequence[RunStatus]) -> None:
             max_width=width,
         )
     for run, row in zip(runs, rows, strict=True):
-        style = {"state": COLOURS[run.state], "last line": "dim"}
+        style = {"state": COLOURS["failed" if is_hanging(run) else run.state], "last line": "dim"}
         table.add_row(*(Text(row[title] or "-", style.get(title, "")) for title in widths))
     console.print(table)
 
@@ -57,7 +57,7 @@ def make_run_row(run: RunStatus) -> dict[str, str]:
     return {
         "run": clean_text(run.run, LONGEST),
         "job": run.job_id or "",
-        "state": run.state,
+        "state": f"{run.state} (hanging)" if is_hanging(run) else run.state,
         "nodes": describe_nodes(run),
         "step": format_step(run),
         "restarts": str(run.restarts or ""),
@@ -65,6 +65,11 @@ def make_run_row(run: RunStatus) -> dict[str, str]:
         "reason": clean_text(run.reason, LONGEST),
         "last line": clean_text(run.last_line, LONGEST),
     }
+
+
+def is_hanging(run: RunStatus) -> bool:
+    """Tell whether a run's ranks hang, as far as watching knows."""
+    return bool(run.watch and run.watch.get("state") == "hanging")
 
 
 def describe_nodes(run: RunStatus) -> str:

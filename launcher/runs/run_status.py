@@ -82,6 +82,8 @@ class RunStatus:
     """Oldest first."""
     process: Mapping[str, object] = field(default_factory=dict)
     """What the run hangs on if it is no SLURM job: see `run_process.py`."""
+    watch: Mapping[str, object] | None = None
+    """What watching says: `state`, `step`, `step_age`, `verdict` and more; None if nothing is known."""
 
     @property
     def is_live(self) -> bool:

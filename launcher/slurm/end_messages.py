@@ -96,7 +96,7 @@ def describe_events(end: AttemptEnd) -> list[str]:
         *list_first_events(end),
         *(
             describe_lost_nodes(end)
-            or describe_hang(end)
+            or describe_hang_end(end)
             or describe_signals(end)
             or describe_agent_failures(end)
         ),
@@ -108,7 +108,7 @@ def list_first_events(end: AttemptEnd) -> list[str]:
     return [*filter(None, (end.trouble, end.early.describe() if end.early else ""))]
 
 
-def describe_hang(end: AttemptEnd) -> list[str]:
+def describe_hang_end(end: AttemptEnd) -> list[str]:
     """Say who held the others up, if the ranks were ended for it."""
     return [end.hang] if end.hang else []
 
