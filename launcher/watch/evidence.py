@@ -30,7 +30,7 @@ from launcher.watch.model import (
     Stack,
 )
 from launcher.watch.nccl_ras import ask_ras
-from launcher.watch.rank_server import ServerError, post_handler, read_store_wait
+from launcher.watch.rank_server import ServerError, UnknownHandlerError, post_handler, read_store_wait
 from launcher.watch.stacks import (
     STACK_SIGNAL,
     check_signal,
@@ -139,9 +139,12 @@ def gather_node(
     sample_gpu: Callable[[int], GpuSample | None] | None = None,
 ) -> NodeEvidence:
     """Return what `gather` finds with what NCCL's RAS says, as one node's evidence for hang `number`."""
-    start = time.monotonic()
-    nccl, notes = ask_ras()
+    start, answers = time.monotonic(), []
+    thread = threading.Thread(target=lambda: answers.append(ask_ras()), name="nccl-ras", daemon=True)
+    thread.start()
     found = gather(folder, ranks, heartbeats, sample_gpu=sample_gpu)
+    thread.join(max(start + DEADLINE - time.monotonic(), 0))
+    nccl, notes = answers[0] if answers else ("", ("NCCL's RAS did not answer in time",))
     seconds = round(time.monotonic() - start, 3)
     return NodeEvidence(host, node_rank, number, time.time(), seconds, found, nccl, notes)
 
@@ -228,15 +231,27 @@ def read_other_stacks(found: Findings, pid: int, socket_path: Path) -> None:
 def read_server(found: Findings, socket_path: Path, kept: Path) -> None:
     """Get a rank's flight recorder and its waits in the store, and keep the raw recorder as a file."""
     try:
-        trace = post_handler(socket_path, "fr_trace_json", SERVER_PATIENCE)
-        found.answered = True
-        found.groups = parse_trace(trace)
-        found.store_wait, found.store_operation = read_store_wait(socket_path, SERVER_PATIENCE)
+        trace = read_trace(socket_path)
+        found.groups, found.answered = parse_trace(trace), True
         kept.write_bytes(trace)
     except (ServerError, DecodeError) as error:
         found.notes.append(f"no flight recorder from torch's server: {error}")
     except OSError as error:
         found.notes.append(f"its flight recorder is not kept: {error.strerror}")
+    if not (found.answered or socket_path.exists()):
+        return
+    try:
+        found.store_wait, found.store_operation = read_store_wait(socket_path, SERVER_PATIENCE)
+    except ServerError as error:
+        found.notes.append(f"no waits in the store from torch's server: {error}")
+
+
+def read_trace(socket_path: Path) -> bytes:
+    """Return the answer of the flight recorder, by its older name if that is all there is."""
+    try:
+        return post_handler(socket_path, "fr_trace_json", SERVER_PATIENCE)
+    except UnknownHandlerError:
+        return post_handler(socket_path, "dump_nccl_trace_json", SERVER_PATIENCE)
 
 
 def read_child_stacks(looks: Mapping[int, KernelLook], path: Path) -> dict[int, tuple[Stack, ...]]:

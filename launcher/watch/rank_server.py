@@ -19,6 +19,10 @@ class ServerError(Exception):
     """The server did not answer; the text says why."""
 
 
+class UnknownHandlerError(ServerError):
+    """The server has no such handler, as in an older torch."""
+
+
 class UnixConnection(HTTPConnection):
     """HTTP over a Unix socket."""
 
@@ -47,6 +51,8 @@ def post_handler(path: Path, handler: str, timeout: float) -> bytes:
             raise ServerError(f"no answer within {timeout:g} s") from None
         except (OSError, HTTPException, ValueError) as error:
             raise ServerError(str(error) or type(error).__name__) from None
+    if answer.status == 404:
+        raise UnknownHandlerError(f"it has no {handler}")
     if answer.status != 200:
         raise ServerError(f"answered with status {answer.status}")
     if len(data) > LARGEST_ANSWER:
