@@ -117,7 +117,7 @@ def make_steps(account: RunAccount) -> Section:
         lanes=lanes,
     )
     legend = [LegendKey("median step (p50), with the spread over ranks", 1, "line")]
-    legend += [LegendKey("slow steps (p99) of the slowest rank", 2, "dashed")]
+    legend += [LegendKey("slow steps (p99), 95th percentile of the ranks", 2, "dashed")]
     legend += [LegendKey("hang", 2, "span")] if any(event.kind == "hang" for event in account.events) else []
     heads = (Head("time since the start"), Head("p50 (s)", True), Head("p99 (s)", True))
     rows = pick_rows(bins, (spread.middle, worst.high))

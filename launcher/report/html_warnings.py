@@ -103,7 +103,7 @@ def judge_watching(account: RunAccount) -> Iterator[tuple[str, Advice]]:
                 yield clean_text(report.host), make_advice("note", note)
             if state.gpu and state.gpu.xids:
                 numbers = ", ".join(map(str, state.gpu.xids[:8]))
-                what = f"GPU {state.gpu.index} (rank {state.rank}) reported XID {numbers}"
+                what = f"GPU {state.gpu.index} of rank {state.rank} reported XID {numbers}"
                 why = "the driver reports errors of the GPU, or of what runs on it, by these numbers"
                 fix = "look the number up in NVIDIA's list of XID errors, and drain the node if it says so"
                 yield clean_text(report.host), make_advice("warning", what, why, fix)

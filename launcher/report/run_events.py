@@ -22,8 +22,8 @@ COLLECTION = re.compile(r"launch: rank \d{1,9}: step (\d{1,15}): (\d{1,15} objec
 MOST_LINES = 20000
 """Last lines of rank 0's log that are searched for collections."""
 MOST_CHECKPOINTS = 1000
-SAME_START = 60.0
-"""Seconds between the start of an attempt and its first log: both are one event."""
+SAME_START = 5.0
+"""Seconds that the filesystem's clock and the nodes' may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +79,20 @@ def list_starts(attempts: Sequence[AttemptStatus]) -> Iterator[Event]:
 def list_restarts(
     path: Path, samples: Sequence[NodeReport], starts: Sequence[float | None]
 ) -> Iterator[Event]:
-    """Give the restarts of the ranks within an attempt of the job."""
+    """Give the restarts of the ranks within an attempt of the job; `starts` are those of the attempts."""
     first: dict[int, float] = {}
     for sample in samples:
         first[sample.attempt] = min(first.get(sample.attempt, sample.time), sample.time)
+    found = []
     for number in sorted(list_attempts(path)):
         time = first.get(number) or read_mtime(path / "logs" / str(number))
-        is_start = any(start is not None and abs((time or 0.0) - start) < SAME_START for start in starts)
-        if number and time is not None and not is_start:
-            yield Event("restart", time, f"the ranks were started again (restart {number})")
+        if number and time is not None:
+            found.append(Event("restart", time, f"the ranks were started again (restart {number})"))
+    for start in starts[1:]:
+        # The first ranks after a start of the job are part of it.
+        same = next((one for one in found if start is not None and one.time >= start - SAME_START), None)
+        found = [one for one in found if one is not same]
+    yield from found
 
 
 def list_checkpoints(path: Path, samples: Sequence[NodeReport]) -> Iterator[Event]:
