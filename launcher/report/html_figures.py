@@ -88,7 +88,7 @@ GPU = (
 )
 CPU = (
     Quantity("CPU in use (cores)", take_field("cpu")),
-    Quantity("Waiting for a core (% of the time)", take_field("run_delay", 100)),
+    Quantity("Threads waiting for a core (seconds a second)", take_field("run_delay")),
     Quantity("Memory in use, RSS (GiB)", take_field("rss", 1 / GIB)),
     Quantity("Major page faults (per second)", take_field("major_faults")),
 )

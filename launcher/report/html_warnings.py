@@ -37,7 +37,7 @@ def make_warnings(account: RunAccount, hosts: Sequence[HostPlan]) -> Section:
     found: dict[Advice, list[str]] = {}
     for host, advice in (*judge_plans(hosts), *judge_records(account), *judge_watching(account)):
         found.setdefault(advice, []).append(host)
-    several = len({host for names in found.values() for host in names if host}) > 1
+    several = max(account.status.nodes, len(account.reports), len(hosts)) > 1
     listed = [name_hosts(advice, names if several else []) for advice, names in found.items()]
     listed = sorted(gather_alike(listed), key=lambda advice: LEVELS.index(advice.level))
     left = len(listed) - MOST_WARNINGS

@@ -99,7 +99,7 @@ def test_all_is_there(page: Parsed) -> None:
         "Fix: ask for more",
         "rank 2 on n0 was 14% slower than the others from step 1200 to 1420",
         "Fix: end what else runs on its cores",
-        "reported XID 79",
+        "n0: GPU 3 of rank 3 reported XID 79",
         "rank 1 on n0 has not joined all_reduce #1042 of the default group",
         "No steps for 3 min 20 s, then steps went on. The verdict came 24.0 s after the last step.",
         "/home/ann/train/data.py:88, read_shard",
