@@ -5,20 +5,36 @@ Files of a run directory can be cut short, of another version, or planted by ano
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
 from math import inf, isfinite
 from types import NoneType, UnionType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from launcher.cpulist import parse_cpulist
 
 KEY = "json_key"
 """Entry of a field's metadata: its key in JSON, if that is no name in Python, as `from`."""
+LARGE = 1e300
+"""Numbers from here on are looked at more closely: they may be infinite, or no `float`."""
 T = TypeVar("T")
 
 
 class DecodeError(ValueError):
     """JSON that is not what it should be: the text says where and why."""
+
+
+class FieldKind(NamedTuple):
+    """A dataclass's field as `convert_object` looks at it."""
+
+    name: str
+    key: str
+    """In JSON."""
+    kind: Any
+    plain: type | None
+    """If it is one of text and numbers, or None beside it: that type."""
+    is_optional: bool
+    is_required: bool
 
 
 def parse_json(text: str | bytes) -> object:
@@ -71,14 +87,41 @@ def convert_value(kind: Any, data: Any, least: float, path: str) -> Any:  # noqa
 def convert_object(kind: Any, data: object, least: float, path: str) -> Any:  # noqa: ANN401 - see convert
     """Make a dataclass; a field without a default has to be there."""
     found, values = check_type(dict, data, path), {}
-    for item in fields(kind):
-        key = item.metadata.get(KEY, item.name)
-        place = f"{path}.{key}" if path else key
-        if key in found:
-            values[item.name] = convert_value(item.type, found[key], least, place)
-        elif item.default is MISSING and item.default_factory is MISSING:
-            raise DecodeError(f"{place} is missing")
+    for item in list_fields(kind):
+        if item.key in found:
+            inner: Any = found[item.key]
+            # Most values are as they should be: they need no place, which only an error shows.
+            found_kind = type(inner)
+            if found_kind is item.plain and (found_kind is str or (least <= inner and abs(inner) < LARGE)):
+                values[item.name] = inner
+            elif inner is None and item.is_optional:
+                values[item.name] = None
+            else:
+                values[item.name] = convert_value(item.kind, inner, least, join_place(path, item.key))
+        elif item.is_required:
+            raise DecodeError(f"{join_place(path, item.key)} is missing")
     return kind(**values)
+
+
+def join_place(path: str, key: str) -> str:
+    """Return the place of a field."""
+    return f"{path}.{key}" if path else key
+
+
+@cache
+def list_fields(kind: Any) -> tuple[FieldKind, ...]:  # noqa: ANN401 - see convert
+    """Return what there is to know of a dataclass's fields."""
+    return tuple(describe_field(item) for item in fields(kind))
+
+
+def describe_field(item: Field[Any]) -> FieldKind:
+    """Return what there is to know of one field."""
+    is_required = item.default is MISSING and item.default_factory is MISSING
+    kinds = item.type.__args__ if isinstance(item.type, UnionType) else (item.type,)
+    named = [one for one in kinds if one is not NoneType]
+    plain = named[0] if named[0] in (str, int, float) else None
+    key = item.metadata.get(KEY, item.name)
+    return FieldKind(item.name, key, item.type, plain, NoneType in kinds, is_required)
 
 
 def convert_items(origin: Any, arguments: tuple[Any, ...], data: Any, least: float, path: str) -> Any:  # noqa: ANN401

@@ -108,3 +108,23 @@ def test_any_value_in_any_place_fits_or_is_an_error(name: str, value: object) ->
     except DecodeError:
         return
     assert isinstance(found, Outer) and all(number >= 0 for _, number in found.pairs)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    whole: int | None = 0
+    real: float | None = 0.0
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan"), 10**400, True])
+@pytest.mark.parametrize("name", ["whole", "real"])
+def test_what_is_no_number_is_none_in_a_field_either(name: str, number: object) -> None:
+    with pytest.raises(DecodeError, match=name):
+        convert(Numbers, {name: number})
+
+
+def test_limits_hold_for_fields() -> None:
+    assert convert(Numbers, {"whole": 3, "real": 3}, 3) == Numbers(3, 3.0)
+    for name in ("whole", "real"):
+        with pytest.raises(DecodeError, match=f"{name} is -1"):
+            convert(Numbers, {name: -1}, 0)

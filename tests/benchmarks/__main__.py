@@ -25,6 +25,7 @@ from tests.benchmarks.slurm import bench_slurm
 from tests.benchmarks.start import bench_start
 from tests.benchmarks.straggler import bench_gc
 from tests.benchmarks.watch_cost import bench_watch
+from tests.benchmarks.watch_scale import bench_watch_scale
 from tests.benchmarks.worker_memory import bench_workers
 from tests.probe.machine_trees import short_lived
 
@@ -41,6 +42,7 @@ TIMED: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
     "gc-memory": (bench_garbage_memory, 5),
     "hook": (bench_hook, 40),
     "workers": (bench_workers, 1),
+    "watch-scale": (bench_watch_scale, 5),
     "fragmentation": (bench_fragmentation, 1),
 }
 """What is timed, with the rounds of each."""
