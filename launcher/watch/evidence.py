@@ -162,10 +162,7 @@ def gather_rank(
     if rank.exit_code is not None:
         found.is_done = True
         return
-    begin = time.monotonic()
-    found.first = look_at_process(rank.pid)
-    if rank.start and found.first.start != rank.start:
-        found.first = KernelLook(ProcessState(rank.pid, "X"), rank.start)
+    found.first = look_at_process(rank.pid, rank.start)
     looks = {pid: look_at_process(pid) for pid in children}
     can_answer = found.first.process.state not in CANNOT_ANSWER
     if not can_answer:
@@ -178,13 +175,16 @@ def gather_rank(
             read_other_stacks(found, rank.pid, socket_path)
         read_server(found, socket_path, folder / f"rank-{rank.rank}.trace.json")
     child_stacks = read_child_stacks(looks, path) if can_dump else {}
-    time.sleep(max(begin + BETWEEN - time.monotonic(), 0))
-    if found.stack_source == "faulthandler" and not check_signal(rank.pid, path):
-        compare_stacks(found, request_stacks(rank.pid, path, STACK_PATIENCE))
+    begin = time.monotonic()  # what answering has cost a rank is not its own work
+    found.first = look_at_process(rank.pid, found.first.start)
+    looks = {pid: look_at_process(pid, look.start) for pid, look in looks.items()}
+    time.sleep(BETWEEN)
     found.process = look_again(found.first, begin)
     found.children = tuple(
         replace(look_again(look, begin), stacks=child_stacks.get(pid, ())) for pid, look in looks.items()
     )
+    if found.stack_source == "faulthandler" and not check_signal(rank.pid, path):
+        compare_stacks(found, request_stacks(rank.pid, path, STACK_PATIENCE))
     if sample_gpu is not None:
         with suppress(Exception):
             found.gpu = sample_gpu(rank.local_rank)

@@ -57,13 +57,18 @@ class KernelLook:
     """Bytes read and written so far."""
 
 
-def look_at_process(pid: int) -> KernelLook:
-    """Read what the kernel says of a process now; its state is X if it is gone."""
+def look_at_process(pid: int, start: int = 0) -> KernelLook:
+    """Read what the kernel says of a process now; its state is X if it is gone.
+
+    It is also gone if it did not start at `start`, in clock ticks since boot, unless that is 0.
+    """
     try:
         name, fields = read_stat(pid)
-        start, ticks = int(fields[START]), int(fields[UTIME]) + int(fields[STIME])
+        started, ticks = int(fields[START]), int(fields[UTIME]) + int(fields[STIME])
     except (OSError, ValueError):
-        return KernelLook(replace(GONE, pid=pid))
+        return KernelLook(replace(GONE, pid=pid), start)
+    if start not in (0, started):
+        return KernelLook(replace(GONE, pid=pid), start)
     wait_channel = read_entry(pid, "wchan")
     process = ProcessState(
         pid=pid,
@@ -73,7 +78,7 @@ def look_at_process(pid: int) -> KernelLook:
         tracer=read_tracer(pid),
         command=name,
     )
-    return KernelLook(process, start, ticks, read_io(pid))
+    return KernelLook(process, started, ticks, read_io(pid))
 
 
 def compare_looks(first: KernelLook, second: KernelLook, seconds: float) -> ProcessState:
