@@ -15,6 +15,7 @@ from tests.benchmarks.fragmentation import bench_fragmentation
 from tests.benchmarks.garbage_memory import bench_garbage_memory
 from tests.benchmarks.growth import bench_growth
 from tests.benchmarks.hang_matrix import bench_hangs
+from tests.benchmarks.heartbeat_cost import bench_heartbeat
 from tests.benchmarks.hook_cost import bench_hook
 from tests.benchmarks.loading import bench_loader
 from tests.benchmarks.output import bench_output
@@ -41,6 +42,7 @@ TIMED: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
     "gc": (bench_gc, 3),
     "gc-memory": (bench_garbage_memory, 5),
     "hook": (bench_hook, 40),
+    "heartbeat": (bench_heartbeat, 40),
     "workers": (bench_workers, 1),
     "watch-scale": (bench_watch_scale, 5),
     "fragmentation": (bench_fragmentation, 1),

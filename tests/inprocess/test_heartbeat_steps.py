@@ -247,3 +247,28 @@ def test_a_later_program_of_the_rank_has_the_file(tmp_path: Path) -> None:
     with start_program("launcher.step(); wait()", tmp_path) as program:
         program.wait()
         assert (program.read_now().pid, program.read_now().step) == (program.pid, 1)
+
+
+def test_what_cannot_be_set_up_is_told(tmp_path: Path) -> None:
+    """A version of a library that is not as expected, and a file that cannot be made."""
+    for package, text in (("safetensors.torch", "save_file = 3"), ("torchdata.stateful_dataloader", "")):
+        parent, name = package.split(".")
+        (tmp_path / parent / name).mkdir(parents=True)
+        (tmp_path / parent / name / "__init__.py").write_text(text)
+    (tmp_path / "torchdata" / "stateful_dataloader" / "stateful_dataloader.py").touch()
+    (tmp_path / "beats").mkdir()
+    (tmp_path / "beats" / "rank-0.stack").mkdir()
+    code = """
+launcher.step()
+sys.path.insert(0, ".")
+import safetensors.torch, torchdata.stateful_dataloader.stateful_dataloader
+assert safetensors.torch.save_file == 3
+wait()
+"""
+    with start_program(code, tmp_path) as program:
+        program.wait()
+        found = program.read_now()
+        assert not found.can_dump
+        first, second = found.notes
+        assert first.startswith("no stacks by a signal: IsADirectoryError: ")
+        assert "stateful_dataloader is not watched: AttributeError: " in second

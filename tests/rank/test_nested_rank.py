@@ -105,3 +105,17 @@ def test_the_hook_leaves_with_it(path: str, left: str | None) -> None:
     environ = {"LAUNCH_RANK_PLAN": "{}", "PYTHONPATH": path}
     leave_outer_rank(environ)
     assert environ.get("PYTHONPATH") == left
+
+
+def test_a_watched_rank_hands_the_folder_to_its_interpreter_alone(tmp_path: Path) -> None:
+    """Neither to a rank inside it, nor to a program in which the hook would not start."""
+    watched = {"LAUNCH_WATCH": str(tmp_path), "LAUNCH_GC": "default"}
+    plan = write_plan(tmp_path, ",".join(map(str, ALLOWED)))
+    script = "echo $LAUNCH_WATCH, $PYTHONPATH"
+    for argv, found in (
+        (["sh", "-c", script], f"{tmp_path}, {FOLDER}"),
+        (["sh", "-c", 'exec "$@"', "sh", *COMMAND, "sh", "-c", script], ","),
+        ([sys.executable, "-I", "-c", "import os; print('LAUNCH_WATCH' in os.environ)"], "False"),
+    ):
+        done = run_shim(*argv, preexec=None, LAUNCH_PLAN=str(plan), **watched)
+        assert done.stdout.startswith(found), (argv, done)

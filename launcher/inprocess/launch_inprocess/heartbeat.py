@@ -63,7 +63,10 @@ def register_in_process(beat: Heartbeat) -> None:
     from .phases import note_phases
     from .stack_dumper import register_dump
 
-    call_safely(register_dump, beat)
+    try:
+        register_dump(beat)
+    except Exception as error:
+        beat.add_note(f"no stacks by a signal: {type(error).__name__}: {error}"[:200])
     note_phases(beat, beat.world_size)
 
 

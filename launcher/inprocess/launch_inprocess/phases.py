@@ -37,13 +37,25 @@ LOADERS = {
 def note_phases(beat: Heartbeat, world_size: int) -> None:
     """Have phases noted in a heartbeat as soon as the modules are imported in which they are."""
     for name, functions in SAVERS.items():
-        when_imported(name, functools.partial(note_saving, beat, functions))
+        replace_when_imported(beat, name, functools.partial(note_saving, beat, functions))
     for name, class_name in LOADERS.items():
-        when_imported(name, functools.partial(note_loading, beat, class_name))
-    when_imported("torch.nn.modules.module", functools.partial(note_evaluating, beat))
-    when_imported("torch._dynamo.callback", functools.partial(note_compiling, beat))
+        replace_when_imported(beat, name, functools.partial(note_loading, beat, class_name))
+    replace_when_imported(beat, "torch.nn.modules.module", functools.partial(note_evaluating, beat))
+    replace_when_imported(beat, "torch._dynamo.callback", functools.partial(note_compiling, beat))
     joined = functools.partial(note_joining, beat, has_server=world_size > 1)
-    when_imported("torch.distributed.distributed_c10d", joined)
+    replace_when_imported(beat, "torch.distributed.distributed_c10d", joined)
+
+
+def replace_when_imported(beat: Heartbeat, name: str, action: Callable[[ModuleType], None]) -> None:
+    """Run an action with a module once the program has imported it; tell if the module is not as expected."""
+
+    def act_or_tell(module: ModuleType) -> None:
+        try:
+            action(module)
+        except Exception as error:
+            beat.add_note(f"{name} is not watched: {type(error).__name__}: {error}"[:200])
+
+    when_imported(name, act_or_tell)
 
 
 def replace(owner: object, name: str, function: Function, original: Function) -> None:
@@ -56,7 +68,7 @@ def note_saving(beat: Heartbeat, names: tuple[str, ...], module: ModuleType) -> 
     """Note that functions of a module save; it lasts beyond them, until a batch is drawn or a step ends."""
     for name in names:
         original = getattr(module, name, None)
-        if original is not None:
+        if callable(original):
             function = make_saver(beat, original)
             replace(module, name, function, original)
             function.__dict__["_torchdynamo_disable"] = True
@@ -113,7 +125,7 @@ def make_loader(beat: Heartbeat, original: Function, *, counts: int) -> Function
 
 def note_evaluating(beat: Heartbeat, module: ModuleType) -> None:
     """Note that a model is set to evaluate or to train, once torch can tell whether it compiles that."""
-    when_imported("torch.compiler", functools.partial(replace_train, beat, module.Module))
+    replace_when_imported(beat, "torch.compiler", functools.partial(replace_train, beat, module.Module))
 
 
 def replace_train(beat: Heartbeat, module_class: Any, compiler: ModuleType) -> None:  # noqa: ANN401  # torch's
