@@ -12,6 +12,7 @@ from launcher.watch.metrics_log import MetricsEvent, MetricsLog
 from launcher.watch.model import Hang, JobState, NodeReport, Straggler
 from launcher.watch.notify import JobIdentity, Notifier
 from launcher.watch.prometheus import PrometheusExport, start_prometheus
+from launcher.watch.stragglers import explain_straggler
 from launcher.watch.watcher_settings import WatcherSettings
 
 
@@ -75,10 +76,7 @@ class WatchOutputs:
 
     def tell_straggler(self, straggler: Straggler, state: JobState) -> None:
         """Tell of a rank that others wait for."""
-        sentence = (
-            f"rank {straggler.rank} on {straggler.host} is {straggler.excess:.0%} slower than the others:"
-            f" {straggler.detail or straggler.cause}"
-        )
+        sentence = explain_straggler(straggler)
         ranks, hosts = (straggler.rank,), (straggler.host,)
         self.log.add_event(
             MetricsEvent(
