@@ -176,7 +176,9 @@ class NodeWatcher:
     def describe_job(self, own: NodeReport, view: JobView, asks: int) -> JobState:
         """Return what is to be written of the job."""
         hangs, restarts = self.judge.hangs, self.judge.restarts
-        state = describe_job_state(own, view, hangs, restarts=restarts, asks=asks, notes=self.told.values())
+        state = describe_job_state(
+            own, view, hangs, restarts=restarts, asks=asks, notes=tuple(self.told.values())
+        )
         waits = tuple(sorted(self.stragglers.waits.items()))
         return replace(state, stragglers=self.stragglers.told, wait_shares=waits)
 

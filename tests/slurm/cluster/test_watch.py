@@ -48,7 +48,8 @@ def start(sandbox: Sandbox, folder: Path, sleeper: int, *words: str) -> Run:
 
 def find_node(run: Run, host: str) -> list[psutil.Process]:
     """The processes of ours on a node, the batch script's aside."""
-    pids = [pid for pid, words in run.find_processes().items() if "-m launcher.slurm.task" in words]
+    found = run.find_processes().items()
+    pids = [pid for pid, words in found if "-m launcher.slurm.task" in words and "srun" not in words]
     tasks = [task for task in map(psutil.Process, pids) if task.environ().get("SLURMD_NODENAME") == host]
     assert tasks
     return [process for task in tasks for process in (task, *task.children(recursive=True))]
@@ -80,12 +81,14 @@ def test_a_node_that_is_stopped_is_named_by_the_other(host: str, sandbox: Sandbo
     processes = find_node(run, host)
     for process in processes:
         process.send_signal(signal.SIGSTOP)
-    run.wait_for((run.path / "hang-1/verdict.json").exists, "a verdict", 60)
+    try:
+        run.wait_for((run.path / "hang-1/verdict.json").exists, "a verdict", 60)
+        run.wait_for(lambda: "hang 1 after step" in run.read_console(), "word of it")
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGCONT)
     hang = json.loads((run.path / "hang-1/verdict.json").read_text())
     assert hang["verdict"]["kind"] == "silent" and hang["verdict"]["hosts"] == [host]
-    run.wait_for(lambda: f"hang 1 after step {hang['step']}" in run.read_console(), "word of it")
-    for process in processes:
-        process.send_signal(signal.SIGCONT)
     run.wait_for(lambda: "hang 1 is over" in run.read_console(), "word that it is over", 60)
     sandbox.run("scancel", run.job_id)
     assert run.await_end() == "stopped"
