@@ -1,0 +1,160 @@
+"""From reports to a hang: who judges, when it asks, and what it makes of the answers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from launcher.watch.hang_judge import AGAIN, PATIENCE, HangJudge
+from launcher.watch.job_view import JobView, describe_job_state, is_judge, make_job_view
+from launcher.watch.model import Hang, JobState, NodeEvidence, NodeReport, RankState, Verdict
+from launcher.watch.node_reports import StoredReport
+from launcher.watch.shared_files import SharedView
+
+ABSENT = Verdict("absent", "rank 1 on n1 has not joined", (1,), ("n1",))
+BUSY = Verdict("busy", "rank 1 works", (1,))
+
+
+def state(rank: int, idle: float, step: int = 10, phase: str = "training", attempt: int = 0) -> RankState:
+    return RankState(rank, 0, 100 + rank, attempt, phase, step, idle, p50=1.0, idle=idle)
+
+
+def report(node: int, *ranks: RankState, stalled: bool = False, attempt: int = 0) -> NodeReport:
+    since = 900.0 if stalled else None
+    return NodeReport(f"n{node}", node, 2, attempt, 1000.0, 1, 5.0, ranks, since, limit=20.0)
+
+
+def shared(
+    *reports: tuple[NodeReport, float], job: JobState | None = None, job_age: float = 0.0
+) -> SharedView:
+    """Reports with their ages in seconds, as they were found just now."""
+    stored = tuple(StoredReport(one, 500.0 - age) for one, age in reports)
+    return SharedView(50.0, 500.0, job, job_age, stored)
+
+
+def job(host: str, attempt: int = 0) -> JobState:
+    return JobState(1000.0, host, attempt, "running", 10, 1.0, 1.0, 2)
+
+
+def make_judge(verdict: Verdict, on_hang: str = "report") -> HangJudge:
+    def judge(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport], patient: bool) -> Verdict:
+        return verdict
+
+    return HangJudge(judge, on_hang)
+
+
+HUNG = JobView((report(0, state(0, 25)), report(1, state(1, 30))), ())
+HEALTHY = JobView((report(0, state(0, 1)), report(1, state(1, 1))), ())
+ANSWERS = tuple(NodeEvidence(host, n, 1, 0.0, 1.0, ()) for n, host in enumerate(("n0", "n1")))
+
+
+def test_reports_of_earlier_attempts_are_ignored_and_old_ones_are_silent() -> None:
+    own = report(0, state(0, 1))
+    view = shared((report(1, attempt=3), 1.0), (report(2), 15.5), (report(3), 2.0))
+    found = make_job_view(own, view, 50.0)
+    assert [one.host for one in found.fresh] == ["n0", "n3"]
+    assert [one.host for one in found.silent] == ["n2"]
+    assert [one.host for one in make_job_view(own, view, 65.0).silent] == ["n2", "n3"]
+
+
+@pytest.mark.parametrize(
+    ("own", "view", "stuck", "expected"),
+    [
+        (report(0), None, False, True),
+        (report(1, stalled=True), None, False, False),  # nothing is known yet
+        (report(1, stalled=True), None, True, True),  # the run directory hangs: what it sees itself
+        (report(1, stalled=True), shared(job=job("n0")), False, False),
+        (report(1), shared(job=job("n0"), job_age=99), False, False),  # nothing is wrong here
+        (report(1, stalled=True), shared((report(0), 99), job=job("n0"), job_age=99), False, True),
+        (report(1, stalled=True), shared((report(0), 1), job=job("n0"), job_age=99), False, False),
+        (report(1, stalled=True), shared((report(0), 99), job=job("n0", attempt=7)), False, True),
+        (report(1, stalled=True), shared(job=job("n1")), False, True),
+    ],
+)
+def test_who_judges(own: NodeReport, view: SharedView | None, stuck: bool, expected: bool) -> None:
+    assert is_judge(own, view, 50.0, stuck=stuck) is expected
+
+
+def test_a_hang_is_told_once_and_is_over_when_steps_go_on() -> None:
+    judge = make_judge(ABSENT)
+    assert not judge.should_ask(HEALTHY, 20, 100)
+    assert judge.should_ask(HUNG, 20, 100)
+    assert judge.ask(100, 7) == 7
+    assert not judge.should_ask(HUNG, 20, 101)
+    assert not judge.is_answered(HUNG, ANSWERS[:1], 101)
+    assert judge.is_answered(HUNG, ANSWERS, 101)
+    assert judge.is_answered(HUNG, ANSWERS[:1], 101 + PATIENCE)  # the other node is silent
+    hang = judge.conclude(HUNG, ANSWERS, 20, now=103, number=4)
+    assert hang and (hang.number, hang.step, hang.verdict, hang.action) == (4, 10, ABSENT, "report")
+    assert hang.time - hang.stalled_since == pytest.approx(25)
+    assert judge.asks == 0 and not judge.should_ask(HUNG, 20, 200)
+    assert judge.find_recovery(HUNG, 20) is None
+    assert judge.find_recovery(HEALTHY, 20) is None  # no step was made: the evidence may have woken it
+    onward = JobView((report(0, state(0, 1, 11)), report(1, state(1, 1, 11))), ())
+    over = judge.find_recovery(onward, 20)
+    assert over and over.recovered and judge.hang is None and judge.learned > 20
+    again = JobView((report(0, state(0, 31, 11)), report(1, state(1, 31, 11))), ())
+    assert judge.should_ask(again, 20, 300)
+    judge.ask(300, 0)
+    later = judge.conclude(again, ANSWERS, 20, now=303, number=1)
+    assert later and later.number == 5
+
+
+def test_a_busy_rank_is_looked_at_again_later_and_later() -> None:
+    judge = make_judge(BUSY)
+    judge.ask(100, 1)
+    assert judge.conclude(HUNG, ANSWERS, 20, now=100, number=1) is None
+    assert not judge.should_ask(HUNG, 20, 100 + AGAIN - 1) and judge.should_ask(HUNG, 20, 100 + AGAIN)
+    judge.ask(120, 1)
+    judge.conclude(HUNG, ANSWERS, 20, now=120, number=1)
+    assert not judge.should_ask(HUNG, 20, 120 + AGAIN) and judge.should_ask(HUNG, 20, 120 + 1.5 * AGAIN)
+    assert judge.hangs == []
+
+
+def test_one_that_saves_is_not_told_of_before_its_time() -> None:
+    saving = JobView((report(0, state(0, 30)), report(1, state(1, 30, phase="saving"))), ())
+    judge = make_judge(ABSENT)
+    judge.ask(100, 1)
+    assert judge.conclude(saving, ANSWERS, 20, now=100, number=1) is None
+    late = JobView((report(0, state(0, 601)), report(1, state(1, 601, phase="saving"))), ())
+    judge.ask(700, 1)
+    assert judge.conclude(late, ANSWERS, 20, now=700, number=1)
+
+
+def test_what_has_gone_on_meanwhile_is_no_hang() -> None:
+    judge = make_judge(ABSENT)
+    judge.ask(100, 1)
+    assert judge.conclude(HEALTHY, ANSWERS, 20, now=103, number=1) is None
+
+
+def test_a_restart_is_counted_and_over_with_the_first_step_of_the_new_ranks() -> None:
+    judge = make_judge(ABSENT, "restart")
+    judge.ask(100, 1)
+    assert judge.conclude(HUNG, ANSWERS, 20, now=100, number=1)
+    assert judge.restarts == 1
+    starting = JobView(
+        (report(0, state(0, 1, 0, "starting", 1)), report(1, state(1, 1, 0, "starting", 1))), ()
+    )
+    assert judge.find_recovery(starting, 20) is None
+    stepping = JobView((report(0, state(0, 1, 1, attempt=1)), report(1, state(1, 1, 1, attempt=1))), ())
+    assert judge.find_recovery(stepping, 20) and judge.learned == 0
+
+
+def test_another_node_goes_on_with_what_was_told() -> None:
+    judge, hang = make_judge(ABSENT), Hang(3, 1.0, 0.0, 10, ABSENT)
+    judge.adopt(replace(job("n0"), hangs=(hang,), restarts=2, asks=9))
+    assert judge.hang == hang and judge.restarts == 2 and judge.ask(1, 0) == 10
+
+
+def test_the_jobs_state() -> None:
+    own = HUNG.fresh[0]
+    hang = Hang(1, 1000.0, 900.0, 10, ABSENT)
+    found = describe_job_state(own, HUNG, (hang,), restarts=1, asks=0, notes=())
+    assert (found.state, found.step, found.step_age, found.p50) == ("hanging", 10, 25, 1.0)
+    over = replace(hang, recovered=1001.0)
+    assert describe_job_state(own, HUNG, (over,), restarts=1, asks=0, notes=()).state == "running"
+    alone = JobView((report(0, state(0, 1, 0, "starting")),), ())
+    starting = describe_job_state(own, alone, (), restarts=0, asks=0, notes=())
+    assert starting.state == "starting" and "1 of 2 nodes" in starting.notes[0]
+    lost = JobView((own,), (report(1),))
+    assert describe_job_state(own, lost, (), restarts=0, asks=0, notes=()).silent == ("n1",)
