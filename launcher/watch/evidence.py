@@ -8,56 +8,27 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.decode import DecodeError
-from launcher.watch.flight_recorder import parse_trace
-from launcher.watch.kernel_state import (
-    KernelLook,
-    catches_signal,
-    compare_looks,
-    list_descendants,
-    look_at_process,
-)
-from launcher.watch.model import (
-    GpuSample,
-    GroupState,
-    Heartbeat,
-    NodeEvidence,
-    ProcessState,
-    RankEvidence,
-    Stack,
-)
+from launcher.watch.kernel_state import KernelLook, compare_looks, list_descendants, look_at_process
+from launcher.watch.model import GpuSample, Heartbeat, NodeEvidence, ProcessState, RankEvidence, Stack
 from launcher.watch.nccl_ras import ask_ras
-from launcher.watch.rank_server import ServerError, UnknownHandlerError, post_handler, read_store_wait
-from launcher.watch.stacks import (
-    STACK_SIGNAL,
-    check_signal,
-    find_main,
-    request_from_py_spy,
-    request_from_server,
-    request_stacks,
+from launcher.watch.rank_answers import (
+    CANNOT_ANSWER,
+    Findings,
+    compare_stacks,
+    may_take_gil,
+    read_child_stacks,
+    read_other_stacks,
+    read_server,
+    read_stacks,
 )
 
 DEADLINE = 3.0
 """Seconds after which gathering ends with what there is."""
 BETWEEN = 1.0
 """Seconds between two looks at a process, to see whether it stands."""
-STACK_PATIENCE = 0.8
-CHILD_PATIENCE = 0.2
-SERVER_PATIENCE = 0.7
-PY_SPY_PATIENCE = 0.8
-ALL_CHILDREN = 0.8
-"""Seconds for the stacks of all children of a rank."""
-CANNOT_ANSWER = {
-    "T": "it is stopped and cannot answer",
-    "t": "a debugger has stopped it",
-    "D": "it waits in the kernel (state D) and cannot answer",
-    "Z": "it has ended",
-    "X": "it has ended",
-}
-"""States in which a process gets no signal and runs no server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +44,6 @@ class WatchedRank:
     """If it has ended."""
     start: int = 0
     """When the process started, in clock ticks since boot (/proc/PID/stat); 0 if not known."""
-
-
-@dataclass(slots=True)
-class Findings:
-    """What a rank's thread has found so far; it is read when time is up, in whatever state it is."""
-
-    first: KernelLook | None = None
-    process: ProcessState | None = None
-    stacks: tuple[Stack, ...] = ()
-    stack_source: str = ""
-    stack_changes: bool = False
-    children: tuple[ProcessState, ...] = ()
-    groups: tuple[GroupState, ...] = ()
-    answered: bool = False
-    store_wait: bool = False
-    store_operation: str = ""
-    gpu: GpuSample | None = None
-    notes: list[str] = field(default_factory=list)
-    is_done: bool = False
 
 
 def gather(
@@ -159,119 +111,57 @@ def gather_rank(
     sample_gpu: Callable[[int], GpuSample | None] | None,
 ) -> None:
     """Look at one rank, step by step; a step that fails leaves a note."""
-    if rank.exit_code is not None:
-        found.is_done = True
-        return
-    found.first = look_at_process(rank.pid, rank.start)
-    looks = {pid: look_at_process(pid) for pid in children}
-    can_answer = found.first.process.state not in CANNOT_ANSWER
-    if not can_answer:
-        found.notes.append(CANNOT_ANSWER[found.first.process.state])
+    if rank.exit_code is None:
+        found.first = look_at_process(rank.pid, rank.start)
+        looks = {pid: look_at_process(pid) for pid in children}
+        stacks = ask_rank(found, folder, rank, heartbeat, looks)
+        compare_activity(found, rank.pid, looks, stacks)
+        if found.stack_source == "faulthandler":
+            compare_stacks(found, rank.pid, folder / f"rank-{rank.rank}.stack")
+        if sample_gpu is not None:
+            with suppress(Exception):
+                found.gpu = sample_gpu(rank.local_rank)
+    found.is_done = True
+
+
+def ask_rank(
+    found: Findings,
+    folder: Path,
+    rank: WatchedRank,
+    heartbeat: Heartbeat | None,
+    looks: Mapping[int, KernelLook],
+) -> dict[int, tuple[Stack, ...]]:
+    """Get what a rank that can answer answers; return its children's stacks."""
+    state = found.first.process.state if found.first else "X"
     can_dump = heartbeat is not None and heartbeat.can_dump
     path, socket_path = folder / f"rank-{rank.rank}.stack", folder / f"rank-{rank.rank}.sock"
-    if can_answer:
+    if state in CANNOT_ANSWER:
+        found.notes.append(CANNOT_ANSWER[state])
+    else:
         read_stacks(found, rank.pid, path if can_dump else None)
         if not found.stacks and may_take_gil(rank.pid, heartbeat):
             read_other_stacks(found, rank.pid, socket_path)
         read_server(found, socket_path, folder / f"rank-{rank.rank}.trace.json")
-    child_stacks = read_child_stacks(looks, path) if can_dump else {}
-    begin = time.monotonic()  # what answering has cost a rank is not its own work
-    found.first = look_at_process(rank.pid, found.first.start)
-    looks = {pid: look_at_process(pid, look.start) for pid, look in looks.items()}
+    return read_child_stacks(looks, path) if can_dump else {}
+
+
+def compare_activity(
+    found: Findings, pid: int, looks: Mapping[int, KernelLook], stacks: Mapping[int, tuple[Stack, ...]]
+) -> None:
+    """See what a rank and its children do within BETWEEN; what answering has cost them does not count."""
+    begin = time.monotonic()
+    found.first = look_at_process(pid, found.first.start if found.first else 0)
+    looks = {child: look_at_process(child, look.start) for child, look in looks.items()}
     time.sleep(BETWEEN)
     found.process = look_again(found.first, begin)
     found.children = tuple(
-        replace(look_again(look, begin), stacks=child_stacks.get(pid, ())) for pid, look in looks.items()
+        replace(look_again(look, begin), stacks=stacks.get(child, ())) for child, look in looks.items()
     )
-    if found.stack_source == "faulthandler" and not check_signal(rank.pid, path):
-        compare_stacks(found, request_stacks(rank.pid, path, STACK_PATIENCE))
-    if sample_gpu is not None:
-        with suppress(Exception):
-            found.gpu = sample_gpu(rank.local_rank)
-    found.is_done = True
 
 
 def look_again(first: KernelLook, begin: float) -> ProcessState:
     """Look at a process a second time."""
     return compare_looks(first, look_at_process(first.process.pid), time.monotonic() - begin)
-
-
-def may_take_gil(pid: int, heartbeat: Heartbeat | None) -> bool:
-    """Tell whether torch's server may be asked for stacks.
-
-    Its thread takes the GIL for that. In an interpreter that has begun to end, a thread that does is ended,
-    and torch's C++ code aborts the process then. The handler for stacks is gone by that time.
-    """
-    if heartbeat is None or heartbeat.phase == "ended":
-        return False
-    return not heartbeat.can_dump or catches_signal(pid, STACK_SIGNAL)
-
-
-def read_stacks(found: Findings, pid: int, path: Path | None) -> None:
-    """Get a rank's stacks by the signal; `path` is None without a handler."""
-    reason = "its hook has no handler for stacks" if path is None else check_signal(pid, path)
-    if path is not None and not reason:
-        found.stacks, found.stack_source = request_stacks(pid, path, STACK_PATIENCE), "faulthandler"
-        reason = "it did not react to the stack signal"
-    if not found.stacks:
-        found.stack_source = ""
-        found.notes.append(f"no stacks from faulthandler: {reason}")
-
-
-def read_other_stacks(found: Findings, pid: int, socket_path: Path) -> None:
-    """Get a rank's stacks from torch's server, or from py-spy."""
-    try:
-        found.stacks, found.stack_source = request_from_server(socket_path, SERVER_PATIENCE), "torch"
-    except ServerError as error:
-        found.notes.append(f"no stacks from torch's server: {error}")
-    if not found.stacks and (stacks := request_from_py_spy(pid, PY_SPY_PATIENCE)):
-        found.stacks, found.stack_source = stacks, "py-spy"
-
-
-def read_server(found: Findings, socket_path: Path, kept: Path) -> None:
-    """Get a rank's flight recorder and its waits in the store, and keep the raw recorder as a file."""
-    try:
-        trace = read_trace(socket_path)
-        found.groups, found.answered = parse_trace(trace), True
-        kept.write_bytes(trace)
-    except (ServerError, DecodeError) as error:
-        found.notes.append(f"no flight recorder from torch's server: {error}")
-    except OSError as error:
-        found.notes.append(f"its flight recorder is not kept: {error.strerror}")
-    if not (found.answered or socket_path.exists()):
-        return
-    try:
-        found.store_wait, found.store_operation = read_store_wait(socket_path, SERVER_PATIENCE)
-    except ServerError as error:
-        found.notes.append(f"no waits in the store from torch's server: {error}")
-
-
-def read_trace(socket_path: Path) -> bytes:
-    """Return the answer of the flight recorder, by its older name if that is all there is."""
-    try:
-        return post_handler(socket_path, "fr_trace_json", SERVER_PATIENCE)
-    except UnknownHandlerError:
-        return post_handler(socket_path, "dump_nccl_trace_json", SERVER_PATIENCE)
-
-
-def read_child_stacks(looks: Mapping[int, KernelLook], path: Path) -> dict[int, tuple[Stack, ...]]:
-    """Return the stacks of children that have the rank's handler and file, asked one after the other."""
-    stacks: dict[int, tuple[Stack, ...]] = {}
-    ends = time.monotonic() + ALL_CHILDREN
-    for pid, look in looks.items():
-        if time.monotonic() > ends:
-            break
-        if look.process.state in CANNOT_ANSWER or check_signal(pid, path):
-            continue
-        if found := request_stacks(pid, path, CHILD_PATIENCE):
-            stacks[pid] = found
-    return stacks
-
-
-def compare_stacks(found: Findings, second: tuple[Stack, ...]) -> None:
-    """Note whether the main thread is at another place in a second sample."""
-    before, after = find_main(found.stacks), find_main(second)
-    found.stack_changes = before is not None and after is not None and before.frames != after.frames
 
 
 def make_evidence(found: Findings, rank: WatchedRank, heartbeat: Heartbeat | None) -> RankEvidence:

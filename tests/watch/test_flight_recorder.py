@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from launcher.decode import DecodeError
-from launcher.watch import evidence
 from launcher.watch.flight_recorder import MOST_CALLS, parse_trace
 from launcher.watch.model import Call, Frame
+from launcher.watch.rank_answers import read_trace
 from launcher.watch.rank_server import ServerError, parse_wait_counters, post_handler
 from launcher.watch.stacks import parse_stacks
 
@@ -169,7 +169,7 @@ MISSING = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
 
 def test_an_older_torch_has_nccls_recorder_alone(tmp_path: Path) -> None:
     with serve(tmp_path / "sock", MISSING, OK) as asked:
-        assert evidence.read_trace(tmp_path / "sock") == b"{}"
+        assert read_trace(tmp_path / "sock") == b"{}"
     handlers = [line.split()[:2] for line in asked]
     assert handlers == [
         [b"POST", b"/handler/fr_trace_json"],
