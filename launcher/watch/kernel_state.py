@@ -14,6 +14,7 @@ from pathlib import Path
 
 from launcher.files import read_stat
 from launcher.watch.model import ProcessState
+from launcher.watch.socket_bytes import read_socket_bytes
 
 MOST_CHILDREN = 64
 """Descendants of a rank that are looked at."""
@@ -55,6 +56,8 @@ class KernelLook:
     """Clock ticks of CPU time, of all of its threads."""
     io_bytes: int = 0
     """Bytes read and written so far."""
+    tcp_bytes: int = 0
+    """Bytes sent and received so far by TCP connections that are open."""
 
 
 def look_at_process(pid: int, start: int = 0) -> KernelLook:
@@ -78,7 +81,7 @@ def look_at_process(pid: int, start: int = 0) -> KernelLook:
         tracer=read_tracer(pid),
         command=name,
     )
-    return KernelLook(process, started, ticks, read_io(pid))
+    return KernelLook(process, started, ticks, read_io(pid), read_socket_bytes(pid))
 
 
 def compare_looks(first: KernelLook, second: KernelLook, seconds: float) -> ProcessState:
@@ -90,7 +93,8 @@ def compare_looks(first: KernelLook, second: KernelLook, seconds: float) -> Proc
         return replace(first.process, state="X", wait_channel="", system_call="")
     ticks = max(second.ticks - first.ticks, 0)
     cores = ticks / os.sysconf("SC_CLK_TCK") / seconds if seconds > 0 else 0.0
-    return replace(second.process, cpu=round(cores, 3), io_bytes=max(second.io_bytes - first.io_bytes, 0))
+    moved = max(second.io_bytes - first.io_bytes, 0) + max(second.tcp_bytes - first.tcp_bytes, 0)
+    return replace(second.process, cpu=round(cores, 3), io_bytes=moved)
 
 
 def read_entry(pid: int, name: str) -> str:
