@@ -88,6 +88,7 @@ class NodeWatcher:
         if now >= self.next_sample:
             self.next_sample = now + self.settings.watch.interval
             self.sample = self.sampler.sample(self.book.list_pids())
+            self.book.note_work(self.sample.ranks)
             self.book.measure_data_shares()
         self.note_waits()
         own, state = self.make_report(now), None

@@ -8,9 +8,12 @@ from pathlib import Path
 from launcher.watch.model import GpuSample, Heartbeat, RankState
 from launcher.watch.process_samples import RankSample
 from launcher.watch.progress_limit import RankProgress, find_quantile, find_slow_step
+from launcher.watch.rank_activity import WORKING_CPU
 from launcher.watch.watcher_settings import RankEntry
 
 NO_SAMPLE = RankSample()
+MOST_START = 600.0
+"""Seconds for which a rank that has made no step yet counts as making progress by its use of CPU alone."""
 
 
 @dataclass(slots=True)
@@ -28,6 +31,8 @@ class WatchedProcess:
     waited: tuple[float, float] = (0.0, 0.0)
     """Seconds of waiting for data at the last report, and when that was."""
     data_share: float | None = None
+    worked_at: float = 0.0
+    """Monotonic time at which it was last seen to use CPU before its first step."""
 
     @property
     def phase(self) -> str:
@@ -88,7 +93,20 @@ class RankBook:
         """Return the seconds since a rank's last activity; None if it is not watched."""
         if known.beat is None or known.has_ended:
             return None
-        return max(0.0, min(known.read_at - known.beat.activity_time, self.now - self.counts_from))
+        idle = min(known.read_at - known.beat.activity_time, self.now - self.counts_from)
+        if idle < MOST_START:
+            idle = min(idle, self.now - known.worked_at)
+        return max(0.0, idle)
+
+    def note_work(self, samples: Mapping[int, RankSample]) -> None:
+        """Count CPU use as progress of ranks before their first step; `samples` are by PID.
+
+        Imports and the reading of data make no progress that the heartbeat has.
+        """
+        for known in self.ranks.values():
+            sample = samples.get(known.entry.pid, NO_SAMPLE)
+            if known.beat and not known.beat.step and (sample.cpu or 0.0) >= WORKING_CPU:
+                known.worked_at = self.now
 
     def list_progress(self) -> tuple[RankProgress, ...]:
         """Return what counts of each rank."""

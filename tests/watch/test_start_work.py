@@ -1,0 +1,48 @@
+"""Before its first step, a rank that uses CPU makes progress; one that only waits does not."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.watch.model import Heartbeat
+from launcher.watch.process_samples import RankSample
+from launcher.watch.rank_book import MOST_START, RankBook
+from launcher.watch.watcher_settings import RankEntry
+
+PID = 4711
+START = 1000.0
+"""Monotonic."""
+
+
+@pytest.mark.parametrize(
+    ("step", "cpu", "idle", "expected"),
+    [
+        (0, 0.9, 30.0, 4.0),  # imports
+        (0, 0.01, 30.0, 30.0),  # sleeps
+        (0, None, 30.0, 30.0),  # not known
+        (3, 0.9, 30.0, 30.0),  # an endless loop in a step
+        (0, 0.9, MOST_START + 100, MOST_START + 100),  # an endless loop before all steps
+    ],
+)
+def test_cpu_counts_before_the_first_step_alone(
+    step: int, cpu: float | None, idle: float, expected: float
+) -> None:
+    began = time.time()
+    beat = Heartbeat(0, 0, PID, "starting", began, step, 0.0, began - idle + 4, 0, 0.0)
+    book = RankBook(Path("/nowhere"), lambda _: beat)
+    book.add_ranks([RankEntry(0, 0, 0, PID)])
+    book.look(START)
+    book.note_work({PID: RankSample(cpu=cpu)})
+    known = book.ranks[0]
+    book.now, known.read_at = START + 4, began + 4
+    assert book.measure_idle(known) == pytest.approx(expected, abs=0.5)
+
+
+def test_a_rank_that_is_not_watched_has_no_idle_time() -> None:
+    book = RankBook(Path("/nowhere"), lambda _: None)
+    book.add_ranks([RankEntry(0, 0, 0, PID)])
+    book.look(START)
+    book.note_work({PID: replace(RankSample(), cpu=1.0)})
+    assert book.measure_idle(book.ranks[0]) is None
