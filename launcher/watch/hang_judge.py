@@ -85,7 +85,11 @@ class HangJudge:
         if not stalled:  # it went on meanwhile
             return None
         longest = max((rank.idle for rank in stalled if rank.idle is not None), default=0.0)
-        verdict = self.judge(evidence, view.reports, longest < max(FLOORS.values()))
+        patient = longest < max(FLOORS.values())
+        verdict = self.judge(evidence, view.reports, patient)
+        if patient and (idle := find_active(verdict, progress, limit)) is not None:
+            self.next_look = now + limit - idle
+            return None
         if not verdict.is_hang or self.is_excused(verdict, progress, limit):
             self.next_look = now + self.patience
             self.patience = min(self.patience * 1.5, MOST_AGAIN)
@@ -133,3 +137,14 @@ class HangJudge:
         if attempt > self.hang_attempt:
             return step > 0
         return rank in self.stalled_steps and step > self.stalled_steps[rank]
+
+
+def find_active(verdict: Verdict, progress: Sequence[RankProgress], limit: float) -> float | None:
+    """Return the least idle time of those that hold the others up if one of them makes progress; else None.
+
+    Others wait for it, as for a rank that evaluates alone and gets one batch after the other. Ranks that come
+    to a standstill together differ by less than half the limit.
+    """
+    idle = [rank.idle for rank in progress if rank.rank in verdict.ranks and rank.idle is not None]
+    least = min(idle, default=limit)
+    return least if verdict.is_hang and least < limit / 2 else None
