@@ -1,10 +1,12 @@
 """Shows `launch watch` on the terminal until it is quit or the run has ended."""
 
+import contextlib
+import os
 import signal
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.live import Live
 
 from launcher.report.key_input import ENDING, KeyInput
@@ -59,7 +61,11 @@ class LiveScreen:
             self.live.stop()
 
     def draw(self) -> bool:
-        """Draw the picture of now."""
+        """Draw the picture of now, as large as the terminal is now: COLUMNS is the size of another time."""
+        with contextlib.suppress(OSError, ValueError):
+            columns, lines = os.get_terminal_size(self.console.file.fileno())
+            if columns and lines:
+                self.console.size = ConsoleDimensions(columns, lines)
         width, height = self.console.size
         self.live.update(self.screen.render(width, height, self.feed.measure_wait()), refresh=True)
         return True

@@ -60,7 +60,7 @@ def run(here: Path) -> Path:
 @pytest.fixture
 def watch(here: Path, run: Path) -> Iterator[Terminal]:
     """`launch watch` on a terminal."""
-    with open_terminal(here, *LAUNCH, "watch") as terminal:
+    with open_terminal(here, *LAUNCH, "watch", COLUMNS="80", LINES="24") as terminal:
         yield terminal
 
 
