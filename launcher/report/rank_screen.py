@@ -121,12 +121,13 @@ def list_frames(stack: Stack, width: int, *, only: bool) -> Iterator[Text]:
         name = "main thread" if stack.is_current else f"thread {clean_text(stack.thread)}"
         yield Text(f"  {name}", "dim")
     for frame in stack.frames:
-        yield cut(f"  {describe_frame(frame)}", width)
+        yield cut(f"  {describe_frame(frame, width - 2)}", width)
 
 
-def describe_frame(frame: Frame) -> str:
-    """Return a line of a stack: `data.py:88, read_shard`."""
-    return f"{clean_text(frame.file, LONGEST)}:{frame.line}, {clean_text(frame.function)}"
+def describe_frame(frame: Frame, width: int) -> str:
+    """Return a line of a stack: `data.py:88, read_shard`; of a long path the end."""
+    text = f"{clean_text(frame.file, LONGEST)}:{frame.line}, {clean_text(frame.function)}"
+    return text if len(text) <= width else f"...{text[3 - width :]}"
 
 
 def list_output(details: RankDetails, width: int) -> Iterator[Text]:

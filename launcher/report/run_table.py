@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from launcher.report.short_values import shorten_age
 from launcher.runs.run_status import RunStatus
 from launcher.text import clean_text, describe_time, quote_word
 
@@ -22,9 +23,9 @@ COLOURS = {
 }
 FLEXIBLE = ("reason", "last line")
 """Columns that share what the others leave."""
-DROPS = ("last line", "restarts", "time", "job", "nodes", "reason", "step")
+DROPS = ("last line", "restarts", "last step", "time", "job", "nodes", "reason", "step")
 """Columns in the order in which they are left out if the console is narrow."""
-RIGHT = ("step", "restarts", "time")
+RIGHT = ("step", "restarts", "last step", "time")
 GAP = 2
 LEAST = 16
 """Characters below which a flexible column is not worth its room."""
@@ -61,10 +62,17 @@ def make_run_row(run: RunStatus) -> dict[str, str]:
         "nodes": describe_nodes(run),
         "step": format_step(run),
         "restarts": str(run.restarts or ""),
+        "last step": format_step_age(run),
         "time": "" if run.seconds is None else describe_time(run.seconds),
         "reason": clean_text(run.reason, LONGEST),
         "last line": clean_text(run.last_line, LONGEST),
     }
+
+
+def format_step_age(run: RunStatus) -> str:
+    """How long ago a rank of a run that goes on made a step: `4s`; empty if nothing is known of it."""
+    age = run.watch.get("step_age") if run.watch and run.state == "running" else None
+    return shorten_age(age) if isinstance(age, float) else ""
 
 
 def is_hanging(run: RunStatus) -> bool:
@@ -143,6 +151,8 @@ def list_details(run: RunStatus) -> Iterator[tuple[str, str]]:
         times = f"{shorten_time(attempt.started)} to {until}"
         yield "" if number else "attempts", f"{times}  {clean_text(words, LONGEST)}"
     yield from list_failure(run)
+    if run.watch and run.state == "running":
+        yield "watch", f"launch watch {quote_word(run.path)}"
     if run.last_line:
         yield "last line", clean_text(run.last_line, LONGEST)
     yield "output", f"launch logs {quote_word(run.path)}"

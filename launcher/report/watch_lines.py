@@ -6,17 +6,19 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from launcher.report.run_table import COLOURS
-from launcher.report.short_values import describe_rate, shorten_age, shorten_share
+from launcher.report.short_values import describe_rate, shorten_age
 from launcher.report.watch_columns import ALARM, WARN
+from launcher.report.watch_table import NEWEST
 from launcher.runs.run_status import RunStatus
 from launcher.text import clean_text, count_things, describe_time
-from launcher.watch.model import Hang, JobState, Straggler
+from launcher.watch.model import Hang, JobState
 from launcher.watch.run_reader import RunSnapshot
+from launcher.watch.stragglers import explain_straggler
 
 LONGEST = 400
 """Characters of a sentence."""
 MOST = 3
-"""Stragglers, and notes, that are shown."""
+"""Notes that are shown."""
 MOST_HOSTS = 8
 JUDGES_LATE = 30.0
 """Seconds after which what the judging node has written is no longer the state of now."""
@@ -149,8 +151,8 @@ def list_findings(run: RunStatus, snapshot: RunSnapshot) -> Iterator[tuple[str, 
     if silent and live:
         more = f" and {len(silent) - MOST_HOSTS} more" if len(silent) > MOST_HOSTS else ""
         yield f"not heard of: {', '.join(silent[:MOST_HOSTS])}{more}", ALARM
-    for straggler in job.stragglers[:MOST] if job else ():
-        yield describe_straggler(straggler), WARN
+    for straggler in job.stragglers[-NEWEST:] if job else ():
+        yield explain_straggler(straggler), WARN
     notes = [note for view in snapshot.nodes for note in view.report.notes]
     for note in list(dict.fromkeys((*(job.notes if job else ()), *notes)))[:MOST]:
         yield f"note: {note}", "dim"
@@ -173,12 +175,3 @@ def describe_hang(hang: Hang) -> str:
         return hang.verdict.sentence
     lasted = describe_time(max(0.0, hang.recovered - hang.stalled_since))
     return f"{hang.verdict.sentence} (steps went on after {lasted})"
-
-
-def describe_straggler(straggler: Straggler) -> str:
-    """Return who is slow, by how much, and why."""
-    why = straggler.detail or straggler.cause.replace("_", " ")
-    return (
-        f"rank {straggler.rank} on {straggler.host} is {shorten_share(straggler.excess)} slower"
-        f" than the others: {why}"
-    )

@@ -21,6 +21,8 @@ from launcher.watch.run_reader import NodeView, RunSnapshot
 
 MOST_RANKS = 32
 """Ranks of a job from which on a row is a node."""
+NEWEST = 3
+"""Stragglers that are marked, as they are those that are told of above the table."""
 GAP = 2
 BUCKETS = 20
 """Own times that differ by less than one part of so many of their median keep the order of ranks."""
@@ -63,7 +65,7 @@ def find_marks(snapshot: RunSnapshot) -> Marks:
         return Marks()
     hang = job.hangs[-1] if job.hangs and job.state == "hanging" else None
     culprits = frozenset(hang.verdict.ranks) if hang and hang.recovered is None else frozenset()
-    return Marks(culprits, frozenset(straggler.rank for straggler in job.stragglers))
+    return Marks(culprits, frozenset(one.rank for one in job.stragglers[-NEWEST:]))
 
 
 def shows_nodes(nodes: Sequence[NodeView]) -> bool:

@@ -14,8 +14,8 @@ import pytest
 
 from launcher.watch.node_reports import write_job_state, write_report
 from tests.cli.make_runs import make_run, write_log
-from tests.conftest import Result
-from tests.launch.start_launch import LAUNCH
+from tests.conftest import Result, run_outside
+from tests.launch.start_launch import LAUNCH, start, wait_for, write_program
 from tests.launch.terminals import COLUMNS, ROWS, Terminal, open_terminal
 from tests.report.watched_runs import JOB, SENTENCE, make_hang, make_report, make_snapshot, make_watched_run
 
@@ -67,11 +67,11 @@ def watch(here: Path, run: Path) -> Iterator[Terminal]:
 def test_the_table_keys_and_quitting(watch: Terminal, run: Path) -> None:
     rows = await_screen(watch, has("rank", "thermal", "? help"))
     assert rows[0] == "train/20260801-120000  running  step 120/400  2.5 steps/s  1 min 52 s left"
-    assert rows[6].split()[:4] == ["rank", "node", "phase", "step"], rows
+    assert rows[7].split()[:4] == ["rank", "node", "phase", "step"], rows
     assert list_ranks(rows) == [5, 0, 1, 2, 3, 4, 6, 7]
     watch.type("R")
     rows = await_screen(watch, has("by rank"))
-    assert list_ranks(rows) == list(range(8)) and "rank^" in rows[6]
+    assert list_ranks(rows) == list(range(8)) and "rank^" in rows[7]
     watch.type("r")
     assert list_ranks(await_screen(watch, has("by rank, reversed"))) == list(range(8))[::-1]
     watch.type("\x1b[C")
@@ -279,3 +279,36 @@ def test_nothing_planted_acts_on_the_terminal(here: Path, run: Path) -> None:
         assert terminal.finish() == 0
         for part in ("\x1b[2J", "\x1b]0;", "\x9b", "\u202e"):
             assert part not in terminal.text()
+
+
+STEPS = """
+import os, time
+import launcher
+
+def read_shard():
+    time.sleep(0.05 + 0.05 * (os.environ["RANK"] == "1"))
+
+for step in range(1, 100000):
+    read_shard()
+    launcher.step()
+    if step % 10 == 0 and os.environ["RANK"] == "0":
+        print(f"step {step}/100000 loss 1.5", flush=True)
+"""
+
+
+def test_a_real_run_and_the_stack_of_its_rank_now(quick_agent: None, here: Path) -> None:
+    program = write_program(here, STEPS)
+    with start(here, "nproc_per_node=2", "watch.interval=1", "--", program):
+        wait_for(lambda: list(here.glob("runs/*/*/watch/job.json")), "the first report")
+        with open_terminal(here, *LAUNCH, "watch") as terminal:
+            rows = await_screen(terminal, has("2 training", "/100000", "loss 1.5", "left"))
+            header = next(row for row in rows if row.startswith("rank"))
+            assert "p50" in header and "gpu" not in header and "node" not in header
+            terminal.type("R\x1b[F\r")
+            await_screen(terminal, has("rank 1 on", "(asked for): it sleeps", "program.py:6, read_shard"))
+            rows = read_screen(terminal)
+            assert any(row.startswith("placement: CPUs") and "as planned" in row for row in rows), rows
+            terminal.type("q")
+            assert terminal.finish() == 0
+        shown = run_outside(["status"], here).out.splitlines()
+        assert "last step" in shown[0] and "running" in shown[1]

@@ -34,7 +34,8 @@ NARROW = """\
 train/20260801-120000  running  step 120/400  2.5 steps/s  1 min 52 s left
 loss 2.412  last step 0s ago
 2 nodes  8 ranks  8 training  job 4711  for 1 h 2 min
-rank 5 on n1 is 18% slower than the others: its GPU runs at 1410 of 1980 MHz:
+rank 5 on n1 is a straggler: its own part of a step is 18% longer than the
+  others' (steps 100 to 200): its GPU runs at 1410 of 1980 MHz:
   sw_thermal_slowdown
 
 rank  node    phase       step  last    p50  data  others   gpu   mem  held by
@@ -120,7 +121,7 @@ def open_screen(snapshot: RunSnapshot, *keys: str) -> WatchScreen:
 
 
 def test_eight_ranks_on_a_narrow_terminal() -> None:
-    assert draw(open_screen(make_snapshot()), 80, 18) == NARROW
+    assert draw(open_screen(make_snapshot()), 80, 19) == NARROW
 
 
 def test_one_rank_without_a_gpu_has_no_columns_of_gpus_nodes_and_nics() -> None:
