@@ -1,0 +1,77 @@
+"""What follows a hang under `launch`: a restart of the ranks, or the end of the job."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch import quick_agent
+from tests.launch.start_launch import Started, start, wait_for, write_program
+
+AGENT = str(Path(quick_agent.__file__).parent)
+PROGRAM = """
+import os, time
+import launcher
+
+for _ in range(5):
+    time.sleep(0.05)
+    launcher.step()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    time.sleep(600)
+"""
+WORDS = ("nproc_per_node=2", "binding=none", "watch.hang_seconds=2", "watch.interval=1")
+
+
+def read_manifest(job: Started) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((job.run_dir() / "manifest.json").read_text())
+    return found
+
+
+def test_restart_starts_the_ranks_anew(tmp_path: Path) -> None:
+    words = (*WORDS, "watch.on_hang=restart", "--", write_program(tmp_path, PROGRAM))
+    with start(tmp_path, *words, PYTHONPATH=AGENT) as job:
+        assert job.wait(90) == 0, job.read()
+        assert "launch: hang 1 after step 5, " in job.read()
+        assert "torchrun restarted the ranks: attempt 1" in job.read()
+        manifest = read_manifest(job)
+        (hang,) = manifest["hangs"]
+        assert hang["action"] == "restart" and hang["step"] == 5
+        assert (job.run_dir() / "hang-1/verdict.json").exists()
+        assert job.survivors() == []
+
+
+def test_stop_ends_the_job_with_a_code_of_its_own(tmp_path: Path) -> None:
+    words = (*WORDS, "watch.on_hang=stop", "--", write_program(tmp_path, PROGRAM))
+    with start(tmp_path, *words, PYTHONPATH=AGENT) as job:
+        assert job.wait(90) == 124, job.read()
+        outcome = read_manifest(job)["outcome"]
+        assert (outcome["state"], outcome["cause"], outcome["exit_code"]) == ("failed", "hang", 124)
+        assert outcome["reason"] in job.read()
+        assert job.survivors() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_watcher_that_fails_is_no_harm_to_the_job(number: int, tmp_path: Path) -> None:
+    program = write_program(tmp_path, "import os, time\nwhile not os.path.exists('go'): time.sleep(0.05)\n")
+    with start(tmp_path, *WORDS, "--", program, PYTHONPATH=AGENT) as job:
+
+        def find_watcher() -> list[int]:
+            return [pid for pid, words in job.survivors_words().items() if "launcher.watch" in words]
+
+        wait_for(find_watcher, "the watcher", tell=job.read)
+        os.kill(find_watcher()[0], number)
+        if number == signal.SIGKILL:
+            wait_for(lambda: "no longer watched, and run on" in job.read(), "a warning", tell=job.read)
+        (tmp_path / "go").touch()
+        assert job.wait(60) == 0, job.read()
+        assert "outlived" not in job.read() and job.survivors() == []
+
+
+def test_watching_can_be_left_out(tmp_path: Path) -> None:
+    program = write_program(tmp_path, "import os\nprint(os.environ.get('LAUNCH_WATCH'))\n")
+    with start(tmp_path, *WORDS, "watch.enabled=false", "--", program, PYTHONPATH=AGENT) as job:
+        assert job.wait(60) == 0
+        assert (job.run_dir() / "logs/0/rank-0.out").read_text() == "None\n"
