@@ -259,7 +259,8 @@ an ID, a NAME (its newest run), a run directory, or a job (12, or 12_3 of an
 array). Without a terminal, the table is printed once.
 
 Keys: arrows choose a row and the column to sort by, Enter opens a node or a
-rank, Esc goes back, p pauses, q quits, ? shows all keys and columns.
+rank, whose node then takes its stack (t takes it again), Esc goes back, p
+pauses, q quits, ? shows all keys and columns.
 
   rank=K               begin with this rank: its stack, its last lines, and its
                        placement against its plan

@@ -98,4 +98,5 @@ class LiveScreen:
         if view is None:
             return True
         self.screen.update(view)
-        return view.run.is_live
+        # A manifest that cannot be read now may be read again later.
+        return view.run.is_live or view.run.state == "unknown"
