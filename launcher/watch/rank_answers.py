@@ -31,11 +31,10 @@ ALL_CHILDREN = 0.8
 CANNOT_ANSWER = {
     "T": "it is stopped and cannot answer",
     "t": "a debugger has stopped it",
-    "D": "it waits in the kernel (state D) and cannot answer",
     "Z": "it has ended",
     "X": "it has ended",
 }
-"""States in which a process gets no signal and runs no server."""
+"""States in which a process gets no signal and runs no server. In state D, its other threads do."""
 
 
 @dataclass(slots=True)

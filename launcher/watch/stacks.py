@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from launcher.files import read_stat
 from launcher.watch.kernel_state import (
     catches_signal,
     has_open,
@@ -93,13 +94,18 @@ def choose_thread(pid: int) -> int:
 
     The handler writes the stacks of all threads, whichever it runs in. A signal cuts short what sleeps or
     polls in C code (signal(7)): `sleep()` would return early. So if the main thread does, an idle thread is
-    taken, if possible one of torch's server, which the hook has started.
+    taken, if possible one of torch's server, which the hook has started. So it is if the main thread waits
+    for a dead disk (state D), where no signal reaches it; raises OSError if there is no other then.
     """
-    if read_system_call(pid) not in CUT_SHORT:
+    is_stuck = read_stat(pid)[1][0] == "D"
+    if not is_stuck and read_system_call(pid) not in CUT_SHORT:
         return pid
     idle = {tid: name for tid, name in list_threads(pid) if tid != pid and is_idle_thread(pid, tid)}
     servers = (tid for tid, name in idle.items() if name == SERVER_THREAD)
-    return next(servers, None) or next(iter(idle), pid)
+    found = next(servers, None) or next(iter(idle), pid)
+    if is_stuck and found == pid:
+        raise BlockingIOError("its only thread is in state D")
+    return found
 
 
 def list_threads(pid: int) -> list[tuple[int, str]]:

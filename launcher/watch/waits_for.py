@@ -69,7 +69,7 @@ def is_in_store(rank: RankEvidence) -> bool:
 
 def name_store_wait(rank: RankEvidence) -> str:
     """Return the function in which a rank waits in the store."""
-    return rank.store_operation or find_distributed_call(rank.process) or "torch's store"
+    return rank.store_operation or find_distributed_call(rank.process) or "a wait in torch's store"
 
 
 def make_store_wait(operation: str, in_store: Mapping[int, str], world: Set[int]) -> Wait:

@@ -152,6 +152,21 @@ def test_a_stopped_program_is_not_asked(tmp_path: Path) -> None:
     assert judge([make_node(found)], []).kind == "stopped"
 
 
+VFORK = """threading.Thread(target=threading.Event().wait, daemon=True).start()
+    if ctypes.PyDLL(None).vfork() == 0:
+        ready(); time.sleep(600)"""
+"""The parent of vfork(2) is in state D until its child ends, which runs in the parent's memory."""
+
+
+def test_the_stack_of_a_main_thread_in_state_d(tmp_path: Path) -> None:
+    """As with a dead network disk; another thread answers."""
+    with start(VFORK, tmp_path) as process:
+        await_state(process.pid, lambda look: look.process.state == "D")
+        found = gather_one(tmp_path, process.pid)
+    text, frame = rank_activity.describe_activity(found)
+    assert "(state D" in text and frame and frame.function == "hang"
+
+
 DEFENCES = {
     "closed": ("os.closerange(3, 100); ready(); time.sleep(600)", "closed the file"),
     "reused": (
