@@ -20,6 +20,7 @@ PAGES = (
     "environment-variables",
     "run-directory",
     "reliability",
+    "watching",
     "benchmarks",
     "comparison",
     "architecture",
