@@ -128,11 +128,14 @@ def is_alive(head: BeatHead) -> bool:
 
 
 def read_steps(data: bytes, recorded: int) -> list[tuple[float, float]]:
-    """Return the end and the duration of the steps in the rings, oldest first."""
+    """Return the end and the duration of the steps in the rings, oldest first.
+
+    Those that were written meanwhile are among them, in the places of the oldest.
+    """
     ends, durations = (struct.unpack_from(f"={RING}d", data, 8 * at) for at in (ENDS_AT, DURATIONS_AT))
     places = [number % RING for number in range(max(0, recorded - (RING - 1)), recorded)]
     steps = [(ends[place], durations[place]) for place in places]
-    return [step for step in steps if all(map(math.isfinite, step))]
+    return sorted(step for step in steps if all(map(math.isfinite, step)))
 
 
 def read_notes(data: bytes, size: int) -> tuple[str, ...]:

@@ -242,10 +242,11 @@ hold()
 
 
 def test_a_later_program_of_the_rank_has_the_file(tmp_path: Path) -> None:
-    """As a shell script's second program, or a restarted rank."""
+    """As a shell script's second program, or a restarted rank; but not one beside a program that steps."""
     run_to_end(STEPS, tmp_path)
     with start_program("launcher.step(); wait()", tmp_path) as program:
         program.wait()
+        run_to_end(STEPS, tmp_path)
         assert (program.read_now().pid, program.read_now().step) == (program.pid, 1)
 
 

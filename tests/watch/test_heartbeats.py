@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import struct
 import time
 from pathlib import Path
@@ -170,3 +171,42 @@ def test_a_mapped_file_is_found_in_its_process(beat: heartbeat.Heartbeat, path: 
     assert not is_mapped(path, os.getppid())
     assert not is_mapped(path.with_name("rank-9.beat"), os.getpid())
     assert beat.memory is not None
+
+
+def test_a_clock_that_jumps_changes_no_age(
+    beat: heartbeat.Heartbeat, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beat.end_step(1)
+    for jump in (-1e6, 1e6):
+        now = time.time() + jump
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        found = read_heartbeat(path)
+        assert found is not None
+        assert 0 <= now - found.step_time < 60
+        monkeypatch.undo()
+
+
+def test_what_is_read_between_two_writes_is_sound(beat: heartbeat.Heartbeat, path: Path) -> None:
+    """A process steps all the time, without a pause."""
+    child = os.fork()
+    if not child:
+        beat.integers[beat_file.AT_PID] = os.getpid()
+        beat.integers[beat_file.AT_START_TIME] = int(beat_file.read_stat_fields("self")[22 - 3])
+        for step in range(1, 1 << 40):
+            beat.end_step(step)
+    try:
+        deadline, last, reads = monotonic() + 60, 0, 0
+        while reads < 100 and monotonic() < deadline:
+            found = read_heartbeat(path)
+            if found is None or found.pid != child:
+                continue
+            reads += 1
+            assert found.step >= last
+            last = found.step
+            assert found.step_ends == tuple(sorted(found.step_ends))
+            assert all(0 <= duration < 60 for duration in found.durations)
+            assert len(found.step_ends) == 256 or found.step < 1000
+        assert (reads, found is not None and found.step > 300) == (100, True)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -53,6 +53,8 @@ def map_beat(folder: str, rank: int, integers: Mapping[int, int], floats: Mappin
     import mmap
 
     path, draft = (os.path.join(folder, name.format(rank)) for name in ("rank-{}.beat", ".rank-{}.beat"))
+    if is_taken(path):
+        raise FileExistsError(path)
     if os.path.lexists(draft):
         os.unlink(draft)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -73,7 +75,7 @@ def map_beat(folder: str, rank: int, integers: Mapping[int, int], floats: Mappin
 
 def fill(memory: memoryview, integers: Mapping[int, int], floats: Mapping[int, float]) -> None:
     """Write the items that identify the process, and these."""
-    fields = read_own_stat()
+    fields = read_stat_fields("self")
     own = {AT_MAGIC: MAGIC, AT_LAYOUT: LAYOUT, AT_PID: os.getpid()}
     own[AT_START_TIME], own[AT_START_STACK] = (int(fields[number - 3]) for number in (22, 28))
     whole, real = memory.cast("q"), memory.cast("d")
@@ -83,9 +85,22 @@ def fill(memory: memoryview, integers: Mapping[int, int], floats: Mapping[int, f
         real[at] = number
 
 
-def read_own_stat() -> list[str]:
-    """Return the fields of /proc/self/stat from the third on (proc(5)); raises OSError."""
-    with open("/proc/self/stat", "rb") as file:
+def is_taken(path: str) -> bool:
+    """Tell whether another process of this rank, as a shell script starts, steps and has its heartbeat here."""
+    try:
+        with open(path, "rb") as file:
+            items = memoryview(file.read(SIZE)).cast("q")
+        if items[AT_MAGIC] != MAGIC or items[AT_LAYOUT] != LAYOUT or not items[AT_STEP]:
+            return False
+        pid = items[AT_PID]
+        return pid != os.getpid() and int(read_stat_fields(pid)[22 - 3]) == items[AT_START_TIME]
+    except (OSError, ValueError, TypeError, IndexError):  # none, or no heartbeat
+        return False
+
+
+def read_stat_fields(pid: int | str) -> list[str]:
+    """Return the fields of /proc/PID/stat from the third on (proc(5)); raises OSError."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().decode("ascii", "replace").rpartition(")")[2].split()
 
 
