@@ -86,7 +86,7 @@ def fill(memory: memoryview, integers: Mapping[int, int], floats: Mapping[int, f
 
 
 def is_taken(path: str) -> bool:
-    """Tell whether another process of this rank, as a shell script starts, steps and has its heartbeat here."""
+    """Tell whether another process of this rank, as of a shell script, steps and has its heartbeat here."""
     try:
         with open(path, "rb") as file:
             items = memoryview(file.read(SIZE)).cast("q")
