@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.config.composition import compose, resolve
+from launcher.config.schema import NotifyConfig
 from launcher.config.search_path import find_sources
 from launcher.errors import MachineError
 from launcher.protocol import LAUNCH_SECRETS
@@ -16,6 +17,7 @@ WORDS = ("train.py", "--name", "a b\n$(c) 'é\"", "--api-key", "word-secret", "-
 OVERRIDES = [
     "env.HF_TOKEN=env-secret",
     "env.A=1",
+    "notify.url=https://example.org/hook-secret",
     "+program.password=own-secret",
     "cluster=slurm",
     "nodes=2:4",
@@ -43,7 +45,7 @@ def test_no_secret_is_written(request_made: JobRequest, tmp_path: Path) -> None:
 
 
 def test_without_secrets_nothing_has_to_be_carried(request_made: JobRequest, tmp_path: Path) -> None:
-    config = replace(request_made.config, env={"A": "1"}, program={"steps": 3})
+    config = replace(request_made.config, env={"A": "1"}, program={"steps": 3}, notify=NotifyConfig())
     plain = replace(request_made, config=config, words=None)
     assert write_job_request(plain, tmp_path) == {}
     assert read_job_request(tmp_path, {}) == plain
