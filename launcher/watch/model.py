@@ -112,6 +112,8 @@ class RankState:
     """Cores that its process and its children use."""
     run_delay: float | None = None
     """Seconds per second that its threads wait for a core (schedstat)."""
+    thread_delay: float | None = None
+    """The same of the one thread that waits most."""
     rss: int | None = None
     """Bytes, of the process and its children."""
     major_faults: float | None = None

@@ -68,7 +68,7 @@ def measure_steps(
         arrivals = align_clocks(arrivals, hosts)
     seconds = measure_lengths(marks)
     lateness = {name: compare(found) for name, found in arrivals.items() if len(found) > 1}
-    synchronous = find_synchronous(lateness)
+    synchronous = find_synchronous(lateness, durations=durations)
     excess: dict[int, dict[int, float]] = {step: dict.fromkeys(marks, 0.0) for step in seconds}
     for found in lateness.values():
         for rank, (arrival, late, growth) in found.items():
@@ -124,12 +124,14 @@ def subtract_others(values: Sequence[float]) -> list[float]:
     return [value - median([*values[:index], *values[index + 1 :]]) for index, value in enumerate(values)]
 
 
-def find_synchronous(lateness: Mapping[Name, Mapping[int, tuple[Arrival, float, float]]]) -> set[Place]:
+def find_synchronous(
+    lateness: Mapping[Name, Mapping[int, tuple[Arrival, float, float]]], *, durations: bool
+) -> set[Place]:
     """Return the places in a step to which all ranks have set out together.
 
     There a rank's interval is longer if it came early to the collective before, and waited there: intervals
     are spread more than arrivals are, with each rank's usual lateness taken off. And no rank comes before the
-    last one has come to the collective before.
+    last one has come to the collective before, as far as times say so: durations do not.
     """
     late: dict[Place, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     grown: dict[Place, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -144,7 +146,7 @@ def find_synchronous(lateness: Mapping[Name, Mapping[int, tuple[Arrival, float, 
     return {
         place
         for place in late
-        if fmean(waited[place]) >= WAITED
+        if (durations or fmean(waited[place]) >= WAITED)
         and measure_spread(late[place]) < LESS_SPREAD * measure_spread(grown[place])
     }
 

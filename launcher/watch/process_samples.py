@@ -44,6 +44,8 @@ class RankSample:
     """Cores used."""
     run_delay: float | None = None
     """Seconds per second that threads were ready to run and waited for a core, summed over threads."""
+    thread_delay: float | None = None
+    """The same of the one thread that waited most."""
     rss: int | None = None
     """Bytes: the rank's resident memory, and its children's without what files and shared memory have."""
     major_faults: float | None = None
@@ -185,9 +187,11 @@ def build_sample(
     """
     if before is None or before.start != tree.start or elapsed <= 0:
         return RankSample(rss=tree.rss, throttled=throttled, neighbours=neighbours)
+    grown = list_growth(tree.delays, before.delays)
     return RankSample(
         cpu=max(0, tree.ticks - before.ticks) / TICKS / elapsed,
-        run_delay=sum_growth(tree.delays, before.delays) / 1e9 / elapsed if tree.delays else None,
+        run_delay=sum(grown) / 1e9 / elapsed if tree.delays else None,
+        thread_delay=max(grown) / 1e9 / elapsed if tree.delays else None,
         rss=tree.rss,
         major_faults=max(0, tree.faults - before.faults) / elapsed,
         throttled=throttled,
@@ -195,9 +199,9 @@ def build_sample(
     )
 
 
-def sum_growth(now: Mapping[int, int], before: Mapping[int, int]) -> int:
-    """Add up how much counters have grown; one that is new, or less than before, has begun at 0."""
-    return sum(value - old if value >= (old := before.get(key, 0)) else value for key, value in now.items())
+def list_growth(now: Mapping[int, int], before: Mapping[int, int]) -> list[int]:
+    """Return how much counters have grown; one that is new, or less than before, has begun at 0."""
+    return [value - old if value >= (old := before.get(key, 0)) else value for key, value in now.items()]
 
 
 def list_unchanged(now: Iterable[TreeCounters], before: Iterable[TreeCounters]) -> dict[int, int]:

@@ -168,6 +168,7 @@ class RankBook:
             wait_share=self.wait_shares.get(entry.rank),
             cpu=sample.cpu,
             run_delay=sample.run_delay,
+            thread_delay=sample.thread_delay,
             rss=sample.rss,
             major_faults=sample.major_faults,
             throttled=sample.throttled,

@@ -94,7 +94,7 @@ def find_quota(rank: Sequence[RankFacts], others: Sequence[Sequence[RankFacts]])
 
 def find_run_delay(rank: Sequence[RankFacts], others: Sequence[Sequence[RankFacts]]) -> Cause | None:
     """It is ready to run and waits for a core."""
-    values = compare_values(rank, others, lambda one: one.state.run_delay)
+    values = compare_values(rank, others, lambda one: one.state.thread_delay)
     if values is None:
         return None
     own, usual = values
@@ -106,11 +106,11 @@ def describe_neighbours(rank: Sequence[RankFacts], delay: float) -> str:
     found = {(one.name, one.pid): one for facts in rank for one in facts.state.neighbours}
     busiest = sorted(found.values(), key=lambda one: -one.share)[:2]
     if not busiest:
-        return f"its threads wait for a core for {delay:.2f} s a second"
+        return f"it waits for a core for {delay:.0%} of the time"
     texts = [
         f"{one.name} (PID {one.pid}) runs on its cores for {one.share:.0%} of the time" for one in busiest
     ]
-    return f"{' and '.join(texts)}; its threads wait for a core for {delay:.2f} s a second"
+    return f"{' and '.join(texts)}; it waits for a core for {delay:.0%}"
 
 
 def find_faults(rank: Sequence[RankFacts], others: Sequence[Sequence[RankFacts]]) -> Cause | None:

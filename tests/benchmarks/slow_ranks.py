@@ -17,6 +17,7 @@ from launcher.watch.heartbeats import list_heartbeats
 from launcher.watch.model import Heartbeat, NodeReport, RankState, Straggler
 from launcher.watch.process_samples import Sampler
 from launcher.watch.stragglers import StragglerFinder
+from tests.benchmarks.slow_rank_simulation import bench_simulated_stragglers
 from tests.inprocess.watched import make_watched_environ
 
 PROGRAM = Path(__file__).with_name("slow_rank_program.py")
@@ -142,6 +143,7 @@ class Job:
                     data_share=shares.get(beat.rank),
                     cpu=samples.ranks[beat.pid].cpu,
                     run_delay=samples.ranks[beat.pid].run_delay,
+                    thread_delay=samples.ranks[beat.pid].thread_delay,
                     major_faults=samples.ranks[beat.pid].major_faults,
                     throttled=samples.ranks[beat.pid].throttled,
                     neighbours=samples.ranks[beat.pid].neighbours,
@@ -194,6 +196,14 @@ def run_job(folder: Path, kind: str, slow: int) -> Found:
         return Found(slow, tuple(found), told_after, median(after) / median(before) - 1)
 
 
+def bench_stragglers(folder: Path, options: Mapping[str, str]) -> None:
+    """Simulated runs (`simulated=400`), then real ones (`runs=20` of each kind)."""
+    if simulated := int(options.get("simulated", "400")):
+        bench_simulated_stragglers(simulated)
+    if runs := int(options.get("runs", "20")):
+        bench_slow_ranks(folder, runs)
+
+
 def bench_slow_ranks(folder: Path, runs: int) -> None:
     """Run all kinds in turn, and print a row for each."""
     results: dict[str, list[Found]] = {kind: [] for kind in KINDS}
@@ -224,10 +234,3 @@ def describe_runs(runs: Sequence[Found], cause: str) -> str:
         return f"{len(runs)} | {longer:+.1%} | {len(first)} reported | | | "
     cells = (len(runs), f"{longer:+.1%}", len(within), len(right), len(causes), f"{steps:.0f}")
     return " | ".join(map(str, cells))
-
-
-if __name__ == "__main__":
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as name:
-        bench_slow_ranks(Path(name), int(sys.argv[1]))

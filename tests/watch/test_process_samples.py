@@ -13,7 +13,7 @@ import pytest
 from launcher.probe.cgroups import list_cgroups
 from launcher.probe.sysfs import Tree
 from launcher.watch.node_samples import CgroupReader, NodeReader, NodeSample
-from launcher.watch.process_samples import RankSample, Sample, Sampler, sum_growth
+from launcher.watch.process_samples import RankSample, Sample, Sampler, list_growth
 
 BUSY = "while True: pass"
 WITH_CHILD = f"""
@@ -113,7 +113,7 @@ def test_a_pid_that_is_used_again_has_no_past() -> None:
 
 
 def test_counters_that_begin_anew_count_from_zero() -> None:
-    assert sum_growth({1: 50, 2: 7, 3: 5}, {1: 20, 2: 9, 4: 100}) == 30 + 7 + 5
+    assert list_growth({1: 50, 2: 7, 3: 5}, {1: 20, 2: 9, 4: 100}) == [30, 7, 5]
 
 
 def write(root: Path, files: dict[str, object]) -> None:

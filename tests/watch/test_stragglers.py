@@ -1,0 +1,223 @@
+"""Stragglers: by tables for causes and statistics, and by simulated programs with and without a slow rank."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import fields as fields_of
+from dataclasses import replace
+
+import pytest
+
+from launcher.watch.collective_marks import DURATION, ENQUEUED, STEP_ENDS, Mark, pack_marks, unpack_marks
+from launcher.watch.excess_history import ExcessHistory
+from launcher.watch.model import CollectiveTimes, GpuSample, Heartbeat, Neighbour, NodeReport, RankState
+from launcher.watch.own_time import StepExcess, measure_steps, measure_waits
+from launcher.watch.reading_times import QUICK, ReadingTimes, choose_interval
+from launcher.watch.straggler_causes import RankFacts, find_cause
+from launcher.watch.stragglers import StragglerFinder, explain_straggler, list_slow_ranks
+from tests.benchmarks.slow_rank_simulation import PROGRAMS, Simulation, simulate_excess
+
+HEALTHY = RankState(0, 0, 100, 0, "training", 50, 0.1, data_share=0.01, cpu=0.95, thread_delay=0.01)
+LOOP = Neighbour("python", 4711, 0.48)
+
+
+def test_marks_survive_packing() -> None:
+    marks = [
+        Mark(7, "0", 40, 1e9 + 0.25),
+        Mark(7, "mesh[0, 1]", 3, 1e9 + 0.5),
+        Mark(7, STEP_ENDS, 7, 1e9 + 1),
+    ]
+    assert unpack_marks(pack_marks(3, ENQUEUED, marks)) == tuple(marks)
+    assert unpack_marks(pack_marks(3, ENQUEUED, ())) == ()
+
+
+@pytest.mark.parametrize(
+    "packed", ["", "!!", "~" * 9, pack_marks(0, ENQUEUED, [Mark(1, "0", 1, 1.0)]).marks[:-5]]
+)
+def test_damaged_marks_are_refused(packed: str) -> None:
+    with pytest.raises(ValueError):
+        unpack_marks(CollectiveTimes(0, ENQUEUED, ("0",), packed))
+
+
+def test_marks_of_an_unknown_group_are_refused() -> None:
+    packed = pack_marks(0, ENQUEUED, [Mark(1, "0", 1, 1.0), Mark(1, "1", 1, 1.0)])
+    with pytest.raises(ValueError, match="unknown group"):
+        unpack_marks(replace(packed, groups=("0",)))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_simulated_slow_rank_is_measured(program: str) -> None:
+    simulation = Simulation(program, ranks=8, slow=3, excess=0.1, noise=0.02, seed=1)
+    steps = measure_steps(simulation.run(60), dict.fromkeys(range(8), "n1"))
+    mean = {rank: sum(step.excess[rank] / step.seconds for step in steps) / len(steps) for rank in range(8)}
+    assert max(mean, key=lambda rank: mean[rank]) == 3
+    assert 0.06 < mean[3] < 0.25
+    assert max(value for rank, value in mean.items() if rank != 3) < 0.03
+    waits = measure_waits(steps)
+    assert min(waits, key=lambda rank: waits[rank]) == 3
+
+
+@pytest.mark.parametrize("program", ["ddp", "one all_reduce", "tensor parallel", "fsdp"])
+def test_clocks_of_nodes_need_not_agree(program: str) -> None:
+    simulation = Simulation(
+        program, ranks=8, slow=3, excess=0.1, noise=0.02, seed=1, clocks=(0.0, 3.0, -0.2, 0.01)
+    )
+    hosts = {rank: f"n{rank // 2}" for rank in range(8)}
+    history = ExcessHistory()
+    assert [slow.rank for slow in history.add(measure_steps(simulation.run(100), hosts))] == [3]
+    healthy = replace(simulation, excess=0.0)
+    assert ExcessHistory().add(measure_steps(healthy.run(100), hosts)) == ()
+
+
+def test_shorter_collectives_show_who_came_late() -> None:
+    rng = random.Random(1)
+    marks: dict[int, list[Mark]] = {rank: [Mark(0, STEP_ENDS, 0, 0.0)] for rank in range(4)}
+    for step in range(1, 80):
+        for rank, own in marks.items():
+            own.append(Mark(step, "0", step, -0.02 - rng.random() * 1e-3 + (0.01 if rank == 2 else 0.0)))
+            own.append(Mark(step, STEP_ENDS, step, step * 0.1))
+    (slow,) = ExcessHistory().add(measure_steps(marks, dict.fromkeys(marks, "n1"), durations=True))
+    assert (slow.rank, round(slow.excess, 2)) == (2, 0.11)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 100])
+@pytest.mark.parametrize("noise", ["normal", "heavy tails", "one-sided"])
+def test_a_slow_rank_is_found_within_100_steps_and_no_other(ranks: int, noise: str) -> None:
+    for seed in range(2):
+        found = ExcessHistory().add(simulate_excess(ranks, 100, noise, 0.03, slow=seed, seed=seed))
+        assert [slow.rank for slow in found] == [seed]
+        assert not ExcessHistory().add(simulate_excess(ranks, 200, noise, 0.03, slow=None, seed=seed))
+
+
+def test_a_straggler_is_told_once_in_an_episode() -> None:
+    history = ExcessHistory()
+    slow, healthy = (
+        simulate_excess(4, 400, "normal", 0.02, slow=1),
+        simulate_excess(4, 400, "normal", 0.02, slow=None),
+    )
+    told = list(history.add(slow[:200]))
+    assert set(history.slow) == {1}
+    told += history.add(healthy[200:300])
+    assert not history.slow
+    told += history.add(slow[300:])
+    assert [one.rank for one in told] == [1, 1]
+    assert history.add(slow) == ()  # known steps
+
+
+def test_one_long_pause_is_no_habit() -> None:
+    steps = list(simulate_excess(4, 100, "normal", 0.02, slow=None))
+    for at in range(5, 100, 10):
+        steps[at] = StepExcess(at + 1, 5.0, {**steps[at].excess, 2: 4.0})
+    assert ExcessHistory().add(steps) == ()
+
+
+def make_facts(
+    gpu: GpuSample | None = None, **values: float | tuple[Neighbour, ...] | None
+) -> list[RankFacts]:
+    fields = {field.name: getattr(HEALTHY, field.name) for field in fields_of(RankState)}
+    state: RankState = RankState(**{**fields, **values, "gpu": gpu})
+    return [RankFacts(state, None)]
+
+
+@pytest.mark.parametrize(
+    ("facts", "cause", "word"),
+    [
+        (make_facts(data_share=0.13), "data", "waits for data for 13%"),
+        (
+            make_facts(thread_delay=0.1, neighbours=(LOOP,)),
+            "run_delay",
+            "python (PID 4711) runs on its cores for 48%",
+        ),
+        (make_facts(thread_delay=0.2, throttled=0.15), "cpu_quota", "CPU quota"),
+        (make_facts(major_faults=300.0), "page_faults", "300 major page faults"),
+        (
+            [RankFacts(replace(HEALTHY, major_faults=300.0), 0.4)],
+            "memory_pressure",
+            "wait for memory for 40%",
+        ),
+        (make_facts(), "program", "computes"),
+        (make_facts(cpu=0.2), "program", "sleeps"),
+        (make_facts(cpu=None), "program", "own code"),
+        (make_facts(data_share=0.02), "program", "own code"),
+        ([], "program", "own code"),
+    ],
+)
+def test_causes(facts: Sequence[RankFacts], cause: str, word: str) -> None:
+    found = find_cause(facts, [make_facts(), make_facts(), make_facts()], 0.1)
+    assert found.name == cause
+    assert word in found.detail
+
+
+def test_causes_of_gpus() -> None:
+    usual = GpuSample(0, sm_clock=1980, pcie_width=16, max_pcie_width=16)
+    others = [make_facts(gpu=usual)] * 3
+    slow = replace(usual, sm_clock=1400, event_reasons=("sw_thermal_slowdown",))
+    found = find_cause(make_facts(gpu=slow), others, 0.2)
+    assert (found.name, found.detail) == (
+        "gpu_clock",
+        "its GPU runs at 1400 MHz, the others at 1980 (sw_thermal_slowdown)",
+    )
+    found = find_cause(make_facts(gpu=replace(usual, pcie_width=4)), others, 0.2)
+    assert (found.name, found.detail) == ("pcie", "its GPU's PCIe link has 4 lanes of 16")
+    narrow = make_facts(gpu=replace(usual, pcie_width=4))
+    assert find_cause(narrow, [narrow, narrow, make_facts(gpu=usual)], 0.2).name == "program"
+
+
+def make_report(marks: dict[int, list[Mark]], number: int, pids: int = 100) -> NodeReport:
+    states = tuple(
+        replace(HEALTHY, rank=rank, pid=pids + rank, step=own[-1].step, data_share=0.1 if rank == 1 else 0.0)
+        for rank, own in marks.items()
+    )
+    times = tuple(pack_marks(rank, ENQUEUED, own) for rank, own in marks.items())
+    return NodeReport("n2", 0, 1, 0, 5.0 * number, number, 5.0, states, collectives=times)
+
+
+def test_the_finder_names_rank_cause_and_waits() -> None:
+    marks = Simulation("ddp", ranks=4, slow=1, excess=0.12, noise=0.02, seed=3).run(100)
+    finder = StragglerFinder()
+    report = make_report(marks, 1)
+    (found,) = finder.update([report])
+    assert (found.rank, found.host, found.cause) == (1, "n2", "data")
+    assert finder.told == (found,)
+    assert finder.waits[0] > 0.05 > finder.waits[1]
+    assert finder.update([report]) == ()
+    text = explain_straggler(found)
+    assert text.startswith("rank 1 on n2 is a straggler: its own part of a step is 1")
+    assert (
+        text.endswith("(steps 31 to 70): it waits for data for 10% of the time, the others for 0%")
+        or "steps" in text
+    )
+    assert list_slow_ranks([found, replace(found, rank=7, excess=0.5)]).startswith(
+        "rank 7 on n2 (50%, data), rank 1"
+    )
+    assert list_slow_ranks([]) == ""
+
+
+def test_ranks_that_have_started_anew_begin_anew() -> None:
+    marks = Simulation("ddp", ranks=4, slow=1, excess=0.12, noise=0.02, seed=3).run(100)
+    finder = StragglerFinder()
+    assert len(finder.update([make_report(marks, 1)])) == 1
+    assert len(finder.update([make_report(marks, 2, pids=500)])) == 1
+    assert len(finder.told) == 2
+
+
+def test_damaged_times_are_left_out() -> None:
+    marks = Simulation("ddp", ranks=2, slow=1, excess=0.12, noise=0.02, seed=3).run(80)
+    report = make_report(marks, 1)
+    broken = replace(report.collectives[0], marks="!")
+    assert StragglerFinder().update([replace(report, collectives=(broken, report.collectives[1]))]) == ()
+    mixed = replace(report.collectives[0], measure=DURATION)
+    assert StragglerFinder().update([replace(report, collectives=(mixed, report.collectives[1]))]) == ()
+
+
+def make_beat(step: int, seconds: float) -> Heartbeat:
+    return Heartbeat(0, 0, 1, "training", 0.0, step, 0.0, 0.0, 0, 0.0, (seconds,) * min(step, 256))
+
+
+def test_readings_are_often_at_first_then_seldom_and_often_again_if_steps_are_longer() -> None:
+    moments = ReadingTimes()
+    due = [now for now in range(0, 1200) if moments.is_due([make_beat(now * 5, 0.2)], now, 0.04)]
+    assert due[1] - due[0] == QUICK and due[-1] - due[-2] == choose_interval(0.04) == 80
+    slower = [now for now in range(1200, 1400) if moments.is_due([make_beat(now * 5, 0.22)], now, 0.04)]
+    assert len([now for now in slower if now <= 1262]) >= 10
+    assert not ReadingTimes().is_due([make_beat(1, 1.0)], 100.0, 0.0)
+    assert not ReadingTimes().is_due([], 100.0, 0.0)
