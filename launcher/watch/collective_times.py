@@ -79,9 +79,9 @@ class CollectiveReader:
 
 
 def condense(trace: bytes, beat: Heartbeat, limit: int) -> CollectiveTimes | None:
-    """Return the marks of a rank's last whole steps; None if there is no whole step among `limit` marks.
+    """Return the marks of a rank's last whole steps; None if there is none with a collective.
 
-    Point-to-point operations do not count: their ends differ from rank to rank. Raises DecodeError.
+    At most `limit` marks are kept. Point-to-point operations do not count: their ends differ from rank to rank. Raises DecodeError.
     """
     parsed = as_mapping(parse_json(trace))
     configs = as_mapping(parsed.get("pg_config"))
@@ -91,7 +91,8 @@ def condense(trace: bytes, beat: Heartbeat, limit: int) -> CollectiveTimes | Non
     calls = [build_call(entry, measure, configs) for entry in (timed if measure == DURATION else entries)]
     marks = place_in_steps(calls, beat)
     steps = choose_steps(marks, limit)
-    return pack_marks(beat.rank, measure, steps) if steps else None
+    has_calls = any(mark.group != STEP_ENDS for mark in steps)
+    return pack_marks(beat.rank, measure, steps) if has_calls else None
 
 
 def is_collective(entry: Mapping[str, Any]) -> bool:

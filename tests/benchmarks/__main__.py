@@ -22,6 +22,7 @@ from tests.benchmarks.output import bench_output
 from tests.benchmarks.planners import bench_planners
 from tests.benchmarks.probing import bench_command, bench_probe
 from tests.benchmarks.shim import bench_shim
+from tests.benchmarks.slow_ranks import bench_stragglers
 from tests.benchmarks.slurm import bench_slurm
 from tests.benchmarks.start import bench_start
 from tests.benchmarks.straggler import bench_gc
@@ -53,6 +54,7 @@ WATCHING: Mapping[str, Callable[[Path, Mapping[str, str]], None]] = {
     "hangs": bench_hangs,
     "watch-cost": bench_watch,
     "false-alarms": bench_false_alarms,
+    "stragglers": bench_stragglers,
 }
 """Real hangs, real hours: not among those that run if none is named."""
 

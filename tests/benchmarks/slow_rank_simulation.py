@@ -177,9 +177,7 @@ def bench_simulated_stragglers(runs: int) -> None:
         f"\n{runs} simulated runs each (a hundredth with 1,000 ranks): 100 steps with a rank 10% slower,"
         " 300 steps without\n"
     )
-    print(
-        "| ranks | noise of a step | found in 100 steps | another rank | steps needed | healthy: reports |"
-    )
+    print("| ranks | noise of a step | found in 100 steps | another rank | steps needed | healthy: reports |")
     print("|---" * 6 + "|")
     for ranks in (2, 8, 1000):
         count = runs if ranks < 1000 else max(1, runs // 100)
