@@ -81,7 +81,8 @@ class CollectiveReader:
 def condense(trace: bytes, beat: Heartbeat, limit: int) -> CollectiveTimes | None:
     """Return the marks of a rank's last whole steps; None if there is none with a collective.
 
-    At most `limit` marks are kept. Point-to-point operations do not count: their ends differ from rank to rank. Raises DecodeError.
+    At most `limit` marks are kept. Point-to-point operations do not count: their ends
+    differ from rank to rank. Raises DecodeError.
     """
     parsed = as_mapping(parse_json(trace))
     configs = as_mapping(parsed.get("pg_config"))
