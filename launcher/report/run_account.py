@@ -29,6 +29,8 @@ FEWEST_ROWS, MOST_ROWS = 12, 2000
 """Samples of a node that are read."""
 MOST_HANGS = 20
 """Hangs whose evidence is read."""
+MOST_NUMBERS = 10**6
+"""A hang of this number is damage."""
 DAY = 86400.0
 """Seconds before a run's start, or after its end, from which on a report's time is damage."""
 
@@ -115,7 +117,7 @@ def list_run_hangs(path: Path, job: JobState | None) -> list[Hang]:
         known = found.setdefault(hang.number, hang)
         if known.recovered is None and known.time == hang.time:
             found[hang.number] = hang
-    return [found[number] for number in sorted(found)]
+    return [found[number] for number in sorted(found) if 0 < number < MOST_NUMBERS]
 
 
 def read_hangs(path: Path, hangs: Sequence[Hang]) -> Iterator[tuple[Hang, tuple[NodeEvidence, ...]]]:

@@ -21,6 +21,8 @@ COLLECTION = re.compile(r"launch: rank \d{1,9}: step (\d{1,15}): (\d{1,15} objec
 """What the hook prints with `gc.log=true`."""
 MOST_LINES = 20000
 """Last lines of rank 0's log that are searched for collections."""
+MOST_STEPS = 10**15
+"""A step from here on is damage."""
 MOST_CHECKPOINTS = 1000
 SAME_START = 5.0
 """Seconds that the filesystem's clock and the nodes' may differ."""
@@ -117,7 +119,12 @@ def list_checkpoints(path: Path, samples: Sequence[NodeReport]) -> Iterator[Even
 def list_collections(path: Path, samples: Sequence[NodeReport]) -> Iterator[Event]:
     """Give the garbage collections that rank 0 has logged, at the times of their steps."""
     steps = sorted(
-        {(state.step, sample.time) for sample in samples for state in sample.ranks if state.rank == 0}
+        {
+            (state.step, sample.time)
+            for sample in samples
+            for state in sample.ranks
+            if state.rank == 0 and 0 <= state.step < MOST_STEPS
+        }
     )
     if not steps:
         return
