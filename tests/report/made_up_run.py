@@ -104,7 +104,7 @@ def make_report(
 ) -> NodeReport:
     """A node's report at a time of the made-up run."""
     states = tuple(make_state(node * ranks + local, local, time) for local in range(ranks))
-    attempt = int(time > BEGIN + 1800)
+    attempt = int(time >= BEGIN + 1860)
     return NodeReport(f"n{node}", node, nodes, attempt, time, number, interval, states)
 
 
@@ -117,7 +117,7 @@ def make_state(rank: int, local: int, time: float) -> RankState:
     if 2700 < past < 2900:
         phase = "training"
     if phase == "starting":
-        return RankState(rank, local, 100 + rank, int(past > 1800), phase, 0, None, rss=2 * GIB, cpu=0.9)
+        return RankState(rank, local, 100 + rank, int(past >= 1860), phase, 0, None, rss=2 * GIB, cpu=0.9)
     wave = 0.06 * math.sin(past / 300)
     used = 0.02 if 2700 < past < 2900 else 0.93 - 0.05 * (rank % 3) + wave - rng.random() / 20
     gpu = GpuSample(
@@ -125,7 +125,7 @@ def make_state(rank: int, local: int, time: float) -> RankState:
         48 + 30 * used, int(1980 - 200 * slow), 1980, xids=(79,) if rank == 3 and past > 5000 else (),
     )  # fmt: skip
     return RankState(
-        rank, local, 100 + rank, int(past > 1800), phase, int(past), 0.4,
+        rank, local, 100 + rank, int(past >= 1860), phase, int(past), 0.4,
         p50=0.78 + wave / 3 + rng.random() / 80, p99=0.98 + rng.random() / 5,
         data_share=0.04 + 0.02 * rng.random(), wait_share=(0.05 if slow else 0.18) + 0.02 * rng.random(),
         cpu=1.8 + rng.random() / 2, run_delay=0.3 if slow else 0.01, rss=int((12 + past / 900) * GIB),
