@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ STACK_SIGNAL = signal.SIGRTMIN + 8
 """The signal on which the hook registers faulthandler."""
 POLL = 0.02
 """Seconds between two looks at the file."""
+TRIES = 5
+"""Looks for a thread that can handle the signal."""
 SETTLED = 0.06
 """Seconds without a further byte after which a dump is complete; faulthandler writes it at one go."""
 LARGEST_DUMP = 1 << 20
@@ -73,7 +76,7 @@ def request_stacks(pid: int, path: Path, patience: float) -> tuple[Stack, ...]:
     """
     try:
         start = path.stat().st_size
-        send_signal(pid, choose_thread(pid))
+        send_signal(pid, await_thread(pid))
     except OSError:
         return ()
     size, changed, deadline = start, time.monotonic(), time.monotonic() + patience
@@ -106,6 +109,15 @@ def choose_thread(pid: int) -> int:
     if is_stuck and found == pid:
         raise BlockingIOError("its only thread is in state D")
     return found
+
+
+def await_thread(pid: int) -> int:
+    """Return the thread that is to handle the signal; most waits in state D are short. Raises OSError."""
+    for _ in range(TRIES):
+        with suppress(BlockingIOError):
+            return choose_thread(pid)
+        time.sleep(POLL)
+    return choose_thread(pid)
 
 
 def list_threads(pid: int) -> list[tuple[int, str]]:
