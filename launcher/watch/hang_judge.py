@@ -41,6 +41,8 @@ class HangJudge:
     hang_attempt: int = 0
     """torchrun's start in which that was."""
     restarts: int = 0
+    adopted: float = 0.0
+    """Time of the last word of another node that judged."""
     learned: float = 0.0
     """The longest pause that was told as a hang and passed by itself."""
 
@@ -50,8 +52,15 @@ class HangJudge:
         return self.hangs[-1] if self.hangs and self.hangs[-1].recovered is None else None
 
     def adopt(self, job: JobState) -> None:
-        """Go on where the node stopped that judged before."""
-        self.hangs, self.restarts = list(job.hangs), job.restarts
+        """Go on where another node stopped that judged; once for each of its words."""
+        if job.time <= self.adopted:
+            return
+        self.adopted = job.time
+        known = {hang.number: hang for hang in (*self.hangs, *job.hangs)}
+        if self.hang is None or known[self.hang.number] != self.hang:
+            self.stalled_steps = {}
+        self.hangs = [known[number] for number in sorted(known)]
+        self.restarts = max(self.restarts, job.restarts)
         self.last_asks = max(self.last_asks, job.asks)
 
     def should_ask(self, view: JobView, limit: float, now: float) -> bool:
@@ -136,6 +145,8 @@ class HangJudge:
         """Tell whether a rank of the last hang has made a step since."""
         if attempt > self.hang_attempt:
             return step > 0
+        if not self.stalled_steps:  # another node has told of it
+            return self.hang is not None and step > self.hang.step
         return rank in self.stalled_steps and step > self.stalled_steps[rank]
 
 

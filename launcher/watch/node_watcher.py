@@ -149,7 +149,7 @@ class NodeWatcher:
     def judge_job(self, own: NodeReport, now: float) -> JobState:
         """Judge the job; return what is to be written of it."""
         shared, judge, limit = self.files.view, self.judge, own.limit or 0.0
-        if not self.was_judge and shared and shared.job and shared.job.attempt == own.attempt:
+        if shared and shared.job and shared.job.attempt == own.attempt and shared.job.host != own.host:
             judge.adopt(shared.job)
         self.was_judge = True
         view = make_job_view(own, shared, now)

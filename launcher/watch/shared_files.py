@@ -60,6 +60,8 @@ class SharedFiles:
     run_path: Path
     view: SharedView | None = None
     """None until something was written and read."""
+    last_other: float | None = None
+    """Time of another node's word on the job that was read last."""
     trouble: str = ""
     """Why the last exchange failed."""
     exchange: Exchange | None = None
@@ -122,11 +124,14 @@ class SharedFiles:
 
     def carry_out(self, exchange: Exchange) -> SharedView:
         """Write this node's report, and the job's state if it judges; read the others'. Raises OSError."""
-        if exchange.state:
-            write_job_state(self.run_path, exchange.state)
-        written = write_report(self.run_path, exchange.report)
+        own = exchange.report
         job = read_job_state(self.run_path, own=True)
+        written = write_report(self.run_path, own)
         age = self.measure_age(written) if job else float("inf")
+        other = job.time if job and job.host != own.host and job.attempt == own.attempt else None
+        if exchange.state and other in (None, self.last_other):  # what another node has told is read first
+            write_job_state(self.run_path, exchange.state)
+        self.last_other = other
         reports = read_reports(self.run_path, own=True) if exchange.reads_all else ()
         hangs = count_hangs(self.run_path) if exchange.state else 0
         return SharedView(time.monotonic(), written, job, age, reports, hangs)

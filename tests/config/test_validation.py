@@ -75,3 +75,30 @@ def test_whom_to_tell_is_checked_and_not_shown(
     done = launch(*words, "dry_run=true", "--", "true")
     done.assert_error(2, problem)
     assert "secret" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("watch.on_hang=kill",), "choose from report, restart, stop"),
+        (("watch.hang_seconds=soon",), "give a number of seconds of at least 1, or auto"),
+        (("watch.hang_seconds=0",), "watch.hang_seconds=0: give a number"),
+        (("watch.hang_seconds=true",), "watch.hang_seconds=True: give a number"),
+        (("watch.interval=0",), "watch.interval=0: give seconds from 0.5"),
+        (("watch.interval=nan",), "give seconds from 0.5"),
+        (("watch.metrics_interval=-1",), "watch.metrics_interval=-1: give seconds from 0"),
+        (("watch.prometheus_port=70000",), "give a port from 1 to 65535"),
+        (("watch.textfile=''",), "watch.textfile is empty"),
+        (("watch.on_hang=restart", "torchrun.max_restarts=0"), "torchrun starts nothing anew"),
+        (("watch.on_hang=stop", "cluster=slurm", "agent=srun"), "nothing of launch runs beside the ranks"),
+    ],
+)
+def test_how_ranks_are_watched_is_checked(
+    launch: Callable[..., Result], words: tuple[str, ...], problem: str
+) -> None:
+    launch(*words, "dry_run=true", "--", "true").assert_error(2, problem)
+
+
+def test_restarts_for_hangs_come_with_restarts_of_torchrun(launch: Callable[..., Result]) -> None:
+    done = launch("watch.on_hang=restart", "dry_run=true", "--", "true")
+    assert "--max-restarts=3" in done.out + done.err
