@@ -99,13 +99,14 @@ class RankBook:
         return max(0.0, idle)
 
     def note_work(self, samples: Mapping[int, RankSample]) -> None:
-        """Count CPU use as progress of ranks before their first step; `samples` are by PID.
+        """Count use of the CPU, and waiting for one, as progress of ranks before their first step.
 
-        Imports and the reading of data make no progress that the heartbeat has.
+        Imports and the reading of data make no progress that the heartbeat has. `samples` are by PID.
         """
         for known in self.ranks.values():
             sample = samples.get(known.entry.pid, NO_SAMPLE)
-            if known.beat and not known.beat.step and (sample.cpu or 0.0) >= WORKING_CPU:
+            used = (sample.cpu or 0.0) + (sample.run_delay or 0.0)
+            if known.beat and not known.beat.step and used >= WORKING_CPU:
                 known.worked_at = self.now
 
     def list_progress(self) -> tuple[RankProgress, ...]:

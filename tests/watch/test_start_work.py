@@ -17,24 +17,25 @@ START = 1000.0
 
 
 @pytest.mark.parametrize(
-    ("step", "cpu", "idle", "expected"),
+    ("step", "cpu", "run_delay", "idle", "expected"),
     [
-        (0, 0.9, 30.0, 4.0),  # imports
-        (0, 0.01, 30.0, 30.0),  # sleeps
-        (0, None, 30.0, 30.0),  # not known
-        (3, 0.9, 30.0, 30.0),  # an endless loop in a step
-        (0, 0.9, MOST_START + 100, MOST_START + 100),  # an endless loop before all steps
+        (0, 0.9, 0.0, 30.0, 4.0),  # imports
+        (0, 0.06, 0.9, 30.0, 4.0),  # the same on a machine that is busy
+        (0, 0.01, 0.0, 30.0, 30.0),  # sleeps
+        (0, None, None, 30.0, 30.0),  # not known
+        (3, 0.9, 0.0, 30.0, 30.0),  # an endless loop in a step
+        (0, 0.9, 0.0, MOST_START + 100, MOST_START + 100),  # an endless loop before all steps
     ],
 )
 def test_cpu_counts_before_the_first_step_alone(
-    step: int, cpu: float | None, idle: float, expected: float
+    step: int, cpu: float | None, run_delay: float | None, idle: float, expected: float
 ) -> None:
     began = time.time()
     beat = Heartbeat(0, 0, PID, "starting", began, step, 0.0, began - idle + 4, 0, 0.0)
     book = RankBook(Path("/nowhere"), lambda _: beat)
     book.add_ranks([RankEntry(0, 0, 0, PID)])
     book.look(START)
-    book.note_work({PID: RankSample(cpu=cpu)})
+    book.note_work({PID: RankSample(cpu=cpu, run_delay=run_delay)})
     known = book.ranks[0]
     book.now, known.read_at = START + 4, began + 4
     assert book.measure_idle(known) == pytest.approx(expected, abs=0.5)
