@@ -264,14 +264,15 @@ def make_node(*ranks: RankEvidence) -> NodeEvidence:
 
 
 TRAIN = """
-import torch, sys, time, torch.distributed as dist
+import os, torch, sys, torch.distributed as dist
 
 def stand():
     print("ready", flush=True)
     input()
 
 stand()
-dist.init_process_group("gloo")
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
 odd = dist.new_group([1], group_desc="odd")
 dist.all_reduce(torch.ones(2))
 if dist.get_rank():
@@ -286,14 +287,12 @@ dist.all_reduce(torch.ones(3))
 def start_ranks(folder: Path, number: int) -> Generator[list["subprocess.Popen[str]"]]:
     """Ranks with the hook, that wait for a line on stdin where they `stand`."""
     (folder / "train.py").write_text(TRAIN)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
     ranks = []
     for rank in range(number):
-        names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(number), **store}
+        names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(number)}
         ranks.append(
             subprocess.Popen(
-                [sys.executable, str(folder / "train.py")],
+                [sys.executable, str(folder / "train.py"), str(folder / "store")],
                 env=make_watched_environ(folder, **names),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
