@@ -33,6 +33,8 @@ LATE = 5.0
 """Seconds without a look, after which this process is taken to have been stopped, perhaps with the ranks."""
 HURRY = 0.5
 """Share of the limit without progress from which on nodes exchange reports with each look."""
+COMPARISONS = 50
+"""The ranks are compared no sooner than so many times what that took the last time: 2% of a core at most."""
 Gather = Callable[[Sequence[WatchedRank], RankBook, int], NodeEvidence]
 """Gathers evidence of ranks for a question."""
 
@@ -55,6 +57,9 @@ class NodeWatcher:
     read_gpus: ReadGpus = dict
     """Gives the last reading of the ranks' GPUs, by local rank."""
     stragglers: StragglerFinder = field(default_factory=StragglerFinder)
+    comparison: threading.Thread | None = None
+    """Looks for stragglers."""
+    next_comparison: float = 0.0
     sampler: Sampler = field(default_factory=Sampler)
     sample: Sample = field(default_factory=lambda: Sample({}, NodeSample()))
     number: int = 0
@@ -164,15 +169,23 @@ class NodeWatcher:
             self.answer(judge.ask(now, int(time.time())))
         if hang := judge.find_recovery(view, limit):
             self.tell_recovery(hang)
-        for straggler in self.stragglers.update(view.fresh):
-            self.send(
-                {
-                    "event": "straggler",
-                    "lines": [explain_straggler(straggler)],
-                    "straggler": asdict(straggler),
-                }
-            )
+        self.look_for_stragglers(view.fresh, now)
         return self.describe_job(own, view, judge.asks)
+
+    def look_for_stragglers(self, reports: Sequence[NodeReport], now: float) -> None:
+        """Compare the ranks, in a thread: that takes a second with 1,000 of them."""
+        if now < self.next_comparison or (self.comparison and self.comparison.is_alive()):
+            return
+
+        def compare() -> None:
+            begin = time.thread_time()
+            for found in self.stragglers.update(reports):
+                lines = [explain_straggler(found)]
+                self.send({"event": "straggler", "lines": lines, "straggler": asdict(found)})
+            self.next_comparison = time.monotonic() + COMPARISONS * (time.thread_time() - begin)
+
+        self.comparison = threading.Thread(target=compare, name="stragglers", daemon=True)
+        self.comparison.start()
 
     def describe_job(self, own: NodeReport, view: JobView, asks: int) -> JobState:
         """Return what is to be written of the job."""
