@@ -1,0 +1,55 @@
+"""The run directory's thread: a filesystem that hangs stops it alone, and what it has to say is not lost."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.watch import shared_files
+from launcher.watch.model import JobState, NodeReport
+from launcher.watch.node_reports import read_job_state, read_reports, write_job_state
+from launcher.watch.shared_files import Exchange, SharedFiles
+from tests.launch.start_launch import wait_for
+
+REPORT = NodeReport("n0", 0, 2, 0, 100.0, 1, 5.0, ())
+STATE = JobState(100.0, "n0", 0, "running", 1, 1.0, 1.0, 2)
+OTHERS = JobState(200.0, "n1", 0, "hanging", 1, 30.0, 1.0, 2)
+
+
+def test_a_filesystem_that_hangs_is_noticed_and_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_files, "STUCK", 0.1)
+    files, answer = SharedFiles(tmp_path), threading.Event()
+
+    def read_dead_disk() -> None:
+        answer.wait(60)
+
+    files.add_task(read_dead_disk)
+    files.submit(Exchange(REPORT, STATE, reads_all=True))
+    wait_for(lambda: files.is_stuck(time.monotonic()), "the stuck call")
+    assert files.view is None and not files.wait_idle(0.05)
+    answer.set()
+    assert files.wait_idle(10) and not files.is_stuck(time.monotonic())
+    assert files.view and [one.report for one in files.view.reports] == [REPORT]
+
+
+def test_what_cannot_be_written_is_told_and_tried_again(tmp_path: Path) -> None:
+    files = SharedFiles(tmp_path / "later")
+    files.submit(Exchange(REPORT, None, reads_all=False))
+    assert files.wait_idle(10) and "later" in files.trouble
+    (tmp_path / "later").mkdir()
+    files.submit(Exchange(REPORT, None, reads_all=False))
+    assert files.wait_idle(10) and files.trouble == ""
+    assert len(read_reports(tmp_path / "later")) == 1
+
+
+def test_what_another_node_has_told_is_read_before_it_is_replaced(tmp_path: Path) -> None:
+    write_job_state(tmp_path, OTHERS)
+    files = SharedFiles(tmp_path)
+    files.submit(Exchange(REPORT, STATE, reads_all=False))
+    assert files.wait_idle(10) and files.view and files.view.job == OTHERS
+    assert read_job_state(tmp_path) == OTHERS
+    files.submit(Exchange(REPORT, STATE, reads_all=False))
+    assert files.wait_idle(10) and read_job_state(tmp_path) == STATE
