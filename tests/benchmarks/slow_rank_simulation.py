@@ -1,5 +1,6 @@
 """Simulated programs with a slow rank: the marks that their ranks leave, or at once the excess of ranks."""
 
+import math
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -149,7 +150,8 @@ class Simulation:
 def draw_noise(rng: random.Random, kind: str, sigma: float, before: float) -> float:
     """Return a step's noise of a rank, as a share of the step; `before` is that of the step before."""
     if kind == "heavy tails":  # Student's t with two degrees of freedom
-        return max(-0.5, min(20.0, rng.gauss(0, 1) / (rng.gammavariate(1.0, 1.0) ** 0.5) * sigma * 0.7))
+        student = rng.gauss(0, 1) / math.sqrt(rng.gammavariate(1.0, 1.0))
+        return max(-0.5, min(20.0, student * sigma * 0.7))
     if kind == "one-sided":
         return rng.expovariate(1 / sigma)
     if kind == "drift":  # half of it lasts 20 steps

@@ -37,8 +37,8 @@ def make_rank(rank: int, local: int, number: int) -> RankState:
     )  # fmt: skip
     return RankState(
         rank, local, 400_000 + rank, 0, "training", 12_345 + number, 0.31234567, 0.41234567, 0.52345678,
-        0.0123456789, 0.12345678, 1.87654321, 0.00123456, 12_345_678_901, 0.4, 0.0,
-        (Neighbour("kworker", 77, 0.06),), gpu=gpu, idle=0.31234567,
+        0.0123456789, 0.12345678, 1.87654321, 0.00123456, rss=12_345_678_901, major_faults=0.4, throttled=0.0,
+        neighbours=(Neighbour("kworker", 77, 0.06),), gpu=gpu, idle=0.31234567,
     )  # fmt: skip
 
 
