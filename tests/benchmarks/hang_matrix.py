@@ -286,7 +286,7 @@ def list_cells(options: Mapping[str, str]) -> list[Cell]:
     """The cells that are selected; raises ValueError for unknown names."""
     wheres = choose(options, "where", ("local", "cluster"))
     names, programs = choose(options, "hangs", tuple(CASES)), choose(options, "programs", tuple(GROUPS))
-    cells = [Cell(CASES[name], program, where) for where in wheres for name in names for program in programs]
+    cells = [Cell(CASES[name], program, where) for where in wheres for program in programs for name in names]
     return [cell for cell in cells if cell.where == "cluster" or not cell.case.clusters_only]
 
 

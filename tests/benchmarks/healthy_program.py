@@ -202,13 +202,21 @@ def download_alone(job: Job) -> None:
 
 
 def load_slowly(job: Job) -> None:
-    """A DataLoader whose worker takes 45 s to start, in each of two epochs."""
+    """A DataLoader whose worker reads an index for 45 s when it starts, in each of two epochs."""
+    index = job.path("index")
+    index.write_bytes(bytes(CHUNK))
+
+    def read_index(_: int) -> None:
+        for _ in range(int(180 * job.scale)):
+            index.read_bytes()
+            time.sleep(0.25)
+
     for _ in range(2):
         loader = DataLoader(
             Rows(STEPS),
             batch_size=None,
             num_workers=1,
-            worker_init_fn=lambda _: time.sleep(45 * job.scale),
+            worker_init_fn=read_index,
         )
         for _ in loader:
             job.train(1)
