@@ -56,6 +56,8 @@ class RankBook:
     """Share of the time that ranks wait for others, by rank, as far as it is known."""
     now: float = 0.0
     """Monotonic time of the last look."""
+    sampled_at: float = 0.0
+    """Monotonic time of the last samples."""
 
     def add_ranks(self, entries: Iterable[RankEntry]) -> None:
         """Add ranks that have started; a later start of a rank replaces the one before."""
@@ -101,13 +103,15 @@ class RankBook:
     def note_work(self, samples: Mapping[int, RankSample]) -> None:
         """Count use of the CPU, and waiting for one, as progress of ranks before their first step.
 
-        Imports and the reading of data make no progress that the heartbeat has. `samples` are by PID.
+        Imports and the reading of data make no progress that the heartbeat has. `samples` are by PID, and
+        of the time since the last call: a rank that worked for part of it is taken to have done so first.
         """
+        elapsed, self.sampled_at = self.now - self.sampled_at if self.sampled_at else 0.0, self.now
         for known in self.ranks.values():
             sample = samples.get(known.entry.pid, NO_SAMPLE)
             used = (sample.cpu or 0.0) + (sample.run_delay or 0.0)
             if known.beat and not known.beat.step and used >= WORKING_CPU:
-                known.worked_at = self.now
+                known.worked_at = self.now - elapsed * (1 - min(used, 1.0))
 
     def list_progress(self) -> tuple[RankProgress, ...]:
         """Return what counts of each rank."""

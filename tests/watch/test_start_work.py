@@ -47,3 +47,14 @@ def test_a_rank_that_is_not_watched_has_no_idle_time() -> None:
     book.look(START)
     book.note_work({PID: replace(RankSample(), cpu=1.0)})
     assert book.measure_idle(book.ranks[0]) is None
+
+
+def test_work_in_part_of_an_interval_is_taken_to_have_been_its_beginning() -> None:
+    beat = Heartbeat(0, 0, PID, "starting", 0.0, 0, 0.0, time.time() - 100, 0, 0.0)
+    book = RankBook(Path("/nowhere"), lambda _: beat)
+    book.add_ranks([RankEntry(0, 0, 0, PID)])
+    book.look(START)
+    book.note_work({PID: RankSample(cpu=1.0)})
+    book.look(START + 5)
+    book.note_work({PID: RankSample(cpu=0.4, run_delay=0.2)})
+    assert book.measure_idle(book.ranks[0]) == pytest.approx(2.0)
