@@ -28,7 +28,7 @@ PACKAGES: dict[str, set[str]] = {
     "probe": {
         "launcher.plan.model",
         "launcher.doctor.facts",
-        "launcher.watch.model",
+        "launcher.watch.watch_model",
         "launcher.errors",
         "launcher.cpulist",
         "launcher.protocol",

@@ -5,8 +5,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from launcher.runs.run_status import RunStatus
-from launcher.watch.model import Hang, JobState
 from launcher.watch.node_reports import read_job_state
+from launcher.watch.watch_model import Hang, JobState
 
 
 def add_watch(status: RunStatus) -> RunStatus:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from launcher.probe.nvidia_gpus import as_text
 from launcher.probe.pci import parse_pci
-from launcher.watch.model import GpuSample
+from launcher.watch.watch_model import GpuSample
 
 REASONS = {
     0x2: "applications_clocks_setting",

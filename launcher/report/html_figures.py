@@ -26,7 +26,7 @@ from launcher.report.time_series import (
     is_sound,
 )
 from launcher.text import clean_text, count_things, describe_time
-from launcher.watch.model import GpuSample
+from launcher.watch.watch_model import GpuSample
 
 MOST_LINES = 8
 """Ranks that have a line of their own; of more, the spread is shown."""

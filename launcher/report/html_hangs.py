@@ -6,7 +6,7 @@ from launcher.cpulist import format_cpulist
 from launcher.report.html_page import HangText, Section, StackGroup, StackText
 from launcher.report.run_account import RunAccount
 from launcher.text import clean_text, count_things, describe_time
-from launcher.watch.model import Hang, NodeEvidence, ProcessState, RankEvidence, Stack
+from launcher.watch.watch_model import Hang, NodeEvidence, ProcessState, RankEvidence, Stack
 
 MOST_STACKS = 16
 """Different stacks of a hang that are shown."""

@@ -10,7 +10,7 @@ from launcher.report.html_page import Advice, Section
 from launcher.report.html_placement import HostPlan
 from launcher.report.run_account import RunAccount
 from launcher.text import clean_text, count_things
-from launcher.watch.model import Straggler
+from launcher.watch.watch_model import Straggler
 
 LONGEST = 2000
 """Characters of a text."""

@@ -8,8 +8,8 @@ from launcher.report.short_values import shorten_age
 from launcher.report.watch_columns import COLUMNS, WARN, Row
 from launcher.report.watch_lines import pack_parts, wrap_text
 from launcher.text import clean_text, strip_sequences
-from launcher.watch.model import Frame, GpuSample, ProcessState, Stack
 from launcher.watch.rank_details import ProcessSnapshot, RankDetails
+from launcher.watch.watch_model import Frame, GpuSample, ProcessState, Stack
 
 LONGEST = 2000
 """Characters of a line."""

@@ -14,7 +14,6 @@ from launcher.runs.run_records import RunRecords, read_run
 from launcher.runs.run_status import RunStatus, add_progress, read_status
 from launcher.text import count_things
 from launcher.watch.metrics_log import MetricsEvent, read_metrics
-from launcher.watch.model import Hang, JobState, NodeEvidence, NodeReport
 from launcher.watch.node_reports import (
     EVIDENCE,
     hang_path,
@@ -22,6 +21,7 @@ from launcher.watch.node_reports import (
     read_job_state,
     read_reports,
 )
+from launcher.watch.watch_model import Hang, JobState, NodeEvidence, NodeReport
 
 MOST_STATES = 60_000
 """States of ranks that are read of all nodes' metrics: some seconds' work."""

@@ -13,7 +13,7 @@ from launcher.runs.run_directory import list_logs
 from launcher.runs.run_status import AttemptStatus
 from launcher.text import describe_time
 from launcher.watch.metrics_log import MetricsEvent
-from launcher.watch.model import Hang, JobState, NodeReport, Straggler
+from launcher.watch.watch_model import Hang, JobState, NodeReport, Straggler
 
 KINDS = ("hang", "straggler", "restart", "requeue", "checkpoint", "collection")
 """In the order in which they are shown."""

@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import isfinite
 from statistics import fmean, median
 
-from launcher.watch.model import NodeReport, RankState
+from launcher.watch.watch_model import NodeReport, RankState
 
 MOST_BINS = 160
 """Bins of a chart: more than one for each six pixels of it are not told apart."""

@@ -11,8 +11,8 @@ from launcher.report.short_values import (
     shorten_share,
 )
 from launcher.text import clean_text
-from launcher.watch.model import GpuSample, RankState
 from launcher.watch.run_reader import NodeView
+from launcher.watch.watch_model import GpuSample, RankState
 
 LONGEST_NAME = 16
 """Characters of a host's name, and of other texts."""

@@ -11,9 +11,9 @@ from launcher.report.watch_columns import ALARM, WARN
 from launcher.report.watch_table import NEWEST
 from launcher.runs.run_status import RunStatus
 from launcher.text import clean_text, count_things, describe_time
-from launcher.watch.model import Hang, JobState
 from launcher.watch.run_reader import RunSnapshot
 from launcher.watch.stragglers import explain_straggler
+from launcher.watch.watch_model import Hang, JobState
 
 LONGEST = 400
 """Characters of a sentence."""

@@ -16,8 +16,8 @@ from launcher.report.watch_columns import (
     Row,
     measure_own_time,
 )
-from launcher.watch.model import RankState
 from launcher.watch.run_reader import NodeView, RunSnapshot
+from launcher.watch.watch_model import RankState
 
 MOST_RANKS = 32
 """Ranks of a job from which on a row is a node."""

@@ -29,12 +29,12 @@ from launcher.watch.evidence import WatchedRank, gather_node
 from launcher.watch.gpu_reader import GpuReader, ReadGpus, read_planned_gpus
 from launcher.watch.hang_judge import HangJudge
 from launcher.watch.heartbeats import read_heartbeat
-from launcher.watch.model import NodeEvidence
 from launcher.watch.node_watcher import TICK, NodeWatcher
 from launcher.watch.process_samples import Sampler
 from launcher.watch.rank_book import RankBook
 from launcher.watch.shared_files import SharedFiles
 from launcher.watch.verdict import judge
+from launcher.watch.watch_model import NodeEvidence
 from launcher.watch.watch_outputs import open_outputs
 from launcher.watch.watcher_settings import RankMessage, WatcherSettings
 

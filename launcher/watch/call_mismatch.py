@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from launcher.watch.model import Call, RankEvidence
 from launcher.watch.waits_for import Wait
+from launcher.watch.watch_model import Call, RankEvidence
 
 UNEVEN = ("all_to_all", "all_to_all_single", "alltoall_base", "scatter", "gather", "all_gather")
 """Operations whose input sizes may differ between ranks."""

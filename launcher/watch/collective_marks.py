@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from launcher.watch.model import CollectiveTimes
+from launcher.watch.watch_model import CollectiveTimes
 
 DURATION, ENQUEUED = "duration", "enqueued"
 """What marks have for the time of a collective: minus its duration, or when it was enqueued."""

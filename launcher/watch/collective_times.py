@@ -13,9 +13,9 @@ from typing import Any
 from launcher.decode import parse_json
 from launcher.watch.collective_marks import DURATION, ENQUEUED, STEP_ENDS, Mark, pack_marks
 from launcher.watch.flight_recorder import as_list, as_mapping, as_number, name_group, read_members
-from launcher.watch.model import CollectiveTimes, Heartbeat
 from launcher.watch.rank_server import ServerError, post_handler
 from launcher.watch.reading_times import ReadingTimes
+from launcher.watch.watch_model import CollectiveTimes, Heartbeat
 
 HANDLER = "fr_trace_json"
 TIMEOUT = 2.0

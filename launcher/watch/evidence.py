@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.watch.kernel_state import KernelLook, compare_looks, list_descendants, look_at_process
-from launcher.watch.model import GpuSample, Heartbeat, NodeEvidence, ProcessState, RankEvidence, Stack
 from launcher.watch.nccl_ras import ask_ras
 from launcher.watch.rank_answers import (
     CANNOT_ANSWER,
@@ -24,6 +23,7 @@ from launcher.watch.rank_answers import (
     read_server,
     read_stacks,
 )
+from launcher.watch.watch_model import GpuSample, Heartbeat, NodeEvidence, ProcessState, RankEvidence, Stack
 
 DEADLINE = 3.0
 """Seconds after which gathering ends with what there is."""

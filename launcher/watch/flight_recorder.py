@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launcher.decode import DecodeError, parse_json
-from launcher.watch.model import Call, GroupState
+from launcher.watch.watch_model import Call, GroupState
 
 MOST_CALLS = 64
 """Collectives of a group that are kept, the last ones; a step of DDP has one for each bucket."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from launcher.decode import decode
 from launcher.files import LARGEST, read_file
 from launcher.protocol import name_plan_file
-from launcher.watch.model import GpuSample
+from launcher.watch.watch_model import GpuSample
 
 FRESH = 4
 """Intervals after which a reading is too old to be given out."""

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from launcher.watch.job_view import JobView, list_job_progress
-from launcher.watch.model import Hang, JobState, NodeEvidence, NodeReport, Verdict
 from launcher.watch.progress_limit import (
     FLOORS,
     RankProgress,
@@ -13,6 +12,7 @@ from launcher.watch.progress_limit import (
     has_time,
     list_stalled,
 )
+from launcher.watch.watch_model import Hang, JobState, NodeEvidence, NodeReport, Verdict
 
 PATIENCE = 9.0
 """Seconds that other nodes have: 2 to see the question, 4 to gather evidence, and to write it."""

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from launcher.watch.model import Hang, NodeEvidence, ProcessState, RankEvidence
 from launcher.watch.node_reports import encode_value, write_hang_file
+from launcher.watch.watch_model import Hang, NodeEvidence, ProcessState, RankEvidence
 
 
 def write_hang(run_path: Path, hang: Hang, evidence: Sequence[NodeEvidence]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.files import read_file, read_stat
-from launcher.watch.model import PHASES, Heartbeat
+from launcher.watch.watch_model import PHASES, Heartbeat
 
 MAGIC = int.from_bytes(b"launchHB", "little")
 LAYOUT, SIZE = 1, 8192

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from launcher.watch.model import Hang, JobState, NodeReport, RankState
 from launcher.watch.progress_limit import UNWATCHED, RankProgress, find_quantile
 from launcher.watch.shared_files import SharedView
+from launcher.watch.watch_model import Hang, JobState, NodeReport, RankState
 
 FRESH_INTERVALS = 3
 LEAST_FRESH = 6.0

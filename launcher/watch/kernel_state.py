@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.files import read_stat
-from launcher.watch.model import ProcessState
 from launcher.watch.socket_bytes import read_socket_bytes
+from launcher.watch.watch_model import ProcessState
 
 MOST_CHILDREN = 64
 """Descendants of a rank that are looked at."""

@@ -25,8 +25,8 @@ from typing import TypeVar
 from launcher.decode import DecodeError, convert, parse_json
 from launcher.files import open_append, open_below, read_file
 from launcher.runs.run_directory import closing_descriptor
-from launcher.watch.model import NodeReport
 from launcher.watch.node_reports import FOLDER, watch_path
+from launcher.watch.watch_model import NodeReport
 
 BEGINNING, ENDING = "metrics-", ".jsonl"
 SHORTEST = 5.0

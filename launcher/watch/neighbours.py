@@ -5,8 +5,8 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 
 from launcher.files import read_stat
-from launcher.watch.model import Neighbour
 from launcher.watch.node_samples import list_numbers
+from launcher.watch.watch_model import Neighbour
 
 TICKS = os.sysconf("SC_CLK_TCK")
 TIMES, THREADS, START, PROCESSOR = slice(11, 13), 17, 19, 36

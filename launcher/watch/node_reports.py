@@ -20,7 +20,7 @@ from typing import TypeVar
 from launcher.decode import decode
 from launcher.files import LARGEST, open_below, read_file, write_whole
 from launcher.runs.run_directory import closing_descriptor
-from launcher.watch.model import Hang, JobState, NodeEvidence, NodeReport
+from launcher.watch.watch_model import Hang, JobState, NodeEvidence, NodeReport
 
 FOLDER = "watch"
 REPORT, EVIDENCE = "node-", "evidence-"

@@ -15,7 +15,6 @@ from launcher.watch.gpu_reader import ReadGpus
 from launcher.watch.hang_judge import HangJudge
 from launcher.watch.hang_records import write_hang, write_verdict
 from launcher.watch.job_view import JobView, describe_job_state, is_judge, make_job_view
-from launcher.watch.model import Hang, JobState, NodeEvidence, NodeReport
 from launcher.watch.node_reports import hang_path, read_evidence, write_evidence
 from launcher.watch.node_samples import NodeSample
 from launcher.watch.process_samples import Sample, Sampler
@@ -24,6 +23,7 @@ from launcher.watch.rank_book import RankBook
 from launcher.watch.shared_files import Exchange, SharedFiles
 from launcher.watch.stack_requests import read_stack_request, write_stack_answer
 from launcher.watch.stragglers import StragglerFinder, explain_straggler, list_slow_ranks
+from launcher.watch.watch_model import Hang, JobState, NodeEvidence, NodeReport
 from launcher.watch.watch_outputs import WatchOutputs
 from launcher.watch.watcher_settings import RankMessage, WatcherSettings
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import psutil
 
 from launcher.files import read_stat
-from launcher.watch.model import Neighbour
 from launcher.watch.neighbours import NeighbourFinder
 from launcher.watch.node_samples import (
     CgroupReader,
@@ -23,6 +22,7 @@ from launcher.watch.node_samples import (
     list_numbers,
     read_text,
 )
+from launcher.watch.watch_model import Neighbour
 
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from launcher.files import open_directory, remove, write_whole
 from launcher.runs.run_directory import closing_descriptor
-from launcher.watch.model import NodeReport
+from launcher.watch.watch_model import NodeReport
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer

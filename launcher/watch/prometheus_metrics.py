@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from launcher.watch.model import PHASES, GpuSample, NodeReport, RankState
+from launcher.watch.watch_model import PHASES, GpuSample, NodeReport, RankState
 
 NODE = ("run", "host")
 RANK = (*NODE, "rank", "local_rank")

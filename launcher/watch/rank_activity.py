@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from launcher.watch.model import Frame, ProcessState, RankEvidence, Stack
+from launcher.watch.watch_model import Frame, ProcessState, RankEvidence, Stack
 
 STANDARD_LIBRARY = re.compile(r"/lib(64)?/python\d[\d.]*t?/|^<frozen |^<eval_with_key>|\bpython\d+\.zip/")
 """Python's files, and torch.fx's code; `<string>` and `<stdin>` are programs."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from launcher.decode import DecodeError
 from launcher.watch.flight_recorder import parse_trace
 from launcher.watch.kernel_state import KernelLook, catches_signal
-from launcher.watch.model import GpuSample, GroupState, Heartbeat, ProcessState, Stack
 from launcher.watch.rank_server import ServerError, UnknownHandlerError, post_handler, read_store_wait
 from launcher.watch.stacks import (
     STACK_SIGNAL,
@@ -21,6 +20,7 @@ from launcher.watch.stacks import (
     request_from_server,
     request_stacks,
 )
+from launcher.watch.watch_model import GpuSample, GroupState, Heartbeat, ProcessState, Stack
 
 STACK_PATIENCE = 0.8
 CHILD_PATIENCE = 0.2

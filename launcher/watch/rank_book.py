@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launcher.watch.model import GpuSample, Heartbeat, RankState
 from launcher.watch.process_samples import RankSample
 from launcher.watch.progress_limit import RankProgress, find_quantile, find_slow_step
 from launcher.watch.rank_activity import WORKING_CPU
+from launcher.watch.watch_model import GpuSample, Heartbeat, RankState
 from launcher.watch.watcher_settings import RankEntry
 
 NO_SAMPLE = RankSample()

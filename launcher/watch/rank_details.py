@@ -14,9 +14,9 @@ from launcher.runs.applied_records import Applied, compare_rank, describe_memory
 from launcher.runs.attempt_progress import read_change
 from launcher.runs.rank_logs import measure_file, read_tail
 from launcher.runs.run_records import read_ranks
-from launcher.watch.model import NodeEvidence, ProcessState
 from launcher.watch.node_reports import EVIDENCE, watch_path
 from launcher.watch.stack_requests import ANSWER
+from launcher.watch.watch_model import NodeEvidence, ProcessState
 
 if TYPE_CHECKING:
     from launcher.plan.model import RankPlan

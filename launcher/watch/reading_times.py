@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import median
 
-from launcher.watch.model import Heartbeat
+from launcher.watch.watch_model import Heartbeat
 
 QUICK = 5
 """Seconds between readings at the beginning, and after steps have become longer."""

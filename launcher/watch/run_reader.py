@@ -15,8 +15,8 @@ from launcher.files import LARGEST, read_file
 from launcher.runs.attempt_progress import list_attempts
 from launcher.runs.progress import Progress, ProgressReader
 from launcher.runs.rank_logs import measure_file, read_from
-from launcher.watch.model import JobState, NodeReport
 from launcher.watch.node_reports import JOB_STATE, REPORT, watch_path
+from launcher.watch.watch_model import JobState, NodeReport
 
 MISSED = 3
 """Reports that may be missing before a node counts as silent."""

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.watch.model import JobState, NodeReport
 from launcher.watch.node_reports import (
     StoredReport,
     count_hangs,
@@ -20,6 +19,7 @@ from launcher.watch.node_reports import (
     write_job_state,
     write_report,
 )
+from launcher.watch.watch_model import JobState, NodeReport
 
 STUCK = 10.0
 """Seconds in one call to a filesystem, after which it is said to hang."""

@@ -14,8 +14,8 @@ from pathlib import Path
 from launcher.decode import decode
 from launcher.files import LARGEST, open_below, read_file, write_whole
 from launcher.runs.run_directory import closing_descriptor
-from launcher.watch.model import NodeEvidence
 from launcher.watch.node_reports import FOLDER, encode_value, watch_path, write_watch_file
+from launcher.watch.watch_model import NodeEvidence
 
 REQUEST = "stack-request.json"
 ANSWER = "stack-"

@@ -26,8 +26,8 @@ from launcher.watch.kernel_state import (
     read_status_field,
     read_system_call,
 )
-from launcher.watch.model import Frame, Stack
 from launcher.watch.rank_server import ServerError, post_handler
+from launcher.watch.watch_model import Frame, Stack
 
 SERVER_THREAD = "pt_workerserver"
 CUT_SHORT = (

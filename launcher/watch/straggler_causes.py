@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from launcher.watch.model import GpuSample, RankState
+from launcher.watch.watch_model import GpuSample, RankState
 
 EXPLAINED = 0.5
 """Share of the excess that a cause accounts for if it is named before others."""

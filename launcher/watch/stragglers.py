@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 
 from launcher.watch.collective_marks import DURATION, unpack_marks
 from launcher.watch.excess_history import MIN_EXCESS, ExcessHistory, SlowRank
-from launcher.watch.model import CollectiveTimes, NodeReport, Straggler
 from launcher.watch.own_time import StepExcess, measure_steps, measure_waits
 from launcher.watch.straggler_causes import RankFacts, find_cause
+from launcher.watch.watch_model import CollectiveTimes, NodeReport, Straggler
 
 MOST_REPORTS = 24
 """Reports of a rank that are kept, to find a cause in."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from launcher.text import escape_text
 from launcher.watch.call_mismatch import find_mismatch
-from launcher.watch.model import Frame, NodeEvidence, NodeReport, RankEvidence, Verdict
 from launcher.watch.rank_activity import describe_activity, find_phase, is_debugged, is_working
 from launcher.watch.verdict_text import (
     LONGEST,
@@ -19,6 +18,7 @@ from launcher.watch.verdict_text import (
     say_silent,
 )
 from launcher.watch.waits_for import Wait, find_roots, find_waits
+from launcher.watch.watch_model import Frame, NodeEvidence, NodeReport, RankEvidence, Verdict
 
 PATIENT_PHASES = {
     "starting": "starts",

@@ -10,8 +10,8 @@ from launcher.cpulist import format_cpulist
 from launcher.text import count_things
 from launcher.watch.call_mismatch import Mismatch
 from launcher.watch.flight_recorder import DEFAULT_GROUP
-from launcher.watch.model import Call
 from launcher.watch.waits_for import Wait
+from launcher.watch.watch_model import Call
 
 MOST_HOSTS = 3
 """Hosts that a sentence names."""

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from launcher.watch.flight_recorder import DEFAULT_GROUP
-from launcher.watch.model import Call, GroupState, RankEvidence
 from launcher.watch.rank_activity import COMPUTING, find_distributed_call, is_in_backward, stands_by_itself
+from launcher.watch.watch_model import Call, GroupState, RankEvidence
 
 JOINING = "init_process_group"
 

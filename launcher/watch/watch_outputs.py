@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.watch.metrics_log import MetricsEvent, MetricsLog
-from launcher.watch.model import Hang, JobState, NodeReport, Straggler
 from launcher.watch.notify import JobIdentity, Notifier
 from launcher.watch.prometheus import PrometheusExport, start_prometheus
 from launcher.watch.stragglers import explain_straggler
+from launcher.watch.watch_model import Hang, JobState, NodeReport, Straggler
 from launcher.watch.watcher_settings import WatcherSettings
 
 

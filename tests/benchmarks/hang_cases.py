@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.watch.model import Verdict
+from launcher.watch.watch_model import Verdict
 
 PROGRAM = Path(__file__).with_name("hang_program.py")
 RANKS = 4

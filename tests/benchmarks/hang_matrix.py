@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from launcher.watch.model import Hang
 from launcher.watch.node_reports import read_job_state
+from launcher.watch.watch_model import Hang
 from tests.benchmarks.hang_cases import CASES, CULPRIT, GROUPS, PROGRAM, RANKS, Case, Marks, mark
 from tests.conftest import clean_environ
 from tests.launch.start_launch import LAUNCH, find_processes

@@ -10,10 +10,10 @@ from statistics import median
 
 from launcher.watch.job_view import describe_job_state, list_job_progress, make_job_view
 from launcher.watch.metrics_log import choose_interval, compact
-from launcher.watch.model import GpuSample, Neighbour, NodeReport, RankState
 from launcher.watch.node_reports import FOLDER, read_reports, write_report
 from launcher.watch.run_reader import RunReader
 from launcher.watch.shared_files import SharedView
+from launcher.watch.watch_model import GpuSample, Neighbour, NodeReport, RankState
 
 NODES, RANKS, INTERVAL = 1000, 8, 5.0
 NICS = tuple((f"mlx5_{number}", 24.123e9 + number) for number in range(8))

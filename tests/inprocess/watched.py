@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from launcher.watch.heartbeats import read_heartbeat
-from launcher.watch.model import Heartbeat
+from launcher.watch.watch_model import Heartbeat
 from tests.conftest import clean_environ
 from tests.inprocess.hooked import FOLDER, PYTHON, ROOT
 

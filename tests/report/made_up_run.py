@@ -7,7 +7,7 @@ import random
 from dataclasses import asdict
 from pathlib import Path
 
-from launcher.watch.model import (
+from launcher.watch.watch_model import (
     Frame,
     GpuSample,
     GroupState,

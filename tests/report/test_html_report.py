@@ -20,7 +20,7 @@ from launcher.report.html_report import MISSING, render_report
 from launcher.report.html_time_shares import ACTIVITY_COLOURS
 from launcher.report.run_account import read_account
 from launcher.report.time_series import ACTIVITIES
-from launcher.watch.model import JobState
+from launcher.watch.watch_model import JobState
 from tests.cli.make_runs import make_run, write_applied, write_log
 from tests.report import full_machines
 from tests.report.made_up_run import BEGIN, dump, make_full_run, make_hang, make_report, write_watch

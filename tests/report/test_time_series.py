@@ -18,7 +18,7 @@ from launcher.report.time_series import (
     order_slowest,
     share_time,
 )
-from launcher.watch.model import NodeReport, RankState
+from launcher.watch.watch_model import NodeReport, RankState
 from tests.cli.make_runs import make_run, write_log
 from tests.report.made_up_run import BEGIN, make_full_run
 

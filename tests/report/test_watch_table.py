@@ -16,9 +16,9 @@ from launcher.report.short_values import (
     shorten_seconds,
 )
 from launcher.report.watch_screen import View, WatchScreen
-from launcher.watch.model import RankState
 from launcher.watch.rank_details import ProcessSnapshot, RankDetails
 from launcher.watch.run_reader import NodeView, RunSnapshot
+from launcher.watch.watch_model import RankState
 from tests.report.watched_runs import (
     CPU_ONLY,
     GPU,

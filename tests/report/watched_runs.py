@@ -8,7 +8,9 @@ from pathlib import Path
 from launcher.runs.progress import Progress
 from launcher.runs.run_process import identify_process
 from launcher.runs.run_status import RunStatus
-from launcher.watch.model import (
+from launcher.watch.node_reports import write_evidence, write_job_state, write_report
+from launcher.watch.run_reader import NodeView, RunSnapshot
+from launcher.watch.watch_model import (
     Frame,
     GpuSample,
     Hang,
@@ -22,8 +24,6 @@ from launcher.watch.model import (
     Straggler,
     Verdict,
 )
-from launcher.watch.node_reports import write_evidence, write_job_state, write_report
-from launcher.watch.run_reader import NodeView, RunSnapshot
 from tests.cli.make_runs import make_run, write_log
 
 RUN = RunStatus(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from launcher.watch.model import (
+from launcher.watch.watch_model import (
     Call,
     Frame,
     GroupState,

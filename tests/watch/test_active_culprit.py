@@ -3,8 +3,8 @@
 import pytest
 
 from launcher.watch.hang_judge import find_active
-from launcher.watch.model import Verdict
 from launcher.watch.progress_limit import RankProgress
+from launcher.watch.watch_model import Verdict
 
 LIMIT = 20.0
 

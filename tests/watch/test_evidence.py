@@ -18,8 +18,8 @@ from launcher.watch import evidence, kernel_state, nccl_ras, rank_activity, stac
 from launcher.watch.evidence import WatchedRank, gather, gather_node
 from launcher.watch.heartbeats import read_heartbeat
 from launcher.watch.kernel_state import look_at_process
-from launcher.watch.model import Frame, GpuSample, Heartbeat, NodeEvidence, RankEvidence
 from launcher.watch.verdict import judge
+from launcher.watch.watch_model import Frame, GpuSample, Heartbeat, NodeEvidence, RankEvidence
 from tests.conftest import clean_environ
 from tests.inprocess.watched import make_watched_environ
 

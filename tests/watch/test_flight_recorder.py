@@ -12,10 +12,10 @@ import pytest
 
 from launcher.decode import DecodeError
 from launcher.watch.flight_recorder import MOST_CALLS, parse_trace
-from launcher.watch.model import Call, Frame
 from launcher.watch.rank_answers import read_trace
 from launcher.watch.rank_server import ServerError, parse_wait_counters, post_handler
 from launcher.watch.stacks import parse_stacks
+from launcher.watch.watch_model import Call, Frame
 
 
 def make_entry(sequence: int, group: tuple[str, str] = ("0", "default_pg"), **more: Any) -> dict[str, Any]:

@@ -7,9 +7,9 @@ import pytest
 
 from launcher.watch.hang_judge import AGAIN, PATIENCE, HangJudge
 from launcher.watch.job_view import JobView, describe_job_state, is_judge, make_job_view
-from launcher.watch.model import Hang, JobState, NodeEvidence, NodeReport, RankState, Verdict
 from launcher.watch.node_reports import StoredReport
 from launcher.watch.shared_files import SharedView
+from launcher.watch.watch_model import Hang, JobState, NodeEvidence, NodeReport, RankState, Verdict
 
 ABSENT = Verdict("absent", "rank 1 on n1 has not joined", (1,), ("n1",))
 BUSY = Verdict("busy", "rank 1 works", (1,))

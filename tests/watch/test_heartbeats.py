@@ -13,7 +13,7 @@ import pytest
 from launcher.inprocess.launch_inprocess import beat_file, heartbeat
 from launcher.watch import heartbeats
 from launcher.watch.heartbeats import is_mapped, list_heartbeats, read_heartbeat
-from launcher.watch.model import PHASES
+from launcher.watch.watch_model import PHASES
 
 TIMES = beat_file.AT_PHASE_SINCE, beat_file.AT_ACTIVITY_TIME
 

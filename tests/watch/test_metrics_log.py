@@ -18,7 +18,7 @@ from launcher.watch.metrics_log import (
     read_metrics,
     thin_out,
 )
-from launcher.watch.model import GpuSample, NodeReport, RankState
+from launcher.watch.watch_model import GpuSample, NodeReport, RankState
 
 TIME = 1767225600.25
 STATE = RankState(

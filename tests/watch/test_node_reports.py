@@ -6,18 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.watch.model import (
-    Frame,
-    Hang,
-    JobState,
-    NodeEvidence,
-    NodeReport,
-    ProcessState,
-    RankEvidence,
-    RankState,
-    Stack,
-    Verdict,
-)
 from launcher.watch.node_reports import (
     count_hangs,
     hang_path,
@@ -30,6 +18,18 @@ from launcher.watch.node_reports import (
     write_hang_file,
     write_job_state,
     write_report,
+)
+from launcher.watch.watch_model import (
+    Frame,
+    Hang,
+    JobState,
+    NodeEvidence,
+    NodeReport,
+    ProcessState,
+    RankEvidence,
+    RankState,
+    Stack,
+    Verdict,
 )
 
 RANK = RankState(1, 1, 4711, 0, "training", 10, 21.5, p50=1.0)

@@ -13,8 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from launcher.watch.model import GpuSample, NodeReport, RankState
 from launcher.watch.prometheus import PrometheusExport, start_prometheus
+from launcher.watch.watch_model import GpuSample, NodeReport, RankState
 
 RANKS = (
     RankState(

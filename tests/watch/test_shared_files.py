@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from launcher.watch import shared_files
-from launcher.watch.model import JobState, NodeReport
 from launcher.watch.node_reports import read_job_state, read_reports, write_job_state
 from launcher.watch.shared_files import Exchange, SharedFiles
+from launcher.watch.watch_model import JobState, NodeReport
 from tests.launch.start_launch import wait_for
 
 REPORT = NodeReport("n0", 0, 2, 0, 100.0, 1, 5.0, ())

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.watch.model import Heartbeat
 from launcher.watch.process_samples import RankSample
 from launcher.watch.rank_book import MOST_START, RankBook
+from launcher.watch.watch_model import Heartbeat
 from launcher.watch.watcher_settings import RankEntry
 
 PID = 4711

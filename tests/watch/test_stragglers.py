@@ -9,11 +9,11 @@ import pytest
 
 from launcher.watch.collective_marks import DURATION, ENQUEUED, STEP_ENDS, Mark, pack_marks, unpack_marks
 from launcher.watch.excess_history import ExcessHistory
-from launcher.watch.model import CollectiveTimes, GpuSample, Heartbeat, Neighbour, NodeReport, RankState
 from launcher.watch.own_time import StepExcess, measure_steps, measure_waits
 from launcher.watch.reading_times import QUICK, ReadingTimes, choose_interval
 from launcher.watch.straggler_causes import RankFacts, find_cause
 from launcher.watch.stragglers import StragglerFinder, explain_straggler, list_slow_ranks
+from launcher.watch.watch_model import CollectiveTimes, GpuSample, Heartbeat, Neighbour, NodeReport, RankState
 from tests.benchmarks.slow_rank_simulation import PROGRAMS, Simulation, simulate_excess
 
 HEALTHY = RankState(0, 0, 100, 0, "training", 50, 0.1, data_share=0.01, cpu=0.95, thread_delay=0.01)

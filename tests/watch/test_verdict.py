@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from launcher.watch.model import Call, Frame, GpuSample, NodeReport, ProcessState, RankEvidence, Verdict
 from launcher.watch.verdict import judge
+from launcher.watch.watch_model import Call, Frame, GpuSample, NodeReport, ProcessState, RankEvidence, Verdict
 from tests.watch.made_evidence import (
     BARRIER,
     COMPUTING,

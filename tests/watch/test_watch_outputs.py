@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from launcher.watch.metrics_log import read_metrics
-from launcher.watch.model import Hang, JobState, Straggler, Verdict
 from launcher.watch.stragglers import explain_straggler
+from launcher.watch.watch_model import Hang, JobState, Straggler, Verdict
 from launcher.watch.watch_outputs import open_outputs
 from launcher.watch.watcher_settings import (
     NotifySettings,

@@ -42,7 +42,7 @@ else:
     from _signal import getsignal  # `signal` costs a millisecond
 
 STARTING, JOINING, TRAINING, LOADING, COMPILING, SAVING, EVALUATING, ENDED = range(8)
-"""Phases, as `launcher.watch.model.PHASES` has them."""
+"""Phases, as `launcher.watch.watch_model.PHASES` has them."""
 
 
 def start_heartbeat(environ: MutableMapping[str, str]) -> None:
