@@ -1,6 +1,6 @@
 """What watching costs: steps, CPU, the start and memory, with and without it in turn.
 
-`python -m tests.benchmarks watch-cost rounds=10 parts=steps,start,memory`
+`python -m tests.benchmarks watch-cost rounds=10 parts=steps,start,memory`; `scale=0.2` makes fewer steps.
 """
 
 import json
@@ -63,12 +63,13 @@ def run_steps(way: str, size: tuple[int, int], folder: Path) -> Timed:
     return Timed(found["mean"], found["median"], found["cpu"], usage.ru_utime + usage.ru_stime)
 
 
-def bench_steps(folder: Path, rounds: int) -> None:
+def bench_steps(folder: Path, rounds: int, scale: float) -> None:
     """Pairs of runs, the first of each pair in turn; medians of the pairs' differences."""
     print(f"\nSteps with and without watching, 1 rank, {rounds} pairs\n")
     head = ("steps", "what", "without", "with", "more (median of pairs)", "pairs from", "to")
     print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|", flush=True)
-    for name, size in SIZES.items():
+    for name, (products, steps) in SIZES.items():
+        size = products, max(2, int(steps * scale))
         runs: dict[str, list[Timed]] = {way: [] for way in WAYS}
         for number in range(rounds):
             for way in WAYS if number % 2 else reversed(WAYS):
@@ -167,7 +168,7 @@ def bench_watch(folder: Path, options: Mapping[str, str]) -> None:
     if unknown := set(chosen) - set(PARTS):
         sys.exit(f"parts are {', '.join(PARTS)}, not {', '.join(sorted(unknown))}")
     if "steps" in chosen:
-        bench_steps(folder, rounds)
+        bench_steps(folder, rounds, float(options.get("scale", "1")))
     if "start" in chosen:
         bench_start(folder, rounds)
     if "memory" in chosen:
