@@ -21,6 +21,16 @@ def post_end(
     """
     if config.url is None or run.node_rank > 0:
         return
+    try:
+        post_outcome(config, run, host, outcome, job_id)
+    except Exception as error:  # the program's exit code counts, whatever becomes of the message
+        logger.warning(f"notify.url was not told of the end ({type(error).__name__})")
+
+
+def post_outcome(
+    config: NotifyConfig, run: RunDir, host: str, outcome: Mapping[str, object], job_id: str | None
+) -> None:
+    """Post the manifest's outcome, and wait for it for as long as PATIENCE."""
     from launcher.watch.notify import JobIdentity, Notifier
     from launcher.watch.watcher_settings import NotifySettings
 

@@ -114,10 +114,10 @@ def judge_outcome(agent_exit: AgentExit, log: tuple[str, ...], ranks: int = 0) -
     """Find the first failure and the exit code: the program's own, 128+n for a signal, 3 for the agent's.
 
     If the number of this node's ranks is given, it is a success if all of them ended with 0, even if a
-    signal had asked them to end. What was ended for a hang has that code, whatever the ranks made of it.
+    signal had asked them to end. What was stopped for a hang has that code, whatever the ranks made of it.
     """
     code = agent_exit.agent_exitcode
-    if agent_exit.hang:
+    if agent_exit.hang and (code != 0 or agent_exit.signal):
         return JobOutcome(agent_exit, None, EXIT_HANG, log)
     if code == 0 or (ranks and len(list_clean_exits(agent_exit.deaths)) == ranks):
         return JobOutcome(agent_exit, None, 0, log)

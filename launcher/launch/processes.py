@@ -78,12 +78,15 @@ class RankPidfds:
                 os.close(descriptor)
                 self.deaths.append(Death(process, time.time(), read_exitcode(process.pid)))
 
-    def signal_groups(self, number: int, ranks: Collection[int] = ()) -> None:
-        """Send a signal to the process group of every living rank, or of some."""
+    def signal_groups(self, number: int, ranks: Collection[int] = ()) -> bool:
+        """Send a signal to the process group of every living rank, or of some; tell whether any got it."""
+        reached = False
         for process in (*self.alive.values(), *self.unseen):
             if not ranks or process.rank in ranks:
                 with contextlib.suppress(OSError):
                     os.killpg(process.pid, number)
+                    reached = True
+        return reached
 
     def signal_ranks(self, number: int) -> None:
         """Send a signal to every living rank's own process."""

@@ -30,7 +30,7 @@ from launcher.launch.signals import (
     limit_grace,
     name_signal,
 )
-from launcher.launch.watching import Watching
+from launcher.launch.watching import HangOrder, Watching
 
 logger = logging.getLogger(__name__)
 
@@ -200,15 +200,21 @@ class Supervisor:
         for order in self.watching.attend(self.pidfds.deaths) if self.watching else ():
             if self.stop is not None:
                 continue
-            self.hang, self.killed_at = order.sentence, time.time()
+            self.killed_at = time.time()
             if order.action == "restart":
-                logger.info("SIGKILL to ranks that hang, so that torchrun starts all anew")
-                self.pidfds.signal_groups(signal.SIGKILL, order.ranks)
+                self.restart_hung_ranks(order)
                 continue
-            self.first_signal, self.signal_time = signal.SIGTERM, self.killed_at
+            self.hang, self.first_signal, self.signal_time = order.sentence, signal.SIGTERM, self.killed_at
             grace = limit_grace(self.grace, self.control.kill_wait) if self.control else self.grace
             self.stop = StopStages.begin(signal.SIGTERM, grace)
             self.advance_stop(self.stop, agent)
+
+    def restart_hung_ranks(self, order: HangOrder) -> None:
+        """Kill ranks for a hang, so that torchrun restarts the group: all if the named ones have ended."""
+        logger.info("SIGKILL to ranks that hang, so that torchrun starts all anew")
+        number = signal.SIGKILL
+        if self.pidfds.signal_groups(number, order.ranks) or self.pidfds.signal_groups(number):
+            self.hang = order.sentence
 
     def handle_signals(self, inbox: SignalQueue, agent: "subprocess.Popen[bytes]") -> None:
         """Pass on what has arrived; each stopping signal goes a stage on, and so does the time."""
@@ -237,6 +243,7 @@ class Supervisor:
         """Remember the first stopping signal: how ranks end after it is no failure."""
         if self.first_signal is None:
             self.first_signal, self.signal_time = number, time.time() if when is None else when
+            self.hang = ""  # the user's stop comes first
             self.monitor.on_stop(number, by_first_node)
 
     def handle_slurm_signal(self, number: int, agent: "subprocess.Popen[bytes]") -> None:

@@ -109,10 +109,11 @@ class WatcherProcess:
 
     def flush(self) -> None:
         """Write what the pipe takes."""
-        if not self.outbox or self.process is None or self.process.stdin is None:
+        stdin = self.process.stdin if self.process else None
+        if not self.outbox or stdin is None or stdin.closed:
             return
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            del self.outbox[: os.write(self.process.stdin.fileno(), self.outbox)]
+            del self.outbox[: os.write(stdin.fileno(), self.outbox)]
         if len(self.outbox) > MOST_WAITING:
             self.give_up("it does not take what it is told")
 

@@ -1,14 +1,16 @@
 """What the supervisor makes of the watcher's messages: what to log, to record and to do."""
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from launcher.launch.processes import Death, RankProcess
 from launcher.launch.watcher_process import WatcherProcess
 from launcher.text import escape_text
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 MOST_HANGS = 100
 """Hangs, and stragglers, that the manifest tells of."""
@@ -38,6 +40,9 @@ class Watching:
     stragglers: list[dict[str, object]] = field(default_factory=list)
     """Those that this node has told of, as `watch.model.Straggler`."""
 
+    failed: bool = False
+    """A call of ours has raised what nobody has foreseen: the job goes on without."""
+
     @property
     def pids(self) -> Collection[int]:
         """PIDs of processes of our own."""
@@ -45,15 +50,27 @@ class Watching:
 
     def add_ranks(self, ranks: Iterable[RankProcess]) -> None:
         """Have ranks watched that have started."""
-        self.watcher.add_ranks(ranks)
+        self.guard(lambda: self.watcher.add_ranks(ranks))
 
     def attend(self, deaths: Sequence[Death]) -> list[HangOrder]:
         """Take the watcher's messages; return what is to be done. `deaths` are all of them so far."""
-        return self.take(self.watcher.attend(deaths))
+        return self.guard(lambda: self.take(self.watcher.attend(deaths))) or []
 
     def close(self) -> None:
         """End the watcher, and say what it had to say last."""
-        self.take(self.watcher.close())
+        self.failed = False
+        self.guard(lambda: self.take(self.watcher.close()))
+
+    def guard(self, call: Callable[[], Result]) -> Result | None:
+        """Call what must not touch the job; after the first failure nothing more is called but the end."""
+        if self.failed:
+            return None
+        try:
+            return call()
+        except Exception as error:
+            self.failed = True
+            logger.warning(f"the ranks are no longer watched, and run on: {error!r}")
+            return None
 
     def take(self, messages: Iterable[dict[str, object]]) -> list[HangOrder]:
         """Log messages, keep the hangs among them, and return the orders."""

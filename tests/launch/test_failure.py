@@ -1,6 +1,7 @@
 """Who failed first, and in which words."""
 
 import math
+import signal
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
@@ -90,6 +91,23 @@ def test_what_the_kernel_has_killed_meanwhile(before: int, limit: int | None, ki
     memory = f"out of memory: the kernel killed {words}" if words else ""
     assert noted.failure is not None
     assert (noted.memory, noted.status) == (memory, 137)
+
+
+@pytest.mark.parametrize(
+    ("code", "number", "hang", "status"),
+    [
+        (1, signal.SIGTERM, "rank 1 …", 124),
+        (0, signal.SIGTERM, "rank 1 …", 124),  # watch.on_hang=stop, and ranks that end with 0 then
+        (1, None, "rank 1 …", 124),  # a restart that torchrun did not make
+        (0, None, "rank 1 …", 0),  # the job ended by itself before the order came
+        (1, signal.SIGINT, "", 130),
+    ],
+)
+def test_what_was_ended_for_a_hang_has_its_code(
+    code: int, number: int | None, hang: str, status: int
+) -> None:
+    agent_exit = AgentExit(code, (), number, 0.0 if number else math.inf, (), hang)
+    assert judge_outcome(agent_exit, ()).status == status
 
 
 @pytest.mark.parametrize(

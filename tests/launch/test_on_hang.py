@@ -43,6 +43,26 @@ def test_restart_starts_the_ranks_anew(tmp_path: Path) -> None:
         assert job.survivors() == []
 
 
+LEFT = """
+import os, time
+import launcher
+
+rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+for _ in range(5):
+    time.sleep(0.05)
+    launcher.step()
+if attempt == "0":
+    time.sleep(600) if rank == "0" else os._exit(0)
+"""
+
+
+def test_restart_when_the_others_have_left(tmp_path: Path) -> None:
+    words = (*WORDS, "watch.on_hang=restart", "--", write_program(tmp_path, LEFT))
+    with start(tmp_path, *words, PYTHONPATH=AGENT) as job:
+        assert job.wait(90) == 0, job.read()
+        assert "torchrun restarted the ranks: attempt 1" in job.read()
+
+
 def test_stop_ends_the_job_with_a_code_of_its_own(tmp_path: Path) -> None:
     words = (*WORDS, "watch.on_hang=stop", "--", write_program(tmp_path, PROGRAM))
     with start(tmp_path, *words, PYTHONPATH=AGENT) as job:

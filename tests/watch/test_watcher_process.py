@@ -14,6 +14,7 @@ from launcher.launch import watch_folder, watcher_process
 from launcher.launch.processes import Death, RankProcess
 from launcher.launch.watch_folder import WatchFolder, make_folder, open_watch_folder, remove_stale
 from launcher.launch.watcher_process import WatcherProcess
+from launcher.launch.watching import Watching
 from launcher.watch.node_reports import read_job_state, read_report
 from tests.launch.start_launch import is_alive, wait_for
 
@@ -104,6 +105,30 @@ def test_one_that_is_stopped_holds_nothing_up(folder: WatchFolder, tmp_path: Pat
     watcher.attend([])
     watcher.close()
     assert not is_alive(pid)
+
+
+def test_what_a_stopped_one_has_not_read_is_no_trouble_at_the_end(
+    folder: WatchFolder, tmp_path: Path
+) -> None:
+    watcher = start(folder, tmp_path / "run")
+    os.kill(watcher.pids[0], signal.SIGSTOP)
+    watcher.add_ranks([RANK] * 4000)  # more than a pipe takes
+    assert watcher.outbox
+    assert Watching(watcher).watcher.close() == []
+
+
+def test_a_defect_of_watching_is_told_of_once_and_the_job_goes_on(
+    folder: WatchFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    watching = Watching(start(folder, tmp_path / "run"))
+    (pid,) = watching.pids
+    watching.watcher.told_deaths = "none"  # type: ignore[assignment]  # the defect
+    for _ in range(2):
+        assert watching.attend([]) == []
+    watching.close()
+    assert not is_alive(pid) and not Path(folder.path).exists()
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith("the ranks are no longer watched, and run on: TypeError(")
 
 
 def test_one_that_cannot_be_imported_says_why(
