@@ -105,19 +105,25 @@ def run(watcher: NodeWatcher, inbox: Inbox, lines: list[bytes]) -> None:
 
 
 def try_tick(watcher: NodeWatcher) -> None:
-    """Look at the ranks; a defect in that is a warning, and ends neither this process nor the job."""
+    """Look at the ranks; a defect in that is a warning, and ends neither this process nor the job.
+
+    Each place at which one is raised is told of once: the log may be in memory.
+    """
     try:
         watcher.tick(time.monotonic())
     except Exception as error:
-        traceback.print_exc()
-        watcher.warn(
-            "defect", f"the ranks are not watched as they should be: {type(error).__name__}: {error}"
-        )
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        place = f"{type(error).__name__} at {frame.f_code.co_filename}:{line}"
+        if place not in watcher.told:
+            traceback.print_exc()
+            text = f"the ranks are not watched as they should be: {type(error).__name__}: {error}"
+            watcher.warn(place, text)
 
 
 def make_watcher(settings: WatcherSettings, parent: int) -> NodeWatcher:
     """Join the parts."""
     folder, send = Path(settings.folder), partial(send_message, threading.Lock())
+    read_gpus = GpuReader(lambda: open_gpus(settings), settings.watch.interval).latest
     return NodeWatcher(
         settings=settings,
         book=RankBook(folder, read_heartbeat),
@@ -125,11 +131,11 @@ def make_watcher(settings: WatcherSettings, parent: int) -> NodeWatcher:
         judge=HangJudge(
             lambda nodes, reports, patient: judge(nodes, reports, patient=patient), settings.watch.on_hang
         ),
-        gather=partial(gather_evidence, settings, folder),
+        gather=partial(gather_evidence, settings, read_gpus),
         send=send,
         is_suspended=lambda: is_stopped(parent),
         outputs=open_outputs(settings, lambda text: send({"event": "warning", "lines": [text]})),
-        read_gpus=GpuReader(lambda: open_gpus(settings), settings.watch.interval).latest,
+        read_gpus=read_gpus,
         sampler=Sampler(lambda pid: list_cgroups(Tree(), ("cpu",), pid)),
         collectives=CollectiveReader(folder, settings.ranks * settings.nodes),
     )
@@ -143,16 +149,17 @@ def open_gpus(settings: WatcherSettings) -> ReadGpus | None:
 
 
 def gather_evidence(
-    settings: WatcherSettings, folder: Path, ranks: Sequence[WatchedRank], book: RankBook, number: int
+    settings: WatcherSettings, read_gpus: ReadGpus, ranks: Sequence[WatchedRank], book: RankBook, number: int
 ) -> NodeEvidence:
-    """Gather this node's evidence."""
+    """Gather this node's evidence; of GPUs it has the last reading, for which nothing waits."""
     return gather_node(
-        folder,
+        Path(settings.folder),
         ranks,
         book.list_beats(),
         host=settings.host,
         node_rank=settings.node_rank,
         number=number,
+        sample_gpu=read_gpus().get,
     )
 
 

@@ -58,7 +58,7 @@ def gather(
 
     `folder` has the ranks' heartbeats, stacks and sockets; `heartbeats` are by rank; `sample_gpu` is called
     with a local rank. torch's raw flight recorder of each rank is kept in the folder, as
-    `rank-RANK.trace.json`.
+    `rank-RANK.trace.json`, unless it is large.
     """
     ends = time.monotonic() + deadline
     descendants = list_descendants([rank.pid for rank in ranks if rank.exit_code is None])

@@ -28,6 +28,8 @@ SERVER_PATIENCE = 0.7
 PY_SPY_PATIENCE = 0.8
 ALL_CHILDREN = 0.8
 """Seconds for the stacks of all children of a rank."""
+LARGEST_KEPT = 1 << 20
+"""Bytes of a rank's raw flight recorder that are kept."""
 CANNOT_ANSWER = {
     "T": "it is stopped and cannot answer",
     "t": "a debugger has stopped it",
@@ -72,7 +74,7 @@ def read_stacks(found: Findings, pid: int, path: Path | None) -> None:
     reason = "its hook has no handler for stacks" if path is None else check_signal(pid, path)
     if path is not None and not reason:
         found.stacks, found.stack_source = request_stacks(pid, path, STACK_PATIENCE), "faulthandler"
-        reason = "it did not react to the stack signal"
+        reason = check_signal(pid, path) or "it did not react to the stack signal"
     if not found.stacks:
         found.stack_source = ""
         found.notes.append(f"no stacks from faulthandler: {reason}")
@@ -93,7 +95,7 @@ def read_server(found: Findings, socket_path: Path, kept: Path) -> None:
     try:
         trace = read_trace(socket_path)
         found.groups, found.answered = parse_trace(trace), True
-        kept.write_bytes(trace)
+        keep_trace(kept, trace)
     except (ServerError, DecodeError) as error:
         found.notes.append(f"no flight recorder from torch's server: {error}")
     except OSError as error:
@@ -104,6 +106,17 @@ def read_server(found: Findings, socket_path: Path, kept: Path) -> None:
         found.store_wait, found.store_operation = read_store_wait(socket_path, SERVER_PATIENCE)
     except ServerError as error:
         found.notes.append(f"no waits in the store from torch's server: {error}")
+
+
+def keep_trace(kept: Path, trace: bytes) -> None:
+    """Write a raw flight recorder, or none if it is large: the file may be in memory that the ranks need.
+
+    Raises OSError.
+    """
+    if len(trace) > LARGEST_KEPT:
+        kept.unlink(missing_ok=True)
+    else:
+        kept.write_bytes(trace)
 
 
 def read_trace(socket_path: Path) -> bytes:

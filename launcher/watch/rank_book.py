@@ -49,7 +49,7 @@ class RankBook:
     folder: Path
     read: Callable[[Path], Heartbeat | None]
     ranks: dict[int, WatchedProcess] = field(default_factory=dict)
-    """By rank, of torchrun's last start."""
+    """By rank, of torchrun's last start; never changed in place, since other threads go through it."""
     counts_from: float = 0.0
     """Before this monotonic time nobody could make progress: this process, too, was stopped."""
     wait_shares: Mapping[int, float] = field(default_factory=dict)
@@ -61,12 +61,13 @@ class RankBook:
 
     def add_ranks(self, entries: Iterable[RankEntry]) -> None:
         """Add ranks that have started; a later start of a rank replaces the one before."""
+        ranks = dict(self.ranks)
         for entry in entries:
-            known = self.ranks.get(entry.rank)
+            known = ranks.get(entry.rank)
             if known is None or entry.attempt >= known.entry.attempt:
-                self.ranks[entry.rank] = WatchedProcess(entry)
-        newest = max((known.entry.attempt for known in self.ranks.values()), default=0)
-        self.ranks = {rank: known for rank, known in self.ranks.items() if known.entry.attempt == newest}
+                ranks[entry.rank] = WatchedProcess(entry)
+        newest = max((known.entry.attempt for known in ranks.values()), default=0)
+        self.ranks = {rank: known for rank, known in ranks.items() if known.entry.attempt == newest}
 
     def note_ends(self, entries: Iterable[RankEntry]) -> None:
         """Note that ranks have ended."""

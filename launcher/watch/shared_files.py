@@ -83,7 +83,7 @@ class SharedFiles:
             self.changed.notify()
 
     def add_task(self, task: Callable[[], None]) -> None:
-        """Have something done there; an OSError of it is kept as `trouble`."""
+        """Have something done there; an exception of it is kept as `trouble`."""
         with self.changed:
             self.tasks.append(task)
             self.changed.notify()
@@ -121,6 +121,8 @@ class SharedFiles:
                     self.trouble = ""
             except (OSError, ValueError) as error:
                 self.trouble = str(error)
+            except Exception as error:  # this thread's end would look like a filesystem that hangs
+                self.trouble = f"{type(error).__name__}: {error}"
 
     def carry_out(self, exchange: Exchange) -> SharedView:
         """Write this node's report, and the job's state if it judges; read the others'. Raises OSError."""

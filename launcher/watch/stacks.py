@@ -71,12 +71,16 @@ def check_signal(pid: int, path: Path) -> str:
 def request_stacks(pid: int, path: Path, patience: float) -> tuple[Stack, ...]:
     """Have a process append its stacks to its file, and return them; empty if none came in time.
 
-    The caller has `check_signal` say first that this is harmless. Processes that share a file are to be asked
-    one after the other.
+    It gets no signal if `check_signal` has something against it at the last moment: it may have begun to end,
+    or become another program, while its thread was awaited. Processes that share a file are to be asked one
+    after the other.
     """
     try:
-        start = path.stat().st_size
-        send_signal(pid, await_thread(pid))
+        start = make_room(path)
+        thread = await_thread(pid)
+        if check_signal(pid, path):
+            return ()
+        send_signal(pid, thread)
     except OSError:
         return ()
     size, changed, deadline = start, time.monotonic(), time.monotonic() + patience
@@ -90,6 +94,18 @@ def request_stacks(pid: int, path: Path, patience: float) -> tuple[Stack, ...]:
     with path.open("rb") as file:
         file.seek(start)
         return parse_stacks(file.read(LARGEST_DUMP).decode("utf-8", "replace"))
+
+
+def make_room(path: Path) -> int:
+    """Empty a file of stacks that has become large, and return its size; raises OSError.
+
+    Its writers append to it (O_APPEND), so that they go on at its new end. It may be in memory.
+    """
+    size = path.stat().st_size
+    if size <= LARGEST_DUMP:
+        return size
+    os.truncate(path, 0)
+    return 0
 
 
 def choose_thread(pid: int) -> int:

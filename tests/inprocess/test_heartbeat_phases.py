@@ -97,6 +97,23 @@ def whole(x):
 counters.clear()
 whole(torch.ones(2, 4))
 seen["graphs"] = [counters["stats"]["unique_graphs"], len(counters["graph_break"])]
+
+def count_graphs():
+    "Graphs of a function that sets its model to evaluate, while others are set to train and to evaluate."
+    torch._dynamo.reset()
+    counters.clear()
+    model.eval()
+    rest = torch.compile(lambda x: model.eval()(x), backend="eager")
+    for mode in (True, False, True):
+        torch.nn.Identity().train(mode)
+        rest(torch.ones(2, 4))
+    return counters["stats"]["unique_graphs"]
+
+wrapped = torch.nn.Module.train
+seen["graphs with and without us"] = [count_graphs()]
+torch.nn.Module.train = inspect.unwrap(wrapped)
+seen["graphs with and without us"].append(count_graphs())
+torch.nn.Module.train = wrapped
 for function in (torch.save, dist.init_process_group, dcp.save, torch.nn.Module.train):
     assert pickle.loads(pickle.dumps(function)) is function, function
     assert inspect.unwrap(function) is not function
@@ -145,6 +162,7 @@ def test_phases_of_a_program_with_torch(tmp_path: Path) -> None:
     seen = run_code(code, tmp_path, "default", **variables)
     assert isinstance(seen, dict)
     assert seen.pop("graphs") == [1, 0]
+    assert seen.pop("graphs with and without us") == [1, 1]
     assert seen == {name: [*values, []] for name, values in EXPECTED.items()}
 
 

@@ -214,6 +214,17 @@ wait()
         assert program.wait() == "mine"
 
 
+def test_the_signal_does_no_harm_once_the_interpreter_has_taken_the_handler_back(tmp_path: Path) -> None:
+    """As it does at its end, perhaps between the watcher's last look and the signal."""
+    code = """
+import faulthandler
+launcher.step()
+faulthandler.unregister(signal.SIGRTMIN + 8)
+os.kill(os.getpid(), signal.SIGRTMIN + 8)
+"""
+    assert run_to_end(code, tmp_path) == ""
+
+
 def test_stacks_come_while_c_code_holds_the_gil_and_sleeps_go_on(tmp_path: Path) -> None:
     code = """
 import ctypes

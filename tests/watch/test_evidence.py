@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.watch import evidence, kernel_state, nccl_ras, rank_activity, stacks
+from launcher.watch import evidence, kernel_state, nccl_ras, rank_activity, rank_answers, stacks
 from launcher.watch.evidence import WatchedRank, gather, gather_node
 from launcher.watch.heartbeats import read_heartbeat
 from launcher.watch.kernel_state import look_at_process
@@ -55,13 +55,16 @@ HANGS = {
 
 
 @contextmanager
-def start(code: str, folder: Path, begin: str = BEGIN) -> Generator["subprocess.Popen[str]"]:
+def start(
+    code: str, folder: Path, begin: str = BEGIN, stdin: int | None = None
+) -> Generator["subprocess.Popen[str]"]:
     """Start a program, and wait until it is `ready`; it and its children are killed in the end."""
     (folder / "program.py").write_text(f"{begin}\ndef hang():\n    {code}\n\nhang()\n")
     process = subprocess.Popen(
         [sys.executable, str(folder / "program.py")],
         cwd=folder,
         env=clean_environ(),
+        stdin=stdin,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -195,6 +198,43 @@ def test_a_program_that_the_signal_could_harm_gets_none(code: str, reason: str, 
     assert rank_activity.describe_activity(found)[0] == "sleeps"
 
 
+def test_a_program_that_becomes_another_at_the_last_moment_gets_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its thread is awaited."""
+    code = "ready(); os.read(0, 1); os.execvp('sleep', ['sleep', '600'])"
+    path = tmp_path / "rank-0.stack"
+
+    def await_program(pid: int) -> int:
+        os.write(write, b"x")
+        await_state(pid, lambda look: look.process.command == "sleep")
+        return pid
+
+    read, write = os.pipe()
+    with start(code, tmp_path, stdin=read) as process:
+        assert stacks.check_signal(process.pid, path) == ""
+        monkeypatch.setattr(stacks, "await_thread", await_program)
+        assert stacks.request_stacks(process.pid, path, 0.3) == ()
+        assert process.poll() is None
+    os.close(read)
+    os.close(write)
+
+
+def test_files_in_memory_do_not_grow_without_bound(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.stack"
+    with start(HANGS["sleep"][0], tmp_path) as process:
+        with path.open("ab") as file:
+            file.write(b"x" * (stacks.LARGEST_DUMP + 1))
+        for _ in range(2):
+            assert stacks.request_stacks(process.pid, path, 5.0)
+        assert 0 < path.stat().st_size < 1 << 14
+    kept = tmp_path / "rank-0.trace.json"
+    rank_answers.keep_trace(kept, b"x" * rank_answers.LARGEST_KEPT)
+    assert kept.stat().st_size == rank_answers.LARGEST_KEPT
+    rank_answers.keep_trace(kept, b"x" * (rank_answers.LARGEST_KEPT + 1))
+    assert not kept.exists()
+
+
 def test_a_hook_without_handler_is_not_asked(tmp_path: Path) -> None:
     with start(HANGS["sleep"][0], tmp_path) as process:
         found = gather_one(tmp_path, process.pid, can_dump=False)
@@ -238,6 +278,7 @@ def serve_silence(path: Path) -> Iterator[None]:
 
 def test_a_server_that_does_not_answer_costs_no_more_than_the_deadline(tmp_path: Path) -> None:
     with start("ready(); time.sleep(600)", tmp_path) as process, serve_silence(tmp_path / "rank-0.sock"):
+        await_state(process.pid, is_asleep)
         rank, beat = WatchedRank(0, 0, 0, process.pid, "n1"), make_heartbeat(process.pid, can_dump=False)
         (found,) = gather(tmp_path, [rank], {0: beat}, deadline=0.2)
         assert "its evidence was not complete in time" in found.notes and found.process.state == "S"

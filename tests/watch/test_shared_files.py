@@ -8,8 +8,10 @@ import pytest
 
 from launcher.watch import shared_files
 from launcher.watch.node_reports import read_job_state, read_reports, write_job_state
+from launcher.watch.rank_book import RankBook
 from launcher.watch.shared_files import Exchange, SharedFiles
 from launcher.watch.watch_model import JobState, NodeReport
+from launcher.watch.watcher_settings import RankEntry
 from tests.launch.start_launch import wait_for
 
 REPORT = NodeReport("n0", 0, 2, 0, 100.0, 1, 5.0, ())
@@ -43,6 +45,28 @@ def test_what_cannot_be_written_is_told_and_tried_again(tmp_path: Path) -> None:
     files.submit(Exchange(REPORT, None, reads_all=False))
     assert files.wait_idle(10) and files.trouble == ""
     assert len(read_reports(tmp_path / "later")) == 1
+
+
+def test_no_exception_ends_the_thread(tmp_path: Path) -> None:
+    """Such as a thread that cannot be started: the node would count as stuck for ever."""
+
+    def fail() -> None:
+        raise RuntimeError("can't start new thread")
+
+    files = SharedFiles(tmp_path)
+    files.add_task(fail)
+    assert files.wait_idle(10) and files.trouble == "RuntimeError: can't start new thread"
+    files.submit(Exchange(REPORT, None, reads_all=False))
+    assert files.wait_idle(10) and files.view and files.trouble == ""
+
+
+def test_ranks_are_added_while_another_thread_goes_through_them(tmp_path: Path) -> None:
+    book = RankBook(tmp_path, lambda _: None)
+    book.add_ranks([RankEntry(0, 0, 0, 100), RankEntry(1, 1, 0, 101)])
+    others = iter(book.ranks.items())
+    assert next(others)[0] == 0
+    book.add_ranks([RankEntry(2, 2, 0, 102)])
+    assert [rank for rank, _ in others] == [1] and list(book.ranks) == [0, 1, 2]
 
 
 def test_what_another_node_has_told_is_read_before_it_is_replaced(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The watcher's process as a supervisor sees it: nothing that befalls it stops its starter."""
 
+import json
 import logging
 import os
 import signal
@@ -10,12 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from launcher.decode import decode
 from launcher.launch import watch_folder, watcher_process
 from launcher.launch.processes import Death, RankProcess
 from launcher.launch.watch_folder import WatchFolder, make_folder, open_watch_folder, remove_stale
 from launcher.launch.watcher_process import WatcherProcess
 from launcher.launch.watching import Watching
+from launcher.watch.__main__ import gather_evidence, make_watcher, try_tick
+from launcher.watch.evidence import WatchedRank
+from launcher.watch.heartbeats import read_heartbeat
 from launcher.watch.node_reports import read_job_state, read_report
+from launcher.watch.rank_book import RankBook
+from launcher.watch.watch_model import GpuSample
+from launcher.watch.watcher_settings import WatcherSettings
 from tests.launch.start_launch import is_alive, wait_for
 
 RANK = RankProcess(0, 0, 0, os.getpid())
@@ -182,3 +190,30 @@ def test_a_folder_is_made_where_there_is_room_and_is_private(tmp_path: Path) -> 
     assert made and Path(made.path).stat().st_mode & 0o777 == 0o700 and len(made.path) < 80
     made.remove()
     assert not Path(made.path).exists()
+
+
+def test_a_defect_is_told_of_once(
+    folder: WatchFolder, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its log is in memory, and the ranks are looked at once a second for days."""
+    settings = decode(WatcherSettings, json.dumps(make_settings(folder, tmp_path)))
+    watcher, sent = make_watcher(settings, os.getpid()), list[dict[str, object]]()
+
+    def fail() -> bool:
+        raise KeyError("one place")
+
+    def fail_too() -> bool:
+        raise KeyError("another place")
+
+    watcher.send = sent.append
+    for function in (fail, fail, fail_too, fail, fail_too):
+        watcher.is_suspended = function
+        try_tick(watcher)
+    assert capfd.readouterr().err.count("Traceback") == len(sent) == 2
+
+
+def test_evidence_has_the_last_reading_of_the_gpus(folder: WatchFolder, tmp_path: Path) -> None:
+    settings = decode(WatcherSettings, json.dumps(make_settings(folder, tmp_path)))
+    ranks, book = [WatchedRank(0, 3, 0, os.getpid(), "n0")], RankBook(tmp_path, read_heartbeat)
+    sample = GpuSample(5, xids=(79,))
+    assert gather_evidence(settings, lambda: {3: sample}, ranks, book, 1).ranks[0].gpu == sample

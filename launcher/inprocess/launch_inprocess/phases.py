@@ -131,12 +131,13 @@ def note_evaluating(beat: Heartbeat, module: ModuleType) -> None:
 def replace_train(beat: Heartbeat, module_class: Any, compiler: ModuleType) -> None:  # noqa: ANN401  # torch's
     """Replace the method that `eval` calls, too, and that calls itself for submodules.
 
-    Where torch.compile traces it, it is the original.
+    Where torch.compile traces it, it is the original: `is_compiling` comes first, since Dynamo makes a guard
+    of what is read before it, and would compile again when the heartbeat has another mode.
     """
     is_compiling, original = compiler.is_compiling, module_class.train
 
     def train(self: Any, mode: bool = True) -> Any:  # noqa: ANN401  # torch's own form
-        if mode is not beat.is_training and not is_compiling():
+        if not is_compiling() and mode is not beat.is_training:
             beat.note_mode(is_training=mode is not False)
         return original(self, mode)
 
