@@ -112,8 +112,9 @@ def looks_follow_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("code", "doing"), HANGS.values(), ids=HANGS)
 def test_where_a_program_stands_and_what_it_does(code: str, doing: str, tmp_path: Path) -> None:
     with start(code, tmp_path) as process:
-        if doing != "computes":
-            await_state(process.pid, is_asleep)
+        begin = look_at_process(process.pid).ticks
+        is_there = is_asleep if doing != "computes" else lambda look: look.ticks > begin + 2
+        await_state(process.pid, is_there)
         found = gather_one(tmp_path, process.pid)
         text, frame = rank_activity.describe_activity(found)
         assert process.poll() is None
