@@ -198,7 +198,8 @@ class Supervisor:
     def attend_watcher(self, agent: "subprocess.Popen[bytes]") -> None:
         """Log what the watcher has to say, and end ranks if it says so (`watch.on_hang`)."""
         for order in self.watching.attend(self.pidfds.deaths) if self.watching else ():
-            if self.stop is not None:
+            running = {process.pid for process in (*self.pidfds.alive.values(), *self.pidfds.unseen)}
+            if self.stop is not None or not running.issubset(order.pids):  # ranks were started anew meanwhile
                 continue
             self.killed_at = time.time()
             if order.action == "restart":

@@ -27,6 +27,8 @@ class HangOrder:
     ranks: tuple[int, ...]
     """Ranks to kill for a restart; none for all of this node."""
     sentence: str
+    pids: tuple[int, ...] = ()
+    """Of all ranks on this node that it is about."""
 
 
 @dataclass(slots=True)
@@ -102,9 +104,14 @@ class Watching:
 
 def read_order(message: dict[str, object]) -> HangOrder:
     """Return what a message asks for."""
-    ranks = message.get("ranks")
-    numbers = tuple(rank for rank in ranks if type(rank) is int) if isinstance(ranks, list) else ()
-    return HangOrder(str(message.get("action")), numbers, escape_text(str(message.get("sentence") or "")))
+    sentence = escape_text(str(message.get("sentence") or ""))
+    ranks, pids = take_numbers(message.get("ranks")), take_numbers(message.get("pids"))
+    return HangOrder(str(message.get("action")), ranks, sentence, pids)
+
+
+def take_numbers(value: object) -> tuple[int, ...]:
+    """Return the whole numbers of a list."""
+    return tuple(item for item in value if type(item) is int) if isinstance(value, list) else ()
 
 
 def take_texts(value: object) -> list[str]:

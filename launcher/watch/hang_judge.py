@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from launcher.watch.job_view import JobView, list_job_progress
+from launcher.watch.hang_actions import choose_action, choose_delay
+from launcher.watch.job_view import JobView, list_job_progress, list_progress_of
 from launcher.watch.progress_limit import (
     FLOORS,
     RankProgress,
@@ -12,7 +13,7 @@ from launcher.watch.progress_limit import (
     has_time,
     list_stalled,
 )
-from launcher.watch.watch_model import Hang, JobState, NodeEvidence, NodeReport, Verdict
+from launcher.watch.watch_model import Hang, JobState, NodeEvidence, NodeReport, RankState, Verdict
 
 PATIENCE = 9.0
 """Seconds that other nodes have: 2 to see the question, 4 to gather evidence, and to write it."""
@@ -38,8 +39,8 @@ class HangJudge:
     hangs: list[Hang] = field(default_factory=list)
     stalled_steps: dict[int, int] = field(default_factory=dict)
     """Steps of the ranks of the last hang, by rank."""
-    hang_attempt: int = 0
-    """torchrun's start in which that was."""
+    hang_pids: dict[int, int] = field(default_factory=dict)
+    """PIDs of all ranks that were heard of then, by rank."""
     restarts: int = 0
     adopted: float = 0.0
     """Time of the last word of another node that judged."""
@@ -58,14 +59,14 @@ class HangJudge:
         self.adopted = job.time
         known = {hang.number: hang for hang in (*self.hangs, *job.hangs)}
         if self.hang is None or known[self.hang.number] != self.hang:
-            self.stalled_steps = {}
+            self.stalled_steps, self.hang_pids = {}, {}
         self.hangs = [known[number] for number in sorted(known)]
         self.restarts = max(self.restarts, job.restarts)
         self.last_asks = max(self.last_asks, job.asks)
 
     def should_ask(self, view: JobView, limit: float, now: float) -> bool:
         """Tell whether all nodes are to gather evidence now; `now` is monotonic."""
-        if self.asks or self.hang or now < self.next_look:
+        if self.asks or now < self.next_look or (self.hang and not self.has_restarted(self.hang, view)):
             return False
         return bool(list_stalled(list_job_progress(view), limit))
 
@@ -99,17 +100,21 @@ class HangJudge:
         if patient and (idle := find_active(verdict, progress, limit)) is not None:
             self.next_look = now + limit - idle
             return None
-        if not verdict.is_hang or self.is_excused(verdict, progress, limit):
+        heard_before = (*progress, *list_progress_of(view.silent))
+        if not verdict.is_hang or self.is_excused(verdict, heard_before, limit):
             self.next_look = now + self.patience
             self.patience = min(self.patience * 1.5, MOST_AGAIN)
             return None
-        return self.record(view, verdict, stalled, number)
+        delay = choose_delay(verdict, evidence, limit)
+        return self.record(view, verdict, stalled, number, delay)
 
     def is_excused(self, verdict: Verdict, progress: Sequence[RankProgress], limit: float) -> bool:
         """Tell whether one of those that hold the others up has more time in its phase."""
         return any(rank.rank in verdict.ranks and has_time(rank, limit) for rank in progress)
 
-    def record(self, view: JobView, verdict: Verdict, stalled: Sequence[RankProgress], number: int) -> Hang:
+    def record(
+        self, view: JobView, verdict: Verdict, stalled: Sequence[RankProgress], number: int, delay: float
+    ) -> Hang:
         """Remember a hang."""
         now = time.time()
         number = max(number, self.hangs[-1].number + 1 if self.hangs else 1)
@@ -119,13 +124,15 @@ class HangJudge:
             stalled_since=find_stall_begin(stalled, now) or now,
             step=max(rank.step for rank in stalled),
             verdict=verdict,
-            action=self.on_hang,
+            action=choose_action(self.on_hang, verdict),
+            pids=tuple((rank.rank, rank.pid) for rank in view.ranks if rank.rank in verdict.ranks),
+            delay=delay,
         )
         self.hangs.append(hang)
         self.patience = AGAIN
         self.stalled_steps = {rank.rank: rank.step for rank in stalled}
-        self.hang_attempt = max((rank.attempt for rank in view.ranks), default=0)
-        self.restarts += self.on_hang == "restart"
+        self.hang_pids = {rank.rank: rank.pid for rank in view.ranks}
+        self.restarts += hang.action == "restart"
         return hang
 
     def find_recovery(self, view: JobView, limit: float) -> Hang | None:
@@ -133,21 +140,31 @@ class HangJudge:
         hang = self.hang
         if hang is None or list_stalled(list_job_progress(view), limit):
             return None
-        if not any(self.has_gone_on(rank.rank, rank.attempt, rank.step) for rank in view.ranks):
+        if not any(self.has_gone_on(rank) for rank in view.ranks):
             return None
         now = time.time()
         self.hangs[-1] = hang = replace(hang, recovered=now)
-        if hang.action == "report":
+        if not self.has_restarted(hang, view):
             self.learned = max(self.learned, now - hang.stalled_since)
+            self.restarts -= hang.action == "restart"
         return hang
 
-    def has_gone_on(self, rank: int, attempt: int, step: int) -> bool:
+    def has_gone_on(self, rank: RankState) -> bool:
         """Tell whether a rank of the last hang has made a step since."""
-        if attempt > self.hang_attempt:
-            return step > 0
+        if self.hang_pids.get(rank.rank, rank.pid) != rank.pid:
+            return rank.step > 0
         if not self.stalled_steps:  # another node has told of it
-            return self.hang is not None and step > self.hang.step
-        return rank in self.stalled_steps and step > self.stalled_steps[rank]
+            return self.hang is not None and rank.step > self.hang.step
+        return rank.rank in self.stalled_steps and rank.step > self.stalled_steps[rank.rank]
+
+    def has_restarted(self, hang: Hang, view: JobView) -> bool:
+        """Tell whether all ranks that were heard of in the last hang have been started anew, or are gone.
+
+        A node's report is a few seconds old: until then, some of it is of the ranks before.
+        """
+        known = dict(hang.pids) | self.hang_pids
+        pids = {rank.rank: rank.pid for rank in view.ranks}
+        return bool(known.keys() & pids) and all(pids.get(rank) != pid for rank, pid in known.items())
 
 
 def find_active(verdict: Verdict, progress: Sequence[RankProgress], limit: float) -> float | None:

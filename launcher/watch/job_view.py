@@ -1,7 +1,7 @@
 """What all nodes' reports say of the job together, and who judges it: pure values in, pure values out."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launcher.watch.progress_limit import UNWATCHED, RankProgress, find_quantile
 from launcher.watch.shared_files import SharedView
@@ -19,7 +19,8 @@ class JobView:
     fresh: tuple[NodeReport, ...]
     """Of this attempt, by node rank; this node's own is the one of now."""
     silent: tuple[NodeReport, ...]
-    """The last reports of nodes that have reported in this attempt, and do so no more."""
+    """The last reports of nodes that have reported in this attempt, and do so no more: their ranks' idle
+    times go on."""
 
     @property
     def reports(self) -> tuple[NodeReport, ...]:
@@ -46,9 +47,34 @@ def make_job_view(own: NodeReport, view: SharedView | None, now: float) -> JobVi
         if report.host == own.host or report.attempt != own.attempt or view is None:
             continue
         age = view.written - stored.written + now - view.time
-        (fresh if age <= limit_age(max(own.interval, report.interval)) else silent).append(report)
+        if age <= limit_age(max(own.interval, report.interval)):
+            fresh.append(report)
+        else:
+            silent.append(age_report(report, age))
     fresh.sort(key=lambda report: report.node_rank)
     return JobView(tuple(fresh), tuple(silent))
+
+
+def age_report(report: NodeReport, seconds: float) -> NodeReport:
+    """Return a report in which ranks have been idle for so many seconds more."""
+    ranks = (rank if rank.idle is None else replace(rank, idle=rank.idle + seconds) for rank in report.ranks)
+    return replace(report, ranks=tuple(ranks))
+
+
+def find_word(own: NodeReport, view: SharedView | None, now: float, begin: float) -> JobState | None:
+    """Return what another node that judges has told since this watcher's start, at `begin`; None for nothing.
+
+    The run directory, and even the number of the attempt, can be those of a job of yesterday. Ages are by
+    the filesystem's clock and within one node's: the nodes' clocks may differ.
+    """
+    job = view.job if view else None
+    if view is None or job is None or job.attempt != own.attempt or job.host == own.host:
+        return None
+    age = view.job_age + now - view.time
+    if job.state == "ended" or age > now - begin:
+        return None
+    hangs = tuple(hang for hang in job.hangs if age + job.time - hang.time <= now - begin)
+    return replace(job, hangs=hangs)
 
 
 def is_judge(own: NodeReport, view: SharedView | None, now: float, *, stuck: bool) -> bool:
@@ -69,7 +95,13 @@ def is_judge(own: NodeReport, view: SharedView | None, now: float, *, stuck: boo
 
 def list_job_progress(view: JobView) -> tuple[RankProgress, ...]:
     """Return what counts of each rank of the job that is heard of."""
-    return tuple(RankProgress(rank.rank, rank.phase, rank.step, rank.idle) for rank in view.ranks)
+    return list_progress_of(view.fresh)
+
+
+def list_progress_of(reports: Iterable[NodeReport]) -> tuple[RankProgress, ...]:
+    """Return what counts of each rank of some nodes."""
+    ranks = (rank for report in reports for rank in report.ranks)
+    return tuple(RankProgress(rank.rank, rank.phase, rank.step, rank.idle) for rank in ranks)
 
 
 def describe_job_state(

@@ -12,9 +12,17 @@ from dataclasses import asdict, dataclass, field, replace
 from launcher.watch.collective_times import CollectiveReader
 from launcher.watch.evidence import WatchedRank
 from launcher.watch.gpu_reader import ReadGpus
+from launcher.watch.hang_actions import HangActions
 from launcher.watch.hang_judge import HangJudge
 from launcher.watch.hang_records import write_hang, write_verdict
-from launcher.watch.job_view import JobView, describe_job_state, is_judge, make_job_view
+from launcher.watch.job_view import (
+    JobView,
+    describe_job_state,
+    find_word,
+    is_judge,
+    limit_age,
+    make_job_view,
+)
 from launcher.watch.node_reports import hang_path, read_evidence, write_evidence
 from launcher.watch.node_samples import NodeSample
 from launcher.watch.process_samples import Sample, Sampler
@@ -73,8 +81,8 @@ class NodeWatcher:
     """Of the question that is open, by host."""
     stack_request: int = 0
     """Number of the last request for a rank's stack."""
-    acted: int = 0
-    """Number of the last hang that was acted upon here."""
+    actions: HangActions = field(default_factory=HangActions)
+    begin: float = field(default_factory=time.monotonic)
     was_judge: bool = False
     told: dict[str, str] = field(default_factory=dict)
     """Warnings that were given."""
@@ -154,8 +162,8 @@ class NodeWatcher:
     def judge_job(self, own: NodeReport, now: float) -> JobState:
         """Judge the job; return what is to be written of it."""
         shared, judge, limit = self.files.view, self.judge, own.limit or 0.0
-        if shared and shared.job and shared.job.attempt == own.attempt and shared.job.host != own.host:
-            judge.adopt(shared.job)
+        if job := find_word(own, shared, now, self.begin):
+            judge.adopt(job)
         self.was_judge = True
         view = make_job_view(own, shared, now)
         if judge.asks:
@@ -164,11 +172,12 @@ class NodeWatcher:
                 evidence = tuple(sorted(self.evidence.values(), key=lambda node: node.node_rank))
                 number = 1 + (shared.hangs if shared else 0)
                 if hang := judge.conclude(view, evidence, limit, now=now, number=number):
-                    self.tell_hang(hang, evidence, view)
+                    self.tell_hang(hang, evidence)
         elif judge.should_ask(view, limit, now):
             self.answer(judge.ask(now, int(time.time())))
         if hang := judge.find_recovery(view, limit):
             self.tell_recovery(hang)
+        self.act(judge.hangs, now)
         self.look_for_stragglers(view.fresh, now)
         return self.describe_job(own, view, judge.asks)
 
@@ -205,14 +214,12 @@ class NodeWatcher:
     def follow_judge(self, own: NodeReport, now: float) -> None:
         """Answer the judging node's question, and act upon its hangs."""
         shared = self.files.view
-        job = shared.job if shared else None
-        if job is None or job.attempt != own.attempt or job.host == own.host:
+        job = find_word(own, shared, now, self.begin)
+        if job is None or shared is None or shared.job_age + now - shared.time > limit_age(own.interval):
             return
         if job.asks > self.answered:
             self.answer(job.asks)
-        for hang in job.hangs:
-            if hang.number > self.acted:
-                self.act(hang, everywhere=False)
+        self.act(job.hangs, now)
 
     def list_watched(self) -> list[WatchedRank]:
         """Return this node's ranks as those know them who gather evidence."""
@@ -263,8 +270,8 @@ class NodeWatcher:
             if number == self.answered:
                 self.evidence.setdefault(node.host, node)
 
-    def tell_hang(self, hang: Hang, evidence: Sequence[NodeEvidence], view: JobView) -> None:
-        """Tell of a hang, keep what is known of it, and act upon it."""
+    def tell_hang(self, hang: Hang, evidence: Sequence[NodeEvidence]) -> None:
+        """Tell of a hang, and keep what is known of it."""
         since = hang.time - hang.stalled_since
         step = f"after step {hang.step}" if hang.step else "before the first step"
         self.send_lines(
@@ -272,6 +279,9 @@ class NodeWatcher:
             [f"hang {hang.number} {step}, {since:.0f} s without a step: {hang.verdict.sentence}"],
             hang,
         )
+        if hang.action != "report" and hang.delay:
+            text = f"{hang.action} in {hang.delay:.0f} s unless steps go on, since these ranks do something"
+            self.send_lines("note", [f"hang {hang.number}: {text}"])
         self.outputs.tell_hang(hang)
 
         def keep() -> None:
@@ -279,8 +289,6 @@ class NodeWatcher:
             self.send_lines("note", [f"stacks in {hang_path(self.files.run_path, hang.number)}"])
 
         self.files.add_task(keep)
-        here = {rank.rank for rank in view.ranks}
-        self.act(hang, everywhere=not here.intersection(hang.verdict.ranks))
         self.next_exchange = 0.0
 
     def tell_recovery(self, hang: Hang) -> None:
@@ -291,26 +299,25 @@ class NodeWatcher:
         self.files.add_task(lambda: write_verdict(self.files.run_path, hang))
         self.next_exchange = 0.0
 
-    def act(self, hang: Hang, *, everywhere: bool) -> None:
-        """Have ranks ended for a hang, if that is its action: those that hold others up, or all of this node.
-
-        `everywhere`: no node that is heard of has the ranks that hold the others up.
-        """
-        self.acted = hang.number
-        culprits = [rank for rank in self.book.ranks if rank in hang.verdict.ranks]
-        if hang.action == "report" or hang.recovered is not None:
+    def act(self, hangs: Sequence[Hang], now: float) -> None:
+        """Have ranks ended for hangs; not while the run directory hangs, which may be all that is wrong."""
+        if self.files.is_stuck(now) or self.files.twin is not None:
             return
-        if hang.action == "restart" and not (culprits or everywhere):
-            return
-        self.send(
-            {"event": "act", "action": hang.action, "ranks": culprits, "sentence": hang.verdict.sentence}
-        )
+        pids = {rank: known.entry.pid for rank, known in self.book.ranks.items()}
+        for order in self.actions.list_orders(hangs, self.book.list_progress(), pids, now):
+            self.send({"event": "act", **asdict(order)})
 
     def check_files(self, now: float) -> None:
         """Warn once if the run directory hangs, or cannot be written."""
         if self.files.is_stuck(now):
             text = "the run directory does not answer: reports of watching are not written for now"
             self.warn("stuck", f"{text} ({self.files.run_path})")
+        elif (twin := self.files.twin) is not None:
+            self.judge.on_hang = "report"
+            text = (
+                f"node {twin} has the same host name as this one, {self.settings.host}: reports of watching"
+            )
+            self.warn("twin", f"{text} overwrite each other, and hangs are only reported")
         elif trouble := self.files.trouble:
             self.warn("trouble", f"reports of watching cannot be written ({trouble})")
 

@@ -14,6 +14,7 @@ from launcher.watch.node_reports import (
     StoredReport,
     count_hangs,
     read_job_state,
+    read_report,
     read_reports,
     watch_path,
     write_job_state,
@@ -23,6 +24,8 @@ from launcher.watch.watch_model import JobState, NodeReport
 
 STUCK = 10.0
 """Seconds in one call to a filesystem, after which it is said to hang."""
+TWIN_LOOKS = 60
+"""Reports in which nodes of one host name are looked for: all nodes' ranks start at about the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ class SharedFiles:
     """Time of another node's word on the job that was read last."""
     trouble: str = ""
     """Why the last exchange failed."""
+    twin: int | None = None
+    """Rank of another node that writes this node's report, since it has the same host name."""
     exchange: Exchange | None = None
     tasks: deque[Callable[[], None]] = field(default_factory=deque)
     busy_since: float | None = None
@@ -127,6 +132,7 @@ class SharedFiles:
     def carry_out(self, exchange: Exchange) -> SharedView:
         """Write this node's report, and the job's state if it judges; read the others'. Raises OSError."""
         own = exchange.report
+        self.look_for_twin(own)
         job = read_job_state(self.run_path, own=True)
         written = write_report(self.run_path, own)
         age = self.measure_age(written) if job else float("inf")
@@ -137,6 +143,13 @@ class SharedFiles:
         reports = read_reports(self.run_path, own=True) if exchange.reads_all else ()
         hangs = count_hangs(self.run_path) if exchange.state else 0
         return SharedView(time.monotonic(), written, job, age, reports, hangs)
+
+    def look_for_twin(self, own: NodeReport) -> None:
+        """See whether another node has written this node's report since it did so itself."""
+        if self.view and own.nodes > 1 and own.number <= TWIN_LOOKS and self.twin is None:
+            found = read_report(self.run_path, own.host, own=True)
+            if found and found.node_rank != own.node_rank:
+                self.twin = found.node_rank
 
     def measure_age(self, now: float) -> float:
         """Return the seconds since the job's state was written; raises OSError."""

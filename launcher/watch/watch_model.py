@@ -348,6 +348,11 @@ class Hang:
     """What followed: `report`, `restart` or `stop`."""
     recovered: float | None = None
     """When steps went on."""
+    pids: tuple[tuple[int, int], ...] = ()
+    """Rank and PID of those that hold the others up: the number of torchrun's start may differ by node, and
+    stay the same in a new one."""
+    delay: float = 0.0
+    """Seconds for which it must go on after the verdict before its action."""
 
 
 @dataclass(frozen=True, slots=True)

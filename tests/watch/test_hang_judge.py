@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from launcher.watch.hang_judge import AGAIN, PATIENCE, HangJudge
-from launcher.watch.job_view import JobView, describe_job_state, is_judge, make_job_view
+from launcher.watch.job_view import JobView, describe_job_state, find_word, is_judge, make_job_view
 from launcher.watch.node_reports import StoredReport
 from launcher.watch.shared_files import SharedView
 from launcher.watch.watch_model import Hang, JobState, NodeEvidence, NodeReport, RankState, Verdict
@@ -16,7 +16,7 @@ BUSY = Verdict("busy", "rank 1 works", (1,))
 
 
 def state(rank: int, idle: float, step: int = 10, phase: str = "training", attempt: int = 0) -> RankState:
-    return RankState(rank, 0, 100 + rank, attempt, phase, step, idle, p50=1.0, idle=idle)
+    return RankState(rank, 0, 100 + rank + 1000 * attempt, attempt, phase, step, idle, p50=1.0, idle=idle)
 
 
 def report(node: int, *ranks: RankState, stalled: bool = False, attempt: int = 0) -> NodeReport:
@@ -144,6 +144,59 @@ def test_another_node_goes_on_with_what_was_told() -> None:
     judge, hang = make_judge(ABSENT), Hang(3, 1.0, 0.0, 10, ABSENT)
     judge.adopt(replace(job("n0"), hangs=(hang,), restarts=2, asks=9))
     assert judge.hang == hang and judge.restarts == 2 and judge.ask(1, 0) == 10
+
+
+def test_a_second_hang_before_the_first_step_after_a_restart_is_told() -> None:
+    judge = make_judge(ABSENT, "restart")
+    judge.ask(100, 1)
+    first = judge.conclude(HUNG, ANSWERS, 20, now=100, number=1)
+    assert first and first.pids == ((1, 101),)
+    anew = report(0, state(0, 40, 0, "joining", 1))
+    assert not judge.should_ask(JobView((anew, HUNG.fresh[1]), ()), 20, 200)  # the other's report is old
+    both = JobView((anew, report(1, state(1, 40, 0, "joining", 1))), ())
+    assert judge.should_ask(both, 20, 200)
+    judge.ask(200, 1)
+    second = judge.conclude(both, ANSWERS, 20, now=200, number=1)
+    assert second and second.number == 2 and second.pids == ((1, 1101),) and judge.restarts == 2
+
+
+def test_a_hang_that_passes_before_its_restart_is_learned_and_no_restart() -> None:
+    judge = make_judge(ABSENT, "restart")
+    judge.ask(100, 1)
+    judge.conclude(HUNG, ANSWERS, 20, now=100, number=1)
+    onward = JobView((report(0, state(0, 1, 11)), report(1, state(1, 1, 11))), ())
+    assert judge.find_recovery(onward, 20) and judge.learned > 20 and judge.restarts == 0
+
+
+@pytest.mark.parametrize(
+    ("state_of_job", "age", "hang_age", "expected"),
+    [
+        ("hanging", 3.0, 30.0, [3]),
+        ("hanging", 3.0, 500.0, []),  # of a job before, whose number of the attempt is the same
+        ("ended", 3.0, 30.0, None),
+        ("hanging", 86400.0, 30.0, None),
+    ],
+)
+def test_yesterdays_hang_is_nobodys_word(
+    state_of_job: str, age: float, hang_age: float, expected: list[int] | None
+) -> None:
+    hang = Hang(3, 1000.0 - hang_age, 900.0, 10, ABSENT, "stop")
+    told = replace(job("n1"), state=state_of_job, hangs=(hang,))
+    found = find_word(report(0), shared(job=told, job_age=age), 55.0, 55.0 - 100.0)
+    assert (found and [one.number for one in found.hangs]) == expected
+    assert find_word(report(1), shared(job=told, job_age=age), 55.0, -45.0) is None  # its own
+
+
+def test_a_node_that_has_fallen_silent_while_it_saves_has_its_time() -> None:
+    silent = Verdict("silent", "node n1 is not heard of", (1,), ("n1",))
+    for age, told in ((100.0, False), (700.0, True)):
+        view = shared((report(1, state(1, 5, phase="saving")), age))
+        seen = make_job_view(report(0, state(0, age)), view, 50.0)
+        judge = make_judge(silent, "restart")
+        judge.ask(100, 1)
+        hang = judge.conclude(seen, ANSWERS[:1], 20, now=100, number=1)
+        assert bool(hang) is told
+        assert hang is None or (hang.action, judge.restarts) == ("report", 0)
 
 
 def test_the_jobs_state() -> None:

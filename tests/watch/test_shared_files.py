@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,15 @@ def test_what_another_node_has_told_is_read_before_it_is_replaced(tmp_path: Path
     assert read_job_state(tmp_path) == OTHERS
     files.submit(Exchange(REPORT, STATE, reads_all=False))
     assert files.wait_idle(10) and read_job_state(tmp_path) == STATE
+
+
+def test_two_nodes_of_one_host_name_notice_each_other(tmp_path: Path) -> None:
+    both = [SharedFiles(tmp_path), SharedFiles(tmp_path)]
+    for number in (1, 2):
+        for node_rank, files in enumerate(both):
+            report = replace(REPORT, node_rank=node_rank, number=number)
+            files.submit(Exchange(report, None, reads_all=False))
+            assert files.wait_idle(10)
+            if number == 1:
+                assert files.twin is None  # what was there before may be of a job before
+    assert [files.twin for files in both] == [1, 0]
