@@ -198,8 +198,7 @@ class Supervisor:
     def attend_watcher(self, agent: "subprocess.Popen[bytes]") -> None:
         """Log what the watcher has to say, and end ranks if it says so (`watch.on_hang`)."""
         for order in self.watching.attend(self.pidfds.deaths) if self.watching else ():
-            running = {process.pid for process in (*self.pidfds.alive.values(), *self.pidfds.unseen)}
-            if self.stop is not None or not running.issubset(order.pids):  # ranks were started anew meanwhile
+            if self.stop is not None or order.is_late((*self.pidfds.alive.values(), *self.pidfds.unseen)):
                 continue
             self.killed_at = time.time()
             if order.action == "restart":

@@ -30,6 +30,10 @@ class HangOrder:
     pids: tuple[int, ...] = ()
     """Of all ranks on this node that it is about."""
 
+    def is_late(self, running: Iterable[RankProcess]) -> bool:
+        """Tell whether ranks were started anew since: others run than it knows of."""
+        return any(process.pid not in self.pids for process in running)
+
 
 @dataclass(slots=True)
 class Watching:

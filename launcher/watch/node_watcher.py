@@ -30,7 +30,8 @@ from launcher.watch.progress_limit import choose_limit, find_stall_begin, list_s
 from launcher.watch.rank_book import RankBook
 from launcher.watch.shared_files import Exchange, SharedFiles
 from launcher.watch.stack_requests import read_stack_request, write_stack_answer
-from launcher.watch.stragglers import StragglerFinder, explain_straggler, list_slow_ranks
+from launcher.watch.straggler_search import StragglerSearch
+from launcher.watch.stragglers import list_slow_ranks
 from launcher.watch.watch_model import Hang, JobState, NodeEvidence, NodeReport
 from launcher.watch.watch_outputs import WatchOutputs
 from launcher.watch.watcher_settings import RankMessage, WatcherSettings
@@ -41,8 +42,6 @@ LATE = 5.0
 """Seconds without a look, after which this process is taken to have been stopped, perhaps with the ranks."""
 HURRY = 0.5
 """Share of the limit without progress from which on nodes exchange reports with each look."""
-COMPARISONS = 50
-"""The ranks are compared no sooner than so many times what that took the last time: 2% of a core at most."""
 Gather = Callable[[Sequence[WatchedRank], RankBook, int], NodeEvidence]
 """Gathers evidence of ranks for a question."""
 
@@ -64,10 +63,7 @@ class NodeWatcher:
     collectives: CollectiveReader
     read_gpus: ReadGpus = dict
     """Gives the last reading of the ranks' GPUs, by local rank."""
-    stragglers: StragglerFinder = field(default_factory=StragglerFinder)
-    comparison: threading.Thread | None = None
-    """Looks for stragglers."""
-    next_comparison: float = 0.0
+    search: StragglerSearch = field(init=False)
     sampler: Sampler = field(default_factory=Sampler)
     sample: Sample = field(default_factory=lambda: Sample({}, NodeSample()))
     number: int = 0
@@ -86,6 +82,10 @@ class NodeWatcher:
     was_judge: bool = False
     told: dict[str, str] = field(default_factory=dict)
     """Warnings that were given."""
+
+    def __post_init__(self) -> None:
+        """Join the parts that tell the supervisor something by themselves."""
+        self.search = StragglerSearch(self.send)
 
     def take(self, message: RankMessage) -> None:
         """Take the supervisor's word on ranks."""
@@ -178,23 +178,8 @@ class NodeWatcher:
         if hang := judge.find_recovery(view, limit):
             self.tell_recovery(hang)
         self.act(judge.hangs, now)
-        self.look_for_stragglers(view.fresh, now)
+        self.search.start(view.fresh, now)
         return self.describe_job(own, view, judge.asks)
-
-    def look_for_stragglers(self, reports: Sequence[NodeReport], now: float) -> None:
-        """Compare the ranks, in a thread: that takes a second with 1,000 of them."""
-        if now < self.next_comparison or (self.comparison and self.comparison.is_alive()):
-            return
-
-        def compare() -> None:
-            begin = time.thread_time()
-            for found in self.stragglers.update(reports):
-                lines = [explain_straggler(found)]
-                self.send({"event": "straggler", "lines": lines, "straggler": asdict(found)})
-            self.next_comparison = time.monotonic() + COMPARISONS * (time.thread_time() - begin)
-
-        self.comparison = threading.Thread(target=compare, name="stragglers", daemon=True)
-        self.comparison.start()
 
     def describe_job(self, own: NodeReport, view: JobView, asks: int) -> JobState:
         """Return what is to be written of the job."""
@@ -202,13 +187,14 @@ class NodeWatcher:
         state = describe_job_state(
             own, view, hangs, restarts=restarts, asks=asks, notes=tuple(self.told.values())
         )
-        waits = tuple(sorted(self.stragglers.waits.items()))
-        return replace(state, stragglers=self.stragglers.told, wait_shares=waits)
+        finder = self.search.finder
+        waits = tuple(sorted(finder.waits.items()))
+        return replace(state, stragglers=finder.told, wait_shares=waits)
 
     def note_waits(self) -> None:
         """Note what the judging node has found of the ranks' waiting for each other."""
         job = self.files.view.job if self.files.view else None
-        shares = self.stragglers.waits or dict(job.wait_shares if job else ())
+        shares = self.search.finder.waits or dict(job.wait_shares if job else ())
         self.book.wait_shares = shares
 
     def follow_judge(self, own: NodeReport, now: float) -> None:
@@ -338,7 +324,7 @@ class NodeWatcher:
         if self.was_judge:
             view = make_job_view(own, shared, time.monotonic())
             state = self.describe_job(own, view, 0)
-            if slow := list_slow_ranks(self.stragglers.told):
+            if slow := list_slow_ranks(self.search.finder.told):
                 self.send_lines("note", [f"stragglers: {slow}"])
         self.files.submit(Exchange(own, end_state(state), reads_all=False))
         self.files.wait_idle(seconds)
