@@ -56,7 +56,8 @@ class Terminal:
             with contextlib.suppress(OSError):
                 data = os.read(self.master, 65536)
         # A line that is shown while the terminal stops being raw may end with `\r\r\n`, which looks the same.
-        self.seen[self.read :] = re.sub(rb"\r+\n", b"\r\n", bytes(self.seen[self.read :]) + data)
+        begin = max(self.read, len(self.seen) - 2)
+        self.seen[begin:] = re.sub(rb"\r+\n", b"\r\n", bytes(self.seen[begin:]) + data)
         return bool(data)
 
     def type(self, text: str) -> None:
