@@ -61,14 +61,14 @@ def open_watch_folder(environ: Mapping[str, str]) -> WatchFolder | None:
         if not parent.startswith("/") or len(os.fsencode(path)) > LONGEST:
             continue
         try:
-            return make_folder(path)
+            return make_watch_folder(path)
         except OSError as error:
             trouble.append(f"{parent}: {error.strerror}")
     logger.warning(f"the ranks are not watched: no folder for heartbeats can be made ({', '.join(trouble)})")
     return None
 
 
-def make_folder(path: str) -> WatchFolder:
+def make_watch_folder(path: str) -> WatchFolder:
     """Make a folder and lock it; raises OSError, leaving nothing."""
     parent = os.path.dirname(path)
     os.mkdir(path, 0o700)

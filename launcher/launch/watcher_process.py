@@ -126,7 +126,7 @@ class WatcherProcess:
         if len(self.partial) > 2 * MOST_WAITING:
             self.partial = b""
         *lines, self.partial = self.partial.split(b"\n")
-        return [message for line in lines if (message := decode_line(line)) is not None]
+        return [message for line in lines if (message := decode_message(line)) is not None]
 
     def read_last_words(self) -> str:
         """Return the last line that it printed, for the warning; empty if it printed nothing."""
@@ -177,7 +177,7 @@ def encode_line(message: Mapping[str, object]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def decode_line(line: bytes) -> dict[str, object] | None:
+def decode_message(line: bytes) -> dict[str, object] | None:
     """Read a message; None for a line that is none."""
     try:
         found = json.loads(line)

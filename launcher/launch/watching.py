@@ -83,14 +83,14 @@ class Watching:
         orders = []
         for message in messages:
             level = logging.WARNING if message["event"] == "warning" else logging.INFO
-            for line in take_texts(message.get("lines"))[:MOST_LINES]:
+            for line in select_texts(message.get("lines"))[:MOST_LINES]:
                 logger.log(level, escape_text(line))
             if message["event"] in ("hang", "recovered"):
                 self.keep_hang(message.get("hang"))
             elif message["event"] == "straggler":
                 self.keep_straggler(message.get("straggler"))
             elif message["event"] == "act":
-                orders.append(read_order(message))
+                orders.append(decode_order(message))
         return orders
 
     def keep_straggler(self, straggler: object) -> None:
@@ -106,7 +106,7 @@ class Watching:
         self.hangs = [*self.hangs, hang][-MOST_HANGS:]
 
 
-def read_order(message: dict[str, object]) -> HangOrder:
+def decode_order(message: dict[str, object]) -> HangOrder:
     """Return what a message asks for."""
     sentence = escape_text(str(message.get("sentence") or ""))
     ranks, pids = take_numbers(message.get("ranks")), take_numbers(message.get("pids"))
@@ -118,6 +118,6 @@ def take_numbers(value: object) -> tuple[int, ...]:
     return tuple(item for item in value if type(item) is int) if isinstance(value, list) else ()
 
 
-def take_texts(value: object) -> list[str]:
+def select_texts(value: object) -> list[str]:
     """Return the texts of a list."""
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []

@@ -103,16 +103,18 @@ class GpuSampler:
         clocks = (nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo)
         clock, max_clock = (ask(call, handle, nvml.NVML_CLOCK_SM) for call in clocks)
         powers = (nvml.nvmlDeviceGetPowerUsage, nvml.nvmlDeviceGetEnforcedPowerLimit)
-        power, limit = (scale(ask(call, handle), 1e-3) for call in powers)
+        power, limit = (convert_unit(ask(call, handle), 1e-3) for call in powers)
         return GpuSample(
             index=self.names[local_rank][0],
-            utilization=scale(rates.gpu, 0.01) if rates else None,
+            utilization=convert_unit(rates.gpu, 0.01) if rates else None,
             sm_activity=self.measure_sm_activity(local_rank, handle),
             memory_used=int(memory.used) if memory else None,
             memory_total=int(memory.total) if memory else None,
             power=power,
             power_limit=limit,
-            temperature=scale(ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU), 1.0),
+            temperature=convert_unit(
+                ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU), 1.0
+            ),
             sm_clock=clock,
             max_sm_clock=max_clock,
             event_reasons=self.list_reasons(handle),
@@ -158,7 +160,7 @@ class GpuSampler:
         answer = self.ask(nvml.nvmlGpmMetricsGet, request)
         if answer is None or answer.metrics[0].nvmlReturn != nvml.NVML_SUCCESS:
             return None
-        return scale(answer.metrics[0].value, 0.01)
+        return convert_unit(answer.metrics[0].value, 0.01)
 
     def take_events(self) -> None:
         """Take the XIDs that have come; NVML ends with a timeout when there is none."""
@@ -180,7 +182,7 @@ class GpuSampler:
             return ""
 
 
-def scale(value: float | None, unit: float) -> float | None:
+def convert_unit(value: float | None, unit: float) -> float | None:
     """Return a value in another unit, rounded to what NVML knows; None stays None."""
     return None if value is None else round(float(value) * unit, 6)
 

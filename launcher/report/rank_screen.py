@@ -61,13 +61,13 @@ def list_heading(row: Row, width: int) -> list[Text]:
     ]
     lines = [*pack_parts(parts, width), *pack_parts(figures, width)]
     if rank.gpu:
-        lines += pack_parts([Text(text) for text in describe_gpu(rank.gpu)], width)
+        lines += pack_parts([Text(text) for text in describe_gpu_sample(rank.gpu)], width)
     for note in rank.notes:
         lines += wrap_text(f"note: {clean_text(note, LONGEST)}", "dim", width)
     return lines
 
 
-def describe_gpu(gpu: GpuSample) -> Iterator[str]:
+def describe_gpu_sample(gpu: GpuSample) -> Iterator[str]:
     """Give its figures together with their limits."""
     if gpu.power is not None:
         yield f"power {gpu.power:.0f}{f' of {gpu.power_limit:.0f}' if gpu.power_limit else ''} W"
@@ -101,12 +101,12 @@ def list_snapshot(snapshot: ProcessSnapshot | None, width: int) -> Iterator[Text
         return
     process = snapshot.process
     when = f"stack {shorten_age(snapshot.age)} ago ({snapshot.origin})"
-    yield from wrap_text(f"{when}: {describe_process(process)}", "", width)
+    yield from wrap_text(f"{when}: {describe_process_state(process)}", "", width)
     for stack in sorted(process.stacks, key=lambda one: not one.is_current):
         yield from list_frames(stack, width, only=len(process.stacks) == 1)
 
 
-def describe_process(process: ProcessState) -> str:
+def describe_process_state(process: ProcessState) -> str:
     """Say what the kernel tells of a process."""
     words = [f"it {STATES.get(process.state, 'is in state ' + clean_text(process.state))}"]
     words += [f"in {clean_text(process.wait_channel)}"] if process.wait_channel not in ("", "0") else []

@@ -77,7 +77,7 @@ def read_account(path: Path, now: float | None = None) -> RunAccount:
         reports=reports,
         samples=samples,
         job=job,
-        hangs=tuple(read_hangs(path, hangs)),
+        hangs=tuple(read_run_hangs(path, hangs)),
         events=list_events(path, status.attempts, samples, job, told=told, hangs=hangs, end=end),
         begin=begin,
         end=end,
@@ -120,7 +120,7 @@ def list_run_hangs(path: Path, job: JobState | None) -> list[Hang]:
     return [found[number] for number in sorted(found) if 0 < number < MOST_NUMBERS]
 
 
-def read_hangs(path: Path, hangs: Sequence[Hang]) -> Iterator[tuple[Hang, tuple[NodeEvidence, ...]]]:
+def read_run_hangs(path: Path, hangs: Sequence[Hang]) -> Iterator[tuple[Hang, tuple[NodeEvidence, ...]]]:
     """Give hangs, each with what the nodes gathered for it."""
     for hang in hangs[:MOST_HANGS]:
         found: list[NodeEvidence] = []

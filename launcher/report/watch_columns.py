@@ -75,7 +75,7 @@ class Column:
     """The worst, which comes first, is the least."""
 
 
-def read_number(
+def make_number_reader(
     get: Callable[[RankState], float | None],
     show: Callable[[float], str],
     *,
@@ -109,17 +109,17 @@ def measure_own_time(rank: RankState) -> float | None:
     return rank.p50 * (1 - min(1.0, rank.wait_share or 0.0))
 
 
-def measure_memory(gpu: GpuSample) -> float | None:
+def measure_gpu_memory(gpu: GpuSample) -> float | None:
     """Return the share of a GPU's memory that is used."""
     return gpu.memory_used / gpu.memory_total if gpu.memory_used is not None and gpu.memory_total else None
 
 
-def read_rank(row: Row) -> Cell | None:
+def make_rank_cell(row: Row) -> Cell | None:
     """Show the rank; of a node the slowest one."""
     return Cell(str(row.ranks[0].rank), row.ranks[0].rank) if row.ranks else None
 
 
-def read_node(row: Row) -> Cell | None:
+def make_node_cell(row: Row) -> Cell | None:
     """Show the node."""
     return Cell(clean_text(row.host, LONGEST_NAME), row.view.report.node_rank)
 
@@ -142,7 +142,7 @@ def order_phase(rank: RankState) -> tuple[bool, bool, int]:
     return not rank.exit_code, rank.phase == "training", rank.rank
 
 
-def read_age(row: Row) -> Cell | None:
+def make_age_cell(row: Row) -> Cell | None:
     """Show how long ago the last step was."""
     ages = [row.view.measure_step_age(rank.step_age) for rank in row.ranks if rank.step_age is not None]
     if not ages:
@@ -176,51 +176,62 @@ def read_network(row: Row) -> Cell | None:
 
 
 COLUMNS = (
-    Column("rank", "R", "the rank; of a node the slowest one", read_rank, 4, ascending=True),
-    Column("node", "N", "its node", read_node, 6, is_text=True, ascending=True),
+    Column("rank", "R", "the rank; of a node the slowest one", make_rank_cell, 4, ascending=True),
+    Column("node", "N", "its node", make_node_cell, 6, is_text=True, ascending=True),
     Column("phase", "H", "what it does, or since when its node is silent", read_phase, 8, True, True),
     Column(
-        "step", "S", "steps so far", read_number(lambda rank: rank.step, str, least=True), 6, ascending=True
+        "step",
+        "S",
+        "steps so far",
+        make_number_reader(lambda rank: rank.step, str, least=True),
+        6,
+        ascending=True,
     ),
-    Column("last", "L", "how long ago its last step was", read_age, 4),
-    Column("p50", "P", "time of a step, median", read_number(lambda rank: rank.p50, shorten_seconds), 5),
-    Column("p99", "Q", "time of a step, 99th percentile", read_number(lambda r: r.p99, shorten_seconds), 5),
+    Column("last", "L", "how long ago its last step was", make_age_cell, 4),
+    Column(
+        "p50", "P", "time of a step, median", make_number_reader(lambda rank: rank.p50, shorten_seconds), 5
+    ),
+    Column(
+        "p99", "Q", "time of a step, 99th percentile", make_number_reader(lambda r: r.p99, shorten_seconds), 5
+    ),
     Column(
         "own",
         "O",
         "time of a step without waiting for other ranks",
-        read_number(measure_own_time, shorten_seconds),
+        make_number_reader(measure_own_time, shorten_seconds),
         5,
     ),
     Column(
         "data",
         "D",
         "share of the time that it waits for data",
-        read_number(lambda rank: rank.data_share, shorten_share, warn=0.1, alarm=0.3),
+        make_number_reader(lambda rank: rank.data_share, shorten_share, warn=0.1, alarm=0.3),
         4,
     ),
     Column(
         "others",
         "W",
         "share of the time that it waits for other ranks",
-        read_number(lambda rank: rank.wait_share, shorten_share, least=True),
+        make_number_reader(lambda rank: rank.wait_share, shorten_share, least=True),
         4,
         ascending=True,
     ),
-    Column("cpu", "C", "cores that it uses", read_number(lambda rank: rank.cpu, shorten_number), 4),
+    Column("cpu", "C", "cores that it uses", make_number_reader(lambda rank: rank.cpu, shorten_number), 4),
     Column(
         "delay",
         "Y",
         "share of the time that its threads wait for a core",
-        read_number(lambda rank: rank.run_delay, shorten_share, warn=0.1, alarm=0.5),
+        make_number_reader(lambda rank: rank.run_delay, shorten_share, warn=0.1, alarm=0.5),
         4,
     ),
-    Column("rss", "M", "memory of the processes", read_number(lambda rank: rank.rss, shorten_bytes), 4),
+    Column(
+        "rss", "M", "memory of the processes", make_number_reader(lambda rank: rank.rss, shorten_bytes), 4
+    ),
     Column(
         "gpu",
         "G",
         "share of the time with a kernel on its GPU",
-        read_number(of_gpu(lambda gpu: gpu.utilization), shorten_share, least=True),
+        make_number_reader(of_gpu(lambda gpu: gpu.utilization), shorten_share, least=True),
         4,
         ascending=True,
     ),
@@ -228,7 +239,7 @@ COLUMNS = (
         "sm",
         "A",
         "share of its multiprocessors that are active",
-        read_number(of_gpu(lambda gpu: gpu.sm_activity), shorten_share, least=True),
+        make_number_reader(of_gpu(lambda gpu: gpu.sm_activity), shorten_share, least=True),
         4,
         ascending=True,
     ),
@@ -236,18 +247,24 @@ COLUMNS = (
         "mem",
         "E",
         "share of its GPU's memory that is used",
-        read_number(of_gpu(measure_memory), shorten_share, warn=0.95, alarm=0.99),
+        make_number_reader(of_gpu(measure_gpu_memory), shorten_share, warn=0.95, alarm=0.99),
         4,
     ),
-    Column("power", "J", "watts", read_number(of_gpu(lambda gpu: gpu.power), lambda w: f"{w:.0f}W"), 4),
     Column(
-        "temp", "T", "of its GPU", read_number(of_gpu(lambda gpu: gpu.temperature), lambda t: f"{t:.0f}C"), 4
+        "power", "J", "watts", make_number_reader(of_gpu(lambda gpu: gpu.power), lambda w: f"{w:.0f}W"), 4
+    ),
+    Column(
+        "temp",
+        "T",
+        "of its GPU",
+        make_number_reader(of_gpu(lambda gpu: gpu.temperature), lambda t: f"{t:.0f}C"),
+        4,
     ),
     Column(
         "clock",
         "K",
         "of its multiprocessors in MHz",
-        read_number(of_gpu(lambda gpu: gpu.sm_clock), str, least=True),
+        make_number_reader(of_gpu(lambda gpu: gpu.sm_clock), str, least=True),
         4,
         ascending=True,
     ),

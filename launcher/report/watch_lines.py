@@ -69,7 +69,7 @@ def list_headline(run: RunStatus, snapshot: RunSnapshot) -> Iterator[Text]:
     yield Text(clean_text(run.run, LONGEST), "bold")
     state = job.state if job and run.state == "running" and job.state != "ended" else run.state
     yield Text(state, {"hanging": ALARM, "starting": "cyan"}.get(state, COLOURS.get(state, "")))
-    if (step := find_step(snapshot)) is not None:
+    if (step := find_job_step(snapshot)) is not None:
         total = snapshot.progress.total if snapshot.progress else None
         yield Text(f"step {step}" + (f"/{total}" if total else ""))
     if state == "running" and (seconds := find_step_seconds(snapshot)):
@@ -83,7 +83,7 @@ def list_headline(run: RunStatus, snapshot: RunSnapshot) -> Iterator[Text]:
         yield Text(f"last step {shorten_age(age)} ago", ALARM if state == "hanging" else "")
 
 
-def find_step(snapshot: RunSnapshot) -> int | None:
+def find_job_step(snapshot: RunSnapshot) -> int | None:
     """Return the step that the program has printed; if it prints none, the one that its ranks are at."""
     if snapshot.progress:
         return snapshot.progress.step

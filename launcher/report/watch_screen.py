@@ -14,7 +14,7 @@ from launcher.report.watch_table import (
     SLOWEST,
     Marks,
     Order,
-    choose_columns,
+    choose_watch_columns,
     find_marks,
     make_rows,
     render_rows,
@@ -100,7 +100,7 @@ class WatchScreen:
         nodes = [view for view in snapshot.nodes if self.host in (None, view.report.host)]
         by_node = self.host is None and shows_nodes(snapshot.nodes)
         self.rows = sort_rows(make_rows(nodes, self.marks, by_node=by_node), self.order, self.marks)
-        self.columns = choose_columns(self.rows, self.order, by_node=by_node)
+        self.columns = choose_watch_columns(self.rows, self.order, by_node=by_node)
         keys = [find_key(row) for row in self.rows]
         if self.chosen is None:
             self.at = 0

@@ -134,7 +134,7 @@ def sort_slowest(rows: Sequence[Row], marks: Marks) -> list[Row]:
     return [row for row, _ in sorted(zip(rows, own, strict=True), key=slowness)]
 
 
-def choose_columns(rows: Sequence[Row], order: Order, *, by_node: bool) -> list[Column]:
+def choose_watch_columns(rows: Sequence[Row], order: Order, *, by_node: bool) -> list[Column]:
     """Return the columns that there are values for; of a job on one node without that node's name."""
     several = by_node or any(row.view.report.nodes > 1 for row in rows)
     found = [

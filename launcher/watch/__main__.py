@@ -83,7 +83,7 @@ def main() -> None:
     if not lines:
         return
     watcher = make_watcher(decode(WatcherSettings, lines[0]), parent)
-    run(watcher, inbox, lines[1:])
+    run_watcher(watcher, inbox, lines[1:])
     watcher.end(LAST)
     if os.getppid() != parent:  # the supervisor was killed, and cannot do it
         shutil.rmtree(watcher.book.folder, ignore_errors=True)
@@ -91,7 +91,7 @@ def main() -> None:
     os._exit(0)  # threads that wait for a filesystem would hold the interpreter's end up
 
 
-def run(watcher: NodeWatcher, inbox: Inbox, lines: list[bytes]) -> None:
+def run_watcher(watcher: NodeWatcher, inbox: Inbox, lines: list[bytes]) -> None:
     """Take lines and look at ranks in turn."""
     due = time.monotonic()
     while not inbox.has_ended:

@@ -46,7 +46,7 @@ class WatchedRank:
     """When the process started, in clock ticks since boot (/proc/PID/stat); 0 if not known."""
 
 
-def gather(
+def gather_ranks(
     folder: Path,
     ranks: Sequence[WatchedRank],
     heartbeats: Mapping[int, Heartbeat],
@@ -94,7 +94,7 @@ def gather_node(
     start, answers = time.monotonic(), []
     thread = threading.Thread(target=lambda: answers.append(ask_ras()), name="nccl-ras", daemon=True)
     thread.start()
-    found = gather(folder, ranks, heartbeats, sample_gpu=sample_gpu)
+    found = gather_ranks(folder, ranks, heartbeats, sample_gpu=sample_gpu)
     thread.join(max(start + DEADLINE - time.monotonic(), 0))
     nccl, notes = answers[0] if answers else ("", ("NCCL's RAS did not answer in time",))
     seconds = round(time.monotonic() - start, 3)

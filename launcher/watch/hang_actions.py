@@ -46,7 +46,7 @@ class HangActions:
                 continue
             waited = now - self.seen.setdefault(hang.number, now)
             culprits = tuple(rank for rank in pids if rank in hang.verdict.ranks)
-            if is_over(hang, pids):
+            if is_settled(hang, pids):
                 self.acted = hang.number
             elif waited >= hang.delay and not has_moved(progress, culprits, hang.delay):
                 self.acted = hang.number
@@ -54,7 +54,7 @@ class HangActions:
                     yield Order(hang.action, culprits, tuple(pids.values()), hang.verdict.sentence)
 
 
-def is_over(hang: Hang, pids: Mapping[int, int]) -> bool:
+def is_settled(hang: Hang, pids: Mapping[int, int]) -> bool:
     """Tell whether nothing is to be done about a hang, or no more: other processes are those ranks now."""
     restarted = any(pids.get(rank, pid) != pid for rank, pid in hang.pids)
     return hang.action == "report" or hang.recovered is not None or restarted

@@ -72,7 +72,7 @@ class NodeMetrics:
     """Lines that could not be read, as the last one of a node that died."""
 
 
-def choose_interval(age: float, longest: float) -> float:
+def choose_sample_interval(age: float, longest: float) -> float:
     """Return the seconds from one sample to the next; `age` is that of the attempt, in seconds."""
     return max(min(max(SHORTEST, age / GROWTH), longest), age / KEPT)
 
@@ -102,7 +102,7 @@ class MetricsLog:
         if self.interval <= 0 or now < self.next_time:
             return False
         # Half a second of grace: reports come at intervals of their own.
-        self.next_time = now + choose_interval(now - self.start, self.interval) - 0.5
+        self.next_time = now + choose_sample_interval(now - self.start, self.interval) - 0.5
         return self.put(json.dumps(compact(report), separators=(",", ":")))
 
     def add_event(self, event: MetricsEvent) -> bool:
@@ -162,11 +162,11 @@ def compact(value: object) -> object:
     if isinstance(value, tuple):
         return [compact(item) for item in value]
     if isinstance(value, float):
-        return shorten(value)
+        return round_number(value)
     return value
 
 
-def shorten(number: float) -> float | None:
+def round_number(number: float) -> float | None:
     """Return a number with five digits, a time with three after the point; None for what is not finite."""
     if not isfinite(number):
         return None
@@ -202,8 +202,8 @@ def read_node_metrics(path: Path, most_rows: int | None = None, shift: float = 0
         return None
     is_event = [line.startswith(b'{"event"') for line in lines]
     samples = [line for line, is_one in zip(lines, is_event, strict=True) if not is_one]
-    rows = [decode_line(NodeReport, line) for line in thin_out(samples, most_rows, shift)]
-    events = [decode_line(MetricsEvent, line) for line, is_one in zip(lines, is_event, strict=True) if is_one]
+    rows = [decode_row(NodeReport, line) for line in thin_out(samples, most_rows, shift)]
+    events = [decode_row(MetricsEvent, line) for line, is_one in zip(lines, is_event, strict=True) if is_one]
     return NodeMetrics(
         path.name.removeprefix(BEGINNING).removesuffix(ENDING),
         tuple(row for row in rows if row),
@@ -220,7 +220,7 @@ def thin_out(lines: Sequence[bytes], most: int | None, shift: float = 0.0) -> Se
     return [*(lines[max(0, place)] for place in places), lines[-1]]
 
 
-def decode_line(kind: type[T], line: bytes) -> T | None:
+def decode_row(kind: type[T], line: bytes) -> T | None:
     """Return a line's value; None for one that is cut or damaged."""
     try:
         return convert(kind, parse_json(line))

@@ -95,7 +95,7 @@ class CgroupReader:
 
     def find_folders(self, pid: int) -> tuple[str, Groups] | None:
         """Return a rank's CPU cgroups; they are looked up only if it was moved to another one."""
-        text = read_text(f"/proc/{pid}/cgroup")
+        text = read_kernel_text(f"/proc/{pid}/cgroup")
         if self.find_cgroups is None or text is None:
             return None
         known = self.names.get(pid)
@@ -130,7 +130,7 @@ class CgroupReader:
         return self.find_strictest(self.list_common()[1])
 
 
-def read_text(path: str) -> str | None:
+def read_kernel_text(path: str) -> str | None:
     """Return the text of a small file of procfs or sysfs; None if it cannot be read."""
     try:
         descriptor = os.open(path, READ)
@@ -152,7 +152,7 @@ def list_numbers(folder: str) -> list[int]:
         return []
 
 
-def list_names(folder: str) -> list[str]:
+def list_folder(folder: str) -> list[str]:
     """Return the names in a directory, sorted; none if it cannot be read."""
     try:
         return sorted(os.listdir(folder))  # noqa: PTH208
@@ -162,7 +162,7 @@ def list_names(folder: str) -> list[str]:
 
 def read_count(path: str) -> int | None:
     """Return a file's whole number; None if it has none."""
-    text = (read_text(path) or "").strip()
+    text = (read_kernel_text(path) or "").strip()
     return int(text) if text.isascii() and text.isdecimal() else None
 
 
@@ -170,8 +170,8 @@ def list_infiniband(root: str) -> dict[str, list[Counters]]:
     """Return the counters of each RDMA device's ports: InfiniBand and RoCE, which interfaces do not count."""
     found: dict[str, list[Counters]] = {}
     top = f"{root}/sys/class/infiniband"
-    for name in list_names(top):
-        for port in list_names(f"{top}/{name}/ports"):
+    for name in list_folder(top):
+        for port in list_folder(f"{top}/{name}/ports"):
             here = f"{top}/{name}/ports/{port}"
             for received, sent, unit in INFINIBAND:
                 if read_count(f"{here}/{received}") is not None:
@@ -188,7 +188,7 @@ def list_interfaces(root: str) -> dict[str, list[Counters]]:
     A container's interface is a virtual one, and the only one that it sees.
     """
     top = f"{root}/sys/class/net"
-    names = [name for name in list_names(top) if name != "lo"]
+    names = [name for name in list_folder(top) if name != "lo"]
     physical = [name for name in names if os.path.exists(f"{top}/{name}/device")]  # noqa: PTH110
     here = f"{top}/{{}}/statistics/{{}}"
     return {
@@ -216,7 +216,7 @@ def read_pressure(root: str, folders: Iterable[str], resource: str) -> float | N
     """
     paths = [f"{root}/{folder}/{resource}.pressure" for folder in folders]
     for path in (*paths, f"{root}/proc/pressure/{resource}"):
-        text = read_text(path)
+        text = read_kernel_text(path)
         if text and text.startswith("some avg10="):
             share = text.removeprefix("some avg10=").partition(" ")[0]
             return float(share) / 100 if share.replace(".", "", 1).isdecimal() else None
@@ -230,7 +230,7 @@ def read_throttled(folder: str, version: int) -> float | None:
     up the run queues of all CPUs (Documentation/scheduler/sched-bwc.rst).
     """
     name, unit = ("throttled_time", 1e9) if version == 1 else ("throttled_usec", 1e6)
-    for line in (read_text(f"{folder}/cpu.stat") or "").splitlines():
+    for line in (read_kernel_text(f"{folder}/cpu.stat") or "").splitlines():
         key, _, value = line.partition(" ")
         if key == name and value.isdecimal():
             return int(value) / unit

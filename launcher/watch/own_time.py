@@ -67,7 +67,7 @@ def measure_steps(
     if len(set(hosts.values())) > 1 and not durations:
         arrivals = align_clocks(arrivals, hosts)
     seconds = measure_lengths(marks)
-    lateness = {name: compare(found) for name, found in arrivals.items() if len(found) > 1}
+    lateness = {name: compare_arrivals(found) for name, found in arrivals.items() if len(found) > 1}
     synchronous = find_synchronous(lateness, durations=durations)
     excess: dict[int, dict[int, float]] = {step: dict.fromkeys(marks, 0.0) for step in seconds}
     for found in lateness.values():
@@ -106,7 +106,7 @@ def measure_lengths(marks: Mapping[int, Sequence[Mark]]) -> dict[int, float]:
     return {step: median(found) for step, found in lengths.items() if len(found) == len(marks)}
 
 
-def compare(arrivals: Mapping[int, Arrival]) -> dict[int, tuple[Arrival, float, float]]:
+def compare_arrivals(arrivals: Mapping[int, Arrival]) -> dict[int, tuple[Arrival, float, float]]:
     """Return how late each rank comes beside the others, and by how much its interval is longer."""
     late = subtract_others([arrival.time for arrival in arrivals.values()])
     growth = subtract_others([arrival.interval for arrival in arrivals.values()])

@@ -20,7 +20,7 @@ from launcher.watch.node_samples import (
     NodeReader,
     NodeSample,
     list_numbers,
-    read_text,
+    read_kernel_text,
 )
 from launcher.watch.watch_model import Neighbour
 
@@ -138,10 +138,10 @@ class Sampler:
             here = f"/proc/{pid}/task/{thread}/"
             if (resting := self.resting.get(thread)) is not None:
                 tree.delays[thread] = resting
-            elif len(delay := (read_text(f"{here}schedstat") or "").split()) > 1:
+            elif len(delay := (read_kernel_text(f"{here}schedstat") or "").split()) > 1:
                 tree.delays[thread] = int(delay[1])
             if is_thorough or thread == pid or thread in self.parents:
-                text = read_text(f"{here}children")
+                text = read_kernel_text(f"{here}children")
                 children += map(int, text.split()) if text is not None else ask_psutil(pid, thread)
                 if text and is_thorough:
                     self.parents.add(thread)
@@ -158,7 +158,7 @@ def add_process(tree: TreeCounters, pid: int, fields: list[str], *, is_rank: boo
     tree.pids.add(pid)
     tree.ticks += sum(map(int, fields[PROCESS_TIMES]))
     tree.faults += sum(map(int, fields[FAULTS]))
-    pages = (read_text(f"/proc/{pid}/statm") or "").split()
+    pages = (read_kernel_text(f"/proc/{pid}/statm") or "").split()
     if len(pages) > 2:
         tree.rss += PAGE * (int(pages[1]) if is_rank else max(0, int(pages[1]) - int(pages[2])))
 

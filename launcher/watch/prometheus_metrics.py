@@ -35,14 +35,14 @@ GPU_FIELDS: tuple[GpuField, ...] = (
     ("launch_gpu_power_watts", "Power.", lambda g: g.power),
     ("launch_gpu_power_limit_watts", "Power limit.", lambda g: g.power_limit),
     ("launch_gpu_temperature_celsius", "Temperature.", lambda g: g.temperature),
-    ("launch_gpu_sm_clock_hertz", "Clock of the SMs.", lambda g: scale(g.sm_clock)),
-    ("launch_gpu_sm_clock_max_hertz", "Highest clock of the SMs.", lambda g: scale(g.max_sm_clock)),
+    ("launch_gpu_sm_clock_hertz", "Clock of the SMs.", lambda g: convert_clock(g.sm_clock)),
+    ("launch_gpu_sm_clock_max_hertz", "Highest clock of the SMs.", lambda g: convert_clock(g.max_sm_clock)),
     ("launch_gpu_pcie_link_width", "PCIe lanes in use.", lambda g: g.pcie_width),
     ("launch_gpu_pcie_link_width_max", "PCIe lanes at most.", lambda g: g.max_pcie_width),
 )  # fmt: skip
 
 
-def scale(clock: int | None) -> float | None:
+def convert_clock(clock: int | None) -> float | None:
     """Return MHz in Hz."""
     return None if clock is None else clock * MHZ
 
@@ -84,13 +84,13 @@ class NodeCollector(Collector):
                 phases.add_metric([*labels, phase], phase == state.phase)
         yield from (steps, times, phases)
         for name, text, get in RANK_FIELDS:
-            yield fill(name, text, RANK, [(self.label(state), get(state)) for state in report.ranks])
+            yield make_gauge(name, text, RANK, [(self.label(state), get(state)) for state in report.ranks])
 
     def build_gpu_metrics(self, report: NodeReport) -> Iterator[Metric]:
         """Give what is known of the ranks' GPUs."""
         gpus = [([*self.label(r), str(r.gpu.index)], r.gpu) for r in report.ranks if r.gpu]
         for name, text, get in GPU_FIELDS:
-            yield fill(name, text, GPU, [(labels, get(gpu)) for labels, gpu in gpus])
+            yield make_gauge(name, text, GPU, [(labels, get(gpu)) for labels, gpu in gpus])
         replays = CounterMetricFamily("launch_gpu_pcie_replays", "PCIe packets sent again.", labels=GPU)
         xids = CounterMetricFamily("launch_gpu_xid_errors", "XID errors so far.", labels=(*GPU, "xid"))
         reasons = GaugeMetricFamily(
@@ -122,24 +122,24 @@ class NodeCollector(Collector):
             add(pressure, [*labels, resource], getattr(report, f"{resource}_pressure"))
         yield from (rates, pressure)
         stalled = 0 if report.stalled_since is None else report.time - report.stalled_since
-        yield fill(
+        yield make_gauge(
             "launch_node_throttled_ratio",
             "Seconds per second, by a CPU quota.",
             NODE,
             [(labels, report.throttled)],
         )
-        yield fill(
+        yield make_gauge(
             "launch_node_stalled_seconds",
             "Time without progress once it is a hang; else 0.",
             NODE,
             [(labels, stalled)],
         )
-        yield fill(
+        yield make_gauge(
             "launch_node_report_timestamp_seconds", "When this was read.", NODE, [(labels, report.time)]
         )
 
 
-def fill(
+def make_gauge(
     name: str, text: str, names: Sequence[str], values: Iterable[tuple[Sequence[str], float | None]]
 ) -> GaugeMetricFamily:
     """Return a gauge with the values that are known."""

@@ -55,7 +55,7 @@ class RankDetails:
 
 def read_details(run_path: Path, rank: int, local_rank: int, host: str, attempt: int) -> RankDetails:
     """Read what a run's directory has of a rank; what cannot be read is left out."""
-    record = read_record(run_path, rank)
+    record = read_applied_record(run_path, rank)
     plan = read_plan(run_path, host, local_rank)
     differences = [*(record.problems if record else ())]
     if record and plan:
@@ -68,13 +68,13 @@ def read_details(run_path: Path, rank: int, local_rank: int, host: str, attempt:
         attempt,
         describe_placement(record, plan),
         tuple(differences),
-        find_snapshot(run_path, rank, host),
+        find_process_snapshot(run_path, rank, host),
         lines,
         stream,
     )
 
 
-def read_record(run_path: Path, rank: int) -> Applied | None:
+def read_applied_record(run_path: Path, rank: int) -> Applied | None:
     """Return what a rank's shim has recorded; None if that cannot be read."""
     try:
         return decode(Applied, read_file(run_path / name_applied_file(rank), LARGEST))
@@ -103,7 +103,7 @@ def describe_placement(record: Applied | None, plan: "RankPlan | None") -> str:
     return ", ".join(parts)
 
 
-def find_snapshot(run_path: Path, rank: int, host: str) -> ProcessSnapshot | None:
+def find_process_snapshot(run_path: Path, rank: int, host: str) -> ProcessSnapshot | None:
     """Return the newest look at a rank's process, by the times of files: for a hang, or asked for."""
     found = [read_snapshot(watch_path(run_path) / f"{name}{host}.json", rank) for name in (EVIDENCE, ANSWER)]
     return min((one for one in found if one), key=lambda one: one.age, default=None)

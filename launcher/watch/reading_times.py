@@ -44,7 +44,7 @@ class ReadingTimes:
             return False
         self.note_steps(beat, now)
         moment = int(now // QUICK)
-        every = 1 if self.is_quick(beat.step, now) else choose_interval(cost) // QUICK
+        every = 1 if self.is_quick(beat.step, now) else choose_reading_interval(cost) // QUICK
         due = moment // every != self.last // every
         if due:
             self.last = moment
@@ -68,7 +68,7 @@ class ReadingTimes:
         return age < QUICK_SECONDS or (age < QUICK_LIMIT and step < self.quick_step + QUICK_STEPS)
 
 
-def choose_interval(cost: float) -> int:
+def choose_reading_interval(cost: float) -> int:
     """Return the seconds between readings that keep their cost within MAX_COST, as far as SLOWEST goes."""
     interval = QUICK
     while interval < SLOWEST and cost > MAX_COST * interval:

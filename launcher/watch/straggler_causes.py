@@ -42,7 +42,7 @@ def find_cause(rank: Sequence[RankFacts], others: Sequence[Sequence[RankFacts]],
 
     `excess` is the share of the time by which it holds the others up.
     """
-    finders = (find_data_wait, find_quota, find_run_delay, find_faults, find_low_clock)
+    finders = (find_data_wait, find_throttling, find_run_delay, find_faults, find_low_clock)
     found = [cause for find in finders if rank and (cause := find(rank, others)) is not None]
     for cause in found:
         if cause.share >= EXPLAINED * excess:
@@ -50,7 +50,7 @@ def find_cause(rank: Sequence[RankFacts], others: Sequence[Sequence[RankFacts]],
     best = max(found, key=lambda cause: cause.share, default=None)
     if best is not None and best.share >= PARTLY * excess:
         return best
-    return find_narrow_link(rank, others) or describe_program(rank)
+    return find_narrow_link(rank, others) or describe_own_code(rank)
 
 
 def compare_values(
@@ -81,7 +81,7 @@ def find_data_wait(rank: Sequence[RankFacts], others: Sequence[Sequence[RankFact
     )
 
 
-def find_quota(rank: Sequence[RankFacts], others: Sequence[Sequence[RankFacts]]) -> Cause | None:
+def find_throttling(rank: Sequence[RankFacts], others: Sequence[Sequence[RankFacts]]) -> Cause | None:
     """A CPU quota of its own cgroup holds it back."""
     values = compare_values(rank, others, lambda one: one.state.throttled)
     if values is None:
@@ -156,7 +156,7 @@ def is_narrow(gpu: GpuSample | None) -> bool:
     return bool(gpu and gpu.pcie_width and gpu.max_pcie_width and gpu.pcie_width < gpu.max_pcie_width)
 
 
-def describe_program(rank: Sequence[RankFacts]) -> Cause:
+def describe_own_code(rank: Sequence[RankFacts]) -> Cause:
     """It is the rank's own code: say whether that computes or waits for something."""
     cpu = take_mean(rank, lambda one: one.state.cpu)
     if cpu is None:

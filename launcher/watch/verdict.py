@@ -10,7 +10,7 @@ from launcher.watch.verdict_text import (
     LONGEST,
     count_all_waiting,
     describe_others,
-    name_ranks,
+    format_ranks,
     say_absent,
     say_circle,
     say_mismatch,
@@ -84,7 +84,7 @@ def judge_mismatch(job: Job) -> Verdict | None:
     if found is None:
         return None
     call, few = found.calls[0]
-    doing, frame = describe_ranks(job, few)
+    doing, frame = describe_activities(job, few)
     waiting = sum(len(ranks) for _, ranks in found.calls[1:])
     wait = Wait(call.operation, found.key, found.group, found.sequence)
     return make_verdict(
@@ -130,7 +130,7 @@ def blame_stopped(job: Job, ranks: Sequence[int]) -> Verdict:
     """Return the verdict on ranks that SIGSTOP holds."""
     wait, waiting = find_main_wait(job, ranks)
     is_or_are = "are" if len(ranks) > 1 else "is"
-    text = f"{name_ranks(ranks, job.hosts)} {is_or_are} stopped (SIGSTOP){describe_others(wait, waiting)}"
+    text = f"{format_ranks(ranks, job.hosts)} {is_or_are} stopped (SIGSTOP){describe_others(wait, waiting)}"
     return make_verdict("stopped", text, job, ranks, wait, waiting=waiting)
 
 
@@ -139,7 +139,7 @@ def blame_busy(job: Job, ranks: Sequence[int]) -> Verdict:
     wait, waiting = find_main_wait(job, ranks)
     first = job.ranks[ranks[0]]
     doing, frame = describe_activity(first)
-    named = name_ranks(ranks[:1], job.hosts)
+    named = format_ranks(ranks[:1], job.hosts)
     if not is_debugged(first):
         doing = f"{PATIENT_PHASES[find_phase(first)]}: it {doing}"
     more = f" (and {len(ranks) - 1} more)" if len(ranks) > 1 else ""
@@ -153,15 +153,15 @@ def blame_exited(job: Job, ranks: Sequence[int]) -> Verdict:
     codes = sorted({code for number in ranks if (code := job.ranks[number].exit_code) is not None})
     how = f" with exit code {', '.join(map(str, codes))}" if codes else ""
     has = "have" if len(ranks) > 1 else "has"
-    text = f"{name_ranks(ranks, job.hosts)} {has} ended{how}{describe_others(wait, waiting)}"
+    text = f"{format_ranks(ranks, job.hosts)} {has} ended{how}{describe_others(wait, waiting)}"
     return make_verdict("exited", text, job, ranks, wait, waiting=waiting)
 
 
 def blame_absent(job: Job, ranks: Sequence[int]) -> Verdict:
     """Return the verdict on ranks that have not joined what others wait in, or that all stand still."""
     wait, waiting = find_main_wait(job, ranks)
-    doing, frame = describe_ranks(job, ranks)
-    named = name_ranks(ranks, job.hosts)
+    doing, frame = describe_activities(job, ranks)
+    named = format_ranks(ranks, job.hosts)
     many = len(ranks) > 1
     if wait is None:
         text = f"{named} {'stand' if many else 'stands'} still: {doing}"
@@ -176,7 +176,7 @@ def judge_silent(job: Job, ranks: Sequence[int] = ()) -> Verdict:
     silent = sorted(ranks or (number for number in job.hosts if number not in job.ranks))
     wait, waiting = find_main_wait(job, silent)
     heard = [number for number in silent if job.hosts.get(number) not in job.silent]
-    named = name_ranks(heard, job.hosts) if heard else name_ranks(silent, {}) if silent else ""
+    named = format_ranks(heard, job.hosts) if heard else format_ranks(silent, {}) if silent else ""
     text = say_silent(job.silent, named, job.unreported) + describe_others(wait, waiting)
     return make_verdict("silent", text, job, silent, wait, waiting=waiting)
 
@@ -195,7 +195,11 @@ def judge_circle(job: Job) -> Verdict:
         _, frame = describe_activity(job.ranks[ranks[0]])
         return make_verdict("network", text, job, ranks, wait, waiting=len(ranks), frame=frame)
     said = [
-        (name_ranks(found, job.hosts), each, name_ranks(sorted(each.missing), {}) if each.missing else "")
+        (
+            format_ranks(found, job.hosts),
+            each,
+            format_ranks(sorted(each.missing), {}) if each.missing else "",
+        )
         for each, found in reversed(entries)
     ]
     odd = entries[-1][1]
@@ -208,7 +212,7 @@ def judge_circle(job: Job) -> Verdict:
 def list_gpu_errors(job: Job) -> list[str]:
     """Return which GPUs have reported errors (XID)."""
     return [
-        f"the GPU of {name_ranks([number], job.hosts)} reported XID {', '.join(map(str, rank.gpu.xids))}"
+        f"the GPU of {format_ranks([number], job.hosts)} reported XID {', '.join(map(str, rank.gpu.xids))}"
         for number, rank in sorted(job.ranks.items())
         if rank.gpu and rank.gpu.xids
     ]
@@ -229,7 +233,7 @@ def find_main_wait(job: Job, culprits: Sequence[int]) -> tuple[Wait | None, int]
     return max(found.values(), key=lambda entry: entry[1], default=(None, 0))
 
 
-def describe_ranks(job: Job, ranks: Sequence[int]) -> tuple[str, Frame | None]:
+def describe_activities(job: Job, ranks: Sequence[int]) -> tuple[str, Frame | None]:
     """Return what ranks do, the same said once, and where the first one is."""
     doings: dict[str, list[int]] = {}
     frame = None

@@ -20,7 +20,7 @@ LONGEST = 600
 DEFAULT = "the default group"
 
 
-def name_ranks(ranks: Collection[int], hosts: Mapping[int, str]) -> str:
+def format_ranks(ranks: Collection[int], hosts: Mapping[int, str]) -> str:
     """Return ranks for people: `rank 5 on n2`, `ranks 4-7 on n2 and 9 on n3`."""
     by_host: dict[str, list[int]] = {}
     for number in ranks:
@@ -82,7 +82,7 @@ def say_mismatch(found: Mismatch, hosts: Mapping[int, str], doing: str) -> str:
     (odd, few), *others = found.calls
     differ = {call.operation for call, _ in found.calls}
     group, number = name_group_of(found.group), f"#{found.sequence}"
-    begin = f"{name_ranks(few, hosts)} {'have' if len(few) > 1 else 'has'}"
+    begin = f"{format_ranks(few, hosts)} {'have' if len(few) > 1 else 'has'}"
     if len(differ) > 1:
         rest = join_texts([f"{name_few(ranks)} {name_call(call)}" for call, ranks in others])
         return f"{begin} called {name_call(odd)} as {number} of {group}, and {rest}: {doing}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from launcher.watch.job_view import describe_job_state, list_job_progress, make_job_view
-from launcher.watch.metrics_log import choose_interval, compact
+from launcher.watch.metrics_log import choose_sample_interval, compact
 from launcher.watch.node_reports import FOLDER, read_reports, write_report
 from launcher.watch.run_reader import RunReader
 from launcher.watch.shared_files import SharedView
@@ -113,5 +113,5 @@ def list_sample_times(end: float) -> list[float]:
     times, now = [], 0.0
     while now < end:
         times.append(now)
-        now += choose_interval(now, 30.0)
+        now += choose_sample_interval(now, 30.0)
     return times

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from launcher.watch import evidence, kernel_state, nccl_ras, rank_activity, rank_answers, stacks
-from launcher.watch.evidence import WatchedRank, gather, gather_node
+from launcher.watch.evidence import WatchedRank, gather_node, gather_ranks
 from launcher.watch.heartbeats import read_heartbeat
 from launcher.watch.kernel_state import look_at_process
 from launcher.watch.verdict import judge
@@ -99,7 +99,7 @@ def make_heartbeat(pid: int, *, can_dump: bool = True) -> Heartbeat:
 def gather_one(folder: Path, pid: int, *, can_dump: bool = True, **more: int) -> RankEvidence:
     """The evidence of one process."""
     rank = WatchedRank(0, 0, 0, pid, "n1", **more)
-    (found,) = gather(folder, [rank], {0: make_heartbeat(pid, can_dump=can_dump)})
+    (found,) = gather_ranks(folder, [rank], {0: make_heartbeat(pid, can_dump=can_dump)})
     return found
 
 
@@ -281,9 +281,9 @@ def test_a_server_that_does_not_answer_costs_no_more_than_the_deadline(tmp_path:
     with start("ready(); time.sleep(600)", tmp_path) as process, serve_silence(tmp_path / "rank-0.sock"):
         await_state(process.pid, is_asleep)
         rank, beat = WatchedRank(0, 0, 0, process.pid, "n1"), make_heartbeat(process.pid, can_dump=False)
-        (found,) = gather(tmp_path, [rank], {0: beat}, deadline=0.2)
+        (found,) = gather_ranks(tmp_path, [rank], {0: beat}, deadline=0.2)
         assert "its evidence was not complete in time" in found.notes and found.process.state == "S"
-        (found,) = gather(tmp_path, [rank], {0: beat}, deadline=60)
+        (found,) = gather_ranks(tmp_path, [rank], {0: beat}, deadline=60)
     assert not found.answered
     assert any("no answer within" in note for note in found.notes)
     assert not any("not complete" in note for note in found.notes)
@@ -295,9 +295,9 @@ def test_gpus_and_a_sampler_that_fails(tmp_path: Path) -> None:
 
     with start(HANGS["sleep"][0], tmp_path) as process:
         ranks, beats = [WatchedRank(0, 3, 0, process.pid, "n1")], {0: make_heartbeat(process.pid)}
-        (found,) = gather(tmp_path, ranks, beats, sample_gpu=GpuSample)
+        (found,) = gather_ranks(tmp_path, ranks, beats, sample_gpu=GpuSample)
         assert found.gpu == GpuSample(3)
-        (found,) = gather(tmp_path, ranks, beats, sample_gpu=fail)
+        (found,) = gather_ranks(tmp_path, ranks, beats, sample_gpu=fail)
         assert found.gpu is None and found.process.stacks
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from launcher.launch.processes import RankProcess
-from launcher.launch.watching import read_order
+from launcher.launch.watching import decode_order
 from launcher.watch.hang_actions import CAUTION, HangActions, choose_action, choose_delay
 from launcher.watch.progress_limit import RankProgress
 from launcher.watch.watch_model import Hang, NodeEvidence, ProcessState, RankEvidence, Verdict
@@ -73,7 +73,7 @@ def test_an_order_for_ranks_that_were_started_anew_is_dropped() -> None:
 
 def test_the_supervisor_drops_an_order_that_comes_after_a_restart() -> None:
     (order,) = HangActions().list_orders((HANG,), progress(30.0), PIDS, 50.0)
-    found = read_order(json.loads(json.dumps({"event": "act", **asdict(order)})))
+    found = decode_order(json.loads(json.dumps({"event": "act", **asdict(order)})))
     assert (found.action, found.ranks) == ("restart", (1,))
     assert not found.is_late([RankProcess(0, 0, 0, 100), RankProcess(1, 1, 0, 101)])
     assert not found.is_late([RankProcess(0, 0, 0, 100)])  # the other has ended

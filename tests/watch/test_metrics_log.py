@@ -14,7 +14,7 @@ from launcher.watch import metrics_log
 from launcher.watch.metrics_log import (
     MetricsEvent,
     MetricsLog,
-    choose_interval,
+    choose_sample_interval,
     read_metrics,
     thin_out,
 )
@@ -155,7 +155,7 @@ def test_others_files_and_links_are_not_written_to(tmp_path: Path) -> None:
     [(0, 30, 5), (100, 30, 5), (240, 30, 10), (720, 30, 30), (7200, 30, 30), (86400, 30, 43.2), (9, 2, 2)],
 )
 def test_intervals_grow(age: float, longest: float, expected: float) -> None:
-    assert choose_interval(age, longest) == pytest.approx(expected)
+    assert choose_sample_interval(age, longest) == pytest.approx(expected)
 
 
 def test_samples_are_left_out_evenly() -> None:

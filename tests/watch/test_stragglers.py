@@ -10,7 +10,7 @@ import pytest
 from launcher.watch.collective_marks import DURATION, ENQUEUED, STEP_ENDS, Mark, pack_marks, unpack_marks
 from launcher.watch.excess_history import ExcessHistory
 from launcher.watch.own_time import StepExcess, measure_steps, measure_waits
-from launcher.watch.reading_times import QUICK, ReadingTimes, choose_interval
+from launcher.watch.reading_times import QUICK, ReadingTimes, choose_reading_interval
 from launcher.watch.straggler_causes import RankFacts, find_cause
 from launcher.watch.stragglers import StragglerFinder, explain_straggler, list_slow_ranks
 from launcher.watch.watch_model import CollectiveTimes, GpuSample, Heartbeat, Neighbour, NodeReport, RankState
@@ -216,7 +216,7 @@ def make_beat(step: int, seconds: float) -> Heartbeat:
 def test_readings_are_often_at_first_then_seldom_and_often_again_if_steps_are_longer() -> None:
     moments = ReadingTimes()
     due = [now for now in range(0, 1200) if moments.is_due([make_beat(now * 5, 0.2)], now, 0.04)]
-    assert due[1] - due[0] == QUICK and due[-1] - due[-2] == choose_interval(0.04) == 80
+    assert due[1] - due[0] == QUICK and due[-1] - due[-2] == choose_reading_interval(0.04) == 80
     slower = [now for now in range(1200, 1400) if moments.is_due([make_beat(now * 5, 0.22)], now, 0.04)]
     assert len([now for now in slower if now <= 1262]) >= 10
     assert not ReadingTimes().is_due([make_beat(1, 1.0)], 100.0, 0.0)

@@ -14,7 +14,7 @@ import pytest
 from launcher.decode import decode
 from launcher.launch import watch_folder, watcher_process
 from launcher.launch.processes import Death, RankProcess
-from launcher.launch.watch_folder import WatchFolder, make_folder, open_watch_folder, remove_stale
+from launcher.launch.watch_folder import WatchFolder, make_watch_folder, open_watch_folder, remove_stale
 from launcher.launch.watcher_process import WatcherProcess
 from launcher.launch.watching import Watching
 from launcher.watch.__main__ import gather_evidence, make_watcher, try_tick
@@ -32,7 +32,7 @@ RANK = RankProcess(0, 0, 0, os.getpid())
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WatchFolder]:
     monkeypatch.setattr(watcher_process, "DELAY", 0.0)
-    made = make_folder(str(tmp_path / "heartbeats"))
+    made = make_watch_folder(str(tmp_path / "heartbeats"))
     yield made
     made.remove()
 
@@ -173,7 +173,7 @@ def test_folders_of_launchers_that_were_killed_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch_folder, "FRESH", -1.0)
-    held, dead = (make_folder(str(tmp_path / f"launch-watch-{name}")) for name in ("held", "dead"))
+    held, dead = (make_watch_folder(str(tmp_path / f"launch-watch-{name}")) for name in ("held", "dead"))
     os.close(dead.lock)
     (tmp_path / "launch-watch-dead/rank-0.beat").touch()
     (tmp_path / "launch-watch-link").symlink_to(tmp_path)

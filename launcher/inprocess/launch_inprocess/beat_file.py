@@ -62,7 +62,7 @@ def map_beat(folder: str, rank: int, integers: Mapping[int, int], floats: Mappin
     try:
         os.posix_fallocate(descriptor, 0, SIZE)
         memory = memoryview(mmap.mmap(descriptor, SIZE))
-        fill(memory, integers, floats)
+        fill_beat(memory, integers, floats)
         os.replace(draft, path)
     except BaseException:
         os.unlink(draft)
@@ -73,7 +73,7 @@ def map_beat(folder: str, rank: int, integers: Mapping[int, int], floats: Mappin
     return memory
 
 
-def fill(memory: memoryview, integers: Mapping[int, int], floats: Mapping[int, float]) -> None:
+def fill_beat(memory: memoryview, integers: Mapping[int, int], floats: Mapping[int, float]) -> None:
     """Write the items that identify the process, and these."""
     fields = read_stat_fields("self")
     own = {AT_MAGIC: MAGIC, AT_LAYOUT: LAYOUT, AT_PID: os.getpid()}

@@ -92,13 +92,13 @@ def make_saver(beat: Heartbeat, original: Function) -> Function:
 def note_loading(beat: Heartbeat, class_name: str, module: ModuleType) -> None:
     """Note the waits for batches, and for the start of the workers."""
     loader = getattr(module, class_name)
-    replace(loader, "__iter__", make_loader(beat, loader.__iter__, counts=0), loader.__iter__)
+    replace(loader, "__iter__", wrap_wait(beat, loader.__iter__, counts=0), loader.__iter__)
     if class_name == "DataLoader":
         iterator = module._BaseDataLoaderIter
-        replace(iterator, "__next__", make_loader(beat, iterator.__next__, counts=1), iterator.__next__)
+        replace(iterator, "__next__", wrap_wait(beat, iterator.__next__, counts=1), iterator.__next__)
 
 
-def make_loader(beat: Heartbeat, original: Function, *, counts: int) -> Function:
+def wrap_wait(beat: Heartbeat, original: Function, *, counts: int) -> Function:
     """Return a method that notes the wait in it; in other threads than the one that trains, batches alone.
 
     A dataset may read from another loader: that is part of the wait for this one.
