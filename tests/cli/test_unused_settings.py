@@ -72,7 +72,12 @@ def test_what_is_slurms_has_its_use_there(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "verb"), [("rank=0", "logs"), ("rank=3", "logs"), ("yes=true", "cancel` and `launch tune")]
+    ("word", "verb"),
+    [
+        ("rank=0", "logs` and `launch watch"),
+        ("rank=3", "logs` and `launch watch"),
+        ("yes=true", "cancel` and `launch tune"),
+    ],
 )
 def test_a_key_of_another_verb(launch: Launch, word: str, verb: str) -> None:
     launch(*HERE, word).assert_error(2, f"{word} is for `launch {verb}`, and has no use for a run")
