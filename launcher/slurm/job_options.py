@@ -89,7 +89,8 @@ def choose_job_options(specs: Sequence[JobSpec], environ: Mapping[str, str], *, 
             if not dry_run:
                 raise
             warnings = [*warnings, str(error)]
-        shape = JobSize(name_slurm_job(specs), spec.cluster.min_nodes, spec.cluster.max_nodes)
+        nodes = spec.cluster.min_nodes, spec.cluster.max_nodes
+        shape = JobSize(name_slurm_job(specs), *nodes, can_hang=spec.config.watch.on_hang == "stop")
         options_of_jobs.append(build_options(cluster, shape, filled))
     require_same(options_of_jobs)
     check_setups(specs)

@@ -80,6 +80,8 @@ class JobSize:
     name: str
     min_nodes: int
     max_nodes: int
+    can_hang: bool = False
+    """A hang ends an attempt (`watch.on_hang=stop`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,8 @@ def build_options(cluster: "ClusterConfig", shape: JobSize, filled: Resources) -
             )
     number, seconds = parse_signal(cluster.signal)
     found.append(Option("signal", f"B:{number.name.removeprefix('SIG')}@{seconds}", "cluster.signal"))
-    found.append(Option("requeue" if may_requeue(cluster) else "no-requeue", None, "cluster.requeue"))
+    requeue = "requeue" if may_requeue(cluster, can_hang=shape.can_hang) else "no-requeue"
+    found.append(Option(requeue, None, "cluster.requeue"))
     return (*found, *read_additional(cluster.additional))
 
 
@@ -145,10 +148,11 @@ def render_nodes(low: int, high: int) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def may_requeue(cluster: "ClusterConfig") -> bool:
+def may_requeue(cluster: "ClusterConfig", *, can_hang: bool) -> bool:
     """Tell whether any end of an attempt is to be followed by another."""
     policy = cluster.requeue
-    return policy.limit > 1 and any(getattr(policy, reason) > 0 for reason in LIMITED)
+    reasons = [reason for reason in LIMITED if reason != "hang" or can_hang]
+    return policy.limit > 1 and any(getattr(policy, reason) > 0 for reason in reasons)
 
 
 def read_additional(additional: dict[str, object]) -> tuple[Option, ...]:

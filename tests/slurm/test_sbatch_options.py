@@ -243,3 +243,10 @@ def test_members_of_an_array_have_the_same_options() -> None:
 
 def test_array() -> None:
     assert array_option(4, 2) == Option("array", "0-3%2", "cluster.array_parallelism")
+
+
+@pytest.mark.parametrize(("can_hang", "option"), [(False, "--no-requeue"), (True, "--requeue")])
+def test_a_hang_counts_only_if_it_ends_the_job(can_hang: bool, option: str) -> None:
+    cluster = ClusterConfig(requeue=RequeueConfig(**{**NEVER, "hang": 3}))
+    shape = JobSize("train", 1, 1, can_hang=can_hang)
+    assert option in [found.render() for found in build_options(cluster, shape, NOTHING)]
