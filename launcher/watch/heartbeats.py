@@ -142,20 +142,3 @@ def read_notes(data: bytes, size: int) -> tuple[str, ...]:
     """Return the notes' lines."""
     text = data[8 * NOTES_AT : 8 * NOTES_AT + min(size, MAX_NOTES)].decode(errors="replace")
     return tuple(text.splitlines())
-
-
-def is_mapped(path: str | os.PathLike[str], pid: int) -> bool:
-    """Tell whether a process still has its heartbeat mapped; an exec ends that, whatever file is there.
-
-    It reads /proc/PID/maps, some milliseconds for a rank with torch, and waits for a process that is stuck
-    within a change of its memory: to be called from a thread that may wait.
-    """
-    try:
-        inode, name = str(Path(path).stat().st_ino), Path(path).name
-        with Path(f"/proc/{pid}/maps").open(encoding="utf-8", errors="replace") as file:
-            mapped = (line.rstrip("\n").split(None, 5)[4:] for line in file)
-            return any(
-                len(part) == 2 and part[0] == inode and part[1].endswith(f"/{name}") for part in mapped
-            )
-    except OSError:
-        return False

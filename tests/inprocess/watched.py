@@ -94,3 +94,16 @@ def run_to_end(code: str, folder: Path, **variables: str) -> str:
         code_out_err = program.finish()
     assert (code_out_err[0], code_out_err[2]) == (0, ""), code_out_err
     return code_out_err[1]
+
+
+def is_mapped(path: str | os.PathLike[str], pid: int) -> bool:
+    """Tell whether a process still has its heartbeat mapped; an exec ends that, whatever file is there."""
+    try:
+        inode, name = str(Path(path).stat().st_ino), Path(path).name
+        with Path(f"/proc/{pid}/maps").open(encoding="utf-8", errors="replace") as file:
+            mapped = (line.rstrip("\n").split(None, 5)[4:] for line in file)
+            return any(
+                len(part) == 2 and part[0] == inode and part[1].endswith(f"/{name}") for part in mapped
+            )
+    except OSError:
+        return False

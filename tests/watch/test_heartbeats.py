@@ -12,7 +12,7 @@ import pytest
 
 from launcher.inprocess.launch_inprocess import beat_file, heartbeat
 from launcher.watch import heartbeats
-from launcher.watch.heartbeats import is_mapped, list_heartbeats, read_heartbeat
+from launcher.watch.heartbeats import list_heartbeats, read_heartbeat
 from launcher.watch.watch_model import PHASES
 
 TIMES = beat_file.AT_PHASE_SINCE, beat_file.AT_ACTIVITY_TIME
@@ -163,13 +163,6 @@ def test_any_counts_and_times_are_read_without_harm(beat: heartbeat.Heartbeat, p
 def test_another_users_is_none(beat: heartbeat.Heartbeat, path: Path) -> None:
     os.chown(path, 12345, 12345)
     assert read_heartbeat(path) is None
-    assert beat.memory is not None
-
-
-def test_a_mapped_file_is_found_in_its_process(beat: heartbeat.Heartbeat, path: Path) -> None:
-    assert is_mapped(path, os.getpid())
-    assert not is_mapped(path, os.getppid())
-    assert not is_mapped(path.with_name("rank-9.beat"), os.getpid())
     assert beat.memory is not None
 
 
