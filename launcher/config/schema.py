@@ -150,8 +150,13 @@ class GcConfig:
 
 @dataclass
 class TuneConfig:
-    """How `launch tune dataloader` measures."""
+    """How `launch tune dataloader` and `launch tune batch` measure."""
 
+    option: str | None = None
+    """The program's own option for its micro-batch (`--batch-size`, `train.batch_size=`), for `launch tune
+    batch`."""
+    max_batch: int = 4096
+    """Largest micro-batch to try."""
     max_workers: Any = "auto"
     """Largest number of workers to try; `auto`: two for each core of a rank, 4 to 64, if memory allows."""
     steps: int = 48
@@ -259,6 +264,91 @@ class NotifyConfig:
 
 
 @dataclass
+class ParallelConfig:
+    """How the program splits its work over the GPUs, as far as memory and speed depend on it.
+
+    It describes what the program does, and changes nothing in it. `auto` is what the options of the bundled
+    program say. For another program, dp is what is left of the GPUs, and zero is 0.
+    """
+
+    tp: int = 1
+    """GPUs that share each layer (tensor parallelism)."""
+    pp: int = 1
+    """Pipeline stages."""
+    dp: Any = "auto"
+    """Data-parallel replicas; `auto`: the GPUs over tp, pp and cp."""
+    cp: int = 1
+    """GPUs that share a sequence (context parallelism)."""
+    ep: int = 1
+    """GPUs that share the experts."""
+    zero: Any = "auto"
+    """What is sharded over the replicas: 0 nothing, 1 optimizer states, 2 gradients too, 3 (or `fsdp`)
+    weights too."""
+    framework: str = "auto"
+    """`ddp`, `fsdp`, `zero` (DeepSpeed), `megatron`, or `auto`."""
+    shard_size: int | None = None
+    """GPUs over which states are sharded; null is all replicas."""
+    sequence_parallel: bool = True
+    """With tp: activations between the matrices are split along the sequence."""
+    virtual_stages: int = 1
+    """Model chunks of each pipeline stage (interleaved schedule)."""
+
+
+@dataclass
+class FitConfig:
+    """What is assumed of the training, to say before the start whether it fits and how fast it will be.
+
+    `auto` is what the options of the bundled program say.
+    """
+
+    check: str = "error"
+    """`error`: a job of the bundled program that cannot fit is refused; `warn`; `off`. Another program is
+    never refused."""
+    precision: str = "auto"
+    """`fp32`, `bf16`, `mixed` (bf16 with fp32 weights), `fp8`, or `auto`."""
+    optimizer: str = "adamw"
+    """`adamw`, `adamw8bit`, `adafactor`, `lion`, `sgd` or `muon`."""
+    checkpointing: str = "auto"
+    """Activation checkpointing: `none`, `selective`, `full`, or `auto`."""
+    offload: str = "none"
+    """What is kept in CPU memory: `none`, `optimizer`, `parameters` (and optimizer)."""
+    micro_batch: Any = "auto"
+    """Sequences of a replica in a micro-step."""
+    accumulation: Any = "auto"
+    """Micro-steps of an optimizer step; `auto`: from global_batch if that is set, else 1."""
+    global_batch: int | None = None
+    """Sequences of an optimizer step: micro_batch * dp * accumulation."""
+    seq_len: Any = "auto"
+    """Tokens of a sequence; `auto`: the program's, else the model's max_seq_len, at most 4096."""
+    flash_attention: bool = True
+    gpu: str | None = None
+    """A GPU by name (`H100`, `A100-40GB`), in place of the machine's."""
+    gpu_memory_gib: float | None = None
+    """Memory of a GPU in GiB, in place of the machine's."""
+    tokens: float | None = None
+    """Tokens to train on in all, for time and GPU-hours."""
+    step_seconds: float | None = None
+    """Measured seconds of an optimizer step, for TFLOPS, MFU and HFU."""
+
+
+@dataclass
+class PreflightConfig:
+    """Checks of every node before the program starts."""
+
+    kind: str = "auto"
+    """`off`; `light` (10 s at most); `deep` (60 s); `auto`: light for SLURM jobs with GPUs, else off."""
+    on_failure: str = "report"
+    """If a node is sick: `report` it and go on; `stop` (exit code 3); `exclude`: go on without it if the job
+    may have fewer nodes or has spare ones, else requeue without it."""
+    paths: list[str] = field(default_factory=list)
+    """Further paths that have to answer on every node, such as the data's."""
+    min_free_gib: float = 1.0
+    """Free space that the run directory and the temporary directory should have."""
+    tolerance: float = 0.93
+    """Share of the median of the job's devices below which one is slow."""
+
+
+@dataclass
 class LaunchConfig:
     """All keys."""
 
@@ -305,7 +395,8 @@ class LaunchConfig:
     env: dict[str, Any] = field(default_factory=dict)
     """Variables for the program, by name. `env.from_file` is a dotenv file with more, or a list of them."""
     model: dict[str, Any] = field(default_factory=dict)
-    """The model of the bundled program; the group `model` sets it."""
+    """The model of the bundled program; the group `model` sets it. `model.config` is a Hugging Face
+    config.json that gives the dimensions for `launch plan`."""
     data: dict[str, Any] = field(default_factory=dict)
     """The text for the bundled program: `data.path` and `data.val_fraction`."""
     program: dict[str, Any] = field(default_factory=dict)
@@ -324,3 +415,6 @@ class LaunchConfig:
     torchrun: TorchrunConfig = field(default_factory=TorchrunConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     notify: NotifyConfig = field(default_factory=NotifyConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    fit: FitConfig = field(default_factory=FitConfig)
+    preflight: PreflightConfig = field(default_factory=PreflightConfig)

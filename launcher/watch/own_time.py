@@ -139,7 +139,9 @@ def find_synchronous(
     for found in lateness.values():
         arrivals = [arrival for arrival, _, _ in found.values()]
         last_before = max(arrival.time - arrival.interval for arrival in arrivals)
-        waited[arrivals[0].place].append(min(arrival.time for arrival in arrivals) >= last_before)
+        has_waited = min(arrival.time for arrival in arrivals) >= last_before
+        for place in {arrival.place for arrival in arrivals}:  # ranks may differ at the end of a step
+            waited[place].append(has_waited)
         for rank, (arrival, late_by, growth) in found.items():
             late[arrival.place][rank].append(late_by)
             grown[arrival.place][rank].append(growth)

@@ -1,9 +1,11 @@
 """A small DDP program for the straggler benchmark; it knows nothing of the launcher.
 
-Each step sleeps and computes for fixed amounts. Once a file is there, one rank takes longer.
+Each step sleeps and computes for fixed amounts. Once a file is there, one rank takes longer. Each rank
+writes how long its own part of each step took, before any collective: a double in seconds in `own-RANK`.
 """
 
 import argparse
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,10 +76,14 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     samples = Samples(1 << 16, options.data if is_slow else 0.0, trigger)
     batches = repeat(DataLoader(samples, batch_size=1))
-    for _ in range(options.steps):
-        optimizer.zero_grad()
-        model(next(batches)).sum().backward()
-        optimizer.step()
+    with (options.folder / f"own-{dist.get_rank()}").open("wb", buffering=0) as own:
+        for _ in range(options.steps):
+            begin = time.perf_counter()
+            optimizer.zero_grad()
+            loss = model(next(batches)).sum()
+            own.write(struct.pack("=d", time.perf_counter() - begin))
+            loss.backward()
+            optimizer.step()
     dist.destroy_process_group()
 
 

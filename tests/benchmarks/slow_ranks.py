@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ STEPS = 100
 SLEEP = 0.1
 MORE = 0.012
 """Seconds more in a step: about 10% with what else it takes."""
+REALLY = 0.06
+"""Excess by the ranks' own clocks from which on a rank in a healthy run was slower, whatever the reason."""
 LOOP = "while True: pass"
 CGROUP = Path("/sys/fs/cgroup/cpu")
 
@@ -64,6 +67,8 @@ class Found:
     """Steps from ONSET until the first one was told."""
     longer: float
     """Median step after ONSET in the one before."""
+    truth: float | None = None
+    """By how much the own part of the first straggler's steps really was longer than the other rank's."""
 
 
 class Job:
@@ -193,7 +198,18 @@ def run_job(folder: Path, kind: str, slow: int) -> Found:
         beat = list_heartbeats(job.beats_folder)[0]
         first = beat.step - len(beat.durations)
         before, after = beat.durations[10 : onset - first], beat.durations[onset - first + 1 :]
-        return Found(slow, tuple(found), told_after, median(after) / median(before) - 1)
+        longer = median(after) / median(before) - 1
+        return Found(slow, tuple(found), told_after, longer, measure_truth(folder, found))
+
+
+def measure_truth(folder: Path, found: Sequence[Straggler]) -> float | None:
+    """Return by how much the first straggler's own part of its steps was longer, as the ranks timed it."""
+    if not found:
+        return None
+    own = {rank: array("d", (folder / f"own-{rank}").read_bytes()) for rank in range(RANKS)}
+    part = slice(found[0].first_step - 1, found[0].last_step)
+    (other,) = set(range(RANKS)) - {found[0].rank}
+    return median(own[found[0].rank][part]) / median(own[other][part]) - 1
 
 
 def bench_stragglers(folder: Path, options: Mapping[str, str]) -> None:
@@ -213,7 +229,8 @@ def bench_slow_ranks(folder: Path, runs: int) -> None:
             place.mkdir()
             found = run_job(place, kind, number % RANKS)
             results[kind].append(found)
-            print(number, kind, f"{found.longer:+.1%}", found.told_after, found.stragglers, flush=True)
+            truth = "" if found.truth is None else f"really {found.truth:+.1%}"
+            print(number, kind, f"{found.longer:+.1%}", found.told_after, truth, found.stragglers, flush=True)
     print(
         "| | runs | steps longer by | found within 100 steps | right rank | right cause | steps to the word |"
     )
@@ -231,6 +248,7 @@ def describe_runs(runs: Sequence[Found], cause: str) -> str:
     steps = median(run.told_after or 0 for run, _ in first) if first else 0
     longer = median(run.longer for run in runs)
     if not cause:
-        return f"{len(runs)} | {longer:+.1%} | {len(first)} reported | | | "
+        really = sum(run.truth is not None and run.truth >= REALLY for run, _ in first)
+        return f"{len(runs)} | {longer:+.1%} | {len(first)} reported, {really} really slower | | | "
     cells = (len(runs), f"{longer:+.1%}", len(within), len(right), len(causes), f"{steps:.0f}")
     return " | ".join(map(str, cells))

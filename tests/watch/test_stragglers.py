@@ -1,5 +1,6 @@
 """Stragglers: by tables for causes and statistics, and by simulated programs with and without a slow rank."""
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import fields as fields_of
@@ -66,6 +67,19 @@ def test_clocks_of_nodes_need_not_agree(program: str) -> None:
     assert [slow.rank for slow in history.add(measure_steps(simulation.run(100), hosts))] == [3]
     healthy = replace(simulation, excess=0.0)
     assert ExcessHistory().add(measure_steps(healthy.run(100), hosts)) == ()
+
+
+def test_ranks_may_count_a_collective_to_different_steps() -> None:
+    """At the end of a step one hook may see the step's end before a collective, and the other after it."""
+    marks: dict[int, list[Mark]] = {0: [], 1: []}
+    for step in range(1, 11):
+        when = float(step)
+        marks[0] += [Mark(step, "0", step, when), Mark(step, STEP_ENDS, step, when + 0.1)]
+        marks[1] += [Mark(step, STEP_ENDS, step, when - 0.01), Mark(step + 1, "0", step, when + 0.02)]
+        marks[1] += [Mark(step + 1, "1[1]", step, when + 0.03)] * (step % 2)
+    steps = measure_steps(marks, {0: "n1", 1: "n1"})
+    assert [step.step for step in steps] == list(range(2, 11))
+    assert all(math.isfinite(step.excess[rank]) for step in steps for rank in (0, 1))
 
 
 def test_shorter_collectives_show_who_came_late() -> None:

@@ -1,0 +1,1 @@
+"""Checks of every node of a job before its program starts."""
