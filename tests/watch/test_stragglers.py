@@ -75,8 +75,8 @@ def test_ranks_may_count_a_collective_to_different_steps() -> None:
     for step in range(1, 11):
         when = float(step)
         marks[0] += [Mark(step, "0", step, when), Mark(step, STEP_ENDS, step, when + 0.1)]
-        marks[1] += [Mark(step, STEP_ENDS, step, when - 0.01), Mark(step + 1, "0", step, when + 0.02)]
-        marks[1] += [Mark(step + 1, "1[1]", step, when + 0.03)] * (step % 2)
+        late = [Mark(step, STEP_ENDS, step, when - 0.1), Mark(step + 1, "0", step, when)]
+        marks[1] += late if step == 4 else marks[0][-2:]
     steps = measure_steps(marks, {0: "n1", 1: "n1"})
     assert [step.step for step in steps] == list(range(2, 11))
     assert all(math.isfinite(step.excess[rank]) for step in steps for rank in (0, 1))
