@@ -16,6 +16,8 @@ PRESSURE = 0.05
 """Share of the time that tasks of the node wait for memory (PSI), from which on it is named."""
 CLOCK = 0.97
 """A GPU's clock in that of the others, below which it is low."""
+OWN_CODE = "program"
+"""The cause, if no other is found."""
 COMPUTES = 0.85
 """Cores that a rank uses at least, if it computes all the time."""
 
@@ -160,6 +162,6 @@ def describe_own_code(rank: Sequence[RankFacts]) -> Cause:
     """It is the rank's own code: say whether that computes or waits for something."""
     cpu = take_mean(rank, lambda one: one.state.cpu)
     if cpu is None:
-        return Cause("program", 0.0, "its own code, for none of the reasons that are looked for")
+        return Cause(OWN_CODE, 0.0, "its own code, for none of the reasons that are looked for")
     does = "computes" if cpu >= COMPUTES else "sleeps, or waits for something but data and other ranks"
-    return Cause("program", 0.0, f"its own code: it {does}, with {cpu:.2f} cores in use")
+    return Cause(OWN_CODE, 0.0, f"its own code: it {does}, with {cpu:.2f} cores in use")

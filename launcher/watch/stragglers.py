@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from launcher.watch.collective_marks import DURATION, unpack_marks
 from launcher.watch.excess_history import MIN_EXCESS, ExcessHistory, SlowRank
 from launcher.watch.own_time import StepExcess, measure_steps, measure_waits
-from launcher.watch.straggler_causes import RankFacts, find_cause
+from launcher.watch.straggler_causes import OWN_CODE, RankFacts, find_cause
 from launcher.watch.watch_model import CollectiveTimes, NodeReport, Straggler
 
 MOST_REPORTS = 24
@@ -15,6 +15,8 @@ LATER = 0.5
 """Share of the slow steps that is left out for the cause: it may have begun within them."""
 LEAST_REPORTS = 1
 """Reports from the slow steps that show a cause; with fewer, the last ones are taken."""
+CLEAR_REPORTS = 2
+"""Reports from the slow steps that rule other causes out, if the cause is the rank's own code."""
 MOST_TOLD = 200
 """Stragglers of a job that are kept."""
 CAUSES: Mapping[str, str] = {
@@ -26,7 +28,7 @@ CAUSES: Mapping[str, str] = {
     "gpu_clock": "GPU clock",
     "pcie": "PCIe link",
     "nic": "network link",
-    "program": "its own code",
+    OWN_CODE: "its own code",
 }
 """Causes as people read them."""
 
@@ -46,30 +48,39 @@ class StragglerFinder:
         self.seen: tuple[CollectiveTimes, ...] = ()
         self.pids: dict[int, tuple[str, int]] = {}
         """Node and PID of all ranks that have been heard of."""
+        self.pending: list[SlowRank] = []
+        """Slow ranks whose cause another report may show."""
 
     def update(self, reports: Sequence[NodeReport]) -> tuple[Straggler, ...]:
         """Take the last reports of all nodes, some of which may be known already; return new stragglers."""
         self.note_start(reports)
         self.note_facts(reports)
+        hosts = {state.rank: report.host for report in reports for state in report.ranks}
+        slow = (*self.pending, *self.measure(reports, hosts))
+        now = max((report.time for report in reports), default=0.0)
+        named = [(one, self.name(one, hosts, now)) for one in slow]
+        self.pending = [one for one, straggler in named if not self.is_clear(one, straggler)]
+        found = tuple(straggler for one, straggler in named if one not in self.pending)
+        self.told = (*self.told, *found)[-MOST_TOLD:]
+        return found
+
+    def measure(self, reports: Sequence[NodeReport], hosts: Mapping[int, str]) -> Sequence[SlowRank]:
+        """Measure the steps of new reports, and return the ranks that are found to be slow."""
         times = tuple(one for report in reports for one in report.collectives if one.rank in self.pids)
         if 2 * len(times) < max(4, len(self.pids)) or times == self.seen:
             return ()
         self.seen = times
-        hosts = {state.rank: report.host for report in reports for state in report.ranks}
         steps = measure_times(times, hosts)
         if steps:
             self.waits = measure_waits(steps)
-        now = max(report.time for report in reports)
-        found = tuple(self.name(slow, hosts, now) for slow in self.history.add(steps))
-        self.told = (*self.told, *found)[-MOST_TOLD:]
-        return found
+        return self.history.add(steps)
 
     def note_start(self, reports: Sequence[NodeReport]) -> None:
         """Begin anew once ranks have started anew."""
         pids = {state.rank: (report.host, state.pid) for report in reports for state in report.ranks}
         if any(self.pids.get(rank, process) != process for rank, process in pids.items()):
             self.history = ExcessHistory(self.history.min_excess)
-            self.pids, self.waits, self.facts, self.seen = {}, {}, {}, ()
+            self.pids, self.waits, self.facts, self.seen, self.pending = {}, {}, {}, (), []
         self.pids |= pids
 
     def note_facts(self, reports: Sequence[NodeReport]) -> None:
@@ -84,19 +95,29 @@ class StragglerFinder:
 
     def name(self, slow: SlowRank, hosts: Mapping[int, str], now: float) -> Straggler:
         """Return a slow rank as a straggler, with its cause."""
-
-        def choose(rank: int) -> Sequence[RankFacts]:
-            kept = self.facts.get(rank, ())
-            begin = slow.first_step + (slow.last_step - slow.first_step) * LATER
-            during = [one for one in kept if one.state.step > begin]
-            return during if len(during) >= LEAST_REPORTS else list(kept)[-LEAST_REPORTS:]
-
-        others = [choose(rank) for rank in self.facts if rank != slow.rank and rank not in self.history.slow]
+        others = [
+            self.choose_facts(slow, rank)
+            for rank in self.facts
+            if rank != slow.rank and rank not in self.history.slow
+        ]
         share = slow.excess / (1 + slow.excess)
-        cause = find_cause(choose(slow.rank), others, share)
+        cause = find_cause(self.choose_facts(slow, slow.rank), others, share)
         host = hosts.get(slow.rank, "")
         where = (slow.first_step, slow.last_step)
         return Straggler(slow.rank, host, slow.excess, cause.name, cause.detail, *where, now)
+
+    def choose_facts(self, slow: SlowRank, rank: int) -> Sequence[RankFacts]:
+        """Return what a rank's reports say of the slow steps, or its last reports if none is from these."""
+        return self.list_facts(slow, rank) or list(self.facts.get(rank, ()))[-LEAST_REPORTS:]
+
+    def list_facts(self, slow: SlowRank, rank: int) -> Sequence[RankFacts]:
+        """Return what a rank's reports say of the slow steps, without the first of these, and since then."""
+        begin = slow.first_step + (slow.last_step - slow.first_step) * LATER
+        return [one for one in self.facts.get(rank, ()) if one.state.step > begin]
+
+    def is_clear(self, slow: SlowRank, straggler: Straggler) -> bool:
+        """Tell whether another report would show no other cause: a report may begin before the slow steps."""
+        return straggler.cause != OWN_CODE or len(self.list_facts(slow, slow.rank)) >= CLEAR_REPORTS
 
 
 def measure_times(times: Sequence[CollectiveTimes], hosts: Mapping[int, str]) -> tuple[StepExcess, ...]:

@@ -176,9 +176,11 @@ def test_causes_of_gpus() -> None:
     assert find_cause(narrow, [narrow, narrow, make_facts(gpu=usual)], 0.2).name == "program"
 
 
-def make_report(marks: dict[int, list[Mark]], number: int, pids: int = 100) -> NodeReport:
+def make_report(marks: dict[int, list[Mark]], number: int, pids: int = 100, waits: float = 0.1) -> NodeReport:
     states = tuple(
-        replace(HEALTHY, rank=rank, pid=pids + rank, step=own[-1].step, data_share=0.1 if rank == 1 else 0.0)
+        replace(
+            HEALTHY, rank=rank, pid=pids + rank, step=own[-1].step, data_share=waits if rank == 1 else 0.0
+        )
         for rank, own in marks.items()
     )
     times = tuple(pack_marks(rank, ENQUEUED, own) for rank, own in marks.items())
@@ -204,6 +206,18 @@ def test_the_finder_names_rank_cause_and_waits() -> None:
         "rank 7 on n2 (50%, data), rank 1"
     )
     assert list_slow_ranks([]) == ""
+
+
+@pytest.mark.parametrize(("second", "cause"), [(0.1, "data"), (0.0, "program")])
+def test_a_rank_is_blamed_for_its_own_code_after_a_second_report(second: float, cause: str) -> None:
+    """The first may be from before it was slow."""
+    marks = Simulation("ddp", ranks=4, slow=1, excess=0.12, noise=0.02, seed=3).run(100)
+    finder = StragglerFinder()
+    assert finder.update([make_report(marks, 1, waits=0.0)]) == ()
+    assert finder.told == ()
+    (found,) = finder.update([make_report(marks, 2, waits=second)])
+    assert (found.rank, found.cause) == (1, cause)
+    assert finder.update([make_report(marks, 3, waits=second)]) == ()
 
 
 def test_ranks_that_have_started_anew_begin_anew() -> None:
