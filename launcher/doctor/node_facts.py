@@ -102,6 +102,13 @@ class WorkResult:
     checksum: str = ""
     """Of the result's bits, for work that gives the same on equal devices; empty if it does not."""
     problem: str = ""
+    """How it failed, which speaks against the device."""
+    reason: str = ""
+    """Why it was not measured, if that says nothing of the device: no time was left."""
+    device: str = ""
+    """Kind of device, as `NVIDIA H100 80GB HBM3`: only the same kind is compared."""
+    detail: str = ""
+    """What explains the value, as `python3 (PID 4211) took 49% of CPU 1`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +132,8 @@ class NodeFacts:
     torch_cuda: str = ""
     """CUDA version that torch was built for; empty for a CPU build."""
     kernel: str = ""
+    boot_id: str = ""
+    """Of the running kernel: nodes that have the same one are one machine, as on the sandbox."""
     cpus: int = 0
     """CPUs that the job may use."""
     memory_kib: int = 0
