@@ -29,6 +29,10 @@ class Experts:
     """Experts that every token passes."""
     dense_layers: int = 0
     """First layers with an ordinary MLP."""
+    shared_gate: bool = False
+    """A gate of one output before the shared experts (Qwen)."""
+    router_bias: bool = False
+    """A number for each expert beside the router's matrix (DeepSeek-V3's correction of the load)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,12 @@ class ModelDimensions:
     tied_embeddings: bool = False
     experts: Experts | None = None
     latent_attention: LatentAttention | None = None
+    out_bias: bool = False
+    """A bias in the attention's output layer, without biases everywhere."""
+    norm_bias: bool | None = None
+    """Biases in a layernorm; None is as `bias`."""
+    norms_per_layer: int = 2
+    """Norms of the hidden size in a layer: 4 with norms after attention and MLP too (Gemma 2)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,112 @@
+"""Parameters and operations against published counts, and against the bundled program's own."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launcher.fit.fit_model import Experts, LatentAttention, ModelDimensions
+from launcher.fit.parameter_counts import (
+    count_active_parameters,
+    count_model_parameters,
+    count_parts,
+    count_token_flops,
+)
+from launcher.programs.dimensions import ModelConfig, count_flops, count_parameters
+
+PRESETS = Path(__file__).parents[2] / "conf/model"
+DENSE = ("tiny", "gpt2", "llama1b", "llama7b", "llama13b", "llama3_8b", "llama70b", "mistral7b")
+MIXTRAL = ModelDimensions(
+    "mixtral8x7b", 32000, 32, 4096, 32, 8, 128, 14336, 32768, experts=Experts(8, 2, 14336)
+)
+DEEPSEEK = ModelDimensions(
+    "deepseek_v3",
+    *(129280, 61, 7168, 128, 128, 192, 18432, 4096),
+    experts=Experts(256, 8, 2048, shared=1, dense_layers=3, router_bias=True),
+    latent_attention=LatentAttention(1536, 512, 64, 128, 128),
+)
+
+
+def read_preset(name: str) -> ModelConfig:
+    return ModelConfig(**yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf-8")))
+
+
+def convert(config: ModelConfig) -> ModelDimensions:
+    return ModelDimensions(
+        name=config.name,
+        vocab_size=config.vocab_size,
+        layers=config.layers,
+        hidden_size=config.hidden_size,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_width=config.head_width,
+        intermediate_size=config.intermediate_size,
+        max_seq_len=config.max_seq_len,
+        norm=config.norm,
+        mlp=config.mlp,
+        position=config.position,
+        bias=config.bias,
+        tied_embeddings=config.tied_embeddings,
+    )
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_the_bundled_program_counts_the_same(name: str) -> None:
+    config = read_preset(name)
+    model = convert(config)
+    assert count_model_parameters(model) == count_active_parameters(model) == count_parameters(config)
+    for seq_len in (1, 128, 4096):
+        assert count_token_flops(model, seq_len) == count_flops(config, seq_len)
+        again = count_token_flops(model, seq_len, "full", early_stop=True)
+        assert again == count_flops(config, seq_len, recompute=True)
+
+
+@pytest.mark.parametrize("head_dim", [None, 64])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_switches_count_the_same(norm: str, bias: bool, head_dim: int | None) -> None:
+    config = replace(
+        read_preset("tiny"), norm=norm, bias=bias, head_dim=head_dim, position="learned", mlp="gelu"
+    )
+    assert count_model_parameters(convert(config)) == count_parameters(config)
+    assert count_token_flops(convert(config), 64) == count_flops(config, 64)
+
+
+@pytest.mark.parametrize(
+    ("model", "total", "active"),
+    [
+        # arXiv:2401.04088: 47B parameters, 13B active; exact by the tensors of mistralai/Mixtral-8x7B-v0.1.
+        (MIXTRAL, 46_702_792_704, 12_879_925_248),
+        # arXiv:2412.19437: 671B parameters, 37B active. README_WEIGHTS.md of deepseek-ai/DeepSeek-V3 counts
+        # 36.6B active without the embedding, as here: 37,552,297,472 - 926,679,040. The total holds 58 * 256
+        # numbers that correct the routers' load and have no gradient.
+        (DEEPSEEK, 671_026_419_200, 37_552_297_472),
+    ],
+    ids=lambda value: value.name if isinstance(value, ModelDimensions) else str(value),
+)
+def test_mixtures_have_their_published_parameters(model: ModelDimensions, total: int, active: int) -> None:
+    assert (count_model_parameters(model), count_active_parameters(model)) == (total, active)
+
+
+def test_the_parts_of_a_mixture_by_kind() -> None:
+    parts = count_parts(DEEPSEEK)
+    dense, sparse = parts.layers[0], parts.layers[3]
+    assert parts.layers == (dense,) * 3 + (sparse,) * 58
+    assert (dense.experts, dense.router, dense.mlp) == (0, 0, 3 * 7168 * 18432)
+    expert = 3 * 7168 * 2048
+    assert (sparse.experts, sparse.mlp, sparse.router) == (256 * expert, expert, 256 * 7168 + 256)
+    assert sparse.attention + sparse.latent == 187_107_328 and sparse.norms == 2 * 7168
+    assert parts.embedding == parts.head == 129280 * 7168
+
+
+def test_what_is_computed_again_is_counted_for_hfu() -> None:
+    model = convert(read_preset("llama7b"))
+    plain, selective, full = (count_token_flops(model, 2048, kind) for kind in ("none", "selective", "full"))
+    assert selective - plain == 4 * 32 * 2048 * 4096
+    assert 1.30 < full / plain < 4 / 3
+
+
+def test_active_experts_alone_multiply_a_token() -> None:
+    assert count_token_flops(MIXTRAL, 1) < 6 * count_active_parameters(MIXTRAL)
+    assert count_token_flops(MIXTRAL, 4096) / 6 == pytest.approx(12.88e9 + 2 * 32 * 4096 * 4096, rel=0.02)
