@@ -30,8 +30,11 @@ class GpuFacts:
     memory_mib: int = 0
     used_mib: int | None = None
     processes: tuple[GpuProcess, ...] | None = None
+    problem: str = ""
+    """What NVML says in place of answers (`GPU is lost`); empty for a GPU that answers."""
     recovery_action: str | None = None
-    """`none`, `gpu_reset`, `node_reboot`, `drain_p2p`, `drain_and_reset` (driver 570 and later)."""
+    """`none`, `gpu_reset`, `node_reboot`, `drain_p2p`, `drain_and_reset` (driver 570 and later), and newer
+    drivers' `recover_imex_domain`, `bus_reset`, `system_reboot`."""
     ecc_uncorrected: int | None = None
     """Uncorrected errors since the driver was loaded."""
     remapped_uncorrectable: int | None = None
@@ -86,6 +89,8 @@ class KernelXid:
     pci: str
     number: int
     text: str = ""
+    age: float | None = None
+    """Seconds since it was logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +126,21 @@ class NodeFacts:
     """Of this node's clock: seconds since the epoch when the facts were read."""
     asked: float | None = None
     """Of the clock of the job's first node, when it asked: with `answered` it bounds the skew."""
+    answered: float | None = None
+    """Of the clock of the job's first node, when it had these facts."""
     gpus: tuple[GpuFacts, ...] = ()
+    """The GPUs of the job, or the node's if these are not known."""
+    lost_gpus: tuple[str, ...] = ()
+    """PCI addresses of GPUs that the driver has and this process may open, but NVML does not list."""
     nics: tuple[NicFacts, ...] = ()
     paths: tuple[PathFacts, ...] = ()
     xids: tuple[KernelXid, ...] | None = None
     driver: str = ""
+    """Version of the NVIDIA driver."""
     cuda_driver: str = ""
     """CUDA version that the driver supports."""
     torch: str = ""
+    """Version of torch that the ranks' interpreter would import, with its local part: `2.8.0+cu128`."""
     torch_cuda: str = ""
     """CUDA version that torch was built for; empty for a CPU build."""
     kernel: str = ""
@@ -141,12 +153,24 @@ class NodeFacts:
     shm_kib: int | None = None
     free_shm_kib: int | None = None
     load: float | None = None
-    """Runnable tasks of others for each CPU, in the last minute."""
+    """Share of the job's CPUs' time that others used, or the hypervisor took, while the facts were read."""
     work: tuple[WorkResult, ...] = ()
     unchecked: tuple[str, ...] = ()
     """What could not be checked, and why."""
     seconds: float = 0.0
     """That the node's checks took."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeSettings:
+    """What the judgement of a job's nodes depends on beside the facts."""
+
+    gpus: int | None = None
+    """GPUs that the job needs on each node; None if that is not known."""
+    min_free_kib: int = 1 << 20
+    """Free space below which a folder that is written to is short of it (`preflight.min_free_gib`)."""
+    tolerance: float = 0.93
+    """Share of the median of the job's devices below which one is slow (`preflight.tolerance`)."""
 
 
 @dataclass(frozen=True, slots=True)
