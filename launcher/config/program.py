@@ -34,8 +34,23 @@ def find_program(
 ) -> tuple[str, ...]:
     """Return the program's argv, given or configured; raises UsageError if it cannot be run."""
     if argv is None:
+        check_bundled(config)
         argv = render_program(config.program, {"model": config.model, "data": config.data})
     return resolve_program(argv, environ)
+
+
+def check_bundled(config: "LaunchConfig") -> None:
+    """Raise UsageError if the bundled program is to train a model that it has no layers for."""
+    if config.program.get("command") != list(BUNDLED):
+        return
+    kinds = {"experts": "a mixture of experts", "latent_attention": "latent attention"}
+    for key, kind in kinds.items():
+        if config.model.get(key):
+            raise UsageError(
+                f"model={config.model.get('name')} has {kind} (model.{key}), which the bundled program cannot"
+                " train: see whether a program of yours fits with `launch plan`, and start it by"
+                " `launch -- train.py …`; or choose a dense model, such as model=llama7b"
+            )
 
 
 def resolve_program(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -116,7 +116,7 @@ def count_layer(model: ModelDimensions, index: int) -> LayerParameters:
     return LayerParameters(attention, latent, shared, experts.count * expert, router + gate, norms)
 
 
-def count_parts(model: ModelDimensions) -> ModelParameters:
+def count_part_parameters(model: ModelDimensions) -> ModelParameters:
     """Count the parameters of a model by kind of part."""
     table = model.vocab_size * model.hidden_size
     dense = model.layers if model.experts is None else min(model.experts.dense_layers, model.layers)
@@ -134,7 +134,7 @@ def count_parts(model: ModelDimensions) -> ModelParameters:
 
 def count_model_parameters(model: ModelDimensions) -> int:
     """Count all parameters of a model; tied embeddings count once."""
-    return count_parts(model).total
+    return count_part_parameters(model).total
 
 
 def count_active_parameters(model: ModelDimensions) -> int:
@@ -176,7 +176,7 @@ def count_token_flops(
     """
     attention = count_attention_flops(model, seq_len)
     head = model.vocab_size * model.hidden_size
-    parts = count_parts(model)
+    parts = count_part_parameters(model)
     layers = sum(layer.total for layer in parts.layers) - count_idle(model)
     forward = 2 * (layers + head + parts.final_norm) + attention
     if checkpointing == "selective":

@@ -93,7 +93,7 @@ def test_groups_of_the_working_directory_and_of_a_named_folder(here: Path) -> No
     for folder, name in (("conf", "mine"), ("team", "theirs")):
         (here / folder / "model").mkdir(parents=True)
         (here / folder / "model" / f"{name}.yaml").write_text("name: x\n")
-    assert ask("launch model=mi") == ["model=mine", "model=mistral7b"]
+    assert ask("launch model=mi") == ["model=mine", "model=mistral7b", "model=mixtral8x7b"]
     assert ask("launch -cd team model=th") == ["model=theirs"]
 
 

@@ -1,5 +1,6 @@
 """Parameters and operations against published counts, and against the bundled program's own."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,22 +11,14 @@ from launcher.fit.fit_model import Experts, LatentAttention, ModelDimensions
 from launcher.fit.parameter_counts import (
     count_active_parameters,
     count_model_parameters,
-    count_parts,
+    count_part_parameters,
     count_token_flops,
 )
 from launcher.programs.dimensions import ModelConfig, count_flops, count_parameters
+from tests.conftest import Result
 
 PRESETS = Path(__file__).parents[2] / "conf/model"
 DENSE = ("tiny", "gpt2", "llama1b", "llama7b", "llama13b", "llama3_8b", "llama70b", "mistral7b")
-MIXTRAL = ModelDimensions(
-    "mixtral8x7b", 32000, 32, 4096, 32, 8, 128, 14336, 32768, experts=Experts(8, 2, 14336)
-)
-DEEPSEEK = ModelDimensions(
-    "deepseek_v3",
-    *(129280, 61, 7168, 128, 128, 192, 18432, 4096),
-    experts=Experts(256, 8, 2048, shared=1, dense_layers=3, router_bias=True),
-    latent_attention=LatentAttention(1536, 512, 64, 128, 128),
-)
 
 
 def read_preset(name: str) -> ModelConfig:
@@ -49,6 +42,14 @@ def convert(config: ModelConfig) -> ModelDimensions:
         bias=config.bias,
         tied_embeddings=config.tied_embeddings,
     )
+
+
+def read_mixture(name: str) -> ModelDimensions:
+    """A preset with experts."""
+    preset = yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))
+    experts, latent = Experts(**preset.pop("experts")), preset.pop("latent_attention", None)
+    dense = convert(ModelConfig(**preset))
+    return replace(dense, experts=experts, latent_attention=LatentAttention(**latent) if latent else None)
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -77,11 +78,11 @@ def test_switches_count_the_same(norm: str, bias: bool, head_dim: int | None) ->
     ("model", "total", "active"),
     [
         # arXiv:2401.04088: 47B parameters, 13B active; exact by the tensors of mistralai/Mixtral-8x7B-v0.1.
-        (MIXTRAL, 46_702_792_704, 12_879_925_248),
+        (read_mixture("mixtral8x7b"), 46_702_792_704, 12_879_925_248),
         # arXiv:2412.19437: 671B parameters, 37B active. README_WEIGHTS.md of deepseek-ai/DeepSeek-V3 counts
         # 36.6B active without the embedding, as here: 37,552,297,472 - 926,679,040. The total holds 58 * 256
         # numbers that correct the routers' load and have no gradient.
-        (DEEPSEEK, 671_026_419_200, 37_552_297_472),
+        (read_mixture("deepseek_v3"), 671_026_419_200, 37_552_297_472),
     ],
     ids=lambda value: value.name if isinstance(value, ModelDimensions) else str(value),
 )
@@ -90,7 +91,7 @@ def test_mixtures_have_their_published_parameters(model: ModelDimensions, total:
 
 
 def test_the_parts_of_a_mixture_by_kind() -> None:
-    parts = count_parts(DEEPSEEK)
+    parts = count_part_parameters(read_mixture("deepseek_v3"))
     dense, sparse = parts.layers[0], parts.layers[3]
     assert parts.layers == (dense,) * 3 + (sparse,) * 58
     assert (dense.experts, dense.router, dense.mlp) == (0, 0, 3 * 7168 * 18432)
@@ -107,6 +108,18 @@ def test_what_is_computed_again_is_counted_for_hfu() -> None:
     assert 1.30 < full / plain < 4 / 3
 
 
+@pytest.mark.parametrize("name", ["mixtral8x7b", "deepseek_v3"])
+def test_the_bundled_program_does_not_train_a_mixture(
+    launch: Callable[..., Result], here: Path, name: str
+) -> None:
+    launch(f"model={name}").assert_error(2, f"model={name}", "mixture of experts", "`launch plan`", "llama7b")
+    assert not list(here.iterdir())
+    (here / "train.py").write_text("")
+    assert launch(f"+model={name}", "dry_run=true", "--", "train.py").code == 0
+    assert launch("plan", f"+model={name}").code == 0
+
+
 def test_active_experts_alone_multiply_a_token() -> None:
-    assert count_token_flops(MIXTRAL, 1) < 6 * count_active_parameters(MIXTRAL)
-    assert count_token_flops(MIXTRAL, 4096) / 6 == pytest.approx(12.88e9 + 2 * 32 * 4096 * 4096, rel=0.02)
+    mixtral = read_mixture("mixtral8x7b")
+    assert count_token_flops(mixtral, 1) < 6 * count_active_parameters(mixtral)
+    assert count_token_flops(mixtral, 4096) / 6 == pytest.approx(12.88e9 + 2 * 32 * 4096 * 4096, rel=0.02)
