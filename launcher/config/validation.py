@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from launcher.config.allocator_options import HOSTS, read_host
 from launcher.config.cluster import Cluster
 from launcher.config.request import make_request, parse_nproc
-from launcher.config.schema import LaunchConfig
+from launcher.config.schema import FitConfig, LaunchConfig, ParallelConfig
 from launcher.config.search_path import Sources
 from launcher.config.yaml_files import check_quoted
 from launcher.errors import UsageError
@@ -226,6 +226,15 @@ def check_tune(context: Context) -> None:
             raise UsageError(f"tune.{key}={value:g}: give seconds, more than 0")
 
 
+def check_fit_values(context: Context) -> None:
+    """Refuse values of `parallel` and `fit` that mean nothing."""
+    config = context.config
+    if (config.fit, config.parallel) != (FitConfig(), ParallelConfig()):
+        from launcher.config.fit_validation import check_fit_settings  # noqa: PLC0415 - seldom set
+
+        check_fit_settings(config)
+
+
 def check_agent(context: Context, cluster: Cluster) -> None:
     """Refuse agent=srun if there is no srun for the ranks, or something needs torchrun's agent."""
     config = context.config
@@ -383,7 +392,7 @@ def check_minimum(key: str, value: int, minimum: int) -> None:
         raise UsageError(f"{key}={value}: give a number of at least {minimum}")
 
 
-PLAN_CHECKS = (check_output_files, check_format, check_workers, check_gc, check_host)
+PLAN_CHECKS = (check_output_files, check_format, check_workers, check_gc, check_host, check_fit_values)
 """For a verb that plans a node; the planner checks what is its own."""
 TOPO_CHECKS = (check_texts, check_format, check_workers, check_gc, check_host)
 """For `launch topo`, which writes files."""
@@ -401,6 +410,7 @@ JOB_CHECKS = (
     check_own_machine,
     check_gc,
     check_host,
+    check_fit_values,
     check_placement,
     check_format,
     check_output_files,

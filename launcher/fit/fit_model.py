@@ -174,7 +174,11 @@ class FitRequest:
     """Measured seconds of an optimizer step."""
     has_model: bool = True
     is_bundled: bool = True
-    """False: a program of the user's, which is never refused."""
+    """False: a program of the user's, or settings that the bundled one does not have; never refused."""
+    global_batch: int | None = None
+    """Sequences of an optimizer step, if that is set."""
+    fixed: tuple[str, ...] = ()
+    """Keys of `parallel` and `fit` with values of their own, which a change has to set too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +281,19 @@ class SpeedEstimate:
     total_seconds: tuple[float, float] | None = None
     """To the token budget."""
     gpu_hours: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What earlier runs of the same program and settings have measured."""
+
+    ratio: float
+    """Measured over expected: the median of max_memory_reserved over `MemoryEstimate.reserved.expected`."""
+    spread: float
+    """Half of the range of the runs' ratios over their median; 0 for one run."""
+    runs: int
+    source: str = ""
+    """Where from, for people: a run, a program."""
 
 
 @dataclass(frozen=True, slots=True)
