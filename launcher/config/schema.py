@@ -20,6 +20,8 @@ class RequeueConfig:
     """The job reached its time limit while ranks were running."""
     node_failure: int = 10
     """A node was lost. It is excluded from the next attempt."""
+    sick_node: int = 3
+    """Preflight found a node sick, and `preflight.on_failure=exclude` could not do without it."""
     stopped: int = 10
     """A node's task, or a rank, got a SIGTERM that neither launch nor SLURM's queue sent."""
     requested: int = 100

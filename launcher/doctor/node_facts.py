@@ -199,4 +199,5 @@ class PreflightReport:
     def sick(self) -> tuple[str, ...]:
         """Hosts with an error, and those that did not answer, in their order."""
         found = {one.host for one in self.findings if one.finding.level == "error" and one.host}
-        return (*(node.host for node in self.nodes if node.host in found), *self.silent)
+        hosts = (*(node.host for node in self.nodes if node.host in found), *self.silent)
+        return tuple(dict.fromkeys(hosts))

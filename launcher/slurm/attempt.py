@@ -27,8 +27,10 @@ logger = logging.getLogger(__name__)
 
 Manifest = dict[str, Any]
 """A manifest, or one of its earlier attempts."""
-OF_ATTEMPT = ("command", "started", "ended", "hosts", "attempt", "slurm", "outcome", "hangs")
+OF_ATTEMPT = ("command", "started", "ended", "hosts", "attempt", "slurm", "outcome", "hangs", "preflight")
 """What is kept of an attempt when the next one begins."""
+OPTIONAL = ("hangs", "preflight")
+"""Those of them that not every attempt has."""
 ENDS = {
     "NODE_FAIL": "node_failure",
     "BOOT_FAIL": "node_failure",
@@ -99,9 +101,10 @@ def make_attempt_manifest(
     if owned and state == "running" and slurm.get("job_id") == job_id:
         found["outcome"] = reconstruct_outcome(request, found, run, environ)
     if owned and state != "submitted" and slurm:
-        earlier.append({key: found.get(key) for key in OF_ATTEMPT if key != "hangs" or key in found})
+        earlier.append({key: found.get(key) for key in OF_ATTEMPT if key not in OPTIONAL or key in found})
     restarts = environ.get("SLURM_RESTART_COUNT", "")
-    found.pop("hangs", None)
+    for key in OPTIONAL:
+        found.pop(key, None)
     return {
         **found,
         "directory": request.directory,

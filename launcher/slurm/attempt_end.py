@@ -18,7 +18,7 @@ FOLLOWS = re.compile(
     re.IGNORECASE,
 )
 """What ranks say that failed because another one did."""
-EXITS = {"node_failure": EXIT_MACHINE, "hang": EXIT_HANG}
+EXITS = {"node_failure": EXIT_MACHINE, "sick_node": EXIT_MACHINE, "hang": EXIT_HANG}
 """Exit codes of classes that have one of their own."""
 OF_RANKS = ("crash", "stopped")
 """Classes of an end in which a rank may have been the first to fail."""
@@ -43,6 +43,10 @@ class StepReport:
     """Nodes, and the stopping signals that their tasks got before any task had ended; none is ours."""
     cancelled: bool = False
     """SLURM said that the step was cancelled, before any task had ended."""
+    sickness: tuple[str, ...] = ()
+    """What preflight found, if that is why the ranks were not started."""
+    sick: tuple[str, ...] = ()
+    """Nodes that the next attempt is to do without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +94,9 @@ class AttemptEnd:
     def exit_code(self) -> int:
         """Exit code of the job, from the first of these that there is.
 
-        0 for a success; 3 for a lost node; 124 for a hang; 128+n for a signal that a node got from outside;
-        the code of the first rank that failed; after a crash without one, that of a failed node, or srun's;
-        else 128+n for the signal that ended the job.
+        0 for a success; 3 for a lost node, or one that preflight found sick; 124 for a hang; 128+n for a
+        signal that a node got from outside; the code of the first rank that failed; after a crash without
+        one, that of a failed node, or srun's; else 128+n for the signal that ended the job.
         """
         if self.cause is None:
             return 0
@@ -168,6 +172,8 @@ class EndFacts:
     """The first rank that failed had one of the exit codes that ask for another start."""
     hung: bool = False
     """The ranks hung, and were ended for it."""
+    sick: bool = False
+    """The ranks were not started, since preflight found a node sick."""
     cancelled_by_user: bool = False
     """A user has ended the step, but not the job: by a signal to the batch script, or `scancel JOB.STEP`."""
 
@@ -209,6 +215,7 @@ def classify_end(facts: EndFacts, kill: str) -> str | None:
         return None
     events = (
         (bool(kill), kill),
+        (facts.sick, "sick_node"),
         (facts.lost, "node_failure"),
         (facts.hung, "hang"),
         (facts.stopped_from_outside, "stopped"),

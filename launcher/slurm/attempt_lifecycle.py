@@ -138,9 +138,10 @@ def carry_out_decision(attempt: Attempt, end: AttemptEnd, timeout: float) -> Dec
 
 
 def exclude_lost_nodes(attempt: Attempt, end: AttemptEnd) -> None:
-    """Keep the next attempt off the nodes that this one and those before it have lost."""
+    """Keep the next attempt off the nodes that this one and those before it have lost, or found sick."""
     outcomes = [entry["outcome"] for entry in reversed(attempt.earlier)]
-    lost = [*end.lost, *(host for outcome in outcomes for host in outcome.get("lost") or ())]
+    earlier = (host for outcome in outcomes for key in ("lost", "sick") for host in outcome.get(key) or ())
+    lost = [*end.lost, *(end.step.sick if end.step else ()), *earlier]
     if lost:
         min_nodes = attempt.request.min_nodes
         warning = exclude_nodes(attempt.job_id, list(dict.fromkeys(lost)), min_nodes, attempt.environ)
@@ -168,7 +169,8 @@ def read_hangs(run: RunDir) -> list[dict[str, object]]:
 
 def decide_next(attempt: Attempt, end: AttemptEnd) -> Decision:
     """Decide what is to be done; a job in somebody's allocation never goes back into the queue."""
-    if end.cause and not attempt.requeues:
+    stays = end.cause == "sick_node" and not (end.step and end.step.sick)
+    if end.cause and (stays or not attempt.requeues):
         return Decision(False, end.cause, DESCRIPTIONS[end.cause])
     advanced = has_advanced(end.advance, attempt.earlier)
     past = list_past_attempts(attempt.earlier)

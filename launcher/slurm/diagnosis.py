@@ -105,6 +105,7 @@ def collect_facts(
         failed=killed or bool(find_failed(step.records)),
         lost=lost,
         hung=any(record.hang for record in step.records),
+        sick=bool(step.sickness),
         stop_requested=stop_requested,
         near_limit=was_checkpointed_for_limit(attempt, step, status),
         preempted=bool(status and status.preempted),
@@ -153,6 +154,8 @@ def has_succeeded(attempt: Attempt, step: StepReport) -> bool:
 
     An elastic job goes on without a node whose task was stopped from outside, as without one that was lost.
     """
+    if step.sickness:
+        return False
     left = {host for host, _ in step.signalled} if attempt.is_elastic else set()
     records = [record for record in step.records if record.host not in left]
     if any(record.state != "succeeded" or record.exit_code for record in records):

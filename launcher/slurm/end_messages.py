@@ -41,6 +41,7 @@ def describe_outcome(end: AttemptEnd, decision: Decision, run: RunDir) -> Manife
         "reason": None if end.cause is None else reason,
         "events": list_first_events(end),
         "lost": list(end.lost),
+        **({"sick": list(step.sick)} if step and step.sick else {}),
         "first_failure": describe_first_failure(first, run) if first else None,
         "attempts": 1 + run.first_attempt + max((r.restarts for r in step.records), default=0)
         if step
@@ -95,7 +96,8 @@ def describe_events(end: AttemptEnd) -> list[str]:
     return [
         *list_first_events(end),
         *(
-            describe_lost_nodes(end)
+            describe_sickness(end)
+            or describe_lost_nodes(end)
             or describe_hang_end(end)
             or describe_signals(end)
             or describe_agent_failures(end)
@@ -106,6 +108,11 @@ def describe_events(end: AttemptEnd) -> list[str]:
 def list_first_events(end: AttemptEnd) -> list[str]:
     """Say what came before any failure: nothing could be written, or ranks ended with 0 before the others."""
     return [*filter(None, (end.trouble, end.early.describe() if end.early else ""))]
+
+
+def describe_sickness(end: AttemptEnd) -> list[str]:
+    """Say which nodes are sick, if that is why no rank was started."""
+    return list(end.step.sickness) if end.step and end.cause == "sick_node" else []
 
 
 def describe_hang_end(end: AttemptEnd) -> list[str]:

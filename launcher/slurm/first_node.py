@@ -30,6 +30,7 @@ from launcher.slurm.node_step import (
     start_nodes,
 )
 from launcher.slurm.notation import expand_hosts, parse_signal
+from launcher.slurm.preflight_kind import choose_preflight_kind
 from launcher.slurm.rendezvous import PORT_TAKEN, TRIALS, is_port_free, pick_port, read_local_ports
 from launcher.slurm.srun_messages import drop_prefix, has_begun, is_temporary
 from launcher.slurm.step_monitor import StepMonitor
@@ -83,7 +84,7 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
         monitor = StepMonitor(attempt, inbox)
         try:
             skip_step_ids(attempt)
-            report = run_step_attempts(attempt, monitor, salt)
+            report = check_before_step(attempt, monitor) or run_step_attempts(attempt, monitor, salt)
         except OSError as error:
             reason = f"srun cannot be run ({error.strerror}): load SLURM's module, as cluster.setup can"
             report = refuse_step(monitor, reason, EXIT_SCHEDULER)
@@ -92,6 +93,16 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
         finally:
             end_leftovers(KILL_GRACE)
         return end_attempt(attempt, report)
+
+
+def check_before_step(attempt: Attempt, monitor: StepMonitor) -> StepReport | None:
+    """Check the nodes if that is wanted; returns the attempt's end if the ranks are not to start."""
+    kind = choose_preflight_kind(attempt.request.config.preflight.kind, attempt.environ)
+    if not kind:
+        return None
+    from launcher.slurm.preflight_step import run_preflight  # most jobs on CPUs have no use for it
+
+    return run_preflight(attempt, monitor, kind)
 
 
 def run_step_attempts(attempt: Attempt, monitor: StepMonitor, salt: int) -> StepReport:

@@ -11,6 +11,7 @@ DESCRIPTIONS = {
     "preempted": "preempted",
     "timeout": "time limit",
     "node_failure": "node failure",
+    "sick_node": "preflight found a sick node",
     "stopped": "stopped from outside",
     "requested": "the program asks for another start",
     "hang": "the ranks hung",
@@ -19,9 +20,9 @@ DESCRIPTIONS = {
     "cancelled": "cancelled",
 }
 """Classes of an attempt's end, and how people are told of them."""
-LIMITED = ("preempted", "timeout", "node_failure", "stopped", "requested", "hang", "crash")
+LIMITED = ("preempted", "timeout", "node_failure", "sick_node", "stopped", "requested", "hang", "crash")
 """Those for which `cluster.requeue` says how often the job is requeued."""
-NOT_COUNTED = ("preempted", "requeued")
+NOT_COUNTED = ("preempted", "requeued", "sick_node")
 """Those of attempts that had no say in how long they ran."""
 SIGNAL_EARLY = 60.0
 """Seconds that SLURM may send a job's signal too early (sbatch(1), --signal)."""
@@ -56,8 +57,8 @@ def decide_requeue(
 ) -> Decision:
     """Decide what is to be done after an attempt of this class; `past` are the attempts before it.
 
-    Attempts that were preempted, or requeued from outside, do not count as lacking progress, nor do they end
-    a row of such: others decided how long they ran.
+    Attempts that were preempted, requeued from outside, or not begun for a sick node, do not count as lacking
+    progress, nor do they end a row of such: others decided how long they ran.
     """
     if cause is None:
         return Decision(False, None, "succeeded")

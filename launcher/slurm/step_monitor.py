@@ -64,6 +64,8 @@ class StepMonitor:
     """When a node of an elastic job was first seen to have failed for good."""
     returned: set[str] = field(default_factory=set)
     """Nodes that were lost, and that are known to be back."""
+    deferred: list[int] = field(default_factory=list)
+    """Signals for the ranks that came before there were any."""
     next_look: float = 0.0
     """Monotonic time of the next look for such nodes."""
 
@@ -84,6 +86,9 @@ class StepMonitor:
         except OSError:  # before Linux 5.3, or it has ended
             pass
         try:
+            for number in self.deferred:
+                self.pass_on(number, step)
+            self.deferred.clear()
             while step.process.poll() is None:
                 poller.poll((TICK if pidfd else TICK / 10) * 1000)
                 for number in self.inbox.take():
@@ -104,15 +109,28 @@ class StepMonitor:
         """Do what a signal asks for."""
         self.signals.append((number, time.time()))
         if number not in STOPPING:
-            step.send(number)
-            if number == parse_signal(self.attempt.request.config.cluster.signal)[0]:
-                self.checkpointed = True
-                self.stop_at = self.find_stop_time()
+            self.pass_on(number, step)
             return
         if number == signal.SIGTERM:
             prepare_for_kill(self.attempt)
         if self.attempt.prepared is None:  # else SLURM has told the ranks by itself, and KillWait runs
             self.advance_stop(number, step)
+
+    def pass_on(self, number: int, step: RunningStep) -> None:
+        """Send the ranks a signal that does not stop them; theirs may be the time limit's."""
+        step.send(number)
+        if number == parse_signal(self.attempt.request.config.cluster.signal)[0]:
+            self.checkpointed = True
+            self.stop_at = self.find_stop_time()
+
+    def take_early_signals(self) -> bool:
+        """Take the signals that came before the ranks' step; tell whether one of them ends the attempt."""
+        taken = self.inbox.take()
+        self.signals += [(number, time.time()) for number in taken]
+        self.deferred += [number for number in taken if number not in STOPPING]
+        if signal.SIGTERM in taken:
+            prepare_for_kill(self.attempt)
+        return any(number in STOPPING for number in taken)
 
     def find_stop_time(self) -> float | None:
         """Return when the ranks have to be stopped; None if the signal is not the time limit's."""

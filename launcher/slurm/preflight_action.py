@@ -1,0 +1,66 @@
+"""What becomes of a job whose nodes were checked: on which it runs, or why it does not start."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+MAX_NAMED = 8
+"""Nodes that a sentence names."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeChoice:
+    """The nodes to go on with."""
+
+    action: str
+    """`start`; `leave_out`: on other nodes than foreseen; `stop`; `requeue`."""
+    hosts: tuple[str, ...]
+    """Where the ranks run; empty if the job does not start."""
+    text: str = ""
+    """For people; empty if there is nothing to say."""
+
+
+def choose_hosts(
+    candidates: Sequence[str],
+    sick: Collection[str],
+    *,
+    on_failure: str,
+    nodes: tuple[int, int],
+    owned: bool,
+) -> NodeChoice:
+    """Choose from the job's nodes, those that are foreseen first and then its spare ones.
+
+    `nodes` are the fewest and the most that the job runs on, `on_failure` is `preflight.on_failure`, and
+    `owned` says that the job is ours to requeue.
+    """
+    fewest, most = nodes
+    foreseen = tuple(candidates[:most])
+    left_out = tuple(host for host in foreseen if host in sick)
+    if not left_out:
+        return NodeChoice("start", foreseen)
+    names, rule = name_hosts(left_out), f"preflight.on_failure={on_failure}"
+    if on_failure == "report":
+        return NodeChoice("start", foreseen, f"the job starts all the same ({rule})")
+    if on_failure == "stop":
+        return NodeChoice("stop", (), f"the job does not start ({rule})")
+    healthy = tuple(host for host in candidates if host not in sick)[:most]
+    if len(healthy) >= min(fewest, len(foreseen)) and healthy:
+        spares = [host for host in healthy if host not in foreseen]
+        on = f"{name_hosts(spares)} in place of {names}" if spares else f"without {names}"
+        return NodeChoice("leave_out", healthy, f"the job goes on {on}, on {count(healthy)} ({rule})")
+    short = f"{count(healthy)} of the {fewest} that the job needs are left without {names}"
+    if owned:
+        return NodeChoice("requeue", (), f"{short}: it is to be requeued without it ({rule})")
+    return NodeChoice(
+        "stop", (), f"{short}, and this allocation is not launch's to requeue: ask for other nodes ({rule})"
+    )
+
+
+def count(hosts: Sequence[str]) -> str:
+    """Return a number of nodes in words."""
+    return "1 node" if len(hosts) == 1 else f"{len(hosts)} nodes"
+
+
+def name_hosts(hosts: Sequence[str]) -> str:
+    """Return the first few of some nodes, and how many more there are."""
+    more = f" and {len(hosts) - MAX_NAMED} more" if len(hosts) > MAX_NAMED else ""
+    return ", ".join(hosts[:MAX_NAMED]) + more
