@@ -2,28 +2,19 @@
 
 import os
 import sys
-import time
+import tempfile
 
-from launcher.doctor.node_facts import NodeFacts
 from launcher.preflight.preflight_request import NodeAnswer, read_request, render_answer
+from launcher.probe.node_facts_reader import read_node_facts
 from launcher.protocol import name_host
 
 
 def main() -> int:
     """Answer what is asked; returns the exit code."""
-    started = time.time()
     request = read_request(sys.argv[1])
-    host = name_host(os.environ)
-    rank = request.hosts.index(host) if host in request.hosts else 0
-    facts = NodeFacts(
-        host,
-        rank,
-        started,
-        asked=request.asked,
-        cpus=len(os.sched_getaffinity(0)),
-        kernel=os.uname().release,
-        seconds=time.time() - started,
-    )
+    paths = [(each.path, each.purpose) for each in request.paths]
+    paths.append((tempfile.gettempdir(), "temporary directory"))
+    facts = read_node_facts(paths=paths, host=name_host(os.environ))
     sys.stdout.write(render_answer(NodeAnswer(facts)))
     sys.stdout.flush()
     return 0
