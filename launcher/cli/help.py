@@ -27,7 +27,7 @@ next to its GPU: on this machine, in a SLURM job, or through SLURM's queue.
 
 verbs
   plan, topo      where the ranks would run, and why; the machine
-  doctor, tune    what slows jobs down here; how many DataLoader workers help
+  doctor, tune    what slows jobs down here; the fastest workers, batch
   status, watch   how runs stand; live, what a run's ranks do
   logs, cancel    what ranks have printed; end runs
   report          a run as one HTML page, for afterwards
@@ -37,7 +37,7 @@ More: launch VERB --help, and launch --help-all with all keys, groups and flags
 FULL = """\
 usage: launch [KEY=VALUE ...] [PROGRAM ARGUMENT ...]
        launch plan|topo|doctor [KEY=VALUE ...]
-       launch tune dataloader [KEY=VALUE ...] [PROGRAM ARGUMENT ...]
+       launch tune dataloader|batch [KEY=VALUE ...] [PROGRAM ARGUMENT ...]
        launch status|logs|watch|report|cancel [RUN ...] [KEY=VALUE ...]
 
 Starts distributed PyTorch training with every rank where it belongs: on the cores and memory next to its

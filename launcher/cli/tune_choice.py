@@ -1,4 +1,4 @@
-"""The file in which `launch tune dataloader` keeps its choice: an option of the group `dataloader`."""
+"""The file in which `launch tune` keeps its choice: an option of the group `dataloader` or `program`."""
 
 import os
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from launcher.tune.search import Trial
 
 USUAL = "conf/dataloader/tuned.yaml"
 """Found from the working directory by later runs."""
-MARK = "# Written by `launch tune dataloader`"
-"""Beginning of a file that may be replaced."""
+MARK = "# Written by `launch tune "
+"""Beginning of a file that may be replaced; the subject follows."""
 
 
 def check_override(name: str | None, *, replaces: bool) -> str:
@@ -50,11 +50,6 @@ def render_override(
     trials: Sequence[Trial], chosen: Trial, loader: DataloaderConfig, *, name: str, origin: str
 ) -> str:
     """Return the file's text: YAML, with what was measured in comments; `origin` says where and of what."""
-    when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z")
-    rows = tabulate(trials)
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    cells = (zip(row, widths, strict=True) for row in rows)
-    lines = [f"{MARK}, {when}: {origin}", *("#   " + "  ".join(c.rjust(w) for c, w in row) for row in cells)]
     values = {
         "workload": Path(name).stem,
         "num_workers": chosen.workers,
@@ -63,9 +58,18 @@ def render_override(
         "default": "true",
         "measured": "true",
     }
+    lines = [*render_comments("dataloader", tabulate(trials), origin)]
+    return "\n".join([*lines, *(f"{key}: {value}" for key, value in values.items())]) + "\n"
+
+
+def render_comments(subject: str, rows: Sequence[Sequence[str]], origin: str) -> list[str]:
+    """Return the comments that a file begins with: when it was written, and what was measured."""
+    when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z")
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    cells = (zip(row, widths, strict=True) for row in rows)
+    table = ("#   " + "  ".join(cell.rjust(width) for cell, width in row) for row in cells)
     # A tab or a newline among the program's words must not end a comment.
-    comments = [" ".join(line.split("\n")).rstrip() for line in lines]
-    return "\n".join([*comments, *(f"{key}: {value}" for key, value in values.items())]) + "\n"
+    return [" ".join(line.split("\n")).rstrip() for line in (f"{MARK}{subject}`, {when}: {origin}", *table)]
 
 
 def save_override(name: str, text: str) -> None:
@@ -79,12 +83,12 @@ def save_override(name: str, text: str) -> None:
     write_file("save", name, text.encode("utf-8", "replace"))
 
 
-def describe_use(name: str, program: str) -> str:
+def describe_use(name: str, program: str, group: str = "dataloader") -> str:
     """Say how later runs use the file; `program` is `-- PROGRAM …` after a space, or nothing."""
     path = Path(name).absolute()
-    option = f"dataloader={path.stem}"
-    if path.suffix != ".yaml" or path.parent.name != "dataloader":
-        return f"put it into conf/dataloader/ as NAME.yaml, and `launch dataloader=NAME{program}` uses it"
+    option = f"{group}={path.stem}"
+    if path.suffix != ".yaml" or path.parent.name != group:
+        return f"put it into conf/{group}/ as NAME.yaml, and `launch {group}=NAME{program}` uses it"
     if path.parent.parent == Path("conf").absolute():
         return f"`launch {option}{program}` uses it"
     return f"`launch --config-dir {os.path.relpath(path.parent.parent)} {option}{program}` uses it"

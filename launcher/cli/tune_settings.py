@@ -1,6 +1,7 @@
 """What a search of `launch tune` is: its checked settings, what its trials have in common, and its bounds."""
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from launcher.cli.run import specify_job
@@ -18,18 +19,23 @@ if TYPE_CHECKING:
     from launcher.config.composition import Composed
 
 OURS = (LAUNCH_NUM_WORKERS, LAUNCH_LOADER_DEFAULT, LAUNCH_METER)
-"""Variables that a trial sets."""
+"""Variables that a trial of a number of workers sets."""
 WORKERS_PER_CORE = 2
 """Workers for each core: those that read from a disk or a network wait more than they compute."""
 MIN_WORKERS, MAX_WORKERS = 4, 64
 
 
-def specify_search(composed: "Composed", program: tuple[str, ...] | None) -> JobSpec:
-    """Check what is asked, and return what the trials have in common; raises LaunchError."""
+def specify_search(
+    composed: "Composed", program: tuple[str, ...] | None, variables: Sequence[str] = OURS
+) -> JobSpec:
+    """Check what is asked, and return what the trials have in common; raises LaunchError.
+
+    `variables` are those that the trials set.
+    """
     measure_here(composed)
     run_path = choose_run_path(composed, program, suffix="-tune")
     spec = specify_job(composed, program, run_path, os.environ, "launch tune")
-    for name in OURS:
+    for name in variables:
         if name in spec.config.env:
             raise UsageError(f"env.{name} is set, which `launch tune` chooses: leave it out")
     return spec

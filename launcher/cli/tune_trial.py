@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,13 +23,12 @@ from launcher.launch.outcome import JobOutcome, complete_manifest, explain_failu
 from launcher.launch.supervisor import Supervisor
 from launcher.plan.json_form import plan_to_json
 from launcher.probe.cgroups import count_oom_kills
-from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_METER, LAUNCH_NUM_WORKERS
+from launcher.protocol import LAUNCH_METER
 from launcher.runs.progress import Progress
 from launcher.runs.rank_logs import read_tail
 from launcher.runs.secrets import mask_words
 from launcher.text import redirect_log
-from launcher.tune.search import Trial
-from launcher.tune.trial_records import MeasureError, measure_trial, read_trial_records
+from launcher.tune.trial_records import MeasureError, Record, read_trial_records
 
 WARMUP = 2
 """Steps after which garbage collection is as in the later steps of a long run: before any is measured."""
@@ -85,8 +84,52 @@ class SilentViewer:
         return True
 
 
-def specify_trial(composed: Composed, spec: JobSpec, workers: int, folder: Path) -> JobSpec:
-    """Return a trial with a number of workers and a run directory of its own."""
+@dataclass(frozen=True, slots=True)
+class FinishedTrial:
+    """A trial that has come to its end, whichever."""
+
+    monitor: RankMonitor
+    ending: JobOutcome
+    config: LaunchConfig
+    timed_out: bool
+    starved: bool
+    """It was ended since the machine's memory ran out."""
+    oom_kills: int
+    """Processes of the job's cgroup that the kernel has killed for memory meanwhile."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.monitor.job.plan.ranks)
+
+    def read_records(self) -> list[Record]:
+        """Return what its ranks have measured; raises MeasureError for a damaged record."""
+        return read_trial_records(self.monitor.run.path / RECORDS)
+
+    def check(self) -> None:
+        """Raise an error if it ended by anything but its own measurement or the program's end.
+
+        MeasureError if it took too long, InterruptedTrialError for a signal to `launch`, FailedTrialError.
+        """
+        if self.timed_out:
+            raise MeasureError(
+                f"not measured within tune.timeout={self.config.tune.timeout:g} s: give more time, or a"
+                " smaller task"
+            )
+        self.check_signal()
+        if self.ending.status:
+            raise FailedTrialError(explain_failure(self.monitor, self.ending), self.ending.status)
+
+    def check_signal(self) -> None:
+        """Raise InterruptedTrialError if `launch` was sent a signal, other than at the time limit."""
+        if self.ending.agent_exit.signal is not None and not self.timed_out:
+            raise InterruptedTrialError(self.ending.agent_exit.signal)
+
+
+def specify_trial(
+    composed: Composed, spec: JobSpec, folder: Path, variables: Mapping[str, str] | None = None
+) -> JobSpec:
+    """Return a trial with variables of its own, and a run directory of its own."""
     config = fill_env(resolve(composed, folder), spec.file_variables)
     config = unset_settings(config, spec.unset_allocator)
     config = replace(
@@ -95,33 +138,31 @@ def specify_trial(composed: Composed, spec: JobSpec, workers: int, folder: Path)
         torchrun=replace(config.torchrun, max_restarts=0),
     )
     order = {"folder": str(folder / RECORDS), "steps": config.tune.steps, "seconds": config.tune.seconds}
-    own = {
-        LAUNCH_NUM_WORKERS: str(workers),
-        LAUNCH_LOADER_DEFAULT: "1",
-        LAUNCH_METER: json.dumps(order),
-    }
     return replace(
         spec,
         config=config,
         config_text=render_config(composed),
-        environ={**spec.environ, **own},
+        environ={**spec.environ, **(variables or {}), LAUNCH_METER: json.dumps(order)},
         run_path=folder,
         run_key="new_run_dir",
     )
 
 
 def run_trial(
-    trial: JobSpec, argv: Sequence[str], workers: int, progress: AbstractContextManager[object]
-) -> Trial:
-    """Run the program with a number of workers, and return what was measured.
+    trial: JobSpec,
+    argv: Sequence[str],
+    progress: AbstractContextManager[object],
+    is_starved: Callable[[], bool] | None = None,
+) -> FinishedTrial:
+    """Run the program to its end, or until it has been measured, or `is_starved` says that it must end.
 
-    Raises MeasureError if nothing can be said, FailedTrialError if the program failed, and
-    InterruptedTrialError for a signal; UsageError and MachineError as any job does.
+    Raises UsageError and MachineError as any job does.
     """
     monitor = open_trial(trial, argv, SilentViewer(progress))
     job, run = monitor.job, monitor.run
     supervisor = Supervisor(monitor, len(job.plan.ranks), job.config.torchrun.shutdown_timeout)
     supervisor.deadline = time.monotonic() + trial.config.tune.timeout
+    supervisor.is_starved = is_starved
     command, log = render_agent(job, f"{run.path.parent.name}-{run.id}"), run.agent_log(job.host)
     environ = build_agent_environ(job.config, job.cluster, job.environ, run, job.host)
     try:
@@ -132,8 +173,8 @@ def run_trial(
         monitor.viewer.close()
     ending = judge_outcome(outcome, tuple(read_tail(log, AGENT_LINES)))
     complete_manifest(monitor, ending)
-    check_trial_outcome(supervisor, ending, trial.config)
-    return measure_trial(read_trial_records(run.path / RECORDS), workers, len(job.plan.ranks))
+    timed_out, starved = supervisor.timed_out, supervisor.starved
+    return FinishedTrial(monitor, ending, trial.config, timed_out, starved, monitor.count_new_oom_kills())
 
 
 def open_trial(trial: JobSpec, argv: Sequence[str], viewer: SilentViewer) -> RankMonitor:
@@ -144,18 +185,6 @@ def open_trial(trial: JobSpec, argv: Sequence[str], viewer: SilentViewer) -> Ran
     write_plan(trial, run, job.host, plan_to_json(job.plan))
     (run.path / RECORDS).mkdir(mode=0o700)
     return RankMonitor(job, run, viewer, count_oom_kills, manifest)
-
-
-def check_trial_outcome(supervisor: Supervisor, ending: JobOutcome, config: LaunchConfig) -> None:
-    """Raise an error if a trial ended by anything but its own measurement or the program's end."""
-    if supervisor.timed_out:
-        raise MeasureError(
-            f"not measured within tune.timeout={config.tune.timeout:g} s: give more time, or a smaller task"
-        )
-    if ending.agent_exit.signal is not None:
-        raise InterruptedTrialError(ending.agent_exit.signal)
-    if ending.status:
-        raise FailedTrialError(explain_failure(supervisor.monitor, ending), ending.status)
 
 
 def describe_program(spec: JobSpec) -> str:

@@ -56,9 +56,9 @@ VERBS: Mapping[str, Verb] = {
     ),
     "tune": Verb(
         "tune_program",
-        "find the number of DataLoader workers that a program is fastest with",
+        "find the number of DataLoader workers, or the micro-batch, that a program is fastest with",
         Takes.PROGRAM,
-        subjects=("dataloader",),
+        subjects=("dataloader", "batch"),
     ),
     "status": Verb(
         "show_status",

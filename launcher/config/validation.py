@@ -5,6 +5,7 @@ None of them looks at a machine or writes anything.
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from urllib.parse import urlsplit
@@ -34,6 +35,10 @@ NOTIFY_EVENTS = ("start", "hang", "recover", "straggler", "fail", "end")
 RUNTIMES = ("pyxis", "apptainer")
 MAX_WORKERS = 1024
 """DataLoader workers of a rank: more than a node has cores; a slip of the finger must not be planned."""
+MAX_BATCH = 1 << 24
+"""Largest micro-batch that a search may come to."""
+TUNE_OPTION = re.compile(r"-[A-Za-z]|--[A-Za-z][\w.-]*=?|(?:\+{1,2})?[A-Za-z_][\w./-]*=|program\.\w+")
+"""An option of a program, a key of Hydra's with its `=`, or a key of the section `program`."""
 MAX_NAME = 200
 """Bytes of a run's name, which is a folder's."""
 VERBS_OF_KEYS = {"rank": "launch logs` and `launch watch", "yes": "launch cancel` and `launch tune"}
@@ -221,6 +226,13 @@ def check_tune(context: Context) -> None:
     """Refuse settings of a search that mean nothing."""
     tune = context.config.tune
     check_minimum("tune.steps", tune.steps, 8)
+    if not 1 <= tune.max_batch <= MAX_BATCH:
+        raise UsageError(f"tune.max_batch={tune.max_batch}: give a number from 1 to {MAX_BATCH}")
+    if tune.option is not None and not TUNE_OPTION.fullmatch(tune.option):
+        raise UsageError(
+            f"tune.option={tune.option!r}: give the program's option for its micro-batch, as --batch-size,"
+            " -b, train.batch_size= or program.batch_size"
+        )
     for key, value in (("seconds", tune.seconds), ("timeout", tune.timeout)):
         if not value > 0:
             raise UsageError(f"tune.{key}={value:g}: give seconds, more than 0")

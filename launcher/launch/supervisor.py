@@ -98,6 +98,10 @@ class Supervisor:
     log_begin: int = 0
     deadline: float = math.inf
     """Monotonic time at which the job is ended as by SIGTERM to `launch`."""
+    is_starved: Callable[[], bool] | None = None
+    """Asked again and again; once it is true, the ranks are killed."""
+    starved: bool = False
+    """That has happened."""
 
     @property
     def timed_out(self) -> bool:
@@ -151,6 +155,8 @@ class Supervisor:
             if time.monotonic() > self.deadline >= 0:
                 self.deadline = -1.0
                 signal.raise_signal(signal.SIGTERM)
+            if self.is_starved and not self.starved and self.is_starved():
+                self.starved = bool(self.pidfds.signal_groups(signal.SIGKILL))
             self.attend_watcher(agent)
             if not self.monitor.is_busy():
                 reap_orphans({agent.pid, *self.list_own()})

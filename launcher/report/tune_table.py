@@ -1,7 +1,7 @@
 """What `launch tune` shows: each trial as it ends, then the table and a plot of them."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -54,14 +54,7 @@ def tabulate(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
 
 def print_trials(console: Console, trials: Sequence[Trial], chosen: Trial | None) -> None:
     """Print the table of the trials, and a plot: bars as long as throughput, and what waiting costs."""
-    head, *rows = tabulate(trials)
-    table = Table(box=None, pad_edge=False)
-    for name in head:
-        table.add_column(name, justify="right")
-    table.add_column("")
-    for row in rows:
-        table.add_row(*row, "chosen" if chosen and row[0] == str(chosen.workers) else "")
-    console.print(table)
+    print_rows(console, tabulate(trials), {str(chosen.workers): "chosen"} if chosen else {})
     measured = sorted((trial for trial in trials if trial.rate), key=lambda trial: trial.workers)
     if not measured:
         return
@@ -70,6 +63,18 @@ def print_trials(console: Console, trials: Sequence[Trial], chosen: Trial | None
         console.print(draw_rate(trial, max(each.rate for each in measured), console.encoding))
     full, waiting = choose_marks(console.encoding)
     console.print(f"{full} {UNITS[measured[0].unit]}/s  {waiting} what waiting for data costs of the best")
+
+
+def print_rows(console: Console, rows: Sequence[Sequence[str]], remarks: Mapping[str, str]) -> None:
+    """Print a table with its head; a remark stands behind the row that begins with its key."""
+    head, *body = rows
+    table = Table(box=None, pad_edge=False)
+    for name in head:
+        table.add_column(name, justify="right")
+    table.add_column("", overflow="fold")
+    for row in body:
+        table.add_row(*row, Text(remarks.get(row[0], "")))
+    console.print(table)
 
 
 def draw_rate(trial: Trial, best: float, encoding: str) -> Text:

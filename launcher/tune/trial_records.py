@@ -29,6 +29,8 @@ class Loader:
     """The dataset is an IterableDataset."""
     batches: int
     """What they gave."""
+    batch_size: int | None = None
+    """Samples of a batch; None if its sampler does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,16 @@ class Record:
     memory_kib: int
     ended: bool
     """The program has come to its own end."""
+    batches: int = 0
+    """Batches that the loaders gave in the measured steps."""
+    peak_kib: int = 0
+    """The most memory that the rank had; 0 if unknown."""
+    gpu_total_kib: int = 0
+    """Memory of its GPU; 0 without one."""
+    gpu_reserved_kib: int = 0
+    """The most that PyTorch had reserved there."""
+    gpu_other_kib: int = 0
+    """What else was in use there."""
 
 
 def read_trial_records(folder: Path) -> list[Record]:
@@ -68,16 +80,7 @@ def read_record(path: Path) -> Record:
 
 def measure_trial(records: Sequence[Record], workers: int, ranks: int) -> Trial:
     """Return what a trial has measured; raises MeasureError if that says nothing of `workers`."""
-    missing = sorted(set(range(ranks)) - {record.rank for record in records})
-    if len(missing) == ranks:
-        raise MeasureError(
-            "no rank trains or loads data by PyTorch: give a Python program that reads from"
-            " torch.utils.data.DataLoader, without the options -I, -E and -S"
-        )
-    if missing:
-        raise MeasureError(
-            f"rank {missing[0]} of {ranks} measured nothing: it has neither an optimizer nor a DataLoader"
-        )
+    check_records(records, ranks)
     check_loaders(records, workers)
     short = min(records, key=lambda record: len(record.times))
     if len(short.times) < FEWEST:
@@ -94,6 +97,20 @@ def measure_trial(records: Sequence[Record], workers: int, ranks: int) -> Trial:
         memory_kib=sum(record.memory_kib for record in records),
         unit=records[0].unit,
     )
+
+
+def check_records(records: Sequence[Record], ranks: int) -> None:
+    """Raise MeasureError if a rank has measured nothing."""
+    missing = sorted(set(range(ranks)) - {record.rank for record in records})
+    if len(missing) == ranks:
+        raise MeasureError(
+            "no rank trains or loads data by PyTorch: give a Python program that reads from"
+            " torch.utils.data.DataLoader, without the options -I, -E and -S"
+        )
+    if missing:
+        raise MeasureError(
+            f"rank {missing[0]} of {ranks} measured nothing: it has neither an optimizer nor a DataLoader"
+        )
 
 
 def check_loaders(records: Sequence[Record], workers: int) -> None:

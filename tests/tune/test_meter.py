@@ -87,7 +87,7 @@ def test_what_one_loader_reads_from_another_is_counted_once(tmp_path: Path) -> N
     inner = "{'sampler': DataLoader(range(100), batch_size=None)}"
     assert finish(start(tmp_path, inner, "eval", "7")) == (0, "the end\n", "")
     (record,) = read_trial_records(tmp_path / "measured")
-    assert (record.steps, record.loaders) == (8, (Loader(0, False, 8),))
+    assert (record.steps, record.loaders) == (8, (Loader(0, False, 8, 1),))
     assert sum(record.waits) < sum(record.times)
 
 

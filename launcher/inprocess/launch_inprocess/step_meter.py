@@ -58,8 +58,8 @@ class Meter:
         """Seconds in the DataLoaders' `__next__` and `__iter__`, and the batches that came."""
         self.waiting: set[int] = set()
         """Threads in one of these: a dataset may read from another loader."""
-        self.loaders: dict[tuple[int, bool], int] = {}
-        """Batches by the loader's number of workers, and whether its dataset is iterable."""
+        self.loaders: dict[tuple[int, bool, int | None], int] = {}
+        """Batches by the loader's number of workers, whether its dataset is iterable, and its batch size."""
         self.has_optimizer, self.unit = False, "batch"
         self.marks: list[tuple[float, float, int]] = []
         """Time, waiting and batches at the end of each step."""
@@ -105,7 +105,8 @@ class Meter:
 
     def note_batch(self, iterator: object) -> None:
         """Count a batch, which is a step if there is no optimizer."""
-        kind = int(getattr(iterator, "_num_workers", 0)), bool(getattr(iterator, "_dataset_kind", 0))
+        workers, iterable = getattr(iterator, "_num_workers", 0), getattr(iterator, "_dataset_kind", 0)
+        kind = int(workers), bool(iterable), find_batch_size(iterator)
         self.loaders[kind] = self.loaders.get(kind, 0) + 1
         self.batches += 1
         if not self.has_optimizer:
@@ -128,7 +129,7 @@ class Meter:
                 self.synchronize_mark()
                 self.first = len(self.marks) - 1
             return
-        workers = max((workers for workers, _ in self.loaders), default=0)
+        workers = max((workers for workers, *_ in self.loaders), default=0)
         if is_enough(self.list_times(), choose_block(workers), self.max_steps, self.seconds):
             self.synchronize_mark()
             self.finish_measuring()
@@ -141,7 +142,7 @@ class Meter:
         if len(self.marks) < WARMUP:
             return False
         (before, waited, _), (now, waited_now, batches) = self.marks[-2:]
-        workers = max((workers for workers, _ in self.loaders), default=0)
+        workers = max((workers for workers, *_ in self.loaders), default=0)
         return workers == 0 or waited_now - waited > 0.1 * (now - before) or batches > 2 * workers
 
     def synchronize_mark(self) -> None:
@@ -192,7 +193,8 @@ class Meter:
         import json
 
         measured = self.marks[self.first :] if self.first is not None else []
-        loaders = [{"workers": w, "iterable": i, "batches": n} for (w, i), n in self.loaders.items()]
+        names = ("workers", "iterable", "batch_size", "batches")
+        loaders = [dict(zip(names, (*kind, count), strict=True)) for kind, count in self.loaders.items()]
         record = {
             "rank": self.rank,
             "unit": self.unit,
@@ -201,7 +203,10 @@ class Meter:
             "times": list_changes(measured, 0),
             "waits": list_changes(measured, 1),
             "loaders": loaders,
+            "batches": measured[-1][2] - measured[0][2] if measured else 0,
             "memory_kib": measure_memory(),
+            "peak_kib": measure_peak(),
+            **measure_gpu(),
             "ended": ended,
         }
         path = os.path.join(self.folder, f"rank-{self.rank}.json")
@@ -248,6 +253,44 @@ def find_error(values: Sequence[float]) -> float:
         return math.inf
     variance = sum((value - mean) ** 2 for value in values) / (count - 1)
     return math.sqrt(variance / count) / mean
+
+
+def find_batch_size(iterator: object) -> "int | None":
+    """Return the samples of a loader's batches, by its batch sampler; None if that does not say."""
+    size = getattr(getattr(iterator, "_index_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) and not isinstance(size, bool) else None
+
+
+def measure_gpu() -> "dict[str, int]":
+    """Return in KiB what a GPU has, the most that PyTorch had reserved of it, and what else uses it now.
+
+    All 0 if this process has not used one. What else is used is CUDA's own context, NCCL, other processes.
+    """
+    found = {"gpu_total_kib": 0, "gpu_reserved_kib": 0, "gpu_other_kib": 0}
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is None or not cuda.is_initialized():
+        return found
+    try:
+        free, total = cuda.mem_get_info()
+        found["gpu_total_kib"] = total >> 10
+        found["gpu_reserved_kib"] = cuda.max_memory_reserved() >> 10
+        found["gpu_other_kib"] = max(0, total - free - cuda.memory_reserved()) >> 10
+    except Exception:  # an allocator without statistics, or a backend that is no NVIDIA's
+        return found
+    return found
+
+
+def measure_peak() -> int:
+    """Return in KiB the most that this process has had in memory, with what its children have now.
+
+    0 if the kernel does not report it. Source: VmHWM in proc_pid_status(5).
+    """
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            peak = next((int(line.split()[1]) for line in file if line.startswith("VmHWM:")), 0)
+    except OSError:
+        return 0
+    return peak + sum(map(read_pss, list_child_pids()))
 
 
 def measure_memory() -> int:
