@@ -14,6 +14,8 @@ from launcher.tune.search import Trial
 
 USUAL = "conf/dataloader/tuned.yaml"
 """Found from the working directory by later runs."""
+MADE = (USUAL, "conf/program/tuned.yaml")
+"""Files whose folders are made."""
 MARK = "# Written by `launch tune "
 """Beginning of a file that may be replaced; the subject follows."""
 
@@ -21,7 +23,7 @@ MARK = "# Written by `launch tune "
 def check_override(name: str | None, *, replaces: bool) -> str:
     """Return the file to write; raises UsageError if it cannot be written, or is not `launch tune`'s."""
     path = Path(USUAL if name is None else name)
-    if name is not None:
+    if name is not None and name not in MADE:
         check_target("save", name)
     if path.exists() and not replaces and not is_ours(path):
         raise UsageError(
@@ -76,7 +78,7 @@ def save_override(name: str, text: str) -> None:
     """Write the file, whole or not at all; raises UsageError or MachineError."""
     path = Path(name)
     try:
-        if name == USUAL:
+        if name in MADE:
             path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise explain("save", name, error) from None
