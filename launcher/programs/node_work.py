@@ -16,9 +16,9 @@ from typing import NoReturn, TextIO
 
 import torch
 
-from launcher.programs.node_cpus import work_on_cpus
-from launcher.programs.node_gpus import find_gpus, work_on_gpus
-from launcher.programs.node_pair import PairPlace, work_in_pair
+from launcher.programs.cpu_parts import work_on_cpus
+from launcher.programs.gpu_parts import find_gpus, work_on_gpus
+from launcher.programs.pair_work import PairPlace, work_in_pair
 from launcher.programs.work_processes import Measurement, describe_error
 from launcher.programs.work_session import KINDS, WorkSession
 

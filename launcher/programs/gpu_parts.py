@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from launcher.programs.cpu_parts import reduce_in_node
 from launcher.programs.gpu_work import (
     GpuIdentity,
     GpuState,
@@ -12,7 +13,6 @@ from launcher.programs.gpu_work import (
     measure_peer_copy,
     start_gpu,
 )
-from launcher.programs.node_cpus import reduce_in_node
 from launcher.programs.work_processes import Answer, Measurement, WorkProcess
 from launcher.programs.work_session import WorkSession, report_missing
 

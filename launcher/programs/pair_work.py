@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from launcher.programs.collective_work import GroupPlace, measure_all_reduce
+from launcher.programs.cpu_parts import summarize_group
 from launcher.programs.cpu_work import CpuState, name_cpu
-from launcher.programs.node_cpus import summarize_group
-from launcher.programs.node_gpus import start_all
+from launcher.programs.gpu_parts import start_all
 from launcher.programs.work_processes import WorkProcess
 from launcher.programs.work_session import WorkSession
 

@@ -1,0 +1,125 @@
+"""Which nodes are measured together, and what that says of each.
+
+Each node meets its two neighbours in a ring, one in each round. A bad pair does not tell which of its nodes
+is at fault; the other pairs of both do: a node is sick if all of its pairs are bad and one of its partners
+was good with somebody else. This is DLRover's second round, in which suspects meet good nodes, without the
+wait for the first round's results. Source: DLRover,
+NetworkCheckRendezvousManager in dlrover/python/master/elastic_training/rdzv_manager.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from launcher.doctor.finding import Finding
+from launcher.doctor.node_facts import NodeFinding, WorkResult
+from launcher.doctor.work_checks import SHARED_SICK, SHARED_SLOW, SICK, WORK, name_places, show_number
+from launcher.text import escape_text
+
+Pair = tuple[str, str]
+
+
+def plan_pairs(hosts: Sequence[str]) -> tuple[tuple[Pair, ...], ...]:
+    """Return the pairs of each round: one round for two nodes, three for an odd number, else two.
+
+    In each pair the first node is where both meet. No node is in two pairs of a round.
+    """
+    count = len(hosts)
+    if count < 3:
+        return (((hosts[0], hosts[1]),),) if count == 2 else ()
+    rounds = [tuple((hosts[at], hosts[at + 1]) for at in range(first, count - 1, 2)) for first in (0, 1)]
+    last = (hosts[-1], hosts[0])
+    return (*rounds, (last,)) if count % 2 else (rounds[0], (*rounds[1], last))
+
+
+def name_pair(pair: Pair) -> str:
+    """Return `WorkResult.where` of a pair: `n1-n2`."""
+    return f"{pair[0]}-{pair[1]}"
+
+
+def judge_pairs(
+    hosts: Sequence[str], results: Sequence[WorkResult], tolerance: float, *, with_gpus: bool = False
+) -> tuple[NodeFinding, ...]:
+    """Return what the pairs of `plan_pairs` say of the nodes; both nodes of a pair report it.
+
+    A pair is bad if it failed, or is slow beside the median of all pairs. A pair of which nobody reported
+    anything says nothing.
+    """
+    measured = group_results([pair for one in plan_pairs(hosts) for pair in one], results)
+    slow, sick = (tolerance, SICK) if with_gpus else (SHARED_SLOW, SHARED_SICK)
+    values = [value for one in measured.values() if (value := read_value(one)) is not None]
+    typical = median(values) if len(values) > 1 else 0.0
+    levels = {pair: rate_pair(one, typical, slow, min(sick, slow)) for pair, one in measured.items()}
+    good = {host for pair, level in levels.items() if level == "ok" for host in pair}
+    found, explained = [], set()
+    for host in hosts:
+        own = [pair for pair in levels if host in pair]
+        is_bad = bool(own) and host not in good
+        if is_bad and any(partner in good for pair in own for partner in pair):
+            explained.update(own)
+            level = "error" if any(levels[pair] == "error" for pair in own) else "warning"
+            found.append(NodeFinding(host, report_node(host, own, measured, typical, level)))
+    unclear = [pair for pair, level in levels.items() if level != "ok" and pair not in explained]
+    found += [NodeFinding("", report_pair(pair, measured[pair], typical, levels[pair])) for pair in unclear]
+    if levels and not found:
+        what = f"{len(levels)} pairs of nodes: {show_number(min(values))} to {show_number(max(values))} GB/s"
+        found = [NodeFinding("", Finding("ok", WORK, what))] if values else []
+    return tuple(found)
+
+
+def group_results(
+    pairs: Sequence[Pair], results: Sequence[WorkResult]
+) -> Mapping[Pair, tuple[WorkResult, ...]]:
+    """Return the results of each pair that has some which say something."""
+    by_name: dict[str, list[WorkResult]] = {}
+    for one in results:
+        if one.measure == "pair" and (one.problem or one.value is not None):
+            by_name.setdefault(one.where, []).append(one)
+    return {pair: tuple(by_name[name]) for pair in pairs if (name := name_pair(pair)) in by_name}
+
+
+def read_value(results: Sequence[WorkResult]) -> float | None:
+    """Return a pair's bandwidth; None if it failed."""
+    values = [one.value for one in results if one.value is not None]
+    return None if any(one.problem for one in results) or not values else min(values)
+
+
+def rate_pair(results: Sequence[WorkResult], typical: float, slow: float, sick: float) -> str:
+    """Return a pair's level: `error`, `warning` or `ok`."""
+    value = read_value(results)
+    if value is None or value < sick * typical:
+        return "error"
+    return "warning" if value < slow * typical else "ok"
+
+
+def describe_pair(results: Sequence[WorkResult], typical: float) -> str:
+    """Say how a pair was."""
+    value = read_value(results)
+    if value is not None:
+        return f"{show_number(value)} GB/s beside {show_number(typical)} at the median of all pairs"
+    problem = next(one.problem for one in results if one.problem)
+    return f"failed ({escape_text(problem, 200)})"
+
+
+def report_node(
+    host: str, own: Sequence[Pair], measured: Mapping[Pair, Sequence[WorkResult]], typical: float, level: str
+) -> Finding:
+    """A node all of whose pairs are bad, with partners that were good with others."""
+    partners = name_places(partner for pair in own for partner in pair if partner != host)
+    return Finding(
+        level,
+        WORK,
+        f"all_reduce with {partners}: {describe_pair(measured[own[0]], typical)}; they do well with others",
+        "every step waits for the slowest link",
+        f"look at the node's network (links, cables, switch port); leave it out by cluster.exclude={host}",
+    )
+
+
+def report_pair(pair: Pair, results: Sequence[WorkResult], typical: float, level: str) -> Finding:
+    """A bad pair of which it is not known which node is at fault: nobody is left out for it."""
+    return Finding(
+        level,
+        WORK,
+        f"all_reduce between {pair[0]} and {pair[1]}: {describe_pair(results, typical)}",
+        "the program's collectives would fail or be slow between them; which node is at fault is not known",
+        "look at the network between them (firewall, routes, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)",
+    )
