@@ -8,24 +8,33 @@ import torch
 from launcher.programs.dimensions import ModelConfig, count_flops
 
 PEAKS = (
+    ("GB300", 2500.0),  # NVIDIA GB300 NVL72 data sheet: 5 PFLOPS a GPU with sparsity
+    ("B300", 2250.0),  # NVIDIA HGX B300 data sheet: 36 PFLOPS for 8, with sparsity
     ("GB200", 2500.0),  # NVIDIA GB200 NVL72 data sheet: 5 PFLOPS a GPU with sparsity
     ("B200", 2250.0),  # NVIDIA HGX B200 data sheet: 36 PFLOPS for 8, with sparsity
+    ("H200 NVL", 835.0),  # NVIDIA H200 NVL data sheet: 1,671 with sparsity
     ("H200", 989.0),  # NVIDIA H200 data sheet: 1,979 with sparsity
     ("GH200", 989.0),  # NVIDIA GH200 data sheet: 1,979 with sparsity
     ("H100 PCIe", 756.0),  # NVIDIA H100 data sheet: 1,513 with sparsity
     ("H100 NVL", 835.0),  # NVIDIA H100 NVL data sheet: 1,671 with sparsity
     ("H100", 989.0),  # NVIDIA H100 data sheet (SXM): 1,979 with sparsity
+    ("H800", 989.0),  # the H100 with a slower NVLink
     ("H20", 148.0),  # NVIDIA H20 data sheet
     ("A100", 312.0),  # NVIDIA A100 data sheet
     ("A800", 312.0),  # the A100 with a slower NVLink
+    ("A40", 149.7),  # NVIDIA A40 data sheet: 299.4 with sparsity
     ("L40S", 362.0),  # NVIDIA L40S data sheet: 733 with sparsity
     ("L40", 181.0),  # NVIDIA L40 data sheet
     ("A10G", 70.0),  # AWS's data sheet of the A10G: 140 with sparsity
     ("A10", 125.0),  # NVIDIA A10 data sheet
     ("L4", 121.0),  # NVIDIA L4 data sheet: 242 with sparsity
     ("A30", 165.0),  # NVIDIA A30 data sheet
+    ("V100 PCIE", 112.0),  # NVIDIA V100 data sheet; fp16, as it has no bf16
     ("V100", 125.0),  # NVIDIA V100 data sheet (SXM2); fp16, as it has no bf16
     ("T4", 65.0),  # NVIDIA T4 data sheet; fp16, as it has no bf16
+    ("RTX A6000", 154.8),  # NVIDIA RTX A6000 data sheet: 309.7 with sparsity
+    ("RTX 6000 Ada", 364.2),  # NVIDIA RTX 6000 Ada data sheet: 728.5 with sparsity
+    ("RTX 4090", 165.2),  # NVIDIA Ada white paper, with sums in fp32
 )
 """Dense bf16 TFLOPS by a part of the device's name; the first whose words all occur."""
 
