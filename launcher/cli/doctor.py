@@ -16,10 +16,12 @@ from launcher.config.schema import LaunchConfig
 from launcher.doctor.checkup import choose_exit_code, run_checks
 from launcher.doctor.facts import Health
 from launcher.doctor.finding import BindingTrial, Case
+from launcher.doctor.node_facts import NodeFacts
 from launcher.errors import UsageError
 from launcher.launch.job import SHIM
 from launcher.plan.json_form import plan_to_json
 from launcher.plan.model import Plan, RankPlan
+from launcher.probe.node_facts_reader import FactSources, read_node_facts
 from launcher.probe.system_facts import read_health
 from launcher.protocol import LAUNCH_PLAN, LAUNCH_QUIET, LAUNCH_RECORD_DIR, PREFIX, name_plan_file
 from launcher.report.console import make_console
@@ -50,6 +52,8 @@ def show_checkup(call: VerbCall) -> int:
         environ=environ if here else None,
         run=run,
         run_reason=reason,
+        node=read_node(config, plan) if known else None,
+        min_free_kib=config.preflight.min_free_gib * (1 << 20),
     )
     findings = run_checks(case)
     if config.format == "json":
@@ -58,6 +62,21 @@ def show_checkup(call: VerbCall) -> int:
     else:
         print_findings(make_console(stderr=False), findings)
     return choose_exit_code(findings)
+
+
+def read_node(config: LaunchConfig, plan: Plan) -> NodeFacts:
+    """Read what preflight would look at on this machine before a job."""
+    runs = Path(config.runs_dir).absolute()
+    while not runs.exists() and runs != runs.parent:
+        runs = runs.parent  # It is made by the first run.
+    paths = [
+        (str(runs), "run directory"),
+        (os.path.realpath("."), "working directory"),
+        (tempfile.gettempdir(), "temporary directory"),
+        *((path, "data") for path in config.preflight.paths),
+    ]
+    gpus = frozenset(rank.gpu.pci for rank in plan.ranks if rank.gpu)
+    return read_node_facts(config.machine.root, paths, sources=FactSources(gpus=gpus or None))
 
 
 def find_run(config: LaunchConfig, here: bool) -> tuple[RunRecords | None, str]:

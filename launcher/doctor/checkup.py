@@ -11,6 +11,7 @@ from launcher.doctor.device_checks import (
 from launcher.doctor.finding import Case, Finding
 from launcher.doctor.limit_checks import judge_files, judge_locked, judge_processes, judge_shm
 from launcher.doctor.memory_checks import judge_balancing, judge_hugepages, judge_size, judge_swap
+from launcher.doctor.node_judgement import judge_node_facts
 from launcher.doctor.placement_checks import (
     judge_binding_trial,
     judge_environment,
@@ -23,6 +24,7 @@ CHECKS = (
     *(judge_size, judge_balancing, judge_hugepages, judge_swap),
     *(judge_devices, judge_places, judge_links, judge_persistence),
     *(judge_shm, judge_files, judge_locked, judge_processes),
+    judge_node_facts,
     *(judge_clocks, judge_interrupts, judge_environment, judge_last_run),
 )
 """Each gives findings on one matter: at least one, or none if the machine has nothing of the kind."""

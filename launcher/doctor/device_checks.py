@@ -71,17 +71,22 @@ def judge_links(case: Case) -> Iterator[Finding]:
     known = [device for device in case.health.devices if device.width and device.max_width]
     narrow = [device for device in known if (device.width or 0) < (device.max_width or 0)]
     for device in narrow:
-        yield Finding(
-            "warning",
-            GPUS,
-            f"{device.name} has a PCI link of x{device.width}, and can do x{device.max_width}",
-            "copies between main memory and the device take that much longer",
-            "check slot, riser and BIOS bifurcation; `sudo lspci -vv` shows LnkSta against LnkCap",
-        )
+        yield report_narrow_link(device.name, device.width or 0, device.max_width or 0)
     if (case.machine.gpus or case.machine.nics) and not known:
         yield report_unchecked(case, GPUS, "PCI link width", "sysfs does not show it (a virtual machine?)")
     elif known and not narrow:
         yield report_ok(GPUS, f"PCI links of {len(known)} GPUs and NICs at full width")
+
+
+def report_narrow_link(name: str, width: int, max_width: int, level: str = "warning") -> Finding:
+    """Return the finding of a PCI link with fewer lanes than the device has."""
+    return Finding(
+        level,
+        GPUS,
+        f"{name} has a PCI link of x{width}, and can do x{max_width}",
+        "copies between main memory and the device take that much longer",
+        "check slot, riser and BIOS bifurcation; `sudo lspci -vv` shows LnkSta against LnkCap",
+    )
 
 
 def judge_persistence(case: Case) -> Iterator[Finding]:

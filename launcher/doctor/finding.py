@@ -2,10 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from launcher.doctor.facts import Health
 from launcher.plan.model import Gpu, Machine, Plan
 from launcher.runs.run_records import RunRecords
+
+if TYPE_CHECKING:
+    from launcher.doctor.node_facts import NodeFacts
 
 LEVELS = ("error", "warning", "note", "unknown", "ok")
 """Worst first. `unknown` is a check that could not be made; errors and warnings make the exit code 1."""
@@ -54,6 +58,10 @@ class Case:
     """The last run; None if there is none."""
     run_reason: str = ""
     """Why there is no run to compare."""
+    node: "NodeFacts | None" = None
+    """What preflight looks at before a job; None for a snapshot."""
+    min_free_kib: float = 1 << 20
+    """Free space that directories which the job writes to should have."""
 
     @property
     def machine(self) -> Machine:

@@ -22,11 +22,17 @@ THREADS_EACH = 64
 
 def judge_shm(case: Case) -> Iterator[Finding]:
     """Size of /dev/shm, through which DataLoader workers and NCCL hand data over."""
-    size, free = case.machine.limits.shm_kib, case.health.shm_free_kib
+    size = case.machine.limits.shm_kib
     if size is None:
         yield report_unchecked(case, LIMITS, SHM, "no such mount was found")
-    elif size < SHM_LEAST:
-        yield Finding(
+    else:
+        yield check_shm(size, case.health.shm_free_kib)
+
+
+def check_shm(size: int, free: int | None) -> Finding:
+    """Judge the size and free space of /dev/shm in KiB."""
+    if size < SHM_LEAST:
+        return Finding(
             "warning",
             LIMITS,
             f"{SHM} has {format_size(size)}",
@@ -34,17 +40,16 @@ def judge_shm(case: Case) -> Iterator[Finding]:
             "docker: --shm-size=1g or more, or --ipc=host; Kubernetes: an emptyDir with medium: Memory; "
             "else: sudo mount -o remount,size=50% /dev/shm",
         )
-    elif free is not None and free < SHM_FREE:
-        yield Finding(
+    if free is not None and free < SHM_FREE:
+        return Finding(
             "warning",
             LIMITS,
             f"{SHM} has {format_size(size)}, of which {format_size(free)} are free",
             WHY_SHM,
             "remove what dead jobs have left there (`ls -la /dev/shm`: torch_*, nccl-*)",
         )
-    else:
-        rest = "" if free is None else f", {format_size(free)} free"
-        yield report_ok(LIMITS, f"{SHM}: {format_size(size)}{rest}")
+    rest = "" if free is None else f", {format_size(free)} free"
+    return report_ok(LIMITS, f"{SHM}: {format_size(size)}{rest}")
 
 
 def judge_files(case: Case) -> Iterator[Finding]:

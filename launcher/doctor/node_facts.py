@@ -167,7 +167,7 @@ class JudgeSettings:
 
     gpus: int | None = None
     """GPUs that the job needs on each node; None if that is not known."""
-    min_free_kib: int = 1 << 20
+    min_free_kib: float = 1 << 20
     """Free space below which a folder that is written to is short of it (`preflight.min_free_gib`)."""
     tolerance: float = 0.93
     """Share of the median of the job's devices below which one is slow (`preflight.tolerance`)."""
