@@ -52,7 +52,7 @@ def show_checkup(call: VerbCall) -> int:
         environ=environ if here else None,
         run=run,
         run_reason=reason,
-        node=read_node(config, plan) if known else None,
+        node=read_node(config, plan, here) if known else None,
         min_free_kib=config.preflight.min_free_gib * (1 << 20),
     )
     findings = run_checks(case)
@@ -64,8 +64,8 @@ def show_checkup(call: VerbCall) -> int:
     return choose_exit_code(findings)
 
 
-def read_node(config: LaunchConfig, plan: Plan) -> NodeFacts:
-    """Read what preflight would look at on this machine before a job."""
+def read_node(config: LaunchConfig, plan: Plan, here: bool) -> NodeFacts:
+    """Read what preflight would look at before a job."""
     runs = Path(config.runs_dir).absolute()
     while not runs.exists() and runs != runs.parent:
         runs = runs.parent  # It is made by the first run.
@@ -76,7 +76,7 @@ def read_node(config: LaunchConfig, plan: Plan) -> NodeFacts:
         *((path, "data") for path in config.preflight.paths),
     ]
     gpus = frozenset(rank.gpu.pci for rank in plan.ranks if rank.gpu)
-    return read_node_facts(config.machine.root, paths, sources=FactSources(gpus=gpus or None))
+    return read_node_facts(config.machine.root, paths if here else (), sources=FactSources(gpus=gpus or None))
 
 
 def find_run(config: LaunchConfig, here: bool) -> tuple[RunRecords | None, str]:

@@ -70,12 +70,6 @@ def check_answers(node: NodeFacts, _: JudgeSettings) -> Iterator[Finding]:
             "it has fallen off the bus or could not be set up, and CUDA may number the rest otherwise",
             "`sudo dmesg | grep -i -e xid -e nvrm` may show why; drain and reboot the node",
         )
-    answering = [gpu for gpu in node.gpus if not gpu.problem]
-    if answering and len(answering) == len(node.gpus) and not node.lost_gpus:
-        names = ", ".join(dict.fromkeys(gpu.name for gpu in answering if gpu.name))
-        yield report_ok(
-            GPUS, f"{count_things(len(answering), 'GPU')} there" + (f": {names}" if names else "")
-        )
 
 
 def check_recovery(node: NodeFacts, _: JudgeSettings) -> Iterator[Finding]:

@@ -1,10 +1,11 @@
 """One node by itself: its GPUs, paths, shared memory, memory, load and versions, in the order of the report.
 
-Each check gives findings on one matter: at least one, or none if the node has nothing of the kind.
+Each check gives findings on one matter: none if the node has nothing of the kind, or the doctor tells it.
 """
 
 from collections.abc import Iterator
 
+from launcher.doctor.device_checks import GPUS
 from launcher.doctor.finding import Finding, report_ok
 from launcher.doctor.gpu_checks import (
     check_answers,
@@ -22,6 +23,8 @@ from launcher.text import count_things, format_size
 PATHS = "paths"
 VERSIONS = "versions"
 LOAD = "load"
+MATTERS = {"GPU": GPUS, "XID": GPUS, "path": PATHS, "torch": VERSIONS}
+"""Subjects of what was not checked, by a word of it."""
 NEEDED = ("run directory", "working directory", "checkpoints", "data", "temporary directory")
 """Purposes of paths without which a program does not run; a home directory is not among them."""
 WRITTEN = ("run directory", "checkpoints", "temporary directory")
@@ -225,7 +228,8 @@ def check_unread(node: NodeFacts, _: JudgeSettings) -> Iterator[Finding]:
     """What could not be checked."""
     for text in node.unchecked:
         matter, colon, reason = text.partition(": ")
-        yield Finding("unknown", "not checked", f"{matter} not checked{colon}{reason}")
+        subject = next((subject for word, subject in MATTERS.items() if word in matter), "preflight")
+        yield Finding("unknown", subject, f"{matter} not checked{colon}{reason}")
 
 
 GPU_CHECKS = (check_answers, check_recovery, check_memory_errors, check_throttling, check_xids)

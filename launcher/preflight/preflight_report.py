@@ -5,6 +5,7 @@ from typing import Any
 
 from launcher.doctor.finding import Finding
 from launcher.doctor.node_facts import JudgeSettings, NodeFacts, NodeFinding, PreflightReport
+from launcher.doctor.node_judgement import judge_nodes
 from launcher.preflight.preflight_request import PreflightRequest
 
 TOLD = ("error", "warning")
@@ -40,7 +41,7 @@ def make_report(
 
 def judge_answers(nodes: Sequence[NodeFacts], settings: JudgeSettings) -> tuple[NodeFinding, ...]:
     """Judge each node's facts, all of them beside each other, and their work."""
-    return ()
+    return judge_nodes(nodes, settings)
 
 
 def report_silence(host: str, request: PreflightRequest, seconds: float) -> Finding:
