@@ -8,6 +8,7 @@ from launcher.doctor.finding import Case, Finding
 from launcher.doctor.job_checks import JOB_CHECKS, compare_paths
 from launcher.doctor.node_checks import BUSY_CHECKS, GPU_CHECKS, SETTING_CHECKS, check_node
 from launcher.doctor.node_facts import JudgeSettings, NodeFacts, NodeFinding
+from launcher.doctor.work_checks import judge_work
 
 
 def judge_nodes(nodes: Sequence[NodeFacts], settings: JudgeSettings | None = None) -> tuple[NodeFinding, ...]:
@@ -20,7 +21,8 @@ def judge_nodes(nodes: Sequence[NodeFacts], settings: JudgeSettings | None = Non
     settings = settings or JudgeSettings()
     single = [NodeFinding(node.host, finding) for node in nodes for finding in check_node(node, settings)]
     beside = [finding for check in JOB_CHECKS for finding in check(nodes, settings)]
-    found = [one for one in (*single, *beside) if one.finding.level != "ok"]
+    worked = judge_work(nodes, settings.tolerance)
+    found = [one for one in (*single, *beside, *worked) if one.finding.level != "ok"]
     return tuple(dict.fromkeys(gather_unknown(found, len(nodes))))
 
 
