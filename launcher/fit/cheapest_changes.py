@@ -50,13 +50,15 @@ def find_changes(
     search = Search(request, capacity, estimate)
     ladders = [ladder for ladder in list_ladders(request) if ladder]
     found: list[tuple[float, Change]] = []
+    enough: list[set[str]] = []  # what fits with these needs no more
     for size in range(1, MOST_COMBINED + 1):
-        fitting = [search.find_cheapest(chosen) for chosen in combinations(ladders, size)]
-        found += [one for one in fitting if one]
+        for chosen in combinations(ladders, size):
+            subjects = {ladder[0].subject for ladder in chosen}
+            if not any(known <= subjects for known in enough) and (one := search.find_cheapest(chosen)):
+                found.append(one)
+                enough.append(subjects)
         if len(found) >= MOST_CHANGES or not search.left:
             break
-        # What fits by itself needs no company.
-        ladders = [weak for ladder in ladders if (weak := search.leave_out_fitting(ladder))]
     ordered = sorted(found, key=lambda one: one[0])
     return tuple(change for _, change in ordered[:MOST_CHANGES])
 
@@ -91,10 +93,6 @@ class Search:
         if total.high > self.capacity:
             return None
         return Change(render_change(self.request, changed), "; ".join(step.why for step in steps), total)
-
-    def leave_out_fitting(self, ladder: Sequence[Step]) -> tuple[Step, ...]:
-        """Return the steps of a ladder with which alone the job does not fit."""
-        return tuple(step for step in ladder if self.judge([step]) is None)
 
 
 def add_costs(steps: Sequence[Step]) -> float:

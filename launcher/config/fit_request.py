@@ -1,0 +1,195 @@
+"""The FitRequest of a configuration: the model, and where it would be trained; None if there is no claim."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from launcher.config.allocator_options import read_allocator_settings
+from launcher.config.cluster import is_step_task, parse_nodes
+from launcher.config.fit_settings import Ranks, describe_bundled, describe_training, list_fixed
+from launcher.config.model_dimensions import read_dimensions
+from launcher.config.program import BUNDLED, find_unused
+from launcher.config.schema import FitConfig, LaunchConfig, ParallelConfig
+from launcher.errors import UsageError
+from launcher.fit.fit_model import Device, FitRequest, ModelDimensions, NodeResources
+from launcher.fit.gpu_table import GpuType, find_gpu
+from launcher.plan.allocator import EXPANDABLE, merge_settings
+from launcher.plan.model import Gpu, Machine, Plan
+
+
+def is_bundled_program(config: LaunchConfig, program: Sequence[str] | None) -> bool:
+    """Tell whether the bundled program is what runs; `program` is what is given after `--`."""
+    return not program and config.program.get("command") == list(BUNDLED)
+
+
+def find_fit_model(
+    config: LaunchConfig, program: Sequence[str] | None, given: Collection[str]
+) -> ModelDimensions | None:
+    """Return the model to judge; None if there is no claim.
+
+    The bundled program's model counts. Another program's counts if the command line names it (`+model=…`,
+    `model.config=FILE`), or if the configured program takes the section and that has dimensions. Raises
+    UsageError for a model that makes no sense.
+    """
+    if config.fit.check == "off":
+        return None
+    is_own = not program and not is_bundled_program(config, program)  # configured, with a section of its own
+    asked = any(key.partition(".")[0] == "model" for key in given)
+    if program and not asked:
+        return None
+    if is_own and "model" in find_unused(config, None, given):
+        return None
+    try:
+        return read_dimensions(config.model)
+    except UsageError:
+        if is_own and "model.config" not in given:
+            return None
+        raise
+
+
+def count_plan_nodes(nodes: object, environ: Mapping[str, str]) -> int:
+    """Return the least number of nodes that a job would have; raises UsageError.
+
+    Fewer nodes share less: of `min:max`, the least decides.
+    """
+    if nodes == "auto" and "SLURM_JOB_ID" in environ and not is_step_task(environ):
+        have = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES", "1")
+        return int(have) if have.isdecimal() and int(have) else 1
+    return parse_nodes(1 if nodes == "auto" else nodes)[0]
+
+
+def make_fit_request(
+    config: LaunchConfig,
+    plan: Plan,
+    model: ModelDimensions | None,
+    *,
+    nodes: int,
+    is_bundled: bool,
+    environ: Mapping[str, str],
+) -> FitRequest | None:
+    """Return what is asked of a job of which each node has this plan; None if there is no claim.
+
+    `model` is what `find_fit_model` returns. Raises UsageError for settings that make no training.
+    """
+    if model is None or not plan.ranks:
+        return None
+    on_cpu = is_bundled and config.program.get("device") == "cpu"
+    found = [] if on_cpu else [rank.gpu for rank in plan.ranks if rank.gpu]
+    device = choose_device(config.fit, found, share_memory(plan.machine, len(plan.ranks)))
+    if not device.memory_mib:
+        return None
+    node = describe_resources(plan, float(config.dataloader.worker_gib))
+    return make_request_on(
+        config,
+        model,
+        device,
+        node,
+        shape=(len(plan.ranks), nodes),
+        is_bundled=is_bundled,
+        expandable=has_expandable_segments(config, environ),
+    )
+
+
+def make_request_on(
+    config: LaunchConfig,
+    model: ModelDimensions,
+    device: Device,
+    node: NodeResources,
+    *,
+    shape: tuple[int, int],
+    is_bundled: bool,
+    expandable: bool = True,
+) -> FitRequest:
+    """Return what is asked of a job of `shape`, (ranks of a node, nodes), on known devices; see above."""
+    gpu = find_gpu(device.name) if device.kind == "gpu" else None
+    ranks = Ranks(
+        count=shape[0] * shape[1],
+        memory_bytes=device.memory_mib << 20,
+        has_bf16=device.kind == "gpu" and has_bf16(gpu),
+        expandable_segments=expandable,
+    )
+    fixed = list_fixed(config.fit, config.parallel)
+    if is_bundled:
+        layout, settings = describe_bundled(config, model, ranks)
+        usual = replace(config, fit=FitConfig(), parallel=ParallelConfig())
+        # What the bundled program does not do is a question of the user's, and no ground to refuse a job.
+        is_bundled = not fixed or (layout, settings) == describe_bundled(usual, model, ranks)
+    else:
+        layout, settings = describe_training(config.fit, config.parallel, model, ranks)
+    return FitRequest(
+        model=model,
+        layout=layout,
+        settings=replace(settings, bundled=is_bundled),
+        device=device,
+        gpus_per_node=shape[0],
+        nodes=shape[1],
+        node=node,
+        tokens=config.fit.tokens,
+        step_seconds=config.fit.step_seconds,
+        is_bundled=is_bundled,
+        global_batch=config.fit.global_batch,
+        fixed=fixed,
+    )
+
+
+def choose_device(fit: FitConfig, gpus: Sequence[Gpu], cpu_mib: int) -> Device:
+    """Return what a rank computes on: the GPU that `fit` names, the smallest of the node's, or CPUs.
+
+    Memory is 0 if it is not known. `cpu_mib` is the memory of a rank without a GPU. Raises UsageError.
+    """
+    named = name_gpu(fit.gpu) if fit.gpu else None
+    given = None if fit.gpu_memory_gib is None else int(fit.gpu_memory_gib * 1024)
+    if named:
+        return Device(str(fit.gpu), given or named.memory_mib, nvlink_domain=named.nvlink_domain)
+    if not gpus:
+        return Device("GPU", given) if given else Device("CPU", cpu_mib, kind="cpu")
+    sharing = Counter((gpu.index, gpu.uuid) for gpu in gpus)
+    gpu = min(gpus, key=lambda one: one.memory_mib // sharing[one.index, one.uuid])
+    found = find_gpu(gpu.name)
+    own = gpu.memory_mib or (found.memory_mib if found else 0)
+    if gpu.uuid.startswith("MIG-"):
+        own = 0  # the driver's number is the whole GPU's
+    memory = given or own // sharing[gpu.index, gpu.uuid]
+    return Device(gpu.name or "GPU", memory, nvlink_domain=found.nvlink_domain if found else 0)
+
+
+def name_gpu(name: str) -> GpuType:
+    """Return the GPU that `fit.gpu` names; raises UsageError."""
+    found = find_gpu(name)
+    if found is None:
+        raise UsageError(
+            f"fit.gpu={name} is no GPU that is known: give a name such as H100, A100-40GB or B200, or its"
+            " memory by fit.gpu_memory_gib=N"
+        )
+    return found
+
+
+def share_memory(machine: Machine, ranks: int) -> int:
+    """Return the MiB of the node's memory that a rank has."""
+    limits = [kib for kib in (machine.memory_kib, machine.limits.memory_kib) if kib]
+    return min(limits, default=0) // 1024 // ranks
+
+
+def has_bf16(gpu: GpuType | None) -> bool:
+    """Tell whether a GPU computes in bf16; one that is not known does."""
+    return gpu is None or gpu.tf32 is not None  # both came with the same generation
+
+
+def has_expandable_segments(config: LaunchConfig, environ: Mapping[str, str]) -> bool:
+    """Tell whether the allocator of the ranks uses expandable segments."""
+    merged = merge_settings(read_allocator_settings(config.allocator), environ)
+    return merged.get(EXPANDABLE, "").lower() == "true"
+
+
+def describe_resources(plan: Plan, worker_gib: float) -> NodeResources:
+    """Return what the job has of a planned node."""
+    machine = plan.machine
+    allowed = {cpu.core for cpu in machine.cpus if cpu.id in machine.allowed_cpus}
+    limits = [kib for kib in (machine.memory_kib, machine.limits.memory_kib) if kib]
+    return NodeResources(
+        cores=len(allowed) or None,
+        memory_kib=min(limits, default=None),
+        shm_kib=machine.limits.shm_kib,
+        num_workers=max(rank.num_workers for rank in plan.ranks),
+        worker_gib=worker_gib,
+    )

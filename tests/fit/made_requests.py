@@ -1,0 +1,30 @@
+"""Requests for tests: a model on a machine, with some settings changed."""
+
+from dataclasses import replace
+
+from launcher.fit.fit_model import (
+    Device,
+    FitRequest,
+    ModelDimensions,
+    NodeResources,
+    ParallelLayout,
+    TrainingSettings,
+)
+
+LLAMA7B = ModelDimensions("llama7b", 32000, 32, 4096, 32, 32, 128, 11008, 4096)
+H100 = Device("NVIDIA H100 80GB HBM3", 81559, nvlink_domain=8)
+NODE = NodeResources(cores=112, memory_kib=2 << 30, shm_kib=1 << 30, num_workers=2)
+REQUEST = FitRequest(
+    LLAMA7B,
+    ParallelLayout(dp=8),
+    TrainingSettings(micro_batch=8, seq_len=4096),
+    H100,
+    gpus_per_node=8,
+    node=NODE,
+    is_bundled=False,
+)
+
+
+def make_request(layout: ParallelLayout, settings: TrainingSettings = REQUEST.settings) -> FitRequest:
+    """LLaMA 7B on nodes of eight H100, split and set up like this."""
+    return replace(REQUEST, layout=layout, settings=settings, nodes=max(1, layout.world_size // 8))

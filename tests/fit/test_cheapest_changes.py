@@ -1,0 +1,92 @@
+"""Which changes are proposed: single ones before combinations, the cheapest first, all of them that fit."""
+
+from dataclasses import replace
+
+import pytest
+
+from launcher.fit.cheapest_changes import find_changes, list_micro_batches
+from launcher.fit.fit_model import FitRequest, ParallelLayout, Range, TrainingSettings
+from launcher.fit.parameter_counts import count_model_parameters
+from tests.fit.made_requests import REQUEST, make_request
+
+GIB = 1 << 30
+
+
+def estimate(request: FitRequest) -> Range:
+    """States and activations of a simple model of memory, in which every change counts."""
+    layout, settings = request.layout, request.settings
+    parameters = count_model_parameters(request.model) // layout.tp
+    shards = [1 if stage > layout.zero else layout.dp * layout.cp for stage in (3, 2, 1)]
+    moments = {"adamw8bit": 2}.get(settings.optimizer, 8) if settings.offload == "none" else 0
+    states = sum(size * parameters // shard for size, shard in zip((4, 4, moments), shards, strict=True))
+    tokens = settings.micro_batch * settings.seq_len * request.model.hidden_size * request.model.layers
+    kept = {"none": 34, "selective": 24, "full": 2}[settings.checkpointing]
+    total = states + tokens * kept // layout.tp
+    return Range(total, total, total)
+
+
+def propose(request: FitRequest, gib: float) -> list[tuple[str, ...]]:
+    changes = find_changes(request, int(gib * GIB), estimate)
+    assert all(change.total.high <= gib * GIB for change in changes)
+    assert all(change.why for change in changes)
+    return [change.settings for change in changes]
+
+
+def test_single_changes_come_first_and_the_cheapest_of_each() -> None:
+    sharded = make_request(ParallelLayout(dp=8, zero=3))
+    assert propose(sharded, 100) == [
+        ("fit.micro_batch=4", "fit.accumulation=2"),
+        ("parallel.tp=2", "fit.accumulation=2"),
+        ("fit.checkpointing=full",),
+    ]
+
+
+def test_combinations_if_no_single_change_is_enough() -> None:
+    found = propose(REQUEST, 40)
+    assert len(found) == 3
+    assert all(len(settings) > 1 for settings in found)
+    assert found[0] == ("parallel.zero=3", "fit.micro_batch=1", "fit.accumulation=8")
+
+
+def test_no_change_has_more_than_is_needed() -> None:
+    found = [{setting.partition("=")[0] for setting in settings} for settings in propose(REQUEST, 100)]
+    assert not any(one < other for one in found for other in found)
+
+
+def test_nothing_is_proposed_if_nothing_helps() -> None:
+    assert propose(REQUEST, 0.01) == []
+
+
+def test_the_bundled_programs_changes_are_its_own_options() -> None:
+    bundled = replace(make_request(ParallelLayout(dp=8)), is_bundled=True)
+    for settings in propose(bundled, 40) + propose(bundled, 70):
+        keys = [setting.partition("=")[0] for setting in settings]
+        assert {key.partition(".")[0] for key in keys} <= {"program", "nodes"}
+    assert ("program.parallel=fsdp", "program.activation_checkpointing=true") in propose(bundled, 50)
+
+
+def test_a_set_global_batch_is_kept() -> None:
+    request = make_request(ParallelLayout(dp=8, zero=3), TrainingSettings(micro_batch=6, seq_len=4096))
+    changes = find_changes(replace(request, global_batch=48), 90 * GIB, estimate)
+    for change in changes:
+        pairs = dict(setting.split("=") for setting in change.settings)
+        replicas = 8 * int(pairs.get("nodes", 1)) // int(pairs.get("parallel.tp", 1))
+        batch = int(pairs.get("fit.micro_batch", 6)) * int(pairs.get("fit.accumulation", 1)) * replicas
+        assert batch == 48
+
+
+@pytest.mark.parametrize(("now", "sizes"), [(8, [4, 2, 1]), (6, [3, 2, 1]), (7, [1]), (1, []), (10**9, [1])])
+def test_smaller_micro_batches_divide_the_batch(now: int, sizes: list[int]) -> None:
+    request = make_request(ParallelLayout(dp=8), TrainingSettings(micro_batch=now))
+    assert [step.value for step in list_micro_batches(request)] == sizes
+
+
+def test_heads_are_not_split_unevenly() -> None:
+    odd = replace(REQUEST, model=replace(REQUEST.model, heads=25, kv_heads=25))
+    assert not [one for one in propose(odd, 40) if any("parallel.tp" in setting for setting in one)]
+
+
+def test_replicas_that_are_set_are_set_anew() -> None:
+    request = replace(make_request(ParallelLayout(dp=8, zero=3)), fixed=("parallel.dp",))
+    found = [settings for settings in propose(request, 100) if "parallel.tp=2" in settings]
+    assert found and all("parallel.dp=4" in settings for settings in found)
