@@ -33,6 +33,13 @@ class GpuType:
     """GPUs that NVLink connects in the usual server, this one included; 1 without NVLink."""
     source: str
 
+    @property
+    def peak_tflops(self) -> tuple[tuple[str, float], ...]:
+        """All peaks by what is computed in; there is no `bf16` where that is fp16's."""
+        half = "fp16" if "fp16" in self.source else "bf16"
+        peaks = (("fp32", self.fp32), ("tf32", self.tf32), (half, self.bf16), ("fp8", self.fp8))
+        return tuple((name, peak) for name, peak in peaks if peak is not None)
+
     def find_precision_peak(self, precision: str) -> float:
         """Give the TFLOPS at a precision of `PRECISIONS`; without fp8, bf16 is what is computed in."""
         if precision == "fp32":

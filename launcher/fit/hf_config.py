@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from launcher.decode import DecodeError, parse_json
 from launcher.errors import UsageError
-from launcher.fit.config_fields import ConfigFields, show
+from launcher.fit.config_fields import ConfigFields, show_value
 from launcher.fit.fit_model import Experts, LatentAttention, ModelDimensions
 
 MAX_TEXT = 1 << 20
@@ -73,14 +73,14 @@ def parse_model_config(text: str, name: str) -> ModelDimensions:
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         known = ", ".join(sorted(FAMILIES))
-        problem = "is missing" if kind is None else f"is {show(kind)}, which is not known"
+        problem = "is missing" if kind is None else f"is {show_value(kind)}, which is not known"
         raise fields.fail("model_type", problem, f"use the one whose layers it has, of {known}")
-    return check_dimensions(fields, read_dimensions(fields, str(kind), family, name))
+    return check_config_dimensions(fields, read_config_dimensions(fields, str(kind), family, name))
 
 
 def read_fields(text: str, name: str) -> ConfigFields:
     """Parse the text of a config.json, or its part on text; raises UsageError."""
-    file = show(name)[1:-1]
+    file = show_value(name)[1:-1]
     if len(text) > MAX_TEXT:
         raise UsageError(f"{file} has more than {MAX_TEXT} characters: name a model's config.json")
     try:
@@ -93,7 +93,7 @@ def read_fields(text: str, name: str) -> ConfigFields:
     return ConfigFields(inner if isinstance(inner, dict) and "hidden_size" not in found else found, file)
 
 
-def read_dimensions(fields: ConfigFields, kind: str, family: Family, name: str) -> ModelDimensions:
+def read_config_dimensions(fields: ConfigFields, kind: str, family: Family, name: str) -> ModelDimensions:
     """Read all dimensions by their names in any family."""
     hidden = fields.read_count("hidden_size", "n_embd", "d_model")
     heads = fields.read_count("num_attention_heads", "n_head")
@@ -237,7 +237,7 @@ def read_latent_attention(fields: ConfigFields, kind: str) -> LatentAttention | 
     )
 
 
-def check_dimensions(fields: ConfigFields, model: ModelDimensions) -> ModelDimensions:
+def check_config_dimensions(fields: ConfigFields, model: ModelDimensions) -> ModelDimensions:
     """Raise UsageError if the dimensions do not make a model; else return it."""
     if model.heads % model.kv_heads:
         raise fields.fail(

@@ -76,6 +76,17 @@ def test_what_is_not_in_the_table_is_not_guessed(name: str) -> None:
     assert find_gpu(name) is None
 
 
+def test_peaks_by_what_is_computed_in() -> None:
+    old, new = find_gpu("V100"), find_gpu("H100")
+    assert old is not None and old.peak_tflops == (("fp32", 15.7), ("fp16", 125))
+    assert new is not None and new.peak_tflops == (
+        ("fp32", 67),
+        ("tf32", 494),
+        ("bf16", 989),
+        ("fp8", 1979),
+    )
+
+
 def test_a_size_in_the_name_counts() -> None:
     found = find_gpu("NVIDIA A100-SXM-64GB")
     assert found is not None and (found.memory_mib, found.bf16) == (65536, 312)

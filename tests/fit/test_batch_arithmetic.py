@@ -1,0 +1,212 @@
+"""Batches and layouts: solved, refused, and whether what an error proposes works."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.errors import UsageError
+from launcher.fit.batch_arithmetic import BatchSizes, check_layout, solve_batch
+from launcher.fit.fit_model import (
+    Device,
+    Experts,
+    FitRequest,
+    ModelDimensions,
+    ParallelLayout,
+    TrainingSettings,
+)
+from tests.fuzzing import FUZZ
+
+LLAMA70B = ModelDimensions("llama70b", 32000, 80, 8192, 64, 8, 128, 28672, 4096)
+MIXTRAL = ModelDimensions("mixtral", 32000, 32, 4096, 32, 8, 128, 14336, 32768, experts=Experts(8, 2, 14336))
+GPT2 = ModelDimensions("gpt2", 50257, 12, 768, 12, 12, 64, 3072, 1024, position="learned")
+H100 = Device("H100", 81559, nvlink_domain=8)
+
+
+def make_request(
+    layout: ParallelLayout, model: ModelDimensions = LLAMA70B, gpus: int = 8, **settings: object
+) -> FitRequest:
+    nodes = max(1, layout.world_size // gpus)
+    chosen = replace(TrainingSettings(framework="megatron", seq_len=4096), **settings)  # type: ignore[arg-type]  # of several types
+    return FitRequest(model, layout, chosen, H100, gpus_per_node=gpus, nodes=nodes)
+
+
+@pytest.mark.parametrize(
+    ("given_sizes", "solved"),
+    [
+        ({}, (1, 1, 1, 1)),
+        ({"micro_batch": 4, "dp": 8}, (4, 8, 1, 32)),
+        ({"micro_batch": 4, "dp": 8, "global_batch": 256}, (4, 8, 8, 256)),
+        ({"micro_batch": 4, "accumulation": 8, "global_batch": 256}, (4, 8, 8, 256)),
+        ({"dp": 8, "accumulation": 8, "global_batch": 256}, (4, 8, 8, 256)),
+        ({"dp": 8, "global_batch": 256}, (1, 8, 32, 256)),
+        ({"global_batch": 256}, (1, 1, 256, 256)),
+        ({"micro_batch": 4, "dp": 8, "accumulation": 8, "global_batch": 256}, (4, 8, 8, 256)),
+    ],
+)
+def test_any_one_is_solved_from_the_others(given_sizes: dict[str, int], solved: tuple[int, ...]) -> None:
+    assert solve_batch(**given_sizes) == BatchSizes(*solved)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        (
+            {"micro_batch": 3, "dp": 8, "global_batch": 256},
+            ("global_batch=256", "(24)", "micro_batch=2", "micro_batch=4", "=240", "=264"),
+        ),
+        ({"micro_batch": 4, "dp": 8, "accumulation": 7, "global_batch": 256}, ("accumulation=8", "=224")),
+        ({"micro_batch": 0}, ("fit.micro_batch=0", "at least 1")),
+        ({"dp": -8}, ("parallel.dp=-8",)),
+        ({"global_batch": 10**30}, ("bits", "at most")),
+        ({"micro_batch": 10**12, "dp": 10**12}, ("at most",)),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_refused_with_the_nearest(
+    sizes: dict[str, int], parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        solve_batch(**sizes)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+sizes = st.integers(1, 4096) | st.sampled_from([1, 2, 8, 64, 10**6, 10**12])
+
+
+@FUZZ
+@given(micro_batch=st.none() | sizes, dp=st.none() | sizes, accumulation=st.none() | sizes, total=sizes)
+def test_every_batch_that_an_error_proposes_works(
+    micro_batch: int | None, dp: int | None, accumulation: int | None, total: int
+) -> None:
+    given_sizes = {"micro_batch": micro_batch, "dp": dp, "accumulation": accumulation, "global_batch": total}
+    try:
+        found = solve_batch(**given_sizes)
+    except UsageError as error:
+        fixes = re.findall(r"(\w+)=(\d+)", str(error).partition(": set ")[2])
+        assert fixes or "at most" in str(error)
+        for name, value in fixes:
+            solve_batch(**{**given_sizes, name: int(value)})
+    else:
+        assert found.micro_batch * found.dp * found.accumulation == found.global_batch == total
+
+
+BAD = [
+    (make_request(ParallelLayout(tp=16, dp=1)), ("tp=16", "kv_heads=8", "parallel.tp=8")),
+    (make_request(ParallelLayout(tp=3, dp=8)), ("tp=3 does not divide", "tp=2 or parallel.tp=4")),
+    (make_request(ParallelLayout(pp=96)), ("pp=96", "layers=80", "pp=80")),
+    (
+        make_request(ParallelLayout(pp=16, virtual_stages=8)),
+        ("virtual_stages=8", "layers=80", "virtual_stages=5 or less"),
+    ),
+    (make_request(ParallelLayout(dp=8, virtual_stages=2)), ("virtual_stages=2", "pp=1")),
+    (make_request(ParallelLayout(dp=8, ep=8)), ("ep=8", "no experts")),
+    (make_request(ParallelLayout(dp=8, ep=3), MIXTRAL), ("ep=3", "experts.count=8", "ep=2 or")),
+    (make_request(ParallelLayout(tp=2, dp=4, ep=8), MIXTRAL), ("ep=8", "dp * cp (4)", "ep=4")),
+    (make_request(ParallelLayout(cp=8), seq_len=4100), ("seq_len=4100", "2 * parallel.cp (16)", "=4096")),
+    (make_request(ParallelLayout(tp=8), seq_len=4100), ("seq_len=4100", "parallel.tp (8)", "=4104")),
+    (make_request(ParallelLayout(dp=8), GPT2), ("seq_len=4096", "max_seq_len=1024")),
+    (make_request(ParallelLayout(dp=8, zero=1), framework="ddp"), ("zero=1", "ddp", "zero=0")),
+    (make_request(ParallelLayout(dp=8), framework="fsdp"), ("zero=0", "fsdp", "zero=2")),
+    (make_request(ParallelLayout(pp=2, dp=4, zero=3), framework="zero"), ("zero=3", "pp=2")),
+    (make_request(ParallelLayout(dp=8, zero=3, shard_size=3)), ("shard_size=3", "=2 or", "=4")),
+    (make_request(ParallelLayout(dp=8, shard_size=4)), ("shard_size=4", "zero=0")),
+    (make_request(ParallelLayout(tp=0)), ("tp=0", "at least 1")),
+    (make_request(ParallelLayout(pp=-2)), ("pp=-2",)),
+    (make_request(ParallelLayout(dp=8), micro_batch=10**40), ("micro_batch=(a number of 133 bits)",)),
+    (make_request(ParallelLayout(dp=8), framework="x"), ("framework=x", "megatron")),
+    (make_request(ParallelLayout(dp=8, zero=7)), ("zero=7",)),
+    (
+        replace(make_request(ParallelLayout(tp=8, pp=3)), nodes=4),
+        ("24 GPUs", "32", "nodes=3", "pp=2 and parallel.dp=2"),
+    ),
+    (replace(make_request(ParallelLayout(dp=16)), nodes=4), ("16 GPUs", "nodes=2", "dp=32")),
+    (replace(make_request(ParallelLayout(dp=8)), global_batch=12), ("global_batch=12", "=8")),
+]
+
+
+@pytest.mark.parametrize(
+    ("request_", "parts"), BAD, ids=lambda value: "" if isinstance(value, tuple) else None
+)
+def test_a_layout_that_cannot_be_is_refused_with_the_nearest(
+    request_: FitRequest, parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_layout(request_)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        make_request(ParallelLayout(tp=8, pp=4, dp=2, virtual_stages=5)),
+        make_request(ParallelLayout(dp=8, cp=2, ep=8, zero=1), MIXTRAL),
+        make_request(ParallelLayout(pp=16, dp=2), replace(LLAMA70B, layers=126)),
+        make_request(ParallelLayout(dp=64, zero=3, shard_size=8), framework="fsdp"),
+        make_request(ParallelLayout(), gpus=1, framework="ddp"),
+    ],
+)
+def test_layouts_that_are_used(good: FitRequest) -> None:
+    check_layout(good)
+
+
+numbers = st.integers(-2, 130) | st.sampled_from([1, 2, 4, 8, 16, 64, 10**9, 10**40])
+small = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
+layouts = st.builds(
+    ParallelLayout,
+    tp=small | numbers,
+    pp=small | numbers,
+    dp=small | numbers,
+    cp=small | numbers,
+    ep=st.just(1) | numbers,
+    zero=st.integers(-1, 4),
+    shard_size=st.none() | numbers,
+    sequence_parallel=st.booleans(),
+    virtual_stages=st.just(1) | numbers,
+)
+requests = st.builds(
+    FitRequest,
+    model=st.sampled_from([LLAMA70B, MIXTRAL, GPT2]),
+    layout=layouts,
+    settings=st.builds(
+        TrainingSettings,
+        framework=st.sampled_from(["ddp", "fsdp", "zero", "megatron"]),
+        micro_batch=numbers,
+        accumulation=numbers,
+        seq_len=st.sampled_from([1024, 4096, 1000, 1]) | numbers,
+    ),
+    device=st.just(H100),
+    gpus_per_node=small | numbers,
+    nodes=small | numbers,
+    global_batch=st.none() | numbers,
+)
+
+
+@FUZZ
+@given(requests)
+def test_any_layout_is_taken_or_refused(found: FitRequest) -> None:
+    try:
+        check_layout(found)
+    except UsageError as error:
+        assert len(str(error)) < 400 and ": " in str(error)
+
+
+@FUZZ
+@given(st.builds(replace, requests, layout=layouts, gpus_per_node=st.just(8), nodes=small))
+def test_what_an_error_proposes_for_a_layout_works(found: FitRequest) -> None:
+    """The proposed value removes the error: no error names the same key with the proposed value."""
+    try:
+        check_layout(found)
+    except UsageError as error:
+        proposed = str(error).partition(": set ")[2]
+        one = re.match(r"parallel\.(tp|pp|ep|shard_size|virtual_stages|zero)=(\d+)(?! and)", proposed)
+        if one is None:
+            return
+        changed = replace(found, layout=replace(found.layout, **{one[1]: int(one[2])}))  # type: ignore[arg-type]  # all are int
+        try:
+            check_layout(changed)
+        except UsageError as other:
+            assert not str(other).startswith(f"parallel.{one[1]}=")
