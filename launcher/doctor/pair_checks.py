@@ -74,7 +74,9 @@ def group_results(
     for one in results:
         if one.measure == "pair" and (one.problem or one.value is not None):
             by_name.setdefault(one.where, []).append(one)
-    return {pair: tuple(by_name[name]) for pair in pairs if (name := name_pair(pair)) in by_name}
+    silent = {one.where for one in results if one.measure == "pair" and one.reason}
+    names = {pair: name_pair(pair) for pair in pairs}
+    return {pair: tuple(by_name[name]) for pair, name in names.items() if name in {*by_name} - silent}
 
 
 def read_value(results: Sequence[WorkResult]) -> float | None:

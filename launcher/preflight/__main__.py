@@ -2,21 +2,23 @@
 
 import os
 import sys
-import tempfile
 
-from launcher.preflight.preflight_request import NodeAnswer, read_request, render_answer
-from launcher.probe.node_facts_reader import read_node_facts
-from launcher.protocol import name_host
+from launcher.decode import DecodeError
+from launcher.preflight.node_program import run_node_checks
+from launcher.preflight.preflight_request import read_request
 
 
 def main() -> int:
     """Answer what is asked; returns the exit code."""
-    request = read_request(sys.argv[1])
-    paths = [(each.path, each.purpose) for each in request.paths]
-    paths.append((tempfile.gettempdir(), "temporary directory"))
-    facts = read_node_facts(paths=paths, host=name_host(os.environ))
-    sys.stdout.write(render_answer(NodeAnswer(facts)))
-    sys.stdout.flush()
+    try:
+        request = read_request(sys.argv[1])
+    except (IndexError, DecodeError) as error:
+        sys.stderr.write(f"launch: no request of preflight: {error}\n")
+        return 2
+    try:
+        run_node_checks(request, os.environ, sys.stdout)
+    except BrokenPipeError:
+        return 1  # nobody waits for the answer any more
     return 0
 
 

@@ -45,7 +45,10 @@ class PreflightRequest:
     min_free_gib: float = 1.0
     tolerance: float = 0.93
     endpoint: str = ""
-    """HOST:PORT of the first node at which nodes can meet for work in pairs; empty if there is none."""
+    """HOST:PORT of the first node; nodes meet in pairs on each other's ports from that one on, 48 of them.
+    Empty if they are not to."""
+    python: str = ""
+    """The ranks' interpreter, which has torch; empty for the one that asks."""
 
     def to_json(self) -> str:
         """Return the program's argument."""

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from launcher.programs.cpu_work import CpuState
 from launcher.programs.gpu_work import GpuState
+from launcher.programs.work_processes import NotMeasuredError, describe_error
 
 SIOCGIFADDR = 0x8915
 REPEATS = 5
@@ -75,14 +76,19 @@ def measure_all_reduce(state: Device, place: GroupPlace) -> float:
 def meet(place: GroupPlace) -> TCPStore:
     """Meet the other processes at the group's store; with a pair, rank 0 opens it."""
     is_server = place.is_pair and place.rank == 0
-    return TCPStore(
-        place.host,
-        place.port,
-        place.world_size,
-        is_master=is_server,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=place.limit),
-    )
+    try:
+        return TCPStore(
+            place.host,
+            place.port,
+            place.world_size,
+            is_master=is_server,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=place.limit),
+        )
+    except dist.DistNetworkError as error:
+        if is_server:  # somebody else has the port
+            raise NotMeasuredError(describe_error(error)) from None
+        raise
 
 
 def make_tensor(device: torch.device, place: GroupPlace) -> torch.Tensor:

@@ -90,10 +90,16 @@ def serve(connection: "Connection[Any, Any]", state: object, parent: int) -> Non
         return
 
 
+class NotMeasuredError(Exception):
+    """Why something was not measured, if that says nothing of the device."""
+
+
 def call_function(function: Callable[..., object], state: object, arguments: Sequence[object]) -> Answer:
     """Return what a function says, or its error on one line."""
     try:
         return Answer(function(state, *arguments))
+    except NotMeasuredError as error:
+        return Answer(reason=str(error))
     except Exception as error:
         return Answer(problem=describe_error(error))
 
