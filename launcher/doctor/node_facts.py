@@ -113,7 +113,9 @@ class WorkResult:
     device: str = ""
     """Kind of device, as `NVIDIA H100 80GB HBM3`: only the same kind is compared."""
     detail: str = ""
-    """What explains the value, as `python3 (PID 4211) took 49% of CPU 1`."""
+    """What explains the value, as `python3 (PID 4211) took 49% of it`."""
+    share: float | None = None
+    """Of a CPU's time, what the work had: others had the rest. None if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ wait for the first round's results. Source: DLRover,
 NetworkCheckRendezvousManager in dlrover/python/master/elastic_training/rdzv_manager.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 
 from launcher.doctor.finding import Finding
 from launcher.doctor.node_facts import NodeFinding, WorkResult
-from launcher.doctor.work_checks import SHARED_SICK, SHARED_SLOW, SICK, WORK, name_places, show_number
+from launcher.doctor.slow_devices import SHARED_SICK, SHARED_SLOW, SICK, WORK, name_places, show_number
 from launcher.text import escape_text
 
 Pair = tuple[str, str]
@@ -37,18 +37,27 @@ def name_pair(pair: Pair) -> str:
 
 
 def judge_pairs(
-    hosts: Sequence[str], results: Sequence[WorkResult], tolerance: float, *, with_gpus: bool = False
+    hosts: Sequence[str],
+    results: Sequence[WorkResult],
+    tolerance: float,
+    *,
+    with_gpus: bool = False,
+    busy: Collection[str] = (),
 ) -> tuple[NodeFinding, ...]:
     """Return what the pairs of `plan_pairs` say of the nodes; both nodes of a pair report it.
 
     A pair is bad if it failed, or is slow beside the median of all pairs. A pair of which nobody reported
-    anything says nothing.
+    anything says nothing; those of `busy` nodes are not compared.
     """
     measured = group_results([pair for one in plan_pairs(hosts) for pair in one], results)
     slow, sick = (tolerance, SICK) if with_gpus else (SHARED_SLOW, SHARED_SICK)
-    values = [value for one in measured.values() if (value := read_value(one)) is not None]
+    compared = [one for pair, one in measured.items() if not {*pair} & {*busy}]
+    values = [value for one in compared if (value := read_value(one)) is not None]
     typical = median(values) if len(values) > 1 else 0.0
-    levels = {pair: rate_pair(one, typical, slow, min(sick, slow)) for pair, one in measured.items()}
+    levels = {
+        pair: rate_pair(one, 0.0 if {*pair} & {*busy} else typical, slow, min(sick, slow))
+        for pair, one in measured.items()
+    }
     good = {host for pair, level in levels.items() if level == "ok" for host in pair}
     found, explained = [], set()
     for host in hosts:

@@ -1,37 +1,28 @@
-"""Judges the measured work of a job's nodes: each device beside the others of its kind.
+"""Judges the measured work of a job's nodes: what failed, computed other bits, or is slow beside the others.
 
-What a device should reach is what the median of the job's other devices of the same kind reaches; published
-figures only make a note. CPUs are judged more generously than GPUs: other processes share them for moments.
+Published figures only make a note.
 """
 
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from launcher.doctor.finding import Finding
 from launcher.doctor.node_facts import NodeFacts, NodeFinding, WorkResult
+from launcher.doctor.slow_devices import (
+    NAMES,
+    WORK,
+    Work,
+    describe_place,
+    find_busy_hosts,
+    find_shared_machines,
+    find_slow,
+    name_places,
+    report_slow,
+    show_number,
+)
 from launcher.text import count_things, escape_text
 
-WORK = "measured work"
-SICK = 0.8
-"""Share of the others' median below which a GPU makes its node sick."""
-CPU_SLOW, CPU_SICK = 0.75, 0.6
-"""The same for a core's matrix product: a process that is always on the core leaves half of it."""
-SHARED_SLOW, SHARED_SICK = 0.6, 0.4
-"""For what a whole node shares with others: memory, gloo, and the network."""
-ONE_MACHINE = 0.5
-"""By which the shares are multiplied for nodes that are one machine: they disturb each other."""
-NAMES = {
-    "matmul": "matrix product",
-    "copy_to": "copies to the GPU",
-    "copy_from": "copies from the GPU",
-    "memory": "memory bandwidth",
-    "peer_copy": "copies between GPUs",
-    "all_reduce": "all_reduce in the node",
-    "pair": "all_reduce between two nodes",
-}
 EXPECTED = {
     ("NVIDIA H100 80GB HBM3", "copy_to"): 48.0,
     ("NVIDIA H100 80GB HBM3", "copy_from"): 48.0,
@@ -41,38 +32,6 @@ EXPECTED = {
 """GB/s of a kind of GPU in a node of eight with NVSwitch; all_reduce with messages of 16 GB."""
 FAR = 0.6
 """Share of EXPECTED below which that is noted; our messages are smaller."""
-LISTED = 4
-"""Devices of a finding that are named."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A result and its node."""
-
-    node: NodeFacts
-    result: WorkResult
-
-    @property
-    def kind(self) -> tuple[str, str]:
-        """Only results of the same kind are compared."""
-        return self.result.measure, self.result.device
-
-    @property
-    def is_gpu(self) -> bool:
-        """A GPU has done it, or the node's GPUs together."""
-        return any(one.where.startswith("GPU") for one in self.node.work)
-
-
-@dataclass(frozen=True, slots=True)
-class SlowWork:
-    """A device that is slow beside others."""
-
-    work: Work
-    share: float
-    """Of the median."""
-    typical: float
-    """The median of the others."""
-    level: str
 
 
 def judge_work(nodes: Sequence[NodeFacts], tolerance: float) -> tuple[NodeFinding, ...]:
@@ -82,13 +41,13 @@ def judge_work(nodes: Sequence[NodeFacts], tolerance: float) -> tuple[NodeFindin
     """
     work = [Work(node, one) for node in nodes for one in node.work if one.measure in NAMES]
     judged = [one for one in work if one.result.measure != "pair"]
-    machines = Counter(node.boot_id for node in nodes if node.boot_id)
-    slow = tuple(find_slow(judged, tolerance, {boot for boot, count in machines.items() if count > 1}))
+    slow = tuple(find_slow(judged, tolerance))
     found = (
         *report_failures(judged),
         *report_checksums(judged),
         *report_slow(slow),
         *report_far_from_expected(judged),
+        *report_busy(judged),
         *report_unmeasured(judged),
     )
     return (
@@ -99,6 +58,13 @@ def judge_work(nodes: Sequence[NodeFacts], tolerance: float) -> tuple[NodeFindin
             | {one.work.result.measure for one in slow},
         ),
     )
+
+
+def find_incomparable_hosts(nodes: Sequence[NodeFacts]) -> frozenset[str]:
+    """Return nodes whose memory and network say little of them: others use their CPUs, or their machine."""
+    work = [Work(node, one) for node in nodes for one in node.work]
+    shared = find_shared_machines(work)
+    return frozenset({node.host for node in nodes if node.boot_id in shared} | {*find_busy_hosts(work)})
 
 
 def report_failures(work: Iterable[Work]) -> Iterator[NodeFinding]:
@@ -164,75 +130,6 @@ def report_corruption(own: Sequence[Work], number: int) -> Finding:
     )
 
 
-def find_slow(work: Sequence[Work], tolerance: float, one_machine: set[str]) -> Iterator[SlowWork]:
-    """Give the devices that are slow beside the others of their kind."""
-    groups: defaultdict[tuple[str, str], list[Work]] = defaultdict(list)
-    for one in work:
-        if one.result.value is not None:
-            groups[one.kind].append(one)
-    for group in groups.values():
-        values = sorted(one.result.value or 0.0 for one in group)
-        for one in group if len(group) > 1 else ():
-            value = one.result.value or 0.0
-            typical = find_median_of_others(values, value)
-            share = value / typical if typical > 0 else 1.0
-            slow, sick = choose_shares(one, tolerance)
-            factor = ONE_MACHINE if one.node.boot_id in one_machine else 1.0
-            if share < slow * factor:
-                yield SlowWork(one, share, typical, "error" if share < sick * factor else "warning")
-
-
-def find_median_of_others(values: Sequence[float], value: float) -> float:
-    """Return the median of sorted values, one of which is left out; there are two at least."""
-    left_out, count = bisect_left(values, value), len(values) - 1
-    middle = ((count - 1) // 2, count // 2)
-    low, high = (values[at + (at >= left_out)] for at in middle)
-    return (low + high) / 2
-
-
-def choose_shares(one: Work, tolerance: float) -> tuple[float, float]:
-    """Return the shares of the median below which a device is slow, and below which it is sick."""
-    if one.is_gpu:
-        return tolerance, min(SICK, tolerance)
-    slow, sick = (CPU_SLOW, CPU_SICK) if one.result.measure == "matmul" else (SHARED_SLOW, SHARED_SICK)
-    return min(slow, tolerance), min(sick, tolerance)
-
-
-def report_slow(slow: Sequence[SlowWork]) -> Iterator[NodeFinding]:
-    """Report each node's slow devices, one finding for each measure and level."""
-    groups: defaultdict[tuple[str, str, str], list[SlowWork]] = defaultdict(list)
-    for one in slow:
-        groups[one.work.node.host, one.work.result.measure, one.level].append(one)
-    for (host, measure, level), own in groups.items():
-        worst = min(own, key=lambda one: one.share)
-        places = name_places(describe_place(one.work) for one in own)
-        detail = escape_text(worst.work.result.detail, 200)
-        yield NodeFinding(
-            host,
-            Finding(
-                level,
-                WORK,
-                f"{places}: {NAMES[measure]} {'down to ' if len(own) > 1 else ''}"
-                f"{show_value(worst.work.result)}, {worst.share:.0%} of the median of the job's others"
-                f" ({show_number(worst.typical)} {worst.work.result.unit}){f'; {detail}' if detail else ''}",
-                "every step waits for the slowest rank",
-                explain_slow(worst.work, host),
-            ),
-        )
-
-
-def explain_slow(one: Work, host: str) -> str:
-    """Return the fix for a slow device."""
-    if one.is_gpu:
-        return (
-            "look at its clocks, temperature and links (`launch doctor` on the node); leave the node out by"
-            f" cluster.exclude={host}"
-        )
-    if one.result.detail:
-        return f"end that process, or leave the node out (cluster.exclude={host})"
-    return f"look for other processes and throttled clocks on it; leave it out by cluster.exclude={host}"
-
-
 def report_far_from_expected(work: Iterable[Work]) -> Iterator[NodeFinding]:
     """Note what is far below what the kind of GPU is known for, which the job's median does not show."""
     groups: defaultdict[tuple[str, str, float], list[float]] = defaultdict(list)
@@ -254,6 +151,15 @@ def report_far_from_expected(work: Iterable[Work]) -> Iterator[NodeFinding]:
                     "compare with `nvidia-smi topo -m` and `launch doctor`",
                 ),
             )
+
+
+def report_busy(work: Sequence[Work]) -> Iterator[NodeFinding]:
+    """Note the nodes whose CPUs were busy with something else while they were measured."""
+    for host, share in find_busy_hosts(work).items():
+        details = [one.result.detail for one in work if one.node.host == host and one.result.detail]
+        who = f"; {escape_text(details[0], 200)}" if details else ""
+        what = f"others had {1 - share:.0%} of the CPUs' time while they were measured{who}"
+        yield NodeFinding(host, Finding("note", WORK, what, "its memory and all_reduce are not compared"))
 
 
 def report_unmeasured(work: Iterable[Work]) -> Iterator[NodeFinding]:
@@ -279,25 +185,3 @@ def report_usual(work: Iterable[Work], left_out: set[str]) -> Iterator[NodeFindi
         span = low if low == high else f"{low} to {high}"
         what = f"{NAMES[measure]}: {span} {results[0].unit} on {len(values)} of {escape_text(device, 80)}"
         yield NodeFinding("", Finding("ok", WORK, what))
-
-
-def describe_place(one: Work) -> str:
-    """Return where a result is from, for people."""
-    return "the node" if one.result.where == "node" else escape_text(one.result.where, 80)
-
-
-def name_places(places: Iterable[str]) -> str:
-    """Name some places, and say how many more there are."""
-    names = list(dict.fromkeys(places))
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
-
-
-def show_value(result: WorkResult) -> str:
-    """Return a value with its unit."""
-    return f"{show_number(result.value or 0.0)} {escape_text(result.unit, 20)}"
-
-
-def show_number(value: float) -> str:
-    """Return a number with three digits."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -38,6 +38,8 @@ class Measurement:
     device: str = ""
     """Kind of device."""
     detail: str = ""
+    share: float | None = None
+    """Of a CPU's time, what the work had."""
 
 
 @dataclass(frozen=True, slots=True)
