@@ -11,8 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 
 from launcher.doctor.finding import Finding
-from launcher.doctor.node_facts import NodeFinding, WorkResult
+from launcher.doctor.node_facts import NodeFacts, NodeFinding, WorkResult
 from launcher.doctor.slow_devices import SHARED_SICK, SHARED_SLOW, SICK, WORK, name_places, show_number
+from launcher.doctor.work_checks import find_incomparable_hosts
 from launcher.text import escape_text
 
 Pair = tuple[str, str]
@@ -34,6 +35,17 @@ def plan_pairs(hosts: Sequence[str]) -> tuple[tuple[Pair, ...], ...]:
 def name_pair(pair: Pair) -> str:
     """Return `WorkResult.where` of a pair: `n1-n2`."""
     return f"{pair[0]}-{pair[1]}"
+
+
+def judge_meetings(
+    hosts: Sequence[str], nodes: Sequence[NodeFacts], tolerance: float
+) -> tuple[NodeFinding, ...]:
+    """Return what was found between nodes; `hosts` are all of the job, `nodes` those that answered."""
+    results = [one for node in nodes for one in node.work]
+    with_gpus = any(one.where.startswith("GPU") for one in results)
+    busy = () if with_gpus else find_incomparable_hosts(nodes)
+    found = judge_pairs(hosts, results, tolerance, with_gpus=with_gpus, busy=busy)
+    return tuple(one for one in found if one.finding.level != "ok")
 
 
 def judge_pairs(

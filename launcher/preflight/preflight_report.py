@@ -6,6 +6,7 @@ from typing import Any
 from launcher.doctor.finding import Finding
 from launcher.doctor.node_facts import JudgeSettings, NodeFacts, NodeFinding, PreflightReport
 from launcher.doctor.node_judgement import judge_nodes
+from launcher.doctor.pair_checks import judge_meetings
 from launcher.preflight.preflight_request import PreflightRequest
 
 TOLD = ("error", "warning")
@@ -33,6 +34,7 @@ def make_report(
     settings = JudgeSettings(gpus, int(request.min_free_gib * (1 << 20)), request.tolerance)
     findings = (
         *judge_answers(nodes, settings),
+        *judge_meetings(request.hosts, nodes, settings.tolerance),
         *(NodeFinding(host, report_silence(host, request, seconds)) for host in unanswered),
         *(NodeFinding(host, report_problem(host, why)) for host, why in problems.items()),
     )
