@@ -81,9 +81,9 @@ def judge_pairs(
             found.append(NodeFinding(host, report_node(host, own, measured, typical, level)))
     unclear = [pair for pair, level in levels.items() if level != "ok" and pair not in explained]
     found += [NodeFinding("", report_pair(pair, measured[pair], typical, levels[pair])) for pair in unclear]
-    if levels and not found:
-        what = f"{len(levels)} pairs of nodes: {show_number(min(values))} to {show_number(max(values))} GB/s"
-        found = [NodeFinding("", Finding("ok", WORK, what))] if values else []
+    if values and not found:
+        span = f"{show_number(min(values))} to {show_number(max(values))} GB/s"
+        found = [NodeFinding("", Finding("ok", WORK, f"{len(values)} pairs of nodes: {span}"))]
     return tuple(found)
 
 
