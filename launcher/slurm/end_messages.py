@@ -81,7 +81,7 @@ def list_failure_lines(end: AttemptEnd) -> list[str]:
             *list_first_events(end),
             *describe_first_failed_rank(where, failure.reason, failure.log, failure.lines, what),
         ]
-    return describe_events(end)
+    return [] if end.cause == "sick_node" else describe_events(end)  # preflight has told of it
 
 
 def list_reasons(end: AttemptEnd) -> list[str]:
