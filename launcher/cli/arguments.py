@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.cli.verbs import VERBS, takes_runs
+from launcher.cli.verbs import VERBS, takes_names
 from launcher.errors import UsageError
 
 FOLLOW = ("-f", "--follow")
@@ -22,7 +22,7 @@ class Command:
     words: tuple[str, ...]
     """Overrides and Hydra's flags."""
     names: tuple[str, ...]
-    """Runs and jobs, for the verbs that take them; what `tune` is to tune."""
+    """Runs, jobs and nodes, for the verbs that take them; what `tune` is to tune."""
     program: tuple[str, ...] | None
     """The program and its arguments; None if there is none."""
     tail: tuple[str, ...] = ()
@@ -36,13 +36,13 @@ def parse_command(argv: Sequence[str]) -> Command:
     names: list[str] = []
     if verb in VERBS and VERBS[verb].subjects and words and words[0].isalpha():
         names = [words.pop(0)]
-    size = find_dashes(words) if takes_runs(verb) else sum(map(len, group_words(words)))
+    size = find_dashes(words) if takes_names(verb) else sum(map(len, group_words(words)))
     words, tail = words[:size], tuple(words[size:])
     program = tail[tail[0] == "--" :] if tail else None
     if program == ():
         raise UsageError("nothing stands after `--`: give a program, as in `launch -- ./train --lr 3e-4`")
     check_verbs(verb, words)
-    if takes_runs(verb):
+    if takes_names(verb):
         names = [word for word in words if "=" not in word and not word.startswith(("-", "~"))]
         words = ["follow=true" if word in FOLLOW else word for word in words if word not in names]
     return Command(verb, tuple(words), tuple(names), program, tail)
@@ -109,7 +109,7 @@ def takes_value(words: Sequence[str]) -> bool:
 
 def check_verbs(verb: str, words: Sequence[str]) -> None:
     """Raise UsageError for a verb that does not stand first, and for a first word that is nearly one."""
-    late = next((word for word in words if word in VERBS and not takes_runs(verb)), None)
+    late = next((word for word in words if word in VERBS and not takes_names(verb)), None)
     if late and verb in VERBS:
         raise UsageError(f"{verb} and {late} are two verbs: give one, as in `launch {late}`")
     if late:

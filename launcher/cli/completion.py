@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from launcher.cli.arguments import group_words
-from launcher.cli.verbs import VERBS, takes_runs
+from launcher.cli.verbs import VERBS, takes_names
 from launcher.config.hydra_flags import list_flag_values, make_parser, parse_flags
 from launcher.config.schema import LaunchConfig
 from launcher.config.search_path import find_shipped
@@ -105,8 +105,8 @@ def answer_query(line: str) -> list[str]:
         return []
     verb, after = (before[0], before[1:]) if before and before[0] in VERBS else ("run", before)
     subjects = VERBS[verb].subjects if verb in VERBS else ()
-    if takes_runs(verb):
-        answers = complete_runs(verb, after, last)
+    if takes_names(verb):
+        answers = complete_names(verb, after, last)
     elif subjects and not after:
         answers = [subject for subject in subjects if subject.startswith(last)]
     else:
@@ -169,11 +169,8 @@ def list_scripts(last: str) -> Iterator[str]:
                 yield f"{folder}{slash}{path.name}{ending}"
 
 
-def complete_runs(verb: str, before: Sequence[str], last: str) -> list[str]:
-    """Return what may follow a verb of runs: keys, then runs, the newest first, then jobs, then flags.
-
-    Runs that have ended are not offered to `cancel`.
-    """
+def complete_names(verb: str, before: Sequence[str], last: str) -> list[str]:
+    """Return what may follow a verb of runs or nodes: keys, then the names of such, then flags."""
     if "--" in before:
         return []
     given = {word.partition("=")[0] for word in before if "=" in word}
@@ -182,6 +179,21 @@ def complete_runs(verb: str, before: Sequence[str], last: str) -> list[str]:
     except UsageError:  # a line that makes no sense yet, or a configuration that makes none
         return list_flag_names(last) if last.startswith("-") else []
     keys = [key for key in VERBS[verb].keys if key.partition("=")[0] not in (*given, *before)]
+    listed = list_node_names(runs_dir) if verb == "nodes" else list_run_names(runs_dir, verb)
+    found = [word for word in [*keys, *listed] if word.startswith(last) and word not in before]
+    return found + list_flag_names(last) if last.startswith("-") else found
+
+
+def list_node_names(runs_dir: Path) -> list[str]:
+    """Return the nodes of the newest runs, those with the most trouble first."""
+    from launcher.runs.node_history import collect_history
+
+    newest = islice(list_runs(runs_dir), MOST_RUNS)
+    return [node.host for node in collect_history((name_run(path), read_manifest(path)) for path in newest)]
+
+
+def list_run_names(runs_dir: Path, verb: str) -> list[str]:
+    """Return runs, the newest first, then jobs; those that have ended are not offered to `cancel`."""
     names, jobs = [], []
     for path in islice(list_runs(runs_dir), MOST_RUNS):
         manifest = read_manifest(path)
@@ -189,9 +201,7 @@ def complete_runs(verb: str, before: Sequence[str], last: str) -> list[str]:
         if verb != "cancel" or state in LIVE:
             names.append(name_run(path))
             jobs.append(read_job(manifest))
-    answers = [*keys, *names, *(job for job in jobs if job)]
-    found = [word for word in answers if word.startswith(last) and word not in before]
-    return found + list_flag_names(last) if last.startswith("-") else found
+    return [*names, *(job for job in jobs if job)]
 
 
 def find_runs_dir(before: Sequence[str]) -> Path:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from launcher.cli.arguments import Command
 from launcher.cli.config_programs import name_files
 from launcher.cli.unused_settings import warn_elsewhere
-from launcher.cli.verbs import VerbCall, load_verb, takes_runs
+from launcher.cli.verbs import VerbCall, load_verb, takes_names
 from launcher.config.cluster import pet_overrides
 from launcher.config.composition import Composed, compose, resolve
 from launcher.config.environment_files import fill_env, read_env_files
@@ -54,7 +54,7 @@ def run_composed(composed: Composed, command: Command, argv: Sequence[str]) -> i
 
         return tune_program(composed, command.names, command.program, argv)
     name_files(composed.own_files)
-    if takes_runs(command.verb):
+    if takes_names(command.verb):
         return show_runs(resolve(composed), command)
     return show_machine(composed, command)
 

@@ -30,6 +30,7 @@ verbs
   doctor, tune    what slows jobs down here; the fastest workers, batch
   status, watch   how runs stand; live, what a run's ranks do
   logs, cancel    what ranks have printed; end runs
+  nodes           what is known of each node over past runs
   report          a run as one HTML page, for afterwards
 
 More: launch VERB --help, and launch --help-all with all keys, groups and flags
@@ -39,6 +40,7 @@ usage: launch [KEY=VALUE ...] [PROGRAM ARGUMENT ...]
        launch plan|topo|doctor [KEY=VALUE ...]
        launch tune dataloader|batch [KEY=VALUE ...] [PROGRAM ARGUMENT ...]
        launch status|logs|watch|report|cancel [RUN ...] [KEY=VALUE ...]
+       launch nodes [NODE ...] [KEY=VALUE ...]
 
 Starts distributed PyTorch training with every rank where it belongs: on the cores and memory next to its
 GPU, with thread counts and DataLoader workers to match: here, in a SLURM allocation, or through SLURM's

@@ -17,6 +17,8 @@ class Takes(Enum):
     PROGRAM = auto()
     RUNS = auto()
     """Names of runs, and numbers of jobs."""
+    NODES = auto()
+    """Names of nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,12 @@ VERBS: Mapping[str, Verb] = {
         Takes.RUNS,
         ("rank=", "format=", "runs_dir="),
     ),
+    "nodes": Verb(
+        "show_nodes",
+        "show what is known of each node over past runs: findings, losses, hangs, slow ranks",
+        Takes.NODES,
+        ("format=", "runs_dir="),
+    ),
     "report": Verb(
         "write_run_report",
         "write what there is to know of a run into one HTML page",
@@ -97,6 +105,11 @@ VERBS: Mapping[str, Verb] = {
 def takes_runs(verb: str) -> bool:
     """Tell whether a verb, or `run`, takes names of runs."""
     return verb in VERBS and VERBS[verb].takes is Takes.RUNS
+
+
+def takes_names(verb: str) -> bool:
+    """Tell whether a verb, or `run`, takes names of what there is already: runs, jobs, nodes."""
+    return takes_runs(verb) or (verb in VERBS and VERBS[verb].takes is Takes.NODES)
 
 
 def takes_program(verb: str) -> bool:

@@ -1,6 +1,6 @@
 """What preflight found, in lines: sick nodes with the fix, warnings, or one line if all is well."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from launcher.doctor.finding import Finding
 from launcher.doctor.node_facts import NodeFinding, PreflightReport
@@ -23,6 +23,22 @@ def list_preflight_lines(report: PreflightReport) -> tuple[str, ...]:
     if len(told) > MOST_LINES:
         lines.append(f"and {len(told) - MOST_LINES} more findings: see preflight/ in the run directory")
     return (*lines, summarise_preflight(report))
+
+
+def describe_preflight(account: Mapping[str, object]) -> str:
+    """Return a manifest's account in a line; what is odd in it is left out."""
+    if problem := account.get("problem"):
+        return f"{account.get('kind')}: the nodes were not checked: {problem}"
+    seconds, findings = account.get("seconds"), account.get("findings")
+    took = f" in {describe_time(seconds)}" if isinstance(seconds, int | float) else ""
+    listed = [each for each in findings if isinstance(each, dict)] if isinstance(findings, list) else []
+    shown = "; ".join(f"{each.get('host')}: {each.get('subject')}: {each.get('what')}" for each in listed[:3])
+    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+    sick = account.get("sick")
+    state = f"{len(sick)} sick" if isinstance(sick, list) and sick else "none sick"
+    what = f": {shown}{more}" if shown else ""
+    nodes = account.get("nodes")
+    return f"{account.get('kind')} checks of {nodes} {'node' if nodes == 1 else 'nodes'}{took}: {state}{what}"
 
 
 def group_findings(findings: Sequence[NodeFinding], level: str) -> list[tuple[Finding, list[str]]]:

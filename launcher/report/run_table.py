@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from launcher.report.preflight_lines import describe_preflight
 from launcher.report.short_values import shorten_age
 from launcher.runs.run_status import RunStatus
 from launcher.text import clean_text, describe_time, quote_word
@@ -151,6 +152,8 @@ def list_details(run: RunStatus) -> Iterator[tuple[str, str]]:
         times = f"{shorten_time(attempt.started)} to {until}"
         yield "" if number else "attempts", f"{times}  {clean_text(words, LONGEST)}"
     yield from list_failure(run)
+    if run.preflight:
+        yield "preflight", clean_text(describe_preflight(run.preflight), LONGEST)
     if run.watch and run.state == "running":
         yield "watch", f"launch watch {quote_word(run.path)}"
     if run.last_line:

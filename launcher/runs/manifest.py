@@ -17,6 +17,8 @@ OPEN = ("submitted", "running", "requeued")
 """States of an outcome after which more is to come."""
 CLOSED = ("succeeded", "failed", "stopped")
 """States after which no attempt follows."""
+OPTIONAL = ("hosts", "hangs", "stragglers", "preflight")
+"""What is kept of an earlier start if it has it."""
 JOB = re.compile(r"\d+(?:_\d+)?")
 """A job of SLURM's: `12`, `12_3`."""
 
@@ -112,7 +114,7 @@ def read_earlier(path: Path) -> list[object]:
     try:
         found = json.loads(read_file(path, MOST_BYTES).decode())
         last = {key: found[key] for key in ("command", "started", "ended", "outcome")}
-        last |= {"hangs": found["hangs"]} if "hangs" in found else {}
+        last |= {key: found[key] for key in OPTIONAL if key in found}
         return [*found["earlier"], last]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []

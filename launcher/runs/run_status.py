@@ -82,6 +82,8 @@ class RunStatus:
     """Oldest first."""
     process: Mapping[str, object] = field(default_factory=dict)
     """What the run hangs on if it is no SLURM job: see `run_process.py`."""
+    preflight: Mapping[str, object] | None = None
+    """What the checks before its start found: `kind`, `seconds`, `sick`, `findings` and more."""
     watch: Mapping[str, object] | None = None
     """What watching says: `state`, `step`, `step_age`, `verdict` and more; None if nothing is known."""
 
@@ -121,6 +123,7 @@ def read_status(path: Path, *, own: bool = False) -> RunStatus:
         command=tuple(map(str, take_list(manifest, "command"))),
         attempts=read_attempts(manifest),
         process=take_dict(manifest, "process"),
+        preflight=take_dict(manifest, "preflight") or None,
     )
     times = (read_time(manifest.get("submitted")), *(read_time(one.started) for one in status.attempts))
     since = min((time for time in (*times, read_time(status.started)) if time is not None), default=None)

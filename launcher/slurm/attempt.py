@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 Manifest = dict[str, Any]
 """A manifest, or one of its earlier attempts."""
-OF_ATTEMPT = ("command", "started", "ended", "hosts", "attempt", "slurm", "outcome", "hangs", "preflight")
+OPTIONAL = ("hangs", "stragglers", "preflight")
+"""What is kept of an attempt when the next one begins, if it has it."""
+OF_ATTEMPT = ("command", "started", "ended", "hosts", "attempt", "slurm", "outcome", *OPTIONAL)
 """What is kept of an attempt when the next one begins."""
-OPTIONAL = ("hangs", "preflight")
-"""Those of them that not every attempt has."""
 ENDS = {
     "NODE_FAIL": "node_failure",
     "BOOT_FAIL": "node_failure",

@@ -153,18 +153,23 @@ def write_outcome(attempt: Attempt, end: AttemptEnd, decision: Decision) -> None
     """Complete the manifest."""
     attempt.manifest["ended"] = stamp_time()
     outcome = describe_outcome(end, decision, attempt.run)
-    if hangs := read_hangs(attempt.run):
-        attempt.manifest["hangs"] = hangs
+    attempt.manifest |= read_watch_account(attempt.run)
     attempt.manifest["outcome"] = {**outcome, "advanced": has_advanced(end.advance, attempt.earlier)}
     try_write_manifest(attempt.run, attempt.manifest)
 
 
-def read_hangs(run: RunDir) -> list[dict[str, object]]:
-    """Return the hangs of an attempt, as the node that judged them has written them."""
+def read_watch_account(run: RunDir) -> dict[str, list[dict[str, object]]]:
+    """Return the hangs and stragglers of an attempt, as the node that judged them has written them."""
     from launcher.watch.node_reports import read_job_state  # not at the start of the job
 
     state = read_job_state(run.path, own=True)
-    return [asdict(hang) for hang in state.hangs] if state and state.attempt == run.first_attempt else []
+    if state is None or state.attempt != run.first_attempt:
+        return {}
+    account = {
+        "hangs": [asdict(hang) for hang in state.hangs],
+        "stragglers": [asdict(straggler) for straggler in state.stragglers],
+    }
+    return {key: found for key, found in account.items() if found}
 
 
 def decide_next(attempt: Attempt, end: AttemptEnd) -> Decision:

@@ -94,7 +94,7 @@ def test_every_example_runs(launch: Launch, here: Path, words: list[str]) -> Non
     assert len(examples) >= (5 if len(words) == 1 else 2)
     for example in (each.replace("PROGRAM", "./train") for each in examples):
         verb, *after = example.split()[1:] or [""]
-        if verb in ("status", "logs", "watch", "cancel", "plan", "topo", "doctor"):
+        if verb in ("status", "logs", "watch", "cancel", "plan", "topo", "doctor", "nodes"):
             started = [verb, *after]
         else:
             start = [verb] if verb in VERBS else []

@@ -15,8 +15,8 @@ from tests.conftest import clean_environ, run_inside
 from tests.docs.generate import ROOT
 from tests.docs.pages import DOCUMENTS, list_blocks, list_code, name_document
 
-VERBS = {"plan", "topo", "doctor", "tune", "status", "logs", "watch", "report", "cancel"}
-NEED_RUNS = {"status", "logs", "watch", "report", "cancel"}
+VERBS = {"plan", "topo", "doctor", "tune", "status", "logs", "watch", "report", "cancel", "nodes"}
+NEED_RUNS = {"status", "logs", "watch", "report", "cancel", "nodes"}
 NOT_RUN = {
     "launch doctor": "checks the machine that the tests run on, and ends with 1 if it finds something",
     "launch doctor format=json": "the same",
