@@ -30,8 +30,7 @@ verbs
   doctor, tune    what slows jobs down here; the fastest workers, batch
   status, watch   how runs stand; live, what a run's ranks do
   logs, cancel    what ranks have printed; end runs
-  nodes           what is known of each node over past runs
-  report          a run as one HTML page, for afterwards
+  report, nodes   a run as one HTML page; past troubles of each node
 
 More: launch VERB --help, and launch --help-all with all keys, groups and flags
 """

@@ -96,9 +96,9 @@ usage: launch nodes [NODE ...] [KEY=VALUE ...]
 
 Shows what is known of each node over past runs, the ones with the most trouble
 first: runs, preflights that found it sick, losses, hangs in which it held the
-others up, slow ranks, warnings of preflight. Of each, an attempt of a run counts
-once. NODE is a name, a pattern (n1*), or a list as SLURM writes it (n[08-12]);
-of nodes that are named, the events are shown too.
+others up, slow ranks, warnings of preflight. Of each, an attempt counts once.
+NODE is a name, a pattern (n1*), or a list as SLURM writes it (n[08-12]); of
+nodes that are named, the events are shown too.
 
   format=table|json    json: {"schema": 1,
                        "nodes": [{host, runs, sick, lost, events, ...}]}
