@@ -45,7 +45,7 @@ def multiply_on_all(session: WorkSession, processes: Sequence[WorkProcess]) -> l
     """Return each core's matrix product: the best of all times, again while one is slow beside the others."""
     found = multiply_once(session, processes, session.durations.matmul)
     for _ in range(session.durations.repeats):
-        later = session.durations.memory + session.durations.all_reduce + 1.0
+        later = session.durations.memory + session.durations.all_reduce + 2.0
         if not list_slow(found) or session.left < session.durations.again + later:
             break
         again = multiply_once(session, processes, session.durations.again)

@@ -20,6 +20,7 @@ from tests.benchmarks.hook_cost import bench_hook
 from tests.benchmarks.loading import bench_loader
 from tests.benchmarks.output import bench_output
 from tests.benchmarks.planners import bench_planners
+from tests.benchmarks.preflight_work import bench_preflight
 from tests.benchmarks.probing import bench_command, bench_probe
 from tests.benchmarks.shim import bench_shim
 from tests.benchmarks.slow_ranks import bench_stragglers
@@ -55,6 +56,7 @@ WATCHING: Mapping[str, Callable[[Path, Mapping[str, str]], None]] = {
     "watch-cost": bench_watch,
     "false-alarms": bench_false_alarms,
     "stragglers": bench_stragglers,
+    "preflight": bench_preflight,
 }
 """Real hangs, real hours: not among those that run if none is named."""
 
