@@ -1,0 +1,147 @@
+"""Activations that a layer keeps for its backward pass, by counting its tensors.
+
+The count for GPT-3's layer, 34 + 5as/h bytes for each element of (sequence, batch, hidden), is that of
+Korthikanti et al. (arXiv:2205.05198, section 4.1); the same rules count SwiGLU, grouped queries, latent
+attention and experts. Widths are in elements a token; a `Layer` in bytes a token.
+"""
+
+from dataclasses import dataclass
+
+from launcher.fit.fit_model import FitRequest, ModelDimensions
+
+EAGER_NORM = 8
+"""Bytes an element that an RMSNorm written in Python keeps more: its input in fp32, and the normalised one
+(transformers.models.llama.LlamaRMSNorm)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWidths:
+    """Elements a token of a layer's attention."""
+
+    query: int
+    key: int
+    value: int
+    latent: int
+    """Compressed queries, keys and values, of latent attention alone."""
+    out: int
+    """Of all heads' results."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerActivations:
+    """Bytes a token that one layer keeps, by how they are split."""
+
+    split: float
+    """Split by tp always: queries, keys, values, results of heads, the MLP's inner width."""
+    sequence: float
+    """Split by tp with sequence parallelism alone: norms' and matrices' inputs, dropout of the stream."""
+    scores: float
+    """Of attention's scores, split by tp: 0 with flash attention, else seq_len for each head."""
+
+    def share(self, tp: int, *, sequence_parallel: bool) -> float:
+        """Give the bytes a token on a GPU, with the scores."""
+        rest = self.sequence / tp if sequence_parallel else self.sequence
+        return (self.split + self.scores) / tp + rest
+
+
+def find_widths(model: ModelDimensions) -> AttentionWidths:
+    """Give the widths of a model's attention; latent attention by arXiv:2405.04434, section 2.1."""
+    latent = model.latent_attention
+    if latent is None:
+        query, key = model.heads * model.head_width, model.kv_heads * model.head_width
+        return AttentionWidths(query, key, key, 0, query)
+    query = model.heads * (latent.plain_width + latent.rope_width)
+    value = model.heads * latent.value_width
+    compressed = 2 * (latent.query_rank or 0) + 2 * latent.kv_rank + latent.rope_width
+    return AttentionWidths(query, query, value, compressed, value)
+
+
+def count_attention_bytes(model: ModelDimensions, seq_len: int, width: int, *, flash: bool) -> float:
+    """Count the bytes a token of queries, keys, values and results, without the scores; `width` of a number.
+
+    Flash attention keeps its result and a logarithm in fp32 for each head (arXiv:2205.14135).
+    """
+    widths = find_widths(model)
+    kept = widths.query + widths.key + widths.value + widths.latent + widths.out
+    norms = 2 * (widths.query + widths.key) if model.qk_norm else 0
+    return width * kept + norms * width / 2 + (4 * model.heads if flash else 0)
+
+
+def count_scores(model: ModelDimensions, seq_len: int, width: int, *, dropout: bool) -> float:
+    """Count the bytes a token of attention's scores without flash attention: 5as, without dropout 2as.
+
+    The softmax's result; with dropout its result and mask too (arXiv:2205.05198, section 4.1).
+    """
+    each = 2 * width + 1 if dropout else width
+    return float(each * model.heads * seq_len)
+
+
+def count_mlp_bytes(model: ModelDimensions, inner: float, width: float) -> float:
+    """Count the bytes a token inside an MLP: GELU keeps two of the inner width, SwiGLU four."""
+    return (4 if model.mlp == "swiglu" else 2) * width * inner
+
+
+def count_layer_activations(
+    model: ModelDimensions,
+    seq_len: int,
+    *,
+    mixture: bool = False,
+    width: int = 2,
+    flash: bool = True,
+    dropout: bool = False,
+    eager_norms: bool = False,
+) -> LayerActivations:
+    """Count the bytes a token that a layer keeps for its backward pass.
+
+    `width` is bytes of a number: 2 for bf16. With dropout, GELU, a key head for each query head and an inner
+    width of 4 hidden sizes it is 34 + 5as/h of arXiv:2205.05198, over the hidden size.
+    """
+    hidden = model.hidden_size
+    # Inputs of two norms, of the attention's matrices, and of the MLP's.
+    sequence = (model.norms_per_layer + 2) * width * hidden + (2 * hidden if dropout else 0)
+    if eager_norms and model.norm == "rmsnorm":
+        sequence += model.norms_per_layer * EAGER_NORM * hidden
+    split = count_attention_bytes(model, seq_len, width, flash=flash)
+    scores = 0.0 if flash else count_scores(model, seq_len, width, dropout=dropout)
+    experts = model.experts
+    if not mixture or experts is None:
+        return LayerActivations(
+            split + count_mlp_bytes(model, model.intermediate_size, width), sequence, scores
+        )
+    inner = (experts.per_token + experts.shared) * experts.intermediate_size
+    split += count_mlp_bytes(model, inner, width)
+    # Each token's copies, sent to and brought back from its experts, and the router's scores in fp32.
+    sequence += 2 * width * hidden * experts.per_token + 8 * experts.count
+    return LayerActivations(split, sequence, scores)
+
+
+def count_in_flight(request: FitRequest, stage: int) -> float:
+    """Give how many micro-batches' activations a pipeline stage holds at most.
+
+    1F1B: as many as stages from this one to the last; interleaved stages 1 + (pp - 1) / (pp * v) times the
+    first one's pp (arXiv:2104.04473, section 2.2; arXiv:2205.05198, section 4.2.3).
+    """
+    layout, steps = request.layout, max(1, request.settings.accumulation)
+    if layout.pp == 1:
+        return 1.0
+    held = float(layout.pp - stage)
+    if layout.virtual_stages > 1:
+        held *= 1 + (layout.pp - 1) / (layout.pp * layout.virtual_stages)
+    return min(held, float(steps))
+
+
+def count_tokens(request: FitRequest) -> int:
+    """Give the tokens of a micro-batch on a GPU: cp splits the sequence."""
+    settings = request.settings
+    return settings.micro_batch * -(-settings.seq_len // max(1, request.layout.cp))
+
+
+def count_logit_bytes(request: FitRequest) -> tuple[float, float, float]:
+    """Give the bytes of a logit at the end of the forward pass: (low, expected, high).
+
+    In fp32 the logits, their logarithms or probabilities, and the gradient: 12 by torch's cross_entropy
+    (measured, docs/fit.md), with the 16-bit logits 14; Megatron's vocabulary-parallel loss works in place.
+    """
+    if request.settings.framework == "megatron":
+        return 6.0, 8.0, 12.0
+    return 8.0, 12.0, 16.0

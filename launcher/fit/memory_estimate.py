@@ -1,0 +1,89 @@
+"""Peak memory of the fullest GPU of a training job: `estimate_memory`."""
+
+from launcher.fit.bundled_memory import list_bundled_moments
+from launcher.fit.device_overhead import estimate_context, estimate_fragmentation, estimate_workspaces
+from launcher.fit.fit_model import FitRequest, MemoryEstimate, MemoryPart
+from launcher.fit.framework_memory import list_framework_moments
+from launcher.fit.memory_moment import Moment, add_ranges, choose_peak, list_parts
+from launcher.fit.rank_parameters import count_stage, list_stages
+
+MOST_STAGES = 3
+"""Stages that are estimated: the first, the second and the last; those between hold less than the second."""
+
+
+def estimate_memory(request: FitRequest) -> MemoryEstimate:
+    """Estimate the peak memory of the fullest GPU, by parts.
+
+    Of every pipeline stage, moments of a training step are estimated; the highest one of the fullest stage is
+    the answer. Low and high ends bound what the formulas leave open; `allocated` of the bundled program is
+    held against torch's memory tracker (docs/fit.md). Bytes; raises nothing for dimensions above zero.
+    """
+    estimates = [estimate_stage(request, *stage) for stage in choose_stages(request)]
+    return max(estimates, key=lambda estimate: estimate.total.expected)
+
+
+def choose_stages(request: FitRequest) -> list[tuple[int, int, int]]:
+    """Give (stage, first layer, layers) of the stages that can be the fullest."""
+    stages = max(1, min(request.layout.pp, request.model.layers))
+    every = [(stage, *layers) for stage, layers in enumerate(list_stages(request.model.layers, stages))]
+    if len(every) <= MOST_STAGES:
+        return every
+    return [every[0], every[1], every[-1]]
+
+
+def estimate_stage(request: FitRequest, stage: int, first: int, count: int) -> MemoryEstimate:
+    """Estimate the peak memory of a GPU of one pipeline stage."""
+    parameters = count_stage(request, first, count, stage)
+    if is_bundled(request):
+        peak = choose_peak(list_bundled_moments(request, parameters))
+    else:
+        peak = choose_peak(list_framework_moments(request, parameters, stage))
+    return describe_memory(request, peak, stage)
+
+
+def is_bundled(request: FitRequest) -> bool:
+    """Tell whether the request is one that the bundled program can have: data parallelism alone."""
+    layout, settings = request.layout, request.settings
+    return (
+        settings.bundled
+        and layout.tp == layout.pp == layout.cp == layout.ep == 1
+        and settings.framework in ("ddp", "fsdp")
+        and settings.precision in ("fp32", "mixed")
+        and settings.checkpointing in ("none", "full")
+        and settings.offload == "none"
+        and request.model.experts is None
+        and request.model.latent_attention is None
+    )
+
+
+def describe_memory(request: FitRequest, peak: Moment, stage: int) -> MemoryEstimate:
+    """Make the estimate of a moment: with the libraries' workspaces, fragmentation and the context."""
+    parts = list_parts(peak, list_notes(request, peak))
+    workspaces = estimate_workspaces(request)
+    parts = tuple(
+        MemoryPart(part.name, part.bytes + workspaces, part.note) if part.name == "temporary" else part
+        for part in parts
+    )
+    allocated = add_ranges([part.bytes for part in parts])
+    fragmentation = estimate_fragmentation(request, allocated)
+    context = estimate_context(request)
+    reserved = allocated + fragmentation
+    more = (
+        MemoryPart("context", context, "CUDA's context, kernels, NCCL"),
+        MemoryPart("fragmentation", fragmentation, "reserved and not filled"),
+    )
+    return MemoryEstimate((*parts, *more), reserved + context, allocated, reserved, stage)
+
+
+def list_notes(request: FitRequest, peak: Moment) -> dict[str, str]:
+    """Give what is said of each part."""
+    settings, layout = request.settings, request.layout
+    sharded = ("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, weights")
+    gradients = f"at the peak: {peak.name}"
+    return {
+        "weights": f"{settings.precision}, sharded: {sharded[min(3, max(0, layout.zero))]}",
+        "gradients": gradients,
+        "optimizer": settings.optimizer,
+        "activations": f"checkpointing: {settings.checkpointing}",
+        "temporary": "gradients of activations, workspaces",
+    }
