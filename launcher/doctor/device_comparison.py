@@ -23,7 +23,7 @@ def compare_gpu_count(nodes: Sequence[NodeFacts], settings: JudgeSettings) -> It
     counts = [sum(not gpu.problem for gpu in node.gpus) for node in nodes]
     most = max(counts, default=0)
     for node, count in zip(nodes, counts, strict=True):
-        unread = not node.gpus and any(text.startswith("GPUs: ") for text in node.unchecked)
+        unread = bool(node.gpu_problem) or any(text.startswith("GPUs: ") for text in node.unchecked)
         if settings.gpus is not None and count < settings.gpus and not unread:
             what = f"{count_things(count, 'GPU')}, and the job needs {settings.gpus}"
         elif settings.gpus is None and count < most and not unread:
@@ -139,21 +139,24 @@ def judge_width(gpu: GpuFacts, widths: Counter[int]) -> Finding | None:
 
 
 def compare_nics(nodes: Sequence[NodeFacts], _: JudgeSettings) -> Iterator[NodeFinding]:
-    """Ports that are missing, down or slower than the port of the same name on most other nodes."""
-    ports = {name: None for node in nodes for name in (nic.name for nic in node.nics)}
-    for name in ports:
+    """Ports that are missing, down or slower than the port of the same name on other nodes.
+
+    It is an error if most nodes have it otherwise, and a warning if only some have.
+    """
+    counted = [nic.link_downed for node in nodes for nic in node.nics if nic.link_downed is not None]
+    many = max(DOWNED, 10 * median(counted)) if counted else DOWNED
+    for name in {name: None for node in nodes for name in (nic.name for nic in node.nics)}:
         having = [(node, nic) for node in nodes for nic in node.nics if nic.name == name]
         if 2 * len(having) > len(nodes):
             with_it = {id(node) for node, _ in having}
             for node in nodes:
                 if id(node) not in with_it:
                     yield NodeFinding(node.host, report_missing_port(name, len(having)))
-        usual_state = find_majority([nic.state for _, nic in having if nic.state])
-        usual_rate = find_majority([nic.rate_gbps for _, nic in having if nic.state == "ACTIVE"])
-        downs = median(nic.link_downed or 0 for _, nic in having)
+        active = [nic.rate_gbps for _, nic in having if nic.state == "ACTIVE"]
         for node, nic in having:
-            if finding := judge_port(nic, usual_state, usual_rate, downs):
-                yield NodeFinding(node.host, finding)
+            for finding in (judge_port(nic, active, len(having)), judge_flapping(nic, many)):
+                if finding:
+                    yield NodeFinding(node.host, finding)
 
 
 def report_missing_port(name: str, count: int) -> Finding:
@@ -167,23 +170,33 @@ def report_missing_port(name: str, count: int) -> Finding:
     )
 
 
-def judge_port(
-    nic: NicFacts, usual_state: str | None, usual_rate: float | None, downs: float
-) -> Finding | None:
-    """One port against that of most nodes; None if all is well."""
+def judge_port(nic: NicFacts, rates: Sequence[float], count: int) -> Finding | None:
+    """One port against `count` of its name, of which the active ones have `rates`; None if all is well."""
     why = "what it does not carry the node's other ports carry, or nothing, and all nodes wait"
     fix = "check cable, transceiver and switch port (`ibstat`, `iblinkinfo`, `mlxlink -d DEVICE`)"
-    if nic.state and nic.state != "ACTIVE" and usual_state == "ACTIVE":
-        said = f"{nic.name} is {nic.state}, and ACTIVE on most nodes"
-        return Finding("error", NICS, said, why, fix)
     if nic.state == "INIT":
         said = f"{nic.name} is INIT: its link is up, and no subnet manager has set it up"
-        return Finding("warning", NICS, said, why, "start opensm, or the switch's subnet manager")
-    if nic.state == "ACTIVE" and usual_rate and nic.rate_gbps < usual_rate:
-        said = f"{nic.name} has {nic.rate_gbps:g} Gb/s, and {usual_rate:g} on most nodes"
-        level = "error" if 2 * nic.rate_gbps <= usual_rate else "warning"
-        return Finding(level, NICS, said, why, fix)
-    if nic.link_downed is not None and nic.link_downed >= max(DOWNED, 10 * downs):
-        said = f"the link of {nic.name} has gone down {nic.link_downed} times since the boot"
-        return Finding("warning", NICS, said, "when it goes down during the job, NCCL times out", fix)
+        fix = "start opensm, or the switch's subnet manager"
+        return Finding("error" if 2 * len(rates) > count else "warning", NICS, said, why, fix)
+    if nic.state and nic.state != "ACTIVE" and rates:
+        said = f"{nic.name} is {nic.state}, and ACTIVE on {count_things(len(rates), 'other node')}"
+        return Finding("error" if 2 * len(rates) > count else "warning", NICS, said, why, fix)
+    most: float | None = find_majority(rates)
+    usual = most or max(rates, default=0.0)
+    if nic.state == "ACTIVE" and 0 < nic.rate_gbps < usual:
+        said = f"{nic.name} has {nic.rate_gbps:g} Gb/s, and {usual:g} on other nodes"
+        return Finding("error" if most and 2 * nic.rate_gbps <= most else "warning", NICS, said, why, fix)
     return None
+
+
+def judge_flapping(nic: NicFacts, many: float) -> Finding | None:
+    """A port whose link has gone down `many` times since the boot."""
+    if nic.link_downed is None or nic.link_downed < many:
+        return None
+    return Finding(
+        "warning",
+        NICS,
+        f"the link of {nic.name} has gone down {nic.link_downed} times since the boot",
+        "when it goes down during the job, collectives wait or fail",
+        "check cable and transceiver; `mlxlink -d DEVICE -c` counts the link's errors",
+    )

@@ -62,6 +62,14 @@ def check_answers(node: NodeFacts, _: JudgeSettings) -> Iterator[Finding]:
             "a rank that is given it fails at its first CUDA call",
             "`sudo dmesg | grep -i xid` may show why; drain and reboot the node",
         )
+    if node.gpu_problem:
+        yield Finding(
+            "error",
+            GPUS,
+            node.gpu_problem,
+            "CUDA asks the same driver, and fails or hangs likewise",
+            "reboot the node: its driver was updated under it, or a GPU hangs (`sudo dmesg | grep -i nvrm`)",
+        )
     if node.lost_gpus:
         yield Finding(
             "error",

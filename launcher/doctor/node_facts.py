@@ -134,6 +134,8 @@ class NodeFacts:
     """The GPUs of the job, or the node's if these are not known."""
     lost_gpus: tuple[str, ...] = ()
     """PCI addresses of GPUs that the driver has and this process may open, but NVML does not list."""
+    gpu_problem: str = ""
+    """Why NVML tells nothing of GPUs though their driver is there: it fails, or hangs."""
     nics: tuple[NicFacts, ...] = ()
     paths: tuple[PathFacts, ...] = ()
     xids: tuple[KernelXid, ...] | None = None

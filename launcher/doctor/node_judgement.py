@@ -19,11 +19,18 @@ def judge_nodes(nodes: Sequence[NodeFacts], settings: JudgeSettings | None = Non
     about the job; what could not be checked on any node is told once.
     """
     settings = settings or JudgeSettings()
-    single = [NodeFinding(node.host, finding) for node in nodes for finding in check_node(node, settings)]
+    alone = hide_shared_load(nodes)
+    single = [NodeFinding(node.host, finding) for node in alone for finding in check_node(node, settings)]
     beside = [finding for check in JOB_CHECKS for finding in check(nodes, settings)]
     worked = judge_work(nodes, settings.tolerance)
     found = [one for one in (*single, *beside, *worked) if one.finding.level != "ok"]
     return tuple(dict.fromkeys(gather_unknown(found, len(nodes))))
+
+
+def hide_shared_load(nodes: Sequence[NodeFacts]) -> list[NodeFacts]:
+    """Forget the load of nodes that are one machine, as on the sandbox: each is the load of the others."""
+    machines = Counter(node.boot_id for node in nodes if node.boot_id)
+    return [replace(node, load=None) if machines[node.boot_id] > 1 else node for node in nodes]
 
 
 def gather_unknown(found: Sequence[NodeFinding], count: int) -> list[NodeFinding]:

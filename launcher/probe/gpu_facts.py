@@ -31,6 +31,8 @@ MOST_LINKS = 36
 """NVML_NVLINK_MAX_LINKS of the newest nvml.h; older GPUs refuse the numbers that they do not have."""
 DEAD = (15, 16)
 """NVML_ERROR_GPU_IS_LOST and NVML_ERROR_RESET_REQUIRED."""
+ABSENT = (9, 12)
+"""NVML_ERROR_DRIVER_NOT_LOADED and NVML_ERROR_LIBRARY_NOT_FOUND."""
 MOST_PROCESSES = 64
 T = TypeVar("T")
 
@@ -43,7 +45,11 @@ class GpuState:
     lost: tuple[str, ...] = ()
     """PCI addresses of GPUs that the driver has and this process may open, but NVML does not list."""
     cuda_driver: str = ""
+    problem: str = ""
+    """Why NVML tells nothing though the driver is there."""
     unchecked: tuple[str, ...] = ()
+    vendor: str = ""
+    """`nvidia` or `amd` for GPUs by the drivers' files."""
 
 
 class GpuInquiry:
@@ -129,13 +135,21 @@ def read_gpu_state(tree: Tree, nvml: ModuleType | None, wanted: Collection[str] 
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return describe_files(tree, wanted, f"NVML fails with {error}")
+        return describe_failure(tree, wanted, error)
     try:
         return ask_nvml(tree, nvml, wanted)
     except nvml.NVMLError as error:
-        return describe_files(tree, wanted, f"NVML fails with {error}")
+        return describe_failure(tree, wanted, error)
     finally:
         nvml.nvmlShutdown()
+
+
+def describe_failure(tree: Tree, wanted: Collection[str] | None, error: Exception) -> GpuState:
+    """Describe the GPUs without NVML, which has failed: without GPUs there is nothing amiss about that."""
+    reason = f"NVML fails with {str(error).rstrip('.')}"
+    found = describe_files(tree, wanted, reason)
+    absent = getattr(error, "value", None) in ABSENT and not found.gpus
+    return found if absent or found.vendor == "amd" else replace(found, problem=reason)
 
 
 def describe_files(tree: Tree, wanted: Collection[str] | None, reason: str) -> GpuState:
@@ -147,7 +161,8 @@ def describe_files(tree: Tree, wanted: Collection[str] | None, reason: str) -> G
     gpus = choose_gpus(gpus, wanted)
     if gpus and shown[0].vendor == "amd":
         reason = "NVML does not know AMD's GPUs"
-    return GpuState(gpus, unchecked=(f"state of the GPUs: {reason}",) if gpus else ())
+    unchecked = (f"state of the GPUs: {reason}",) if gpus else ()
+    return GpuState(gpus, unchecked=unchecked, vendor=shown[0].vendor if shown else "")
 
 
 def ask_nvml(tree: Tree, nvml: Any, wanted: Collection[str] | None) -> GpuState:  # noqa: ANN401 - a module
@@ -167,7 +182,7 @@ def ask_nvml(tree: Tree, nvml: Any, wanted: Collection[str] | None) -> GpuState:
     chosen = tuple(replace(gpu, peers=list_peers(nvml, handles, gpu.index, chosen)) for gpu in chosen)
     opened = [pci for pci, fields in list_cards(Tree(tree.prefix or "/")) or () if is_open(tree, fields)]
     lost = tuple(pci for pci in opened if pci not in {gpu.pci for gpu in gpus})
-    return GpuState(chosen, lost, read_cuda_driver(nvml), tuple(divided))
+    return GpuState(chosen, lost, read_cuda_driver(nvml), unchecked=tuple(divided))
 
 
 def choose_gpus(gpus: tuple[GpuFacts, ...], wanted: Collection[str] | None) -> tuple[GpuFacts, ...]:

@@ -160,11 +160,12 @@ def read_driver_version(tree: Tree) -> str:
 
 def add_gpus(facts: NodeFacts, answer: Answer[GpuState]) -> NodeFacts:
     """Add the GPUs, or why they are not known."""
-    if answer.value is None:
-        return add_unchecked(facts, f"GPUs: NVML: {answer.problem}")
     state = answer.value
-    facts = replace(facts, gpus=state.gpus, lost_gpus=state.lost, cuda_driver=state.cuda_driver)
-    return add_unchecked(facts, *state.unchecked)
+    if state is None:
+        hangs = f"NVML: {answer.problem}" if answer.stuck else ""
+        return replace(add_unchecked(facts, f"GPUs: NVML: {answer.problem}"), gpu_problem=hangs)
+    facts = replace(facts, gpus=state.gpus, lost_gpus=state.lost, gpu_problem=state.problem)
+    return add_unchecked(replace(facts, cuda_driver=state.cuda_driver), *state.unchecked)
 
 
 def add_torch(facts: NodeFacts, answer: Answer[tuple[str, str]]) -> NodeFacts:

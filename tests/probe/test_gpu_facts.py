@@ -1,0 +1,188 @@
+"""Faults of GPUs from NVML to the finding, through a made-up NVML; all of its names are pynvml's."""
+
+import signal
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pynvml  # type: ignore[import-untyped]
+import pytest
+
+from launcher.doctor.node_facts import GpuProcess, JudgeSettings
+from launcher.doctor.node_judgement import judge_nodes
+from launcher.probe import gpu_facts
+from launcher.probe.gpu_facts import RECOVERY_ACTIONS, read_gpu_state
+from launcher.probe.node_facts_reader import FactSources, read_node_facts
+from launcher.probe.sysfs import Tree
+from tests.doctor.healthy_node import NODE
+from tests.probe.fake_nvml import GONE, MISMATCH, UNKNOWN, Changes, hold, make_node_nvml, recover
+
+REAL = Tree("/")
+
+
+def judge(nvml: ModuleType, needed: int = 8) -> list[tuple[str, str]]:
+    """Levels and texts of what is found on a node with these GPUs and nothing else that could be wrong."""
+    state = read_gpu_state(REAL, nvml, None)
+    node = replace(NODE, gpus=state.gpus, lost_gpus=state.lost, gpu_problem=state.problem)
+    node = replace(node, unchecked=state.unchecked)
+    found = judge_nodes((node,), JudgeSettings(needed))
+    return [(one.finding.level, one.finding.what) for one in found]
+
+
+def test_healthy_gpus_are_read_whole_and_have_no_finding() -> None:
+    state = read_gpu_state(REAL, make_node_nvml(), None)
+    assert (len(state.gpus), state.lost, state.cuda_driver, state.unchecked) == (8, (), "12.8", ())
+    assert state.gpus == NODE.gpus
+    assert judge(make_node_nvml()) == []
+
+
+FAULTS: dict[str, tuple[str, Changes, str, str]] = {
+    "recovery": (
+        "nvmlDeviceGetFieldValues",
+        {4: recover(4)},
+        "error",
+        "GPU 4 (0000:05:00.0) waits for recovery: drain and reset",
+    ),
+    "ECC": (
+        "nvmlDeviceGetTotalEccErrors",
+        {4: 3},
+        "warning",
+        "GPU 4 (0000:05:00.0): 3 uncorrected ECC errors",
+    ),
+    "remapping": ("nvmlDeviceGetRemappedRows", {4: (0, 1, 1, 0)}, "error", "waits to be remapped"),
+    "no rows left": ("nvmlDeviceGetRemappedRows", {4: (0, 9, 0, 1)}, "error", "could not be remapped"),
+    "heat": (
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        {4: 0x40},
+        "error",
+        "GPU 4 (0000:05:00.0): hw_thermal_slowdown",
+    ),
+    "fell off": ("nvmlDeviceGetHandleByIndex", {4: GONE}, "error", "GPU 4 does not answer: GPU is lost"),
+    "lost on the way": (
+        "nvmlDeviceGetTemperature",
+        {4: GONE},
+        "error",
+        "GPU 4 (0000:05:00.0) does not answer: GPU is lost",
+    ),
+    "memory": (
+        "nvmlDeviceGetMemoryInfo",
+        {4: SimpleNamespace(total=80 << 30, used=70 << 30)},
+        "error",
+        "70 GiB of 80 GiB are in use",
+    ),
+    "links": (
+        "nvmlDeviceGetNvLinkState",
+        {4: lambda _, link: 1 if link < 9 else 0},
+        "error",
+        "GPU 4 (0000:05:00.0): 9 of 36 NVLinks",
+    ),
+    "peers": (
+        "nvmlDeviceGetP2PStatus",
+        {4: 1},
+        "warning",
+        "GPU 4 (0000:05:00.0) cannot reach the memory of GPU 0, 1, 2, 3, 5, 6, 7",
+    ),
+    "width": (
+        "nvmlDeviceGetCurrPcieLinkWidth",
+        {4: 4},
+        "warning",
+        "GPU 4 (0000:05:00.0) has a PCI link of x4",
+    ),
+    "kind": ("nvmlDeviceGetName", {4: b"NVIDIA H200"}, "warning", "GPUs of several kinds"),
+}
+"""Function of NVML, what it answers for a GPU, and the level and a part of the finding."""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_that_nvml_tells_becomes_a_finding(name: str) -> None:
+    function, changes, level, part = FAULTS[name]
+    found = judge(make_node_nvml({function: changes}))
+    assert [entry[0] for entry in found if part in entry[1]] == [level], found
+    rest = [text for _, text in found if part not in text]
+    assert rest == (["7 GPUs, and the job needs 8"] if "does not answer" in part else []), found
+
+
+def test_who_holds_memory_is_named_without_path_and_arguments() -> None:
+    """Arguments can hold secrets."""
+    nvml = make_node_nvml(
+        {
+            "nvmlDeviceGetComputeRunningProcesses": {0: hold(77, 9000)},
+            "nvmlDeviceGetGraphicsRunningProcesses": {0: hold(77, 9000), 1: hold(5, 100)},
+        }
+    )
+    gpus = read_gpu_state(REAL, nvml, None).gpus
+    assert gpus[0].processes == (GpuProcess(77, "python3", 9000),)
+    assert gpus[1].processes == (GpuProcess(5, "python3", 100),)
+
+
+def test_the_jobs_gpus_alone_are_looked_at() -> None:
+    nvml = make_node_nvml({"nvmlDeviceGetTotalEccErrors": {0: 5}, "nvmlDeviceGetHandleByIndex": {7: GONE}})
+    state = read_gpu_state(REAL, nvml, {"0000:02:00.0", "0000:03:00.0"})
+    assert [gpu.index for gpu in state.gpus] == [1, 2, 7], "the last has no address: it may be the job's"
+    assert state.gpus[0].peers == (2,)
+
+
+def test_what_a_gpu_does_not_tell_is_not_judged() -> None:
+    """As on a laptop's GPU, or with an old driver: each call may fail by itself."""
+    kept = ("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetPciInfo")
+    names = [name for name in vars(make_node_nvml()) if name.startswith("nvmlDeviceGet") and name not in kept]
+    silent: Any = {name: dict.fromkeys(range(8), UNKNOWN) for name in names}
+    assert judge(make_node_nvml(silent)) == []
+
+
+def test_a_gpu_that_is_divided_is_not_judged_by_what_others_use() -> None:
+    nvml = make_node_nvml(
+        {
+            "nvmlDeviceGetMigMode": {2: (1, 1)},
+            "nvmlDeviceGetComputeRunningProcesses": {2: hold(1, 9)},
+        }
+    )
+    state = read_gpu_state(REAL, nvml, None)
+    assert (state.gpus[2].used_mib, state.gpus[2].processes) == (None, None)
+    assert judge(nvml) == [
+        (
+            "unknown",
+            "memory in use and processes of GPU 2 not checked: it is divided into MIG instances",
+        )
+    ]
+
+
+def test_a_driver_that_fails_is_an_error_and_none_is_none() -> None:
+    nvml: Any = make_node_nvml()
+
+    def fail() -> None:
+        raise MISMATCH
+
+    def refuse() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+
+    nvml.nvmlInit = fail
+    assert judge(nvml) == [("error", f"NVML fails with {str(MISMATCH).rstrip('.')}")]
+    nvml.nvmlInit = refuse
+    assert judge(nvml) == [("error", "0 GPUs, and the job needs 8")]
+    assert judge(nvml, 0) == []
+
+
+def test_a_driver_that_hangs_costs_its_time_limit_and_no_more() -> None:
+    """NVML waits for a GPU that does not answer; it is in a child, which is given up."""
+    nvml: Any = make_node_nvml()
+    nvml.nvmlInit = signal.pause
+    facts = read_node_facts(host="n1", sources=FactSources(nvml=nvml, patience=0.2))
+    assert "GPUs: NVML: no answer in 0.2 s" in facts.unchecked
+    assert facts.gpus == ()
+    assert facts.memory_kib > 0
+    found = judge_nodes((facts,), JudgeSettings(8))
+    assert [one.finding.what for one in found if one.finding.level == "error"] == ["NVML: no answer in 0.2 s"]
+
+
+def test_names_and_numbers_are_pynvmls() -> None:
+    made = vars(make_node_nvml())
+    odd = [name for name in made if name.startswith(("nvml", "NVML")) and not hasattr(pynvml, name)]
+    assert not odd
+    assert pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION == gpu_facts.RECOVERY_ACTION
+    assert (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED) == gpu_facts.DEAD
+    numbers = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+    assert numbers == (gpu_facts.UNCORRECTED, gpu_facts.VOLATILE)
+    assert (pynvml.NVML_P2P_CAPS_INDEX_WRITE, pynvml.NVML_P2P_STATUS_OK) == (gpu_facts.WRITE, 0)
+    for number, action in enumerate(RECOVERY_ACTIONS):
+        assert getattr(pynvml, f"NVML_GPU_RECOVERY_ACTION_{action.upper()}", number) == number
