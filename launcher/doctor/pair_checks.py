@@ -8,7 +8,6 @@ NetworkCheckRendezvousManager in dlrover/python/master/elastic_training/rdzv_man
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from statistics import median
 
 from launcher.doctor.finding import Finding
 from launcher.doctor.node_facts import NodeFacts, NodeFinding, WorkResult
@@ -58,14 +57,15 @@ def judge_pairs(
 ) -> tuple[NodeFinding, ...]:
     """Return what the pairs of `plan_pairs` say of the nodes; both nodes of a pair report it.
 
-    A pair is bad if it failed, or is slow beside the median of all pairs. A pair of which nobody reported
+    A pair is bad if it failed, or is slow beside the upper quartile of all pairs: a bad node has two of them,
+    half of what four nodes have. A pair of which nobody reported
     anything says nothing; those of `busy` nodes are not compared.
     """
     measured = group_results([pair for one in plan_pairs(hosts) for pair in one], results)
     slow, sick = (tolerance, SICK) if with_gpus else (SHARED_SLOW, SHARED_SICK)
     compared = [one for pair, one in measured.items() if not {*pair} & {*busy}]
     values = [value for one in compared if (value := read_value(one)) is not None]
-    typical = median(values) if len(values) > 1 else 0.0
+    typical = find_upper_quartile(values) if len(values) > 1 else 0.0
     levels = {
         pair: rate_pair(one, 0.0 if {*pair} & {*busy} else typical, slow, min(sick, slow))
         for pair, one in measured.items()
@@ -85,6 +85,11 @@ def judge_pairs(
         span = f"{show_number(min(values))} to {show_number(max(values))} GB/s"
         found = [NodeFinding("", Finding("ok", WORK, f"{len(values)} pairs of nodes: {span}"))]
     return tuple(found)
+
+
+def find_upper_quartile(values: Sequence[float]) -> float:
+    """Return a value that a quarter of them reach, rounded up."""
+    return sorted(values)[min(len(values) - 1, len(values) * 3 // 4)]
 
 
 def group_results(
@@ -118,7 +123,7 @@ def describe_pair(results: Sequence[WorkResult], typical: float) -> str:
     """Say how a pair was."""
     value = read_value(results)
     if value is not None:
-        return f"{show_number(value)} GB/s beside {show_number(typical)} at the median of all pairs"
+        return f"{show_number(value)} GB/s beside {show_number(typical)} in the better pairs"
     problem = next(one.problem for one in results if one.problem)
     return f"failed ({escape_text(problem, 200)})"
 

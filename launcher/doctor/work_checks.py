@@ -4,7 +4,7 @@ Published figures only make a note.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from statistics import median
 
 from launcher.doctor.finding import Finding
@@ -47,7 +47,7 @@ def judge_work(nodes: Sequence[NodeFacts], tolerance: float) -> tuple[NodeFindin
         *report_checksums(judged),
         *report_slow(slow),
         *report_far_from_expected(judged),
-        *report_busy(judged),
+        *report_busy(judged, {one.work.node.host for one in slow}),
         *report_unmeasured(judged),
     )
     return (
@@ -153,9 +153,14 @@ def report_far_from_expected(work: Iterable[Work]) -> Iterator[NodeFinding]:
             )
 
 
-def report_busy(work: Sequence[Work]) -> Iterator[NodeFinding]:
-    """Note the nodes whose CPUs were busy with something else while they were measured."""
+def report_busy(work: Sequence[Work], told: Collection[str]) -> Iterator[NodeFinding]:
+    """Note the nodes whose CPUs were busy with something else while they were measured.
+
+    Those that were `told` of have slow cores for it.
+    """
     for host, share in find_busy_hosts(work).items():
+        if host in told:
+            continue
         details = [one.result.detail for one in work if one.node.host == host and one.result.detail]
         who = f"; {escape_text(details[0], 200)}" if details else ""
         what = f"others had {1 - share:.0%} of the CPUs' time while they were measured{who}"

@@ -27,8 +27,8 @@ main()
 """The ranks' interpreter may have no `launcher`: it finds this one, after all that it has itself."""
 NO_TORCH = 78
 PACKAGES = Path(__file__).parents[2]
-MOST = 4 << 20
-"""Bytes of its output that are read; a result is about 300."""
+MOST = 512 << 10
+"""Bytes of its output that are read; a result is about 250."""
 KEPT = 2000
 """Bytes of the end of its stderr that are kept."""
 PR_SET_PDEATHSIG = 1

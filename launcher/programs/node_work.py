@@ -20,7 +20,7 @@ from launcher.programs.cpu_parts import work_on_cpus
 from launcher.programs.gpu_parts import find_gpus, work_on_gpus
 from launcher.programs.pair_work import PairPlace, work_in_pair
 from launcher.programs.work_processes import Measurement, describe_error
-from launcher.programs.work_session import KINDS, WorkSession
+from launcher.programs.work_session import KINDS, WorkSession, choose_durations
 
 SECONDS = {"light": 10.0, "deep": 60.0}
 
@@ -33,7 +33,9 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
         "ignore", message="This process .* is multi-threaded", category=DeprecationWarning
     )
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    session = WorkSession(KINDS[options.kind], options.begin + options.seconds, out)
+    session = WorkSession(
+        choose_durations(options.kind, options.seconds), options.begin + options.seconds, out
+    )
     session.print_line({"torch": torch.__version__, "torch_cuda": torch.version.cuda or ""})
     try:
         run(session, options)

@@ -37,6 +37,19 @@ KINDS = {
 }
 
 
+ENOUGH = {"light": 8.0, "deep": 27.0}
+"""Seconds for a run in which nothing has to be shortened."""
+
+
+def choose_durations(kind: str, seconds: float) -> Durations:
+    """Return how long to measure in a run of so many seconds."""
+    factor = min(1.0, max(0.05, seconds / ENOUGH[kind]))
+    scaled = {
+        name: value if name == "repeats" else value * factor for name, value in asdict(KINDS[kind]).items()
+    }
+    return Durations(**scaled)
+
+
 @dataclass(frozen=True, slots=True)
 class WorkSession:
     """What a run has to keep to."""

@@ -1,0 +1,186 @@
+"""The measured work, for real: on this machine's CPUs, between two processes, and what fails in it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launcher.doctor.node_facts import WorkResult
+from launcher.programs.cpu_contention import CpuUse, describe_contention, read_cpu_use
+from launcher.programs.work_processes import Measurement, NotMeasuredError, WorkProcess, ask_all
+from launcher.programs.work_session import KINDS, choose_durations
+from tests.conftest import clean_environ
+
+CPUS = sorted(os.sched_getaffinity(0))
+COMMAND = (sys.executable, "-P", "-m", "launcher.programs.node_work")
+
+
+def start(*words: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, text=True, env=clean_environ())
+
+
+def read_results(process: "subprocess.Popen[str]") -> list[dict[str, object]]:
+    """What it has measured; the program ends with 0, whatever it meets."""
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    return [line for line in map(json.loads, out.splitlines()) if "measure" in line]
+
+
+def test_a_result_has_the_fields_that_the_launcher_reads() -> None:
+    assert [field.name for field in fields(Measurement)] == [field.name for field in fields(WorkResult)]
+
+
+@pytest.mark.parametrize("seconds", [0.1, 4.0, 100.0])
+def test_a_short_run_measures_for_less_time(seconds: float) -> None:
+    found = choose_durations("light", seconds)
+    assert 0 < found.matmul <= KINDS["light"].matmul and found.repeats == KINDS["light"].repeats
+    assert (found == KINDS["light"]) == (seconds > 8)
+
+
+def test_each_core_the_memory_and_gloo_while_one_core_is_shared() -> None:
+    """With a busy process on one core, the work had about half of its time."""
+    with keep_busy(CPUS[-1]):
+        found = read_results(start("--kind", "light", "--seconds", "6"))
+    cores = [one for one in found if one["measure"] == "matmul"]
+    assert {one["where"] for one in cores} <= {f"CPU {cpu}" for cpu in CPUS}
+    for one in cores:
+        assert one["problem"] == "" and float(str(one["value"])) > 0
+        assert one["checksum"] == cores[0]["checksum"] != ""
+    (shared,) = (one for one in cores if one["where"] == f"CPU {CPUS[-1]}")
+    assert float(str(shared["share"])) < 0.8
+    others = {str(one["measure"]): one for one in found if one["measure"] != "matmul"}
+    assert {*others} == {"memory", "all_reduce"}
+    assert float(str(others["memory"]["value"])) > 0
+    assert others["all_reduce"]["value"] or others["all_reduce"]["reason"]
+
+
+@contextmanager
+def keep_busy(cpu: int) -> Iterator[int]:
+    """A process that uses a CPU all the time."""
+    script = f"import os; os.sched_setaffinity(0, {{{cpu}}}); print(flush=True)\nwhile True: pass"
+    process = subprocess.Popen([sys.executable, "-S", "-c", script], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout and process.stdout.readline()
+        yield process.pid
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_core_whose_process_is_killed_has_failed_and_the_others_go_on() -> None:
+    process = start("--kind", "light", "--seconds", "8")
+    assert process.stdout and "torch" in json.loads(process.stdout.readline())
+    me = psutil.Process(process.pid)
+    end = time.monotonic() + 30
+    while not me.children() and time.monotonic() < end:
+        time.sleep(0.01)
+    workers = me.children()
+    workers[0].send_signal(signal.SIGKILL)
+    cores = [one for one in read_results(process) if one["measure"] == "matmul"]
+    failed = [one for one in cores if one["problem"]]
+    assert [one["problem"] for one in failed] == ["its process was ended by signal 9"]
+    assert failed[0]["value"] is None
+    assert all(float(str(one["value"])) > 0 for one in cores if one not in failed)
+    assert not [one for one in workers if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_two_nodes_measure_what_is_between_them() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    words = ("--seconds", "20", "--pair", f"localhost:{port}", "--pair-name", "a-b", "--pair-rank")
+    both = [start(*words, rank) for rank in "01"]
+    found = [one for process in both for one in read_results(process)]
+    assert [(one["measure"], one["where"], one["problem"]) for one in found] == [("pair", "a-b", "")] * 2
+    assert float(str(found[0]["value"])) > 0
+
+
+def test_a_taken_port_says_nothing_of_the_nodes() -> None:
+    with socket.create_server(("", 0)) as listening:
+        pair = f"localhost:{listening.getsockname()[1]}"
+        (found,) = read_results(start("--seconds", "10", "--pair", pair, "--pair-rank", "0"))
+    assert found["problem"] == "" and found["value"] is None
+    assert "address already in use" in str(found["reason"]).lower()
+
+
+def double(state: int, number: int) -> int:
+    return state * number
+
+
+def end_hard(state: int, number: int) -> None:
+    os._exit(3)
+
+
+def sleep_long(state: int, number: int) -> int:
+    time.sleep(60 if state == 1 else 0)
+    return state
+
+
+def fail(state: int, number: int) -> None:
+    raise RuntimeError("CUDA error:\n  an illegal memory access " + "x" * 1000)
+
+
+def skip(state: int, number: int) -> None:
+    raise NotMeasuredError("there is no peer")
+
+
+def test_processes_that_answer_fail_end_and_hang() -> None:
+    processes = [WorkProcess(state) for state in (1, 2)]
+    pids = [one.process.pid for one in processes]
+
+    def give(number: int) -> tuple[object, ...]:
+        return (number + 10,)
+
+    assert [one.value for one in ask_all(processes, double, give, 20)] == [10, 22]
+    failed = ask_all(processes, fail, give, 20)
+    assert (
+        failed[0].problem.startswith("RuntimeError: CUDA error: an illegal") and len(failed[0].problem) == 300
+    )
+    assert [one.reason for one in ask_all(processes, skip, give, 20)] == ["there is no peer"] * 2
+    hung = ask_all(processes, sleep_long, give, 1.0)
+    assert [(one.value, one.problem, one.is_late) for one in hung] == [
+        (None, "no answer within 1 s", True),
+        (2, "", False),
+    ]
+    ended = ask_all(processes, end_hard, give, 20)
+    assert [one.problem for one in ended] == ["no answer within 1 s", "its process ended with exit code 3"]
+    again = ask_all(processes, double, give, 20)
+    assert [one.problem for one in again] == [one.problem for one in ended]
+    for one in processes:
+        one.process.join(20)
+    assert not [pid for pid in pids if pid and Path(f"/proc/{pid}").exists()]
+
+
+def test_who_used_a_cpu_is_named() -> None:
+    cpu = CPUS[0]
+    with keep_busy(cpu) as pid:
+        before, begin = read_cpu_use(), time.monotonic()
+        end = begin + 60
+        while True:
+            time.sleep(0.2)
+            after, passed = read_cpu_use(), time.monotonic() - begin
+            if (told := describe_contention(cpu, before, after, passed, [])) or time.monotonic() > end:
+                break
+        assert f"(PID {pid}) took " in told
+        assert f"(PID {pid})" not in describe_contention(cpu, before, after, passed, [pid])
+
+
+@pytest.mark.parametrize("cpus", [(), (0,)])
+def test_nobody_used_a_cpu(cpus: Sequence[int]) -> None:
+    use = CpuUse({1: ("init", 0, 1.0)}, dict.fromkeys(cpus, 2.0))
+    assert describe_contention(0, use, use, 1.0, []) == ""
+
+
+def test_a_hypervisor_is_named() -> None:
+    assert (
+        describe_contention(3, CpuUse(), CpuUse(steal={3: 1.0}), 2.0, []) == "the hypervisor took 50% of it"
+    )
