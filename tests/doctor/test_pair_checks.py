@@ -30,8 +30,8 @@ def test_each_node_meets_two_others_once_and_nobody_twice_in_a_round(count: int)
     assert len(rounds) == (1 if count == 2 else 2 + count % 2)
     for pairs in rounds:
         assert max(Counter(chain.from_iterable(pairs)).values()) == 1
-    pairs = [frozenset(pair) for pair in chain.from_iterable(rounds)]
-    assert len({*pairs}) == len(pairs)
+    met = [frozenset(pair) for pair in chain.from_iterable(rounds)]
+    assert len({*met}) == len(met)
     meetings = Counter(chain.from_iterable(chain.from_iterable(rounds)))
     assert {*meetings.values()} == {1 if count == 2 else 2} and len(meetings) == count
 

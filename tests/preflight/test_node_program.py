@@ -18,6 +18,8 @@ from launcher.preflight.work_child import GpuOfTorch, parse_output, run_work
 from tests.conftest import clean_environ
 
 REQUEST = PreflightRequest("light", ("n1", "n2"), 10.0, 123.0)
+ON_WORK = 'case "$*" in *--kind*) ;; *) exit 0;; esac;'
+"""An interpreter does something for the work alone: its version of torch is asked for before."""
 
 
 def start(request: PreflightRequest) -> "subprocess.Popen[str]":
@@ -55,7 +57,9 @@ def test_it_answers_with_facts_and_again_with_work(tmp_path: Path) -> None:
 
 
 def test_a_signal_ends_its_child_too(tmp_path: Path) -> None:
-    process = start(replace(REQUEST, seconds=60.0, python=make_interpreter(tmp_path, "sleep 60 & wait")))
+    process = start(
+        replace(REQUEST, seconds=60.0, python=make_interpreter(tmp_path, f"{ON_WORK} sleep 60 & wait"))
+    )
     assert process.stdout and parse_answer(process.stdout.readline())
     me, end = psutil.Process(process.pid), time.monotonic() + 30
     while len(found := me.children(recursive=True)) < 2 and time.monotonic() < end:
@@ -68,7 +72,9 @@ def test_a_signal_ends_its_child_too(tmp_path: Path) -> None:
 
 
 def test_a_killed_program_takes_its_child_along(tmp_path: Path) -> None:
-    process = start(replace(REQUEST, seconds=60.0, python=make_interpreter(tmp_path, "exec sleep 60")))
+    process = start(
+        replace(REQUEST, seconds=60.0, python=make_interpreter(tmp_path, f"{ON_WORK} exec sleep 60"))
+    )
     assert process.stdout and parse_answer(process.stdout.readline())
     me, end = psutil.Process(process.pid), time.monotonic() + 30
     while not (found := me.children()) and time.monotonic() < end:
@@ -81,7 +87,10 @@ def test_a_killed_program_takes_its_child_along(tmp_path: Path) -> None:
 @pytest.mark.parametrize("argument", ["", "{", "{}", '{"kind": 1}'])
 def test_a_request_that_is_none(argument: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "launcher.preflight", argument], capture_output=True, text=True
+        [sys.executable, "-P", "-m", "launcher.preflight", argument],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("launch: no request of preflight: ") and done.stderr.count("\n") == 1
@@ -95,10 +104,7 @@ def test_a_request_that_is_none(argument: str) -> None:
         ("echo torn to pieces >&2; exit 3", "it ended with exit code 3: torn to pieces"),
         ("kill -SEGV $$", "it ended with signal 11"),
         ("yes '{\"measure\": 1}'", "it did not end in time"),
-        (
-            "echo '{\"torch\": 7}'; echo '[['; echo '{\"measure\": \"x\"}'; exit 1",
-            "it ended with exit code 1",
-        ),
+        ("echo '[['; echo '{\"torch\": 7}'; exit 1", "it ended with exit code 1"),
     ],
 )
 def test_an_interpreter_in_which_the_work_fails(tmp_path: Path, script: str, problem: str) -> None:
