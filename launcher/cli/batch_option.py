@@ -63,7 +63,7 @@ def find_batch_option(spec: JobSpec) -> BatchOption:
         if not known:
             raise UsageError(
                 "which option of the program sets its micro-batch? Name it: tune.option=--batch-size, or"
-                " 'tune.option=\"train.batch_size=\"' for a program of Hydra's"
+                " tune.option=train.batch_size= for a program of Hydra's"
             )
         name = known[0]
     text = read_argument(spec.program, name)

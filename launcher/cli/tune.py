@@ -57,7 +57,7 @@ batch       The largest micro-batch that fits in memory, and the fastest one, by
                        program, such as conf/program/tuned.yaml)
   yes=true             replace a file there that launch has not written
   tune.option=OPTION   batch: the program's option, as --batch-size or
-                       'tune.option="train.batch_size="'; the bundled program's
+                       train.batch_size= (for Hydra's); the bundled program's
                        is known
   tune.max_batch=N     largest micro-batch to try (4096)
   tune.max_workers=N   workers of a rank at most (auto: two for each of its

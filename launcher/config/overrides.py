@@ -68,8 +68,9 @@ def rewrite_override(sources: Sources, defaults: set[str], word: str, *, sweep: 
     if key == "env.from_file" and rest.startswith(("=[", "=null")):  # a list of files, or none
         variable = False
     slurm = key.startswith("cluster.") and key[8:] in SLURM_TEXTS and not sweep and rest not in ("=", "=null")
+    option = key == "tune.option" and not sweep and rest[:2] not in ("=", "='", '="') and rest != "=null"
     divisions = key.startswith("allocator.") and rest.startswith("=[") and ">" in rest  # [256:1,>:8]
-    if variable or divisions or NON_ASCII.fullmatch(rest) or (slurm and rest.startswith("=")):
+    if variable or option or divisions or NON_ASCII.fullmatch(rest) or (slurm and rest.startswith("=")):
         rest = "=" + quote_value(rest[1:])
     # A whole `env` is not rewritten: within braces, Hydra makes 1000.0 of `1e3`.
     whole = f"{key}." in FREE_FORM and key != "env" and rest.startswith("={")

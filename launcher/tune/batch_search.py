@@ -91,7 +91,7 @@ def choose_next_batch(trials: Sequence[BatchTrial], bounds: BatchBounds) -> int 
         return min(bounds.start, bounds.max_batch)
     if not fitting:
         return min(trial.batch for trial in trials) // 2 or None
-    return choose_larger(trials, bounds) or choose_faster(trials)
+    return choose_larger(trials, bounds) or choose_faster(trials) or choose_spare(trials, bounds)
 
 
 def choose_larger(trials: Sequence[BatchTrial], bounds: BatchBounds) -> int | None:
@@ -110,10 +110,22 @@ def choose_larger(trials: Sequence[BatchTrial], bounds: BatchBounds) -> int | No
 
 
 def list_larger(batch: int) -> Iterator[int]:
-    """Give what may come after a size that fits: twice as much, then the middle."""
+    """Give what may come after a size that fits: twice as much, the middle, and after a middle its double."""
     yield 2 * batch
     if batch % 2 == 0:
         yield batch + batch // 2
+    if batch % 3 == 0:
+        yield batch + batch // 3
+
+
+def choose_spare(trials: Sequence[BatchTrial], bounds: BatchBounds) -> int | None:
+    """Return three quarters of the largest size, if that has no memory to spare, and half of it comes next."""
+    *smaller, largest = list_fitting(trials)
+    is_close = any(3 * trial.batch >= 2 * largest.batch for trial in smaller)
+    if largest.batch % 4 or is_close or has_margin(largest, trials, bounds):
+        return None
+    size = largest.batch - largest.batch // 4
+    return None if any(trial.batch == size for trial in trials) else size
 
 
 def choose_faster(trials: Sequence[BatchTrial]) -> int | None:

@@ -104,8 +104,8 @@ def check_records(records: Sequence[Record], ranks: int) -> None:
     missing = sorted(set(range(ranks)) - {record.rank for record in records})
     if len(missing) == ranks:
         raise MeasureError(
-            "no rank trains or loads data by PyTorch: give a Python program that reads from"
-            " torch.utils.data.DataLoader, without the options -I, -E and -S"
+            "no rank trains or loads data by PyTorch: give a Python program that does, without the"
+            " options -I, -E and -S"
         )
     if missing:
         raise MeasureError(

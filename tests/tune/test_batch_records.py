@@ -1,0 +1,109 @@
+"""What a trial of a micro-batch says: errors of allocations, and what the ranks measured."""
+
+import re
+from typing import Any
+
+import pytest
+
+from launcher.cli.batch_option import read_argument, set_argument
+from launcher.tune.batch_records import check_effect, find_memory_error, measure_batch
+from launcher.tune.batch_search import BatchTrial
+from launcher.tune.trial_records import Loader, MeasureError
+from tests.tune.test_meter import make_record
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "[rank1]: torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB",
+        "RuntimeError: CUDA error: out of memory",
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate"
+        " memory: you tried to allocate 1125899906842624 bytes. Error code 12 (Cannot allocate memory)",
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:83] . DefaultCPUAllocator: not enough memory: you",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 8.00 PiB for an array",
+        "MemoryError",
+        "terminate called after throwing an instance of 'std::bad_alloc'",
+        "OSError: [Errno 12] Cannot allocate memory",
+        "\x1b[31mskipped a batch: CUDA out of memory. Tried to allocate\x1b[0m",
+    ],
+)
+def test_memory_that_ran_out_is_seen(line: str) -> None:
+    found = find_memory_error(["step 1 loss 3.2", line, "torch.OutOfMemoryError: a later one"])
+    assert found and len(found) <= 120 and "later" not in found and "\x1b" not in found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step 12 loss 2.31 memory 12 GiB",
+        "no handler for out-of-memory is set",
+        "expandable_segments:True may avoid memory fragmentation",
+        "train.py: error: unrecognized arguments: --batchsize 8",
+        "AssertionError: batch must divide 48",
+        "raise MyMemoryErrorHandler",
+    ],
+)
+def test_other_lines_say_nothing_of_it(line: str) -> None:
+    assert find_memory_error([line]) == ""
+
+
+def test_sequences_are_those_of_all_ranks_and_micro_steps() -> None:
+    """Ten loader batches of 4 in five steps of a second, on two ranks: 16 sequences a step."""
+    more: dict[str, Any] = {"loaders": (Loader(2, False, 20, 4),), "batches": 10, "peak_kib": 100}
+    records = [
+        make_record(rank=0, **more),
+        make_record(rank=1, **{**more, "times": (0.5, 1.0, 1.5, 1.0, 1.0)}),
+    ]
+    trial = measure_batch(records, 4, 2)
+    assert (trial.rate, trial.step_seconds, trial.memory_kib, trial.loader_batch) == (16, 1.0, 200, 4)
+    assert trial.error == 0
+    assert measure_batch(records[1:] * 1 + [make_record(rank=0, **more)], 4, 2).rate == 16
+
+
+def test_the_fullest_gpu_counts() -> None:
+    gpus = [{"gpu_total_kib": 80, "gpu_reserved_kib": 50, "gpu_other_kib": number} for number in (1, 9)]
+    trial = measure_batch([make_record(rank=rank, **gpu) for rank, gpu in enumerate(gpus)], 4, 2)
+    assert (trial.gpu_kib, trial.gpu_total_kib) == (59, 80)
+
+
+def test_a_short_program_fits_and_has_no_throughput() -> None:
+    short: dict[str, Any] = {"times": (1.0,), "waits": (0.0,), "steps": 5, "ended": True}
+    trial = measure_batch([make_record(**short)], 64, 1)
+    assert (trial.verdict, trial.rate) == ("fits", 0.0) and "after 5 steps" in trial.reason
+    with pytest.raises(MeasureError, match="after 1 step of rank 0: it has too little data"):
+        measure_batch([make_record(**{**short, "steps": 1})], 64, 1)
+    with pytest.raises(MeasureError, match="no rank trains"):
+        measure_batch([], 64, 1)
+
+
+def test_an_option_without_effect_is_told() -> None:
+    check_effect([BatchTrial(8), BatchTrial(16)], "--b")
+    check_effect([BatchTrial(8, loader_batch=4), BatchTrial(16, loader_batch=8)], "--b")
+    with pytest.raises(MeasureError, match=re.escape("batches of 4 with --b 8 and with 16")):
+        check_effect([BatchTrial(8, loader_batch=4), BatchTrial(16, loader_batch=4)], "--b")
+
+
+@pytest.mark.parametrize(
+    ("line", "option", "now", "then"),
+    [
+        ("train.py --lr 1", "--batch-size", None, "train.py --lr 1 --batch-size 16"),
+        ("train.py --batch-size 4 --lr 1", "--batch-size", "4", "train.py --batch-size 16 --lr 1"),
+        ("train.py --batch-size=4 --lr 1", "--batch-size", "4", "train.py --batch-size=16 --lr 1"),
+        ("train.py --lr 1", "--batch-size=", None, "train.py --lr 1 --batch-size=16"),
+        ("train.py -b 4 -b 5", "-b", "5", "train.py -b 16 -b 16"),
+        ("train.py data.batch_size=4", "data.batch_size=", "4", "train.py data.batch_size=16"),
+        ("train.py", "+data.batch_size=", None, "train.py +data.batch_size=16"),
+        (
+            "train.py --batch-size-eval 4",
+            "--batch-size",
+            None,
+            "train.py --batch-size-eval 4 --batch-size 16",
+        ),
+        ("train.py --batch-size", "--batch-size", None, "train.py --batch-size --batch-size 16"),
+    ],
+)
+def test_an_option_is_read_and_set(line: str, option: str, now: str | None, then: str) -> None:
+    assert read_argument(line.split(), option) == now
+    assert set_argument(line.split(), option, 16) == tuple(then.split())
