@@ -119,7 +119,7 @@ def list_larger(batch: int) -> Iterator[int]:
 
 
 def choose_spare(trials: Sequence[BatchTrial], bounds: BatchBounds) -> int | None:
-    """Return three quarters of the largest size, if that has no memory to spare, and half of it comes next."""
+    """Return three quarters of the largest size, if that has no memory to spare, and none is near it."""
     *smaller, largest = list_fitting(trials)
     is_close = any(3 * trial.batch >= 2 * largest.batch for trial in smaller)
     if largest.batch % 4 or is_close or has_margin(largest, trials, bounds):

@@ -1,0 +1,135 @@
+"""`launch tune batch`: real ranks, real allocations that fail."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launcher.probe import available_memory
+from tests.conftest import Result, run_outside
+from tests.tune.programs import BATCHES
+from tests.tune.test_meter import list_living
+
+Launch = Callable[..., Result]
+WORDS = ["tune", "batch", "tune.option=--batch-size", "tune.steps=12"]
+
+
+@pytest.mark.usefixtures("quick_agent")
+def test_the_largest_and_the_fastest_are_found_on_two_ranks(tmp_path: Path) -> None:
+    """8 MiB a sequence: 16 fit into 300 MiB, and 32 do not; 8 would be as fast if nothing else took time."""
+    (tmp_path / "train.py").write_text(BATCHES)
+    program = ["--", "train.py", "--batch-size", "16", "--limit-mib", "300", "--catch"]
+    done = run_outside([*WORDS, "nproc_per_node=2", "format=json", *program], tmp_path, timeout=300)
+    assert done.code == 0, done
+    result = json.loads(done.out)
+    verdicts = {trial["batch"]: trial["verdict"] for trial in result["trials"]}
+    assert (verdicts[16], verdicts[32]) == ("fits", "does_not_fit")
+    assert result["complete"] and result["largest_is_limit"] and result["saved"] is None
+    assert result["largest"] in (16, 24) and result["largest_with_margin"] in (8, 12, 16)
+    assert result["fastest"] in (8, 12, 16)
+    assert result["argument"] == f"--batch-size {result['batch']}"
+    by_size = {trial["batch"]: trial for trial in result["trials"]}
+    assert by_size[16]["memory_kib"] > 2 * 16 * 8 * 1024
+    assert 0 < by_size[16]["sequences_per_second"] < 2 * 16 / 0.1
+    assert "can't allocate memory" in by_size[32]["reason"]
+    use = f"launch -- train.py --batch-size {result['batch']} --limit-mib 300 --catch"
+    assert f"use {result['batch']}: `{use}`" in done.err
+    assert list_living(tmp_path) == []
+    (run,) = tmp_path.glob("runs/train-tune/*")
+    assert json.loads((run / "tuning.json").read_text()) == result
+
+
+def test_a_failed_allocation_is_no_other_failure(tmp_path: Path) -> None:
+    """Without a catch: torchrun reports a failed rank. Nothing fits, not even one sequence."""
+    (tmp_path / "train.py").write_text(BATCHES)
+    program = ["--", "train.py", "--batch-size=1", "--limit-mib=1"]
+    done = run_outside([*WORDS, "nproc_per_node=1", *program], tmp_path)
+    assert done.code == 3, done
+    assert "error: --batch-size 1 does not fit (" in done.err and "can't allocate memory" in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "part"),
+    [
+        (["tune.option=--batchsize", "--", "train.py"], 2, "unrecognized arguments: --batchsize 8"),
+        (["--", "train.py", "--batch-size", "3", "--divides", "8"], 1, "AssertionError: the batch must"),
+    ],
+)
+def test_another_failure_is_shown_with_its_last_lines(
+    words: list[str], code: int, part: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(BATCHES)
+    done = run_outside(["tune", "batch", "nproc_per_node=1", *words], tmp_path)
+    assert (done.code, done.out) == (code, "")
+    assert part in done.err and f"it exited with code {code}" in done.err
+    assert "does not fit" not in done.err
+    (run,) = tmp_path.glob("runs/train-tune/*")
+    assert json.loads((run / "manifest.json").read_text())["outcome"]["state"] == "failed"
+
+
+@pytest.mark.usefixtures("quick_agent")
+def test_a_trial_is_ended_before_the_machine_swaps(
+    launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if all of the machine's memory had to stay free."""
+    monkeypatch.setattr(available_memory, "LEAST_FREE", 2.0)
+    monkeypatch.setattr(available_memory, "LEAST_FREE_KIB", 1 << 60)
+    (here / "wait.py").write_text("import signal\nsignal.pause()\n")
+    done = launch(*WORDS, "nproc_per_node=1", "--", "wait.py", "--batch-size", "1")
+    assert done.code == 3
+    assert "error: --batch-size 1 does not fit (the machine's memory ran out, so it was ended)" in done.err
+    assert list_living(here) == [f"/proc/{os.getpid()}/cwd"]
+
+
+def test_a_dry_run_of_batches_starts_nothing(launch: Launch, here: Path) -> None:
+    (here / "train.py").touch()
+    done = launch(*WORDS, "nproc_per_node=1", "dry_run=true", "--", "train.py")
+    assert done.code == 0
+    assert "would try --batch-size 8, then twice as much" in done.out
+    assert done.out.endswith("train.py --batch-size 8\n")
+    bundled = launch("tune", "batch", "nproc_per_node=1", "dry_run=true", "save=conf/program/tuned.yaml")
+    assert "would try program.batch_size=8" in bundled.out and "--batch-size=8" in bundled.out
+    assert "would write conf/program/tuned.yaml" in bundled.out
+    hydra = launch("tune", "batch", "tune.option=data.bs=", "dry_run=true", "--", "train.py", "data.bs=32")
+    assert hydra.out.endswith("train.py data.bs=32\n")
+    known = launch("tune", "batch", "dry_run=true", "--", "train.py", "--micro-batch-size", "2")
+    assert "would try --micro-batch-size 2, then" in known.out
+    assert not (here / "runs").exists() and not (here / "conf").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--", "train.py"], ["tune.option=--batch-size", "tune.option=train.batch_size="]),
+        (["tune.option=batch", "--", "train.py"], ["tune.option='batch'", "--batch-size"]),
+        (["tune.option=--a b", "--", "train.py"], ["tune.option='--a b'"]),
+        (["tune.option=program.batch_size", "--", "train.py"], ["key of the configured program"]),
+        (["tune.option=program.nonsense"], ["program=train has no such key", "program.batch_size"]),
+        (["tune.option=--batch-size"], ["tune.option=program.batch_size"]),
+        (["tune.max_batch=0"], ["tune.max_batch=0", "from 1 to"]),
+        (["tune.max_batch=99999999999"], ["tune.max_batch=99999999999"]),
+        (["tune.max_batch=4"], ["program.batch_size=8 is above tune.max_batch=4"]),
+        (["save=conf/program/tuned.yaml", "tune.option=-b", "--", "train.py"], ["leave it out"]),
+        (["nodes=2"], ["nodes=2", "one node"]),
+        (["env.LAUNCH_METER=x"], ["env.LAUNCH_METER"]),
+    ],
+)
+def test_mistakes_about_batches(launch: Launch, here: Path, words: list[str], parts: list[str]) -> None:
+    (here / "train.py").touch()
+    launch("tune", "batch", *words).assert_error(2, *parts)
+
+
+def test_a_file_for_the_bundled_program_is_an_option_of_its_group(launch: Launch, here: Path) -> None:
+    words = ["nproc_per_node=1", "tune.steps=12", "tune.max_batch=1", "program.batch_size=1"]
+    done = run_outside(["tune", "batch", *words, "save=conf/program/tuned.yaml"], here, timeout=300)
+    assert done.code == 0, done
+    assert "sequences/s" in done.out and "largest" in done.out and "(tune.max_batch=1)" in done.err
+    assert "`launch program=tuned` uses it" in done.err
+    saved = yaml.safe_load((here / "conf/program/tuned.yaml").read_text())
+    assert saved["defaults"] == ["train", "_self_"] and saved["batch_size"] == 1
+    later = launch("program=tuned", "nproc_per_node=1", "dry_run=true")
+    assert f"--batch-size={saved['batch_size']} " in later.out
