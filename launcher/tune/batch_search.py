@@ -138,18 +138,20 @@ def choose_faster(trials: Sequence[BatchTrial]) -> int | None:
     fastest = find_fastest(timed)
     if fastest is timed[0] and fastest.batch > 1 and fastest.batch // 2 not in tried:
         return fastest.batch // 2
-    above = best.batch + best.batch // 2
-    hoped = bound_between(timed, best, above)
-    return above if best.batch % 2 == 0 and above not in tried and hoped > WORTH * best.rate else None
+    middle = best.batch + best.batch // 2
+    if best.batch % 2 or middle in tried or bound_between(timed, best, middle) <= WORTH * best.rate:
+        return None
+    return middle
 
 
 def bound_between(timed: Sequence[BatchTrial], best: BatchTrial, batch: int) -> float:
     """Return what throughput a size between the best and the next larger one can have, if it is concave.
 
-    That is the line through the best and the one before it; 0 if no larger or no smaller one was measured.
+    That is the line through the best and the one before it; 0 for a size that is not between two others.
     """
     before = [trial for trial in timed if trial.batch < best.batch]
-    if not before or best is timed[-1]:
+    above = min((trial.batch for trial in timed if trial.batch > best.batch), default=0)
+    if not before or batch >= above:
         return 0.0
     slope = (best.rate - before[-1].rate) / (best.batch - before[-1].batch)
     return best.rate + slope * (batch - best.batch)

@@ -73,15 +73,14 @@ if options.limit_mib:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 model = torch.nn.Linear(64, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+try:
+    activations = torch.ones(options.batch_size, 1 << 21)  # 8 MiB a sequence
+except RuntimeError as error:
+    if not options.catch:
+        raise
+    print("this batch is too large:", error, flush=True)
+    sys.exit(0)
 for (batch,) in DataLoader(TensorDataset(torch.ones(100_000, 64)), batch_size=options.batch_size):
-    activations = None
-    try:
-        activations = torch.ones(len(batch), 1 << 21)  # 8 MiB a sequence
-    except RuntimeError as error:
-        if not options.catch:
-            raise
-        print("this batch is too large:", error, flush=True)
-        break
     optimizer.zero_grad()
     model(activations[:, :64]).sum().backward()
     time.sleep(0.05 * max(1, len(batch) / options.knee))

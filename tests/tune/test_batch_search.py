@@ -124,6 +124,13 @@ def test_the_fastest_may_be_smaller_than_the_largest() -> None:
     assert choice.largest == 256 and choice.fastest == choice.batch == 16
 
 
+def test_a_size_between_two_is_tried_alone() -> None:
+    """12 are faster than 8 and 16; 18 are more than the largest that fits."""
+    trials = [BatchTrial(16, rate=90), BatchTrial(8, rate=80), BatchTrial(12, rate=100)]
+    assert choose_next_batch([*trials, BatchTrial(24, TOO_LARGE)], replace(BOUNDS, memory_kib=0)) is None
+    assert choose_next_batch([*trials, BatchTrial(32, rate=50), BatchTrial(64, TOO_LARGE)], BOUNDS) == 48
+
+
 def test_smaller_sizes_are_tried_as_long_as_they_are_as_fast() -> None:
     """No step has a fixed cost: every size is as fast."""
     trials = search(Curve(fixed=0, gpu_kib=4 * GIB).measure)
