@@ -55,7 +55,7 @@ def find_batch_option(spec: JobSpec) -> BatchOption:
     """Return the option that tune.option names, or that is known; raises UsageError."""
     name = spec.config.tune.option
     if spec.program is None:
-        return find_key(spec, name or f"{PREFIX}batch_size")
+        return find_program_key(spec, name or f"{PREFIX}batch_size")
     if name is not None and name.startswith(PREFIX) and not name.endswith("="):
         raise UsageError(f"tune.option={name} is a key of the configured program: name the program's option")
     if name is None:
@@ -70,7 +70,7 @@ def find_batch_option(spec: JobSpec) -> BatchOption:
     return BatchOption(name, is_key=False, start=parse_size(text))
 
 
-def find_key(spec: JobSpec, name: str) -> BatchOption:
+def find_program_key(spec: JobSpec, name: str) -> BatchOption:
     """Return the option that is a key of the configured program; raises UsageError."""
     key = name.removeprefix(PREFIX)
     values = spec.config.program

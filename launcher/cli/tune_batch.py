@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.cli.batch_bounds import find_bounds
 from launcher.cli.batch_option import PREFIX, BatchOption, describe_command, find_batch_option
 from launcher.cli.run import plan_job
 from launcher.cli.tune_choice import check_override, describe_use, render_comments, save_override
@@ -15,10 +16,10 @@ from launcher.cli.tune_session import TuneSession, open_session
 from launcher.cli.tune_settings import specify_search
 from launcher.cli.tune_trial import FinishedTrial, run_trial, specify_trial
 from launcher.errors import LaunchError, MachineError, UsageError
-from launcher.launch.job import Job, JobSpec, render_agent
-from launcher.probe.available_memory import MemoryGuard, find_usable_memory
+from launcher.launch.job import JobSpec, render_agent
+from launcher.probe.available_memory import MemoryGuard
 from launcher.protocol import LAUNCH_METER
-from launcher.report.batch_table import describe_batch, print_batches, tabulate_batches
+from launcher.report.batch_table import describe_batch_size, print_batches, tabulate_batches
 from launcher.report.console import make_console
 from launcher.report.tune_table import announce_trial
 from launcher.runs.rank_logs import read_tail
@@ -26,7 +27,6 @@ from launcher.text import format_size, join_words, print_text
 from launcher.tune.batch_records import check_effect, find_memory_error, measure_batch
 from launcher.tune.batch_search import (
     FAILED,
-    FIRST_BATCH,
     FITS,
     TOO_LARGE,
     BatchBounds,
@@ -75,7 +75,7 @@ class BatchSearch:
                 raise
             trial = BatchTrial(batch, FAILED, reason=find_last_words(error))
         self.trials.append(trial)
-        logger.info(describe_batch(trial))
+        logger.info(describe_batch_size(trial))
         check_effect(self.trials, self.option.name)
 
 
@@ -85,10 +85,10 @@ def search_batch(composed: "Composed", program: tuple[str, ...] | None, argv: Se
     option = find_batch_option(spec)
     check_saving(spec)
     job = plan_job(spec)
-    bounds = find_bounds(job, option)
+    bounds = find_bounds(spec, job, option)
     if spec.config.dry_run:
         return preview_batch(composed, spec, option, bounds)
-    within = f"{option.render(bounds.start)} first, at most {bounds.max_batch}{describe_memory(bounds)}"
+    within = f"{option.render(bounds.start)} first, at most {bounds.max_batch}{describe_memory_bound(bounds)}"
     search = BatchSearch(open_session(composed, spec, job, argv, within), option, bounds)
     try:
         search.run()
@@ -119,20 +119,7 @@ def check_saving(spec: JobSpec) -> None:
     check_override(save, replaces=spec.config.yes)
 
 
-def find_bounds(job: Job, option: BatchOption) -> BatchBounds:
-    """Return what the search keeps to; raises UsageError if it begins above tune.max_batch."""
-    tune = job.config.tune
-    if option.start is not None and option.start > tune.max_batch:
-        raise UsageError(
-            f"{option.render(option.start)} is above tune.max_batch={tune.max_batch}: give a larger one"
-        )
-    start = option.start or FIRST_BATCH
-    return BatchBounds(
-        start, tune.max_batch, find_usable_memory(job.plan.machine), tune.seconds, tune.timeout
-    )
-
-
-def describe_memory(bounds: BatchBounds) -> str:
+def describe_memory_bound(bounds: BatchBounds) -> str:
     """Say how much of the machine's memory trials may use, after a comma."""
     return f", within {format_size(bounds.memory_kib)} of memory" if bounds.memory_kib else ""
 
@@ -145,7 +132,7 @@ def preview_batch(composed: "Composed", spec: JobSpec, option: BatchOption, boun
     written = f"would write {spec.config.save}\n" if spec.config.save else ""
     print_text(
         f"would try {option.render(min(bounds.start, bounds.max_batch))}, then twice as much until it does"
-        f" not fit, up to {bounds.max_batch}{describe_memory(bounds)}, each for {steps} steps at most\n"
+        f" not fit, up to {bounds.max_batch}{describe_memory_bound(bounds)}, each for {steps} steps at most\n"
         f"{written}{join_words(['env', f'{LAUNCH_METER}={first.environ[LAUNCH_METER]}', *command])}\n"
     )
     return 0

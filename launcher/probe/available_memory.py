@@ -18,12 +18,12 @@ def find_usable_memory(machine: Machine) -> int:
 
     0 if it is unknown.
     """
-    free, limit = read_free_memory(Tree())[0], machine.limits.memory_kib
+    free, limit = read_available_memory(Tree())[0], machine.limits.memory_kib
     known = [kib for kib in (free, limit) if kib]
     return int(USABLE * min(known)) if known else 0
 
 
-def read_free_memory(tree: Tree) -> tuple[int, int]:
+def read_available_memory(tree: Tree) -> tuple[int, int]:
     """Return in KiB what can be had without swapping, and all there is (proc_meminfo(5)); 0 if unknown."""
     text = tree.read("proc/meminfo") or ""
     rows = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
@@ -40,5 +40,5 @@ class MemoryGuard:
 
     def is_starved(self) -> bool:
         """Tell whether less is free than the machine needs."""
-        free, total = read_free_memory(self.tree)
+        free, total = read_available_memory(self.tree)
         return 0 < free < min(LEAST_FREE * total, LEAST_FREE_KIB)

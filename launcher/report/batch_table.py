@@ -13,7 +13,7 @@ HOW = {FITS: "fits", FAILED: "fails, not for memory"}
 """A verdict in a line; `does not fit` is the third."""
 
 
-def describe_batch(trial: BatchTrial) -> str:
+def describe_batch_size(trial: BatchTrial) -> str:
     """Return a trial in a line."""
     if trial.verdict != FITS:
         return f"batch {trial.batch}: {HOW.get(trial.verdict, 'does not fit')}: {trial.reason}"

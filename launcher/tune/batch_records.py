@@ -45,8 +45,8 @@ def measure_batch(records: Sequence[Record], batch: int, ranks: int) -> BatchTri
             f"the program ended after {short.steps} {short.unit} of rank {short.rank}: it has too little data"
         )
     is_timed = len(short.times) >= FEWEST
-    slowest = max(records, key=find_step_seconds) if is_timed else short
-    seconds, loader = find_step_seconds(slowest), find_loader_batch(records)
+    slowest = max(records, key=average_step) if is_timed else short
+    seconds, loader = average_step(slowest), find_loader_batch(records)
     per_step = (slowest.batches / len(slowest.times) if is_timed else 0.0) or 1.0
     fullest = max(records, key=lambda record: record.gpu_reserved_kib + record.gpu_other_kib)
     return BatchTrial(
@@ -64,7 +64,7 @@ def measure_batch(records: Sequence[Record], batch: int, ranks: int) -> BatchTri
     )
 
 
-def find_step_seconds(record: Record) -> float:
+def average_step(record: Record) -> float:
     """Return the mean seconds of a rank's measured steps; 0 without any."""
     return sum(record.times) / len(record.times) if record.times else 0.0
 

@@ -205,7 +205,7 @@ class Meter:
             "loaders": loaders,
             "batches": measured[-1][2] - measured[0][2] if measured else 0,
             "memory_kib": measure_memory(),
-            "peak_kib": measure_peak(),
+            "peak_kib": measure_peak_memory(),
             **measure_gpu(),
             "ended": ended,
         }
@@ -280,7 +280,7 @@ def measure_gpu() -> "dict[str, int]":
     return found
 
 
-def measure_peak() -> int:
+def measure_peak_memory() -> int:
     """Return in KiB the most that this process has had in memory, with what its children have now.
 
     0 if the kernel does not report it. Source: VmHWM in proc_pid_status(5).
