@@ -42,8 +42,9 @@ def test_the_largest_and_the_fastest_are_found_on_two_ranks(tmp_path: Path) -> N
     assert json.loads((run / "tuning.json").read_text()) == result
 
 
+@pytest.mark.usefixtures("quick_agent")
 def test_a_failed_allocation_is_no_other_failure(tmp_path: Path) -> None:
-    """Without a catch: torchrun reports a failed rank. Nothing fits, not even one sequence."""
+    """Without a catch: the rank fails. Nothing fits, not even one sequence."""
     (tmp_path / "train.py").write_text(BATCHES)
     program = ["--", "train.py", "--batch-size=1", "--limit-mib=1"]
     done = run_outside([*WORDS, "nproc_per_node=1", *program], tmp_path)
@@ -112,7 +113,7 @@ def test_a_dry_run_of_batches_starts_nothing(launch: Launch, here: Path) -> None
         (["tune.option=--batch-size"], ["tune.option=program.batch_size"]),
         (["tune.max_batch=0"], ["tune.max_batch=0", "from 1 to"]),
         (["tune.max_batch=99999999999"], ["tune.max_batch=99999999999"]),
-        (["tune.max_batch=4"], ["program.batch_size=8 is above tune.max_batch=4"]),
+        (["tune.max_batch=4", "program.batch_size=8"], ["program.batch_size=8 is above tune.max_batch=4"]),
         (["save=conf/program/tuned.yaml", "tune.option=-b", "--", "train.py"], ["leave it out"]),
         (["nodes=2"], ["nodes=2", "one node"]),
         (["env.LAUNCH_METER=x"], ["env.LAUNCH_METER"]),
