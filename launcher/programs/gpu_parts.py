@@ -18,6 +18,8 @@ from launcher.programs.work_session import WorkSession, report_missing
 
 START = 20.0
 """Seconds that CUDA may take to start."""
+LEAST = 2.0
+"""Seconds beyond its time, and that of the other GPUs, with which a GPU counts as hung."""
 
 
 def find_gpus(session: WorkSession) -> int | None:
@@ -48,7 +50,7 @@ def work_on_gpus(session: WorkSession, count: int) -> None:
 def start_all(session: WorkSession, count: int) -> list[WorkProcess]:
     """Start a process and a context for each GPU; report those that fail, and print which GPUs there are."""
     processes = [WorkProcess(GpuState(index)) for index in range(count)]
-    answers = session.ask(processes, start_gpu, lambda _: (), 0.0, START)
+    answers = session.ask(processes, start_gpu, lambda _: (), 0.0, START, LEAST)
     for one, answer in zip(processes, answers, strict=True):
         if isinstance(answer.value, GpuIdentity):
             one.state.device = answer.value.name
@@ -70,10 +72,10 @@ def start_all(session: WorkSession, count: int) -> list[WorkProcess]:
 def multiply_and_copy(session: WorkSession, processes: Sequence[WorkProcess]) -> None:
     """Report each GPU's matrix product and copies."""
     seconds = session.durations.matmul
-    answers = session.ask(processes, measure_gpu_matmul, lambda _: (seconds,), seconds)
+    answers = session.ask(processes, measure_gpu_matmul, lambda _: (seconds,), seconds, least=LEAST)
     session.report(*collect(processes, answers, "matmul"))
     seconds = session.durations.copies
-    answers = session.ask(processes, measure_copies, lambda _: (seconds,), seconds)
+    answers = session.ask(processes, measure_copies, lambda _: (seconds,), seconds, least=LEAST)
     for one, answer in zip(processes, answers, strict=True):
         missing = report_missing("copy_to", one.state.where, answer, one.state.device)
         session.report(*(answer.value or (missing,)))
@@ -84,7 +86,9 @@ def copy_to_peers(session: WorkSession, processes: Sequence[WorkProcess]) -> Non
     seconds = session.durations.peers
     indices = [one.state.index for one in processes]
     peers = [*indices[1:], indices[0]]
-    answers = session.ask(processes, measure_peer_copy, lambda number: (peers[number], seconds), seconds)
+    answers = session.ask(
+        processes, measure_peer_copy, lambda number: (peers[number], seconds), seconds, least=LEAST
+    )
     session.report(*collect(processes, answers, "peer_copy"))
 
 

@@ -80,18 +80,21 @@ class WorkSession:
         arguments: Callable[[int], tuple[object, ...]],
         seconds: float,
         grace: float = GRACE,
+        least: float = GRACE,
     ) -> list[Answer]:
         """Have all processes call a function that takes about `seconds`; one answer for each.
 
-        One that is late since the run's time is over says nothing of its device if all are late.
+        If the run's time is over before `grace`, being late speaks against a device only if others have
+        answered, and `least` seconds of grace have passed.
         """
         limit = seconds + grace
         if self.left < seconds:
             return [Answer(problem=one.problem, reason=NO_TIME) for one in processes]
-        is_cut = self.left < limit
-        answers = ask_all(processes, function, arguments, min(limit, self.left))
-        if is_cut and answers and all(one.is_late for one in answers):
-            return [Answer(reason=NO_TIME) for _ in answers]
+        given = min(limit, self.left)
+        answers = ask_all(processes, function, arguments, given)
+        is_alone = all(one.is_late for one in answers)
+        if given < limit and (is_alone or given < seconds + least):
+            return [Answer(reason=NO_TIME) if one.is_late else one for one in answers]
         return answers
 
 

@@ -22,6 +22,7 @@ from launcher.preflight.answer_reader import START_MARGIN, AnswerReader
 from launcher.preflight.needed_paths import list_needed_paths
 from launcher.preflight.preflight_report import describe_report, make_report
 from launcher.preflight.preflight_request import SECONDS, PreflightRequest
+from launcher.preflight.rank_interpreter import find_rank_python
 from launcher.report.preflight_lines import list_preflight_lines
 from launcher.slurm.attempt import Attempt, try_write_manifest
 from launcher.slurm.attempt_end import StepReport
@@ -165,6 +166,7 @@ def make_request_of_nodes(attempt: Attempt, candidates: tuple[str, ...], kind: s
     config, run = attempt.request.config, attempt.run
     job = int(attempt.environ.get("SLURM_JOB_ID", "0"))
     port = pick_port(job, run.first_attempt, PORT_TRIAL, read_local_ports())
+    words = attempt.request.words or config.program.get("command") or ()
     return PreflightRequest(
         kind,
         candidates,
@@ -174,6 +176,7 @@ def make_request_of_nodes(attempt: Attempt, candidates: tuple[str, ...], kind: s
         config.preflight.min_free_gib,
         config.preflight.tolerance,
         f"{candidates[0]}:{port}",
+        find_rank_python(words, {**attempt.environ, **config.env}, attempt.request.directory),
     )
 
 

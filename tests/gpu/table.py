@@ -59,6 +59,12 @@ STEPS = (
     ),
     Step("marked_tests", "tests marked `gpu`", 175, "collected, not run"),
     Step(
+        "preflight",
+        "preflight's measured work on each GPU, lightly and deeply; nothing stays on the GPUs",
+        100,
+        "lightly, on CPUs",
+    ),
+    Step(
         "fragmentation",
         "GPU memory with and without expandable segments, sequences of varying length",
         120,

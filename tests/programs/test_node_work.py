@@ -18,7 +18,7 @@ import pytest
 from launcher.doctor.node_facts import WorkResult
 from launcher.programs.cpu_contention import CpuUse, describe_contention, read_cpu_use
 from launcher.programs.work_processes import Measurement, NotMeasuredError, WorkProcess, ask_all
-from launcher.programs.work_session import KINDS, choose_durations
+from launcher.programs.work_session import KINDS, SLACK, WorkSession, choose_durations
 from tests.conftest import clean_environ
 
 CPUS = sorted(os.sched_getaffinity(0))
@@ -184,3 +184,32 @@ def test_a_hypervisor_is_named() -> None:
     assert (
         describe_contention(3, CpuUse(), CpuUse(steal={3: 1.0}), 2.0, []) == "the hypervisor took 50% of it"
     )
+
+
+@pytest.mark.parametrize(
+    ("left", "least", "problem", "reason"),
+    [
+        (0.7, 5.0, "", "no time was left"),  # it may be the others' load
+        (0.7, 0.2, "no answer within 1 s", ""),  # others have answered for long
+        (9.0, 5.0, "no answer within 1 s", ""),
+    ],
+)
+def test_being_late_speaks_against_a_device_after_its_grace(
+    left: float, least: float, problem: str, reason: str
+) -> None:
+    session = WorkSession(KINDS["light"], time.monotonic() + SLACK + left, sys.stdout)
+    processes = [WorkProcess(state) for state in (1, 2)]
+    late, good = session.ask(processes, sleep_long, lambda _: (0,), 0.1, grace=0.9, least=least)
+    assert (late.problem, late.reason, good.value) == (problem, reason, 2)
+    for one in processes:
+        one.give_up("")
+        one.process.join(20)
+
+
+def test_nobody_is_blamed_if_all_are_late() -> None:
+    session = WorkSession(KINDS["light"], time.monotonic() + SLACK + 0.5, sys.stdout)
+    processes = [WorkProcess(1)]
+    assert [one.reason for one in session.ask(processes, sleep_long, lambda _: (0,), 0.1, least=0.1)] == [
+        "no time was left"
+    ]
+    processes[0].process.join(20)
