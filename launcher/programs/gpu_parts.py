@@ -28,7 +28,7 @@ def find_gpus(session: WorkSession) -> int | None:
     A process of its own asks: this one has to stay without CUDA, since it forks.
     """
     asking = WorkProcess(None)
-    (answer,) = session.ask([asking], count_gpus, lambda _: (), 0.0, START)
+    (answer,) = session.ask([asking], count_gpus, lambda _: (), 0.0, grace=START)
     asking.give_up("")
     if answer.value is None:
         session.report(report_missing("matmul", "node", answer))
@@ -50,7 +50,7 @@ def work_on_gpus(session: WorkSession, count: int) -> None:
 def start_all(session: WorkSession, count: int) -> list[WorkProcess]:
     """Start a process and a context for each GPU; report those that fail, and print which GPUs there are."""
     processes = [WorkProcess(GpuState(index)) for index in range(count)]
-    answers = session.ask(processes, start_gpu, lambda _: (), 0.0, START, LEAST)
+    answers = session.ask(processes, start_gpu, lambda _: (), 0.0, grace=START, least=LEAST)
     for one, answer in zip(processes, answers, strict=True):
         if isinstance(answer.value, GpuIdentity):
             one.state.device = answer.value.name

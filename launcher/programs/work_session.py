@@ -79,6 +79,7 @@ class WorkSession:
         function: Callable[..., object],
         arguments: Callable[[int], tuple[object, ...]],
         seconds: float,
+        *,
         grace: float = GRACE,
         least: float = GRACE,
     ) -> list[Answer]:

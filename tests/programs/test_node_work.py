@@ -168,9 +168,11 @@ def test_who_used_a_cpu_is_named() -> None:
         while True:
             time.sleep(0.2)
             after, passed = read_cpu_use(), time.monotonic() - begin
-            if (told := describe_contention(cpu, before, after, passed, [])) or time.monotonic() > end:
+            told = describe_contention(cpu, before, after, passed, [])
+            if f"(PID {pid}) took " in told:
                 break
-        assert f"(PID {pid}) took " in told
+            assert time.monotonic() < end, told
+            before, begin = after, time.monotonic()
         assert f"(PID {pid})" not in describe_contention(cpu, before, after, passed, [pid])
 
 
