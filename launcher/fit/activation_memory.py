@@ -76,9 +76,13 @@ def count_scores(model: ModelDimensions, seq_len: int, width: int, *, dropout: b
     return float(each * model.heads * seq_len)
 
 
-def count_mlp_bytes(model: ModelDimensions, inner: float, width: float) -> float:
-    """Count the bytes a token inside an MLP: GELU keeps two of the inner width, SwiGLU four."""
-    return (4 if model.mlp == "swiglu" else 2) * width * inner
+def count_mlp_bytes(model: ModelDimensions, inner: float, width: float, *, fused: bool = False) -> float:
+    """Count the bytes a token inside an MLP: GELU keeps two of the inner width, SwiGLU four.
+
+    A fused SwiGLU keeps no result of its SiLU (Megatron Core's bias_swiglu_fusion, torch.compile): three.
+    """
+    swiglu = 3 if fused else 4
+    return (swiglu if model.mlp == "swiglu" else 2) * width * inner
 
 
 def count_layer_activations(
@@ -90,6 +94,7 @@ def count_layer_activations(
     flash: bool = True,
     dropout: bool = False,
     eager_norms: bool = False,
+    fused_mlp: bool = False,
 ) -> LayerActivations:
     """Count the bytes a token that a layer keeps for its backward pass.
 
@@ -106,10 +111,10 @@ def count_layer_activations(
     experts = model.experts
     if not mixture or experts is None:
         return LayerActivations(
-            split + count_mlp_bytes(model, model.intermediate_size, width), sequence, scores
+            split + count_mlp_bytes(model, model.intermediate_size, width, fused=fused_mlp), sequence, scores
         )
     inner = (experts.per_token + experts.shared) * experts.intermediate_size
-    split += count_mlp_bytes(model, inner, width)
+    split += count_mlp_bytes(model, inner, width, fused=fused_mlp)
     # Each token's copies, sent to and brought back from its experts, and the router's scores in fp32.
     sequence += 2 * width * hidden * experts.per_token + 8 * experts.count
     return LayerActivations(split, sequence, scores)

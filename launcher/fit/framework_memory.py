@@ -20,8 +20,15 @@ from launcher.fit.state_memory import StateMemory, count_state_bytes, estimate_s
 
 ZERO_BUCKET = 500_000_000
 """Numbers of DeepSpeed's reduce and all-gather buckets (reduce_bucket_size, deepspeed.ai's configuration)."""
-SELECTIVE = 0.5
-"""Least share that selective checkpointing keeps (torchtitan's recomputes every other matrix product)."""
+SELECTIVE = (0.4, 0.35, 0.6)
+"""Share of a layer's low, expected and high activations that selective checkpointing keeps without Megatron.
+
+torchtitan's, by operator, has 67.0 GiB of Llama 3.1 8B on 128 GPUs
+(benchmarks/llama3_h100_202412_torchtitan.md): 0.32 of what is expected of a layer, 0.52 of the low end; by
+layer it is 0.5 and more."""
+MEGATRON_SELECTIVE = 0.5
+"""Least share with Megatron, where attention's scores alone are not kept, unless norms, latent attention's
+up-projection or the MLP's activation are recomputed too (Megatron Core's recompute_modules)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +119,8 @@ def count_weight_copies(request: FitRequest, parameters: RankParameters) -> Rang
 
     FSDP's are the unsharded layers, in `communication`.
     """
-    if not has_fp32_weights(request.settings) or request.layout.zero >= 3:
+    sharded = 2 if request.settings.framework == "fsdp" else 3
+    if not has_fp32_weights(request.settings) or request.layout.zero >= sharded:
         return NOTHING
     cast = count_state_bytes(request.settings, request.model.hidden_size).cast
     whole = cast * parameters.total
@@ -122,8 +130,9 @@ def count_weight_copies(request: FitRequest, parameters: RankParameters) -> Rang
 def count_run(request: FitRequest, run: LayerRun) -> tuple[float, float, float]:
     """Give the bytes a token that a layer keeps on a GPU: (low, expected, high).
 
-    Low: fused norms and no dropout. High: norms written in Python and dropout. Expected: dropout as models
-    with learned positions were trained (GPT-2, GPT-3), and norms as Hugging Face's, but with Megatron.
+    Low: fused norms and SwiGLU, and no dropout. High: norms written in Python and dropout. Expected:
+    dropout as models with learned positions were trained (GPT-2, GPT-3), and norms as Hugging Face's, but
+    with Megatron.
     """
     model, settings, layout = request.model, request.settings, request.layout
     width = 4 if settings.precision == "fp32" else 2
@@ -131,7 +140,7 @@ def count_run(request: FitRequest, run: LayerRun) -> tuple[float, float, float]:
     flash = settings.flash_attention or settings.checkpointing == "selective"
     eager, old = settings.framework != "megatron", model.position == "learned"
 
-    def count(*, dropout: bool, eager_norms: bool) -> LayerActivations:
+    def count(*, dropout: bool, eager_norms: bool, fused_mlp: bool) -> LayerActivations:
         return count_layer_activations(
             model,
             settings.seq_len,
@@ -140,11 +149,14 @@ def count_run(request: FitRequest, run: LayerRun) -> tuple[float, float, float]:
             flash=flash,
             dropout=dropout,
             eager_norms=eager_norms,
+            fused_mlp=fused_mlp,
         )
 
     low, expected, high = (
-        count(dropout=dropout, eager_norms=norms).share(layout.tp, sequence_parallel=layout.sequence_parallel)
-        for dropout, norms in ((False, False), (old, eager), (True, eager))
+        count(dropout=dropout, eager_norms=norms, fused_mlp=fused).share(
+            layout.tp, sequence_parallel=layout.sequence_parallel
+        )
+        for dropout, norms, fused in ((False, False, True), (old, eager, not eager), (True, eager, False))
     )
     if settings.precision == "fp8":
         # Inputs of matrices may be kept in 8 bits (Transformer Engine).
@@ -181,11 +193,19 @@ def estimate_activations(request: FitRequest, parameters: RankParameters) -> Sta
             kept += scale_range(make_exact(local), run.count)
             again = max(again, layer, key=lambda one: one.expected)
         elif settings.checkpointing == "selective":
-            kept += scale_range(make_range(SELECTIVE * layer.low, layer.expected, layer.high), run.count)
+            kept += scale_range(keep_selected(request, layer), run.count)
             again = max(again, count_again(request, tokens), key=lambda one: one.expected)
         else:
             kept += scale_range(layer, run.count)
     return StageActivations(kept, again, working, local)
+
+
+def keep_selected(request: FitRequest, layer: Range) -> Range:
+    """Give what selective checkpointing keeps of a layer's activations, without attention's scores."""
+    if request.settings.framework == "megatron":
+        return make_range(MEGATRON_SELECTIVE * layer.low, layer.expected, layer.high)
+    low, expected, high = SELECTIVE
+    return make_range(low * layer.low, expected * layer.expected, high * layer.high)
 
 
 def count_again(request: FitRequest, tokens: int) -> Range:
@@ -241,9 +261,14 @@ def estimate_gathered(request: FitRequest, parameters: RankParameters) -> Range:
     Two layers, one of them gathered ahead, the gradients of one, the fp32 input of a reduce-scatter, and
     FSDP2's root (tables and final norm), as its code does (torch.distributed.fsdp, FSDPParamGroup).
     """
+    width = 4 if request.settings.precision == "fp32" else 2
+    if request.layout.zero == 2 and request.settings.framework == "fsdp":
+        # reshard_after_forward=False: whole weights, and between micro-batches of a pipeline whole gradients.
+        gradients = 4 * parameters.total if request.layout.pp > 1 else 0
+        weights = width * parameters.total
+        return make_range(weights, weights + gradients, weights + gradients)
     if request.layout.zero < 3:
         return NOTHING
-    width = 4 if request.settings.precision == "fp32" else 2
     layer, root = parameters.largest_layer, parameters.tables + parameters.norm
     reduced = 4 * layer if request.settings.framework == "fsdp" else 2 * layer
     expected = width * (3 * layer + root) + reduced

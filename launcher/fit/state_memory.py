@@ -94,8 +94,10 @@ def find_shards(request: FitRequest) -> Shards:
     wide = min(replicas, layout.shard_size or replicas)
     both = (wide, max(1, min(wide, replicas // max(1, layout.ep))))
     none = (1, 1)
+    # FSDP2 shards its weights always: with zero=2 it keeps the gathered ones (reshard_after_forward=False).
+    sharded = 2 if request.settings.framework == "fsdp" else 3
     return Shards(
-        both if layout.zero >= 3 else none,
+        both if layout.zero >= sharded else none,
         both if layout.zero >= 2 else none,
         both if layout.zero >= 1 else none,
     )
@@ -132,6 +134,8 @@ def estimate_states(request: FitRequest, parameters: RankParameters) -> StateMem
     step = estimate_step(request, local)
     if settings.offload != "none":
         optimizer, step = Range(0, 0, 0), Range(0, 0, 0)
+    if settings.offload != "none" and settings.framework == "zero" and request.layout.zero >= 2:
+        gradients = 0  # they leave the GPU by buckets in the backward pass (arXiv:2101.06840, section 4.2)
     if settings.offload == "parameters":
         weights, gradients = 0, gradients if request.layout.zero < 2 else 0
     return StateMemory(weights, gradients, optimizer, step)
