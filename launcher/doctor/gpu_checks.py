@@ -4,6 +4,7 @@ Sources: nvml.h; NVIDIA's "GPU Debug Guidelines", "GPU Memory Error Management" 
 Errors".
 """
 
+import math
 from collections.abc import Iterator
 
 from launcher.doctor.device_checks import GPUS
@@ -205,7 +206,7 @@ def check_xids(node: NodeFacts, _: JudgeSettings) -> Iterator[Finding]:
 
 def judge_xid(xid: KernelXid, gpu: GpuFacts | None, count: int) -> Finding:
     """The last of `count` XIDs of a number; `gpu` is None if it is none of the job's."""
-    when = "" if xid.age is None else f", the last {describe_time(xid.age)} ago"
+    when = "" if xid.age is None or not math.isfinite(xid.age) else f", the last {describe_time(xid.age)} ago"
     times = f" {count} times" if count > 1 else ""
     name = name_device(gpu) if gpu else f"GPU at {xid.pci}, which is not of this job,"
     what = f"{name} had XID {xid.number}{times}{when}" + (f": {xid.text}" if xid.text else "")

@@ -17,7 +17,7 @@ MOST_RECORDS = 200_000
 MOST_XIDS = 256
 """The last ones that are kept."""
 LONGEST = 200
-XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d{1,6}),?\s*(.*)")
+XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d{1,6})\b,?\s*(.*)")
 
 
 def read_xids(tree: Tree) -> tuple[KernelXid, ...] | None:

@@ -1,0 +1,289 @@
+"""The facts of this machine, and real faults: full, small and stuck file systems, a stopped child."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.decode import convert
+from launcher.doctor.node_facts import JudgeSettings, NodeFacts
+from launcher.doctor.node_judgement import judge_nodes
+from launcher.probe.guarded_calls import call_in_children
+from launcher.probe.kernel_log import parse_record
+from launcher.probe.node_facts_reader import FactSources, read_node_facts
+from launcher.probe.path_facts import read_path
+from launcher.probe.torch_version import parse_torch_version, read_torch
+from tests.probe.in_namespace import run_in_namespace
+from tests.probe.machine_trees import put
+
+GIB = 1 << 20
+
+
+def list_bad(facts: NodeFacts, settings: JudgeSettings | None = None) -> list[tuple[str, str]]:
+    """Errors and warnings of a node by itself, but for what others do on its CPUs during the tests."""
+    found = judge_nodes((replace(facts, load=None),), settings)
+    return [
+        (one.finding.level, one.finding.what) for one in found if one.finding.level in ("error", "warning")
+    ]
+
+
+def test_this_machine_is_read_and_nothing_is_invented(tmp_path: Path) -> None:
+    before = time.time()
+    facts = read_node_facts("/", [(str(tmp_path), "run directory"), ("/", "data")], host="here", node_rank=3)
+    assert (facts.host, facts.node_rank) == ("here", 3)
+    assert before <= facts.time <= time.time()
+    assert facts.cpus == len(os.sched_getaffinity(0))
+    assert facts.memory_kib > (facts.free_memory_kib or 0) > 0
+    assert facts.load is not None and 0 <= facts.load <= 1
+    assert [path.state for path in facts.paths] == ["ok", "ok"]
+    assert (facts.paths[0].free_kib or 0) > 0
+    assert facts.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert list(tmp_path.iterdir()) == [], "nothing is left of the trial"
+    assert list_bad(replace(facts, shm_kib=None), JudgeSettings(min_free_kib=1024)) == []  # in a container
+    assert convert(NodeFacts, json.loads(json.dumps(asdict(facts)))) == facts
+
+
+def test_a_full_disk_and_one_without_inodes_are_found(tmp_path: Path) -> None:
+    """Real file systems: one is filled to the last block, the other has one inode left and then none."""
+    told = run_in_namespace(
+        """
+mount_tmpfs(folder / "full", "size=1m")
+mount_tmpfs(folder / "inodes", "size=64m,nr_inodes=3")
+mount_tmpfs(folder / "tight", "size=600m")
+(folder / "inodes/a").touch()
+(folder / "inodes/b").touch()
+with open(folder / "full/log", "wb", buffering=0) as file:
+    try:
+        while file.write(bytes(4096)):
+            pass
+    except OSError:
+        pass
+subprocess.run(["mount", "-o", "bind,ro", str(folder / "tight"), str(folder / "tight")], check=True)
+mount_tmpfs(folder / "small", "size=600m")
+uses = {"full": "run directory", "inodes": "checkpoints", "tight": "temporary directory"}
+paths = [(str(folder / name), use) for name, use in uses.items()] + [(str(folder / "small"), "checkpoints")]
+print(json.dumps(asdict(read_node_facts("/", paths))))
+""",
+        tmp_path,
+    )
+    facts = convert(NodeFacts, told)
+    assert [path.state for path in facts.paths] == ["failed", "failed", "read_only", "ok"]
+    assert list_bad(facts) == [
+        ("error", f"{tmp_path}/full (run directory): No space left on device (0 KiB free)"),
+        ("error", f"{tmp_path}/inodes (checkpoints): No space left on device (64 MiB free)"),
+        ("error", f"{tmp_path}/tight (temporary directory) is on a read-only file system"),
+        ("warning", f"{tmp_path}/small (checkpoints) has 600 MiB free, less than 1 GiB"),
+    ]
+
+
+def test_a_small_dev_shm_and_a_full_one_are_found(tmp_path: Path) -> None:
+    told = run_in_namespace(
+        """
+mount_tmpfs("/dev/shm", "size=64m")
+small = read_node_facts()
+os.posix_fallocate(os.open("/dev/shm/nccl-left", os.O_CREAT | os.O_RDWR), 0, 60 << 20)
+print(json.dumps([asdict(small), asdict(read_node_facts())]))
+""",
+        tmp_path,
+    )
+    small, full = (convert(NodeFacts, facts) for facts in told)
+    assert list_bad(small) == [("warning", "/dev/shm has 64 MiB")]
+    assert list_bad(full) == [("error", "/dev/shm has 64 MiB, of which 4 MiB are free")]
+
+
+STUCK = """
+import time
+device = mount_stuck(folder / "nfs", reads={reads})
+begin = time.monotonic()
+paths = [(str(folder / "nfs"), "data"), (str(folder / "nfs/x"), "run directory"), ("/", "data")]
+facts = read_node_facts("/", paths, sources=FactSources(patience=0.5))
+seconds = time.monotonic() - begin
+children = pathlib.Path(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children").read_text().split()
+states = [pathlib.Path(f"/proc/{{pid}}/stat").read_text().rpartition(")")[2].split()[0] for pid in children]
+os.close(device)
+print(json.dumps([asdict(facts), states, seconds]), flush=True)
+os._exit(0)  # It has a thread that waits for requests.
+"""
+
+
+@pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="there is no FUSE")
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_stuck_file_system_costs_its_time_limit_even_if_who_waits_cannot_be_killed(
+    tmp_path: Path, reads: bool
+) -> None:
+    """As NFS hangs: the children wait in the kernel, in the second case in state D, which SIGKILL leaves."""
+    told, states, seconds = run_in_namespace(STUCK.format(reads=reads), tmp_path)
+    facts = convert(NodeFacts, told)
+    assert [path.state for path in facts.paths] == ["stuck", "stuck", "ok"]
+    assert states == (["D", "D"] if reads else [])
+    assert seconds < 30, "it did not wait for them"
+    assert list_bad(facts) == [
+        ("error", f"{tmp_path}/nfs (data): no answer in 0.5 s"),
+        ("error", f"{tmp_path}/nfs/x (run directory): no answer in 0.5 s"),
+    ]
+
+
+def test_paths_that_are_missing_or_closed_are_told_apart(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    os.mkfifo(tmp_path / "fifo")
+    states = {
+        "none": read_path(str(tmp_path / "none"), "data").state,
+        "below a file": read_path(str(file / "x"), "data").state,
+        "file": read_path(str(file), "data").state,
+        "pipe": read_path(str(tmp_path / "fifo"), "data").state,
+        "file as a directory": read_path(str(file), "run directory").state,
+        "nul": read_path("a\0b", "data").state,
+        "proc": read_path("/proc", "run directory").state,
+    }
+    assert states == {
+        "none": "missing",
+        "below a file": "missing",
+        "file": "ok",
+        "pipe": "ok",
+        "file as a directory": "missing",
+        "nul": "failed",
+        "proc": "missing",
+    }
+
+
+def test_calls_that_stop_die_or_fail_are_told_and_the_others_answer() -> None:
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def refuse() -> None:
+        raise PermissionError(13, "no")
+
+    calls: list[Callable[[], Any]] = [
+        stop,
+        die,
+        refuse,
+        partial(bytes, 300_000),
+        partial(os.write, 1, b"nobody reads this\n"),
+    ]
+    stopped, dead, refused, long, written = call_in_children(calls, 2.0)
+    assert (stopped.stuck, stopped.problem) == (True, "no answer in 2 s")
+    assert (dead.stuck, dead.problem) == (False, "its process ended with signal 11")
+    assert refused.problem == "PermissionError: [Errno 13] no"
+    assert long.value == bytes(300_000)
+    assert written.value == 18
+    assert call_in_children([], 1.0) == ()
+
+
+def test_a_skewed_clock_is_found_by_what_the_first_node_read() -> None:
+    """No namespace has a real-time clock of its own: the reader is given a clock that is wrong."""
+    asked = time.time()
+    late = read_node_facts(host="n2", sources=FactSources(clock=lambda: time.time() - 90))
+    right = read_node_facts(host="n1")
+    answered = time.time()
+    nodes = [replace(node, asked=asked, answered=answered, load=None) for node in (right, late)]
+    (found,) = [one for one in judge_nodes(nodes) if one.finding.level == "error"]
+    assert found.host == "n2"
+    assert found.finding.subject == "clock"
+    assert "behind n1's" in found.finding.what
+
+
+def test_what_others_do_on_our_cpus_is_measured_and_our_own_work_is_not() -> None:
+    script = "import os\nprint(flush=True)\nwhile True: pass"
+    count = len(os.sched_getaffinity(0))
+    hogs = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) for _ in range(count)]
+    try:
+        for hog in hogs:
+            assert hog.stdout and hog.stdout.readline()
+        load = max(read_node_facts().load or 0.0 for _ in range(3))
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.communicate()
+    assert load >= 0.5, "each CPU has a process that never waits"
+
+
+def test_torch_of_another_interpreter_is_found_and_not_imported(tmp_path: Path) -> None:
+    """The interpreter is a wrapper with a torch of its own, which would fail if it were imported."""
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('imported')\n")
+    (package / "version.py").write_text(
+        "__version__ = '2.8.0+cu128'\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n"
+    )
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    assert read_torch(str(python)) == ("2.8.0+cu128", "12.8")
+    assert read_torch() == read_torch(sys.executable)
+    assert parse_torch_version("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n") == (
+        "2.13.0+cpu",
+        "",
+    )
+    assert parse_torch_version("cuda = 7") == ("", "")
+    facts = read_node_facts(sources=FactSources(python=str(tmp_path / "none")))
+    assert facts.torch == ""
+    assert any(text.startswith("torch's version: FileNotFoundError") for text in facts.unchecked)
+
+
+KMSG = """\
+6,1,1000;Linux version 6.8.0
+4,2,5000000,-;NVRM: Xid (PCI:0000:b7:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
+ SUBSYSTEM=pci
+12,3,6000000,-;NVRM: Xid (PCI:0000:b7:00): 48, a user has written this
+3,4,7000000,-;NVRM: Xid (0000:07:00): 31, Ch 00000008
+"""
+
+
+def test_another_machines_files_are_read_and_nothing_else(tmp_path: Path) -> None:
+    files = {
+        "dev/kmsg": KMSG,
+        "proc/self/status": "Cpus_allowed_list:\t0-3\n",
+        "sys/devices/system/cpu/online": "0-7",
+        "proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 900 kB",
+        "proc/sys/kernel/hostname": "far",
+        "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Module  570.124.06  Wed\nGCC version: 12.3.0",
+        "sys/class/infiniband/mlx5_10/ports/1/state": "4: ACTIVE",
+        "sys/class/infiniband/mlx5_2/ports/1/state": "1: DOWN",
+        "sys/class/infiniband/mlx5_2/ports/1/rate": "10 Gb/sec (1X SDR)",
+        "sys/class/infiniband/mlx5_2/ports/1/counters/link_downed": "7",
+    }
+    for path, content in files.items():
+        put(tmp_path, path, content)
+    facts = read_node_facts(tmp_path, [("/", "data")])
+    assert (facts.host, facts.cpus, facts.driver) == ("far", 4, "570.124.06")
+    assert (facts.memory_kib, facts.free_memory_kib) == (1000, 900)
+    assert (facts.time, facts.load, facts.torch, facts.paths) == (0.0, None, "", ())
+    assert [(nic.name, nic.state, nic.rate_gbps, nic.link_downed) for nic in facts.nics] == [
+        ("mlx5_2:1", "DOWN", 10.0, 7),
+        ("mlx5_10:1", "ACTIVE", 0.0, None),
+    ]
+    assert [(xid.pci, xid.number) for xid in facts.xids or ()] == [("0000:b7:00.0", 79), ("0000:07:00.0", 31)]
+    empty = read_node_facts(tmp_path / "sys")
+    assert (empty.cpus, empty.xids, empty.nics, empty.gpus) == (0, None, (), ())
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        "",
+        ";",
+        "NVRM: Xid (PCI:0000:b7:00): 79,",
+        "4,2,x;NVRM: Xid (PCI:0000:b7:00): 79,",
+        "4,2,5;NVRM: Xid (PCI:b7): 79,",
+        "4,2,5;NVRM: Xid (PCI:0000:b7:00): 79999999,",
+        "8,2,5;NVRM: Xid (PCI:0000:b7:00): 79, of a user",
+    ],
+)
+def test_other_records_are_no_xids(record: str) -> None:
+    assert parse_record(record, 10.0) is None
+    found = parse_record("4,2,5000000;NVRM: Xid (PCI:0000:b7:00): 79, a\x1b[2Jb", 65.0)
+    assert found is not None
+    assert (found.age, found.text) == (60.0, "a?[2Jb")
