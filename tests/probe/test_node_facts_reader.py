@@ -249,7 +249,7 @@ def test_another_machines_files_are_read_and_nothing_else(tmp_path: Path) -> Non
         "sys/devices/system/cpu/online": "0-7",
         "proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 900 kB",
         "proc/sys/kernel/hostname": "far",
-        "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Module  570.124.06  Wed\nGCC version: 12.3.0",
+        "proc/driver/nvidia/version": "NVRM version: NVIDIA Module  570.124.06  Wed\nGCC version: 12.3.0",
         "sys/class/infiniband/mlx5_10/ports/1/state": "4: ACTIVE",
         "sys/class/infiniband/mlx5_2/ports/1/state": "1: DOWN",
         "sys/class/infiniband/mlx5_2/ports/1/rate": "10 Gb/sec (1X SDR)",
