@@ -44,16 +44,13 @@ class Work:
 
     node: NodeFacts
     result: WorkResult
+    is_gpu: bool
+    """A GPU has done it, or the node's GPUs together."""
 
     @property
     def kind(self) -> tuple[str, str]:
         """Only results of the same kind are compared."""
         return self.result.measure, self.result.device
-
-    @property
-    def is_gpu(self) -> bool:
-        """A GPU has done it, or the node's GPUs together."""
-        return any(one.where.startswith("GPU") for one in self.node.work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +63,15 @@ class SlowWork:
     typical: float
     """The median of the others."""
     level: str
+
+
+def list_work(nodes: Iterable[NodeFacts]) -> list[Work]:
+    """Return the results of all nodes; unknown measures are left out."""
+    found = []
+    for node in nodes:
+        is_gpu = any(one.where.startswith("GPU") for one in node.work)
+        found += [Work(node, one, is_gpu) for one in node.work if one.measure in NAMES]
+    return found
 
 
 def find_slow(work: Sequence[Work], tolerance: float) -> Iterator[SlowWork]:
@@ -81,8 +87,17 @@ def find_slow(work: Sequence[Work], tolerance: float) -> Iterator[SlowWork]:
             share = value / typical if typical > 0 else 1.0
             slow, sick = choose_shares(one, tolerance)
             factor = ONE_MACHINE if one.node.boot_id in one_machine else 1.0
-            if share < slow * factor:
+            if share < slow * factor and (share < sick * factor or not is_passing(one, share)):
                 yield SlowWork(one, share, typical, "error" if share < sick * factor else "warning")
+
+
+def is_passing(one: Work, share: float) -> bool:
+    """Whether a core is only somewhat slow, by many small processes: as fast as others while it ran.
+
+    `share` is that of the others' median. A process that stays on the core is named in `detail`.
+    """
+    own = one.result.share
+    return own is not None and not one.result.detail and share / max(own, 0.01) >= CPU_SLOW
 
 
 def find_shared_machines(work: Iterable[Work]) -> set[str]:

@@ -17,6 +17,7 @@ from launcher.doctor.slow_devices import (
     find_busy_hosts,
     find_shared_machines,
     find_slow,
+    list_work,
     name_places,
     report_slow,
     show_number,
@@ -39,7 +40,7 @@ def judge_work(nodes: Sequence[NodeFacts], tolerance: float) -> tuple[NodeFindin
 
     `tolerance` is the share of the others' median below which a GPU is slow, in (0, 1].
     """
-    work = [Work(node, one) for node in nodes for one in node.work if one.measure in NAMES]
+    work = list_work(nodes)
     judged = [one for one in work if one.result.measure != "pair"]
     slow = tuple(find_slow(judged, tolerance))
     found = (
@@ -62,7 +63,7 @@ def judge_work(nodes: Sequence[NodeFacts], tolerance: float) -> tuple[NodeFindin
 
 def find_incomparable_hosts(nodes: Sequence[NodeFacts]) -> frozenset[str]:
     """Return nodes whose memory and network say little of them: others use their CPUs, or their machine."""
-    work = [Work(node, one) for node in nodes for one in node.work]
+    work = list_work(nodes)
     shared = find_shared_machines(work)
     return frozenset({node.host for node in nodes if node.boot_id in shared} | {*find_busy_hosts(work)})
 
@@ -158,11 +159,11 @@ def report_busy(work: Sequence[Work], told: Collection[str]) -> Iterator[NodeFin
 
     Those that were `told` of have slow cores for it.
     """
+    details = {one.node.host: one.result.detail for one in reversed(work) if one.result.detail}
     for host, share in find_busy_hosts(work).items():
         if host in told:
             continue
-        details = [one.result.detail for one in work if one.node.host == host and one.result.detail]
-        who = f"; {escape_text(details[0], 200)}" if details else ""
+        who = f"; {escape_text(details[host], 200)}" if host in details else ""
         what = f"others had {1 - share:.0%} of the CPUs' time while they were measured{who}"
         yield NodeFinding(host, Finding("note", WORK, what, "its memory and all_reduce are not compared"))
 

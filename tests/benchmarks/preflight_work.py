@@ -55,7 +55,8 @@ class Checked:
 def bench_preflight(_: Path, options: Mapping[str, str]) -> None:
     """Run them all, and print what was found."""
     healthy = [check_node("light") for _ in progress(int(options.get("runs", "100")))]
-    print_healthy(healthy)
+    if healthy:
+        print_healthy(healthy)
     cpus = sorted(os.sched_getaffinity(0))
     hogs = int(options.get("hogs", "10"))
     found = [check_with_hog(cpus[number % len(cpus)]) for number in progress(hogs)]

@@ -111,6 +111,11 @@ def test_a_core_against_the_other_one(value: float, level: str) -> None:
         assert "end that process" in found[0].finding.fix
 
 
+def test_many_small_processes_on_a_core_are_no_finding() -> None:
+    assert judge(node("a", core(0), core(1, 0.07, share=0.7))) == []
+    assert summarize(judge(node("a", core(0), core(1, 0.07, share=1.0)))) == [("a", "warning", "CPU 1")]
+
+
 def test_cores_of_a_busy_node_are_compared_by_their_cpu_time() -> None:
     """The others' processes are spread unevenly; the cores are as fast as each other when they run."""
     found = judge(node("a", core(0, 0.044, 0.45), core(1, 0.022, 0.22, "pytest (PID 7) took 60% of it")))
