@@ -92,6 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "a.env": "A=1\n",
         "b.env": "B=2\n",
         "conf/program/mine.yaml": "command: [train.py]\nlr: 3e-4\n",
+        "conf/program/tuned.yaml": "defaults: [train, _self_]\nbatch_size: 16\n",
         "conf/model/mine.yaml": "defaults: [tiny]\nlayers: 2\n",
         "conf/dataloader/tuned.yaml": "workload: tuned\nnum_workers: 3\nmeasured: true\n",
         "conf/cluster/ours.yaml": "kind: slurm\npartition: gpu\n",

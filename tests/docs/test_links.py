@@ -16,6 +16,7 @@ PAGES = (
     "garbage-collection",
     "allocator",
     "doctor",
+    "fit",
     "configuration",
     "environment-variables",
     "run-directory",

@@ -49,7 +49,7 @@ def test_every_name_exists(path: Path) -> None:
 
 
 MADE = {"conf/model/mine.yaml", "conf/program/mine.yaml", "conf/cluster/ours.yaml", "conf/machine/ours.yaml"}
-MADE |= {"conf/machine/ours.json", "conf/dataloader/tuned.yaml"}
+MADE |= {"conf/machine/ours.json", "conf/dataloader/tuned.yaml", "conf/program/tuned.yaml"}
 """Files that a reader makes."""
 
 
