@@ -13,6 +13,7 @@ PAGES = (
     "launch-rank",
     "slurm",
     "dataloader",
+    "fit",
     "garbage-collection",
     "allocator",
     "doctor",

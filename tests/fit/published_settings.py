@@ -12,6 +12,7 @@ from launcher.fit.fit_model import (
     TrainingSettings,
 )
 from launcher.fit.gpu_table import find_gpu
+from launcher.fit.memory_estimate import estimate_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,4 +422,19 @@ def list_others() -> list[Published]:
     ]
 
 
+def main() -> None:
+    """Print what is published and what is estimated, in GiB."""
+    print("| setting | GPU | published | low | expected | high | of | source |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for one in PUBLISHED:
+        request = one.make_request()
+        total = estimate_memory(request).total
+        ends = (total.low, total.expected, total.high, request.device.memory_mib << 20)
+        shown = " | ".join(f"{end / (1 << 30):.0f}" for end in ends)
+        print(f"| {one.name} | {one.gpu} | {'runs' if one.runs else 'fails'} | {shown} | {one.source} |")
+
+
 PUBLISHED = [*list_korthikanti(), *list_megatron(), *list_foundry(), *list_titan(), *list_others()]
+
+if __name__ == "__main__":
+    main()
