@@ -1,5 +1,6 @@
 """Work of a CPU: a matrix product and copies in memory, by a process that is pinned to one physical core."""
 
+import ctypes
 import hashlib
 import os
 import time
@@ -14,6 +15,7 @@ from launcher.programs.work_processes import Measurement
 
 SIZE = 512
 """Rows and columns of the matrices: 1 MiB each in fp32, about the second-level cache."""
+TILE = 1024
 WINDOW = 0.1
 """Seconds of a repeat: many of the scheduler's slices, so that a process on the same CPU shows in each."""
 COPY_WINDOW = 0.05
@@ -45,15 +47,22 @@ def pin_to_cpu(state: CpuState) -> None:
     torch.set_num_threads(1)
 
 
-def make_matrix(size: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a square matrix of values in [-1, 1) that follow from whole numbers, the same on any machine."""
-    numbers = torch.arange(size * size, dtype=torch.int64) * 1103515245 + seed
-    return (((numbers >> 8) % 4099).to(torch.float32) / 2049.5 - 1).to(dtype).reshape(size, size)
+def make_matrix(size: int, seed: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+    """Return a square matrix of values in [-1, 1) that follow from whole numbers, the same on any machine.
+
+    A large one is made of equal blocks of TILE rows and columns.
+    """
+    side = min(size, TILE)
+    numbers = torch.arange(side * side, dtype=torch.int64) * 1103515245 + seed
+    tile = (((numbers >> 8) % 4099).to(torch.float32) / 2049.5 - 1).to(dtype).reshape(side, side)
+    return tile.to(device or "cpu").repeat(size // side, size // side)
 
 
 def hash_tensor(tensor: torch.Tensor) -> str:
     """Return a checksum of a tensor's bits, with its size: `512:9f86d081884c7d65`."""
-    data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    here = tensor.detach().cpu().contiguous()
+    size = here.numel() * here.element_size()
+    data = (ctypes.c_char * size).from_address(here.data_ptr())  # torch needs numpy for its own ways
     return f"{tensor.shape[0]}:{hashlib.sha256(data).hexdigest()[:16]}"
 
 

@@ -63,7 +63,7 @@ def start_gpu(state: GpuState) -> GpuIdentity:
     torch.zeros(1, device=f"cuda:{state.index}")
     torch.cuda.synchronize()
     state.device = found.name
-    uuid = getattr(found, "uuid", "")
+    uuid = str(getattr(found, "uuid", "")).removeprefix("GPU-")
     return GpuIdentity(state.index, found.name, f"GPU-{uuid}" if uuid else "", pci)
 
 
@@ -87,7 +87,7 @@ def measure_gpu_matmul(state: GpuState, seconds: float) -> Measurement:
     """
     device = torch.device("cuda", state.index)
     size = choose_size(torch.cuda.mem_get_info(device)[0])
-    left, right = (make_matrix(size, seed, torch.bfloat16).to(device) for seed in (12345, 54321))
+    left, right = (make_matrix(size, seed, torch.bfloat16, device) for seed in (12345, 54321))
     first = left @ right
     product = torch.empty_like(first)
     different = torch.zeros((), dtype=torch.int64, device=device)

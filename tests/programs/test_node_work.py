@@ -14,9 +14,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from launcher.doctor.node_facts import WorkResult
 from launcher.programs.cpu_contention import CpuUse, describe_contention, read_cpu_use
+from launcher.programs.cpu_work import hash_tensor, make_matrix
+from launcher.programs.gpu_work import choose_size
 from launcher.programs.work_processes import Measurement, NotMeasuredError, WorkProcess, ask_all
 from launcher.programs.work_session import KINDS, SLACK, WorkSession, choose_durations
 from tests.conftest import clean_environ
@@ -110,6 +113,22 @@ def test_a_taken_port_says_nothing_of_the_nodes() -> None:
         (found,) = read_results(start("--seconds", "10", "--pair", pair, "--pair-rank", "0"))
     assert found["problem"] == "" and found["value"] is None
     assert "address already in use" in str(found["reason"]).lower()
+
+
+def test_matrices_are_the_same_anywhere_and_their_bits_have_a_checksum() -> None:
+    small, large = (make_matrix(size, 12345, torch.bfloat16) for size in (512, 2048))
+    assert small.shape == (512, 512) and large.shape == (2048, 2048)
+    assert torch.equal(large[:1024, :1024], large[1024:, 1024:])
+    assert -1 <= small.min() < -0.9 and 0.9 < small.max() <= 1 and small.unique().numel() > 200
+    assert hash_tensor(small) == hash_tensor(make_matrix(512, 12345, torch.bfloat16))
+    changed = small.clone()
+    changed[511, 511] += 0.5
+    assert hash_tensor(changed) != hash_tensor(small) and hash_tensor(small).startswith("512:")
+
+
+@pytest.mark.parametrize(("gib", "size"), [(78, 8192), (4.9, 4096), (1.5, 4096), (1.0, 2048), (0.01, 1024)])
+def test_matrices_take_an_eighth_of_the_free_memory(gib: float, size: int) -> None:
+    assert choose_size(int(gib * 2**30)) == size
 
 
 def double(state: int, number: int) -> int:
