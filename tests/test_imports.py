@@ -57,6 +57,8 @@ PACKAGES: dict[str, set[str]] = {
     "slurm": {
         "launcher.config.schema",
         "launcher.config.cluster",
+        "launcher.config.fit_check",
+        "launcher.config.fit_request",
         "launcher.config.program",
         "launcher.config.request",
         "launcher.probe",

@@ -4,16 +4,26 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from launcher.cli.allocator_check import render_configured_program, settle_allocator, unset_settings
 from launcher.cli.unused_settings import warn_overruled
 from launcher.cli.verbs import VerbCall
+from launcher.config.fit_request import (
+    count_plan_nodes,
+    find_fit_model,
+    is_bundled_program,
+    make_fit_request,
+)
 from launcher.config.request import load_snapshot, make_request
 from launcher.config.schema import LaunchConfig, MachineConfig
 from launcher.errors import UsageError
 from launcher.plan.model import Machine, Plan
 from launcher.plan.planner import plan
 from launcher.probe.malloc_library import locate_malloc
+
+if TYPE_CHECKING:
+    from launcher.fit.fit_model import FitReport
 
 
 def show_plan(call: VerbCall) -> int:
@@ -22,16 +32,44 @@ def show_plan(call: VerbCall) -> int:
     warn_overruled(environ, given)
     left_out = settle_allocator(config, call.program or render_configured_program(config), environ, given)
     made = plan_node(unset_settings(config, left_out), environ)
+    fit = assess_plan(call, made)
     if config.format == "json":
+        from launcher.fit.fit_json import fit_to_json
         from launcher.plan.json_form import plan_to_json
 
-        sys.stdout.write(json.dumps(plan_to_json(made), indent=1) + "\n")
+        found = {**plan_to_json(made), **({"fit": fit_to_json(fit)} if fit else {})}
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
         return 0
     from launcher.report.console import make_console
     from launcher.report.placement_table import print_placement
 
-    print_placement(make_console(stderr=False), made, explain=config.explain, full=True)
+    console = make_console(stderr=False)
+    print_placement(console, made, explain=config.explain, full=True)
+    if fit:
+        from launcher.report.fit_table import print_fit
+
+        console.print()
+        print_fit(console, fit)
     return 0
+
+
+def assess_plan(call: VerbCall, made: Plan) -> "FitReport | None":
+    """Judge whether the job fits on nodes of this plan; None if there is no claim. Raises UsageError."""
+    config = call.config
+    model = find_fit_model(config, call.program, call.given)
+    request = make_fit_request(
+        config,
+        made,
+        model,
+        nodes=count_plan_nodes(config.nodes, call.environ),
+        is_bundled=is_bundled_program(config, call.program),
+        environ=call.environ,
+    )
+    if request is None:
+        return None
+    from launcher.fit.fit_decision import assess
+
+    return assess(request)
 
 
 def plan_node(config: LaunchConfig, environ: Mapping[str, str]) -> Plan:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,9 @@ from launcher.config.cluster import check_command, choose_cluster
 from launcher.config.composition import Composed, read_values, resolve
 from launcher.config.config_file import render_config
 from launcher.config.environment_files import fill_env, read_env_files
-from launcher.config.program import clear_sections, describe_interpreter, find_program, find_unused
+from launcher.config.program import BUNDLED, clear_sections, describe_interpreter, find_program, find_unused
 from launcher.config.run_path import RunPath, choose_run_path
+from launcher.config.schema import LaunchConfig
 from launcher.config.validation import RUN_CHECKS, TUNE_CHECKS, Context, validate, validate_placed
 from launcher.launch.job import Job, JobSpec, render_agent
 from launcher.plan.json_form import plan_to_json
@@ -26,6 +27,8 @@ from launcher.text import join_words, print_text
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+    from launcher.fit.fit_model import ModelDimensions
+    from launcher.plan.model import Plan
     from launcher.report.output_viewer import OutputViewer
     from launcher.runs.run_directory import RunDir
 
@@ -54,6 +57,7 @@ def start_job(composed: Composed, program: tuple[str, ...] | None, argv: Sequenc
 
         return run_allocation(spec, argv)
     job = plan_job(spec)
+    check_local_fit(spec, job.plan)
     if spec.config.dry_run:
         return preview_job(job)
     return execute_here(spec, job, argv)
@@ -111,9 +115,11 @@ def specify_job(
     warn_visible(config, cluster, given)
     if cluster.kind != "slurm":
         warn_elsewhere(config, environ)
+    fit_model = find_job_model(config, program, given)
     if program is not None and "model" in given:
-        model = composed.choices.get("model")
-        logger.info(f"model={model} is not used: the program has its own arguments")
+        name = composed.choices.get("model")
+        use = "says what the job needs of memory, and is not passed on" if fit_model else "is not used"
+        logger.info(f"model={name} {use}: the program has its own arguments")
     left_out = settle_allocator(config, argv, merged, given)
     unused = find_unused(config, program, given)
     return JobSpec(
@@ -129,6 +135,35 @@ def specify_job(
         name=run_path.name,
         run_path=run_path.path,
         run_key=run_path.key,
+        fit_model=fit_model,
+        is_bundled=not program and config.program.get("command") == list(BUNDLED),
+    )
+
+
+def find_job_model(
+    config: LaunchConfig, program: tuple[str, ...] | None, given: Collection[str]
+) -> "ModelDimensions | None":
+    """Return the model whose memory is judged before the start; None if there is no claim."""
+    if config.fit.check == "off" or not config.model:
+        return None
+    from launcher.config.fit_check import find_start_model
+
+    return find_start_model(config, program, given)
+
+
+def check_local_fit(spec: JobSpec, plan: "Plan") -> None:
+    """Refuse a job of the bundled program that cannot fit on this machine; raises MachineError."""
+    if spec.fit_model is None:
+        return
+    from launcher.config.fit_check import check_planned
+
+    check_planned(
+        spec.config,
+        plan,
+        spec.fit_model,
+        nodes=spec.cluster.min_nodes,
+        is_bundled=spec.is_bundled,
+        environ=spec.environ,
     )
 
 

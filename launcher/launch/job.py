@@ -14,6 +14,7 @@ from launcher.runs.run_directory import RunDir, name_run_dir
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from launcher.config.cluster import Cluster
+    from launcher.fit.fit_model import ModelDimensions
     from launcher.plan.model import Plan
 
 SHIM = Path(__file__).parents[1] / "rank" / "__main__.py"
@@ -56,6 +57,10 @@ class JobSpec:
     """The run directory, absolute; something that stands for it in a dry run."""
     run_key: str
     """The key that decides the path: `run_dir` (an earlier run's), `new_run_dir`, or `runs_dir`."""
+    fit_model: "ModelDimensions | None" = None
+    """The model whose memory is to be judged; None if there is no claim, or if it was judged."""
+    is_bundled: bool = False
+    """The program is the bundled one."""
 
 
 @dataclass(frozen=True, slots=True)

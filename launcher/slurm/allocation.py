@@ -27,11 +27,32 @@ def run_allocation(spec: JobSpec, argv: Sequence[str]) -> int:
     hosts = choose_nodes(os.environ, spec.cluster.max_nodes)
     if spec.config.dry_run:
         return preview_allocation(spec, argv, hosts)
+    spec = judge_allocation(spec, hosts)
     run, _ = prepare_run(spec, argv, hosts)
     request = describe_request(spec, argv)
     secrets = write_job_request(request, run.path)
     carried = {LAUNCH_SECRETS: json.dumps({str(run.path): secrets})} if secrets else {}
     return run_attempt(request, run, {**os.environ, **carried}, requeues=False)
+
+
+def judge_allocation(spec: JobSpec, hosts: Sequence[str]) -> JobSpec:
+    """Judge the job's memory if this is one of its nodes; raises MachineError if it cannot fit.
+
+    Returns it without the model that then needs no judgement; else its first node judges.
+    """
+    if spec.fit_model is None or name_host(os.environ) not in hosts:
+        return spec
+    from launcher.config.fit_check import check_planned
+
+    check_planned(
+        spec.config,
+        plan_here(spec.config, spec.environ),
+        spec.fit_model,
+        nodes=min(spec.cluster.min_nodes, len(hosts)),
+        is_bundled=spec.is_bundled,
+        environ=spec.environ,
+    )
+    return replace(spec, fit_model=None)
 
 
 def describe_request(spec: JobSpec, argv: Sequence[str]) -> JobRequest:

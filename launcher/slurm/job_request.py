@@ -11,6 +11,7 @@ from launcher.config.schema import LaunchConfig
 from launcher.decode import convert
 from launcher.errors import MachineError
 from launcher.files import LARGEST, read_file
+from launcher.fit.fit_model import ModelDimensions
 from launcher.protocol import LAUNCH_SECRETS
 from launcher.runs.run_directory import write_json
 from launcher.runs.secrets import mask_tree, mask_words
@@ -37,6 +38,10 @@ class JobRequest:
     """Where it was given."""
     min_nodes: int
     max_nodes: int
+    fit_model: ModelDimensions | None = None
+    """The model that the job's first node judges, since the submission did not know the nodes."""
+    is_bundled: bool = False
+    """The program is the bundled one."""
 
     @property
     def progress_patterns(self) -> tuple[str, ...]:
@@ -55,6 +60,8 @@ def make_job_request(spec: "JobSpec", argv: Sequence[str]) -> JobRequest:
         directory=str(Path.cwd()),
         min_nodes=spec.cluster.min_nodes,
         max_nodes=spec.cluster.max_nodes,
+        fit_model=spec.fit_model,
+        is_bundled=spec.is_bundled,
     )
 
 

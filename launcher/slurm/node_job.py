@@ -52,6 +52,8 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
         with open_caches(merged) as caches:
             program = find_program(request.words, config, merged)
             job = Job(config, program, cluster, plan_here(config, merged, caches), merged, task.host)
+            if task.node_rank == 0:
+                check_node_fit(request, job)
             write_node_plan(run, job)
             command = render_agent(job, f"{run.id}-{task.step}-{task.attempt}")
             start = partial(agent.begin, command)
@@ -69,6 +71,22 @@ def plan_here(config: LaunchConfig, environ: Mapping[str, str], caches: str = ""
     request = make_request(config, environ, machine, caches)
     library = locate_malloc(request.host_allocator, environ, config.machine.root)
     return plan(machine, replace(request, host_library=library))
+
+
+def check_node_fit(request: JobRequest, job: Job) -> None:
+    """Judge the job's memory here, if the submission could not; raises MachineError if it cannot fit."""
+    if request.fit_model is None:
+        return
+    from launcher.config.fit_check import check_planned
+
+    check_planned(
+        job.config,
+        job.plan,
+        request.fit_model,
+        nodes=job.cluster.max_nodes,
+        is_bundled=request.is_bundled,
+        environ=job.environ,
+    )
 
 
 def enter_directory(directory: str, host: str) -> None:

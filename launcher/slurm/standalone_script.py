@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from launcher.config.request import load_snapshot, make_request
-from launcher.config.schema import LaunchConfig, MachineConfig
+from launcher.config.schema import LaunchConfig
 from launcher.decode import DecodeError, convert
 from launcher.errors import MachineError, UsageError
 from launcher.files import open_append, open_below
@@ -29,7 +28,6 @@ from launcher.runs.secrets import MASK, is_secret, mask_text, mask_tree, mask_wo
 from launcher.slurm.first_node import run_batch_script
 from launcher.slurm.job_control import count_restarts, name_job
 from launcher.slurm.job_request import JobRequest, make_job_request, write_job_request
-from launcher.slurm.notation import parse_gpus
 from launcher.text import escape_text, print_text
 
 if TYPE_CHECKING:
@@ -233,23 +231,15 @@ def list_secret_notes(requests: Sequence[JobRequest]) -> Iterator[str]:
 
 def print_node_plan(spec: "JobSpec", chosen: "JobOptions") -> None:
     """Show the plan for the nodes, if it is known what they are."""
-    from launcher.plan.planner import plan
     from launcher.report.console import make_console
     from launcher.report.placement_table import print_placement
+    from launcher.slurm.node_snapshot import plan_snapshot
 
-    config = spec.config
-    snapshot = config.cluster.machine or config.machine.snapshot
-    if snapshot is None:
+    made = plan_snapshot(spec, chosen)
+    if made is None:
         logger.info(
             "each node makes its own plan: cluster.machine=NAME shows it for a shipped machine or for a"
             " snapshot that `launch topo save=FILE` wrote on such a node"
         )
         return
-    ranks = config.nproc_per_node
-    gpus = next((option.value for option in chosen.options if option.name == "gpus-per-node"), None)
-    if gpus and ranks in ("auto", "gpu"):
-        ranks = parse_gpus("cluster.gpus_per_node", gpus).count
-    there = replace(config, machine=MachineConfig("/", snapshot), nproc_per_node=ranks)
-    machine = load_snapshot(snapshot)
-    made = plan(machine, make_request(there, spec.environ, machine))
-    print_placement(make_console(), made, explain=config.explain)
+    print_placement(make_console(), made, explain=spec.config.explain)

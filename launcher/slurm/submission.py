@@ -87,6 +87,7 @@ def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:
         sources = None if dry_run else pool.submit(describe_sources, Path.cwd())
         python = pool.submit(find_python)
         chosen = choose_job_options(specs, os.environ, dry_run=dry_run)
+        specs = judge_all(specs, chosen)
         if sources is None:
             from launcher.slurm.standalone_script import preview_submission
 
@@ -109,6 +110,15 @@ def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:
 
     sys.stdout.flush()
     return follow_jobs([(each.run.path, number) for number, each in jobs.items()])
+
+
+def judge_all(specs: Sequence[JobSpec], chosen: JobOptions) -> list[JobSpec]:
+    """Judge the jobs' memory, if it is known what the nodes have; raises MachineError if one cannot fit."""
+    if not any(spec.fit_model for spec in specs):
+        return [*specs]
+    from launcher.slurm.submission_fit import judge_submission
+
+    return [judge_submission(spec, chosen) for spec in specs]
 
 
 def stage_all(

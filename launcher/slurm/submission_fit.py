@@ -1,0 +1,95 @@
+"""Judges a job's memory before its submission, if what the nodes have is known; else its first node does."""
+
+import math
+from dataclasses import dataclass, replace
+
+from launcher.config.fit_check import act_on_request, check_planned
+from launcher.config.fit_request import choose_device, make_request_on
+from launcher.config.schema import LaunchConfig
+from launcher.fit.fit_model import Device, FitRequest, ModelDimensions, NodeResources
+from launcher.fit.gpu_table import GPU_TYPES, GpuType, find_gpu, split_words
+from launcher.launch.job import JobSpec
+from launcher.slurm.job_options import JobOptions, read_nproc
+from launcher.slurm.node_snapshot import count_gpus, plan_snapshot
+from launcher.slurm.resources import NodeKind
+
+
+
+def judge_submission(spec: JobSpec, chosen: JobOptions) -> JobSpec:
+    """Judge a job that is to be submitted, and return it without the model that then needs no judgement.
+
+    `cluster.machine` says what the nodes have, or sinfo does by the types of their GPUs. Raises
+    MachineError if the job is refused, UsageError for a snapshot that cannot be read.
+    """
+    if spec.fit_model is None:
+        return spec
+    if plan := plan_snapshot(spec, chosen):
+        nodes, environ = spec.cluster.min_nodes, spec.environ
+        check_planned(
+            spec.config, plan, spec.fit_model, nodes=nodes, is_bundled=spec.is_bundled, environ=environ
+        )
+        return replace(spec, fit_model=None)
+    model, config = spec.fit_model, spec.config
+    site = describe_site(config, chosen)
+    if site is None:
+        return spec
+    act_on_request(lambda: make_site_request(spec, model, site), config)
+    return replace(spec, fit_model=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What the nodes of a partition have, as far as a job's memory depends on it."""
+
+    device: Device
+    node: NodeResources
+    ranks: int
+    """Of a node."""
+
+
+def describe_site(config: LaunchConfig, chosen: JobOptions) -> Site | None:
+    """Return what a job gets on each node by sinfo; None if the types of the GPUs do not tell.
+
+    Of several types that the job may get, the one with most memory counts: nothing that could run is refused.
+    """
+    gpus = count_gpus(chosen) or 0
+    fitting = [kind for kind in chosen.kinds if gpus and kind.count_gpus() >= gpus]
+    types = [find_largest_gpu(name) for kind in fitting for name, _ in kind.gpus]
+    known = [found for found in types if found]
+    if not known or len(known) < len(types):
+        return None
+    largest = max(known, key=lambda found: found.memory_mib)
+    ranks = read_nproc(config.nproc_per_node) or gpus
+    return Site(
+        Device(largest.name, largest.memory_mib, nvlink_domain=largest.nvlink_domain),
+        describe_share(config, max(fitting, key=lambda kind: kind.memory_mib), gpus),
+        ranks,
+    )
+
+
+def describe_share(config: LaunchConfig, kind: NodeKind, gpus: int) -> NodeResources:
+    """Return the GPUs' share of a node."""
+    share = gpus / kind.count_gpus()
+    return NodeResources(
+        cores=max(1, math.floor(kind.cores * share)),
+        memory_kib=math.floor(kind.memory_mib * share) << 10,
+        num_workers=config.dataloader.num_workers,
+        worker_gib=float(config.dataloader.worker_gib),
+    )
+
+
+def find_largest_gpu(name: str | None) -> GpuType | None:
+    """Return the GPU that SLURM's type names, of several the one with most memory: `h100` may be an H100 NVL."""
+    if not name:
+        return None
+    words = split_words(name)
+    found = [find_gpu(name), *(gpu for gpu in GPU_TYPES if words and words <= set(gpu.name.split()))]
+    return max(filter(None, found), key=lambda one: one.memory_mib, default=None)
+
+
+def make_site_request(spec: JobSpec, model: ModelDimensions, site: Site) -> FitRequest:
+    """Return what is asked of a job on such nodes; raises UsageError."""
+    config = spec.config
+    device = choose_device(config.fit, [], 0) if config.fit.gpu else site.device
+    shape = (site.ranks, spec.cluster.min_nodes)
+    return make_request_on(config, model, device, site.node, shape=shape, is_bundled=spec.is_bundled)
