@@ -137,10 +137,9 @@ def choose_device(fit: FitConfig, gpus: Sequence[Gpu], cpu_mib: int) -> Device:
 
     Memory is 0 if it is not known. `cpu_mib` is the memory of a rank without a GPU. Raises UsageError.
     """
-    named = name_gpu(fit.gpu) if fit.gpu else None
-    given = None if fit.gpu_memory_gib is None else int(fit.gpu_memory_gib * 1024)
-    if named:
-        return Device(str(fit.gpu), given or named.memory_mib, nvlink_domain=named.nvlink_domain)
+    given = None if fit.gpu_memory_gib is None else max(1, int(fit.gpu_memory_gib * 1024))
+    if fit.gpu:
+        return name_device(fit.gpu, given)
     if not gpus:
         return Device("GPU", given) if given else Device("CPU", cpu_mib, kind="cpu")
     sharing = Counter((gpu.index, gpu.uuid) for gpu in gpus)
@@ -153,15 +152,16 @@ def choose_device(fit: FitConfig, gpus: Sequence[Gpu], cpu_mib: int) -> Device:
     return Device(gpu.name or "GPU", memory, nvlink_domain=found.nvlink_domain if found else 0)
 
 
-def name_gpu(name: str) -> GpuType:
-    """Return the GPU that `fit.gpu` names; raises UsageError."""
+def name_device(name: str, given: int | None) -> Device:
+    """Return the GPU that `fit.gpu` names, with the memory given; raises UsageError for an unknown one."""
     found = find_gpu(name)
-    if found is None:
+    if found is None and given is None:
         raise UsageError(
             f"fit.gpu={name} is no GPU that is known: give a name such as H100, A100-40GB or B200, or its"
-            " memory by fit.gpu_memory_gib=N"
+            " memory too, fit.gpu_memory_gib=N"
         )
-    return found
+    memory = given or (found.memory_mib if found else 0)
+    return Device(name, memory, nvlink_domain=found.nvlink_domain if found else 0)
 
 
 def share_memory(machine: Machine, ranks: int) -> int:

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 from launcher.config.model_dimensions import LARGEST_NUMBER
 from launcher.config.schema import FitConfig, LaunchConfig, ParallelConfig
 from launcher.errors import UsageError
+from launcher.fit.batch_arithmetic import solve_batch
+from launcher.fit.cheapest_changes import find_framework
 from launcher.fit.fit_model import ModelDimensions, ParallelLayout, TrainingSettings
 from launcher.fit.parameter_counts import count_model_parameters
 
@@ -79,21 +81,20 @@ def describe_training(
     fit: FitConfig, parallel: ParallelConfig, model: ModelDimensions, ranks: Ranks
 ) -> tuple[ParallelLayout, TrainingSettings]:
     """Return the layout and settings that `fit` and `parallel` give; raises UsageError."""
-    zero = choose_zero(parallel)
     layout = ParallelLayout(
         tp=parallel.tp,
         pp=parallel.pp,
         dp=choose(parallel.dp, max(1, ranks.count // (parallel.tp * parallel.pp * parallel.cp))),
         cp=parallel.cp,
         ep=parallel.ep,
-        zero=zero,
+        zero=choose_zero(parallel),
         shard_size=parallel.shard_size,
         sequence_parallel=parallel.sequence_parallel,
         virtual_stages=parallel.virtual_stages,
     )
     micro_batch, accumulation = choose_batch(fit, layout.dp)
     return layout, TrainingSettings(
-        framework=choose_framework(parallel, zero),
+        framework=choose_framework(parallel, layout),
         precision=choose(fit.precision, "mixed" if ranks.has_bf16 else "fp32"),
         optimizer=fit.optimizer,
         checkpointing=choose(fit.checkpointing, "none"),
@@ -107,39 +108,26 @@ def describe_training(
 
 
 def choose_zero(parallel: ParallelConfig) -> int:
-    """Return what is sharded, 0 to 3; raises UsageError if that does not go with the framework."""
-    asked = {AUTO: None, "fsdp": 3}.get(parallel.zero, parallel.zero)
-    zero = {"fsdp": 3, "zero": 1}.get(parallel.framework, 0) if asked is None else int(asked)
-    if parallel.framework == "ddp" and zero:
-        raise UsageError(
-            f"parallel.zero={parallel.zero} with parallel.framework=ddp, which shards nothing: leave"
-            " parallel.framework out, or set parallel.zero=0"
-        )
-    if parallel.framework == "fsdp" and zero < 2:
-        raise UsageError(
-            f"parallel.zero={parallel.zero} with parallel.framework=fsdp, which shards gradients and"
-            " optimizer states at least: set parallel.zero=2 or 3, or parallel.framework=zero"
-        )
-    return zero
+    """Return what is sharded, 0 to 3; `auto` is what the framework is used for."""
+    if parallel.zero == AUTO:
+        return {"fsdp": 3, "zero": 1}.get(parallel.framework, 0)
+    return 3 if parallel.zero == "fsdp" else int(parallel.zero)
 
 
-def choose_framework(parallel: ParallelConfig, zero: int) -> str:
-    """Return who holds the states; `auto` is what the layout is most used with."""
-    if parallel.framework != AUTO:
-        return parallel.framework
-    if zero == 3:
-        return "fsdp"
-    if parallel.tp * parallel.pp * parallel.cp * parallel.ep > 1:
-        return "megatron"
-    return "zero" if zero else "ddp"
+def choose_framework(parallel: ParallelConfig, layout: ParallelLayout) -> str:
+    """Return who holds the states; `auto` is what such a layout is most used with."""
+    return find_framework(layout) if parallel.framework == AUTO else parallel.framework
 
 
 def choose_batch(fit: FitConfig, dp: int) -> tuple[int, int]:
     """Return (sequences of a micro-step, micro-steps), solved from `fit.global_batch` if that is set."""
-    micro_batch = choose(fit.micro_batch, 1)
-    if fit.global_batch is None or fit.accumulation != AUTO:
-        return micro_batch, choose(fit.accumulation, 1)
-    return micro_batch, max(1, fit.global_batch // (micro_batch * dp))
+    solved = solve_batch(
+        micro_batch=choose(fit.micro_batch, None),
+        dp=dp,
+        accumulation=choose(fit.accumulation, None),
+        global_batch=fit.global_batch,
+    )
+    return solved.micro_batch, solved.accumulation
 
 
 def choose_seq_len(model: ModelDimensions) -> int:

@@ -14,6 +14,8 @@ from launcher.errors import UsageError
 
 FREE_FORM = ("env.", "allocator.", "torchrun.rdzv_conf.", "cluster.additional.", "cluster.srun.")
 """Keys that the schema does not list, and that need no `+`, one by one or as a mapping in braces."""
+MODEL_CONFIG = "model.config"
+"""A path, which no model of the group has."""
 SLURM_TEXTS = (
     "partition",
     "account",
@@ -64,7 +66,7 @@ def rewrite_override(sources: Sources, defaults: set[str], word: str, *, sweep: 
     key, rest = match[2], match[3]
     if key in COUNTED and rest.startswith("=") and holds_counts(sources, key, rest[1:]):
         return f"{key}.{COUNTED[key]}{rest}"
-    variable = key.startswith("env.") and not sweep and rest.startswith("=")
+    variable = (key.startswith("env.") or key == MODEL_CONFIG) and not sweep and rest.startswith("=")
     if key == "env.from_file" and rest.startswith(("=[", "=null")):  # a list of files, or none
         variable = False
     slurm = key.startswith("cluster.") and key[8:] in SLURM_TEXTS and not sweep and rest not in ("=", "=null")
@@ -74,7 +76,7 @@ def rewrite_override(sources: Sources, defaults: set[str], word: str, *, sweep: 
         rest = "=" + quote_value(rest[1:])
     # A whole `env` is not rewritten: within braces, Hydra makes 1000.0 of `1e3`.
     whole = f"{key}." in FREE_FORM and key != "env" and rest.startswith("={")
-    if key.startswith(FREE_FORM) or whole:
+    if key.startswith(FREE_FORM) or whole or key == MODEL_CONFIG:
         return f"++{key}{rest}"
     if "." not in key and sources.has_group(key) and not key.startswith("hydra/"):
         package = rest.partition("=")[0]  # `@program.net` puts the option there

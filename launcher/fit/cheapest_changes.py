@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 
+from launcher.errors import UsageError
+from launcher.fit.batch_arithmetic import check_layout
 from launcher.fit.fit_model import Change, FitRequest, ParallelLayout, Range, TrainingSettings
 
 MOST_CHANGES = 3
@@ -194,7 +196,16 @@ def apply_steps(request: FitRequest, steps: Sequence[Step]) -> FitRequest | None
     changed: FitRequest | None = request
     for step in sorted(steps, key=lambda one: ORDER.index(one.subject)):
         changed = apply_step(changed, step) if changed else None
-    return changed
+    return changed if changed and is_possible(changed) else None
+
+
+def is_possible(request: FitRequest) -> bool:
+    """Tell whether the model and the framework can have a layout."""
+    try:
+        check_layout(request)
+    except UsageError:
+        return False
+    return True
 
 
 def apply_step(request: FitRequest, step: Step) -> FitRequest | None:
@@ -229,13 +240,10 @@ def change_setting(settings: TrainingSettings, step: Step) -> TrainingSettings:
 
 def split_tensors(request: FitRequest, tp: int) -> FitRequest | None:
     """Return a request with as many GPUs for a layer, and as many fewer replicas."""
-    layout, model = request.layout, request.model
-    factor = tp // layout.tp
-    if layout.dp % factor or model.heads % tp or model.kv_heads % tp:
+    layout, factor = request.layout, tp // request.layout.tp
+    if layout.dp % factor:
         return None
     changed = replace(layout, tp=tp, dp=layout.dp // factor)
-    if changed.dp * changed.cp % changed.ep:
-        return None
     return with_framework(keep_global_batch(replace(request, layout=changed), request))
 
 
@@ -268,16 +276,10 @@ def shard_states(request: FitRequest, zero: int) -> FitRequest | None:
 def with_framework(request: FitRequest | None) -> FitRequest | None:
     """Return a request with the framework of its layout, if nobody has chosen one."""
     if request is None or "parallel.framework" in request.fixed:
-        return request if request is None or goes_together(request) else None
+        return request
     framework = find_framework(request.layout)
     settings = replace(request.settings, framework=framework)
     return replace(request, settings=replace(settings, autocast=settings.autocast and framework == "ddp"))
-
-
-def goes_together(request: FitRequest) -> bool:
-    """Tell whether a framework shards as the layout has it."""
-    stages = {"ddp": (0,), "fsdp": (2, 3)}.get(request.settings.framework, (0, 1, 2, 3))
-    return request.layout.zero in stages
 
 
 def find_framework(layout: ParallelLayout) -> str:

@@ -14,7 +14,6 @@ from launcher.slurm.node_snapshot import count_gpus, plan_snapshot
 from launcher.slurm.resources import NodeKind
 
 
-
 def judge_submission(spec: JobSpec, chosen: JobOptions) -> JobSpec:
     """Judge a job that is to be submitted, and return it without the model that then needs no judgement.
 
@@ -79,7 +78,7 @@ def describe_share(config: LaunchConfig, kind: NodeKind, gpus: int) -> NodeResou
 
 
 def find_largest_gpu(name: str | None) -> GpuType | None:
-    """Return the GPU that SLURM's type names, of several the one with most memory: `h100` may be an H100 NVL."""
+    """Return the GPU that SLURM's type names, of several the largest: `h100` may be an H100 NVL."""
     if not name:
         return None
     words = split_words(name)

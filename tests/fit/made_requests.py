@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from launcher.fit.cheapest_changes import find_framework
 from launcher.fit.fit_model import (
     Device,
     FitRequest,
@@ -27,4 +28,5 @@ REQUEST = FitRequest(
 
 def make_request(layout: ParallelLayout, settings: TrainingSettings = REQUEST.settings) -> FitRequest:
     """LLaMA 7B on nodes of eight H100, split and set up like this."""
+    settings = replace(settings, framework=find_framework(layout))
     return replace(REQUEST, layout=layout, settings=settings, nodes=max(1, layout.world_size // 8))
