@@ -77,6 +77,9 @@ keys (all of them: launch --cfg job)
                   all see those that are spread over packages and NICs
   logs.console    rank0, all or none: whose output is shown (the run directory keeps all of it)
   torchrun.X      torchrun's own options, such as torchrun.max_restarts=3
+  parallel.X,     how the program splits and trains its model, for the estimate of memory and speed in
+  fit.X           `launch plan +model=…` (--help there); fit.check=error, warn or off: a job of the bundled
+                  program that cannot fit in memory is refused before it starts
   objective       loss or file (objective.txt in the run directory): what a sweeper plugin of Hydra's, as in
                   -m hydra/sweeper=optuna, optimizes
   dry_run=true    show the plan and the command or the submission script, start nothing

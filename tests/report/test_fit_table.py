@@ -1,0 +1,154 @@
+"""The table of a report on memory, at several widths, without colours and block characters."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from launcher.fit.fit_model import (
+    Advice,
+    BudgetLine,
+    Change,
+    FitReport,
+    MemoryEstimate,
+    MemoryPart,
+    Range,
+    SpeedEstimate,
+)
+from launcher.report.fit_table import print_fit
+from tests.fit.made_requests import REQUEST
+from tests.fuzzing import Terminal, assert_harmless
+
+GIB = 1 << 30
+
+
+def gib(low: float, expected: float, high: float) -> Range:
+    return Range(*(round(value * GIB) for value in (low, expected, high)))
+
+
+PARTS = (
+    MemoryPart("weights", gib(25, 25.1, 25.1), "fp32"),
+    MemoryPart("optimizer", gib(50, 50.2, 50.2), "two moments in fp32"),
+    MemoryPart("activations", gib(20, 22, 25), "34 bytes of each token and layer"),
+    MemoryPart("communication", gib(0, 0, 0)),
+    MemoryPart("context", gib(0.5, 0.75, 1)),
+)
+TOTAL = gib(95.5, 98.05, 101.3)
+REPORT = FitReport(
+    REQUEST,
+    MemoryEstimate(PARTS, TOTAL, TOTAL, TOTAL),
+    81559 << 20,
+    "does_not_fit",
+    (Change(("parallel.zero=3",), "weights are sharded: up to 10% slower", gib(40, 41, 42)),),
+    (
+        BudgetLine("CPU cores", 28, 112, "cores", enough=True, note="8 x (1 + 2 workers) + 4"),
+        BudgetLine("CPU memory", 637, 256, "GiB", enough=False, note="the GPUs' sum", fix="ask for more"),
+        BudgetLine("/dev/shm", 0.3, None, "GiB", enough=True),
+    ),
+    (Advice("warning", "the vocabulary is odd", "set 32000", "up to 5%"),),
+    SpeedEstimate(
+        parameters=6738415616,
+        active_parameters=6738415616,
+        tokens_per_step=262144,
+        flops_per_step=1e16,
+        peak_tflops=989,
+        peak_source="NVIDIA H100 data sheet",
+        step_seconds=(3.1, 4.2),
+        mfu=(0.35, 0.5),
+        hfu=(0.35, 0.5),
+        tflops=(346, 494),
+        total_seconds=(4.0e6, 5.1e6),
+        gpu_hours=(8900, 11300),
+    ),
+    "1 run had 97% of the computed memory",
+)
+WIDE = """\
+memory of each GPU (NVIDIA H100 80GB HBM3, 79.6 GiB): does not fit; 95.5 GiB at least
+llama7b, 6,738,415,616 parameters, dp 8 by ddp, mixed, adamw, micro-batch 8 x 4096 tokens, global batch 64
+GiB                 low  expected   high
+weights            25.0      25.1   25.1  fp32
+optimizer states   50.0      50.2   50.2  two moments in fp32
+activations        20.0      22.0   25.0  34 bytes of each token and layer
+context             0.5       0.8    1.0
+total              95.5      98.0  101.3
+capacity           79.6      79.6   79.6
+headroom          -21.7     -18.4  -15.9
+it fits with one of these:
+  parallel.zero=3  (at most 42.0 GiB)
+    weights are sharded: up to 10% slower
+each node      needed        has
+CPU cores          28        112  8 x (1 + 2 workers) + 4
+CPU memory  637.0 GiB  256.0 GiB  the GPUs' sum: too little, ask for more
+/dev/shm      0.3 GiB          ?
+warning: the vocabulary is odd: set 32000 (up to 5%)
+expected speed: 3.1 s to 4.2 s a step of 262,144 tokens, 346 to 494 TFLOPS a GPU, MFU 35% to 50%; peak 989\
+ TFLOPS (NVIDIA H100 data sheet)
+1e+12 tokens: 46.3 days to 59.0 days, 8,900 to 11,300 GPU-hours
+1 run had 97% of the computed memory
+"""
+
+
+def show(report: FitReport, width: int, *, terminal: bool = False) -> str:
+    stream = Terminal() if terminal else io.StringIO()
+    console = Console(file=stream, width=width, force_terminal=terminal, highlight=False)
+    print_fit(console, report)
+    return "\n".join(line.rstrip() for line in stream.getvalue().split("\n"))
+
+
+def test_a_report_in_a_pipe() -> None:
+    assert show(replace(REPORT, request=replace(REQUEST, tokens=1e12)), 160) == WIDE
+
+
+@pytest.mark.parametrize("width", [20, 34, 43, 44, 60, 71, 72, 80, 120, 250])
+def test_nothing_is_wider_than_the_terminal(width: int) -> None:
+    shown = show(REPORT, width, terminal=True)
+    assert_harmless(shown)
+    plain = "".join(
+        part.partition("m")[2] if number else part for number, part in enumerate(shown.split("\x1b["))
+    )
+    assert max(cell_len(line) for line in plain.splitlines()) <= width
+    joined = " ".join(plain.split())
+    assert "does not fit" in joined and "parallel.zero=3" in joined
+
+
+def test_a_narrow_table_has_the_expected_values_alone() -> None:
+    titles = [
+        line.split() for width in (40, 44) for line in show(REPORT, width).splitlines() if "GiB " in line
+    ]
+    assert ["GiB", "expected"] in titles and ["GiB", "low", "expected", "high"] in titles
+    assert "fp32" not in show(REPORT, 44)
+    assert "CPU memory: ask for more" in show(REPORT, 44)
+
+
+def test_texts_of_others_are_harmless() -> None:
+    hostile = "\x1b[2J\x9b31m[bold]\u202e\n"
+    request = replace(
+        REQUEST, model=replace(REQUEST.model, name=hostile), device=replace(REQUEST.device, name=hostile)
+    )
+    parts = (replace(PARTS[0], note=hostile),)
+    report = replace(
+        REPORT,
+        request=request,
+        estimate=replace(REPORT.estimate, parts=parts),
+        advice=(Advice("note", hostile, hostile, hostile),),
+        learned=hostile,
+    )
+    for width in (30, 80):
+        shown = show(report, width, terminal=True)
+        assert_harmless(shown)
+        assert "[bold]" in shown.replace("\n", "")
+
+
+def test_what_fits_has_no_changes() -> None:
+    fitting = replace(REPORT, verdict="fits", changes=(), speed=None, learned="")
+    shown = show(fitting, 120)
+    assert "one of these" not in shown
+    assert "fits; 98.0 GiB expected, 101.3 GiB at most" in shown
+
+
+def test_a_small_model_is_shown_in_mib() -> None:
+    small = gib(0.01, 0.02, 0.03)
+    estimate = MemoryEstimate((MemoryPart("weights", small),), small, small, small)
+    assert show(replace(REPORT, estimate=estimate, verdict="fits"), 80).splitlines()[2].startswith("MiB")
