@@ -101,16 +101,16 @@ usage: launch plan [KEY=VALUE ...] [PROGRAM ARGUMENT ...]
 
 Shows where each rank would run, with which threads, DataLoader workers and
 variables, and whether the model fits in the memory of each GPU, what the job
-needs of a node, and how fast it would be. It starts nothing. The keys are those
-of `launch`, and
+needs of a node, and how fast it would be. It starts nothing. The keys are
+those of `launch`, and
 
   explain=true         why each rank is where it is, and who set each variable
   format=table|json    json is the very value that a run uses
   machine=NAME         plan for a shipped machine (see `launch --help-all`)
   machine.snapshot=F   plan for the machine that `launch topo save=F` described
   machine.root=DIR     read the machine from DIR/sys and DIR/proc
-  +model=NAME          the model to judge; model.config=FILE: a Hugging Face
-                       config.json. A program of yours is judged with one alone
+  +model=NAME          the model to judge, or model.config=FILE, a Hugging Face
+                       config.json; without one, your program is not judged
   parallel.X, fit.X    how a program of yours splits and trains it: parallel.tp,
                        pp, dp, cp, ep, zero; fit.micro_batch, seq_len, precision,
                        optimizer, checkpointing, offload; fit.gpu=A100-40GB is
