@@ -144,7 +144,8 @@ def find_job_model(
     config: LaunchConfig, program: tuple[str, ...] | None, given: Collection[str]
 ) -> "ModelDimensions | None":
     """Return the model whose memory is judged before the start; None if there is no claim."""
-    if config.fit.check == "off" or not config.model:
+    asked = any(key.partition(".")[0] == "model" for key in given)
+    if config.fit.check == "off" or not config.model or (program and not asked):
         return None
     from launcher.config.fit_check import find_start_model
 

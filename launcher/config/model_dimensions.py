@@ -12,6 +12,8 @@ LARGEST_CONFIG = 1 << 20
 """Bytes of a config.json; published ones have a few KiB."""
 LARGEST_NUMBER = 10**9
 """Of a dimension: none is near it, and products of several stay within what a float can hold."""
+LARGEST_LAYERS = 10_000
+"""The deepest published models have some hundred."""
 REQUIRED = ("vocab_size", "layers", "hidden_size", "heads", "intermediate_size", "max_seq_len")
 WORDS = {"norm": ("rmsnorm", "layernorm"), "mlp": ("swiglu", "gelu"), "position": ("rope", "learned")}
 
@@ -67,7 +69,8 @@ def parse_section(section: Mapping[str, object]) -> ModelDimensions:
 def check_dimensions(model: ModelDimensions) -> ModelDimensions:
     """Return dimensions that make a model; raises UsageError for others."""
     for name in (*REQUIRED, "kv_heads", "head_width"):
-        check_number(f"model.{name}", getattr(model, name))
+        most = LARGEST_LAYERS if name == "layers" else LARGEST_NUMBER
+        check_number(f"model.{name}", getattr(model, name), most)
     for name, choices in WORDS.items():
         if getattr(model, name) not in choices:
             raise UsageError(f"model.{name}={getattr(model, name)}: choose from {', '.join(choices)}")
@@ -102,8 +105,8 @@ def check_parts(key: str, part: Experts | LatentAttention) -> None:
             raise UsageError(f"{key}.{item.name}: give a number of at most {LARGEST_NUMBER}")
 
 
-def check_number(key: str, value: int) -> None:
+def check_number(key: str, value: int, most: int = LARGEST_NUMBER) -> None:
     """Refuse a dimension that is none."""
-    if not 1 <= value <= LARGEST_NUMBER:
+    if not 1 <= value <= most:
         shown = value if abs(value) < LARGEST_NUMBER**2 else "(too large)"
-        raise UsageError(f"{key}={shown}: give a number of at least 1 and at most {LARGEST_NUMBER}")
+        raise UsageError(f"{key}={shown}: give a number of at least 1 and at most {most}")
