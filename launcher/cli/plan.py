@@ -9,12 +9,6 @@ from typing import TYPE_CHECKING
 from launcher.cli.allocator_check import render_configured_program, settle_allocator, unset_settings
 from launcher.cli.unused_settings import warn_overruled
 from launcher.cli.verbs import VerbCall
-from launcher.config.fit_request import (
-    count_plan_nodes,
-    find_fit_model,
-    is_bundled_program,
-    make_fit_request,
-)
 from launcher.config.request import load_snapshot, make_request
 from launcher.config.schema import LaunchConfig, MachineConfig
 from launcher.errors import UsageError
@@ -56,6 +50,15 @@ def show_plan(call: VerbCall) -> int:
 def assess_plan(call: VerbCall, made: Plan) -> "FitReport | None":
     """Judge whether the job fits on nodes of this plan; None if there is no claim. Raises UsageError."""
     config = call.config
+    if config.fit.check == "off":
+        return None
+    from launcher.config.fit_request import (
+        count_plan_nodes,
+        find_fit_model,
+        is_bundled_program,
+        make_fit_request,
+    )
+
     model = find_fit_model(config, call.program, call.given)
     request = make_fit_request(
         config,

@@ -17,7 +17,7 @@ from launcher.fit.fit_model import Change, FitRequest, ParallelLayout, Range, Tr
 
 MOST_CHANGES = 3
 MOST_COMBINED = 4
-MOST_ESTIMATES = 400
+MOST_ESTIMATES = 250
 """Estimates of one search: 0.1 to 0.3 ms each."""
 MOST_NODES = 1024
 HALVING, TENSOR_SPLIT, MORE_NODES = 0.03, 0.1, 0.4

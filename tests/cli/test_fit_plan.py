@@ -90,9 +90,9 @@ def test_a_program_without_a_model_loads_no_estimate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("parallel.tp=3",), "parallel.tp=3"),
+        (("parallel.tp=3",), "tp 3 * dp 2 is 6 GPUs"),
         (("parallel.tp=64", "nodes=64"), "parallel.tp=64"),
-        (("parallel.dp=3",), "nodes="),
+        (("parallel.dp=3",), "set parallel.dp=8"),
         (("parallel.framework=ddp", "parallel.zero=2"), "parallel.framework=ddp"),
         (("fit.global_batch=100", "fit.micro_batch=3"), "fit.global_batch=100"),
         (("parallel.pp=33", "nodes=33"), "parallel.pp"),
