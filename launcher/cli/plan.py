@@ -115,9 +115,9 @@ those of `launch`, and
   +model=NAME          the model to judge, or model.config=FILE, a Hugging Face
                        config.json; without one, your program is not judged
   parallel.X, fit.X    how a program of yours splits and trains it: parallel.tp,
-                       pp, dp, cp, ep, zero; fit.micro_batch, seq_len, precision,
-                       optimizer, checkpointing, offload; fit.gpu=A100-40GB is
-                       another GPU; fit.check=off leaves all of this out
+                       pp, dp, cp, ep, zero; fit.micro_batch, seq_len,
+                       precision, optimizer, checkpointing, offload;
+                       fit.gpu=A100-40GB is another GPU; fit.check=off leaves all of this out
 
   launch plan
   launch plan nproc_per_node=2 binding=numa explain=true
