@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def start(environ: MutableMapping[str, str]) -> None:
     """Start the policies before the program's first line. One that fails leaves the others."""
     os.register_at_fork(after_in_child=COUNTER.stop)
-    for starter in (start_collector, start_loader_policies, start_measuring, start_watching):
+    for starter in (start_collector, start_loader_policies, start_measuring, start_watching, start_fitting):
         call_safely(starter, environ)
 
 
@@ -45,3 +45,11 @@ def start_watching(environ: MutableMapping[str, str]) -> None:
         from .heartbeat import start_heartbeat
 
         start_heartbeat(environ)
+
+
+def start_fitting(environ: MutableMapping[str, str]) -> None:
+    """Run the program's first steps on fake tensors if `launch fit` asks for it."""
+    if environ.get("LAUNCH_FIT"):
+        from .fit_start import start_fit
+
+        start_fit(environ)

@@ -1,0 +1,111 @@
+"""What a program does beside its step and that is left out here: compiling, saving, loader processes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..import_hook import when_imported
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from .step_session import StepSession
+
+NO_WORKERS = {
+    "num_workers": 0,
+    "prefetch_factor": None,
+    "persistent_workers": False,
+    "multiprocessing_context": None,
+    "timeout": 0,
+    "pin_memory": False,
+    "worker_init_fn": None,
+}
+SAVERS = {
+    "torch.serialization": ("save",),
+    "torch.distributed.checkpoint.state_dict_saver": ("save", "async_save", "save_state_dict"),
+    "torch.distributed.checkpoint": ("save", "async_save", "save_state_dict"),
+    "safetensors.torch": ("save_file", "save_model"),
+}
+
+
+def leave_out_work(session: StepSession) -> None:
+    """Put functions that do nothing in the place of those."""
+    leave_out_compiling(session)
+    for name, functions in SAVERS.items():
+        when_imported(name, make_remover(functions))
+    loose: Any = torch
+    loose.save = skip
+    when_imported("torch.utils.data.dataloader", leave_out_workers)
+    when_imported("torch.utils._foreach_utils", allow_foreach)
+    allow_numpy()
+
+
+def skip(*_: object, **__: object) -> None:
+    """Do nothing: a checkpoint of fake tensors is none."""
+
+
+def make_remover(functions: tuple[str, ...]) -> Any:  # noqa: ANN401  # an action
+    """Return what puts `skip` in the place of functions of a module."""
+
+    def remove(module: ModuleType) -> None:
+        for name in functions:
+            if hasattr(module, name):
+                setattr(module, name, skip)
+
+    return remove
+
+
+def leave_out_compiling(session: StepSession) -> None:
+    """Have torch.compile return the function as it is; the result says so."""
+
+    def note() -> None:
+        session.note("torch.compile was left out: the memory is that of the program without it")
+
+    def compile_nothing(model: Any = None, **__: object) -> Any:  # noqa: ANN401  # the user's
+        note()
+        return model if model is not None else lambda function: function
+
+    loose: Any = torch
+    loose.compile = compile_nothing
+    module: Any = torch.nn.Module
+    module.compile = lambda self, *_, **__: note()
+
+
+def leave_out_workers(module: ModuleType) -> None:
+    """Have a DataLoader read in this process: fake tensors cannot be sent."""
+    original = module.DataLoader.__init__
+
+    def init(loader: Any, dataset: Any, batch_size: Any = 1, shuffle: Any = None, sampler: Any = None,  # noqa: ANN401
+             batch_sampler: Any = None, num_workers: int = 0, *args: Any, **named: Any) -> None:  # noqa: ANN401
+        kept = {key: value for key, value in named.items() if key not in NO_WORKERS}
+        if args:
+            kept["collate_fn"] = args[0]
+        if len(args) > 2:
+            kept["drop_last"] = args[2]
+        original(loader, dataset, batch_size, shuffle, sampler, batch_sampler, **kept)
+
+    module.DataLoader.__init__ = init
+
+
+def allow_foreach(module: ModuleType) -> None:
+    """Have optimizers take their functions for lists of tensors, as they do on a GPU: these need more memory."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    module._foreach_supported_types.append(FakeTensor)
+    when_imported("torch.optim.optimizer", lambda optim: optim._foreach_supported_types.append(FakeTensor))
+
+
+def allow_numpy() -> None:
+    """Have `fake.numpy()` return ones, as for a table of metrics."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    def numpy(tensor: torch.Tensor, **_: object) -> Any:  # noqa: ANN401  # numpy's
+        real = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+        import numpy as library
+
+        return library.ones(tuple(tensor.shape), real)
+
+    loose: Any = FakeTensor
+    loose.numpy = numpy
