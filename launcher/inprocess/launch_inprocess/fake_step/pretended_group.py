@@ -71,6 +71,8 @@ def answer_reducer(module: ModuleType) -> None:
         future.set_result(bucket.buffer())
         return future
 
+    return_bucket.__annotations__ = {}  # torch compares them
+
     def init(self: Any, *args: Any, **named: Any) -> None:  # noqa: ANN401
         original(self, *args, **named)
         register(self, None, return_bucket)
