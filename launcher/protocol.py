@@ -11,8 +11,10 @@ PREFIX = "LAUNCH_"
 LAUNCH_AGENT = "LAUNCH_AGENT"
 LAUNCH_ATTEMPT = "LAUNCH_ATTEMPT"
 LAUNCH_BINDING = "LAUNCH_BINDING"
+LAUNCH_FIT = "LAUNCH_FIT"
 LAUNCH_GC = "LAUNCH_GC"
 LAUNCH_LOADER_DEFAULT = "LAUNCH_LOADER_DEFAULT"
+LAUNCH_MEMORY = "LAUNCH_MEMORY"
 LAUNCH_METER = "LAUNCH_METER"
 LAUNCH_NIC = "LAUNCH_NIC"
 LAUNCH_NUM_WORKERS = "LAUNCH_NUM_WORKERS"
@@ -91,6 +93,13 @@ VARIABLES = (
         is_settable=True,
     ),
     ProtocolVariable(
+        LAUNCH_FIT,
+        "JSON",
+        "What `launch fit` asks of the program's interpreter: its file for the result, the GPU to pretend.",
+        set_by=LAUNCHER,
+        read_by=(SHIM, HOOK),
+    ),
+    ProtocolVariable(
         LAUNCH_GC,
         "default | synchronized | disabled | frozen, then [,warmup=N][,every=N][,log]",
         "The policy for garbage collection in the rank's interpreter; a user's own wins over the group gc.",
@@ -105,6 +114,13 @@ VARIABLES = (
         set_by=SHIM,
         read_by=(LAUNCHER, SHIM, HOOK),
         is_settable=True,
+    ),
+    ProtocolVariable(
+        LAUNCH_MEMORY,
+        "DIR",
+        "The run directory, into which the rank's hook writes the peak of its memory at the rank's end.",
+        set_by=SHIM,
+        read_by=(SHIM, HOOK),
     ),
     ProtocolVariable(
         LAUNCH_METER,
@@ -258,6 +274,11 @@ LOGS = "logs"
 def name_applied_file(rank: int | str) -> str:
     """Return the name of a rank's record in the run directory; `*` for a pattern of all."""
     return f"rank-{rank}.applied.json"
+
+
+def name_memory_file(rank: int | str) -> str:
+    """Return the name of a rank's measured memory in the run directory; `*` for a pattern of all."""
+    return f"rank-{rank}.memory.json"
 
 
 def name_plan_file(host: str) -> str:

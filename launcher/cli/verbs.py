@@ -56,6 +56,9 @@ VERBS: Mapping[str, Verb] = {
     "doctor": Verb(
         "show_checkup", "look for what slows jobs down here, and compare the last run with its plan"
     ),
+    "fit": Verb(
+        "show_fit", "run a program's first steps without a GPU, and say whether it fits", Takes.PROGRAM
+    ),
     "tune": Verb(
         "tune_program",
         "find the number of DataLoader workers, or the micro-batch, that a program is fastest with",

@@ -331,6 +331,8 @@ class FitConfig:
     """Tokens to train on in all, for time and GPU-hours."""
     step_seconds: float | None = None
     """Measured seconds of an optimizer step, for TFLOPS, MFU and HFU."""
+    timeout: float = 600.0
+    """Seconds that `launch fit` gives a program for its first two steps."""
 
 
 @dataclass

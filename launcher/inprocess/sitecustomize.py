@@ -23,7 +23,7 @@ def start_policies() -> None:
 def leave_path() -> None:
     """Remove this folder from PYTHONPATH and sys.path, wherever it is in them."""
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if FOLDER in entries:
+    if FOLDER in entries and not os.environ.get("LAUNCH_FIT"):  # what it starts would train in earnest
         kept = os.pathsep.join([entry for entry in entries if entry != FOLDER])
         os.environ["PYTHONPATH"] = kept
         if not kept:

@@ -8,7 +8,14 @@ from pathlib import Path
 from launcher.config.schema import LaunchConfig
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.launch.torchrun import parse_pairs, render_torchrun
-from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_PLAN, LAUNCH_RECORD_DIR, LAUNCH_STRICT, LAUNCH_WATCH
+from launcher.protocol import (
+    LAUNCH_ATTEMPT,
+    LAUNCH_FIT,
+    LAUNCH_PLAN,
+    LAUNCH_RECORD_DIR,
+    LAUNCH_STRICT,
+    LAUNCH_WATCH,
+)
 from launcher.runs.run_directory import RunDir, name_run_dir
 
 TYPE_CHECKING = False
@@ -21,7 +28,7 @@ SHIM = Path(__file__).parents[1] / "rank" / "__main__.py"
 """What each rank runs just before the program."""
 PET_DECIDED = ("PET_MODULE", "PET_RUN_PATH", "PET_NO_PYTHON", "PET_STANDALONE")
 """torchrun's variables for what `launch` decides itself; torchrun would take them beside our options."""
-NOT_INHERITED = (*PET_DECIDED, LAUNCH_WATCH)
+NOT_INHERITED = (*PET_DECIDED, LAUNCH_WATCH, LAUNCH_FIT)
 """Variables that a launcher around this one may have set, for its own ranks."""
 HANG_RESTARTS = 3
 """Restarts by torchrun with `watch.on_hang=restart`, if nobody says."""

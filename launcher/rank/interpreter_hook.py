@@ -5,8 +5,10 @@ from _collections_abc import MutableMapping  # `collections.abc` costs a millise
 
 from launcher.cpulist import format_cpulist
 from launcher.protocol import (
+    LAUNCH_FIT,
     LAUNCH_GC,
     LAUNCH_LOADER_DEFAULT,
+    LAUNCH_MEMORY,
     LAUNCH_METER,
     LAUNCH_RANK_PLAN,
     LAUNCH_WATCH,
@@ -16,7 +18,13 @@ from launcher.rank.plain_json import dump_json, load_json
 from launcher.rank.plan_entry import PlanEntry
 
 FOLDER = os.path.abspath(f"{__file__}/../../inprocess")
-IDLE_VALUES = {LAUNCH_GC: "default", LAUNCH_LOADER_DEFAULT: "0", LAUNCH_METER: "", LAUNCH_WATCH: ""}
+IDLE_VALUES = {
+    LAUNCH_FIT: "",
+    LAUNCH_GC: "default",
+    LAUNCH_LOADER_DEFAULT: "0",
+    LAUNCH_METER: "",
+    LAUNCH_WATCH: "",
+}
 """Variables that ask for something inside the interpreter, with the values that ask for nothing."""
 CONFINING = "_VISIBLE_DEVICES"
 """Ending of the variables that keep what runs in a rank to the rank's GPU, as its CPU set does."""
@@ -65,6 +73,7 @@ def leave_outer_rank(environ: MutableMapping[str, str]) -> None:
     """
     text = environ.pop(LAUNCH_RANK_PLAN, "")
     environ.pop(LAUNCH_WATCH, None)
+    environ.pop(LAUNCH_MEMORY, None)
     remove_hook(environ)
     try:
         outer = load_json(text)

@@ -6,6 +6,8 @@ import sys
 from launcher.protocol import (
     LAUNCH_AGENT,
     LAUNCH_ATTEMPT,
+    LAUNCH_FIT,
+    LAUNCH_MEMORY,
     LAUNCH_NUM_WORKERS,
     LAUNCH_PLAN,
     LAUNCH_QUIET,
@@ -225,10 +227,16 @@ def fill_placeholders(argv: list[str], workers: str, environ: dict[str, str]) ->
 
 def exec_program(argv: list[str], environ: dict[str, str]) -> int:
     """Exec the program; the PID stays, so signals reach it. Returns a shell's exit code if that fails."""
+    environ.pop(LAUNCH_MEMORY, None)
+    if is_hooked(environ) and LAUNCH_RECORD_DIR in environ:
+        environ[LAUNCH_MEMORY] = environ[LAUNCH_RECORD_DIR]
     for name in REMOVED if LAUNCH_RECORD_DIR in environ else ():
         environ.pop(name, None)
     if not is_hooked(environ):
         environ.pop(LAUNCH_WATCH, None)
+        if LAUNCH_FIT in environ:  # it would train in earnest
+            print_notice("the program's Python would not load the hook that keeps its tensors fake")
+            return NOT_PLACED
     try:
         argv = add_python(argv)
         try:

@@ -13,10 +13,27 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping
 
 
+def start_recording(environ: MutableMapping[str, str]) -> None:
+    """Have the rank's peak of memory written at its end, if it has a run directory."""
+    if environ.get("LAUNCH_MEMORY"):
+        from .memory_record import start_memory_record
+
+        start_memory_record(environ)
+
+
+def start_fitting(environ: MutableMapping[str, str]) -> None:
+    """Run the program's first steps on fake tensors if `launch fit` asks for it."""
+    if environ.get("LAUNCH_FIT"):
+        from .fit_start import start_fit
+
+        start_fit(environ)
+
+
 def start(environ: MutableMapping[str, str]) -> None:
     """Start the policies before the program's first line. One that fails leaves the others."""
     os.register_at_fork(after_in_child=COUNTER.stop)
-    for starter in (start_collector, start_loader_policies, start_measuring, start_watching, start_fitting):
+    starters = (start_collector, start_loader_policies, start_measuring, start_watching)
+    for starter in (*starters, start_recording, start_fitting):
         call_safely(starter, environ)
 
 
@@ -45,11 +62,3 @@ def start_watching(environ: MutableMapping[str, str]) -> None:
         from .heartbeat import start_heartbeat
 
         start_heartbeat(environ)
-
-
-def start_fitting(environ: MutableMapping[str, str]) -> None:
-    """Run the program's first steps on fake tensors if `launch fit` asks for it."""
-    if environ.get("LAUNCH_FIT"):
-        from .fit_start import start_fit
-
-        start_fit(environ)

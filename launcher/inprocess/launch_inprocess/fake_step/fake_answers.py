@@ -67,12 +67,12 @@ def is_asked_finite() -> bool:
     return any(name in find_user_line()[2] for name in TRUE_NAMES)
 
 
-def refuse_operation(session: StepSession, func: Any, error: Exception) -> None:  # noqa: ANN401  # an operator
+def refuse_operation(session: StepSession, func: Any, error: Exception) -> None:  # an operator
     """End the session for an operation without an answer."""
     from torch._subclasses import fake_tensor
 
     name = str(getattr(func, "_schema", func)).partition("(")[0]
-    reasons = {
+    reasons: dict[type[Exception], str] = {
         fake_tensor.DynamicOutputShapeException: "the shape of its result depends on values",
         fake_tensor.DataDependentOutputException: "its result depends on values",
         fake_tensor.UnsupportedOperatorException: "it has no implementation for fake tensors",
@@ -97,6 +97,4 @@ def find_user_line() -> tuple[str, int, str]:
 
 def is_library(file: str) -> bool:
     """Tell whether a file is Python's, a package's, or this hook's."""
-    return (
-        file.startswith(("<", *LIBRARIES)) or f"{os.sep}site-packages{os.sep}" in file or HERE in file
-    )
+    return file.startswith(("<", *LIBRARIES)) or f"{os.sep}site-packages{os.sep}" in file or HERE in file

@@ -15,7 +15,7 @@ MOST_WIDTH = 256
 """Of a head, in flash attention."""
 
 
-def is_attention(func: object, args: Any, kwargs: Any) -> bool:  # noqa: ANN401  # a call's
+def is_attention(func: object, args: Any, kwargs: Any) -> bool:  # a call's
     """Tell whether a call is attention on fake tensors of a GPU."""
     if func is not torch.nn.functional.scaled_dot_product_attention:
         return False
@@ -29,15 +29,17 @@ def attend(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
-    is_causal: bool = False,  # noqa: FBT001, FBT002  # torch's own form
+    is_causal: bool = False,  # torch's own form
     scale: float | None = None,
-    enable_gqa: bool = False,  # noqa: FBT001, FBT002
+    enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Compute attention by the kernel that torch chooses on a GPU: flash, memory-efficient, or the formula."""
+    """Compute attention by the kernel of a GPU: flash, memory-efficient, or the formula."""
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = (each.to(dtype) for each in (query, key, value))
-        attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
+        attn_mask = (
+            attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
+        )
     ops, width = torch.ops.aten, query.shape[-1]
     is_flat = query.dim() != 4
     if query.dtype in FLASH_TYPES and attn_mask is None and width <= MOST_WIDTH and not is_flat:

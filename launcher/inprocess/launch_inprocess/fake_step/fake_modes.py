@@ -1,6 +1,6 @@
 """Which tensors are fake: those on the pretended GPU, and a module's parameters; the rest stays real.
 
-C++ code of torch sees fake tensors of a GPU on the meta device, since it has no GPU to ask for streams; Python
+C++ code of torch sees fake tensors of a GPU on the meta device: there is no GPU to ask for streams. Python
 code sees them on the GPU. Where a device comes back from C++ as `meta`, the GPU is meant.
 """
 
@@ -23,7 +23,6 @@ from .fake_attention import attend, is_attention
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
     from types import ModuleType
 
     from .step_session import StepSession
@@ -61,8 +60,12 @@ def hide_device() -> None:
     original = FakeTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
 
     def dispatch(
-        cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        cls: type,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         if func is torch.ops.prim.device.default:
             return see_device(args[0])
         return original(cls, func, types, args, kwargs or {})
@@ -75,7 +78,7 @@ def hide_device() -> None:
     torch._C._set_only_lift_cpu_tensors(True)
 
 
-def show_device(kind: Any, find: Any) -> None:  # noqa: ANN401  # a class, and what finds its device
+def show_device(kind: Any, find: Any) -> None:  # a class, and what finds its device
     """Have Python see the device of a class of tensors that C++ sees on another."""
     kind.is_cuda = property(lambda tensor: find(tensor).type == "cuda")
     kind.is_cpu = property(lambda tensor: find(tensor).type == "cpu")
@@ -105,8 +108,12 @@ class FakeDispatch(TorchDispatchMode):
         self.fake_mode = session.fake_mode
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         """Run one operation."""
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return see_device(args[0])
@@ -129,7 +136,7 @@ class FakeDispatch(TorchDispatchMode):
         self.session.note_result(result)
         return result
 
-    def run_fake(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def run_fake(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an operation on fake tensors; one that has no answer without values ends the session."""
         try:
             if func is torch.ops._c10d_functional.wait_tensor.default:
@@ -152,8 +159,12 @@ class FakeFunctions(TorchFunctionMode):
     """Sees the calls of torch's functions, for what C++ would ask of a GPU before it dispatches."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         """Call one function."""
         if func is torch.device:
             return func(*args, **(kwargs or {}))
@@ -180,7 +191,7 @@ def choose_gpu(rest: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
     return torch.device("cuda", named) if isinstance(named, int) else torch.device(named or GPU)
 
 
-def name_gpu(value: Any) -> Any:  # noqa: ANN401  # an argument
+def name_gpu(value: Any) -> Any:  # an argument
     """Return an argument with the GPU's index if it is a GPU without one: C++ would ask for the current."""
     if isinstance(value, str) and value == "cuda":
         return GPU
@@ -246,8 +257,8 @@ def is_in_module_init() -> bool:
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "__init__" and code.co_varnames:
-            if isinstance(frame.f_locals.get(code.co_varnames[0]), torch.nn.Module):
-                return True
+        is_init = code.co_name == "__init__" and bool(code.co_varnames)
+        if is_init and isinstance(frame.f_locals.get(code.co_varnames[0]), torch.nn.Module):
+            return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

@@ -35,7 +35,7 @@ class ModuleOwners:
         loose: Any = nn.Module
         original = loose._apply
 
-        def apply_to_tensors(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:  # noqa: ANN401, FBT001, FBT002
+        def apply_to_tensors(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
             return self.convert_module(module, convert, original, recurse=recurse)
 
         loose._apply = apply_to_tensors
@@ -79,15 +79,15 @@ class ModuleOwners:
         """Return how many elements the parameters of all models have that have run."""
         return sum(int(parameter.numel()) for parameter, _ in self.parameters.values())
 
-    def fake_parameter(self, _module: nn.Module, _name: str, parameter: Any) -> Any:  # noqa: ANN401  # torch's hook
+    def fake_parameter(self, _module: nn.Module, _name: str, parameter: Any) -> Any:  # torch's hook
         """Return what is registered in place of a real parameter: a fake one, the same for the same."""
         return self.make_fake(parameter)
 
-    def fake_buffer(self, _module: nn.Module, _name: str, buffer: Any) -> Any:  # noqa: ANN401  # torch's hook
+    def fake_buffer(self, _module: nn.Module, _name: str, buffer: Any) -> Any:  # torch's hook
         """Return what is registered in place of a real buffer; small ones stay real, as constants."""
         return self.make_fake(buffer)
 
-    def make_fake(self, tensor: Any) -> Any:  # noqa: ANN401  # a tensor or None
+    def make_fake(self, tensor: Any) -> Any:  # a tensor or None
         """Return a fake tensor for a real one, and anything else as it is."""
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device.type == "meta":
             return tensor
@@ -98,11 +98,18 @@ class ModuleOwners:
         return known[1]
 
     def convert_module(
-        self, module: nn.Module, convert: Any, original: Any, *, recurse: bool  # noqa: ANN401  # torch's
+        self,
+        module: nn.Module,
+        convert: Any,
+        original: Any,
+        *,
+        recurse: bool,  # torch's
     ) -> nn.Module:
         """Do as `Module._apply` does: a fake parameter stays the same object, as a real one does."""
         own = [each for each in module._parameters.values() if each is not None]
-        if any(hasattr(type(each), "__tensor_flatten__") and not isinstance(each, FakeTensor) for each in own):
+        if any(
+            hasattr(type(each), "__tensor_flatten__") and not isinstance(each, FakeTensor) for each in own
+        ):
             found: nn.Module = original(module, convert, recurse)
             return found
         if recurse:
@@ -116,7 +123,7 @@ class ModuleOwners:
                 module._buffers[key] = convert(buffer)
         return module
 
-    def convert_parameter(self, parameter: Any, convert: Any) -> Any:  # noqa: ANN401  # torch's
+    def convert_parameter(self, parameter: Any, convert: Any) -> Any:  # torch's
         """Return a parameter after a conversion."""
         with torch.no_grad():
             applied = convert(parameter)

@@ -216,7 +216,7 @@ def make_generator_class() -> type:
     class Kind(type):
         """Makes the original, and takes its objects for its own."""
 
-        def __call__(cls, device: object = "cpu", *_: object) -> Any:  # noqa: ANN401  # torch's
+        def __call__(cls, device: object = "cpu", *_: object) -> Any:  # torch's
             return original()
 
         def __instancecheck__(cls, value: object) -> bool:

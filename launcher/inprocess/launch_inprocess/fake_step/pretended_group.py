@@ -1,4 +1,4 @@
-"""A process group of one process that believes to be one of many: torch's `fake` backend, which sends nothing."""
+"""A process group of one process that stands for many: torch's `fake` backend, which sends nothing."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def pretend_group() -> None:
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     original, make_helper = loose.init_process_group, loose._new_process_group_helper
 
-    def init_process_group(*_: object, **named: Any) -> None:  # noqa: ANN401  # the user's
+    def init_process_group(*_: object, **named: Any) -> None:  # the user's
         original(FAKE, world_size=world, rank=rank, store=fake_pg.FakeStore())
 
-    def make_group(*args: Any, **named: Any) -> Any:  # noqa: ANN401
+    def make_group(*args: Any, **named: Any) -> Any:
         args = (*args[:3], FAKE, *args[4:]) if len(args) > 3 else args
         named.update({key: None for key in ("device_id", "backend_options", "pg_options") if key in named})
         return make_helper(*args, **({**named, "backend": FAKE} if "backend" in named else named))
 
-    def rendezvous(*_: object, **__: object) -> Any:  # noqa: ANN401
+    def rendezvous(*_: object, **__: object) -> Any:
         return iter([(make_store(), rank, world)])
 
     replacements = {
@@ -63,17 +63,17 @@ def answer_reducer(module: ModuleType) -> None:
 
     A program's own hook would replace this one, and is left out.
     """
-    kind: Any = module.DistributedDataParallel  # type: ignore[attr-defined]
+    kind: Any = module.DistributedDataParallel
     original, register = kind.__init__, kind.register_comm_hook
 
-    def return_bucket(_state: object, bucket: Any) -> Any:  # noqa: ANN401  # torch's
+    def return_bucket(_state: object, bucket: Any) -> Any:  # torch's
         future: Any = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
 
     return_bucket.__annotations__ = {}  # torch compares them
 
-    def init(self: Any, *args: Any, **named: Any) -> None:  # noqa: ANN401
+    def init(self: Any, *args: Any, **named: Any) -> None:
         original(self, *args, **named)
         register(self, None, return_bucket)
 
@@ -104,17 +104,18 @@ def make_object_collectives(world: int) -> dict[str, Any]:
     }
 
 
-def make_store() -> dist.Store:
+def make_store() -> Any:
     """Return a store in which each key that nobody has set holds its own name, as if another rank had."""
+    from torch._C._distributed_c10d import Store
 
-    class AnsweringStore(dist.Store):
+    class AnsweringStore(Store):
         """Waits for nobody."""
 
         def __init__(self) -> None:
             super().__init__()
             self.values: dict[str, bytes] = {}
 
-        def set(self, key: str, value: Any) -> None:  # noqa: ANN401  # bytes or text
+        def set(self, key: str, value: Any) -> None:  # bytes or text
             self.values[key] = value if isinstance(value, bytes) else str(value).encode()
 
         def get(self, key: str) -> bytes:

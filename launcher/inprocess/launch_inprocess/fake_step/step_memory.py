@@ -87,6 +87,12 @@ class StepMemory:
                 allocation.category = category
                 allocation.owner = owner or allocation.owner
 
+    def mark_gradient(self, gradient: torch.Tensor, owner: str) -> None:
+        """Say that a tensor is a gradient; one in a bucket of DDP's shares that with other modules'."""
+        inner = unwrap_tensor(gradient)
+        is_shared = any(each.untyped_storage().nbytes() > each.nbytes for each in inner)
+        self.mark(gradient, "gradients", "" if is_shared else owner)
+
     def describe_peak(self, device: str) -> dict[str, Any]:
         """Return the peak of a kind of device: bytes in all, by category, and by module and category."""
         total, serial = self.peaks.get(device, (0, 0))
@@ -103,12 +109,13 @@ class StepMemory:
         """See `UntypedStorage.resize_`, by which FSDP frees and takes memory; no operation tells of it."""
         original, memory = self.original_resize, self
 
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:  # noqa: ANN401  # torch's own
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:  # torch's own
             found = original(storage, size)
             memory.note_resized(storage)
             return found
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        storage_class: Any = torch.UntypedStorage
+        storage_class.resize_ = resize_
 
     def note_resized(self, storage: torch.UntypedStorage) -> None:
         """Note the new size of a storage."""

@@ -77,7 +77,7 @@ class StepSession:
         """Tell whether a module's forward runs."""
         return bool(self.owners.stack)
 
-    def begin_step(self, optimizer: Any, *_: object) -> None:  # noqa: ANN401  # torch's hook
+    def begin_step(self, optimizer: Any, *_: object) -> None:  # torch's hook
         """Note the gradients, and that an optimizer steps."""
         self.is_in_optimizer = True
         for group in optimizer.param_groups:
@@ -85,9 +85,9 @@ class StepSession:
                 owner = self.owners.find_owner(parameter)
                 self.memory.mark(parameter, "weights", owner)
                 if parameter.grad is not None:
-                    self.memory.mark(parameter.grad, "gradients", owner)
+                    self.memory.mark_gradient(parameter.grad, owner)
 
-    def end_step(self, optimizer: Any, *_: object) -> None:  # noqa: ANN401  # torch's hook
+    def end_step(self, optimizer: Any, *_: object) -> None:  # torch's hook
         """Note the optimizer's states; after the last step, end the process."""
         self.is_in_optimizer = False
         for parameter, state in optimizer.state.items():

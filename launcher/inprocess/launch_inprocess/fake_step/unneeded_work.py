@@ -39,14 +39,14 @@ def leave_out_work(session: StepSession) -> None:
     loose.save = skip
     when_imported("torch.utils.data.dataloader", leave_out_workers)
     when_imported("torch.utils._foreach_utils", allow_foreach)
-    allow_numpy()
+    answer_output()
 
 
 def skip(*_: object, **__: object) -> None:
     """Do nothing: a checkpoint of fake tensors is none."""
 
 
-def make_remover(functions: tuple[str, ...]) -> Any:  # noqa: ANN401  # an action
+def make_remover(functions: tuple[str, ...]) -> Any:  # an action
     """Return what puts `skip` in the place of functions of a module."""
 
     def remove(module: ModuleType) -> None:
@@ -63,7 +63,7 @@ def leave_out_compiling(session: StepSession) -> None:
     def note() -> None:
         session.note("torch.compile was left out: the memory is that of the program without it")
 
-    def compile_nothing(model: Any = None, **__: object) -> Any:  # noqa: ANN401  # the user's
+    def compile_nothing(model: Any = None, **__: object) -> Any:  # the user's
         note()
         return model if model is not None else lambda function: function
 
@@ -77,8 +77,17 @@ def leave_out_workers(module: ModuleType) -> None:
     """Have a DataLoader read in this process: fake tensors cannot be sent."""
     original = module.DataLoader.__init__
 
-    def init(loader: Any, dataset: Any, batch_size: Any = 1, shuffle: Any = None, sampler: Any = None,  # noqa: ANN401
-             batch_sampler: Any = None, num_workers: int = 0, *args: Any, **named: Any) -> None:  # noqa: ANN401
+    def init(
+        loader: Any,
+        dataset: Any,
+        batch_size: Any = 1,
+        shuffle: Any = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        num_workers: int = 0,
+        *args: Any,
+        **named: Any,
+    ) -> None:
         kept = {key: value for key, value in named.items() if key not in NO_WORKERS}
         if args:
             kept["collate_fn"] = args[0]
@@ -90,22 +99,22 @@ def leave_out_workers(module: ModuleType) -> None:
 
 
 def allow_foreach(module: ModuleType) -> None:
-    """Have optimizers take their functions for lists of tensors, as they do on a GPU: these need more memory."""
+    """Have optimizers take their functions for lists, as on a GPU: these need more memory."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     module._foreach_supported_types.append(FakeTensor)
     when_imported("torch.optim.optimizer", lambda optim: optim._foreach_supported_types.append(FakeTensor))
 
 
-def allow_numpy() -> None:
-    """Have `fake.numpy()` return ones, as for a table of metrics."""
+def answer_output() -> None:
+    """Have fake tensors give numbers to print, and ones to NumPy, as for a table of metrics."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    def numpy(tensor: torch.Tensor, **_: object) -> Any:  # noqa: ANN401  # numpy's
-        real = torch.empty(0, dtype=tensor.dtype).numpy().dtype
-        import numpy as library
+    def numpy(tensor: torch.Tensor, **_: object) -> Any:  # numpy's
+        return torch.ones(tuple(tensor.shape), dtype=tensor.dtype).numpy()
 
-        return library.ones(tuple(tensor.shape), real)
+    def format_value(tensor: torch.Tensor, form: str) -> str:
+        return format(tensor.item(), form) if tensor.dim() == 0 else object.__format__(tensor, form)
 
     loose: Any = FakeTensor
-    loose.numpy = numpy
+    loose.numpy, loose.__format__ = numpy, format_value

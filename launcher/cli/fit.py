@@ -1,0 +1,149 @@
+"""`launch fit`: runs a program's first steps on fake tensors, and says whether it fits the device."""
+
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from launcher.cli.fit_step import StepRecord, pretend_gpu, render_shim, run_steps
+from launcher.cli.measured_fit import describe_program_memory, learn_ratio
+from launcher.cli.plan import plan_node
+from launcher.cli.verbs import VerbCall
+from launcher.config.fit_request import (
+    choose_device,
+    count_plan_nodes,
+    has_expandable_segments,
+    share_memory,
+)
+from launcher.config.program import find_program
+from launcher.config.schema import LaunchConfig
+from launcher.errors import EXIT_MACHINE, MachineError
+from launcher.fit.fit_model import Device
+from launcher.fit.step_fit import StepFit, fit_step, make_step_peak
+from launcher.plan.model import Plan
+from launcher.protocol import LAUNCH_FIT
+from launcher.text import join_words, print_text
+
+logger = logging.getLogger(__name__)
+
+
+def show_fit(call: VerbCall) -> int:
+    """Print whether a program fits; return 0, or 3 if it does not or nobody can say; raises LaunchError."""
+    config, environ = call.config, call.environ
+    argv = find_program(tuple(call.program) or None, config, environ)
+    plan = plan_node(config, environ)
+    nodes = count_plan_nodes(config.nodes, environ)
+    device = choose_fit_device(config, plan)
+    shape = len(plan.ranks), nodes
+    if config.dry_run:
+        print_text(f"{join_words(['env', f'{LAUNCH_FIT}=…', *render_shim(argv)])}\n")
+        return 0
+    logger.info(
+        f"the first two steps on fake tensors, as rank 0 of {shape[0] * shape[1]}, for {device.name or 'GPU'}"
+    )
+    with tempfile.TemporaryDirectory(prefix="launch-fit-") as folder:
+        gpu = pretend_gpu(device, len(plan.ranks))
+        record = run_steps(argv, environ, Path(folder), gpu, shape=shape, timeout=config.fit.timeout)
+    check_record(record)
+    fit = judge_record(config, record, device, shape[0] * shape[1], argv, environ=environ)
+    print_fit_step(config, fit, record)
+    return EXIT_MACHINE if fit.verdict == "does_not_fit" else 0
+
+
+def choose_fit_device(config: LaunchConfig, plan: Plan) -> Device:
+    """Return what a rank computes on; raises UsageError."""
+    gpus = [rank.gpu for rank in plan.ranks if rank.gpu]
+    on_cpu = not config.fit.gpu and config.program.get("device") == "cpu"
+    return choose_device(config.fit, [] if on_cpu else gpus, share_memory(plan.machine, len(plan.ranks)))
+
+
+def check_record(record: StepRecord) -> None:
+    """Raise MachineError if the program's steps could not be run without values."""
+    refused = record.refused
+    if refused is None:
+        return
+    code = f": {refused.line}" if refused.line else ""
+    raise MachineError(
+        f"this program cannot be run on fake tensors: {refused.operator}, {refused.reason}"
+        f" ({refused.place}{code}); measure it in a run instead, which the next `launch fit` reads"
+    )
+
+
+def judge_record(
+    config: LaunchConfig,
+    record: StepRecord,
+    device: Device,
+    world_size: int,
+    argv: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+) -> StepFit:
+    """Judge a peak, twice if earlier runs have measured something: the first time tells what to compare."""
+    peak = make_step_peak(record.peak.total, record.peak.categories, record.peak.modules)
+    expandable = has_expandable_segments(config, environ)
+    first = fit_step(peak, device, world_size, expandable=expandable)
+    memory = describe_program_memory(argv, device, world_size)
+    learned = learn_ratio(Path(config.runs_dir), memory, first)
+    if learned is None:
+        return first
+    return fit_step(peak, device, world_size, expandable=expandable, learned=learned)
+
+
+def print_fit_step(config: LaunchConfig, fit: StepFit, record: StepRecord) -> None:
+    """Print the result as a table or as JSON."""
+    if config.format == "json":
+        sys.stdout.write(json.dumps(step_fit_to_json(fit, record), indent=1) + "\n")
+        return
+    from launcher.report.console import make_console
+    from launcher.report.step_table import print_step_fit
+
+    notes = (f"{record.parameters:,} parameters, {', '.join(record.optimizers)}", *record.notes)
+    print_step_fit(make_console(stderr=False), fit, notes)
+
+
+def step_fit_to_json(fit: StepFit, record: StepRecord) -> dict[str, object]:
+    """Return the result for programs; keys are only ever added, and bytes are integers."""
+    return {
+        "schema": 1,
+        "verdict": fit.verdict,
+        "capacity": fit.device.memory_mib << 20,
+        "device": asdict(fit.device),
+        "peak": fit.peak.total,
+        "categories": dict(fit.peak.categories),
+        "modules": [{**asdict(share), "categories": dict(share.categories)} for share in fit.peak.modules],
+        "estimate": asdict(fit.estimate),
+        "learned": fit.learned,
+        "parameters": record.parameters,
+        "optimizers": list(record.optimizers),
+        "notes": list(record.notes),
+        "steps": record.steps,
+        "seconds": record.seconds,
+        "torch": record.torch,
+    }
+
+
+HELP = """\
+usage: launch fit [KEY=VALUE ...] [PROGRAM ARGUMENT ...]
+
+Runs a program up to its second optimizer step, as rank 0, on tensors that
+have a shape and no data: no GPU is used, and none is needed. Shows the peak
+of memory by category and by module, and whether it fits. The program is not
+changed. Saving, torch.compile and DataLoader processes are left out; what it
+writes by itself before the second step is written. What it reads, it reads.
+If earlier runs of the same program have measured their memory, that counts.
+
+  fit.gpu=NAME         a GPU by name (H100, A100-40GB); the machine's by default
+  fit.gpu_memory_gib=N its memory
+  nproc_per_node=N     ranks of a node, and `nodes`: DDP and FSDP shard by them
+  fit.timeout=S        seconds until the second step (600)
+  format=table|json    json: {"schema": 1, "verdict": "fits", "peak": N, ...}
+  dry_run=true         show the command that would be run
+
+Exit code 3: it does not fit, or torch cannot say, as if shapes depend on data.
+
+  launch fit fit.gpu=H100 train.py --batch-size 16
+  launch fit fit.gpu=A100-40GB nproc_per_node=8 nodes=4 train.py
+"""

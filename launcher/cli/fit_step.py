@@ -1,0 +1,219 @@
+"""Runs a program's first steps in a child process, on fake tensors, for `launch fit`."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from launcher.decode import DecodeError, decode
+from launcher.errors import MachineError
+from launcher.files import read_file
+from launcher.fit.fit_model import Device
+from launcher.fit.gpu_table import find_gpu
+from launcher.launch.job import SHIM
+from launcher.protocol import LAUNCH_BINDING, LAUNCH_FIT, LAUNCH_QUIET, LAUNCH_RUN_DIR
+
+STEPS = 2
+"""Optimizer steps: states appear in the first, and the second has them from its beginning."""
+LARGEST_RESULT = 64 << 20
+MOST_LINES = 20
+"""Last lines of a failed program's output that are shown."""
+GRACE = 5.0
+"""Seconds between SIGTERM and SIGKILL."""
+CAPABILITIES = (
+    (("gb300", "b300", "gb200", "b200", "blackwell"), (10, 0)),
+    (("gh200", "h200", "h100", "h800", "h20"), (9, 0)),
+    (("l40", "l4", "ada", "4090", "4080", "4070"), (8, 9)),
+    (("a10", "a40", "a6000", "a16", "3090", "3080"), (8, 6)),
+    (("t4", "2080", "quadro rtx"), (7, 5)),
+    (("v100", "titan v"), (7, 0)),
+    (("p100",), (6, 0)),
+)
+"""Compute capabilities by parts of names (developer.nvidia.com/cuda-gpus); 8.0, A100's, for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class PretendedGpu:
+    """The GPU that the program sees."""
+
+    name: str
+    memory: int
+    capability: tuple[int, int]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPeak:
+    """The peak as the program's interpreter has recorded it, in bytes."""
+
+    total: int
+    categories: dict[str, int]
+    modules: dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why the steps could not be run on fake tensors."""
+
+    reason: str
+    operator: str
+    place: str
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What the program's interpreter has found."""
+
+    device: str
+    peak: RecordedPeak
+    steps: int
+    parameters: int
+    optimizers: tuple[str, ...]
+    notes: tuple[str, ...]
+    seconds: float
+    torch: str
+    complete: bool = False
+    refused: Refusal | None = None
+
+
+def pretend_gpu(device: Device, count: int) -> PretendedGpu | None:
+    """Return the GPU that a program is to see; None for CPUs."""
+    if device.kind != "gpu":
+        return None
+    name = device.name.lower()
+    known = next((found for words, found in CAPABILITIES if any(word in name for word in words)), (8, 0))
+    return PretendedGpu(show_gpu_name(device), (device.memory_mib << 20) or 80 << 30, known, count)
+
+
+def show_gpu_name(device: Device) -> str:
+    """Return a name as the driver writes it, so that programs find it in their tables."""
+    found = find_gpu(device.name)
+    return f"NVIDIA {found.name.upper()}" if found and "NVIDIA" not in device.name else device.name
+
+
+def run_steps(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    folder: Path,
+    gpu: PretendedGpu | None,
+    *,
+    shape: tuple[int, int],
+    timeout: float,
+) -> StepRecord:
+    """Run a program until its second step, and return what was found; raises MachineError.
+
+    `shape` are the ranks of a node and the nodes. `folder` is for the program's output and the result.
+    """
+    result, output = folder / "result.json", folder / "output"
+    order = {"result": str(result), "gpu": asdict(gpu) if gpu else None, "steps": STEPS}
+    variables = {**environ, **describe_rank(shape), **hide_gpus(folder), LAUNCH_FIT: json.dumps(order)}
+    with output.open("wb") as stream:
+        try:
+            process = subprocess.Popen(
+                render_shim(argv),
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise MachineError(f"the program could not be started ({error})") from None
+        status = await_end(process, timeout)
+    return judge_end(result, output, status, timeout)
+
+
+def render_shim(argv: Sequence[str]) -> list[str]:
+    """Return the command that becomes the program."""
+    return [sys.executable, "-I", "-S", str(SHIM), "--", *argv]
+
+
+def describe_rank(shape: tuple[int, int]) -> dict[str, str]:
+    """Return torchrun's variables for the first rank of a job."""
+    local, nodes = shape
+    return {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(local * nodes),
+        "LOCAL_WORLD_SIZE": str(local),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "fit",
+    }
+
+
+def hide_gpus(folder: Path) -> dict[str, str]:
+    """Return variables by which the program touches no real GPU, and no service that keeps its losses."""
+    return {
+        "CUDA_VISIBLE_DEVICES": "",
+        "WANDB_MODE": "disabled",
+        "PYTHONUNBUFFERED": "1",
+        LAUNCH_BINDING: "none",
+        LAUNCH_QUIET: "1",
+        LAUNCH_RUN_DIR: str(folder),
+    }
+
+
+def await_end(process: "subprocess.Popen[bytes]", timeout: float) -> int | None:
+    """Wait for a program's end and return its exit code; None if it was ended after the time."""
+    deadline = time.monotonic() + timeout
+    try:
+        return process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        end_group(process)
+
+
+def end_group(process: "subprocess.Popen[bytes]") -> None:
+    """End what is left of a program and of what it has started."""
+    for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, GRACE)):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        try:
+            process.wait(patience)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def judge_end(result: Path, output: Path, status: int | None, timeout: float) -> StepRecord:
+    """Return the result; raises MachineError if there is none."""
+    try:
+        return decode(StepRecord, read_file(result, LARGEST_RESULT, own=True))
+    except FileNotFoundError:
+        pass
+    except (OSError, DecodeError) as error:
+        raise MachineError(f"the program's result cannot be read ({error}): report it") from None
+    tail = read_last_lines(output)
+    if status is None:
+        what = f"the program took no second optimizer step within fit.timeout={timeout:g} s: give more time"
+    elif status == 0:
+        what = (
+            "the program ended without a second step of a torch.optim optimizer: give it two steps, and see"
+            " that it is a Python program that trains with torch"
+        )
+    elif status < 0:
+        what = f"the program was ended by {signal.Signals(-status).name} before its second step"
+    else:
+        what = f"the program failed on fake tensors (exit code {status}) before its second step"
+    raise MachineError(f"{what}{tail}")
+
+
+def read_last_lines(output: Path) -> str:
+    """Return the end of a program's output, to stand after a message."""
+    try:
+        with output.open("rb") as stream:
+            stream.seek(max(0, output.stat().st_size - (64 << 10)))
+            lines = stream.read().decode("utf-8", "replace").splitlines()[-MOST_LINES:]
+    except OSError:
+        return ""
+    return "".join(f"\n  {line}" for line in lines if line.strip())

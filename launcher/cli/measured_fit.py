@@ -1,0 +1,48 @@
+"""What a program was expected to take, kept in its run directory, and what earlier runs of it have taken."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.fit.fit_fingerprint import fingerprint_program
+from launcher.fit.fit_model import Device, Learned
+from launcher.fit.step_fit import StepFit, predict_reserved
+from launcher.plan.model import Plan
+from launcher.runs.measured_memory import Prediction, read_measured_runs, summarize_ratios, write_prediction
+from launcher.runs.run_directory import RunDir
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramMemory:
+    """Which runs are of one program with the same memory."""
+
+    fingerprint: str
+    device: str
+    """`gpu` or `cpu`."""
+
+
+def describe_program_memory(argv: Sequence[str], device: Device, world_size: int) -> ProgramMemory:
+    """Return what stands for a program on a number of ranks.
+
+    The GPU's type is left out: the tensors are the same on another.
+    """
+    return ProgramMemory(fingerprint_program(argv, [device.kind, f"ranks={world_size}"]), device.kind)
+
+
+def learn_ratio(runs_dir: Path, memory: ProgramMemory, fit: StepFit) -> Learned | None:
+    """Return what earlier runs have measured over what is expected now; None if there are none."""
+    runs = read_measured_runs(runs_dir, memory.fingerprint, memory.device, predict_reserved(fit))
+    if not runs:
+        return None
+    ratio, spread = summarize_ratios(runs)
+    return Learned(ratio, spread, len(runs), ", ".join(run.run for run in runs[:2]))
+
+
+def keep_prediction(run: RunDir, argv: Sequence[str], plan: Plan, nodes: int, expected: int = 0) -> None:
+    """Keep in a run directory which program it is, and what it was expected to take; 0 is not known."""
+    kind = "gpu" if any(rank.gpu for rank in plan.ranks) else "cpu"
+    device = Device("", 0, kind=kind)
+    memory = describe_program_memory(argv, device, len(plan.ranks) * nodes)
+    with contextlib.suppress(OSError):
+        write_prediction(run, Prediction(memory.fingerprint, expected, memory.device))
