@@ -117,7 +117,8 @@ those of `launch`, and
   parallel.X, fit.X    how a program of yours splits and trains it: parallel.tp,
                        pp, dp, cp, ep, zero; fit.micro_batch, seq_len,
                        precision, optimizer, checkpointing, offload;
-                       fit.gpu=A100-40GB is another GPU; fit.check=off leaves all of this out
+                       fit.gpu=A100-40GB is another GPU; fit.check=off leaves
+                       all of this out
 
   launch plan
   launch plan nproc_per_node=2 binding=numa explain=true
