@@ -20,6 +20,7 @@ from tests.benchmarks.hook_cost import bench_hook
 from tests.benchmarks.loading import bench_loader
 from tests.benchmarks.output import bench_output
 from tests.benchmarks.planners import bench_planners
+from tests.benchmarks.preflight_facts import bench_preflight_facts
 from tests.benchmarks.preflight_work import bench_preflight
 from tests.benchmarks.probing import bench_command, bench_probe
 from tests.benchmarks.shim import bench_shim
@@ -37,6 +38,7 @@ TIMED: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
     "command": (bench_command, 10),
     "shim": (bench_shim, 40),
     "probe": (bench_probe, 20),
+    "preflight-facts": (bench_preflight_facts, 100),
     "growth": (bench_growth, 10),
     "output": (bench_output, 5),
     "loader": (bench_loader, 1),
