@@ -17,6 +17,7 @@ PAGES = (
     "garbage-collection",
     "allocator",
     "doctor",
+    "preflight",
     "fit",
     "configuration",
     "environment-variables",
