@@ -41,9 +41,10 @@ def round_up(value: int, multiple: int) -> int:
 def advise_model(request: FitRequest) -> Iterator[Advice]:
     """Advise on the model's dimensions."""
     model, tp = request.model, request.layout.tp
-    yield from advise_vocabulary(model, tp, request.settings.seq_len)
-    yield from advise_heads(model)
-    yield from advise_widths(model, tp)
+    if request.device.kind == "gpu":
+        yield from advise_vocabulary(model, tp, request.settings.seq_len)
+        yield from advise_heads(model)
+        yield from advise_widths(model, tp)
     if tp > 1 and model.hidden_size // tp < NARROW:
         yield Advice(
             "note",
@@ -236,7 +237,7 @@ def advise_batch(request: FitRequest) -> Iterator[Advice]:
             f"a micro-batch of {tokens} tokens a GPU is short for products of matrices",
             "a larger micro-batch if it fits: `launch tune batch` finds it",
         )
-    if tokens % TILE:
+    if tokens % TILE and request.device.kind == "gpu":
         yield Advice(
             "note",
             f"a micro-batch has {tokens} tokens, no multiple of 64",

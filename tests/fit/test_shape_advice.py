@@ -108,6 +108,12 @@ def test_tensor_parallelism_within_a_domain_of_several_nodes() -> None:
     assert advise(change(device=rack, gpus_per_node=4, nodes=16)) == ()
 
 
+def test_shapes_are_no_matter_on_cpus() -> None:
+    cpu = Device("CPU", 16000, kind="cpu")
+    odd = {"vocab_size": 50257, "head_width": 100, "intermediate_size": 28673}
+    assert advise(change(model=odd, device=cpu, nodes=1, gpus_per_node=64)) == ()
+
+
 def test_warnings_come_first() -> None:
     levels = [one.level for one in advise(change(model={"head_width": 320, "hidden_size": 8200}))]
     assert levels == sorted(levels, reverse=True) and len(set(levels)) == 2
