@@ -59,7 +59,7 @@ def read_facts(request: PreflightRequest, environ: Mapping[str, str]) -> NodeFac
         paths=paths,
         host=host,
         node_rank=request.hosts.index(host) if host in request.hosts else 0,
-        sources=FactSources(python=request.python or None),
+        sources=FactSources(python=request.python or None, gpus=environ.get("CUDA_VISIBLE_DEVICES")),
     )
     return replace(facts, asked=request.asked)
 

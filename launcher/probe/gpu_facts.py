@@ -4,7 +4,7 @@ Each value is asked for by itself: what a GPU, a driver or a MIG instance does n
 with a sick GPU, so this runs in a child process.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, TypeVar
@@ -128,8 +128,13 @@ class GpuInquiry:
         return bool(mode and mode[0])
 
 
-def read_gpu_state(tree: Tree, nvml: ModuleType | None, wanted: Collection[str] | None) -> GpuState:
-    """Read the GPUs with the `wanted` PCI addresses, or all; without NVML their names and places alone."""
+def read_gpu_state(
+    tree: Tree, nvml: ModuleType | None, wanted: Collection[str] | str | None = None
+) -> GpuState:
+    """Read the GPUs with the `wanted` PCI addresses, or all; without NVML their names and places alone.
+
+    `wanted` may also be a value of CUDA_VISIBLE_DEVICES.
+    """
     if nvml is None or not tree.is_real:
         return describe_files(tree, wanted, "NVML is not there" if tree.is_real else "not in these files")
     try:
@@ -144,7 +149,7 @@ def read_gpu_state(tree: Tree, nvml: ModuleType | None, wanted: Collection[str] 
         nvml.nvmlShutdown()
 
 
-def describe_failure(tree: Tree, wanted: Collection[str] | None, error: Exception) -> GpuState:
+def describe_failure(tree: Tree, wanted: Collection[str] | str | None, error: Exception) -> GpuState:
     """Describe the GPUs without NVML, which has failed: without GPUs there is nothing amiss about that."""
     reason = f"NVML fails with {str(error).rstrip('.')}"
     found = describe_files(tree, wanted, reason)
@@ -152,7 +157,7 @@ def describe_failure(tree: Tree, wanted: Collection[str] | None, error: Exceptio
     return found if absent or found.vendor == "amd" else replace(found, problem=reason)
 
 
-def describe_files(tree: Tree, wanted: Collection[str] | None, reason: str) -> GpuState:
+def describe_files(tree: Tree, wanted: Collection[str] | str | None, reason: str) -> GpuState:
     """Describe the GPUs of the drivers' files, whose state is not checked for the reason given."""
     shown = sort_gpus(read_driver(tree)) or read_amd(tree)
     gpus = tuple(
@@ -165,7 +170,7 @@ def describe_files(tree: Tree, wanted: Collection[str] | None, reason: str) -> G
     return GpuState(gpus, unchecked=unchecked, vendor=shown[0].vendor if shown else "")
 
 
-def ask_nvml(tree: Tree, nvml: Any, wanted: Collection[str] | None) -> GpuState:  # noqa: ANN401 - a module
+def ask_nvml(tree: Tree, nvml: Any, wanted: Collection[str] | str | None) -> GpuState:  # noqa: ANN401 - a module
     """Read what NVML says; raises NVMLError if it does not even count the GPUs."""
     handles: dict[int, Any] = {}
     gpus: list[GpuFacts] = []
@@ -185,9 +190,32 @@ def ask_nvml(tree: Tree, nvml: Any, wanted: Collection[str] | None) -> GpuState:
     return GpuState(chosen, lost, read_cuda_driver(nvml), unchecked=tuple(divided))
 
 
-def choose_gpus(gpus: tuple[GpuFacts, ...], wanted: Collection[str] | None) -> tuple[GpuFacts, ...]:
+def choose_gpus(gpus: tuple[GpuFacts, ...], wanted: Collection[str] | str | None) -> tuple[GpuFacts, ...]:
     """Return the job's GPUs; those whose address NVML does not tell stay, since they may be among them."""
+    wanted = list_visible(gpus, wanted) if isinstance(wanted, str) else wanted
     return tuple(gpu for gpu in gpus if wanted is None or not gpu.pci or gpu.pci in wanted)
+
+
+def list_visible(gpus: Sequence[GpuFacts], visible: str) -> frozenset[str]:
+    """Return the PCI addresses of the GPUs that CUDA_VISIBLE_DEVICES names; all if it names MIG instances.
+
+    As CUDA has it, what follows an entry that names no GPU does not count (CUDA Programming Guide).
+    """
+    found: set[str] = set()
+    for entry in visible.split(","):
+        name = entry.strip()
+        if name.startswith("MIG"):
+            return frozenset(gpu.pci for gpu in gpus)
+        named = [
+            gpu
+            for gpu in gpus
+            if (name.isascii() and name.isdecimal() and int(name[:9]) == gpu.index)
+            or (len(name) > len("GPU-") and gpu.uuid.startswith(name))
+        ]
+        if len(named) != 1:
+            break
+        found.add(named[0].pci)
+    return frozenset(found)
 
 
 def read_gpu_facts(nvml: Any, index: int) -> tuple[GpuFacts, GpuInquiry | None]:  # noqa: ANN401 - a module

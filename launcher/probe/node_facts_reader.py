@@ -36,8 +36,8 @@ class FactSources:
 
     python: str | None = None
     """The ranks' interpreter, whose torch is looked at; None for this one."""
-    gpus: Collection[str] | None = None
-    """PCI addresses of the job's GPUs; None for all that this process may use."""
+    gpus: Collection[str] | str | None = None
+    """PCI addresses of the job's GPUs, or a value of CUDA_VISIBLE_DEVICES; None for all that NVML lists."""
     nvml: ModuleType | None = None
     """None for pynvml."""
     clock: Callable[[], float] = time.time

@@ -122,6 +122,27 @@ def test_the_jobs_gpus_alone_are_looked_at() -> None:
     assert state.gpus[0].peers == (2,)
 
 
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [
+        ("0,1,2,3", [0, 1, 2, 3]),
+        ("6", [6]),
+        ("GPU-5,GPU-2", [2, 5]),
+        ("1,9,2", [1]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("GPU-", []),
+        ("9" * 5000, []),
+        ("MIG-GPU-1/1/0", list(range(8))),
+    ],
+)
+def test_gpus_of_other_jobs_are_left_alone(visible: str, indices: list[int]) -> None:
+    """Where a cluster does not confine devices, NVML lists the whole node's."""
+    state = read_gpu_state(REAL, make_node_nvml({"nvmlDeviceGetTotalEccErrors": {7: 5}}), visible)
+    assert [gpu.index for gpu in state.gpus] == indices
+
+
 def test_what_a_gpu_does_not_tell_is_not_judged() -> None:
     """As on a laptop's GPU, or with an old driver: each call may fail by itself."""
     kept = ("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetPciInfo")
