@@ -31,7 +31,7 @@ def specify_job(*words: str, program: tuple[str, ...] | None = None) -> JobSpec:
 
 def test_gpus_that_are_too_small_refuse_the_job() -> None:
     with pytest.raises(
-        MachineError, match=r"llama13b does not fit: each GPU \(a100_40gb\) .* program\..*fit\.check=warn"
+        MachineError, match=r"llama13b does not fit: each GPU \(a100 40gb\) .* program\..*fit\.check=warn"
     ):
         judge_submission(specify_job(), choose(make_kind(("a100_40gb", 8))))
 
