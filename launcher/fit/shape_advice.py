@@ -90,7 +90,7 @@ def advise_heads(model: ModelDimensions) -> Iterator[Advice]:
         yield Advice(
             "warning",
             f"heads are {width} wide, no multiple of 8: attention does without fast kernels",
-            f"heads of {round_up(width, TILE)}: {max(1, model.hidden_size // round_up(width, TILE))} of them",
+            "heads of 64 or 128",
             "up to 39% of a step by efficient shapes (arXiv:2401.14489)",
         )
     elif width % TILE:
@@ -124,7 +124,7 @@ def advise_width(key: str, width: int, parts: int, *, is_swiglu: bool) -> Advice
     what = f"{key}={width} is no multiple of {TILE}"
     if parts > 1:
         what = f"{key}={width} over parallel.tp={parts} is {width / parts:g}, no multiple of {TILE}"
-    return Advice("warning" if bad else "note", what, f"{near}", gain)
+    return Advice("warning" if bad else "note", what, f"{key}={near}", gain)
 
 
 def advise_precision(request: FitRequest) -> Iterator[Advice]:
@@ -155,7 +155,7 @@ def advise_precision(request: FitRequest) -> Iterator[Advice]:
             yield Advice(
                 "warning",
                 f"model.{name}={value} is no multiple of 16, which products in fp8 need",
-                str(round_up(value, FP8_MULTIPLE)),
+                f"model.{name}={round_up(value, FP8_MULTIPLE)}",
             )
 
 
@@ -201,12 +201,13 @@ def advise_pipeline(request: FitRequest) -> Iterator[Advice]:
     bubble = idle / (layout.virtual_stages * micro_steps + idle)
     if bubble > LARGEST_BUBBLE:
         enough = -(-idle * 9 // layout.virtual_stages)
-        fix = f"fit.accumulation={enough} (10%)"
+        steps = "1 micro-step" if micro_steps == 1 else f"{micro_steps} micro-steps"
+        fix = f"fit.accumulation={enough} makes it 10%"
         if layout.virtual_stages == 1 and request.model.layers >= 2 * layout.pp:
             fix += ", or parallel.virtual_stages=2"
         yield Advice(
             "warning",
-            f"the pipeline of {layout.pp} stages idles {bubble:.0%} of a step of {micro_steps} micro-steps",
+            f"the pipeline of {layout.pp} stages idles {bubble:.0%} of a step of {steps}",
             fix,
             "share (pp - 1) / (v m + pp - 1) (arXiv:2104.04473, section 2.2)",
         )

@@ -134,7 +134,7 @@ def list_korthikanti() -> list[Published]:
 
 
 def list_megatron() -> list[Published]:
-    """The weak scaling of Megatron-LM on A100-80GB, all activations computed again."""
+    """The weak scaling of Megatron-LM on A100-80GB, all activations computed again; micro-batches of 1."""
     rows = (  # billions, layers, hidden, heads, tp, pp, GPUs, batch
         (1.7, 24, 2304, 24, 1, 1, 32, 512),
         (3.6, 30, 3072, 32, 2, 1, 64, 512),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launcher.fit.batch_arithmetic import check_layout
+from launcher.fit.fit_decision import assess
 from launcher.fit.memory_estimate import estimate_memory
 from launcher.fit.parameter_counts import count_model_parameters
 from tests.fit.published_settings import PUBLISHED, Published
@@ -15,11 +15,12 @@ SIZES |= {"7B": 6_658_859_008, "3B": 2_651_837_440, "1B": 1_315_950_592}
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=[one.name for one in PUBLISHED])
 def test_a_published_setting_is_decided_right(published: Published) -> None:
-    request = published.make_request()
-    check_layout(request)
-    total, capacity = estimate_memory(request).total, request.device.memory_mib << 20
-    assert (total.low <= capacity) == published.runs, published.source
+    report = assess(published.make_request())
+    assert (report.verdict != "does_not_fit") == published.runs, published.source
+    total = report.estimate.total
     assert total.low <= total.expected <= total.high
+    assert all(change.total.high <= report.capacity for change in report.changes)
+    assert bool(report.changes) != published.runs
 
 
 def test_there_are_enough_of_either_kind() -> None:
