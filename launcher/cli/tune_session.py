@@ -49,15 +49,13 @@ class TuneSession:
 
     def try_each(self, choose: Callable[[], int | None], attempt: Callable[[int], None]) -> None:
         """Try what is chosen next until nothing is; a signal ends it. Raises what `attempt` raises."""
-        while (value := choose()) is not None:
-            try:
+        try:
+            while (value := choose()) is not None:
                 attempt(value)
-            except InterruptedTrialError as error:
-                self.interrupted = error.args[0]
-                return
-            except KeyboardInterrupt:  # between two runs
-                self.interrupted = signal.SIGINT
-                return
+        except InterruptedTrialError as error:
+            self.interrupted = error.args[0]
+        except KeyboardInterrupt:  # between two runs
+            self.interrupted = signal.SIGINT
 
     def give_up(self, error: MeasureError | LaunchError) -> int:
         """Say why nothing could be measured; returns the program's exit code, or raises UsageError."""

@@ -162,9 +162,9 @@ class TuneConfig:
     max_workers: Any = "auto"
     """Largest number of workers to try; `auto`: two for each core of a rank, 4 to 64, if memory allows."""
     steps: int = 48
-    """Largest number of steps to measure for each number of workers; fewer if the mean is clear."""
+    """Largest number of steps to measure for each value; fewer if the mean is clear."""
     seconds: float = 60.0
-    """Seconds to measure each number of workers at most."""
+    """Seconds to measure each value at most."""
     timeout: float = 900.0
     """Seconds that a run of the program may take; a longer one is ended."""
 
