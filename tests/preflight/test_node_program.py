@@ -42,9 +42,9 @@ def make_interpreter(folder: Path, script: str) -> str:
 
 
 def test_it_answers_with_facts_and_again_with_work(tmp_path: Path) -> None:
-    request = replace(REQUEST, seconds=7.0, paths=(NeededPath(str(tmp_path), "run directory"),))
+    request = replace(REQUEST, seconds=40.0, paths=(NeededPath(str(tmp_path), "run directory"),))
     process = start(request)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=90)
     assert (process.returncode, err) == (0, "")
     first, last = (parse_answer(line) for line in out.splitlines())
     assert isinstance(first, NodeAnswer) and isinstance(last, NodeAnswer)
@@ -52,7 +52,7 @@ def test_it_answers_with_facts_and_again_with_work(tmp_path: Path) -> None:
     assert (last.facts.host, last.facts.node_rank, last.facts.asked) == ("n2", 1, 123.0)
     assert first.facts.paths[0].path == str(tmp_path) and first.facts.work == ()
     assert {"matmul", "memory", "all_reduce"} == {one.measure for one in last.facts.work}
-    assert last.facts.seconds < 7.0
+    assert last.facts.seconds < 40.0
     assert not list(tmp_path.iterdir())
 
 
