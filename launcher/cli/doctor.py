@@ -21,6 +21,7 @@ from launcher.errors import UsageError
 from launcher.launch.job import SHIM
 from launcher.plan.json_form import plan_to_json
 from launcher.plan.model import Plan, RankPlan
+from launcher.preflight.preflight_request import SECONDS
 from launcher.probe.node_facts_reader import FactSources, read_node_facts
 from launcher.probe.system_facts import read_health
 from launcher.protocol import LAUNCH_PLAN, LAUNCH_QUIET, LAUNCH_RECORD_DIR, PREFIX, name_plan_file
@@ -38,6 +39,10 @@ PATIENCE = 30
 def show_checkup(call: VerbCall) -> int:
     """Print the findings; return 1 if one is an error or a warning, else 0."""
     config, environ = call.config, call.environ
+    if asks_preflight(call):
+        from launcher.cli.doctor_nodes import show_node_checks
+
+        return show_node_checks(call)
     # A placement that falls short is a finding here.
     config = replace(config, binding=replace(config.binding, strict=False))
     plan = plan_node(config, environ)
@@ -62,6 +67,11 @@ def show_checkup(call: VerbCall) -> int:
     else:
         print_findings(make_console(stderr=False), findings)
     return choose_exit_code(findings)
+
+
+def asks_preflight(call: VerbCall) -> bool:
+    """Tell whether the command line asks for the checks before a job; a file may choose them for jobs."""
+    return bool({"preflight", "preflight.kind"} & {*call.given}) and call.config.preflight.kind in SECONDS
 
 
 def read_node(config: LaunchConfig, plan: Plan, here: bool) -> NodeFacts:
@@ -148,6 +158,8 @@ warning (!), and 0 if there are notes (i) and unmade checks (?) at most.
   format=table|json    json: {"schema": 1,
                        "findings": [{level, subject, what, why, fix}]}
   run_dir=DIR          compare this run, not the last one below runs_dir
+  preflight=light|deep make the checks before a job, now, on all nodes of the
+                       SLURM job that this is in, else here; findings by node
 
   launch doctor
   launch doctor format=json

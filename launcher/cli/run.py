@@ -193,6 +193,11 @@ def execute_here(spec: JobSpec, job: Job, argv: Sequence[str]) -> int:
     run, manifest = local_run.prepare_run(spec, argv, [job.host])
     local_run.write_plan(spec, run, job.host, plan_to_json(job.plan))
     keep_prediction(run, job.program, job.plan, job.cluster.max_nodes)
+    if spec.config.preflight.kind not in ("off", "auto"):
+        from launcher.cli.run_preflight import check_before_run  # only if it is asked for
+
+        if status := check_before_run(job, run, manifest):
+            return status
     return local_run.execute_job(job, run, manifest, make_local_viewer, count_oom_kills)
 
 

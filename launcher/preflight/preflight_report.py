@@ -1,6 +1,6 @@
 """What comes of the nodes' answers: the findings on all nodes of a job, and their account in the manifest."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from launcher.doctor.finding import Finding
@@ -65,6 +65,11 @@ def report_problem(host: str, why: str) -> Finding:
         f"{host} was not checked: {why}",
         fix="preflight=off starts jobs without checks",
     )
+
+
+def explain_missing_answer(lines: Iterable[str]) -> str:
+    """Say why a node's program gave no answer, by what it printed last on stderr."""
+    return next(iter([*lines][::-1]), "its program printed no answer")
 
 
 def describe_report(report: PreflightReport) -> dict[str, Any]:

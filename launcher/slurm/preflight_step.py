@@ -20,12 +20,12 @@ from launcher.launch.signals import FORWARDED, STOPPING
 from launcher.preflight.answer_files import write_report
 from launcher.preflight.answer_reader import START_MARGIN, AnswerReader
 from launcher.preflight.needed_paths import list_needed_paths
-from launcher.preflight.preflight_report import describe_report, make_report
-from launcher.preflight.preflight_request import SECONDS, PreflightRequest
-from launcher.preflight.rank_interpreter import find_rank_python
+from launcher.preflight.preflight_report import describe_report, explain_missing_answer, make_report
+from launcher.preflight.preflight_request import SECONDS, NeededPath, PreflightRequest
 from launcher.report.preflight_lines import list_preflight_lines
 from launcher.slurm.attempt import Attempt, try_write_manifest
 from launcher.slurm.attempt_end import StepReport
+from launcher.slurm.job_control import count_restarts
 from launcher.slurm.notation import expand_hosts
 from launcher.slurm.preflight_action import NodeChoice, choose_hosts
 from launcher.slurm.rendezvous import pick_port, read_local_ports
@@ -35,6 +35,7 @@ from launcher.slurm.srun_messages import (
     drop_prefix,
     has_begun,
     is_cpu_bind_complaint,
+    is_slurm_line,
     parse_node_failure,
     parse_task_ends,
 )
@@ -148,9 +149,10 @@ def check_nodes(
     attempt: Attempt, monitor: StepMonitor, candidates: tuple[str, ...], kind: str
 ) -> CheckedNodes:
     """Run the step to its end, or to its limit; raises OSError if there is no srun."""
-    began = time.monotonic()
-    request = make_request_of_nodes(attempt, candidates, kind)
-    process = start_checks(attempt, request)
+    began, config, run = time.monotonic(), attempt.request.config, attempt.run
+    paths = list_needed_paths(config, run.path, Path(attempt.request.directory))
+    request = describe_checks(config, attempt.environ, candidates, kind, paths)
+    process = start_checks(config, request, attempt.environ)
     reader = AnswerReader(process, request, monitor.inbox.wakeup)
     try:
         while reader.collect(began + START_MARGIN + request.seconds):
@@ -158,35 +160,50 @@ def check_nodes(
                 return CheckedNodes(None, "a signal came")
     finally:
         reader.end()
-    return judge_step(attempt, reader, time.monotonic() - began)
+    return judge_step(attempt.environ, reader, time.monotonic() - began)
 
 
-def make_request_of_nodes(attempt: Attempt, candidates: tuple[str, ...], kind: str) -> PreflightRequest:
+def check_allocation(
+    config: LaunchConfig, environ: Mapping[str, str], hosts: tuple[str, ...]
+) -> tuple[PreflightReport | None, str]:
+    """Check the nodes of an allocation without a run; returns why there is no report, too."""
+    began, kind = time.monotonic(), config.preflight.kind
+    paths = list_needed_paths(config, None, Path.cwd())
+    request = describe_checks(config, environ, hosts, kind, paths)
+    try:
+        reader = AnswerReader(start_checks(config, request, environ), request)
+    except OSError as error:
+        return None, f"srun cannot be run ({error.strerror})"
+    try:
+        reader.collect(began + START_MARGIN + request.seconds)
+    finally:
+        reader.end()
+    checked = judge_step(environ, reader, time.monotonic() - began)
+    return checked.report, checked.problem
+
+
+def describe_checks(
+    config: LaunchConfig,
+    environ: Mapping[str, str],
+    hosts: tuple[str, ...],
+    kind: str,
+    paths: tuple[NeededPath, ...],
+) -> PreflightRequest:
     """Return what the nodes are asked."""
-    config, run = attempt.request.config, attempt.run
-    job = int(attempt.environ.get("SLURM_JOB_ID", "0"))
-    port = pick_port(job, run.first_attempt, PORT_TRIAL, read_local_ports())
-    words = attempt.request.words or config.program.get("command") or ()
-    return PreflightRequest(
-        kind,
-        candidates,
-        SECONDS[kind],
-        time.time(),
-        list_needed_paths(config, run.path, Path(attempt.request.directory)),
-        config.preflight.min_free_gib,
-        config.preflight.tolerance,
-        f"{candidates[0]}:{port}",
-        find_rank_python(words, {**attempt.environ, **config.env}, attempt.request.directory),
-    )
+    job, restarts = int(environ.get("SLURM_JOB_ID", "0")), count_restarts(environ)
+    port = pick_port(job, restarts, PORT_TRIAL, read_local_ports())
+    limits = (config.preflight.min_free_gib, config.preflight.tolerance)
+    return PreflightRequest(kind, hosts, SECONDS[kind], time.time(), paths, *limits, f"{hosts[0]}:{port}")
 
 
-def start_checks(attempt: Attempt, request: PreflightRequest) -> "subprocess.Popen[bytes]":
+def start_checks(
+    config: LaunchConfig, request: PreflightRequest, environ: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
     """Start a task on each node, outside of any container; raises OSError if there is no srun."""
-    argv = render_step(describe_check_step(attempt.request.config, request, attempt.environ))
     parent = os.getpid()
     return subprocess.Popen(
-        argv,
-        env={**drop_task_variables(clean_for_step(attempt.environ)), **attempt.request.config.env},
+        render_step(describe_check_step(config, request, environ)),
+        env={**drop_task_variables(clean_for_step(environ)), **config.env},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -208,14 +225,15 @@ def describe_check_step(config: LaunchConfig, request: PreflightRequest, environ
     )
 
 
-def judge_step(attempt: Attempt, reader: AnswerReader, seconds: float) -> CheckedNodes:
+def judge_step(environ: Mapping[str, str], reader: AnswerReader, seconds: float) -> CheckedNodes:
     """Tell nodes that hold the checks up from those whose checks failed for a reason of their own."""
+    hosts = reader.request.hosts
     lines = [line for line in reader.errors if not is_cpu_bind_complaint(line)]
-    missing = [host for host in reader.request.hosts if host not in reader.final]
+    missing = [host for host in hosts if host not in reader.final]
     if reader.ended and not reader.facts and not has_begun(lines):
         words = "; ".join(map(drop_prefix, lines[-3:])) or f"srun ended with {reader.process.returncode}"
         return CheckedNodes(None, words)
-    lost = {host for line in lines if (hosts := parse_node_failure(line)) for host in expand_hosts(hosts)}
+    lost = {host for line in lines if (names := parse_node_failure(line)) for host in expand_hosts(names)}
     silent = [host for host in missing if host in lost or not reader.ended]
     ends = parse_task_ends(lines)
     problems = {
@@ -223,12 +241,12 @@ def judge_step(attempt: Attempt, reader: AnswerReader, seconds: float) -> Checke
         for host in missing
         if host not in silent
     }
-    if len(problems) == len(reader.request.hosts):
-        own = [line for line in lines if not line.startswith(("srun:", "slurmstepd:"))] or lines
-        return CheckedNodes(None, drop_prefix(own[-1]) if own else "their programs printed no answer")
-    gpus = count_gpus(attempt.environ)
-    report = make_report(reader.request, reader.facts, silent, problems, gpus=gpus, seconds=seconds)
-    return CheckedNodes(report)
+    if len(problems) == len(hosts):
+        return CheckedNodes(None, explain_missing_answer(line for line in lines if not is_slurm_line(line)))
+    gpus = count_gpus(environ)
+    return CheckedNodes(
+        make_report(reader.request, reader.facts, silent, problems, gpus=gpus, seconds=seconds)
+    )
 
 
 def count_gpus(environ: Mapping[str, str]) -> int | None:
