@@ -91,6 +91,7 @@ def check_this_machine(
         list_needed_paths(config, run_path, Path.cwd()),
         config.preflight.min_free_gib,
         config.preflight.tolerance,
+        python=environ.get("PYTHON_EXEC", ""),
     )
     with catch_signals() as inbox:
         try:

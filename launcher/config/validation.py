@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from launcher.config.allocator_options import HOSTS, read_host
 from launcher.config.cluster import Cluster
 from launcher.config.request import make_request, parse_nproc
-from launcher.config.schema import FitConfig, LaunchConfig, ParallelConfig
+from launcher.config.schema import FitConfig, LaunchConfig, ParallelConfig, PreflightConfig
 from launcher.config.search_path import Sources
 from launcher.config.yaml_files import check_quoted
 from launcher.errors import UsageError
@@ -247,6 +247,15 @@ def check_fit_values(context: Context) -> None:
         check_fit_settings(config)
 
 
+def check_preflight(context: Context) -> None:
+    """Refuse values of `preflight` that mean nothing."""
+    preflight = context.config.preflight
+    if preflight != PreflightConfig():
+        from launcher.config.preflight_validation import check_preflight_settings  # noqa: PLC0415 - seldom set
+
+        check_preflight_settings(preflight)
+
+
 def check_agent(context: Context, cluster: Cluster) -> None:
     """Refuse agent=srun if there is no srun for the ranks, or something needs torchrun's agent."""
     config = context.config
@@ -404,7 +413,15 @@ def check_minimum(key: str, value: int, minimum: int) -> None:
         raise UsageError(f"{key}={value}: give a number of at least {minimum}")
 
 
-PLAN_CHECKS = (check_output_files, check_format, check_workers, check_gc, check_host, check_fit_values)
+PLAN_CHECKS = (
+    check_output_files,
+    check_format,
+    check_workers,
+    check_gc,
+    check_host,
+    check_fit_values,
+    check_preflight,
+)
 """For a verb that plans a node; the planner checks what is its own."""
 TOPO_CHECKS = (check_texts, check_format, check_workers, check_gc, check_host)
 """For `launch topo`, which writes files."""
@@ -423,6 +440,7 @@ JOB_CHECKS = (
     check_gc,
     check_host,
     check_fit_values,
+    check_preflight,
     check_placement,
     check_format,
     check_output_files,

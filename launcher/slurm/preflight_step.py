@@ -192,8 +192,17 @@ def describe_checks(
     """Return what the nodes are asked."""
     job, restarts = int(environ.get("SLURM_JOB_ID", "0")), count_restarts(environ)
     port = pick_port(job, restarts, PORT_TRIAL, read_local_ports())
-    limits = (config.preflight.min_free_gib, config.preflight.tolerance)
-    return PreflightRequest(kind, hosts, SECONDS[kind], time.time(), paths, *limits, f"{hosts[0]}:{port}")
+    return PreflightRequest(
+        kind,
+        hosts,
+        SECONDS[kind],
+        time.time(),
+        paths,
+        config.preflight.min_free_gib,
+        config.preflight.tolerance,
+        f"{hosts[0]}:{port}",
+        {**environ, **config.env}.get("PYTHON_EXEC", ""),
+    )
 
 
 def start_checks(
