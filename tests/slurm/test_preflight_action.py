@@ -1,0 +1,106 @@
+"""What becomes of a job whose nodes were checked, as a table; whether they are; requeues for sick nodes."""
+
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from launcher.config.schema import RequeueConfig
+from launcher.slurm import preflight_kind
+from launcher.slurm.attempt_end import EndFacts, classify_end
+from launcher.slurm.preflight_action import choose_hosts
+from launcher.slurm.preflight_kind import choose_preflight_kind
+from launcher.slurm.requeue_policy import PastAttempt, decide_requeue
+from tests.conftest import clean_environ
+
+FOUR = ("n0", "n1", "n2", "n3")
+
+
+@pytest.mark.parametrize(
+    ("sick", "on_failure", "nodes", "owned", "action", "hosts"),
+    [
+        ((), "stop", (4, 4), True, "start", FOUR),
+        (("n2",), "report", (4, 4), True, "start", FOUR),
+        (("n2",), "stop", (2, 4), True, "stop", ()),
+        # A sick spare is of no use, and does no harm.
+        (("n3",), "stop", (3, 3), True, "start", ("n0", "n1", "n2")),
+        (("n0",), "exclude", (2, 4), True, "leave_out", ("n1", "n2", "n3")),
+        (("n1", "n2"), "exclude", (2, 4), False, "leave_out", ("n0", "n3")),
+        (("n1",), "exclude", (3, 3), True, "leave_out", ("n0", "n2", "n3")),
+        (("n1", "n3"), "exclude", (3, 3), True, "requeue", ()),
+        (("n2",), "exclude", (4, 4), True, "requeue", ()),
+        (("n2",), "exclude", (4, 4), False, "stop", ()),
+        (FOUR, "exclude", (1, 4), True, "requeue", ()),
+        (("n0", "n1", "n2"), "exclude", (2, 4), True, "requeue", ()),
+    ],
+)
+def test_the_nodes_that_a_job_goes_on_with(
+    sick: tuple[str, ...],
+    on_failure: str,
+    nodes: tuple[int, int],
+    owned: bool,
+    action: str,
+    hosts: tuple[str, ...],
+) -> None:
+    choice = choose_hosts(FOUR, sick, on_failure=on_failure, nodes=nodes, owned=owned)
+    assert (choice.action, choice.hosts) == (action, hosts)
+    foreseen = {*sick} & {*FOUR[: nodes[1]]}
+    assert bool(choice.text) == bool(foreseen)
+
+
+def test_what_is_done_is_said() -> None:
+    spare = choose_hosts(FOUR, ["n1"], on_failure="exclude", nodes=(3, 3), owned=True)
+    assert spare.text == "the job goes on n3 in place of n1, on 3 nodes (preflight.on_failure=exclude)"
+    fewer = choose_hosts(FOUR, ["n1"], on_failure="exclude", nodes=(2, 4), owned=True)
+    assert fewer.text == "the job goes on without n1, on 3 nodes (preflight.on_failure=exclude)"
+    foreign = choose_hosts(FOUR, ["n1"], on_failure="exclude", nodes=(4, 4), owned=False)
+    assert "not launch's to requeue" in foreign.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "environ", "has_driver", "chosen"),
+    [
+        ("off", {"SLURM_GPUS_ON_NODE": "8", "SLURMD_NODENAME": "n0"}, True, ""),
+        ("light", {}, False, "light"),
+        ("deep", {"SLURMD_NODENAME": "n0"}, False, "deep"),
+        ("auto", {"SLURM_GPUS_ON_NODE": "8", "SLURMD_NODENAME": "n0"}, True, "light"),
+        # What SLURM counts as GPUs may be something else.
+        ("auto", {"SLURM_GPUS_ON_NODE": "8", "SLURMD_NODENAME": "n0"}, False, ""),
+        # From a login node, which has no GPUs itself.
+        ("auto", {"SLURM_GPUS_PER_NODE": "h100:8"}, False, "light"),
+        ("auto", {"SLURMD_NODENAME": "n0"}, True, ""),
+        ("auto", {"SLURM_GPUS_ON_NODE": "0", "SLURMD_NODENAME": "n0"}, True, ""),
+        ("auto", {}, True, ""),
+    ],
+)
+def test_whether_nodes_are_checked(
+    kind: str, environ: Mapping[str, str], has_driver: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight_kind, "DRIVER_FILES", ("/",) if has_driver else ())
+    assert choose_preflight_kind(kind, environ) == chosen
+
+
+def test_a_sick_node_is_why_an_attempt_ended_unless_slurm_ends_the_job() -> None:
+    assert classify_end(EndFacts(sick=True), "") == "sick_node"
+    assert classify_end(EndFacts(sick=True), "cancelled") == "cancelled"
+    assert classify_end(EndFacts(sick=True), "requeued") == "requeued"
+
+
+def test_requeues_for_sick_nodes_are_limited_and_are_no_lack_of_progress() -> None:
+    policy, past = RequeueConfig(sick_node=3, no_progress=2), PastAttempt("sick_node", False)
+    assert [decide_requeue("sick_node", policy, [past] * count, False).requeue for count in range(5)] == [
+        *(True, True, True),
+        *(False, False),
+    ]
+    last = decide_requeue("sick_node", policy, [past] * 3, False)
+    assert "cluster.requeue.sick_node=3" in last.reason and last.cause == "sick_node"
+
+
+def test_without_preflight_nothing_of_it_is_imported() -> None:
+    script = "import sys\nfrom launcher.slurm import first_node, step_monitor\nfrom launcher.cli import run\n"
+    script += "print([name for name in sys.modules if 'preflight' in name])"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=clean_environ(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "['launcher.slurm.preflight_kind']"
