@@ -83,12 +83,11 @@ def choose_nodes_by_name(
 
 def matches(host: str, name: str) -> bool:
     """Tell whether a name, a pattern (`n1*`) or a list of SLURM's (`n[08-12]`) means a host."""
-    if host == name or fnmatchcase(host, name):
-        return True
     try:
-        return not HUGE.search(name) and host in expand_hosts(name)
+        is_list = not {*"*?!"} & {*name} and not HUGE.search(name)
+        return host in expand_hosts(name) if is_list else fnmatchcase(host, name)
     except ValueError:
-        return False
+        return fnmatchcase(host, name)
 
 
 HELP = """\

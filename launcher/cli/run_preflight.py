@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from launcher.preflight.answer_reader import START_MARGIN, AnswerReader
 from launcher.preflight.needed_paths import list_needed_paths
 from launcher.preflight.preflight_report import describe_report, explain_missing_answer, make_report
 from launcher.preflight.preflight_request import SECONDS, PreflightRequest
+from launcher.preflight.rank_interpreter import find_rank_python
 from launcher.protocol import name_host
 from launcher.report.preflight_lines import list_preflight_lines
 from launcher.runs.manifest import stamp_time, write_manifest
@@ -34,7 +35,7 @@ def check_before_run(job: Job, run: RunDir, manifest: dict[str, Any]) -> int:
     Raises MachineError if it is not, for `preflight.on_failure`; returns 128+n for a signal that stopped it.
     A node of a job that is started by hand reports alone: the others would wait for it.
     """
-    report, problem, stop = check_this_machine(job.config, job.environ, run.path)
+    report, problem, stop = check_this_machine(job.config, job.environ, run.path, job.program)
     if stop:
         finish(run, manifest, {"state": "stopped", "exit_code": 128 + stop, "signal": name_signal(stop)})
         return 128 + stop
@@ -79,9 +80,12 @@ def finish(run: RunDir, manifest: dict[str, Any], outcome: Mapping[str, object])
 
 
 def check_this_machine(
-    config: LaunchConfig, environ: Mapping[str, str], run_path: Path
+    config: LaunchConfig, environ: Mapping[str, str], run_path: Path, words: Sequence[str] = ("-m",)
 ) -> tuple[PreflightReport | None, str, int]:
-    """Return what was found, or why nothing was, and the signal that ended the checks, else 0."""
+    """Return what was found, or why nothing was, and the signal that ended the checks, else 0.
+
+    `words` are the program and its arguments.
+    """
     kind, began = config.preflight.kind, time.monotonic()
     request = PreflightRequest(
         kind,
@@ -91,7 +95,7 @@ def check_this_machine(
         list_needed_paths(config, run_path, Path.cwd()),
         config.preflight.min_free_gib,
         config.preflight.tolerance,
-        python=environ.get("PYTHON_EXEC", ""),
+        python=find_rank_python(words, environ, str(Path.cwd())),
     )
     with catch_signals() as inbox:
         try:

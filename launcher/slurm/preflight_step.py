@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.config.schema import LaunchConfig
@@ -22,6 +22,7 @@ from launcher.preflight.answer_reader import START_MARGIN, AnswerReader
 from launcher.preflight.needed_paths import list_needed_paths
 from launcher.preflight.preflight_report import describe_report, explain_missing_answer, make_report
 from launcher.preflight.preflight_request import SECONDS, NeededPath, PreflightRequest
+from launcher.preflight.rank_interpreter import find_rank_python
 from launcher.report.preflight_lines import list_preflight_lines
 from launcher.slurm.attempt import Attempt, try_write_manifest
 from launcher.slurm.attempt_end import StepReport
@@ -152,6 +153,9 @@ def check_nodes(
     began, config, run = time.monotonic(), attempt.request.config, attempt.run
     paths = list_needed_paths(config, run.path, Path(attempt.request.directory))
     request = describe_checks(config, attempt.environ, candidates, kind, paths)
+    words = attempt.request.words or config.program.get("command") or ()
+    environ = {**attempt.environ, **config.env}
+    request = replace(request, python=find_rank_python(words, environ, attempt.request.directory))
     process = start_checks(config, request, attempt.environ)
     reader = AnswerReader(process, request, monitor.inbox.wakeup)
     try:
@@ -201,7 +205,7 @@ def describe_checks(
         config.preflight.min_free_gib,
         config.preflight.tolerance,
         f"{hosts[0]}:{port}",
-        {**environ, **config.env}.get("PYTHON_EXEC", ""),
+        find_rank_python(("-m",), {**environ, **config.env}, str(Path.cwd())),
     )
 
 

@@ -1,7 +1,6 @@
 """`launch nodes`: the table, patterns, JSON, completion, planted files."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,21 +8,27 @@ from typing import Any
 import pytest
 
 from launcher.cli.completion import answer_query
-
 from tests.cli.make_runs import make_run
-
 from tests.conftest import Result
 
 Launch = Callable[..., Result]
 
-FINDING = {"host": "n2", "level": "error", "subject": "limits", "what": "/dev/shm has 8 MiB\x1b[2J", "fix": ""}
+FINDING = {
+    "host": "n2",
+    "level": "error",
+    "subject": "limits",
+    "what": "/dev/shm has 8 MiB\x1b[2J",
+    "fix": "",
+}
 
 
 @pytest.fixture
 def runs(here: Path) -> Path:
     """Three runs on nodes n0 to n11."""
     hosts: dict[str, Any] = {"hosts": [f"n{number}" for number in range(12)]}
-    make_run(here / "runs", "a", "20260801-120001", **hosts, preflight={"findings": [FINDING], "sick": ["n2"]})
+    make_run(
+        here / "runs", "a", "20260801-120001", **hosts, preflight={"findings": [FINDING], "sick": ["n2"]}
+    )
     make_run(here / "runs", "a", "20260801-120002", "failed", **hosts, outcome={"lost": ["n11"]})
     make_run(here / "runs", "a", "20260801-120003", **{**hosts, "hosts": ["n11", "login"]})
     return here / "runs"
@@ -62,7 +67,7 @@ def test_what_is_no_manifest_is_passed_over(launch: Launch, runs: Path) -> None:
     make_run(runs, "b", "20260801-120005", hosts={"n0": 1}, preflight=[1], hangs="x")
     link = runs / "b" / "20260801-120006"
     link.mkdir()
-    os.symlink("/dev/zero", link / "manifest.json")
+    (link / "manifest.json").symlink_to("/dev/zero")
     assert len(launch("nodes", "format=json").out) > 1000
 
 

@@ -14,7 +14,7 @@ SLOW = {"host": "n1", "rank": 3, "detail": "its core is shared"}
 HANG = {"number": 1, "verdict": {"sentence": "rank 1 on n1 has not joined", "hosts": ["n1"]}}
 
 
-def make_manifest(**parts: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
+def make_manifest(**parts: Any) -> dict[str, Any]:
     return {"started": START, "hosts": ["n0", "n1", "n2"], "outcome": {}, "earlier": [], **parts}
 
 
@@ -56,16 +56,13 @@ def test_names_that_are_no_hosts_are_left_out() -> None:
     assert [node.host for node in found] == ["n0"]
 
 
+KEYS = (
+    "preflight outcome hosts findings sick lost hangs verdict stragglers earlier started host level sentence"
+)
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(
-        st.sampled_from(
-            ("preflight", "outcome", "hosts", "findings", "sick", "lost", "hangs", "verdict", "stragglers")
-            + ("earlier", "started", "host", "level", "sentence")
-        ),
-        inner,
-        max_size=4,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS.split()), inner, max_size=4)
     ),
     max_leaves=12,
 )

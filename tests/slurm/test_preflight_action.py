@@ -18,21 +18,21 @@ FOUR = ("n0", "n1", "n2", "n3")
 
 
 @pytest.mark.parametrize(
-    ("sick", "on_failure", "nodes", "owned", "action", "hosts"),
+    ("sick", "on_failure", "nodes", "owned", "expected"),
     [
-        ((), "stop", (4, 4), True, "start", FOUR),
-        (("n2",), "report", (4, 4), True, "start", FOUR),
-        (("n2",), "stop", (2, 4), True, "stop", ()),
+        ((), "stop", (4, 4), True, ("start", FOUR)),
+        (("n2",), "report", (4, 4), True, ("start", FOUR)),
+        (("n2",), "stop", (2, 4), True, ("stop", ())),
         # A sick spare is of no use, and does no harm.
-        (("n3",), "stop", (3, 3), True, "start", ("n0", "n1", "n2")),
-        (("n0",), "exclude", (2, 4), True, "leave_out", ("n1", "n2", "n3")),
-        (("n1", "n2"), "exclude", (2, 4), False, "leave_out", ("n0", "n3")),
-        (("n1",), "exclude", (3, 3), True, "leave_out", ("n0", "n2", "n3")),
-        (("n1", "n3"), "exclude", (3, 3), True, "requeue", ()),
-        (("n2",), "exclude", (4, 4), True, "requeue", ()),
-        (("n2",), "exclude", (4, 4), False, "stop", ()),
-        (FOUR, "exclude", (1, 4), True, "requeue", ()),
-        (("n0", "n1", "n2"), "exclude", (2, 4), True, "requeue", ()),
+        (("n3",), "stop", (3, 3), True, ("start", ("n0", "n1", "n2"))),
+        (("n0",), "exclude", (2, 4), True, ("leave_out", ("n1", "n2", "n3"))),
+        (("n1", "n2"), "exclude", (2, 4), False, ("leave_out", ("n0", "n3"))),
+        (("n1",), "exclude", (3, 3), True, ("leave_out", ("n0", "n2", "n3"))),
+        (("n1", "n3"), "exclude", (3, 3), True, ("requeue", ())),
+        (("n2",), "exclude", (4, 4), True, ("requeue", ())),
+        (("n2",), "exclude", (4, 4), False, ("stop", ())),
+        (FOUR, "exclude", (1, 4), True, ("requeue", ())),
+        (("n0", "n1", "n2"), "exclude", (2, 4), True, ("requeue", ())),
     ],
 )
 def test_the_nodes_that_a_job_goes_on_with(
@@ -40,11 +40,10 @@ def test_the_nodes_that_a_job_goes_on_with(
     on_failure: str,
     nodes: tuple[int, int],
     owned: bool,
-    action: str,
-    hosts: tuple[str, ...],
+    expected: tuple[str, tuple[str, ...]],
 ) -> None:
     choice = choose_hosts(FOUR, sick, on_failure=on_failure, nodes=nodes, owned=owned)
-    assert (choice.action, choice.hosts) == (action, hosts)
+    assert (choice.action, choice.hosts) == expected
     foreseen = {*sick} & {*FOUR[: nodes[1]]}
     assert bool(choice.text) == bool(foreseen)
 
