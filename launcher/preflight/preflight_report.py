@@ -31,7 +31,11 @@ def make_report(
     """
     nodes = tuple(facts[host] for host in request.hosts if host in facts)
     unanswered = tuple(host for host in request.hosts if host in silent)
-    settings = JudgeSettings(gpus, int(request.min_free_gib * (1 << 20)), request.tolerance)
+    # What SLURM counts as GPUs is not NVIDIA's if no node has the driver: NVML cannot find them.
+    has_driver = any(node.driver or node.gpus or node.lost_gpus for node in nodes)
+    settings = JudgeSettings(
+        gpus if has_driver else None, int(request.min_free_gib * (1 << 20)), request.tolerance
+    )
     findings = (
         *judge_answers(nodes, settings),
         *judge_meetings(request.hosts, nodes, settings.tolerance),
