@@ -87,6 +87,8 @@ def make_fit_request(
         shape=(len(plan.ranks), nodes),
         is_bundled=is_bundled,
         expandable=has_expandable_segments(config, environ),
+        # The bundled program divides the machine's memory, whatever the cgroup leaves.
+        visible_bytes=(plan.machine.memory_kib << 10) // len(plan.ranks) if device.kind == "cpu" else 0,
     )
 
 
@@ -99,12 +101,13 @@ def make_request_on(
     shape: tuple[int, int],
     is_bundled: bool,
     expandable: bool = True,
+    visible_bytes: int = 0,
 ) -> FitRequest:
     """Return what is asked of a job of `shape`, (ranks of a node, nodes), on known devices; see above."""
     gpu = find_gpu(device.name) if device.kind == "gpu" else None
     ranks = Ranks(
         count=shape[0] * shape[1],
-        memory_bytes=device.memory_mib << 20,
+        memory_bytes=visible_bytes or device.memory_mib << 20,
         has_bf16=device.kind == "gpu" and has_bf16(gpu),
         expandable_segments=expandable,
     )

@@ -80,6 +80,10 @@ OF_LAUNCH = [shown for shown in SHOWN if "launch-rank" not in shown.argv]
 OF_LAUNCH_RANK = [shown for shown in SHOWN if "launch-rank" in shown.argv]
 
 
+CONFIG_JSON = """{"model_type": "llama", "vocab_size": 32000, "num_hidden_layers": 16, "hidden_size": 2048,
+"num_attention_heads": 16, "intermediate_size": 5632, "max_position_embeddings": 2048}"""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """What the documents' commands name: programs, variables, configuration, a snapshot."""
@@ -102,6 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (found / name).parent.mkdir(parents=True, exist_ok=True)
         (found / name).write_text(text)
     (found / "program").chmod(0o755)
+    (found / "config.json").write_text(CONFIG_JSON)
     snapshot = (ROOT / "conf/machine/dgx_a100.json").read_bytes()
     (found / "node.json").write_bytes(snapshot)
     (found / "conf/machine/ours.json").write_bytes(snapshot)
