@@ -29,12 +29,23 @@ SAVERS = {
     "safetensors.torch": ("save_file", "save_model"),
 }
 
+METHODS = {
+    "transformers.modeling_utils": ("PreTrainedModel", ("save_pretrained",)),
+    "transformers.trainer": ("Trainer", ("_save_checkpoint", "save_model")),
+    "accelerate.accelerator": ("Accelerator", ("save", "save_state", "save_model")),
+    "lightning.pytorch.trainer.trainer": ("Trainer", ("save_checkpoint",)),
+    "pytorch_lightning.trainer.trainer": ("Trainer", ("save_checkpoint",)),
+}
+"""What saves in frameworks: the class by module, and its methods."""
+
 
 def leave_out_work(session: StepSession) -> None:
     """Put functions that do nothing in the place of those."""
     leave_out_compiling(session)
     for name, functions in SAVERS.items():
         when_imported(name, make_remover(functions))
+    for name, (kind, methods) in METHODS.items():
+        when_imported(name, make_method_remover(kind, methods))
     loose: Any = torch
     loose.save = skip
     when_imported("torch.utils.data.dataloader", leave_out_workers)
@@ -53,6 +64,18 @@ def make_remover(functions: tuple[str, ...]) -> Any:  # an action
         for name in functions:
             if hasattr(module, name):
                 setattr(module, name, skip)
+
+    return remove
+
+
+def make_method_remover(kind: str, methods: tuple[str, ...]) -> Any:
+    """Return what puts `skip` in the place of methods of a class."""
+
+    def remove(module: ModuleType) -> None:
+        owner = getattr(module, kind)
+        for name in methods:
+            if hasattr(owner, name):
+                setattr(owner, name, skip)
 
     return remove
 
