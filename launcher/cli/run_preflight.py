@@ -41,7 +41,7 @@ def check_before_run(job: Job, run: RunDir, manifest: dict[str, Any]) -> int:
         return 128 + stop
     if report is None:
         logger.warning(f"preflight: this machine was not checked: {problem}")
-        manifest["preflight"] = {"kind": job.config.preflight.kind, "problem": problem}
+        record_check(run, manifest, None, {"kind": job.config.preflight.kind, "problem": problem})
         return 0
     for line in list_preflight_lines(report):
         logger.info(f"preflight: {line}")
@@ -59,12 +59,13 @@ def check_before_run(job: Job, run: RunDir, manifest: dict[str, Any]) -> int:
 
 
 def record_check(
-    run: RunDir, manifest: dict[str, Any], report: PreflightReport, account: Mapping[str, object]
+    run: RunDir, manifest: dict[str, Any], report: PreflightReport | None, account: Mapping[str, object]
 ) -> None:
     """Write down what was found; if that cannot be, say so and go on."""
     manifest["preflight"] = dict(account)
     try:
-        write_report(run.path, run.first_attempt, report)
+        if report:
+            write_report(run.path, run.first_attempt, report)
         write_manifest(run, manifest)
     except OSError as error:
         logger.warning(f"preflight: its report could not be written ({error})")

@@ -20,6 +20,7 @@ NEED_RUNS = {"status", "logs", "watch", "report", "cancel", "nodes"}
 NOT_RUN = {
     "launch doctor": "checks the machine that the tests run on, and ends with 1 if it finds something",
     "launch doctor format=json": "the same",
+    "launch doctor preflight=light": "checks the machine that the tests run on, for seconds",
     "launch doctor run_dir=runs/train/ID": "needs a run",
     "launch run_dir=runs/train/ID train.py": "needs a run",
     "launch run_dir=runs/train/20261121-012228 train.py": "needs a run",
