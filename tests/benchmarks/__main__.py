@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tests.benchmarks.false_alarms import bench_false_alarms
+from tests.benchmarks.fit_grid import bench_fit
 from tests.benchmarks.fragmentation import bench_fragmentation
 from tests.benchmarks.garbage_memory import bench_garbage_memory
 from tests.benchmarks.growth import bench_growth
@@ -59,8 +60,9 @@ WATCHING: Mapping[str, Callable[[Path, Mapping[str, str]], None]] = {
     "false-alarms": bench_false_alarms,
     "stragglers": bench_stragglers,
     "preflight": bench_preflight,
+    "fit": bench_fit,
 }
-"""Real hangs, real hours: not among those that run if none is named."""
+"""Real hangs, real hours, a grid of models: not among those that run if none is named."""
 
 
 def main() -> None:

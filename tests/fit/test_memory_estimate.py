@@ -1,19 +1,292 @@
-"""Memory estimates: their shape, published figures, and what must hold for any setting."""
+"""Memory estimates: published figures, and what must hold for any setting."""
 
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launcher.fit.activation_memory import count_in_flight, count_layer_activations
 from launcher.fit.fit_model import (
+    CHECKPOINTING,
+    FRAMEWORKS,
+    OFFLOADS,
+    OPTIMIZERS,
+    PRECISIONS,
     Device,
+    Experts,
     FitRequest,
+    LatentAttention,
+    MemoryEstimate,
     ModelDimensions,
     ParallelLayout,
     TrainingSettings,
 )
+from launcher.fit.framework_memory import count_run
 from launcher.fit.memory_estimate import estimate_memory
+from launcher.fit.rank_parameters import count_stage
+from launcher.fit.state_memory import count_state_bytes
 
+GIB = 2**30
+H100 = Device("NVIDIA H100 80GB HBM3", 81559)
 LLAMA_7B = ModelDimensions("llama7b", 32000, 32, 4096, 32, 32, 128, 11008, 4096)
-H100 = Device("H100", 81559)
 
 
-def test_parts_add_up() -> None:
-    request = FitRequest(LLAMA_7B, ParallelLayout(dp=8, zero=3), TrainingSettings("fsdp"), H100, 8)
+def ask(
+    model: ModelDimensions = LLAMA_7B,
+    layout: ParallelLayout | None = None,
+    training: TrainingSettings | None = None,
+    device: Device = H100,
+) -> FitRequest:
+    return FitRequest(model, layout or ParallelLayout(), training or TrainingSettings(), device, 8)
+
+
+def part(estimate: MemoryEstimate, name: str) -> int:
+    return next(one.bytes.expected for one in estimate.parts if one.name == name)
+
+
+def make_gpt(name: str, heads: int, hidden: int, layers: int) -> ModelDimensions:
+    return ModelDimensions(
+        name, 51200, layers, hidden, heads, heads, hidden // heads, 4 * hidden, 2048,
+        norm="layernorm", mlp="gelu", position="learned", bias=True, tied_embeddings=True,
+    )  # fmt: skip
+
+
+GPTS = (
+    make_gpt("22B", 64, 6144, 48),
+    make_gpt("175B", 96, 12288, 96),
+    make_gpt("530B", 128, 20480, 105),
+    make_gpt("1T", 160, 25600, 128),
+)
+"""Table 3 of arXiv:2205.05198; all with a sequence of 2048 and tp=8."""
+
+
+@pytest.mark.parametrize("model", GPTS, ids=lambda model: model.name)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("selective", [False, True])
+def test_activations_of_a_layer_are_those_of_korthikanti(
+    model: ModelDimensions, sequence_parallel: bool, selective: bool
+) -> None:
+    """Table 2 of arXiv:2205.05198, over sh, for one sequence: 10 + 24/t + 5as/ht and its variants."""
+    t, ratio = 8, 5 * model.heads * 2048 / model.hidden_size
+    published = (34 / t if sequence_parallel else 10 + 24 / t) + (0 if selective else ratio / t)
+    layer = count_layer_activations(model, 2048, flash=False, dropout=True)
+    counted = layer.share(t, sequence_parallel=sequence_parallel)
+    if selective:
+        counted -= layer.scores / t
+    assert counted / model.hidden_size == pytest.approx(published, rel=0.05)
+
+
+@pytest.mark.parametrize(("model", "saved"), [(GPTS[1], 0.70), (GPTS[2], 0.65)])
+def test_scores_are_the_published_share(model: ModelDimensions, saved: float) -> None:
+    """Section 5 of arXiv:2205.05198: selective recomputation saves 70% for GPT-3, 65% for MT-NLG."""
+    layer = count_layer_activations(model, 2048, flash=False, dropout=True)
+    assert layer.scores / layer.share(1, sequence_parallel=True) == pytest.approx(saved, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "pp", "gpus"),
+    list(zip(GPTS, (1, 8, 35, 64), (8, 64, 280, 512), strict=True)),
+    ids=lambda x: str(x)[:20],
+)
+def test_published_runs_of_megatron_fit_80_gib_with_both_techniques_alone(
+    model: ModelDimensions, pp: int, gpus: int
+) -> None:
+    """Figure 1 of arXiv:2205.05198: on A100 with 80 GB these runs fit with both techniques, and not without.
+
+    Its memory of the states is that of Megatron without a distributed optimizer, 18 bytes a parameter.
+    """
+    layout = ParallelLayout(tp=8, pp=pp, virtual_stages=3 if pp in (8, 35) else 1)
+    training = TrainingSettings(
+        "megatron",
+        checkpointing="selective",
+        micro_batch=4 if pp == 1 else 1,
+        accumulation=gpus if pp > 1 else 1,
+        seq_len=2048,
+        flash_attention=False,
+    )
+    with_both = estimate_memory(ask(model, layout, training)).allocated.expected
+    training = replace(training, checkpointing="none")
+    neither = estimate_memory(ask(model, replace(layout, sequence_parallel=False), training))
+    assert with_both < 80e9 < neither.allocated.expected
+
+
+def test_the_first_stage_holds_the_activations_of_pp_micro_batches() -> None:
+    request = ask(layout=ParallelLayout(pp=8), training=TrainingSettings("megatron", accumulation=64))
+    assert [count_in_flight(request, stage) for stage in (0, 1, 7)] == [8, 7, 1]
+    interleaved = replace(request, layout=ParallelLayout(pp=8, virtual_stages=3))
+    assert count_in_flight(interleaved, 0) == pytest.approx(8 * (1 + 7 / 24))
+    few = replace(request, settings=replace(request.settings, accumulation=2))
+    assert count_in_flight(few, 0) == 2
+
+
+@pytest.mark.parametrize(
+    ("training", "published"),
+    [
+        (TrainingSettings("zero"), 16),
+        (TrainingSettings("megatron"), 18),
+        (TrainingSettings("ddp", "fp32"), 16),
+        (TrainingSettings("ddp", "bf16"), 8),
+        (TrainingSettings("fsdp"), 16),
+        (TrainingSettings("zero", optimizer="sgd"), 12),
+        (TrainingSettings("ddp", "fp32", "lion"), 12),
+        (TrainingSettings("ddp", "fp32", "adamw8bit"), 10),
+    ],
+    ids=lambda value: (
+        f"{value.framework}-{value.precision}-{value.optimizer}" if hasattr(value, "lr") else None
+    ),
+)
+def test_bytes_a_parameter(training: TrainingSettings, published: float) -> None:
+    """ZeRO (arXiv:1910.02054, section 3.1): 16; Megatron-LM's distributed optimizer: 6 + 12 / dp."""
+    assert count_state_bytes(training, 4096).total == pytest.approx(published, rel=0.005)
+
+
+def test_autocast_adds_two_bytes_a_parameter_while_it_computes() -> None:
+    each = count_state_bytes(TrainingSettings("ddp"), 4096)
+    assert each.total + each.cast == 18
+
+
+@pytest.mark.parametrize(("zero", "published"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_states_of_zeros_stages(zero: int, published: float) -> None:
+    """Figure 1 of arXiv:1910.02054: 7.5 billion parameters over 64 GPUs, in GB of 10^9 bytes."""
+    model = ModelDimensions("7.5B", 0, 36, 4096, 32, 32, 128, 17066, 1024, mlp="gelu")
+    request = ask(model, ParallelLayout(dp=64, zero=zero), TrainingSettings("zero"))
+    parts = count_stage(request, 0, 36, 0)
+    assert parts.total == pytest.approx(7.5e9, rel=0.02)
     estimate = estimate_memory(request)
-    assert estimate.total.expected == sum(part.bytes.expected for part in estimate.parts)
+    states = sum(part(estimate, name) for name in ("weights", "gradients", "optimizer"))
+    assert states / 1e9 == pytest.approx(published, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("model", "published"),
+    [
+        (ModelDimensions("Llama-3.1-8B", 128256, 32, 4096, 32, 8, 128, 14336, 8192), 28),
+        (ModelDimensions("Mistral-7B", 32000, 32, 4096, 32, 8, 128, 14336, 8192), 28),
+        (ModelDimensions("SmolLM2-360M", 49152, 32, 960, 15, 5, 64, 2560, 8192), 24),
+        (ModelDimensions("Qwen3-4B", 151936, 36, 2560, 32, 8, 128, 9728, 8192, qk_norm=True), 38),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_measured_copies_of_the_stream_are_in_the_range(model: ModelDimensions, published: float) -> None:
+    """The ml-engineering book (Stas Bekman) measured a layer's activations, in bf16 copies of sbh."""
+    request = ask(model, ParallelLayout(dp=8, zero=3), TrainingSettings("fsdp", seq_len=4096))
+    run = count_stage(request, 0, model.layers, 0).layers[0]
+    low, expected, high = (value / 2 / model.hidden_size for value in count_run(request, run))
+    assert low <= published <= 1.1 * high
+    assert expected == pytest.approx(published, rel=0.15)
+
+
+def test_a_part_says_where_the_peak_is() -> None:
+    estimate = estimate_memory(ask(training=TrainingSettings(bundled=True)))
+    notes = {one.name: one.note for one in estimate.parts}
+    assert notes["gradients"].startswith("at the peak: ")
+    assert [one.name for one in estimate.parts] == [
+        "weights", "gradients", "optimizer", "activations", "logits", "temporary", "communication", "context",
+        "fragmentation",
+    ]  # fmt: skip
+
+
+def test_offloaded_states_are_not_on_the_gpu() -> None:
+    layout = ParallelLayout(dp=8, zero=3)
+    here, optimizer, parameters = (
+        estimate_memory(ask(layout=layout, training=TrainingSettings("zero", offload=offload)))
+        for offload in ("none", "optimizer", "parameters")
+    )
+    assert part(here, "optimizer") and not part(optimizer, "optimizer") and not part(parameters, "optimizer")
+    assert part(optimizer, "weights") and not part(parameters, "weights")
+
+
+def test_experts_are_split_by_expert_parallelism() -> None:
+    mixture = replace(LLAMA_7B, experts=Experts(8, 2, 14336))
+    whole, split = (
+        part(
+            estimate_memory(ask(mixture, ParallelLayout(dp=8, ep=ep), TrainingSettings("megatron"))),
+            "weights",
+        )
+        for ep in (1, 8)
+    )
+    experts = 32 * 8 * 3 * 4096 * 14336
+    assert whole - split == pytest.approx(2 * experts * 7 / 8, rel=0.001)
+
+
+def test_states_on_a_cpu_have_no_cuda_context() -> None:
+    estimate = estimate_memory(ask(device=Device("cpu", 32768, "cpu")))
+    assert part(estimate, "context") < GIB and not part(estimate, "fragmentation")
+
+
+MODELS = st.builds(
+    lambda heads, groups, width, **more: ModelDimensions(
+        "any",
+        heads=heads * groups,
+        kv_heads=heads,
+        head_width=width,
+        hidden_size=heads * groups * width,
+        **more,
+    ),
+    heads=st.integers(1, 8),
+    groups=st.integers(1, 4),
+    width=st.sampled_from([8, 64, 128]),
+    vocab_size=st.integers(256, 200_000),
+    layers=st.integers(1, 100),
+    intermediate_size=st.integers(1, 50_000),
+    max_seq_len=st.integers(1, 100_000),
+    norm=st.sampled_from(["rmsnorm", "layernorm"]),
+    mlp=st.sampled_from(["swiglu", "gelu"]),
+    position=st.sampled_from(["rope", "learned"]),
+    bias=st.booleans(),
+    tied_embeddings=st.booleans(),
+    experts=st.none() | st.builds(Experts, *[st.integers(1, 64)] * 3, st.integers(0, 2), st.integers(0, 9)),
+    latent_attention=st.none()
+    | st.builds(LatentAttention, st.none() | st.integers(1, 999), *[st.integers(1, 99)] * 4),
+)  # fmt: skip
+SMALL = st.integers(1, 16)
+LAYOUTS = st.builds(
+    ParallelLayout,
+    SMALL,
+    SMALL,
+    SMALL,
+    SMALL,
+    SMALL,
+    st.integers(0, 3),
+    st.none() | SMALL,
+    st.booleans(),
+    SMALL,
+)
+TRAINING = st.builds(
+    TrainingSettings,
+    st.sampled_from(FRAMEWORKS),
+    st.sampled_from(PRECISIONS),
+    st.sampled_from(OPTIMIZERS),
+    st.sampled_from(CHECKPOINTING),
+    st.sampled_from(OFFLOADS),
+    st.integers(1, 10_000),
+    st.integers(1, 1000),
+    st.integers(1, 1_000_000),
+    st.booleans(),
+    bundled=st.booleans(),
+    expandable_segments=st.booleans(),
+)
+PLAIN = st.builds(ParallelLayout, dp=SMALL, zero=st.sampled_from([0, 3]))
+REQUESTS = st.builds(ask, MODELS, LAYOUTS | PLAIN, TRAINING)
+
+
+@settings(max_examples=150, deadline=None)
+@given(REQUESTS)
+def test_memory_is_never_negative_and_in_order(request: FitRequest) -> None:
+    estimate = estimate_memory(request)
+    ranges = [one.bytes for one in estimate.parts]
+    for value in (*ranges, estimate.total, estimate.allocated, estimate.reserved):
+        assert 0 <= value.low <= value.expected <= value.high
+    assert estimate.total.high == sum(value.high for value in ranges)
+    assert estimate.allocated.expected <= estimate.reserved.expected <= estimate.total.expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(REQUESTS, st.integers(1, 8), st.integers(0, 2048))
+def test_more_tokens_never_take_less_memory(request: FitRequest, factor: int, longer: int) -> None:
+    training = request.settings
+    more = replace(training, micro_batch=training.micro_batch * factor, seq_len=training.seq_len + longer)
+    before, after = (estimate_memory(replace(request, settings=one)).total for one in (training, more))
+    assert before.expected <= after.expected
+    assert before.high <= after.high

@@ -1,0 +1,200 @@
+"""Peak memory of the bundled program by torch's MemTracker, on fake CUDA tensors: a process of its own.
+
+`python -m tests.benchmarks.fit_truth LIBRARY`, cases as lines of JSON on stdin, bytes as lines on stdout.
+The library (fake_cuda.cpp) is loaded before torch; `-` is none, for torch's CUDA build. It runs the program's
+real modules and its real training step, and knows nothing of the estimates.
+"""
+
+import contextlib
+import ctypes
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+if __name__ == "__main__" and sys.argv[1] != "-":
+    ctypes.CDLL(sys.argv[1])
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.cuda.amp import common
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel, distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from launcher.programs.compute_setup import ComputeSetup
+from launcher.programs.dimensions import ModelConfig
+from launcher.programs.parallel import Parallelism, shard_model, wrap_ddp
+from launcher.programs.process_group import Ranks
+from launcher.programs.training_config import Config, DataConfig, TrainConfig
+from launcher.programs.training_loop import State, Trainer, make_optimizer
+from launcher.programs.transformer import Transformer
+
+DEVICE = torch.device("cuda", 0)
+STEPS = 2
+"""The optimizer's states appear in the first one."""
+
+
+def make_tracker() -> Any:
+    """Make torch's tracker, without a peak for each module: with each operator it looks at all modules."""
+    tracker: Any = MemTracker()
+    update = tracker._update_peak_stats
+
+    def update_total(state: object) -> None:
+        modules, tracker.memory_tracking = tracker.memory_tracking, {}
+        update(state)
+        tracker.memory_tracking = modules
+
+    tracker._update_peak_stats = update_total
+    return tracker
+
+
+class NoStream:
+    """Stands for CUDA's streams and events: nothing is computed."""
+
+    device = DEVICE
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: self
+
+
+class Reducer:
+    """DDP's reducer, but it keeps its first buckets: rebuilding them sends real numbers."""
+
+    def __init__(self, reducer: Any) -> None:
+        self.reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def fake_device() -> None:
+    """Make torch.cuda answer as with one GPU, and let DDP and the mesh do without real numbers."""
+    stream = {"Stream": NoStream, "Event": NoStream, "current_stream": NoStream}
+    calls = {"current_device": lambda: 0, "device_count": lambda: 1, "set_device": lambda _: None}
+    more = {"stream": lambda _: contextlib.nullcontext(), "is_bf16_supported": lambda *_, **__: True}
+    patches: tuple[tuple[Any, dict[str, Any]], ...] = (
+        (torch.cuda, {**stream, **calls, **more, "_lazy_init": lambda: None}),
+        (common, {"amp_definitely_not_available": lambda: False}),
+        (distributed, {"_verify_param_shape_across_processes": lambda *_, **__: True}),
+        (DeviceMesh, {"from_group": staticmethod(partial(make_real_mesh, DeviceMesh.from_group))}),
+    )
+    for module, values in patches:
+        for name, value in values.items():
+            setattr(module, name, value)
+
+
+def make_real_mesh(make_mesh: Callable[..., DeviceMesh], *args: Any, **keywords: Any) -> DeviceMesh:
+    """Make a mesh of ranks, which are numbers to read."""
+    with unset_fake_temporarily():
+        return make_mesh(*args, **keywords)
+
+
+def register_kernels() -> Any:
+    """Tell torch's CPU build of CUDA kernels; it would take these operators to pieces, which save more."""
+    make_library: Any = torch.library.Library
+    library = make_library("aten", "IMPL", "CUDA")
+    if torch.version.cuda is None:
+        for name in ("silu_backward", "_fused_rms_norm"):
+            library.impl(name, lambda *_: None)
+    return library
+
+
+def share_bucket(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Stand for DDP's all_reduce, which is in place; the fake process group's has no result."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def wrap_fake_ddp(model: Transformer) -> nn.Module:
+    """Wrap as the program does, without what needs real numbers."""
+    module: Any = wrap_ddp(model, DEVICE)
+    module.register_comm_hook(None, share_bucket)
+    module.logger = SimpleNamespace(set_runtime_stats_and_log=lambda: None)
+    module.reducer = Reducer(module.reducer)
+    assert isinstance(module, DistributedDataParallel)
+    return module
+
+
+def choose_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """Make the program's AdamW, or another of torch's."""
+    if name == "adamw":
+        return make_optimizer(model, 1e-4, 0.1)
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9)
+    return torch.optim.Adafactor(model.parameters())
+
+
+def make_trainer(case: dict[str, Any], model: ModelConfig) -> Trainer:
+    """Build the model, its wrapper and the optimizer, as launcher.programs.training does."""
+    parallelism = Parallelism(case["parallel"], case["bf16"])
+    with DEVICE:
+        bare = Transformer(model, recompute=case["recompute"])
+    if case["parallel"] == "fsdp":
+        shard_model(bare, DEVICE, bf16=case["bf16"])
+    module = wrap_fake_ddp(bare) if case["parallel"] == "ddp" else bare
+    train = TrainConfig(
+        batch_size=case["batch"],
+        seq_len=case["seq_len"],
+        activation_checkpointing=case["recompute"],
+        grad_accumulation=case["accumulation"],
+    )
+    setup = ComputeSetup(
+        Ranks(0, case["world_size"], 0, 1, has_rendezvous=False), DEVICE, "nccl", parallelism, None
+    )
+    state = State(module, choose_optimizer(case["optimizer"], bare), None)
+    return Trainer(Config(model, DataConfig(), train), None, setup, state)  # type: ignore[arg-type]
+
+
+def make_batches(case: dict[str, Any], tracker: Any) -> Iterator[torch.Tensor]:
+    """Give the batches of a step, as the loader does: bytes on the CPU."""
+    for _ in range(case["accumulation"]):
+        # The tracker wants to be told of each forward pass.
+        tracker.reset_mod_stats()
+        yield torch.zeros((case["batch"], case["seq_len"] + 1), dtype=torch.uint8)
+
+
+def track(case: dict[str, Any]) -> int:
+    """Give the bytes that a GPU has allocated at the peak of the last step."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case["world_size"])
+    tracker = make_tracker()
+    try:
+        with FakeTensorMode():
+            with tracker:
+                trainer = make_trainer(case, ModelConfig(**case["model"]))
+            tracker.track_external(trainer.state.module)
+            for step in range(1, STEPS + 1):
+                # A peak begins with each entry: the first step has tensors of DTensor's own propagation.
+                with tracker:
+                    trainer.take_step(step, make_batches(case, tracker))
+        return int(tracker.get_tracker_snapshot("peak")[DEVICE]["Total"])
+    finally:
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    """Answer a line for each case."""
+    warnings.simplefilter("ignore")
+    fake_device()
+    library = register_kernels()
+    for line in sys.stdin:
+        print(track(json.loads(line)), flush=True)
+    del library
+
+
+if __name__ == "__main__":
+    main()
