@@ -169,13 +169,13 @@ def measure_tensors(request: FitRequest, parameters: RankParameters) -> ProgramT
 def count_held(request: FitRequest, parameters: RankParameters, states: StateMemory) -> int:
     """Give the bytes of gradients that exist in the forward pass.
 
-    DDP's buckets, of which the gradients are views; those of earlier micro-steps, which FSDP2 keeps unsharded
-    in fp32 until the last one.
+    DDP's buckets, of which the last micro-step's gradients are views; those of earlier micro-steps, which are
+    outside of buckets (no_sync), and which FSDP2 keeps unsharded in fp32.
     """
     replicas, accumulates = request.layout.dp * request.layout.cp, request.settings.accumulation > 1
     if request.settings.framework == "fsdp":
         return FP32 * parameters.total if accumulates else 0
-    return states.gradients if replicas > 1 or accumulates else 0
+    return states.gradients * ((replicas > 1) + accumulates)
 
 
 def list_bundled_moments(request: FitRequest, parameters: RankParameters) -> tuple[Moment, ...]:
@@ -277,7 +277,7 @@ def list_replicated_backward(tensors: ProgramTensors) -> tuple[Moment, ...]:
         make_moment(
             tensors,
             "backward of the first block",
-            gradients=tensors.held + (table if tensors.tied else 0) if kept else early,
+            gradients=everything + (table if tensors.tied else 0) if kept else early,
             activations=tensors.stored + again,
             temporary=inside,
             unseen=tensors.attention_kernel,

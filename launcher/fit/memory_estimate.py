@@ -43,16 +43,18 @@ def estimate_stage(request: FitRequest, stage: int, first: int, count: int) -> M
 
 def is_bundled(request: FitRequest) -> bool:
     """Tell whether the request is one that the bundled program can have: data parallelism alone."""
-    layout, settings = request.layout, request.settings
+    layout, settings, model = request.layout, request.settings, request.model
+    plain = model.norms_per_layer == 2 and not (model.qk_norm or model.qkv_bias or model.out_bias)
     return (
         settings.bundled
         and layout.tp == layout.pp == layout.cp == layout.ep == 1
-        and settings.framework in ("ddp", "fsdp")
+        and (settings.framework, layout.zero) in (("ddp", 0), ("fsdp", 3))
         and settings.precision in ("fp32", "mixed")
         and settings.checkpointing in ("none", "full")
         and settings.offload == "none"
-        and request.model.experts is None
-        and request.model.latent_attention is None
+        and plain
+        and model.experts is None
+        and model.latent_attention is None
     )
 
 

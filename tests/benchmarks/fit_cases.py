@@ -98,7 +98,7 @@ GRID = (
     FitCase("llama350m", "ddp", 8, 4, 2048, accumulation=2),
     FitCase("llama350m", "fsdp", 8, 4, 2048, accumulation=2),
     FitCase("llama350m", "ddp", 8, 4, 2048, optimizer="sgd"),
-    FitCase("llama350m", "none", 1, 4, 2048, optimizer="adafactor"),
+    FitCase("llama350m", "none", 1, 1, 1024, optimizer="muon"),
     FitCase("llama350m", "fsdp", 8, 8, 2048, bf16=False),
     FitCase("llama1b", "none", 1, 1, 2048),
     FitCase("llama1b", "ddp", 8, 2, 4096, recompute=True),
