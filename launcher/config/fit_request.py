@@ -103,7 +103,7 @@ def make_request_on(
     expandable: bool = True,
     visible_bytes: int = 0,
 ) -> FitRequest:
-    """Return what is asked of a job of `shape`, (ranks of a node, nodes), on known devices; raises UsageError.
+    """Return what is asked of a job of `shape` (ranks of a node, nodes) on known devices; raises UsageError.
 
     `visible_bytes` is what the bundled program takes for a rank's memory, if not the device's.
     """
