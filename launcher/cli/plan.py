@@ -70,9 +70,10 @@ def assess_plan(call: VerbCall, made: Plan) -> "FitReport | None":
     )
     if request is None:
         return None
+    from launcher.cli.measured_fit import learn_for_request
     from launcher.fit.fit_decision import assess
 
-    return assess(request)
+    return assess(request, learn_for_request(config, call.program, request, call.environ))
 
 
 def plan_node(config: LaunchConfig, environ: Mapping[str, str]) -> Plan:

@@ -1,5 +1,6 @@
 """`launch` without a verb: runs a program where the configuration says."""
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -8,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from launcher.cli.allocator_check import settle_allocator, unset_settings
 from launcher.cli.config_programs import name_files, report_config_programs
-from launcher.cli.measured_fit import keep_prediction
 from launcher.cli.resume import check_earlier, check_resume
 from launcher.cli.unused_settings import warn_elsewhere, warn_overruled, warn_unused, warn_visible
 from launcher.config.cluster import check_command, choose_cluster
@@ -19,6 +19,7 @@ from launcher.config.program import BUNDLED, clear_sections, describe_interprete
 from launcher.config.run_path import RunPath, choose_run_path
 from launcher.config.schema import LaunchConfig
 from launcher.config.validation import RUN_CHECKS, TUNE_CHECKS, Context, validate, validate_placed
+from launcher.errors import UsageError
 from launcher.launch.job import Job, JobSpec, render_agent
 from launcher.plan.json_form import plan_to_json
 from launcher.protocol import name_host
@@ -192,13 +193,34 @@ def execute_here(spec: JobSpec, job: Job, argv: Sequence[str]) -> int:
     check_open_files()
     run, manifest = local_run.prepare_run(spec, argv, [job.host])
     local_run.write_plan(spec, run, job.host, plan_to_json(job.plan))
-    keep_prediction(run, job.program, job.plan, job.cluster.max_nodes)
+    keep_local_prediction(spec, job, run)
     if spec.config.preflight.kind not in ("off", "auto"):
         from launcher.cli.run_preflight import check_before_run  # only if it is asked for
 
         if status := check_before_run(job, run, manifest):
             return status
     return local_run.execute_job(job, run, manifest, make_local_viewer, count_oom_kills)
+
+
+def keep_local_prediction(spec: JobSpec, job: Job, run: "RunDir") -> None:
+    """Keep in the run directory what the job is expected to take, for later estimates to learn from."""
+    from launcher.cli.measured_fit import keep_prediction, predict_request
+
+    expected = 0
+    if spec.fit_model is not None:
+        from launcher.config.fit_request import make_fit_request
+
+        with contextlib.suppress(UsageError):
+            request = make_fit_request(
+                spec.config,
+                job.plan,
+                spec.fit_model,
+                nodes=spec.cluster.min_nodes,
+                is_bundled=spec.is_bundled,
+                environ=spec.environ,
+            )
+            expected = predict_request(request) if request else 0
+    keep_prediction(run, job.program, job.plan, job.cluster.max_nodes, expected)
 
 
 def preview_job(job: Job) -> int:

@@ -76,7 +76,7 @@ def write_prediction(run: RunDir, prediction: Prediction) -> None:
 def read_measured_runs(runs_dir: Path, fingerprint: str, device: str, expected: int) -> list[MeasuredRun]:
     """Return the newest runs with this fingerprint that have left records.
 
-    `expected` is what is expected now, for runs that had no prediction.
+    `expected` is what is expected now of the same program: an older estimate does not count.
     """
     paths = islice(list_runs(runs_dir), MOST_RUNS)
     found = (each for path in paths if (each := read_measured(path, fingerprint, device, expected)))
@@ -89,7 +89,6 @@ def read_measured(path: Path, fingerprint: str, device: str, expected: int) -> M
         prediction = decode(Prediction, read_file(path / PREDICTION, LARGEST_RECORD, own=True))
     except (OSError, ValueError):
         return None
-    expected = prediction.expected if prediction.expected > 0 else expected
     if (prediction.fingerprint, prediction.device) != (fingerprint, device) or expected <= 0:
         return None
     peaks = [peak for record in read_rank_memories(path) if (peak := find_rank_peak(record, device))]

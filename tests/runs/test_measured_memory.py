@@ -32,13 +32,13 @@ def test_runs_of_the_same_program_count(tmp_path: Path) -> None:
     make_measured(tmp_path, 2, expected=0, reserved=60)
     make_measured(tmp_path, 3, expected=100, reserved=90, fingerprint="other")
     make_measured(tmp_path, 4, expected=100, reserved=10_000)  # of something else
-    found = read_measured_runs(tmp_path, "f", "gpu", 50)
+    found = read_measured_runs(tmp_path, "f", "gpu", 100)
     assert [(run.run, run.measured) for run in found] == [
         ("train/20260801-120002", 60),
         ("train/20260801-120001", 110),
     ]
     ratio, spread = summarize_ratios(found)
-    assert abs(ratio - 1.15) < 1e-9 and abs(spread - 0.05 / 1.15) < 1e-9
+    assert abs(ratio - 0.85) < 1e-9 and abs(spread - 0.25 / 0.85) < 1e-9
     assert read_measured_runs(tmp_path, "f", "cpu", 50) == []
 
 

@@ -1,0 +1,43 @@
+"""`launch plan` uses what earlier runs of the same program have measured."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import Result
+from tests.runs.test_measured_memory import make_measured
+
+Launch = Callable[..., Result]
+WORDS = ("machine=dgx_h100", "+model=llama7b", "format=json")
+
+
+def plan(launch: Launch, *words: str) -> dict[str, Any]:
+    result = launch("plan", *WORDS, *words)
+    assert result.code == 0, result.err
+    found: dict[str, Any] = json.loads(result.out)["fit"]
+    return found
+
+
+def find_fingerprint(batch: int) -> str:
+    """Of the bundled program as the plan has it."""
+    from launcher.cli.measured_fit import describe_program_memory
+    from launcher.config.composition import compose, resolve
+    from launcher.config.program import find_program
+    from launcher.config.search_path import find_sources
+    from launcher.fit.fit_model import Device
+
+    words = ["machine=dgx_h100", "+model=llama7b", f"program.batch_size={batch}"]
+    config = resolve(compose(find_sources(None, None, None), words))
+    return describe_program_memory(find_program(None, config, {}), Device("", 0), 8).fingerprint
+
+
+def test_a_measured_run_corrects_the_estimate(launch: Launch, here: Path) -> None:
+    before = plan(launch, "program.batch_size=1")
+    expected = before["memory"]["reserved"]["expected"]
+    fingerprint = find_fingerprint(1)
+    make_measured(here / "runs", 1, expected=expected, reserved=int(1.2 * expected), fingerprint=fingerprint)
+    after = plan(launch, "program.batch_size=1", "program.steps=7")
+    assert abs(after["memory"]["reserved"]["expected"] / expected - 1.2) < 0.01
+    assert "1 run" in after["learned"] and not before["learned"]
+    assert not plan(launch, "program.batch_size=2")["learned"]
