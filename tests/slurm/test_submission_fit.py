@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from launcher.errors import MachineError
-from launcher.launch.job import JobSpec
+from launcher.launch.job import Job, JobSpec
 from launcher.slurm.job_options import JobOptions
+from launcher.slurm.job_request import make_job_request
+from launcher.slurm.node_job import check_node_fit, plan_here
 from launcher.slurm.resources import NodeKind
 from launcher.slurm.sbatch_options import Option
 from launcher.slurm.submission_fit import describe_site, find_largest_gpu, judge_submission
@@ -76,3 +78,14 @@ def test_part_of_a_node_has_its_share() -> None:
 def test_the_largest_of_a_name(name: str, gib: int) -> None:
     found = find_largest_gpu(name)
     assert (round(found.memory_mib / 1024) if found else 0) == gib
+
+
+def test_the_first_node_judges_what_the_submission_could_not() -> None:
+    spec = judge_submission(specify_job("fit.gpu=A100-40GB"), choose(make_kind((None, 8))))
+    request = make_job_request(spec, [])
+    assert request.fit_model == spec.fit_model and request.is_bundled
+    plan = plan_here(spec.config, {})
+    with pytest.raises(MachineError, match="llama13b does not fit"):
+        check_node_fit(request, Job(spec.config, ("true",), spec.cluster, plan, {}, "n0"))
+    judged = replace(request, fit_model=None)
+    check_node_fit(judged, Job(spec.config, ("true",), spec.cluster, plan, {}, "n0"))
