@@ -293,44 +293,59 @@ def list_replicated_backward(tensors: ProgramTensors) -> tuple[Moment, ...]:
 
 
 def list_sharded_backward(tensors: ProgramTensors) -> tuple[Moment, ...]:
-    """List the moments of the backward pass with FSDP2.
+    """List the moments of the backward pass with FSDP2: of the last blocks, of the first one, and the end.
 
-    In a block: its unsharded weights and gradients, the next block's weights that are gathered already, and
-    the input of the reduce-scatter of the block before, in fp32. At the end: the root's gradients.
+    At the end the root's gradients are reduced: of the tables and the final norm.
     """
-    parameters, width = tensors.block_parameters, tensors.width
-    again = tensors.block - tensors.stored
-    gathered, reduced = width * parameters, FP32 * parameters
-    table = width * tensors.table
-    shard = divide_up(FP32 * parameters, tensors.shards)
     done = max(0, tensors.layers - 1)
-    neighbours = min(1, done)
-    inside = {"temporary": tensors.working + gathered, "unseen": float(tensors.attention_kernel)}
     return (
-        make_moment(
-            tensors,
-            "backward of the last blocks",
-            gradients=tensors.held + neighbours * shard,
-            activations=max(1, done) * tensors.stored + again,
-            communication=count_root(tensors) + table + (1 + neighbours) * gathered + neighbours * reduced,
-            **inside,
-        ),
-        make_moment(
-            tensors,
-            "backward of the first block",
-            gradients=tensors.held + done * shard,
-            activations=tensors.stored + again,
-            communication=count_root(tensors) + table + gathered + neighbours * reduced,
-            **inside,
-        ),
+        *describe_sharded_block(tensors, "backward of the last blocks", max(0, done - 1), min(1, done)),
+        *describe_sharded_block(tensors, "backward of the first block", 0, 0),
         make_moment(
             tensors,
             "reduction of the tables' gradients",
             gradients=tensors.states.gradients + tensors.held,
             temporary=tensors.stream,
-            communication=(width + FP32) * tensors.tables,
+            communication=(tensors.width + FP32) * tensors.tables,
         ),
         describe_step(tensors),
+    )
+
+
+def describe_sharded_block(
+    tensors: ProgramTensors, name: str, before: int, ahead: int
+) -> tuple[Moment, Moment]:
+    """Describe one block's backward pass with FSDP2: inside its MLP, and at its end, with all its gradients.
+
+    `before` blocks have theirs to come, `ahead` of which is gathered already. Beside this block's whole
+    weights are the fp32 input of the reduce-scatter of the block after it, and the root with the output
+    layer's gradient.
+    """
+    parameters, width = tensors.block_parameters, tensors.width
+    after = tensors.layers - before - 1
+    shards = after * divide_up(FP32 * parameters, tensors.shards)
+    whole = (1 + ahead) * width * parameters + min(1, after) * FP32 * parameters
+    communication = count_root(tensors) + width * tensors.table + whole
+    again = tensors.block - tensors.stored
+    return (
+        make_moment(
+            tensors,
+            name,
+            gradients=tensors.held + shards,
+            activations=(before + 1) * tensors.stored + again,
+            temporary=tensors.working + width * tensors.inner_matrix,
+            unseen=tensors.attention_kernel,
+            communication=communication,
+        ),
+        make_moment(
+            tensors,
+            name,
+            gradients=tensors.held + shards,
+            activations=before * tensors.stored + tensors.stream,
+            temporary=3 * tensors.stream + width * parameters,
+            unseen=tensors.attention_kernel,
+            communication=communication,
+        ),
     )
 
 
