@@ -15,7 +15,7 @@ from tests.conftest import clean_environ, run_inside
 from tests.docs.generate import ROOT
 from tests.docs.pages import DOCUMENTS, list_blocks, list_code, name_document
 
-VERBS = {"plan", "topo", "doctor", "tune", "status", "logs", "watch", "report", "cancel", "nodes"}
+VERBS = {"fit", "plan", "topo", "doctor", "tune", "status", "logs", "watch", "report", "cancel", "nodes"}
 NEED_RUNS = {"status", "logs", "watch", "report", "cancel", "nodes"}
 NOT_RUN = {
     "launch doctor": "checks the machine that the tests run on, and ends with 1 if it finds something",
@@ -124,6 +124,8 @@ def make_dry(argv: Sequence[str]) -> list[str]:
     is_job = not words or words[0] not in VERBS
     if is_job and not {"--help", "--help-all", "--cfg", "--version", "-sc"} & set(words):
         return ["dry_run=true", *words]
+    if words and words[0] == "fit":
+        return ["fit", "dry_run=true", *words[1:]]
     return [*words[:2], "dry_run=true", "yes=true", *words[2:]] if words[0] == "tune" else words
 
 
