@@ -120,8 +120,7 @@ def list_micro_batches(request: FitRequest) -> Iterator[Step]:
     divisors = [size for size in range(now // 2, 0, -1) if now % size == 0] if now <= 4096 else [1]
     for size in divisors[:7] + divisors[7:][-1:]:
         cost = HALVING * math.log2(now / size)
-        more = f"{now // size} times the micro-steps"
-        why = f"micro-batch {size} in place of {now}, {more}: about {cost:.0%} slower"
+        why = f"micro-batch {size} in place of {now}, smaller matrices: about {cost:.0%} slower"
         yield Step("micro_batch", size, cost, why)
 
 
@@ -196,6 +195,7 @@ def apply_steps(request: FitRequest, steps: Sequence[Step]) -> FitRequest | None
     changed: FitRequest | None = request
     for step in sorted(steps, key=lambda one: ORDER.index(one.subject)):
         changed = apply_step(changed, step) if changed else None
+    changed = keep_global_batch(changed, request) if changed else None
     return changed if changed and is_possible(changed) else None
 
 
@@ -227,8 +227,7 @@ def change_setting(settings: TrainingSettings, step: Step) -> TrainingSettings:
     """Return settings with one of them changed."""
     match step.subject, step.value:
         case "micro_batch", int(value):
-            accumulation = settings.accumulation * (settings.micro_batch // value)
-            return replace(settings, micro_batch=value, accumulation=accumulation)
+            return replace(settings, micro_batch=value)
         case "offload", str(value):
             return replace(settings, offload=value)
         case "checkpointing", str(value):
@@ -244,26 +243,26 @@ def split_tensors(request: FitRequest, tp: int) -> FitRequest | None:
     if layout.dp % factor:
         return None
     changed = replace(layout, tp=tp, dp=layout.dp // factor)
-    return with_framework(keep_global_batch(replace(request, layout=changed), request))
+    return with_framework(replace(request, layout=changed))
 
 
-def add_nodes(request: FitRequest, nodes: int) -> FitRequest | None:
+def add_nodes(request: FitRequest, nodes: int) -> FitRequest:
     """Return a request with more nodes, and as many more replicas."""
     layout = replace(request.layout, dp=request.layout.dp * (nodes // request.nodes))
-    return keep_global_batch(replace(request, layout=layout, nodes=nodes), request)
+    return replace(request, layout=layout, nodes=nodes)
 
 
 def keep_global_batch(changed: FitRequest, request: FitRequest) -> FitRequest | None:
-    """Return a changed request with accumulation for the same global batch, if there is such a number.
+    """Return a changed request with as many micro-steps as the same global batch takes.
 
-    Without it, a batch that is set makes the change impossible; else the batch changes with the replicas.
+    If none gives the same batch, a batch that is set makes the change impossible; else it grows.
     """
     settings = request.settings
     batch = settings.micro_batch * settings.accumulation * request.layout.dp
-    step = settings.micro_batch * changed.layout.dp
-    if batch % step == 0:
-        return replace(changed, settings=replace(settings, accumulation=batch // step))
-    return None if request.global_batch else changed
+    step = changed.settings.micro_batch * changed.layout.dp
+    if request.global_batch and batch % step:
+        return None
+    return replace(changed, settings=replace(changed.settings, accumulation=max(1, -(-batch // step))))
 
 
 def shard_states(request: FitRequest, zero: int) -> FitRequest | None:
@@ -273,9 +272,9 @@ def shard_states(request: FitRequest, zero: int) -> FitRequest | None:
     return with_framework(replace(request, layout=replace(request.layout, zero=zero)))
 
 
-def with_framework(request: FitRequest | None) -> FitRequest | None:
+def with_framework(request: FitRequest) -> FitRequest:
     """Return a request with the framework of its layout, if nobody has chosen one."""
-    if request is None or "parallel.framework" in request.fixed:
+    if "parallel.framework" in request.fixed:
         return request
     framework = find_framework(request.layout)
     settings = replace(request.settings, framework=framework)
