@@ -85,7 +85,7 @@ def judge_record(
     peak = make_step_peak(record.peak.total, record.peak.categories, record.peak.modules)
     expandable = has_expandable_segments(config, environ)
     first = fit_step(peak, device, world_size, expandable=expandable)
-    memory = describe_program_memory(argv, device, world_size)
+    memory = describe_program_memory(argv, device.kind, world_size)
     learned = learn_ratio(Path(config.runs_dir), memory, first)
     if learned is None:
         return first

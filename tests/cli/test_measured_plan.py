@@ -25,11 +25,10 @@ def find_fingerprint(batch: int) -> str:
     from launcher.config.composition import compose, resolve
     from launcher.config.program import find_program
     from launcher.config.search_path import find_sources
-    from launcher.fit.fit_model import Device
 
     words = ["machine=dgx_h100", "+model=llama7b", f"program.batch_size={batch}"]
     config = resolve(compose(find_sources(None, None, None), words))
-    return describe_program_memory(find_program(None, config, {}), Device("", 0), 8).fingerprint
+    return describe_program_memory(find_program(None, config, {}), "gpu", 8).fingerprint
 
 
 def test_a_measured_run_corrects_the_estimate(launch: Launch, here: Path) -> None:
