@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from launcher.cli.fit_step import StepRecord, pretend_gpu, render_shim, run_steps
-from launcher.cli.measured_fit import describe_program_memory, learn_ratio
+from launcher.cli.measured_fit import learn_ratio
 from launcher.cli.plan import plan_node
 from launcher.cli.verbs import VerbCall
 from launcher.config.fit_request import (
@@ -85,8 +85,7 @@ def judge_record(
     peak = make_step_peak(record.peak.total, record.peak.categories, record.peak.modules)
     expandable = has_expandable_segments(config, environ)
     first = fit_step(peak, device, world_size, expandable=expandable)
-    memory = describe_program_memory(argv, device.kind, world_size)
-    learned = learn_ratio(Path(config.runs_dir), memory, first)
+    learned = learn_ratio(Path(config.runs_dir), argv, world_size, first)
     if learned is None:
         return first
     return fit_step(peak, device, world_size, expandable=expandable, learned=learned)

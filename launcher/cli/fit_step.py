@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -18,10 +19,14 @@ from launcher.fit.fit_model import Device
 from launcher.fit.gpu_table import find_gpu
 from launcher.launch.job import SHIM
 from launcher.protocol import LAUNCH_BINDING, LAUNCH_FIT, LAUNCH_QUIET, LAUNCH_RUN_DIR
+from launcher.text import strip_sequences
+
+logger = logging.getLogger(__name__)
 
 STEPS = 2
 """Optimizer steps: states appear in the first, and the second has them from its beginning."""
 LARGEST_RESULT = 64 << 20
+LAST_BYTES = 64 << 10
 MOST_LINES = 20
 """Last lines of a failed program's output that are shown."""
 GRACE = 5.0
@@ -193,7 +198,7 @@ def judge_end(result: Path, output: Path, status: int | None, timeout: float) ->
         pass
     except (OSError, DecodeError) as error:
         raise MachineError(f"the program's result cannot be read ({error}): report it") from None
-    tail = read_last_lines(output)
+    show_last_lines(output)
     if status is None:
         what = f"the program took no second optimizer step within fit.timeout={timeout:g} s: give more time"
     elif status == 0:
@@ -205,15 +210,19 @@ def judge_end(result: Path, output: Path, status: int | None, timeout: float) ->
         what = f"the program was ended by {signal.Signals(-status).name} before its second step"
     else:
         what = f"the program failed on fake tensors (exit code {status}) before its second step"
-    raise MachineError(f"{what}{tail}")
+    raise MachineError(what)
 
 
-def read_last_lines(output: Path) -> str:
-    """Return the end of a program's output, to stand after a message."""
+def show_last_lines(output: Path) -> None:
+    """Show the end of a program's output, a line of ours for each."""
     try:
         with output.open("rb") as stream:
-            stream.seek(max(0, output.stat().st_size - (64 << 10)))
-            lines = stream.read().decode("utf-8", "replace").splitlines()[-MOST_LINES:]
+            stream.seek(max(0, output.stat().st_size - LAST_BYTES))
+            lines = stream.read(LAST_BYTES).decode("utf-8", "replace").splitlines()
     except OSError:
-        return ""
-    return "".join(f"\n  {line}" for line in lines if line.strip())
+        return
+    shown = [line for line in lines if line.strip()][-MOST_LINES:]
+    if shown:
+        logger.info("the end of the program's output:")
+    for line in shown:
+        logger.info(f"  | {strip_sequences(line)}")

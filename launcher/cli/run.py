@@ -1,6 +1,5 @@
 """`launch` without a verb: runs a program where the configuration says."""
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,10 +18,10 @@ from launcher.config.program import BUNDLED, clear_sections, describe_interprete
 from launcher.config.run_path import RunPath, choose_run_path
 from launcher.config.schema import LaunchConfig
 from launcher.config.validation import RUN_CHECKS, TUNE_CHECKS, Context, validate, validate_placed
-from launcher.errors import UsageError
 from launcher.launch.job import Job, JobSpec, render_agent
 from launcher.plan.json_form import plan_to_json
 from launcher.protocol import name_host
+from launcher.runs.memory_prediction import keep_prediction
 from launcher.runs.run_directory import RunIdTakenError
 from launcher.text import join_words, print_text
 
@@ -204,23 +203,28 @@ def execute_here(spec: JobSpec, job: Job, argv: Sequence[str]) -> int:
 
 def keep_local_prediction(spec: JobSpec, job: Job, run: "RunDir") -> None:
     """Keep in the run directory what the job is expected to take, for later estimates to learn from."""
-    from launcher.cli.measured_fit import keep_prediction, predict_request
+    device = "gpu" if any(rank.gpu for rank in job.plan.ranks) else "cpu"
+    ranks = len(job.plan.ranks) * job.cluster.max_nodes
+    keep_prediction(run, job.program, device, ranks, predict_local(spec, job.plan) if spec.fit_model else 0)
 
-    expected = 0
-    if spec.fit_model is not None:
-        from launcher.config.fit_request import make_fit_request
 
-        with contextlib.suppress(UsageError):
-            request = make_fit_request(
-                spec.config,
-                job.plan,
-                spec.fit_model,
-                nodes=spec.cluster.min_nodes,
-                is_bundled=spec.is_bundled,
-                environ=spec.environ,
-            )
-            expected = predict_request(request) if request else 0
-    keep_prediction(run, job.program, job.plan, job.cluster.max_nodes, expected)
+def predict_local(spec: JobSpec, plan: "Plan") -> int:
+    """Return the bytes that a rank is expected to take, 0 if that is not known."""
+    from launcher.cli.measured_fit import predict_request
+    from launcher.config.fit_request import make_fit_request
+
+    try:
+        request = make_fit_request(
+            spec.config,
+            plan,
+            spec.fit_model,
+            nodes=spec.cluster.min_nodes,
+            is_bundled=spec.is_bundled,
+            environ=spec.environ,
+        )
+        return predict_request(request) if request else 0
+    except Exception:  # a mistake of the estimate ends no run; `check_local_fit` has told of it
+        return 0
 
 
 def preview_job(job: Job) -> int:

@@ -35,7 +35,10 @@ def check_before_run(job: Job, run: RunDir, manifest: dict[str, Any]) -> int:
     Raises MachineError if it is not, for `preflight.on_failure`; returns 128+n for a signal that stopped it.
     A node of a job that is started by hand reports alone: the others would wait for it.
     """
-    report, problem, stop = check_this_machine(job.config, job.environ, run.path, job.program)
+    try:
+        report, problem, stop = check_this_machine(job.config, job.environ, run.path, job.program)
+    except Exception as error:  # a mistake of the checks' own ends no run
+        report, problem, stop = None, f"{type(error).__name__}: {error}: report it", 0
     if stop:
         finish(run, manifest, {"state": "stopped", "exit_code": 128 + stop, "signal": name_signal(stop)})
         return 128 + stop

@@ -94,11 +94,14 @@ class AnswerReader:
             self.final.add(host)
 
     def end(self) -> None:
-        """End the program: it has little time left to end by itself if it is done, and none if it is not."""
+        """End the program: it has little time left to end by itself if it is done, and none if it is not.
+
+        One that the kernel keeps in a driver or a filesystem is left behind.
+        """
         for act, seconds in (
             (None, END_GRACE if self.is_complete or self.ended else 0.0),
             (self.process.terminate, END_GRACE),
-            (self.process.kill, None),
+            (self.process.kill, END_GRACE),
         ):
             if act:
                 act()

@@ -76,5 +76,8 @@ def print_events(console: Console, node: NodeHistory) -> None:
 
 
 def date_event(event: NodeEvent) -> str:
-    """Return when an event was, in local time."""
-    return "?" if event.time is None else f"{datetime.fromtimestamp(event.time):%Y-%m-%d %H:%M}"
+    """Return when an event was, in local time; `?` for no time, or one that no calendar has here."""
+    try:
+        return "?" if event.time is None else f"{datetime.fromtimestamp(event.time):%Y-%m-%d %H:%M}"
+    except (ValueError, OverflowError, OSError):
+        return "?"

@@ -6,14 +6,14 @@ another user could have planted is left out.
 
 import statistics
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from launcher.decode import decode
 from launcher.files import read_file
 from launcher.protocol import name_memory_file
-from launcher.runs.run_directory import RunDir, write_json
+from launcher.runs.memory_prediction import PREDICTION
 from launcher.runs.run_lookup import list_runs, name_run
 
 MOST_RUNS = 200
@@ -21,7 +21,6 @@ MOST_RUNS = 200
 MOST_LEARNED = 5
 """Newest runs of a program that count."""
 LARGEST_RECORD = 64 << 10
-PREDICTION = "prediction.json"
 LEAST_RATIO, MOST_RATIO = 0.2, 5.0
 """Beyond these a record is of something else than what was expected."""
 
@@ -66,11 +65,6 @@ class MeasuredRun:
     run: str
     expected: int
     measured: int
-
-
-def write_prediction(run: RunDir, prediction: Prediction) -> None:
-    """Keep what a run is expected to take; raises OSError."""
-    write_json(run.path / PREDICTION, asdict(prediction))
 
 
 def read_measured_runs(runs_dir: Path, fingerprint: str, device: str, expected: int) -> list[MeasuredRun]:

@@ -96,13 +96,20 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
 
 
 def check_before_step(attempt: Attempt, monitor: StepMonitor) -> StepReport | None:
-    """Check the nodes if that is wanted; returns the attempt's end if the ranks are not to start."""
+    """Check the nodes if that is wanted; returns the attempt's end if the ranks are not to start.
+
+    A mistake of the checks' own ends no job.
+    """
     kind = choose_preflight_kind(attempt.request.config.preflight.kind, attempt.environ)
     if not kind:
         return None
     from launcher.slurm.preflight_step import run_preflight  # most jobs on CPUs have no use for it
 
-    return run_preflight(attempt, monitor, kind)
+    try:
+        return run_preflight(attempt, monitor, kind)
+    except Exception as error:
+        logger.warning(f"preflight failed ({type(error).__name__}: {error}), the job starts: report it")
+        return None
 
 
 def run_step_attempts(attempt: Attempt, monitor: StepMonitor, salt: int) -> StepReport:

@@ -21,14 +21,14 @@ def plan(launch: Launch, *words: str) -> dict[str, Any]:
 
 def find_fingerprint(batch: int) -> str:
     """Of the bundled program as the plan has it."""
-    from launcher.cli.measured_fit import describe_program_memory
     from launcher.config.composition import compose, resolve
     from launcher.config.program import find_program
     from launcher.config.search_path import find_sources
+    from launcher.runs.memory_prediction import fingerprint_ranks
 
     words = ["machine=dgx_h100", "+model=llama7b", f"program.batch_size={batch}"]
     config = resolve(compose(find_sources(None, None, None), words))
-    return describe_program_memory(find_program(None, config, {}), "gpu", 8).fingerprint
+    return fingerprint_ranks(find_program(None, config, {}), "gpu", 8)
 
 
 def test_a_measured_run_corrects_the_estimate(launch: Launch, here: Path) -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from launcher.fit.fit_fingerprint import fingerprint_program, strip_numbers
 from launcher.fit.fit_model import Device, Learned
 from launcher.fit.step_fit import fit_step, make_step_peak, predict_reserved
+from launcher.runs.memory_prediction import fingerprint_program, strip_numbers
 
 GIB = 1 << 30
 H100 = Device("H100", 81559)

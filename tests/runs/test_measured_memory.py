@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import launcher
-from launcher.runs.measured_memory import PREDICTION, read_measured_runs, summarize_ratios
+from launcher.runs.measured_memory import read_measured_runs, summarize_ratios
+from launcher.runs.memory_prediction import PREDICTION
 from tests.conftest import clean_environ
 
 INPROCESS = Path(launcher.__file__).parent / "inprocess"
