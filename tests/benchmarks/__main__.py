@@ -22,6 +22,7 @@ from tests.benchmarks.loading import bench_loader
 from tests.benchmarks.output import bench_output
 from tests.benchmarks.planners import bench_planners
 from tests.benchmarks.preflight_facts import bench_preflight_facts
+from tests.benchmarks.preflight_start import bench_preflight_start
 from tests.benchmarks.preflight_work import bench_preflight
 from tests.benchmarks.probing import bench_command, bench_probe
 from tests.benchmarks.shim import bench_shim
@@ -44,6 +45,7 @@ TIMED: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
     "output": (bench_output, 5),
     "loader": (bench_loader, 1),
     "slurm": (bench_slurm, 6),
+    "preflight-start": (bench_preflight_start, 3),
     "gc": (bench_gc, 3),
     "gc-memory": (bench_garbage_memory, 5),
     "hook": (bench_hook, 40),
