@@ -4,10 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.benchmarks.measure import measure_in_turn, print_table
-from tests.benchmarks.slurm import LAUNCH, PROGRAM, SMALL, Bench
+from tests.benchmarks.slurm import LAUNCH, PROGRAM, Bench
 from tests.slurm.cluster.conftest import start_sandbox
 
 NODES = 4
+WHOLE = ("nproc_per_node=1", "cluster.gpus_per_node=0")
+"""All of a node's CPUs and memory."""
 KINDS = ("off", "light", "deep")
 
 
@@ -23,5 +25,5 @@ def bench_preflight_start(folder: Path, rounds: int) -> None:
 def time_kind(bench: Bench, kind: str) -> Callable[[], float]:
     """What times a start with checks of a kind."""
     mark = "cluster.setup=['echo $EPOCHREALTIME > begun']"
-    words = (f"nodes={NODES}", "cluster=slurm", "agent=srun", f"preflight={kind}", *SMALL, mark)
+    words = (f"nodes={NODES}", "cluster=slurm", "agent=srun", f"preflight={kind}", *WHOLE, mark)
     return lambda: bench.time_start(NODES, *LAUNCH, *words, "--", "program.py")
