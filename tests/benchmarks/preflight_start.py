@@ -1,4 +1,4 @@
-"""Preflight: what it adds to the start of a SLURM job, on a sandbox cluster whose nodes are all this machine."""
+"""Preflight: what it adds to the start of a SLURM job, on a sandbox whose nodes are all this machine."""
 
 from collections.abc import Callable
 from pathlib import Path
