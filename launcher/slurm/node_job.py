@@ -16,6 +16,7 @@ from launcher.launch.agent import check_open_files, preload_agent
 from launcher.launch.job import Job, build_agent_environ, render_agent
 from launcher.launch.watch_folder import keep_watch_folder
 from launcher.plan.model import Plan
+from launcher.runs.memory_prediction import keep_prediction
 from launcher.runs.node_records import refuse_node, write_node
 from launcher.runs.rank_logs import measure_file
 from launcher.runs.run_directory import RunDir, write_json
@@ -54,6 +55,8 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
             job = Job(config, program, cluster, plan_here(config, merged, caches), merged, task.host)
             if task.node_rank == 0:
                 check_node_fit(request, job)
+                device = "gpu" if any(rank.gpu for rank in job.plan.ranks) else "cpu"
+                keep_prediction(run, program, device, len(job.plan.ranks) * cluster.max_nodes)
             write_node_plan(run, job)
             command = render_agent(job, f"{run.id}-{task.step}-{task.attempt}")
             start = partial(agent.begin, command)

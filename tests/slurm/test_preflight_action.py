@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -77,7 +78,31 @@ def test_whether_nodes_are_checked(
     kind: str, environ: Mapping[str, str], has_driver: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight_kind, "DRIVER_FILES", ("/",) if has_driver else ())
+    monkeypatch.setattr(preflight_kind, "PCI_DEVICES", Path("/none"))
     assert choose_preflight_kind(kind, environ) == chosen
+
+
+@pytest.mark.parametrize(
+    ("vendor", "pci_class", "chosen"),
+    [
+        ("0x10de", "0x030200", "light"),
+        ("0x1002", "0x120000", "light"),
+        ("0x10de", "0x068000", ""),
+        ("0x8086", "0x030000", ""),
+    ],
+)
+def test_a_gpu_without_its_driver_counts(
+    vendor: str, pci_class: str, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = tmp_path / "0000:07:00.0"
+    device.mkdir()
+    (device / "vendor").write_text(f"{vendor}\n")
+    (device / "class").write_text(f"{pci_class}\n")
+    (tmp_path / "0000:08:00.0").mkdir()
+    monkeypatch.setattr(preflight_kind, "DRIVER_FILES", ())
+    monkeypatch.setattr(preflight_kind, "PCI_DEVICES", tmp_path)
+    environ = {"SLURM_GPUS_ON_NODE": "8", "SLURMD_NODENAME": "n0"}
+    assert choose_preflight_kind("auto", environ) == chosen
 
 
 def test_a_sick_node_is_why_an_attempt_ended_unless_slurm_ends_the_job() -> None:
