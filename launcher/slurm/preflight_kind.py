@@ -16,7 +16,7 @@ GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 def choose_preflight_kind(kind: str, environ: Mapping[str, str]) -> str:
     """Return `light`, `deep`, or empty for none; `auto` is light for a job with GPUs.
 
-    On a node of the job there has to be a GPU, if without its driver: what SLURM counts may be something else.
+    On a node of the job there has to be a GPU, if without its driver: SLURM may count something else.
     """
     if kind != "auto":
         return "" if kind == "off" else kind
