@@ -37,12 +37,15 @@ def leave_by(code: int) -> None:
 
 signal.signal(signal.SIGTERM, lambda *_: leave_by(0) if act.get("ends") else leave("stopped", 143))
 signal.signal(signal.SIGUSR2, lambda *_: leave_by(act.get("code", 0)))
+log = run / "logs" / str(attempt) / "rank-0.out"
 if number == 0:
-    log = run / "logs" / str(attempt) / "rank-0.out"
     if act.get("saves"):
         (run.parent / "elsewhere" / f"step-{attempt}").mkdir(parents=True)
     log.write_text("".join(f"step {step}/10 loss 1.0\n" for step in range(1, act["steps"] + 1)))
 if act["do"] == "crash" and number == act.get("rank", 1):
+    patience = time.monotonic() + 20
+    while not log.exists() and time.monotonic() < patience:  # else SLURM may end rank 0 before it has written
+        time.sleep(0.01)
     lines = ("boom",)
     leave("failed", 7, RankFailure(number, 0, time.time(), 7, "exited with code 7", "its.log", lines))
 if act["do"] == "die" and number == act.get("rank", 1):
