@@ -48,7 +48,7 @@ def check_all_nodes(config: LaunchConfig, environ: Mapping[str, str]) -> Preflig
     else:
         report, problem, stop = check_this_machine(config, environ, find_folder(Path(config.runs_dir)))
     if stop:
-        raise KeyboardInterrupt
+        raise SystemExit(128 + stop)
     if report is None:
         raise MachineError(f"the nodes could not be checked: {problem}")
     return report

@@ -18,6 +18,8 @@ from launcher.files import read_file
 from launcher.fit.fit_model import Device
 from launcher.fit.gpu_table import find_gpu
 from launcher.launch.job import SHIM
+from launcher.launch.processes import prepare_agent
+from launcher.launch.signals import STOPPING, SignalQueue, catch_signals
 from launcher.protocol import LAUNCH_BINDING, LAUNCH_FIT, LAUNCH_QUIET, LAUNCH_RUN_DIR
 from launcher.text import strip_sequences
 
@@ -29,6 +31,8 @@ LARGEST_RESULT = 64 << 20
 LAST_BYTES = 64 << 10
 MOST_LINES = 20
 """Last lines of a failed program's output that are shown."""
+TICK = 0.2
+"""Seconds between two looks for signals."""
 GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 CAPABILITIES = (
@@ -114,12 +118,14 @@ def run_steps(
 ) -> StepRecord:
     """Run a program until its second step, and return what was found; raises MachineError.
 
+    A signal that stops this process ends the program, too: raises SystemExit.
     `shape` are the ranks of a node and the nodes. `folder` is for the program's output and the result.
     """
     result, output = folder / "result.json", folder / "output"
     order = {"result": str(result), "gpu": asdict(gpu) if gpu else None, "steps": STEPS}
     variables = {**environ, **describe_rank(shape), **hide_gpus(folder), LAUNCH_FIT: json.dumps(order)}
-    with output.open("wb") as stream:
+    parent = os.getpid()
+    with output.open("wb") as stream, catch_signals() as inbox:
         try:
             process = subprocess.Popen(
                 render_shim(argv),
@@ -128,10 +134,11 @@ def run_steps(
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=lambda: prepare_agent(parent, ()),  # noqa: PLW1509 - no other thread forks here
             )
         except OSError as error:
             raise MachineError(f"the program could not be started ({error})") from None
-        status = await_end(process, timeout)
+        status = await_end(process, inbox, timeout)
     return judge_end(result, output, status, timeout)
 
 
@@ -168,12 +175,19 @@ def hide_gpus(folder: Path) -> dict[str, str]:
     }
 
 
-def await_end(process: "subprocess.Popen[bytes]", timeout: float) -> int | None:
-    """Wait for a program's end and return its exit code; None if it was ended after the time."""
+def await_end(process: "subprocess.Popen[bytes]", inbox: SignalQueue, timeout: float) -> int | None:
+    """Wait for a program's end and return its exit code; None if it was ended after the time.
+
+    A signal that stops this process stops the program first: raises SystemExit.
+    """
     deadline = time.monotonic() + timeout
     try:
-        return process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
+        while (left := deadline - time.monotonic()) > 0:
+            for number in inbox.take():
+                if number in STOPPING:
+                    raise SystemExit(128 + number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(min(TICK, left))
         return None
     finally:
         end_group(process)

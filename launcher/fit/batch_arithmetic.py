@@ -142,7 +142,7 @@ def check_world_size(request: FitRequest) -> None:
         return
     factors = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "dp")}
     given = " * ".join(f"{name} {value}" for name, value in factors.items() if value > 1) or "one GPU"
-    of_nodes = f"{request.nodes} nodes of {request.gpus_per_node}"
+    of_nodes = f"{request.nodes} node{'s' * (request.nodes > 1)} of {request.gpus_per_node}"
     fixes = " or ".join(list_world_fixes(request, ranks))
     raise UsageError(
         f"parallel: {given} is {layout.world_size} GPUs, and the job has {ranks} ({of_nodes}): set {fixes}"

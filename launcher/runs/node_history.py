@@ -15,8 +15,6 @@ HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 KINDS = ("sick", "lost", "hang", "slow", "warning")
 """Sorts of events: preflight found an error; SLURM lost the node; it held others up in a hang; a rank there
 was slow; preflight had a warning."""
-TROUBLE = ("sick", "lost", "hang", "slow")
-"""Those that nodes are ordered by."""
 MOST_HOSTS = 20_000
 """Nodes of an attempt that are looked at: more than any machine has."""
 MOST_EVENTS = 20
