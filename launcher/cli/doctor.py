@@ -57,7 +57,7 @@ def show_checkup(call: VerbCall) -> int:
         environ=environ if here else None,
         run=run,
         run_reason=reason,
-        node=read_node(config, plan, here) if known else None,
+        node=read_this_node(config, plan, here) if known else None,
         min_free_kib=config.preflight.min_free_gib * (1 << 20),
     )
     findings = run_checks(case)
@@ -74,7 +74,7 @@ def asks_preflight(call: VerbCall) -> bool:
     return bool({"preflight", "preflight.kind"} & {*call.given}) and call.config.preflight.kind in SECONDS
 
 
-def read_node(config: LaunchConfig, plan: Plan, here: bool) -> NodeFacts:
+def read_this_node(config: LaunchConfig, plan: Plan, here: bool) -> NodeFacts:
     """Read what preflight would look at before a job."""
     runs = Path(config.runs_dir).absolute()
     while not runs.exists() and runs != runs.parent:

@@ -46,7 +46,9 @@ def check_all_nodes(config: LaunchConfig, environ: Mapping[str, str]) -> Preflig
         logger.info(f"checking {len(hosts)} nodes of SLURM job {environ['SLURM_JOB_ID']}")
         report, problem, stop = *check_allocation(config, environ, hosts), 0
     else:
-        report, problem, stop = check_this_machine(config, environ, find_folder(Path(config.runs_dir)))
+        report, problem, stop = check_this_machine(
+            config, environ, find_checked_folder(Path(config.runs_dir))
+        )
     if stop:
         raise SystemExit(128 + stop)
     if report is None:
@@ -54,7 +56,7 @@ def check_all_nodes(config: LaunchConfig, environ: Mapping[str, str]) -> Preflig
     return report
 
 
-def find_folder(path: Path) -> Path:
+def find_checked_folder(path: Path) -> Path:
     """Return a folder, or the one above it that exists: `runs_dir` is made by the first run."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.exists())

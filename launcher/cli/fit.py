@@ -13,10 +13,10 @@ from launcher.cli.measured_fit import learn_ratio
 from launcher.cli.plan import plan_node
 from launcher.cli.verbs import VerbCall
 from launcher.config.fit_request import (
-    choose_device,
     count_plan_nodes,
+    find_fit_device,
     has_expandable_segments,
-    share_memory,
+    share_node_memory,
 )
 from launcher.config.program import find_program
 from launcher.config.schema import LaunchConfig
@@ -57,7 +57,9 @@ def choose_fit_device(config: LaunchConfig, plan: Plan) -> Device:
     """Return what a rank computes on; raises UsageError."""
     gpus = [rank.gpu for rank in plan.ranks if rank.gpu]
     on_cpu = not config.fit.gpu and config.program.get("device") == "cpu"
-    return choose_device(config.fit, [] if on_cpu else gpus, share_memory(plan.machine, len(plan.ranks)))
+    return find_fit_device(
+        config.fit, [] if on_cpu else gpus, share_node_memory(plan.machine, len(plan.ranks))
+    )
 
 
 def check_record(record: StepRecord) -> None:

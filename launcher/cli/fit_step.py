@@ -123,7 +123,7 @@ def run_steps(
     """
     result, output = folder / "result.json", folder / "output"
     order = {"result": str(result), "gpu": asdict(gpu) if gpu else None, "steps": STEPS}
-    variables = {**environ, **describe_rank(shape), **hide_gpus(folder), LAUNCH_FIT: json.dumps(order)}
+    variables = {**environ, **describe_step_rank(shape), **hide_gpus(folder), LAUNCH_FIT: json.dumps(order)}
     parent = os.getpid()
     with output.open("wb") as stream, catch_signals() as inbox:
         try:
@@ -147,7 +147,7 @@ def render_shim(argv: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", str(SHIM), "--", *argv]
 
 
-def describe_rank(shape: tuple[int, int]) -> dict[str, str]:
+def describe_step_rank(shape: tuple[int, int]) -> dict[str, str]:
     """Return torchrun's variables for the first rank of a job."""
     local, nodes = shape
     return {

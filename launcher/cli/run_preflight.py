@@ -15,7 +15,7 @@ from launcher.errors import MachineError
 from launcher.launch.job import Job
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import FORWARDED, STOPPING, catch_signals, name_signal
-from launcher.preflight.answer_files import write_report
+from launcher.preflight.answer_files import write_preflight_report
 from launcher.preflight.answer_reader import START_MARGIN, AnswerReader
 from launcher.preflight.needed_paths import list_needed_paths
 from launcher.preflight.preflight_report import describe_report, explain_missing_answer, make_report
@@ -68,7 +68,7 @@ def record_check(
     manifest["preflight"] = dict(account)
     try:
         if report:
-            write_report(run.path, run.first_attempt, report)
+            write_preflight_report(run.path, run.first_attempt, report)
         write_manifest(run, manifest)
     except OSError as error:
         logger.warning(f"preflight: its report could not be written ({error})")

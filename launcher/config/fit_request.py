@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from launcher.config.allocator_options import read_allocator_settings
 from launcher.config.cluster import is_step_task, parse_nodes
-from launcher.config.fit_settings import Ranks, describe_bundled, describe_training, list_fixed
+from launcher.config.fit_settings import Ranks, describe_bundled, describe_training_settings, list_fixed
 from launcher.config.model_dimensions import read_dimensions
 from launcher.config.program import BUNDLED, find_unused
 from launcher.config.schema import FitConfig, LaunchConfig, ParallelConfig
@@ -75,10 +75,10 @@ def make_fit_request(
         return None
     on_cpu = is_bundled and config.program.get("device") == "cpu"
     found = [] if on_cpu else [rank.gpu for rank in plan.ranks if rank.gpu]
-    device = choose_device(config.fit, found, share_memory(plan.machine, len(plan.ranks)))
+    device = find_fit_device(config.fit, found, share_node_memory(plan.machine, len(plan.ranks)))
     if not device.memory_mib:
         return None
-    node = describe_resources(plan, float(config.dataloader.worker_gib))
+    node = describe_node_resources(plan, float(config.dataloader.worker_gib))
     return make_request_on(
         config,
         model,
@@ -111,7 +111,7 @@ def make_request_on(
     ranks = Ranks(
         count=shape[0] * shape[1],
         memory_bytes=visible_bytes or device.memory_mib << 20,
-        has_bf16=device.kind == "gpu" and has_bf16(gpu),
+        has_bf16=device.kind == "gpu" and supports_bf16(gpu),
         expandable_segments=expandable,
     )
     fixed = list_fixed(config.fit, config.parallel)
@@ -121,7 +121,7 @@ def make_request_on(
         # What the bundled program does not do is a question of the user's, and no ground to refuse a job.
         is_bundled = not fixed or (layout, settings) == describe_bundled(usual, model, ranks)
     else:
-        layout, settings = describe_training(config.fit, config.parallel, model, ranks)
+        layout, settings = describe_training_settings(config.fit, config.parallel, model, ranks)
     return FitRequest(
         model=model,
         layout=layout,
@@ -138,14 +138,14 @@ def make_request_on(
     )
 
 
-def choose_device(fit: FitConfig, gpus: Sequence[Gpu], cpu_mib: int) -> Device:
+def find_fit_device(fit: FitConfig, gpus: Sequence[Gpu], cpu_mib: int) -> Device:
     """Return what a rank computes on: the GPU that `fit` names, the smallest of the node's, or CPUs.
 
     Memory is 0 if it is not known. `cpu_mib` is the memory of a rank without a GPU. Raises UsageError.
     """
     given = None if fit.gpu_memory_gib is None else max(1, int(fit.gpu_memory_gib * 1024))
     if fit.gpu:
-        return name_device(fit.gpu, given)
+        return name_fit_device(fit.gpu, given)
     if not gpus:
         return Device("GPU", given) if given else Device("CPU", cpu_mib, kind="cpu")
     sharing = Counter((gpu.index, gpu.uuid) for gpu in gpus)
@@ -158,7 +158,7 @@ def choose_device(fit: FitConfig, gpus: Sequence[Gpu], cpu_mib: int) -> Device:
     return Device(gpu.name or "GPU", memory, nvlink_domain=found.nvlink_domain if found else 0)
 
 
-def name_device(name: str, given: int | None) -> Device:
+def name_fit_device(name: str, given: int | None) -> Device:
     """Return the GPU that `fit.gpu` names, with the memory given; raises UsageError for an unknown one."""
     found = find_gpu(name)
     if found is None and given is None:
@@ -170,13 +170,13 @@ def name_device(name: str, given: int | None) -> Device:
     return Device(name, memory, nvlink_domain=found.nvlink_domain if found else 0)
 
 
-def share_memory(machine: Machine, ranks: int) -> int:
+def share_node_memory(machine: Machine, ranks: int) -> int:
     """Return the MiB of the node's memory that a rank has."""
     limits = [kib for kib in (machine.memory_kib, machine.limits.memory_kib) if kib]
     return min(limits, default=0) // 1024 // ranks
 
 
-def has_bf16(gpu: GpuType | None) -> bool:
+def supports_bf16(gpu: GpuType | None) -> bool:
     """Tell whether a GPU computes in bf16; one that is not known does."""
     return gpu is None or gpu.tf32 is not None  # both came with the same generation
 
@@ -187,7 +187,7 @@ def has_expandable_segments(config: LaunchConfig, environ: Mapping[str, str]) ->
     return merged.get(EXPANDABLE, "").lower() == "true"
 
 
-def describe_resources(plan: Plan, worker_gib: float) -> NodeResources:
+def describe_node_resources(plan: Plan, worker_gib: float) -> NodeResources:
     """Return what the job has of a planned node."""
     machine = plan.machine
     allowed = {cpu.core for cpu in machine.cpus if cpu.id in machine.allowed_cpus}

@@ -48,16 +48,16 @@ def describe_bundled(
         parallel = replace(parallel, framework=framework)
     precision = "mixed" if computes_bf16(options, ranks) else "fp32"
     recomputes = options.get("activation_checkpointing") is True
-    accumulation = AUTO if fit.global_batch else read_option(options, "grad_accumulation", 1)
+    accumulation = AUTO if fit.global_batch else read_program_option(options, "grad_accumulation", 1)
     fit = replace(
         fit,
         precision=choose(fit.precision, precision),
         checkpointing=choose(fit.checkpointing, "full" if recomputes else "none"),
-        micro_batch=choose(fit.micro_batch, read_option(options, "batch_size", DEFAULT_BATCH)),
+        micro_batch=choose(fit.micro_batch, read_program_option(options, "batch_size", DEFAULT_BATCH)),
         accumulation=choose(fit.accumulation, accumulation),
-        seq_len=choose(fit.seq_len, read_option(options, "seq_len", choose_seq_len(model))),
+        seq_len=choose(fit.seq_len, read_program_option(options, "seq_len", choose_seq_len(model))),
     )
-    layout, settings = describe_training(fit, parallel, model, ranks)
+    layout, settings = describe_training_settings(fit, parallel, model, ranks)
     autocast = settings.precision == "mixed" and settings.framework == "ddp"
     return layout, replace(settings, autocast=autocast)
 
@@ -77,7 +77,7 @@ def computes_bf16(options: Mapping[str, object], ranks: Ranks) -> bool:
     return asked == "bf16" or (asked != "fp32" and ranks.has_bf16)
 
 
-def describe_training(
+def describe_training_settings(
     fit: FitConfig, parallel: ParallelConfig, model: ModelDimensions, ranks: Ranks
 ) -> tuple[ParallelLayout, TrainingSettings]:
     """Return the layout and settings that `fit` and `parallel` give; raises UsageError."""
@@ -141,7 +141,7 @@ def choose(value: Any, default: T) -> T:  # noqa: ANN401 - the schema's keys tha
     return chosen
 
 
-def read_option(options: Mapping[str, object], name: str, default: int) -> int:
+def read_program_option(options: Mapping[str, object], name: str, default: int) -> int:
     """Return a number of the bundled program's options; raises UsageError for what it would refuse."""
     value = options.get(name)
     if value is None:

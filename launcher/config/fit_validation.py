@@ -28,11 +28,11 @@ def check_fit_settings(config: LaunchConfig) -> None:
 def check_parallel(parallel: ParallelConfig) -> None:
     """Refuse sizes of groups that no job can have."""
     for name in GROUPS:
-        check_whole(f"parallel.{name}", getattr(parallel, name), LARGEST_COUNT)
+        check_whole_number(f"parallel.{name}", getattr(parallel, name), LARGEST_COUNT)
     if parallel.shard_size is not None:
-        check_whole("parallel.shard_size", parallel.shard_size, LARGEST_COUNT)
+        check_whole_number("parallel.shard_size", parallel.shard_size, LARGEST_COUNT)
     if parallel.dp != "auto":
-        check_whole("parallel.dp", parallel.dp, LARGEST_COUNT, auto=True)
+        check_whole_number("parallel.dp", parallel.dp, LARGEST_COUNT, auto=True)
     if isinstance(parallel.zero, bool) or str(parallel.zero) not in ZEROS:
         raise UsageError(f"parallel.zero={show(parallel.zero)}: choose from {', '.join(ZEROS)}")
     check_word("parallel.framework", parallel.framework, ("auto", *FRAMEWORKS))
@@ -52,9 +52,9 @@ def check_fit(fit: FitConfig) -> None:
     check_word("fit.offload", fit.offload, OFFLOADS)
     for name in ("micro_batch", "accumulation", "seq_len"):
         if getattr(fit, name) != "auto":
-            check_whole(f"fit.{name}", getattr(fit, name), LARGEST_BATCH, auto=True)
+            check_whole_number(f"fit.{name}", getattr(fit, name), LARGEST_BATCH, auto=True)
     if fit.global_batch is not None:
-        check_whole("fit.global_batch", fit.global_batch, LARGEST_BATCH)
+        check_whole_number("fit.global_batch", fit.global_batch, LARGEST_BATCH)
     for name in ("gpu_memory_gib", "tokens", "step_seconds"):
         value = getattr(fit, name)
         if value is not None and not (math.isfinite(value) and 0 < value <= LARGEST_NUMBER):
@@ -72,7 +72,7 @@ def check_offload(fit: FitConfig, parallel: ParallelConfig) -> None:
         )
 
 
-def check_whole(key: str, value: Any, largest: int, *, auto: bool = False) -> None:  # noqa: ANN401
+def check_whole_number(key: str, value: Any, largest: int, *, auto: bool = False) -> None:  # noqa: ANN401
     """Raise UsageError for what is no whole number of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
         other = ", or auto" if auto else ""

@@ -6,8 +6,8 @@ from statistics import median, median_low
 
 from launcher.doctor.device_checks import GPUS, report_narrow_link
 from launcher.doctor.finding import Finding
-from launcher.doctor.gpu_checks import name_device
-from launcher.doctor.node_comparison import compare_values, find_majority, name_hosts
+from launcher.doctor.gpu_checks import label_gpu
+from launcher.doctor.node_comparison import compare_nodes_by, find_majority, name_nodes
 from launcher.doctor.node_facts import GpuFacts, JudgeSettings, NicFacts, NodeFacts, NodeFinding
 from launcher.text import count_things
 
@@ -28,7 +28,7 @@ def compare_gpu_count(nodes: Sequence[NodeFacts], settings: JudgeSettings) -> It
             what = f"{count_things(count, 'GPU')}, and the job needs {settings.gpus}"
         elif settings.gpus is None and count < most and not unread:
             fuller = [other for other, number in zip(nodes, counts, strict=True) if number == most]
-            what = f"{count_things(count, 'GPU')}, and {name_hosts(fuller)} {most}"
+            what = f"{count_things(count, 'GPU')}, and {name_nodes(fuller)} {most}"
         else:
             continue
         yield NodeFinding(
@@ -45,29 +45,29 @@ def compare_gpu_count(nodes: Sequence[NodeFacts], settings: JudgeSettings) -> It
 
 def compare_kinds(nodes: Sequence[NodeFacts], _: JudgeSettings) -> Iterator[NodeFinding]:
     """GPUs of another kind or memory size than on most nodes, or beside others in a node."""
-    yield from compare_values(
+    yield from compare_nodes_by(
         nodes,
-        describe_kinds,
+        describe_gpu_kinds,
         "the kind of the GPUs",
         Finding(
             "warning", GPUS, "", SLOWEST, "ask for nodes of one kind (SLURM: --constraint, --gres=gpu:TYPE:N)"
         ),
     )
-    for node in nodes if len({describe_kinds(node) for node in nodes}) == 1 else ():  # else it is told
+    for node in nodes if len({describe_gpu_kinds(node) for node in nodes}) == 1 else ():  # else it is told
         if len({gpu.name for gpu in node.gpus if gpu.name}) > 1:
             yield NodeFinding(
                 node.host,
                 Finding(
                     "warning",
                     GPUS,
-                    f"GPUs of several kinds: {describe_kinds(node)}",
+                    f"GPUs of several kinds: {describe_gpu_kinds(node)}",
                     SLOWEST,
                     "choose those of one kind (CUDA_VISIBLE_DEVICES)",
                 ),
             )
 
 
-def describe_kinds(node: NodeFacts) -> str:
+def describe_gpu_kinds(node: NodeFacts) -> str:
     """The kinds of a node's GPUs, with their memory in GiB."""
     kinds = {f"{gpu.name} ({gpu.memory_mib >> 10} GiB)": None for gpu in node.gpus if gpu.name}
     return ", ".join(sorted(kinds))
@@ -101,7 +101,7 @@ def judge_nvlinks(gpu: GpuFacts, active: Counter[int]) -> Finding | None:
     return Finding(
         "error" if count >= 4 and 4 * more >= 3 * count else "warning",
         GPUS,
-        f"{name_device(gpu)}: {gpu.nvlinks} of {gpu.max_nvlinks} NVLinks are active, and {max(active)} of "
+        f"{label_gpu(gpu)}: {gpu.nvlinks} of {gpu.max_nvlinks} NVLinks are active, and {max(active)} of "
         "others of its kind",
         "collectives fail, or go over PCI at a tenth of the speed, and all ranks wait",
         "`nvidia-smi nvlink -s`; see whether nvidia-fabricmanager runs; reset the GPUs or reboot the node",
@@ -122,7 +122,7 @@ def judge_peers(node: NodeFacts, gpu: GpuFacts, usual: float) -> Finding | None:
     return Finding(
         "warning",
         GPUS,
-        f"{name_device(gpu)} cannot reach the memory of GPU {', '.join(lost)} directly, as others do",
+        f"{label_gpu(gpu)} cannot reach the memory of GPU {', '.join(lost)} directly, as others do",
         "what ranks exchange is copied through main memory",
         "`nvidia-smi topo -p2p r`; on PCI, ACS and the IOMMU forbid it (NCCL's troubleshooting guide)",
     )
@@ -135,7 +135,7 @@ def judge_width(gpu: GpuFacts, widths: Counter[int]) -> Finding | None:
         return None
     better = sum(count for lanes, count in widths.items() if lanes > width)
     level = "warning" if 2 * better >= widths.total() else "note"
-    return report_narrow_link(name_device(gpu), width, full, level)
+    return report_narrow_link(label_gpu(gpu), width, full, level)
 
 
 def compare_nics(nodes: Sequence[NodeFacts], _: JudgeSettings) -> Iterator[NodeFinding]:

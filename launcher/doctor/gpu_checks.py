@@ -47,7 +47,7 @@ RECENT = 86400.0
 """Seconds in which an XID that asks for a reset counts as an error if the driver does not tell its state."""
 
 
-def name_device(gpu: GpuFacts) -> str:
+def label_gpu(gpu: GpuFacts) -> str:
     """Name a GPU for people."""
     place = gpu.pci or gpu.uuid
     return f"GPU {gpu.index}" + (f" ({place})" if place else "")
@@ -59,7 +59,7 @@ def check_answers(node: NodeFacts, _: JudgeSettings) -> Iterator[Finding]:
         yield Finding(
             "error",
             GPUS,
-            f"{name_device(gpu)} does not answer: {gpu.problem}",
+            f"{label_gpu(gpu)} does not answer: {gpu.problem}",
             "a rank that is given it fails at its first CUDA call",
             "`sudo dmesg | grep -i xid` may show why; drain and reboot the node",
         )
@@ -90,7 +90,7 @@ def check_recovery(node: NodeFacts, _: JudgeSettings) -> Iterator[Finding]:
         yield Finding(
             "error",
             GPUS,
-            f"{name_device(gpu)} waits for recovery: {action.replace('_', ' ')}",
+            f"{label_gpu(gpu)} waits for recovery: {action.replace('_', ' ')}",
             "the driver says that it is not fit for new work: programs fail on it, or run slower",
             ACTIONS.get(action, "drain the node and reboot it").format(index=gpu.index),
         )
@@ -109,7 +109,7 @@ def check_memory_errors(node: NodeFacts, _: JudgeSettings) -> Iterator[Finding]:
 
 def list_memory_errors(gpu: GpuFacts) -> Iterator[Finding]:
     """The memory errors of one GPU."""
-    name, why = name_device(gpu), "its memory has a defect: programs fail on it, or have wrong values"
+    name, why = label_gpu(gpu), "its memory has a defect: programs fail on it, or have wrong values"
     if gpu.remap_failed:
         yield Finding(
             "error",
@@ -155,13 +155,13 @@ def check_throttling(node: NodeFacts, _: JudgeSettings) -> Iterator[Finding]:
     for gpu, reason in slowed:
         clock = f", {gpu.sm_clock} of {gpu.max_sm_clock} MHz" if gpu.sm_clock and gpu.max_sm_clock else ""
         heat = "" if gpu.temperature is None else f", {gpu.temperature} °C"
-        yield Finding("error", GPUS, f"{name_device(gpu)}: {reason}{clock}{heat}", SLOWED[reason], COOL)
+        yield Finding("error", GPUS, f"{label_gpu(gpu)}: {reason}{clock}{heat}", SLOWED[reason], COOL)
     for gpu in warm:
         heat = "" if gpu.temperature is None else f", {gpu.temperature} °C"
         yield Finding(
             "warning",
             GPUS,
-            f"{name_device(gpu)}: sw_thermal_slowdown{heat}",
+            f"{label_gpu(gpu)}: sw_thermal_slowdown{heat}",
             "the driver lowers its clocks for heat before there is any load, and all ranks wait for its rank",
             COOL,
         )
@@ -182,7 +182,7 @@ def check_leftovers(node: NodeFacts, _: JudgeSettings) -> Iterator[Finding]:
         yield Finding(
             "error" if used > HEAVY_SHARE * gpu.memory_mib else "warning",
             GPUS,
-            f"{name_device(gpu)}: {format_size(used << 10)} of {format_size(gpu.memory_mib << 10)} are in use"
+            f"{label_gpu(gpu)}: {format_size(used << 10)} of {format_size(gpu.memory_mib << 10)} are in use"
             f"{by}",
             "the program has that much less memory, and shares the GPU's time while they work",
             "end what an earlier job has left (`nvidia-smi`, kill), or ask for GPUs of one's own",
@@ -208,7 +208,7 @@ def judge_xid(xid: KernelXid, gpu: GpuFacts | None, count: int) -> Finding:
     """The last of `count` XIDs of a number; `gpu` is None if it is none of the job's."""
     when = "" if xid.age is None or not math.isfinite(xid.age) else f", the last {describe_time(xid.age)} ago"
     times = f" {count} times" if count > 1 else ""
-    name = name_device(gpu) if gpu else f"GPU at {xid.pci}, which is not of this job,"
+    name = label_gpu(gpu) if gpu else f"GPU at {xid.pci}, which is not of this job,"
     what = f"{name} had XID {xid.number}{times}{when}" + (f": {xid.text}" if xid.text else "")
     if xid.number in PROGRAM_XIDS:
         why = "a program did something that is not allowed, or met a memory error that was contained"

@@ -13,7 +13,7 @@ from launcher.doctor.device_comparison import (
 from launcher.doctor.finding import Finding
 from launcher.doctor.memory_checks import MEMORY
 from launcher.doctor.node_checks import NEEDED, PATHS, VERSIONS
-from launcher.doctor.node_comparison import compare_values, name_hosts
+from launcher.doctor.node_comparison import compare_nodes_by, name_nodes
 from launcher.doctor.node_facts import JudgeSettings, NodeFacts, NodeFinding
 from launcher.text import format_size
 
@@ -38,7 +38,7 @@ def compare_software(nodes: Sequence[NodeFacts], _: JudgeSettings) -> Iterator[N
         ("torch", lambda node: node.torch),
     )
     for label, read in fields:
-        yield from compare_values(nodes, read, label, Finding("warning", VERSIONS, "", why, image))
+        yield from compare_nodes_by(nodes, read, label, Finding("warning", VERSIONS, "", why, image))
 
 
 def compare_clocks(nodes: Sequence[NodeFacts], _: JudgeSettings) -> Iterator[NodeFinding]:
@@ -87,7 +87,7 @@ def compare_paths(nodes: Sequence[NodeFacts], _: JudgeSettings) -> Iterator[Node
             having += [node] if states and states[0] not in ("missing", "stuck", "failed") else []
         level = "error" if purpose in NEEDED else "warning"
         if without and having:
-            what = f"{name} ({purpose}) is missing, and is there on {name_hosts(having)}"
+            what = f"{name} ({purpose}) is missing, and is there on {name_nodes(having)}"
             why = "the program fails on this node alone, and the others wait for it"
             fix = "mount the file system on this node, or use a directory that all nodes share"
             for node in without:

@@ -46,7 +46,7 @@ LEAST_DRIVERS = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580, 65, 6)}
 Required NVIDIA Driver Version for CUDA Minor Version Compatibility"."""
 
 
-def check_path(node: NodeFacts, settings: JudgeSettings) -> Iterator[Finding]:
+def check_needed_path(node: NodeFacts, settings: JudgeSettings) -> Iterator[Finding]:
     """Paths that do not answer, or do not let the job in; missing ones are judged over all nodes."""
     for path in node.paths:
         yield from judge_path_answer(path)
@@ -235,7 +235,7 @@ def check_unread(node: NodeFacts, _: JudgeSettings) -> Iterator[Finding]:
 GPU_CHECKS = (check_answers, check_recovery, check_memory_errors, check_throttling, check_xids)
 BUSY_CHECKS = (check_leftovers, check_load)
 """What others do at the moment: a matter of the job's start."""
-SETTING_CHECKS = (check_path, check_free_memory, check_versions, check_unread)
+SETTING_CHECKS = (check_needed_path, check_free_memory, check_versions, check_unread)
 NODE_CHECKS = (
     *GPU_CHECKS,
     check_leftovers,

@@ -23,13 +23,13 @@ def find_majority(values: Sequence[T]) -> T | None:
     return value if 2 * count > len(values) else None
 
 
-def name_hosts(nodes: Sequence[NodeFacts]) -> str:
+def name_nodes(nodes: Sequence[NodeFacts]) -> str:
     """Name nodes for people, a few of them."""
     names = [node.host for node in nodes]
     return ", ".join(names[:4]) + (f" and {len(names) - 4} others" if len(names) > 4 else "")
 
 
-def compare_values(
+def compare_nodes_by(
     nodes: Sequence[NodeFacts], read: Callable[[NodeFacts], str], label: str, alike: Finding
 ) -> Iterator[NodeFinding]:
     """Warn of nodes whose value differs from most others'; nodes without a value are left out.
@@ -42,7 +42,7 @@ def compare_values(
         return
     usual = find_majority(values)
     if usual is None:
-        groups = {value: name_hosts([node for node in known if read(node) == value]) for value in values}
+        groups = {value: name_nodes([node for node in known if read(node) == value]) for value in values}
         said = "; ".join(f"{value} on {hosts}" for value, hosts in list(groups.items())[:6])
         yield NodeFinding("", replace(alike, what=f"{label} differs: {said}"))
         return

@@ -64,7 +64,7 @@ def judge_pairs(
     measured = group_results([pair for one in plan_pairs(hosts) for pair in one], results)
     slow, sick = (tolerance, SICK) if with_gpus else (SHARED_SLOW, SHARED_SICK)
     compared = [one for pair, one in measured.items() if not {*pair} & {*busy}]
-    values = [value for one in compared if (value := read_value(one)) is not None]
+    values = [value for one in compared if (value := read_pair_value(one)) is not None]
     typical = find_upper_quartile(values) if len(values) > 1 else 0.0
     levels = {
         pair: rate_pair(one, 0.0 if {*pair} & {*busy} else typical, slow, min(sick, slow))
@@ -105,7 +105,7 @@ def group_results(
     return {pair: tuple(by_name[name]) for pair, name in names.items() if name in {*by_name} - silent}
 
 
-def read_value(results: Sequence[WorkResult]) -> float | None:
+def read_pair_value(results: Sequence[WorkResult]) -> float | None:
     """Return a pair's bandwidth; None if it failed."""
     values = [one.value for one in results if one.value is not None]
     return None if any(one.problem for one in results) or not values else min(values)
@@ -113,7 +113,7 @@ def read_value(results: Sequence[WorkResult]) -> float | None:
 
 def rate_pair(results: Sequence[WorkResult], typical: float, slow: float, sick: float) -> str:
     """Return a pair's level: `error`, `warning` or `ok`."""
-    value = read_value(results)
+    value = read_pair_value(results)
     if value is None or value < sick * typical:
         return "error"
     return "warning" if value < slow * typical else "ok"
@@ -121,7 +121,7 @@ def rate_pair(results: Sequence[WorkResult], typical: float, slow: float, sick: 
 
 def describe_pair(results: Sequence[WorkResult], typical: float) -> str:
     """Say how a pair was."""
-    value = read_value(results)
+    value = read_pair_value(results)
     if value is not None:
         return f"{show_number(value)} GB/s beside {show_number(typical)} in the better pairs"
     problem = next(one.problem for one in results if one.problem)

@@ -74,7 +74,7 @@ def list_work(nodes: Iterable[NodeFacts]) -> list[Work]:
     return found
 
 
-def find_slow(work: Sequence[Work], tolerance: float) -> Iterator[SlowWork]:
+def find_slow_devices(work: Sequence[Work], tolerance: float) -> Iterator[SlowWork]:
     """Give the devices that are slow beside the others of their kind."""
     one_machine, busy = find_shared_machines(work), find_busy_hosts(work)
     groups: defaultdict[tuple[str, str], list[Work]] = defaultdict(list)
@@ -161,7 +161,7 @@ def report_slow(slow: Sequence[SlowWork]) -> Iterator[NodeFinding]:
         groups[one.work.node.host, one.work.result.measure, one.level].append(one)
     for (host, measure, level), own in groups.items():
         worst = min(own, key=lambda one: one.share)
-        places = name_places(describe_place(one.work) for one in own)
+        places = name_places(describe_device_place(one.work) for one in own)
         detail = escape_text(worst.work.result.detail, 200)
         yield NodeFinding(
             host,
@@ -169,7 +169,7 @@ def report_slow(slow: Sequence[SlowWork]) -> Iterator[NodeFinding]:
                 level,
                 WORK,
                 f"{places}: {NAMES[measure]} {'down to ' if len(own) > 1 else ''}"
-                f"{show_value(worst.work.result)}, {worst.share:.0%} of the median of the job's others"
+                f"{show_measured(worst.work.result)}, {worst.share:.0%} of the median of the job's others"
                 f" ({show_number(worst.typical)} {worst.work.result.unit}){f'; {detail}' if detail else ''}",
                 "every step waits for the slowest rank",
                 explain_slow(worst.work, host),
@@ -189,7 +189,7 @@ def explain_slow(one: Work, host: str) -> str:
     return f"look for other processes and throttled clocks on it; leave it out by cluster.exclude={host}"
 
 
-def describe_place(one: Work) -> str:
+def describe_device_place(one: Work) -> str:
     """Return where a result is from, for people."""
     return "the node" if one.result.where == "node" else escape_text(one.result.where, 80)
 
@@ -201,7 +201,7 @@ def name_places(places: Iterable[str]) -> str:
     return ", ".join(names[:LISTED]) + more
 
 
-def show_value(result: WorkResult) -> str:
+def show_measured(result: WorkResult) -> str:
     """Return a value with its unit."""
     return f"{show_number(result.value or 0.0)} {escape_text(result.unit, 20)}"
 

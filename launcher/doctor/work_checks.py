@@ -13,10 +13,10 @@ from launcher.doctor.slow_devices import (
     NAMES,
     WORK,
     Work,
-    describe_place,
+    describe_device_place,
     find_busy_hosts,
     find_shared_machines,
-    find_slow,
+    find_slow_devices,
     list_work,
     name_places,
     report_slow,
@@ -42,7 +42,7 @@ def judge_work(nodes: Sequence[NodeFacts], tolerance: float) -> tuple[NodeFindin
     """
     work = list_work(nodes)
     judged = [one for one in work if one.result.measure != "pair"]
-    slow = tuple(find_slow(judged, tolerance))
+    slow = tuple(find_slow_devices(judged, tolerance))
     found = (
         *report_failures(judged),
         *report_checksums(judged),
@@ -77,7 +77,7 @@ def report_failures(work: Iterable[Work]) -> Iterator[NodeFinding]:
                 Finding(
                     "error",
                     WORK,
-                    f"{describe_place(one)}: {NAMES[one.result.measure]} failed:"
+                    f"{describe_device_place(one)}: {NAMES[one.result.measure]} failed:"
                     f" {escape_text(one.result.problem, 300)}",
                     "the program would fail or hang there",
                     f"leave the node out (cluster.exclude={one.node.host}), and have it repaired",
@@ -108,7 +108,7 @@ def report_checksums(work: Iterable[Work]) -> Iterator[NodeFinding]:
 
 def report_disagreement(group: Sequence[Work]) -> Finding:
     """Two devices, or two halves of them, have different results."""
-    places = name_places(f"{one.node.host} {describe_place(one)}" for one in group)
+    places = name_places(f"{one.node.host} {describe_device_place(one)}" for one in group)
     return Finding(
         "warning",
         WORK,
@@ -120,7 +120,7 @@ def report_disagreement(group: Sequence[Work]) -> Finding:
 
 def report_corruption(own: Sequence[Work], number: int) -> Finding:
     """A node's devices that compute other results than most."""
-    places = name_places(describe_place(one) for one in own)
+    places = name_places(describe_device_place(one) for one in own)
     return Finding(
         "error",
         WORK,

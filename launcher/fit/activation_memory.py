@@ -44,7 +44,7 @@ class LayerActivations:
         return (self.split + self.scores) / tp + rest
 
 
-def find_widths(model: ModelDimensions) -> AttentionWidths:
+def find_layer_widths(model: ModelDimensions) -> AttentionWidths:
     """Give the widths of a model's attention; latent attention by arXiv:2405.04434, section 2.1."""
     latent = model.latent_attention
     if latent is None:
@@ -61,7 +61,7 @@ def count_attention_bytes(model: ModelDimensions, seq_len: int, width: int, *, f
 
     Flash attention keeps its result and a logarithm in fp32 for each head (arXiv:2205.14135).
     """
-    widths = find_widths(model)
+    widths = find_layer_widths(model)
     kept = widths.query + widths.key + widths.value + widths.latent + widths.out
     norms = 2 * (widths.query + widths.key) if model.qk_norm else 0
     return width * kept + norms * width / 2 + (4 * model.heads if flash else 0)

@@ -44,12 +44,12 @@ def solve_batch(
     keys = {"fit.micro_batch": micro_batch, "parallel.dp": dp, "fit.accumulation": accumulation}
     for key, value in (*keys.items(), ("fit.global_batch", global_batch)):
         if value is not None:
-            check_size(key, value)
+            check_layout_size(key, value)
     if global_batch is not None:
         keys = solve_global(keys, global_batch)
     micro, replicas, steps = (value or 1 for value in keys.values())
     product = micro * replicas * steps
-    check_size(PRODUCT, product)
+    check_layout_size(PRODUCT, product)
     return BatchSizes(micro, replicas, steps, product)
 
 
@@ -59,7 +59,7 @@ def solve_global(keys: dict[str, int | None], global_batch: int) -> dict[str, in
     product = 1
     for value in keys.values():
         product *= value or 1
-    check_size(PRODUCT, product)
+    check_layout_size(PRODUCT, product)
     if missing and global_batch % product == 0:
         return {**keys, missing[0]: global_batch // product}
     if not missing and product == global_batch:
@@ -97,7 +97,7 @@ def list_near_divisors(number: int, near: int) -> list[int]:
     return sorted({below, above}, key=lambda one: (abs(one - near), one))
 
 
-def check_size(key: str, value: int, least: int = 1) -> None:
+def check_layout_size(key: str, value: int, least: int = 1) -> None:
     """Raise UsageError for a number that is too small or too large."""
     if not least <= value <= LARGEST_SETTING:
         shown = value if abs(value) < LARGEST_SETTING**2 else f"(a number of {value.bit_length()} bits)"
@@ -126,11 +126,11 @@ def check_counts(request: FitRequest) -> None:
     """Refuse numbers that are zero, negative or huge."""
     layout, settings = request.layout, request.settings
     for name in ("tp", "pp", "cp", "dp", "ep", "virtual_stages"):
-        check_size(f"parallel.{name}", getattr(layout, name))
+        check_layout_size(f"parallel.{name}", getattr(layout, name))
     for name in ("micro_batch", "accumulation", "seq_len"):
-        check_size(f"fit.{name}", getattr(settings, name))
-    check_size("nodes", request.nodes)
-    check_size("nproc_per_node", request.gpus_per_node)
+        check_layout_size(f"fit.{name}", getattr(settings, name))
+    check_layout_size("nodes", request.nodes)
+    check_layout_size("nproc_per_node", request.gpus_per_node)
     if layout.zero not in range(4):
         raise UsageError(f"parallel.zero={layout.zero}: choose from 0, 1, 2, 3")
 
@@ -272,7 +272,7 @@ def check_sharding(request: FitRequest) -> None:
 def check_shard_size(request: FitRequest, size: int) -> None:
     """Refuse groups for hybrid sharding that do not divide the replicas."""
     replicas = request.layout.dp * request.layout.cp
-    check_size("parallel.shard_size", size)
+    check_layout_size("parallel.shard_size", size)
     if request.layout.zero == 0:
         raise UsageError(
             f"parallel.shard_size={size} with parallel.zero=0, which shards nothing: leave it out"

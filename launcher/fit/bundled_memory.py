@@ -78,12 +78,12 @@ def count_saved(request: FitRequest, width: int, stream: int) -> float:
     return (
         norms
         + inputs * width * model.hidden_size
-        + count_attention(request, width, query, key)
+        + count_kept_attention(request, width, query, key)
         + (4 if swiglu else 2) * width * model.intermediate_size
     )
 
 
-def count_attention(request: FitRequest, width: int, query: int, key: int) -> float:
+def count_kept_attention(request: FitRequest, width: int, query: int, key: int) -> float:
     """Count the bytes a token inside attention, by the kernel that torch takes.
 
     Flash in 16 bits; in fp32 the memory-efficient one, whose result is in the order of tokens; in fp32 with

@@ -42,7 +42,7 @@ class Step:
     why: str
 
 
-def find_changes(
+def find_cheapest_changes(
     request: FitRequest, capacity: int, estimate: Callable[[FitRequest], Range]
 ) -> tuple[Change, ...]:
     """Return at most three changes with which the high estimate is within the capacity, the cheapest first.
@@ -292,15 +292,15 @@ def find_framework(layout: ParallelLayout) -> str:
 
 def render_change(request: FitRequest, changed: FitRequest) -> tuple[str, ...]:
     """Return the overrides that make one request of another."""
-    pairs = list_values(changed, is_bundled=request.is_bundled)
-    before = dict(list_values(request, is_bundled=request.is_bundled))
+    pairs = list_setting_values(changed, is_bundled=request.is_bundled)
+    before = dict(list_setting_values(request, is_bundled=request.is_bundled))
     found = [f"{key}={value}" for key, value in pairs if before[key] != value]
     if "parallel.dp" in request.fixed and changed.layout.dp != request.layout.dp:
         found.append(f"parallel.dp={changed.layout.dp}")
     return tuple(found)
 
 
-def list_values(request: FitRequest, *, is_bundled: bool) -> list[tuple[str, str]]:
+def list_setting_values(request: FitRequest, *, is_bundled: bool) -> list[tuple[str, str]]:
     """Return the keys that a change may set, with their values."""
     settings, layout = request.settings, request.layout
     batch, accumulation = str(settings.micro_batch), str(settings.accumulation)

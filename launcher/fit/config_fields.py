@@ -11,7 +11,7 @@ SHOWN = 60
 """Characters of a value in an error."""
 
 
-def show_value(value: object) -> str:
+def show_field(value: object) -> str:
     """Write a value of unknown origin, short and in printable characters."""
     text = ascii(value) if isinstance(value, str | int | float | bool | None) else type(value).__name__
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
@@ -44,11 +44,11 @@ class ConfigFields:
             raise self.fail(shown, "is missing", f"add it, a whole number of at least {least}")
         # A width of 4096.0 is a mistake of whoever wrote the file, but true is not 1 either.
         if not isinstance(value, int) or isinstance(value, bool):
-            raise self.fail(name, f"is {show_value(value)}, no whole number", f"give one of at least {least}")
+            raise self.fail(name, f"is {show_field(value)}, no whole number", f"give one of at least {least}")
         if not least <= value <= LARGEST:
             raise self.fail(
                 name,
-                f"is {show_value(value)}",
+                f"is {show_field(value)}",
                 f"give a whole number of at least {least} and at most {LARGEST}",
             )
         return value
@@ -59,7 +59,7 @@ class ConfigFields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self.fail(name, f"is {show_value(value)}", "give true or false")
+            raise self.fail(name, f"is {show_field(value)}", "give true or false")
         return value
 
     def read_list(self, name: str) -> Sequence[object]:
@@ -69,6 +69,6 @@ class ConfigFields:
             return ()
         if not isinstance(value, list):
             raise self.fail(
-                name, f"is {show_value(value)}, no list", "give a list of layers, or leave it out"
+                name, f"is {show_field(value)}, no list", "give a list of layers, or leave it out"
             )
         return value

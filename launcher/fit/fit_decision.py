@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from launcher.fit.batch_arithmetic import check_layout
-from launcher.fit.cheapest_changes import find_changes
+from launcher.fit.cheapest_changes import find_cheapest_changes
 from launcher.fit.fit_model import Change, FitReport, FitRequest, Learned, MemoryEstimate, MemoryPart, Range
 from launcher.fit.memory_estimate import estimate_memory
 from launcher.fit.node_budget import budget_node
@@ -28,7 +28,7 @@ def assess(request: FitRequest, learned: Learned | None = None) -> FitReport:
     verdict = judge_total(estimate.total, capacity)
     changes: tuple[Change, ...] = ()
     if verdict == "does_not_fit":
-        changes = find_changes(request, capacity, lambda one: estimate_with(one, learned).total)
+        changes = find_cheapest_changes(request, capacity, lambda one: estimate_with(one, learned).total)
     return FitReport(
         request=request,
         estimate=estimate,
@@ -66,7 +66,7 @@ def correct_estimate(estimate: MemoryEstimate, learned: Learned) -> MemoryEstima
     return replace(
         estimate,
         parts=parts,
-        total=add_ranges(parts),
+        total=sum_parts(parts),
         allocated=correct_range(estimate.allocated, learned),
         reserved=correct_range(estimate.reserved, learned),
     )
@@ -79,7 +79,7 @@ def correct_range(found: Range, learned: Learned) -> Range:
     return Range(round(middle * (1 - spread)), round(middle), round(middle * (1 + spread)))
 
 
-def add_ranges(parts: tuple[MemoryPart, ...]) -> Range:
+def sum_parts(parts: tuple[MemoryPart, ...]) -> Range:
     """Return the sum of all parts."""
     return sum((part.bytes for part in parts), Range(0, 0, 0))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from launcher.decode import DecodeError, parse_json
 from launcher.errors import UsageError
-from launcher.fit.config_fields import ConfigFields, show_value
+from launcher.fit.config_fields import ConfigFields, show_field
 from launcher.fit.fit_model import Experts, LatentAttention, ModelDimensions
 
 MAX_TEXT = 1 << 20
@@ -73,14 +73,14 @@ def parse_model_config(text: str, name: str) -> ModelDimensions:
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         known = ", ".join(sorted(FAMILIES))
-        problem = "is missing" if kind is None else f"is {show_value(kind)}, which is not known"
+        problem = "is missing" if kind is None else f"is {show_field(kind)}, which is not known"
         raise fields.fail("model_type", problem, f"use the one whose layers it has, of {known}")
     return check_config_dimensions(fields, read_config_dimensions(fields, str(kind), family, name))
 
 
 def read_fields(text: str, name: str) -> ConfigFields:
     """Parse the text of a config.json, or its part on text; raises UsageError."""
-    file = show_value(name)[1:-1]
+    file = show_field(name)[1:-1]
     if len(text) > MAX_TEXT:
         raise UsageError(f"{file} has more than {MAX_TEXT} characters: name a model's config.json")
     try:

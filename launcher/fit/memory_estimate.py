@@ -4,7 +4,7 @@ from launcher.fit.bundled_memory import list_bundled_moments
 from launcher.fit.device_overhead import estimate_context, estimate_fragmentation, estimate_workspaces
 from launcher.fit.fit_model import FitRequest, MemoryEstimate, MemoryPart
 from launcher.fit.framework_memory import list_framework_moments
-from launcher.fit.memory_moment import Moment, add_ranges, choose_peak, list_parts
+from launcher.fit.memory_moment import Moment, add_ranges, choose_peak_moment, list_parts
 from launcher.fit.rank_parameters import count_stage, list_stages
 
 MOST_STAGES = 3
@@ -35,10 +35,10 @@ def estimate_stage(request: FitRequest, stage: int, first: int, count: int) -> M
     """Estimate the peak memory of a GPU of one pipeline stage."""
     parameters = count_stage(request, first, count, stage)
     if is_bundled(request):
-        peak = choose_peak(list_bundled_moments(request, parameters))
+        peak = choose_peak_moment(list_bundled_moments(request, parameters))
     else:
-        peak = choose_peak(list_framework_moments(request, parameters, stage))
-    return describe_memory(request, peak, stage)
+        peak = choose_peak_moment(list_framework_moments(request, parameters, stage))
+    return estimate_moment(request, peak, stage)
 
 
 def is_bundled(request: FitRequest) -> bool:
@@ -58,7 +58,7 @@ def is_bundled(request: FitRequest) -> bool:
     )
 
 
-def describe_memory(request: FitRequest, peak: Moment, stage: int) -> MemoryEstimate:
+def estimate_moment(request: FitRequest, peak: Moment, stage: int) -> MemoryEstimate:
     """Make the estimate of a moment: with the libraries' workspaces, fragmentation and the context."""
     parts = list_parts(peak, list_notes(request, peak))
     workspaces = estimate_workspaces(request)

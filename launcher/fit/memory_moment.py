@@ -58,7 +58,7 @@ def make_range(low: float, expected: float, high: float) -> Range:
     return Range(min(middle, max(0, round(low))), middle, max(middle, round(high)))
 
 
-def choose_peak(moments: Sequence[Moment]) -> Moment:
+def choose_peak_moment(moments: Sequence[Moment]) -> Moment:
     """Give the moment with the highest expected total.
 
     Another one's high end may be higher: what it has more is added to the high end of `temporary`, so that

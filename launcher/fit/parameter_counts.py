@@ -139,10 +139,10 @@ def count_model_parameters(model: ModelDimensions) -> int:
 
 def count_active_parameters(model: ModelDimensions) -> int:
     """Count the parameters that a token passes: of the routed experts those that it is sent to."""
-    return count_model_parameters(model) - count_idle(model)
+    return count_model_parameters(model) - count_idle_experts(model)
 
 
-def count_idle(model: ModelDimensions) -> int:
+def count_idle_experts(model: ModelDimensions) -> int:
     """Count the parameters of experts that a token is not sent to."""
     experts = model.experts
     if experts is None:
@@ -177,7 +177,7 @@ def count_token_flops(
     attention = count_attention_flops(model, seq_len)
     head = model.vocab_size * model.hidden_size
     parts = count_part_parameters(model)
-    layers = sum(layer.total for layer in parts.layers) - count_idle(model)
+    layers = sum(layer.total for layer in parts.layers) - count_idle_experts(model)
     forward = 2 * (layers + head + parts.final_norm) + attention
     if checkpointing == "selective":
         return 3 * forward + attention

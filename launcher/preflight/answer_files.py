@@ -16,11 +16,11 @@ SCHEMA = 1
 """Version of these files."""
 
 
-def write_report(run_path: Path, attempt: int, report: PreflightReport) -> None:
+def write_preflight_report(run_path: Path, attempt: int, report: PreflightReport) -> None:
     """Write the nodes' answers and the report, each whole or not at all; raises OSError."""
     with closing_descriptor(open_below(run_path, FOLDER, str(attempt))) as at:
         for node in report.nodes:
-            write_whole(at, f"node-{name_file(node.host)}.json", dump(asdict(node)))
+            write_whole(at, f"node-{name_answer_file(node.host)}.json", dump(asdict(node)))
         values = {key: value for key, value in asdict(report).items() if key != "nodes"}
         write_whole(at, REPORT, dump({**values, "sick": list(report.sick)}))
 
@@ -30,7 +30,7 @@ def dump(value: dict[str, object]) -> bytes:
     return (json.dumps({"schema": SCHEMA, **value}, indent=1) + "\n").encode()
 
 
-def name_file(host: str) -> str:
+def name_answer_file(host: str) -> str:
     """Return a host's name as part of a file's: it came from the node."""
     return "".join(char if char.isalnum() or char in "-_." else "_" for char in host)[:200]
 

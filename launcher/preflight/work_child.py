@@ -76,7 +76,7 @@ def run_work(python: str, kind: str, seconds: float, options: Sequence[str] = ()
             cwd="/",
             env=environ,
             start_new_session=True,
-            preexec_fn=end_with_parent,  # noqa: PLW1509 - no other thread runs here
+            preexec_fn=be_killed_with_parent,  # noqa: PLW1509 - no other thread runs here
         )
     except OSError as error:
         return ChildWork(problem=f"{python} cannot be run ({error.strerror})")
@@ -84,10 +84,10 @@ def run_work(python: str, kind: str, seconds: float, options: Sequence[str] = ()
         out, err = read_output(child, begin + seconds)
     finally:
         end_child(child)
-    return describe_end(parse_output(out), child, python, err)
+    return describe_child_end(parse_output(out), child, python, err)
 
 
-def end_with_parent() -> None:
+def be_killed_with_parent() -> None:
     """Have the kernel kill this process if its parent is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -145,7 +145,9 @@ def parse_output(data: bytes) -> ChildWork:
     return ChildWork(tuple(results), known["torch"], known["torch_cuda"], gpus)
 
 
-def describe_end(work: ChildWork, child: "subprocess.Popen[bytes]", python: str, err: bytes) -> ChildWork:
+def describe_child_end(
+    work: ChildWork, child: "subprocess.Popen[bytes]", python: str, err: bytes
+) -> ChildWork:
     """Add why the child did not do all of its work."""
     code = child.returncode
     if code == 0:

@@ -35,11 +35,13 @@ def read_cpu_times(tree: Tree, cpus: frozenset[int]) -> CpuTimes | None:
     own = sum(usage.ru_utime + usage.ru_stime for usage in usages)
     if not rows:
         return None
-    ticks = sum(parse_unsigned(word) or 0 for row in rows for at, word in enumerate(row[:8]) if is_busy(at))
+    ticks = sum(
+        parse_unsigned(word) or 0 for row in rows for at, word in enumerate(row[:8]) if is_busy_column(at)
+    )
     return CpuTimes(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), own)
 
 
-def is_busy(column: int) -> bool:
+def is_busy_column(column: int) -> bool:
     """Whether a column of /proc/stat is time that others could not have."""
     return column not in (IDLE, WAITING)
 

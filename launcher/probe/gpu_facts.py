@@ -140,16 +140,16 @@ def read_gpu_state(
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return describe_failure(tree, wanted, error)
+        return describe_nvml_failure(tree, wanted, error)
     try:
         return ask_nvml(tree, nvml, wanted)
     except nvml.NVMLError as error:
-        return describe_failure(tree, wanted, error)
+        return describe_nvml_failure(tree, wanted, error)
     finally:
         nvml.nvmlShutdown()
 
 
-def describe_failure(tree: Tree, wanted: Collection[str] | str | None, error: Exception) -> GpuState:
+def describe_nvml_failure(tree: Tree, wanted: Collection[str] | str | None, error: Exception) -> GpuState:
     """Describe the GPUs without NVML, which has failed: without GPUs there is nothing amiss about that."""
     reason = f"NVML fails with {str(error).rstrip('.')}"
     found = describe_files(tree, wanted, reason)
@@ -163,7 +163,7 @@ def describe_files(tree: Tree, wanted: Collection[str] | str | None, reason: str
     gpus = tuple(
         GpuFacts(index, gpu.uuid, gpu.name, gpu.pci, gpu.memory_mib) for index, gpu in enumerate(shown)
     )
-    gpus = choose_gpus(gpus, wanted)
+    gpus = choose_visible_gpus(gpus, wanted)
     if gpus and shown[0].vendor == "amd":
         reason = "NVML does not know AMD's GPUs"
     unchecked = (f"state of the GPUs: {reason}",) if gpus else ()
@@ -183,14 +183,16 @@ def ask_nvml(tree: Tree, nvml: Any, wanted: Collection[str] | str | None) -> Gpu
         if inquiry:
             handles[index] = inquiry.handle
         gpus.append(gpu)
-    chosen = choose_gpus(tuple(gpus), wanted)
+    chosen = choose_visible_gpus(tuple(gpus), wanted)
     chosen = tuple(replace(gpu, peers=list_peers(nvml, handles, gpu.index, chosen)) for gpu in chosen)
     opened = [pci for pci, fields in list_cards(Tree(tree.prefix or "/")) or () if is_open(tree, fields)]
     lost = tuple(pci for pci in opened if pci not in {gpu.pci for gpu in gpus})
     return GpuState(chosen, lost, read_cuda_driver(nvml), unchecked=tuple(divided))
 
 
-def choose_gpus(gpus: tuple[GpuFacts, ...], wanted: Collection[str] | str | None) -> tuple[GpuFacts, ...]:
+def choose_visible_gpus(
+    gpus: tuple[GpuFacts, ...], wanted: Collection[str] | str | None
+) -> tuple[GpuFacts, ...]:
     """Return the job's GPUs; those whose address NVML does not tell stay, since they may be among them."""
     wanted = list_visible(gpus, wanted) if isinstance(wanted, str) else wanted
     return tuple(gpu for gpu in gpus if wanted is None or not gpu.pci or gpu.pci in wanted)

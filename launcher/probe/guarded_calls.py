@@ -115,14 +115,14 @@ def collect_answers(children: list[Child], begin: float, limit: float) -> None:
         poller.register(pipe, select.POLLIN)
     while waiting and (left := begin + limit - time.monotonic()) > 0:
         for pipe, _ in poller.poll(left * 1000):
-            part = read_part(pipe)
+            part = read_output_part(pipe)
             waiting[pipe].data += part
             if not part:
                 waiting.pop(pipe).seconds = time.monotonic() - begin
                 poller.unregister(pipe)
 
 
-def read_part(pipe: int) -> bytes:
+def read_output_part(pipe: int) -> bytes:
     """Return what a pipe holds now; empty at its end."""
     try:
         return os.read(pipe, CHUNK)

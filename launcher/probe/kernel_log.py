@@ -20,7 +20,7 @@ LONGEST = 200
 XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d{1,6})\b,?\s*(.*)")
 
 
-def read_xids(tree: Tree) -> tuple[KernelXid, ...] | None:
+def read_kernel_xids(tree: Tree) -> tuple[KernelXid, ...] | None:
     """Read the XIDs that are in the log, oldest first; None if this user may not read it.
 
     With `kernel.dmesg_restrict` it is for root, or CAP_SYSLOG, alone.
@@ -65,7 +65,7 @@ def parse_record(record: str, now: float | None) -> KernelXid | None:
     head, _, text = record.partition(";")
     fields = head.split(",")
     found = XID.search(text)
-    if not found or len(fields) < 3 or not all(is_number(field) for field in fields[:3]):
+    if not found or len(fields) < 3 or not all(is_xid_number(field) for field in fields[:3]):
         return None
     pci = normalise_pci(found[1])
     if int(fields[0]) >> 3 or pci is None:
@@ -75,6 +75,6 @@ def parse_record(record: str, now: float | None) -> KernelXid | None:
     return KernelXid(pci, int(found[2]), message, age)
 
 
-def is_number(text: str) -> bool:
+def is_xid_number(text: str) -> bool:
     """Whether a text is a number as the kernel writes it."""
     return text.isascii() and text.isdecimal() and len(text) <= 20

@@ -16,7 +16,7 @@ from launcher.probe.cpus import STATUS, read_cpu_sets
 from launcher.probe.gpu_facts import GpuState, read_gpu_state
 from launcher.probe.gpu_samples import import_nvml
 from launcher.probe.guarded_calls import Answer, call_in_children
-from launcher.probe.kernel_log import read_xids
+from launcher.probe.kernel_log import read_kernel_xids
 from launcher.probe.limits import read_limits
 from launcher.probe.nic_ports import read_nic_ports
 from launcher.probe.path_facts import describe_path, read_path
@@ -73,7 +73,7 @@ def read_node_facts(
         *(partial(read_path, *entry) for entry in live_paths),
     ]
     gpus, torch, *others = call_guarded(calls, sources)
-    facts = read_files(tree, host or (tree.read("proc/sys/kernel/hostname") or ""), node_rank, cpus)
+    facts = read_node_files(tree, host or (tree.read("proc/sys/kernel/hostname") or ""), node_rank, cpus)
     facts = add_gpus(facts, gpus)
     facts = add_torch(facts, torch)
     if paths and not tree.is_real:
@@ -113,13 +113,13 @@ def call_guarded(calls: Sequence[Callable[[], Any]], sources: FactSources) -> tu
         return tuple(Answer(None, 0.0, problem=f"no process can be made ({error.strerror})") for _ in calls)
 
 
-def read_files(tree: Tree, host: str, node_rank: int, cpus: frozenset[int]) -> NodeFacts:
+def read_node_files(tree: Tree, host: str, node_rank: int, cpus: frozenset[int]) -> NodeFacts:
     """Read what the kernel's files tell, which do not hang."""
     limits = read_limits(tree)
     total = tree.read_mem_total("proc/meminfo") or 0
     memory = total if limits.memory_kib is None else min(total, limits.memory_kib)
-    available = read_available_memory(tree)
-    xids = read_xids(tree)
+    available = read_free_kib(tree)
+    xids = read_kernel_xids(tree)
     facts = NodeFacts(
         host=host,
         node_rank=node_rank,
@@ -145,7 +145,7 @@ def explain_log(tree: Tree) -> str:
     return "XIDs: this user may not read the kernel's log (/dev/kmsg; kernel.dmesg_restrict)"
 
 
-def read_available_memory(tree: Tree) -> int | None:
+def read_free_kib(tree: Tree) -> int | None:
     """MemAvailable in KiB: free memory, and what the kernel can take back at once."""
     words = tree.read_fields("proc/meminfo").get("MemAvailable", "").split()
     return int(words[0]) if words and words[0].isdecimal() and len(words[0]) < 18 else None

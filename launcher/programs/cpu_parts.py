@@ -12,14 +12,14 @@ from launcher.programs.cpu_work import (
     choose_buffer,
     format_cpus,
     group_by_numa_node,
-    list_cores,
+    list_work_cores,
     measure_cpu_matmul,
-    measure_memory,
+    measure_memory_bandwidth,
     name_cpu,
     pin_to_cpu,
 )
 from launcher.programs.work_processes import Answer, Measurement, WorkProcess
-from launcher.programs.work_session import NO_TIME, WorkSession, report_missing
+from launcher.programs.work_session import NO_TIME, WorkSession, report_missing_results
 
 SUSPECT = 0.85
 """Share of the other CPUs' median below which all are measured again: noise passes, a busy process stays."""
@@ -29,7 +29,7 @@ MEMBERS = 4
 
 def work_on_cpus(session: WorkSession) -> None:
     """Measure the CPUs that this process may use."""
-    cores = list_cores()
+    cores = list_work_cores()
     buffer = choose_buffer(cores)
     processes = [WorkProcess(CpuState(cpu, name_cpu(cpu), buffer)) for cpu in cores]
     pinned = session.ask(processes, pin_to_cpu, lambda _: (), 0.0)
@@ -65,7 +65,7 @@ def multiply_once(
     found = []
     for one, answer in zip(processes, answers, strict=True):
         state: CpuState = one.state
-        result = answer.value or report_missing("matmul", state.where, answer, state.device)
+        result = answer.value or report_missing_results("matmul", state.where, answer, state.device)
         detail = describe_contention(state.cpu, before, after, seconds, own)
         found.append(replace(result, detail=detail))
     return found
@@ -92,7 +92,7 @@ def choose_better(first: Measurement, second: Measurement) -> Measurement:
 def copy_in_memory(session: WorkSession, processes: Sequence[WorkProcess]) -> list[Measurement]:
     """Return the bandwidth of each NUMA node's memory: the sum of its cores, all copying at once."""
     seconds = session.durations.memory
-    answers = session.ask(processes, measure_memory, lambda _: (seconds,), seconds)
+    answers = session.ask(processes, measure_memory_bandwidth, lambda _: (seconds,), seconds)
     by_cpu = {one.state.cpu: (one, answer) for one, answer in zip(processes, answers, strict=True)}
     found = []
     for cores in group_by_numa_node(sorted(by_cpu)):
@@ -101,7 +101,7 @@ def copy_in_memory(session: WorkSession, processes: Sequence[WorkProcess]) -> li
         missing = [answer for answer in group if answer.value is None]
         total = sum(answer.value or 0.0 for answer in group) / 1e9
         result = Measurement("memory", where, total, "GB/s", device=f"{device}, {len(cores)} cores")
-        found.append(report_missing("memory", where, missing[0], device) if missing else result)
+        found.append(report_missing_results("memory", where, missing[0], device) if missing else result)
     return found
 
 
@@ -121,7 +121,7 @@ def reduce_in_node(session: WorkSession, chosen: Sequence[WorkProcess], device: 
     count, seconds = len(chosen), session.durations.all_reduce
     (opened,) = session.ask(chosen[:1], open_store, lambda _: (count,), 0.0)
     if opened.value is None:
-        return report_missing("all_reduce", "node", opened, device)
+        return report_missing_results("all_reduce", "node", opened, device)
     limit = max(1.0, session.left)
     answers = session.ask(
         chosen,
@@ -138,5 +138,5 @@ def summarize_group(measure: str, where: str, device: str, answers: Sequence[Ans
     missing = [answer for answer in answers if answer.value is None]
     if missing:
         worst = min(missing, key=lambda answer: (answer.is_late, answer.reason == NO_TIME))
-        return report_missing(measure, where, worst, device)
+        return report_missing_results(measure, where, worst, device)
     return Measurement(measure, where, min(answer.value for answer in answers), "GB/s", device=device)

@@ -89,7 +89,7 @@ def measure_cpu_matmul(state: CpuState, seconds: float) -> Measurement:
     )
 
 
-def measure_memory(state: CpuState, seconds: float) -> float:
+def measure_memory_bandwidth(state: CpuState, seconds: float) -> float:
     """Copy between two buffers that no cache holds; bytes read and written each second, best of repeats."""
     source = torch.ones(state.buffer // 4)
     target = torch.zeros(state.buffer // 4)
@@ -108,7 +108,7 @@ def repeat_for(seconds: float, work: Callable[[], object]) -> float:
     return count / passed
 
 
-def list_cores() -> list[int]:
+def list_work_cores() -> list[int]:
     """Return one allowed CPU of each physical core."""
     first: dict[str, int] = {}
     for cpu in sorted(os.sched_getaffinity(0)):

@@ -7,14 +7,14 @@ from launcher.programs.cpu_parts import reduce_in_node
 from launcher.programs.gpu_work import (
     GpuIdentity,
     GpuState,
-    count_gpus,
+    count_torch_gpus,
     measure_copies,
     measure_gpu_matmul,
     measure_peer_copy,
     start_gpu,
 )
 from launcher.programs.work_processes import Answer, Measurement, WorkProcess
-from launcher.programs.work_session import WorkSession, report_missing
+from launcher.programs.work_session import WorkSession, report_missing_results
 
 START = 20.0
 """Seconds that CUDA may take to start."""
@@ -28,10 +28,10 @@ def find_gpus(session: WorkSession) -> int | None:
     A process of its own asks: this one has to stay without CUDA, since it forks.
     """
     asking = WorkProcess(None)
-    (answer,) = session.ask([asking], count_gpus, lambda _: (), 0.0, grace=START)
+    (answer,) = session.ask([asking], count_torch_gpus, lambda _: (), 0.0, grace=START)
     asking.give_up("")
     if answer.value is None:
-        session.report(report_missing("matmul", "node", answer))
+        session.report(report_missing_results("matmul", "node", answer))
         return None
     return int(answer.value)
 
@@ -61,7 +61,7 @@ def start_all(session: WorkSession, count: int) -> list[WorkProcess]:
     failed = zip(processes, answers, strict=True)
     session.report(
         *(
-            report_missing("matmul", one.state.where, answer)
+            report_missing_results("matmul", one.state.where, answer)
             for one, answer in failed
             if not isinstance(answer.value, GpuIdentity)
         )
@@ -73,11 +73,11 @@ def multiply_and_copy(session: WorkSession, processes: Sequence[WorkProcess]) ->
     """Report each GPU's matrix product and copies."""
     seconds = session.durations.matmul
     answers = session.ask(processes, measure_gpu_matmul, lambda _: (seconds,), seconds, least=LEAST)
-    session.report(*collect(processes, answers, "matmul"))
+    session.report(*collect_results(processes, answers, "matmul"))
     seconds = session.durations.copies
     answers = session.ask(processes, measure_copies, lambda _: (seconds,), seconds, least=LEAST)
     for one, answer in zip(processes, answers, strict=True):
-        missing = report_missing("copy_to", one.state.where, answer, one.state.device)
+        missing = report_missing_results("copy_to", one.state.where, answer, one.state.device)
         session.report(*(answer.value or (missing,)))
 
 
@@ -89,12 +89,14 @@ def copy_to_peers(session: WorkSession, processes: Sequence[WorkProcess]) -> Non
     answers = session.ask(
         processes, measure_peer_copy, lambda number: (peers[number], seconds), seconds, least=LEAST
     )
-    session.report(*collect(processes, answers, "peer_copy"))
+    session.report(*collect_results(processes, answers, "peer_copy"))
 
 
-def collect(processes: Sequence[WorkProcess], answers: Sequence[Answer], measure: str) -> list[Measurement]:
+def collect_results(
+    processes: Sequence[WorkProcess], answers: Sequence[Answer], measure: str
+) -> list[Measurement]:
     """Return the processes' results; a line for each that has none, too."""
     return [
-        answer.value or report_missing(measure, one.state.where, answer, one.state.device)
+        answer.value or report_missing_results(measure, one.state.where, answer, one.state.device)
         for one, answer in zip(processes, answers, strict=True)
     ]

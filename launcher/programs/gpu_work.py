@@ -48,7 +48,7 @@ class GpuIdentity:
     pci: str
 
 
-def count_gpus(_: object) -> int:
+def count_torch_gpus(_: object) -> int:
     """Return how many GPUs torch sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 

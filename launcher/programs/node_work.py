@@ -38,7 +38,7 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
     )
     session.print_line({"torch": torch.__version__, "torch_cuda": torch.version.cuda or ""})
     try:
-        run(session, options)
+        run_node_work(session, options)
     except Exception as error:
         session.report(Measurement("matmul", "node", problem=describe_error(error)))
     finally:
@@ -46,7 +46,7 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
         os._exit(0)
 
 
-def run(session: WorkSession, options: argparse.Namespace) -> None:
+def run_node_work(session: WorkSession, options: argparse.Namespace) -> None:
     """Work on GPUs if torch sees some, else on CPUs."""
     gpus = find_gpus(session) if torch.version.cuda or torch.version.hip else 0
     if gpus is None:

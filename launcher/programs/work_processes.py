@@ -129,7 +129,7 @@ def ask_all(
             if not one.problem:
                 one.connection.send((function, arguments(number)))
         except OSError:
-            one.give_up(describe_end(one))
+            one.give_up(describe_worker_end(one))
     waiting = {one.connection: number for number, one in enumerate(processes) if not one.problem}
     while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
         for connection in ready:
@@ -147,11 +147,11 @@ def receive(one: WorkProcess) -> Answer:
         answer: Answer = one.connection.recv()
         return answer
     except (EOFError, OSError):
-        one.give_up(describe_end(one))
+        one.give_up(describe_worker_end(one))
         return Answer(problem=one.problem)
 
 
-def describe_end(one: WorkProcess) -> str:
+def describe_worker_end(one: WorkProcess) -> str:
     """Say how a process has ended."""
     one.process.join(1.0)
     code = one.process.exitcode

@@ -99,7 +99,7 @@ class WorkSession:
         return answers
 
 
-def report_missing(measure: str, where: str, answer: Answer, device: str = "") -> Measurement:
+def report_missing_results(measure: str, where: str, answer: Answer, device: str = "") -> Measurement:
     """Return the result of work that has given no value."""
     problem = "" if answer.reason else answer.problem or "it has no result"
     return Measurement(measure, where, problem=problem, reason=answer.reason, device=device)

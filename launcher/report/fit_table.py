@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from launcher.fit.fit_messages import write_bytes
+from launcher.fit.fit_messages import format_bytes
 from launcher.fit.fit_model import (
     Advice,
     BudgetLine,
@@ -29,7 +29,7 @@ YEAR = 365.25 * 86400
 def print_fit(console: Console, report: FitReport) -> None:
     """Print a report: what is judged, the table, and what follows from it."""
     print_line(console, describe_verdict(report), VERDICT_STYLES.get(report.verdict, "bold"))
-    print_line(console, describe_request(report.request, report.speed))
+    print_line(console, describe_fit_request(report.request, report.speed))
     print_memory(console, report)
     print_changes(console, report)
     print_budget(console, report.budget)
@@ -53,15 +53,15 @@ def describe_verdict(report: FitReport) -> str:
     """Say in a line whether the job fits, and by how much."""
     device, estimate = report.request.device, report.estimate.total
     where = "each GPU" if device.kind == "gpu" else "each rank"
-    name = f" ({clean_text(device.name)}, {write_bytes(report.capacity)})"
+    name = f" ({clean_text(device.name)}, {format_bytes(report.capacity)})"
     text = VERDICT_TEXTS.get(report.verdict, "not judged")
-    needed = f"{write_bytes(estimate.expected)} expected, {write_bytes(estimate.high)} at most"
+    needed = f"{format_bytes(estimate.expected)} expected, {format_bytes(estimate.high)} at most"
     if report.verdict == "does_not_fit":
-        needed = f"{write_bytes(estimate.low)} at least"
+        needed = f"{format_bytes(estimate.low)} at least"
     return f"memory of {where}{name}: {text}; {needed}"
 
 
-def describe_request(request: FitRequest, speed: SpeedEstimate | None) -> str:
+def describe_fit_request(request: FitRequest, speed: SpeedEstimate | None) -> str:
     """Say in a line what is judged: the model, the layout and the settings."""
     layout, settings = request.layout, request.settings
     sizes = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep", "dp")}
@@ -83,7 +83,7 @@ def describe_request(request: FitRequest, speed: SpeedEstimate | None) -> str:
 
 def print_memory(console: Console, report: FitReport) -> None:
     """Print the table of memory by part, with the capacity and what is left of it."""
-    estimate, unit = report.estimate, choose_unit(report.estimate.total)
+    estimate, unit = report.estimate, choose_byte_unit(report.estimate.total)
     has_range, has_notes = console.width >= RANGES, console.width >= NOTES
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("GiB" if unit == GIB else "MiB", no_wrap=True)
@@ -127,7 +127,7 @@ def write_number(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.1f}"
 
 
-def choose_unit(total: Range) -> int:
+def choose_byte_unit(total: Range) -> int:
     """Return the bytes of the unit of a table."""
     return GIB if total.expected >= GIB else MIB
 
@@ -139,7 +139,7 @@ def print_changes(console: Console, report: FitReport) -> None:
         print_line(console, "it fits with one of these:" if found else "no change that is known makes it fit")
     for change in report.changes:
         print_line(
-            console, f"  {' '.join(change.settings)}  (at most {write_bytes(change.total.high)})", "bold"
+            console, f"  {' '.join(change.settings)}  (at most {format_bytes(change.total.high)})", "bold"
         )
         print_line(console, f"    {change.why}", "dim")
 

@@ -37,7 +37,7 @@ def choose_hosts(
     left_out = tuple(host for host in foreseen if host in sick)
     if not left_out:
         return NodeChoice("start", foreseen)
-    names, rule = name_hosts(left_out), f"preflight.on_failure={on_failure}"
+    names, rule = name_few_hosts(left_out), f"preflight.on_failure={on_failure}"
     if on_failure == "report":
         return NodeChoice("start", foreseen, f"the job starts all the same ({rule})")
     if on_failure == "stop":
@@ -45,7 +45,7 @@ def choose_hosts(
     healthy = tuple(host for host in candidates if host not in sick)[:most]
     if len(healthy) >= min(fewest, len(foreseen)) and healthy:
         spares = [host for host in healthy if host not in foreseen]
-        on = f"{name_hosts(spares)} in place of {names}" if spares else f"without {names}"
+        on = f"{name_few_hosts(spares)} in place of {names}" if spares else f"without {names}"
         return NodeChoice("leave_out", healthy, f"the job goes on {on}, on {count(healthy)} ({rule})")
     short = f"{count(healthy)} of the {fewest} that the job needs are left without {names}"
     if owned:
@@ -60,7 +60,7 @@ def count(hosts: Sequence[str]) -> str:
     return "1 node" if len(hosts) == 1 else f"{len(hosts)} nodes"
 
 
-def name_hosts(hosts: Sequence[str]) -> str:
+def name_few_hosts(hosts: Sequence[str]) -> str:
     """Return the first few of some nodes, and how many more there are."""
     more = f" and {len(hosts) - MAX_NAMED} more" if len(hosts) > MAX_NAMED else ""
     return ", ".join(hosts[:MAX_NAMED]) + more

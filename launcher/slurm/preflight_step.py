@@ -17,7 +17,7 @@ from launcher.config.schema import LaunchConfig
 from launcher.doctor.node_facts import PreflightReport
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import FORWARDED, STOPPING
-from launcher.preflight.answer_files import write_report
+from launcher.preflight.answer_files import write_preflight_report
 from launcher.preflight.answer_reader import START_MARGIN, AnswerReader
 from launcher.preflight.needed_paths import list_needed_paths
 from launcher.preflight.preflight_report import describe_report, explain_missing_answer, make_report
@@ -113,7 +113,7 @@ def act_on_report(
     if choice.text:
         logger.info(f"preflight: {choice.text}")
     try:
-        write_report(attempt.run.path, attempt.run.first_attempt, report)
+        write_preflight_report(attempt.run.path, attempt.run.first_attempt, report)
     except OSError as error:
         logger.warning(f"preflight: its report could not be written ({error})")
     left_out = [host for host in attempt.hosts if host in report.sick and host not in choice.hosts]
@@ -164,7 +164,7 @@ def check_nodes(
                 return CheckedNodes(None, "a signal came")
     finally:
         reader.end()
-    return judge_step(attempt.environ, reader, time.monotonic() - began)
+    return judge_check_step(attempt.environ, reader, time.monotonic() - began)
 
 
 def check_allocation(
@@ -182,7 +182,7 @@ def check_allocation(
         reader.collect(began + START_MARGIN + request.seconds)
     finally:
         reader.end()
-    checked = judge_step(environ, reader, time.monotonic() - began)
+    checked = judge_check_step(environ, reader, time.monotonic() - began)
     return checked.report, checked.problem
 
 
@@ -238,7 +238,7 @@ def describe_check_step(config: LaunchConfig, request: PreflightRequest, environ
     )
 
 
-def judge_step(environ: Mapping[str, str], reader: AnswerReader, seconds: float) -> CheckedNodes:
+def judge_check_step(environ: Mapping[str, str], reader: AnswerReader, seconds: float) -> CheckedNodes:
     """Tell nodes that hold the checks up from those whose checks failed for a reason of their own."""
     hosts = reader.request.hosts
     lines = [line for line in reader.errors if not is_cpu_bind_complaint(line)]
@@ -256,13 +256,13 @@ def judge_step(environ: Mapping[str, str], reader: AnswerReader, seconds: float)
     }
     if len(problems) == len(hosts):
         return CheckedNodes(None, explain_missing_answer(line for line in lines if not is_slurm_line(line)))
-    gpus = count_gpus(environ)
+    gpus = count_node_gpus(environ)
     return CheckedNodes(
         make_report(reader.request, reader.facts, silent, problems, gpus=gpus, seconds=seconds)
     )
 
 
-def count_gpus(environ: Mapping[str, str]) -> int | None:
+def count_node_gpus(environ: Mapping[str, str]) -> int | None:
     """Return the GPUs that SLURM has given the job on each node; None if it does not tell."""
     text = environ.get("SLURM_GPUS_ON_NODE") or environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
     return int(text) if text.isascii() and text.isdecimal() else None

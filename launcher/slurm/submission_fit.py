@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from launcher.config.fit_check import act_on_request, check_planned
-from launcher.config.fit_request import choose_device, make_request_on
+from launcher.config.fit_request import find_fit_device, make_request_on
 from launcher.config.schema import LaunchConfig
 from launcher.fit.fit_model import Device, FitRequest, ModelDimensions, NodeResources
 from launcher.fit.gpu_table import GPU_TYPES, GpuType, find_gpu, split_words
@@ -89,6 +89,6 @@ def find_largest_gpu(name: str | None) -> GpuType | None:
 def make_site_request(spec: JobSpec, model: ModelDimensions, site: Site) -> FitRequest:
     """Return what is asked of a job on such nodes; raises UsageError."""
     config = spec.config
-    device = choose_device(config.fit, [], 0) if config.fit.gpu else site.device
+    device = find_fit_device(config.fit, [], 0) if config.fit.gpu else site.device
     shape = (site.ranks, spec.cluster.min_nodes)
     return make_request_on(config, model, device, site.node, shape=shape, is_bundled=spec.is_bundled)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.fit.cheapest_changes import find_changes, list_micro_batches
+from launcher.fit.cheapest_changes import find_cheapest_changes, list_micro_batches
 from launcher.fit.fit_model import FitRequest, ParallelLayout, Range, TrainingSettings
 from launcher.fit.parameter_counts import count_model_parameters
 from tests.fit.made_requests import REQUEST, make_request
@@ -26,7 +26,7 @@ def estimate(request: FitRequest) -> Range:
 
 
 def propose(request: FitRequest, gib: float) -> list[tuple[str, ...]]:
-    changes = find_changes(request, int(gib * GIB), estimate)
+    changes = find_cheapest_changes(request, int(gib * GIB), estimate)
     assert all(change.total.high <= gib * GIB for change in changes)
     assert all(change.why for change in changes)
     return [change.settings for change in changes]
@@ -67,7 +67,7 @@ def test_the_bundled_programs_changes_are_its_own_options() -> None:
 
 def test_a_set_global_batch_is_kept() -> None:
     request = make_request(ParallelLayout(dp=8, zero=3), TrainingSettings(micro_batch=6, seq_len=4096))
-    changes = find_changes(replace(request, global_batch=48), 90 * GIB, estimate)
+    changes = find_cheapest_changes(replace(request, global_batch=48), 90 * GIB, estimate)
     for change in changes:
         pairs = dict(setting.split("=") for setting in change.settings)
         replicas = 8 * int(pairs.get("nodes", 1)) // int(pairs.get("parallel.tp", 1))

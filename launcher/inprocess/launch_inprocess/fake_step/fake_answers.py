@@ -88,13 +88,13 @@ def find_user_line() -> tuple[str, int, str]:
     found = "", 0
     while frame is not None:
         file, line = frame.f_code.co_filename, frame.f_lineno
-        if not is_library(file):
+        if not is_library_file(file):
             found = file, line
             break
         frame = frame.f_back
     return found[0], found[1], linecache.getline(*found).strip()[:MOST_LINE] if found[0] else ""
 
 
-def is_library(file: str) -> bool:
+def is_library_file(file: str) -> bool:
     """Tell whether a file is Python's, a package's, or this hook's."""
     return file.startswith(("<", *LIBRARIES)) or f"{os.sep}site-packages{os.sep}" in file or HERE in file

@@ -127,7 +127,7 @@ class FakeDispatch(TorchDispatchMode):
         if fakes and func is aten._local_scalar_dense.default:
             return answer_scalar(self.session, fakes[0])
         if kwargs.get("device") == META:
-            is_of_cpp = not leaves and (is_in_backward() or is_called_by(DDP))
+            is_of_cpp = not leaves and (runs_in_backward() or is_called_by(DDP))
             restore_device(kwargs, fakes, is_of_cpp=is_of_cpp)
         if fakes or is_for_gpu(kwargs) or (not leaves and is_of_module(kwargs, args)):
             result = self.run_fake(func, args, kwargs)
@@ -169,8 +169,8 @@ class FakeFunctions(TorchFunctionMode):
         if func is torch.device:
             return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        args = tuple(map(name_gpu, args))
-        kwargs = {key: name_gpu(value) for key, value in (kwargs or {}).items()}
+        args = tuple(map(name_pretended_gpu, args))
+        kwargs = {key: name_pretended_gpu(value) for key, value in (kwargs or {}).items()}
         if name == "cuda" and args and isinstance(args[0], torch.Tensor):
             func, name, args = torch.Tensor.to, "to", (args[0], choose_gpu(args[1:], kwargs))
             kwargs = {}
@@ -191,7 +191,7 @@ def choose_gpu(rest: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
     return torch.device("cuda", named) if isinstance(named, int) else torch.device(named or GPU)
 
 
-def name_gpu(value: Any) -> Any:  # an argument
+def name_pretended_gpu(value: Any) -> Any:  # an argument
     """Return an argument with the GPU's index if it is a GPU without one: C++ would ask for the current."""
     if isinstance(value, str) and value == "cuda":
         return GPU
@@ -237,7 +237,7 @@ def is_for_gpu(kwargs: Mapping[str, Any]) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
-def is_in_backward() -> bool:
+def runs_in_backward() -> bool:
     """Tell whether autograd runs."""
     return bool(torch._C._current_graph_task_id() != -1)
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from .fake_answers import find_user_line
-from .fake_modes import FakeDispatch, FakeFunctions, hide_device, is_in_backward, make_fake_mode
+from .fake_modes import FakeDispatch, FakeFunctions, hide_device, make_fake_mode, runs_in_backward
 from .module_owners import ModuleOwners
 from .pretended_cuda import pretend_cuda
 from .pretended_group import pretend_group
@@ -69,7 +69,7 @@ class StepSession:
 
     def choose_category(self) -> tuple[str, str]:
         """Return what is being allocated now, and for which module."""
-        if self.is_in_optimizer or (is_in_backward() and not self.owners.stack):
+        if self.is_in_optimizer or (runs_in_backward() and not self.owners.stack):
             return "temporary", ""
         return "activations", self.owners.name_current()
 
@@ -106,7 +106,7 @@ class StepSession:
     def note_answer(self, what: str, answer: object) -> None:
         """Note that the program was told a value that nobody knows."""
         file, line, text = find_user_line()
-        note = f"{describe_place(file, line)}: {what} of a fake tensor was answered with {answer}: {text}"
+        note = f"{describe_code_line(file, line)}: {what} of a fake tensor was answered with {answer}: {text}"
         if note not in self.notes and len(self.notes) < MOST_NOTES:
             self.notes.append(note)
 
@@ -118,7 +118,7 @@ class StepSession:
     def refuse(self, reason: str, operator: str) -> None:
         """End the process: torch cannot go on without values."""
         file, line, text = find_user_line()
-        place = describe_place(file, line)
+        place = describe_code_line(file, line)
         self.finish({"refused": {"reason": reason, "operator": operator, "place": place, "line": text}})
 
     def finish(self, how: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ class StepSession:
         os._exit(0)
 
 
-def describe_place(file: str, line: int) -> str:
+def describe_code_line(file: str, line: int) -> str:
     """Return `FILE:LINE`, short if it is below the working directory."""
     if not file:
         return "the program"
