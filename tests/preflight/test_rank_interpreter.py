@@ -10,7 +10,7 @@ from launcher.preflight.rank_interpreter import find_rank_python
     [
         (("python", "train.py"), {}, "python"),
         (("/opt/venv/bin/python3.12", "-m", "train"), {}, "/opt/venv/bin/python3.12"),
-        ((".venv/bin/python", "train.py"), {"PYTHON_EXEC": "/x/python"}, "/work/.venv/bin/python"),
+        ((".venv/bin/python", "train.py"), {"PYTHON_EXEC": "/x/python"}, "/srv/job/.venv/bin/python"),
         (("train.py", "--lr", "1"), {}, ""),
         (("train.py",), {"PYTHON_EXEC": "/x/python"}, "/x/python"),
         (("-m", "launcher.programs.train"), {"PYTHON_EXEC": "python3"}, "python3"),
@@ -20,4 +20,4 @@ from launcher.preflight.rank_interpreter import find_rank_python
     ],
 )
 def test_the_interpreter(argv: tuple[str, ...], environ: dict[str, str], expected: str) -> None:
-    assert find_rank_python(argv, environ, "/work") == expected
+    assert find_rank_python(argv, environ, "/srv/job") == expected
