@@ -70,10 +70,11 @@ def test_the_bundled_program_has_the_peak_that_torchs_tracker_sees(tmp_path: Pat
     assert found["peak"] == pytest.approx(int(done.stdout), rel=0.02)
 
 
-def test_shapes_that_depend_on_values_are_told_with_their_line(tmp_path: Path) -> None:
-    code, out, err = fit(tmp_path, str(PROGRAMS / "data_dependent.py"))
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_shapes_that_depend_on_values_are_told_with_their_line(device: str, tmp_path: Path) -> None:
+    code, out, err = fit(tmp_path, "fit.gpu=H100", str(PROGRAMS / "data_dependent.py"), device)
     assert (code, out) == (3, "")
-    assert "aten::index" in err and "data_dependent.py:14: return x[x[:, 0] > 0].sum()" in err
+    assert "aten::index" in err and "data_dependent.py:16: return x[x[:, 0] > 0].sum()" in err
 
 
 def test_a_program_that_fails_or_never_steps_or_is_interrupted(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """A model that picks rows by their values: nobody knows how many, without the values."""
 
+import sys
+
 import torch
 from torch import nn
 
@@ -14,8 +16,9 @@ class Picking(nn.Module):
         return x[x[:, 0] > 0].sum()
 
 
-model = Picking()
+device = sys.argv[1]
+model = Picking().to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):
-    model(torch.randn(8, 256)).backward()
+    model(torch.randn(8, 256).to(device)).backward()
     optimizer.step()

@@ -33,6 +33,8 @@ LARGE = 4096
 DDP = os.path.join("nn", "parallel", "distributed.py")
 """Whose reducer makes its buckets on the device that C++ sees."""
 aten = torch.ops.aten
+MASKS = (torch.bool, torch.uint8)
+"""Types of an index that is a mask."""
 
 
 class OwnFakeMode(FakeTensorMode):
@@ -144,6 +146,8 @@ class FakeDispatch(TorchDispatchMode):
         except AttributeError:  # a torch without torch.distributed
             pass
         try:
+            if is_chosen_by_mask(func, args):
+                raise fake_tensor.DynamicOutputShapeException(func)
             with self.fake_mode:
                 return func(*args, **kwargs)
         except (
@@ -153,6 +157,16 @@ class FakeDispatch(TorchDispatchMode):
         ) as error:
             refuse_operation(self.session, func, error)
             raise
+
+
+def is_chosen_by_mask(func: Any, args: Sequence[Any]) -> bool:  # an operator
+    """Tell whether an operation takes the elements where a mask is true: as many as its values say.
+
+    torch says so itself on CPUs, but asks a CUDA kernel for the others' count.
+    """
+    if func is not aten.index.Tensor:
+        return False
+    return any(isinstance(index, torch.Tensor) and index.dtype in MASKS for index in args[1])
 
 
 class FakeFunctions(TorchFunctionMode):
