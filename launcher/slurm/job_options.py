@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from launcher.config.request import parse_nproc
+from launcher.config.schema import LaunchConfig
 from launcher.errors import SchedulerError, UsageError
 from launcher.launch.job import JobSpec
 from launcher.slurm.client import run_slurm
@@ -90,7 +91,7 @@ def choose_job_options(specs: Sequence[JobSpec], environ: Mapping[str, str], *, 
                 raise
             warnings = [*warnings, str(error)]
         nodes = spec.cluster.min_nodes, spec.cluster.max_nodes
-        shape = JobSize(name_slurm_job(specs), *nodes, can_hang=spec.config.watch.on_hang == "stop")
+        shape = JobSize(name_slurm_job(specs), *nodes, list_impossible_ends(spec.config))
         options_of_jobs.append(build_options(cluster, shape, filled))
     require_same(options_of_jobs)
     check_setups(specs)
@@ -233,3 +234,12 @@ def ask_array_size() -> str:
             if name.strip() == "MaxArraySize" and value.strip().isdecimal():
                 return f": SLURM takes {int(value) - 1} jobs in one array here (MaxArraySize={value.strip()})"
     return ": SLURM's limit is MaxArraySize (`scontrol show config`)"
+
+
+def list_impossible_ends(config: LaunchConfig) -> frozenset[str]:
+    """Return the classes of an attempt's end that a configuration rules out: see `JobSize.never`."""
+    possible = {
+        "hang": config.watch.on_hang == "stop",
+        "sick_node": config.preflight.on_failure == "exclude" and config.preflight.kind != "off",
+    }
+    return frozenset(cause for cause, is_possible in possible.items() if not is_possible)

@@ -80,8 +80,9 @@ class JobSize:
     name: str
     min_nodes: int
     max_nodes: int
-    can_hang: bool = False
-    """A hang ends an attempt (`watch.on_hang=stop`)."""
+    never: frozenset[str] = frozenset()
+    """Classes of an attempt's end that its settings rule out: `hang` unless `watch.on_hang=stop`, `sick_node`
+    unless `preflight.on_failure=exclude`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def build_options(cluster: "ClusterConfig", shape: JobSize, filled: Resources) -
             )
     number, seconds = parse_signal(cluster.signal)
     found.append(Option("signal", f"B:{number.name.removeprefix('SIG')}@{seconds}", "cluster.signal"))
-    requeue = "requeue" if may_requeue(cluster, can_hang=shape.can_hang) else "no-requeue"
+    requeue = "requeue" if may_requeue(cluster, shape.never) else "no-requeue"
     found.append(Option(requeue, None, "cluster.requeue"))
     return (*found, *read_additional(cluster.additional))
 
@@ -148,11 +149,10 @@ def render_nodes(low: int, high: int) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def may_requeue(cluster: "ClusterConfig", *, can_hang: bool) -> bool:
-    """Tell whether any end of an attempt is to be followed by another."""
+def may_requeue(cluster: "ClusterConfig", never: frozenset[str]) -> bool:
+    """Tell whether any end of an attempt, but for those in `never`, is to be followed by another."""
     policy = cluster.requeue
-    reasons = [reason for reason in LIMITED if reason != "hang" or can_hang]
-    return policy.limit > 1 and any(getattr(policy, reason) > 0 for reason in reasons)
+    return policy.limit > 1 and any(getattr(policy, reason) > 0 for reason in {*LIMITED} - never)
 
 
 def read_additional(additional: dict[str, object]) -> tuple[Option, ...]:

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from launcher.config.schema import ClusterConfig, RequeueConfig
+from launcher.config.schema import ClusterConfig, LaunchConfig, RequeueConfig
 from launcher.errors import UsageError
+from launcher.slurm.job_options import list_impossible_ends
 from launcher.slurm.notation import Gpus, parse_gpus, parse_signal, parse_time_limit
 from launcher.slurm.requeue_policy import LIMITED
 from launcher.slurm.sbatch_options import (
@@ -245,8 +246,18 @@ def test_array() -> None:
     assert array_option(4, 2) == Option("array", "0-3%2", "cluster.array_parallelism")
 
 
-@pytest.mark.parametrize(("can_hang", "option"), [(False, "--no-requeue"), (True, "--requeue")])
-def test_a_hang_counts_only_if_it_ends_the_job(can_hang: bool, option: str) -> None:
-    cluster = ClusterConfig(requeue=RequeueConfig(**{**NEVER, "hang": 3}))
-    shape = JobSize("train", 1, 1, can_hang=can_hang)
+@pytest.mark.parametrize("cause", ["hang", "sick_node"])
+@pytest.mark.parametrize(("is_possible", "option"), [(False, "--no-requeue"), (True, "--requeue")])
+def test_a_class_counts_only_if_it_can_end_the_job(cause: str, is_possible: bool, option: str) -> None:
+    cluster = ClusterConfig(requeue=RequeueConfig(**{**NEVER, cause: 3}))
+    shape = JobSize("train", 1, 1, frozenset({"hang", "sick_node"} - ({cause} if is_possible else set())))
     assert option in [found.render() for found in build_options(cluster, shape, NOTHING)]
+
+
+def test_which_classes_the_settings_rule_out() -> None:
+    config = LaunchConfig()
+    assert list_impossible_ends(config) == {"hang", "sick_node"}
+    config.watch.on_hang, config.preflight.on_failure = "stop", "exclude"
+    assert list_impossible_ends(config) == set()
+    config.preflight.kind = "off"
+    assert list_impossible_ends(config) == {"sick_node"}
