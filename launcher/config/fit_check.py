@@ -77,10 +77,13 @@ def act_on_request(
 
 
 def act_on(report: FitReport, config: LaunchConfig) -> None:
-    """Refuse a job of the bundled program that cannot fit; else warn, or say in a line that it fits."""
+    """Refuse a job of the bundled program that cannot fit; else warn, or say in a line that it fits.
+
+    On CPUs nothing is refused: swap may hold what memory does not.
+    """
     if report.verdict == "does_not_fit":
-        message = explain_misfit(report)
-        if config.fit.check == "error" and report.request.is_bundled and not config.dry_run:
+        message, is_refusable = explain_misfit(report), report.request.device.kind == "gpu"
+        if config.fit.check == "error" and report.request.is_bundled and is_refusable and not config.dry_run:
             raise MachineError(f"{message}; fit.check=warn starts it all the same")
         logger.warning(message)
     elif report.verdict == "tight":

@@ -304,8 +304,8 @@ class FitConfig:
     """
 
     check: str = "error"
-    """`error`: a job of the bundled program that cannot fit is refused; `warn`; `off`. Another program is
-    never refused."""
+    """`error`: a job of the bundled program that cannot fit its GPUs is refused; `warn`; `off`. Another
+    program is never refused, nor is a job on CPUs."""
     precision: str = "auto"
     """`fp32`, `bf16`, `mixed` (bf16 with fp32 weights), `fp8`, or `auto`."""
     optimizer: str = "adamw"

@@ -58,9 +58,13 @@ def write_memory(folder: str, rank: str) -> None:
     path = os.path.join(folder, f"rank-{rank}.memory.json")
     draft = os.path.join(folder, f".rank-{rank}.memory.{os.getpid()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(draft, flags, 0o600), "w", encoding="ascii") as file:
-        json.dump(record, file)
-    os.replace(draft, path)
+    descriptor = os.open(draft, flags, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            json.dump(record, file)
+        os.replace(draft, path)
+    except OSError:  # no room
+        os.unlink(draft)
 
 
 def list_device_peaks() -> list[Device]:
