@@ -54,7 +54,17 @@ PACKAGES: dict[str, set[str]] = {
         *LEAVES,
         "psutil",
     },
+    "agent": {
+        "launcher.plan.model",
+        "launcher.config.schema",
+        "launcher.launch",
+        "launcher.rank",
+        "launcher.runs",
+        *LEAVES,
+        "psutil",
+    },
     "slurm": {
+        "launcher.agent",
         "launcher.config.schema",
         "launcher.config.cluster",
         "launcher.config.fit_check",

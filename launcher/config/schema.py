@@ -82,6 +82,12 @@ class ClusterConfig:
     nodelist: str | None = None
     reservation: str | None = None
     switches: str | None = None
+    spares: int = 0
+    """Nodes that SLURM is asked for besides `nodes`. They are checked, wait idle, and replace nodes that are
+    lost."""
+    node_order: str = "auto"
+    """The order of the nodes' ranks: `topology` (SLURM's switches), `slurm` (SLURM's own order), a file with
+    one node a line, or `auto`: `topology` if SLURM knows of switches, else `slurm`."""
     array_parallelism: int = 256
     """How many jobs of a sweep run at the same time."""
     dependency: str | None = None
@@ -353,6 +359,20 @@ class PreflightConfig:
 
 
 @dataclass
+class StartConfig:
+    """How ranks of `agent=direct` come to run."""
+
+    warm: str = "auto"
+    """`auto`: fork the ranks of a Python program that uses torch from a process that has imported it, if the
+    program then runs as it would by itself; `off`: exec each rank's interpreter."""
+    preload: list[str] = field(default_factory=list)
+    """Further modules that this process imports before the ranks are forked, such as `transformers`."""
+    read_ahead: str = "auto"
+    """Read torch's files into the page cache before the ranks ask for them: `auto` (if they are not there),
+    `on` or `off`."""
+
+
+@dataclass
 class LaunchConfig:
     """All keys."""
 
@@ -375,8 +395,13 @@ class LaunchConfig:
     devices: str = "all"
     """`all`: every rank sees the job's GPUs, and rank N uses GPU N. `own`: each rank sees its own GPU alone.
     `spread`: if ranks are fewer than GPUs, all ranks see as many GPUs, spread over packages and NICs."""
-    agent: str = "torchrun"
-    """What starts the ranks in a SLURM job: `torchrun`, or `srun` (each rank is a task)."""
+    agent: str = "auto"
+    """What starts the ranks: `direct` (launch itself), `torchrun`, or in a SLURM job `srun` (each rank is a
+    task). `auto` is `direct`, and `torchrun` for elastic jobs, for `cluster=manual`, and if options of
+    torchrun are set."""
+    restarts: int | None = None
+    """How often all ranks are started anew within the job after one of them has failed; null means never, and
+    with `watch.on_hang=restart` 3 times."""
     follow: bool = False
     """Stay with a submitted job: show its place in the queue and its output, and end with its exit code."""
     rank: int | None = None
@@ -417,6 +442,7 @@ class LaunchConfig:
     logs: LogsConfig = field(default_factory=LogsConfig)
     progress: ProgressConfig = field(default_factory=ProgressConfig)
     torchrun: TorchrunConfig = field(default_factory=TorchrunConfig)
+    start: StartConfig = field(default_factory=StartConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     notify: NotifyConfig = field(default_factory=NotifyConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -23,7 +23,7 @@ from launcher.plan.rules import DEVICES
 from launcher.runs.secrets import MASK, mask_text
 
 CONSOLES = ("rank0", "all", "none")
-AGENTS = ("torchrun", "srun")
+AGENTS = ("auto", "direct", "torchrun", "srun")
 RUNTIMES = ("pyxis", "apptainer")
 FORMATS = ("table", "json")
 ON_HANG = ("report", "restart", "stop")
