@@ -104,7 +104,12 @@ def specify_job(
     if verb == "launch":
         warn_overruled(merged, given)
     cluster = choose_cluster(
-        config.cluster.kind, config.nodes, config.node_rank, config.rdzv_endpoint, merged
+        config.cluster.kind,
+        config.nodes,
+        config.node_rank,
+        config.rdzv_endpoint,
+        merged,
+        spares=config.cluster.spares,
     )
     if cluster.kind == "slurm" and not config.dry_run:
         check_command("sbatch", cluster.why, merged)

@@ -30,9 +30,18 @@ class Cluster:
 
 
 def choose_cluster(
-    kind: str, nodes: object, node_rank: int | None, endpoint: str | None, environ: Mapping[str, str]
+    kind: str,
+    nodes: object,
+    node_rank: int | None,
+    endpoint: str | None,
+    environ: Mapping[str, str],
+    *,
+    spares: int = 0,
 ) -> Cluster:
-    """Decide if the job runs; raises UsageError, or MachineError if that cannot be had here."""
+    """Decide where the job runs; raises UsageError, or MachineError if that cannot be had here.
+
+    `spares` are the nodes besides `nodes` (`cluster.spares`), which an allocation has to have.
+    """
     if kind not in KINDS:
         raise UsageError(f"cluster.kind={kind}: choose from {', '.join(KINDS)}")
     if kind == "auto":
@@ -40,7 +49,7 @@ def choose_cluster(
     else:
         why = f"cluster={kind}"
     if kind == "allocation":
-        return join_allocation(why, nodes, environ)
+        return join_allocation(why, nodes, environ, spares)
     low, high = parse_nodes(1 if nodes == "auto" else nodes)
     if kind == "manual":
         return join_manual(low, high, node_rank, endpoint)
@@ -88,8 +97,11 @@ def count_tasks(environ: Mapping[str, str]) -> str:
     )
 
 
-def join_allocation(why: str, nodes: object, environ: Mapping[str, str]) -> Cluster:
-    """Return a cluster of the nodes of the SLURM job around this; raises MachineError if there is none."""
+def join_allocation(why: str, nodes: object, environ: Mapping[str, str], spares: int = 0) -> Cluster:
+    """Return a cluster of the nodes of the SLURM job around this; raises MachineError if there is none.
+
+    With `nodes=auto` all nodes but the spare ones have ranks.
+    """
     if "SLURM_JOB_ID" not in environ:
         raise MachineError(
             "cluster=allocation, but this is no SLURM job (SLURM_JOB_ID is not set): start it from salloc or"
@@ -98,6 +110,13 @@ def join_allocation(why: str, nodes: object, environ: Mapping[str, str]) -> Clus
     check_command("srun", why, environ)
     have = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES", "1")
     low, high = parse_nodes(have if nodes == "auto" else nodes)
+    if nodes == "auto":
+        low = high = max(low - spares, 1)
+    if spares and have.isdecimal() and high + spares > int(have):
+        raise MachineError(
+            f"nodes={high} and cluster.spares={spares}, but SLURM job {environ['SLURM_JOB_ID']} has {have}"
+            f" nodes: set fewer, or ask salloc or sbatch for {high + spares}"
+        )
     if have.isdecimal() and low > int(have):
         raise MachineError(
             f"nodes={nodes}, but SLURM job {environ['SLURM_JOB_ID']} has {have}: set nodes={have}, or ask"

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from launcher.config.allocator_options import HOSTS, read_host
 from launcher.config.cluster import Cluster
 from launcher.config.request import make_request, parse_nproc
-from launcher.config.schema import FitConfig, LaunchConfig, ParallelConfig, PreflightConfig
+from launcher.config.schema import SLURM_KINDS, FitConfig, LaunchConfig, ParallelConfig, PreflightConfig
 from launcher.config.search_path import Sources
 from launcher.config.yaml_files import check_quoted
 from launcher.errors import UsageError
@@ -39,6 +39,8 @@ MAX_BATCH = 1 << 24
 """Largest micro-batch that a search may come to."""
 TUNE_OPTION = re.compile(r"-[A-Za-z]|--[A-Za-z][\w.-]*=?|(?:\+{1,2})?[A-Za-z_][\w./-]*=|program\.\w+")
 """An option of a program, a key of Hydra's with its `=`, or a key of the section `program`."""
+MAX_SPARES = 1000
+"""Spare nodes: more is a slip of the finger."""
 MAX_NAME = 200
 """Bytes of a run's name, which is a folder's."""
 VERBS_OF_KEYS = {"rank": "launch logs` and `launch watch", "yes": "launch cancel` and `launch tune"}
@@ -295,6 +297,29 @@ def check_agent_options(torchrun: Mapping[str, object], cluster: Cluster) -> Non
         )
 
 
+def check_spares(context: Context, cluster: Cluster) -> None:
+    """Refuse spare nodes if nothing of launch could put them in the place of others."""
+    spares, agent = context.config.cluster.spares, context.config.agent
+    if not spares:
+        return
+    if not 0 < spares <= MAX_SPARES:
+        raise UsageError(f"cluster.spares={spares}: give a number from 0 to {MAX_SPARES}")
+    shown = f"cluster.spares={spares}"
+    if cluster.kind not in SLURM_KINDS:
+        raise UsageError(
+            f"{shown}, but SLURM does not start the nodes ({cluster.why}): set cluster=slurm, or leave it out"
+        )
+    if cluster.min_nodes != cluster.max_nodes:
+        raise UsageError(
+            f"{shown} with nodes={cluster.min_nodes}:{cluster.max_nodes}: an elastic job goes on with fewer"
+            f" nodes, and has no use for spare ones: set nodes={cluster.max_nodes}, or leave them out"
+        )
+    if agent in ("srun", "torchrun"):
+        raise UsageError(
+            f"{shown} with agent={agent}, which does not replace a node: leave agent out, or cluster.spares"
+        )
+
+
 def check_container(context: Context, cluster: Cluster) -> None:
     """Refuse a container if no srun starts the ranks in it, and an unknown runtime."""
     container = context.config.cluster.container
@@ -452,6 +477,7 @@ TUNE_CHECKS = (check_tune, *JOB_CHECKS)
 """For `launch tune`."""
 CLUSTER_CHECKS = (
     check_agent,
+    check_spares,
     check_container,
     check_times,
     check_ranks,

@@ -52,6 +52,8 @@ class Attempt:
     requeues: bool
     """The job is ours to requeue; false if `launch` runs in somebody's allocation."""
     started: float = field(default_factory=time.time)
+    spares: tuple[str, ...] = ()
+    """Nodes that wait, without ranks, to replace one that is lost."""
     prepared: tuple[AttemptEnd, Decision] | None = None
     """What was found and decided when SLURM began to end the job, while the step still ran."""
 
@@ -69,6 +71,11 @@ class Attempt:
     def is_elastic(self) -> bool:
         """Whether the job goes on with fewer nodes."""
         return self.request.min_nodes < self.request.max_nodes
+
+    @property
+    def step_hosts(self) -> tuple[str, ...]:
+        """All nodes with a task of ours: those of the ranks, and the spare ones."""
+        return (*self.hosts, *self.spares)
 
     @property
     def earlier(self) -> tuple[Manifest, ...]:

@@ -143,7 +143,7 @@ def exclude_lost_nodes(attempt: Attempt, end: AttemptEnd) -> None:
     earlier = (host for outcome in outcomes for key in ("lost", "sick") for host in outcome.get(key) or ())
     lost = [*end.lost, *(end.step.sick if end.step else ()), *earlier]
     if lost:
-        min_nodes = attempt.request.min_nodes
+        min_nodes = attempt.request.min_nodes + attempt.request.config.cluster.spares
         warning = exclude_nodes(attempt.job_id, list(dict.fromkeys(lost)), min_nodes, attempt.environ)
         if warning:
             logger.warning(f"{warning}")

@@ -193,6 +193,9 @@ def describe_member(spec: JobSpec) -> Iterator[str]:
     agent = "srun, a task for each rank" if spec.config.agent == "srun" else "torchrun on each node"
     yield f"Program: {shlex.join(mask_words(words))} (ranks are started by {agent}, in {Path.cwd()})"
     yield f"Step: {shlex.join(mask_words(render_step_example(spec)))}"
+    if spares := spec.config.cluster.spares:
+        nodes = spec.cluster.max_nodes
+        yield f"Spare nodes: {spares} of {nodes + spares} (they wait, and replace nodes that are lost)"
     variables = (f"{name}={shlex.quote(value)}" for name, value in mask_variables(spec.config.env).items())
     yield f"Variables: those of the shell that submits, and {' '.join(variables) or 'no others'}"
 
@@ -201,7 +204,9 @@ def render_step_example(spec: JobSpec) -> tuple[str, ...]:
     """Return srun's command, as the job's first node runs it, with what is known before."""
     request = make_job_request(spec, ())
     hosts = (EXAMPLE_HOSTS,) * spec.cluster.max_nodes
-    step = describe_node_step(Attempt(request, RunDir(EXAMPLE_RUN_DIR), os.environ, hosts, {}, requeues=True))
+    spares = (EXAMPLE_HOSTS,) * spec.config.cluster.spares
+    run = RunDir(EXAMPLE_RUN_DIR)
+    step = describe_node_step(Attempt(request, run, os.environ, hosts, {}, requeues=True, spares=spares))
     words = render_ranks(step, 1) if spec.config.agent == "srun" else render_step(step)
     left_out = ("--nodelist=", "--ntasks") if spec.config.agent == "srun" else ("--nodelist=",)
     return tuple(word for word in words if not word.startswith(left_out))

@@ -72,6 +72,12 @@ def choose_nodes(environ: Mapping[str, str], max_nodes: int) -> tuple[str, ...]:
     return hosts[:max_nodes]
 
 
+def choose_spares(environ: Mapping[str, str], request: JobRequest) -> tuple[str, ...]:
+    """Return the nodes that replace lost ones: those after the nodes to run on; raises MachineError."""
+    first, count = request.max_nodes, request.config.cluster.spares
+    return choose_nodes(environ, first + count)[first:] if count else ()
+
+
 def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *, requeues: bool) -> int:
     """Run one attempt to its end and return the exit code; raises LaunchError before it starts."""
     hosts = choose_nodes(environ, request.max_nodes)
@@ -79,6 +85,7 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
     adopt_orphans()
     with catch_signals((number,)) as inbox:
         attempt = start_attempt(request, run, environ, hosts, requeues=requeues)
+        attempt.spares = choose_spares(environ, request)
         os.close(open_below(run.path, "logs", str(run.first_attempt)))
         salt = 0 if requeues else zlib.crc32(os.fsencode(run.path))
         monitor = StepMonitor(attempt, inbox)

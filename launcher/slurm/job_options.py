@@ -91,7 +91,7 @@ def choose_job_options(specs: Sequence[JobSpec], environ: Mapping[str, str], *, 
                 raise
             warnings = [*warnings, str(error)]
         nodes = spec.cluster.min_nodes, spec.cluster.max_nodes
-        shape = JobSize(name_slurm_job(specs), *nodes, list_impossible_ends(spec.config))
+        shape = JobSize(name_slurm_job(specs), *nodes, list_impossible_ends(spec.config), cluster.spares)
         options_of_jobs.append(build_options(cluster, shape, filled))
     require_same(options_of_jobs)
     check_setups(specs)

@@ -130,9 +130,9 @@ def describe_node_step(attempt: Attempt) -> Step:
     config = request.config
     box = config.cluster.container
     return Step(
-        nodes=len(attempt.hosts),
-        nodelist=attempt.hosts,
-        elastic=attempt.is_elastic,
+        nodes=len(attempt.step_hosts),
+        nodelist=attempt.step_hosts,
+        elastic=attempt.is_elastic or bool(attempt.spares),
         directory=request.directory,
         command=(
             box.python if box.image else sys.executable,

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -88,12 +88,15 @@ def run_preflight(attempt: Attempt, monitor: StepMonitor, kind: str) -> StepRepo
 
 
 def list_candidates(attempt: Attempt) -> tuple[str, ...]:
-    """Return the nodes to check: those that the job is to run on, and spare ones if they could be used."""
+    """Return the nodes to check: those that the job is to run on, and spare ones if they could be used.
+
+    A node beyond `nodes` and `cluster.spares` can be used only by `preflight.on_failure=exclude`.
+    """
     if attempt.request.config.preflight.on_failure != "exclude":
-        return attempt.hosts
+        return attempt.step_hosts
     text = attempt.environ.get("SLURM_JOB_NODELIST") or attempt.environ.get("SLURM_NODELIST", "")
-    spares = (host for host in expand_hosts(text) if host not in attempt.hosts)
-    return (*attempt.hosts, *spares)
+    others = (host for host in expand_hosts(text) if host not in attempt.step_hosts)
+    return (*attempt.step_hosts, *others)
 
 
 def act_on_report(
@@ -109,6 +112,7 @@ def act_on_report(
         on_failure=request.config.preflight.on_failure,
         nodes=(request.min_nodes, request.max_nodes),
         owned=attempt.requeues,
+        reserved=len(attempt.spares),
     )
     if choice.text:
         logger.info(f"preflight: {choice.text}")
@@ -116,12 +120,21 @@ def act_on_report(
         write_preflight_report(attempt.run.path, attempt.run.first_attempt, report)
     except OSError as error:
         logger.warning(f"preflight: its report could not be written ({error})")
-    left_out = [host for host in attempt.hosts if host in report.sick and host not in choice.hosts]
+    left_out = [host for host in attempt.step_hosts if host in report.sick and host not in choice.hosts]
     account = describe_report(report)
-    attempt.hosts = choice.hosts or attempt.hosts
-    attempt.manifest["hosts"] = list(attempt.hosts)
+    use_hosts(attempt, choice.hosts or attempt.hosts, candidates, report.sick)
     record_preflight(attempt, {**account, "action": choice.action, "left_out": left_out})
     return None if choice.hosts else report_sickness(monitor, choice, report)
+
+
+def use_hosts(
+    attempt: Attempt, hosts: tuple[str, ...], candidates: Sequence[str], sick: Collection[str]
+) -> None:
+    """Have the attempt go on with these nodes, and with what is left of the healthy ones as its spares."""
+    left = (host for host in candidates if host not in hosts and host not in sick)
+    attempt.hosts = hosts
+    attempt.spares = tuple(left)[: attempt.request.config.cluster.spares]
+    attempt.manifest["hosts"] = list(attempt.hosts)
 
 
 def record_preflight(attempt: Attempt, account: Mapping[str, object]) -> None:

@@ -224,8 +224,13 @@ def check_limits(
     fitting = [kind for kind in kinds if kind.count_gpus(wanted.kind) >= wanted.count] or list(kinds)
     have = max(sum(kind.count for kind in fitting if kind.partition == name) for name in names)
     where = f"partition {', '.join(names)}"
+    with_gpus = f" with {wanted} GPUs" if wanted.count else ""
+    if cluster.spares and nodes <= have < nodes + cluster.spares:
+        raise SchedulerError(
+            f"nodes={nodes} and cluster.spares={cluster.spares}, and {where} has {have}{with_gpus}: set"
+            f" cluster.spares={have - nodes}, or another partition"
+        )
     if nodes > have:
-        with_gpus = f" with {wanted} GPUs" if wanted.count else ""
         raise SchedulerError(
             f"nodes={nodes}, and {where} has {have}{with_gpus}: set nodes={have}, or another partition"
         )

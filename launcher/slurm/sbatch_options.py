@@ -43,7 +43,7 @@ INSTEAD = {
     **dict.fromkeys(("requeue", "no-requeue"), "set cluster.requeue.*"),
     **dict.fromkeys(("export", "export-file", "get-user-env"), "the environment goes along: set env.NAME"),
     "nodes": "set nodes",
-    "no-kill": "set nodes=MIN:MAX",
+    "no-kill": "set nodes=MIN:MAX, or cluster.spares",
     "job-name": "set name",
     "array": "use -m with values separated by commas",
     "signal": "set cluster.signal",
@@ -83,6 +83,8 @@ class JobSize:
     never: frozenset[str] = frozenset()
     """Classes of an attempt's end that its settings rule out: `hang` unless `watch.on_hang=stop`, `sick_node`
     unless `preflight.on_failure=exclude`."""
+    spares: int = 0
+    """Nodes beyond `max_nodes`, which replace lost ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +99,17 @@ class Resources:
 def build_options(cluster: "ClusterConfig", shape: JobSize, filled: Resources) -> tuple[Option, ...]:
     """Return the options of a job that is no array; raises UsageError with the key and its values."""
     plain = {name: getattr(cluster, name) for name in (*PLAIN, "time", "dependency")}
-    pairs = {"name": shape.name, "nodes": render_nodes(shape.min_nodes, shape.max_nodes)}
+    nodes = render_nodes(shape.min_nodes + shape.spares, shape.max_nodes + shape.spares)
+    nodes_key = "nodes and cluster.spares" if shape.spares else "nodes"
     found = [
-        Option({"name": "job-name"}.get(key, key), check_text(key, value), key)
-        for key, value in pairs.items()
+        Option("job-name", check_text("name", shape.name), "name"),
+        Option("nodes", check_text("nodes", nodes), nodes_key),
     ]
     # With --ntasks-per-node, SLURM 22.05 gives the least of a range of nodes, however many are free.
     elastic = shape.min_nodes < shape.max_nodes
     found.append(Option("no-kill", None, "nodes") if elastic else Option("ntasks-per-node", "1", "nodes"))
+    if shape.spares:
+        found.append(Option("no-kill", None, "cluster.spares"))  # else a lost node ends the job
     for name, value in {**plain, **name_resources(filled)}.items():
         if value is not None:
             found.append(

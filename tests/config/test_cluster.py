@@ -107,6 +107,19 @@ def test_more_nodes_than_the_allocation_has(path: str) -> None:
         choose_cluster("auto", 4, None, None, environ)
 
 
+def test_spare_nodes_of_an_allocation(path: str) -> None:
+    environ = {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4"}
+    cluster = choose_cluster("auto", "auto", None, None, environ, spares=1)
+    assert (cluster.min_nodes, cluster.max_nodes) == (3, 3)
+    assert choose_cluster("auto", 2, None, None, environ, spares=1).max_nodes == 2
+    with pytest.raises(
+        MachineError, match=r"nodes=3 and cluster\.spares=2, but SLURM job 7 has 4 nodes: .* 5"
+    ):
+        choose_cluster("auto", 3, None, None, environ, spares=2)
+    with pytest.raises(MachineError, match=r"nodes=1 and cluster\.spares=4, but"):
+        choose_cluster("auto", "auto", None, None, environ, spares=4)
+
+
 def test_one_node_of_several(port: int) -> None:
     first = choose_cluster("manual", "2:4", 0, f"node0:{port}", {})
     assert (first.min_nodes, first.max_nodes, first.endpoint, first.is_host) == (2, 4, f"node0:{port}", True)

@@ -30,6 +30,25 @@ def test_a_rendezvous_where_there_is_none(here: Path, launch: Callable[..., Resu
 
 
 @pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("cluster.spares=1",), "cluster.spares=1, but SLURM does not start the nodes"),
+        ((*MANUAL, "cluster.spares=1"), "cluster.spares=1, but SLURM does not start the nodes (node 1)"),
+        (("cluster=slurm", "cluster.spares=-1"), "cluster.spares=-1: give a number from 0"),
+        (("cluster=slurm", "cluster.spares=9999"), "cluster.spares=9999: give a number from 0"),
+        (("cluster=slurm", "nodes=2:4", "cluster.spares=1"), "an elastic job goes on with fewer nodes"),
+        (("cluster=slurm", "cluster.spares=1", "agent=srun"), "cluster.spares=1 with agent=srun"),
+        (("cluster=slurm", "cluster.spares=1", "agent=torchrun"), "cluster.spares=1 with agent=torchrun"),
+        (("cluster=slurm", "cluster.spares=one"), "cluster.spares"),
+    ],
+)
+def test_spare_nodes_that_nothing_could_use(
+    launch: Callable[..., Result], words: tuple[str, ...], message: str
+) -> None:
+    launch(*words, "dry_run=true", "--", "true").assert_error(2, message)
+
+
+@pytest.mark.parametrize(
     ("word", "fix"),
     [
         ("gc.every=-1", "give a number of at least 0"),

@@ -128,3 +128,23 @@ def test_without_preflight_nothing_of_it_is_imported() -> None:
         [sys.executable, "-c", script], env=clean_environ(), capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "['launcher.slurm.preflight_kind']"
+
+
+@pytest.mark.parametrize(
+    ("sick", "on_failure", "expected", "words"),
+    [
+        (("n0",), "report", ("leave_out", ("n2", "n1")), "spare n2 takes the place of n0"),
+        (("n1",), "stop", ("leave_out", ("n0", "n2")), "spare n2 takes the place of n1"),
+        (("n1", "n2"), "exclude", ("leave_out", ("n0", "n3")), "spare n3 takes the place of n1"),
+        (("n2", "n3"), "stop", ("start", ("n0", "n1")), ""),
+        (("n0", "n1", "n2"), "report", ("start", ("n3", "n1")), "the job starts all the same"),
+        (("n0", "n1", "n2"), "stop", ("stop", ()), "the job does not start"),
+        (("n0", "n1", "n2"), "exclude", ("requeue", ()), "1 node of the 2 that the job needs"),
+    ],
+)
+def test_spares_that_were_asked_for_take_the_place_of_sick_nodes(
+    sick: tuple[str, ...], on_failure: str, expected: tuple[str, tuple[str, ...]], words: str
+) -> None:
+    choice = choose_hosts(FOUR, sick, on_failure=on_failure, nodes=(2, 2), owned=True, reserved=2)
+    assert (choice.action, choice.hosts) == expected
+    assert words in choice.text and bool(words) == bool(choice.text)

@@ -130,6 +130,9 @@ def test_limits() -> None:
     check_limits(ClusterConfig(time="UNLIMITED"), 4, Resources("4", "256", None), mixed)
     with pytest.raises(SchedulerError, match="nodes=3, and partition mixed has 2 with 8 GPUs"):
         check_limits(ClusterConfig(), 3, Resources("8", None, None), mixed)
+    check_limits(ClusterConfig(spares=1), 1, Resources("8", None, None), mixed)
+    with pytest.raises(SchedulerError, match=r"nodes=2 and cluster\.spares=3, .* has 2 with 8 .*spares=0"):
+        check_limits(ClusterConfig(spares=3), 2, Resources("8", None, None), mixed)
     both = parse_sinfo(SINFO).select("gpu,cpu")
     with pytest.raises(SchedulerError, match="nodes=70, and partition cpu, gpu has 64"):
         check_limits(ClusterConfig(), 70, Resources(None, None, None), both)

@@ -94,6 +94,14 @@ def test_everything_under_slurms_names() -> None:
     ]
 
 
+def test_spare_nodes_are_asked_for_and_their_job_outlives_a_node() -> None:
+    assert render(ClusterConfig(), JobSize("train", 4, 4, spares=2))[1:4] == [
+        "--nodes=6",
+        "--ntasks-per-node=1",
+        "--no-kill",
+    ]
+
+
 def test_no_gpus_are_no_option() -> None:
     assert not [line for line in render(ClusterConfig(), filled=Resources("0", "8", None)) if "gpus" in line]
 
