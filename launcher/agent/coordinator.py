@@ -1,0 +1,157 @@
+"""Decides when all ranks of a job start, start anew and end: events in, orders out.
+
+It has no clock, files or processes. It runs on the job's first node: the nodes report by `note_*`, and what
+these return is for all nodes of the job.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from launcher.agent.group import GroupNode, GroupStart
+
+PORT_TRIALS = 5
+"""Starts with another port in a row because the port of the one before was taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """Every node ends its part: there is no further start."""
+
+    failed: bool
+    """Ranks have failed, or a node was lost; else all ranks have ended with 0."""
+
+
+Order = GroupStart | JobEnd
+
+
+@dataclass(slots=True)
+class Coordinator:
+    """Where one job stands."""
+
+    hosts: tuple[str, ...]
+    """All nodes, in the order of their ranks; spare nodes come last."""
+    nodes: int
+    """How many of them take part in a start."""
+    max_restarts: int
+    """How often failures may be answered by another start."""
+    find_endpoint: Callable[[str, int], tuple[str, int]]
+    """Gives MASTER_ADDR and MASTER_PORT for a start: by its first host, and its number."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Ranks of the nodes that are ready, by host."""
+    lost: set[str] = field(default_factory=set)
+    start: GroupStart | None = None
+    """The newest one."""
+    end: JobEnd | None = None
+    restarts: int = 0
+    """Those that answered a failure."""
+    taken: int = 0
+    """Starts in a row that answered a taken port."""
+    ended: set[str] = field(default_factory=set)
+    """Nodes of the newest start whose ranks have ended with 0."""
+    stopped: bool = False
+    """The end was asked for: nothing starts any more."""
+
+    @property
+    def spares(self) -> tuple[str, ...]:
+        """Nodes that are ready and take no part in the newest start."""
+        start = self.start
+        return tuple(host for host in self.find_ready() if start and start.find_group_rank(host) is None)
+
+    def note_ready(self, host: str, local_size: int) -> Order | None:
+        """Take that a node can start ranks; the last one that was waited for gives a start."""
+        if host not in self.hosts or local_size < 1:
+            return None
+        self.sizes[host] = local_size
+        return self.begin() if self.is_waiting and not self.is_over else None
+
+    def note_failure(self, host: str, restart: int) -> Order | None:
+        """Take that a rank has failed on a node; what an earlier start has left is no news."""
+        if not self.is_current(host, restart):
+            return None
+        if self.restarts >= self.max_restarts:
+            return self.finish(failed=True)
+        self.restarts += 1
+        self.taken = 0
+        return self.begin() or self.finish(failed=True)
+
+    def note_taken_port(self, host: str, restart: int) -> Order | None:
+        """Take that another process has the port of a start: it is none of the restarts that are counted."""
+        if not self.is_current(host, restart):
+            return None
+        self.taken += 1
+        return (self.begin() if self.taken <= PORT_TRIALS else None) or self.finish(failed=True)
+
+    def note_end(self, host: str, restart: int) -> Order | None:
+        """Take that all ranks of a node have ended with 0; the last node's report ends the job."""
+        if not self.is_current(host, restart):
+            return None
+        self.ended.add(host)
+        taking_part = {node.host for node in self.start.nodes} if self.start else set()
+        return self.finish(failed=False) if self.ended == taking_part else None
+
+    def note_loss(self, host: str) -> Order | None:
+        """Take that a node is lost; if it takes part, its ranks go to a spare node, or the job ends."""
+        if host not in self.hosts or host in self.lost:
+            return None
+        self.lost.add(host)
+        if self.is_over:
+            return None
+        if len(self.hosts) - len(self.lost) < self.nodes and self.is_waiting:
+            return self.finish(failed=True)
+        return self.begin() if self.is_waiting else None
+
+    def note_stop(self) -> None:
+        """Take that the end is asked for: by a signal, which the nodes are sent too."""
+        self.stopped = True
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nodes are missing for a start: for the first, or since one that takes part was lost."""
+        return self.start is None or any(node.host in self.lost for node in self.start.nodes)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing starts any more."""
+        return self.stopped or self.end is not None
+
+    def is_current(self, host: str, restart: int) -> bool:
+        """Tell whether a report is about the newest start, and matters."""
+        start = self.start
+        return (
+            start is not None
+            and not self.is_over
+            and not self.is_waiting
+            and restart == start.restart
+            and start.find_group_rank(host) is not None
+        )
+
+    def find_ready(self) -> list[str]:
+        """Return the nodes that can start ranks."""
+        return [host for host in self.hosts if host in self.sizes and host not in self.lost]
+
+    def choose_nodes(self) -> Sequence[str] | None:
+        """Return the hosts of the next start in the order of ranks; None if there are too few as yet.
+
+        A node that takes part keeps its place, and a spare one takes the place of the one that was lost: so
+        most ranks stay on their nodes.
+        """
+        places = [node.host for node in self.start.nodes] if self.start else list(self.hosts[: self.nodes])
+        spares = [host for host in self.find_ready() if host not in places]
+        chosen = [spares.pop(0) if host in self.lost and spares else host for host in places]
+        return chosen if all(host in self.sizes and host not in self.lost for host in chosen) else None
+
+    def begin(self) -> GroupStart | None:
+        """Make the next start the newest one, and return it; None if nodes are missing."""
+        hosts = self.choose_nodes()
+        if hosts is None:
+            return None
+        number = self.start.restart + 1 if self.start else 0
+        address, port = self.find_endpoint(hosts[0], number)
+        nodes = tuple(GroupNode(host, self.sizes[host]) for host in hosts)
+        self.start, self.ended = GroupStart(number, nodes, address, port), set()
+        return self.start
+
+    def finish(self, *, failed: bool) -> JobEnd:
+        """End the job."""
+        self.end = JobEnd(failed)
+        return self.end
