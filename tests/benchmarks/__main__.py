@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,10 +26,12 @@ from tests.benchmarks.preflight_facts import bench_preflight_facts
 from tests.benchmarks.preflight_start import bench_preflight_start
 from tests.benchmarks.preflight_work import bench_preflight
 from tests.benchmarks.probing import bench_command, bench_probe
+from tests.benchmarks.recovery import bench_recovery
 from tests.benchmarks.shim import bench_shim
 from tests.benchmarks.slow_ranks import bench_stragglers
 from tests.benchmarks.slurm import bench_slurm
 from tests.benchmarks.start import bench_start
+from tests.benchmarks.start_memory import bench_start_memory
 from tests.benchmarks.straggler import bench_gc
 from tests.benchmarks.watch_cost import bench_watch
 from tests.benchmarks.watch_scale import bench_watch_scale
@@ -36,7 +39,12 @@ from tests.benchmarks.worker_memory import bench_workers
 from tests.probe.machine_trees import short_lived
 
 TIMED: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
-    "start": (bench_start, 10),
+    "start-1": (partial(bench_start, ranks=1), 5),
+    "start-2": (partial(bench_start, ranks=2), 5),
+    "start-8": (partial(bench_start, ranks=8), 3),
+    "start-bare": (partial(bench_start, ranks=2, imports=False), 5),
+    "start-memory": (bench_start_memory, 1),
+    "recovery": (bench_recovery, 3),
     "command": (bench_command, 10),
     "shim": (bench_shim, 40),
     "probe": (bench_probe, 20),

@@ -84,3 +84,15 @@ def print_table(
         print(sample.row(samples[0] if compare else None))
     for name, why in (missing or {}).items():
         print(f"| {name}: {why} |" + " |" * (5 if compare else 3))
+
+
+def print_goals(samples: Sequence[Sample], goals: Mapping[str, float | None]) -> None:
+    """Print the share of the first row's time, in the median round, of each row that has a goal."""
+    for sample in samples:
+        goal = goals.get(sample.name)
+        if goal is None:
+            continue
+        pairs = zip(sample.times, samples[0].times, strict=True)
+        share = statistics.median(one / base for one, base in pairs)
+        word = "reached" if share <= goal else "missed"
+        print(f"\n{sample.name}: {share:.2f} of {samples[0].name}; the goal of at most {goal} is {word}")

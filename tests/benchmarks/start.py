@@ -1,43 +1,118 @@
-"""From the command line to the program's first line, through `launch` and through torchrun."""
+"""From the command line to the program's first line on the last rank, for each way of starting it.
+
+`start-1`, `start-2` and `start-8` start a program that imports torch, with as many ranks; `start-bare` a
+program without torch.
+"""
 
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from tests.benchmarks.measure import measure_in_turn, print_table
+from launcher.text import count_things
+from tests.benchmarks.measure import measure_in_turn, print_goals, print_table
+from tests.conftest import clean_environ
 
-FIRST_LINE = (
-    "import time\nopen(f'first-{__import__(\"os\").environ[\"RANK\"]}', 'w').write(repr(time.time()))\n"
-)
-
-
-def time_first_line(command: list[str], folder: Path, ranks: int) -> float:
-    """Milliseconds from the command's start to the first line of the program on the last rank."""
-    marks = [folder / f"first-{rank}" for rank in range(ranks)]
-    for mark in marks:
-        mark.unlink(missing_ok=True)
-    start = time.time()
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    return 1e3 * (max(float(mark.read_text()) for mark in marks) - start)
+FIRST_LINE = "import os, time\nopen(f'first-{os.environ.get(\"RANK\", 0)}', 'w').write(repr(time.time()))\n"
+IMPORTS = "import torch\n"
+GOALS = {1: None, 2: 0.5, 8: 0.25}
+"""Of torchrun's time, for a warm start of a program that imports torch, by the number of ranks."""
+BARE_GOAL = 0.35
+"""The same for a program without torch."""
+WARM = "launch, direct, warm"
 
 
-def bench_start(folder: Path, rounds: int, ranks: int = 2) -> None:
-    """From the command line to the program's first line."""
-    program = folder / "program.py"
-    program.write_text(FIRST_LINE)
-    python = sys.executable
-    torchrun = [
-        python,
+def torchrun(ranks: int, *program: str) -> list[str]:
+    """A command line of torchrun."""
+    return [
+        sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
         f"--nproc-per-node={ranks}",
-        str(program),
+        *program,
     ]
-    launch = [python, "-m", "launcher", f"nproc_per_node={ranks}", "--", str(program)]
-    things = {
-        f"torchrun, {ranks} ranks": lambda: time_first_line(torchrun, folder, ranks),
-        f"launch, {ranks} ranks": lambda: time_first_line(launch, folder, ranks),
-    }
-    print_table("Command line to the first line of the user's program", measure_in_turn(things, rounds))
+
+
+def accelerate(ranks: int, *program: str) -> list[str]:
+    """A command line of accelerate, with all that it warns of when it is not said."""
+    several = ["--multi_gpu"] if ranks > 1 else ["--cpu"]
+    named = (
+        "--num_machines=1",
+        "--mixed_precision=no",
+        "--dynamo_backend=no",
+        "--num_cpu_threads_per_process=1",
+    )
+    return [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        *several,
+        f"--num_processes={ranks}",
+        *named,
+        *program,
+    ]
+
+
+def launch(ranks: int, *program: str, settings: Sequence[str] = ()) -> list[str]:
+    """A command line of `launch`."""
+    return [sys.executable, "-m", "launcher", f"nproc_per_node={ranks}", *settings, "--", *program]
+
+
+WAYS: Mapping[str, Callable[..., list[str]]] = {
+    "torchrun": torchrun,
+    "accelerate launch": accelerate,
+    "launch agent=torchrun": partial(launch, settings=("agent=torchrun",)),
+    "launch, direct, exec (start.warm=off)": partial(launch, settings=("agent=direct", "start.warm=off")),
+    f"{WARM}, first call": launch,
+    WARM: launch,
+}
+"""Each makes a command line of a number of ranks and the program's words."""
+
+
+def time_first_line(
+    command: Sequence[str], folder: Path, ranks: int, environ: Mapping[str, str] | None = None
+) -> float:
+    """Milliseconds from the command's start to the first line of the program on the last rank.
+
+    Raises RuntimeError with its last words if the command fails.
+    """
+    marks = [folder / f"first-{rank}" for rank in range(ranks)]
+    for mark in marks:
+        mark.unlink(missing_ok=True)
+    start = time.time()
+    done = subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, errors="replace", check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"exit code {done.returncode}: {' '.join(command)}\n{done.stderr[-2000:]}")
+    return 1e3 * (max(float(mark.read_text()) for mark in marks) - start)
+
+
+def time_way(name: str, folder: Path, ranks: int) -> float:
+    """Milliseconds of one way; a first call finds nothing that earlier calls have kept."""
+    with tempfile.TemporaryDirectory(dir=folder) as fresh:
+        cache = Path(fresh) if "first call" in name else folder / "cache"
+        environ = make_environ(cache)
+        return time_first_line(WAYS[name](ranks, "program.py"), folder, ranks, environ)
+
+
+def make_environ(cache: Path) -> dict[str, str]:
+    """A user's environment, which keeps bytecode as Python does by itself."""
+    environ = {**clean_environ(), "XDG_CACHE_HOME": str(cache)}
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    return environ
+
+
+def bench_start(folder: Path, rounds: int, ranks: int, *, imports: bool = True) -> None:
+    """From the command line to the program's first line, or to the first after `import torch`."""
+    (folder / "program.py").write_text((IMPORTS if imports else "") + FIRST_LINE)
+    names = [name for name in WAYS if imports or name != "accelerate launch"]
+    things = {name: partial(time_way, name, folder, ranks) for name in names}
+    line = "first line after `import torch`" if imports else "first line of a program without torch"
+    samples = measure_in_turn(things, rounds)
+    print_table(f"Command line to the {line}, last of {count_things(ranks, 'rank')}", samples)
+    print_goals(samples, {WARM: GOALS[ranks] if imports else BARE_GOAL})
