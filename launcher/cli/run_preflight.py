@@ -106,14 +106,17 @@ def check_this_machine(
             reader = AnswerReader(start_check(request, environ), request, inbox.wakeup)
         except OSError as error:
             return None, f"no process can be made ({error.strerror})", 0
-        stop = 0
+        stop, problem = 0, ""
         try:
             while not stop and reader.collect(began + START_MARGIN + request.seconds):
                 stop = next((number for number in inbox.take() if number in STOPPING), 0)
+        except Exception as error:  # what a signal has asked for holds all the same
+            problem = f"{type(error).__name__}: {error}: report it"
         finally:
             reader.end()
-    if stop:
-        return None, "", stop
+        stop = stop or next((number for number in inbox.take() if number in STOPPING), 0)
+    if stop or problem:
+        return None, problem, stop
     if reader.ended and not reader.final:
         return None, explain_missing_answer(reader.errors), 0
     silent = [host for host in request.hosts if host not in reader.final]

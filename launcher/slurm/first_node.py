@@ -110,13 +110,14 @@ def check_before_step(attempt: Attempt, monitor: StepMonitor) -> StepReport | No
     kind = choose_preflight_kind(attempt.request.config.preflight.kind, attempt.environ)
     if not kind:
         return None
-    from launcher.slurm.preflight_step import run_preflight  # most jobs on CPUs have no use for it
+    # Most jobs on CPUs have no use for it.
+    from launcher.slurm.preflight_step import report_early_stop, run_preflight
 
     try:
         return run_preflight(attempt, monitor, kind)
     except Exception as error:
-        logger.warning(f"preflight failed ({type(error).__name__}: {error}), the job starts: report it")
-        return None
+        logger.warning(f"preflight failed ({type(error).__name__}: {error}): report it")
+        return report_early_stop(monitor)
 
 
 def run_step_attempts(attempt: Attempt, monitor: StepMonitor, salt: int) -> StepReport:

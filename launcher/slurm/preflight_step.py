@@ -77,14 +77,21 @@ def run_preflight(attempt: Attempt, monitor: StepMonitor, kind: str) -> StepRepo
         checked = check_nodes(attempt, monitor, candidates, kind)
     except OSError as error:
         checked = CheckedNodes(None, f"srun cannot be run ({error.strerror})")
-    if stops := [number for number, _ in monitor.signals if number in STOPPING]:
-        signals = tuple(monitor.signals)
-        return StepReport(128 + stops[0], (), (), signals, monitor.checkpointed)
+    if stop := report_early_stop(monitor):
+        return stop
     if checked.report is None:
         logger.warning(f"preflight: the nodes were not checked: {checked.problem}")
         record_preflight(attempt, {"kind": kind, "problem": checked.problem})
         return None
     return act_on_report(attempt, monitor, checked.report, candidates)
+
+
+def report_early_stop(monitor: StepMonitor) -> StepReport | None:
+    """Return the end of an attempt that a signal has stopped before its ranks' step; None if none has."""
+    monitor.take_early_signals()
+    if stops := [number for number, _ in monitor.signals if number in STOPPING]:
+        return StepReport(128 + stops[0], (), (), tuple(monitor.signals), monitor.checkpointed)
+    return None
 
 
 def list_candidates(attempt: Attempt) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import pytest
 
 from launcher.cli import run_preflight
 from launcher.doctor.node_facts import NodeFacts, PathFacts
+from launcher.preflight.answer_reader import AnswerReader
 from launcher.preflight.preflight_request import NodeAnswer, render_answer
 from launcher.protocol import name_host
 from tests.conftest import Result
@@ -90,3 +91,18 @@ def test_a_signal_ends_the_checks_and_the_run(
     assert launch(*WORDS, "--", "true").code == 128 + signal.SIGTERM
     outcome = read_manifest(here)["outcome"]
     assert (outcome["state"], outcome["signal"]) == ("stopped", "SIGTERM")
+
+
+@pytest.mark.usefixtures("quick_agent")
+def test_checks_that_fail_after_a_stop_do_not_start_the_run(
+    launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ValueError("a mistake of the checks' own")
+
+    answer_with(monkeypatch, "")
+    monkeypatch.setattr(AnswerReader, "collect", fail)
+    done = launch(*WORDS, "--", "true")
+    assert done.code == 128 + signal.SIGTERM and STARTED not in done.err
+    assert read_manifest(here)["outcome"]["state"] == "stopped"

@@ -2,24 +2,26 @@
 
 import json
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launcher.config.schema import ClusterConfig, LaunchConfig, ProgressConfig, RequeueConfig
+from launcher.config.schema import ClusterConfig, LaunchConfig, PreflightConfig, ProgressConfig, RequeueConfig
 from launcher.launch.signals import catch_signals
 from launcher.runs.attempt_progress import AttemptProgress, measure_attempt
 from launcher.runs.manifest import describe_start, write_manifest
 from launcher.runs.node_records import NodeRecord, RankFailure
 from launcher.runs.progress import Progress
 from launcher.runs.run_directory import RunDir, open_run_dir
+from launcher.slurm import preflight_step
 from launcher.slurm.attempt import Attempt, count_unrecorded, has_advanced, list_requeued_attempts
 from launcher.slurm.attempt_end import StepReport, find_first_failure
 from launcher.slurm.attempt_lifecycle import AttemptRefusedError, end_attempt, start_attempt
 from launcher.slurm.diagnosis import diagnose_end, find_task_ends
-from launcher.slurm.first_node import report_step
+from launcher.slurm.first_node import check_before_step, report_step
 from launcher.slurm.job_control import choose_excluded_nodes, is_down, name_job, parse_slurm_time
 from launcher.slurm.job_request import JobRequest
 from launcher.slurm.step_monitor import StepMonitor
@@ -561,3 +563,21 @@ def test_a_stop_without_records_is_no_success(tmp_path: Path) -> None:
     attempt = begin(tmp_path)
     assert end_attempt(attempt, end(code=0, signals=(15,))) != 0
     assert read(tmp_path)["outcome"]["state"] != "succeeded"
+
+
+def test_checks_that_fail_after_a_stop_do_not_start_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ValueError("a mistake of the checks' own")
+
+    submit_run(tmp_path)
+    attempt = begin(tmp_path)
+    config = replace(attempt.request.config, preflight=PreflightConfig(kind="light"))
+    attempt.request = replace(attempt.request, config=config)
+    monkeypatch.setattr(preflight_step, "run_preflight", fail)
+    with catch_signals() as inbox:
+        report = check_before_step(attempt, StepMonitor(attempt, inbox))
+    assert report and report.srun_exitcode == 128 + signal.SIGTERM
+    assert [number for number, _ in report.signals] == [signal.SIGTERM]
