@@ -17,6 +17,7 @@ LAUNCH_LOADER_DEFAULT = "LAUNCH_LOADER_DEFAULT"
 LAUNCH_MEMORY = "LAUNCH_MEMORY"
 LAUNCH_METER = "LAUNCH_METER"
 LAUNCH_NIC = "LAUNCH_NIC"
+LAUNCH_NODE_ORDER = "LAUNCH_NODE_ORDER"
 LAUNCH_NUM_WORKERS = "LAUNCH_NUM_WORKERS"
 LAUNCH_PLAN = "LAUNCH_PLAN"
 LAUNCH_QUIET = "LAUNCH_QUIET"
@@ -136,6 +137,13 @@ VARIABLES = (
         set_by=SHIM,
         read_by=(LAUNCHER, SHIM, PROGRAM),
         is_settable=True,
+    ),
+    ProtocolVariable(
+        LAUNCH_NODE_ORDER,
+        "n0,n2,n[5-7]",
+        "The nodes of a SLURM job in the order of their ranks, as its first node tells the others.",
+        set_by=SLURM_JOB,
+        read_by=(SLURM_JOB,),
     ),
     ProtocolVariable(
         LAUNCH_NUM_WORKERS,

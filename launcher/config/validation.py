@@ -39,6 +39,7 @@ MAX_BATCH = 1 << 24
 """Largest micro-batch that a search may come to."""
 TUNE_OPTION = re.compile(r"-[A-Za-z]|--[A-Za-z][\w.-]*=?|(?:\+{1,2})?[A-Za-z_][\w./-]*=|program\.\w+")
 """An option of a program, a key of Hydra's with its `=`, or a key of the section `program`."""
+NODE_ORDERS = ("auto", "topology", "slurm")
 MAX_SPARES = 1000
 """Spare nodes: more is a slip of the finger."""
 MAX_NAME = 200
@@ -320,6 +321,18 @@ def check_spares(context: Context, cluster: Cluster) -> None:
         )
 
 
+def check_node_order(context: Context, cluster: Cluster) -> None:
+    """Refuse an order of the nodes that is neither a word that is known nor a file."""
+    order = context.config.cluster.node_order
+    if order in NODE_ORDERS or cluster.kind not in SLURM_KINDS:
+        return
+    if not os.path.isfile(os.path.expanduser(order)):  # noqa: PTH111, PTH113 - no pathlib in what always runs
+        raise UsageError(
+            f"cluster.node_order={order}: choose from {', '.join(NODE_ORDERS)}, or give a file that has a"
+            " node on each line"
+        )
+
+
 def check_container(context: Context, cluster: Cluster) -> None:
     """Refuse a container if no srun starts the ranks in it, and an unknown runtime."""
     container = context.config.cluster.container
@@ -478,6 +491,7 @@ TUNE_CHECKS = (check_tune, *JOB_CHECKS)
 CLUSTER_CHECKS = (
     check_agent,
     check_spares,
+    check_node_order,
     check_container,
     check_times,
     check_ranks,

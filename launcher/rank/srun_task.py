@@ -28,7 +28,7 @@ def make_torchrun_variables(identity: Identity, environ: dict[str, str]) -> dict
         "LOCAL_RANK": str(identity.local_rank),
         "LOCAL_WORLD_SIZE": str(size),
         "WORLD_SIZE": ranks,
-        "GROUP_RANK": environ.get("SLURM_NODEID", "0"),
+        "GROUP_RANK": find_group_rank(identity.rank or 0, size, environ),
         "GROUP_WORLD_SIZE": nodes,
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": ranks,
@@ -39,6 +39,13 @@ def make_torchrun_variables(identity: Identity, environ: dict[str, str]) -> dict
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
+
+
+def find_group_rank(rank: int, size: int, environ: dict[str, str]) -> str:
+    """Return the number of a rank's node: SLURM's, or, if launch orders the nodes, that of this order."""
+    if LAUNCH_RECORD_DIR in environ and environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
+        return str(rank // size)
+    return environ.get("SLURM_NODEID", "0")
 
 
 def choose_master(environ: dict[str, str]) -> dict[str, str]:

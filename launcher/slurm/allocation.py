@@ -12,7 +12,7 @@ from launcher.launch.local_run import prepare_run
 from launcher.protocol import LAUNCH_SECRETS, name_host
 from launcher.runs.run_directory import RunDir
 from launcher.slurm.attempt import Attempt
-from launcher.slurm.first_node import choose_nodes, choose_spares, run_attempt
+from launcher.slurm.first_node import choose_nodes, order_job_nodes, report_node_order, run_attempt
 from launcher.slurm.job_request import JobRequest, make_job_request, write_job_request
 from launcher.slurm.node_job import plan_here
 from launcher.slurm.node_step import describe_node_step
@@ -72,9 +72,11 @@ def preview_allocation(spec: JobSpec, argv: Sequence[str], hosts: Sequence[str])
     else:
         logger.info(f"{', '.join(hosts)} plan for themselves: this machine is none of them")
     request = describe_request(spec, argv)
-    spares = choose_spares(os.environ, request)
+    order = order_job_nodes(os.environ, request)
+    ordered, spares = order.hosts[: request.max_nodes], order.hosts[request.max_nodes :]
     run = RunDir(spec.run_path)
-    attempt = Attempt(request, run, os.environ, tuple(hosts), {}, requeues=False, spares=spares)
+    attempt = Attempt(request, run, os.environ, ordered, {}, requeues=False, spares=spares)
+    report_node_order(order)
     sys.stderr.flush()
     print_text(join_words(render_step(describe_node_step(attempt))) + "\n")
     return 0

@@ -22,6 +22,7 @@ from launcher.slurm.end_messages import (
 )
 from launcher.slurm.job_control import SHORT_TIMEOUT, exclude_nodes, requeue_job
 from launcher.slurm.job_request import JobRequest
+from launcher.slurm.node_order import NodeOrder
 from launcher.slurm.requeue_policy import DESCRIPTIONS, Decision, PastAttempt, decide_requeue
 from launcher.text import break_line
 
@@ -46,6 +47,7 @@ def start_attempt(
     hosts: Sequence[str],
     *,
     requeues: bool = True,
+    order: NodeOrder | None = None,
 ) -> Attempt:
     """Write the manifest of a new attempt, and return it.
 
@@ -53,6 +55,8 @@ def start_attempt(
     one that lost a node, by itself, and what `cluster.requeue` says of that is carried out here.
     """
     manifest = make_attempt_manifest(request, run, environ, hosts, owned=requeues)
+    if order:
+        manifest["node_order"] = {"source": order.source, "why": order.why, "hosts": list(order.hosts)}
     attempt = Attempt(request, run, environ, tuple(hosts), manifest, requeues)
     decision = find_final_decision(attempt.earlier, request.config.cluster.requeue) if requeues else None
     if decision:

@@ -22,6 +22,8 @@ from launcher.slurm.attempt_end import StepReport
 from launcher.slurm.attempt_lifecycle import end_attempt, start_attempt
 from launcher.slurm.diagnosis import find_task_ends
 from launcher.slurm.job_request import JobRequest, read_job_request
+from launcher.slurm.node_order import NodeOrder, fold_in_order, keep_order
+from launcher.slurm.node_order_sources import find_node_order
 from launcher.slurm.node_step import (
     collect_node_records,
     describe_node_step,
@@ -72,20 +74,33 @@ def choose_nodes(environ: Mapping[str, str], max_nodes: int) -> tuple[str, ...]:
     return hosts[:max_nodes]
 
 
-def choose_spares(environ: Mapping[str, str], request: JobRequest) -> tuple[str, ...]:
-    """Return the nodes that replace lost ones: those after the nodes to run on; raises MachineError."""
-    first, count = request.max_nodes, request.config.cluster.spares
-    return choose_nodes(environ, first + count)[first:] if count else ()
+def order_job_nodes(environ: Mapping[str, str], request: JobRequest) -> NodeOrder:
+    """Return the nodes to run on and the spare ones, in the order of their ranks; raises MachineError."""
+    cluster = request.config.cluster
+    hosts = choose_nodes(environ, request.max_nodes + cluster.spares)
+    if request.config.agent == "srun" and "distribution" in cluster.srun:
+        return keep_order(hosts, "cluster.srun.distribution")
+    return find_node_order(cluster.node_order, hosts, environ, request.directory)
+
+
+def report_node_order(order: NodeOrder) -> None:
+    """Say in which order the nodes have their ranks if that is not SLURM's own, and what is wrong with it."""
+    for warning in order.warnings:
+        logger.warning(f"node order: {warning}")
+    if order.source != "slurm":
+        logger.info(f"ranks are in the order of {order.why}: {fold_in_order(order.hosts)}")
 
 
 def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *, requeues: bool) -> int:
     """Run one attempt to its end and return the exit code; raises LaunchError before it starts."""
-    hosts = choose_nodes(environ, request.max_nodes)
+    order = order_job_nodes(environ, request)
+    hosts, spares = order.hosts[: request.max_nodes], order.hosts[request.max_nodes :]
     number, _ = parse_signal(request.config.cluster.signal)
     adopt_orphans()
     with catch_signals((number,)) as inbox:
-        attempt = start_attempt(request, run, environ, hosts, requeues=requeues)
-        attempt.spares = choose_spares(environ, request)
+        attempt = start_attempt(request, run, environ, hosts, requeues=requeues, order=order)
+        attempt.spares = spares
+        report_node_order(order)
         os.close(open_below(run.path, "logs", str(run.first_attempt)))
         salt = 0 if requeues else zlib.crc32(os.fsencode(run.path))
         monitor = StepMonitor(attempt, inbox)

@@ -105,9 +105,9 @@ def enter_directory(directory: str, host: str) -> None:
 def describe_node_part(request: JobRequest, task: TaskIdentity) -> tuple[LaunchConfig, Cluster]:
     """Return the configuration of this node, and its part in the job; raises UsageError."""
     config, torchrun = request.config, request.config.torchrun
-    if torchrun.local_addr is None and can_resolve(task.host):
-        # By this name the others find rank 0; torchrun's own idea of it may be an alias, or the loopback's.
-        torchrun = replace(torchrun, local_addr=task.host)
+    if torchrun.local_addr is None:
+        is_fixed = request.min_nodes == request.max_nodes and torchrun.rdzv_backend in (None, "c10d")
+        torchrun = replace(torchrun, local_addr=choose_address(task, keeps_order=is_fixed))
     if torchrun.max_restarts is None and request.min_nodes < request.max_nodes:
         torchrun = replace(torchrun, max_restarts=RESTARTS)
     cluster = Cluster(
@@ -119,6 +119,21 @@ def describe_node_part(request: JobRequest, task: TaskIdentity) -> tuple[LaunchC
         is_host=task.node_rank == 0,
     )
     return replace(config, torchrun=torchrun), cluster
+
+
+def choose_address(task: TaskIdentity, *, keeps_order: bool) -> str | None:
+    """Return what torchrun is to call this node in the rendezvous; None for its own idea.
+
+    By this name the others find rank 0; torchrun's own may be an alias, or the loopback's. The names of the
+    other nodes are used for nothing but their order, which is that of text (github.com/pytorch/pytorch/
+    issues/191190; `_mark_rendezvous_complete` of torch 2.13): a number of fixed length after `~`, which comes
+    after all that a name can begin with, gives it. If nodes may come and go, any can become the first.
+    """
+    if keeps_order and task.node_rank:
+        return f"~{task.node_rank:06d}.{task.host}"
+    if can_resolve(task.host):
+        return task.host
+    return None
 
 
 def write_node_plan(run: RunDir, job: Job) -> None:

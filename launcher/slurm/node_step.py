@@ -23,11 +23,12 @@ from launcher.launch.signal_channel import (
     write_signal,
 )
 from launcher.launch.signals import FORWARDED
-from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_RENDEZVOUS
+from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_NODE_ORDER, LAUNCH_RENDEZVOUS
 from launcher.runs.node_records import NodeRecord, read_nodes
 from launcher.slurm.attempt import Attempt
 from launcher.slurm.client import run_slurm
 from launcher.slurm.job_control import ask_kill_wait
+from launcher.slurm.node_order import fold_in_order
 from launcher.slurm.notation import expand_hosts
 from launcher.slurm.slurm_environ import clean_for_step
 from launcher.slurm.srun_command import Container, Step, give_cpus, render_step
@@ -44,6 +45,9 @@ KEPT_LINES = 40
 """Lines of srun's that are kept for the report."""
 SMALL_STEP: Mapping[str, object] = {"input": "none", "gres": "none"}
 """Options of a step that needs nothing."""
+LONGEST_ORDER = 120_000
+"""Characters of a variable; the kernel takes 128 KiB (MAX_ARG_STRLEN). It is enough for 10,000 nodes in any
+order."""
 STEP_ID_CYCLE = 4
 """Attempts after which a step may have the number of an earlier one's again: by then the node that a signal
 waits for has been lost for longer than several waits in the queue."""
@@ -153,7 +157,11 @@ def describe_container(config: ContainerConfig, run_path: Path, directory: str) 
 
 def start_nodes(attempt: Attempt, endpoint: str) -> NodeStep:
     """Start a task on each node, which are to meet at `endpoint`; raises OSError if there is no srun."""
-    variables = {LAUNCH_ATTEMPT: str(attempt.run.first_attempt), LAUNCH_RENDEZVOUS: endpoint}
+    variables = {
+        LAUNCH_ATTEMPT: str(attempt.run.first_attempt),
+        LAUNCH_RENDEZVOUS: endpoint,
+        **tell_order(attempt.step_hosts),
+    }
     step = describe_node_step(attempt)
     step = replace(step, options=give_cpus(step.options, attempt.environ))
     reading, writing = make_signal_channel()
@@ -173,6 +181,12 @@ def start_nodes(attempt: Attempt, endpoint: str) -> NodeStep:
     finally:
         os.close(reading)
     return NodeStep(process, writing, attempt.environ, attempt.is_elastic)
+
+
+def tell_order(hosts: Sequence[str]) -> dict[str, str]:
+    """Return the variable by which a task finds its node's number; none if it is too long for execve(2)."""
+    folded = fold_in_order(hosts)
+    return {LAUNCH_NODE_ORDER: folded} if len(folded) <= LONGEST_ORDER else {}
 
 
 def skip_step_ids(attempt: Attempt) -> None:

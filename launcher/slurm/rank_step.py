@@ -28,10 +28,10 @@ from launcher.protocol import (
 )
 from launcher.report.output_viewer import OutputViewer, ViewOptions
 from launcher.runs.rank_logs import Follower
-from launcher.runs.run_directory import RunDir, name_run_dir
+from launcher.runs.run_directory import RunDir, name_run_dir, write_private
 from launcher.slurm.client import run_slurm
 from launcher.slurm.job_request import JobRequest
-from launcher.slurm.notation import parse_signal
+from launcher.slurm.notation import expand_hosts, parse_signal
 from launcher.slurm.rendezvous import is_port_free
 from launcher.slurm.slurm_environ import clean_for_step
 from launcher.slurm.srun_command import Step, build_srun_environ, count_ranks, render_ranks, render_step
@@ -160,7 +160,7 @@ class RankJob:
     request: JobRequest
     run: RunDir
     hosts: tuple[str, ...]
-    """The nodes of the step, by SLURM_NODEID."""
+    """The nodes of the step, in the order of their ranks."""
     environ: Mapping[str, str]
     """The batch script's."""
 
@@ -207,10 +207,24 @@ def start_ranks(job: RankJob, step: Step, endpoint: str) -> RankStep:
     variables = build_rank_variables(job, endpoint)
     node_request = request_to_json(make_request(config, environ), config.machine.root)
     step = replace(step, command=render_rank_command(job.request, environ))
-    process = open_srun(render_ranks(step, job.ranks), build_srun_environ(environ, variables, node_request))
+    argv = render_ranks(step, job.ranks, write_host_file(job))
+    process = open_srun(argv, build_srun_environ(environ, variables, node_request))
     viewer = make_step_viewer(job)
     codes = config.cluster.requeue.exit_codes
     return RankStep(process, viewer, job, step, variables[LAUNCH_RDZV_ID], job.environ, codes)
+
+
+def write_host_file(job: RankJob) -> str:
+    """Write the node of each rank into a file for srun, and return its path; empty for SLURM's own order.
+
+    If it cannot be written, raises OSError, as what is written next into the run directory would.
+    """
+    text = job.environ.get("SLURM_JOB_NODELIST") or job.environ.get("SLURM_NODELIST", "")
+    if tuple(host for host in expand_hosts(text) if host in job.hosts) == job.hosts:
+        return ""
+    path = job.run.path / f"hostfile-{job.run.first_attempt}"
+    write_private(path, "".join(f"{host}\n" * job.ranks for host in job.hosts))
+    return str(path)
 
 
 def render_rank_command(request: JobRequest, environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from launcher.protocol import (
     LAUNCH_ATTEMPT,
+    LAUNCH_NODE_ORDER,
     LAUNCH_PLAN,
     LAUNCH_RECORD_DIR,
     LAUNCH_RENDEZVOUS,
@@ -13,6 +14,7 @@ from launcher.protocol import (
     LAUNCH_SECRETS,
     name_host,
 )
+from launcher.slurm.notation import expand_hosts
 
 ENCLOSING_PREFIXES = ("SLURM_", "SLURMD_", "SRUN_", "SALLOC_", "SINFO_", "SQUEUE_", "PMI_", "PMIX_", "PMI2_")
 """Beginnings of what an enclosing job has left; srun's and its kin's are for other commands."""
@@ -26,6 +28,7 @@ RUN_VARIABLES = (
     LAUNCH_ATTEMPT,
     LAUNCH_SECRETS,
     LAUNCH_RENDEZVOUS,
+    LAUNCH_NODE_ORDER,
 )
 """Of a run that this is started in."""
 RANK_VARIABLES = (
@@ -108,7 +111,7 @@ KEPT_BY_STEPS = (
 """Exceptions: they say where SLURM is, who asks it, and which job this is."""
 JOB_PREFIXES = ("SLURM_JOB_", "SLURM_ARRAY_", "SLURM_SUBMIT_")
 """Beginnings of the variables that tell of the job, and that programs read; srun takes none for an option."""
-TASK_VARIABLES = (LAUNCH_SECRETS, LAUNCH_RENDEZVOUS, LAUNCH_ATTEMPT)
+TASK_VARIABLES = (LAUNCH_SECRETS, LAUNCH_RENDEZVOUS, LAUNCH_ATTEMPT, LAUNCH_NODE_ORDER)
 """Variables from the batch script's process to the tasks; no rank gets them."""
 
 
@@ -169,6 +172,7 @@ class TaskIdentity:
 
     host: str
     node_rank: int
+    """Its number in the order of the nodes' ranks."""
     nodes: int
     """Of the step."""
     attempt: int
@@ -182,9 +186,16 @@ def read_task_identity(environ: Mapping[str, str]) -> TaskIdentity:
     job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
     return TaskIdentity(
         name_host(environ),
-        int(environ.get("SLURM_NODEID", "0")),
+        find_node_rank(environ),
         int(environ.get("SLURM_STEP_NUM_NODES", "1")),
         int(environ.get(LAUNCH_ATTEMPT, "0")),
         environ.get(LAUNCH_RENDEZVOUS, "localhost:0"),
         f"{job}.{step}",
     )
+
+
+def find_node_rank(environ: Mapping[str, str]) -> int:
+    """Return a task's number in the order of the nodes' ranks; without one, in SLURM's own."""
+    hosts = expand_hosts(environ.get(LAUNCH_NODE_ORDER, ""))
+    host = name_host(environ)
+    return hosts.index(host) if host in hosts else int(environ.get("SLURM_NODEID", "0"))

@@ -147,14 +147,17 @@ def count_ranks(nproc_per_node: object, environ: Mapping[str, str]) -> int:
     )
 
 
-def render_ranks(step: Step, ranks: int) -> tuple[str, ...]:
+def render_ranks(step: Step, ranks: int, host_file: str = "") -> tuple[str, ...]:
     """Return srun's command line for `ranks` tasks on each node; see `render_step`.
 
-    All of them see all of the job's CPUs and GPUs on their node, which the shim deals out.
+    All of them see all of the job's CPUs and GPUs on their node, which the shim deals out. `host_file` has a
+    line with the node of each rank, for another order than SLURM's own: srun follows it with
+    `--distribution=arbitrary` alone (tried with SLURM 22.05; `--nodelist=n1,n0` does not change the order).
     """
+    order = {"distribution": "arbitrary", "nodelist": host_file} if host_file else {}
     count = {"ntasks": step.nodes * ranks, "ntasks-per-node": ranks}
     user_options = {**step.options, **({"verbose": None} if step.options.get("quiet") else {})}
-    return render_step(replace(step, options={**RANK_OPTIONS, **user_options, **count}))
+    return render_step(replace(step, options={**RANK_OPTIONS, **order, **user_options, **count}))
 
 
 def build_srun_environ(

@@ -32,7 +32,7 @@ class RankStepEnd:
 
     run: RunDir
     hosts: tuple[str, ...]
-    """By SLURM_NODEID."""
+    """In the order of their ranks."""
     ranks: int
     """On each node."""
     tail: int

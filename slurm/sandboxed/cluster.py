@@ -40,6 +40,8 @@ class Cluster:
     """Whether a preempted job gets the signal that its --signal names (preempt_send_user_signal)."""
     slurmd_timeout: int = 10
     """Seconds until a silent node is DOWN (SlurmdTimeout)."""
+    switches: int = 0
+    """Leaf switches below one at the top, to which the nodes are dealt in turn; 0 is no topology.conf."""
     cgroup: str = ""
     """The name of its group in each hierarchy of cgroups; empty where SLURM does without."""
 

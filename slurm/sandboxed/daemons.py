@@ -12,7 +12,13 @@ from sandboxed.cluster import Cluster, find_user
 from sandboxed.commands import answers, environ_of, run, tell, wait_until
 from sandboxed.errors import SandboxError
 from sandboxed.packages import find_version
-from sandboxed.render import render_cgroup_conf, render_dbd_conf, render_gres_conf, render_slurm_conf
+from sandboxed.render import (
+    render_cgroup_conf,
+    render_dbd_conf,
+    render_gres_conf,
+    render_slurm_conf,
+    render_topology_conf,
+)
 
 NVIDIA, FIRST_MINOR = 195, 256
 """Linux's number for NVIDIA's driver (Documentation/admin-guide/devices.txt), and ours in it."""
@@ -30,6 +36,8 @@ def write_files(cluster: Cluster) -> None:
     user = find_user()
     cluster.conf.write_text(render_slurm_conf(cluster, user), encoding="utf-8")
     (folder / "gres.conf").write_text(render_gres_conf(cluster), encoding="utf-8")
+    if cluster.switches:
+        (folder / "topology.conf").write_text(render_topology_conf(cluster), encoding="utf-8")
     version = find_version(run(cluster, ["slurmd", "-V"]))
     constraints = render_cgroup_conf(cluster, version, has_swap_limit(cluster))
     (folder / "cgroup.conf").write_text(constraints, encoding="utf-8")

@@ -65,6 +65,7 @@ def add_sizes(up: argparse.ArgumentParser) -> None:
         ("--memory", 16000, "MiB of each node as SLURM counts them"),
         ("--kill-wait", 10, "seconds from SIGTERM to SIGKILL (KillWait)"),
         ("--grace-time", 0, "seconds that a job has which one of partition urgent preempts (GraceTime)"),
+        ("--switches", 0, "leaf switches, to which the nodes are dealt in turn; 0 is a network without"),
         ("--slurmd-timeout", 10, "seconds until a silent node is DOWN (SlurmdTimeout)"),
     ):
         up.add_argument(name, type=int, default=default, metavar="N", help=words)

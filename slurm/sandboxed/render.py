@@ -103,6 +103,8 @@ def render_slurm_conf(cluster: Cluster, user: str) -> str:
         parts.append(PREEMPT_SIGNAL)
     if cluster.accounting:
         parts.append(ACCOUNTING.format(port=cluster.ports[1], folder=cluster.folder))
+    if cluster.switches:
+        parts.append("TopologyPlugin=topology/tree\n")
     for name, port in zip(cluster.names, cluster.ports[2:], strict=True):
         parts.append(render_node(cluster, name, host, port))
     parts.append(PARTITIONS.format(nodes=",".join(cluster.names), grace_time=cluster.grace_time))
@@ -119,6 +121,16 @@ def render_node(cluster: Cluster, name: str, host: str, port: int) -> str:
         f"CoresPerSocket={cores} ThreadsPerCore={threads} RealMemory={cluster.memory_mib} "
         f"Feature=sandbox{gres}\n"
     )
+
+
+def render_topology_conf(cluster: Cluster) -> str:
+    """Switches s0, s1, … with the nodes in turn (n0 on s0, n1 on s1), below `top`: not SLURM's own order."""
+    leaves = [f"s{number}" for number in range(cluster.switches)]
+    lines = [
+        f"SwitchName={leaf} Nodes={','.join(cluster.names[number :: cluster.switches])}\n"
+        for number, leaf in enumerate(leaves)
+    ]
+    return "".join([*lines, f"SwitchName=top Switches={','.join(leaves)}\n"])
 
 
 def render_gres_conf(cluster: Cluster) -> str:

@@ -38,6 +38,7 @@ def up(args: argparse.Namespace) -> None:
         grace_time=args.grace_time,
         preempt_signal=args.preempt_signal,
         slurmd_timeout=args.slurmd_timeout,
+        switches=args.switches,
         cgroup=f"launch-sandbox-{secrets.token_hex(4)}" if args.cgroups else "",
     )
     save_cluster(cluster)
@@ -81,6 +82,8 @@ def check_options(args: argparse.Namespace, folder: Path) -> None:
         raise SandboxError(f"--folder {folder}: at most 80 characters, without blanks and # , = % [ ]")
     if args.nodes < 1 or args.gpus < 0 or args.cpus < 1 or args.memory < 1:
         raise SandboxError("--nodes, --cpus and --memory from 1, --gpus from 0")
+    if not 0 <= args.switches <= args.nodes:
+        raise SandboxError("--switches from 0 to the number of nodes")
     if args.kill_wait < 1 or args.grace_time < 0 or args.slurmd_timeout < 3:
         raise SandboxError("--kill-wait from 1, --grace-time from 0, --slurmd-timeout from 3 seconds")
 

@@ -1,0 +1,180 @@
+"""The order in which nodes get their ranks: neighbours in rank are neighbours in the network. Pure."""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from launcher.slurm.notation import expand_hosts
+
+GROUP = re.compile(r"(?:^|\s)(?:SwitchName|BlockName|AggregatedBlock)=(\S+)")
+NODES = re.compile(r"(?:^|\s)Nodes=(\S+)")
+NUMBERS = re.compile(r"([0-9]+)")
+MAX_DIGITS = 18
+"""Digits of a number in a name that is folded; longer ones are taken for text."""
+SHOWN = 3
+"""Names of nodes that a message tells."""
+
+NaturalKey = tuple[tuple[int, int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroup:
+    """Nodes that are near each other: those below a switch, or those of a block."""
+
+    name: str
+    nodes: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOrder:
+    """The nodes of a job in the order of their ranks, and why they have it."""
+
+    hosts: tuple[str, ...]
+    source: str
+    """`slurm`, `topology` or `file`."""
+    why: str
+    """For people: what gave the order."""
+    warnings: tuple[str, ...] = ()
+    """What is wrong with what was asked for."""
+
+
+def parse_topology(text: str) -> tuple[NodeGroup, ...]:
+    """Read what `scontrol show topology` prints: a line for each switch, block or aggregated block.
+
+    What is between the groups need not be told: that follows from the nodes that they have in common. A line
+    that cannot be read is left out, since an order is no reason to end a job.
+    """
+    return tuple(group for line in text.splitlines() if (group := parse_group(line)))
+
+
+def parse_group(line: str) -> NodeGroup | None:
+    """Read a line as `SwitchName=s0 Level=0 LinkSpeed=1 Nodes=n[0-1]`; None for any other."""
+    name, nodes = GROUP.search(line), NODES.search(line)
+    try:
+        found = frozenset(expand_hosts(nodes[1])) if name and nodes and nodes[1] != "(null)" else frozenset()
+    except ValueError:
+        return None
+    return NodeGroup(name[1], found) if name and found else None
+
+
+def order_nodes(hosts: Sequence[str], groups: Iterable[NodeGroup]) -> tuple[str, ...]:
+    """Return the nodes so that those of each group follow each other, at every level of the network.
+
+    A level's groups, and the nodes of the lowest, are in the natural order of their names, with numbers
+    as numbers: n2 comes before n10. Nodes in no group come last.
+    """
+    paths: dict[str, list[NaturalKey]] = {host: [] for host in hosts}
+    # Of the groups that a node is in, the largest is the highest switch: all paths begin there.
+    for group in sorted(groups, key=lambda group: (-len(group.nodes), make_natural_key(group.name))):
+        name = make_natural_key(group.name)
+        for host in group.nodes & paths.keys():
+            paths[host].append(name)
+    return tuple(sorted(hosts, key=lambda host: (not paths[host], paths[host], make_natural_key(host))))
+
+
+def make_natural_key(name: str) -> NaturalKey:
+    """Return what sorts names by the numbers in them, then as text: n2, n02, n10, rack1n3."""
+    parts = NUMBERS.split(name)
+    numbered = tuple((1, int(part), "") if odd % 2 else (0, 0, part) for odd, part in enumerate(parts))
+    return (*numbered, (2, 0, name))
+
+
+def order_by_topology(hosts: Sequence[str], groups: Collection[NodeGroup], *, asked: bool) -> NodeOrder:
+    """Order a job's nodes by SLURM's switches or blocks; without any in SLURM's own order.
+
+    `asked` says that somebody wants this order, and has to be told if it cannot be had.
+    """
+    placed = {host for group in groups for host in group.nodes}.intersection(hosts)
+    if not placed:
+        missing = "SLURM knows of no switches or blocks" + (" with this job's nodes" if groups else "")
+        return keep_order(hosts, missing, warns=asked)
+    count = sum(1 for group in groups if group.nodes.intersection(hosts))
+    left = [host for host in hosts if host not in placed]
+    warning = (f"{show_names(left)}: on none of SLURM's switches, and so last in the order",) if left else ()
+    return NodeOrder(order_nodes(hosts, groups), "topology", f"SLURM's topology, {count} groups", warning)
+
+
+def order_by_names(hosts: Sequence[str], names: Sequence[str], path: str) -> NodeOrder:
+    """Order a job's nodes as a file names them; those that it does not name come last, by their names.
+
+    Nodes of the file that the job does not have are passed over: the file can be that of a whole cluster.
+    """
+    positions: dict[str, int] = {}
+    for number, name in enumerate(names):
+        positions.setdefault(name, number)
+    left = [host for host in hosts if host not in positions]
+    if len(left) == len(hosts):
+        return keep_order(hosts, f"{path} names none of the job's nodes, such as {hosts[0]}", warns=True)
+    ordered = sorted(hosts, key=lambda host: (positions.get(host, len(names)), make_natural_key(host)))
+    counts = Counter(names)
+    twice = [host for host in ordered if counts[host] > 1]
+    warnings = [f"{path} does not name {show_names(left)}, which come last"] if left else []
+    warnings += [f"{path} names {show_names(twice)} more than once: the first place counts"] if twice else []
+    return NodeOrder(tuple(ordered), "file", path, tuple(warnings))
+
+
+def parse_host_file(text: str) -> tuple[str, ...]:
+    """Read a file with a node, or SLURM's form for several, on each line; `#` begins a comment.
+
+    Raises ValueError for a line that is no list of nodes.
+    """
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    return tuple(host for line in lines if line for host in expand_line(line))
+
+
+def expand_line(line: str) -> tuple[str, ...]:
+    """Return the nodes of a line; raises ValueError."""
+    try:
+        hosts = expand_hosts(line)
+    except ValueError:
+        hosts = ()
+    if not hosts or not line.isprintable() or len(line.split()) > 1:
+        raise ValueError(f"{line[:80]!r} is no node")
+    return hosts
+
+
+def keep_order(hosts: Sequence[str], why: str, *, warns: bool = False) -> NodeOrder:
+    """Return SLURM's own order, and why; `warns` if something else was asked for."""
+    return NodeOrder(
+        tuple(hosts), "slurm", why, (f"{why}: the nodes stay in SLURM's order",) if warns else ()
+    )
+
+
+def show_names(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def fold_in_order(hosts: Iterable[str]) -> str:
+    """Return names in SLURM's form, in their order: `n0,n2,n[3-5]`; `expand_hosts` gives them back."""
+    spans: list[list[str]] = []
+    for host in hosts:
+        if spans and follows(spans[-1][-1], host):
+            spans[-1].append(host)
+        else:
+            spans.append([host])
+    return ",".join(fold_span(span) for span in spans)
+
+
+def follows(before: str, host: str) -> bool:
+    """Tell whether a name is the next after another: the same but for its number, which is one more."""
+    first, second = split_number(before), split_number(host)
+    if not (first and second) or first[0] != second[0] or int(second[1]) != int(first[1]) + 1:
+        return False
+    return second[1] == str(int(second[1])).zfill(len(first[1]))
+
+
+def fold_span(span: Sequence[str]) -> str:
+    """Return names that follow each other as one range."""
+    first, last = split_number(span[0]), split_number(span[-1])
+    if len(span) == 1 or not (first and last):
+        return span[0]
+    return f"{first[0]}[{first[1]}-{last[1]}]"
+
+
+def split_number(name: str) -> tuple[str, str] | None:
+    """Return a name without the number at its end, and that number; None if there is none."""
+    digits = len(name) - len(name.rstrip("0123456789"))
+    return (name[:-digits], name[-digits:]) if 0 < digits <= MAX_DIGITS else None
