@@ -1,4 +1,4 @@
-"""The channel from a SLURM job's first node to the tasks on its nodes: names of signals, one a line.
+"""The channel from a SLURM job's first node to its nodes' tasks: names of signals and orders, one a line.
 
 srun gives each task a copy of its stdin (`--input=all`). So a signal that is meant for the ranks reaches
 them alone; SLURM's own also reach the agent and DataLoader workers. The tasks have one message for the first
@@ -10,7 +10,7 @@ import os
 import select
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 GREETING = "HELLO"
 """First line. Without it, the end of the channel says nothing: there was none."""
@@ -18,6 +18,8 @@ LOST = "LOST"
 """A node of an elastic job was lost."""
 KILL_WAIT = "KILLWAIT"
 """`KILLWAIT 30`: seconds from SLURM's SIGTERM to its SIGKILL, as this cluster has it (slurm.conf)."""
+READ_SIZE = 1 << 16
+"""Bytes that are read at once: an order to a thousand nodes names them all."""
 SIGNALLED = "launch-task: signalled"
 """`launch-task: signalled n2 SIGTERM`: a task's message to the first node."""
 
@@ -34,6 +36,8 @@ class SignalChannel:
     """Monotonic time of the word that a node was lost, until somebody has acted on it."""
     kill_wait: float | None = None
     """SLURM's patience in seconds; None if the first node has not sent it."""
+    lines: list[str] = field(default_factory=list)
+    """What is neither a signal nor any of the words above: orders for the node's agent."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -61,12 +65,18 @@ class SignalChannel:
         for name, _, value in (word.partition(" ") for word in words):
             if name == KILL_WAIT and value.isdecimal():
                 self.kill_wait = float(value)
+        self.lines += [word for word in words if " " in word and not word.startswith(KILL_WAIT)]
         return [number for word in words if (number := parse_number(word)) is not None]
+
+    def take_lines(self) -> list[str]:
+        """Return the orders that have come since the last call."""
+        taken, self.lines = self.lines, []
+        return taken
 
     def read_new(self, descriptor: int) -> bytes | None:
         """Return what there is to read, empty at the end; None if there is nothing yet."""
         try:
-            return os.read(descriptor, 4096)
+            return os.read(descriptor, READ_SIZE)
         except BlockingIOError:
             return None
         except OSError:
