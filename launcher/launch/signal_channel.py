@@ -38,6 +38,8 @@ class SignalChannel:
     """SLURM's patience in seconds; None if the first node has not sent it."""
     lines: list[str] = field(default_factory=list)
     """What is neither a signal nor any of the words above: orders for the node's agent."""
+    added: list[int] = field(default_factory=list)
+    """Signals that an order of the first node stands for."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -51,12 +53,13 @@ class SignalChannel:
 
     def read_signals(self) -> list[int]:
         """Return the signals that the first node asks for; SIGTERM if its process is gone."""
+        added, self.added = self.added, []
         if self.descriptor is None:
-            return []
+            return added
         data = self.read_new(self.descriptor)
         if data == b"":
             self.descriptor = None
-            return [signal.SIGTERM] if self.greeted else []
+            return [*added, signal.SIGTERM] if self.greeted else added
         *lines, self.partial = (self.partial + (data or b"")).split(b"\n")
         words = [line.decode("ascii", "replace").strip() for line in lines]
         self.greeted = self.greeted or GREETING in words
@@ -66,7 +69,11 @@ class SignalChannel:
             if name == KILL_WAIT and value.isdecimal():
                 self.kill_wait = float(value)
         self.lines += [word for word in words if " " in word and not word.startswith(KILL_WAIT)]
-        return [number for word in words if (number := parse_number(word)) is not None]
+        return [*added, *(number for word in words if (number := parse_number(word)) is not None)]
+
+    def add_signal(self, number: int) -> None:
+        """Let a signal count as one that the first node asks for."""
+        self.added.append(number)
 
     def take_lines(self) -> list[str]:
         """Return the orders that have come since the last call."""
@@ -96,15 +103,12 @@ def make_signal_channel() -> tuple[int, int]:
     return reading, writing
 
 
-def write_signal(descriptor: int, number: int) -> None:
-    """Send the tasks a signal's name; nothing happens if the tasks are gone."""
-    write_line_to_tasks(descriptor, signal.Signals(number).name)
-
-
 def write_line_to_tasks(descriptor: int, word: str) -> None:
     """Send the tasks a line; nothing happens if the tasks are gone."""
+    data = f"{word}\n".encode()
     with contextlib.suppress(OSError):
-        os.write(descriptor, f"{word}\n".encode())
+        while data:
+            data = data[os.write(descriptor, data) :]
 
 
 def report_signal(descriptor: int, host: str, number: int) -> None:

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import re
+import signal
 import subprocess
 import sys
 import threading
@@ -11,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from launcher.agent.coordinator import Coordinator
+from launcher.agent.group_messages import find_report
 from launcher.config.schema import ContainerConfig
 from launcher.errors import SchedulerError
 from launcher.launch.processes import prepare_agent
@@ -19,10 +23,8 @@ from launcher.launch.signal_channel import (
     LOST,
     make_signal_channel,
     parse_report,
-    write_line_to_tasks,
-    write_signal,
 )
-from launcher.launch.signals import FORWARDED
+from launcher.launch.signals import FORWARDED, STOPPING
 from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_NODE_ORDER, LAUNCH_RENDEZVOUS
 from launcher.runs.node_records import NodeRecord, read_nodes
 from launcher.slurm.attempt import Attempt
@@ -40,7 +42,11 @@ from launcher.slurm.srun_messages import (
     parse_node_failure,
     parse_task_end,
 )
+from launcher.slurm.step_group import StepGroup
+from launcher.slurm.task_writer import TaskWriter
 
+LABEL = re.compile(r"\s*\d+: ")
+"""What srun's `--label` puts before each line."""
 KEPT_LINES = 40
 """Lines of srun's that are kept for the report."""
 SMALL_STEP: Mapping[str, object] = {"input": "none", "gres": "none"}
@@ -66,6 +72,8 @@ class NodeStep:
     environ: Mapping[str, str]
     elastic: bool = False
     """The step outlives the end of a task."""
+    coordinator: Coordinator | None = None
+    """Decides about the starts of all nodes' ranks; None if torchrun's agents agree on them."""
     started: float = field(default_factory=time.time)
     srun_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
     """srun's own lines."""
@@ -77,11 +85,15 @@ class NodeStep:
     """SLURM said that the step was cancelled, before any task had ended."""
     ended: bool = False
     """A task has ended badly, and SLURM ends the others."""
+    writer: TaskWriter = field(init=False)
+    group: StepGroup | None = field(init=False)
     reader: threading.Thread = field(init=False)
     kill_wait_sender: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
         """Begin to pass stderr on, and tell the tasks how long SLURM will wait for them."""
+        self.writer = TaskWriter(self.control)
+        self.group = StepGroup(self.coordinator, self.writer.send) if self.coordinator else None
         self.reader = threading.Thread(target=self.forward_stderr, daemon=True)
         self.kill_wait_sender = threading.Thread(target=self.send_kill_wait, daemon=True)
         self.reader.start()
@@ -91,21 +103,25 @@ class NodeStep:
         """Ask SLURM for its KillWait, once the step is on its way: the thread's body."""
         seconds = ask_kill_wait(self.environ)
         if seconds is not None:
-            write_line_to_tasks(self.control, f"{KILL_WAIT} {seconds}")
+            self.writer.send((f"{KILL_WAIT} {seconds}",))
 
     def send(self, number: int) -> None:
         """Send a signal to the ranks, by way of their supervisors."""
-        write_signal(self.control, number)
+        if self.group and number in (*STOPPING, signal.SIGKILL):
+            self.group.stop()
+        self.writer.send((signal.Signals(number).name,))
 
     def forward_stderr(self) -> None:
         """Copy the tasks' stderr to ours, and keep srun's own lines: the thread's body."""
         for raw in self.process.stderr or ():
             line = raw.decode(errors="replace").rstrip("\n")
-            if report := parse_report(line):
+            if self.group and (found := find_report(line)):
+                self.group.take_report(found[1])
+                pass_text_on("" if LABEL.fullmatch(found[0]) else found[0])
+            elif report := parse_report(line):
                 self.signalled += [] if self.ended else [report]
             elif not is_slurm_line(line) or self.note_line(line):
-                with contextlib.suppress(OSError):
-                    os.write(2, raw)
+                pass_text_on(raw)
 
     def note_line(self, line: str) -> bool:
         """Take a line of srun's own; false if it says nothing new to people."""
@@ -118,14 +134,24 @@ class NodeStep:
         if hosts := parse_node_failure(line):
             with contextlib.suppress(ValueError):
                 self.lost |= {*expand_hosts(hosts)}  # a new value: another thread reads it
-            write_line_to_tasks(self.control, LOST)  # to those that can go on: of an elastic job
+            if self.group:
+                self.group.take_losses(sorted(self.lost))
+            else:
+                self.writer.send((LOST,))  # to those that can go on: of an elastic job
         return not known
 
     def close(self) -> None:
         """Take what is left, after srun's end."""
         self.reader.join(RECORD_TIMEOUT)
         self.kill_wait_sender.join()
+        self.writer.close()
         os.close(self.control)
+
+
+def pass_text_on(text: bytes | str) -> None:
+    """Print what a task has printed on its stderr."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode() if isinstance(text, str) else text)
 
 
 def describe_node_step(attempt: Attempt) -> Step:

@@ -18,7 +18,6 @@ from launcher.launch.signal_channel import (
     parse_report,
     report_signal,
     write_line_to_tasks,
-    write_signal,
 )
 from launcher.launch.signals import StopStages, limit_grace
 
@@ -30,8 +29,8 @@ def test_signals_come_through_in_their_order() -> None:
     reading, writing = make_signal_channel()
     control = open_signal_channel(reading)
     assert control.read_signals() == []
-    write_signal(writing, signal.SIGUSR2)
-    write_signal(writing, signal.SIGTERM)
+    write_line_to_tasks(writing, "SIGUSR2")
+    write_line_to_tasks(writing, "SIGTERM")
     assert control.read_signals() == [signal.SIGUSR2, signal.SIGTERM]
     assert control.kill_wait is None
     write_line_to_tasks(writing, f"{KILL_WAIT} 30")

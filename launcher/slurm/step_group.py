@@ -1,0 +1,88 @@
+"""The first node's part in the starts of a step's ranks: the tasks' reports in, orders to all of them out."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from launcher.agent.coordinator import Coordinator, JobEnd, Order
+from launcher.agent.group import GroupStart
+from launcher.agent.group_messages import NodeReport, render_order
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StepGroup:
+    """Tells the coordinator what happens, and sends its orders."""
+
+    coordinator: Coordinator
+    send: Callable[[Iterable[str]], None]
+    """Writes lines to all tasks."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Reports come by one thread, and signals by another."""
+
+    def begin(self, hosts: Sequence[str], local_size: int) -> None:
+        """Order the first start before any task is ready: each of these nodes will have so many ranks."""
+        for host in hosts:
+            self.take_report(NodeReport("ready", host, (local_size,)))
+
+    def take_report(self, report: NodeReport) -> None:
+        """Pass a task's report on, and send the order that follows from it."""
+        note = self.coordinator
+        host, numbers = report.host, report.numbers
+        with self.lock:
+            before = note.start
+            match report.kind:
+                case "ready":
+                    order = note.note_ready(host, numbers[0])
+                case "failed":
+                    order = note.note_failure(host, numbers[0])
+                case "ended":
+                    order = note.note_end(host, numbers[0])
+                case "taken":
+                    order = note.note_taken_port(host, numbers[0])
+                case _:
+                    order = None
+            self.send_order(order)
+        self.tell(order, before, describe_report(report))
+
+    def take_losses(self, hosts: Iterable[str]) -> None:
+        """Take that nodes are lost, and send the order that follows."""
+        for host in hosts:
+            with self.lock:
+                before = self.coordinator.start
+                order = self.coordinator.note_loss(host)
+                self.send_order(order)
+            self.tell(order, before, f"{host} was lost")
+
+    def stop(self) -> None:
+        """Order no start any more: the tasks are sent a signal that ends the ranks."""
+        with self.lock:
+            self.coordinator.note_stop()
+
+    def send_order(self, order: Order | None) -> None:
+        """Send an order, if there is one."""
+        if order is not None:
+            self.send((render_order(order),))
+
+    def tell(self, order: Order | None, before: GroupStart | None, reason: str) -> None:
+        """Log another start, or why there is none."""
+        if isinstance(order, GroupStart) and before is not None:
+            logger.info(f"{reason}: all ranks start anew{self.count_restarts()}")
+        elif order == JobEnd(failed=True) and self.coordinator.restarts:
+            logger.info(f"{reason}, after {self.coordinator.restarts} restarts: the job ends")
+
+    def count_restarts(self) -> str:
+        """Say which of the restarts this is."""
+        done, limit = self.coordinator.restarts, self.coordinator.max_restarts
+        return f" (restart {done} of {limit})" if done else ""
+
+
+def describe_report(report: NodeReport) -> str:
+    """Say what a task has reported."""
+    if report.kind == "failed":
+        return f"rank {report.numbers[1]} on {report.host} has ended"
+    if report.kind == "taken":
+        return f"{report.host} cannot serve the ranks' port"
+    return report.host
