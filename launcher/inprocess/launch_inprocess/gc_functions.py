@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 
+from .copied_names import replace_copies
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # these would cost each start of an interpreter some milliseconds
     from collections.abc import Callable
@@ -70,6 +72,7 @@ def replace_functions(policy: Policy) -> None:
         # inspect.signature follows the first; torch.compile treats a builtin function as the second says.
         replacement.__dict__.update(__wrapped__=real, _torchdynamo_disable=True)
         setattr(gc, real.__name__, replacement)
+        replace_copies(real, replacement)
 
 
 def restore_functions() -> None:

@@ -31,7 +31,7 @@ from .beat_file import (
     SIZE,
     map_beat,
 )
-from .import_hook import call_safely, when_imported
+from .import_hook import call_safely, when_framework_is_used
 from .step_counter import on_step
 
 TYPE_CHECKING = False
@@ -54,7 +54,7 @@ def start_heartbeat(environ: MutableMapping[str, str]) -> None:
     if folder:
         local_rank, world_size = environ.get("LOCAL_RANK", "0"), environ.get("WORLD_SIZE", "1")
         beat = Heartbeat(folder, int(environ["RANK"]), int(local_rank), int(world_size))
-        when_imported("torch.version", beat.begin)  # the first module that torch imports
+        when_framework_is_used(beat.begin)
         on_step(beat.end_step)
 
 

@@ -15,6 +15,10 @@ if TYPE_CHECKING:  # these would cost each start of an interpreter a millisecond
     Argument = TypeVar("Argument")
 
 
+TORCH_ENTRIES = ("torch", "torch.nn", "torch.optim", "torch.distributed", "torch.utils.data")
+"""Modules of torch that programs import first; `from torch.nn import …` looks at `torch.nn` alone."""
+
+
 class ImportWatcher:
     """A finder that finds nothing itself: it has actions run once another finder's module is loaded."""
 
@@ -59,6 +63,40 @@ def when_imported(name: str, action: Action) -> None:
     if finders is not None and WATCHER not in finders:
         finders.insert(0, WATCHER)
     WATCHER.actions.setdefault(name, []).append(action)
+
+
+def when_framework_is_used(action: Action) -> None:
+    """Run an action once the program has begun to import torch, also in a rank forked with torch."""
+    if "torch" not in sys.modules:
+        when_imported("torch.version", action)  # the first module that torch imports
+        return
+    waiting = [action]
+
+    def act_once(module: ModuleType) -> None:
+        if waiting:
+            waiting.pop()(module)
+
+    for name in TORCH_ENTRIES:
+        when_imported_again(name, act_once)
+
+
+def when_imported_again(name: str, action: Action) -> None:
+    """Run an action with a loaded module once the program imports it.
+
+    An import asks the spec of a module that it finds in `sys.modules` whether that is still being loaded
+    (PyImport_ImportModuleLevelObject in CPython's import.c): the spec gets a class of its own until then.
+    """
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    if spec is None:
+        return
+    spec_class = type(spec)
+
+    def answer(asked: ModuleSpec) -> bool:
+        asked.__class__ = spec_class
+        call_safely(action, sys.modules[name])
+        return getattr(asked, "_initializing", False)
+
+    spec.__class__ = type(spec_class.__name__, (spec_class,), {"_initializing": property(answer)})
 
 
 def is_loading(module: ModuleType) -> bool:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def start_memory_record(environ: MutableMapping[str, str]) -> None:
     """Have the peak written at this process's end if it imports torch; what it starts is not the rank."""
-    from .import_hook import when_imported
+    from .import_hook import when_framework_is_used
 
     folder, rank, process = environ.pop("LAUNCH_MEMORY", ""), environ.get("RANK", ""), os.getpid()
     if not rank.isdigit():
@@ -29,7 +29,7 @@ def start_memory_record(environ: MutableMapping[str, str]) -> None:
 
         atexit.register(write_at_end, folder, rank, process)
 
-    when_imported("torch.version", register)  # the first module that torch imports
+    when_framework_is_used(register)
 
 
 def write_at_end(folder: str, rank: str, process: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from _thread import get_ident
 
+from .copied_names import REPLACED, replace_copies
 from .heartbeat import COMPILING, JOINING, LOADING, SAVING, Heartbeat
 from .import_hook import when_imported
 from .worker_server import start_server
@@ -21,12 +22,8 @@ if TYPE_CHECKING:  # these would cost each start of an interpreter some millisec
 
     Function = Callable[..., Any]
 
-SAVERS = {
-    "torch.serialization": ("save",),
-    "torch.distributed.checkpoint.state_dict_saver": ("save", "async_save", "save_state_dict"),
-    "safetensors.torch": ("save_file", "save_model"),
-}
-"""Functions that save, by module."""
+SAVERS = ("torch.serialization", "torch.distributed.checkpoint.state_dict_saver", "safetensors.torch")
+"""Modules with functions that save."""
 LOADERS = {
     "torch.utils.data.dataloader": "DataLoader",
     "torchdata.stateful_dataloader.stateful_dataloader": "StatefulDataLoader",
@@ -36,8 +33,8 @@ LOADERS = {
 
 def note_phases(beat: Heartbeat, world_size: int) -> None:
     """Have phases noted in a heartbeat as soon as the modules are imported in which they are."""
-    for name, functions in SAVERS.items():
-        replace_when_imported(beat, name, functools.partial(note_saving, beat, functions))
+    for name in SAVERS:
+        replace_when_imported(beat, name, functools.partial(note_saving, beat, REPLACED[name]))
     for name, class_name in LOADERS.items():
         replace_when_imported(beat, name, functools.partial(note_loading, beat, class_name))
     replace_when_imported(beat, "torch.nn.modules.module", functools.partial(note_evaluating, beat))
@@ -62,6 +59,7 @@ def replace(owner: object, name: str, function: Function, original: Function) ->
     """Put a function in the place of torch's, which it looks like; torch.compile leaves both alone."""
     functools.update_wrapper(function, original)
     setattr(owner, name, function)
+    replace_copies(original, function)
 
 
 def note_saving(beat: Heartbeat, names: tuple[str, ...], module: ModuleType) -> None:
