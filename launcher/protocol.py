@@ -33,6 +33,7 @@ LAUNCH_SECRETS = "LAUNCH_SECRETS"
 LAUNCH_SIGNAL = "LAUNCH_SIGNAL"
 LAUNCH_STRICT = "LAUNCH_STRICT"
 LAUNCH_TERMINAL = "LAUNCH_TERMINAL"
+LAUNCH_WARM = "LAUNCH_WARM"
 LAUNCH_WATCH = "LAUNCH_WATCH"
 
 LAUNCHER = "launch"
@@ -254,6 +255,13 @@ VARIABLES = (
         "The pseudo-terminal of a job's one rank, and which of its streams 0, 1 and 2 lead to it.",
         set_by=LAUNCHER,
         read_by=(SHIM,),
+    ),
+    ProtocolVariable(
+        LAUNCH_WARM,
+        "JSON",
+        "The socket over which the warm process is asked for ranks, and the modules that it imports before.",
+        set_by=LAUNCHER,
+        read_by=(HOOK,),
     ),
     ProtocolVariable(
         LAUNCH_WATCH,

@@ -11,6 +11,14 @@ import sys
 FOLDER = os.path.dirname(__file__)
 
 
+def become_warm(text: str) -> None:
+    """Be the process from which ranks are forked; returns in each rank, before the program's first line."""
+    root = os.path.abspath(f"{FOLDER}/../..")
+    sys.path.insert(0, root)
+    server = __import__("launcher.agent.warm_server.serving").agent.warm_server.serving
+    server.serve_ranks(text, FOLDER, root)
+
+
 def start_policies() -> None:
     """Start what LAUNCH_* ask for in this interpreter."""
     try:
@@ -41,6 +49,9 @@ def run_user_sitecustomize() -> None:
     __import__("sitecustomize")
 
 
-start_policies()
+if "LAUNCH_WARM" in os.environ:
+    become_warm(os.environ.pop("LAUNCH_WARM"))
+if FOLDER in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # a forked rank may ask for nothing
+    start_policies()
 leave_path()
 run_user_sitecustomize()

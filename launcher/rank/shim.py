@@ -88,6 +88,12 @@ def main() -> int:
 
 def run_rank(argv: list[str], environ: dict[str, str]) -> int:
     """Place this rank and become its program; returns an exit code if that cannot be started."""
+    argv, status = prepare_rank(argv, environ)
+    return status or exec_program(argv, environ)
+
+
+def prepare_rank(argv: list[str], environ: dict[str, str]) -> tuple[list[str], int]:
+    """Place this rank, and make `environ` its program's; returns that one's argv, and an exit code or 0."""
     checkpoint_signal = read_number(environ, LAUNCH_SIGNAL)
     if checkpoint_signal:
         ignore_signal(checkpoint_signal)
@@ -96,7 +102,7 @@ def run_rank(argv: list[str], environ: dict[str, str]) -> int:
     identity = Identity(environ)
     rank_variables, status = find_rank_variables(identity, environ)
     if status:
-        return status
+        return argv, status
     if environ.get(LAUNCH_RECORD_DIR):
         attach_run(identity, environ[LAUNCH_RECORD_DIR])
     try:
@@ -105,7 +111,7 @@ def run_rank(argv: list[str], environ: dict[str, str]) -> int:
         reason = error if isinstance(error, PlacementError) else f"{type(error).__name__}: {error}"
         print_notice(f"rank {identity.rank} is not placed: {reason}")
         if environ.get(LAUNCH_STRICT) == "1":
-            return NOT_PLACED
+            return argv, NOT_PLACED
         workers = environ.get(LAUNCH_NUM_WORKERS, "")
         argv = fill_placeholders(argv, workers if is_number(workers) else DEFAULT_WORKERS, environ)
     if problem := raise_open_files():
@@ -115,7 +121,7 @@ def run_rank(argv: list[str], environ: dict[str, str]) -> int:
     if checkpoint_signal:
         # srun sends it to every process: those that have no handler for it are to live on.
         ignore_signal(checkpoint_signal)
-    return exec_program(argv, environ)
+    return argv, drop_own_variables(environ)
 
 
 def find_rank_variables(identity: Identity, environ: dict[str, str]) -> tuple[dict[str, str], int]:
@@ -225,8 +231,8 @@ def fill_placeholders(argv: list[str], workers: str, environ: dict[str, str]) ->
     return argv
 
 
-def exec_program(argv: list[str], environ: dict[str, str]) -> int:
-    """Exec the program; the PID stays, so signals reach it. Returns a shell's exit code if that fails."""
+def drop_own_variables(environ: dict[str, str]) -> int:
+    """Remove what the program does not get from its environment; returns an exit code if it must not run."""
     environ.pop(LAUNCH_MEMORY, None)
     if is_hooked(environ) and LAUNCH_RECORD_DIR in environ:
         environ[LAUNCH_MEMORY] = environ[LAUNCH_RECORD_DIR]
@@ -237,6 +243,11 @@ def exec_program(argv: list[str], environ: dict[str, str]) -> int:
         if LAUNCH_FIT in environ:  # it would train in earnest
             print_notice("the program's Python would not load the hook that keeps its tensors fake")
             return NOT_PLACED
+    return 0
+
+
+def exec_program(argv: list[str], environ: dict[str, str]) -> int:
+    """Exec the program; the PID stays, so signals reach it. Returns a shell's exit code if that fails."""
     try:
         argv = add_python(argv)
         try:

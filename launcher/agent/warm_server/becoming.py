@@ -1,0 +1,145 @@
+"""Makes a forked process the rank that exec would have made: its streams, variables, threads and seeds."""
+
+import io
+import os
+import signal
+import sys
+from typing import BinaryIO, TextIO, cast
+
+from launcher.agent.python_program import ExecNeededError, find_python_program
+from launcher.agent.warm_server.forking import ForkServer, Handlers, RankRequest
+from launcher.agent.warm_server.preloading import Preloaded
+from launcher.agent.warm_server.thread_counts import apply_thread_counts
+from launcher.rank.shim import exec_program, prepare_rank, print_notice
+
+STREAM_NAMES = ("stdin", "stdout", "stderr")
+
+
+def become_rank(server: ForkServer, request: RankRequest, preloaded: Preloaded, name: bytes) -> None:
+    """Carry out the shim's steps in this process, so that what comes next is the program's first line.
+
+    If the program would not be as it is by itself, it is executed instead. `name` is the process's name.
+    """
+    attach_streams(request.streams)
+    replace_environ(request.environ)
+    handlers = {**server.handlers, signal.SIGPIPE: signal.getsignal(signal.SIGPIPE)}
+    for number, handler in server.handlers.items():
+        is_python = handler is signal.default_int_handler
+        signal.signal(number, signal.SIG_DFL if is_python else handler)
+    environ = dict(request.environ)
+    argv, status = prepare_rank(request.argv, environ)
+    if status:
+        os._exit(status)
+    try:
+        set_arguments(argv, environ)
+        server.check_rank(environ, preloaded)
+        apply_settings(environ, preloaded)
+    except ExecNeededError as error:
+        if environ.get("LOCAL_RANK") in (None, "0"):
+            print_notice(f"this program starts by itself, not from the warm process: {error}")
+        os._exit(exec_program(argv, environ))
+    replace_environ(environ)
+    for changed, value in preloaded.changes.items():
+        os.environ.pop(changed, None) if value is None else os.environ.__setitem__(changed, value)
+    restore_handlers(handlers)
+    renew_identity(name)
+    reopen_streams()
+    replay_output(preloaded.output)
+
+
+def attach_streams(descriptors: list[int]) -> None:
+    """Make the descriptors stdin, stdout and stderr."""
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def replace_environ(environ: dict[str, str]) -> None:
+    """Have `os.environ`, and the C library's environment with it, hold exactly these variables."""
+    os.environ.clear()
+    os.environ.update(environ)
+
+
+def set_arguments(argv: list[str], environ: dict[str, str]) -> None:
+    """Set the program's arguments; raises ExecNeededError if this interpreter has another program."""
+    program = find_python_program(argv, environ)
+    if program.prefix != tuple(sys.orig_argv[: program.first_argument]):
+        raise ExecNeededError("the warm process was started for another command line")
+    sys.argv[1:] = program.arguments
+    sys.orig_argv[:] = program.command
+
+
+def apply_settings(environ: dict[str, str], preloaded: Preloaded) -> None:
+    """Set again what the imports have read of the environment; raises ExecNeededError if that cannot be."""
+    apply_thread_counts(preloaded.environ, environ)
+
+
+def restore_handlers(handlers: Handlers) -> None:
+    """Handle signals as an interpreter does at its start; what the shim has ignored or reset stays so."""
+    for number in (signal.SIGPIPE, signal.SIGINT):
+        signal.signal(number, handlers[number])
+
+
+def renew_identity(name: bytes) -> None:
+    """Renew what each process draws or notes by itself: seeds, keys, its name and thread."""
+    import ctypes
+    import threading
+
+    ctypes.CDLL(None).prctl(15, name, 0, 0, 0)
+    main = threading.main_thread()
+    getattr(main, "_set_native_id", lambda: None)()
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        process.current_process().authkey = os.urandom(32)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        numpy.seed()
+    random = sys.modules.get("random")
+    if random is not None:
+        random.seed()
+
+
+def reopen_streams() -> None:
+    """Make `sys.stdin`, `sys.stdout` and `sys.stderr` anew for what their descriptors are now.
+
+    The objects stay: what was imported, handlers of logging for instance, may hold them.
+    """
+    for number, name in enumerate(STREAM_NAMES):
+        stream = getattr(sys, name)
+        try:
+            os.fstat(number)
+        except OSError:
+            setattr(sys, name, None)
+            setattr(sys, f"__{name}__", None)
+            continue
+        if isinstance(stream, io.TextIOWrapper):
+            reopen_stream(cast("TextIO", stream), number)
+
+
+def reopen_stream(stream: TextIO, number: int) -> None:
+    """Make one stream anew as the interpreter does at its start (`create_stdio` in pylifecycle.c)."""
+    is_raw = isinstance(stream.buffer, io.RawIOBase)
+    encoding, errors = stream.encoding, stream.errors
+    buffer: BinaryIO = open(number, "wb" if number else "rb", 0 if is_raw else -1, closefd=False)  # noqa: SIM115
+    raw = getattr(buffer, "raw", buffer)
+    vars(raw)["name"] = f"<{STREAM_NAMES[number]}>"
+    by_line = not is_raw and (buffer.isatty() or number == 2)
+    make = cast("type[io.TextIOWrapper[BinaryIO]]", type(stream))
+    make.__init__(
+        cast("io.TextIOWrapper[BinaryIO]", stream),
+        buffer,
+        encoding,
+        errors,
+        newline="\n",
+        line_buffering=by_line,
+        write_through=is_raw,
+    )
+    vars(stream)["mode"] = "w" if number else "r"
+
+
+def replay_output(output: tuple[bytes, ...]) -> None:
+    """Write what the imports have written, which each rank's own import would write too."""
+    for number, text in enumerate(output, 1):
+        if text:
+            os.write(number, text)

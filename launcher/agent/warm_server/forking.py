@@ -1,0 +1,165 @@
+"""Serves requests for ranks over a socket, and forks each one twice, so that the supervisor adopts it."""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+
+from launcher.agent.python_program import ExecNeededError
+from launcher.agent.start_method import check_environment
+from launcher.agent.warm_server.fork_state import find_fork_obstacle
+from launcher.agent.warm_server.preloading import Preloaded, PreloadError
+from launcher.protocol import LAUNCH_FIT
+
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+NAME = b"launch-warm"
+RECHECK = 5.0
+"""Seconds after which the modules' files are looked at again."""
+MAX_MESSAGE, STREAMS = 1 << 16, 3
+IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that SLURM or a terminal may send to all processes of a step."""
+ADOPTION_TICK = 0.0002
+Handlers = dict[int, "signal._HANDLER"]
+
+
+class RankRequest:
+    """A rank as the launcher asks for it."""
+
+    __slots__ = ("argv", "environ", "streams")
+
+    def __init__(self, raw: Mapping[str, object], streams: list[int]) -> None:
+        """Read a message; raises KeyError, TypeError or ValueError if it is none."""
+        argv, environ = raw["argv"], raw["environ"]
+        if not isinstance(argv, list) or not isinstance(environ, dict):
+            raise TypeError("argv is a list, environ an object")
+        self.argv = [str(word) for word in argv]
+        self.environ = {str(name): str(value) for name, value in environ.items()}
+        self.streams = streams
+        """Descriptors for stdin, stdout and stderr."""
+
+
+class ForkServer:
+    """Forks ranks until the launcher closes its end of the socket."""
+
+    def __init__(self, descriptor: int, hook: str) -> None:
+        """Take the socket; `hook` is the entry that starts this process from PYTHONPATH."""
+        os.set_inheritable(descriptor, False)
+        self.socket = socket.socket(fileno=descriptor)
+        self.hook = hook
+        self.handlers: Handlers = {number: signal.getsignal(number) for number in IGNORED}
+        """As the interpreter has them at its start."""
+        for number in IGNORED:
+            signal.signal(number, signal.SIG_IGN)
+        self.checked = time.monotonic()
+
+    def run(self, names: list[str]) -> tuple[RankRequest, Preloaded]:
+        """Import modules, then serve; returns in a rank alone, and ends this process otherwise."""
+        try:
+            preloaded = Preloaded(names, self.hook)
+        except PreloadError as error:
+            self.reply(refused=str(error))
+            os._exit(0)
+        import gc
+
+        gc.freeze()  # a collection in a rank would copy the pages that all share
+        self.reply(ready=os.getpid())
+        while True:
+            request = self.receive()
+            if request is None:
+                os._exit(0)
+            if reason := self.find_obstacle(request, preloaded):
+                self.reply(refused=reason)
+            elif self.fork_twice():
+                return request, preloaded
+            for stream in request.streams:
+                os.close(stream)
+
+    def receive(self) -> RankRequest | None:
+        """Wait for a request: a file with its JSON, and the rank's streams; None if there are no more."""
+        _, descriptors, _, _ = socket.recv_fds(self.socket, MAX_MESSAGE, STREAMS + 1)
+        if len(descriptors) != STREAMS + 1:
+            return None
+        with os.fdopen(descriptors[0], "rb") as file:
+            file.seek(0)
+            return RankRequest(json.loads(file.read()), list(descriptors[1:]))
+
+    def find_obstacle(self, request: RankRequest, preloaded: Preloaded) -> str:
+        """Say why a rank cannot be forked; empty if it can."""
+        if reason := find_fork_obstacle():
+            return reason
+        if (name := preloaded.find_shadow(find_program_folder())) and name:
+            return f"the program's folder has a module {name} of its own"
+        if time.monotonic() - self.checked > RECHECK:
+            self.checked = time.monotonic()
+            if path := preloaded.find_changed_file():
+                return f"{path} has changed since it was imported"
+        return ""
+
+    def check_rank(self, environ: dict[str, str], preloaded: Preloaded) -> None:
+        """Raise ExecNeededError if a rank's environment is not the one in which the imports were made."""
+        check_environment(self.forget_hook(preloaded.environ), self.forget_hook(environ), preloaded.read)
+        if LAUNCH_FIT in environ:
+            raise ExecNeededError("its tensors are to be fake from the first import on")
+
+    def forget_hook(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return an environment without our folder in PYTHONPATH."""
+        entries = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry != self.hook]
+        path = {"PYTHONPATH": os.pathsep.join(entries)} if any(entries) else {}
+        return {**{name: value for name, value in environ.items() if name != "PYTHONPATH"}, **path}
+
+    def fork_twice(self) -> bool:
+        """Fork a process whose parent ends at once; returns True in that process, which tells its PID."""
+        try:
+            middle = os.fork()
+        except OSError as error:
+            self.reply(refused=f"fork: {error.strerror}")
+            return False
+        if middle:
+            os.waitpid(middle, 0)
+            return False
+        middle = os.getpid()
+        try:
+            if os.fork():
+                os._exit(0)
+        except OSError as error:
+            self.reply(refused=f"fork: {error.strerror}")
+            os._exit(0)
+        os.setsid()
+        while os.getppid() == middle:
+            time.sleep(ADOPTION_TICK)
+        if not self.reply(pid=os.getpid()):
+            os._exit(1)
+        self.socket.close()
+        return True
+
+    def reply(self, **message: object) -> bool:
+        """Send a message to the launcher; tell whether it is there to get it."""
+        try:
+            self.socket.send(json.dumps(message).encode())
+        except OSError:
+            return False
+        return True
+
+
+def find_program_folder() -> str:
+    """Return the folder that Python puts first on `sys.path` for the program (`-P`: none)."""
+    if getattr(sys.flags, "safe_path", False):
+        return ""
+    first = sys.argv[0] if sys.argv else ""
+    if first in ("", "-c", "-m"):
+        return os.getcwd()
+    return first if os.path.isdir(first) else os.path.dirname(os.path.realpath(first))
+
+
+def end_with_launcher(launcher: int) -> None:
+    """Have the kernel end this process with the launcher, and name it for who looks at the processes."""
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    libc.prctl(PR_SET_NAME, NAME, 0, 0, 0)
+    if os.getppid() != launcher:
+        os._exit(0)

@@ -1,0 +1,111 @@
+"""The imports of the warm process, and what has to be known of them before a rank is forked."""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.machinery import PathFinder
+
+from launcher.agent.warm_server.recorded_environ import EnvironRecorder
+
+BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "1")
+"""For the imports alone: OpenBLAS starts its threads as it is loaded."""
+FileState = tuple[int, int, int]
+
+
+class PreloadError(Exception):
+    """The imports did not succeed, or left what does not go over a fork; the text says why."""
+
+
+class Preloaded:
+    """What the imports have read, changed and loaded."""
+
+    __slots__ = ("changes", "environ", "files", "names", "output", "read")
+
+    def __init__(self, names: Sequence[str], hook: str) -> None:
+        """Import these modules; `hook` is our own folder on PYTHONPATH. Raises PreloadError."""
+        known = set(sys.modules)
+        check_customize(hook)
+        recorder = EnvironRecorder()
+        self.environ = recorder.before
+        os.putenv(*BLAS_THREADS)  # past `os.environ`, in which Python code would see it
+        try:
+            for name in names:
+                import_named(name)
+        finally:
+            restore_variable(BLAS_THREADS[0])
+            self.read = recorder.stop()
+        self.changes = recorder.list_changes()
+        loaded = {name: module for name, module in list(sys.modules.items()) if name not in known}
+        self.names = frozenset(name for name in loaded if "." not in name) - set(sys.builtin_module_names)
+        """Top-level modules that a program could have files of the same names for."""
+        files = {str(getattr(module, "__file__", None) or "") for module in loaded.values()}
+        self.files = {path: state for path in files if path and (state := read_state(path))}
+        """The modules' files, as they were once they were imported."""
+        self.output = tuple(read_output(descriptor) for descriptor in (1, 2))
+        """What the imports have written to stdout and stderr."""
+
+    def find_changed_file(self) -> str:
+        """Return the path of a module's file that was changed since the import; empty if there is none."""
+        return next((path for path, state in self.files.items() if read_state(path) != state), "")
+
+    def find_shadow(self, folder: str) -> str:
+        """Return an imported module's name that is one in the program's own folder too; empty if none is."""
+        try:
+            own = {entry.partition(".")[0] for entry in os.listdir(folder)}
+        except OSError:
+            return ""
+        return next(iter(sorted(own & self.names)), "")
+
+
+def import_named(name: str) -> None:
+    """Import one module; raises PreloadError whatever it raises."""
+    try:
+        import_module(name)
+    except BaseException as error:
+        text = " ".join(str(error).split())
+        raise PreloadError(f"`import {name}` fails: {type(error).__name__}: {text}") from None
+
+
+def check_customize(hook: str) -> None:
+    """Raise PreloadError if the interpreter would run a `sitecustomize` of the user's before the imports."""
+    names = ("sitecustomize", *(["usercustomize"] if is_user_site() else []))
+    for name in names:
+        spec = PathFinder.find_spec(name, [entry for entry in sys.path if entry not in ("", hook)])
+        path = (spec and spec.origin) or ""
+        if path and os.path.dirname(path) not in (os.path.dirname(os.__file__), "/usr/lib/python3"):
+            raise PreloadError(f"{path} runs before the program, and may change what is imported")
+
+
+def is_user_site() -> bool:
+    """Tell whether `site` looks into the user's own folder of modules."""
+    return bool(getattr(sys.modules.get("site"), "ENABLE_USER_SITE", False))
+
+
+def restore_variable(name: str) -> None:
+    """Have the C library's environment hold what `os.environ` does."""
+    value = os.environ.get(name)
+    os.unsetenv(name) if value is None else os.putenv(name, value)
+
+
+def read_state(path: str) -> FileState | None:
+    """Return what changes if a file is replaced or written; None if there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def read_output(descriptor: int) -> bytes:
+    """Return what has been written to an unnamed file, and empty it."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    try:
+        text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        os.ftruncate(descriptor, 0)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+    except OSError:
+        return b""
+    return text
