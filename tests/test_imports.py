@@ -65,6 +65,7 @@ PACKAGES: dict[str, set[str]] = {
     },
     "slurm": {
         "launcher.agent",
+        "launcher.config.agent_choice",
         "launcher.config.schema",
         "launcher.config.cluster",
         "launcher.config.fit_check",

@@ -10,6 +10,7 @@ from launcher.cli.allocator_check import settle_allocator, unset_settings
 from launcher.cli.config_programs import name_files, report_config_programs
 from launcher.cli.resume import check_earlier, check_resume
 from launcher.cli.unused_settings import warn_elsewhere, warn_overruled, warn_unused, warn_visible
+from launcher.config.agent_choice import choose_agent
 from launcher.config.cluster import check_command, choose_cluster
 from launcher.config.composition import Composed, read_values, resolve
 from launcher.config.config_file import render_config
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from launcher.fit.fit_model import ModelDimensions
+    from launcher.launch.agent_process import Agent, AgentRequest
     from launcher.plan.model import Plan
     from launcher.report.output_viewer import OutputViewer
     from launcher.runs.run_directory import RunDir
@@ -135,6 +137,7 @@ def specify_job(
         given=given,
         program=program,
         cluster=cluster,
+        agent=choose_agent(config, cluster, merged),
         environ=merged,
         file_variables=variables,
         unset_allocator=left_out,
@@ -185,6 +188,7 @@ def plan_job(spec: JobSpec) -> Job:
         plan=plan_node(spec.config, spec.environ),
         environ=spec.environ,
         host=name_host(spec.environ),
+        agent=spec.agent,
     )
 
 
@@ -203,7 +207,16 @@ def execute_here(spec: JobSpec, job: Job, argv: Sequence[str]) -> int:
 
         if status := check_before_run(job, run, manifest):
             return status
-    return local_run.execute_job(job, run, manifest, make_local_viewer, count_oom_kills)
+    return local_run.execute_job(
+        job, run, manifest, make_local_viewer, count_oom_kills, make_direct=make_direct_agent
+    )
+
+
+def make_direct_agent(request: "AgentRequest") -> "Agent":
+    """Return the agent for ranks on this machine that `launch` starts itself."""
+    from launcher.agent.local_agent import make_local_agent
+
+    return make_local_agent(request)
 
 
 def keep_local_prediction(spec: JobSpec, job: Job, run: "RunDir") -> None:

@@ -9,15 +9,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.cli.allocator_check import unset_settings
-from launcher.cli.run import plan_job
+from launcher.cli.run import make_direct_agent, plan_job
 from launcher.config.composition import Composed, resolve
 from launcher.config.config_file import render_config
 from launcher.config.environment_files import fill_env
 from launcher.config.schema import LaunchConfig
 from launcher.errors import MachineError
-from launcher.launch.agent import check_open_files, start_agent
-from launcher.launch.job import JobSpec, build_agent_environ, render_agent
-from launcher.launch.local_run import AGENT_LINES, prepare_run, write_plan
+from launcher.launch.agent import check_open_files
+from launcher.launch.agent_process import AgentRequest
+from launcher.launch.job import JobSpec, build_agent_environ
+from launcher.launch.local_run import AGENT_LINES, make_agent, prepare_run, write_plan
 from launcher.launch.monitor import RankMonitor
 from launcher.launch.outcome import JobOutcome, complete_manifest, explain_failure, judge_outcome
 from launcher.launch.supervisor import Supervisor
@@ -136,6 +137,7 @@ def specify_trial(
         config,
         gc=replace(config.gc, warmup=min(config.gc.warmup, WARMUP)),
         torchrun=replace(config.torchrun, max_restarts=0),
+        restarts=None,
     )
     order = {"folder": str(folder / RECORDS), "steps": config.tune.steps, "seconds": config.tune.seconds}
     return replace(
@@ -163,15 +165,14 @@ def run_trial(
     supervisor = Supervisor(monitor, len(job.plan.ranks), job.config.torchrun.shutdown_timeout)
     supervisor.deadline = time.monotonic() + trial.config.tune.timeout
     supervisor.is_starved = is_starved
-    command, log = render_agent(job, f"{run.path.parent.name}-{run.id}"), run.agent_log(job.host)
     environ = build_agent_environ(job.config, job.cluster, job.environ, run, job.host)
     try:
-        outcome = supervisor.run(lambda: start_agent(command, environ, log), log)
+        outcome = supervisor.run(make_agent(AgentRequest(job, run, environ), monitor, make_direct_agent))
     except OSError as error:
-        raise MachineError(f"torchrun's agent could not be run ({error}): see {run.path}") from None
+        raise MachineError(f"the ranks could not be started ({error}): see {run.path}") from None
     finally:
         monitor.viewer.close()
-    ending = judge_outcome(outcome, tuple(read_tail(log, AGENT_LINES)))
+    ending = judge_outcome(outcome, tuple(read_tail(run.agent_log(job.host), AGENT_LINES)))
     complete_manifest(monitor, ending)
     timed_out, starved = supervisor.timed_out, supervisor.starved
     return FinishedTrial(monitor, ending, trial.config, timed_out, starved, monitor.count_new_oom_kills())

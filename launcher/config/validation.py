@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from urllib.parse import urlsplit
 
+from launcher.config.agent_choice import AGENTS
 from launcher.config.allocator_options import HOSTS, read_host
 from launcher.config.cluster import Cluster
 from launcher.config.request import make_request, parse_nproc
@@ -23,7 +24,6 @@ from launcher.plan.rules import DEVICES
 from launcher.runs.secrets import MASK, mask_text
 
 CONSOLES = ("rank0", "all", "none")
-AGENTS = ("auto", "direct", "torchrun", "srun")
 RUNTIMES = ("pyxis", "apptainer")
 FORMATS = ("table", "json")
 ON_HANG = ("report", "restart", "stop")
@@ -156,6 +156,7 @@ def check_numbers(context: Context) -> None:
     check_minimum("logs.tail", config.logs.tail, 1)
     check_minimum("torchrun.shutdown_timeout", config.torchrun.shutdown_timeout, 0)
     check_minimum("torchrun.max_restarts", config.torchrun.max_restarts or 0, 0)
+    check_minimum("restarts", config.restarts or 0, 0)
 
 
 def check_requeue(context: Context) -> None:
@@ -259,6 +260,15 @@ def check_preflight(context: Context) -> None:
         check_preflight_settings(preflight)
 
 
+def check_restarts(context: Context, _cluster: Cluster) -> None:
+    """Refuse two numbers of restarts."""
+    restarts, other = context.config.restarts, context.config.torchrun.max_restarts
+    if restarts is not None and other is not None:
+        raise UsageError(
+            f"restarts={restarts} and torchrun.max_restarts={other} are the same setting: leave one out"
+        )
+
+
 def check_agent(context: Context, cluster: Cluster) -> None:
     """Refuse agent=srun if there is no srun for the ranks, or something needs torchrun's agent."""
     config = context.config
@@ -277,6 +287,11 @@ def check_agent(context: Context, cluster: Cluster) -> None:
         raise UsageError(
             f"watch.on_hang={config.watch.on_hang} with agent=srun, where nothing of launch runs beside the"
             " ranks to watch them: leave it out, or set agent=torchrun"
+        )
+    if config.restarts:
+        raise UsageError(
+            f"restarts={config.restarts} with agent=srun, where nothing of launch runs beside the ranks to"
+            " start them anew: leave agent out, or set cluster.requeue.crash=N"
         )
     check_agent_options(asdict(config.torchrun), cluster)
 
@@ -432,10 +447,15 @@ def check_watch(context: Context) -> None:
         raise UsageError(f"watch.prometheus_port={port}: give a port from 1 to 65535, or 0 for any free one")
     if watch.textfile == "":
         raise UsageError("watch.textfile is empty: give a folder, or leave it out")
-    if watch.enabled and watch.on_hang == "restart" and context.config.torchrun.max_restarts == 0:
+    limits = {
+        "torchrun.max_restarts": context.config.torchrun.max_restarts,
+        "restarts": context.config.restarts,
+    }
+    zero = next((name for name, number in limits.items() if number == 0), "")
+    if watch.enabled and watch.on_hang == "restart" and zero:
         raise UsageError(
-            "watch.on_hang=restart with torchrun.max_restarts=0: torchrun starts nothing anew, give a number"
-            " of at least 1, or leave it out for 3"
+            f"watch.on_hang=restart with {zero}=0: nothing is started anew, give a number of at least 1, or"
+            " leave it out for 3"
         )
 
 
@@ -489,6 +509,7 @@ RUN_CHECKS = (*JOB_CHECKS, check_verb_keys)
 TUNE_CHECKS = (check_tune, *JOB_CHECKS)
 """For `launch tune`."""
 CLUSTER_CHECKS = (
+    check_restarts,
     check_agent,
     check_spares,
     check_node_order,

@@ -1,9 +1,12 @@
 """What the supervisor needs of an agent: torchrun as a process, or the launcher's own in this process."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
+from launcher.launch.job import Job
 from launcher.launch.processes import RankProcess
+from launcher.runs.run_directory import RunDir
 
 
 class Agent(Protocol):
@@ -14,7 +17,12 @@ class Agent(Protocol):
 
     @property
     def pids(self) -> Collection[int]:
-        """PIDs of processes of the agent's own, which are not the program's."""
+        """PIDs of processes of the agent's own, which it ends itself and which are no leftovers."""
+        ...
+
+    @property
+    def children(self) -> Collection[int]:
+        """PIDs of children that the agent waits for: nobody else may reap them."""
         ...
 
     def begin(self) -> None:
@@ -26,11 +34,19 @@ class Agent(Protocol):
         ...
 
     def list_ranks(self) -> list[RankProcess]:
-        """Return the ranks that it has started since the last call."""
+        """Return the ranks that it has started, at least those since the last call."""
+        ...
+
+    def read_exit(self, pid: int) -> int | None:
+        """Return what a rank has just ended with (-n for signal n), without reaping it; None if unknown."""
         ...
 
     def read_exits(self) -> Mapping[int, int]:
         """Return what ranks ended with, by PID, as far as the agent knows (-n for signal n)."""
+        ...
+
+    def was_signalled(self) -> bool:
+        """Tell whether a stopping signal has reached the agent past the supervisor."""
         ...
 
     def send_signal(self, number: int) -> None:
@@ -40,3 +56,19 @@ class Agent(Protocol):
     def kill(self) -> None:
         """End it at once."""
         ...
+
+    def close(self) -> None:
+        """Give back what it holds; its ranks have ended, or will be ended by others."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRequest:
+    """What an agent of this process is made from."""
+
+    job: Job
+    run: RunDir
+    environ: Mapping[str, str]
+    """Each rank's, before the agent's own variables (see `launcher.launch.job.build_agent_environ`)."""
+    has_terminal: bool = False
+    """The job's one rank has a pseudo-terminal."""

@@ -20,6 +20,7 @@ from launcher.runs.run_directory import RunDir, name_run_dir
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from launcher.config.agent_choice import AgentChoice
     from launcher.config.cluster import Cluster
     from launcher.fit.fit_model import ModelDimensions
     from launcher.plan.model import Plan
@@ -31,7 +32,7 @@ PET_DECIDED = ("PET_MODULE", "PET_RUN_PATH", "PET_NO_PYTHON", "PET_STANDALONE")
 NOT_INHERITED = (*PET_DECIDED, LAUNCH_WATCH, LAUNCH_FIT)
 """Variables that a launcher around this one may have set, for its own ranks."""
 HANG_RESTARTS = 3
-"""Restarts by torchrun with `watch.on_hang=restart`, if nobody says."""
+"""Restarts with `watch.on_hang=restart`, if nobody says."""
 FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Makes torchrun give restarted ranks a store of their own; in the agents' shared one they find the addresses
 of the ranks before them, and fail to connect (github.com/pytorch/pytorch/issues/135712; torch 2.13 still)."""
@@ -52,6 +53,8 @@ class JobSpec:
     program: tuple[str, ...] | None
     """The program as given after `--`; None for the configured one."""
     cluster: "Cluster"
+    agent: "AgentChoice"
+    """What starts the ranks."""
     environ: Mapping[str, str]
     """The user's environment with `env.*` over it."""
     file_variables: Mapping[str, str]
@@ -82,6 +85,8 @@ class Job:
     environ: Mapping[str, str]
     """The user's environment with `env.*` over it."""
     host: str
+    agent: "AgentChoice"
+    """What starts the ranks."""
 
 
 def render_agent(job: Job, rdzv_id: str) -> tuple[str, ...]:
@@ -120,8 +125,8 @@ def may_restart(config: LaunchConfig, cluster: "Cluster", environ: Mapping[str, 
 
 
 def choose_restarts(config: LaunchConfig, environ: Mapping[str, str]) -> int | None:
-    """Return how often torchrun may start the ranks anew; None for its own default, or PET_MAX_RESTARTS."""
-    chosen = config.torchrun.max_restarts
+    """Return how often the ranks may be started anew; None for torchrun's default, or PET_MAX_RESTARTS."""
+    chosen = config.torchrun.max_restarts if config.restarts is None else config.restarts
     restarts_hangs = config.watch.enabled and config.watch.on_hang == "restart"
     if chosen is None and restarts_hangs and "PET_MAX_RESTARTS" not in environ:
         return HANG_RESTARTS

@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from launcher.errors import EXIT_MACHINE, MachineError
 from launcher.launch.agent import start_agent
+from launcher.launch.agent_process import Agent, AgentRequest
 from launcher.launch.job import Job, JobSpec, build_agent_environ, render_agent
 from launcher.launch.monitor import RankMonitor, Viewer
 from launcher.launch.outcome import report_outcome
 from launcher.launch.pseudo_terminal import PseudoTerminal, open_terminal
 from launcher.launch.supervisor import Supervisor
+from launcher.launch.torchrun_agent import TorchrunAgent
 from launcher.launch.watch_folder import open_watch_folder
 from launcher.launch.watcher_process import WatcherProcess, describe_watching
 from launcher.launch.watching import Watching
@@ -32,12 +34,13 @@ def execute_job(
     manifest: dict[str, object],
     make_viewer: Callable[[Job, RunDir], Viewer],
     count_oom_kills: Callable[[], int],
+    *,
+    make_direct: Callable[[AgentRequest], Agent],
 ) -> int:
     """Run a job here to its end and return the exit code; raises MachineError before that.
 
-    The run directory holds the plan.
+    The run directory holds the plan. `make_direct` gives the agent of `agent=direct`.
     """
-    command = render_agent(job, run.id)
     monitor = RankMonitor(job, run, make_viewer(job, run), count_oom_kills, manifest)
     log = run.agent_log(job.host)
     log_begin, started = measure_file(log), time.monotonic()
@@ -58,13 +61,14 @@ def execute_job(
             monitor.use_terminal(terminal)
             environ |= terminal.variables
             supervisor.pressed, supervisor.helpers = terminal.pressed, terminal.helpers
-        outcome = supervisor.run(lambda: start_agent(command, environ, log), log)
+        request = AgentRequest(job, run, environ, has_terminal=terminal is not None)
+        outcome = supervisor.run(make_agent(request, monitor, make_direct))
     except OSError as error:
         release_space(run)
         manifest["outcome"] = {"state": "failed", "exit_code": EXIT_MACHINE, "reason": str(error)}
         with contextlib.suppress(OSError):
             write_manifest(run, manifest)
-        raise MachineError(f"torchrun's agent could not be run ({error}): see {run.path}") from None
+        raise MachineError(f"the ranks could not be started ({error}): see {run.path}") from None
     finally:
         monitor.restore_terminal()
         if supervisor.watching:
@@ -78,6 +82,17 @@ def execute_job(
     if not monitor.viewer.close():
         os._exit(status)  # a thread is stuck in a write, and the interpreter's own end would wait for it
     return status
+
+
+def make_agent(
+    request: AgentRequest, monitor: RankMonitor, make_direct: Callable[[AgentRequest], Agent]
+) -> Agent:
+    """Return what starts a job's ranks on this machine."""
+    if request.job.agent.kind == "direct":
+        return make_direct(request)
+    job, run, environ = request.job, request.run, request.environ
+    command, log = render_agent(job, run.id), run.agent_log(job.host)
+    return TorchrunAgent(lambda: start_agent(command, environ, log), log, monitor.find_ranks)
 
 
 def find_terminal(job: Job) -> PseudoTerminal | None:

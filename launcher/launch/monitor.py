@@ -108,8 +108,11 @@ class RankMonitor:
             self.manifest.update(describe_sources(Path(str(self.manifest["directory"]))))
 
     def find_ranks(self, agent: int) -> list[RankProcess]:
-        """Return the ranks that the agent (a PID) has started since the last call."""
-        found = self.list_children(agent) if self.finds_children else self.read_records(agent)
+        """Return ranks that an agent in a process of its own (a PID) has started."""
+        return self.list_children(agent) if self.finds_children else self.read_records(agent)
+
+    def add_ranks(self, found: Sequence[RankProcess]) -> list[RankProcess]:
+        """Have the output shown of those ranks that are new, and return them."""
         fresh = [process for process in found if self.ranks.get(process.pid) != process]
         for process in fresh:
             self.ranks[process.pid] = process

@@ -221,7 +221,7 @@ def explain_failure(monitor: RankMonitor, outcome: JobOutcome) -> list[str]:
         return [*outcome.events, f"ended for a hang: {outcome.agent_exit.hang}"]
     if failure is None:
         path = monitor.run.agent_log(host)
-        said = f"no rank failed, but torchrun's agent {describe_agent_exit(outcome)}"
+        said = f"no rank failed, but {outcome.agent_exit.label}'s agent {describe_agent_exit(outcome)}"
         return [*outcome.events, said, f"its log is {path}"]
     where = f"rank {failure.rank} on {host} (local rank {failure.local_rank})"
     what = "failed after that" if outcome.early else "failed first"

@@ -6,7 +6,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from launcher.files import read_stat
@@ -46,6 +46,15 @@ class Death:
         return 128 - code if code < 0 else code
 
 
+def read_exitcode(pid: int) -> int | None:
+    """Read a zombie's exit code from procfs; None if its parent has reaped it already."""
+    try:
+        _, fields = read_stat(pid)
+        return os.waitstatus_to_exitcode(int(fields[EXIT_CODE_FIELD - 3])) if fields[0] in "ZX" else None
+    except (OSError, ValueError):
+        return None
+
+
 @dataclass(slots=True)
 class RankPidfds:
     """Holds a pidfd for each rank, and sees their deaths in order, whatever the agent's polling interval."""
@@ -53,16 +62,18 @@ class RankPidfds:
     alive: dict[int, RankProcess] = field(default_factory=dict)
     """By pidfd."""
     deaths: list[Death] = field(default_factory=list)
+    read_exit: Callable[[int], int | None] = read_exitcode
+    """Returns what a process has ended with, -n for signal n; None if that is not known."""
     unseen: list[RankProcess] = field(default_factory=list)
     """Ranks for which the kernel gives no pidfd (before Linux 5.3): only the agent tells of their ends."""
 
     def add_ranks(self, processes: Iterable[RankProcess]) -> None:
-        """Start to watch; a process that is gone already is a death with no exit code."""
+        """Start to watch; a process that is gone already is a death."""
         for process in processes:
             try:
                 self.alive[os.pidfd_open(process.pid)] = process
             except ProcessLookupError:
-                self.deaths.append(Death(process, time.time(), None))
+                self.deaths.append(Death(process, time.time(), self.read_exit(process.pid)))
             except OSError:
                 self.unseen.append(process)
 
@@ -76,7 +87,7 @@ class RankPidfds:
             process = self.alive.pop(descriptor, None)
             if process:
                 os.close(descriptor)
-                self.deaths.append(Death(process, time.time(), read_exitcode(process.pid)))
+                self.deaths.append(Death(process, time.time(), self.read_exit(process.pid)))
 
     def signal_groups(self, number: int, ranks: Collection[int] = ()) -> bool:
         """Send a signal to the process group of every living rank, or of some; tell whether any got it."""
@@ -120,15 +131,6 @@ class RankPidfds:
         for descriptor in self.alive:
             os.close(descriptor)
         self.alive.clear()
-
-
-def read_exitcode(pid: int) -> int | None:
-    """Read a zombie's exit code from procfs; None if its parent has reaped it already."""
-    try:
-        _, fields = read_stat(pid)
-        return os.waitstatus_to_exitcode(int(fields[EXIT_CODE_FIELD - 3])) if fields[0] in "ZX" else None
-    except (OSError, ValueError):
-        return None
 
 
 def catches(pid: int, number: int) -> bool:

@@ -3,13 +3,11 @@
 import logging
 import math
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-from launcher.launch.agent import read_exits, was_signalled
+from launcher.launch.agent_process import Agent
 from launcher.launch.monitor import RankMonitor
 from launcher.launch.processes import (
     Death,
@@ -58,6 +56,8 @@ class AgentExit:
     """Processes that outlived the agent and were ended."""
     hang: str = ""
     """The hang, in words, for which ranks were ended from here."""
+    label: str = "torchrun"
+    """The agent's name."""
 
 
 @dataclass(slots=True)
@@ -93,9 +93,6 @@ class Supervisor:
     """SLURM has sent the agent the stopping signal by itself."""
     exit_codes: Collection[int] = ()
     """Those by which a rank asks for another start."""
-    log: Path = field(default_factory=Path)
-    """The agent's."""
-    log_begin: int = 0
     deadline: float = math.inf
     """Monotonic time at which the job is ended as by SIGTERM to `launch`."""
     is_starved: Callable[[], bool] | None = None
@@ -108,13 +105,13 @@ class Supervisor:
         """Whether the deadline has passed."""
         return self.deadline < 0
 
-    def run(self, start: Callable[[], "subprocess.Popen[bytes]"], log: Path) -> AgentExit:
-        """Run the agent, which `start` starts, to its end; raises OSError if it cannot be started."""
+    def run(self, agent: Agent) -> AgentExit:
+        """Run an agent to its end; raises OSError if it cannot be started."""
         adopt_orphans()
-        self.log, self.log_begin = log, log.stat().st_size if log.exists() else 0
+        self.pidfds.read_exit = agent.read_exit
         with catch_signals() as inbox:
-            agent = start()
             try:
+                agent.begin()
                 self.monitor.start()
                 self.monitor_ranks(agent, inbox)
                 if self.watching:
@@ -124,34 +121,38 @@ class Supervisor:
                 self.monitor.viewer.release_log()
                 raise
             finally:
-                left = end_leftovers(KILL_GRACE, self.list_own())
+                left = end_leftovers(KILL_GRACE, self.list_own(agent))
                 self.pidfds.close()
-        status, exits = agent.wait(), read_exits(self.log, self.log_begin)
+                agent.close()
+        status, exits = agent.poll(), agent.read_exits()
         deaths = tuple(
             replace(death, exitcode=exits.get(death.process.pid)) if death.exitcode is None else death
             for death in self.pidfds.deaths
         )
-        return AgentExit(status, deaths, self.first_signal, self.signal_time, tuple(left), self.hang)
+        code = -signal.SIGKILL if status is None else status
+        return AgentExit(
+            code, deaths, self.first_signal, self.signal_time, tuple(left), self.hang, agent.label
+        )
 
-    def list_own(self) -> set[int]:
+    def list_own(self, agent: Agent) -> set[int]:
         """Return the PIDs of processes of the launcher's own."""
-        return {*self.helpers, *(self.watching.pids if self.watching else ())}
+        return {*self.helpers, *agent.pids, *(self.watching.pids if self.watching else ())}
 
-    def monitor_ranks(self, agent: "subprocess.Popen[bytes]", inbox: SignalQueue) -> None:
+    def monitor_ranks(self, agent: Agent, inbox: SignalQueue) -> None:
         """Watch ranks and pass on signals until the agent ends."""
         while agent.poll() is None:
+            # None comes while they end, and looking for it takes time in which the agent reaps others.
+            if len(self.pidfds.alive) < self.expected and self.stop is None:
+                self.watch_new_ranks(agent)
             known = len(self.pidfds.deaths)
             self.pidfds.poll((inbox.wakeup, *(self.control.descriptors if self.control else ())), TICK)
             self.handle_key_signals(self.pidfds.deaths[known:], agent)
-            self.report_failures(self.pidfds.deaths[known:])
+            self.report_failures(self.pidfds.deaths[known:], agent)
             if self.control and self.stop is None and known < len(self.pidfds.deaths):
                 self.check_agent_signal(agent)
-            # None comes while they end, and looking for it takes time in which the agent reaps others.
-            if len(self.pidfds.alive) < self.expected and self.stop is None:
-                self.watch_new_ranks(agent.pid)
             self.handle_signals(inbox, agent)
             self.handle_commands(agent)
-            self.restart_without_lost_node()
+            self.restart_without_lost_node(agent)
             if time.monotonic() > self.deadline >= 0:
                 self.deadline = -1.0
                 signal.raise_signal(signal.SIGTERM)
@@ -159,11 +160,11 @@ class Supervisor:
                 self.starved = bool(self.pidfds.signal_groups(signal.SIGKILL))
             self.attend_watcher(agent)
             if not self.monitor.is_busy():
-                reap_orphans({agent.pid, *self.list_own()})
-        self.watch_new_ranks(agent.pid)
+                reap_orphans({*agent.children, *self.list_own(agent)})
+        self.watch_new_ranks(agent)
         self.pidfds.poll((), 0)
 
-    def handle_key_signals(self, deaths: Sequence[Death], agent: "subprocess.Popen[bytes]") -> None:
+    def handle_key_signals(self, deaths: Sequence[Death], agent: Agent) -> None:
         """Take the end of a program by the user's Ctrl-C for a stop, after which nothing restarts."""
         for number in (find_end_signal(death) for death in deaths):
             if number in self.pressed and self.stop is None:
@@ -172,7 +173,7 @@ class Supervisor:
                 self.stop.next_stage()
                 agent.send_signal(number)
 
-    def report_failures(self, deaths: Sequence[Death]) -> None:
+    def report_failures(self, deaths: Sequence[Death], agent: Agent) -> None:
         """Say at once that a rank has failed, since its peers may take long to end; not what follows it."""
         for death in deaths:
             attempt, code = death.process.attempt, death.exitcode
@@ -181,48 +182,48 @@ class Supervisor:
             if code and not ended and self.stop is None and next(failed) is death:
                 status = f"code {code}" if code > 0 else name_signal(-code)
                 what = "asks for another start" if code in self.exit_codes else "failed"
-                logger.info(f"rank {death.process.rank} {what} ({status}); torchrun ends the others")
+                logger.info(f"rank {death.process.rank} {what} ({status}); {agent.label} ends the others")
 
-    def check_agent_signal(self, agent: "subprocess.Popen[bytes]") -> None:
+    def check_agent_signal(self, agent: Agent) -> None:
         """Stop, too, if a rank has ended because the agent alone got a signal."""
-        if was_signalled(self.log, self.log_begin):
+        if agent.was_signalled():
             self.handle_slurm_signal(signal.SIGTERM, agent)
 
-    def watch_new_ranks(self, agent: int) -> None:
+    def watch_new_ranks(self, agent: Agent) -> None:
         """Watch ranks that have started, and tell of a restart of the worker group."""
-        fresh = list(self.monitor.find_ranks(agent))
+        fresh = self.monitor.add_ranks(agent.list_ranks())
         self.rank_seen_at = time.monotonic() if fresh else self.rank_seen_at
         seen = max((process.attempt for process in self.pidfds.processes()), default=None)
         newest = max((process.attempt for process in fresh), default=None)
         if seen is not None and newest is not None and newest > seen:
-            logger.info(f"torchrun restarted the ranks: attempt {newest}")
+            logger.info(f"{agent.label} restarted the ranks: attempt {newest}")
             self.hang = ""
         self.pidfds.add_ranks(fresh)
         if self.watching:
             self.watching.add_ranks(fresh)
 
-    def attend_watcher(self, agent: "subprocess.Popen[bytes]") -> None:
+    def attend_watcher(self, agent: Agent) -> None:
         """Log what the watcher has to say, and end ranks if it says so (`watch.on_hang`)."""
         for order in self.watching.attend(self.pidfds.deaths) if self.watching else ():
             if self.stop is not None or order.is_late((*self.pidfds.alive.values(), *self.pidfds.unseen)):
                 continue
             self.killed_at = time.time()
             if order.action == "restart":
-                self.restart_hung_ranks(order)
+                self.restart_hung_ranks(order, agent)
                 continue
             self.hang, self.first_signal, self.signal_time = order.sentence, signal.SIGTERM, self.killed_at
             grace = limit_grace(self.grace, self.control.kill_wait) if self.control else self.grace
             self.stop = StopStages.begin(signal.SIGTERM, grace)
             self.advance_stop(self.stop, agent)
 
-    def restart_hung_ranks(self, order: HangOrder) -> None:
-        """Kill ranks for a hang, so that torchrun restarts the group: all if the named ones have ended."""
-        logger.info("SIGKILL to ranks that hang, so that torchrun starts all anew")
+    def restart_hung_ranks(self, order: HangOrder, agent: Agent) -> None:
+        """Kill ranks for a hang, so that the agent restarts the group: all if the named ones have ended."""
+        logger.info(f"SIGKILL to ranks that hang, so that {agent.label} starts all anew")
         number = signal.SIGKILL
         if self.pidfds.signal_groups(number, order.ranks) or self.pidfds.signal_groups(number):
             self.hang = order.sentence
 
-    def handle_signals(self, inbox: SignalQueue, agent: "subprocess.Popen[bytes]") -> None:
+    def handle_signals(self, inbox: SignalQueue, agent: Agent) -> None:
         """Pass on what has arrived; each stopping signal goes a stage on, and so does the time."""
         for number in inbox.take():
             if number not in FORWARDED:
@@ -234,7 +235,7 @@ class Supervisor:
         if self.stop and time.monotonic() >= self.stop.deadline:
             self.advance_stop(self.stop, agent)
 
-    def handle_stop_signal(self, number: int, agent: "subprocess.Popen[bytes]", grace: float) -> None:
+    def handle_stop_signal(self, number: int, agent: Agent, grace: float) -> None:
         """Begin to stop, or enter the next stage. What SLURM and the first node both send is one stage."""
         if self.stop is None:
             self.record_first_signal(number, by_first_node=self.commanded)
@@ -252,7 +253,7 @@ class Supervisor:
             self.hang = ""  # the user's stop comes first
             self.monitor.on_stop(number, by_first_node)
 
-    def handle_slurm_signal(self, number: int, agent: "subprocess.Popen[bytes]") -> None:
+    def handle_slurm_signal(self, number: int, agent: Agent) -> None:
         """Stop by SLURM's signal, which the agent may have got as well, and then is not to get from here.
 
         If SLURM tracks processes by cgroup, it has: a second one would break off the agent's own shutdown,
@@ -263,11 +264,11 @@ class Supervisor:
             self.record_first_signal(number, by_first_node=False)
             while not self.agent_heard and time.monotonic() < deadline and agent.poll() is None:
                 self.pidfds.poll((), TICK)  # what a rank ended with is known until the agent looks
-                self.agent_heard = was_signalled(self.log, self.log_begin)
+                self.agent_heard = agent.was_signalled()
         kill_wait = self.control.kill_wait if self.control else None
         self.handle_stop_signal(number, agent, limit_grace(self.grace, kill_wait))
 
-    def handle_commands(self, agent: "subprocess.Popen[bytes]") -> None:
+    def handle_commands(self, agent: Agent) -> None:
         """Do what the first node asks: stop by its signals, pass others on to the ranks that catch them."""
         for number in self.control.read_signals() if self.control else ():
             if number in (*STOPPING, *HARD):
@@ -279,8 +280,8 @@ class Supervisor:
                 ranks = "1 rank has" if spared == 1 else f"{spared} ranks have"
                 logger.info(f"{name_signal(number)} not sent: {ranks} no handler for it")
 
-    def restart_without_lost_node(self) -> None:
-        """End ranks that go on as if a lost node were there, so that torchrun starts them anew without it.
+    def restart_without_lost_node(self, agent: Agent) -> None:
+        """End ranks that go on as if a lost node were there, so that the agent starts them anew without it.
 
         Those that notice fail by themselves. Others wait in a collective, or for the lost ranks to connect,
         until that times out: torchrun's agents restart for nodes that come, not for those that go.
@@ -290,10 +291,10 @@ class Supervisor:
             return
         if time.monotonic() > lost_at + LOST_GRACE:
             self.control.lost_at, self.killed_at = None, time.time()
-            logger.info("a node was lost: SIGKILL to the ranks, which torchrun starts without it")
+            logger.info(f"a node was lost: SIGKILL to the ranks, which {agent.label} starts without it")
             self.pidfds.signal_groups(signal.SIGKILL)
 
-    def advance_stop(self, stop: StopStages, agent: "subprocess.Popen[bytes]") -> None:
+    def advance_stop(self, stop: StopStages, agent: Agent) -> None:
         """Enter the next stage. The agent forwards the first signal, later ones go to the ranks directly."""
         first = not stop.deadline
         number = stop.next_stage()

@@ -23,13 +23,17 @@ def ignore_signal(number: int) -> None:
 def reset_signals(*, is_launched: bool) -> None:
     """Give the program the signals as it would have them without us; an ignored one stays ignored over exec.
 
-    The interpreter ignores SIGPIPE at its start. `launch` has its agent ignore the user signals, which SLURM
-    sends to every process of a step.
+    The interpreter ignores SIGPIPE at its start. `launch` has torchrun ignore the user signals, which SLURM
+    sends to every process of a step, and blocks them itself; what has come until now is dropped.
     """
     _signal.signal(_signal.SIGPIPE, _signal.SIG_DFL)
     if is_launched:
-        _signal.signal(_signal.SIGUSR1, _signal.SIG_DFL)
-        _signal.signal(_signal.SIGUSR2, _signal.SIG_DFL)
+        user_signals = (_signal.SIGUSR1, _signal.SIGUSR2)
+        for number in user_signals:
+            ignore_signal(number)
+        _signal.pthread_sigmask(_signal.SIG_UNBLOCK, user_signals)
+        for number in user_signals:
+            _signal.signal(number, _signal.SIG_DFL)
 
 
 def end_with_parent() -> None:

@@ -24,6 +24,7 @@ from launcher.launch.outcome import (
 from launcher.launch.signal_channel import SignalChannel, open_signal_channel, report_signal
 from launcher.launch.signals import name_signal
 from launcher.launch.supervisor import Supervisor
+from launcher.launch.torchrun_agent import TorchrunAgent
 from launcher.launch.watch_folder import WatchFolder
 from launcher.launch.watcher_process import WatcherProcess, describe_watching
 from launcher.launch.watching import Watching
@@ -68,7 +69,7 @@ def run_agent(
         settings = describe_watching(job, run, folder, place.node_rank)
         supervisor.watching = Watching(WatcherProcess(folder, settings))
     signal.signal(signal.SIGTERM, lambda *_: None)  # from here on the supervisor's, and nothing after it
-    outcome = supervisor.run(start, log)
+    outcome = supervisor.run(TorchrunAgent(start, log, monitor.find_ranks))
     if supervisor.watching:
         supervisor.watching.close()
     ending = judge_outcome(outcome, tuple(read_tail(log, AGENT_LINES, log_begin)), ranks)

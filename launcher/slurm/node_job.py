@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from launcher.config.agent_choice import AgentChoice
 from launcher.config.cluster import Cluster, check_port_free, parse_endpoint
 from launcher.config.program import find_program
 from launcher.config.schema import LaunchConfig
@@ -52,7 +53,10 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
             return report_port_taken(run, task, str(error), started)
         with open_caches(merged) as caches:
             program = find_program(request.words, config, merged)
-            job = Job(config, program, cluster, plan_here(config, merged, caches), merged, task.host)
+            agent_kind = AgentChoice("torchrun", "a SLURM job")
+            job = Job(
+                config, program, cluster, plan_here(config, merged, caches), merged, task.host, agent_kind
+            )
             if task.node_rank == 0:
                 check_node_fit(request, job)
                 device = "gpu" if any(rank.gpu for rank in job.plan.ranks) else "cpu"

@@ -108,7 +108,7 @@ def test_whom_to_tell_is_checked_and_not_shown(
         (("watch.metrics_interval=-1",), "watch.metrics_interval=-1: give seconds from 0"),
         (("watch.prometheus_port=70000",), "give a port from 1 to 65535"),
         (("watch.textfile=''",), "watch.textfile is empty"),
-        (("watch.on_hang=restart", "torchrun.max_restarts=0"), "torchrun starts nothing anew"),
+        (("watch.on_hang=restart", "torchrun.max_restarts=0"), "nothing is started anew"),
         (("watch.on_hang=stop", "cluster=slurm", "agent=srun"), "nothing of launch runs beside the ranks"),
     ],
 )

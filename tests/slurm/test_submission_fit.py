@@ -86,6 +86,6 @@ def test_the_first_node_judges_what_the_submission_could_not() -> None:
     assert request.fit_model == spec.fit_model and request.is_bundled
     plan = plan_here(spec.config, {})
     with pytest.raises(MachineError, match="llama13b does not fit"):
-        check_node_fit(request, Job(spec.config, ("true",), spec.cluster, plan, {}, "n0"))
+        check_node_fit(request, Job(spec.config, ("true",), spec.cluster, plan, {}, "n0", spec.agent))
     judged = replace(request, fit_model=None)
-    check_node_fit(judged, Job(spec.config, ("true",), spec.cluster, plan, {}, "n0"))
+    check_node_fit(judged, Job(spec.config, ("true",), spec.cluster, plan, {}, "n0", spec.agent))

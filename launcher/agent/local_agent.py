@@ -1,0 +1,59 @@
+"""The agent of a job on this machine alone."""
+
+from launcher.agent.coordinator import Coordinator
+from launcher.agent.direct_agent import DirectAgent, NodePart
+from launcher.agent.endpoint import make_endpoint_finder
+from launcher.agent.group import GroupStart
+from launcher.agent.group_control import LocalControl
+from launcher.agent.rank_starter import ExecStarter, RankStarter
+from launcher.agent.rank_variables import RankSettings, make_rank_variables
+from launcher.launch.agent_process import AgentRequest
+from launcher.launch.job import Job, choose_restarts
+
+ERROR_ENDING = "error.json"
+"""Of the file in which torch's `@record` says why a rank's program has failed."""
+
+
+def make_local_agent(request: AgentRequest) -> DirectAgent:
+    """Return the agent of a job's one node, which execs each rank."""
+    job = request.job
+    restarts = choose_restarts(job.config, job.environ) or 0
+    coordinator = Coordinator((job.host,), 1, restarts, make_endpoint_finder(read_endpoint(job)))
+    return DirectAgent(
+        make_node_part(request, restarts),
+        make_starter(request),
+        LocalControl(coordinator, job.host),
+    )
+
+
+def make_starter(request: AgentRequest) -> RankStarter:
+    """Return what starts the ranks."""
+    return ExecStarter(request.run.agent_log(request.job.host))
+
+
+def make_node_part(request: AgentRequest, max_restarts: int) -> NodePart:
+    """Return what the agent of a node needs to know of its job."""
+    job, run = request.job, request.run
+    settings = RankSettings(run.id, max_restarts, request.environ)
+
+    def make_variables(start: GroupStart, group_rank: int, local_rank: int) -> dict[str, str]:
+        rank, attempt = start.count_ranks_before(group_rank) + local_rank, run.first_attempt + start.restart
+        error_file = str(run.rank_log(rank, attempt, ERROR_ENDING))
+        return make_rank_variables(start, group_rank, local_rank, settings, error_file)
+
+    return NodePart(
+        host=job.host,
+        local_size=len(job.plan.ranks),
+        argv=job.program,
+        environ=request.environ,
+        make_variables=make_variables,
+        patience=job.config.torchrun.shutdown_timeout,
+        first_attempt=run.first_attempt,
+        has_terminal=request.has_terminal,
+    )
+
+
+def read_endpoint(job: Job) -> tuple[str, int] | None:
+    """Return the host and the port of `rdzv_endpoint`; None if it is not set."""
+    host, _, port = job.cluster.endpoint.rpartition(":")
+    return (host.strip("[]"), int(port)) if job.config.rdzv_endpoint else None

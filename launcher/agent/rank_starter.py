@@ -1,0 +1,95 @@
+"""How a rank's process comes to be: the interface, and the way by exec."""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from launcher.agent.group import RankStart
+from launcher.files import open_append, open_below
+from launcher.launch.job import SHIM
+from launcher.launch.signals import FORWARDED, STOPPING
+
+
+class RankStarter(Protocol):
+    """Starts ranks, each in a session of its own, as children of this process or adopted by it."""
+
+    @property
+    def pids(self) -> Collection[int]:
+        """PIDs of processes of its own, which are no ranks."""
+        ...
+
+    def start_rank(self, start: RankStart) -> int:
+        """Start a rank and return its PID, which is its process group's too; raises OSError."""
+        ...
+
+    def close(self) -> None:
+        """End processes of its own."""
+        ...
+
+
+@dataclass(slots=True)
+class ExecStarter:
+    """Starts the shim as this process's child. The shim ends with this process, and execs the program."""
+
+    log: Path
+    """The agent's log, which takes what a rank prints before the shim has opened the rank's own logs."""
+    reads_stdin: bool = True
+    """Ranks have this process's stdin, as torchrun's have; else they have an empty one."""
+    pids: Collection[int] = ()
+
+    def start_rank(self, start: RankStart) -> int:
+        """Start a rank and return its PID; raises OSError.
+
+        Signals that `launch` passes on would end the shim: they are blocked until it has the program's own
+        dispositions. Those that end a job are as torchrun's ranks have them: not ignored, even with nohup.
+        """
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        descriptor = self.open_log()
+        try:
+            return os.posix_spawn(
+                sys.executable,
+                render_shim(start.argv),
+                start.environ,
+                file_actions=self.list_file_actions(descriptor),
+                setsid=True,
+                setsigmask=(*mask, *FORWARDED),
+                setsigdef=(*STOPPING, signal.SIGPIPE),
+            )
+        finally:
+            os.close(descriptor)
+
+    def open_log(self) -> int:
+        """Open the agent's log to append to it; raises OSError."""
+        logs = open_below(self.log.parents[1], self.log.parent.name)
+        try:
+            return open_append(logs, self.log.name)
+        finally:
+            os.close(logs)
+
+    def list_file_actions(self, log: int) -> list[tuple[int, int, int] | tuple[int, int, str, int, int]]:
+        """Return what the child does to its descriptors before exec."""
+        actions: list[tuple[int, int, int] | tuple[int, int, str, int, int]] = []
+        if not self.reads_stdin:
+            actions.append((os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0))
+        return [*actions, (os.POSIX_SPAWN_DUP2, log, 1), (os.POSIX_SPAWN_DUP2, log, 2)]
+
+    def close(self) -> None:
+        """There are no processes of its own."""
+
+
+def render_shim(argv: Collection[str]) -> list[str]:
+    """Return the command line of a rank's shim with a program."""
+    return [sys.executable, "-I", "-S", str(SHIM), *argv]
+
+
+def close_on_exec() -> None:
+    """Keep descriptors beyond stderr that this process was started with from its children."""
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names are what is wanted
+        if int(name) > 2:
+            with contextlib.suppress(OSError):
+                os.set_inheritable(int(name), False)

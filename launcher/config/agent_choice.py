@@ -1,0 +1,73 @@
+"""What starts the ranks of a job: `launch` itself, torchrun, or srun."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from launcher.config.cluster import Cluster
+from launcher.config.schema import LaunchConfig, TorchrunConfig
+from launcher.errors import UsageError
+
+AGENTS = ("auto", "direct", "torchrun", "srun")
+SHARED = ("shutdown_timeout",)
+"""Options of `torchrun` that `launch` itself has a use for."""
+PET_TAKEN = (
+    *("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK"),
+    *("PET_MODULE", "PET_RUN_PATH", "PET_NO_PYTHON", "PET_STANDALONE"),
+)
+"""Variables for torchrun that `launch` reads itself, or decides; the others ask torchrun for something."""
+TIMER, HEALTH = "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_HEALTH_CHECK_PORT"
+"""Variables for services of torchrun's agent: a watchdog of the ranks, a port that tells of its health."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentChoice:
+    """What starts the ranks, and why."""
+
+    kind: str
+    """`direct`, `torchrun` or `srun`."""
+    why: str
+
+
+def choose_agent(config: LaunchConfig, cluster: Cluster, environ: Mapping[str, str]) -> AgentChoice:
+    """Decide what starts a job's ranks; raises UsageError if that cannot do what else is asked for."""
+    if config.agent in ("torchrun", "srun"):
+        return AgentChoice(config.agent, f"agent={config.agent}")
+    needed = find_torchrun_need(config, cluster, environ)
+    if config.agent == "direct":
+        if needed:
+            raise UsageError(
+                f"agent=direct, but {needed} needs torchrun: leave it out, or set agent=torchrun"
+            )
+        return AgentChoice("direct", "agent=direct")
+    # Until all tests are for both: then `direct` if nothing is needed.
+    return AgentChoice("torchrun", needed or "the default")
+
+
+def find_torchrun_need(config: LaunchConfig, cluster: Cluster, environ: Mapping[str, str]) -> str:
+    """Return the setting for which the ranks need torchrun's agent; empty if there is none."""
+    if cluster.kind == "manual":
+        return "cluster=manual"
+    if cluster.min_nodes < cluster.max_nodes:
+        return f"nodes={cluster.min_nodes}:{cluster.max_nodes}"
+    if cluster.kind in ("slurm", "allocation"):  # until launcher.slurm starts ranks itself
+        return f"cluster={cluster.kind}"
+    defaults = asdict(TorchrunConfig())
+    chosen = {
+        name: value
+        for name, value in asdict(config.torchrun).items()
+        if name not in SHARED and value != defaults[name]
+    }
+    if chosen:
+        name = next(iter(chosen))
+        return f"torchrun.{name}={chosen[name]}"
+    return find_variable(environ)
+
+
+def find_variable(environ: Mapping[str, str]) -> str:
+    """Return a variable of the environment that asks torchrun's agent for something; empty without one."""
+    for name, value in environ.items():
+        if value and name.startswith("PET_") and name not in PET_TAKEN:
+            return f"{name}={value}"
+    if environ.get(TIMER) == "1":
+        return f"{TIMER}=1"
+    return f"{HEALTH}={environ[HEALTH]}" if environ.get(HEALTH) else ""
