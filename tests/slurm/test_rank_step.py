@@ -153,4 +153,4 @@ def test_lines_that_the_nodes_records_make_needless() -> None:
 def test_an_agent_that_there_is_not(launch: Callable[..., Result]) -> None:
     program = ("--", sys.executable, "-c", "")
     launch("agent=srun", "cluster=local", *program).assert_error(2, "the ranks run here", "cluster=slurm")
-    launch("agent=mpirun", *program).assert_error(2, "agent=mpirun: choose from torchrun, srun")
+    launch("agent=mpirun", *program).assert_error(2, "agent=mpirun: choose from auto, direct, torchrun, srun")
