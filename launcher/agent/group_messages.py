@@ -21,6 +21,8 @@ REPORT = re.compile(
 """A task's report; what stands before it is the start of a line that somebody else has not ended."""
 START, END = "START", "END"
 """`START {json of a GroupStart}`; `END 1` if ranks have failed, else `END 0`."""
+ASK_ALIVE = "ASK alive"
+"""Each task says at once that it is there."""
 LARGEST_NUMBER = 1 << 31
 
 
