@@ -20,7 +20,7 @@ def make_local_agent(request: AgentRequest) -> DirectAgent:
     restarts = choose_restarts(job.config, job.environ) or 0
     coordinator = Coordinator((job.host,), 1, restarts, make_endpoint_finder(read_endpoint(job)))
     return DirectAgent(
-        make_node_part(request, restarts),
+        make_node_part(request, restarts, request.run.id),
         make_starter(request),
         LocalControl(coordinator, job.host),
     )
@@ -31,10 +31,10 @@ def make_starter(request: AgentRequest) -> RankStarter:
     return ExecStarter(request.run.agent_log(request.job.host))
 
 
-def make_node_part(request: AgentRequest, max_restarts: int) -> NodePart:
-    """Return what the agent of a node needs to know of its job."""
+def make_node_part(request: AgentRequest, max_restarts: int, run_id: str) -> NodePart:
+    """Return what the agent of a node needs to know of its job; `run_id` is what torchrun calls --rdzv-id."""
     job, run = request.job, request.run
-    settings = RankSettings(run.id, max_restarts, request.environ)
+    settings = RankSettings(run_id, max_restarts, request.environ)
 
     def make_variables(start: GroupStart, group_rank: int, local_rank: int) -> dict[str, str]:
         rank, attempt = start.count_ranks_before(group_rank) + local_rank, run.first_attempt + start.restart

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from launcher.config.cluster import Cluster
-from launcher.config.schema import LaunchConfig, TorchrunConfig
+from launcher.config.schema import SLURM_KINDS, LaunchConfig, TorchrunConfig
 from launcher.errors import UsageError
 
 AGENTS = ("auto", "direct", "torchrun", "srun")
@@ -49,8 +49,8 @@ def find_torchrun_need(config: LaunchConfig, cluster: Cluster, environ: Mapping[
         return "cluster=manual"
     if cluster.min_nodes < cluster.max_nodes:
         return f"nodes={cluster.min_nodes}:{cluster.max_nodes}"
-    if cluster.kind in ("slurm", "allocation"):  # until launcher.slurm starts ranks itself
-        return f"cluster={cluster.kind}"
+    if cluster.kind in SLURM_KINDS and (option := next(filter(is_channel_option, config.cluster.srun), "")):
+        return f"cluster.srun.{option}"
     defaults = asdict(TorchrunConfig())
     chosen = {
         name: value
@@ -61,6 +61,11 @@ def find_torchrun_need(config: LaunchConfig, cluster: Cluster, environ: Mapping[
         name = next(iter(chosen))
         return f"torchrun.{name}={chosen[name]}"
     return find_variable(environ)
+
+
+def is_channel_option(name: str) -> bool:
+    """Tell whether an option of srun's leads the lines elsewhere by which the nodes agree on their start."""
+    return name in ("input", "i", "error", "e")
 
 
 def find_variable(environ: Mapping[str, str]) -> str:

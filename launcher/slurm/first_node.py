@@ -6,8 +6,9 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from launcher.errors import EXIT_SCHEDULER, LaunchError, MachineError
@@ -33,8 +34,16 @@ from launcher.slurm.node_step import (
 )
 from launcher.slurm.notation import expand_hosts, parse_signal
 from launcher.slurm.preflight_kind import choose_preflight_kind
-from launcher.slurm.rendezvous import PORT_TAKEN, TRIALS, is_port_free, pick_port, read_local_ports
+from launcher.slurm.rendezvous import (
+    PORT_TAKEN,
+    TRIALS,
+    is_port_free,
+    pick_port,
+    pick_restart_port,
+    read_local_ports,
+)
 from launcher.slurm.srun_messages import drop_prefix, has_begun, is_temporary
+from launcher.slurm.step_group import count_known_ranks, make_coordinator
 from launcher.slurm.step_monitor import StepMonitor
 
 logger = logging.getLogger(__name__)
@@ -78,7 +87,7 @@ def order_job_nodes(environ: Mapping[str, str], request: JobRequest) -> NodeOrde
     """Return the nodes to run on and the spare ones, in the order of their ranks; raises MachineError."""
     cluster = request.config.cluster
     hosts = choose_nodes(environ, request.max_nodes + cluster.spares)
-    if request.config.agent == "srun" and "distribution" in cluster.srun:
+    if request.agent == "srun" and "distribution" in cluster.srun:
         return keep_order(hosts, "cluster.srun.distribution")
     return find_node_order(cluster.node_order, hosts, environ, request.directory)
 
@@ -143,8 +152,12 @@ def run_step_attempts(attempt: Attempt, monitor: StepMonitor, salt: int) -> Step
         port = pick_port(job + salt, attempt.run.first_attempt, trial, local)
         if trial + 1 < TRIALS and is_first_host(attempt) and not is_port_free(port):
             continue
-        run = run_rank_step if attempt.request.config.agent == "srun" else run_node_step
-        report = run(attempt, monitor, f"{attempt.hosts[0]}:{port}")
+        endpoint = f"{attempt.hosts[0]}:{port}"
+        if attempt.request.agent == "srun":
+            report = run_rank_step(attempt, monitor, endpoint)
+        else:
+            find_port = partial(pick_restart_port, job + salt, attempt.run.first_attempt, trial, local)
+            report = run_node_step(attempt, monitor, endpoint, find_port)
         taken = any(record.exit_code == PORT_TAKEN and not record.failure for record in report.records)
         away = any(is_refused_for_now(record) for record in report.records)
         if away:
@@ -169,9 +182,18 @@ def is_first_host(attempt: Attempt) -> bool:
     return attempt.hosts[0] == attempt.environ.get("SLURMD_NODENAME")
 
 
-def run_node_step(attempt: Attempt, monitor: StepMonitor, endpoint: str) -> StepReport:
-    """Run the step of `agent=torchrun`: a task of ours on each node, which writes the node's record."""
-    step = start_nodes(attempt, endpoint)
+def run_node_step(
+    attempt: Attempt, monitor: StepMonitor, endpoint: str, find_port: Callable[[int], int]
+) -> StepReport:
+    """Run the step of a task of ours on each node, which starts its ranks and writes the node's record.
+
+    `find_port` gives the port of each start of the ranks, if they are not torchrun's.
+    """
+    is_direct = attempt.request.agent == "direct"
+    coordinator = make_coordinator(attempt, endpoint, find_port) if is_direct else None
+    step = start_nodes(attempt, endpoint, coordinator)
+    if step.group and not attempt.spares and (local_size := count_known_ranks(attempt.request.config)):
+        step.group.begin(attempt.hosts, local_size)
     with add_provenance(attempt):
         monitor.run_to_end(step)
     step.close()

@@ -42,6 +42,8 @@ class JobRequest:
     """The model that the job's first node judges, since the submission did not know the nodes."""
     is_bundled: bool = False
     """The program is the bundled one."""
+    agent: str = "torchrun"
+    """What starts the ranks: `direct`, `torchrun` or `srun`."""
 
     @property
     def progress_patterns(self) -> tuple[str, ...]:
@@ -62,6 +64,7 @@ def make_job_request(spec: "JobSpec", argv: Sequence[str]) -> JobRequest:
         max_nodes=spec.cluster.max_nodes,
         fit_model=spec.fit_model,
         is_bundled=spec.is_bundled,
+        agent=spec.agent.kind,
     )
 
 

@@ -1,12 +1,10 @@
-"""A planned node's work: torchrun's agent and its ranks, watched to their end, and the record of it."""
+"""A planned node's work: its ranks and what starts them, watched to their end, and the record of it."""
 
 import contextlib
 import logging
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from launcher.config.schema import SLURM_KINDS
@@ -24,7 +22,6 @@ from launcher.launch.outcome import (
 from launcher.launch.signal_channel import SignalChannel, open_signal_channel, report_signal
 from launcher.launch.signals import name_signal
 from launcher.launch.supervisor import Supervisor
-from launcher.launch.torchrun_agent import TorchrunAgent
 from launcher.launch.watch_folder import WatchFolder
 from launcher.launch.watcher_process import WatcherProcess, describe_watching
 from launcher.launch.watching import Watching
@@ -33,6 +30,7 @@ from launcher.report.output_viewer import OutputViewer, ViewOptions
 from launcher.runs.node_records import NodeRecord, RankFailure, write_node
 from launcher.runs.rank_logs import Follower, read_tail
 from launcher.runs.run_directory import RunDir
+from launcher.slurm.node_starter import AgentMaker
 from launcher.slurm.slurm_environ import TaskIdentity
 
 logger = logging.getLogger(__name__)
@@ -47,13 +45,13 @@ def run_agent(
     job: Job,
     run: RunDir,
     place: TaskIdentity,
-    start: Callable[[], "subprocess.Popen[bytes]"],
+    make_agent: AgentMaker,
     *,
     log_begin: int,
     started: float,
     folder: WatchFolder | None = None,
 ) -> int:
-    """Run torchrun's agent and its ranks to their end; raises OSError if it cannot be started.
+    """Run this node's ranks to their end; raises OSError if they, or their agent, cannot be started.
 
     `folder` is where the ranks keep their heartbeats; None if they are not watched.
     """
@@ -69,7 +67,7 @@ def run_agent(
         settings = describe_watching(job, run, folder, place.node_rank)
         supervisor.watching = Watching(WatcherProcess(folder, settings))
     signal.signal(signal.SIGTERM, lambda *_: None)  # from here on the supervisor's, and nothing after it
-    outcome = supervisor.run(TorchrunAgent(start, log, monitor.find_ranks))
+    outcome = supervisor.run(make_agent(job, monitor, control))
     if supervisor.watching:
         supervisor.watching.close()
     ending = judge_outcome(outcome, tuple(read_tail(log, AGENT_LINES, log_begin)), ranks)
@@ -129,9 +127,8 @@ class NodeRecorder:
         hang = ending.agent_exit.hang
         state = "stopped" if number and not (failure or hang) and ending.status else ending.state
         self.clean = tuple((d.process.rank, d.time) for d in list_clean_exits(ending.agent_exit.deaths))
-        said = (
-            "" if failure or hang or state != "failed" else f"torchrun's agent {describe_agent_exit(ending)}"
-        )
+        agent = f"{ending.agent_exit.label}'s agent"
+        said = "" if failure or hang or state != "failed" else f"{agent} {describe_agent_exit(ending)}"
         for line in check_success(self.monitor, ending) if state == "succeeded" else ():
             logger.warning(line)
         try:

@@ -41,7 +41,7 @@ class NodeControl:
 
     def report_failure(self, restart: int, rank: int, exitcode: int) -> None:
         """Say that a rank has failed; the order is another start, or the end."""
-        self.has_failed = True
+        self.has_failed = self.newest is not None and restart == self.newest.restart
         if self.may_restart:
             self.send("failed", restart, rank, exitcode)
         else:

@@ -1,11 +1,9 @@
-"""One node's part of a SLURM job: its plan, torchrun's agent, and its record."""
+"""One node's part of a SLURM job: its plan, what starts its ranks, and its record."""
 
 import os
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from launcher.config.agent_choice import AgentChoice
@@ -13,8 +11,8 @@ from launcher.config.cluster import Cluster, check_port_free, parse_endpoint
 from launcher.config.program import find_program
 from launcher.config.schema import LaunchConfig
 from launcher.errors import MachineError
-from launcher.launch.agent import check_open_files, preload_agent
-from launcher.launch.job import Job, build_agent_environ, render_agent
+from launcher.launch.agent import check_open_files
+from launcher.launch.job import Job, build_agent_environ
 from launcher.launch.watch_folder import keep_watch_folder
 from launcher.plan.model import Plan
 from launcher.runs.memory_prediction import keep_prediction
@@ -23,6 +21,7 @@ from launcher.runs.rank_logs import measure_file
 from launcher.runs.run_directory import RunDir, write_json
 from launcher.slurm.compiler_caches import open_caches
 from launcher.slurm.job_request import JobRequest, read_job_request
+from launcher.slurm.node_starter import prepare_agent_maker
 from launcher.slurm.rendezvous import PORT_TAKEN
 from launcher.slurm.slurm_environ import TaskIdentity, drop_task_variables, read_task_identity
 
@@ -39,13 +38,12 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
     run = RunDir(run_path, task.attempt)
     config, cluster = describe_node_part(request, task)
     merged = {**drop_task_variables(environ), **config.env}
-    log = run.agent_log(task.host)
-    log_begin = measure_file(log)
+    log_begin = measure_file(run.agent_log(task.host))
     with keep_watch_folder(merged, enabled=config.watch.enabled) as folder:
         heartbeats = folder.path if folder else ""
         variables = build_agent_environ(config, cluster, merged, run, task.host, watch_folder=heartbeats)
-        agent = preload_agent(sys.executable, variables, log)
-        from launcher.slurm.node_agent import run_agent  # as all that follows, while the agent imports torch
+        make_agent = prepare_agent_maker(request.agent, run, task, variables)
+        from launcher.slurm.node_agent import run_agent  # as all that follows, while torch is imported
 
         try:
             check_port(config, cluster)
@@ -53,18 +51,14 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
             return report_port_taken(run, task, str(error), started)
         with open_caches(merged) as caches:
             program = find_program(request.words, config, merged)
-            agent_kind = AgentChoice("torchrun", "a SLURM job")
-            job = Job(
-                config, program, cluster, plan_here(config, merged, caches), merged, task.host, agent_kind
-            )
+            plan, choice = plan_here(config, merged, caches), AgentChoice(request.agent, "as submitted")
+            job = Job(config, program, cluster, plan, merged, task.host, choice)
             if task.node_rank == 0:
                 check_node_fit(request, job)
                 device = "gpu" if any(rank.gpu for rank in job.plan.ranks) else "cpu"
                 keep_prediction(run, program, device, len(job.plan.ranks) * cluster.max_nodes)
             write_node_plan(run, job)
-            command = render_agent(job, f"{run.id}-{task.step}-{task.attempt}")
-            start = partial(agent.begin, command)
-            return run_agent(job, run, task, start, log_begin=log_begin, started=started, folder=folder)
+            return run_agent(job, run, task, make_agent, log_begin=log_begin, started=started, folder=folder)
 
 
 def plan_here(config: LaunchConfig, environ: Mapping[str, str], caches: str = "") -> Plan:

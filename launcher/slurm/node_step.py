@@ -181,7 +181,7 @@ def describe_container(config: ContainerConfig, run_path: Path, directory: str) 
     return Container(config.runtime, config.image, mounts, tuple(config.args))
 
 
-def start_nodes(attempt: Attempt, endpoint: str) -> NodeStep:
+def start_nodes(attempt: Attempt, endpoint: str, coordinator: Coordinator | None = None) -> NodeStep:
     """Start a task on each node, which are to meet at `endpoint`; raises OSError if there is no srun."""
     variables = {
         LAUNCH_ATTEMPT: str(attempt.run.first_attempt),
@@ -206,7 +206,7 @@ def start_nodes(attempt: Attempt, endpoint: str) -> NodeStep:
         raise
     finally:
         os.close(reading)
-    return NodeStep(process, writing, attempt.environ, attempt.is_elastic)
+    return NodeStep(process, writing, attempt.environ, attempt.is_elastic, coordinator)
 
 
 def tell_order(hosts: Sequence[str]) -> dict[str, str]:

@@ -40,6 +40,11 @@ def pick_port(job_id: int, attempt: int, trial: int, local: tuple[int, int]) -> 
     return ports[(job_id * STRIDE + attempt * RESTART + trial * TRIAL) % len(ports)]
 
 
+def pick_restart_port(job_id: int, attempt: int, trial: int, local: tuple[int, int], restart: int) -> int:
+    """Return the port of a start: that of `pick_port` for the first one, and others for those after it."""
+    return pick_port(job_id, attempt, trial + TRIALS * restart, local)
+
+
 def is_port_free(port: int) -> bool:
     """Tell whether a port of this host can be served; the node itself looks again."""
     try:

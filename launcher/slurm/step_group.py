@@ -8,8 +8,34 @@ from dataclasses import dataclass, field
 from launcher.agent.coordinator import Coordinator, JobEnd, Order
 from launcher.agent.group import GroupStart
 from launcher.agent.group_messages import NodeReport, render_order
+from launcher.config.cluster import parse_endpoint
+from launcher.config.schema import LaunchConfig
+from launcher.launch.job import choose_restarts
+from launcher.slurm.attempt import Attempt
 
 logger = logging.getLogger(__name__)
+
+
+def make_coordinator(attempt: Attempt, endpoint: str, find_port: Callable[[int], int]) -> Coordinator:
+    """Return what decides about the starts of an attempt's ranks.
+
+    `endpoint` is where those of the first start meet, HOST:PORT, and `find_port` gives the port of each start
+    by its number. A node that replaces the first one is called as SLURM calls it.
+    """
+    config, first = attempt.request.config, attempt.hosts[0]
+    address, port = parse_endpoint(config.rdzv_endpoint or endpoint)
+
+    def find_endpoint(host: str, restart: int) -> tuple[str, int]:
+        return (address if host == first else host), (find_port(restart) if restart else port)
+
+    restarts = choose_restarts(config, attempt.environ) or 0
+    return Coordinator(attempt.step_hosts, len(attempt.hosts), restarts, find_endpoint)
+
+
+def count_known_ranks(config: LaunchConfig) -> int | None:
+    """Return the ranks of each node if that is known before the nodes tell; None if they have to."""
+    text = str(config.nproc_per_node)
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 6 and int(text) else None
 
 
 @dataclass(slots=True)
