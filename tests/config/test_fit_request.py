@@ -133,6 +133,7 @@ def test_a_global_batch_is_solved() -> None:
     assert (request.settings.accumulation, request.layout.dp) == (4, 8)
 
 
+@pytest.mark.usefixtures("here")
 def test_a_device_that_is_not_known_has_no_claim() -> None:
     assert ask("model=gpt2", machine="aws_g5_48xlarge") is not None  # the table knows its memory
     text = json.loads((find_shipped() / "machine" / "dgx_h100.json").read_text())
