@@ -27,6 +27,7 @@ from tests.benchmarks.preflight_start import bench_preflight_start
 from tests.benchmarks.preflight_work import bench_preflight
 from tests.benchmarks.probing import bench_command, bench_probe
 from tests.benchmarks.recovery import bench_recovery
+from tests.benchmarks.recovery_slurm import bench_hang_recovery, bench_node_death, bench_rank_death
 from tests.benchmarks.shim import bench_shim
 from tests.benchmarks.slow_ranks import bench_stragglers
 from tests.benchmarks.slurm import bench_slurm
@@ -45,6 +46,9 @@ TIMED: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
     "start-bare": (partial(bench_start, ranks=2, imports=False), 5),
     "start-memory": (bench_start_memory, 1),
     "recovery": (bench_recovery, 3),
+    "recovery-slurm": (bench_rank_death, 2),
+    "recovery-node": (bench_node_death, 1),
+    "recovery-hang": (bench_hang_recovery, 1),
     "command": (bench_command, 10),
     "shim": (bench_shim, 40),
     "probe": (bench_probe, 20),

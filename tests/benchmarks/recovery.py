@@ -5,6 +5,7 @@ Each way starts the bundled program with two ranks; rank 1 gets SIGKILL a few st
 
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from tests.benchmarks.start import launch, make_environ, torchrun
 from tests.launch.start_launch import find_processes
-from tests.programs.start_program import PROGRAM, SMALL, STEP
+from tests.programs.start_program import PROGRAM, SMALL, read_losses
 
 RANKS = 2
 CULPRIT = 1
@@ -27,6 +28,7 @@ STEPS = 1_000_000
 """More than any run comes to."""
 PATIENCE = 120.0
 """Seconds that a start, and a recovery, may take."""
+RESUMED = re.compile(r"^start +at step \d+, resumed from [^\n]*\n(?:.*\n)*?step (\d+)/", re.MULTILINE)
 LOGS = ("runs/*/*/logs/*/rank-0.out", "logs/**/stdout.log")
 """What `launch` and torchrun write of rank 0: a file for each start."""
 RESTARTED: Mapping[str, Callable[..., list[str]]] = {
@@ -53,37 +55,20 @@ class Recovered:
     """The first that was printed afterwards."""
 
 
-@dataclass(slots=True)
-class RankLogs:
-    """What rank 0 has printed in each start, by any way of starting it, below a folder."""
+def read_resumed(folder: Path) -> int:
+    """Return the first step that rank 0 has printed after it had resumed from a checkpoint; 0 if none.
 
-    folder: Path
-    earlier: frozenset[Path] = frozenset()
-    """Files of the starts before the death."""
-
-    def read_step(self) -> int:
-        """Return the newest step that a start after the death has printed; 0 if none has."""
-        steps = [find_steps(path) for path in self.list_files() if path not in self.earlier]
-        return max((each[-1] for each in steps if each), default=0)
-
-    def read_first_step(self) -> int:
-        """Return the first step that a start after the death has printed; 0 if none has."""
-        steps = [find_steps(path) for path in self.list_files() if path not in self.earlier]
-        return next((each[0] for each in steps if each), 0)
-
-    def list_files(self) -> list[Path]:
-        """Return all files, of all starts."""
-        return [path for pattern in LOGS for path in self.folder.glob(pattern)]
-
-    def close_start(self) -> None:
-        """Count the files that are there as those of earlier starts."""
-        self.earlier = frozenset(self.list_files())
+    torchrun's agents may write a restart into the file of the start before it.
+    """
+    texts = (path.read_text(errors="replace") for pattern in LOGS for path in folder.glob(pattern))
+    found = (RESUMED.search(text) for text in texts)
+    return next((int(each[1]) for each in found if each), 0)
 
 
-def find_steps(path: Path) -> list[int]:
-    """Return the steps of a log, in the order in which they were printed."""
-    lines = path.read_text(errors="replace").splitlines()
-    return [int(found[1]) for found in map(STEP.fullmatch, lines) if found]
+def read_newest(folder: Path) -> int:
+    """Return the newest step that rank 0 has printed; 0 if none."""
+    texts = (path.read_text(errors="replace") for pattern in LOGS for path in folder.glob(pattern))
+    return max((step for text in texts for step in read_losses(text)), default=0)
 
 
 def make_program(folder: Path) -> list[str]:
@@ -96,12 +81,17 @@ def make_program(folder: Path) -> list[str]:
     return [*PROGRAM, *(f"--{key}={value}" for key, value in options.items())]
 
 
-def await_true(check: Callable[[], object], what: str, patience: float = PATIENCE) -> float:
-    """Wait until something is true, and return when that was (s since the epoch); raises TimeoutError."""
-    end = time.monotonic() + patience
+def await_true(check: Callable[[], object], patience: float, is_over: Callable[[], bool]) -> float:
+    """Wait until something is true, and return when that was (s since the epoch).
+
+    Raises TimeoutError if it does not come, or the job is over; that is asked for once a second.
+    """
+    end, ask = time.monotonic() + patience, time.monotonic() + 1
     while not check():
-        if time.monotonic() > end:
-            raise TimeoutError(f"{what}: not within {patience:.0f} s")
+        now = time.monotonic()
+        if now > end or (now > ask and is_over() and not check()):
+            raise TimeoutError("the job is over" if now <= end else f"not within {patience:.0f} s")
+        ask = now + 1 if now > ask else ask
         time.sleep(0.005)
     return time.time()
 
@@ -117,21 +107,23 @@ def find_rank(folder: Path, rank: int) -> int:
     raise LookupError(f"rank {rank} is not found")
 
 
-def measure_death(folder: Path, strike: Callable[[], object], patience: float = PATIENCE) -> Recovered:
-    """Wait for some steps, strike, and wait for the first step of a later start."""
-    logs = RankLogs(folder)
-    await_true(lambda: logs.read_step() >= DEATH, f"step {DEATH}")
-    logs.close_start()
-    death = time.time()
-    strike()
-    return Recovered(
-        await_true(logs.read_first_step, "a step after the death", patience) - death, logs.read_first_step()
-    )
+def measure_death(
+    folder: Path, strike: Callable[[], float], is_over: Callable[[], bool], patience: float = PATIENCE
+) -> Recovered:
+    """Wait for some steps, strike, and wait for the first step of a later start.
+
+    `strike` returns when it was; raises TimeoutError if the job does not go on.
+    """
+    await_true(lambda: read_newest(folder) >= DEATH, PATIENCE, is_over)
+    death = strike()
+    seconds = await_true(lambda: read_resumed(folder), patience, is_over) - death
+    return Recovered(seconds, read_resumed(folder))
 
 
-def kill_rank(folder: Path) -> None:
-    """SIGKILL to the culprit."""
+def kill_rank(folder: Path) -> float:
+    """SIGKILL to the culprit; return when."""
     os.kill(find_rank(folder, CULPRIT), signal.SIGKILL)
+    return time.time()
 
 
 def measure_local(make: Callable[..., list[str]], cache: Path) -> Recovered:
@@ -147,7 +139,7 @@ def measure_local(make: Callable[..., list[str]], cache: Path) -> Recovered:
                 stderr=console,
             )
         try:
-            return measure_death(folder, lambda: kill_rank(folder))
+            return measure_death(folder, lambda: kill_rank(folder), lambda: process.poll() is not None)
         except (TimeoutError, LookupError) as error:
             raise RuntimeError((folder / "console").read_text(errors="replace")[-3000:]) from error
         finally:
