@@ -23,6 +23,7 @@ LAUNCH_PLAN = "LAUNCH_PLAN"
 LAUNCH_QUIET = "LAUNCH_QUIET"
 LAUNCH_RANK_PLAN = "LAUNCH_RANK_PLAN"
 LAUNCH_RDZV_ID = "LAUNCH_RDZV_ID"
+LAUNCH_READ_ORDER = "LAUNCH_READ_ORDER"
 LAUNCH_RECORD_DIR = "LAUNCH_RECORD_DIR"
 LAUNCH_RENDEZVOUS = "LAUNCH_RENDEZVOUS"
 LAUNCH_REQUEST = "LAUNCH_REQUEST"
@@ -183,6 +184,13 @@ VARIABLES = (
         "Identifier of the job among the ranks (TORCHELASTIC_RUN_ID) if srun starts them.",
         set_by=SLURM_JOB,
         read_by=(SHIM,),
+    ),
+    ProtocolVariable(
+        LAUNCH_READ_ORDER,
+        "FILE",
+        "The file into which rank 0's hook writes, at its end, what it has read, for the next read-ahead.",
+        set_by=LAUNCHER,
+        read_by=(SHIM, HOOK),
     ),
     ProtocolVariable(
         LAUNCH_RECORD_DIR,

@@ -122,9 +122,10 @@ PACKAGES: dict[str, set[str]] = {
 DOORS = {
     "rank/standalone.py": {"launcher.probe", "launcher.plan", "launcher.errors"},
     "watch/__main__.py": {"launcher.probe"},
+    "agent/read_ahead_program.py": {"launcher.probe"},
 }
 """Files that know more than their package. `launch-rank` without a plan makes one; the watcher's program
-passes to the watcher what reads GPUs and cgroups."""
+passes to the watcher what reads GPUs and cgroups; the one that reads ahead asks how much memory is free."""
 AT_THE_TOP = {"__init__", "__main__", "errors", "cpulist", "protocol", "decode", "files", "text"}
 ONE_PACKAGE = {
     "hydra": {"config"},

@@ -3,9 +3,11 @@
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.agent.read_ahead import reading_ahead
 from launcher.cli.allocator_check import settle_allocator, unset_settings
 from launcher.cli.config_programs import name_files, report_config_programs
 from launcher.cli.resume import check_earlier, check_resume
@@ -29,6 +31,7 @@ from launcher.text import join_words, print_text
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+    from launcher.agent.read_ahead import ReadAhead
     from launcher.fit.fit_model import ModelDimensions
     from launcher.launch.agent_process import Agent, AgentRequest
     from launcher.plan.model import Plan
@@ -59,11 +62,16 @@ def start_job(composed: Composed, program: tuple[str, ...] | None, argv: Sequenc
         from launcher.slurm.allocation import run_allocation
 
         return run_allocation(spec, argv)
-    job = plan_job(spec)
-    check_local_fit(spec, job.plan)
     if spec.config.dry_run:
+        job = plan_job(spec)
+        check_local_fit(spec, job.plan)
         return preview_job(job)
-    return execute_here(spec, job, argv)
+    with reading_ahead(
+        spec.config.start.read_ahead, find_program(spec.program, spec.config, spec.environ), spec.environ
+    ) as reader:
+        job = plan_job(spec)
+        check_local_fit(spec, job.plan)
+        return execute_here(spec, replace(job, environ={**job.environ, **reader.variables}), argv, reader)
 
 
 def try_anew(start: Callable[[], int]) -> int:
@@ -192,7 +200,7 @@ def plan_job(spec: JobSpec) -> Job:
     )
 
 
-def execute_here(spec: JobSpec, job: Job, argv: Sequence[str]) -> int:
+def execute_here(spec: JobSpec, job: Job, argv: Sequence[str], reader: "ReadAhead") -> int:
     """Run a planned job on this machine to its end, and return the exit code; raises LaunchError."""
     from launcher.launch import local_run
     from launcher.launch.agent import check_open_files
@@ -200,6 +208,7 @@ def execute_here(spec: JobSpec, job: Job, argv: Sequence[str]) -> int:
 
     check_open_files()
     run, manifest = local_run.prepare_run(spec, argv, [job.host])
+    reader.use_directory(run.path, job.host)
     local_run.write_plan(spec, run, job.host, plan_to_json(job.plan))
     keep_local_prediction(spec, job, run)
     if spec.config.preflight.kind not in ("off", "auto"):
@@ -208,7 +217,13 @@ def execute_here(spec: JobSpec, job: Job, argv: Sequence[str]) -> int:
         if status := check_before_run(job, run, manifest):
             return status
     return local_run.execute_job(
-        job, run, manifest, make_local_viewer, count_oom_kills, make_direct=make_direct_agent
+        job,
+        run,
+        manifest,
+        make_local_viewer,
+        count_oom_kills,
+        make_direct=make_direct_agent,
+        helpers=reader.pids,
     )
 
 

@@ -4,7 +4,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from launcher.errors import EXIT_MACHINE, MachineError
 from launcher.launch.agent import start_agent
@@ -36,10 +36,12 @@ def execute_job(
     count_oom_kills: Callable[[], int],
     *,
     make_direct: Callable[[AgentRequest], Agent],
+    helpers: Collection[int] = (),
 ) -> int:
     """Run a job here to its end and return the exit code; raises MachineError before that.
 
-    The run directory holds the plan. `make_direct` gives the agent of `agent=direct`.
+    The run directory holds the plan. `make_direct` gives the agent of `agent=direct`; `helpers` are PIDs of
+    processes of ours.
     """
     monitor = RankMonitor(job, run, make_viewer(job, run), count_oom_kills, manifest)
     log = run.agent_log(job.host)
@@ -49,6 +51,7 @@ def execute_job(
     supervisor = Supervisor(
         monitor, len(job.plan.ranks), job.config.torchrun.shutdown_timeout, exit_codes=codes
     )
+    supervisor.helpers = helpers
     folder = open_watch_folder(job.environ) if job.config.watch.enabled else None
     if folder:
         settings = describe_watching(job, run, folder, job.config.node_rank or 0)
@@ -60,7 +63,7 @@ def execute_job(
         if terminal := find_terminal(job):
             monitor.use_terminal(terminal)
             environ |= terminal.variables
-            supervisor.pressed, supervisor.helpers = terminal.pressed, terminal.helpers
+            supervisor.pressed, supervisor.helpers = terminal.pressed, (*helpers, *terminal.helpers)
         request = AgentRequest(job, run, environ, has_terminal=terminal is not None)
         outcome = supervisor.run(make_agent(request, monitor, make_direct))
     except OSError as error:

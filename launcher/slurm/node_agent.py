@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from launcher.config.schema import SLURM_KINDS
@@ -50,10 +51,12 @@ def run_agent(
     log_begin: int,
     started: float,
     folder: WatchFolder | None = None,
+    helpers: Collection[int] = (),
 ) -> int:
     """Run this node's ranks to their end; raises OSError if they, or their agent, cannot be started.
 
-    `folder` is where the ranks keep their heartbeats; None if they are not watched.
+    `folder` is where the ranks keep their heartbeats; None if they are not watched. `helpers` are PIDs of
+    processes of ours.
     """
     log = run.agent_log(place.host)
     monitor = RankMonitor(job, run, make_node_viewer(job, run, place), count_oom_kills, finds_children=True)
@@ -63,6 +66,7 @@ def run_agent(
     grace = job.config.torchrun.shutdown_timeout
     ranks, codes = len(job.plan.ranks), job.config.cluster.requeue.exit_codes
     supervisor = Supervisor(monitor, ranks, grace, control=control, exit_codes=codes)
+    supervisor.helpers = helpers
     if folder:
         settings = describe_watching(job, run, folder, place.node_rank)
         supervisor.watching = Watching(WatcherProcess(folder, settings))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from launcher.agent.read_ahead import reading_ahead
 from launcher.config.agent_choice import AgentChoice
 from launcher.config.cluster import Cluster, check_port_free, parse_endpoint
 from launcher.config.program import find_program
@@ -39,7 +40,12 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
     config, cluster = describe_node_part(request, task)
     merged = {**drop_task_variables(environ), **config.env}
     log_begin = measure_file(run.agent_log(task.host))
-    with keep_watch_folder(merged, enabled=config.watch.enabled) as folder:
+    with (
+        reading_ahead(config.start.read_ahead, find_program(request.words, config, merged), merged) as reader,
+        keep_watch_folder(merged, enabled=config.watch.enabled) as folder,
+    ):
+        reader.use_directory(run.path, task.host)
+        merged.update(reader.variables)
         heartbeats = folder.path if folder else ""
         variables = build_agent_environ(config, cluster, merged, run, task.host, watch_folder=heartbeats)
         make_agent = prepare_agent_maker(request.agent, run, task, variables)
@@ -58,7 +64,16 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
                 device = "gpu" if any(rank.gpu for rank in job.plan.ranks) else "cpu"
                 keep_prediction(run, program, device, len(job.plan.ranks) * cluster.max_nodes)
             write_node_plan(run, job)
-            return run_agent(job, run, task, make_agent, log_begin=log_begin, started=started, folder=folder)
+            return run_agent(
+                job,
+                run,
+                task,
+                make_agent,
+                log_begin=log_begin,
+                started=started,
+                folder=folder,
+                helpers=reader.pids,
+            )
 
 
 def plan_here(config: LaunchConfig, environ: Mapping[str, str], caches: str = "") -> Plan:

@@ -1,0 +1,120 @@
+"""What a rank has read to start, recorded at its end for the next start's read-ahead.
+
+`LAUNCH_READ_ORDER` is the file. It gets the bytecode of the modules in the order of their imports and, of the
+shared libraries, the pages that the process has touched. Only rank 0 writes one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, MutableMapping
+    from types import ModuleType
+
+    Entry = tuple[str, int, list[tuple[int, int]] | None]
+
+PAGE = 4096
+GAP = 32
+"""Pages between two parts that are read with them: a request costs more than 128 KiB."""
+TORCH = "torch._C"
+"""The module with which torch's libraries are loaded."""
+
+
+def start_read_record(environ: MutableMapping[str, str]) -> None:
+    """Have the record written at this process's end if it imports torch; what it starts is not the rank."""
+    from .import_hook import when_imported
+
+    path, process = environ.pop("LAUNCH_READ_ORDER", ""), os.getpid()
+    if environ.get("RANK") != "0":
+        return
+
+    def register(_module: ModuleType) -> None:
+        import atexit
+
+        atexit.register(write_at_end, path, process)
+
+    when_imported("torch.version", register)
+
+
+def write_at_end(path: str, process: int) -> None:
+    """Write the record; whatever fails here, the program ends as it would have."""
+    if os.getpid() != process:
+        return
+    try:
+        write_reads(path)
+    except Exception:
+        return
+
+
+def write_reads(path: str) -> None:
+    """Write the record, whole or not at all, for this user alone."""
+    import json
+
+    draft = f"{path}.{os.getpid()}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(draft, flags, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump({"schema": 1, "reads": list_reads()}, file)
+        os.replace(draft, path)
+    except (OSError, ValueError):  # no room, or a name that is no text
+        os.unlink(draft)
+
+
+def list_reads() -> list[Entry]:
+    """Return files in the order in which they were needed, with size and parts; None is the whole file."""
+    libraries = list_libraries()
+    modules = list(list_modules())
+    at = next((place for place, (name, _) in enumerate(modules) if name == TORCH), len(modules))
+    bytecode = [(path, os.path.getsize(path), None) for _, path in modules if os.path.isfile(path)]
+    return [*bytecode[:at], *libraries, *bytecode[at:]]
+
+
+def list_modules() -> Iterator[tuple[str, str]]:
+    """Give the names of the modules and the files of their bytecode, as they were imported."""
+    for name, module in list(sys.modules.items()):
+        cached = getattr(getattr(module, "__spec__", None), "cached", None)
+        if name == TORCH or (isinstance(cached, str) and cached.startswith("/")):
+            yield name, cached or ""
+
+
+def list_libraries() -> list[Entry]:
+    """Return the shared libraries that are mapped, the first to be loaded first, with what was touched."""
+    pages: dict[str, set[int]] = {}
+    code: set[str] = set()
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        lines = maps.readlines()
+    with open("/proc/self/pagemap", "rb") as pagemap:
+        for line in reversed(lines):  # a library is mapped below those before it
+            fields = line.rstrip("\n").split(None, 5)
+            if len(fields) < 6 or not fields[5].startswith("/") or fields[5].endswith(" (deleted)"):
+                continue
+            begin, _, end = fields[0].partition("-")
+            first, count = int(begin, 16) // PAGE, (int(end, 16) - int(begin, 16)) // PAGE
+            pagemap.seek(8 * first)
+            offset = int(fields[2], 16) // PAGE
+            touched = find_present(pagemap.read(8 * count))
+            pages.setdefault(fields[5], set()).update(offset + page for page in touched)
+            if "x" in fields[1]:
+                code.add(fields[5])
+    found = [(path, join_pages(touched)) for path, touched in pages.items() if path in code and touched]
+    return [(path, os.path.getsize(path), parts) for path, parts in found if os.path.isfile(path)]
+
+
+def find_present(raw: bytes) -> list[int]:
+    """Return the numbers of the pages that are there, from entries of /proc/PID/pagemap (bit 63)."""
+    return [page for page, high in enumerate(raw[7::8]) if high & 0x80]
+
+
+def join_pages(pages: Iterable[int]) -> list[tuple[int, int]]:
+    """Return offsets and lengths in bytes of the parts of a file that have these pages."""
+    parts: list[tuple[int, int]] = []
+    for page in sorted(pages):
+        if parts and page - parts[-1][1] <= GAP:
+            parts[-1] = (parts[-1][0], page)
+        else:
+            parts.append((page, page))
+    return [(first * PAGE, (last - first + 1) * PAGE) for first, last in parts]
