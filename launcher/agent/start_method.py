@@ -2,10 +2,7 @@
 
 from launcher.agent.python_program import ExecNeededError
 
-THREADS = (
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS"),
-    *("BLIS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
-)
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")
 """Numbers of threads, which are set again by the libraries' functions (`launcher.agent.warm_server`)."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Settings of PyTorch's allocator, which are set again."""

@@ -7,6 +7,7 @@ import sys
 from typing import BinaryIO, TextIO, cast
 
 from launcher.agent.python_program import ExecNeededError, find_python_program
+from launcher.agent.warm_server.allocator_settings import apply_allocator_settings
 from launcher.agent.warm_server.forking import ForkServer, Handlers, RankRequest
 from launcher.agent.warm_server.preloading import Preloaded
 from launcher.agent.warm_server.thread_counts import apply_thread_counts
@@ -72,7 +73,8 @@ def set_arguments(argv: list[str], environ: dict[str, str]) -> None:
 
 def apply_settings(environ: dict[str, str], preloaded: Preloaded) -> None:
     """Set again what the imports have read of the environment; raises ExecNeededError if that cannot be."""
-    apply_thread_counts(preloaded.environ, environ)
+    apply_thread_counts(preloaded.environ, environ, preloaded.cpus)
+    apply_allocator_settings(preloaded.environ, environ)
 
 
 def restore_handlers(handlers: Handlers) -> None:

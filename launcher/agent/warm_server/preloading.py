@@ -20,7 +20,7 @@ class PreloadError(Exception):
 class Preloaded:
     """What the imports have read, changed and loaded."""
 
-    __slots__ = ("changes", "environ", "files", "names", "output", "read")
+    __slots__ = ("changes", "cpus", "environ", "files", "names", "output", "read")
 
     def __init__(self, names: Sequence[str], hook: str) -> None:
         """Import these modules; `hook` is our own folder on PYTHONPATH. Raises PreloadError."""
@@ -28,6 +28,8 @@ class Preloaded:
         check_customize(hook)
         recorder = EnvironRecorder()
         self.environ = recorder.before
+        self.cpus = len(os.sched_getaffinity(0))
+        """CPUs that this process may use, of which libraries take note."""
         os.putenv(*BLAS_THREADS)  # past `os.environ`, in which Python code would see it
         try:
             for name in names:
