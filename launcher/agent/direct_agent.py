@@ -74,7 +74,7 @@ class DirectAgent:
         self.control.report_ready(self.node.local_size)
         for order in self.control.take_orders():
             self.order = order
-        if isinstance(self.order, GroupStart):
+        if isinstance(self.order, GroupStart) and self.starter.is_ready:
             self.start_group(self.order)
 
     def poll(self) -> int | None:
@@ -112,7 +112,9 @@ class DirectAgent:
                 logger.info(f"not ended by SIGKILL, since they wait in the kernel: rank {names}")
                 self.exitcode = FAILED
             return
-        if isinstance(self.order, GroupStart):
+        if isinstance(self.order, GroupStart) and not self.stopped:
+            if not self.starter.is_ready:
+                return
             try:
                 self.start_group(self.order)
             except OSError as error:

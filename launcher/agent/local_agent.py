@@ -7,6 +7,7 @@ from launcher.agent.group import GroupStart
 from launcher.agent.group_control import LocalControl
 from launcher.agent.rank_starter import ExecStarter, RankStarter
 from launcher.agent.rank_variables import RankSettings, make_rank_variables
+from launcher.agent.warm_starter import warm_up
 from launcher.launch.agent_process import AgentRequest
 from launcher.launch.job import Job, choose_restarts
 
@@ -27,8 +28,12 @@ def make_local_agent(request: AgentRequest) -> DirectAgent:
 
 
 def make_starter(request: AgentRequest) -> RankStarter:
-    """Return what starts the ranks."""
-    return ExecStarter(request.run.agent_log(request.job.host))
+    """Return what starts the ranks: a fork of a process with torch, if `start.warm` does not forbid it."""
+    job = request.job
+    by_exec = ExecStarter(request.run.agent_log(job.host))
+    if job.config.start.warm == "off":
+        return by_exec
+    return warm_up(by_exec, job.program, job.config.start.preload, request.environ)
 
 
 def make_node_part(request: AgentRequest, max_restarts: int, run_id: str) -> NodePart:

@@ -23,6 +23,11 @@ class RankStarter(Protocol):
         """PIDs of processes of its own, which are no ranks."""
         ...
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a rank can be started without waiting."""
+        ...
+
     def start_rank(self, start: RankStart) -> int:
         """Start a rank and return its PID, which is its process group's too; raises OSError."""
         ...
@@ -41,6 +46,7 @@ class ExecStarter:
     reads_stdin: bool = True
     """Ranks have this process's stdin, as torchrun's have; else they have an empty one."""
     pids: Collection[int] = ()
+    is_ready: bool = True
 
     def start_rank(self, start: RankStart) -> int:
         """Start a rank and return its PID; raises OSError.

@@ -10,8 +10,8 @@ from launcher.agent.start_method import ALLOCATOR
 def apply_allocator_settings(before: Mapping[str, str], after: Mapping[str, str]) -> None:
     """Apply a rank's settings (`after`), which the warm process (`before`) did not have.
 
-    Raises ExecNeededError for what counts from the import on: another allocator (`backend:`), a setting that is
-    taken back. A torch without GPUs reads none.
+    Raises ExecNeededError for what counts from the import on: another allocator (`backend:`), a setting that
+    is taken back. A torch without GPUs reads none.
     """
     torch = sys.modules.get("torch")
     if torch is None or not (torch.version.cuda or torch.version.hip):
@@ -22,11 +22,9 @@ def apply_allocator_settings(before: Mapping[str, str], after: Mapping[str, str]
     text = next(filter(None, new), "")
     if any(old) or "backend" in text:
         raise ExecNeededError("the allocator's settings count from the import of torch on")
-    apply = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or getattr(  # noqa: SLF001
-        torch._C,  # noqa: SLF001
-        "_cuda_cudaCachingAllocator_set_allocator_settings",
-        None,
-    )
+    names = ("_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings")
+    functions = (getattr(vars(torch)["_C"], name, None) for name in names)
+    apply = next(filter(None, functions), None)
     if apply is None:
         raise ExecNeededError("this torch has no function for the allocator's settings")
     apply(text)

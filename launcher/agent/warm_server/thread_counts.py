@@ -14,8 +14,8 @@ from launcher.agent.warm_server.fork_state import read_lines
 
 TORCH_THREADS, BLAS_THREADS = THREADS[:2], THREADS[2:]
 INIT_THREADS = "_ZN2at16init_num_threadsEv"
-"""`at::init_num_threads()`, which `torch._C` calls as it is loaded: OpenMP's number for the main thread is MKL's, or
-what the environment says in builds without MKL (ATen/ParallelOpenMP.cpp)."""
+"""`at::init_num_threads()`, which `torch._C` calls as it is loaded: OpenMP's number for the main thread is
+MKL's, or what the environment says in builds without MKL (ATen/ParallelOpenMP.cpp)."""
 MKL_SET_THREADS = "mkl_serv_domain_set_num_threads"
 """What MKL calls with the number from the environment; it takes no more than the cores for its own."""
 MKL_ALL_DOMAINS = 0
@@ -40,9 +40,11 @@ def apply_thread_counts(before: Mapping[str, str], after: Mapping[str, str], cpu
 
 
 def read_count(environ: Mapping[str, str], names: tuple[str, ...]) -> int:
-    """Return the number in the first of these variables that is set; raises ExecNeededError if there is none."""
-    name = next((name for name in names if environ.get(name)), names[-1])
-    text = environ.get(name, "")
+    """Return the number in the first of these variables that is set; raises ExecNeededError."""
+    name = next((name for name in names if environ.get(name)), "")
+    if not name:
+        raise ExecNeededError("the rank may use other CPUs, and no variable tells its number of threads")
+    text = environ[name]
     if not (text.isascii() and text.isdecimal() and 0 < len(text) < 6 and int(text)):
         raise ExecNeededError(f"{name}={text} is no number of threads that can be set after the imports")
     return int(text)
@@ -74,5 +76,7 @@ def set_blas_threads(count: int) -> None:
 
 def list_libraries(name: str) -> Iterator[str]:
     """Yield the paths of loaded libraries with this in their file's name."""
-    paths = dict.fromkeys(f"/{line.partition('/')[2]}" for line in read_lines("/proc/self/maps") if name in line)
+    paths = dict.fromkeys(
+        f"/{line.partition('/')[2]}" for line in read_lines("/proc/self/maps") if name in line
+    )
     yield from (path for path in paths if name in os.path.basename(path) and ".so" in path)

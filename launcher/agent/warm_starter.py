@@ -1,0 +1,69 @@
+"""Ranks forked from a warm process, and by exec if that cannot be."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.agent.group import RankStart
+from launcher.agent.rank_starter import ExecStarter
+from launcher.agent.warm_process import WarmProcess, WarmRefusedError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class WarmStarter:
+    """Has the warm process fork each rank; the first reason against that is told, and ranks are executed."""
+
+    by_exec: ExecStarter
+    warm: WarmProcess
+    is_told: bool = False
+
+    @property
+    def pids(self) -> Collection[int]:
+        """The warm process."""
+        return (self.warm.pid,)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a rank starts at once: the warm process has imported its modules, or it never will."""
+        return self.warm.is_ready
+
+    def start_rank(self, start: RankStart) -> int:
+        """Start a rank and return its PID; raises OSError."""
+        try:
+            return self.fork_rank(start)
+        except WarmRefusedError as error:
+            if not self.is_told:
+                logger.info(f"the ranks are not forked from a process with torch: {error}")
+            self.is_told = True
+            return self.by_exec.start_rank(start)
+
+    def fork_rank(self, start: RankStart) -> int:
+        """Have a rank forked with the shim's streams; raises WarmRefusedError and OSError."""
+        with contextlib.ExitStack() as stack:
+            log = self.by_exec.open_log()
+            stack.callback(os.close, log)
+            stdin = 0
+            if not self.by_exec.reads_stdin:
+                stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                stack.callback(os.close, stdin)
+            return self.warm.fork_rank(start, (stdin, log, log))
+
+    def close(self) -> None:
+        """End the warm process."""
+        self.warm.close()
+
+
+def warm_up(
+    by_exec: ExecStarter, argv: Sequence[str], preload: Sequence[str], environ: Mapping[str, str]
+) -> ExecStarter | WarmStarter:
+    """Start a warm process for a program in the working directory; if that cannot be, exec its ranks."""
+    try:
+        return WarmStarter(by_exec, WarmProcess.start(argv, preload, Path.cwd(), environ))
+    except WarmRefusedError as error:
+        logger.debug(f"the ranks are not forked from a process with torch: {error}")
+        return by_exec
