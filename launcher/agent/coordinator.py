@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from launcher.agent.group import GroupNode, GroupStart
 
+LOSS_PATIENCE = 10.0
+"""Seconds that ranks have to end if a node is replaced: those that wait for lost ones hear no signal."""
 PORT_TRIALS = 5
 """Starts with another port in a row because the port of the one before was taken."""
 
@@ -148,7 +150,9 @@ class Coordinator:
         number = self.start.restart + 1 if self.start else 0
         address, port = self.find_endpoint(hosts[0], number)
         nodes = tuple(GroupNode(host, self.sizes[host]) for host in hosts)
-        self.start, self.ended = GroupStart(number, nodes, address, port), set()
+        is_replaced = self.start is not None and [node.host for node in self.start.nodes] != [*hosts]
+        patience = LOSS_PATIENCE if is_replaced else None
+        self.start, self.ended = GroupStart(number, nodes, address, port, patience), set()
         return self.start
 
     def finish(self, *, failed: bool) -> JobEnd:

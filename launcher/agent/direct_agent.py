@@ -82,11 +82,19 @@ class DirectAgent:
         if self.exitcode is None:
             self.note_exits()
             for order in () if self.stopped else self.control.take_orders():
-                self.order = order
-                if self.group:
-                    self.group.stop()
+                self.take_order(order)
             self.advance()
         return self.exitcode
+
+    def take_order(self, order: Order) -> None:
+        """End the ranks for an order. If another node has taken their place, they write nothing any more."""
+        self.order = order
+        if self.group is None:
+            return
+        if isinstance(order, GroupStart) and order.find_group_rank(self.node.host) is None:
+            logger.info(f"another node has taken the place of {self.node.host}: SIGKILL to its ranks")
+            self.group.send_signal(signal.SIGKILL)
+        self.group.stop(order.patience if isinstance(order, GroupStart) else None)
 
     def note_exits(self) -> None:
         """Tell the control what has become of the ranks, and end the others if one has failed."""

@@ -23,6 +23,8 @@ class GroupStart:
     master_addr: str
     master_port: int
     """Another one for each restart: peers of an earlier start must not meet this one."""
+    patience: float | None = None
+    """Seconds that the ranks of the start before have to end; None is the job's own."""
 
     @property
     def world_size(self) -> int:

@@ -54,10 +54,12 @@ class RankGroup:
                 self.reap(rank)
             yield rank
 
-    def stop(self) -> None:
-        """Ask the ranks to end by SIGTERM, if that was not done yet."""
-        if self.kill_at == math.inf:
-            self.kill_at = time.monotonic() + self.patience
+    def stop(self, patience: float | None = None) -> None:
+        """Ask the ranks to end by SIGTERM, if that was not done yet; `patience` can shorten their time."""
+        is_new = self.kill_at == math.inf
+        seconds = self.patience if patience is None else min(patience, self.patience)
+        self.kill_at = min(self.kill_at, time.monotonic() + seconds)
+        if is_new:
             self.send_signal(signal.SIGTERM)
 
     def kill_late(self) -> None:

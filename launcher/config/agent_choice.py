@@ -39,6 +39,13 @@ def choose_agent(config: LaunchConfig, cluster: Cluster, environ: Mapping[str, s
                 f"agent=direct, but {needed} needs torchrun: leave it out, or set agent=torchrun"
             )
         return AgentChoice("direct", "agent=direct")
+    if config.cluster.spares and needed:
+        raise UsageError(
+            f"cluster.spares={config.cluster.spares}, but {needed} needs torchrun, which does not replace a"
+            " node: leave one of them out"
+        )
+    if config.cluster.spares:
+        return AgentChoice("direct", f"cluster.spares={config.cluster.spares}")
     # Until all tests are for both: then `direct` if nothing is needed.
     return AgentChoice("torchrun", needed or "the default")
 

@@ -138,6 +138,7 @@ def list_details(run: RunStatus) -> Iterator[tuple[str, str]]:
         yield "job", clean_text(f"{run.job_id}{where}" + (f", {run.slurm_state}" if run.slurm_state else ""))
     if run.nodes:
         yield "nodes", f"{run.nodes}: {clean_text(run.nodelist, LONGEST)}" if run.nodelist else str(run.nodes)
+    yield from list_spares(run)
     if run.reason:
         yield "reason", clean_text(run.reason, LONGEST)
     if run.expected_start:
@@ -159,6 +160,16 @@ def list_details(run: RunStatus) -> Iterator[tuple[str, str]]:
     if run.last_line:
         yield "last line", clean_text(run.last_line, LONGEST)
     yield "output", f"launch logs {quote_word(run.path)}"
+
+
+def list_spares(run: RunStatus) -> Iterator[tuple[str, str]]:
+    """Give the nodes that wait, and those that have taken the places of others."""
+    if run.spares and run.is_live:
+        yield "spare nodes", f"{len(run.spares)}: {clean_text(','.join(run.spares), LONGEST)}"
+    for number, one in enumerate(run.replacements):
+        when, evidence = shorten_time(str(one.get("time"))), one.get("evidence")
+        words = f"{when}  {one.get('spare')} in the place of {one.get('lost')}: {evidence}"
+        yield "" if number else "replaced nodes", clean_text(words, LONGEST)
 
 
 def shorten_time(text: str) -> str:

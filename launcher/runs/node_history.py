@@ -109,6 +109,9 @@ def find_events(attempt: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield host, "sick", "preflight found it sick"
     for host in take_hosts(outcome, "lost"):
         yield host, "lost", "it was lost"
+    for one in take_dicts(attempt, "replacements"):
+        text = f"it was lost, and {one.get('spare')} took its place: {one.get('evidence')}"
+        yield from name_event(one.get("lost"), "lost", text)
     for hang in take_dicts(attempt, "hangs"):
         verdict = take_dict(hang, "verdict")
         for host in take_hosts(verdict, "hosts"):

@@ -78,6 +78,10 @@ class RunStatus:
     exit_code: int | None = None
     first_failure: Mapping[str, object] | None = None
     command: tuple[str, ...] = ()
+    spares: tuple[str, ...] = ()
+    """Nodes that wait to take the place of one that is lost."""
+    replacements: tuple[Mapping[str, object], ...] = ()
+    """Of the last attempt: the `lost` node, the `spare` in its place, the `time`, and the `evidence`."""
     attempts: tuple[AttemptStatus, ...] = ()
     """Oldest first."""
     process: Mapping[str, object] = field(default_factory=dict)
@@ -121,6 +125,8 @@ def read_status(path: Path, *, own: bool = False) -> RunStatus:
         exit_code=code if isinstance(code, int) else None,
         first_failure=failure or None,
         command=tuple(map(str, take_list(manifest, "command"))),
+        spares=tuple(str(host) for host in take_list(manifest, "spares")),
+        replacements=tuple(one for one in take_list(manifest, "replacements") if isinstance(one, dict)),
         attempts=read_attempts(manifest),
         process=take_dict(manifest, "process"),
         preflight=take_dict(manifest, "preflight") or None,

@@ -143,14 +143,20 @@ def carry_out_decision(attempt: Attempt, end: AttemptEnd, timeout: float) -> Dec
 
 def exclude_lost_nodes(attempt: Attempt, end: AttemptEnd) -> None:
     """Keep the next attempt off the nodes that this one and those before it have lost, or found sick."""
-    outcomes = [entry["outcome"] for entry in reversed(attempt.earlier)]
-    earlier = (host for outcome in outcomes for key in ("lost", "sick") for host in outcome.get(key) or ())
-    lost = [*end.lost, *(end.step.sick if end.step else ()), *earlier]
+    earlier = (host for entry in reversed(attempt.earlier) for host in list_bad_nodes(entry))
+    lost = [*end.lost, *(end.step.sick if end.step else ()), *list_bad_nodes(attempt.manifest), *earlier]
     if lost:
         min_nodes = attempt.request.min_nodes + attempt.request.config.cluster.spares
         warning = exclude_nodes(attempt.job_id, list(dict.fromkeys(lost)), min_nodes, attempt.environ)
         if warning:
             logger.warning(f"{warning}")
+
+
+def list_bad_nodes(entry: Manifest) -> list[str]:
+    """Return the nodes that an attempt has lost, also those that a spare one has replaced, or found sick."""
+    outcome, replaced = entry["outcome"], entry.get("replacements") or ()
+    hosts = [host for key in ("lost", "sick") for host in outcome.get(key) or ()]
+    return [*hosts, *(one["lost"] for one in replaced)]
 
 
 def write_outcome(attempt: Attempt, end: AttemptEnd, decision: Decision) -> None:

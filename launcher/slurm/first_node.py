@@ -18,7 +18,7 @@ from launcher.launch.signals import KILL_GRACE, STOPPING, catch_signals, name_si
 from launcher.runs.node_records import NodeRecord, node_path, read_nodes, refuse_node
 from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import RunDir, open_run_dir
-from launcher.slurm.attempt import Attempt
+from launcher.slurm.attempt import Attempt, try_write_manifest
 from launcher.slurm.attempt_end import StepReport
 from launcher.slurm.attempt_lifecycle import end_attempt, start_attempt
 from launcher.slurm.diagnosis import find_task_ends
@@ -26,6 +26,7 @@ from launcher.slurm.job_request import JobRequest, read_job_request
 from launcher.slurm.node_order import NodeOrder, fold_in_order, keep_order
 from launcher.slurm.node_order_sources import find_node_order
 from launcher.slurm.node_step import (
+    NodeStep,
     collect_node_records,
     describe_node_step,
     remove_caches,
@@ -44,7 +45,7 @@ from launcher.slurm.rendezvous import (
 )
 from launcher.slurm.srun_messages import drop_prefix, has_begun, is_temporary
 from launcher.slurm.step_group import count_known_ranks, make_coordinator
-from launcher.slurm.step_monitor import StepMonitor
+from launcher.slurm.step_monitor import StepMonitor, do_nothing
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,9 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
     adopt_orphans()
     with catch_signals((number,)) as inbox:
         attempt = start_attempt(request, run, environ, hosts, requeues=requeues, order=order)
-        attempt.spares = spares
+        if spares:
+            attempt.spares, attempt.manifest["spares"] = spares, list(spares)
+            try_write_manifest(run, attempt.manifest)
         report_node_order(order)
         os.close(open_below(run.path, "logs", str(run.first_attempt)))
         salt = 0 if requeues else zlib.crc32(os.fsencode(run.path))
@@ -194,15 +197,31 @@ def run_node_step(
     step = start_nodes(attempt, endpoint, coordinator)
     if step.group and not attempt.spares and (local_size := count_known_ranks(attempt.request.config)):
         step.group.begin(attempt.hosts, local_size)
-    with add_provenance(attempt):
+    with add_provenance(attempt), watch_nodes(attempt, monitor, step):
         monitor.run_to_end(step)
     step.close()
-    report = report_step(
-        attempt, monitor, step.process.returncode, collect_node_records(attempt, step), step.srun_lines
-    )
+    records = collect_node_records(attempt, step)
+    report = report_step(attempt, monitor, step.process.returncode, records, step.srun_lines)
     if not monitor.signals:
         remove_caches(attempt, list(find_task_ends(report)))
     return replace(report, signalled=tuple(step.signalled), cancelled=step.cancelled)
+
+
+@contextlib.contextmanager
+def watch_nodes(attempt: Attempt, monitor: StepMonitor, step: NodeStep) -> Iterator[None]:
+    """Replace nodes that are lost by spare ones, if there are any."""
+    if step.group is None or not attempt.spares:
+        yield
+        return
+    from launcher.slurm.node_replacement import NodeReplacement  # most jobs have no use for it
+
+    replacement = NodeReplacement(attempt, step, step.group)
+    monitor.attend = replacement.attend
+    try:
+        yield
+    finally:
+        monitor.attend = do_nothing
+        replacement.close()
 
 
 @contextlib.contextmanager

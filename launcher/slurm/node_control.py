@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from launcher.agent.coordinator import JobEnd, Order
 from launcher.agent.group import GroupStart
-from launcher.agent.group_messages import NodeReport, parse_order, render_report
+from launcher.agent.group_messages import ASK_ALIVE, NodeReport, parse_order, render_report
 from launcher.launch.signal_channel import SignalChannel
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,9 @@ class NodeControl:
         """Return the orders since the last call."""
         self.flush()
         for line in self.channel.take_lines():
-            if order := parse_order(line):
+            if line == ASK_ALIVE:
+                self.send("alive")
+            elif order := parse_order(line):
                 self.take_order(order)
         if self.newest is None and self.channel.descriptor is None and not self.channel.greeted:
             logger.error("the first node's orders do not reach this task: leave cluster.srun.input out")

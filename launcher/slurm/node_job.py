@@ -20,6 +20,7 @@ from launcher.runs.memory_prediction import keep_prediction
 from launcher.runs.node_records import refuse_node, write_node
 from launcher.runs.rank_logs import measure_file
 from launcher.runs.run_directory import RunDir, write_json
+from launcher.slurm.alive_sender import start_alive_sender
 from launcher.slurm.compiler_caches import open_caches
 from launcher.slurm.job_request import JobRequest, read_job_request
 from launcher.slurm.node_starter import prepare_agent_maker
@@ -34,6 +35,8 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
     """Run this node's part to its end, and return its exit code; raises LaunchError or OSError."""
     task = read_task_identity(environ)
     request = read_job_request(run_path, environ)
+    if request.config.cluster.spares:
+        start_alive_sender(task.host)
     enter_directory(request.directory, task.host)
     check_open_files()
     run = RunDir(run_path, task.attempt)
@@ -127,7 +130,7 @@ def describe_node_part(request: JobRequest, task: TaskIdentity) -> tuple[LaunchC
         "allocation" if config.cluster.kind == "allocation" else "slurm",
         f"SLURM job {task.step.partition('.')[0]}",
         min(request.min_nodes, task.nodes),
-        task.nodes,
+        min(request.max_nodes, task.nodes),  # the step has spare nodes too
         config.rdzv_endpoint or task.endpoint,
         is_host=task.node_rank == 0,
     )

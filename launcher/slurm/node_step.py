@@ -41,6 +41,7 @@ from launcher.slurm.srun_messages import (
     is_slurm_line,
     parse_node_failure,
     parse_task_end,
+    parse_task_ends,
 )
 from launcher.slurm.step_group import StepGroup
 from launcher.slurm.task_writer import TaskWriter
@@ -131,6 +132,9 @@ class NodeStep:
         self.srun_lines.append(line)
         self.cancelled = self.cancelled or (is_cancelled(line) and not self.ended)
         self.ended = self.ended or (parse_task_end(line) is not None and not self.elastic)
+        if self.group and self.elastic:
+            for host in parse_task_ends((line,)):
+                self.group.note_task_end(host)
         if hosts := parse_node_failure(line):
             with contextlib.suppress(ValueError):
                 self.lost |= {*expand_hosts(hosts)}  # a new value: another thread reads it
@@ -206,7 +210,7 @@ def start_nodes(attempt: Attempt, endpoint: str, coordinator: Coordinator | None
         raise
     finally:
         os.close(reading)
-    return NodeStep(process, writing, attempt.environ, attempt.is_elastic, coordinator)
+    return NodeStep(process, writing, attempt.environ, step.elastic, coordinator)
 
 
 def tell_order(hosts: Sequence[str]) -> dict[str, str]:
@@ -252,10 +256,10 @@ def remove_caches(attempt: Attempt, hosts: Sequence[str]) -> None:
 
 
 def collect_node_records(attempt: Attempt, step: NodeStep) -> list[NodeRecord]:
-    """Return the nodes' records; waits for late ones if srun knows of no failure."""
+    """Return the records of the nodes with ranks; waits for late ones if srun knows of no failure."""
     run, deadline = attempt.run, time.monotonic() + RECORD_TIMEOUT
     while True:
-        records = read_nodes(run.path, run.first_attempt)
+        records = [one for one in read_nodes(run.path, run.first_attempt) if one.host in attempt.hosts]
         if len(records) >= len(attempt.hosts) or step.process.returncode or time.monotonic() > deadline:
             return records
         time.sleep(0.1)

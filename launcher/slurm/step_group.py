@@ -47,6 +47,8 @@ class StepGroup:
     """Writes lines to all tasks."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Reports come by one thread, and signals by another."""
+    holds_back: Callable[[NodeReport], bool] | None = None
+    """Hears each report; true if it is to be passed on later, see `NodeWatch`."""
 
     def begin(self, hosts: Sequence[str], local_size: int) -> None:
         """Order the first start before any task is ready: each of these nodes will have so many ranks."""
@@ -54,7 +56,12 @@ class StepGroup:
             self.take_report(NodeReport("ready", host, (local_size,)))
 
     def take_report(self, report: NodeReport) -> None:
-        """Pass a task's report on, and send the order that follows from it."""
+        """Pass a task's report on, unless it is held back until more is known."""
+        if self.holds_back is None or not self.holds_back(report):
+            self.pass_report_on(report)
+
+    def pass_report_on(self, report: NodeReport) -> None:
+        """Tell the coordinator what a task has reported, and send the order that follows from it."""
         note = self.coordinator
         host, numbers = report.host, report.numbers
         with self.lock:
@@ -81,6 +88,19 @@ class StepGroup:
                 order = self.coordinator.note_loss(host)
                 self.send_order(order)
             self.tell(order, before, f"{host} was lost")
+
+    def note_task_end(self, host: str) -> None:
+        """Take that a node's task has ended badly by itself; a step without spare nodes ends by that.
+
+        A spare node without its task is none any more.
+        """
+        coordinator = self.coordinator
+        with self.lock:
+            start = coordinator.start
+            takes_part = start is None or start.find_group_rank(host) is not None
+            if coordinator.is_over or host in coordinator.lost:
+                return
+            self.send_order(coordinator.finish(failed=True) if takes_part else coordinator.note_loss(host))
 
     def stop(self) -> None:
         """Order no start any more: the tasks are sent a signal that ends the ranks."""

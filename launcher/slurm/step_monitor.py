@@ -7,7 +7,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -48,6 +48,10 @@ class RunningStep(Protocol):
         """Send a signal to the ranks: one that stops to all of them, another to those that catch it."""
 
 
+def do_nothing() -> None:
+    """Attend to nothing."""
+
+
 @dataclass(slots=True)
 class StepMonitor:
     """The batch script's process during an attempt: the signals that it got, and the stages of a stop."""
@@ -68,6 +72,8 @@ class StepMonitor:
     """Signals for the ranks that came before there were any."""
     next_look: float = 0.0
     """Monotonic time of the next look for such nodes."""
+    attend: Callable[[], None] = do_nothing
+    """Called again and again while the step runs."""
 
     @property
     def grace(self) -> float:
@@ -93,6 +99,7 @@ class StepMonitor:
                 poller.poll((TICK if pidfd else TICK / 10) * 1000)
                 for number in self.inbox.take():
                     self.handle_signal(number, step)
+                self.attend()
                 self.check_deadlines(step)
         finally:
             if pidfd:

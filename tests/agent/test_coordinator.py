@@ -1,12 +1,13 @@
 """What the coordinator orders after each sequence of events, as tables."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.agent.coordinator import PORT_TRIALS, Coordinator, JobEnd, Order
+from launcher.agent.coordinator import LOSS_PATIENCE, PORT_TRIALS, Coordinator, JobEnd, Order
 from launcher.agent.group import GroupNode, GroupStart
 
 FAILED, DONE = JobEnd(failed=True), JobEnd(failed=False)
@@ -20,6 +21,10 @@ def make(hosts: str = "a b", nodes: int = 2, restarts: int = 0) -> Coordinator:
 def start(number: int, hosts: str = "a b", sizes: tuple[int, ...] = (2, 2)) -> GroupStart:
     nodes = tuple(GroupNode(host, size) for host, size in zip(hosts.split(), sizes, strict=True))
     return GroupStart(number, nodes, nodes[0].host, 1000 + number)
+
+
+def forget_patience(order: Order) -> Order:
+    return order if isinstance(order, JobEnd) else replace(order, patience=None)
 
 
 def tell(coordinator: Coordinator, event: Event) -> Order | None:
@@ -41,8 +46,17 @@ def run(coordinator: Coordinator, text: str) -> list[Order]:
     for item in text.split(", "):
         kind, host, number = (*item.split(), "", "0")[:3] if " " in item else (item, "", "0")
         if order := tell(coordinator, (kind, host, int(number or 0))):
-            orders.append(order)
+            orders.append(forget_patience(order))
     return orders
+
+
+def test_ranks_that_wait_for_lost_ones_have_less_time() -> None:
+    coordinator = make("a b c", 2, 9)
+    events = (("ready", "a"), ("ready", "b"), ("ready", "c"), ("lost", "b"))
+    found = [tell(coordinator, (kind, host, 2)) for kind, host in events]
+    assert [one.patience for one in found if isinstance(one, GroupStart)] == [None, LOSS_PATIENCE]
+    again = tell(coordinator, ("failed", "a", 1))
+    assert isinstance(again, GroupStart) and again.patience is None
 
 
 READY = "ready a 2, ready b 2"
