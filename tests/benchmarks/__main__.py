@@ -30,7 +30,7 @@ from tests.benchmarks.recovery import bench_recovery
 from tests.benchmarks.recovery_slurm import bench_hang_recovery, bench_node_death, bench_rank_death
 from tests.benchmarks.shim import bench_shim
 from tests.benchmarks.slow_ranks import bench_stragglers
-from tests.benchmarks.slurm import bench_slurm
+from tests.benchmarks.slurm import bench_slurm, bench_slurm_start
 from tests.benchmarks.start import bench_start
 from tests.benchmarks.start_memory import bench_start_memory
 from tests.benchmarks.straggler import bench_gc
@@ -57,6 +57,7 @@ TIMED: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
     "output": (bench_output, 5),
     "loader": (bench_loader, 1),
     "slurm": (bench_slurm, 6),
+    "slurm-start": (bench_slurm_start, 3),
     "preflight-start": (bench_preflight_start, 3),
     "gc": (bench_gc, 3),
     "gc-memory": (bench_garbage_memory, 5),

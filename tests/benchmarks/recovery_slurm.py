@@ -27,12 +27,10 @@ from tests.benchmarks.recovery import (
     measure_death,
     print_recovered,
 )
-from tests.benchmarks.slurm import HEAD, LAUNCH, TORCHRUN, Bench
+from tests.benchmarks.slurm import HEAD, LAUNCH, SMALL, TORCHRUN, Bench
 from tests.slurm.cluster.conftest import Sandbox, start_sandbox
 
 NODES, ALLOCATED = 2, 3
-MEMORY = "1G"
-SMALL = ("nproc_per_node=1", "cluster.gpus_per_node=0", "cluster.cpus_per_task=1", f"cluster.mem={MEMORY}")
 PATIENCE: Mapping[str, float] = {"rank": 60.0, "node": 300.0, "hang": 120.0}
 """Seconds that a recovery may take: through the queue, and after a verdict, it is longer."""
 TITLES = {
@@ -76,11 +74,10 @@ HANGS = (
 
 def make_script(words: list[str], *, own_store: bool) -> str:
     """Return a job script as people write it, which restarts ranks, and is requeued if a node is lost."""
-    head = HEAD.replace("--mem=100M", f"--mem={MEMORY}")
     options = "--nproc-per-node=1 --max-restarts=3 --redirects=3 --log-dir=logs"
     torchrun = TORCHRUN.replace("--nproc-per-node=1", options)
-    head += f"export {OWN_STORE}\n" if own_store else ""
-    return head + torchrun.replace('program.py "$@"', shlex.join(words))
+    store = f"export {OWN_STORE}\n" if own_store else ""
+    return HEAD + store + torchrun.replace('program.py "$@"', shlex.join(words))
 
 
 def bench_rank_death(folder: Path, rounds: int) -> None:

@@ -7,26 +7,29 @@ import getpass
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from launcher.text import count_things
-from tests.benchmarks.measure import Sample, measure_in_turn, print_table, time_call
+from tests.benchmarks.measure import measure_in_turn, print_goals, print_table, time_call
+from tests.benchmarks.start import FIRST_LINE, IMPORTS, make_environ
 from tests.slurm.cluster.conftest import Sandbox, start_sandbox
 
 SIZES = (1, 2, 4, 8)
 """Nodes, with one rank on each."""
 LAUNCH = (sys.executable, "-m", "launcher")
-SMALL = ("nproc_per_node=1", "cluster.gpus_per_node=0", "cluster.cpus_per_task=1", "cluster.mem=100M")
+SMALL = ("nproc_per_node=1", "cluster.gpus_per_node=0", "cluster.cpus_per_task=1", "cluster.mem=1G")
 PATIENCE = 120.0
 """Seconds that a job has."""
-PROGRAM = "import time\nopen(f'first-{__import__(\"os\").environ[\"RANK\"]}', 'w').write(repr(time.time()))\n"
+PROGRAM = FIRST_LINE
 HEAD = """\
 #!/bin/bash
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=1
-#SBATCH --mem=100M
+#SBATCH --mem=1G
 #SBATCH --output=by-hand-%j.out
 
 echo $EPOCHREALTIME > begun
@@ -55,6 +58,17 @@ srun --kill-on-bad-exit=1 --wait=60 \\
 """
 BY_HAND = {"torchrun": HEAD + TORCHRUN, "srun": HEAD + SRUN}
 """The forms of slurm/torchrun.sbatch and slurm/srun.sbatch, cut to the sandbox."""
+
+
+COMPARED: Mapping[str, tuple[str, ...]] = {
+    "torchrun": ("agent=torchrun", "agent=direct"),
+    "srun": ("agent=srun",),
+}
+"""Settings of `launch` that are held against a script by hand; the last has the goal."""
+GOALS = {"torchrun": 0.5, "srun": 1.5}
+"""Of the time by hand."""
+BEGUN = "cluster.setup=['echo $EPOCHREALTIME > begun']"
+"""The job's first instruction, as in the scripts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +117,30 @@ class Bench:
 
 
 def bench_slurm(folder: Path, rounds: int) -> None:
-    """All of them; starts take half as many rounds on 4 nodes and on 8."""
-    (folder / "program.py").write_text(PROGRAM)
+    """Submission, and starts of a program without torch; half as many rounds on 4 nodes and on 8."""
+    with prepare(folder, FIRST_LINE) as bench:
+        bench_submission(bench, 2 * rounds)
+        for agent in BY_HAND:
+            bench_job_starts(bench, agent, rounds, "first line of a program without torch")
+
+
+def bench_slurm_start(folder: Path, rounds: int) -> None:
+    """Starts of a program that imports torch."""
+    with prepare(folder, IMPORTS + FIRST_LINE) as bench:
+        for agent in BY_HAND:
+            bench_job_starts(bench, agent, rounds, "first line after `import torch`")
+
+
+@contextmanager
+def prepare(folder: Path, program: str) -> Iterator[Bench]:
+    """A cluster, with the program and the job scripts in a folder."""
+    (folder / "program.py").write_text(program)
     for name, script in BY_HAND.items():
         (folder / f"{name}.sbatch").write_text(script)
     with start_sandbox("--no-accounting", f"--nodes={max(SIZES)}") as sandbox:
-        bench = Bench(sandbox, folder)
-        bench_submission(bench, 2 * rounds)
-        for agent in BY_HAND:
-            bench_job_start(bench, agent, rounds)
+        sandbox.environ.update(make_environ(folder / "cache"), SLURM_CONF=str(sandbox.conf))
+        sandbox.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        yield Bench(sandbox, folder)
 
 
 def bench_submission(bench: Bench, rounds: int) -> None:
@@ -129,25 +158,17 @@ def bench_submission(bench: Bench, rounds: int) -> None:
     print_table("Command line to the job's number", measure_in_turn(things, rounds))
 
 
-def bench_job_start(bench: Bench, agent: str, rounds: int) -> None:
-    """From the job's start to the program's first line."""
-    title = f"Job's start to the first line of the user's program on the last rank, {agent}"
-    mark = "cluster.setup=['echo $EPOCHREALTIME > begun']"
+def bench_job_starts(bench: Bench, agent: str, rounds: int, line: str) -> None:
+    """From the job's first instruction to a line of the program, beside a script by hand, by nodes."""
     for nodes in SIZES:
-        launch = (
-            *LAUNCH,
-            f"nodes={nodes}",
-            "cluster=slurm",
-            f"agent={agent}",
-            *SMALL,
-            mark,
-            "--",
-            "program.py",
-        )
-        hand = ("sbatch", f"-N{nodes}", f"{agent}.sbatch")
         things: dict[str, Callable[[], float]] = {
-            f"{agent}.sbatch by hand, {count_things(nodes, 'node')}": lambda: bench.time_start(nodes, *hand),  # noqa: B023 - called at once
-            f"launch agent={agent}, {count_things(nodes, 'node')}": lambda: bench.time_start(nodes, *launch),  # noqa: B023 - as above
+            f"{agent}.sbatch by hand": partial(
+                bench.time_start, nodes, "sbatch", f"-N{nodes}", f"{agent}.sbatch"
+            )
         }
-        samples: list[Sample] = measure_in_turn(things, rounds if nodes < 4 else -(-rounds // 2))
-        print_table(title, samples)
+        for setting in COMPARED[agent]:
+            words = ("cluster=slurm", f"nodes={nodes}", *SMALL, BEGUN, setting, "--", "program.py")
+            things[f"launch {setting}"] = partial(bench.time_start, nodes, *LAUNCH, *words)
+        samples = measure_in_turn(things, rounds if nodes < 4 else -(-rounds // 2))
+        print_table(f"Job's start to the {line}, last of {count_things(nodes, 'node')}", samples)
+        print_goals(samples, {f"launch {COMPARED[agent][-1]}": GOALS[agent]})
