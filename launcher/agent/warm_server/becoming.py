@@ -7,10 +7,12 @@ import sys
 from typing import BinaryIO, TextIO, cast
 
 from launcher.agent.python_program import ExecNeededError, find_python_program
+from launcher.agent.start_method import is_read_by_imports, list_changes
 from launcher.agent.warm_server.allocator_settings import apply_allocator_settings
-from launcher.agent.warm_server.forking import ForkServer, Handlers, RankRequest
+from launcher.agent.warm_server.forking import STOPPING, ForkServer, RankRequest
 from launcher.agent.warm_server.preloading import Preloaded
 from launcher.agent.warm_server.thread_counts import apply_thread_counts
+from launcher.rank.interpreter_hook import is_hooked
 from launcher.rank.shim import exec_program, prepare_rank, print_notice
 
 STREAM_NAMES = ("stdin", "stdout", "stderr")
@@ -23,10 +25,8 @@ def become_rank(server: ForkServer, request: RankRequest, preloaded: Preloaded, 
     """
     attach_streams(request.streams)
     replace_environ(request.environ)
-    handlers = {**server.handlers, signal.SIGPIPE: signal.getsignal(signal.SIGPIPE)}
-    for number, handler in server.handlers.items():
-        is_python = handler is signal.default_int_handler
-        signal.signal(number, signal.SIG_DFL if is_python else handler)
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_DFL)
     environ = dict(request.environ)
     argv, status = prepare_rank(request.argv, environ)
     if status:
@@ -42,7 +42,9 @@ def become_rank(server: ForkServer, request: RankRequest, preloaded: Preloaded, 
     replace_environ(environ)
     for changed, value in preloaded.changes.items():
         os.environ.pop(changed, None) if value is None else os.environ.__setitem__(changed, value)
-    restore_handlers(handlers)
+    watch_environ(preloaded)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as an interpreter does at its start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     renew_identity(name)
     reopen_streams()
     replay_output(preloaded.output)
@@ -77,12 +79,6 @@ def apply_settings(environ: dict[str, str], preloaded: Preloaded) -> None:
     apply_allocator_settings(preloaded.environ, environ)
 
 
-def restore_handlers(handlers: Handlers) -> None:
-    """Handle signals as an interpreter does at its start; what the shim has ignored or reset stays so."""
-    for number in (signal.SIGPIPE, signal.SIGINT):
-        signal.signal(number, handlers[number])
-
-
 def renew_identity(name: bytes) -> None:
     """Renew what each process draws or notes by itself: seeds, keys, its name and thread."""
     import ctypes
@@ -107,6 +103,7 @@ def reopen_streams() -> None:
 
     The objects stay: what was imported, handlers of logging for instance, may hold them.
     """
+    is_raw = isinstance(getattr(sys.stdout or sys.stderr, "buffer", None), io.RawIOBase)
     for number, name in enumerate(STREAM_NAMES):
         stream = getattr(sys, name)
         try:
@@ -116,14 +113,16 @@ def reopen_streams() -> None:
             setattr(sys, f"__{name}__", None)
             continue
         if isinstance(stream, io.TextIOWrapper):
-            reopen_stream(cast("TextIO", stream), number)
+            reopen_stream(cast("TextIO", stream), number, is_raw=is_raw)
 
 
-def reopen_stream(stream: TextIO, number: int) -> None:
-    """Make one stream anew as the interpreter does at its start (`create_stdio` in pylifecycle.c)."""
-    is_raw = isinstance(stream.buffer, io.RawIOBase)
+def reopen_stream(stream: TextIO, number: int, *, is_raw: bool) -> None:
+    """Make one stream anew as the interpreter does at its start (`create_stdio` in pylifecycle.c).
+
+    `is_raw` is for `python -u` and PYTHONUNBUFFERED.
+    """
     encoding, errors = stream.encoding, stream.errors
-    buffer: BinaryIO = open(number, "wb" if number else "rb", 0 if is_raw else -1, closefd=False)  # noqa: SIM115
+    buffer: BinaryIO = open(number, "wb" if number else "rb", 0 if is_raw and number else -1, closefd=False)  # noqa: SIM115
     raw = getattr(buffer, "raw", buffer)
     vars(raw)["name"] = f"<{STREAM_NAMES[number]}>"
     by_line = not is_raw and (buffer.isatty() or number == 2)
@@ -138,6 +137,31 @@ def reopen_stream(stream: TextIO, number: int) -> None:
         write_through=is_raw,
     )
     vars(stream)["mode"] = "w" if number else "r"
+
+
+def watch_environ(preloaded: Preloaded) -> None:
+    """Look, once the program imports torch, at what it has set before: apply it, or say that it is too late.
+
+    The hook tells of that import. Its modules are the rank's only if the rank has the hook.
+    """
+    before = dict(os.environ)
+
+    def look(_module: object) -> None:
+        after = dict(os.environ)
+        late = [name for name in list_changes(before, after) if is_read_by_imports(name, preloaded.read)]
+        try:
+            if list_changes(before, after):
+                apply_settings(after, preloaded)
+        except ExecNeededError as error:
+            late.append(str(error))
+        if late and after.get("LOCAL_RANK", "0") == "0":
+            print_notice(f"the ranks are forked with torch, too late for: {', '.join(late)} (start.warm=off)")
+
+    if "torch" in sys.modules:
+        __import__("launch_inprocess.import_hook").import_hook.when_framework_is_used(look)
+    if not is_hooked(before):
+        for name in [name for name in sys.modules if name.partition(".")[0] == "launch_inprocess"]:
+            del sys.modules[name]
 
 
 def replay_output(output: tuple[bytes, ...]) -> None:

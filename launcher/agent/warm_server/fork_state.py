@@ -1,42 +1,53 @@
 """Whether this process can be forked: one thread, no GPU, no children."""
 
+import contextlib
 import os
+from collections.abc import Iterable
 
-NVIDIA, DRI, KFD = "/dev/nvidia", "/dev/dri/", "/dev/kfd"
+from launcher.agent.python_program import ExecNeededError
+
+DEVICES = ("/dev/nvidia", "/dev/dri/", "/dev/kfd")
 DELETED = " (deleted)"
 
 
-def find_fork_obstacle() -> str:
-    """Say why a fork of this process would not be as a process of its own; empty if it would."""
+def check_process() -> None:
+    """Raise ExecNeededError if a fork of this process would not be as a process of its own."""
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
-        return f"the imports have started {threads - 1} more thread{'s' * (threads > 2)}"
+        raise ExecNeededError(f"the imports have started {threads - 1} more thread{'s' * (threads > 2)}")
     if device := find_open_device():
-        return f"the imports have opened {device}"
+        raise ExecNeededError(f"the imports have opened {device}")
     if children := read_children():
-        return f"the imports have started a process ({children[0]})"
-    return find_replaced_library()
+        raise ExecNeededError(f"the imports have started a process ({children[0]})")
+    if library := find_replaced_library():
+        raise ExecNeededError(f"{library} was replaced since it was loaded")
 
 
 def find_open_device() -> str:
     """Return a GPU's device file that this process has open or mapped; empty if there is none."""
+    targets = []
     for entry in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{entry}")
-        except OSError:  # the folder's own descriptor
-            continue
-        if target.startswith((NVIDIA, DRI, KFD)):
-            return target
-    paths = (line.partition("/")[2] for line in read_lines("/proc/self/maps"))
-    return next((f"/{path}" for path in paths if f"/{path}".startswith((NVIDIA, DRI, KFD))), "")
+        with contextlib.suppress(OSError):  # the folder's own descriptor
+            targets.append(os.readlink(f"/proc/self/fd/{entry}"))
+    return find_device([*targets, *list_mapped_files()])
+
+
+def find_device(paths: Iterable[str]) -> str:
+    """Return the first of these files that is a GPU's; empty if none is."""
+    return next((path for path in paths if path.startswith(DEVICES)), "")
+
+
+def list_mapped_files() -> list[str]:
+    """Return the paths of files that are mapped into this process, libraries among them."""
+    return list(
+        dict.fromkeys(f"/{line.partition('/')[2]}" for line in read_lines("/proc/self/maps") if "/" in line)
+    )
 
 
 def find_replaced_library() -> str:
-    """Name a loaded library whose file was replaced; empty if there is none."""
-    for line in read_lines("/proc/self/maps"):
-        if line.endswith(f".so{DELETED}") or (".so." in line and line.endswith(DELETED)):
-            return f"/{line.partition('/')[2].removesuffix(DELETED)} was replaced"
-    return ""
+    """Return the path of a loaded library whose file was replaced; empty if there is none."""
+    replaced = [path.removesuffix(DELETED) for path in list_mapped_files() if path.endswith(DELETED)]
+    return next((path for path in replaced if ".so" in os.path.basename(path)), "")
 
 
 def read_children() -> list[str]:

@@ -8,10 +8,11 @@ import sys
 import time
 from collections.abc import Mapping
 
-from launcher.agent.python_program import ExecNeededError
-from launcher.agent.start_method import check_environment
-from launcher.agent.warm_server.fork_state import find_fork_obstacle
+from launcher.agent.python_program import ExecNeededError, split_command
+from launcher.agent.start_method import check_environment, check_written
+from launcher.agent.warm_server.fork_state import check_process
 from launcher.agent.warm_server.preloading import Preloaded, PreloadError
+from launcher.agent.warm_server.program_files import ProgramFiles
 from launcher.protocol import LAUNCH_FIT
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
@@ -19,10 +20,12 @@ NAME = b"launch-warm"
 RECHECK = 5.0
 """Seconds after which the modules' files are looked at again."""
 MAX_MESSAGE, STREAMS = 1 << 16, 3
+STOPPING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM)
+"""Signals that a rank does not ignore at its start, even if the launcher does (nohup)."""
 IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that SLURM or a terminal may send to all processes of a step."""
 ADOPTION_TICK = 0.0002
-Handlers = dict[int, "signal._HANDLER"]
+FORK_FAILED = "a rank could not be forked"
 
 
 class RankRequest:
@@ -49,17 +52,17 @@ class ForkServer:
         os.set_inheritable(descriptor, False)
         self.socket = socket.socket(fileno=descriptor)
         self.hook = hook
-        self.handlers: Handlers = {number: signal.getsignal(number) for number in IGNORED}
-        """As the interpreter has them at its start."""
         for number in IGNORED:
             signal.signal(number, signal.SIG_IGN)
         self.checked = time.monotonic()
+        self.files = ProgramFiles(split_command(sys.orig_argv))
 
     def run(self, names: list[str]) -> tuple[RankRequest, Preloaded]:
         """Import modules, then serve; returns in a rank alone, and ends this process otherwise."""
         try:
             preloaded = Preloaded(names, self.hook)
-        except PreloadError as error:
+            check_process()
+        except (PreloadError, ExecNeededError) as error:
             self.reply(refused=str(error))
             os._exit(0)
         import gc
@@ -70,10 +73,12 @@ class ForkServer:
             request = self.receive()
             if request is None:
                 os._exit(0)
-            if reason := self.find_obstacle(request, preloaded):
-                self.reply(refused=reason)
-            elif self.fork_twice():
-                return request, preloaded
+            try:
+                self.check_fork(request, preloaded)
+                if self.fork_twice():
+                    return request, preloaded
+            except (ExecNeededError, OSError) as error:
+                self.reply(refused=str(error))
             for stream in request.streams:
                 os.close(stream)
 
@@ -86,17 +91,16 @@ class ForkServer:
             file.seek(0)
             return RankRequest(json.loads(file.read()), list(descriptors[1:]))
 
-    def find_obstacle(self, request: RankRequest, preloaded: Preloaded) -> str:
-        """Say why a rank cannot be forked; empty if it can."""
-        if reason := find_fork_obstacle():
-            return reason
-        if (name := preloaded.find_shadow(find_program_folder())) and name:
-            return f"the program's folder has a module {name} of its own"
+    def check_fork(self, request: RankRequest, preloaded: Preloaded) -> None:
+        """Raise ExecNeededError if a rank cannot be forked now."""
+        check_process()
+        preloaded.check_shadows(self.files.list_own_modules())
+        check_written(self.files.list_written(), preloaded.read)
+        self.check_rank(request.environ, preloaded)
         if time.monotonic() - self.checked > RECHECK:
             self.checked = time.monotonic()
             if path := preloaded.find_changed_file():
-                return f"{path} has changed since it was imported"
-        return ""
+                raise ExecNeededError(f"{path} has changed since it was imported")
 
     def check_rank(self, environ: dict[str, str], preloaded: Preloaded) -> None:
         """Raise ExecNeededError if a rank's environment is not the one in which the imports were made."""
@@ -111,28 +115,27 @@ class ForkServer:
         return {**{name: value for name, value in environ.items() if name != "PYTHONPATH"}, **path}
 
     def fork_twice(self) -> bool:
-        """Fork a process whose parent ends at once; returns True in that process, which tells its PID."""
-        try:
-            middle = os.fork()
-        except OSError as error:
-            self.reply(refused=f"fork: {error.strerror}")
-            return False
+        """Fork a process whose parent ends at once; returns True in that process, which tells its PID.
+
+        Raises OSError.
+        """
+        middle = os.fork()
         if middle:
-            os.waitpid(middle, 0)
+            if os.waitpid(middle, 0)[1]:
+                raise OSError(FORK_FAILED)
             return False
         middle = os.getpid()
         try:
             if os.fork():
                 os._exit(0)
-        except OSError as error:
-            self.reply(refused=f"fork: {error.strerror}")
-            os._exit(0)
-        os.setsid()
-        while os.getppid() == middle:
-            time.sleep(ADOPTION_TICK)
-        if not self.reply(pid=os.getpid()):
+            os.setsid()
+            while os.getppid() == middle:
+                time.sleep(ADOPTION_TICK)
+            if not self.reply(pid=os.getpid()):
+                os._exit(1)
+            self.socket.close()
+        except BaseException:  # neither of the two may go on to serve
             os._exit(1)
-        self.socket.close()
         return True
 
     def reply(self, **message: object) -> bool:
@@ -142,16 +145,6 @@ class ForkServer:
         except OSError:
             return False
         return True
-
-
-def find_program_folder() -> str:
-    """Return the folder that Python puts first on `sys.path` for the program (`-P`: none)."""
-    if getattr(sys.flags, "safe_path", False):
-        return ""
-    first = sys.argv[0] if sys.argv else ""
-    if first in ("", "-c", "-m"):
-        return os.getcwd()
-    return first if os.path.isdir(first) else os.path.dirname(os.path.realpath(first))
 
 
 def end_with_launcher(launcher: int) -> None:

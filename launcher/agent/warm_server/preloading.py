@@ -2,15 +2,16 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
 from importlib.machinery import PathFinder
 
+from launcher.agent.python_program import ExecNeededError
+from launcher.agent.warm_server.program_files import read_state
 from launcher.agent.warm_server.recorded_environ import EnvironRecorder
 
 BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "1")
 """For the imports alone: OpenBLAS starts its threads as it is loaded."""
-FileState = tuple[int, int, int]
 
 
 class PreloadError(Exception):
@@ -41,6 +42,7 @@ class Preloaded:
         loaded = {name: module for name, module in list(sys.modules.items()) if name not in known}
         self.names = frozenset(name for name in loaded if "." not in name) - set(sys.builtin_module_names)
         """Top-level modules that a program could have files of the same names for."""
+        note_copied_names()
         files = {str(getattr(module, "__file__", None) or "") for module in loaded.values()}
         self.files = {path: state for path in files if path and (state := read_state(path))}
         """The modules' files, as they were once they were imported."""
@@ -51,13 +53,15 @@ class Preloaded:
         """Return the path of a module's file that was changed since the import; empty if there is none."""
         return next((path for path, state in self.files.items() if read_state(path) != state), "")
 
-    def find_shadow(self, folder: str) -> str:
-        """Return an imported module's name that is one in the program's own folder too; empty if none is."""
-        try:
-            own = {entry.partition(".")[0] for entry in os.listdir(folder)}
-        except OSError:
-            return ""
-        return next(iter(sorted(own & self.names)), "")
+    def check_shadows(self, own: Collection[str]) -> None:
+        """Raise ExecNeededError if a module in the program's own folder has an imported one's name."""
+        for name in sorted(self.names.intersection(own)):
+            raise ExecNeededError(f"the program's folder has a module {name} of its own")
+
+
+def note_copied_names() -> None:
+    """Have the hook note where functions are that it replaces in a rank; its modules stay for the ranks."""
+    __import__("launch_inprocess.copied_names").copied_names.note_copies()
 
 
 def import_named(name: str) -> None:
@@ -88,15 +92,6 @@ def restore_variable(name: str) -> None:
     """Have the C library's environment hold what `os.environ` does."""
     value = os.environ.get(name)
     os.unsetenv(name) if value is None else os.putenv(name, value)
-
-
-def read_state(path: str) -> FileState | None:
-    """Return what changes if a file is replaced or written; None if there is none."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def read_output(descriptor: int) -> bytes:

@@ -26,14 +26,19 @@ def serve_ranks(text: str, hook: str, root: str) -> None:
         request, preloaded = server.run(list(settings["preload"]))
         sys.path.insert(0, root)
         become_rank(server, request, preloaded, name)
-        forget_own_modules()
-        sys.path.remove(root)
+        forget_own_modules(root)
     except BaseException as error:  # the program must not run in this process
         os.write(2, f"launch-rank: the warm process has failed: {type(error).__name__}: {error}\n".encode())
         os._exit(1)
 
 
-def forget_own_modules() -> None:
-    """Remove all modules of ours: the program may have some by the same names."""
+def forget_own_modules(root: str) -> None:
+    """Remove all modules of ours, and their folders: the program may have some by the same names."""
     for name in [name for name in sys.modules if name.partition(".")[0] == OWN]:
         del sys.modules[name]
+    sys.path.remove(root)
+    folder = os.path.join(root, OWN)
+    for path in [path for path in sys.path_importer_cache if f"{path}/".startswith(f"{folder}/")]:
+        del sys.path_importer_cache[path]
+    if root not in sys.path:
+        sys.path_importer_cache.pop(root, None)

@@ -6,11 +6,11 @@ Nothing here starts a thread that a program by itself would not have after its i
 import ctypes
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from launcher.agent.python_program import ExecNeededError
 from launcher.agent.start_method import THREADS, list_changes
-from launcher.agent.warm_server.fork_state import read_lines
+from launcher.agent.warm_server.fork_state import list_mapped_files
 
 TORCH_THREADS, BLAS_THREADS = THREADS[:2], THREADS[2:]
 INIT_THREADS = "_ZN2at16init_num_threadsEv"
@@ -66,17 +66,10 @@ def set_torch_threads(count: int) -> None:
 
 def set_blas_threads(count: int) -> None:
     """Set the threads of every OpenBLAS; it was loaded with one, so that none was started before the fork."""
-    for path in list_libraries("openblas") if count > 1 else ():
+    paths = [path for path in list_mapped_files() if "openblas" in os.path.basename(path)]
+    for path in paths if count > 1 else ():
         library = ctypes.CDLL(path)
         functions = (getattr(library, name, None) for name in BLAS_SET_THREADS)
         for function in filter(None, functions):
             function(count)
             break
-
-
-def list_libraries(name: str) -> Iterator[str]:
-    """Yield the paths of loaded libraries with this in their file's name."""
-    paths = dict.fromkeys(
-        f"/{line.partition('/')[2]}" for line in read_lines("/proc/self/maps") if name in line
-    )
-    yield from (path for path in paths if name in os.path.basename(path) and ".so" in path)
