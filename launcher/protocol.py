@@ -11,6 +11,7 @@ PREFIX = "LAUNCH_"
 LAUNCH_AGENT = "LAUNCH_AGENT"
 LAUNCH_ATTEMPT = "LAUNCH_ATTEMPT"
 LAUNCH_BINDING = "LAUNCH_BINDING"
+LAUNCH_CACHE = "LAUNCH_CACHE"
 LAUNCH_FIT = "LAUNCH_FIT"
 LAUNCH_GC = "LAUNCH_GC"
 LAUNCH_LOADER_DEFAULT = "LAUNCH_LOADER_DEFAULT"
@@ -93,6 +94,14 @@ VARIABLES = (
         "The binding that launch-rank plans if it has no plan at hand.",
         set_by="",
         read_by=(SHIM,),
+        is_settable=True,
+    ),
+    ProtocolVariable(
+        LAUNCH_CACHE,
+        "off | DIR",
+        "Where launch keeps composed configurations, in place of ~/.cache/launch; off: it keeps none.",
+        set_by="",
+        read_by=(LAUNCHER,),
         is_settable=True,
     ),
     ProtocolVariable(

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from launcher.config.request import LIBRARY_PREFIXES
 from launcher.plan.environment import HONOURED
+from launcher.protocol import LAUNCH_CACHE
 from launcher.text import set_up_logging
 
 set_up_logging()
@@ -112,10 +114,19 @@ def clean_environ() -> dict[str, str]:
     """
     ours = ("PET_", "LAUNCH_", "TORCHELASTIC_", "HYDRA_", "COMP_", *HONOURED, *LIBRARY_PREFIXES)
     slurms = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_")
-    return {name: value for name, value in os.environ.items() if not name.startswith((*ours, *slurms))}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith((*ours, *slurms))}
+    return kept | {LAUNCH_CACHE: os.environ[LAUNCH_CACHE]}
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep composed configurations of the tests by themselves, and let the tests' processes be stopped."""
+    folder = tempfile.TemporaryDirectory(prefix="launch-cache-")
+    os.environ[LAUNCH_CACHE] = folder.name
+    config.add_cleanup(folder.cleanup)
+    restore_stop_signals()
+
+
+def restore_stop_signals() -> None:
     """Let what the tests start be stopped by signals, also where this process ignores them.
 
     A shell's background job ignores SIGINT and SIGQUIT, under nohup SIGHUP too; children inherit that.

@@ -10,7 +10,7 @@ from launcher.runs.secrets import mask_words
 from launcher.text import join_words
 
 if TYPE_CHECKING:
-    from launcher.config.composition import Composed
+    from launcher.config.composed import Composed
 
 KNOWN = (
     "--micro-batch-size",

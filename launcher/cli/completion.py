@@ -213,6 +213,7 @@ def find_runs_dir(before: Sequence[str]) -> Path:
     primary = sources.find_file(sources.primary)
     if primary is None or find_shipped() in primary.parents:
         return Path(LaunchConfig.runs_dir)
-    from launcher.config.composition import compose, resolve  # Hydra takes longer than all of the rest
+    from launcher.config.composed import resolve
+    from launcher.config.composition_cache import compose_cached  # Hydra takes longer than all of the rest
 
-    return Path(resolve(compose(sources, ())).runs_dir)
+    return Path(resolve(compose_cached(sources, (), os.environ)).runs_dir)

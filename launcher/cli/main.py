@@ -89,7 +89,7 @@ def run_command(command: Command, argv: Sequence[str]) -> int:
         from launcher.config.hydra_output import show_flags
 
         return show_flags(flags)
-    from launcher.config.multirun import asks_sweep, refuse_other_mode
+    from launcher.config.sweep_mode import asks_sweep, refuse_other_mode
 
     sweep = asks_sweep(flags, command.verb)
     refuse_other_mode(flags, sweep=sweep)

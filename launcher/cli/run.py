@@ -14,7 +14,7 @@ from launcher.cli.resume import check_earlier, check_resume
 from launcher.cli.unused_settings import warn_elsewhere, warn_overruled, warn_unused, warn_visible
 from launcher.config.agent_choice import choose_agent
 from launcher.config.cluster import check_command, choose_cluster
-from launcher.config.composition import Composed, read_values, resolve
+from launcher.config.composed import Composed, read_values, resolve
 from launcher.config.config_file import render_config
 from launcher.config.environment_files import fill_env, read_env_files
 from launcher.config.program import BUNDLED, clear_sections, describe_interpreter, find_program, find_unused

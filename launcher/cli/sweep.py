@@ -11,7 +11,8 @@ from launcher.cli.config_programs import list_targets, name_files, report_config
 from launcher.cli.dispatch import add_pet, run_composed
 from launcher.cli.resume import check_resume
 from launcher.cli.run import is_for_slurm, specify_job, try_anew
-from launcher.config.composition import Composed, compose
+from launcher.config.composed import Composed
+from launcher.config.composition import compose
 from launcher.config.hydra_flags import Flags
 from launcher.config.hydra_output import explain_composition
 from launcher.config.hydra_settings import apply_settings

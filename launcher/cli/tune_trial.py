@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launcher.cli.allocator_check import unset_settings
 from launcher.cli.run import make_direct_agent, plan_job
-from launcher.config.composition import Composed, resolve
+from launcher.config.composed import Composed, resolve
 from launcher.config.config_file import render_config
 from launcher.config.environment_files import fill_env
 from launcher.config.schema import LaunchConfig

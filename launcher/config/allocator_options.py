@@ -109,7 +109,7 @@ def describe_lack(name: str, version: Version | None) -> str:
 
 def suggest_key(name: str, version: Version | None) -> str:
     """Return `: did you mean …?` if a setting has a similar name, else `:`."""
-    from difflib import get_close_matches  # noqa: PLC0415 - 10 ms, for a mistake alone
+    from difflib import get_close_matches
 
     near = get_close_matches(name, list_known_keys(version), n=1, cutoff=0.6)
     return f": did you mean {near[0]}?" if near else ":"
@@ -122,7 +122,7 @@ def depends_on_version(names: Iterable[str]) -> bool:
 
 def read_torch_version() -> str | None:
     """Return the installed torch's version by its metadata; None if there is none."""
-    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415 - 30 ms, seldom needed
+    from importlib.metadata import PackageNotFoundError, version
 
     try:
         return version("torch")

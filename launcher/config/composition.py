@@ -2,12 +2,13 @@
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, cast
 
 import yaml
 from hydra import initialize_config_dir
@@ -23,9 +24,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from launcher.config.environment_files import write_values
+from launcher.config.composed import RUN_DIR, Composed, HydraSettings
+from launcher.config.config_file import flatten
 from launcher.config.hydra_settings import (
-    HydraSettings,
     read_hydra_settings,
     refuse_setting,
     refuse_words,
@@ -37,7 +38,8 @@ from launcher.config.resource_limits import MAX_SECONDS, limit_composition
 from launcher.config.schema import LaunchConfig
 from launcher.config.search_path import PRIMARY, Sources
 from launcher.config.suggestions import shorten_message, suggest, suggest_dotted_key
-from launcher.config.yaml_files import MOST_BYTES, check_aliases, read_text, read_yaml
+from launcher.config.sweep_mode import mentions_hydra
+from launcher.config.yaml_files import MOST_BYTES, check_aliases, read_text
 from launcher.errors import UsageError
 
 FAILURES = (
@@ -46,33 +48,69 @@ FAILURES = (
     *(AssertionError, AttributeError, LookupError, TypeError),
 )
 """What Hydra raises for a user's mistake."""
-RUN_DIR = "RUN_DIR"
-"""Stands for the run directory if there is none."""
-
-
+HARMLESS_PLUGINS = {"SearchPath", "HydraColorlogSearchPathPlugin"}
+"""Plugins that add to Hydra's search path nothing that a composition of ours depends on."""
 OTHER_FOLDERS: ContextVar[tuple[Path, ...]] = ContextVar("OTHER_FOLDERS", default=())
 """Folders of configuration after the first, for the Hydra that is being opened."""
 
 
-@dataclass(frozen=True, slots=True)
-class Composed:
-    """A composed configuration, before the run directory is known."""
+@dataclass(slots=True)
+class HydraValues:
+    """The values of a configuration that Hydra has composed."""
 
     tree: DictConfig
-    choices: dict[str, str]
-    """Option chosen for each group."""
-    warnings: tuple[str, ...]
-    """Hydra's warnings, each in one line."""
     sources: Sources
-    """Where it comes from."""
-    given: frozenset[str] = frozenset()
-    """Keys that the command line sets."""
-    settings: HydraSettings = field(default_factory=HydraSettings)
-    """Hydra's own settings."""
-    own_files: tuple[str, ...] = ()
-    """Files that are not the shipped ones, relative to the working directory."""
-    values: DictConfig | None = None
+    interpolated: DictConfig | None = None
     """What `${hydra:KEY}` refers to; None if nothing can refer to it."""
+
+    def select(self, keys: Sequence[str]) -> dict[str, object]:
+        """Return single values, before the run directory is known; raises UsageError."""
+        try:
+            if self.interpolated is not None:
+                restore_hydra_config(self.interpolated, RUN_DIR)
+            with limit_composition(self.sources):
+                return {key: OmegaConf.select(self.tree, key) for key in keys}
+        except FAILURES as error:
+            raise UsageError(shorten_message(error)) from None
+
+    def resolve(self, run_dir: Path | None) -> LaunchConfig:
+        """Resolve all interpolations; raises UsageError."""
+        tree = self.tree
+        try:
+            unknown = run_dir is None and tree.run_dir is None
+            if run_dir or unknown:
+                tree.run_dir = str(run_dir or RUN_DIR)
+            if self.interpolated is not None:
+                restore_hydra_config(self.interpolated, str(tree.run_dir))
+            with limit_composition(self.sources):
+                config = OmegaConf.to_object(tree)
+        except FAILURES as error:
+            raise UsageError(shorten_message(error)) from None
+        if not isinstance(config, LaunchConfig):
+            raise UsageError(
+                "the configuration does not build on launch_schema: put it first in its defaults"
+            )
+        if unknown:
+            tree.run_dir = config.run_dir = None
+        return config
+
+    def to_mapping(self) -> dict[str, object]:
+        """Return all values, as they were resolved last."""
+        found: Any = OmegaConf.to_container(self.tree, resolve=True)
+        return dict(found)
+
+    def find_text(self, left_out: Collection[str]) -> None:
+        """Return None: there is no text yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenValues:
+    """All values of a composition, resolved with a mark in the place of the run directory."""
+
+    run_dir: str | None
+    """`run_dir` before that."""
+    tree: dict[str, Any]
+    config: LaunchConfig
 
 
 class SearchPath(SearchPathPlugin):
@@ -123,7 +161,7 @@ def compose(sources: Sources, overrides: Sequence[str], number: int | None = Non
             choices = {str(g): str(o) for g, o in tree.hydra.runtime.choices.items() if o}
             own_files = tuple(sources.list_own(choices))
             uses_hydra = mentions_hydra(words) or (own_files and sources.mentions("hydra"))
-            values = set_hydra_config(tree, number) if uses_hydra else None
+            interpolated = set_hydra_config(tree, number) if uses_hydra else None
             settings = read_hydra_settings(loader, tree) if uses_hydra else HydraSettings()
         except FAILURES as error:
             raise UsageError(diagnose_failure(loader, sources, words, error)) from None
@@ -134,15 +172,41 @@ def compose(sources: Sources, overrides: Sequence[str], number: int | None = Non
         tree.dataloader.workload = ""  # the user's own number is not derived from a workload
     doubts = dict.fromkeys(" ".join(str(entry.message).split()) for entry in caught)
     return Composed(
-        tree=tree,
+        values=HydraValues(tree, sources, interpolated),
         choices={group: option for group, option in choices.items() if not group.startswith("hydra/")},
         warnings=tuple(doubts),
         sources=sources,
         given=frozenset(map(read_key, overrides)),
         settings=settings,
         own_files=own_files,
-        values=values,
     )
+
+
+def freeze_values(composed: Composed, mark: str) -> FrozenValues | None:
+    """Return all values, which depend on nothing but files, words and the run directory; None if they may.
+
+    They may if a value calls a resolver (`${oc.env:HOME}`), or a plugin has added to Hydra's search path.
+    """
+    values = composed.values
+    if not isinstance(values, HydraValues) or values.interpolated or composed.settings != HydraSettings():
+        return None
+    if {found.__name__ for found in Plugins.instance().discover(SearchPathPlugin)} - HARMLESS_PLUGINS:
+        return None
+    tree = values.tree
+    raw: Any = OmegaConf.to_container(tree, resolve=False)
+    texts = [text for text in map(str, flatten(raw).values()) if "${" in text or mark in text]
+    if any(":" in text or mark in text for text in texts) or "${" in str(raw["run_dir"]):
+        return None
+    try:
+        tree.run_dir = mark
+        with limit_composition(composed.sources):
+            found: Any = OmegaConf.to_container(tree, resolve=True)
+            config = cast(LaunchConfig, OmegaConf.to_object(tree))
+    except (*FAILURES, UsageError):
+        return None
+    finally:
+        tree.run_dir = raw["run_dir"]
+    return FrozenValues(raw["run_dir"], found, config)
 
 
 def compose_tree(
@@ -152,11 +216,6 @@ def compose_tree(
     tree = loader.load_configuration(sources.primary, words, mode)
     OmegaConf.set_struct(tree, value=False)
     return tree
-
-
-def mentions_hydra(words: Sequence[str]) -> bool:
-    """Tell whether a word of the command line may change or use a setting of Hydra's."""
-    return any("hydra" in word for word in words)
 
 
 def add_searchpath(sources: Sources, overrides: Sequence[str]) -> Sources:
@@ -191,60 +250,6 @@ def find_folder(entry: str) -> Path | None:
     except ImportError:
         return None
     return next((Path(folder) for folder in (spec and spec.submodule_search_locations) or ()), None)
-
-
-def read_values(composed: Composed, keys: Sequence[str]) -> dict[str, object]:
-    """Return single values that are needed before the run directory is known; raises UsageError."""
-    try:
-        if composed.values is not None:
-            restore_hydra_config(composed.values, RUN_DIR)
-        with limit_composition(composed.sources):
-            return {key: OmegaConf.select(composed.tree, key) for key in keys}
-    except FAILURES as error:
-        raise UsageError(shorten_message(error)) from None
-
-
-def resolve(composed: Composed, run_dir: Path | None = None) -> LaunchConfig:
-    """Resolve interpolations, `${run_dir}` among them, and return typed values; raises UsageError.
-
-    A verb that starts nothing has no run directory: `RUN_DIR` stands for it. A machine's snapshot becomes a
-    path.
-    """
-    tree = composed.tree
-    try:
-        unknown = run_dir is None and tree.run_dir is None
-        if run_dir or unknown:
-            tree.run_dir = str(run_dir or RUN_DIR)
-        if composed.values is not None:
-            restore_hydra_config(composed.values, str(tree.run_dir))
-        with limit_composition(composed.sources):
-            config = OmegaConf.to_object(tree)
-    except FAILURES as error:
-        raise UsageError(shorten_message(error)) from None
-    if not isinstance(config, LaunchConfig):
-        raise UsageError("the configuration does not build on launch_schema: put it first in its defaults")
-    if unknown:
-        tree.run_dir = config.run_dir = None
-    config.env = write_values(config.env)
-    config.machine.snapshot = composed.sources.find_beside("machine", config.machine.snapshot)
-    if config.cluster.machine is not None:
-        config.cluster.machine = find_snapshot(composed.sources, config.cluster.machine)
-    return config
-
-
-def find_snapshot(sources: Sources, name: str) -> str:
-    """Return the snapshot of a machine named as in `machine=NAME`, or a file; raises UsageError."""
-    path = sources.find_file(f"machine/{name}")
-    try:
-        tree = read_yaml(path) if path else {"snapshot": name}
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UsageError(f"{path} cannot be read ({error}): mend it, or name another machine") from None
-    given = tree.get("snapshot") if isinstance(tree, dict) else None
-    found = sources.find_beside("machine", str(given)) if given else None
-    if found is None or not Path(found).is_file():
-        near = suggest(name, sources.list_options("machine"))
-        raise UsageError(f"cluster.machine={name} is no machine in conf/machine and no snapshot{near}")
-    return found
 
 
 def normalize_overrides(sources: Sources, overrides: Sequence[str], *, sweep: bool = False) -> list[str]:

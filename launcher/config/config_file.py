@@ -1,16 +1,10 @@
 """`config.yaml` in the run directory: what is written, and what differs from an earlier start of the run."""
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-import yaml
-from omegaconf import OmegaConf
-
-from launcher.config.composition import Composed
-from launcher.config.hydra_settings import flatten
-from launcher.config.yaml_files import check_aliases
+from launcher.config.composed import Composed
 from launcher.errors import UsageError
 from launcher.files import LARGEST, read_file
 from launcher.runs.secrets import mask_tree
@@ -22,13 +16,36 @@ PLACE_KEYS = ("run_dir", "new_run_dir")
 
 def render_config(composed: Composed, left_out: Collection[str] = ()) -> str:
     """Return the text: what was resolved last, secrets masked, without some sections."""
-    tree: Any = OmegaConf.to_container(composed.tree, resolve=True)
-    kept = {key: value for key, value in tree.items() if key not in left_out}
-    return str(yaml.safe_dump(mask_tree(kept), sort_keys=False))
+    if (text := composed.values.find_text(left_out)) is not None:
+        return text
+    kept = {key: value for key, value in composed.values.to_mapping().items() if key not in left_out}
+    return dump_masked(kept)
+
+
+def dump_masked(tree: Mapping[str, object]) -> str:
+    """Return a configuration as YAML, secrets masked."""
+    import yaml
+
+    return str(yaml.safe_dump(mask_tree(dict(tree)), sort_keys=False))
+
+
+def flatten(node: object, prefix: str = "") -> dict[str, object]:
+    """Return the leaves of nested mappings by their dotted keys; empty mappings have none."""
+    if not isinstance(node, dict):
+        return {prefix: node}
+    return {
+        key: leaf
+        for name, value in node.items()
+        for key, leaf in flatten(value, f"{prefix}.{name}" if prefix else str(name)).items()
+    }
 
 
 def read_config_value(run_path: Path, *keys: str) -> object:
     """Return a value of a run directory's file; None if the file cannot be read or does not have it."""
+    import yaml
+
+    from launcher.config.yaml_files import check_aliases
+
     try:
         text = read_file(run_path / NAME, LARGEST).decode("utf-8", "replace")
         check_aliases(run_path / NAME, text)
@@ -45,6 +62,10 @@ def find_changes(run_path: Path, text: str) -> list[str]:
 
     A file that cannot be read, or holds something else, differs in nothing.
     """
+    import yaml
+
+    from launcher.config.yaml_files import check_aliases
+
     path = run_path / NAME
     try:
         before = read_file(path, LARGEST).decode("utf-8", "surrogateescape")

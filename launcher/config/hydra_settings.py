@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +10,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from launcher.config.composed import HydraSettings
+from launcher.config.config_file import flatten
 from launcher.config.other_tools import find_foreign
+from launcher.config.run_path import refuse_used
 from launcher.config.search_path import PRIMARY
 from launcher.errors import UsageError
 
@@ -47,34 +49,14 @@ DEFAULTS = {"launcher": "basic", "sweeper": "basic", "callbacks": None}
 """Options of Hydra's groups; those of the others are `default`."""
 
 
-@dataclass(frozen=True, slots=True)
-class HydraSettings:
-    """Hydra's settings that have an effect; None means Hydra's default, which launch does not use."""
-
-    multirun: bool = False
-    """`hydra.mode=MULTIRUN`."""
-    sweeper: str = "basic"
-    """The chosen option of the group `hydra/sweeper`."""
-    params: Mapping[str, str] = field(default_factory=dict)
-    """`hydra.sweeper.params` of the basic sweeper."""
-    run_dir: str | None = None
-    """`hydra.run.dir`."""
-    sweep_dir: str | None = None
-    """`hydra.sweep.dir`."""
-    name: str | None = None
-    """`hydra.job.name`."""
-    verbose: bool = False
-    """`hydra.verbose`."""
-
-
 def read_hydra_settings(loader: ConfigLoader, tree: DictConfig) -> HydraSettings:
     """Return Hydra's settings in a composed configuration; raises UsageError for one without effect."""
     node = tree.hydra
     chosen = find_chosen(node.runtime.choices)
     for group, option in chosen.items():
         refuse_setting(group, option, f"hydra/{group}={option}")
-    default = flatten(loader.load_configuration(None, [], RunMode.RUN).hydra)
-    changed = {key: value for key, value in flatten(node).items() if default.get(key, MISSING) != value}
+    default = flatten_node(loader.load_configuration(None, [], RunMode.RUN).hydra)
+    changed = {key: value for key, value in flatten_node(node).items() if default.get(key, MISSING) != value}
     # Hydra derives env_set from env_copy: report env_copy, which the user wrote.
     for key in sorted(changed, key=lambda key: key != "job.env_copy"):
         if not is_within(key, chosen):
@@ -98,17 +80,9 @@ def find_chosen(choices: Mapping[str, object]) -> dict[str, object]:
     return {group: option for group, option in named.items() if option != DEFAULTS.get(group, "default")}
 
 
-def flatten(node: object, prefix: str = "") -> dict[str, object]:
+def flatten_node(node: DictConfig) -> dict[str, object]:
     """Return the leaves of a configuration by their dotted keys, unresolved; empty mappings have none."""
-    if isinstance(node, DictConfig):
-        node = OmegaConf.to_container(node, resolve=False)
-    if not isinstance(node, dict):
-        return {prefix: node}
-    return {
-        key: leaf
-        for name, value in node.items()
-        for key, leaf in flatten(value, f"{prefix}.{name}" if prefix else str(name)).items()
-    }
+    return flatten(OmegaConf.to_container(node, resolve=False))
 
 
 def refuse_setting(key: str, value: object, word: str) -> None:
@@ -149,19 +123,6 @@ def apply_settings(tree: DictConfig, settings: HydraSettings, run_dir: str | Non
 def is_unset(tree: DictConfig, key: str) -> bool:
     """Tell whether a key is null."""
     return not OmegaConf.is_interpolation(tree, key) and tree[key] is None
-
-
-def refuse_used(path: Path, key: str) -> None:
-    """Raise UsageError if the new directory that this key names is not empty."""
-    try:
-        used = path.exists() and (not path.is_dir() or any(path.iterdir()))
-    except (OSError, ValueError):  # reported when the directory is made
-        return
-    if used:
-        raise UsageError(
-            f"{path}, of {key}, is there already: run_dir={path} goes on with an earlier run, and a new one"
-            " needs another directory"
-        )
 
 
 def set_hydra_config(tree: DictConfig, number: int | None) -> DictConfig:

@@ -34,7 +34,7 @@ def read_dimensions(section: Mapping[str, object]) -> ModelDimensions | None:
 
 def read_model_config(path: str) -> ModelDimensions:
     """Read a Hugging Face config.json, relative to the working directory; raises UsageError."""
-    from launcher.fit.hf_config import parse_model_config  # noqa: PLC0415 - most models are presets
+    from launcher.fit.hf_config import parse_model_config
 
     try:
         text = read_input(path, LARGEST_CONFIG).decode("utf-8-sig")

@@ -10,21 +10,20 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from launcher.config.composed import HydraSettings
 from launcher.config.composition import (
     FAILURES,
     add_searchpath,
     compose_tree,
     diagnose_failure,
-    mentions_hydra,
     normalize_overrides,
     open_hydra,
 )
-from launcher.config.hydra_flags import Flags
-from launcher.config.hydra_settings import HydraSettings, read_hydra_settings, set_hydra_config
-from launcher.config.overrides import read_key
+from launcher.config.hydra_settings import read_hydra_settings, set_hydra_config
 from launcher.config.resource_limits import limit_composition
 from launcher.config.search_path import Sources
 from launcher.config.suggestions import shorten_message
+from launcher.config.sweep_mode import mentions_hydra
 from launcher.errors import UsageError
 
 
@@ -69,31 +68,6 @@ def resolve_sweeper(multirun: Multirun) -> tuple[list[str], object]:
     except FAILURES as error:
         raise UsageError(shorten_message(error)) from None
     return multirun.sources.list_own(choices), node
-
-
-def asks_sweep(flags: Flags, verb: str) -> bool:
-    """Tell whether a command line is for a sweep: by `-m`, else `hydra.mode` (in a file, for runs only)."""
-    if flags.multirun or flags.run:
-        return flags.multirun
-    modes = [word for word in flags.overrides if read_key(word) == "hydra.mode"]
-    if modes:
-        return modes[-1].rpartition("=")[2].strip("'\"") == "MULTIRUN"
-    sources = add_searchpath(flags.sources, flags.overrides)
-    return (
-        verb == "run"
-        and sources.mentions("MULTIRUN")
-        and read_multirun(sources, flags.overrides).settings.multirun
-    )
-
-
-def refuse_other_mode(flags: Flags, *, sweep: bool) -> None:
-    """Raise UsageError for a word that has no effect on a sweep, or that only a sweep can have."""
-    for word in flags.overrides:
-        key = read_key(word)
-        if sweep and key == "hydra.run.dir":
-            raise UsageError(f"{word} is for a single run: write hydra.sweep.dir=DIR for the runs of a sweep")
-        if not sweep and key.startswith(("hydra.sweep", "hydra/sweeper")):
-            raise UsageError(f"{word} goes with -m, for a sweep, and this is a single run")
 
 
 def expand_sweep(multirun: Multirun) -> list[list[str]]:

@@ -5,11 +5,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 
-import yaml
-
 from launcher.config.schema import LaunchConfig
 from launcher.config.search_path import Sources
-from launcher.config.yaml_files import read_yaml
 from launcher.errors import UsageError
 
 FREE_FORM = ("env.", "allocator.", "torchrun.rdzv_conf.", "cluster.additional.", "cluster.srun.")
@@ -164,6 +161,10 @@ def read_defaults(sources: Sources, name: str, seen: frozenset[str] = frozenset(
 
     An error in a file is ignored here; composition reports it.
     """
+    import yaml
+
+    from launcher.config.yaml_files import read_yaml
+
     path = sources.find_file(name)
     try:
         tree = read_yaml(path) if path else None

@@ -7,8 +7,7 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path, PurePath
 
-from launcher.config.composition import RUN_DIR, Composed, read_values
-from launcher.config.hydra_settings import refuse_used
+from launcher.config.composed import RUN_DIR, Composed, read_values
 from launcher.config.program import find_script
 from launcher.errors import UsageError
 
@@ -81,3 +80,16 @@ def choose_run_name(choices: Mapping[str, str], program: tuple[str, ...] | None)
         return PurePath(script).stem if script else "run"
     option = choices.get("program", "run")
     return choices.get("model", "run") if option == BUNDLED_PROGRAM else option
+
+
+def refuse_used(path: Path, key: str) -> None:
+    """Raise UsageError if the new directory that this key names is not empty."""
+    try:
+        used = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    except (OSError, ValueError):  # reported when the directory is made
+        return
+    if used:
+        raise UsageError(
+            f"{path}, of {key}, is there already: run_dir={path} goes on with an earlier run, and a new one"
+            " needs another directory"
+        )

@@ -17,7 +17,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 
-from launcher.config.composition import Composed, compose, open_hydra, read_values
+from launcher.config.composed import Composed, read_values
+from launcher.config.composition import compose, open_hydra
 from launcher.config.hydra_settings import apply_settings
 from launcher.config.multirun import Multirun
 from launcher.config.overrides import quote_value

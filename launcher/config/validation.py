@@ -16,7 +16,6 @@ from launcher.config.cluster import Cluster
 from launcher.config.request import make_request, parse_nproc
 from launcher.config.schema import SLURM_KINDS, FitConfig, LaunchConfig, ParallelConfig, PreflightConfig
 from launcher.config.search_path import Sources
-from launcher.config.yaml_files import check_quoted
 from launcher.errors import UsageError
 from launcher.plan.gc_policy import GC_POLICIES
 from launcher.plan.planner import check_request
@@ -246,7 +245,7 @@ def check_fit_values(context: Context) -> None:
     """Refuse values of `parallel` and `fit` that mean nothing."""
     config = context.config
     if (config.fit, config.parallel) != (FitConfig(), ParallelConfig()):
-        from launcher.config.fit_validation import check_fit_settings  # noqa: PLC0415 - seldom set
+        from launcher.config.fit_validation import check_fit_settings
 
         check_fit_settings(config)
 
@@ -255,7 +254,7 @@ def check_preflight(context: Context) -> None:
     """Refuse values of `preflight` that mean nothing."""
     preflight = context.config.preflight
     if preflight != PreflightConfig():
-        from launcher.config.preflight_validation import check_preflight_settings  # noqa: PLC0415 - seldom set
+        from launcher.config.preflight_validation import check_preflight_settings
 
         check_preflight_settings(preflight)
 
@@ -371,6 +370,8 @@ def check_times(context: Context, cluster: Cluster) -> None:
     values = {"nodes": config.nodes, "time": config.cluster.time, **config.cluster.additional}
     suspects = {key: str(value) for key, value in values.items() if str(value).isdecimal()}
     if suspects:
+        from launcher.config.yaml_files import check_quoted
+
         check_quoted(context.sources.list_files("cluster"), suspects)
 
 

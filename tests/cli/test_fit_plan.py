@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from launcher.cli.plan import plan_node
 from launcher.config import fit_check
-from launcher.config.composition import compose, resolve
+from launcher.config.composed import resolve
+from launcher.config.composition import compose
 from launcher.config.fit_request import find_fit_model, make_fit_request
 from launcher.config.fit_validation import check_fit_settings
 from launcher.config.schema import FitConfig, LaunchConfig, ParallelConfig

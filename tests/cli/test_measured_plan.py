@@ -21,7 +21,8 @@ def plan(launch: Launch, *words: str) -> dict[str, Any]:
 
 def find_fingerprint(batch: int) -> str:
     """Of the bundled program as the plan has it."""
-    from launcher.config.composition import compose, resolve
+    from launcher.config.composed import resolve
+    from launcher.config.composition import compose
     from launcher.config.program import find_program
     from launcher.config.search_path import find_sources
     from launcher.runs.memory_prediction import fingerprint_ranks

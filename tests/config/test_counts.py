@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.composition import compose, resolve
+from launcher.config.composed import resolve
+from launcher.config.composition import compose
 from launcher.config.multirun import expand_sweep, read_multirun
 from launcher.config.schema import DataloaderConfig
 from launcher.config.search_path import find_sources

@@ -8,7 +8,8 @@ import pytest
 
 from launcher.cli.plan import plan_node
 from launcher.config import fit_settings
-from launcher.config.composition import compose, resolve
+from launcher.config.composed import resolve
+from launcher.config.composition import compose
 from launcher.config.fit_request import (
     count_plan_nodes,
     find_fit_model,

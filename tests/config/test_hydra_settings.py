@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.composition import Composed, compose, resolve
+from launcher.config.composed import Composed, resolve
+from launcher.config.composition import compose
 from launcher.config.hydra_settings import apply_settings
 from launcher.config.multirun import expand_sweep, read_multirun
 from launcher.config.search_path import find_sources

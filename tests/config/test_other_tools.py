@@ -7,7 +7,8 @@ import pytest
 from submitit import AutoExecutor
 from submitit.slurm.slurm import SlurmExecutor
 
-from launcher.config.composition import compose, resolve
+from launcher.config.composed import resolve
+from launcher.config.composition import compose
 from launcher.config.other_tools import PLAIN, SUBMITIT, find_foreign
 from launcher.config.search_path import find_sources
 from tests.conftest import Result

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.composition import compose, resolve
+from launcher.config.composed import resolve
+from launcher.config.composition import compose
 from launcher.config.schema import LaunchConfig
 from launcher.config.search_path import find_shipped, find_sources
 from tests.conftest import Result, drop_powers, run_outside

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.composition import compose, resolve
+from launcher.config.composed import resolve
+from launcher.config.composition import compose
 from launcher.config.schema import NotifyConfig
 from launcher.config.search_path import find_sources
 from launcher.errors import MachineError
