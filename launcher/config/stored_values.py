@@ -133,7 +133,7 @@ def render_composition(composed: Composed) -> str | None:
     stored = {
         "run_dir": frozen.run_dir,
         "tree": tree,
-        "texts": texts if "".join(texts.values()) == dump_masked(tree) else {},
+        "texts": texts,
         "choices": composed.choices,
         "own_files": list(composed.own_files),
     }
