@@ -354,7 +354,7 @@ def test_an_interrupt_while_reading_the_configuration(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(dispatch, "compose", interrupt)
+    monkeypatch.setattr(dispatch, "compose_cached", interrupt)
     assert launch(DRY).code == 130
 
 
@@ -364,7 +364,7 @@ def test_a_defect_of_ours_is_one_line_that_says_so(launch: Launch, monkeypatch: 
     def fail(*_: object) -> None:
         raise ZeroDivisionError("of ours")
 
-    monkeypatch.setattr(dispatch, "compose", fail)
+    monkeypatch.setattr(dispatch, "compose_cached", fail)
     launch(DRY).assert_error(70, "internal error", "ZeroDivisionError: of ours", "HYDRA_FULL_ERROR=1")
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     assert "Traceback" in launch(DRY).err
