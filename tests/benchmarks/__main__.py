@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tests.benchmarks.false_alarms import bench_false_alarms
+from tests.benchmarks.fidelity import bench_fidelity
 from tests.benchmarks.fit_grid import bench_fit
 from tests.benchmarks.fragmentation import bench_fragmentation
 from tests.benchmarks.garbage_memory import bench_garbage_memory
@@ -76,6 +77,7 @@ WATCHING: Mapping[str, Callable[[Path, Mapping[str, str]], None]] = {
     "stragglers": bench_stragglers,
     "preflight": bench_preflight,
     "fit": bench_fit,
+    "fidelity": bench_fidelity,
 }
 """Real hangs, real hours, a grid of models: not among those that run if none is named."""
 

@@ -1,5 +1,6 @@
 """Makes a forked process the rank that exec would have made: its streams, variables, threads and seeds."""
 
+import gc
 import io
 import os
 import signal
@@ -12,6 +13,7 @@ from launcher.agent.warm_server.allocator_settings import apply_allocator_settin
 from launcher.agent.warm_server.forking import STOPPING, ForkServer, RankRequest
 from launcher.agent.warm_server.preloading import Preloaded
 from launcher.agent.warm_server.thread_counts import apply_thread_counts
+from launcher.protocol import LAUNCH_GC
 from launcher.rank.interpreter_hook import is_hooked
 from launcher.rank.shim import exec_program, prepare_rank, print_notice
 
@@ -46,8 +48,18 @@ def become_rank(server: ForkServer, request: RankRequest, preloaded: Preloaded, 
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as an interpreter does at its start
     signal.signal(signal.SIGINT, signal.default_int_handler)
     renew_identity(name)
+    thaw_objects(environ)
     reopen_streams()
     replay_output(preloaded.output)
+
+
+def thaw_objects(environ: dict[str, str]) -> None:
+    """Show the imports' objects to the collector again, unless the rank's policy freezes what stays anyway.
+
+    Frozen objects keep their pages shared: a full collection writes to each object.
+    """
+    if not is_hooked(environ) or environ.get(LAUNCH_GC, "default").partition(",")[0] in ("default", "disabled"):
+        gc.unfreeze()
 
 
 def attach_streams(descriptors: list[int]) -> None:
@@ -93,6 +105,9 @@ def renew_identity(name: bytes) -> None:
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         numpy.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:  # its generator on the CPU begins with a random number
+        torch.default_generator.seed()
     random = sys.modules.get("random")
     if random is not None:
         random.seed()

@@ -40,6 +40,8 @@ class Policy:
         self.found = self.left = gc.isenabled(), gc.get_threshold()
         """The collector's state at the start, and as this policy has set it last."""
         self.frozen_at_start = gc.get_freeze_count()
+        self.shared = self.frozen_at_start > 0
+        """What was imported before this rank was forked is frozen, so that its memory stays shared."""
         self.active = True
         """The program has not taken over the collector."""
         self.held = self.frozen = False
@@ -153,7 +155,14 @@ class Policy:
         Not at once: that would freeze garbage which has not been collected.
         """
         if self.frozen:
-            self.frozen = False
+            self.frozen = self.shared = False
+            gc.unfreeze()
+
+    def show_all(self) -> None:
+        """Unfreeze what this policy has frozen, and what was before the rank was forked."""
+        self.thaw()
+        if self.shared:
+            self.shared = False
             gc.unfreeze()
 
     def reset_in_child(self) -> None:

@@ -44,14 +44,14 @@ class Collect:
 def get_objects(*args: int | None, **kwargs: int | None) -> list[object]:
     """What the program calls as `gc.get_objects`."""
     if freezer is not None:
-        freezer.thaw()
+        freezer.show_all()
     return real_get_objects(*args, **kwargs)
 
 
 def get_referrers(*objects: object) -> list[object]:
     """What the program calls as `gc.get_referrers`; the tuple of this call's arguments is left out."""
     if freezer is not None:
-        freezer.thaw()
+        freezer.show_all()
     return [found for found in real_get_referrers(*objects) if found is not objects]
 
 

@@ -1,0 +1,188 @@
+"""Runs a program by itself, by torchrun and by `launch`, and returns what each rank wrote and how it ended."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.conftest import clean_environ
+
+PROGRAMS = Path(__file__).parents[1] / "user_programs"
+TIMEOUT = 300
+OUR_LINE = re.compile(r"^launch(-rank)?: .*\n", re.MULTILINE)
+MASKS = (
+    (re.compile(r"0x[0-9a-f]{6,}"), "0x…"),
+    (re.compile(r"^(USDT|STAGE):.*\n", re.MULTILINE), ""),
+    (re.compile(r"/tmp/tmp\w+"), "/tmp/…"),
+    (re.compile(r"(pid|thread|Thread)[ =:]+\d+", re.IGNORECASE), r"\1 …"),
+    (re.compile(r"\d+\.\d+ (ms|s|seconds)\b"), r"… \1"),
+    (re.compile(r"^\[?[WEI]\d{4} .*?\d\d:\d\d:\d\d\.\d+", re.MULTILINE), "…"),
+)
+"""What differs from one process to the next, in spite of anything."""
+QUIETED = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "ACCELERATE_USE_CPU": "true",
+    "OMP_NUM_THREADS": "1",
+}
+"""One thread, since the order of a sum depends on their number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A program, and how it is run."""
+
+    name: str
+    words: tuple[str, ...]
+    """The program's argv, with `python` for the interpreter."""
+    ranks: int = 1
+    stdin: str = ""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    preload: str = ""
+    refused: str = ""
+    """Why its ranks are not forked, in some words of the notice; empty if they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What came of a program."""
+
+    code: int
+    """Of the rank that failed first, as a shell gives it; 0 if none did."""
+    texts: tuple[str, ...]
+    """Each rank's stdout, then each one's stderr, masked."""
+    said: str = ""
+    """What was written beside that: the launcher's lines in the ranks' stderr, and its own."""
+
+
+def copy_programs(folder: Path) -> Path:
+    """Copy the programs into a folder, in which they run."""
+    work = folder / "work"
+    shutil.copytree(PROGRAMS, work, ignore=shutil.ignore_patterns("__pycache__"))
+    return work
+
+
+def make_environ(case: Case, folder: Path) -> dict[str, str]:
+    """Return the variables that a program is started with."""
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    return {**clean_environ(), **QUIETED, **caches, "PYTHONDONTWRITEBYTECODE": "", **case.environ}
+
+
+def run_alone(case: Case, work: Path) -> Ran:
+    """Run each rank as a process of its own, with what torch.distributed needs."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with tempfile.TemporaryDirectory(dir=work.parent) as folder:
+        started, files = [], []
+        for rank in range(case.ranks):
+            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks, "LOCAL_WORLD_SIZE": case.ranks}
+            more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **names}
+            environ = {**make_environ(case, work.parent), **{name: str(value) for name, value in more.items()}}
+            outputs = [Path(folder) / f"{rank}.{kind}" for kind in ("out", "err")]
+            files += outputs
+            with contextlib.ExitStack() as stack:
+                out, err = (stack.enter_context(path.open("wb")) for path in outputs)
+                stdin = stack.enter_context(open_stdin(case))
+                started.append(
+                    subprocess.Popen(
+                        expand(case), cwd=work, env=environ, stdin=stdin, stdout=out, stderr=err, start_new_session=True
+                    )
+                )
+        codes = [process.wait(TIMEOUT) for process in started]
+        texts = tuple(mask(path) for path in (*files[::2], *files[1::2]))
+    return Ran(next((to_status(code) for code in codes if code), 0), texts)
+
+
+def run_torchrun(case: Case, work: Path) -> Ran:
+    """Run it by torchrun."""
+    with tempfile.TemporaryDirectory(dir=work.parent) as folder:
+        command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
+        command += [f"--log-dir={folder}", "--redirects=3", "--no-python", "--", *expand(case)]
+        done = run_command(command, case, work)
+        folders = sorted(Path(folder).glob("*/attempt_0/*"))
+        texts = tuple(mask(path / f"{name}.log") for name in ("stdout", "stderr") for path in folders)
+    found = re.findall(r"exitcode *: (-?\d+)", done.stderr)
+    return Ran(to_status(int(found[-1])) if found else done.returncode, texts)
+
+
+def make_launch(*settings: str) -> Callable[[Case, Path], Ran]:
+    """Return how a program is run by `launch` with some settings."""
+
+    def run(case: Case, work: Path) -> Ran:
+        preload = [f"start.preload=[{case.preload}]"] if case.preload else []
+        command = [str(Path(sys.executable).with_name("launch")), f"nproc_per_node={case.ranks}", *settings, *preload]
+        done = run_command([*command, "--", *(expand(case) if case.words[0] == "python" else case.words)], case, work)
+        try:
+            (logs,) = (work / "runs").glob("*/*/logs/0")
+            files = [logs / f"rank-{rank}.{kind}" for kind in ("out", "err") for rank in range(case.ranks)]
+            raw = "".join(path.read_text(errors="replace") for path in files)
+            said = "".join(found.group() for found in OUR_LINE.finditer(raw)) + done.stderr
+            return Ran(done.returncode, tuple(mask(path) for path in files), said)
+        except (ValueError, OSError):
+            return Ran(done.returncode, (), done.stderr)
+        finally:
+            shutil.rmtree(work / "runs", ignore_errors=True)
+
+    return run
+
+
+FRAMES: Mapping[str, Callable[[Case, Path], Ran]] = {
+    "torchrun": run_torchrun,
+    "launch, torchrun": make_launch("agent=torchrun"),
+    "launch, direct, exec": make_launch("agent=direct", "start.warm=off"),
+    "launch, direct, warm": make_launch("agent=direct", "start.warm=auto"),
+}
+
+
+def run_command(command: Sequence[str], case: Case, work: Path) -> "subprocess.CompletedProcess[str]":
+    """Run a command with the program's stdin, in its folder."""
+    environ = make_environ(case, work.parent) | {"PYTHONPATH": os.pathsep.join(filter(None, [case.environ.get("PYTHONPATH", "")]))}
+    if not environ["PYTHONPATH"]:
+        del environ["PYTHONPATH"]
+    with open_stdin(case) as stdin:
+        process = subprocess.Popen(
+            command, cwd=work, env=environ, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            errors="replace",
+        )
+    try:
+        out, err = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def open_stdin(case: Case) -> "tempfile._TemporaryFileWrapper[bytes]":
+    """Open a file with what the program reads."""
+    file = tempfile.TemporaryFile()
+    file.write(case.stdin.encode())
+    file.seek(0)
+    return file
+
+
+def expand(case: Case) -> list[str]:
+    """Return the command line of a rank."""
+    if case.words[0] == "python":
+        return [sys.executable, *case.words[1:]]
+    return [sys.executable, *case.words]
+
+
+def to_status(code: int) -> int:
+    """Return an exit code as a shell gives it."""
+    return 128 - code if code < 0 else code
+
+
+def mask(path: Path) -> str:
+    """Return a rank's output without what differs from one process to the next."""
+    text = OUR_LINE.sub("", path.read_text(encoding="utf-8", errors="surrogateescape"))
+    for pattern, replacement in MASKS:
+        text = pattern.sub(replacement, text)
+    return text

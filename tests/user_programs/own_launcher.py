@@ -1,0 +1,6 @@
+"""Imports a module of the user's that is named as the launcher's package."""
+
+import launcher
+import torch
+
+print(launcher.NAME, torch.ones(1))

@@ -1,0 +1,3 @@
+"""A package that is run by `python -m`."""
+
+print("pkg is imported")

@@ -1,0 +1,3 @@
+"""A module of the package."""
+
+VALUE = 7
