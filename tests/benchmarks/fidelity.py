@@ -1,7 +1,7 @@
 """Whether programs run under each agent as they do by themselves: what they write, and how they end.
 
-`python -m tests.benchmarks fidelity [case=PART+PART…] [frame=PART+…]`: each program of `tests/user_programs` is
-run as plain processes with the variables of torch.distributed, which the others are compared with; by
+`python -m tests.benchmarks fidelity [case=PART+PART…] [frame=PART+…]`: each program of `tests/user_programs`
+is run as plain processes with the variables of torch.distributed, which the others are compared with; by
 torchrun; and by `launch` with each way to start ranks.
 """
 
@@ -12,13 +12,45 @@ from pathlib import Path
 
 from tests.benchmarks.fidelity_frames import FRAMES, Case, Ran, copy_programs, run_alone
 
-BUNDLED = ("python", "-m", "launcher.programs.train", "--model.layers=2", "--model.hidden_size=32",
-           "--model.intermediate_size=64", "--model.max_seq_len=32", "--batch-size=4", "--log-every=1",
-           "--num-workers=0", "--eval-batches=2", "--peak-tflops=0.1", "--steps=6")
+BUNDLED = (
+    "python",
+    "-m",
+    "launcher.programs.train",
+    "--model.layers=2",
+    "--model.hidden_size=32",
+    "--model.intermediate_size=64",
+    "--model.max_seq_len=32",
+    "--batch-size=4",
+    "--log-every=1",
+    "--num-workers=0",
+    "--eval-batches=2",
+    "--peak-tflops=0.1",
+    "--steps=6",
+)
 ENDINGS = (
-    "exit-code", "exit-message", "exit-none", "exit-large", "uncaught", "group", "hook", "interrupt", "sigint",
-    "sigterm", "sigkill", "segv", "abort", "os-exit", "thread", "late-thread", "atexit", "noisy", "warn",
-    "asyncio", "handlers", "closed", "re-exec",
+    "exit-code",
+    "exit-message",
+    "exit-none",
+    "exit-large",
+    "uncaught",
+    "group",
+    "hook",
+    "interrupt",
+    "sigint",
+    "sigterm",
+    "sigkill",
+    "segv",
+    "abort",
+    "os-exit",
+    "thread",
+    "late-thread",
+    "atexit",
+    "noisy",
+    "warn",
+    "asyncio",
+    "handlers",
+    "closed",
+    "re-exec",
 )
 TRAINING = ("ddp", "fsdp", "compile", "hf", "lightning", "accelerate")
 CASES = (
@@ -26,11 +58,21 @@ CASES = (
     Case("the interpreter, -m", ("python", "-m", "interpreter", "a")),
     Case("the interpreter, options", ("python", "-O", "-u", "-W", "ignore::ImportWarning", "interpreter.py")),
     Case("the interpreter, a folder", ("python", "folder", "a")),
-    Case("the interpreter, PYTHONHASHSEED", ("interpreter.py",), environ={"PYTHONHASHSEED": "3", "PYTHONPATH": "pkg"}),
-    Case("the interpreter, C locale", ("interpreter.py",), environ={"LC_ALL": "C", "PYTHONIOENCODING": "latin-1:replace"}),
+    Case(
+        "the interpreter, PYTHONHASHSEED",
+        ("interpreter.py",),
+        environ={"PYTHONHASHSEED": "3", "PYTHONPATH": "pkg"},
+    ),
+    Case(
+        "the interpreter, C locale",
+        ("interpreter.py",),
+        environ={"LC_ALL": "C", "PYTHONIOENCODING": "latin-1:replace"},
+    ),
     Case("python -m package", ("python", "-m", "pkg", "a")),
     Case("python -m package, fails", ("python", "-m", "pkg", "--fail")),
-    Case("python -c", ("python", "-c", "import sys, torch; print(sys.argv, __name__, sys.path[0]); f()", "a")),
+    Case(
+        "python -c", ("python", "-c", "import sys, torch; print(sys.argv, __name__, sys.path[0]); f()", "a")
+    ),
     Case("no such module", ("python", "-m", "nowhere")),
     Case("a syntax error", ("broken.py",)),
     Case("a user's module named launcher", ("own_launcher.py",)),
@@ -95,6 +137,8 @@ def describe_difference(alone: Ran, ran: Ran) -> str:
     for number, (before, after) in enumerate(zip(alone.texts, ran.texts, strict=True)):
         if before != after:
             kind = "stdout" if number < len(alone.texts) // 2 else "stderr"
-            lines = unified_diff(before.splitlines(), after.splitlines(), f"{kind} by itself", kind, n=0, lineterm="")
+            lines = unified_diff(
+                before.splitlines(), after.splitlines(), f"{kind} by itself", kind, n=0, lineterm=""
+            )
             found += [line[:600] for line in lines]
     return "\n".join(found)

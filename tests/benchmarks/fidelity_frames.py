@@ -1,4 +1,4 @@
-"""Runs a program by itself, by torchrun and by `launch`, and returns what each rank wrote and how it ended."""
+"""Runs a program by itself, by torchrun and by `launch`: what each rank writes, and how it ends."""
 
 import contextlib
 import os
@@ -9,9 +9,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from tests.conftest import clean_environ
 
@@ -47,8 +48,6 @@ class Case:
     stdin: str = ""
     environ: Mapping[str, str] = field(default_factory=dict)
     preload: str = ""
-    refused: str = ""
-    """Why its ranks are not forked, in some words of the notice; empty if they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +82,17 @@ def run_alone(case: Case, work: Path) -> Ran:
     with tempfile.TemporaryDirectory(dir=work.parent) as folder:
         started, files = [], []
         for rank in range(case.ranks):
-            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks, "LOCAL_WORLD_SIZE": case.ranks}
+            names = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": case.ranks,
+                "LOCAL_WORLD_SIZE": case.ranks,
+            }
             more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **names}
-            environ = {**make_environ(case, work.parent), **{name: str(value) for name, value in more.items()}}
+            environ = {
+                **make_environ(case, work.parent),
+                **{name: str(value) for name, value in more.items()},
+            }
             outputs = [Path(folder) / f"{rank}.{kind}" for kind in ("out", "err")]
             files += outputs
             with contextlib.ExitStack() as stack:
@@ -93,7 +100,13 @@ def run_alone(case: Case, work: Path) -> Ran:
                 stdin = stack.enter_context(open_stdin(case))
                 started.append(
                     subprocess.Popen(
-                        expand(case), cwd=work, env=environ, stdin=stdin, stdout=out, stderr=err, start_new_session=True
+                        expand(case),
+                        cwd=work,
+                        env=environ,
+                        stdin=stdin,
+                        stdout=out,
+                        stderr=err,
+                        start_new_session=True,
                     )
                 )
         codes = [process.wait(TIMEOUT) for process in started]
@@ -104,7 +117,14 @@ def run_alone(case: Case, work: Path) -> Ran:
 def run_torchrun(case: Case, work: Path) -> Ran:
     """Run it by torchrun."""
     with tempfile.TemporaryDirectory(dir=work.parent) as folder:
-        command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={case.ranks}",
+        ]
         command += [f"--log-dir={folder}", "--redirects=3", "--no-python", "--", *expand(case)]
         done = run_command(command, case, work)
         folders = sorted(Path(folder).glob("*/attempt_0/*"))
@@ -118,8 +138,15 @@ def make_launch(*settings: str) -> Callable[[Case, Path], Ran]:
 
     def run(case: Case, work: Path) -> Ran:
         preload = [f"start.preload=[{case.preload}]"] if case.preload else []
-        command = [str(Path(sys.executable).with_name("launch")), f"nproc_per_node={case.ranks}", *settings, *preload]
-        done = run_command([*command, "--", *(expand(case) if case.words[0] == "python" else case.words)], case, work)
+        command = [
+            str(Path(sys.executable).with_name("launch")),
+            f"nproc_per_node={case.ranks}",
+            *settings,
+            *preload,
+        ]
+        done = run_command(
+            [*command, "--", *(expand(case) if case.words[0] == "python" else case.words)], case, work
+        )
         try:
             (logs,) = (work / "runs").glob("*/*/logs/0")
             files = [logs / f"rank-{rank}.{kind}" for kind in ("out", "err") for rank in range(case.ranks)]
@@ -144,12 +171,20 @@ FRAMES: Mapping[str, Callable[[Case, Path], Ran]] = {
 
 def run_command(command: Sequence[str], case: Case, work: Path) -> "subprocess.CompletedProcess[str]":
     """Run a command with the program's stdin, in its folder."""
-    environ = make_environ(case, work.parent) | {"PYTHONPATH": os.pathsep.join(filter(None, [case.environ.get("PYTHONPATH", "")]))}
+    environ = make_environ(case, work.parent) | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [case.environ.get("PYTHONPATH", "")]))
+    }
     if not environ["PYTHONPATH"]:
         del environ["PYTHONPATH"]
     with open_stdin(case) as stdin:
         process = subprocess.Popen(
-            command, cwd=work, env=environ, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            command,
+            cwd=work,
+            env=environ,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             errors="replace",
         )
     try:
@@ -160,12 +195,13 @@ def run_command(command: Sequence[str], case: Case, work: Path) -> "subprocess.C
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def open_stdin(case: Case) -> "tempfile._TemporaryFileWrapper[bytes]":
+@contextlib.contextmanager
+def open_stdin(case: Case) -> Iterator[IO[bytes]]:
     """Open a file with what the program reads."""
-    file = tempfile.TemporaryFile()
-    file.write(case.stdin.encode())
-    file.seek(0)
-    return file
+    with tempfile.TemporaryFile() as file:
+        file.write(case.stdin.encode())
+        file.seek(0)
+        yield file
 
 
 def expand(case: Case) -> list[str]:

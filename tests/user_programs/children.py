@@ -35,8 +35,16 @@ def fail():
 
 
 def describe(queue):
-    queue.put((sys.argv, __name__, os.path.basename(sys.modules["__main__"].__file__), "LAUNCH_WARM" in os.environ,
-               signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, torch.initial_seed()))
+    queue.put(
+        (
+            sys.argv,
+            __name__,
+            os.path.basename(sys.modules["__main__"].__file__),
+            "LAUNCH_WARM" in os.environ,
+            signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
+            torch.initial_seed(),
+        )
+    )
 
 
 class Data(torch.utils.data.Dataset):
@@ -63,7 +71,11 @@ def main():
         print(method, queue.get())
         process.join()
         loader = torch.utils.data.DataLoader(
-            Data(), batch_size=4, num_workers=1, multiprocessing_context=method, shuffle=True,
+            Data(),
+            batch_size=4,
+            num_workers=1,
+            multiprocessing_context=method,
+            shuffle=True,
             generator=torch.Generator().manual_seed(1),
         )
         print(method, [(batch.tolist(), noise.sum().item().hex()) for batch, noise in loader])
@@ -79,7 +91,9 @@ def main():
     failing.join()
     print(failing.exitcode)
     code = "import sys, os; print(sys.argv, sys.path[0], sorted(k for k in os.environ if 'WARM' in k), 'torch' in sys.modules)"
-    print(subprocess.run([sys.executable, "-c", code, "x"], capture_output=True, text=True, check=True).stdout)
+    print(
+        subprocess.run([sys.executable, "-c", code, "x"], capture_output=True, text=True, check=True).stdout
+    )
     print(subprocess.run("kill -TERM $$", shell=True, check=False).returncode)
     child = os.fork()
     if not child:

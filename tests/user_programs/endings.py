@@ -76,6 +76,7 @@ def end(way):
         warnings.warn("older", DeprecationWarning, stacklevel=2)
         torch.tensor(torch.ones(1))
     if way == "asyncio":
+
         async def work():
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGUSR1, lambda: print("asyncio got the signal"))
@@ -87,13 +88,16 @@ def end(way):
 
         print(asyncio.run(work(), debug=True))
     if way == "handlers":
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(f"{signal.Signals(number).name} at {frame.f_code.co_name}"))
+        signal.signal(
+            signal.SIGTERM,
+            lambda number, frame: sys.exit(f"{signal.Signals(number).name} at {frame.f_code.co_name}"),
+        )
         signal.signal(signal.SIGALRM, lambda *_: print("alarm"))
         signal.setitimer(signal.ITIMER_REAL, 0.01)
         signal.pause()
         os.kill(os.getpid(), signal.SIGTERM)
     if way == "stdin":
-        print([line for line in sys.stdin], sys.stdin.read())
+        print(list(sys.stdin), sys.stdin.read())
         with contextlib.suppress(EOFError):
             input("ask? ")
     if way == "closed":

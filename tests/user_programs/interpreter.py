@@ -63,12 +63,21 @@ def show_sys():
     for name in ("argv", "path", "flags", "executable", "prefix", "dont_write_bytecode", "warnoptions"):
         show(name, getattr(sys, name))
     show("orig_argv", sys.orig_argv)
-    show("cmdline", open("/proc/self/cmdline", "rb").read().split(b"\0") if "PROBE_CMDLINE" in os.environ else 0)
+    show(
+        "cmdline",
+        open("/proc/self/cmdline", "rb").read().split(b"\0") if "PROBE_CMDLINE" in os.environ else 0,
+    )
     show("comm", open("/proc/self/comm").read())
     show("exe", os.readlink("/proc/self/exe"))
     show("_xoptions", sys._xoptions)
-    show("meta_path", [getattr(found, "__name__", type(found).__name__) for found in sys.meta_path
-                       if type(found).__name__ != "ImportWatcher"])
+    show(
+        "meta_path",
+        [
+            getattr(found, "__name__", type(found).__name__)
+            for found in sys.meta_path
+            if type(found).__name__ != "ImportWatcher"
+        ],
+    )
     show("path_hooks", len(sys.path_hooks))
     show("hooks", (sys.excepthook is sys.__excepthook__, sys.displayhook is sys.__displayhook__))
     show("unraisablehook", sys.unraisablehook is sys.__unraisablehook__)
@@ -79,17 +88,46 @@ def show_sys():
     show("int digits", sys.get_int_max_str_digits())
     show("ours", sorted(name for name in sys.modules if name.partition(".")[0] in ("launcher",)))
     show("sitecustomize", "sitecustomize" in sys.modules)
-    show("not loaded", [name for name in ("pdb", "cProfile", "torch._dynamo", "unittest.mock", "hydra") if name in sys.modules])
+    show(
+        "not loaded",
+        [
+            name
+            for name in ("pdb", "cProfile", "torch._dynamo", "unittest.mock", "hydra")
+            if name in sys.modules
+        ],
+    )
 
 
 def show_streams():
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
-        show(name, (type(stream).__name__, stream.name, stream.mode, stream.encoding, stream.errors,
-                    stream.line_buffering, stream.write_through, stream.newlines, stream.isatty(), stream.fileno()))
-        show(f"{name}'s buffer", (type(stream.buffer).__name__, type(getattr(stream.buffer, "raw", None)).__name__,
-                                  stream is getattr(sys, f"__{name}__")))
-    show("default encoding", (sys.getdefaultencoding(), sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()))
+        show(
+            name,
+            (
+                type(stream).__name__,
+                stream.name,
+                stream.mode,
+                stream.encoding,
+                stream.errors,
+                stream.line_buffering,
+                stream.write_through,
+                stream.newlines,
+                stream.isatty(),
+                stream.fileno(),
+            ),
+        )
+        show(
+            f"{name}'s buffer",
+            (
+                type(stream.buffer).__name__,
+                type(getattr(stream.buffer, "raw", None)).__name__,
+                stream is getattr(sys, f"__{name}__"),
+            ),
+        )
+    show(
+        "default encoding",
+        (sys.getdefaultencoding(), sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()),
+    )
     show("locale", (locale.getlocale(), locale.getpreferredencoding(), locale.setlocale(locale.LC_ALL)))
     show("buffer size", io.DEFAULT_BUFFER_SIZE)
     show("codecs", codecs.lookup("utf-8").name)
@@ -110,12 +148,25 @@ def show_process():
     show("session leader", os.getsid(0) == os.getpid())
     show("nice", os.nice(0))
     show("inherited descriptors", [number for number in range(100) if is_inherited(number)])
-    show("threads", (threading.active_count(), threading.main_thread() is threading.current_thread(),
-                     threading.main_thread().native_id == os.getpid(), threading.current_thread().name))
+    show(
+        "threads",
+        (
+            threading.active_count(),
+            threading.main_thread() is threading.current_thread(),
+            threading.main_thread().native_id == os.getpid(),
+            threading.current_thread().name,
+        ),
+    )
     show("children", open(f"/proc/self/task/{os.getpid()}/children").read())
     names = {number: signal.Signals(number).name for number in signal.valid_signals() if number < 32}
-    show("handlers", {name: str(signal.getsignal(number)).split(" at ")[0] for number, name in names.items()
-                      if number not in (9, 19) and signal.getsignal(number) is not signal.SIG_DFL})
+    show(
+        "handlers",
+        {
+            name: str(signal.getsignal(number)).split(" at ")[0]
+            for number, name in names.items()
+            if number not in (9, 19) and signal.getsignal(number) is not signal.SIG_DFL
+        },
+    )
     show("blocked", sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
     masks = [line.split() for line in open("/proc/self/status") if line.startswith(("SigBlk", "SigIgn"))]
     show("masks", [(name, hex(int(mask, 16) & 0x7FFFFFFF)) for name, mask in masks])
@@ -127,23 +178,65 @@ def show_process():
 def show_python():
     show("gc", (gc.isenabled(), gc.get_threshold(), gc.get_debug(), len(gc.callbacks), len(gc.garbage)))
     show("gc sees a class of torch", any(found is torch.nn.Module for found in gc.get_objects()))
-    show("filters", [(kind, getattr(text, "pattern", text), category.__name__, getattr(module, "pattern", module), line)
-                     for kind, text, category, module, line in warnings.filters])
+    show(
+        "filters",
+        [
+            (
+                kind,
+                getattr(text, "pattern", text),
+                category.__name__,
+                getattr(module, "pattern", module),
+                line,
+            )
+            for kind, text, category, module, line in warnings.filters
+        ],
+    )
     root = logging.getLogger()
-    show("logging", (root.level, root.handlers, logging.getLogger("torch").level, sorted(logging.root.manager.loggerDict)[:3]))
+    show(
+        "logging",
+        (
+            root.level,
+            root.handlers,
+            logging.getLogger("torch").level,
+            sorted(logging.root.manager.loggerDict)[:3],
+        ),
+    )
     show("stack", [frame.name for frame in traceback.extract_stack()])
-    show("multiprocessing", (multiprocessing.current_process().name, multiprocessing.get_start_method(allow_none=True),
-                             multiprocessing.parent_process(), len(multiprocessing.current_process().authkey)))
+    show(
+        "multiprocessing",
+        (
+            multiprocessing.current_process().name,
+            multiprocessing.get_start_method(allow_none=True),
+            multiprocessing.parent_process(),
+            len(multiprocessing.current_process().authkey),
+        ),
+    )
     for name in sorted(os.environ):
         if not name.startswith(("LAUNCH", "TORCHELASTIC", "TORCH_NCCL", "TORCH_FR")) and name not in HIDDEN:
             show("variable", name)
     show("hash", hash("text") if "PYTHONHASHSEED" in os.environ else None)
 
 
-HIDDEN = ("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCH_ELASTIC_WORKER_IDENTICAL",
-          "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_ORDER", "PYTHONPATH", "CUDA_MODULE_LOADING",
-          "MASTER_ADDR", "MASTER_PORT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_INCLUDE_ONLY_ACTIVE",
-          "LC_CTYPE", *(f"{name}_NUM_THREADS" for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "VECLIB", "BLIS")))
+HIDDEN = (
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "ROLE_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "TORCH_ELASTIC_WORKER_IDENTICAL",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "CUDA_DEVICE_ORDER",
+    "PYTHONPATH",
+    "CUDA_MODULE_LOADING",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCH_INCLUDE_ONLY_ACTIVE",
+    "LC_CTYPE",
+    *(f"{name}_NUM_THREADS" for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "VECLIB", "BLIS")),
+)
 
 
 def show_torch():

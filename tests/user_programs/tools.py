@@ -27,7 +27,9 @@ def count_calls():
 
 
 def list_operators():
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, with_stack=True) as found:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, with_stack=True
+    ) as found:
         work()
     return sorted((event.key, event.count) for event in found.key_averages())
 
@@ -39,7 +41,10 @@ def main():
     faulthandler.dump_traceback(all_threads=False)
     tracemalloc.start()
     kept = [bytes(1000) for _ in range(100)]
-    print(len(tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, __file__)]).traces) > 0, len(kept))
+    print(
+        len(tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, __file__)]).traces) > 0,
+        len(kept),
+    )
     lines = set()
 
     def trace(frame, event, _argument):

@@ -28,11 +28,21 @@ class Model(nn.Module):
 
 
 def show(step, loss):
-    print("step", step, "rank", os.environ.get("RANK"), "loss", float(getattr(loss, "item", lambda: loss)()).hex(), flush=True)
+    print(
+        "step",
+        step,
+        "rank",
+        os.environ.get("RANK"),
+        "loss",
+        float(getattr(loss, "item", lambda: loss)()).hex(),
+        flush=True,
+    )
 
 
 def make_loader(workers=0):
-    sampler = torch.utils.data.DistributedSampler(Data(), shuffle=True, seed=3) if dist.is_initialized() else None
+    sampler = (
+        torch.utils.data.DistributedSampler(Data(), shuffle=True, seed=3) if dist.is_initialized() else None
+    )
     return torch.utils.data.DataLoader(Data(), batch_size=4, sampler=sampler, num_workers=workers)
 
 
@@ -81,8 +91,17 @@ def train_hf():
 
     with tempfile.TemporaryDirectory() as folder:
         words = transformers.TrainingArguments(
-            output_dir=folder, num_train_epochs=1, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[],
-            save_strategy="no", logging_steps=1, disable_tqdm=True, use_cpu=True, ddp_backend="gloo", seed=5,
+            output_dir=folder,
+            num_train_epochs=1,
+            per_device_train_batch_size=4,
+            learning_rate=1e-2,
+            report_to=[],
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+            use_cpu=True,
+            ddp_backend="gloo",
+            seed=5,
         )
         trainer = transformers.Trainer(model=Model(), args=words, train_dataset=Data(), callbacks=[Losses()])
         print(float(trainer.train().training_loss).hex())
@@ -112,8 +131,14 @@ def train_lightning():
 
     lightning.seed_everything(5, verbose=False)
     trainer = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp", logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=1,
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy="ddp",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(Module(), torch.utils.data.DataLoader(Data(), batch_size=4))
     dist.destroy_process_group()
@@ -140,5 +165,11 @@ def train_accelerate():
 
 if __name__ == "__main__":
     torch.manual_seed(7)
-    {"ddp": train_ddp, "fsdp": train_fsdp, "compile": train_compiled, "hf": train_hf, "lightning": train_lightning,
-     "accelerate": train_accelerate}[sys.argv[1]]()
+    {
+        "ddp": train_ddp,
+        "fsdp": train_fsdp,
+        "compile": train_compiled,
+        "hf": train_hf,
+        "lightning": train_lightning,
+        "accelerate": train_accelerate,
+    }[sys.argv[1]]()

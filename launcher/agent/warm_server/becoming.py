@@ -36,11 +36,19 @@ def become_rank(server: ForkServer, request: RankRequest, preloaded: Preloaded, 
     try:
         set_arguments(argv, environ)
         server.check_rank(environ, preloaded)
-        apply_settings(environ, preloaded)
-    except ExecNeededError as error:
-        if environ.get("LOCAL_RANK") in (None, "0"):
-            print_notice(f"this program starts by itself, not from the warm process: {error}")
+        become_program(environ, preloaded, name)
+    except Exception as error:
+        is_refusal = isinstance(error, ExecNeededError)
+        if not is_refusal or environ.get("LOCAL_RANK") in (None, "0"):
+            reason = error if is_refusal else f"{type(error).__name__}: {error}"
+            print_notice(f"this program starts by itself, not from the warm process: {reason}")
         os._exit(exec_program(argv, environ))
+    replay_output(preloaded.output)
+
+
+def become_program(environ: dict[str, str], preloaded: Preloaded, name: bytes) -> None:
+    """Make this process as an interpreter is before its program's first line; raises ExecNeededError."""
+    apply_settings(environ, preloaded)
     replace_environ(environ)
     for changed, value in preloaded.changes.items():
         os.environ.pop(changed, None) if value is None else os.environ.__setitem__(changed, value)
@@ -50,7 +58,6 @@ def become_rank(server: ForkServer, request: RankRequest, preloaded: Preloaded, 
     renew_identity(name)
     thaw_objects(environ)
     reopen_streams()
-    replay_output(preloaded.output)
 
 
 def thaw_objects(environ: dict[str, str]) -> None:
@@ -58,7 +65,8 @@ def thaw_objects(environ: dict[str, str]) -> None:
 
     Frozen objects keep their pages shared: a full collection writes to each object.
     """
-    if not is_hooked(environ) or environ.get(LAUNCH_GC, "default").partition(",")[0] in ("default", "disabled"):
+    policy = environ.get(LAUNCH_GC, "default").partition(",")[0]
+    if not is_hooked(environ) or policy in ("default", "disabled"):
         gc.unfreeze()
 
 
