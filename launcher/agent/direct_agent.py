@@ -68,6 +68,11 @@ class DirectAgent:
         """PIDs of the ranks."""
         return {rank.pid for rank in self.group.ranks} if self.group else set()
 
+    @property
+    def descriptors(self) -> Collection[int]:
+        """What the starter waits for, if ranks are to be started."""
+        return self.starter.descriptors if isinstance(self.order, GroupStart) else ()
+
     def begin(self) -> None:
         """Start the ranks, if the node's part is to begin at once; raises OSError."""
         close_on_exec()

@@ -1,5 +1,7 @@
 """The agent of a job on this machine alone."""
 
+from collections.abc import Callable, Mapping, Sequence
+
 from launcher.agent.coordinator import Coordinator
 from launcher.agent.direct_agent import DirectAgent, NodePart
 from launcher.agent.endpoint import make_endpoint_finder
@@ -7,33 +9,48 @@ from launcher.agent.group import GroupStart
 from launcher.agent.group_control import LocalControl
 from launcher.agent.rank_starter import ExecStarter, RankStarter
 from launcher.agent.rank_variables import RankSettings, make_rank_variables
-from launcher.agent.warm_starter import warm_up
+from launcher.agent.torch_use import uses_torch
+from launcher.agent.warm_process import WarmProcess
+from launcher.agent.warm_starter import WarmStarter, warm_up
 from launcher.launch.agent_process import AgentRequest
 from launcher.launch.job import Job, choose_restarts
 
+TakeWarm = Callable[[Sequence[str], Mapping[str, str]], WarmProcess | None]
+"""Gives the warm process for a program's argv and environment."""
 ERROR_ENDING = "error.json"
 """Of the file in which torch's `@record` says why a rank's program has failed."""
 
 
-def make_local_agent(request: AgentRequest) -> DirectAgent:
-    """Return the agent of a job's one node, which execs each rank."""
+def make_local_agent(request: AgentRequest, take_warm: TakeWarm | None = None) -> DirectAgent:
+    """Return the agent of a job's one node.
+
+    `take_warm` gives a warm process that was started before this, if there is one for the program.
+    """
     job = request.job
     restarts = choose_restarts(job.config, job.environ) or 0
     coordinator = Coordinator((job.host,), 1, restarts, make_endpoint_finder(read_endpoint(job)))
     return DirectAgent(
         make_node_part(request, restarts, request.run.id),
-        make_starter(request),
+        make_starter(request, take_warm),
         LocalControl(coordinator, job.host),
     )
 
 
-def make_starter(request: AgentRequest) -> RankStarter:
-    """Return what starts the ranks: a fork of a process with torch, if `start.warm` does not forbid it."""
-    job = request.job
+def make_starter(request: AgentRequest, take_warm: TakeWarm | None) -> RankStarter:
+    """Return what starts the ranks: a fork of a process with torch, if `start.warm` does not forbid it.
+
+    Ranks of a program that does not use torch are executed, unless it has modules to preload.
+    """
+    job, settings = request.job, request.job.config.start
     by_exec = ExecStarter(request.run.agent_log(job.host))
-    if job.config.start.warm == "off":
+    if settings.warm == "off":
         return by_exec
-    return warm_up(by_exec, job.program, job.config.start.preload, request.environ)
+    early = take_warm(job.program, request.environ) if take_warm and not settings.preload else None
+    if early:
+        return WarmStarter(by_exec, early)
+    if not settings.preload and not uses_torch(job.program, request.environ):
+        return by_exec
+    return warm_up(by_exec, job.program, settings.preload, request.environ)
 
 
 def make_node_part(request: AgentRequest, max_restarts: int, run_id: str) -> NodePart:

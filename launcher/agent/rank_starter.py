@@ -28,6 +28,11 @@ class RankStarter(Protocol):
         """Whether a rank can be started without waiting."""
         ...
 
+    @property
+    def descriptors(self) -> Collection[int]:
+        """Descriptors that become readable once that may have changed."""
+        ...
+
     def start_rank(self, start: RankStart) -> int:
         """Start a rank and return its PID, which is its process group's too; raises OSError."""
         ...
@@ -47,6 +52,7 @@ class ExecStarter:
     """Ranks have this process's stdin, as torchrun's have; else they have an empty one."""
     pids: Collection[int] = ()
     is_ready: bool = True
+    descriptors: Collection[int] = ()
 
     def start_rank(self, start: RankStart) -> int:
         """Start a rank and return its PID; raises OSError.

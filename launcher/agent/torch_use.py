@@ -11,8 +11,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from launcher.agent.python_program import ExecNeededError, find_python_program
 from launcher.files import read_file
 
+TORCH = "torch"
 MOST_FILES = 60
 MOST_BYTES = 1 << 20
 """Of a file."""
@@ -125,7 +127,19 @@ def list_imported(tree: ast.AST, package: str) -> Iterator[str]:
             called = node.func
             name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
             if name in DYNAMIC and not (name in ("eval", "exec") and isinstance(called, ast.Attribute)):
-                yield "torch"
+                yield TORCH
+
+
+def uses_torch(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Tell whether a program's argv, run in the working directory, is a Python program that may use torch."""
+    try:
+        program = find_python_program(list(argv), dict(environ))
+    except ExecNeededError:
+        return False
+    if program.kind == "code":
+        return TORCH in program.name
+    script = ("-m", program.name) if program.kind == "module" else (program.name,)
+    return may_use_torch(script, os.getcwd(), environ)
 
 
 def may_use_torch(script: Sequence[str], directory: str, environ: Mapping[str, str]) -> bool:

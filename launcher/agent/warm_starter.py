@@ -32,6 +32,11 @@ class WarmStarter:
         """Whether a rank starts at once: the warm process has imported its modules, or it never will."""
         return self.warm.is_ready
 
+    @property
+    def descriptors(self) -> Collection[int]:
+        """The warm process's channel as long as the imports go on."""
+        return () if self.is_ready else (self.warm.descriptor,)
+
     def start_rank(self, start: RankStart) -> int:
         """Start a rank and return its PID; raises OSError."""
         try:

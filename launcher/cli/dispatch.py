@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from launcher.cli.arguments import Command
 from launcher.cli.config_programs import name_files
+from launcher.cli.early_start import EarlyStart
 from launcher.cli.unused_settings import warn_elsewhere
 from launcher.cli.verbs import VerbCall, load_verb, takes_names
 from launcher.config.cluster import pet_overrides
@@ -22,7 +23,7 @@ from launcher.text import print_text
 logger = logging.getLogger(__name__)
 
 
-def run_verb(flags: Flags, command: Command, argv: Sequence[str]) -> int:
+def run_verb(flags: Flags, command: Command, argv: Sequence[str], early: EarlyStart) -> int:
     """Compose one configuration, and do what the command line asks with it."""
     composed = compose_cached(flags.sources, add_pet(flags.overrides, os.environ), os.environ)
     if command.verb == "run" and composed.settings != HydraSettings():
@@ -33,7 +34,7 @@ def run_verb(flags: Flags, command: Command, argv: Sequence[str]) -> int:
         from launcher.config.hydra_output import explain_composition
 
         print_text(explain_composition(flags), sys.stderr)
-    return run_composed(composed, command, argv)
+    return run_composed(composed, command, argv, early)
 
 
 def add_pet(overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
@@ -43,14 +44,16 @@ def add_pet(overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     return [*(f"{key}={quote_value(value)}" for key, value in pet.items()), *overrides]
 
 
-def run_composed(composed: Composed, command: Command, argv: Sequence[str]) -> int:
+def run_composed(
+    composed: Composed, command: Command, argv: Sequence[str], early: EarlyStart | None = None
+) -> int:
     """Do what the command line asks with a configuration; return the exit code, raise LaunchError."""
     for warning in composed.warnings:
         logger.warning(warning)
     if command.verb == "run":
         from launcher.cli.run import run_job
 
-        return run_job(composed, command.program, argv)
+        return run_job(composed, command.program, argv, early or EarlyStart())
     if command.verb == "tune":
         from launcher.cli.tune import tune_program
 

@@ -97,9 +97,12 @@ def run_command(command: Command, argv: Sequence[str]) -> int:
         from launcher.cli.sweep import run_sweep
 
         return run_sweep(flags, command, argv)
-    from launcher.cli.dispatch import run_verb
+    from launcher.cli.early_start import start_early
 
-    return run_verb(flags, command, argv)
+    with start_early(command, flags, os.environ) as early:
+        from launcher.cli.dispatch import run_verb
+
+        return run_verb(flags, command, argv, early)
 
 
 def answer_about_launch(command: Command) -> int | None:

@@ -4,12 +4,14 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.agent.read_ahead import reading_ahead
 from launcher.cli.allocator_check import settle_allocator, unset_settings
 from launcher.cli.config_programs import name_files, report_config_programs
+from launcher.cli.early_start import EarlyStart
 from launcher.cli.resume import check_earlier, check_resume
 from launcher.cli.unused_settings import warn_elsewhere, warn_overruled, warn_unused, warn_visible
 from launcher.config.agent_choice import choose_agent
@@ -39,15 +41,20 @@ if TYPE_CHECKING:
     from launcher.runs.run_directory import RunDir
 
 
-def run_job(composed: Composed, program: tuple[str, ...] | None, argv: Sequence[str]) -> int:
+def run_job(
+    composed: Composed, program: tuple[str, ...] | None, argv: Sequence[str], early: EarlyStart
+) -> int:
     """Run a program where the configuration says, and return the exit code; raises LaunchError.
 
     `program` is the one on the command line, None for the configured one; `argv` is the whole command line.
+    `early` may have a process from which the ranks can be forked.
     """
-    return try_anew(lambda: start_job(composed, program, argv))
+    return try_anew(lambda: start_job(composed, program, argv, early))
 
 
-def start_job(composed: Composed, program: tuple[str, ...] | None, argv: Sequence[str]) -> int:
+def start_job(
+    composed: Composed, program: tuple[str, ...] | None, argv: Sequence[str], early: EarlyStart
+) -> int:
     """Run a program once; raises LaunchError, or RunIdTakenError before anything is started."""
     run_path = choose_run_path(composed, program, submits=is_for_slurm(composed))
     spec = specify_job(composed, program, run_path, os.environ)
@@ -71,7 +78,8 @@ def start_job(composed: Composed, program: tuple[str, ...] | None, argv: Sequenc
     ) as reader:
         job = plan_job(spec)
         check_local_fit(spec, job.plan)
-        return execute_here(spec, replace(job, environ={**job.environ, **reader.variables}), argv, reader)
+        job = replace(job, environ={**job.environ, **reader.variables})
+        return execute_here(spec, job, argv, reader, early)
 
 
 def try_anew(start: Callable[[], int]) -> int:
@@ -200,7 +208,7 @@ def plan_job(spec: JobSpec) -> Job:
     )
 
 
-def execute_here(spec: JobSpec, job: Job, argv: Sequence[str], reader: "ReadAhead") -> int:
+def execute_here(spec: JobSpec, job: Job, argv: Sequence[str], reader: "ReadAhead", early: EarlyStart) -> int:
     """Run a planned job on this machine to its end, and return the exit code; raises LaunchError."""
     from launcher.launch import local_run
     from launcher.launch.agent import check_open_files
@@ -222,16 +230,16 @@ def execute_here(spec: JobSpec, job: Job, argv: Sequence[str], reader: "ReadAhea
         manifest,
         make_local_viewer,
         count_oom_kills,
-        make_direct=make_direct_agent,
+        make_direct=partial(make_direct_agent, early=early),
         helpers=reader.pids,
     )
 
 
-def make_direct_agent(request: "AgentRequest") -> "Agent":
+def make_direct_agent(request: "AgentRequest", early: EarlyStart | None = None) -> "Agent":
     """Return the agent for ranks on this machine that `launch` starts itself."""
     from launcher.agent.local_agent import make_local_agent
 
-    return make_local_agent(request)
+    return make_local_agent(request, early.take if early else None)
 
 
 def keep_local_prediction(spec: JobSpec, job: Job, run: "RunDir") -> None:

@@ -25,6 +25,11 @@ class Agent(Protocol):
         """PIDs of children that the agent waits for: nobody else may reap them."""
         ...
 
+    @property
+    def descriptors(self) -> Collection[int]:
+        """Descriptors that become readable once `poll` has something to do."""
+        ...
+
     def begin(self) -> None:
         """Start it; raises OSError if that is not possible."""
         ...

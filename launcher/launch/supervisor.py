@@ -145,7 +145,8 @@ class Supervisor:
             if len(self.pidfds.alive) < self.expected and self.stop is None:
                 self.watch_new_ranks(agent)
             known = len(self.pidfds.deaths)
-            self.pidfds.poll((inbox.wakeup, *(self.control.descriptors if self.control else ())), TICK)
+            channels = self.control.descriptors if self.control else ()
+            self.pidfds.poll((inbox.wakeup, *channels, *agent.descriptors), TICK)
             self.handle_key_signals(self.pidfds.deaths[known:], agent)
             self.report_failures(self.pidfds.deaths[known:], agent)
             if self.control and self.stop is None and known < len(self.pidfds.deaths):

@@ -28,6 +28,11 @@ class TorchrunAgent:
         """PID of torchrun."""
         return (self.process.pid,)
 
+    @property
+    def descriptors(self) -> Collection[int]:
+        """None: it is looked at again and again."""
+        return ()
+
     def begin(self) -> None:
         """Start torchrun; raises OSError."""
         self.log_begin = self.log.stat().st_size if self.log.exists() else 0

@@ -1,0 +1,151 @@
+"""The warm process, started before the configuration is composed if the command line says enough.
+
+`import torch` takes a second, and composing and planning go on meanwhile. Whatever the command line or the
+environment leaves open is left to the start after planning.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.agent.torch_use import uses_torch
+from launcher.cli.arguments import Command
+from launcher.config.agent_choice import choose_agent
+from launcher.config.cluster import choose_cluster
+from launcher.config.overrides import read_key
+from launcher.config.program import BUNDLED, resolve_program
+from launcher.config.schema import LaunchConfig
+from launcher.config.search_path import find_shipped
+from launcher.errors import LaunchError, UsageError
+from launcher.launch.job import NOT_INHERITED
+
+if TYPE_CHECKING:
+    from launcher.agent.warm_process import WarmProcess
+    from launcher.config.hydra_flags import Flags
+
+logger = logging.getLogger(__name__)
+
+SILENT = frozenset(
+    (
+        *("name", "runs_dir", "run_dir", "new_run_dir", "nproc_per_node", "devices", "objective"),
+        *("binding", "dataloader", "gc", "logs", "progress", "watch", "notify", "parallel", "fit", "tune"),
+    )
+)
+"""Keys and groups, by their first part, that say nothing about where ranks run, by what, and with which
+variables at the interpreter's start."""
+AGENT_WORD = "agent=direct"
+BUNDLED_ONLY = frozenset(("model", "data"))
+"""Those of them that the bundled program has its arguments from."""
+DECIDING = ("SLURM_JOB", "SLURM_PROC", "PET_", "TORCHELASTIC_", "LAUNCH_RANK", "LAUNCH_FIT", "LAUNCH_METER")
+"""Beginnings of variables with which ranks may run elsewhere, or be started by another."""
+
+
+@dataclass(slots=True)
+class EarlyStart:
+    """A warm process that was started on suspicion; it is ended unless somebody takes it."""
+
+    warm: "WarmProcess | None" = None
+    argv: tuple[str, ...] = ()
+    """The program that it has been started for."""
+    environ: Mapping[str, str] | None = None
+    """What it was started with."""
+
+    def take(self, argv: Sequence[str], environ: Mapping[str, str]) -> "WarmProcess | None":
+        """Return the process, whose owner is now the caller, if it was started for this program and
+        environment; else end it, and return None.
+        """
+        warm, self.warm = self.warm, None
+        if warm is None:
+            return None
+        if self.argv == tuple(argv) and is_alike(self.environ or {}, environ):
+            return warm
+        warm.close()
+        return None
+
+    def close(self) -> None:
+        """End the process if nobody has taken it."""
+        warm, self.warm = self.warm, None
+        if warm is not None:
+            warm.close()
+
+
+def is_alike(before: Mapping[str, str], after: Mapping[str, str]) -> bool:
+    """Tell whether two environments agree in what an interpreter and its libraries read as they start."""
+    from launcher.agent.python_program import ExecNeededError
+    from launcher.agent.start_method import check_environment
+
+    try:
+        check_environment(dict(before), dict(after), frozenset())
+    except ExecNeededError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def start_early(command: Command, flags: "Flags", environ: Mapping[str, str]) -> Iterator[EarlyStart]:
+    """Give an early start, with a process in it if the ranks will be forked from one; it ends with the block.
+
+    Errors of the command line are left to those who report them.
+    """
+    early = EarlyStart()
+    try:
+        argv = find_early_program(command, flags, environ)
+        if argv:
+            early = open_early(argv, environ)
+        yield early
+    finally:
+        early.close()
+
+
+def open_early(argv: tuple[str, ...], environ: Mapping[str, str]) -> EarlyStart:
+    """Start the process."""
+    from launcher.agent.warm_process import WarmProcess, WarmRefusedError
+
+    given = {name: value for name, value in environ.items() if name not in NOT_INHERITED}
+    given = {"PYTHONUNBUFFERED": "1", **given}
+    try:
+        return EarlyStart(WarmProcess.start(argv, (), Path.cwd(), given), argv, given)
+    except WarmRefusedError as error:
+        logger.debug(f"no early start: {error}")
+    return EarlyStart()
+
+
+def find_early_program(
+    command: Command, flags: "Flags", environ: Mapping[str, str]
+) -> tuple[str, ...] | None:
+    """Return the program's argv if the ranks are certain to run here and to be forked; None if not.
+
+    They are if no file of the user's own configures anything, the words leave that open, no allocation or
+    launcher is around, and the program may use torch.
+    """
+    if command.verb != "run" or flags.multirun or flags.sources.folders != (find_shipped(),):
+        return None
+    words = [word for word in flags.overrides if word != AGENT_WORD]
+    keys = {read_key(word).partition(".")[0] for word in words}
+    if keys - SILENT - (BUNDLED_ONLY if command.program is None else frozenset()):
+        return None
+    if not are_forked(environ, asked=len(words) < len(flags.overrides)):
+        return None
+    try:
+        argv = resolve_program(command.program or BUNDLED, environ)
+    except UsageError:
+        return None
+    return argv if command.program is None or uses_torch(argv, environ) else None
+
+
+def are_forked(environ: Mapping[str, str], *, asked: bool) -> bool:
+    """Tell whether ranks run on this machine and `launch` starts them itself, if no setting says otherwise.
+
+    `asked` is for the setting AGENT_WORD.
+    """
+    if any(name.startswith(DECIDING) for name in environ):
+        return False
+    try:
+        cluster = choose_cluster("auto", "auto", None, None, environ)
+        config = LaunchConfig(agent="direct" if asked else "auto")
+        return cluster.kind == "local" and choose_agent(config, cluster, environ).kind == "direct"
+    except LaunchError:
+        return False
