@@ -21,6 +21,7 @@ from launcher.config.schema import LaunchConfig
 from launcher.config.search_path import find_shipped
 from launcher.errors import LaunchError, UsageError
 from launcher.launch.job import NOT_INHERITED
+from launcher.protocol import LAUNCH_FIT, LAUNCH_METER, LAUNCH_RANK_PLAN
 
 if TYPE_CHECKING:
     from launcher.agent.warm_process import WarmProcess
@@ -39,7 +40,7 @@ variables at the interpreter's start."""
 AGENT_WORD = "agent=direct"
 BUNDLED_ONLY = frozenset(("model", "data"))
 """Those of them that the bundled program has its arguments from."""
-DECIDING = ("SLURM_JOB", "SLURM_PROC", "PET_", "TORCHELASTIC_", "LAUNCH_RANK", "LAUNCH_FIT", "LAUNCH_METER")
+DECIDING = ("SLURM_JOB", "SLURM_PROC", "PET_", "TORCHELASTIC_", LAUNCH_RANK_PLAN, LAUNCH_FIT, LAUNCH_METER)
 """Beginnings of variables with which ranks may run elsewhere, or be started by another."""
 
 

@@ -40,7 +40,7 @@ def make_key(sources: Sources, overrides: Sequence[str]) -> str:
     path, chosen or not, its folders, Hydra's plugins, and the versions of Python, Hydra, OmegaConf and
     launch. Raises UncacheableError.
     """
-    check_words(overrides)
+    check_cacheable_words(overrides)
     parts: list[object] = [sys.version, os.getcwd(), sources.primary, list(overrides)]  # noqa: PTH109
     parts += [describe_code(), [str(folder) for folder in sources.folders]]
     digest = hashlib.sha256(json.dumps(parts).encode())
@@ -52,13 +52,13 @@ def make_key(sources: Sources, overrides: Sequence[str]) -> str:
             if entries > MOST_ENTRIES or size > MOST_BYTES:
                 raise UncacheableError(f"{folder} has too many files")
             if folder != shipped:
-                check_own(name, content)
+                check_own_content(name, content)
             digest.update(json.dumps([name, None if content is None else len(content)]).encode())
             digest.update(content or b"")
     return digest.hexdigest()
 
 
-def check_words(words: Sequence[str]) -> None:
+def check_cacheable_words(words: Sequence[str]) -> None:
     """Raise UncacheableError for words that use Hydra's settings, call a resolver, or hold a secret."""
     if mentions_hydra(words):
         raise UncacheableError("a word is of Hydra's settings")
@@ -68,7 +68,7 @@ def check_words(words: Sequence[str]) -> None:
         raise UncacheableError("a word holds a secret")
 
 
-def check_own(name: str, content: bytes | None) -> None:
+def check_own_content(name: str, content: bytes | None) -> None:
     """Raise UncacheableError for a file of the user's that may change Hydra or call a resolver."""
     if "hydra" in name:
         raise UncacheableError(f"{name} is of Hydra's settings")
@@ -104,7 +104,7 @@ def list_tree(folder: str, above: str, level: int = 0) -> Iterator[tuple[str, by
 def describe_code() -> list[object]:
     """Return what tells one version of the code that composes from another."""
     here = str(Path(__file__).parent)
-    return [here, describe_files(here), *map(describe_package, PACKAGES)]
+    return [here, stat_files(here), *map(describe_package, PACKAGES)]
 
 
 def describe_package(name: str) -> object:
@@ -112,10 +112,10 @@ def describe_package(name: str) -> object:
     spec = find_spec(name)
     if spec is None:
         raise UncacheableError(f"there is no package {name}")
-    return [[folder, describe_files(folder)] for folder in spec.submodule_search_locations or ()]
+    return [[folder, stat_files(folder)] for folder in spec.submodule_search_locations or ()]
 
 
-def describe_files(folder: str) -> list[tuple[str, int, int, int]]:
+def stat_files(folder: str) -> list[tuple[str, int, int, int]]:
     """Return name, size, time of change and inode of what is in a folder; raises UncacheableError."""
     try:
         with os.scandir(folder) as found:
