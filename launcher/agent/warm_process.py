@@ -122,8 +122,10 @@ class WarmProcess:
         try:
             self.send_request(start, streams)
             message = self.receive(FORK_TIMEOUT)
-        except OSError as error:
-            raise WarmRefusedError(self.give_up(f"the warm process does not answer ({error})")) from None
+        except TimeoutError:
+            raise WarmRefusedError(self.give_up("the warm process does not answer")) from None
+        except OSError:
+            raise WarmRefusedError(self.give_up(self.describe_end())) from None
         if "pid" not in message:
             raise WarmRefusedError(str(message.get("refused")))
         return int(str(message["pid"]))
@@ -139,16 +141,15 @@ class WarmProcess:
 
     def read_state(self, timeout: float | None) -> None:
         """Read whether the imports are over, if that is told within a time (s)."""
-        with contextlib.suppress(TimeoutError):
-            try:
-                message = self.receive(timeout)
-            except TimeoutError:
-                raise
-            except OSError as error:
-                self.give_up(self.describe_end() or str(error))
-                return
-            self.ready = "ready" in message
-            self.refusal = str(message.get("refused", ""))
+        try:
+            message = self.receive(timeout)
+        except TimeoutError:
+            return
+        except OSError:
+            self.give_up(self.describe_end())
+            return
+        self.ready = "ready" in message
+        self.refusal = str(message.get("refused", ""))
 
     def receive(self, timeout: float | None) -> dict[str, object]:
         """Wait for a message; raises TimeoutError, and ConnectionError if the process has ended."""

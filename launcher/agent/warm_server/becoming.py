@@ -10,6 +10,7 @@ from typing import BinaryIO, TextIO, cast
 from launcher.agent.python_program import ExecNeededError, find_python_program
 from launcher.agent.start_method import is_read_by_imports, list_changes
 from launcher.agent.warm_server.allocator_settings import apply_allocator_settings
+from launcher.agent.warm_server.command_line_text import show_command_line
 from launcher.agent.warm_server.forking import STOPPING, ForkServer, RankRequest
 from launcher.agent.warm_server.preloading import Preloaded
 from launcher.agent.warm_server.thread_counts import apply_thread_counts
@@ -50,6 +51,7 @@ def become_program(environ: dict[str, str], preloaded: Preloaded, name: bytes) -
     """Make this process as an interpreter is before its program's first line; raises ExecNeededError."""
     apply_settings(environ, preloaded)
     replace_environ(environ)
+    show_command_line(sys.orig_argv, environ)
     for changed, value in preloaded.changes.items():
         os.environ.pop(changed, None) if value is None else os.environ.__setitem__(changed, value)
     watch_environ(preloaded)

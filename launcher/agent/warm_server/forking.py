@@ -17,8 +17,7 @@ from launcher.protocol import LAUNCH_FIT
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 NAME = b"launch-warm"
-RECHECK = 5.0
-"""Seconds after which the modules' files are looked at again."""
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 MAX_MESSAGE, STREAMS = 1 << 16, 3
 STOPPING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM)
 """Signals that a rank does not ignore at its start, even if the launcher does (nohup)."""
@@ -54,7 +53,8 @@ class ForkServer:
         self.hook = hook
         for number in IGNORED:
             signal.signal(number, signal.SIG_IGN)
-        self.checked = time.monotonic()
+        self.restart = "0"
+        """The newest start for which the modules' files were looked at."""
         self.files = ProgramFiles(split_command(sys.orig_argv))
 
     def run(self, names: list[str]) -> tuple[RankRequest, Preloaded]:
@@ -97,10 +97,11 @@ class ForkServer:
         preloaded.check_shadows(self.files.list_own_modules())
         check_written(self.files.list_written(), preloaded.read)
         self.check_rank(request.environ, preloaded)
-        if time.monotonic() - self.checked > RECHECK:
-            self.checked = time.monotonic()
+        restart = request.environ.get(RESTART_COUNT, "0")
+        if restart != self.restart:
             if path := preloaded.find_changed_file():
                 raise ExecNeededError(f"{path} has changed since it was imported")
+            self.restart = restart
 
     def check_rank(self, environ: dict[str, str], preloaded: Preloaded) -> None:
         """Raise ExecNeededError if a rank's environment is not the one in which the imports were made."""

@@ -1,0 +1,223 @@
+"""A program in a forked rank is as it is by itself: what it sees, what it prints, how it ends."""
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher.agent.warm_process import WarmRefusedError
+from tests.agent.warm_ranks import PROGRAM, Ranks, open_ranks
+
+SURROUNDINGS = """
+import sys
+own = [name for name in sys.modules if name.partition(".")[0] in ("launcher", "launch_inprocess")]
+import ctypes, gc, json, os, resource, signal, threading
+def describe(stream):
+    buffer = stream.buffer
+    return [
+        type(stream).__name__, type(buffer).__name__, stream.encoding, stream.errors, stream.line_buffering,
+        stream.write_through, stream.name, stream.mode, stream.isatty(), buffer.name, stream.seekable(),
+    ]
+death = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(death), 0, 0, 0)
+skipped = ("__builtins__", "__loader__")
+dunder = {k: repr(v) for k, v in globals().items() if k[:2] == "__" and k not in skipped}
+main = threading.main_thread()
+print(json.dumps({
+    "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "flags": str(sys.flags), "own": own,
+    "main": [dunder, type(__loader__).__name__, sys.modules["__main__"].__dict__ is globals()],
+    "frames": sys._getframe().f_back is None,
+    "signals": {int(n): str(signal.getsignal(n)) for n in signal.valid_signals()},
+    "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    "caught": [line for line in open("/proc/self/status") if line.startswith(("SigCgt", "SigBlk"))],
+    "environ": dict(os.environ), "streams": [describe(s) for s in (sys.stdin, sys.stdout, sys.stderr)],
+    "limits": [resource.getrlimit(n) for n in range(16)],
+    "leads": [os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()], "parent": os.getppid(),
+    "cpus": sorted(os.sched_getaffinity(0)), "death": death.value, "cwd": os.getcwd(), "mask2": os.umask(0),
+    "files": [os.readlink(f"/proc/self/fd/{n}") for n in range(3)],
+    "more": len([n for n in os.listdir("/proc/self/fd") if int(n) > 2]) <= 1,
+    "thread": [main is threading.current_thread(), main.native_id == os.getpid()],
+    "hooks": [sys.excepthook is sys.__excepthook__, sys.gettrace()],
+    "meta": [type(f).__name__ for f in sys.meta_path],
+    "finders": [p for p in sys.path_importer_cache if "launcher" in p],
+    "name": open("/proc/self/comm").read(), "command": open("/proc/self/cmdline").read(),
+    "shown": sorted(open("/proc/self/environ").read().split("\\0")),
+}, indent=1))
+"""
+FAILS = {
+    "an exception": "def f():\n    raise ValueError('x')\ntry:\n    f()\n"
+    "except ValueError as error:\n    raise KeyError(1) from error",
+    "a hook for exceptions": "import sys\nsys.excepthook = lambda *a: print(a[2].tb_frame.f_back)\n1 / 0",
+    "a syntax error": "def f(:",
+    "a message": "import sys\nsys.exit('no data')",
+    "a code": "raise SystemExit(7)",
+    "a signal": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
+    "Ctrl-C": "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)",
+    "Ctrl-C, caught": "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    signal.pause()\n"
+    "except KeyboardInterrupt:\n    print('saved')",
+    "a segmentation fault": "import faulthandler, ctypes\nfaulthandler.enable()\nctypes.string_at(0)",
+    "threads and atexit": "import atexit, sys, threading, time\natexit.register(print, 'at the end')\n"
+    "threading.Thread(target=lambda: (time.sleep(0.05), print('thread'))).start()\nprint('main')",
+    "unfinished lines": "import sys\nsys.stdout.write('a')\nsys.stderr.write('b')\nprint('c', end='')",
+    "stacks": "import traceback, warnings, inspect\ntraceback.print_stack()\n"
+    "warnings.warn('w', stacklevel=2)\nprint(len(inspect.stack()))",
+    "a broken pipe": "import os\nr, w = os.pipe()\nos.close(r)\nos.write(w, b'x')",
+}
+"""Programs by what they do; what they print and end with is the same."""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with open_ranks(tmp_path_factory.mktemp("ranks")) as opened:
+        yield opened
+
+
+def test_a_program_finds_what_it_finds_by_itself(ranks: Ranks) -> None:
+    by_exec, forked = (json.loads(end.out) for end in (ranks.exec(SURROUNDINGS), ranks.fork(SURROUNDINGS)))
+    assert forked == by_exec
+    assert forked["argv"] == [PROGRAM, "--lr", "3e-4"] and not forked["own"]
+    assert forked["parent"] == os.getpid() and forked["death"] == signal.SIGTERM
+
+
+@pytest.mark.parametrize("code", FAILS.values(), ids=FAILS)
+def test_a_program_ends_as_it_does_by_itself(ranks: Ranks, code: str) -> None:
+    by_exec, forked = ranks.exec(code), ranks.fork(code)
+    errors = [re.sub("0x[0-9a-f]+", "0x", end.err) for end in (forked, by_exec)]  # faulthandler's threads
+    assert (forked.code, forked.out, errors[0]) == (by_exec.code, by_exec.out, errors[1])
+    assert forked.code or forked.out
+
+
+def test_a_record_tells_of_the_rank_and_its_agent(ranks: Ranks) -> None:
+    pid = ranks.fork("").pid
+    record = json.loads((ranks.folder / "rank-0.applied.json").read_text())
+    assert (record["pid"], record["agent"], record["problems"]) == (pid, os.getpid(), [])
+
+
+def test_processes_that_a_program_starts(ranks: Ranks) -> None:
+    code = """
+import atexit, multiprocessing, os, pickle, subprocess, sys
+class Point:
+    x = 1
+def square(x):
+    return x * x
+if __name__ == "__main__":
+    for method in ("fork", "spawn", "forkserver"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            print(method, pool.map(square, [3]), multiprocessing.current_process().name)
+    command = [sys.executable, "-c", "import sys; print(sys.argv, len(sys.path))"]
+    print(subprocess.run(command, capture_output=True))
+    atexit.register(lambda: print(type(pickle.loads(pickle.dumps(Point()))).__module__))
+"""
+    by_exec, forked = ranks.exec(code), ranks.fork(code)
+    assert (forked.out, forked.err) == (by_exec.out, by_exec.err) and "forkserver [9]" in forked.out
+
+
+def test_ranks_have_seeds_and_keys_of_their_own(ranks: Ranks) -> None:
+    code = """
+import json, multiprocessing, random, uuid
+key = multiprocessing.current_process().authkey
+print(json.dumps([random.random(), key.hex(), str(uuid.uuid4())]))
+"""
+    first, second = ranks.print_json(code), ranks.print_json(code)
+    assert isinstance(first, list) and isinstance(second, list)
+    assert not {*first} & {*second}
+
+
+def test_arguments_with_values_of_the_plan(ranks: Ranks) -> None:
+    ranks.argv, kept = (PROGRAM, "--workers={num_workers}"), ranks.argv
+    code = """
+import json, sys
+shown = open("/proc/self/cmdline").read().split(chr(0))
+print(json.dumps([sys.argv, sys.orig_argv[2:], shown[2:]]))
+"""
+    arguments = [PROGRAM, "--workers=3"]
+    try:
+        assert ranks.print_json(code) == [arguments, arguments, [*arguments, ""]]
+    finally:
+        ranks.argv = kept
+
+
+def test_another_program_than_the_warm_ones_is_executed(ranks: Ranks) -> None:
+    (ranks.folder / "other.py").write_text("print('other')")
+    ranks.argv, kept = ("other.py",), ranks.argv
+    try:
+        ended = ranks.fork()
+    finally:
+        ranks.argv = kept
+    assert (ended.code, ended.out) == (0, "other\n")
+    assert "the warm process was started for another command line" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("LD_PRELOAD", "/lib/none.so"), ("PYTHONHASHSEED", "5"), ("PYTHONPATH", "/nowhere"), ("LC_ALL", "C")],
+)
+def test_a_variable_that_counts_from_the_start_is_refused(ranks: Ranks, name: str, value: str) -> None:
+    with pytest.raises(WarmRefusedError, match=f"^{name} counts from the interpreter's start"):
+        ranks.fork("", **{name: value})
+
+
+def test_a_module_of_the_programs_own_that_was_imported_from_elsewhere(ranks: Ranks) -> None:
+    own = ranks.folder / "multiprocessing.py"
+    own.touch()
+    try:
+        with pytest.raises(WarmRefusedError, match="a module multiprocessing of its own"):
+            ranks.fork("")
+    finally:
+        own.unlink()
+    (ranks.folder / "launcher.py").write_text("mine = 1")
+    try:
+        assert ranks.print_json("import launcher\nprint(launcher.mine)") == 1
+    finally:
+        (ranks.folder / "launcher.py").unlink()
+
+
+@pytest.mark.parametrize(
+    "setting", ["os.environ['KMP_BLOCKTIME'] = '1'", "os.environ.setdefault('MKL_CBWR', 'x')"]
+)
+def test_a_variable_that_the_program_sets_for_torch(ranks: Ranks, setting: str) -> None:
+    with pytest.raises(WarmRefusedError, match=r"^the program sets (KMP_BLOCKTIME|MKL_CBWR)"):
+        ranks.fork(f"import os\n{setting}\nos.environ['MINE'] = '1'")
+
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "-m of a module": ("python", "-u", "-m", "package.part", "-x"),
+    "-m of a package": ("python", "-m", "package"),
+    "-c": ("python", "-u", "-c", "import sys; print(sys.argv, sys.path[0], __name__); sys.exit(2)", "-c"),
+    "a folder": ("python", "package", "a"),
+    "an archive": ("python", "package.zip", "a"),
+    "options": ("python", "-O", "-W", "error", "-Xutf8", "program.py"),
+    "a #! line": ("./script", "a"),
+    "no such file": ("python", "none.py"),
+}
+SHOWN = """
+import json, sys
+print(sys.argv, sys.orig_argv, sys.path[:2], __name__, __file__, __package__, __spec__ and __spec__.name)
+print(sys.flags, sys.warnoptions, sys.stdout.line_buffering, type(sys.stdout.buffer))
+assert False, "asserted"
+"""
+
+
+@pytest.mark.parametrize("argv", COMMANDS.values(), ids=COMMANDS)
+def test_ways_to_start_a_program(tmp_path: Path, argv: tuple[str, ...]) -> None:
+    (tmp_path / "package").mkdir()
+    for name in ("part", "__main__", "__init__"):
+        (tmp_path / "package" / f"{name}.py").write_text(SHOWN if name != "__init__" else "")
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "package.zip", "w") as archive:
+        archive.writestr("__main__.py", SHOWN)
+    script = tmp_path / "script"
+    script.write_text(f"#!/usr/bin/env python\n{SHOWN}")
+    script.chmod(0o700)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with open_ranks(tmp_path, argv, ["json"], PATH=path, PYTHONFAULTHANDLER="1") as ranks:
+        (tmp_path / PROGRAM).write_text(SHOWN)
+        by_exec, forked = ranks.exec(), ranks.fork()
+    assert (forked.code, forked.out, forked.err) == (by_exec.code, by_exec.out, by_exec.err)
+    assert forked.out or argv[-1] == "none.py"

@@ -1,0 +1,204 @@
+"""Where a forked rank would not be as one by itself: the reason is told, and nothing is left behind."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.agent.python_program import ExecNeededError, find_python_program, split_command
+from launcher.agent.start_method import check_environment
+from launcher.agent.warm_process import WarmProcess, WarmRefusedError
+from launcher.agent.warm_server.fork_state import find_device
+from tests.agent.warm_ranks import find_refusal, open_ranks
+from tests.conftest import clean_environ
+
+REFUSED_IMPORTS = {
+    "missing": ("", "`import faulty` fails: ModuleNotFoundError: No module named 'faulty'"),
+    "raises": ("raise OSError('no\\nlicense')", "`import faulty` fails: OSError: no license"),
+    "exits": ("raise SystemExit(3)", "`import faulty` fails: SystemExit: 3"),
+    "ends": (
+        "import os\nprint('bye', flush=True)\nos.write(2, b'out of memory\\n')\nos._exit(4)",
+        "(code 4): out of memory",
+    ),
+    "starts a thread": (
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+        "the imports have started 1 more thread",
+    ),
+    "starts a process": (
+        "import subprocess\nsubprocess.Popen(['sleep', '3'])",
+        "the imports have started a process (",
+    ),
+}
+
+
+@pytest.mark.parametrize(("code", "reason"), REFUSED_IMPORTS.values(), ids=REFUSED_IMPORTS)
+def test_an_import_that_does_not_go_over_a_fork(tmp_path: Path, code: str, reason: str) -> None:
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    if code:
+        (modules / "faulty.py").write_text(code)
+    with open_ranks(tmp_path, modules=["faulty"], PYTHONPATH=str(modules)) as ranks:
+        assert reason in find_refusal(ranks)
+        assert reason in find_refusal(ranks)
+
+
+def test_a_sitecustomize_of_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('mine')")
+    with open_ranks(tmp_path, modules=["json"], PYTHONPATH=str(tmp_path)) as ranks:
+        assert (
+            find_refusal(ranks)
+            == f"{tmp_path}/sitecustomize.py runs before the program, and may change what is imported"
+        )
+
+
+def test_a_module_that_was_updated_since_its_import(tmp_path: Path) -> None:
+    (tmp_path / "modules").mkdir()
+    module = tmp_path / "modules" / "useful.py"
+    module.write_text("value = 1")
+    with open_ranks(tmp_path, modules=["useful"], PYTHONPATH=str(module.parent)) as ranks:
+        code = "import useful\nprint(useful.value)"
+        assert ranks.print_json(code) == 1
+        module.write_text("value = 200")
+        with pytest.raises(WarmRefusedError) as caught:
+            ranks.fork(TORCHELASTIC_RESTART_COUNT="1")
+        assert str(caught.value) == f"{module} has changed since it was imported"
+
+
+def test_what_an_import_prints_and_sets_is_in_each_rank(tmp_path: Path) -> None:
+    (tmp_path / "modules").mkdir()
+    text = "import os, sys\nprint('out')\nprint('err', file=sys.stderr)\n"
+    text += "os.environ['SET'] = '1'\nos.environ.pop('GONE')"
+    (tmp_path / "modules" / "loud.py").write_text(text)
+    with open_ranks(tmp_path, modules=["loud"], PYTHONPATH=str(tmp_path / "modules"), GONE="1") as ranks:
+        code = "import os\nprint(os.environ.get('SET'), os.environ.get('GONE'))"
+        for _ in range(2):
+            ended = ranks.fork(code)
+            assert (ended.out, ended.err) == ("out\n1 None\n", "err\n")
+
+
+def test_a_variable_that_an_import_has_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "asking.py").write_text(
+        "import os\nlevel = os.environ.get('LEVEL')\nall = dict(os.environ)"
+    )
+    with open_ranks(tmp_path, modules=["asking"], PYTHONPATH=str(tmp_path / "modules")) as ranks:
+        assert ranks.fork("", OTHER="1").code == 0
+        with pytest.raises(WarmRefusedError, match=r"^LEVEL is read by the import"):
+            ranks.fork("", LEVEL="2")
+
+
+def test_the_warm_process_is_killed(tmp_path: Path) -> None:
+    with open_ranks(tmp_path, modules=["json"]) as ranks:
+        waiting = tmp_path / "waiting"
+        os.mkfifo(waiting)
+        ranks.write(f"open({str(waiting)!r}).read()\nprint('on')")
+        pid = ranks.begin_fork()
+        os.kill(ranks.warm.pid, signal.SIGKILL)
+        assert find_refusal(ranks) == "the warm process has ended (signal 9)"
+        waiting.write_text("")
+        assert ranks.collect(pid).out == "on\n"
+
+
+@pytest.mark.parametrize("modules", ["json", "time\nimport sleeping"], ids=["serving", "importing"])
+def test_it_ends_with_its_launcher(tmp_path: Path, modules: str) -> None:
+    (tmp_path / "sleeping.py").write_text("import time\ntime.sleep(60)")
+    code = f"""
+import os, sys, time
+from pathlib import Path
+from launcher.agent.warm_process import WarmProcess
+names = {["json"] if modules == "json" else ["sleeping"]!r}
+environ = {{**os.environ, "PYTHONPATH": {str(tmp_path)!r}}}
+warm = WarmProcess.open_process([sys.executable, "-c", ""], names, Path(), environ)
+print(warm.pid, flush=True)
+time.sleep(60)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=clean_environ(), stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout
+    pid = int(process.stdout.readline())
+    descriptor = os.pidfd_open(pid)
+    process.kill()
+    process.communicate()
+    assert select.select([descriptor], [], [], 20)[0]
+    os.close(descriptor)
+
+
+COMMANDS = {
+    "-I": "the interpreter has the option -I",
+    "-i": "the interpreter has the option -i",
+    "-Ximporttime": "the interpreter has the option -Ximporttime",
+    "--version": "the interpreter has the option --version",
+    "-": "the program comes from stdin",
+    "-m": "the interpreter has the option -m",
+}
+
+
+@pytest.mark.parametrize(("option", "reason"), COMMANDS.items(), ids=COMMANDS)
+def test_options_of_the_interpreter(option: str, reason: str) -> None:
+    with pytest.raises(ExecNeededError) as caught:
+        split_command([sys.executable, "-u", option])
+    assert str(caught.value) == reason
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["sh", "-c", "python x.py"], "sh is no Python program"),
+        (["/usr/bin/python9", "x.py"], "/usr/bin/python9 is another interpreter than"),
+        (["env", "A=1", sys.executable, "x.py"], "env(1) changes the environment"),
+        (["no-such-program"], "no-such-program is no Python program"),
+    ],
+    ids=str,
+)
+def test_programs_of_other_kinds(argv: list[str], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(WarmRefusedError) as caught:
+        WarmProcess.start(argv, [], tmp_path, clean_environ())
+    assert str(caught.value).startswith(reason)
+
+
+def test_another_environment_with_the_same_interpreter(tmp_path: Path) -> None:
+    other = tmp_path / "bin" / "python"
+    other.parent.mkdir()
+    other.symlink_to(sys.executable)
+    with pytest.raises(ExecNeededError, match="another interpreter"):
+        find_python_program([str(other), "x.py"], clean_environ())
+
+
+@pytest.mark.parametrize(
+    ("name", "is_refused"),
+    [
+        *(
+            (name, False)
+            for name in ("RANK", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "TORCH_NCCL_TIMEOUT", "HF_HOME")
+        ),
+        *(
+            (name, True)
+            for name in (
+                "OMP_PROC_BIND",
+                "TORCH_LOGS",
+                "LD_LIBRARY_PATH",
+                "PYTHONOPTIMIZE",
+                "MALLOC_ARENA_MAX",
+            )
+        ),
+    ],
+)
+def test_variables_that_count(name: str, *, is_refused: bool) -> None:
+    for before, after in (({}, {name: "1"}), ({name: "1"}, {}), ({name: "1"}, {name: "2"})):
+        try:
+            check_environment(before, after, frozenset({"TORCH_LOGS"}))
+        except ExecNeededError as error:
+            assert is_refused and str(error).startswith(name)
+        else:
+            assert not is_refused
+    check_environment({name: "1"}, {name: "1"}, frozenset())
+
+
+def test_a_gpu_that_is_open() -> None:
+    assert find_device(["/dev/null", "/dev/nvidiactl", "/dev/nvidia0"]) == "/dev/nvidiactl"
+    assert not find_device(["/usr/lib/libnvidia-ml.so.1", "socket:[5]"])

@@ -1,0 +1,129 @@
+"""Runs programs in forked ranks and, for comparison, by exec, as with `start.warm=off`."""
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.agent.group import RankStart
+from launcher.agent.python_program import find_python_program
+from launcher.agent.rank_starter import ExecStarter, close_on_exec
+from launcher.agent.warm_process import WarmProcess, WarmRefusedError
+from launcher.launch.processes import adopt_orphans
+from tests.conftest import clean_environ
+
+PROGRAM = "program.py"
+PLAIN_MODULES = ("json", "logging", "multiprocessing")
+"""In torch's place where a program needs none: an import of torch takes a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a rank has ended."""
+
+    code: int
+    """-n for signal n."""
+    out: str
+    err: str
+    pid: int
+
+
+@dataclass(slots=True)
+class Ranks:
+    """A folder with a program, and ways to run it as a rank."""
+
+    folder: Path
+    environ: dict[str, str]
+    warm: WarmProcess
+    argv: tuple[str, ...] = (PROGRAM, "--lr", "3e-4")
+
+    def write(self, code: str) -> None:
+        """Make this the program."""
+        (self.folder / PROGRAM).write_text(code)
+
+    def fork(self, code: str | None = None, **variables: str) -> Ended:
+        """Run the program in a forked rank; raises WarmRefusedError."""
+        if code is not None:
+            self.write(code)
+        return self.collect(self.begin_fork(**variables))
+
+    def begin_fork(self, **variables: str) -> int:
+        """Fork a rank and return its PID; raises WarmRefusedError."""
+        with open(os.devnull) as null:  # noqa: PTH123
+            return self.warm.fork_rank(self.make_start(variables), (null.fileno(),) * 3)
+
+    def exec(self, code: str | None = None, **variables: str) -> Ended:
+        """Run the program by exec."""
+        if code is not None:
+            self.write(code)
+        close_on_exec()  # as the agent does
+        starter = ExecStarter(self.folder / "logs" / "agent.log", reads_stdin=False)
+        with contextlib.chdir(self.folder):
+            return self.collect(starter.start_rank(self.make_start(variables)))
+
+    def make_start(self, variables: Mapping[str, str]) -> RankStart:
+        """Make a start of the program with some variables more."""
+        return RankStart(0, self.argv, {**self.environ, **variables})
+
+    def collect(self, pid: int) -> Ended:
+        """Wait for a rank, and take its logs."""
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        texts = []
+        for stream in ("out", "err"):
+            path = self.folder / "logs" / "0" / f"rank-0.{stream}"
+            texts.append(path.read_text() if path.exists() else "")
+            path.unlink(missing_ok=True)
+        return Ended(code, texts[0], texts[1], pid)
+
+    def print_json(self, code: str, **variables: str) -> object:
+        """Return what a program prints as JSON in a forked rank."""
+        ended = self.fork(code, **variables)
+        assert (ended.code, ended.err) == (0, ""), ended.err
+        return json.loads(ended.out)
+
+
+@contextlib.contextmanager
+def open_ranks(
+    folder: Path,
+    argv: Sequence[str] = (PROGRAM, "--lr", "3e-4"),
+    modules: Sequence[str] = PLAIN_MODULES,
+    **variables: str,
+) -> Iterator[Ranks]:
+    """Start a warm process for a program in a folder, whose file is written later."""
+    entry = {"local_rank": 0, "gpu": None, "memory": {"policy": "default"}, "num_workers": 3, "env": {}}
+    cpus = str(min(os.sched_getaffinity(0))) if "OMP_NUM_THREADS" in variables else format_own_cpus()
+    (folder / "plan.json").write_text(json.dumps({"ranks": [{**entry, "cpus": cpus}]}))
+    (folder / "logs" / "0").mkdir(parents=True, mode=0o700)
+    (folder / PROGRAM).touch()
+    folder.chmod(0o700)
+    base = {**clean_environ(), "PYTHONDONTWRITEBYTECODE": "", **variables}
+    given = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LAUNCH_QUIET": "1"}
+    ours = {"LAUNCH_PLAN": str(folder / "plan.json"), "LAUNCH_RECORD_DIR": str(folder), "LAUNCH_ATTEMPT": "0"}
+    environ = {**base, **given, **ours}
+    adopt_orphans()
+    with contextlib.chdir(folder):
+        command = find_python_program(list(argv), environ).command
+    warm = WarmProcess.open_process(command, modules, folder, base)
+    try:
+        yield Ranks(folder, environ, warm, tuple(argv))
+    finally:
+        warm.close()
+
+
+def format_own_cpus() -> str:
+    """The CPUs of this process, in the kernel's notation."""
+    return ",".join(map(str, sorted(os.sched_getaffinity(0))))
+
+
+def find_refusal(ranks: Ranks) -> str:
+    """Why no rank is forked now; fails if one is."""
+    try:
+        pid = ranks.begin_fork()
+    except WarmRefusedError as error:
+        return str(error)
+    os.kill(pid, signal.SIGKILL)
+    ranks.collect(pid)
+    raise AssertionError("a rank was forked")
