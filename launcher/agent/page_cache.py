@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 
-from launcher.agent.read_order import Read
+from launcher.agent.read_order import ANY_SIZE, Read
 from launcher.files import READ
 
 CACHESTAT = 451
@@ -47,7 +47,7 @@ def open_for(read: Read) -> Iterator[int]:
     descriptor = os.open(read.path, READ)
     try:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != read.size:
+        if not stat.S_ISREG(status.st_mode) or read.size not in (ANY_SIZE, status.st_size):
             raise OSError(errno.ESTALE, "not the file that was recorded", read.path)
         yield descriptor
     finally:

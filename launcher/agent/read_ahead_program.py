@@ -17,14 +17,19 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import EXTENSION_SUFFIXES
 
 from launcher.agent.library_parts import find_linked_parts
 from launcher.agent.page_cache import are_cached, read_into_cache
 from launcher.agent.read_order import (
+    ANY_SIZE,
+    BYTECODE,
     CHUNK,
     OrderEntry,
     Read,
+    find_torch_folder,
     limit_reads,
+    list_looks,
     list_reads,
     parse_order,
     sample_entries,
@@ -70,21 +75,20 @@ class Work:
             except IndexError:
                 return
             try:
+                self.look_around(read.path)
                 self.lengths.append(read_into_cache(read, buffer))
-                self.look_around(read)
             except OSError:
-                self.stale += 1
+                self.stale += read.size != ANY_SIZE
 
-    def look_around(self, read: Read) -> None:
-        """Ask for what an import asks for besides the code: the source's status, and the folder's names."""
-        folder, _, name = read.path.rpartition("/")
-        if not folder.endswith("/__pycache__"):
-            return
-        package = folder.removesuffix("/__pycache__")
-        with contextlib.suppress(OSError):
-            os.stat(f"{package}/{name.partition('.')[0]}.py")  # noqa: PTH116 - no pathlib a thousand times
-            if package not in self.folders:
-                self.folders.add(package)
+    def look_around(self, path: str) -> None:
+        """Ask for what an import asks for besides the bytecode: names in the folder, the source's status."""
+        for name in list_looks(path, EXTENSION_SUFFIXES):
+            with contextlib.suppress(OSError):
+                os.stat(name)  # noqa: PTH116 - no pathlib a thousand times
+        package, between, _ = path.partition(BYTECODE)
+        if between and package not in self.folders:
+            self.folders.add(package)
+            with contextlib.suppress(OSError):
                 os.listdir(package)  # noqa: PTH208 - as above
 
 
@@ -95,8 +99,9 @@ def main() -> None:
     threading.Thread(target=end_with_launcher, daemon=True).start()
     begin = time.monotonic()
     entries, source = find_entries(request["record"], request["folders"])
-    reads = list_reads(entries)
-    wanted = sum(read.length for read in reads)
+    recorded = list_reads(entries)
+    wanted = sum(read.length for read in recorded)
+    reads = [*recorded, *list_entry_points(find_torch_folder(entries))]
     cached = None if request["always"] else are_cached(sample_entries(entries))
     work = Work(deque(() if cached else limit_reads(reads, find_budget())))
     run_threads(work)
@@ -132,6 +137,19 @@ def find_entries(record: str, folders: Sequence[str]) -> tuple[tuple[OrderEntry,
     with contextlib.suppress(OSError, ValueError, RecursionError):
         return parse_order(json.loads(read_file(record, LARGEST_RECORD, own=True))), "recorded"
     return tuple(entry for folder in folders for entry in find_libraries(folder)), "rule"
+
+
+def list_entry_points(folder: str) -> list[Read]:
+    """Return the files that `import torch` looks for last, the entry points of all packages beside it.
+
+    It looks for backends of devices there (`_import_device_backends` of torch 2.5 and later).
+    """
+    if not folder:
+        return []
+    with contextlib.suppress(OSError):
+        names = sorted(name for name in os.listdir(folder) if name.endswith(".dist-info"))  # noqa: PTH208
+        return [Read(f"{folder}/{name}/entry_points.txt", ANY_SIZE, 0, 1 << 16) for name in names]
+    return []
 
 
 def find_libraries(folder: str) -> list[OrderEntry]:

@@ -16,6 +16,12 @@ LARGEST = 1 << 40
 """Bytes of a file at most."""
 
 
+ANY_SIZE = -1
+"""Of a file that no record knows."""
+BYTECODE = "/__pycache__/"
+"""Between a package's folder and the files of its bytecode."""
+
+
 @dataclass(frozen=True, slots=True)
 class OrderEntry:
     """A file, and what is read of it."""
@@ -113,6 +119,26 @@ def list_reads(entries: tuple[OrderEntry, ...]) -> list[Read]:
         for begin, length in ([(0, entry.size)] if entry.extents is None else entry.extents)
         for at in range(begin, begin + length, CHUNK)
     ]
+
+
+def list_looks(path: str, suffixes: Iterable[str]) -> list[str]:
+    """Return the names that an import asks the filesystem for before it opens a module's bytecode.
+
+    Of a package, Python looks for an extension module by each of the suffixes, then for the source
+    (`FileFinder.find_spec` of importlib), whose time and size the bytecode has to fit.
+    """
+    folder, between, name = path.partition(BYTECODE)
+    module = f"{folder}/{name.partition('.')[0]}"
+    if not between:
+        return []
+    extensions = [module + suffix for suffix in suffixes] if module.endswith("/__init__") else []
+    return [*extensions, f"{module}.py"]
+
+
+def find_torch_folder(entries: Iterable[OrderEntry]) -> str:
+    """Return the folder that has the package torch, by the bytecode that a record names; empty without."""
+    beginning = f"/torch{BYTECODE}__init__."
+    return next((entry.path.partition(beginning)[0] for entry in entries if beginning in entry.path), "")
 
 
 def limit_reads(reads: list[Read], budget: int) -> list[Read]:

@@ -11,6 +11,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+from tests.benchmarks.cold_disk import bench_cold_disk
 from tests.benchmarks.false_alarms import bench_false_alarms
 from tests.benchmarks.fidelity import bench_fidelity
 from tests.benchmarks.fit_grid import bench_fit
@@ -76,6 +77,7 @@ WATCHING: Mapping[str, Callable[[Path, Mapping[str, str]], None]] = {
     "false-alarms": bench_false_alarms,
     "stragglers": bench_stragglers,
     "preflight": bench_preflight,
+    "cold-disk": bench_cold_disk,
     "fit": bench_fit,
     "fidelity": bench_fidelity,
 }

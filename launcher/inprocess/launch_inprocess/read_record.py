@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 PAGE = 4096
 GAP = 32
 """Pages between two parts that are read with them: a request costs more than 128 KiB."""
-TORCH = "torch._C"
-"""The module with which torch's libraries are loaded."""
+TORCH = "torch"
+"""The module that loads the libraries, before most of the others."""
 
 
 def start_read_record(environ: MutableMapping[str, str]) -> None:
@@ -68,17 +68,30 @@ def list_reads() -> list[Entry]:
     """Return files in the order in which they were needed, with size and parts; None is the whole file."""
     libraries = list_libraries()
     modules = list(list_modules())
-    at = next((place for place, (name, _) in enumerate(modules) if name == TORCH), len(modules))
-    bytecode = [(path, os.path.getsize(path), None) for _, path in modules if os.path.isfile(path)]
-    return [*bytecode[:at], *libraries, *bytecode[at:]]
+    at = next((place for place, (name, _) in enumerate(modules, 1) if name == TORCH), len(modules))
+    before, after = ([path for _, path in part] for part in (modules[:at], modules[at:]))
+    return [*measure_files(before), *libraries, *measure_files(after)]
+
+
+def measure_files(paths: Iterable[str]) -> list[Entry]:
+    """Return the entries of whole files; those that are gone are left out."""
+    return [(path, os.path.getsize(path), None) for path in paths if os.path.isfile(path)]
 
 
 def list_modules() -> Iterator[tuple[str, str]]:
-    """Give the names of the modules and the files of their bytecode, as they were imported."""
-    for name, module in list(sys.modules.items()):
-        cached = getattr(getattr(module, "__spec__", None), "cached", None)
-        if name == TORCH or (isinstance(cached, str) and cached.startswith("/")):
-            yield name, cached or ""
+    """Give the names of the modules and the files of their bytecode, in the order of their imports.
+
+    sys.modules has them in the order in which they were complete (`_load_unlocked` of importlib): a package
+    comes after the modules that it imports, though its own bytecode is read first.
+    """
+    modules, order = dict(sys.modules), dict[str, None]()
+    for name in modules:
+        packages = name.split(".")
+        order.update(dict.fromkeys(".".join(packages[:depth]) for depth in range(1, len(packages) + 1)))
+    for name in order:
+        cached = getattr(getattr(modules.get(name), "__spec__", None), "cached", None)
+        if isinstance(cached, str) and cached.startswith("/"):
+            yield name, cached
 
 
 def list_libraries() -> list[Entry]:
