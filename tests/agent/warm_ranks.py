@@ -30,6 +30,12 @@ class Ended:
     err: str
     pid: int
 
+    def read(self) -> list[object]:
+        """The list that it has printed as JSON."""
+        found = json.loads(self.out)
+        assert isinstance(found, list)
+        return found
+
 
 @dataclass(slots=True)
 class Ranks:
@@ -68,12 +74,12 @@ class Ranks:
         """Make a start of the program with some variables more."""
         return RankStart(0, self.argv, {**self.environ, **variables})
 
-    def collect(self, pid: int) -> Ended:
+    def collect(self, pid: int, rank: int = 0) -> Ended:
         """Wait for a rank, and take its logs."""
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         texts = []
         for stream in ("out", "err"):
-            path = self.folder / "logs" / "0" / f"rank-0.{stream}"
+            path = self.folder / "logs" / "0" / f"rank-{rank}.{stream}"
             texts.append(path.read_text() if path.exists() else "")
             path.unlink(missing_ok=True)
         return Ended(code, texts[0], texts[1], pid)
