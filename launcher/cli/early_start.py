@@ -11,21 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.agent.torch_use import uses_torch
 from launcher.cli.arguments import Command
-from launcher.config.agent_choice import choose_agent
-from launcher.config.cluster import choose_cluster
-from launcher.config.overrides import read_key
-from launcher.config.program import BUNDLED, resolve_program
-from launcher.config.schema import LaunchConfig
-from launcher.config.search_path import find_shipped
 from launcher.errors import LaunchError, UsageError
-from launcher.launch.job import NOT_INHERITED
-from launcher.protocol import LAUNCH_FIT, LAUNCH_METER, LAUNCH_RANK_PLAN
+from launcher.protocol import LAUNCH_FIT, LAUNCH_METER, LAUNCH_RANK_PLAN, LAUNCH_WATCH
 
 if TYPE_CHECKING:
     from launcher.agent.warm_process import WarmProcess
-    from launcher.config.hydra_flags import Flags
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +29,7 @@ SILENT = frozenset(
 """Keys and groups, by their first part, that say nothing about where ranks run, by what, and with which
 variables at the interpreter's start."""
 AGENT_WORD = "agent=direct"
+RUN_FLAGS = ("-r", "--run")
 BUNDLED_ONLY = frozenset(("model", "data"))
 """Those of them that the bundled program has its arguments from."""
 DECIDING = ("SLURM_JOB", "SLURM_PROC", "PET_", "TORCHELASTIC_", LAUNCH_RANK_PLAN, LAUNCH_FIT, LAUNCH_METER)
@@ -86,14 +78,14 @@ def is_alike(before: Mapping[str, str], after: Mapping[str, str]) -> bool:
 
 
 @contextlib.contextmanager
-def start_early(command: Command, flags: "Flags", environ: Mapping[str, str]) -> Iterator[EarlyStart]:
+def start_early(command: Command, environ: Mapping[str, str]) -> Iterator[EarlyStart]:
     """Give an early start, with a process in it if the ranks will be forked from one; it ends with the block.
 
     Errors of the command line are left to those who report them.
     """
     early = EarlyStart()
     try:
-        argv = find_early_program(command, flags, environ)
+        argv = find_early_program(command, environ)
         if argv:
             early = open_early(argv, environ)
         yield early
@@ -105,8 +97,8 @@ def open_early(argv: tuple[str, ...], environ: Mapping[str, str]) -> EarlyStart:
     """Start the process."""
     from launcher.agent.warm_process import WarmProcess, WarmRefusedError
 
-    given = {name: value for name, value in environ.items() if name not in NOT_INHERITED}
-    given = {"PYTHONUNBUFFERED": "1", **given}
+    inherited = {name: value for name, value in environ.items() if name != LAUNCH_WATCH}
+    given = {"PYTHONUNBUFFERED": "1", **inherited}  # see launcher.launch.job.build_agent_environ
     try:
         return EarlyStart(WarmProcess.start(argv, (), Path.cwd(), given), argv, given)
     except WarmRefusedError as error:
@@ -114,22 +106,25 @@ def open_early(argv: tuple[str, ...], environ: Mapping[str, str]) -> EarlyStart:
     return EarlyStart()
 
 
-def find_early_program(
-    command: Command, flags: "Flags", environ: Mapping[str, str]
-) -> tuple[str, ...] | None:
+def find_early_program(command: Command, environ: Mapping[str, str]) -> tuple[str, ...] | None:
     """Return the program's argv if the ranks are certain to run here and to be forked; None if not.
 
     They are if no file of the user's own configures anything, the words leave that open, no allocation or
     launcher is around, and the program may use torch.
     """
-    if command.verb != "run" or flags.multirun or flags.sources.folders != (find_shipped(),):
+    if command.verb != "run" or Path("conf").exists():
         return None
-    words = [word for word in flags.overrides if word != AGENT_WORD]
-    keys = {read_key(word).partition(".")[0] for word in words}
+    words = [word for word in command.words if word not in (AGENT_WORD, *RUN_FLAGS)]
+    keys = {word.lstrip("+").partition("=")[0].partition(".")[0] for word in words}
     if keys - SILENT - (BUNDLED_ONLY if command.program is None else frozenset()):
         return None
-    if not are_forked(environ, asked=len(words) < len(flags.overrides)):
+    if any(name.startswith(DECIDING) for name in environ):
         return None
+    if AGENT_WORD not in command.words and not is_direct_by_default(environ):
+        return None
+    from launcher.agent.torch_use import uses_torch
+    from launcher.config.program import BUNDLED, resolve_program
+
     try:
         argv = resolve_program(command.program or BUNDLED, environ)
     except UsageError:
@@ -137,16 +132,14 @@ def find_early_program(
     return argv if command.program is None or uses_torch(argv, environ) else None
 
 
-def are_forked(environ: Mapping[str, str], *, asked: bool) -> bool:
-    """Tell whether ranks run on this machine and `launch` starts them itself, if no setting says otherwise.
+def is_direct_by_default(environ: Mapping[str, str]) -> bool:
+    """Tell whether `launch` starts ranks itself, on this machine, if no setting says otherwise."""
+    from launcher.config.agent_choice import choose_agent
+    from launcher.config.cluster import choose_cluster
+    from launcher.config.schema import LaunchConfig
 
-    `asked` is for the setting AGENT_WORD.
-    """
-    if any(name.startswith(DECIDING) for name in environ):
-        return False
     try:
         cluster = choose_cluster("auto", "auto", None, None, environ)
-        config = LaunchConfig(agent="direct" if asked else "auto")
-        return cluster.kind == "local" and choose_agent(config, cluster, environ).kind == "direct"
+        return cluster.kind == "local" and choose_agent(LaunchConfig(), cluster, environ).kind == "direct"
     except LaunchError:
         return False

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from launcher.cli.arguments import Command, parse_command
+from launcher.cli.early_start import EarlyStart, start_early
 from launcher.errors import EXIT_DEFECT, EXIT_MACHINE, LaunchError
 from launcher.protocol import LAUNCH_RANK_PLAN
 from launcher.text import leave, log_defect, log_error, set_up_logging
@@ -74,6 +75,12 @@ def run_command(command: Command, argv: Sequence[str]) -> int:
     """Do what a command line asks."""
     if (status := answer_about_launch(command)) is not None:
         return status
+    with start_early(command, os.environ) as early:
+        return carry_out(command, argv, early)
+
+
+def carry_out(command: Command, argv: Sequence[str], early: EarlyStart) -> int:
+    """Do what a command line asks that is not about `launch` itself."""
     from launcher.config.hydra_flags import parse_flags
 
     if not {"-sc", "--shell-completion"} & set(command.words):
@@ -97,12 +104,9 @@ def run_command(command: Command, argv: Sequence[str]) -> int:
         from launcher.cli.sweep import run_sweep
 
         return run_sweep(flags, command, argv)
-    from launcher.cli.early_start import start_early
+    from launcher.cli.dispatch import run_verb
 
-    with start_early(command, flags, os.environ) as early:
-        from launcher.cli.dispatch import run_verb
-
-        return run_verb(flags, command, argv, early)
+    return run_verb(flags, command, argv, early)
 
 
 def answer_about_launch(command: Command) -> int | None:

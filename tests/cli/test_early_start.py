@@ -12,7 +12,6 @@ import pytest
 
 from launcher.cli.arguments import parse_command
 from launcher.cli.early_start import find_early_program
-from launcher.config.hydra_flags import parse_flags
 from tests.conftest import LAUNCH, clean_environ, run_outside
 
 USES_TORCH = "import torch\n"
@@ -42,6 +41,11 @@ OTHERS: tuple[Sequence[str], ...] = (
     ("agent=direct", "hydra.verbose=true", "x.py"),
     ("agent=direct", "+model=gpt2", "x.py"),
     ("agent=direct", "program=other"),
+    ("agent=direct", "--cfg", "job"),
+    ("agent=direct", "-cd", "elsewhere", "x.py"),
+    ("agent=direct", "--multirun", "name=a,b", "x.py"),
+    ("agent=direct", "x.y"),
+    ("agent=direct", "~gc", "x.py"),
     ("agent=direct", "missing.py"),
     ("agent=direct", "plain.py"),
     ("agent=direct", "--", "true"),
@@ -59,8 +63,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def find(words: Sequence[str], environ: Mapping[str, str] | None = None) -> tuple[str, ...] | None:
-    command = parse_command(words)
-    return find_early_program(command, parse_flags(command.words), {**clean_environ(), **(environ or {})})
+    return find_early_program(parse_command(words), {**clean_environ(), **(environ or {})})
 
 
 @pytest.mark.parametrize("words", SILENT, ids=str)
