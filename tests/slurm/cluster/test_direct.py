@@ -1,16 +1,23 @@
 """agent=direct on several nodes: what ranks find, starts after a death or a hang, stops in each phase."""
 
 import json
+import os
 import shlex
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from launcher.runs.node_records import read_nodes
 from tests.launch.start_launch import write_program
+from tests.programs.start_program import read_losses
 from tests.slurm.cluster.conftest import Sandbox
+from tests.slurm.cluster.jobs import SHRUNK, Run, submit
 from tests.slurm.cluster.test_step import HOSTILE, SHOW, allocate, finish
+from tests.slurm.cluster.test_watch import PROGRAM as HANGING
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("nothing_is_left")]
 
@@ -21,6 +28,15 @@ OF_A_RUN = {
 }
 """Variables that differ between any two runs in an allocation."""
 OF_TORCHRUN = {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE"}
+FAILING = """
+import os, sys, time
+print("UP", os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["MASTER_PORT"], flush=True)
+if os.environ["RANK"] == "3":
+    time.sleep(0.5)
+    print("the disk is on fire", file=sys.stderr, flush=True)
+    os._exit(7)
+time.sleep(300)
+"""
 WAITING = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -42,14 +58,105 @@ def test_the_environment_is_that_of_torchrun(sandbox: Sandbox, tmp_path: Path) -
     script = "\n".join(
         f"launch agent={agent} name={agent} {words} || exit" for agent in ("torchrun", "direct")
     )
-    done = finish(allocate(sandbox, tmp_path, script, "--nodes=2", "--gpus-per-node=2", MINE="kept"))
+    done = finish(allocate(sandbox, tmp_path, script, MINE="kept"))
     assert done.code == 0, done
     theirs, ours = (next(tmp_path.glob(f"runs/{agent}/*")) for agent in ("torchrun", "direct"))
-    for rank in range(4):
+    for rank in range(2):
         before, after = read_environ(theirs, rank), read_environ(ours, rank)
         assert before["argv"] == after["argv"] and before["cwd"] == after["cwd"]
         names = {*before["env"], *after["env"]} - OF_A_RUN
         pairs = {name: (before["env"].get(name), after["env"].get(name)) for name in names}
         differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
         assert differing.keys() == OF_TORCHRUN, differing
-    assert [(r.state, r.exit_code, r.ranks) for r in read_nodes(ours, 0)] == [("succeeded", 0, 2)] * 2
+    assert [(r.state, r.exit_code, r.ranks) for r in read_nodes(ours, 0)] == [("succeeded", 0, 1)] * 2
+
+
+def find_rank(run: Run, rank: int) -> psutil.Process:
+    """The program's process of a rank that runs now."""
+    for pid in run.find_processes():
+        try:
+            process = psutil.Process(pid)
+            environ = process.environ()
+        except psutil.Error:
+            continue
+        if environ.get("RANK") == str(rank) and process.pid == os.getsid(pid):
+            return process
+    raise AssertionError(f"no rank {rank}: {run.describe()}")
+
+
+def read_new(run: Run, attempt: int, rank: int = 0) -> str:
+    path = run.path / f"logs/{attempt}/rank-{rank}.out"
+    return path.read_text() if path.exists() else ""
+
+
+TWO = (*SHRUNK, "nodes=2", "nproc_per_node=1", "agent=direct", "restarts=2")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_is_replaced_with_its_peers(sandbox: Sandbox, tmp_path: Path, victim: int) -> None:
+    run = submit(sandbox, tmp_path, *TWO, "program.steps=60")
+    run.await_step(15)
+    process = find_rank(run, victim)
+    died = time.time()
+    process.kill()
+    run.wait_for(lambda: read_losses(read_new(run, 1)), "a step of the second start", 60)
+    seconds = time.time() - died
+    assert run.await_end() == "succeeded"
+    print(f"RECOVERY {seconds:.2f} s after the death of rank {victim}")
+    steps = run.read_losses()
+    assert list(steps) == list(range(1, 61))
+    assert min(read_losses(read_new(run, 1))) in (11, 21), "it goes on after a checkpoint"
+    said = run.read_console()
+    assert f"rank {victim} on n{victim} has ended: all ranks start anew (restart 1 of 2)" in said
+    assert "Traceback" not in said and run.outcome["attempts"] == 2 and run.manifest["earlier"] == []
+    assert [(r.state, r.restarts) for r in read_nodes(run.path, 0)] == [("succeeded", 1)] * 2
+
+
+def test_when_restarts_are_used_up_the_first_failure_is_told(sandbox: Sandbox, tmp_path: Path) -> None:
+    program = write_program(tmp_path, FAILING)
+    settings = ("nodes=2", "nproc_per_node=2", "agent=direct", "restarts=1", "cluster.requeue.crash=1")
+    run = submit(sandbox, tmp_path, *settings, "--", program)
+    assert run.await_end() == "failed"
+    assert run.causes == ["crash", "crash"] and run.outcome["exit_code"] == 7
+    first = run.outcome["first_failure"]
+    assert (first["rank"], first["host"], first["exit_code"]) == (3, "n1", 7)
+    assert first["last_lines"] == ["the disk is on fire"] and run.outcome["attempts"] == 4
+    said = run.read_console()
+    assert "rank 3 on n1 has ended, after 1 restarts: the job ends" in said
+    assert "rank 3 on n1 (local rank 1) failed first: it exited with code 7" in said
+    ports = {line.split()[2] for n in range(4) for line in read_new(run, n).splitlines() if "UP" in line}
+    assert len(ports) == 4
+
+
+def test_a_hang_is_ended_by_a_restart_on_all_nodes(sandbox: Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        HANGING.replace("step == 30", "step == 30 and first").replace(
+            "rank = dist", 'first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"\nrank = dist'
+        )
+    )
+    settings = ("watch.interval=1", "watch.hang_seconds=5", "watch.on_hang=restart")
+    words = ("nodes=2", "nproc_per_node=1", "agent=direct", *settings, "--", "program.py", "1")
+    run = submit(sandbox, tmp_path, *words)
+    run.wait_for(lambda: "step 40/" in read_new(run, 1), "steps of the second start", 120)
+    sandbox.run("scancel", run.job_id)
+    assert run.await_end() == "stopped"
+    said = run.read_console()
+    assert "has not joined all_reduce" in said and "all ranks start anew (restart 1 of 3)" in said
+
+
+@pytest.mark.parametrize("phase", ["start", "running", "restart"])
+def test_scancel_leaves_nothing(sandbox: Sandbox, tmp_path: Path, phase: str) -> None:
+    program = write_program(tmp_path, WAITING)
+    run = submit(
+        sandbox, tmp_path, "nodes=2", "nproc_per_node=2", "agent=direct", "restarts=1", "--", program
+    )
+    if phase == "start":
+        run.wait_for(lambda: any("slurm.task" in words for words in run.find_processes().values()), "tasks")
+    else:
+        run.wait_for(lambda: all("UP 0" in read_new(run, 0, rank) for rank in range(4)), "the ranks")
+    if phase == "restart":
+        find_rank(run, 3).send_signal(signal.SIGKILL)
+        run.wait_for(lambda: "all ranks start anew" in run.read_console(), "word of the restart")
+    sandbox.run("scancel", run.job_id)
+    assert run.await_end() == "stopped"
+    assert run.outcome["cause"] == "cancelled" and "Traceback" not in run.read_console()
