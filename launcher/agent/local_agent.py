@@ -9,9 +9,8 @@ from launcher.agent.group import GroupStart
 from launcher.agent.group_control import LocalControl
 from launcher.agent.rank_starter import ExecStarter, RankStarter
 from launcher.agent.rank_variables import RankSettings, make_rank_variables
-from launcher.agent.torch_use import uses_torch
 from launcher.agent.warm_process import WarmProcess
-from launcher.agent.warm_starter import WarmStarter, warm_up
+from launcher.agent.warm_starter import WarmStarter, choose_starter
 from launcher.launch.agent_process import AgentRequest
 from launcher.launch.job import Job, choose_restarts
 
@@ -37,20 +36,14 @@ def make_local_agent(request: AgentRequest, take_warm: TakeWarm | None = None) -
 
 
 def make_starter(request: AgentRequest, take_warm: TakeWarm | None) -> RankStarter:
-    """Return what starts the ranks: a fork of a process with torch, if `start.warm` does not forbid it.
-
-    Ranks of a program that does not use torch are executed, unless it has modules to preload.
-    """
+    """Return what starts the ranks: forks of the warm process that was started before, if there is one."""
     job, settings = request.job, request.job.config.start
     by_exec = ExecStarter(request.run.agent_log(job.host))
-    if settings.warm == "off":
-        return by_exec
-    early = take_warm(job.program, request.environ) if take_warm and not settings.preload else None
+    may_take = take_warm and settings.warm != "off" and not settings.preload
+    early = take_warm(job.program, request.environ) if take_warm and may_take else None
     if early:
         return WarmStarter(by_exec, early)
-    if not settings.preload and not uses_torch(job.program, request.environ):
-        return by_exec
-    return warm_up(by_exec, job.program, settings.preload, request.environ)
+    return choose_starter(by_exec, job.program, settings, request.environ)
 
 
 def make_node_part(request: AgentRequest, max_restarts: int, run_id: str) -> NodePart:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.agent.group import RankStart
-from launcher.agent.rank_starter import ExecStarter
+from launcher.agent.rank_starter import ExecStarter, RankStarter
+from launcher.agent.torch_use import uses_torch
 from launcher.agent.warm_process import WarmProcess, WarmRefusedError
+from launcher.config.schema import StartConfig
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,18 @@ class WarmStarter:
     def close(self) -> None:
         """End the warm process."""
         self.warm.close()
+
+
+def choose_starter(
+    by_exec: ExecStarter, argv: Sequence[str], config: StartConfig, environ: Mapping[str, str]
+) -> RankStarter:
+    """Return what starts a program's ranks: forks of a process with torch, if `start.warm` does not forbid it.
+
+    Ranks of a program that does not use torch are executed, unless it has modules to preload.
+    """
+    if config.warm == "off" or not (config.preload or uses_torch(argv, environ)):
+        return by_exec
+    return warm_up(by_exec, argv, config.preload, environ)
 
 
 def warm_up(

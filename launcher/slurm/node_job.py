@@ -43,15 +43,16 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
     config, cluster = describe_node_part(request, task)
     merged = {**drop_task_variables(environ), **config.env}
     log_begin = measure_file(run.agent_log(task.host))
+    program = find_program(request.words, config, merged)
     with (
-        reading_ahead(config.start.read_ahead, find_program(request.words, config, merged), merged) as reader,
+        reading_ahead(config.start.read_ahead, program, merged) as reader,
         keep_watch_folder(merged, enabled=config.watch.enabled) as folder,
     ):
         reader.use_directory(run.path, task.host)
         merged.update(reader.variables)
         heartbeats = folder.path if folder else ""
         variables = build_agent_environ(config, cluster, merged, run, task.host, watch_folder=heartbeats)
-        make_agent = prepare_agent_maker(request.agent, run, task, variables)
+        make_agent = prepare_agent_maker(request, program, run, task, variables)
         from launcher.slurm.node_agent import run_agent  # as all that follows, while torch is imported
 
         try:
@@ -59,7 +60,6 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
         except MachineError as error:
             return report_port_taken(run, task, str(error), started)
         with open_caches(merged) as caches:
-            program = find_program(request.words, config, merged)
             plan, choice = plan_here(config, merged, caches), AgentChoice(request.agent, "as submitted")
             job = Job(config, program, cluster, plan, merged, task.host, choice)
             if task.node_rank == 0:

@@ -1,7 +1,6 @@
 """agent=direct on several nodes: what ranks find, starts after a death or a hang, stops in each phase."""
 
 import json
-import os
 import shlex
 import signal
 import time
@@ -73,15 +72,8 @@ def test_the_environment_is_that_of_torchrun(sandbox: Sandbox, tmp_path: Path) -
 
 def find_rank(run: Run, rank: int) -> psutil.Process:
     """The program's process of a rank that runs now."""
-    for pid in run.find_processes():
-        try:
-            process = psutil.Process(pid)
-            environ = process.environ()
-        except psutil.Error:
-            continue
-        if environ.get("RANK") == str(rank) and process.pid == os.getsid(pid):
-            return process
-    raise AssertionError(f"no rank {rank}: {run.describe()}")
+    record = json.loads((run.path / f"rank-{rank}.applied.json").read_text())
+    return psutil.Process(record["pid"])
 
 
 def read_new(run: Run, attempt: int, rank: int = 0) -> str:
