@@ -133,7 +133,7 @@ def test_a_hang_is_ended_by_a_restart_on_all_nodes(sandbox: Sandbox, tmp_path: P
     sandbox.run("scancel", run.job_id)
     assert run.await_end() == "stopped"
     said = run.read_console()
-    assert "has not joined all_reduce" in said and "all ranks start anew (restart 1 of 3)" in said, said
+    assert "hang 1 after step" in said and "all ranks start anew (restart 1 of 3)" in said, said
 
 
 @pytest.mark.parametrize("phase", ["start", "running", "restart"])
