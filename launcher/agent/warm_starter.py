@@ -68,7 +68,7 @@ class WarmStarter:
 def choose_starter(
     by_exec: ExecStarter, argv: Sequence[str], config: StartConfig, environ: Mapping[str, str]
 ) -> RankStarter:
-    """Return what starts a program's ranks: forks of a process with torch, if `start.warm` does not forbid it.
+    """Return what starts a program's ranks: forks of a process with torch unless `start.warm` forbids it.
 
     Ranks of a program that does not use torch are executed, unless it has modules to preload.
     """
