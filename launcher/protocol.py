@@ -99,7 +99,7 @@ VARIABLES = (
     ProtocolVariable(
         LAUNCH_CACHE,
         "off | DIR",
-        "Where launch keeps composed configurations, in place of ~/.cache/launch; off: it keeps none.",
+        "Where launch keeps what later starts use, in place of ~/.cache/launch; off: it keeps nothing.",
         set_by="",
         read_by=(LAUNCHER,),
         is_settable=True,

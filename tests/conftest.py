@@ -115,7 +115,7 @@ def clean_environ() -> dict[str, str]:
     ours = ("PET_", "LAUNCH_", "TORCHELASTIC_", "HYDRA_", "COMP_", *HONOURED, *LIBRARY_PREFIXES)
     slurms = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith((*ours, *slurms))}
-    return kept | {LAUNCH_CACHE: os.environ[LAUNCH_CACHE]}
+    return kept | {name: os.environ[name] for name in (LAUNCH_CACHE,) if name in os.environ}
 
 
 def pytest_configure(config: pytest.Config) -> None:

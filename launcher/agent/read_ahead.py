@@ -15,11 +15,13 @@ from pathlib import Path
 
 from launcher.agent.page_cache import are_cached
 from launcher.agent.read_order import name_record, pick_samples
-from launcher.files import make_inner, open_own, read_file
-from launcher.protocol import LAUNCH_READ_ORDER
+from launcher.files import open_below, read_file
+from launcher.protocol import LAUNCH_CACHE, LAUNCH_READ_ORDER
 from launcher.runs.run_directory import write_json
 
 PROGRAM = Path(__file__).with_name("read_ahead_program.py")
+FOLDER = "read-order"
+"""Of the records, in the folder for what launch keeps between runs."""
 LARGEST_RECORD = 16 << 20
 """Bytes of a record; that of torch has 100 KB."""
 LARGEST_ACCOUNT = 1 << 16
@@ -132,20 +134,22 @@ def is_record_cached(record: str) -> bool:
 
 
 def find_record_folder(environ: Mapping[str, str]) -> str:
-    """Return the folder of the records, made for this user alone; raises OSError if it is another's."""
-    home = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path raises
-    if not os.path.isabs(home):  # noqa: PTH117
-        raise FileNotFoundError(home)
-    os.makedirs(home, 0o700, exist_ok=True)  # noqa: PTH103
-    at = open_own(home)
-    for name in ("launch", "read-order"):
-        try:
-            inner = make_inner(at, name)
-        finally:
-            os.close(at)
-        at = inner
-    os.close(at)
-    return f"{home}/launch/read-order"
+    """Return the folder of the records, made for this user alone; raises OSError if there can be none."""
+    cache = environ.get(LAUNCH_CACHE, "")
+    if cache == "off":
+        raise FileNotFoundError(f"{LAUNCH_CACHE}=off")
+    if not cache:
+        above = environ.get("XDG_CACHE_HOME", "")
+        home = environ.get("HOME", "")
+        if not above.startswith("/") and not home.startswith("/"):
+            raise FileNotFoundError("no folder for caches: HOME is not set")
+        cache = f"{above if above.startswith('/') else f'{home}/.cache'}/launch"
+    cache = os.path.abspath(cache)  # noqa: PTH100 - text for the process and for the ranks
+    os.makedirs(os.path.dirname(cache), 0o700, exist_ok=True)  # noqa: PTH103, PTH120 - as above
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(cache, 0o700)  # noqa: PTH102
+    os.close(open_below(cache, FOLDER))
+    return f"{cache}/{FOLDER}"
 
 
 def list_records(folder: str) -> dict[str, float]:

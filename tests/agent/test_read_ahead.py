@@ -144,7 +144,7 @@ def test_what_is_cached_is_known(dropped: list[Path]) -> None:
 
 
 def start(tmp_path: Path, mode: str, cache: Path) -> ReadAhead:
-    environ = {**clean_environ(), "XDG_CACHE_HOME": str(cache)}
+    environ = {**clean_environ(), "LAUNCH_CACHE": str(cache)}
     return start_read_ahead(mode, sys.executable, ("train.py",), environ, str(tmp_path))
 
 
@@ -162,7 +162,7 @@ def test_files_are_read_if_they_are_not_cached(dropped: list[Path], tmp_path: Pa
     cache = tmp_path / "cache"
     size = dropped[0].stat().st_size
     name, _ = name_record(sys.executable, "", ("train.py",), str(tmp_path))
-    record = cache / "launch" / "read-order" / name
+    record = cache / "read-order" / name
     part = [str(dropped[0]), size, [[1 << 20, 1 << 16]]]
     write_record(record, [part, [str(dropped[1]), size, None], ["/no/such", 9, None]])
     reader = start(tmp_path, "auto", cache)
@@ -179,13 +179,12 @@ def test_files_are_read_if_they_are_not_cached(dropped: list[Path], tmp_path: Pa
 def test_a_bad_record_is_no_reason_not_to_start(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     name, _ = name_record(sys.executable, "", ("train.py",), str(tmp_path))
-    record = cache / "launch" / "read-order" / name
+    record = cache / "read-order" / name
     record.parent.mkdir(parents=True)
     for content in ("", "[" * 100_000, '{"schema": 1, "reads": [["/etc/shadow"]]}'):
         record.write_text(content)
         account = finish(start(tmp_path, "on", cache), tmp_path)
         assert account["source"] == "rule"
-    cache.chmod(0o500)
     (tmp_path / "file").write_text("")
     assert start(tmp_path, "on", tmp_path / "file") == ReadAhead()
 

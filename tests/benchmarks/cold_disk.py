@@ -71,7 +71,7 @@ def bench_cold_disk(folder: Path, options: Mapping[str, str]) -> None:
     server, place, cache = folder / "slow_disk", folder / "env", folder / "cache"
     subprocess.run(["cc", "-O1", "-pthread", "-o", str(server), str(SOURCE)], check=True)
     (folder / "train.py").write_text(PROGRAM)
-    environ = {**clean_environ(), "XDG_CACHE_HOME": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
+    environ = {**clean_environ(), "LAUNCH_CACHE": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
     starts = list_starts(place, ranks)
     times: dict[str, list[float]] = {name: [] for name in starts}
     for number in range(rounds + 1):
