@@ -131,7 +131,7 @@ class DirectAgent:
             try:
                 self.start_group(self.order)
             except OSError as error:
-                logger.info(f"the ranks could not be started anew ({error})")
+                logger.info(f"the ranks could not be started ({error})")
                 self.exitcode = FAILED
         elif self.order or self.stopped:
             self.exitcode = FAILED if self.stopped or self.order == JobEnd(failed=True) else 0

@@ -13,11 +13,10 @@ from launcher.agent.warm_process import WarmProcess
 from launcher.agent.warm_starter import WarmStarter, choose_starter
 from launcher.launch.agent_process import AgentRequest
 from launcher.launch.job import Job, choose_restarts
+from launcher.runs.error_file import name_error_file
 
 TakeWarm = Callable[[Sequence[str], Mapping[str, str]], WarmProcess | None]
 """Gives the warm process for a program's argv and environment."""
-ERROR_ENDING = "error.json"
-"""Of the file in which torch's `@record` says why a rank's program has failed."""
 
 
 def make_local_agent(request: AgentRequest, take_warm: TakeWarm | None = None) -> DirectAgent:
@@ -53,7 +52,7 @@ def make_node_part(request: AgentRequest, max_restarts: int, run_id: str) -> Nod
 
     def make_variables(start: GroupStart, group_rank: int, local_rank: int) -> dict[str, str]:
         rank, attempt = start.count_ranks_before(group_rank) + local_rank, run.first_attempt + start.restart
-        error_file = str(run.rank_log(rank, attempt, ERROR_ENDING))
+        error_file = str(name_error_file(run, rank, attempt))
         return make_rank_variables(start, group_rank, local_rank, settings, error_file)
 
     return NodePart(

@@ -46,8 +46,10 @@ def choose_agent(config: LaunchConfig, cluster: Cluster, environ: Mapping[str, s
         )
     if config.cluster.spares:
         return AgentChoice("direct", f"cluster.spares={config.cluster.spares}")
-    # Until all tests are for both: then `direct` if nothing is needed.
-    return AgentChoice("torchrun", needed or "the default")
+    if cluster.kind in SLURM_KINDS:  # until the tests on SLURM are for both
+        needed = needed or "a SLURM job"
+    needed = needed or "the default"  # until ranks of programs without torch are not forked with it
+    return AgentChoice("torchrun", needed) if needed else AgentChoice("direct", "a fixed number of nodes")
 
 
 def find_torchrun_need(config: LaunchConfig, cluster: Cluster, environ: Mapping[str, str]) -> str:

@@ -18,6 +18,7 @@ from launcher.launch.supervisor import AgentExit
 from launcher.runs.applied_records import compare_applied
 from launcher.runs.disk_space import release_space
 from launcher.runs.early_exits import LONG_BEFORE, CleanEnd, EarlyEnd, find_early_exits
+from launcher.runs.error_file import read_error
 from launcher.runs.manifest import stamp_time, write_manifest
 from launcher.runs.node_records import RankFailure
 from launcher.runs.progress import describe_progress
@@ -161,12 +162,13 @@ def describe_failure(monitor: RankMonitor, outcome: JobOutcome) -> RankFailure |
     if (death := outcome.failure) is None or death.exitcode is None:
         return None
     log, lines = tail_rank(monitor.run, death.process, monitor.job.config.logs.tail)
+    error = read_error(monitor.run, death.process.rank, death.process.attempt)
     return RankFailure(
         death.process.rank,
         death.process.local_rank,
         death.time,
         death.exitcode,
-        describe_exit(death.exitcode, outcome.memory),
+        describe_exit(death.exitcode, outcome.memory) + (f": {error}" if error else ""),
         log,
         tuple(lines),
         death.process.attempt,

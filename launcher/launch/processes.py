@@ -57,10 +57,15 @@ def read_exitcode(pid: int) -> int | None:
 
 @dataclass(slots=True)
 class RankPidfds:
-    """Holds a pidfd for each rank, and sees their deaths in order, whatever the agent's polling interval."""
+    """Holds a pidfd for each rank, and sees their deaths in order, whatever the agent's polling interval.
+
+    An epoll instance gives descriptors in the order in which they have become readable (ep_poll_callback of
+    the kernel's fs/eventpoll.c), so that ranks that die at almost the same time are in order too.
+    """
 
     alive: dict[int, RankProcess] = field(default_factory=dict)
     """By pidfd."""
+    epoll: select.epoll = field(default_factory=select.epoll)
     deaths: list[Death] = field(default_factory=list)
     read_exit: Callable[[int], int | None] = read_exitcode
     """Returns what a process has ended with, -n for signal n; None if that is not known."""
@@ -71,7 +76,9 @@ class RankPidfds:
         """Start to watch; a process that is gone already is a death."""
         for process in processes:
             try:
-                self.alive[os.pidfd_open(process.pid)] = process
+                descriptor = os.pidfd_open(process.pid)
+                self.epoll.register(descriptor, select.EPOLLIN)
+                self.alive[descriptor] = process
             except ProcessLookupError:
                 self.deaths.append(Death(process, time.time(), self.read_exit(process.pid)))
             except OSError:
@@ -86,6 +93,7 @@ class RankPidfds:
         for descriptor in ready:
             process = self.alive.pop(descriptor, None)
             if process:
+                self.epoll.unregister(descriptor)
                 os.close(descriptor)
                 self.deaths.append(Death(process, time.time(), self.read_exit(process.pid)))
 
@@ -120,10 +128,11 @@ class RankPidfds:
     def poll(self, others: Iterable[int], timeout: float) -> list[int]:
         """Wait until a rank dies, another descriptor is readable, or the time (s) is over."""
         poller = select.poll()
-        for descriptor in (*self.alive, *others):
+        for descriptor in (self.epoll.fileno(), *others):
             poller.register(descriptor, select.POLLIN)
         ready = [descriptor for descriptor, _ in poller.poll(timeout * 1000)]
-        self.record_deaths([descriptor for descriptor in ready if descriptor in self.alive])
+        if self.epoll.fileno() in ready:
+            self.record_deaths([descriptor for descriptor, _ in self.epoll.poll(0)])
         return ready
 
     def close(self) -> None:
@@ -131,6 +140,7 @@ class RankPidfds:
         for descriptor in self.alive:
             os.close(descriptor)
         self.alive.clear()
+        self.epoll.close()
 
 
 def catches(pid: int, number: int) -> bool:

@@ -53,7 +53,7 @@ class ViewOptions:
     """Its placement comes next."""
     explain: bool = False
     notice: str = ""
-    """Line after that, if no rank has started yet."""
+    """Line after that, unless the job has ended by then."""
     hold: float = 0
     """Seconds that the console's import waits for something to show: it slows down the agent's."""
 
@@ -202,7 +202,7 @@ class OutputViewer:
             from launcher.report.placement_table import print_placement
 
             console.print_renderable(lambda out: print_placement(out, plan, explain=options.explain))
-        if options.notice and not self.follower.offsets:
+        if options.notice and not self.ending.is_set():
             console.print_own_line(options.notice)
         return console
 

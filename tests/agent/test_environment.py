@@ -1,0 +1,104 @@
+"""The environment of a rank that `launch` starts itself, beside that of one that torchrun starts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.agent.endpoint import find_free_port
+from launcher.agent.group import GroupNode, GroupStart
+from launcher.agent.rank_variables import RankSettings, make_rank_variables
+from tests.conftest import clean_environ
+from tests.launch.start_launch import start, write_program
+
+DUMP = """
+import json, os
+with open(f"rank-{os.environ['RANK']}.json", "w") as file:
+    json.dump(dict(os.environ), file)
+"""
+DIFFERENT = {
+    "MASTER_PORT": "another job's",
+    "TORCHELASTIC_RUN_ID": "the run's identifier; torchrun's own default is none",
+    "TORCHELASTIC_USE_AGENT_STORE": "rank 0 serves the store, since there is no torch in launch",
+    "TORCHELASTIC_ERROR_FILE": "a file of the run directory, not of a temporary one",
+}
+"""Variables that may differ, and why."""
+FROM_LAUNCH = {
+    "LAUNCH_GC": "the default of gc",
+    "LAUNCH_NUM_WORKERS": "the plan's",
+    "LAUNCH_RANK_PLAN": "the plan's",
+    "LAUNCH_RUN_DIR": "there is a run directory",
+    "LAUNCH_RUN_ID": "there is a run directory",
+    "PYTHONUNBUFFERED": "lines of a rank are shown as they are printed",
+    **dict.fromkeys(
+        ("MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"),
+        "the plan's threads of a rank",
+    ),
+}
+"""Variables that torchrun's ranks lack, and why those of `launch` have them, under torchrun too."""
+
+
+def read_rank(folder: Path, rank: int) -> dict[str, str]:
+    found: dict[str, str] = json.loads((folder / f"rank-{rank}.json").read_text())
+    return found
+
+
+def test_a_rank_has_what_torchrun_would_give_it(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("torchrun", "direct")]
+    for folder in folders:
+        folder.mkdir()
+    program = write_program(tmp_path, DUMP)
+    environ = {name: value for name, value in clean_environ().items() if name != "OMP_NUM_THREADS"}
+    static = ("--rdzv-backend=static", "--master-addr=127.0.0.1", f"--master-port={find_free_port()}")
+    options = ("--nnodes=1", "--node-rank=0", *static, "--nproc-per-node=2")
+    command = [sys.executable, "-m", "torch.distributed.run", *options, program]
+    subprocess.run(command, cwd=folders[0], env=environ, check=True, capture_output=True)
+    words = (
+        "agent=direct",
+        "nproc_per_node=2",
+        "start.warm=off",
+        "watch.enabled=false",
+        "dataloader=none",
+        "--",
+        program,
+    )
+    with start(folders[1], *words) as started:
+        assert started.wait() == 0, started.read()
+    for rank in (0, 1):
+        theirs, ours = (read_rank(folder, rank) for folder in folders)
+        different = {name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name)}
+        different -= {"LAUNCH_TEST_MARK", *FROM_LAUNCH}
+        assert different == set(DIFFERENT), {name: (theirs.get(name), ours.get(name)) for name in different}
+        assert not set(FROM_LAUNCH) & set(theirs) - set(environ)
+
+
+def test_numbers_of_several_nodes() -> None:
+    nodes = (GroupNode("n10", 2), GroupNode("n2", 3))
+    group = GroupStart(4, nodes, "n10", 12345)
+    found = make_rank_variables(group, 1, 2, RankSettings("run", 7, {}), "/run/error.json")
+    assert {name: value for name, value in found.items() if not name.startswith("TORCH")} == {
+        **{"RANK": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3", "WORLD_SIZE": "5"},
+        **{"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"},
+        **{"ROLE_RANK": "4", "ROLE_WORLD_SIZE": "5", "ROLE_NAME": "default"},
+        **{"MASTER_ADDR": "n10", "MASTER_PORT": "12345", "OMP_NUM_THREADS": "1"},
+    }
+    assert found["TORCHELASTIC_RESTART_COUNT"] == "4" and found["TORCHELASTIC_MAX_RESTARTS"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("size", "environ", "threads"),
+    [(1, {}, None), (2, {}, "1"), (2, {"OMP_NUM_THREADS": "4"}, None)],
+)
+def test_threads_are_set_as_torchrun_does(size: int, environ: dict[str, str], threads: str | None) -> None:
+    group = GroupStart(0, (GroupNode("n0", size),), "127.0.0.1", 12345)
+    found = make_rank_variables(group, 0, 0, RankSettings("run", 0, environ), "")
+    assert found.get("OMP_NUM_THREADS") == threads
+
+
+def test_a_users_choice_for_nccl_stays() -> None:
+    group = GroupStart(0, (GroupNode("n0", 1),), "127.0.0.1", 12345)
+    environ = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    found = make_rank_variables(group, 0, 0, RankSettings("run", 0, environ), "")
+    assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
