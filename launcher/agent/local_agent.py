@@ -13,6 +13,7 @@ from launcher.agent.warm_process import WarmProcess
 from launcher.agent.warm_starter import WarmStarter, choose_starter
 from launcher.launch.agent_process import AgentRequest
 from launcher.launch.job import Job, choose_restarts
+from launcher.plan.model import Plan
 from launcher.runs.error_file import name_error_file
 
 TakeWarm = Callable[[Sequence[str], Mapping[str, str]], WarmProcess | None]
@@ -39,10 +40,17 @@ def make_starter(request: AgentRequest, take_warm: TakeWarm | None) -> RankStart
     job, settings = request.job, request.job.config.start
     by_exec = ExecStarter(request.run.agent_log(job.host))
     may_take = take_warm and settings.warm != "off" and not settings.preload
-    early = take_warm(job.program, request.environ) if take_warm and may_take else None
+    environ = {**request.environ, **find_common_env(job.plan)}
+    early = take_warm(job.program, environ) if take_warm and may_take else None
     if early:
         return WarmStarter(by_exec, early)
-    return choose_starter(by_exec, job.program, settings, request.environ)
+    return choose_starter(by_exec, job.program, settings, environ)
+
+
+def find_common_env(plan: Plan) -> dict[str, str]:
+    """Return the variables that the plan gives to all ranks alike, for what an import reads."""
+    pairs = [set(rank.env) for rank in plan.ranks]
+    return dict(sorted(set.intersection(*pairs))) if pairs else {}
 
 
 def make_node_part(request: AgentRequest, max_restarts: int, run_id: str) -> NodePart:

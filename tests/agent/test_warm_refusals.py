@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.agent import warm_process
 from launcher.agent.python_program import ExecNeededError, find_python_program, split_command
 from launcher.agent.start_method import check_environment
 from launcher.agent.warm_process import WarmProcess, WarmRefusedError
@@ -101,6 +102,15 @@ def test_the_warm_process_is_killed(tmp_path: Path) -> None:
         assert find_refusal(ranks) == "the warm process has ended (signal 9)"
         waiting.write_text("")
         assert ranks.collect(pid).out == "on\n"
+
+
+def test_the_warm_process_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_ranks(tmp_path, modules=["json"]) as ranks:
+        assert ranks.fork("").code == 0
+        os.kill(ranks.warm.pid, signal.SIGSTOP)
+        monkeypatch.setattr(warm_process, "FORK_TIMEOUT", 0.2)
+        assert find_refusal(ranks) == "the warm process does not answer"
+        assert ranks.warm.process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("modules", ["json", "time\nimport sleeping"], ids=["serving", "importing"])
