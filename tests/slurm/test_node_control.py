@@ -1,0 +1,166 @@
+"""A task's reports and orders, and the first node's part, over real pipes and without SLURM."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from launcher.agent.coordinator import Coordinator, JobEnd
+from launcher.agent.group import GroupNode, GroupStart
+from launcher.agent.group_messages import NodeReport, find_report, render_order
+from launcher.launch.signal_channel import make_signal_channel, open_signal_channel, write_line_to_tasks
+from launcher.slurm.node_control import NodeControl
+from launcher.slurm.step_group import StepGroup
+from launcher.slurm.task_writer import TaskWriter
+
+NODES = (GroupNode("n0", 2), GroupNode("n1", 2))
+FIRST, SECOND = GroupStart(0, NODES, "n0", 20000), GroupStart(1, NODES, "n0", 20001)
+
+
+@dataclass
+class Ends:
+    """Both ends of a task's channel and of its stderr."""
+
+    reading: int
+    writing: int
+    stderr: int
+    written: int
+
+    def order(self, *lines: str) -> None:
+        for line in lines:
+            write_line_to_tasks(self.writing, line)
+
+    def read_reports(self) -> list[tuple[str, NodeReport] | None]:
+        os.set_blocking(self.stderr, False)
+        try:
+            return [find_report(line) for line in os.read(self.stderr, 1 << 16).decode().splitlines()]
+        except BlockingIOError:
+            return []
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    pipes = Ends(*make_signal_channel(), *os.pipe())
+    yield pipes
+    for descriptor in (pipes.reading, pipes.writing, pipes.stderr, pipes.written):
+        os.close(descriptor)
+
+
+def make_control(
+    ends: Ends, host: str = "n1", *, restarts: bool = True, is_free: Callable[[int], bool] = lambda _: True
+) -> NodeControl:
+    channel = open_signal_channel(ends.reading)
+    return NodeControl(host, channel, may_restart=restarts, is_port_free=is_free, descriptor=ends.written)
+
+
+def test_reports_go_out_and_orders_come_in(ends: Ends) -> None:
+    control = make_control(ends)
+    control.report_ready(2)
+    assert list(control.take_orders()) == []
+    ends.order(render_order(FIRST))
+    assert control.channel.read_signals() == []
+    assert list(control.take_orders()) == [FIRST]
+    control.report_failure(0, 3, -9)
+    control.report_end(0)
+    assert list(control.take_orders()) == [], "the first node decides"
+    ends.order(render_order(SECOND), render_order(JobEnd(failed=False)))
+    control.channel.read_signals()
+    assert list(control.take_orders()) == [SECOND, JobEnd(failed=False)]
+    assert ends.read_reports() == [
+        ("", NodeReport("ready", "n1", (2,))),
+        ("", NodeReport("failed", "n1", (0, 3, -9))),
+        ("", NodeReport("ended", "n1", (0,))),
+    ]
+
+
+def test_without_restarts_nobody_is_asked(ends: Ends) -> None:
+    control = make_control(ends, restarts=False)
+    control.report_failure(0, 3, 1)
+    assert list(control.take_orders()) == [JobEnd(failed=True)]
+    control.report_end(0)
+    assert list(control.take_orders()) == [JobEnd(failed=False)] and ends.read_reports() == []
+
+
+def test_the_jobs_failure_elsewhere_ends_this_node_as_a_stop_does(ends: Ends) -> None:
+    control = make_control(ends)
+    ends.order(render_order(FIRST), render_order(SECOND))
+    control.channel.read_signals()
+    assert list(control.take_orders()) == [FIRST, SECOND]
+    control.report_failure(0, 3, -15)  # of the earlier start: no failure of this one
+    ends.order(render_order(JobEnd(failed=True)))
+    assert control.channel.read_signals() == []
+    assert list(control.take_orders()) == []
+    assert control.channel.read_signals() == [signal.SIGTERM]
+    control.report_failure(1, 2, 1)
+    ends.order(render_order(JobEnd(failed=True)))
+    control.channel.read_signals()
+    assert list(control.take_orders()) == [JobEnd(failed=True)], "it has failed itself"
+
+
+def test_the_node_that_serves_the_store_looks_at_its_port(ends: Ends) -> None:
+    control = make_control(ends, "n0", is_free=lambda port: port != 20001)
+    ends.order(render_order(FIRST), render_order(SECOND))
+    control.channel.read_signals()
+    assert list(control.take_orders()) == [FIRST]
+    assert ends.read_reports() == [("", NodeReport("taken", "n0", (1,)))]
+
+
+def test_a_task_whose_stdin_is_not_the_first_nodes(ends: Ends) -> None:
+    channel = open_signal_channel(os.open(os.devnull, os.O_RDONLY))
+    control = NodeControl(
+        "n1", channel, may_restart=True, is_port_free=lambda _: True, descriptor=ends.written
+    )
+    channel.read_signals()
+    assert list(control.take_orders()) == [JobEnd(failed=True)]
+
+
+def test_a_report_that_nobody_can_take_waits(ends: Ends) -> None:
+    control = make_control(ends)
+    os.set_blocking(ends.written, False)
+    try:
+        while os.write(ends.written, b"\n" * 4096):
+            pass
+    except BlockingIOError:
+        pass
+    control.report_ready(2)
+    assert list(control.take_orders()) == []
+    while ends.read_reports():
+        pass
+    assert list(control.take_orders()) == []
+    assert ends.read_reports() == [("", NodeReport("ready", "n1", (2,)))]
+
+
+def test_the_first_node_answers_reports_with_orders(ends: Ends) -> None:
+    writer = TaskWriter(ends.writing)
+    coordinator = Coordinator(("n0", "n1"), 2, 1, lambda host, number: (host, 20000 + number))
+    group = StepGroup(coordinator, writer.send)
+    group.begin(("n0", "n1"), 2)
+    group.take_report(NodeReport("failed", "n1", (0, 3, -9)))
+    group.take_report(NodeReport("failed", "n0", (0, 1, -15)))
+    group.take_report(NodeReport("alive", "n0"))
+    group.take_report(NodeReport("failed", "stranger", (1, 0, 1)))
+    group.take_report(NodeReport("failed", "n1", (1, 3, -9)))
+    group.stop()
+    assert writer.close()
+    control = make_control(ends)
+    control.channel.read_signals()
+    assert list(control.take_orders()) == [FIRST, SECOND]
+    assert control.channel.read_signals() == [signal.SIGTERM]
+
+
+def test_a_line_longer_than_a_pipe_stays_whole() -> None:
+    reading, writing = make_signal_channel()
+    nodes = tuple(GroupNode(f"node-{number:05d}", 8) for number in range(4000))
+    start = GroupStart(0, nodes, "node-00000", 20000)
+    writer = TaskWriter(writing)
+    writer.send((render_order(start), "SIGUSR2"))
+    control = open_signal_channel(reading)
+    signals: list[int] = []
+    while not signals:
+        signals = control.read_signals()
+    assert signals == [signal.SIGUSR2] and control.take_lines() == [render_order(start)]
+    assert writer.close()
+    os.close(writing)
+    os.close(reading)
