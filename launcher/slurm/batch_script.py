@@ -18,6 +18,13 @@ from launcher.slurm.node_step import describe_node_step
 from launcher.slurm.sbatch_options import Option
 from launcher.slurm.srun_command import render_ranks, render_step
 
+STARTERS = {
+    "direct": "launch on each node",
+    "torchrun": "torchrun on each node",
+    "srun": "srun, a task for each rank",
+}
+"""What starts the ranks, by the agent's kind."""
+
 SCRIPT = "submission.sh"
 """Its file in the run directory."""
 MODULE = "launcher.slurm"
@@ -190,7 +197,7 @@ def describe_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> tuple[str, .
 def describe_member(spec: JobSpec) -> Iterator[str]:
     """Give what one job runs, by which command on its nodes, and with which variables."""
     words = find_program(spec.program, spec.config, spec.environ)
-    agent = "srun, a task for each rank" if spec.config.agent == "srun" else "torchrun on each node"
+    agent = STARTERS[spec.agent.kind]
     yield f"Program: {shlex.join(mask_words(words))} (ranks are started by {agent}, in {Path.cwd()})"
     yield f"Step: {shlex.join(mask_words(render_step_example(spec)))}"
     if spares := spec.config.cluster.spares:

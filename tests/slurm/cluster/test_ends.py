@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slurm
 PEERS = str(Path(__file__).with_name("peers.py"))
 SMALL = ("nproc_per_node=1", "cluster.gpus_per_node=0", "cluster.cpus_per_task=1", "cluster.mem=300")
 TWO = ("nodes=2", *SMALL)
-AGENTS = pytest.mark.parametrize("agent", ["torchrun", "srun"])
+AGENTS = pytest.mark.parametrize("agent", ["direct", "srun"])
 
 
 @pytest.fixture(autouse=True)
@@ -98,22 +98,25 @@ def test_a_users_checkpoint_signal_to_a_job_without_a_limit_is_no_time_limit(
     assert "the program asks for another start: not requeued (cluster.requeue.limit=1)" in run.read_console()
 
 
-def test_a_signal_from_outside_is_named_and_requeued(sandbox: Sandbox, tmp_path: Path) -> None:
-    """To a node's task, to torchrun's agent, and to a rank: none of them failed."""
-    run = start(sandbox, tmp_path, *TWO, "cluster.requeue.no_progress=0")
-    await_rank(run, 0).parents()[1].terminate()
-    await_rank(run, 1).parents()[0].terminate()
-    await_rank(run, 2).terminate()
-    await_rank(run, 3)
+@pytest.mark.parametrize(("agent", "above"), [("torchrun", (1, 0)), ("direct", (0,))])
+def test_a_signal_from_outside_is_named_and_requeued(
+    sandbox: Sandbox, tmp_path: Path, agent: str, above: tuple[int, ...]
+) -> None:
+    """To a node's task, to torchrun's agent if there is one, and to a rank: none of them failed."""
+    run = start(sandbox, tmp_path, *TWO, f"agent={agent}", "cluster.requeue.no_progress=0")
+    for attempt, level in enumerate(above):
+        await_rank(run, attempt).parents()[level].terminate()
+    await_rank(run, len(above)).terminate()
+    await_rank(run, len(above) + 1)
     (tmp_path / "stop").touch()
     assert run.await_end() == "succeeded"
-    assert run.causes == ["stopped"] * 3 + [None]
-    task, agent, rank = list_reasons(run)
+    assert run.causes == [*["stopped"] * (len(above) + 1), None]
+    *launchers, rank = list_reasons(run)
     host = run.manifest["earlier"][0]["hosts"][1]
     outside = (
         f"{host} got SIGTERM from outside: neither launch nor SLURM's queue sent it; stopped from outside"
     )
-    assert task.startswith(outside) and agent.startswith(outside)
+    assert all(reason.startswith(outside) for reason in launchers)
     assert rank.startswith(f"rank 1 on {host} was stopped first: it was killed by SIGTERM (signal 15)")
     assert all(entry["outcome"]["lost"] == [] for entry in run.manifest["earlier"])
     assert "failed first" not in run.read_console()

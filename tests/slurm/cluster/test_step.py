@@ -249,7 +249,7 @@ def test_a_node_that_cannot_plan_ends_the_job_at_once(sandbox: Sandbox, tmp_path
     script = f"""
     last=$(scontrol show hostnames | tail -1)
     mkdir -p run/plan-$last.json && echo '{{}}' > run/manifest.json
-    launch run_dir=run nproc_per_node=1 -- {write_program(tmp_path, SHOW)}
+    launch run_dir=run nproc_per_node=auto -- {write_program(tmp_path, SHOW)}
     """
     done = finish(allocate(sandbox, tmp_path, script))
     assert done.code == 3, done
