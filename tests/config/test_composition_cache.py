@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from launcher.config.composed import Composed, resolve
 from launcher.config.composition import HydraValues
@@ -18,8 +21,10 @@ from launcher.config.composition_key import UncacheableError, make_key
 from launcher.config.config_file import render_config
 from launcher.config.search_path import find_sources
 from launcher.config.stored_values import StoredValues
+from launcher.errors import UsageError
 from launcher.protocol import LAUNCH_CACHE
 from tests.conftest import clean_environ
+from tests.fuzzing import FUZZ
 
 KEYS = (
     "name",
@@ -52,6 +57,38 @@ CACHED: tuple[tuple[str, ...], ...] = (
 """Command lines whose composition is kept."""
 LATE = (("name=a${run_dir}",),)
 """Those of them that Hydra has to answer something of nevertheless."""
+WORDS = (
+    *(
+        "nodes=1:2",
+        "nodes='007'",
+        "nodes=1.0",
+        "nodes=null",
+        "follow=yes",
+        "restarts=1",
+        "name=1e3",
+        "name=null",
+    ),
+    *("model=gpt2", "model=tiny", "binding=none", "gc.every=0", "dataloader=vision", "dataloader=3"),
+    *("program.steps=1e3", "+program.a=[1,2.0,x,null,true]", "+program.b={c: {d: 1}}", "+program.e='  '"),
+    *("+program.f=inf", "+program.g=nan", "+program.h=${run_dir}", "+program.i='x: ${run_dir} #y'"),
+    *(
+        "+program.j='${name}/${run_dir}'",
+        "+program.k='\\${run_dir}'",
+        "+program.l=${model}",
+        "+program.m=???",
+    ),
+    *("cluster.additional={a: 1, b: null}", "allocator=default", "watch.interval=2", "tune.max_workers=4"),
+    *("run_dir=x", "run_dir=null", "new_run_dir=${runs_dir}/z", "fit.tokens=1e12", "machine=local"),
+)
+"""Settings that are put together at random."""
+VALUES = st.sampled_from(
+    (
+        *("", " ", "1e3", "007", "null", "yes", "a,b", "[a]", "{a: b}", "it's", '"', "\\", "a=b", "#", "~"),
+        *("- x", "\xfc", "${name}", "${run_dir}/x", "${run_dir} ${run_dir}", "\u2028", "\udc80", "token=abc"),
+        *("hf_" + "a1" * 20, "!x", "&a"),
+    )
+)
+"""Of variables."""
 UNCACHED: tuple[tuple[str, ...], ...] = (
     ("env.HF_TOKEN=abc",),
     ("notify.url=https://x.org/hook",),
@@ -104,6 +141,25 @@ def test_what_is_kept_is_what_hydra_composes(words: Sequence[str]) -> None:
     assert (isinstance(second.values, StoredValues) and second.values.composed is None) or words in LATE
 
 
+@settings(FUZZ, max_examples=max(20, FUZZ.max_examples // 6))
+@given(st.lists(st.sampled_from(WORDS), max_size=3, unique=True), st.lists(VALUES, min_size=1, max_size=3))
+def test_any_words_and_values(words: list[str], values: list[str]) -> None:
+    words += [f"env.V{number}={value}" for number, value in enumerate(values)]
+    try:
+        composed = ask(*words)
+    except UsageError:
+        return
+    again = ask(*words)
+    for run_dir in (None, Path("/r/1"), Path("/r 1/#")):
+        try:
+            expected = describe(composed, run_dir)
+        except UsageError as error:
+            with pytest.raises(UsageError, match=re.escape(str(error))):
+                describe(again, run_dir)
+        else:
+            assert describe(again, run_dir) == expected
+
+
 def test_hydras_tree_is_there_if_it_is_asked_for() -> None:
     ask("nodes=2")
     found = ask("nodes=2")
@@ -115,8 +171,7 @@ def test_hydras_tree_is_there_if_it_is_asked_for() -> None:
 
 @pytest.mark.parametrize("words", UNCACHED, ids=str)
 def test_what_may_depend_on_more_or_hold_a_secret_is_not_kept(words: Sequence[str], cache: Path) -> None:
-    assert not is_stored(ask(*words)) and not is_stored(ask(*words))
-    assert list_kept(cache) == []
+    assert not is_stored(ask(*words)) and list_kept(cache) == []
 
 
 @pytest.mark.parametrize(
@@ -133,8 +188,7 @@ def test_what_may_depend_on_more_or_hold_a_secret_is_not_kept(words: Sequence[st
 )
 def test_files_of_ones_own_that_are_not_kept(text: str, cache: Path) -> None:
     write_primary(text)
-    assert not is_stored(ask()) and not is_stored(ask())
-    assert list_kept(cache) == []
+    assert not is_stored(ask()) and list_kept(cache) == []
 
 
 def write_primary(text: str) -> None:
@@ -185,8 +239,6 @@ def test_the_key_tells_all_apart(tmp_path: Path) -> None:
 
 
 def test_an_error_is_told_each_time() -> None:
-    from launcher.errors import UsageError
-
     for _ in range(2):
         with pytest.raises(UsageError, match="did you mean nodes"):
             ask("node=2")
@@ -288,3 +340,41 @@ print("LOADED", *sys.modules)
     for first, second in zip(loaded[::2], loaded[1::2], strict=True):
         assert {"hydra", "omegaconf"} <= first
         assert not {"hydra", "omegaconf", "antlr4", "yaml"} & second
+
+
+def test_a_start_loads_little_until_the_ranks_are_started() -> None:
+    Path("x.py").touch()
+    script = """
+import os, sys
+from launcher.agent.direct_agent import DirectAgent
+def begin(self):
+    print("LOADED", *sys.modules, flush=True)
+    os._exit(0)
+DirectAgent.begin = begin
+sys.argv[0] = "launch"
+from launcher.cli.main import main
+main()
+"""
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", script, "agent=direct", "nproc_per_node=1", "x.py"],
+            env=clean_environ(),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    loaded = set(done.stdout.split())
+    assert {"launcher.agent.local_agent", "launcher.plan.planner"} <= loaded
+    heavy = {
+        "hydra",
+        "omegaconf",
+        "antlr4",
+        "yaml",
+        "rich",
+        "psutil",
+        "asyncio",
+        "torch",
+        "numpy",
+        "submitit",
+    }
+    assert not {name.partition(".")[0] for name in loaded} & heavy
