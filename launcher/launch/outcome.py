@@ -123,7 +123,9 @@ def judge_outcome(agent_exit: AgentExit, log: tuple[str, ...], ranks: int = 0) -
     if code == 0 or (ranks and len(list_clean_exits(agent_exit.deaths)) == ranks):
         return JobOutcome(agent_exit, None, 0, log)
     # What comes after a signal to `launch`, or by SIGTERM after the agent was killed, is no failure.
-    counted = [d for d in agent_exit.deaths if d.time < agent_exit.signal_time]
+    # Nor is what the ranks were started anew for.
+    last = max((death.process.attempt for death in agent_exit.deaths), default=0)
+    counted = [d for d in agent_exit.deaths if d.time < agent_exit.signal_time and d.process.attempt == last]
     counted = [d for d in counted if code > 0 or d.exitcode != -signal.SIGTERM]
     failure = find_failure(counted, "" if agent_exit.signal or code < 0 else "\n".join(log))
     if failure:

@@ -25,7 +25,8 @@ MASKS = (
     (re.compile(r"/tmp/tmp\w+"), "/tmp/…"),
     (re.compile(r"(pid|thread|Thread)[ =:]+\d+", re.IGNORECASE), r"\1 …"),
     (re.compile(r"\d+\.\d+ (ms|s|seconds)\b"), r"… \1"),
-    (re.compile(r"^\[?[WEI]\d{4} .*?\d\d:\d\d:\d\d\.\d+", re.MULTILINE), "…"),
+    (re.compile(r"\[[WEI]\d{4} \d\d:\d\d:\d\d\.\d+ "), "[… "),
+    (re.compile(r"'train_(runtime|\w+_per_second)': '[\d.]+'"), r"'train_\1': …"),
 )
 """What differs from one process to the next, in spite of anything."""
 QUIETED = {

@@ -42,7 +42,6 @@ def describe(queue):
             os.path.basename(sys.modules["__main__"].__file__),
             "LAUNCH_WARM" in os.environ,
             signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
-            torch.initial_seed(),
         )
     )
 

@@ -1,0 +1,211 @@
+"""Starts of ranks that go wrong, or are interrupted: what happens is told, and nothing is left behind."""
+
+import contextlib
+import fcntl
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.launch.start_launch import Started, find_processes, start, wait_for
+
+DIRECT = ("agent=direct", "nproc_per_node=2", "logs.console=none")
+PROGRAM = """
+import os, pathlib, sys, time
+def use():
+    import torch
+rank, start = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+def is_forked():
+    "Tell whether torch was there before this program asked for it."
+    return "torch" in sys.modules
+def tell(word):
+    path = pathlib.Path(f"{word}-{rank}")
+    path.with_suffix(".draft").write_text(f"{start} {is_forked()}")
+    path.with_suffix(".draft").rename(path)
+def await_file(name):
+    while not os.path.exists(name):
+        time.sleep(0.01)
+"""
+"""Begin of a program that may import torch, as far as its text tells, and does not."""
+
+
+@contextlib.contextmanager
+def start_job(folder: Path, code: str, *settings: str, **variables: str) -> Iterator[Started]:
+    """Start two ranks of a program; whatever it is, nothing of it is left, in memory or as a process."""
+    (folder / "program.py").write_text(PROGRAM + code)
+    temporary = folder / "temporary"
+    temporary.mkdir()
+    shared = set(Path("/dev/shm").glob("launch-watch-*"))
+    variables |= {"TMPDIR": str(temporary)}
+    with start(folder, *DIRECT, *settings, "--", "program.py", **variables) as started:
+        yield started
+        assert started.process.poll() is not None
+        wait_for(
+            lambda: not started.survivors(), "the end of all", 10, lambda: str(started.survivors_words())
+        )
+    left = set(Path("/dev/shm").glob("launch-watch-*")) - shared
+    assert not [path for path in left if is_abandoned(path)]
+    assert not list(temporary.iterdir())
+
+
+def is_abandoned(folder: Path) -> bool:
+    """Tell whether a folder of heartbeats is there, and no launcher holds its lock."""
+    try:
+        with (folder / "lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def read_words(folder: Path, word: str) -> list[str]:
+    """What the ranks have told."""
+    return [(folder / f"{word}-{rank}").read_text() for rank in range(2)]
+
+
+def find_warm(started: Started) -> list[int]:
+    """The PID of a start's warm process."""
+    pids = find_processes(started.mark)
+    return [pid for pid in pids if read_name(pid) == "launch-warm"]
+
+
+def read_name(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().rstrip("\n")
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (None, "No module named"),
+        ("raise OSError('there is no disk')", "there is no disk"),
+        (
+            "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+            "thread",
+        ),
+        ("import os\nos._exit(3)", "code 3"),
+    ],
+)
+def test_a_preload_that_cannot_be_leaves_ranks_that_are_executed(
+    module: str | None, reason: str, tmp_path: Path
+) -> None:
+    if module is not None:
+        (tmp_path / "odd.py").write_text(module)
+    with start_job(tmp_path, "tell('ran')", "start.preload=[odd]", PYTHONPATH=str(tmp_path)) as started:
+        assert started.wait() == 0, started.read()
+        assert started.read().count("not forked from a process with torch") == 1, started.read()
+        assert reason in started.read()
+    assert read_words(tmp_path, "ran") == ["0 False"] * 2
+
+
+def test_a_sitecustomize_of_the_users_runs_in_each_rank_and_may_start_threads(tmp_path: Path) -> None:
+    """It is for the rank, with the rank's variables; the interpreter's start is over once it has run."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import os, threading, time\nos.environ['SEEN'] = os.environ.get('RANK', 'none')\n"
+        "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    )
+    code = """
+import threading
+assert os.environ["SEEN"] == rank
+assert threading.active_count() == 2
+tell("ran")
+"""
+    with start_job(tmp_path, code, PYTHONPATH=str(site)) as started:
+        assert started.wait() == 0, started.read()
+    assert len(read_words(tmp_path, "ran")) == 2
+
+
+def test_the_warm_process_is_killed_before_it_is_ready(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\nopen('importing', 'w').close()\ntime.sleep(60)")
+    settings = ("start.preload=[slow]",)
+    with start_job(tmp_path, "tell('ran')", *settings, PYTHONPATH=str(tmp_path)) as started:
+        wait_for((tmp_path / "importing").exists, "the import", tell=started.read)
+        (warm,) = find_warm(started)
+        os.kill(warm, signal.SIGKILL)
+        assert started.wait() == 0, started.read()
+        assert "not forked from a process with torch: the warm process has ended (signal 9)" in started.read()
+    assert read_words(tmp_path, "ran") == ["0 False"] * 2
+
+
+def test_ranks_outlive_the_warm_process_and_are_executed_at_the_next_start(tmp_path: Path) -> None:
+    code = """
+tell(f"start-{start}")
+if start == "0":
+    await_file("killed")
+    if rank == "1":
+        sys.exit(9)
+    time.sleep(60)
+"""
+    with start_job(tmp_path, code, "restarts=1") as started:
+        for rank in range(2):
+            wait_for((tmp_path / f"start-0-{rank}").exists, "the ranks", tell=started.read)
+        (warm,) = find_warm(started)
+        os.kill(warm, signal.SIGKILL)
+        wait_for(lambda: not find_warm(started), "its end")
+        (tmp_path / "killed").touch()
+        assert started.wait() == 0, started.read()
+        assert started.read().count("not forked from a process with torch") == 1, started.read()
+    assert read_words(tmp_path, "start-0") == ["0 True"] * 2
+    assert read_words(tmp_path, "start-1") == ["1 False"] * 2
+
+
+def test_a_start_after_a_change_runs_what_is_there_then(tmp_path: Path) -> None:
+    """A rank changes its program, and a module that the warm process has imported."""
+    (tmp_path / "mine.py").write_text("VALUE = 'before'\n")
+    code = """
+import mine
+tell(f"{mine.VALUE}-{start}")
+if start == "0" and rank == "0":
+    await_file("before-0-1")
+    for name in ("mine.py", "program.py"):
+        text = pathlib.Path(name).read_text()
+        text = text.replace("be" "fore", "afterwards").replace("tell(f\\"", "tell(f\\"new-")
+        pathlib.Path(name).write_text(text)
+    sys.exit(9)
+if start == "0":
+    time.sleep(60)
+"""
+    with start_job(tmp_path, code, "restarts=1", "start.preload=[mine]", PYTHONPATH=str(tmp_path)) as started:
+        assert started.wait() == 0, started.read()
+    names = sorted(path.name for path in tmp_path.glob("*-[01]-[01]"))
+    assert names == ["before-0-0", "before-0-1", "new-afterwards-1-0", "new-afterwards-1-1"]
+
+
+def interrupt(started: Started, number: int, reasons: Sequence[str]) -> None:
+    started.process.send_signal(number)
+    assert started.wait() == 128 + number, started.read()
+    for reason in reasons:
+        assert reason in started.read()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_warm_process_imports_ends_the_start(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    (tmp_path / "slow.py").write_text("import time\nopen('importing', 'w').close()\ntime.sleep(60)")
+    with start_job(tmp_path, "tell('ran')", "start.preload=[slow]", PYTHONPATH=str(tmp_path)) as started:
+        wait_for((tmp_path / "importing").exists, "the import", tell=started.read)
+        interrupt(started, number, [number.name])
+    assert not list(tmp_path.glob("ran-*"))
+
+
+@pytest.mark.parametrize("phase", ["0", "1"])
+def test_a_signal_ends_the_ranks_of_a_start_and_of_a_restart(phase: str, tmp_path: Path) -> None:
+    code = f"""
+tell(f"start-{{start}}")
+if start == "{phase}":
+    time.sleep(60)
+await_file("start-0-0"), await_file("start-0-1")
+sys.exit(9)
+"""
+    with start_job(tmp_path, code, "restarts=2") as started:
+        for rank in range(2):
+            wait_for((tmp_path / f"start-{phase}-{rank}").exists, "the ranks", tell=started.read)
+        interrupt(started, signal.SIGTERM, ["SIGTERM"])
+    assert read_words(tmp_path, f"start-{phase}") == [f"{phase} True"] * 2
+    assert not (tmp_path / f"start-{int(phase) + 1}-0").exists()
