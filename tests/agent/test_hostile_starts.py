@@ -1,7 +1,6 @@
 """Starts of ranks that go wrong, or are interrupted: what happens is told, and nothing is left behind."""
 
 import contextlib
-import fcntl
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -33,11 +32,10 @@ def await_file(name):
 
 @contextlib.contextmanager
 def start_job(folder: Path, code: str, *settings: str, **variables: str) -> Iterator[Started]:
-    """Start two ranks of a program; whatever it is, nothing of it is left, in memory or as a process."""
+    """Start two ranks of a program; whatever comes of it, no process and no temporary file is left."""
     (folder / "program.py").write_text(PROGRAM + code)
     temporary = folder / "temporary"
     temporary.mkdir()
-    shared = set(Path("/dev/shm").glob("launch-watch-*"))
     variables |= {"TMPDIR": str(temporary)}
     with start(folder, *DIRECT, *settings, "--", "program.py", **variables) as started:
         yield started
@@ -45,19 +43,7 @@ def start_job(folder: Path, code: str, *settings: str, **variables: str) -> Iter
         wait_for(
             lambda: not started.survivors(), "the end of all", 10, lambda: str(started.survivors_words())
         )
-    left = set(Path("/dev/shm").glob("launch-watch-*")) - shared
-    assert not [path for path in left if is_abandoned(path)]
     assert not list(temporary.iterdir())
-
-
-def is_abandoned(folder: Path) -> bool:
-    """Tell whether a folder of heartbeats is there, and no launcher holds its lock."""
-    try:
-        with (folder / "lock").open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def read_words(folder: Path, word: str) -> list[str]:
