@@ -39,9 +39,11 @@ RESTARTED: Mapping[str, Callable[..., list[str]]] = {
         RANKS, *program, settings=("agent=torchrun", "torchrun.max_restarts=3")
     ),
     "launch restarts=3, exec (start.warm=off)": lambda *program: launch(
-        RANKS, *program, settings=("restarts=3", "start.warm=off")
+        RANKS, *program, settings=("agent=direct", "restarts=3", "start.warm=off")
     ),
-    "launch restarts=3, warm": lambda *program: launch(RANKS, *program, settings=("restarts=3",)),
+    "launch restarts=3, warm": lambda *program: launch(
+        RANKS, *program, settings=("agent=direct", "restarts=3")
+    ),
 }
 """Each makes a command line of the program's words."""
 

@@ -57,18 +57,18 @@ RANK_DIES = (
     Struck(f"{BY_HAND}, --max-restarts=3"),
     Struck(f"{BY_HAND}, --max-restarts=3, {OWN_STORE}"),
     Struck("launch agent=torchrun torchrun.max_restarts=3", ("agent=torchrun", "torchrun.max_restarts=3")),
-    Struck("launch restarts=3, exec (start.warm=off)", ("restarts=3", "start.warm=off")),
-    Struck("launch restarts=3, warm", ("restarts=3",)),
+    Struck("launch restarts=3, exec (start.warm=off)", ("agent=direct", "restarts=3", "start.warm=off")),
+    Struck("launch restarts=3, warm", ("agent=direct", "restarts=3")),
     Struck("launch cluster.requeue.crash=3: through the queue", ("cluster.requeue.crash=3",)),
 )
 NODE_DIES = (
     Struck(f"{BY_HAND}, --requeue"),
-    Struck("launch, no spare: through the queue", ()),
+    Struck("launch, no spare: through the queue", ("agent=direct",)),
     Struck("launch cluster.spares=1", ("cluster.spares=1",)),
 )
 HANGS = (
     Struck("launch agent=torchrun watch.on_hang=restart", ("agent=torchrun", "watch.on_hang=restart")),
-    Struck("launch watch.on_hang=restart", ("watch.on_hang=restart",)),
+    Struck("launch watch.on_hang=restart", ("agent=direct", "watch.on_hang=restart")),
 )
 
 
