@@ -23,6 +23,7 @@ PAGES = (
     "environment-variables",
     "run-directory",
     "reliability",
+    "start",
     "watching",
     "benchmarks",
     "comparison",
