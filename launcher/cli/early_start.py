@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 SILENT = frozenset(
     (
-        *("name", "runs_dir", "run_dir", "new_run_dir", "nproc_per_node", "devices", "objective"),
+        *("name", "runs_dir", "run_dir", "new_run_dir", "nproc_per_node", "devices", "objective", "restarts"),
         *("binding", "dataloader", "gc", "logs", "progress", "watch", "notify", "parallel", "fit", "tune"),
     )
 )
