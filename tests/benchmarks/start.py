@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from launcher.text import count_things
-from tests.benchmarks.measure import measure_in_turn, print_goals, print_table
+from tests.benchmarks.measure import Sample, measure_in_turn, print_goals, print_table
+from tests.benchmarks.output import measure_children
 from tests.conftest import clean_environ
 
 FIRST_LINE = "import os, time\nopen(f'first-{os.environ.get(\"RANK\", 0)}', 'w').write(repr(time.time()))\n"
@@ -92,12 +93,17 @@ def time_first_line(
     return 1e3 * (max(float(mark.read_text()) for mark in marks) - start)
 
 
-def time_way(name: str, folder: Path, ranks: int) -> float:
-    """Milliseconds of one way; a first call finds nothing that earlier calls have kept."""
+def time_way(name: str, folder: Path, ranks: int, spent: list[float]) -> float:
+    """Milliseconds of one way; a first call finds nothing that earlier calls have kept.
+
+    The CPU time of all its processes, from its start to its end, is added to `spent`, in milliseconds.
+    """
     with tempfile.TemporaryDirectory(dir=folder) as fresh:
         cache = Path(fresh) if "first call" in name else folder / "cache"
-        environ = make_environ(cache)
-        return time_first_line(WAYS[name](ranks, "program.py"), folder, ranks, environ)
+        command, before = WAYS[name](ranks, "program.py"), measure_children()
+        taken = time_first_line(command, folder, ranks, make_environ(cache))
+    spent.append(1e3 * (measure_children() - before))
+    return taken
 
 
 def make_environ(cache: Path) -> dict[str, str]:
@@ -111,8 +117,11 @@ def bench_start(folder: Path, rounds: int, ranks: int, *, imports: bool = True) 
     """From the command line to the program's first line, or to the first after `import torch`."""
     (folder / "program.py").write_text((IMPORTS if imports else "") + FIRST_LINE)
     names = [name for name in WAYS if imports or name != "accelerate launch"]
-    things = {name: partial(time_way, name, folder, ranks) for name in names}
+    cpu: dict[str, list[float]] = {name: [] for name in names}
+    things = {name: partial(time_way, name, folder, ranks, cpu[name]) for name in names}
     line = "first line after `import torch`" if imports else "first line of a program without torch"
     samples = measure_in_turn(things, rounds)
     print_table(f"Command line to the {line}, last of {count_things(ranks, 'rank')}", samples)
     print_goals(samples, {WARM: GOALS[ranks] if imports else BARE_GOAL})
+    spent = [Sample(name, tuple(times[1:])) for name, times in cpu.items()]
+    print_table("CPU time of all processes, from the start to the end", spent)
