@@ -98,6 +98,11 @@ class WarmProcess:
         return self.process.pid
 
     @property
+    def is_alive(self) -> bool:
+        """Whether the process lives; one that has ended is reaped."""
+        return self.process.poll() is None
+
+    @property
     def descriptor(self) -> int:
         """Readable once `is_ready` or `refusal` has something new."""
         return self.channel.fileno()

@@ -22,12 +22,14 @@ class WarmStarter:
 
     by_exec: ExecStarter
     warm: WarmProcess
+    ranks_left: int = -1
+    """Ranks after which the process is ended, so that it takes no memory; -1 if they may start anew."""
     is_told: bool = False
 
     @property
     def pids(self) -> Collection[int]:
-        """The warm process."""
-        return (self.warm.pid,)
+        """The warm process, as long as it lives."""
+        return (self.warm.pid,) if self.warm.is_alive else ()
 
     @property
     def is_ready(self) -> bool:
@@ -42,7 +44,11 @@ class WarmStarter:
     def start_rank(self, start: RankStart) -> int:
         """Start a rank and return its PID; raises OSError."""
         try:
-            return self.fork_rank(start)
+            pid = self.fork_rank(start)
+            self.ranks_left -= self.ranks_left > 0
+            if not self.ranks_left:
+                self.close()
+            return pid
         except WarmRefusedError as error:
             if not self.is_told:
                 logger.info(f"the ranks are not forked from a process with torch: {error}")
@@ -66,15 +72,23 @@ class WarmStarter:
 
 
 def choose_starter(
-    by_exec: ExecStarter, argv: Sequence[str], config: StartConfig, environ: Mapping[str, str]
+    by_exec: ExecStarter,
+    argv: Sequence[str],
+    config: StartConfig,
+    environ: Mapping[str, str],
+    ranks_left: int = -1,
 ) -> RankStarter:
     """Return what starts a program's ranks: forks of a process with torch unless `start.warm` forbids it.
 
-    Ranks of a program that does not use torch are executed, unless it has modules to preload.
+    Ranks of a program that does not use torch are executed, unless it has modules to preload. `ranks_left` is
+    as in `WarmStarter`.
     """
     if config.warm == "off" or not (config.preload or uses_torch(argv, environ)):
         return by_exec
-    return warm_up(by_exec, argv, config.preload, environ)
+    starter = warm_up(by_exec, argv, config.preload, environ)
+    if isinstance(starter, WarmStarter):
+        starter.ranks_left = ranks_left
+    return starter
 
 
 def warm_up(
