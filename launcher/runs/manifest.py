@@ -17,7 +17,7 @@ OPEN = ("submitted", "running", "requeued")
 """States of an outcome after which more is to come."""
 CLOSED = ("succeeded", "failed", "stopped")
 """States after which no attempt follows."""
-OPTIONAL = ("hosts", "hangs", "stragglers", "preflight", "spares", "replacements")
+OPTIONAL = ("hosts", "hangs", "stragglers", "preflight", "spares", "sick_spares", "replacements")
 """What is kept of an earlier start if it has it."""
 JOB = re.compile(r"\d+(?:_\d+)?")
 """A job of SLURM's: `12`, `12_3`."""

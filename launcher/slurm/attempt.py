@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 Manifest = dict[str, Any]
 """A manifest, or one of its earlier attempts."""
-OPTIONAL = ("hangs", "stragglers", "preflight", "node_order", "spares", "replacements")
+OPTIONAL = ("hangs", "stragglers", "preflight", "node_order", "spares", "sick_spares", "replacements")
 """What is kept of an attempt when the next one begins, if it has it."""
 OF_ATTEMPT = ("command", "started", "ended", "hosts", "attempt", "slurm", "outcome", *OPTIONAL)
 """What is kept of an attempt when the next one begins."""

@@ -156,7 +156,7 @@ def list_bad_nodes(entry: Manifest) -> list[str]:
     """Return the nodes that an attempt has lost, also those that a spare one has replaced, or found sick."""
     outcome, replaced = entry["outcome"], entry.get("replacements") or ()
     hosts = [host for key in ("lost", "sick") for host in outcome.get(key) or ()]
-    return [*hosts, *(one["lost"] for one in replaced)]
+    return [*hosts, *(one["lost"] for one in replaced), *(entry.get("sick_spares") or ())]
 
 
 def write_outcome(attempt: Attempt, end: AttemptEnd, decision: Decision) -> None:

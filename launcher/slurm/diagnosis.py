@@ -32,6 +32,9 @@ from launcher.slurm.notation import parse_signal
 from launcher.slurm.requeue_policy import is_near_limit
 from launcher.slurm.srun_messages import ENDED, parse_task_ends
 
+GRES_REFUSAL = "Invalid generic resource"
+"""In srun's words if the job has no such GPUs on its nodes."""
+
 
 def diagnose_kill(attempt: Attempt) -> AttemptEnd | None:
     """Return what SLURM says of the end while the step still runs; None if SLURM does not end the job."""
@@ -80,7 +83,8 @@ def diagnose_end(attempt: Attempt, step: StepReport, trouble: str = "") -> Attem
     killed_tasks = tuple((host, word) for host, word in task_ends.items() if word != ENDED and not stopped)
     down = {host for host, state in node_states if is_down(state)}
     lost = down if kill else down | find_silent_nodes(attempt, step) - {*task_ends}
-    facts = collect_facts(attempt, step, status, lost=bool(lost), killed=bool(killed_tasks))
+    is_lost = bool(lost) or lacks_resources(attempt, step)
+    facts = collect_facts(attempt, step, status, lost=is_lost, killed=bool(killed_tasks))
     facts = replace(facts, succeeded=succeeded, finished=advance.finished)
     cause = classify_end(facts, kill)
     restart_requested = facts.restart_requested and cause in ("requested", "timeout")
@@ -89,6 +93,18 @@ def diagnose_end(attempt: Attempt, step: StepReport, trouble: str = "") -> Attem
     return AttemptEnd(
         step, kill, cause, advance, ordered, node_states, killed_tasks, restart_requested, early, trouble
     )
+
+
+def lacks_resources(attempt: Attempt, step: StepReport) -> bool:
+    """Tell whether SLURM started the job anew without the GPUs that it had given to it.
+
+    SLURM 22.05 does so if a job went back into the queue after it was made smaller (a lost node with
+    --no-kill), and while another lost node of it still counted as up. The next requeue gives them again.
+    """
+    outlives_nodes = attempt.is_elastic or attempt.request.config.cluster.spares > 0
+    after_loss = attempt.earlier and attempt.earlier[-1]["outcome"].get("cause") == "node_failure"
+    refused = any(GRES_REFUSAL in record.agent_said for record in step.records)
+    return bool(outlives_nodes and after_loss and refused)
 
 
 def got_stop_signal(step: StepReport) -> bool:

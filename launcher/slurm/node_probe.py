@@ -93,15 +93,3 @@ def try_step(host: str, environ: Mapping[str, str]) -> bool | None:
         except subprocess.TimeoutExpired:
             process.kill()
             return False
-
-
-def release_nodes(job_id: str, kept: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Have SLURM take all other nodes out of a running job, and end what still runs there of it.
-
-    slurmctld tells a node's slurmd as soon as it answers: a node that was cut off or frozen, and comes back,
-    has its processes killed (tried with SLURM 22.05: within a second). Raises SchedulerError.
-    """
-    # Inside of the job, scontrol writes a script into the working directory that sets its variables anew.
-    outside = {name: value for name, value in environ.items() if name not in ("SLURM_JOBID", "SLURM_JOB_ID")}
-    argv = ["scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(kept)}"]
-    run_slurm(argv, outside, timeout=SHORT_TIMEOUT)

@@ -3,20 +3,15 @@
 import logging
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from launcher.agent.coordinator import Coordinator
 from launcher.agent.liveness import Loss
-from launcher.errors import SchedulerError
 from launcher.runs.manifest import stamp_time
 from launcher.runs.node_records import read_nodes
 from launcher.slurm.attempt import Attempt, try_write_manifest
-from launcher.slurm.node_probe import release_nodes
 from launcher.slurm.node_step import NodeStep
 from launcher.slurm.node_watch import NodeWatch
-from launcher.slurm.notation import expand_hosts
 from launcher.slurm.step_group import StepGroup
 
 logger = logging.getLogger(__name__)
@@ -36,6 +31,8 @@ class NodeReplacement:
     watch: NodeWatch = field(init=False)
     losses: dict[str, Loss] = field(default_factory=dict)
     """Nodes that fell silent."""
+    sick: dict[str, str] = field(default_factory=dict)
+    """Spare nodes that are not used, and why."""
     ended_at: float | None = None
     """Monotonic time at which all tasks that are left were over."""
 
@@ -52,6 +49,10 @@ class NodeReplacement:
             lambda: len(self.coordinator.spares),
         )
         group.holds_back = self.watch.note_report
+        names = ", ".join(attempt.spares)
+        logger.info(f"spare node{'s' if len(attempt.spares) > 1 else ''} {names}: idle until a node is lost")
+        if "preflight" not in attempt.manifest and attempt.request.config.preflight.kind != "off":
+            threading.Thread(target=self.check_spares, daemon=True).start()
 
     @property
     def coordinator(self) -> Coordinator:
@@ -68,8 +69,26 @@ class NodeReplacement:
             )
         self.group.take_losses([loss.host for loss in losses])
 
+    def check_spares(self) -> None:
+        """Check the spare nodes, and do without those that are sick: a thread's body."""
+        from launcher.slurm.preflight_step import CheckedNodes, check_spare_nodes
+
+        try:
+            checked = check_spare_nodes(self.attempt)
+        except Exception as error:  # a mistake of the checks' own ends no job
+            checked = CheckedNodes(None, f"{type(error).__name__}: {error}")
+        if checked.report is None:
+            logger.warning(f"the spare nodes were not checked: {checked.problem}")
+            return
+        findings = [one for one in checked.report.findings if one.finding.level == "error"]
+        for host in checked.report.sick:
+            words = next((one.finding.what for one in findings if one.host == host), "it does not answer")
+            logger.warning(f"spare node {host} is sick, and is not used: {words}")
+            self.sick[host] = words
+            self.group.drop_spare(host)
+
     def attend(self) -> None:
-        """Keep the account, release lost nodes, and end an srun that waits for them."""
+        """Keep the account, and end an srun that waits for lost nodes."""
         start = self.coordinator.start
         hosts = tuple(node.host for node in start.nodes) if start else self.attempt.hosts
         left = (host for host in self.attempt.spares if host not in hosts)
@@ -102,8 +121,6 @@ class NodeReplacement:
         attempt.hosts = hosts
         attempt.manifest["hosts"] = list(hosts)
         attempt.manifest["replacements"] = [*attempt.manifest.get("replacements", ()), *account]
-        if attempt.requeues:
-            threading.Thread(target=partial(self.release, self.list_kept_nodes()), daemon=True).start()
 
     def describe_replacement(self, lost: str, spare: str) -> dict[str, object]:
         """Return what the manifest says of a replacement."""
@@ -112,22 +129,11 @@ class NodeReplacement:
         silence = round(loss.silence, 1) if loss else None
         return {"lost": lost, "spare": spare, "time": stamp_time(), "evidence": evidence, "silence": silence}
 
-    def list_kept_nodes(self) -> list[str]:
-        """Return the job's nodes but the lost ones."""
-        text = self.attempt.environ.get("SLURM_JOB_NODELIST", "")
-        gone = {*self.losses, *self.step.lost}
-        return [host for host in expand_hosts(text) if host not in gone]
-
-    def release(self, kept: Sequence[str]) -> None:
-        """Have SLURM end what may still run on lost nodes: a thread's body."""
-        try:
-            release_nodes(self.attempt.job_id, kept, self.attempt.environ)
-        except SchedulerError as error:
-            logger.warning(f"SLURM did not take the lost node out of the job ({error})")
-
     def write_manifest(self) -> None:
         """Have the manifest tell of the spare nodes while the job runs, too."""
         self.attempt.manifest["spares"] = list(self.attempt.spares)
+        if self.sick:
+            self.attempt.manifest["sick_spares"] = dict(self.sick)
         try_write_manifest(self.attempt.run, self.attempt.manifest)
 
     def close(self) -> None:

@@ -187,6 +187,23 @@ def check_nodes(
     return judge_check_step(attempt.environ, reader, time.monotonic() - began)
 
 
+def check_spare_nodes(attempt: Attempt) -> CheckedNodes:
+    """Check the spare nodes alone while the others work, if nothing has checked them before the start."""
+    began, config = time.monotonic(), attempt.request.config
+    paths = list_needed_paths(config, attempt.run.path, Path(attempt.request.directory))
+    request = describe_checks(config, attempt.environ, attempt.spares, "light", paths)
+    try:
+        reader = AnswerReader(start_checks(config, request, attempt.environ), request)
+    except OSError as error:
+        return CheckedNodes(None, f"srun cannot be run ({error.strerror})")
+    try:
+        while reader.collect(began + START_MARGIN + request.seconds):
+            pass
+    finally:
+        reader.end()
+    return judge_check_step(attempt.environ, reader, time.monotonic() - began)
+
+
 def check_allocation(
     config: LaunchConfig, environ: Mapping[str, str], hosts: tuple[str, ...]
 ) -> tuple[PreflightReport | None, str]:

@@ -102,6 +102,12 @@ class StepGroup:
                 return
             self.send_order(coordinator.finish(failed=True) if takes_part else coordinator.note_loss(host))
 
+    def drop_spare(self, host: str) -> None:
+        """Do without a spare node, unless it has taken another's place already."""
+        with self.lock:
+            if host in self.coordinator.spares or host not in self.coordinator.sizes:
+                self.send_order(self.coordinator.note_loss(host))
+
     def stop(self) -> None:
         """Order no start any more: the tasks are sent a signal that ends the ranks."""
         with self.lock:

@@ -187,6 +187,23 @@ def test_a_task_that_was_killed_is_not_a_lost_node(tmp_path: Path, srun_lines: s
     assert found.cause == cause
 
 
+@pytest.mark.parametrize(
+    ("before", "spares", "cause"),
+    [("node_failure", 1, "node_failure"), ("node_failure", 0, "crash"), ("crash", 1, "crash")],
+)
+def test_gpus_that_slurm_forgot_after_a_loss(tmp_path: Path, before: str, spares: int, cause: str) -> None:
+    submit_run(tmp_path)
+    config = LaunchConfig(cluster=ClusterConfig(spares=spares, requeue=RequeueConfig(crash=9)))
+    request = JobRequest(config, {}, ("program",), ("launch", "x"), "/somewhere", 2, 2)
+    attempt = begin(tmp_path, request)
+    earlier = {"outcome": {"state": "requeued", "cause": before}, "slurm": {"job_id": attempt.job_id}}
+    attempt.manifest["earlier"] = [earlier]
+    refused = record(
+        "n0", "failed", 4, srun_lines="srun did not start the step: Invalid generic resource (gres)"
+    )
+    assert diagnose_end(attempt, end(refused, record("n1", "succeeded", 0))).cause == cause
+
+
 def test_a_task_that_srun_ended_is_nobodys_failure() -> None:
     told = find_task_ends(end(record("n0", "failed", 7), srun_lines=("srun: error: n1: task 1: Terminated",)))
     assert told == {"n1": "Terminated"}

@@ -206,6 +206,28 @@ def await_nothing(word: str, timeout: float = 15) -> None:
 
 
 @pytest.fixture
+def data(sandbox: Sandbox, tmp_path: Path) -> Iterator[Path]:
+    """A folder that all nodes have but n2, which has a small /dev/shm, too: by mounts of its own."""
+    folder = tmp_path / "data"
+    (folder / "set").mkdir(parents=True)
+    start = [sys.executable, str(COMMAND), "--folder", str(sandbox.folder), "start", "n2"]
+    mounts = 'mount -t tmpfs -o size=8m tmpfs /dev/shm && mount -t tmpfs tmpfs "$0" && exec "$@"'
+    sandbox.break_it("kill", "n2")
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mounts, str(folder), *start],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sandbox.break_it("start", "n2")
+        pytest.skip(f"this user cannot give a node mounts of its own: {done.stderr}")
+    yield folder / "set"
+    sandbox.break_it("kill", "n2")
+    sandbox.break_it("start", "n2")
+
+
+@pytest.fixture
 def short() -> Iterator[Path]:
     """A folder whose path is short enough for a cluster, and which has none yet."""
     with tempfile.TemporaryDirectory(prefix="sb", dir="/tmp") as parent:

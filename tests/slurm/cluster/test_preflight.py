@@ -2,15 +2,13 @@
 
 import json
 import re
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.slurm.cluster.conftest import COMMAND, Sandbox, submit_script
+from tests.slurm.cluster.conftest import Sandbox, submit_script
 from tests.slurm.cluster.jobs import Run
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("nothing_is_left")]
@@ -19,28 +17,6 @@ CHECKED = (
     *("cluster=slurm", "cluster.gpus_per_node=0", "nproc_per_node=1", "agent=srun"),
     *("preflight=light", "follow=true"),
 )
-
-
-@pytest.fixture
-def data(sandbox: Sandbox, tmp_path: Path) -> Iterator[Path]:
-    """A folder that all nodes have but n2, which has a small /dev/shm, too: by mounts of its own."""
-    folder = tmp_path / "data"
-    (folder / "set").mkdir(parents=True)
-    start = [sys.executable, str(COMMAND), "--folder", str(sandbox.folder), "start", "n2"]
-    mounts = 'mount -t tmpfs -o size=8m tmpfs /dev/shm && mount -t tmpfs tmpfs "$0" && exec "$@"'
-    sandbox.break_it("kill", "n2")
-    done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", mounts, str(folder), *start],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        sandbox.break_it("start", "n2")
-        pytest.skip(f"this user cannot give a node mounts of its own: {done.stderr}")
-    yield folder / "set"
-    sandbox.break_it("kill", "n2")
-    sandbox.break_it("start", "n2")
 
 
 def make_program(tmp_path: Path) -> Path:

@@ -63,3 +63,39 @@ def test_a_node_that_dies_is_replaced(sandbox: Sandbox, tmp_path: Path) -> None:
         assert f"{spare} in the place of {lost}" in status.out, status
     finally:
         sandbox.break_it("start", lost)
+
+
+def test_two_nodes_are_lost_and_one_is_spare(sandbox: Sandbox, tmp_path: Path) -> None:
+    """The second loss ends the attempt: the job is requeued, and asks for as many nodes as before."""
+    run = start(sandbox, tmp_path, "nodes=2", "cluster.spares=1", steps=300)
+    await_line(run, "step 15/")
+    first, lost = run.manifest["hosts"]
+    (spare,) = run.manifest["spares"]
+    sandbox.break_it("kill", lost)
+    killed = [lost]
+    try:
+        await_line(run, f"on {spare} of 2", rank=1)
+        await_line(run, "step 45/")
+        sandbox.break_it("kill", spare)
+        killed.append(spare)
+        run.wait_for(lambda: run.outcome["state"] == "requeued", "the requeue", 90)
+        sandbox.break_it("start", lost)
+        killed.remove(lost)
+        assert run.await_end() == "succeeded"
+    finally:
+        for host in killed:
+            sandbox.break_it("start", host)
+    # SLURM 22.05 may give the next attempt no GPUs, and gives them to the one after it.
+    assert run.causes in (["node_failure", None], ["node_failure", "node_failure", None])
+    before = run.manifest["earlier"][0]
+    assert [one["lost"] for one in before["replacements"]] == [lost]
+    assert (before["outcome"]["lost"], before["hosts"]) == ([spare], [first, spare])
+    assert len([*run.manifest["hosts"], *run.manifest["spares"]]) == 3
+
+
+def test_a_sick_spare_node_is_told_of_and_not_used(sandbox: Sandbox, tmp_path: Path, data: Path) -> None:
+    run = start(sandbox, tmp_path, "nodes=2", "cluster.spares=1", "cluster.exclude=n3", steps=100)
+    assert run.await_end() == "succeeded"
+    assert data.exists() and "/dev/shm has 8 MiB" in run.manifest["sick_spares"]["n2"]
+    assert run.manifest["spares"] == [] and run.manifest["hosts"] == ["n0", "n1"]
+    assert "launch: warning: spare node n2 is sick, and is not used: " in run.read_console()
