@@ -58,7 +58,7 @@ def run_inside(words: Sequence[str], encoding: str = "utf-8") -> Result:
     from launcher.cli import main
     from launcher.launch import local_run
 
-    def refuse(*_: object) -> int:
+    def refuse(*_: object, **__: object) -> int:
         raise AssertionError(f"{words} would start a job")
 
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding, newline="") for _ in range(2))
