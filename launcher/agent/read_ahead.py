@@ -66,10 +66,16 @@ class ReadAhead:
 
 
 @contextlib.contextmanager
-def reading_ahead(mode: str, argv: tuple[str, ...], environ: Mapping[str, str]) -> Iterator[ReadAhead]:
-    """Have a program's files read ahead while this lasts, if need be; see `start_read_ahead`."""
+def reading_ahead(
+    mode: str, argv: tuple[str, ...], environ: Mapping[str, str], early: ReadAhead | None = None
+) -> Iterator[ReadAhead]:
+    """Have a program's files read ahead while this lasts, if need be; see `start_read_ahead`.
+
+    `early` was started for the same program already.
+    """
     directory = os.getcwd()  # noqa: PTH109 - as the program has it
-    reader = start_read_ahead(mode, find_program_python(argv, environ), argv, environ, directory)
+    python = find_program_python(argv, environ)
+    reader = early or start_read_ahead(mode, python, argv, environ, directory)
     try:
         yield reader
     finally:

@@ -16,6 +16,7 @@ from launcher.errors import LaunchError, UsageError
 from launcher.protocol import LAUNCH_FIT, LAUNCH_METER, LAUNCH_RANK_PLAN, LAUNCH_WATCH
 
 if TYPE_CHECKING:
+    from launcher.agent.read_ahead import ReadAhead
     from launcher.agent.warm_process import WarmProcess
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ class EarlyStart:
     """The program that it has been started for."""
     environ: Mapping[str, str] | None = None
     """What it was started with."""
+    reader: "ReadAhead | None" = None
+    """What reads ahead of it."""
 
     def take(self, argv: Sequence[str], environ: Mapping[str, str]) -> "WarmProcess | None":
         """Return the process, whose owner is now the caller, if it was started for this program and
@@ -58,11 +61,20 @@ class EarlyStart:
         warm.close()
         return None
 
+    def take_reader(self, argv: Sequence[str]) -> "ReadAhead | None":
+        """Return what reads ahead, whose owner is now the caller, if it does for this program."""
+        if self.argv != tuple(argv):
+            return None
+        reader, self.reader = self.reader, None
+        return reader
+
     def close(self) -> None:
-        """End the process if nobody has taken it."""
+        """End the processes that nobody has taken."""
         warm, self.warm = self.warm, None
         if warm is not None:
             warm.close()
+        if self.reader is not None:
+            self.reader.close()
 
 
 def is_alike(before: Mapping[str, str], after: Mapping[str, str]) -> bool:
@@ -94,16 +106,19 @@ def start_early(command: Command, environ: Mapping[str, str]) -> Iterator[EarlyS
 
 
 def open_early(argv: tuple[str, ...], environ: Mapping[str, str]) -> EarlyStart:
-    """Start the process."""
+    """Start the process, and before it what brings its files from a cold disk."""
+    from launcher.agent.read_ahead import find_program_python, start_read_ahead
     from launcher.agent.warm_process import WarmProcess, WarmRefusedError
 
     inherited = {name: value for name, value in environ.items() if name != LAUNCH_WATCH}
     given = {"PYTHONUNBUFFERED": "1", **inherited}  # see launcher.launch.job.build_agent_environ
+    python, directory = find_program_python(argv, environ), str(Path.cwd())
+    reader = start_read_ahead("auto", python, argv, environ, directory)
     try:
-        return EarlyStart(WarmProcess.start(argv, (), Path.cwd(), given), argv, given)
+        return EarlyStart(WarmProcess.start(argv, (), Path.cwd(), given), argv, given, reader)
     except WarmRefusedError as error:
         logger.debug(f"no early start: {error}")
-    return EarlyStart()
+    return EarlyStart(None, argv, given, reader)
 
 
 def find_early_program(command: Command, environ: Mapping[str, str]) -> tuple[str, ...] | None:

@@ -73,8 +73,9 @@ def start_job(
         job = plan_job(spec)
         check_local_fit(spec, job.plan)
         return preview_job(job)
+    program_argv = find_program(spec.program, spec.config, spec.environ)
     with reading_ahead(
-        spec.config.start.read_ahead, find_program(spec.program, spec.config, spec.environ), spec.environ
+        spec.config.start.read_ahead, program_argv, spec.environ, early.take_reader(program_argv)
     ) as reader:
         job = plan_job(spec)
         check_local_fit(spec, job.plan)

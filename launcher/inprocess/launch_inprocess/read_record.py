@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     Entry = tuple[str, int, list[tuple[int, int]] | None]
+    Touched = dict[str, set[int]]
 
 PAGE = 4096
 GAP = 32
@@ -24,32 +25,56 @@ TORCH = "torch"
 
 
 def start_read_record(environ: MutableMapping[str, str]) -> None:
-    """Have the record written at this process's end if it imports torch; what it starts is not the rank."""
-    from .import_hook import when_imported
+    """Have the record written at this process's end if it uses torch; what it starts is not the rank."""
+    from .import_hook import when_framework_is_used
 
     path, process = environ.pop("LAUNCH_READ_ORDER", ""), os.getpid()
     if environ.get("RANK") != "0":
         return
+    # A rank that was forked has only the pages that it touches itself; the process before it has the others.
+    inherited = read_touched(find_origin()) if TORCH in sys.modules else {}
 
     def register(_module: ModuleType) -> None:
         import atexit
 
-        atexit.register(write_at_end, path, process)
+        atexit.register(write_at_end, path, process, inherited)
 
-    when_imported("torch.version", register)
+    when_framework_is_used(register)
 
 
-def write_at_end(path: str, process: int) -> None:
+def find_origin() -> int:
+    """Return the process that this one was forked from with torch: the first of the launcher's children.
+
+    The fork's own parent has ended, and the launcher has adopted this process. It is this one if there is no
+    other.
+    """
+    parent = os.getppid()
+    with open(f"/proc/{parent}/task/{parent}/children", encoding="ascii") as file:
+        children = sorted(map(int, file.read().split()))
+    own = read_libraries("self")
+    return next((pid for pid in children if own and own == read_libraries(pid)), os.getpid())
+
+
+def read_libraries(process: int | str) -> list[str]:
+    """Return the lines of /proc/PID/maps with torch's main library; none for a process that is not ours."""
+    try:
+        with open(f"/proc/{process}/maps", encoding="utf-8", errors="surrogateescape") as maps:
+            return [line for line in maps if "/libtorch_cpu." in line]
+    except OSError:
+        return []
+
+
+def write_at_end(path: str, process: int, inherited: Touched) -> None:
     """Write the record; whatever fails here, the program ends as it would have."""
     if os.getpid() != process:
         return
     try:
-        write_reads(path)
+        write_reads(path, inherited)
     except Exception:
         return
 
 
-def write_reads(path: str) -> None:
+def write_reads(path: str, inherited: Touched) -> None:
     """Write the record, whole or not at all, for this user alone."""
     import json
 
@@ -58,15 +83,15 @@ def write_reads(path: str) -> None:
     descriptor = os.open(draft, flags, 0o600)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump({"schema": 1, "reads": list_reads()}, file)
+            json.dump({"schema": 1, "reads": list_reads(inherited)}, file)
         os.replace(draft, path)
     except (OSError, ValueError):  # no room, or a name that is no text
         os.unlink(draft)
 
 
-def list_reads() -> list[Entry]:
+def list_reads(inherited: Touched) -> list[Entry]:
     """Return files in the order in which they were needed, with size and parts; None is the whole file."""
-    libraries = list_libraries()
+    libraries = list_libraries(inherited)
     modules = list(list_modules())
     at = next((place for place, (name, _) in enumerate(modules, 1) if name == TORCH), len(modules))
     before, after = ([path for _, path in part] for part in (modules[:at], modules[at:]))
@@ -94,13 +119,23 @@ def list_modules() -> Iterator[tuple[str, str]]:
             yield name, cached
 
 
-def list_libraries() -> list[Entry]:
+def list_libraries(inherited: Touched) -> list[Entry]:
     """Return the shared libraries that are mapped, the first to be loaded first, with what was touched."""
+    found: list[Entry] = []
+    for path, pages in read_touched("self").items():
+        parts = join_pages(pages | inherited.get(path, set()))
+        if parts and os.path.isfile(path):
+            found.append((path, os.path.getsize(path), parts))
+    return found
+
+
+def read_touched(process: int | str) -> Touched:
+    """Return the pages of each shared library that a process has touched (/proc/PID/pagemap of proc(5))."""
     pages: dict[str, set[int]] = {}
     code: set[str] = set()
-    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+    with open(f"/proc/{process}/maps", encoding="utf-8", errors="surrogateescape") as maps:
         lines = maps.readlines()
-    with open("/proc/self/pagemap", "rb") as pagemap:
+    with open(f"/proc/{process}/pagemap", "rb") as pagemap:
         for line in reversed(lines):  # a library is mapped below those before it
             fields = line.rstrip("\n").split(None, 5)
             if len(fields) < 6 or not fields[5].startswith("/") or fields[5].endswith(" (deleted)"):
@@ -113,8 +148,7 @@ def list_libraries() -> list[Entry]:
             pages.setdefault(fields[5], set()).update(offset + page for page in touched)
             if "x" in fields[1]:
                 code.add(fields[5])
-    found = [(path, join_pages(touched)) for path, touched in pages.items() if path in code and touched]
-    return [(path, os.path.getsize(path), parts) for path, parts in found if os.path.isfile(path)]
+    return {path: touched for path, touched in pages.items() if path in code}
 
 
 def find_present(raw: bytes) -> list[int]:
