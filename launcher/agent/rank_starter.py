@@ -11,7 +11,7 @@ from typing import Protocol
 
 from launcher.agent.group import RankStart
 from launcher.files import open_append, open_below
-from launcher.launch.job import SHIM
+from launcher.launch.job import render_shim
 from launcher.launch.signals import FORWARDED, STOPPING
 
 
@@ -92,11 +92,6 @@ class ExecStarter:
 
     def close(self) -> None:
         """There are no processes of its own."""
-
-
-def render_shim(argv: Collection[str]) -> list[str]:
-    """Return the command line of a rank's shim with a program."""
-    return [sys.executable, "-I", "-S", str(SHIM), *argv]
 
 
 def close_on_exec() -> None:

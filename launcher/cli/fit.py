@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from launcher.cli.fit_step import StepRecord, pretend_gpu, render_shim, run_steps
+from launcher.cli.fit_step import StepRecord, pretend_gpu, run_steps
 from launcher.cli.measured_fit import learn_ratio
 from launcher.cli.plan import plan_node
 from launcher.cli.verbs import VerbCall
@@ -23,6 +23,7 @@ from launcher.config.schema import LaunchConfig
 from launcher.errors import EXIT_MACHINE, MachineError
 from launcher.fit.fit_model import Device
 from launcher.fit.step_fit import StepFit, fit_step, make_step_peak
+from launcher.launch.job import render_shim
 from launcher.plan.model import Plan
 from launcher.protocol import LAUNCH_FIT
 from launcher.text import join_words, print_text

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from launcher.errors import MachineError
 from launcher.files import read_file
 from launcher.fit.fit_model import Device
 from launcher.fit.gpu_table import find_gpu
-from launcher.launch.job import SHIM
+from launcher.launch.job import render_shim
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import STOPPING, SignalQueue, catch_signals
 from launcher.protocol import LAUNCH_BINDING, LAUNCH_FIT, LAUNCH_QUIET, LAUNCH_RUN_DIR
@@ -140,11 +139,6 @@ def run_steps(
             raise MachineError(f"the program could not be started ({error})") from None
         status = await_end(process, inbox, timeout)
     return judge_end(result, output, status, timeout)
-
-
-def render_shim(argv: Sequence[str]) -> list[str]:
-    """Return the command that becomes the program."""
-    return [sys.executable, "-I", "-S", str(SHIM), "--", *argv]
 
 
 def describe_step_rank(shape: tuple[int, int]) -> dict[str, str]:

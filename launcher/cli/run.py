@@ -23,7 +23,7 @@ from launcher.config.program import BUNDLED, clear_sections, describe_interprete
 from launcher.config.run_path import RunPath, choose_run_path
 from launcher.config.schema import LaunchConfig
 from launcher.config.validation import RUN_CHECKS, TUNE_CHECKS, Context, validate, validate_placed
-from launcher.launch.job import Job, JobSpec, render_agent
+from launcher.launch.job import Job, JobSpec, render_start
 from launcher.plan.json_form import plan_to_json
 from launcher.protocol import name_host
 from launcher.runs.memory_prediction import keep_prediction
@@ -275,8 +275,21 @@ def preview_job(job: Job) -> int:
     from launcher.report.placement_table import print_placement
 
     print_placement(make_console(), job.plan, explain=job.config.explain)
-    print_text(join_words(render_agent(job, "RUN_ID")) + "\n")
+    logger.info(f"{describe_agent(job)}:")
+    print_text(join_words(render_start(job, "RUN_ID")) + "\n")
     return 0
+
+
+def describe_agent(job: Job) -> str:
+    """Say what starts the ranks, and why."""
+    starter = (
+        "launch starts each rank" if job.agent.kind == "direct" else f"{job.agent.kind} starts the ranks"
+    )
+    return (
+        f"{starter} ({job.agent.why})"
+        if job.agent.why.startswith("agent=")
+        else f"{starter} (agent={job.agent.kind}: {job.agent.why})"
+    )
 
 
 def make_local_viewer(job: "Job", run: "RunDir") -> "OutputViewer":
@@ -289,7 +302,7 @@ def make_local_viewer(job: "Job", run: "RunDir") -> "OutputViewer":
     options = ViewOptions(
         job.config.logs.console,
         None if alone else lambda _: job.host,
-        heading=describe_job(job, run),
+        heading=(*describe_job(job, run), *((describe_agent(job),) if job.config.explain else ())),
         plan=job.plan,
         explain=job.config.explain,
         notice=STARTING if job.config.logs.console != "none" and job.cluster.max_nodes == 1 else "",

@@ -48,7 +48,6 @@ def choose_agent(config: LaunchConfig, cluster: Cluster, environ: Mapping[str, s
         return AgentChoice("direct", f"cluster.spares={config.cluster.spares}")
     if cluster.kind in SLURM_KINDS:  # until the tests on SLURM are for both
         needed = needed or "a SLURM job"
-    needed = needed or "the default"  # until ranks of programs without torch are not forked with it
     return AgentChoice("torchrun", needed) if needed else AgentChoice("direct", "a fixed number of nodes")
 
 

@@ -1,7 +1,7 @@
 """A job as values: what is to run and where, its part on one node, and the agent's command there."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,6 +116,16 @@ def render_agent(job: Job, rdzv_id: str) -> tuple[str, ...]:
     }
     shim = (sys.executable, "-I", "-S", str(SHIM))
     return render_torchrun(sys.executable, options, shim, job.program)
+
+
+def render_shim(program: Sequence[str]) -> tuple[str, ...]:
+    """Return the command line of a rank's shim with a program."""
+    return (sys.executable, "-I", "-S", str(SHIM), "--", *program)
+
+
+def render_start(job: Job, run_id: str) -> tuple[str, ...]:
+    """Return the command line that starts a node's ranks: torchrun's; that of each rank with agent=direct."""
+    return render_shim(job.program) if job.agent.kind == "direct" else render_agent(job, run_id)
 
 
 def may_restart(config: LaunchConfig, cluster: "Cluster", environ: Mapping[str, str]) -> bool:

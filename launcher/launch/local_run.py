@@ -116,6 +116,7 @@ def prepare_run(spec: JobSpec, argv: Sequence[str], hosts: Sequence[str]) -> tup
         write_private(run.path / "config.yaml", spec.config_text)
         manifest = describe_start(run, ["launch", *argv], spec.choices)
         manifest["hosts"] = list(hosts)
+        manifest["agent"] = spec.agent.kind
         if hosts:  # else a job is being submitted, and hangs on no process of ours
             manifest["process"] = identify_process(os.getpid())
             hold_directory(run.path)

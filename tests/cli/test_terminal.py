@@ -135,7 +135,7 @@ def test_logs_keep_colours_on_a_terminal_and_everything_elsewhere(here: Path, pl
 def test_the_command_of_a_dry_run_is_still_the_command(here: Path) -> None:
     words = ["dry_run=true", "--", "printf", "%s", EVIL, "it's", "a\\b", "two\nlines", "é"]
     _, shown = show(here, *words)
-    line = shown.replace("\r\n", "\n")[shown.index("-m torch.distributed.run") :]
+    line = shown.replace("\r\n", "\n")[shown.index("-I -S ") :]
     script = f"printf '%s\\0' {line}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, check=True)
     assert done.stdout.decode().split("\0")[-7:-1] == words[3:]

@@ -277,7 +277,7 @@ def test_the_last_word_wins(here: Path) -> None:
 
 
 def test_sweeps_run_each_combination(launch: Launch) -> None:
-    result = launch("-m", "model=tiny,gpt2", "nproc_per_node=1,2", "dry_run=true")
+    result = launch("-m", "model=tiny,gpt2", "nproc_per_node=1,2", "agent=torchrun", "dry_run=true")
     assert result.code == 0
     lines = [line for line in result.out.splitlines() if "torch.distributed.run" in line]
     found = [

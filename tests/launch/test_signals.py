@@ -204,7 +204,8 @@ time.sleep(300)
 
 
 def test_orphans_of_the_ranks_do_not_stay_as_zombies(tmp_path: Path) -> None:
-    with start(tmp_path, "--", write_program(tmp_path, ORPHANS)) as started:
+    words = ("agent=torchrun", "watch.enabled=false", "--", write_program(tmp_path, ORPHANS))
+    with start(tmp_path, *words) as started:
         wait_ready(started, ranks=1)
         children = Path(f"/proc/{started.process.pid}/task/{started.process.pid}/children")
         wait_for(lambda: len(children.read_text().split()) == 1, "the end of all children but the agent")

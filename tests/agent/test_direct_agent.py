@@ -1,0 +1,105 @@
+"""Jobs whose ranks `launch` starts itself: failures, restarts, signals in every phase, and nothing left."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.launch.start_launch import start, wait_for, write_program
+
+WORDS = ("agent=direct", "start.warm=off", "nproc_per_node=2", "watch.enabled=false", "logs.console=none")
+FLAKY = """
+import os, sys, time
+print(os.environ["MASTER_PORT"], flush=True)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    sys.exit(3) if os.environ["RANK"] == "1" else time.sleep(300)
+"""
+
+
+def test_all_ranks_start_anew_after_a_failure_and_meet_elsewhere(tmp_path: Path) -> None:
+    with start(tmp_path, *WORDS, "restarts=1", "--", write_program(tmp_path, FLAKY)) as job:
+        assert job.wait() == 0, job.read()
+        assert "rank 1 failed (code 3); launch ends the others" in job.read()
+        assert "launch restarted the ranks: attempt 1" in job.read()
+        logs = [job.run_dir() / f"logs/{attempt}/rank-0.out" for attempt in (0, 1)]
+        assert len({log.read_text() for log in logs}) == 2
+        assert json.loads((job.run_dir() / "manifest.json").read_text())["outcome"]["attempts"] == 2
+        assert job.survivors() == []
+
+
+def test_without_restarts_left_the_first_failure_ends_the_job(tmp_path: Path) -> None:
+    program = write_program(tmp_path, FLAKY.replace('== "0"', '!= ""'))
+    with start(tmp_path, *WORDS, "restarts=1", "--", program) as job:
+        assert job.wait() == 3, job.read()
+        outcome = json.loads((job.run_dir() / "manifest.json").read_text())["outcome"]
+        assert (outcome["first_failure"]["rank"], outcome["first_failure"]["attempt"]) == (1, 1)
+        assert job.survivors() == []
+
+
+RECORDED = """
+from torch.distributed.elastic.multiprocessing.errors import record
+
+@record
+def main():
+    raise ValueError("no data\\x1b[2J")
+
+main()
+"""
+
+
+def test_the_reason_that_record_has_left_is_told(tmp_path: Path) -> None:
+    words = ("nproc_per_node=1", "--", write_program(tmp_path, RECORDED))
+    with start(tmp_path, *WORDS, *words) as job:
+        assert job.wait() == 1
+        assert "it exited with code 1: ValueError: no data\\x1b[2J" in job.read()
+
+
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+if os.environ["RANK"] == "1":
+    while not os.path.exists("go"):
+        time.sleep(0.02)
+    sys.exit(9)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_a_restart_ends_the_job(number: int, tmp_path: Path) -> None:
+    """Rank 0 keeps the restart waiting, since it does not end by SIGTERM."""
+    words = ("restarts=5", "torchrun.shutdown_timeout=20", "--", write_program(tmp_path, STUBBORN))
+    with start(tmp_path, *WORDS, *words) as job:
+        logs = [tmp_path / "runs" / "program"]
+        wait_for(
+            lambda: all(
+                any(logs[0].glob(f"*/logs/0/rank-{rank}.out"))
+                and "ready" in next(logs[0].glob(f"*/logs/0/rank-{rank}.out")).read_text()
+                for rank in (0, 1)
+            ),
+            "both ranks",
+        )
+        (tmp_path / "go").touch()
+        wait_for(lambda: "rank 1 failed (code 9)" in job.read(), "the failure", tell=job.read)
+        for _ in range(3):  # the stages up to SIGKILL
+            job.process.send_signal(number)
+            wait_for(lambda: "to the ranks" in job.read(), "a stage")
+        assert job.wait() == 9, job.read()  # a stop after a failure does not hide it
+        assert job.survivors() == []
+        assert not (job.run_dir() / "logs/1").exists()
+
+
+def test_a_rank_has_no_descriptor_of_the_launchers(tmp_path: Path) -> None:
+    program = write_program(tmp_path, "import os\nprint(sorted(os.listdir('/proc/self/fd'))[:-1])")
+    with start(tmp_path, *WORDS, "nproc_per_node=1", "--", program) as job:
+        assert job.wait() == 0
+        assert (job.run_dir() / "logs/0/rank-0.out").read_text() == "['0', '1', '2']\n"
+
+
+def test_arguments_are_as_torchrun_passes_them_on(tmp_path: Path) -> None:
+    program = write_program(tmp_path, "import sys\nprint(sys.argv[1:])")
+    with start(tmp_path, *WORDS, "--", program, "--device", "${local_rank}", "$HOME") as job:
+        assert job.wait() == 0
+        assert (job.run_dir() / "logs/0/rank-1.out").read_text() == "['--device', '1', '$HOME']\n"
