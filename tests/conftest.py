@@ -174,8 +174,8 @@ def launch(here: Path) -> Callable[..., Result]:
 
 @pytest.fixture
 def quick_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start jobs with an agent without torch, for tests of other things; the ranks must not fail."""
-    monkeypatch.setenv("PYTHONPATH", QUICK_AGENT)
+    """Start jobs with no torch but the ranks' own, since `launch` starts them: PYTHONPATH is not set."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
 
 
 @pytest.fixture(autouse=True)
