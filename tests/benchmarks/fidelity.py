@@ -126,7 +126,8 @@ def matches(name: str, wanted: str) -> bool:
 
 def name_start(frame: str, ran: Ran) -> str:
     """Say whether ranks that might have been forked were not."""
-    return ", by exec" if "warm" in frame and "not from the warm process" in ran.said else ""
+    notices = ("not from the warm process", "not forked from a process with torch")
+    return ", by exec" if "warm" in frame and any(notice in ran.said for notice in notices) else ""
 
 
 def describe_difference(alone: Ran, ran: Ran) -> str:
