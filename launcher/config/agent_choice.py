@@ -46,8 +46,6 @@ def choose_agent(config: LaunchConfig, cluster: Cluster, environ: Mapping[str, s
         )
     if config.cluster.spares:
         return AgentChoice("direct", f"cluster.spares={config.cluster.spares}")
-    if cluster.kind in SLURM_KINDS:  # until the tests on SLURM are for both
-        needed = needed or "a SLURM job"
     return AgentChoice("torchrun", needed) if needed else AgentChoice("direct", "a fixed number of nodes")
 
 
