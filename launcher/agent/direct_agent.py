@@ -46,6 +46,7 @@ class DirectAgent:
     starter: RankStarter
     control: GroupControl
     label: str = "launch"
+    gets_signals: bool = False
     group: RankGroup | None = None
     """The newest start."""
     order: Order | None = None

@@ -14,6 +14,8 @@ class Agent(Protocol):
 
     label: str
     """Its name in messages: `torchrun`, or `launch`."""
+    gets_signals: bool
+    """It is a process of its own, which signals can reach past the supervisor."""
 
     @property
     def pids(self) -> Collection[int]:

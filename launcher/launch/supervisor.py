@@ -148,7 +148,7 @@ class Supervisor:
             channels = self.control.descriptors if self.control else ()
             self.pidfds.poll((inbox.wakeup, *channels, *agent.descriptors), TICK)
             self.handle_key_signals(self.pidfds.deaths[known:], agent)
-            self.report_failures(self.pidfds.deaths[known:], agent)
+            self.report_failures(self.pidfds.deaths[known:])
             if self.control and self.stop is None and known < len(self.pidfds.deaths):
                 self.check_agent_signal(agent)
             self.handle_signals(inbox, agent)
@@ -174,7 +174,7 @@ class Supervisor:
                 self.stop.next_stage()
                 agent.send_signal(number)
 
-    def report_failures(self, deaths: Sequence[Death], agent: Agent) -> None:
+    def report_failures(self, deaths: Sequence[Death]) -> None:
         """Say at once that a rank has failed, since its peers may take long to end; not what follows it."""
         for death in deaths:
             attempt, code = death.process.attempt, death.exitcode
@@ -183,7 +183,7 @@ class Supervisor:
             if code and not ended and self.stop is None and next(failed) is death:
                 status = f"code {code}" if code > 0 else name_signal(-code)
                 what = "asks for another start" if code in self.exit_codes else "failed"
-                logger.info(f"rank {death.process.rank} {what} ({status}); {agent.label} ends the others")
+                logger.info(f"rank {death.process.rank} {what} ({status}); the other ranks are ended")
 
     def check_agent_signal(self, agent: Agent) -> None:
         """Stop, too, if a rank has ended because the agent alone got a signal."""
@@ -197,7 +197,7 @@ class Supervisor:
         seen = max((process.attempt for process in self.pidfds.processes()), default=None)
         newest = max((process.attempt for process in fresh), default=None)
         if seen is not None and newest is not None and newest > seen:
-            logger.info(f"{agent.label} restarted the ranks: attempt {newest}")
+            logger.info(f"the ranks were started anew: attempt {newest}")
             self.hang = ""
         self.pidfds.add_ranks(fresh)
         if self.watching:
@@ -210,16 +210,16 @@ class Supervisor:
                 continue
             self.killed_at = time.time()
             if order.action == "restart":
-                self.restart_hung_ranks(order, agent)
+                self.restart_hung_ranks(order)
                 continue
             self.hang, self.first_signal, self.signal_time = order.sentence, signal.SIGTERM, self.killed_at
             grace = limit_grace(self.grace, self.control.kill_wait) if self.control else self.grace
             self.stop = StopStages.begin(signal.SIGTERM, grace)
             self.advance_stop(self.stop, agent)
 
-    def restart_hung_ranks(self, order: HangOrder, agent: Agent) -> None:
+    def restart_hung_ranks(self, order: HangOrder) -> None:
         """Kill ranks for a hang, so that the agent restarts the group: all if the named ones have ended."""
-        logger.info(f"SIGKILL to ranks that hang, so that {agent.label} starts all anew")
+        logger.info("SIGKILL to ranks that hang, so that all start anew")
         number = signal.SIGKILL
         if self.pidfds.signal_groups(number, order.ranks) or self.pidfds.signal_groups(number):
             self.hang = order.sentence
@@ -263,7 +263,8 @@ class Supervisor:
         deadline = time.monotonic() + HEARING
         if self.stop is None:
             self.record_first_signal(number, by_first_node=False)
-            while not self.agent_heard and time.monotonic() < deadline and agent.poll() is None:
+            waits = agent.gets_signals
+            while waits and not self.agent_heard and time.monotonic() < deadline and agent.poll() is None:
                 self.pidfds.poll((), TICK)  # what a rank ended with is known until the agent looks
                 self.agent_heard = agent.was_signalled()
         kill_wait = self.control.kill_wait if self.control else None
@@ -292,7 +293,7 @@ class Supervisor:
             return
         if time.monotonic() > lost_at + LOST_GRACE:
             self.control.lost_at, self.killed_at = None, time.time()
-            logger.info(f"a node was lost: SIGKILL to the ranks, which {agent.label} starts without it")
+            logger.info("a node was lost: SIGKILL to the ranks, which start anew without it")
             self.pidfds.signal_groups(signal.SIGKILL)
 
     def advance_stop(self, stop: StopStages, agent: Agent) -> None:

@@ -18,6 +18,7 @@ class TorchrunAgent:
     find_ranks: Callable[[int], Sequence[RankProcess]]
     """Returns ranks that a process of this PID has started: all of them, or those since the last call."""
     label: str = "torchrun"
+    gets_signals: bool = True
     pids: Collection[int] = ()
     log_begin: int = 0
     """Bytes of the log that are of earlier starts."""

@@ -20,8 +20,8 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 def test_all_ranks_start_anew_after_a_failure_and_meet_elsewhere(tmp_path: Path) -> None:
     with start(tmp_path, *WORDS, "restarts=1", "--", write_program(tmp_path, FLAKY)) as job:
         assert job.wait() == 0, job.read()
-        assert "rank 1 failed (code 3); launch ends the others" in job.read()
-        assert "launch restarted the ranks: attempt 1" in job.read()
+        assert "rank 1 failed (code 3); the other ranks are ended" in job.read()
+        assert "the ranks were started anew: attempt 1" in job.read()
         logs = [job.run_dir() / f"logs/{attempt}/rank-0.out" for attempt in (0, 1)]
         assert len({log.read_text() for log in logs}) == 2
         assert json.loads((job.run_dir() / "manifest.json").read_text())["outcome"]["attempts"] == 2

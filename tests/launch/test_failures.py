@@ -131,8 +131,8 @@ def test_restarts_by_torchrun_have_logs_of_their_own(tmp_path: Path) -> None:
     assert first.startswith("attempt 0 3\n")
     assert last.startswith("attempt 2 3\n")
     assert "error file /" in last
-    assert "rank 1 failed (code 5); torchrun ends the others" in said
-    assert "torchrun restarted the ranks: attempt 1" in said
+    assert "rank 1 failed (code 5); the other ranks are ended" in said
+    assert "the ranks were started anew: attempt 1" in said
     assert manifest["outcome"]["attempts"] == 3
 
 
