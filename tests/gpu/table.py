@@ -40,6 +40,12 @@ STEPS = (
         "gloo, and errors without CUDA",
     ),
     Step(
+        "start",
+        "ranks forked from a process with torch, against exec and torchrun: CUDA, the allocator, the loss",
+        110,
+        "the same on CPUs",
+    ),
+    Step(
         "training",
         "gpt2 and llama1b: tokens/s, TFLOPS, MFU, memory as predicted and measured",
         120,
