@@ -10,7 +10,7 @@ LOOPBACK = "127.0.0.1"
 DEFAULT_LOCAL = (32768, 60999)
 """The kernel's own ports for outgoing connections (ip(7), ip_local_port_range), if it cannot be read."""
 LOWEST = 10240
-"""Below are the services of the system."""
+"""Below are the services of the system, SLURM's own (6817 to 6819) among them."""
 FEWEST = 1000
 """Ports of a range that is worth the name."""
 TRIALS = 100
@@ -44,11 +44,10 @@ def find_free_port() -> int:
     raise OSError(f"no port of {ports.start} to {ports.stop - 1} is free")
 
 
-def read_client_ports() -> tuple[int, int]:
+def read_client_ports(root: Path = Path("/proc/sys")) -> tuple[int, int]:
     """Return the first and the last port that the kernel gives to outgoing connections."""
     try:
-        text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
-        low, high = map(int, text.split())
+        low, high = map(int, (root / "net/ipv4/ip_local_port_range").read_text(encoding="ascii").split())
     except (OSError, ValueError):
         return DEFAULT_LOCAL
     return low, high

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from launcher.agent.endpoint import read_client_ports
 from launcher.errors import EXIT_SCHEDULER, LaunchError, MachineError
 from launcher.files import open_below
 from launcher.launch.processes import adopt_orphans, end_leftovers
@@ -41,7 +42,6 @@ from launcher.slurm.rendezvous import (
     is_port_free,
     pick_port,
     pick_restart_port,
-    read_local_ports,
 )
 from launcher.slurm.srun_messages import drop_prefix, has_begun, is_temporary
 from launcher.slurm.step_group import count_known_ranks, make_coordinator
@@ -149,7 +149,7 @@ def check_before_step(attempt: Attempt, monitor: StepMonitor) -> StepReport | No
 
 def run_step_attempts(attempt: Attempt, monitor: StepMonitor, salt: int) -> StepReport:
     """Run the step, and again with another port if another process on the first node has the port."""
-    job, local = int(attempt.environ.get("SLURM_JOB_ID", "0")), read_local_ports()
+    job, local = int(attempt.environ.get("SLURM_JOB_ID", "0")), read_client_ports()
     for trial in range(TRIALS):
         clear_records(attempt)
         port = pick_port(job + salt, attempt.run.first_attempt, trial, local)

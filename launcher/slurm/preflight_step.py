@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launcher.agent.endpoint import read_client_ports
 from launcher.config.schema import LaunchConfig
 from launcher.doctor.node_facts import PreflightReport
 from launcher.launch.processes import prepare_agent
@@ -29,7 +30,7 @@ from launcher.slurm.attempt_end import StepReport
 from launcher.slurm.job_control import count_restarts
 from launcher.slurm.notation import expand_hosts
 from launcher.slurm.preflight_action import NodeChoice, choose_hosts
-from launcher.slurm.rendezvous import pick_port, read_local_ports
+from launcher.slurm.rendezvous import pick_port
 from launcher.slurm.slurm_environ import clean_for_step, drop_task_variables
 from launcher.slurm.srun_command import Step, give_cpus, render_step
 from launcher.slurm.srun_messages import (
@@ -232,7 +233,7 @@ def describe_checks(
 ) -> PreflightRequest:
     """Return what the nodes are asked."""
     job, restarts = int(environ.get("SLURM_JOB_ID", "0")), count_restarts(environ)
-    port = pick_port(job, restarts, PORT_TRIAL, read_local_ports())
+    port = pick_port(job, restarts, PORT_TRIAL, read_client_ports())
     return PreflightRequest(
         kind,
         hosts,

@@ -1,14 +1,9 @@
 """Where the nodes of a job meet: a port that is this job's own on the first of its nodes."""
 
-from pathlib import Path
-
+from launcher.agent.endpoint import list_ports
 from launcher.config.cluster import check_port_free
 from launcher.errors import MachineError
 
-DEFAULT_LOCAL = (32768, 60999)
-"""The kernel's own ports for outgoing connections (ip(7), ip_local_port_range), if it cannot be read."""
-LOWEST = 10240
-"""Below are the services of the system, SLURM's own (6817 to 6819) among them."""
 STRIDE, TRIAL, RESTART = 7919, 1009, 101
 """Primes, so that neighbouring jobs, the candidates of one job, and its attempts are far from each other."""
 TRIALS = 5
@@ -18,25 +13,13 @@ PORT_TAKEN = 199
 """Exit code of a task whose host cannot serve the rendezvous at the port that was chosen."""
 
 
-def read_local_ports(root: Path = Path("/proc/sys")) -> tuple[int, int]:
-    """Return the first and the last port that the kernel gives to outgoing connections."""
-    try:
-        low, high = map(int, (root / "net/ipv4/ip_local_port_range").read_text(encoding="ascii").split())
-    except (OSError, ValueError):
-        return DEFAULT_LOCAL
-    return low, high
-
-
 def pick_port(job_id: int, attempt: int, trial: int, local: tuple[int, int]) -> int:
     """Return a candidate: outside of the kernel's own ports, another one for every job that may share a node.
 
     All of SLURM's jobs of some 20,000 in a row have different ones. If the kernel leaves no range that is
     worth the name, ports from LOWEST on are taken all the same.
     """
-    below, above = range(LOWEST, min(local[0], 65536)), range(max(LOWEST, local[1] + 1), 65536)
-    ports = max(below, above, key=len)
-    if len(ports) < 1000:
-        ports = range(LOWEST, 65536)
+    ports = list_ports(*local)
     return ports[(job_id * STRIDE + attempt * RESTART + trial * TRIAL) % len(ports)]
 
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.agent.endpoint import DEFAULT_LOCAL, LOWEST, read_client_ports
 from launcher.slurm.notation import expand_hosts, fold_hosts
-from launcher.slurm.rendezvous import DEFAULT_LOCAL, LOWEST, TRIALS, pick_port, read_local_ports
+from launcher.slurm.rendezvous import TRIALS, pick_port
 from launcher.slurm.slurm_environ import clean_for_step, drop_task_variables
 from launcher.slurm.srun_command import Container, Step, give_cpus, render_step
 
@@ -235,7 +236,7 @@ def test_jobs_in_a_row_have_different_ports_and_so_have_the_candidates_of_one() 
 
 
 def test_the_kernels_own_ports(tmp_path: Path) -> None:
-    assert read_local_ports(tmp_path) == DEFAULT_LOCAL
+    assert read_client_ports(tmp_path) == DEFAULT_LOCAL
     (tmp_path / "net/ipv4").mkdir(parents=True)
     (tmp_path / "net/ipv4/ip_local_port_range").write_text("15000\t61000\n")
-    assert read_local_ports(tmp_path) == (15000, 61000)
+    assert read_client_ports(tmp_path) == (15000, 61000)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from launcher.agent.endpoint import read_client_ports
 from launcher.runs.node_records import read_nodes
 from launcher.runs.run_records import read_run
-from launcher.slurm.rendezvous import pick_port, read_local_ports
+from launcher.slurm.rendezvous import pick_port
 from tests.launch.start_launch import find_run, write_program
 from tests.slurm.cluster.conftest import Sandbox
 from tests.slurm.cluster.jobs import SHRUNK, Run, submit
@@ -193,7 +194,7 @@ def test_arguments_survive(sandbox: Sandbox, tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_left_to_its_owner(sandbox: Sandbox, tmp_path: Path) -> None:
     words = (*TWO, "nproc_per_node=1", "cluster.additional.hold=true", "--", write_program(tmp_path, SHOW))
     run = submit(sandbox, tmp_path, *words)
-    ports = [pick_port(int(run.job_id), 0, trial, read_local_ports()) for trial in range(2)]
+    ports = [pick_port(int(run.job_id), 0, trial, read_client_ports()) for trial in range(2)]
     with socket.create_server(("", ports[0])):
         sandbox.run("scontrol", "release", run.job_id)
         assert run.await_end() == "succeeded", run.read_console()
