@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from launcher.agent.coordinator import JobEnd, Order
 from launcher.agent.group import GroupStart, RankStart
 from launcher.agent.group_control import GroupControl
-from launcher.agent.rank_group import RankGroup, read_end
+from launcher.agent.rank_group import RankGroup, read_exit_code
 from launcher.agent.rank_starter import RankStarter, close_on_exec
 from launcher.launch.processes import RankProcess
 
@@ -170,7 +170,7 @@ class DirectAgent:
 
     def read_exit(self, pid: int) -> int | None:
         """Return what a rank has just ended with, without reaping it; None if unknown."""
-        return self.exits[pid] if pid in self.exits else read_end(pid)
+        return self.exits[pid] if pid in self.exits else read_exit_code(pid)
 
     def read_exits(self) -> Mapping[int, int]:
         """Return what the ranks of all starts ended with."""

@@ -36,7 +36,7 @@ class NodeReport:
     numbers: tuple[int, ...] = ()
 
 
-def render_report(report: NodeReport) -> str:
+def render_task_report(report: NodeReport) -> str:
     """Return a report as a line without its end."""
     return " ".join(("launch-task:", report.kind, report.host, *map(str, report.numbers)))
 
@@ -62,7 +62,7 @@ def render_order(order: Order) -> str:
     return f"{START} {json.dumps(asdict(order), separators=(',', ':'))}"
 
 
-def parse_order(line: str) -> Order | None:
+def parse_group_order(line: str) -> Order | None:
     """Read an order; None for another line, or one that is not whole."""
     word, _, text = line.partition(" ")
     if word == END and text in ("0", "1"):

@@ -47,7 +47,7 @@ class RankGroup:
         The others stay zombies until `close`, so that their process groups' numbers are not given away.
         """
         for rank in self.alive:
-            if (code := read_end(rank.pid)) is None:
+            if (code := read_exit_code(rank.pid)) is None:
                 continue
             self.exits[rank.pid] = code
             if code == 0:
@@ -89,18 +89,18 @@ class RankGroup:
             os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG)
 
 
-def read_end(pid: int) -> int | None:
+def read_exit_code(pid: int) -> int | None:
     """Return what a child ended with, -n for signal n, without reaping it; None while it lives."""
     try:
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # not yet adopted, or reaped by somebody else
-        return None if is_there(pid) else LOST
+        return None if process_exists(pid) else LOST
     if found is None:
         return None
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
-def is_there(pid: int) -> bool:
+def process_exists(pid: int) -> bool:
     """Tell whether a process exists."""
     try:
         os.kill(pid, 0)

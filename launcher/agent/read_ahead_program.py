@@ -96,7 +96,7 @@ def main() -> None:
     """Do what the request asks for, and print what was done."""
     os.nice(NICE)
     request = json.loads(sys.argv[1])
-    threading.Thread(target=end_with_launcher, daemon=True).start()
+    threading.Thread(target=end_reader_with_launcher, daemon=True).start()
     begin = time.monotonic()
     entries, source = find_entries(request["record"], request["folders"])
     recorded = list_reads(entries)
@@ -116,7 +116,7 @@ def main() -> None:
     sys.stdout.write(json.dumps(account) + "\n")
 
 
-def end_with_launcher() -> None:
+def end_reader_with_launcher() -> None:
     """End this process once its stdin ends: a thread's body."""
     while os.read(0, 1):
         pass

@@ -32,7 +32,7 @@ READ_LATER = (
 """Beginnings of those among them that are read by the function that they change."""
 
 
-def list_changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
+def list_changed_variables(before: dict[str, str], after: dict[str, str]) -> list[str]:
     """Return the names of variables that two environments have with another value, or one of them alone."""
     return sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
 
@@ -52,7 +52,7 @@ def check_environment(before: dict[str, str], after: dict[str, str], read: Colle
 
     `read` is as for `is_read_by_imports`. The hook is on neither PYTHONPATH.
     """
-    for name in list_changes(before, after):
+    for name in list_changed_variables(before, after):
         if is_read_by_imports(name, read):
             raise ExecNeededError(f"{name} is read by the import of torch, and the rank has another value")
         if name.startswith(READ_AT_START):

@@ -141,7 +141,7 @@ class WarmProcess:
         with os.fdopen(os.memfd_create("launch-rank"), "wb") as file, open(os.devnull, "rb") as null:  # noqa: PTH123
             file.write(text)
             file.flush()
-            given = [stream if is_open(stream) else null.fileno() for stream in streams]
+            given = [stream if is_open_descriptor(stream) else null.fileno() for stream in streams]
             socket.send_fds(self.channel, [b"rank"], [file.fileno(), *given])
 
     def read_state(self, timeout: float | None) -> None:
@@ -199,7 +199,7 @@ class WarmProcess:
             self.output = -1
 
 
-def is_open(descriptor: int) -> bool:
+def is_open_descriptor(descriptor: int) -> bool:
     """Tell whether this process has a descriptor."""
     try:
         os.fstat(descriptor)

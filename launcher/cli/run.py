@@ -231,12 +231,12 @@ def execute_here(spec: JobSpec, job: Job, argv: Sequence[str], reader: "ReadAhea
         manifest,
         make_local_viewer,
         count_oom_kills,
-        make_direct=partial(make_direct_agent, early=early),
+        make_direct=partial(make_agent_on_machine, early=early),
         helpers=reader.pids,
     )
 
 
-def make_direct_agent(request: "AgentRequest", early: EarlyStart | None = None) -> "Agent":
+def make_agent_on_machine(request: "AgentRequest", early: EarlyStart | None = None) -> "Agent":
     """Return the agent for ranks on this machine that `launch` starts itself."""
     from launcher.agent.local_agent import make_local_agent
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.cli.allocator_check import unset_settings
-from launcher.cli.run import make_direct_agent, plan_job
+from launcher.cli.run import make_agent_on_machine, plan_job
 from launcher.config.composed import Composed, resolve
 from launcher.config.config_file import render_config
 from launcher.config.environment_files import fill_env
@@ -167,7 +167,7 @@ def run_trial(
     supervisor.is_starved = is_starved
     environ = build_agent_environ(job.config, job.cluster, job.environ, run, job.host)
     try:
-        outcome = supervisor.run(make_agent(AgentRequest(job, run, environ), monitor, make_direct_agent))
+        outcome = supervisor.run(make_agent(AgentRequest(job, run, environ), monitor, make_agent_on_machine))
     except OSError as error:
         raise MachineError(f"the ranks could not be started ({error}): see {run.path}") from None
     finally:

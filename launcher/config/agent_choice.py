@@ -66,7 +66,7 @@ def find_torchrun_need(config: LaunchConfig, cluster: Cluster, environ: Mapping[
     if chosen:
         name = next(iter(chosen))
         return f"torchrun.{name}={chosen[name]}"
-    return find_variable(environ)
+    return find_pet_variable(environ)
 
 
 def is_channel_option(name: str) -> bool:
@@ -74,7 +74,7 @@ def is_channel_option(name: str) -> bool:
     return name in ("input", "i", "error", "e")
 
 
-def find_variable(environ: Mapping[str, str]) -> str:
+def find_pet_variable(environ: Mapping[str, str]) -> str:
     """Return a variable of the environment that asks torchrun's agent for something; empty without one."""
     for name, value in environ.items():
         if value and name.startswith("PET_") and name not in PET_TAKEN:

@@ -137,10 +137,10 @@ def choose_buffer(cores: list[int]) -> int:
     digits = read_line(cache / "size").removesuffix("K")
     sharing = len(read_cpus(cache / "shared_cpu_list")) or 1
     share = int(digits) * 1024 // sharing if digits.isdecimal() else 0
-    return max(1 << 20, min(max(2 * share, SMALLEST), LARGEST, read_free_memory() // 20 // len(cores)))
+    return max(1 << 20, min(max(2 * share, SMALLEST), LARGEST, read_available_bytes() // 20 // len(cores)))
 
 
-def read_free_memory() -> int:
+def read_available_bytes() -> int:
     """Return bytes that are available; 1 GiB if that cannot be read."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -73,10 +73,10 @@ def collect_history(manifests: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple
         for attempt in (*take_earlier(manifest), manifest):
             add_attempt(tallies, run, attempt)
     nodes = [finish_tally(host, tally) for host, tally in tallies.items()]
-    return tuple(sorted(nodes, key=order_nodes))
+    return tuple(sorted(nodes, key=rank_histories))
 
 
-def order_nodes(node: NodeHistory) -> tuple[int, int, float, str]:
+def rank_histories(node: NodeHistory) -> tuple[int, int, float, str]:
     """Order by trouble, then by warnings, then by the time of the newest event."""
     newest = max((event.time for event in node.events if event.time is not None), default=0.0)
     return -node.trouble, -node.warning, -newest, node.host

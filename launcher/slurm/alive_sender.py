@@ -3,7 +3,7 @@
 import os
 import threading
 
-from launcher.agent.group_messages import NodeReport, render_report
+from launcher.agent.group_messages import NodeReport, render_task_report
 from launcher.agent.liveness import ALIVE_PERIOD
 from launcher.slurm.node_control import can_write
 
@@ -13,7 +13,7 @@ def start_alive_sender(host: str, descriptor: int = 2) -> None:
 
     It ends with the process. A line is written whole or not at all.
     """
-    line = f"{render_report(NodeReport('alive', host))}\n".encode()
+    line = f"{render_task_report(NodeReport('alive', host))}\n".encode()
     pause = threading.Event()
 
     def send_lines() -> None:

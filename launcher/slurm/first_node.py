@@ -45,7 +45,7 @@ from launcher.slurm.rendezvous import (
 )
 from launcher.slurm.srun_messages import drop_prefix, has_begun, is_temporary
 from launcher.slurm.step_group import count_known_ranks, make_coordinator
-from launcher.slurm.step_monitor import StepMonitor, do_nothing
+from launcher.slurm.step_monitor import StepMonitor, attend_nothing
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +220,7 @@ def watch_nodes(attempt: Attempt, monitor: StepMonitor, step: NodeStep) -> Itera
     try:
         yield
     finally:
-        monitor.attend = do_nothing
+        monitor.attend = attend_nothing
         replacement.close()
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from launcher.agent.coordinator import JobEnd, Order
 from launcher.agent.group import GroupStart
-from launcher.agent.group_messages import ASK_ALIVE, NodeReport, parse_order, render_report
+from launcher.agent.group_messages import ASK_ALIVE, NodeReport, parse_group_order, render_task_report
 from launcher.launch.signal_channel import SignalChannel
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class NodeControl:
         for line in self.channel.take_lines():
             if line == ASK_ALIVE:
                 self.send("alive")
-            elif order := parse_order(line):
+            elif order := parse_group_order(line):
                 self.take_order(order)
         if self.newest is None and self.channel.descriptor is None and not self.channel.greeted:
             logger.error("the first node's orders do not reach this task: leave cluster.srun.input out")
@@ -93,7 +93,7 @@ class NodeControl:
 
     def send(self, kind: str, *numbers: int) -> None:
         """Send a report, now or as soon as somebody reads."""
-        self.unsent.append(render_report(NodeReport(kind, self.host, numbers)))
+        self.unsent.append(render_task_report(NodeReport(kind, self.host, numbers)))
         self.flush()
 
     def flush(self) -> None:

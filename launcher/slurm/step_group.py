@@ -78,7 +78,7 @@ class StepGroup:
                 case _:
                     order = None
             self.send_order(order)
-        self.tell(order, before, describe_report(report))
+        self.tell(order, before, describe_task_report(report))
 
     def take_losses(self, hosts: Iterable[str]) -> None:
         """Take that nodes are lost, and send the order that follows."""
@@ -131,7 +131,7 @@ class StepGroup:
         return f" (restart {done} of {limit})" if done else ""
 
 
-def describe_report(report: NodeReport) -> str:
+def describe_task_report(report: NodeReport) -> str:
     """Say what a task has reported."""
     if report.kind == "failed":
         return f"rank {report.numbers[1]} on {report.host} has ended"

@@ -48,7 +48,7 @@ class RunningStep(Protocol):
         """Send a signal to the ranks: one that stops to all of them, another to those that catch it."""
 
 
-def do_nothing() -> None:
+def attend_nothing() -> None:
     """Attend to nothing."""
 
 
@@ -72,7 +72,7 @@ class StepMonitor:
     """Signals for the ranks that came before there were any."""
     next_look: float = 0.0
     """Monotonic time of the next look for such nodes."""
-    attend: Callable[[], None] = do_nothing
+    attend: Callable[[], None] = attend_nothing
     """Called again and again while the step runs."""
 
     @property

@@ -12,9 +12,9 @@ from launcher.agent.group_messages import (
     NUMBERS,
     NodeReport,
     find_report,
-    parse_order,
+    parse_group_order,
     render_order,
-    render_report,
+    render_task_report,
 )
 from launcher.launch.signal_channel import open_signal_channel
 
@@ -24,7 +24,7 @@ START = GroupStart(3, (GroupNode("n1", 8), GroupNode("gpu-12.cluster", 4)), "n1"
 @pytest.mark.parametrize("order", [START, JobEnd(failed=True), JobEnd(failed=False)])
 def test_orders_come_back_as_they_were(order: Order) -> None:
     line = render_order(order)
-    assert "\n" not in line and parse_order(line) == order
+    assert "\n" not in line and parse_group_order(line) == order
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_orders_come_back_as_they_were(order: Order) -> None:
     ],
 )
 def test_other_lines_are_no_orders(line: str) -> None:
-    assert parse_order(line) is None
+    assert parse_group_order(line) is None
 
 
 @given(
@@ -58,7 +58,7 @@ def test_reports_come_back_whatever_stands_before_them(
     kind: str, host: str, numbers: list[int], before: str
 ) -> None:
     report = NodeReport(kind, host, tuple(numbers[: NUMBERS[kind]]))
-    assert find_report(before + render_report(report)) == (before, report)
+    assert find_report(before + render_task_report(report)) == (before, report)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_an_order_that_comes_in_pieces_between_signals() -> None:
     assert control.read_signals() == [] and control.take_lines() == []
     os.write(writing, f"{text[20:]}\nSIGTERM\nEND 1\nEN".encode())
     assert [int(number) for number in control.read_signals()] == [15]
-    assert [parse_order(line) for line in control.take_lines()] == [START, JobEnd(failed=True)]
+    assert [parse_group_order(line) for line in control.take_lines()] == [START, JobEnd(failed=True)]
     assert control.take_lines() == []
     os.close(writing)
     assert control.read_signals() == [15] and control.take_lines() == []

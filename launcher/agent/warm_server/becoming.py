@@ -8,7 +8,7 @@ import sys
 from typing import BinaryIO, TextIO, cast
 
 from launcher.agent.python_program import ExecNeededError, find_python_program
-from launcher.agent.start_method import is_read_by_imports, list_changes
+from launcher.agent.start_method import is_read_by_imports, list_changed_variables
 from launcher.agent.warm_server.allocator_settings import apply_allocator_settings
 from launcher.agent.warm_server.command_line_text import show_command_line
 from launcher.agent.warm_server.forking import STOPPING, ForkServer, RankRequest
@@ -49,7 +49,7 @@ def become_rank(server: ForkServer, request: RankRequest, preloaded: Preloaded, 
 
 def become_program(environ: dict[str, str], preloaded: Preloaded, name: bytes) -> None:
     """Make this process as an interpreter is before its program's first line; raises ExecNeededError."""
-    apply_settings(environ, preloaded)
+    apply_import_settings(environ, preloaded)
     replace_environ(environ)
     show_command_line(sys.orig_argv, environ)
     for changed, value in preloaded.changes.items():
@@ -95,7 +95,7 @@ def set_arguments(argv: list[str], environ: dict[str, str]) -> None:
     sys.orig_argv[:] = program.command
 
 
-def apply_settings(environ: dict[str, str], preloaded: Preloaded) -> None:
+def apply_import_settings(environ: dict[str, str], preloaded: Preloaded) -> None:
     """Set again what the imports have read of the environment; raises ExecNeededError if that cannot be."""
     apply_thread_counts(preloaded.environ, environ, preloaded.cpus)
     apply_allocator_settings(preloaded.environ, environ)
@@ -173,10 +173,11 @@ def watch_environ(preloaded: Preloaded) -> None:
 
     def look(_module: object) -> None:
         after = dict(os.environ)
-        late = [name for name in list_changes(before, after) if is_read_by_imports(name, preloaded.read)]
+        changed = list_changed_variables(before, after)
+        late = [name for name in changed if is_read_by_imports(name, preloaded.read)]
         try:
-            if list_changes(before, after):
-                apply_settings(after, preloaded)
+            if changed:
+                apply_import_settings(after, preloaded)
         except ExecNeededError as error:
             late.append(str(error))
         if late and after.get("LOCAL_RANK", "0") == "0":

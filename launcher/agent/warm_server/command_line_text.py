@@ -4,7 +4,7 @@ import ctypes
 import os
 from collections.abc import Mapping, Sequence
 
-from launcher.agent.warm_server.fork_state import read_lines
+from launcher.agent.warm_server.fork_state import read_proc_lines
 
 PR_SET_MM, PR_SET_MM_MAP = 35, 14
 STAT_FIELDS = {
@@ -42,7 +42,7 @@ def show_command_line(command: Sequence[str], environ: Mapping[str, str]) -> Non
     size = len(words) + len(variables) + 1
     libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
     text = libc.malloc(ctypes.c_size_t(size))  # for as long as the process lives
-    stat = " ".join(read_lines("/proc/self/stat")).rpartition(")")[2].split()
+    stat = " ".join(read_proc_lines("/proc/self/stat")).rpartition(")")[2].split()
     if not text or len(stat) < max(STAT_FIELDS.values()):
         return
     ctypes.memmove(text, words + variables, size - 1)

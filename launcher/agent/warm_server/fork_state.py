@@ -10,7 +10,7 @@ DEVICES = ("/dev/nvidia", "/dev/dri/", "/dev/kfd")
 DELETED = " (deleted)"
 
 
-def check_process() -> None:
+def require_forkable() -> None:
     """Raise ExecNeededError if a fork of this process would not be as a process of its own."""
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
@@ -40,7 +40,9 @@ def find_device(paths: Iterable[str]) -> str:
 def list_mapped_files() -> list[str]:
     """Return the paths of files that are mapped into this process, libraries among them."""
     return list(
-        dict.fromkeys(f"/{line.partition('/')[2]}" for line in read_lines("/proc/self/maps") if "/" in line)
+        dict.fromkeys(
+            f"/{line.partition('/')[2]}" for line in read_proc_lines("/proc/self/maps") if "/" in line
+        )
     )
 
 
@@ -52,10 +54,10 @@ def find_replaced_library() -> str:
 
 def read_children() -> list[str]:
     """Return the PIDs of this process's children, as far as the kernel keeps a list of them."""
-    return " ".join(read_lines(f"/proc/self/task/{os.getpid()}/children")).split()
+    return " ".join(read_proc_lines(f"/proc/self/task/{os.getpid()}/children")).split()
 
 
-def read_lines(path: str) -> list[str]:
+def read_proc_lines(path: str) -> list[str]:
     """Return the lines of a file in /proc; none if it is not there."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from launcher.agent.python_program import ExecNeededError, split_command
 from launcher.agent.start_method import check_environment, check_written
-from launcher.agent.warm_server.fork_state import check_process
+from launcher.agent.warm_server.fork_state import require_forkable
 from launcher.agent.warm_server.preloading import Preloaded, PreloadError
 from launcher.agent.warm_server.program_files import ProgramFiles
 from launcher.protocol import LAUNCH_FIT
@@ -61,7 +61,7 @@ class ForkServer:
         """Import modules, then serve; returns in a rank alone, and ends this process otherwise."""
         try:
             preloaded = Preloaded(names, self.hook)
-            check_process()
+            require_forkable()
         except (PreloadError, ExecNeededError) as error:
             self.reply(refused=str(error))
             os._exit(0)
@@ -93,7 +93,7 @@ class ForkServer:
 
     def check_fork(self, request: RankRequest, preloaded: Preloaded) -> None:
         """Raise ExecNeededError if a rank cannot be forked now."""
-        check_process()
+        require_forkable()
         preloaded.check_shadows(self.files.list_own_modules())
         check_written(self.files.list_written(), preloaded.read)
         self.check_rank(request.environ, preloaded)

@@ -46,7 +46,7 @@ class Preloaded:
         files = {str(getattr(module, "__file__", None) or "") for module in loaded.values()}
         self.files = {path: state for path in files if path and (state := read_state(path))}
         """The modules' files, as they were once they were imported."""
-        self.output = tuple(read_output(descriptor) for descriptor in (1, 2))
+        self.output = tuple(read_import_output(descriptor) for descriptor in (1, 2))
         """What the imports have written to stdout and stderr."""
 
     def find_changed_file(self) -> str:
@@ -94,7 +94,7 @@ def restore_variable(name: str) -> None:
     os.unsetenv(name) if value is None else os.putenv(name, value)
 
 
-def read_output(descriptor: int) -> bytes:
+def read_import_output(descriptor: int) -> bytes:
     """Return what has been written to an unnamed file, and empty it."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 
 from launcher.agent.python_program import ExecNeededError
-from launcher.agent.start_method import THREADS, list_changes
+from launcher.agent.start_method import THREADS, list_changed_variables
 from launcher.agent.warm_server.fork_state import list_mapped_files
 
 TORCH_THREADS, BLAS_THREADS = THREADS[:2], THREADS[2:]
@@ -32,14 +32,16 @@ def apply_thread_counts(before: Mapping[str, str], after: Mapping[str, str], cpu
     a number cannot be set.
     """
     allowed = len(os.sched_getaffinity(0))
-    changed = [name for name in list_changes(dict(before), dict(after)) if name in TORCH_THREADS]
+    changed = [name for name in list_changed_variables(dict(before), dict(after)) if name in TORCH_THREADS]
     if changed or (allowed != cpus and not any(after.get(name) for name in TORCH_THREADS)):
-        set_torch_threads(read_count(after, TORCH_THREADS[::-1]))
-    numbers = [read_count(after, (name,)) for name in (*BLAS_THREADS, TORCH_THREADS[0]) if after.get(name)]
+        set_torch_threads(read_thread_count(after, TORCH_THREADS[::-1]))
+    numbers = [
+        read_thread_count(after, (name,)) for name in (*BLAS_THREADS, TORCH_THREADS[0]) if after.get(name)
+    ]
     set_blas_threads(min(numbers[0] if numbers else allowed, allowed))
 
 
-def read_count(environ: Mapping[str, str], names: tuple[str, ...]) -> int:
+def read_thread_count(environ: Mapping[str, str], names: tuple[str, ...]) -> int:
     """Return the number in the first of these variables that is set; raises ExecNeededError."""
     name = next((name for name in names if environ.get(name)), "")
     if not name:

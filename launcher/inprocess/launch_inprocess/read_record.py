@@ -37,7 +37,7 @@ def start_read_record(environ: MutableMapping[str, str]) -> None:
     def register(_module: ModuleType) -> None:
         import atexit
 
-        atexit.register(write_at_end, path, process, inherited)
+        atexit.register(write_reads_at_end, path, process, inherited)
 
     when_framework_is_used(register)
 
@@ -64,7 +64,7 @@ def read_libraries(process: int | str) -> list[str]:
         return []
 
 
-def write_at_end(path: str, process: int, inherited: Touched) -> None:
+def write_reads_at_end(path: str, process: int, inherited: Touched) -> None:
     """Write the record; whatever fails here, the program ends as it would have."""
     if os.getpid() != process:
         return
@@ -83,13 +83,13 @@ def write_reads(path: str, inherited: Touched) -> None:
     descriptor = os.open(draft, flags, 0o600)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump({"schema": 1, "reads": list_reads(inherited)}, file)
+            json.dump({"schema": 1, "reads": list_own_reads(inherited)}, file)
         os.replace(draft, path)
     except (OSError, ValueError):  # no room, or a name that is no text
         os.unlink(draft)
 
 
-def list_reads(inherited: Touched) -> list[Entry]:
+def list_own_reads(inherited: Touched) -> list[Entry]:
     """Return files in the order in which they were needed, with size and parts; None is the whole file."""
     libraries = list_libraries(inherited)
     modules = list(list_modules())
