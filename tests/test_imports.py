@@ -56,6 +56,7 @@ PACKAGES: dict[str, set[str]] = {
     },
     "agent": {
         "launcher.plan.model",
+        "launcher.config.cache_folder",
         "launcher.config.schema",
         "launcher.launch",
         "launcher.rank",

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from launcher.agent.page_cache import are_cached
 from launcher.agent.read_order import name_record, pick_samples
-from launcher.files import open_below, read_file
-from launcher.protocol import LAUNCH_CACHE, LAUNCH_READ_ORDER
+from launcher.config.cache_folder import name_cache_folder, open_cache_folder
+from launcher.files import make_inner, read_file
+from launcher.protocol import LAUNCH_READ_ORDER
 from launcher.runs.run_directory import write_json
 
 PROGRAM = Path(__file__).with_name("read_ahead_program.py")
@@ -141,21 +142,12 @@ def is_record_cached(record: str) -> bool:
 
 def find_record_folder(environ: Mapping[str, str]) -> str:
     """Return the folder of the records, made for this user alone; raises OSError if there can be none."""
-    cache = environ.get(LAUNCH_CACHE, "")
-    if cache == "off":
-        raise FileNotFoundError(f"{LAUNCH_CACHE}=off")
-    if not cache:
-        above = environ.get("XDG_CACHE_HOME", "")
-        home = environ.get("HOME", "")
-        if not above.startswith("/") and not home.startswith("/"):
-            raise FileNotFoundError("no folder for caches: HOME is not set")
-        cache = f"{above if above.startswith('/') else f'{home}/.cache'}/launch"
-    cache = os.path.abspath(cache)  # noqa: PTH100 - text for the process and for the ranks
-    os.makedirs(os.path.dirname(cache), 0o700, exist_ok=True)  # noqa: PTH103, PTH120 - as above
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(cache, 0o700)  # noqa: PTH102
-    os.close(open_below(cache, FOLDER))
-    return f"{cache}/{FOLDER}"
+    cache = open_cache_folder(environ)
+    try:
+        os.close(make_inner(cache, FOLDER))
+    finally:
+        os.close(cache)
+    return str(name_cache_folder(environ) / FOLDER)
 
 
 def list_records(folder: str) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Compositions kept for the next command line of the same words and files, so that Hydra is not loaded.
 
-They are in `$XDG_CACHE_HOME/launch`, else `~/.cache/launch`, a folder of this user's alone. They say what is
-run: what another user could have put there is not read. Whatever goes wrong is as if there was no cache.
+They say what is run: what another user could have put there is not read (`cache_folder`). Whatever goes wrong
+is as if there was no cache.
 """
 
 import contextlib
@@ -10,21 +10,18 @@ import os
 import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from errno import ENOENT, EPERM
-from pathlib import Path
 
+from launcher.config.cache_folder import open_cache_folder
 from launcher.config.composed import Composed
 from launcher.config.composition_key import UncacheableError, make_key
 from launcher.config.overrides import read_key
 from launcher.config.search_path import Sources
 from launcher.config.stored_values import StoredValues, parse_composition, render_composition
 from launcher.decode import DecodeError
-from launcher.files import DIRECTORY, make_inner, read_file, remove, write_whole
-from launcher.protocol import LAUNCH_CACHE
+from launcher.files import read_file, remove, write_whole
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "launch"
 ENDING = ".config.json"
 LARGEST_ENTRY = 1 << 20
 MOST_ENTRIES = 200
@@ -35,10 +32,7 @@ MOST_SECONDS = 30 * 86400.0
 
 
 def compose_cached(sources: Sources, overrides: Sequence[str], environ: Mapping[str, str]) -> Composed:
-    """Return what `compose` returns, from the cache if it is there; raises UsageError.
-
-    `LAUNCH_CACHE=off` is the switch; `LAUNCH_CACHE=DIR` is another folder.
-    """
+    """Return what `compose` returns, from the cache if it is there; raises UsageError."""
     try:
         with open_cache(environ) as cache:
             key = make_key(sources, overrides)
@@ -63,70 +57,28 @@ def compose_anew(sources: Sources, overrides: Sequence[str]) -> Composed:
 @contextlib.contextmanager
 def open_cache(environ: Mapping[str, str]) -> Iterator[int]:
     """Give the cache's folder, open, made if it is missing; raises UncacheableError if there can be none."""
-    if environ.get(LAUNCH_CACHE) == "off":
-        raise UncacheableError(f"{LAUNCH_CACHE}=off")
     try:
-        cache = open_folder(environ)
+        cache = open_cache_folder(environ)
     except OSError as error:
         raise UncacheableError(str(error)) from None
     try:
+        if not is_private(os.fstat(cache)):
+            raise UncacheableError("the folder is not this user's alone")
         yield cache
     finally:
         os.close(cache)
 
 
-def open_folder(environ: Mapping[str, str]) -> int:
-    """Open the cache's folder, made if it is missing; raises OSError."""
-    path = name_folder(environ)
-    outer = os.open(path.parent, DIRECTORY)
-    try:
-        check_owner(os.fstat(outer), str(path.parent))
-        cache = make_inner(outer, path.name)
-    finally:
-        os.close(outer)
-    try:
-        check_private(os.fstat(cache), str(path))
-    except PermissionError:
-        os.close(cache)
-        raise
-    return cache
-
-
-def name_folder(environ: Mapping[str, str]) -> Path:
-    """Return where the cache is; the folder above it is made if it is ~/.cache. Raises OSError."""
-    if given := environ.get(LAUNCH_CACHE):
-        return Path(given).absolute()
-    above = environ.get("XDG_CACHE_HOME", "")
-    if above.startswith("/"):  # the specification has relative ones ignored
-        return Path(above) / FOLDER
-    home = environ.get("HOME", "")
-    if not home.startswith("/"):
-        raise FileNotFoundError(ENOENT, "no folder for caches: HOME is not set")
-    caches = Path(home) / ".cache"
-    if not caches.is_dir():
-        check_owner(Path(home).stat(), home)
-        caches.mkdir(mode=0o700)
-    return caches / FOLDER
-
-
-def check_private(status: os.stat_result, name: str) -> None:
-    """Raise PermissionError for what is another user's, even root's, or what others may read or write."""
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise PermissionError(EPERM, "not this user's alone", name)
-
-
-def check_owner(status: os.stat_result, name: str) -> None:
-    """Raise PermissionError for another user's folder: `sudo` may have kept HOME."""
-    if status.st_uid not in (os.geteuid(), 0):
-        raise PermissionError(EPERM, "another user's", name)
+def is_private(status: os.stat_result) -> bool:
+    """Tell whether a file is this user's, not even root's, and others may neither read nor write it."""
+    return status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
 
 
 def load_composition(cache: int, key: str, sources: Sources, overrides: Sequence[str]) -> Composed | None:
     """Return a composition that is kept; None if there is none, or it is too old or no longer whole."""
     try:
         status = os.stat(f"{key}{ENDING}", dir_fd=cache, follow_symlinks=False)
-        check_private(status, key)
-        if not 0 <= time.time() - status.st_mtime < MOST_SECONDS:
+        if not is_private(status) or not 0 <= time.time() - status.st_mtime < MOST_SECONDS:
             return None
         stored = parse_composition(read_file(f"{key}{ENDING}", LARGEST_ENTRY, at=cache))
     except (OSError, DecodeError) as error:

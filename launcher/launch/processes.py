@@ -11,8 +11,15 @@ from dataclasses import dataclass, field
 
 from launcher.files import read_stat
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import psutil
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+SETTLE = 1.0
+"""Seconds in which helpers of a rank that has ended end by themselves: multiprocessing's resource tracker and
+fork server notice by the end of a pipe."""
 EXIT_CODE_FIELD = 52
 """Field of /proc/PID/stat with the exit status in waitpid's form (proc(5))."""
 
@@ -228,22 +235,32 @@ def reap_orphans(spare: Collection[int]) -> None:
 def end_leftovers(grace: float, helpers: Collection[int] = ()) -> list[str]:
     """End every descendant of this process, SIGTERM first; return what they were, as `name (pid)`.
 
-    `helpers` are PIDs of processes of our own, which are left alone.
+    Those that end by themselves within SETTLE are none. `helpers` are PIDs of processes of our own, which are
+    left alone.
     """
     import psutil
 
     names: dict[int, str] = {}
+    psutil.wait_procs(list_leftovers(helpers), timeout=SETTLE)
     for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
-        left = []
-        for process in psutil.Process().children(recursive=True):
-            if process.pid in helpers:
-                continue
-            with contextlib.suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    names[process.pid] = f"{process.name()} ({process.pid})"
-                    process.send_signal(number)
-                    left.append(process)
+        left = list_leftovers(helpers)
         if not left:
             break
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                names[process.pid] = f"{process.name()} ({process.pid})"
+                process.send_signal(number)
         psutil.wait_procs(left, timeout=grace)
     return list(names.values())
+
+
+def list_leftovers(helpers: Collection[int]) -> list["psutil.Process"]:
+    """Return this process's living descendants but for `helpers`."""
+    import psutil
+
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.pid not in helpers and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found

@@ -55,6 +55,22 @@ def test_the_reason_that_record_has_left_is_told(tmp_path: Path) -> None:
         assert "it exited with code 1: ValueError: no data\\x1b[2J" in job.read()
 
 
+HELPED = """
+import multiprocessing
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        pool.map(abs, [1])
+"""
+
+
+def test_helpers_that_end_with_their_rank_are_no_leftovers(tmp_path: Path) -> None:
+    words = ("nproc_per_node=1", "--", write_program(tmp_path, HELPED))
+    with start(tmp_path, *WORDS, *words) as job:
+        assert job.wait() == 0
+        assert "outlived" not in job.read()
+
+
 STUBBORN = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

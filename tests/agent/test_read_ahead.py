@@ -11,7 +11,7 @@ import pytest
 
 from launcher.agent.library_parts import find_linked_parts
 from launcher.agent.page_cache import are_cached, is_page_cached, read_into_cache
-from launcher.agent.read_ahead import ReadAhead, list_records, start_read_ahead
+from launcher.agent.read_ahead import ReadAhead, find_record_folder, list_records, start_read_ahead
 from launcher.agent.read_order import (
     ANY_SIZE,
     CHUNK,
@@ -28,6 +28,7 @@ from launcher.agent.read_order import (
 )
 from tests.conftest import clean_environ
 from tests.probe.in_namespace import run_in_namespace
+from tests.strangers import give_away, open_folder
 
 INPROCESS = Path(__file__).parents[2] / "launcher" / "inprocess"
 
@@ -210,6 +211,15 @@ def test_a_first_start_asks_for_a_record_and_old_ones_go(tmp_path: Path) -> None
     reader = start(tmp_path, "auto", cache)
     reader.close()
     assert list(reader.variables) == ["LAUNCH_READ_ORDER"]
+
+
+def test_no_record_is_kept_in_another_users_home() -> None:
+    with open_folder() as folder:
+        home = give_away(folder)
+        for environ in ({"HOME": str(home)}, {"XDG_CACHE_HOME": str(home)}, {"HOME": f"{home}/none"}):
+            with pytest.raises(OSError, match=r"belongs to|No such file"):
+                find_record_folder(environ)
+            assert not list(home.iterdir())
 
 
 def test_a_rank_records_what_it_has_read(tmp_path: Path) -> None:
