@@ -138,7 +138,7 @@ def test_a_sweep_by_hydras_mode(launch: Launch, here: Path) -> None:
     for words in (["hydra.mode=MULTIRUN", "nproc_per_node=1,2"], ["-m", "nproc_per_node=1,2"]):
         assert "launch: job 2 of 2: " in launch(*words, "dry_run=true").err
     write(here / "conf/experiment/x.yaml", MULTIRUN)
-    result = launch("experiment=x", "dry_run=true", "program.steps=7,8")
+    result = launch("experiment=x", "agent=torchrun", "dry_run=true", "program.steps=7,8")
     assert result.out.count("--nproc-per-node=2") == result.out.count("--steps=8") == 2
     assert launch("experiment=x", "dry_run=true", "nproc_per_node=2").err.count("job 1 of 1") == 1
     # Neither for other verbs, nor over a flag.

@@ -89,7 +89,8 @@ def test_a_team_file_builds_on_the_shipped_one(here: Path, launch: Launch) -> No
     assert (config.nproc_per_node, config.model["name"], config.model["layers"]) == (2, "gpt2", 3)
     assert config.env == {"TEAM": "1"}
     assert configure("+model=llama7b", folder="team", primary="team").model["layers"] == 32
-    assert "--nproc-per-node=2" in launch("-cd", "team", "-cn", "team", "dry_run=true", "--", "true").out
+    words = ("-cd", "team", "-cn", "team", "agent=torchrun", "dry_run=true", "--", "true")
+    assert "--nproc-per-node=2" in launch(*words).out
 
 
 def test_a_team_file_without_self_is_warned_of_in_a_line(here: Path, launch: Launch) -> None:

@@ -119,5 +119,5 @@ def test_how_ranks_are_watched_is_checked(
 
 
 def test_restarts_for_hangs_come_with_restarts_of_torchrun(launch: Callable[..., Result]) -> None:
-    done = launch("watch.on_hang=restart", "dry_run=true", "--", "true")
+    done = launch("agent=torchrun", "watch.on_hang=restart", "dry_run=true", "--", "true")
     assert "--max-restarts=3" in done.out + done.err

@@ -168,7 +168,9 @@ def test_the_stack_of_a_main_thread_in_state_d(tmp_path: Path) -> None:
         await_state(process.pid, lambda look: look.process.state == "D")
         found = gather_one(tmp_path, process.pid)
     text, frame = rank_activity.describe_activity(found)
-    assert "(state D" in text and frame and frame.function == "hang"
+    assert (
+        "(state D" in text and frame and frame.function in ("hang", "ready")
+    )  # of the child, which runs in the same memory
 
 
 DEFENCES = {
