@@ -47,6 +47,17 @@ def test_an_import_that_does_not_go_over_a_fork(tmp_path: Path, code: str, reaso
         assert reason in find_refusal(ranks)
 
 
+def test_an_import_that_has_started_a_gpus_runtime(tmp_path: Path) -> None:
+    (tmp_path / "modules").mkdir()
+    text = "import sys, types\nnative = types.SimpleNamespace(_cuda_isInBadFork=lambda: True)\n"
+    text += "sys.modules['torch'] = types.SimpleNamespace(_C=native)\n"
+    (tmp_path / "modules" / "counting.py").write_text(text)
+    with open_ranks(tmp_path, modules=["counting"], PYTHONPATH=str(tmp_path / "modules")) as ranks:
+        ended = ranks.fork("import sys\nprint('counting' in sys.modules)")
+    assert (ended.code, ended.out) == (0, "False\n")
+    assert "the imports have started a GPU's runtime, which no fork can use" in ended.err
+
+
 def test_a_sitecustomize_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('mine')")
     with open_ranks(tmp_path, modules=["json"], PYTHONPATH=str(tmp_path)) as ranks:

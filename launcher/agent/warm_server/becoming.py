@@ -11,6 +11,7 @@ from launcher.agent.python_program import ExecNeededError, find_python_program
 from launcher.agent.start_method import is_read_by_imports, list_changed_variables
 from launcher.agent.warm_server.allocator_settings import apply_allocator_settings
 from launcher.agent.warm_server.command_line_text import show_command_line
+from launcher.agent.warm_server.fork_state import require_usable_gpus
 from launcher.agent.warm_server.forking import STOPPING, ForkServer, RankRequest
 from launcher.agent.warm_server.preloading import Preloaded
 from launcher.agent.warm_server.thread_counts import apply_thread_counts
@@ -49,6 +50,7 @@ def become_rank(server: ForkServer, request: RankRequest, preloaded: Preloaded, 
 
 def become_program(environ: dict[str, str], preloaded: Preloaded, name: bytes) -> None:
     """Make this process as an interpreter is before its program's first line; raises ExecNeededError."""
+    require_usable_gpus()
     apply_import_settings(environ, preloaded)
     replace_environ(environ)
     show_command_line(sys.orig_argv, environ)

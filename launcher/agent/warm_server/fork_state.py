@@ -2,12 +2,16 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterable
 
 from launcher.agent.python_program import ExecNeededError
 
 DEVICES = ("/dev/nvidia", "/dev/dri/", "/dev/kfd")
 DELETED = " (deleted)"
+BAD_FORK = ("_cuda_isInBadFork", "_xpu_isInBadFork", "_mtia_isInBadFork")
+"""Functions of torch that tell whether this process was forked from one that had started a GPU's runtime.
+Some calls set that flag and open no device (`poison_fork` of torch/csrc/cuda/Module.cpp)."""
 
 
 def require_forkable() -> None:
@@ -21,6 +25,13 @@ def require_forkable() -> None:
         raise ExecNeededError(f"the imports have started a process ({children[0]})")
     if library := find_replaced_library():
         raise ExecNeededError(f"{library} was replaced since it was loaded")
+
+
+def require_usable_gpus() -> None:
+    """Raise ExecNeededError if torch would refuse the GPUs in this forked process."""
+    native = getattr(sys.modules.get("torch"), "_C", None)
+    if any(getattr(native, name, bool)() for name in BAD_FORK):
+        raise ExecNeededError("the imports have started a GPU's runtime, which no fork can use")
 
 
 def find_open_device() -> str:
