@@ -62,6 +62,10 @@ class HydraValues:
     sources: Sources
     interpolated: DictConfig | None = None
     """What `${hydra:KEY}` refers to; None if nothing can refer to it."""
+    given: str | None = None
+    """`run_dir` before `resolve` has set it."""
+    chosen: str | None = None
+    """What `resolve` has set it to."""
 
     def select(self, keys: Sequence[str]) -> dict[str, object]:
         """Return single values, before the run directory is known; raises UsageError."""
@@ -69,15 +73,20 @@ class HydraValues:
             if self.interpolated is not None:
                 restore_hydra_config(self.interpolated, RUN_DIR)
             with limit_composition(self.sources):
-                return {key: OmegaConf.select(self.tree, key) for key in keys}
+                found = {key: OmegaConf.select(self.tree, key) for key in keys}
         except FAILURES as error:
             raise UsageError(shorten_message(error)) from None
+        if "run_dir" in found and found["run_dir"] == self.chosen:
+            found["run_dir"] = self.given  # another run may have taken the one that was chosen
+        return found
 
     def resolve(self, run_dir: Path | None) -> LaunchConfig:
         """Resolve all interpolations; raises UsageError."""
         tree = self.tree
         try:
             unknown = run_dir is None and tree.run_dir is None
+            if tree.run_dir != self.chosen:
+                self.given = tree.run_dir
             if run_dir or unknown:
                 tree.run_dir = str(run_dir or RUN_DIR)
             if self.interpolated is not None:
@@ -92,6 +101,7 @@ class HydraValues:
             )
         if unknown:
             tree.run_dir = config.run_dir = None
+        self.chosen = tree.run_dir
         return config
 
     def to_mapping(self) -> dict[str, object]:

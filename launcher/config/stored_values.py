@@ -72,7 +72,7 @@ class StoredValues:
     def find(self, key: str) -> object:
         """Return a value that does not depend on the run directory, else `...`."""
         if key == "run_dir":
-            return self.path or self.stored.run_dir
+            return self.stored.run_dir
         value: Any = self.stored.tree
         for part in key.split("."):
             value = value.get(part, ...) if isinstance(value, dict) else ...

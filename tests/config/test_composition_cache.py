@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.config.composed import Composed, resolve
+from launcher.config.composed import Composed, read_values, resolve
 from launcher.config.composition import HydraValues
 from launcher.config.composition_cache import ENDING, compose_cached
 from launcher.config.composition_key import UncacheableError, make_key
@@ -158,6 +158,18 @@ def test_any_words_and_values(words: list[str], values: list[str]) -> None:
                 describe(again, run_dir)
         else:
             assert describe(again, run_dir) == expected
+
+
+@pytest.mark.parametrize("words", [(), ("run_dir=/runs/given",)])
+def test_a_run_directory_that_another_run_has_taken_is_chosen_anew(words: Sequence[str]) -> None:
+    for _ in range(2):  # Hydra's values, and those that are kept
+        composed = ask(*words)
+        first = read_values(composed, ("run_dir",))
+        for path in (Path("/runs/1"), Path("/runs/2")):
+            assert resolve(composed, path).run_dir == str(path)
+            assert read_values(composed, ("run_dir",)) == first
+        assert composed.tree.run_dir == "/runs/2"
+        assert read_values(composed, ("run_dir",)) == first
 
 
 def test_hydras_tree_is_there_if_it_is_asked_for() -> None:
