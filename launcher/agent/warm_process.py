@@ -20,7 +20,7 @@ from launcher.protocol import LAUNCH_WARM
 HOOK = Path(__file__).parents[1] / "inprocess"
 """The folder whose `sitecustomize` holds the interpreter before the program's first line."""
 TORCH = "torch"
-FORK_TIMEOUT = 30.0
+FORK_TIMEOUT = 10.0
 """Seconds in which a rank is forked, or the warm process is taken for broken."""
 MAX_REPLY = 1 << 16
 END_GRACE = 2.0
@@ -128,7 +128,10 @@ class WarmProcess:
             self.send_request(start, streams)
             message = self.receive(FORK_TIMEOUT)
         except TimeoutError:
-            raise WarmRefusedError(self.give_up("the warm process does not answer")) from None
+            message = self.take_last_answer()
+            reason = self.give_up("the warm process does not answer")
+            if not message:
+                raise WarmRefusedError(reason) from None
         except OSError:
             raise WarmRefusedError(self.give_up(self.describe_end())) from None
         if "pid" not in message:
@@ -165,8 +168,19 @@ class WarmProcess:
         text = self.channel.recv(MAX_REPLY)
         if not text:
             raise ConnectionResetError("it has ended")
-        message = json.loads(text)
-        return message if isinstance(message, dict) else {}
+        return parse_message(text)
+
+    def take_last_answer(self) -> dict[str, object]:
+        """Take no answer from now on, and return the one that has come meanwhile; empty if none has.
+
+        A rank that cannot tell its PID any more ends: it is not to run beside one that is executed.
+        """
+        try:
+            self.channel.shutdown(socket.SHUT_RD)
+            text = self.channel.recv(MAX_REPLY, socket.MSG_DONTWAIT)
+        except OSError:
+            return {}
+        return parse_message(text) if text else {}
 
     def describe_end(self) -> str:
         """Say how the process has ended, and the last line that it wrote."""
@@ -197,6 +211,12 @@ class WarmProcess:
         if self.output >= 0:
             os.close(self.output)
             self.output = -1
+
+
+def parse_message(text: bytes) -> dict[str, object]:
+    """Read a message of the warm process."""
+    message = json.loads(text)
+    return message if isinstance(message, dict) else {}
 
 
 def is_open_descriptor(descriptor: int) -> bool:

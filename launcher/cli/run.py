@@ -13,7 +13,13 @@ from launcher.cli.allocator_check import settle_allocator, unset_settings
 from launcher.cli.config_programs import name_files, report_config_programs
 from launcher.cli.early_start import EarlyStart
 from launcher.cli.resume import check_earlier, check_resume
-from launcher.cli.unused_settings import warn_elsewhere, warn_overruled, warn_unused, warn_visible
+from launcher.cli.unused_settings import (
+    warn_elsewhere,
+    warn_overruled,
+    warn_unforked,
+    warn_unused,
+    warn_visible,
+)
 from launcher.config.agent_choice import choose_agent
 from launcher.config.cluster import check_command, choose_cluster
 from launcher.config.composed import Composed, read_values, resolve
@@ -133,11 +139,13 @@ def specify_job(
     if cluster.kind == "slurm" and not config.dry_run:
         check_command("sbatch", cluster.why, merged)
     validate_placed(context, cluster)
+    agent = choose_agent(config, cluster, merged)
     argv = find_program(program, config, merged)
     if program and (remark := describe_interpreter(program)):
         logger.info(remark)
     warn_unused(config, cluster, given)
     warn_visible(config, cluster, given)
+    warn_unforked(config, agent.kind, given)
     if cluster.kind != "slurm":
         warn_elsewhere(config, environ)
     fit_model = find_job_model(config, program, given)
@@ -154,7 +162,7 @@ def specify_job(
         given=given,
         program=program,
         cluster=cluster,
-        agent=choose_agent(config, cluster, merged),
+        agent=agent,
         environ=merged,
         file_variables=variables,
         unset_allocator=left_out,
@@ -246,7 +254,7 @@ def make_agent_on_machine(request: "AgentRequest", early: EarlyStart | None = No
 def keep_local_prediction(spec: JobSpec, job: Job, run: "RunDir") -> None:
     """Keep in the run directory what the job is expected to take, for later estimates to learn from."""
     device = "gpu" if any(rank.gpu for rank in job.plan.ranks) else "cpu"
-    ranks = len(job.plan.ranks) * job.cluster.max_nodes
+    ranks = job.world_size
     keep_prediction(run, job.program, device, ranks, predict_local(spec, job.plan) if spec.fit_model else 0)
 
 
@@ -298,7 +306,7 @@ def make_local_viewer(job: "Job", run: "RunDir") -> "OutputViewer":
     from launcher.report.output_viewer import OutputViewer, ViewOptions
     from launcher.runs.rank_logs import Follower, measure_logs
 
-    alone = len(job.plan.ranks) * job.cluster.max_nodes == 1
+    alone = job.world_size == 1
     options = ViewOptions(
         job.config.logs.console,
         None if alone else lambda _: job.host,

@@ -48,6 +48,15 @@ def warn_unused(config: LaunchConfig, cluster: Cluster, given: Collection[str]) 
         )
 
 
+def warn_unforked(config: LaunchConfig, agent: str, given: Collection[str]) -> None:
+    """Say which settings of `start` have no use, since `agent` forks no ranks."""
+    if agent == "direct" and config.start.warm != "off":
+        return
+    why = "start.warm=off" if agent == "direct" else f"agent={agent}"
+    if config.start.preload and "start.preload" in given:
+        logger.warning(f"start.preload is not used with {why}: each rank imports by itself")
+
+
 def warn_overruled(environ: Mapping[str, str], given: Collection[str]) -> None:
     """Say which variables of the environment come over what the command line asks for."""
     over = {name: keys for name, keys in OVERRULED.items() if name in environ and is_kept(environ, name, {})}

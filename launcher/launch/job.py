@@ -85,6 +85,12 @@ class Job:
     environ: Mapping[str, str]
     """The user's environment with `env.*` over it."""
     host: str
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all nodes at most, if each node has as many as this one."""
+        return len(self.plan.ranks) * self.cluster.max_nodes
+
     agent: "AgentChoice"
     """What starts the ranks."""
 

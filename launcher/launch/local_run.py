@@ -100,7 +100,7 @@ def make_agent(
 
 def find_terminal(job: Job) -> PseudoTerminal | None:
     """Return a terminal for the job's one rank to have as if there was no launcher; None for other jobs."""
-    if job.cluster.max_nodes * len(job.plan.ranks) > 1 or job.config.logs.console == "none":
+    if job.world_size > 1 or job.config.logs.console == "none":
         return None
     return open_terminal()
 

@@ -183,7 +183,8 @@ class Supervisor:
             if code and not ended and self.stop is None and next(failed) is death:
                 status = f"code {code}" if code > 0 else name_signal(-code)
                 what = "asks for another start" if code in self.exit_codes else "failed"
-                logger.info(f"rank {death.process.rank} {what} ({status}); the other ranks are ended")
+                others = "" if self.monitor.job.world_size == 1 else "; the other ranks are ended"
+                logger.info(f"rank {death.process.rank} {what} ({status}){others}")
 
     def check_agent_signal(self, agent: Agent) -> None:
         """Stop, too, if a rank has ended because the agent alone got a signal."""

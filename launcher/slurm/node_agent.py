@@ -87,7 +87,7 @@ def run_agent(
 
 def make_node_viewer(job: Job, run: RunDir, place: TaskIdentity) -> OutputViewer:
     """Return what shows this node's ranks; the job's first node shows what was chosen and its placement."""
-    is_first, alone = place.node_rank == 0, len(job.plan.ranks) * job.cluster.max_nodes == 1
+    is_first, alone = place.node_rank == 0, job.world_size == 1
     mode = job.config.logs.console
     options = ViewOptions(
         mode,

@@ -124,6 +124,20 @@ def test_the_warm_process_does_not_answer(tmp_path: Path, monkeypatch: pytest.Mo
         assert ranks.warm.process.returncode == -signal.SIGKILL
 
 
+def test_an_answer_that_comes_as_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def receive(self: WarmProcess, _timeout: float | None) -> dict[str, object]:
+        poller = select.poll()
+        poller.register(self.channel, select.POLLIN)
+        poller.poll()
+        raise TimeoutError
+
+    with open_ranks(tmp_path, modules=["json"]) as ranks:
+        assert ranks.fork("print('on')").out == "on\n"
+        monkeypatch.setattr(WarmProcess, "receive", receive)
+        assert ranks.fork("print('on')").out == "on\n", "it was forked, and is the rank"
+        assert find_refusal(ranks) == "the warm process does not answer"
+
+
 @pytest.mark.parametrize("modules", ["json", "time\nimport sleeping"], ids=["serving", "importing"])
 def test_it_ends_with_its_launcher(tmp_path: Path, modules: str) -> None:
     (tmp_path / "sleeping.py").write_text("import time\ntime.sleep(60)")

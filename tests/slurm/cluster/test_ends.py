@@ -175,7 +175,7 @@ def test_the_caches_of_a_task_that_was_killed_are_removed(sandbox: Sandbox, tmp_
     place = tmp_path / "tmp"
     place.mkdir()
     run = start(sandbox, tmp_path, *TWO, f"env.TMPDIR={place}")
-    task = await_rank(run, 0).parents()[1]
+    task = await_rank(run, 0).parents()[0]
     assert len(list(place.glob(f"{PREFIX}{run.job_id}-*"))) == 2
     task.send_signal(signal.SIGKILL)
     assert run.await_end() == "failed"
