@@ -205,7 +205,7 @@ def test_one_node_s_task_gets_sigterm_from_outside(
     run.await_step(15)
     rank = psutil.Process(find_rank(run, 5))
     host = rank.environ()["SLURMD_NODENAME"]
-    rank.parents()[1].terminate()
+    rank.parents()[0].terminate()
     assert run.await_end() == "succeeded"
     assert run.causes == ["stopped", None]
     assert f"{host} got SIGTERM from outside" in run.manifest["earlier"][0]["outcome"]["reason"]
