@@ -15,6 +15,7 @@ from pathlib import Path
 
 from launcher.agent.page_cache import are_cached
 from launcher.agent.read_order import name_record, pick_samples
+from launcher.agent.torch_use import is_without_torch
 from launcher.config.cache_folder import name_cache_folder, open_cache_folder
 from launcher.files import make_inner, read_file
 from launcher.protocol import LAUNCH_READ_ORDER
@@ -72,8 +73,11 @@ def reading_ahead(
 ) -> Iterator[ReadAhead]:
     """Have a program's files read ahead while this lasts, if need be; see `start_read_ahead`.
 
-    `early` was started for the same program already.
+    `early` was started for the same program already. A Python program without torch reads little:
+    then `auto` starts nothing.
     """
+    if mode == "auto" and not early and is_without_torch(argv, environ):
+        mode = "off"
     directory = os.getcwd()  # noqa: PTH109 - as the program has it
     python = find_program_python(argv, environ)
     reader = early or start_read_ahead(mode, python, argv, environ, directory)

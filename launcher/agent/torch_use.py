@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from launcher.agent.python_program import ExecNeededError, find_python_program
+from launcher.agent.python_program import ExecNeededError, PythonProgram, find_python_program
 from launcher.files import read_file
 
 TORCH = "torch"
@@ -133,9 +133,21 @@ def list_imported(tree: ast.AST, package: str) -> Iterator[str]:
 def uses_torch(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
     """Tell whether a program's argv, run in the working directory, is a Python program that may use torch."""
     try:
-        program = find_python_program(list(argv), dict(environ))
+        return may_program_use_torch(find_python_program(list(argv), dict(environ)), environ)
     except ExecNeededError:
         return False
+
+
+def is_without_torch(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Tell whether an argv is a Python program without torch; of a shell script nobody knows what it runs."""
+    try:
+        return not may_program_use_torch(find_python_program(list(argv), dict(environ)), environ)
+    except ExecNeededError:
+        return False
+
+
+def may_program_use_torch(program: PythonProgram, environ: Mapping[str, str]) -> bool:
+    """Tell whether a program that was found in an argv may use torch."""
     if program.kind == "code":
         return TORCH in program.name
     script = ("-m", program.name) if program.kind == "module" else (program.name,)

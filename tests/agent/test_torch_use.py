@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.torch_use import MOST_FILES, may_use_torch
+from launcher.agent.torch_use import MOST_FILES, is_without_torch, may_use_torch
 
 PROGRAMS: dict[str, tuple[bool, Mapping[str, str]]] = {
     "torch": (True, {"x.py": "import os\nimport torch\n"}),
@@ -101,3 +101,16 @@ def test_what_takes_too_long_or_is_no_file_may(tmp_path: Path, monkeypatch: pyte
     assert not may_use_torch(["y.py"], str(tmp_path), {})
     monkeypatch.setattr("launcher.agent.torch_use.MOST_SECONDS", -1.0)
     assert may_use_torch(["y.py"], str(tmp_path), {})
+
+
+def test_a_python_program_without_torch_is_told_from_one_that_may_run_it(tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text("import json\n")
+    (tmp_path / "train.py").write_text("import torch\n")
+    (tmp_path / "train.sh").write_text("#!/bin/sh\npython train.py\n")
+    environ = dict(os.environ)
+    found = {
+        name: is_without_torch([sys.executable, str(tmp_path / name)], environ)
+        for name in ("plain.py", "train.py")
+    }
+    assert found == {"plain.py": True, "train.py": False}
+    assert not is_without_torch(["sh", str(tmp_path / "train.sh")], environ)
