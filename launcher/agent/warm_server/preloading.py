@@ -1,5 +1,6 @@
 """The imports of the warm process, and what has to be known of them before a rank is forked."""
 
+import gc
 import os
 import sys
 from collections.abc import Collection, Sequence
@@ -12,6 +13,9 @@ from launcher.agent.warm_server.recorded_environ import EnvironRecorder
 
 BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "1")
 """For the imports alone: OpenBLAS starts its threads as it is loaded."""
+RARELY = 1 << 30
+"""New objects until a collection, during the imports: what these make stays, and to look at it again and
+again takes a seventh of the CPU time of `import torch`."""
 
 
 class PreloadError(Exception):
@@ -32,10 +36,14 @@ class Preloaded:
         self.cpus = len(os.sched_getaffinity(0))
         """CPUs that this process may use, of which libraries take note."""
         os.putenv(*BLAS_THREADS)  # past `os.environ`, in which Python code would see it
+        usual = gc.get_threshold()
+        gc.set_threshold(RARELY, *usual[1:])
         try:
             for name in names:
                 import_named(name)
         finally:
+            if gc.get_threshold()[0] == RARELY:  # else a module has set its own
+                gc.set_threshold(*usual)
             restore_variable(BLAS_THREADS[0])
             self.read = recorder.stop()
         self.changes = recorder.list_changes()
