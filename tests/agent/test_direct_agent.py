@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.start_launch import start, wait_for, write_program
+from tests.launch.start_launch import Started, start, wait_for, write_program
 
 WORDS = ("agent=direct", "start.warm=off", "nproc_per_node=2", "watch.enabled=false", "logs.console=none")
 FLAKY = """
@@ -74,6 +74,7 @@ def test_helpers_that_end_with_their_rank_are_no_leftovers(tmp_path: Path) -> No
 STUBBORN = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 print("ready", flush=True)
 if os.environ["RANK"] == "1":
     while not os.path.exists("go"):
@@ -81,6 +82,13 @@ if os.environ["RANK"] == "1":
     sys.exit(9)
 time.sleep(300)
 """
+
+
+def enter_stage(job: Started, number: int) -> None:
+    """Send `launch` a signal, and wait until it has told of the next stage of the end."""
+    stages = job.read().count(" to the ranks")
+    job.process.send_signal(number)
+    wait_for(lambda: job.read().count(" to the ranks") > stages, "a stage", tell=job.read)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -99,9 +107,8 @@ def test_a_signal_during_a_restart_ends_the_job(number: int, tmp_path: Path) -> 
         )
         (tmp_path / "go").touch()
         wait_for(lambda: "rank 1 failed (code 9)" in job.read(), "the failure", tell=job.read)
-        for _ in range(3):  # the stages up to SIGKILL
-            job.process.send_signal(number)
-            wait_for(lambda: "to the ranks" in job.read(), "a stage")
+        while "SIGKILL to the ranks" not in job.read():
+            enter_stage(job, number)
         assert job.wait() == 9, job.read()  # a stop after a failure does not hide it
         assert job.survivors() == []
         assert not (job.run_dir() / "logs/1").exists()
