@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import EXTENSION_SUFFIXES
 
-from launcher.agent.library_parts import find_linked_parts
+from launcher.agent.linked_parts import find_linked_parts
 from launcher.agent.page_cache import are_cached, read_into_cache
 from launcher.agent.read_order import (
     ANY_SIZE,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.library_parts import find_linked_parts
+from launcher.agent.linked_parts import find_linked_parts
 from launcher.agent.page_cache import are_cached, is_page_cached, read_into_cache
 from launcher.agent.read_ahead import ReadAhead, find_record_folder, list_records, start_read_ahead
 from launcher.agent.read_order import (
