@@ -218,7 +218,10 @@ import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("ready", flush=True)
 if os.environ["RANK"] == "1":
+    while not os.path.exists("up"):
+        time.sleep(0.02)
     sys.exit(9)
+open("up", "w").close()
 time.sleep(300)
 """
 
