@@ -28,26 +28,23 @@ def make_local_agent(request: AgentRequest, take_warm: TakeWarm | None = None) -
     job = request.job
     restarts = choose_restarts(job.config, job.environ) or 0
     coordinator = Coordinator((job.host,), 1, restarts, make_endpoint_finder(read_endpoint(job)))
-    return DirectAgent(
-        make_node_part(request, restarts, request.run.id),
-        make_starter(request, take_warm, -1 if restarts else len(job.plan.ranks)),
-        LocalControl(coordinator, job.host),
-    )
+    starter = make_starter(request, take_warm)
+    if not restarts:
+        starter.expect_ranks(len(job.plan.ranks))
+    part = make_node_part(request, restarts, request.run.id)
+    return DirectAgent(part, starter, LocalControl(coordinator, job.host))
 
 
-def make_starter(request: AgentRequest, take_warm: TakeWarm | None, ranks_left: int) -> RankStarter:
-    """Return what starts the ranks: forks of the warm process that was started before, if there is one.
-
-    `ranks_left` is as in `WarmStarter`.
-    """
+def make_starter(request: AgentRequest, take_warm: TakeWarm | None) -> RankStarter:
+    """Return what starts the ranks: forks of the warm process that was started before, if there is one."""
     job, settings = request.job, request.job.config.start
     by_exec = ExecStarter(request.run.agent_log(job.host))
     may_take = take_warm and settings.warm != "off" and not settings.preload
     environ = {**request.environ, **find_common_env(job.plan)}
     early = take_warm(job.program, environ) if take_warm and may_take else None
     if early:
-        return WarmStarter(by_exec, early, ranks_left)
-    return choose_starter(by_exec, job.program, settings, environ, ranks_left)
+        return WarmStarter(by_exec, early)
+    return choose_starter(by_exec, job.program, settings, environ)
 
 
 def find_common_env(plan: Plan) -> dict[str, str]:

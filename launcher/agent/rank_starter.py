@@ -37,6 +37,10 @@ class RankStarter(Protocol):
         """Start a rank and return its PID, which is its process group's too; raises OSError."""
         ...
 
+    def expect_ranks(self, count: int) -> None:
+        """Take that no more than so many ranks are to come: what only later ones need can end."""
+        ...
+
     def close(self) -> None:
         """End processes of its own."""
         ...
@@ -89,6 +93,9 @@ class ExecStarter:
         if not self.reads_stdin:
             actions.append((os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0))
         return [*actions, (os.POSIX_SPAWN_DUP2, log, 1), (os.POSIX_SPAWN_DUP2, log, 2)]
+
+    def expect_ranks(self, count: int) -> None:
+        """Nothing is kept for later ranks."""
 
     def close(self) -> None:
         """There are no processes of its own."""

@@ -45,15 +45,19 @@ class WarmStarter:
         """Start a rank and return its PID; raises OSError."""
         try:
             pid = self.fork_rank(start)
-            self.ranks_left -= self.ranks_left > 0
-            if not self.ranks_left:
-                self.close()
-            return pid
         except WarmRefusedError as error:
             if not self.is_told:
                 logger.info(f"the ranks are not forked from a process with torch: {error}")
             self.is_told = True
-            return self.by_exec.start_rank(start)
+            pid = self.by_exec.start_rank(start)
+        self.ranks_left -= self.ranks_left > 0
+        if not self.ranks_left:
+            self.close()
+        return pid
+
+    def expect_ranks(self, count: int) -> None:
+        """End the process after so many more ranks."""
+        self.ranks_left = count
 
     def fork_rank(self, start: RankStart) -> int:
         """Have a rank forked with the shim's streams; raises WarmRefusedError and OSError."""
@@ -72,23 +76,15 @@ class WarmStarter:
 
 
 def choose_starter(
-    by_exec: ExecStarter,
-    argv: Sequence[str],
-    config: StartConfig,
-    environ: Mapping[str, str],
-    ranks_left: int = -1,
+    by_exec: ExecStarter, argv: Sequence[str], config: StartConfig, environ: Mapping[str, str]
 ) -> RankStarter:
     """Return what starts a program's ranks: forks of a process with torch unless `start.warm` forbids it.
 
-    Ranks of a program that does not use torch are executed, unless it has modules to preload. `ranks_left` is
-    as in `WarmStarter`.
+    Ranks of a program that does not use torch are executed, unless it has modules to preload.
     """
     if config.warm == "off" or not (config.preload or uses_torch(argv, environ)):
         return by_exec
-    starter = warm_up(by_exec, argv, config.preload, environ)
-    if isinstance(starter, WarmStarter):
-        starter.ranks_left = ranks_left
-    return starter
+    return warm_up(by_exec, argv, config.preload, environ)
 
 
 def warm_up(

@@ -63,6 +63,8 @@ def make_direct_agent(
     job = request.job
     restarts = choose_restarts(job.config, job.environ) or 0
     may_restart = restarts > 0 or job.config.cluster.spares > 0
+    if not may_restart:
+        starter.expect_ranks(len(job.plan.ranks))
     return DirectAgent(
         make_node_part(request, restarts, run_id),
         starter,
