@@ -204,11 +204,6 @@ def test_a_package_imports_what_its_row_says() -> None:
     assert not find_violations()
 
 
-def test_a_modules_name_is_used_once() -> None:
-    stems = [path.stem for path in list_files() if not path.stem.startswith("__")]
-    assert len(stems) == len(set(stems)), sorted(stem for stem in stems if stems.count(stem) > 1)
-
-
 @pytest.mark.parametrize(("package", "users"), ONE_PACKAGE.items(), ids=ONE_PACKAGE)
 def test_a_heavy_package_is_known_to_few(package: str, users: set[str]) -> None:
     found = {path.relative_to(PACKAGE).parts[0] for path in list_files() if is_within_any(path, package)}

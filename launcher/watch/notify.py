@@ -154,7 +154,7 @@ class Sender:
 class RedirectPolicy(urllib.request.HTTPRedirectHandler):
     """Follows a GET's redirects within its scheme; a POST's would lose the message."""
 
-    def redirect_request(  # noqa: PLR0917 - as the library calls it
+    def redirect_request(
         self,
         req: urllib.request.Request,
         fp: IO[bytes],
