@@ -11,22 +11,12 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.benchmarks.cold_disk import bench_cold_disk
 from tests.benchmarks.false_alarms import bench_false_alarms
 from tests.benchmarks.fidelity import bench_fidelity
 from tests.benchmarks.fit_grid import bench_fit
-from tests.benchmarks.fragmentation import bench_fragmentation
 from tests.benchmarks.garbage_memory import bench_garbage_memory
-from tests.benchmarks.growth import bench_growth
 from tests.benchmarks.hang_matrix import bench_hangs
-from tests.benchmarks.heartbeat_cost import bench_heartbeat
-from tests.benchmarks.hook_cost import bench_hook
-from tests.benchmarks.loading import bench_loader
 from tests.benchmarks.output import bench_output
-from tests.benchmarks.planners import bench_planners
-from tests.benchmarks.preflight_facts import bench_preflight_facts
-from tests.benchmarks.preflight_start import bench_preflight_start
-from tests.benchmarks.preflight_work import bench_preflight
 from tests.benchmarks.probing import bench_command, bench_probe
 from tests.benchmarks.recovery import bench_recovery
 from tests.benchmarks.recovery_slurm import bench_hang_recovery, bench_node_death, bench_rank_death
@@ -38,7 +28,6 @@ from tests.benchmarks.start_memory import bench_start_memory
 from tests.benchmarks.straggler import bench_gc
 from tests.benchmarks.watch_cost import bench_watch
 from tests.benchmarks.watch_scale import bench_watch_scale
-from tests.benchmarks.worker_memory import bench_workers
 from tests.probe.machine_trees import short_lived
 
 TIMED: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
@@ -54,30 +43,19 @@ TIMED: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
     "command": (bench_command, 10),
     "shim": (bench_shim, 40),
     "probe": (bench_probe, 20),
-    "preflight-facts": (bench_preflight_facts, 100),
-    "growth": (bench_growth, 10),
     "output": (bench_output, 5),
-    "loader": (bench_loader, 1),
     "slurm": (bench_slurm, 6),
     "slurm-start": (bench_slurm_start, 3),
-    "preflight-start": (bench_preflight_start, 3),
     "gc": (bench_gc, 3),
     "gc-memory": (bench_garbage_memory, 5),
-    "hook": (bench_hook, 40),
-    "heartbeat": (bench_heartbeat, 40),
-    "workers": (bench_workers, 1),
     "watch-scale": (bench_watch_scale, 5),
-    "fragmentation": (bench_fragmentation, 1),
 }
 """What is timed, with the rounds of each."""
-PLANNERS = "planners"
 WATCHING: Mapping[str, Callable[[Path, Mapping[str, str]], None]] = {
     "hangs": bench_hangs,
     "watch-cost": bench_watch,
     "false-alarms": bench_false_alarms,
     "stragglers": bench_stragglers,
-    "preflight": bench_preflight,
-    "cold-disk": bench_cold_disk,
     "fit": bench_fit,
     "fidelity": bench_fidelity,
 }
@@ -89,18 +67,15 @@ def main() -> None:
     words = [word for word in sys.argv[1:] if "=" not in word]
     options = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
     rounds = [int(options["rounds"])] if "rounds" in options else []
-    names = (*TIMED, PLANNERS, *WATCHING)
+    names = (*TIMED, *WATCHING)
     if set(words) - set(names):
         sys.exit(f"benchmarks are {', '.join(names)}, not {', '.join(sorted(set(words) - set(names)))}")
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"
     print(f"{machine}, Python {platform.python_version()}, torch {version('torch')}", flush=True)
-    for name in words or (*TIMED, PLANNERS):
+    for name in words or TIMED:
         if name in WATCHING:
             with short_lived() as folder:
                 WATCHING[name](folder, options)
-            continue
-        if name == PLANNERS:
-            bench_planners()
             continue
         bench, usual = TIMED[name]
         with short_lived() as folder:

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.benchmarks.at_scale import Measured, print_at_scale
 from tests.conftest import clean_environ
 
 PROGRAM = Path(__file__).with_name("straggler_program.py")
@@ -31,16 +30,14 @@ class Policy:
     """The launcher's."""
     words: tuple[str, ...] = ()
     """The program's; none where it is left as it is."""
-    period: int = EVERY
-    """Steps from one collection to the next on all ranks; 1 where each rank collects when it comes to it."""
 
 
 UNTOUCHED = ("gc=default",)
 POLICIES: Mapping[str, Policy] = {
-    "the interpreter's default": Policy(UNTOUCHED, period=1),
+    "the interpreter's default": Policy(UNTOUCHED),
     "`gc=synchronized`": Policy(("gc=synchronized", f"gc.warmup={WARMUP}", f"gc.every={EVERY}")),
     "`gc=disabled`": Policy(("gc=disabled", f"gc.every={EVERY}")),
-    "`gc=frozen`": Policy(("gc=frozen", f"gc.warmup={WARMUP}"), period=1),
+    "`gc=frozen`": Policy(("gc=frozen", f"gc.warmup={WARMUP}")),
     "in the program, Megatron's way": Policy(UNTOUCHED, ("--gc=megatron", f"--every={EVERY}")),
     "in the program, torchtitan's": Policy(UNTOUCHED, ("--gc=torchtitan", f"--every={EVERY}")),
 }
@@ -53,8 +50,6 @@ class Run:
 
     steps: NDArray[np.float64]
     """Milliseconds from each all_reduce to the next, the same for all ranks."""
-    stalls: tuple[NDArray[np.float64], ...]
-    """For each rank, milliseconds of them in the collector."""
     seconds: float
     """The loop's, warm-up included, on the slowest rank."""
     peak_mb: float
@@ -63,12 +58,10 @@ class Run:
 
 
 def bench_gc(folder: Path, rounds: int) -> None:
-    """Run the program under each policy in turn; print the figures, and what they mean for many ranks."""
+    """Run the program under each policy in turn; print the figures."""
     things = {name: partial(run_policy, policy, folder) for name, policy in POLICIES.items()}
     runs = run_in_turn(things, rounds)
     print_runs(runs)
-    base = min(sum_up(several).p50 for several in runs.values())
-    print_at_scale({name: choose_stalls(POLICIES[name], several) for name, several in runs.items()}, base)
 
 
 def run_in_turn(things: Mapping[str, Callable[[], Run]], rounds: int) -> dict[str, list[Run]]:
@@ -97,7 +90,6 @@ def read_run(report: Path) -> Run:
     ranks = [json.loads((report / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
     return Run(
         steps=1e3 * np.diff(ranks[0]["marks"]),
-        stalls=tuple(np.array(rank["stalls"][1:]) for rank in ranks),
         seconds=max(rank["seconds"] for rank in ranks),
         peak_mb=max(rank["peak_mb"] for rank in ranks),
         final_mb=max(rank["final_mb"] for rank in ranks),
@@ -148,8 +140,3 @@ def print_runs(runs: Mapping[str, Sequence[Run]]) -> None:
         cells += [f"{row.seconds:.1f}", f"{row.peak_mb:.0f}", f"{row.final_mb:.0f}"]
         cells += [f"{row.p99 / first.p99:.2f}", f"{row.seconds / first.seconds:.2f}"]
         print(f"| {name} | {' | '.join(cells)} | {row.peak_mb / first.peak_mb:.2f} |")
-
-
-def choose_stalls(policy: Policy, runs: Sequence[Run]) -> Measured:
-    """The collector's time in the steps after the warm-up, of all ranks in all rounds."""
-    return Measured([stalls[WARMUP:] for run in runs for stalls in run.stalls], policy.period)
