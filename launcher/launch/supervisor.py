@@ -220,9 +220,9 @@ class Supervisor:
 
     def restart_hung_ranks(self, order: HangOrder) -> None:
         """Kill ranks for a hang, so that the agent restarts the group: all if the named ones have ended."""
-        logger.info("SIGKILL to ranks that hang, so that all start anew")
         number = signal.SIGKILL
         if self.pidfds.signal_groups(number, order.ranks) or self.pidfds.signal_groups(number):
+            logger.info("SIGKILL to ranks that hang, so that all start anew")
             self.hang = order.sentence
 
     def handle_signals(self, inbox: SignalQueue, agent: Agent) -> None:

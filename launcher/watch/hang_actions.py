@@ -22,7 +22,7 @@ class Order:
     action: str
     """`restart` or `stop`."""
     ranks: tuple[int, ...]
-    """Those on this node that hold the others up."""
+    """Those on this node that hold the others up; none if they are elsewhere, and have ended."""
     pids: tuple[int, ...]
     """Of all ranks on this node: if others run by now, the order has come too late."""
     sentence: str
@@ -50,7 +50,7 @@ class HangActions:
                 self.acted = hang.number
             elif waited >= hang.delay and not has_moved(progress, culprits, hang.delay):
                 self.acted = hang.number
-                if culprits or hang.action == "stop":
+                if culprits or hang.action == "stop" or hang.verdict.kind == "exited":
                     yield Order(hang.action, culprits, tuple(pids.values()), hang.verdict.sentence)
 
 

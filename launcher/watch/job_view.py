@@ -3,9 +3,18 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from launcher.runs.node_records import NodeRecord
 from launcher.watch.progress_limit import UNWATCHED, RankProgress, find_quantile
 from launcher.watch.shared_files import SharedView
-from launcher.watch.watch_model import Hang, JobState, NodeReport, RankState
+from launcher.watch.watch_model import (
+    Hang,
+    JobState,
+    NodeEvidence,
+    NodeReport,
+    ProcessState,
+    RankEvidence,
+    RankState,
+)
 
 FRESH_INTERVALS = 3
 LEAST_FRESH = 6.0
@@ -21,6 +30,8 @@ class JobView:
     silent: tuple[NodeReport, ...]
     """The last reports of nodes that have reported in this attempt, and do so no more: their ranks' idle
     times go on."""
+    ended: tuple[NodeRecord, ...] = ()
+    """Nodes whose ranks have all ended, and with them the task that reported."""
 
     @property
     def reports(self) -> tuple[NodeReport, ...]:
@@ -42,9 +53,11 @@ def make_job_view(own: NodeReport, view: SharedView | None, now: float) -> JobVi
     """Join this node's report of now with what the others have written; `now` is monotonic."""
     fresh: list[NodeReport] = [own]
     silent: list[NodeReport] = []
+    ended = tuple(record for record in (view.ended if view else ()) if record.host != own.host)
+    gone = {record.host for record in ended}
     for stored in view.reports if view else ():
         report = stored.report
-        if report.host == own.host or report.attempt != own.attempt or view is None:
+        if report.host in {own.host, *gone} or report.attempt != own.attempt or view is None:
             continue
         age = view.written - stored.written + now - view.time
         if age <= limit_age(max(own.interval, report.interval)):
@@ -52,7 +65,27 @@ def make_job_view(own: NodeReport, view: SharedView | None, now: float) -> JobVi
         else:
             silent.append(age_report(report, age))
     fresh.sort(key=lambda report: report.node_rank)
-    return JobView(tuple(fresh), tuple(silent))
+    return JobView(tuple(fresh), tuple(silent), ended)
+
+
+def list_ended_ranks(view: JobView) -> list[NodeEvidence]:
+    """Return what is known of the ranks that ended with 0 on nodes that have ended."""
+    return [
+        NodeEvidence(
+            record.host,
+            record.node_rank,
+            number=0,
+            time=record.ended,
+            seconds=0.0,
+            ranks=tuple(
+                RankEvidence(
+                    rank, 0, record.host, 0, "ended", 0, None, 0.0, ProcessState(0, "X"), exit_code=0
+                )
+                for rank, _ in record.clean
+            ),
+        )
+        for record in view.ended
+    ]
 
 
 def age_report(report: NodeReport, seconds: float) -> NodeReport:
@@ -114,7 +147,7 @@ def describe_job_state(
     step = max((rank.step for rank in view.ranks), default=0)
     hanging = bool(hangs) and hangs[-1].recovered is None
     silent = tuple(report.host for report in view.silent)
-    missing = own.nodes - len(view.reports)
+    missing = own.nodes - len(view.reports) - len(view.ended)
     late = (f"{missing} of {own.nodes} nodes have not reported yet",) if missing > 0 else ()
     return JobState(
         time=own.time,

@@ -21,6 +21,7 @@ from launcher.watch.job_view import (
     find_word,
     is_judge,
     limit_age,
+    list_ended_ranks,
     make_job_view,
 )
 from launcher.watch.node_reports import hang_path, read_evidence, write_evidence
@@ -169,7 +170,8 @@ class NodeWatcher:
         if judge.asks:
             self.collect_evidence(view, now)
             if judge.is_answered(view, tuple(self.evidence.values()), now):
-                evidence = tuple(sorted(self.evidence.values(), key=lambda node: node.node_rank))
+                gathered = {node.host: node for node in (*list_ended_ranks(view), *self.evidence.values())}
+                evidence = tuple(sorted(gathered.values(), key=lambda node: node.node_rank))
                 number = 1 + (shared.hangs if shared else 0)
                 if hang := judge.conclude(view, evidence, limit, now=now, number=number):
                     self.tell_hang(hang, evidence)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launcher.runs.node_records import NodeRecord, read_nodes
 from launcher.watch.node_reports import (
     StoredReport,
     count_hangs,
@@ -24,6 +25,8 @@ from launcher.watch.watch_model import JobState, NodeReport
 
 STUCK = 10.0
 """Seconds in one call to a filesystem, after which it is said to hang."""
+OLD = 6.0
+"""Age in seconds of a report whose node may have ended."""
 TWIN_LOOKS = 60
 """Reports in which nodes of one host name are looked for: all nodes' ranks start at about the same time."""
 
@@ -43,6 +46,8 @@ class SharedView:
     """All nodes', as far as they were asked for."""
     hangs: int = 0
     """The highest number of a hang that has a folder."""
+    ended: tuple[NodeRecord, ...] = ()
+    """Nodes that have ended their part of this attempt, if reports are missing or old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +147,10 @@ class SharedFiles:
         self.last_other = other
         reports = read_reports(self.run_path, own=True) if exchange.reads_all else ()
         hangs = count_hangs(self.run_path) if exchange.state else 0
-        return SharedView(time.monotonic(), written, job, age, reports, hangs)
+        told = [one for one in reports if one.report.attempt == own.attempt and written - one.written < OLD]
+        looks = exchange.reads_all and len(told) < own.nodes
+        ended = tuple(read_nodes(self.run_path, own.attempt)) if looks else ()
+        return SharedView(time.monotonic(), written, job, age, reports, hangs, ended)
 
     def look_for_twin(self, own: NodeReport) -> None:
         """See whether another node has written this node's report since it did so itself."""

@@ -93,3 +93,30 @@ def test_a_node_that_is_stopped_is_named_by_the_other(host: str, sandbox: Sandbo
     sandbox.run("scancel", run.job_id)
     assert run.await_end() == "stopped"
     assert run.manifest["hangs"][0]["recovered"]
+
+
+EARLY = """
+import os, sys, time
+
+if os.environ["RANK"] == sys.argv[1] and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    sys.exit(0)
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+"""
+
+
+@pytest.mark.parametrize(("action", "rank"), [("stop", 0), ("stop", 1), ("restart", 1)])
+def test_a_node_whose_only_rank_has_ended_before_its_peers_have_joined(
+    action: str, rank: int, sandbox: Sandbox, tmp_path: Path
+) -> None:
+    """Its task may have ended before it has reported anything; it holds the others up all the same."""
+    (tmp_path / "early.py").write_text(EARLY)
+    policy = (f"watch.on_hang={action}", "cluster.requeue.hang=0")
+    run = submit(sandbox, tmp_path, *TWO, *policy, "--", "early.py", str(rank))
+    sentence = f"rank {rank} on n{rank} has ended with exit code 0, and 1 rank waits in init_process_group"
+    assert run.await_end() == ("failed" if action == "stop" else "succeeded")
+    assert sentence in run.read_console()
+    assert run.causes == (["hang"] if action == "stop" else [None])
+    assert run.outcome["exit_code"] == (124 if action == "stop" else 0)
+    assert ("all ranks start anew (restart 1 of 3)" in run.read_console()) == (action == "restart")
