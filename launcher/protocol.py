@@ -288,6 +288,8 @@ VARIABLES = (
         read_by=(SHIM, HOOK),
     ),
 )
+OWN_VARIABLES = tuple(each.name for each in VARIABLES if each.set_by and not each.is_settable)
+"""Those that no user sets."""
 
 RANK_PLAN_KEYS = (
     "local_rank",

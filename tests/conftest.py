@@ -5,6 +5,7 @@ import ctypes
 import gc
 import io
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -94,6 +95,20 @@ def run_outside(
         [*LAUNCH, *words], cwd=cwd, env=environ, capture_output=True, timeout=timeout, check=False, **options
     )
     return Result(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+
+
+def in_shell(line: str, cwd: Path, **variables: str) -> Result:
+    """Run a line of bash in which $LAUNCH is `launch`."""
+    script = f'set -o pipefail; launch() {{ {shlex.join(LAUNCH)} "$@"; }}; {line}'
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=cwd,
+        env={**clean_environ(), **variables},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    return Result(done.returncode, done.stdout.decode(), done.stderr.decode(errors="replace"))
 
 
 def drop_powers() -> None:

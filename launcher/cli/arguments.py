@@ -36,27 +36,30 @@ def parse_command(argv: Sequence[str]) -> Command:
     names: list[str] = []
     if verb in VERBS and VERBS[verb].subjects and words and words[0].isalpha():
         names = [words.pop(0)]
-    size = find_dashes(words) if takes_names(verb) else sum(map(len, group_words(words)))
+    if takes_names(verb):
+        words = ["follow=true" if word in FOLLOW else word for word in words]
+    groups = list(group_words(words, has_program=not takes_names(verb)))
+    size = sum(map(len, groups))
     words, tail = words[:size], tuple(words[size:])
     program = tail[tail[0] == "--" :] if tail else None
     if program == ():
         raise UsageError("nothing stands after `--`: give a program, as in `launch -- ./train --lr 3e-4`")
-    check_verbs(verb, words)
+    alone = [group[0] for group in groups if len(group) == 1]
     if takes_names(verb):
-        names = [word for word in words if "=" not in word and not word.startswith(("-", "~"))]
-        words = ["follow=true" if word in FOLLOW else word for word in words if word not in names]
+        names = [word for word in alone if "=" not in word and not word.startswith(("-", "~"))]
+        words = [word for group in groups for word in group if len(group) == 2 or word not in names]
+    else:
+        check_verbs(verb, alone)
     return Command(verb, tuple(words), tuple(names), program, tail)
 
 
-def find_dashes(words: Sequence[str]) -> int:
-    """Return where `--` stands, or the number of words."""
-    return words.index("--") if "--" in words else len(words)
+def group_words(argv: Sequence[str], *, has_program: bool = True) -> Iterator[tuple[str, ...]]:
+    """Give the words before the program: an option together with its value, any other word alone.
 
-
-def group_words(argv: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Give the words before the program: an option together with its value, any other word alone."""
+    Without a program, `--` ends them.
+    """
     at = 0
-    while at < len(argv) and not begins_program(argv[at : at + 2]):
+    while at < len(argv) and not (begins_program(argv[at : at + 2]) if has_program else argv[at] == "--"):
         size = 2 if takes_value(argv[at : at + 3]) else 1
         yield tuple(argv[at : at + size])
         at += size
@@ -109,7 +112,7 @@ def takes_value(words: Sequence[str]) -> bool:
 
 def check_verbs(verb: str, words: Sequence[str]) -> None:
     """Raise UsageError for a verb that does not stand first, and for a first word that is nearly one."""
-    late = next((word for word in words if word in VERBS and not takes_names(verb)), None)
+    late = next((word for word in words if word in VERBS), None)
     if late and verb in VERBS:
         raise UsageError(f"{verb} and {late} are two verbs: give one, as in `launch {late}`")
     if late:

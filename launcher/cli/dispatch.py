@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from launcher.cli.arguments import Command
 from launcher.cli.config_programs import name_files
 from launcher.cli.early_start import EarlyStart
-from launcher.cli.unused_settings import warn_elsewhere
-from launcher.cli.verbs import VerbCall, load_verb, takes_names
+from launcher.cli.unused_settings import warn_elsewhere, warn_unread
+from launcher.cli.verbs import VerbCall, load_verb, takes_names, takes_program
 from launcher.config.cluster import pet_overrides
 from launcher.config.composed import Composed, HydraSettings, resolve
 from launcher.config.composition_cache import compose_cached
@@ -50,6 +50,8 @@ def run_composed(
     """Do what the command line asks with a configuration; return the exit code, raise LaunchError."""
     for warning in composed.warnings:
         logger.warning(warning)
+    if takes_program(command.verb):
+        warn_unread(composed.sources, command.program or ())
     if command.verb == "run":
         from launcher.cli.run import run_job
 

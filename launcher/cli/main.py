@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from launcher.cli.arguments import Command, parse_command
 from launcher.cli.early_start import EarlyStart, start_early
+from launcher.config.search_path import check_here
 from launcher.errors import EXIT_DEFECT, EXIT_MACHINE, LaunchError
-from launcher.protocol import LAUNCH_RANK_PLAN
+from launcher.protocol import LAUNCH_RANK_PLAN, OWN_VARIABLES
 from launcher.text import leave, log_defect, log_error, set_up_logging
 
 
@@ -20,6 +21,8 @@ def main() -> None:
         from launcher.rank.interpreter_hook import leave_outer_rank
 
         leave_outer_rank(os.environ)
+    for name in OWN_VARIABLES:  # of an enclosing rank's launch; no rank of this one is to act on them
+        os.environ.pop(name, None)
     leave(run_guarded(sys.argv[1:]))
 
 
@@ -75,6 +78,7 @@ def run_command(command: Command, argv: Sequence[str]) -> int:
     """Do what a command line asks."""
     if (status := answer_about_launch(command)) is not None:
         return status
+    check_here()
     with start_early(command, os.environ) as early:
         return carry_out(command, argv, early)
 

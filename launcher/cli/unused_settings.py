@@ -1,18 +1,21 @@
 """Warns of settings that have no effect on a job, and of variables that overrule settings."""
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from launcher.config.cluster import Cluster
+from launcher.config.overrides import read_key
+from launcher.config.program import find_script
 from launcher.config.request import DEVICE_VARIABLES
 from launcher.config.schema import ClusterConfig, LaunchConfig
+from launcher.config.search_path import PRIMARY, Sources
 from launcher.plan.allocator import find_variable, parse_settings
 from launcher.plan.environment import is_kept
 from launcher.protocol import LAUNCH_GC, LAUNCH_NUM_WORKERS
-from launcher.runs.secrets import mask_variables
+from launcher.runs.secrets import mask_variables, mask_words
 from launcher.text import clean_text
 
 if TYPE_CHECKING:
@@ -27,6 +30,12 @@ OVERRULED = {
 """Variables of the user's, with the keys that they come over."""
 ANYWHERE = ("kind", "container")
 """Keys of `cluster` that are checked elsewhere: a container is refused if there is no srun."""
+
+
+MOST_TEXT = 1 << 20
+"""Bytes of a program in which its use of Hydra is looked for."""
+SETTINGS = frozenset(field.name for field in fields(LaunchConfig)) - {"model", "data", "program", "name"}
+"""Keys that are hardly an argument of a program that uses Hydra."""
 
 
 def warn_unused(config: LaunchConfig, cluster: Cluster, given: Collection[str]) -> None:
@@ -46,6 +55,29 @@ def warn_unused(config: LaunchConfig, cluster: Cluster, given: Collection[str]) 
             f"{', '.join(keys)} {verb} for SLURM, and this job runs here ({cluster.why}): set"
             f" cluster=slurm, or leave {them} out"
         )
+
+
+def warn_unread(sources: Sources, program: Sequence[str]) -> None:
+    """Say which words after a program look like settings, and which file looks like launch's configuration.
+
+    `conf/config.yaml` is Hydra's usual name: a program that uses Hydra has its own there.
+    """
+    script = Path(find_script(program))
+    words = [word for word in program[1:] if "=" in word and read_key(word).partition(".")[0] in SETTINGS]
+    if words:
+        stand = "stands" if len(words) == 1 else "stand"
+        logger.info(
+            f"{', '.join(mask_words(words))} {stand} after the program, which gets what stands there: write"
+            f" settings of launch before {script}"
+        )
+    if sources.primary != PRIMARY or (script.is_file() and b"hydra" in script.read_bytes()[:MOST_TEXT]):
+        return
+    for folder in dict.fromkeys((Path("conf"), script.parent / "conf")):
+        if (folder / "config.yaml").is_file() and not (folder / f"{PRIMARY}.yaml").exists():
+            logger.info(
+                f"{folder}/config.yaml is not read: launch reads {PRIMARY}.yaml and the groups in conf/ of"
+                " the working directory (--config-name and --config-path name others)"
+            )
 
 
 def warn_unforked(config: LaunchConfig, agent: str, given: Collection[str]) -> None:

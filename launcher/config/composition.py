@@ -1,11 +1,12 @@
 """Configuration by Hydra: overrides, composition, and errors that a user can act on."""
 
+import os
 import re
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -41,6 +42,7 @@ from launcher.config.suggestions import shorten_message, suggest, suggest_dotted
 from launcher.config.sweep_mode import mentions_hydra
 from launcher.config.yaml_files import MOST_BYTES, check_aliases, read_text
 from launcher.errors import UsageError
+from launcher.files import LARGEST
 
 FAILURES = (
     *(HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError),
@@ -48,6 +50,7 @@ FAILURES = (
     *(AssertionError, AttributeError, LookupError, TypeError),
 )
 """What Hydra raises for a user's mistake."""
+NOUNS = {int: "number", str: "text"}
 HARMLESS_PLUGINS = {"SearchPath", "HydraColorlogSearchPathPlugin"}
 """Plugins that add to Hydra's search path nothing that a composition of ours depends on."""
 OTHER_FOLDERS: ContextVar[tuple[Path, ...]] = ContextVar("OTHER_FOLDERS", default=())
@@ -99,6 +102,7 @@ class HydraValues:
             raise UsageError(
                 "the configuration does not build on launch_schema: put it first in its defaults"
             )
+        check_kind(LaunchConfig, config, "")
         if unknown:
             tree.run_dir = config.run_dir = None
         self.chosen = tree.run_dir
@@ -190,6 +194,28 @@ def compose(sources: Sources, overrides: Sequence[str], number: int | None = Non
         settings=settings,
         own_files=own_files,
     )
+
+
+def check_kind(kind: Any, value: object, key: str) -> None:  # noqa: ANN401 - an annotation of the schema
+    """Raise UsageError for what is no mapping or list where there has to be one.
+
+    OmegaConf does not check what `${…}` stands for in place of a mapping or list, nor lists in lists.
+    """
+    origin = getattr(kind, "__origin__", kind)
+    if is_dataclass(kind):
+        if type(value) is not kind:
+            raise UsageError(f"{key}={value}: give its keys, as in {key}.{fields(kind)[0].name}=…")
+        for item in fields(kind):
+            check_kind(item.type, getattr(value, item.name), f"{key}.{item.name}" if key else item.name)
+    elif origin is dict and not isinstance(value, dict):
+        raise UsageError(f"{key}={value}: give a mapping, as in {key}.NAME=…")
+    elif origin is list:
+        if not isinstance(value, list):
+            raise UsageError(f"{key}={value}: give a list, as in {key}=[…]")
+        (inner,) = kind.__args__
+        for number, entry in enumerate(value):
+            if not isinstance(entry, inner):
+                raise UsageError(f"{key}={value}: entry {number} is {entry}, give a {NOUNS[inner]}")
 
 
 def freeze_values(composed: Composed, mark: str) -> FrozenValues | None:
@@ -312,6 +338,12 @@ def explain_known(sources: Sources, error: BaseException) -> str:
     """Say what is wrong if the error itself tells, else nothing; raises UsageError for Hydra's settings."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return explain_missing_config(str(error.missing_cfg_file), error.options or ())
+    if isinstance(error, UnicodeDecodeError):
+        for file, content in sources.read_own_files(LARGEST):
+            try:
+                content.decode()
+            except UnicodeDecodeError as bad:
+                return f"{os.path.relpath(file)} is not UTF-8 (byte {bad.start}): save it as UTF-8"
     if isinstance(error, RecursionError):
         path = sources.find_file(sources.primary)
         return (

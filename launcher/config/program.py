@@ -6,9 +6,11 @@ import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from importlib.machinery import PathFinder
+from difflib import get_close_matches
+from importlib.machinery import ModuleSpec, PathFinder
 from itertools import dropwhile
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
 from launcher.errors import UsageError
@@ -164,20 +166,54 @@ def describe_interpreter(argv: Sequence[str]) -> str:
 
 
 def check_module(names: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Raise UsageError if the top-level package of a module cannot be found; nothing is imported."""
+    """Raise UsageError for a module that `python -m` would not find, with the nearest; nothing is imported.
+
+    What a package that changes its `__path__` holds is not known before it is imported.
+    """
     if not names:
         raise UsageError("-m needs a module: `launch -- -m package.module`")
-    top = names[0].partition(".")[0]
-    folders = [os.getcwd(), *environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]  # noqa: PTH109
-    finders = [finder for finder in sys.meta_path if finder is not PathFinder]
+    entries = [os.getcwd(), *environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]  # noqa: PTH109
+    folders = [entry for entry in entries if entry]
+    parts = names[0].split(".")
+    for number, part in enumerate(parts):
+        name = ".".join(parts[: number + 1])
+        spec = _find_module(part, folders, everywhere=number == 0)
+        if spec is None:
+            near = suggest_module(parts[:number], part, folders[: None if number else 1])
+            near = near or ": install it, or start from its folder"
+            raise UsageError(f"no module {name!r} here or in this Python{near}")
+        if spec.submodule_search_locations is None:
+            if number + 1 < len(parts):
+                raise UsageError(f"no module {names[0]!r}: {name} is a module and no package ({spec.origin})")
+            return
+        if spec.origin is None:  # a namespace, whose own list can be read only once its parent is imported
+            folders = [f"{folder}/{part}" for folder in folders if Path(folder, part).is_dir()]
+            continue
+        folders = list(spec.submodule_search_locations)
+        if b"__path__" in Path(spec.origin).read_bytes():
+            return
+    if _find_module("__main__", folders) is None:
+        near = suggest_module(parts, "", folders) or ": name a module in it"
+        raise UsageError(f"{names[0]} is a package without a __main__.py{near}")
+
+
+def _find_module(name: str, folders: Sequence[str], *, everywhere: bool = False) -> ModuleSpec | None:
+    """Return a module's spec by the last part of its name; from finders of packages too if `everywhere`."""
+    finders = [finder for finder in sys.meta_path if everywhere and finder is not PathFinder]
     try:
-        found = PathFinder.find_spec(top, [folder for folder in folders if folder]) or any(
-            finder.find_spec(top, None) for finder in finders
-        )
+        found = PathFinder.find_spec(name, folders)
+        return found or next((spec for finder in finders if (spec := finder.find_spec(name, None))), None)
     except (ImportError, ValueError):
-        found = None
-    if not found:
-        raise UsageError(f"no module {top!r} here or in this Python: install it, or start from its folder")
+        return None
+
+
+def suggest_module(package: Sequence[str], name: str, folders: Sequence[str]) -> str:
+    """Return `: did you mean …?` for a module that is not in a package; empty if there is nothing like it."""
+    names = [found.name for found in iter_modules(folders)]
+    few = names if package and len(names) < 10 else []
+    near = get_close_matches(name, names, n=1, cutoff=0.6) or few
+    dotted = " or ".join(".".join([*package, each]) for each in near)
+    return f": did you mean {dotted}?" if near else ""
 
 
 def check_script(script: Path) -> None:

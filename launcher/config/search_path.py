@@ -117,7 +117,6 @@ def find_sources(config_path: str | None, config_dir: str | None, primary: str |
 
     Raises UsageError for a folder that was named and is not there, or that cannot be read.
     """
-    check_here()
     own = Path(config_path or "conf").absolute()
     last = [Path(config_dir).absolute()] if config_dir else []
     for folder in ([own] if config_path else []) + last:

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from launcher.config.agent_choice import AGENTS
@@ -176,9 +177,11 @@ def check_own_machine(context: Context) -> None:
     """Refuse a run with a snapshot: its plan has to be that of the machine it runs on."""
     snapshot = context.config.machine.snapshot
     if snapshot and not context.config.dry_run:
+        is_option = "machine" in context.given
+        given = f"machine={Path(snapshot).stem}" if is_option else f"machine.snapshot={snapshot}"
         raise UsageError(
-            f"machine.snapshot={snapshot} is another machine, and a run reads the one that it "
-            "is on: leave out machine=…, or see the other's plan with `launch plan` or dry_run=true"
+            f"{given} describes a machine, which can be planned for and not run on: see the plan with"
+            " `launch plan` or dry_run=true, or leave it out to run on this machine"
         )
 
 

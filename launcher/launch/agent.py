@@ -90,7 +90,7 @@ def check_open_files() -> None:
     wanted = DEFAULT_FILES if hard == RLIM_INFINITY else min(hard, DEFAULT_FILES)
     if wanted < MIN_FILES:
         raise MachineError(
-            f"this process may open {hard} files, and torchrun's agent needs {MIN_FILES}: raise the hard"
+            f"this process may open {hard} files, and a job needs {MIN_FILES}: raise the hard"
             " limit (`ulimit -Hn`, limits.conf, docker --ulimit nofile=1048576, LimitNOFILE of slurmd)"
         )
     if soft != RLIM_INFINITY and soft < wanted:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ CLOSING = re.compile(r"Sending process (\d+) closing signal")
 SIGNAL_HINTS = {
     signal.SIGTERM: "from outside",
     signal.SIGKILL: "probably out of memory: see `dmesg`, and the job's memory limit",
+    signal.SIGXCPU: "its CPU time is used up: `ulimit -t`, limits.conf",
     signal.SIGBUS: "a bus error: often /dev/shm is full",
     signal.SIGSEGV: "a crash in native code: PYTHONFAULTHANDLER=1 shows where",
     signal.SIGABRT: "aborted: often a CUDA assertion, or a collective that ran into its timeout",
@@ -39,6 +41,9 @@ def describe_exit(exitcode: int, memory: str = "") -> str:
     except ValueError:
         return f"was killed by signal {-exitcode}"
     hint = memory or SIGNAL_HINTS.get(number)
+    seconds = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    if number == signal.SIGKILL and not memory and seconds != resource.RLIM_INFINITY:
+        hint = f"after {seconds} s of CPU time (`ulimit -t`), or for want of memory: see `dmesg`"
     return f"was killed by {number.name} (signal {number:d})" + (f", {hint}" if hint else "")
 
 

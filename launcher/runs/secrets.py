@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 SECRET = re.compile(
-    r"(?i)token(?!iz|s)|secret|passw|passphrase|(?<![a-z])pass(?![a-z])|credential|signature"
+    r"(?i)token(?!iz|s)|secret|passw|passphrase|(?<![a-z])(?:pass|pw|creds?)(?![a-z])|credential|signature"
     r"|api_?-?key|access_?-?key|private_?-?key|[_.-]key\b|auth(?!or(?!iz))"
     r"|webhook|notify(?:\.|=\{.{0,200}?)(?:ping_)?url\b"
 )

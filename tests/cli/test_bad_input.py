@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import LAUNCH, Result, clean_environ, drop_powers, run_inside, run_outside
+from tests.conftest import LAUNCH, Result, drop_powers, in_shell, run_inside, run_outside
 
 Launch = Callable[..., Result]
 DRY = "dry_run=true"
@@ -181,22 +181,6 @@ def test_a_port_in_use(launch: Launch, here: Path) -> None:
                 3, f"port {port} of this host is not free", "rdzv_endpoint"
             )
     assert launch(f"rdzv_endpoint=localhost:{port}", DRY, "--", "true").code == 0
-
-
-def in_shell(line: str, cwd: Path, **variables: str) -> Result:
-    """Run a line of bash in which $LAUNCH is `launch`."""
-    import shlex
-
-    script = f'set -o pipefail; launch() {{ {shlex.join(LAUNCH)} "$@"; }}; {line}'
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=cwd,
-        env={**clean_environ(), **variables},
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
-    return Result(done.returncode, done.stdout.decode(), done.stderr.decode(errors="replace"))
 
 
 def test_a_working_directory_that_is_gone(here: Path) -> None:

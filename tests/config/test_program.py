@@ -132,7 +132,10 @@ def test_what_is_no_program(words: list[str], message: str) -> None:
 @given(st.lists(st.text(), max_size=5))
 def test_arguments_stay_as_they_are(arguments: list[str]) -> None:
     assert resolve_program([PYTHON, *arguments], ENVIRON) == (PYTHON, *arguments)
-    assert resolve_program(["-m", "json", *arguments], os.environ) == (PYTHON, "-m", "json", *arguments)
+    assert resolve_program(["-m", "json.tool", *arguments], os.environ) == (
+        *(PYTHON, "-m", "json.tool"),
+        *arguments,
+    )
 
 
 def test_a_configured_program_has_an_option_for_each_key() -> None:

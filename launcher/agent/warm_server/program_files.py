@@ -4,6 +4,7 @@ import os
 import stat
 import sys
 from collections.abc import Sequence
+from importlib.machinery import all_suffixes
 from zipfile import BadZipFile, ZipFile, is_zipfile
 
 from launcher.agent.environ_writes import list_written_variables
@@ -11,6 +12,8 @@ from launcher.agent.python_program import PythonProgram
 
 MAX_SOURCE = 1 << 24
 """Bytes of a program's file that is read."""
+SUFFIXES = tuple(all_suffixes())
+"""Endings of modules' files."""
 FileState = tuple[int, int, int]
 
 
@@ -53,7 +56,7 @@ class ProgramFiles:
         return "" if getattr(sys.flags, "safe_path", False) else os.path.dirname(os.path.realpath(name))
 
     def list_own_modules(self) -> set[str]:
-        """Return the names of top-level modules in the program's own folder, or archive."""
+        """Return the names of top-level modules and folders in the program's own folder, or archive."""
         folder = self.find_folder()
         try:
             entries = (
@@ -61,7 +64,8 @@ class ProgramFiles:
             )
         except (OSError, BadZipFile):
             return set()
-        return {entry.partition("/")[0].partition(".")[0] for entry in entries}
+        names = {entry.partition("/")[0] for entry in entries}
+        return {name.partition(".")[0] for name in names if "." not in name or name.endswith(SUFFIXES)}
 
 
 def find_module_file(name: str, path: Sequence[str]) -> str:

@@ -1,0 +1,49 @@
+"""What a newcomer stumbles over, as real runs: the words that say so, and what the program gets."""
+
+import json
+import sys
+from pathlib import Path
+
+from tests.conftest import in_shell, run_outside
+
+PROGRAM = """\
+import json, sys
+print(json.dumps(sys.argv[1:]))
+"""
+
+
+def test_odd_words_and_surroundings(here: Path) -> None:
+    """Keys after the program, Hydra's usual file, secrets, left variables, a file named as a module."""
+    (here / "train.py").write_text("import torch\n" + PROGRAM)
+    (here / "conf").mkdir()
+    (here / "conf/config.yaml").write_text("lr: 3\n")
+    (here / "asyncio.base_events.cover").touch()
+    words = ["lr=3", "nproc_per_node=2", "--pw", "hidden-one", "--cred", "hidden-two"]
+    left = {"LAUNCH_WARM": "nonsense", "LAUNCH_TERMINAL": "nonsense"}
+    result = run_outside(["nproc_per_node=1", "name=odd", "train.py", *words], here, left)
+    assert (result.code, json.loads(result.out.splitlines()[-1])) == (0, words), result
+    assert "launch: nproc_per_node=2 stands after the program" in result.err
+    assert "launch: conf/config.yaml is not read: launch reads launch.yaml" in result.err
+    for word in ("lr=3 ", "terminal", "warm process", "asyncio", "by exec"):
+        assert word not in result.err
+    (run,) = (here / "runs/odd").iterdir()
+    assert (run / "manifest.json").is_file()
+    for file in (
+        each for each in run.rglob("*") if each.is_file() and not each.name.startswith("rank-0.out")
+    ):
+        assert b"hidden-" not in file.read_bytes(), file
+
+    (here / "train.py").write_text("# by hydra.main\n" + PROGRAM)
+    result = run_outside(["nproc_per_node=1", "train.py", "lr=3", "model=x"], here)
+    assert result.code == 0 and "is not read" not in result.err and "after the program" not in result.err
+
+
+def test_limits_of_the_shell(here: Path) -> None:
+    result = in_shell("ulimit -n 12; launch nproc_per_node=1 -- true", here)
+    assert result.code == 3 and "may open 12 files" in result.err and "torchrun" not in result.err
+    spin = f"{sys.executable} -c 'while True: pass'"
+    result = in_shell(f"ulimit -t 3; launch nproc_per_node=1 -- {spin}", here)
+    assert result.code == 137 and "after 3 s of CPU time" in result.err, result
+    (here / "train.py").write_text("")
+    result = in_shell("mkdir gone; cd gone; rmdir ../gone; launch nproc_per_node=1 $OLDPWD/train.py", here)
+    result.assert_error(2, "the working directory is gone")
