@@ -47,12 +47,13 @@ def describe_bundled(
     ):
         parallel = replace(parallel, framework=framework)
     precision = "mixed" if computes_bf16(options, ranks) else "fp32"
-    recomputes = options.get("activation_checkpointing") is True
+    recompute = options.get("activation_checkpointing") or "none"
+    recompute = "full" if recompute is True else str(recompute)
     accumulation = AUTO if fit.global_batch else read_program_option(options, "grad_accumulation", 1)
     fit = replace(
         fit,
         precision=choose(fit.precision, precision),
-        checkpointing=choose(fit.checkpointing, "full" if recomputes else "none"),
+        checkpointing=choose(fit.checkpointing, recompute),
         micro_batch=choose(fit.micro_batch, read_program_option(options, "batch_size", DEFAULT_BATCH)),
         accumulation=choose(fit.accumulation, accumulation),
         seq_len=choose(fit.seq_len, read_program_option(options, "seq_len", choose_seq_len(model))),

@@ -37,8 +37,16 @@ def find_program(
     """Return the program's argv, given or configured; raises UsageError if it cannot be run."""
     if argv is None:
         check_bundled(config)
-        argv = render_program(config.program, {"model": config.model, "data": config.data})
+        argv = render_program(spell_options(config.program), {"model": config.model, "data": config.data})
     return resolve_program(argv, environ)
+
+
+def spell_options(program: Mapping[str, object]) -> Mapping[str, object]:
+    """Return a program's section, the bundled program's as it wants it: true and false are words there."""
+    recompute = program.get("activation_checkpointing")
+    if program.get("command") != list(BUNDLED) or not isinstance(recompute, bool):
+        return program
+    return {**program, "activation_checkpointing": "full" if recompute else "none"}
 
 
 def check_bundled(config: "LaunchConfig") -> None:

@@ -12,6 +12,8 @@ from launcher.fit.rank_parameters import RankParameters, divide_up
 from launcher.fit.state_memory import StateMemory, estimate_states
 
 FP32 = 4
+CHUNK = 2048
+"""Tokens whose logits exist at a time, as in launcher/programs/chunked_loss.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,11 @@ class ProgramTensors:
     stream: int
     """The residual stream of a micro-batch."""
     outer: int
-    """Tokens, rotary angles, input and result of the final norm, the output layer's 16-bit copy."""
-    logits: int
-    """One fp32 number for each logit."""
+    """Tokens, rotary angles, input of the final norm, and the gradient of its result."""
+    loss: int
+    """Of the chunked loss at its peak, with the table's gradient: see launcher/programs/chunked_loss.py."""
+    table_gradient: int
+    """That is made with the loss and waits for the backward pass."""
     width: int
     """Bytes of a number in the computation."""
     block_parameters: int
@@ -139,7 +143,14 @@ def measure_tensors(request: FitRequest, parameters: RankParameters) -> ProgramT
     states = estimate_states(request, parameters)
     replicas = layout.dp * layout.cp
     angles = settings.seq_len * model.head_width * FP32 if model.position == "rope" else 0
-    outer = residual + tokens * (width * model.hidden_size + 16) + angles + (2 * table if autocast else 0)
+    outer = residual + tokens * (width * model.hidden_size + 16) + angles
+    chunk, several = min(tokens, CHUNK) * model.vocab_size, tokens > CHUNK
+    waiting = (FP32 if several else width) * table
+    before = 0 if not several else waiting if tokens > 2 * CHUNK else width * table
+    loss = max(2 * FP32 * chunk + before, width * chunk + waiting + width * table * several)
+    loss += tokens * stream * model.hidden_size + (
+        2 * table + tokens * 2 * model.hidden_size if autocast else 0
+    )
     query = tokens * model.heads * model.head_width
     return ProgramTensors(
         states=states,
@@ -148,13 +159,14 @@ def measure_tensors(request: FitRequest, parameters: RankParameters) -> ProgramT
         shards=min(replicas, layout.shard_size or replicas) if sharded else 1,
         held=count_held(request, parameters, states),
         block=block,
-        stored=residual if settings.checkpointing == "full" else block,
+        stored=count_stored(request, block, residual),
         copies=copies,
         working=round(tokens * count_working(request, width, stream)),
         attention_kernel=(FP32 + (2 * width if model.heads != model.kv_heads else 0)) * query,
         stream=residual,
         outer=outer,
-        logits=FP32 * tokens * model.vocab_size,
+        loss=loss,
+        table_gradient=waiting,
         width=width,
         block_parameters=parameters.largest_layer,
         matrices=matrices,
@@ -166,6 +178,23 @@ def measure_tensors(request: FitRequest, parameters: RankParameters) -> ProgramT
     )
 
 
+def count_stored(request: FitRequest, block: int, residual: int) -> int:
+    """Count the bytes that one block keeps between forward and backward.
+
+    With selective checkpointing the results of matrices and of attention, and the block's input.
+    """
+    model, settings = request.model, request.settings
+    if settings.checkpointing == "none":
+        return block
+    if settings.checkpointing == "full":
+        return residual
+    width = FP32 if settings.precision == "fp32" else 2
+    query, key = model.heads * model.head_width, model.kv_heads * model.head_width
+    inner = (2 if model.mlp == "swiglu" else 1) * model.intermediate_size
+    each = width * (2 * query + 2 * key + 2 * model.hidden_size + inner) + 4 * model.heads
+    return residual + settings.micro_batch * settings.seq_len * each
+
+
 def count_held(request: FitRequest, parameters: RankParameters, states: StateMemory) -> int:
     """Give the bytes of gradients that exist in the forward pass.
 
@@ -174,14 +203,14 @@ def count_held(request: FitRequest, parameters: RankParameters, states: StateMem
     """
     replicas, accumulates = request.layout.dp * request.layout.cp, request.settings.accumulation > 1
     if request.settings.framework == "fsdp":
-        return FP32 * parameters.total if accumulates else 0
+        return states.gradients if accumulates else 0
     return states.gradients * ((replicas > 1) + accumulates)
 
 
 def list_bundled_moments(request: FitRequest, parameters: RankParameters) -> tuple[Moment, ...]:
     """List the moments at which the bundled program's memory can be at its peak."""
     tensors = measure_tensors(request, parameters)
-    forward = (describe_forward(tensors), describe_loss(tensors))
+    forward = (describe_forward(tensors),)
     if tensors.sharded:
         return (*forward, *list_sharded_backward(tensors))
     return (*forward, *list_replicated_backward(tensors))
@@ -218,26 +247,13 @@ def count_root(tensors: ProgramTensors) -> int:
 
 def describe_forward(tensors: ProgramTensors) -> Moment:
     """Describe the end of the forward pass, where autocast still holds its copies of all weights."""
-    copies = tensors.layers * tensors.copies if tensors.stored == tensors.stream else 0
-    unsharded = 2 * tensors.width * tensors.block_parameters if tensors.sharded else 0
+    copies = tensors.layers * tensors.copies if tensors.stored != tensors.block else 0
     return make_moment(
         tensors,
         "end of the forward pass",
         gradients=tensors.held,
         activations=tensors.layers * tensors.stored + tensors.outer + copies,
-        logits=tensors.logits * tensors.width / FP32,
-        communication=count_root(tensors) + unsharded,
-    )
-
-
-def describe_loss(tensors: ProgramTensors) -> Moment:
-    """Describe the loss's backward: log-probabilities and two gradients of the logits, each in fp32."""
-    return make_moment(
-        tensors,
-        "backward of the loss",
-        gradients=tensors.held,
-        activations=tensors.layers * tensors.stored + tensors.outer,
-        logits=3 * tensors.logits,
+        logits=tensors.loss,
         communication=count_root(tensors),
     )
 
@@ -253,7 +269,7 @@ def list_replicated_backward(tensors: ProgramTensors) -> tuple[Moment, ...]:
     both = table + (2 * tensors.table if tensors.copies else 0)
     waiting = table if tensors.tied or not bucketed else 0
     matrix = (FP32 + (2 if tensors.copies else 0)) * tensors.inner_matrix
-    again = tensors.block - tensors.stream if tensors.stored == tensors.stream else 0
+    again = tensors.block - tensors.stored
     inside = tensors.working + matrix
     everything = tensors.states.gradients
     early = max(0, everything - FP32 * (tensors.block_parameters + (0 if tensors.tied else tensors.table)))

@@ -50,7 +50,6 @@ def is_bundled(request: FitRequest) -> bool:
         and layout.tp == layout.pp == layout.cp == layout.ep == 1
         and (settings.framework, layout.zero) in (("ddp", 0), ("fsdp", 3))
         and settings.precision in ("fp32", "mixed")
-        and settings.checkpointing in ("none", "full")
         and settings.offload == "none"
         and plain
         and model.experts is None

@@ -99,4 +99,8 @@ def describe_batch(config: Config, world_size: int) -> str:
 
 def describe_recompute(config: Config) -> str:
     """Say that tflops and mfu differ if activations are recomputed."""
-    return "; tflops count recomputation, mfu does not" if config.train.activation_checkpointing else ""
+    return (
+        "; tflops count recomputation, mfu does not"
+        if config.train.activation_checkpointing == "full"
+        else ""
+    )

@@ -107,11 +107,12 @@ def autocast(parallelism: Parallelism, device: torch.device) -> contextlib.Abstr
 
 
 def hold_gradients(module: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[object]:
-    """Give the context of a micro-step: gradients cross the ranks on the last one alone."""
-    set_sync, no_sync = getattr(module, "set_requires_gradient_sync", None), getattr(module, "no_sync", None)
-    if set_sync is not None:  # FSDP2
-        set_sync(last)
-    elif no_sync is not None and not last:  # DDP
-        context: contextlib.AbstractContextManager[object] = no_sync()
-        return context
-    return contextlib.nullcontext()
+    """Give the context of a micro-step: DDP's gradients cross the ranks on the last one alone.
+
+    FSDP's are reduced on each: else every rank would keep whole ones, of 26 GiB for 7 billion parameters.
+    """
+    no_sync = getattr(module, "no_sync", None)
+    context: contextlib.AbstractContextManager[object] = (
+        no_sync() if no_sync is not None and not last else contextlib.nullcontext()
+    )
+    return context

@@ -39,7 +39,13 @@ class TrainConfig:
     device: str = option("auto", "where to compute", "auto", "cpu", "cuda")
     dtype: str = option("auto", "of the computation; weights stay fp32", "auto", "bf16", "fp32")
     parallel: str = option("auto", "auto: ddp if the training state fits a device", "auto", "ddp", "fsdp")
-    activation_checkpointing: bool = option(False, "keep one activation a block, recompute the others")
+    activation_checkpointing: str = option(
+        "none",
+        "what backward computes again: full is all of a block, selective all but products and attention",
+        "none",
+        "selective",
+        "full",
+    )
     compile: bool = option(False, "torch.compile each block")
     num_workers: int | None = option(None, "DataLoader workers for each rank; at most 2 of the CPUs if none")
     log_every: int = option(10, "steps between log lines")

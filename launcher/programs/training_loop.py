@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -87,7 +86,7 @@ class Trainer:
 
     def make_meter(self) -> SpeedMeter:
         """Make the meter of tokens/s, TFLOPS and MFU."""
-        recompute = self.config.train.activation_checkpointing
+        recompute = self.config.train.activation_checkpointing == "full"
         world_size = self.setup.ranks.world_size
         return SpeedMeter(self.config.model, self.config.seq_len, recompute, world_size, self.setup.peak)
 
@@ -129,8 +128,8 @@ class Trainer:
         # Bytes cross to the device, an eighth of what token numbers take.
         tokens = batch.to(self.setup.device, non_blocking=True).long()
         with autocast(self.setup.parallelism, self.setup.device):
-            logits = self.state.module(tokens[:, :-1])
-        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            loss: Tensor = self.state.module(tokens[:, :-1], tokens[:, 1:])
+        return loss
 
     def log(self, step: int, loss: Tensor, meter: SpeedMeter) -> None:
         """Print the line of a step; progress displays parse it."""

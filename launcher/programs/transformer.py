@@ -1,12 +1,19 @@
 """A decoder-only transformer in plain PyTorch: LLaMA's architecture, with switches for GPT-2's."""
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
+from launcher.programs.chunked_loss import compute_chunked_loss
 from launcher.programs.dimensions import ModelConfig
 
 INIT_STD = 0.02
@@ -90,10 +97,26 @@ class GeluMlp(nn.Module):
         return out
 
 
+KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+"""What selective checkpointing keeps the results of: matrix products and attention. The rest is cheap."""
+
+
+def keep_products(_: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    """Tell selective checkpointing what to keep."""
+    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 class Block(nn.Module):
     """One pre-norm transformer block."""
 
-    def __init__(self, config: ModelConfig, *, recompute: bool) -> None:
+    def __init__(self, config: ModelConfig, *, recompute: str) -> None:
         super().__init__()
         self.recompute = recompute
         self.attention_norm, self.mlp_norm = make_norm(config), make_norm(config)
@@ -107,18 +130,20 @@ class Block(nn.Module):
         return out
 
     def forward(self, x: Tensor, rotations: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Compute, keeping the input alone for backward if activations are recomputed."""
-        if not self.recompute:
+        """Compute; what is not kept for backward is computed again then."""
+        if self.recompute == "none":
             return self.compute(x, rotations)
+        keep = partial(create_selective_checkpoint_contexts, keep_products)
+        context = keep if self.recompute == "selective" else noop_context_fn
         # Inside the block rather than around it: FSDP's hooks and torch.compile then see one module.
-        out: Tensor = checkpoint(self.compute, x, rotations, use_reentrant=False)
+        out: Tensor = checkpoint(self.compute, x, rotations, use_reentrant=False, context_fn=context)
         return out
 
 
 class Transformer(nn.Module):
-    """The language model: token numbers (batch, tokens) to logits (batch, tokens, vocab_size)."""
+    """The language model: token numbers (batch, tokens) to the loss, or to logits (…, vocab_size)."""
 
-    def __init__(self, config: ModelConfig, *, recompute: bool = False) -> None:
+    def __init__(self, config: ModelConfig, *, recompute: str = "none") -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -130,8 +155,8 @@ class Transformer(nn.Module):
         tied = config.tied_embeddings
         self.head = None if tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Give the logits of the next token at each position."""
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Give the mean cross-entropy of the targets, in nats a token; without them the logits."""
         length = tokens.shape[1]
         x = self.embedding(tokens)
         rotations = None
@@ -142,8 +167,8 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x, rotations)
         x = self.norm(x)
-        logits: Tensor = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
-        return logits
+        table = self.embedding.weight if self.head is None else self.head.weight
+        return F.linear(x, table) if targets is None else compute_chunked_loss(x, table, targets)
 
 
 @torch.no_grad()

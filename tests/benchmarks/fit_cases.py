@@ -19,7 +19,7 @@ class FitCase:
     batch: int
     seq_len: int
     bf16: bool = True
-    recompute: bool = False
+    checkpointing: str = "none"
     optimizer: str = "adamw"
     accumulation: int = 1
 
@@ -32,7 +32,7 @@ class FitCase:
             f"{self.batch} x {self.seq_len}",
             "bf16" if self.bf16 else "fp32",
         ]
-        words += ["checkpointing"] if self.recompute else []
+        words += [f"checkpointing {self.checkpointing}"] if self.checkpointing != "none" else []
         words += [self.optimizer] if self.optimizer != "adamw" else []
         words += [f"{self.accumulation} micro-steps"] if self.accumulation > 1 else []
         return ", ".join(words)
@@ -85,15 +85,15 @@ MODELS = {
 GRID = (
     FitCase("gpt2", "none", 1, 8, 1024),
     FitCase("gpt2", "ddp", 8, 32, 1024),
-    FitCase("gpt2", "ddp", 8, 32, 1024, recompute=True),
+    FitCase("gpt2", "ddp", 8, 32, 1024, checkpointing="full"),
     FitCase("gpt2", "none", 1, 8, 1024, bf16=False),
     FitCase("gpt2", "fsdp", 8, 16, 1024),
     FitCase("llama350m", "none", 1, 4, 2048),
     FitCase("llama350m", "none", 1, 1, 512),
     FitCase("llama350m", "ddp", 8, 4, 2048),
-    FitCase("llama350m", "ddp", 8, 8, 2048, recompute=True),
+    FitCase("llama350m", "ddp", 8, 8, 2048, checkpointing="full"),
     FitCase("llama350m", "ddp", 8, 2, 2048, bf16=False),
-    FitCase("llama350m", "ddp", 8, 4, 2048, bf16=False, recompute=True),
+    FitCase("llama350m", "ddp", 8, 4, 2048, bf16=False, checkpointing="full"),
     FitCase("llama350m", "none", 1, 1, 1024, accumulation=4),
     FitCase("llama350m", "ddp", 8, 4, 2048, accumulation=2),
     FitCase("llama350m", "fsdp", 8, 4, 2048, accumulation=2),
@@ -101,25 +101,33 @@ GRID = (
     FitCase("llama350m", "none", 1, 1, 1024, optimizer="muon"),
     FitCase("llama350m", "fsdp", 8, 8, 2048, bf16=False),
     FitCase("llama1b", "none", 1, 1, 2048),
-    FitCase("llama1b", "ddp", 8, 2, 4096, recompute=True),
+    FitCase("llama1b", "ddp", 8, 2, 4096, checkpointing="full"),
     FitCase("llama1b", "fsdp", 8, 4, 2048),
-    FitCase("llama1b", "fsdp", 16, 4, 4096, recompute=True),
+    FitCase("llama1b", "fsdp", 16, 4, 4096, checkpointing="full"),
     FitCase("llama1b", "ddp", 8, 1, 2048, bf16=False),
-    FitCase("llama7b", "ddp", 8, 1, 2048, recompute=True),
+    FitCase("llama7b", "ddp", 8, 1, 2048, checkpointing="full"),
     FitCase("llama7b", "fsdp", 8, 1, 2048),
     FitCase("llama7b", "fsdp", 64, 2, 4096),
-    FitCase("llama7b", "fsdp", 64, 8, 4096, recompute=True),
+    FitCase("llama7b", "fsdp", 64, 8, 4096, checkpointing="full"),
     FitCase("llama7b", "fsdp", 16, 1, 4096, optimizer="sgd"),
-    FitCase("llama3_8b", "fsdp", 32, 1, 8192, recompute=True),
+    FitCase("llama3_8b", "fsdp", 32, 1, 8192, checkpointing="full"),
     FitCase("llama3_8b", "fsdp", 64, 1, 4096),
     FitCase("llama13b", "fsdp", 32, 1, 4096),
-    FitCase("llama13b", "fsdp", 32, 4, 4096, recompute=True),
-    FitCase("llama70b", "fsdp", 256, 1, 4096, recompute=True),
+    FitCase("llama13b", "fsdp", 32, 4, 4096, checkpointing="full"),
+    FitCase("llama70b", "fsdp", 256, 1, 4096, checkpointing="full"),
+    FitCase("gpt2", "ddp", 8, 32, 1024, checkpointing="selective"),
+    FitCase("llama350m", "fsdp", 8, 8, 2048, checkpointing="selective"),
+    FitCase("llama350m", "ddp", 8, 4, 2048, bf16=False, checkpointing="selective"),
+    FitCase("llama7b", "fsdp", 32, 4, 4096, checkpointing="selective"),
+    FitCase("llama7b", "fsdp", 8, 6, 2048, checkpointing="selective", accumulation=4),
+    FitCase("llama3_8b", "fsdp", 8, 1, 8192, checkpointing="selective"),
+    FitCase("llama3_8b", "fsdp", 8, 1, 8192),
 )
 FEW = (
     FitCase("small", "ddp", 8, 8, 512),
     FitCase("small", "none", 1, 1, 128),
-    FitCase("small", "fsdp", 4, 8, 512, recompute=True),
+    FitCase("small", "fsdp", 4, 8, 512, checkpointing="full"),
+    FitCase("small", "fsdp", 4, 8, 512, checkpointing="selective", accumulation=2),
 )
 """A few that an ordinary test can afford."""
 
@@ -131,7 +139,7 @@ def make_request(case: FitCase) -> FitRequest:
         framework="fsdp" if sharded else "ddp",
         precision="mixed" if case.bf16 else "fp32",
         optimizer=case.optimizer,
-        checkpointing="full" if case.recompute else "none",
+        checkpointing=case.checkpointing,
         micro_batch=case.batch,
         accumulation=case.accumulation,
         seq_len=case.seq_len,

@@ -52,7 +52,7 @@ def describe_case(case: FitCase) -> dict[str, object]:
         "batch": case.batch,
         "seq_len": case.seq_len,
         "bf16": case.bf16,
-        "recompute": case.recompute,
+        "checkpointing": case.checkpointing,
         "optimizer": case.optimizer,
         "accumulation": case.accumulation,
     }

@@ -162,14 +162,14 @@ def make_trainer(case: dict[str, Any], model: ModelConfig) -> Trainer:
     """Build the model, its wrapper and the optimizer, as launcher.programs.training does."""
     parallelism = Parallelism(case["parallel"], case["bf16"])
     with DEVICE:
-        bare = Transformer(model, recompute=case["recompute"])
+        bare = Transformer(model, recompute=case["checkpointing"])
     if case["parallel"] == "fsdp":
         shard_model(bare, DEVICE, bf16=case["bf16"])
     module = wrap_fake_ddp(bare) if case["parallel"] == "ddp" else bare
     train = TrainConfig(
         batch_size=case["batch"],
         seq_len=case["seq_len"],
-        activation_checkpointing=case["recompute"],
+        activation_checkpointing=case["checkpointing"],
         grad_accumulation=case["accumulation"],
     )
     setup = ComputeSetup(

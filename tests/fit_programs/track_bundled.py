@@ -6,7 +6,6 @@ Prints the peak in bytes on the CPU. It knows nothing of `launch fit`.
 import sys
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -17,12 +16,13 @@ from launcher.programs.transformer import Transformer
 
 
 def compute_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    logits = model(tokens[:, :-1])
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+    loss: torch.Tensor = model(tokens[:, :-1], tokens[:, 1:])
+    return loss
 
 
 def main() -> None:
-    batch, length, recompute = int(sys.argv[1]), int(sys.argv[2]), "recompute" in sys.argv
+    batch, length = int(sys.argv[1]), int(sys.argv[2])
+    recompute = "full" if "recompute" in sys.argv else "none"
     with FakeTensorMode(), (tracker := MemTracker()):
         model = Transformer(ModelConfig(), recompute=recompute)
         optimizer = make_optimizer(model, 1e-3, 0.1)

@@ -1,7 +1,10 @@
 """Properties that a decoder-only transformer has whatever its weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from launcher.programs.dimensions import ModelConfig
 from launcher.programs.transformer import Transformer, initialise, make_rotations, rotate
@@ -10,7 +13,7 @@ GPT2 = ModelConfig(norm="layernorm", mlp="gelu", position="learned", bias=True, 
 GROUPED = ModelConfig(heads=4, kv_heads=2, tied_embeddings=False)
 
 
-def build(config: ModelConfig, *, recompute: bool = False) -> Transformer:
+def build(config: ModelConfig, *, recompute: str = "none") -> Transformer:
     model = Transformer(config, recompute=recompute)
     initialise(model, torch.Generator().manual_seed(7))
     return model
@@ -56,14 +59,25 @@ def test_order_matters_without_learned_positions() -> None:
     assert not torch.allclose(logits[0, -1], logits[1, -1])
 
 
-def test_recomputed_activations_give_the_same_gradients() -> None:
-    tokens = torch.randint(0, 256, (2, 24))
-    kept, recomputed = build(GROUPED), build(GROUPED, recompute=True)
-    for model in (kept, recomputed):
-        model(tokens).square().mean().backward()
-    for one, other in zip(kept.parameters(), recomputed.parameters(), strict=True):
-        assert one.grad is not None and other.grad is not None
-        torch.testing.assert_close(one.grad, other.grad)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_chunks_and_recomputed_activations_give_the_same_gradients(
+    monkeypatch: pytest.MonkeyPatch, tied: bool, recompute: str
+) -> None:
+    config = replace(GROUPED, tied_embeddings=tied)
+    tokens = torch.randint(0, 256, (2, 25))
+    plain, other = build(config), build(config, recompute=recompute)
+    loss = F.cross_entropy(plain(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    monkeypatch.setattr("launcher.programs.chunked_loss.CHUNK", 17)
+    chunked = other(tokens[:, :-1], tokens[:, 1:])
+    torch.testing.assert_close(loss, chunked)
+    torch.autograd.backward(3 * loss)
+    torch.autograd.backward(3 * chunked)
+    for one, same in zip(plain.parameters(), other.parameters(), strict=True):
+        assert one.grad is not None and same.grad is not None
+        torch.testing.assert_close(one.grad, same.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(loss.detach(), other(tokens[:, :-1], tokens[:, 1:]))
 
 
 def test_fresh_weights_follow_the_seed_and_fill_everything() -> None:

@@ -14,15 +14,13 @@ from launcher.programs.training_loop import compute_learning_rate
 
 def test_options_reach_the_configuration() -> None:
     given = (
-        "--batch-size 3 --no-compile --activation-checkpointing --lr 1e-3 --num-workers 0 --model.layers 2"
+        "--batch-size 3 --no-compile --activation-checkpointing full --lr 1e-3 --num-workers 0"
+        " --model.layers 2"
     )
     more = ["--no-model.tied_embeddings", "--model.kv_heads=1", "--data.path", "a b;$(c)"]
     config = parse_config([*given.split(), *more])
-    assert (config.train.batch_size, config.train.compile, config.train.activation_checkpointing) == (
-        3,
-        False,
-        True,
-    )
+    train = config.train
+    assert (train.batch_size, train.compile, train.activation_checkpointing) == (3, False, "full")
     assert (config.lr, config.workers, config.seq_len) == (1e-3, 0, 128)
     assert config.model == ModelConfig(layers=2, tied_embeddings=False, kv_heads=1)
     assert config.data.path == "a b;$(c)"

@@ -20,7 +20,7 @@ from .start_program import Start, read_losses
 MIXED: dict[str, str | bool] = {
     "parallel": "fsdp",
     "dtype": "bf16",
-    "activation_checkpointing": True,
+    "activation_checkpointing": "full",
     "batch_size": "2",
     "grad_accumulation": "2",
 }
@@ -181,7 +181,7 @@ def test_a_checkpoint_directory_that_cannot_be(tmp_path: Path) -> None:
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_gpu_trains_in_bf16(start: Start, parallel: str) -> None:
     output = start.run(
-        1, steps="12", parallel=parallel, activation_checkpointing=True, compile=True, num_workers="2"
+        1, steps="12", parallel=parallel, activation_checkpointing="selective", compile=True, num_workers="2"
     )
     losses = read_losses(output)
     assert "cuda:0" in output
