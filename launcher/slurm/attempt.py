@@ -1,12 +1,15 @@
 """A running attempt, and the attempts before it in the manifest."""
 
 import logging
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.errors import SchedulerError
+from launcher.files import LARGEST, open_below, read_file
+from launcher.protocol import name_host
 from launcher.runs.attempt_progress import AttemptProgress, measure_attempt
 from launcher.runs.manifest import (
     describe_start,
@@ -17,7 +20,7 @@ from launcher.runs.manifest import (
     take_earlier,
     write_manifest,
 )
-from launcher.runs.run_directory import RunDir
+from launcher.runs.run_directory import RunDir, closing_descriptor
 from launcher.slurm.attempt_end import AttemptEnd
 from launcher.slurm.job_control import ask_boots, ask_last_end, ask_nodes, count_restarts, is_down, name_job
 from launcher.slurm.job_request import JobRequest
@@ -31,6 +34,8 @@ OPTIONAL = ("hangs", "stragglers", "preflight", "node_order", "spares", "sick_sp
 """What is kept of an attempt when the next one begins, if it has it."""
 OF_ATTEMPT = ("command", "started", "ended", "hosts", "attempt", "slurm", "outcome", *OPTIONAL)
 """What is kept of an attempt when the next one begins."""
+CLAIM = "end-"
+"""`logs/ATTEMPT/end-0` has the node that ends an attempt: the first, or another one if that is lost."""
 ENDS = {
     "NODE_FAIL": "node_failure",
     "BOOT_FAIL": "node_failure",
@@ -71,6 +76,11 @@ class Attempt:
     def is_elastic(self) -> bool:
         """Whether the job goes on with fewer nodes."""
         return self.request.min_nodes < self.request.max_nodes
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether SLURM would have the job run on without its first node, so that others watch that one."""
+        return self.requeues and (self.is_elastic or self.request.config.cluster.spares > 0)
 
     @property
     def step_hosts(self) -> tuple[str, ...]:
@@ -198,8 +208,42 @@ def describe_advance(advance: AttemptProgress) -> Manifest:
     return {"step": advance.step, "checkpoint": advance.newest}
 
 
+def claim_end(run: RunDir, host: str, lost: Collection[str] = ()) -> bool:
+    """Take it upon a node to end an attempt; False if another one has done so, and is not lost."""
+    try:
+        with closing_descriptor(open_below(run.path, "logs", str(run.first_attempt))) as at:
+            claims = list_claims(run)
+            if claims and claims[-1] not in (host, *lost):
+                return False
+            if host not in claims[-1:]:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                with closing_descriptor(os.open(f"{CLAIM}{len(claims)}", flags, 0o600, dir_fd=at)) as file:
+                    os.write(file, host.encode())
+    except FileExistsError:
+        return False
+    except OSError:
+        return not lost  # the disk is full: nobody can, and the first node goes first
+    return True
+
+
+def list_claims(run: RunDir) -> list[str]:
+    """Return the nodes that have taken it upon themselves to end an attempt, the last one last."""
+    paths = sorted(run.path.glob(f"logs/{run.first_attempt}/{CLAIM}*"))
+    return [read_file(path, LARGEST).decode() for path in paths]
+
+
+def is_taken_over(run: RunDir) -> bool:
+    """Tell whether another node has ended the attempt of this process, whose own was taken for lost."""
+    try:
+        return any(host != name_host(os.environ) for host in list_claims(run)[-1:])
+    except OSError:
+        return False
+
+
 def try_write_manifest(run: RunDir, manifest: Manifest) -> None:
-    """Write the manifest; if that cannot be, say so and go on."""
+    """Write the manifest, unless another node has taken the attempt over; if that fails, say so and go on."""
+    if is_taken_over(run):
+        return
     try:
         write_manifest(run, manifest)
     except OSError as error:

@@ -1,17 +1,26 @@
 """One attempt of a SLURM job: its manifest from start to end, and what comes after it."""
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 from launcher.config.schema import RequeueConfig
-from launcher.errors import LaunchError, SchedulerError
+from launcher.errors import EXIT_MACHINE, LaunchError, SchedulerError
 from launcher.launch.end_notice import post_end
+from launcher.protocol import name_host
 from launcher.runs.disk_space import release_space, reserve_space
 from launcher.runs.manifest import stamp_time
 from launcher.runs.run_directory import RunDir
-from launcher.slurm.attempt import Attempt, Manifest, has_advanced, make_attempt_manifest, try_write_manifest
+from launcher.slurm.attempt import (
+    Attempt,
+    Manifest,
+    claim_end,
+    has_advanced,
+    make_attempt_manifest,
+    try_write_manifest,
+)
 from launcher.slurm.attempt_end import AttemptEnd, StepReport
 from launcher.slurm.diagnosis import complete_diagnosis, diagnose_end, diagnose_kill
 from launcher.slurm.end_messages import (
@@ -27,9 +36,6 @@ from launcher.slurm.requeue_policy import DESCRIPTIONS, Decision, PastAttempt, d
 from launcher.text import break_line
 
 logger = logging.getLogger(__name__)
-
-PATIENCE = 60.0
-"""Seconds in which slurmctld may come back for a requeue, while nothing ends this job."""
 
 
 class AttemptRefusedError(LaunchError):
@@ -84,15 +90,25 @@ def prepare_for_kill(attempt: Attempt) -> None:
     and the job is in the queue again, before that. Does nothing if a user sent the signal.
     """
     end = diagnose_kill(attempt)
-    if end is None or attempt.prepared:
+    if end is None or attempt.prepared or not may_end(attempt):
         return
     for line in list_failure_lines(end):
         logger.info(line)
     attempt.prepared = (end, carry_out_decision(attempt, end, SHORT_TIMEOUT))
 
 
+def may_end(attempt: Attempt) -> bool:
+    """Tell whether it is still this node that ends the attempt: another one may have taken it for lost."""
+    if not attempt.is_guarded or claim_end(attempt.run, name_host(attempt.environ)):
+        return True
+    logger.info("another node has ended this attempt, to which this one was lost")
+    return False
+
+
 def end_attempt(attempt: Attempt, step: StepReport) -> int:
     """Diagnose an attempt's end, requeue the job or not, log it, and return the batch script's exit code."""
+    if not may_end(attempt):
+        return EXIT_MACHINE
     trouble = release_space(attempt.run)
     if trouble:
         break_line()
@@ -101,11 +117,24 @@ def end_attempt(attempt: Attempt, step: StepReport) -> int:
         end = complete_diagnosis(attempt, before, step, trouble)
         decision = decision if end.cause else replace(decision, cause=None)
         write_outcome(attempt, end, decision)
+        report_end(attempt, end, decision)
     else:
         end = diagnose_end(attempt, step, trouble)
-        for line in list_failure_lines(end):
-            logger.info(line)
-        decision = carry_out_decision(attempt, end, SHORT_TIMEOUT if end.kill else PATIENCE)
+        finish_attempt(attempt, end)
+    return end.exit_code
+
+
+def finish_attempt(attempt: Attempt, end: AttemptEnd) -> Decision:
+    """Log an attempt's end, requeue the job or not, and return what was decided."""
+    for line in list_failure_lines(end):
+        logger.info(line)
+    decision = carry_out_decision(attempt, end, SHORT_TIMEOUT if end.kill else math.inf)
+    report_end(attempt, end, decision)
+    return decision
+
+
+def report_end(attempt: Attempt, end: AttemptEnd, decision: Decision) -> None:
+    """Say how an attempt went, here and to `notify.url`."""
     for line in list_end_lines(end, decision, attempt.run, time.time() - attempt.started):
         logger.info(line)
     post_end(
@@ -115,7 +144,6 @@ def end_attempt(attempt: Attempt, step: StepReport) -> int:
         attempt.manifest["outcome"],
         job_id=attempt.job_id,
     )
-    return end.exit_code
 
 
 def carry_out_decision(attempt: Attempt, end: AttemptEnd, timeout: float) -> Decision:

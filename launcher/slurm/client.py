@@ -47,6 +47,10 @@ NO_VALUES = ("", "N/A", "None", "Unknown", "None assigned", "(null)", "NONE")
 """How SLURM writes that there is no such thing."""
 
 
+class MissingCommandError(SchedulerError):
+    """SLURM's commands are not there: nobody will ever answer."""
+
+
 def run_slurm(
     argv: Sequence[str], environ: Mapping[str, str] | None = None, *, timeout: float = TIMEOUT
 ) -> str:
@@ -68,7 +72,7 @@ def run_slurm(
             check=False,
         )
     except FileNotFoundError:
-        raise SchedulerError(f"there is no {argv[0]} on PATH: load SLURM's module") from None
+        raise MissingCommandError(f"there is no {argv[0]} on PATH: load SLURM's module") from None
     except subprocess.TimeoutExpired:
         raise SchedulerError(
             f"{argv[0]} did not answer in {timeout:.0f} s: is slurmctld up (`scontrol ping`)?"

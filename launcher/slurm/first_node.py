@@ -1,6 +1,7 @@
 """One attempt of a SLURM job, on its first node or in its user's shell: runs the step and reports its end."""
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -12,17 +13,21 @@ from functools import partial
 from pathlib import Path
 
 from launcher.agent.endpoint import read_client_ports
-from launcher.errors import EXIT_SCHEDULER, LaunchError, MachineError
+from launcher.errors import EXIT_MACHINE, EXIT_SCHEDULER, LaunchError, MachineError, SchedulerError
 from launcher.files import open_below
 from launcher.launch.processes import adopt_orphans, end_leftovers
 from launcher.launch.signals import KILL_GRACE, STOPPING, catch_signals, name_signal
+from launcher.runs.disk_space import explain_write_error
 from launcher.runs.node_records import NodeRecord, node_path, read_nodes, refuse_node
 from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import RunDir, open_run_dir
-from launcher.slurm.attempt import Attempt, try_write_manifest
+from launcher.slurm.attempt import Attempt, is_taken_over, try_write_manifest
 from launcher.slurm.attempt_end import StepReport
 from launcher.slurm.attempt_lifecycle import end_attempt, start_attempt
+from launcher.slurm.client import MissingCommandError
 from launcher.slurm.diagnosis import find_task_ends
+from launcher.slurm.first_node_guard import start_guards
+from launcher.slurm.job_control import ask_job
 from launcher.slurm.job_request import JobRequest, read_job_request
 from launcher.slurm.node_order import NodeOrder, fold_in_order, keep_order
 from launcher.slurm.node_order_sources import find_node_order
@@ -53,6 +58,8 @@ NOT_STARTED = "srun did not start the step"
 """How the record of a step begins that SLURM has refused."""
 RETRY = 5.0
 """Seconds until the next try, if slurmctld is away or the nodes are not ready for another step."""
+REFUSALS = 5
+"""Tries of which slurmctld itself says that the nodes are not ready."""
 
 
 def run_batch_script(run_path: Path) -> int:
@@ -113,20 +120,22 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
             attempt.spares, attempt.manifest["spares"] = spares, list(spares)
             try_write_manifest(run, attempt.manifest)
         report_node_order(order)
-        os.close(open_below(run.path, "logs", str(run.first_attempt)))
         salt = 0 if requeues else zlib.crc32(os.fsencode(run.path))
         monitor = StepMonitor(attempt, inbox)
-        try:
-            skip_step_ids(attempt)
-            report = check_before_step(attempt, monitor) or run_step_attempts(attempt, monitor, salt)
-        except OSError as error:
-            reason = f"srun cannot be run ({error.strerror}): load SLURM's module, as cluster.setup can"
-            report = refuse_step(monitor, reason, EXIT_SCHEDULER)
-        except LaunchError as error:
-            report = refuse_step(monitor, str(error), error.exit_code)
-        finally:
-            end_leftovers(KILL_GRACE)
-        return end_attempt(attempt, report)
+        with start_guards(attempt) as guards:
+            try:
+                os.close(open_below(run.path, "logs", str(run.first_attempt)))
+                if guards and attempt.restarts:
+                    guards.await_start()
+                skip_step_ids(attempt)
+                report = check_before_step(attempt, monitor) or run_step_attempts(attempt, monitor, salt)
+            except OSError as error:
+                report = refuse_step(monitor, *explain_failed_start(run, error))
+            except LaunchError as error:
+                report = refuse_step(monitor, str(error), error.exit_code)
+            finally:
+                end_leftovers(KILL_GRACE, guards.list_pids() if guards else ())
+            return end_attempt(attempt, report)
 
 
 def check_before_step(attempt: Attempt, monitor: StepMonitor) -> StepReport | None:
@@ -147,13 +156,27 @@ def check_before_step(attempt: Attempt, monitor: StepMonitor) -> StepReport | No
         return report_early_stop(monitor)
 
 
+def explain_failed_start(run: RunDir, error: OSError) -> tuple[str, int]:
+    """Say why the step could not be started, and with which exit code that ends the job."""
+    if error.filename == "srun":
+        fix = ": load SLURM's module, as cluster.setup can" if error.errno == errno.ENOENT else ""
+        return f"srun cannot be run ({error.strerror}){fix}", EXIT_SCHEDULER
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return explain_write_error(run, error), EXIT_MACHINE
+    return f"the step could not be started ({error})", EXIT_MACHINE
+
+
 def run_step_attempts(attempt: Attempt, monitor: StepMonitor, salt: int) -> StepReport:
-    """Run the step, and again with another port if another process on the first node has the port."""
+    """Run the step: again while slurmctld is away, and with another port if the first node's is taken."""
     job, local = int(attempt.environ.get("SLURM_JOB_ID", "0")), read_client_ports()
-    for trial in range(TRIALS):
+    trial, refused = 0, 0
+    while True:
+        if is_taken_over(attempt.run):
+            return refuse_step(monitor, "another node has ended this attempt", EXIT_MACHINE)
         clear_records(attempt)
         port = pick_port(job + salt, attempt.run.first_attempt, trial, local)
         if trial + 1 < TRIALS and is_first_host(attempt) and not is_port_free(port):
+            trial += 1
             continue
         endpoint = f"{attempt.hosts[0]}:{port}"
         if attempt.request.agent == "srun":
@@ -161,23 +184,39 @@ def run_step_attempts(attempt: Attempt, monitor: StepMonitor, salt: int) -> Step
         else:
             find_port = partial(pick_restart_port, job + salt, attempt.run.first_attempt, trial, local)
             report = run_node_step(attempt, monitor, endpoint, find_port)
-        taken = any(record.exit_code == PORT_TAKEN and not record.failure for record in report.records)
-        away = any(is_refused_for_now(record) for record in report.records)
-        if away:
+        if monitor.signals:
+            return report
+        complaint = next((one.agent_said for one in report.records if was_not_started(one)), "")
+        is_away = complaint and is_controller_away(attempt)
+        if is_away or is_temporary(complaint):
+            refused += not is_away
+            if refused >= REFUSALS:
+                return report
+            logger.warning(f"{complaint}: {'until slurmctld answers, ' if is_away else ''}it is tried again")
             monitor.wait(RETRY)
-        if monitor.signals or not (taken or away):
-            break
-        if taken and trial + 1 < TRIALS:
-            logger.info(
-                f"port {port} of {attempt.hosts[0]} was taken: the step starts again, with another one"
-            )
-    return report
+            if not monitor.signals:
+                continue
+        taken = any(record.exit_code == PORT_TAKEN and not record.failure for record in report.records)
+        if monitor.signals or not taken or trial + 1 >= TRIALS:
+            return report
+        trial += 1
+        logger.info(f"port {port} of {attempt.hosts[0]} was taken: the step starts again, with another one")
 
 
-def is_refused_for_now(record: NodeRecord) -> bool:
-    """Tell whether a record of ours says that there was no step, and that there may be one soon."""
-    srun_lines = record.agent_said
-    return record.failure is None and srun_lines.startswith(NOT_STARTED) and is_temporary(srun_lines)
+def was_not_started(record: NodeRecord) -> bool:
+    """Tell whether a record of ours says that there was no step."""
+    return record.failure is None and record.agent_said.startswith(NOT_STARTED)
+
+
+def is_controller_away(attempt: Attempt) -> bool:
+    """Tell whether slurmctld answers nobody: what srun says then can have any words."""
+    try:
+        ask_job(attempt.job_id, attempt.environ)
+    except MissingCommandError:
+        return False
+    except SchedulerError:
+        return True
+    return False
 
 
 def is_first_host(attempt: Attempt) -> bool:

@@ -1,6 +1,7 @@
 """What a job's batch script asks SLURM about its own job and nodes, and the requeue."""
 
 import contextlib
+import logging
 import math
 import re
 import signal
@@ -10,7 +11,9 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from launcher.errors import SchedulerError
-from launcher.slurm.client import run_slurm, split_rows
+from launcher.slurm.client import MissingCommandError, run_slurm, split_rows
+
+logger = logging.getLogger(__name__)
 
 RUNNING = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING")
 """States of a job that SLURM has not begun to end."""
@@ -18,12 +21,17 @@ SHORT_TIMEOUT = 4.0
 """Seconds for one question: a job that is being ended has KillWait in all, 30 s by default."""
 LONG_TIMEOUT = 20.0
 """Seconds for one question while nothing ends the job: slurmctld can be busy."""
-RETRY = 0.5
-"""Seconds between two tries to requeue."""
+RETRY, LONGEST_RETRY = 0.5, 5.0
+"""Seconds between two tries to requeue: the first two, and at most."""
+ANSWERED = 60.0
+"""Seconds in which slurmctld answers other questions, after which any complaint of its is a refusal."""
 DOWN = ("down", "fail", "error", "unknown", "reboot", "power")
 """Beginnings of sinfo's states of a node that is not there; one that does not respond ends in `*`."""
-UNREACHABLE = re.compile("contact|connect|did not answer|timed out|backup|try again", re.IGNORECASE)
-"""In the messages of SLURM's commands if slurmctld is not there."""
+REFUSAL = re.compile(
+    "presently disabled|Invalid (job|user) id|permission denied|Only batch|not supported|already complet",
+    re.IGNORECASE,
+)
+"""In scontrol's words if slurmctld will not requeue a job (src/common/slurm_errno.c)."""
 BOOT = re.compile(r"^NodeName=(\S+).*\bBootTime=(\S+)", re.MULTILINE)
 KILL_WAIT = re.compile(r"^KillWait\s*=\s*(\d+)", re.MULTILINE)
 FIELDS = "State,RestartCnt,EndTime,PreemptTime,TimeLimit,Reason"
@@ -138,33 +146,41 @@ def ignore_stops() -> Iterator[None]:
 
 
 @ignore_stops()
-def requeue_job(job_id: str, environ: Mapping[str, str], timeout: float) -> None:
-    """Put the job back into the queue; tries for `timeout` seconds if slurmctld does not answer.
+def requeue_job(job_id: str, environ: Mapping[str, str], timeout: float = math.inf) -> None:
+    """Put the job back into the queue; tries for `timeout` seconds, until slurmctld answers.
 
-    Raises SchedulerError. If somebody else has requeued it meanwhile, that counts.
+    Raises SchedulerError for a refusal. That slurmctld is away can have any words ("Unexpected message
+    received"), so only known ones refuse, and what it still says when it has answered questions for a while.
+    If somebody else has requeued the job meanwhile, or the answer to a request was lost, that counts.
     """
-    end = time.monotonic() + timeout
+    end, answered, pause = time.monotonic() + timeout, math.inf, RETRY
     while True:
         try:
-            run_slurm(["scontrol", "requeue", job_id], environ, timeout=max(SHORT_TIMEOUT, timeout))
+            run_slurm(
+                ["scontrol", "requeue", job_id],
+                environ,
+                timeout=LONG_TIMEOUT if end == math.inf else SHORT_TIMEOUT,
+            )
+        except MissingCommandError:
+            raise
         except SchedulerError as error:
             if "pending execution" in str(error):
                 return
-            if UNREACHABLE.search(str(error)) and time.monotonic() <= end:
-                time.sleep(RETRY)
-            elif was_requeued(job_id, environ):
-                return
-            else:
+            now = time.monotonic()
+            try:
+                if ask_job(job_id, environ).restarts > count_restarts(environ):
+                    return
+                answered = min(answered, now)
+            except SchedulerError:
+                answered = math.inf
+            if REFUSAL.search(str(error)) or now > min(end, answered + ANSWERED):
                 raise
+            if pause == RETRY:
+                logger.warning(f"the requeue is tried again until SLURM answers: {error}")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_RETRY)
         else:
             return
-
-
-def was_requeued(job_id: str, environ: Mapping[str, str]) -> bool:
-    """Tell whether SLURM has requeued the job since this start: by a request whose answer was lost, too."""
-    with contextlib.suppress(SchedulerError):
-        return ask_job(job_id, environ).restarts > count_restarts(environ)
-    return False
 
 
 def count_restarts(environ: Mapping[str, str]) -> int:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from launcher.agent.liveness import OWN_GAP
 from launcher.errors import SchedulerError
-from launcher.launch.signals import STOPPING, SignalQueue, StopStages, name_signal
+from launcher.launch.signals import KILL_GRACE, STOPPING, SignalQueue, StopStages, name_signal
 from launcher.runs.node_records import read_nodes
-from launcher.slurm.attempt import Attempt
+from launcher.slurm.attempt import Attempt, is_taken_over
 from launcher.slurm.attempt_lifecycle import prepare_for_kill
 from launcher.slurm.job_control import ask_job, ask_nodes, is_down
 from launcher.slurm.notation import parse_signal
@@ -96,7 +97,12 @@ class StepMonitor:
                 self.pass_on(number, step)
             self.deferred.clear()
             while step.process.poll() is None:
+                began = time.monotonic()
                 poller.poll((TICK if pidfd else TICK / 10) * 1000)
+                if time.monotonic() - began > OWN_GAP and is_taken_over(self.attempt.run):
+                    logger.info("this node was taken for lost while it slept: its ranks are killed")
+                    step.send(signal.SIGKILL)
+                    self.stop = StopStages([], time.monotonic() + KILL_GRACE)
                 for number in self.inbox.take():
                     self.handle_signal(number, step)
                 self.attend()

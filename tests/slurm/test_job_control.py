@@ -58,9 +58,13 @@ def test_the_command(requeue: Requeue) -> None:
     assert requeue("") == ["scontrol requeue 7_3"]
 
 
-@pytest.mark.parametrize("complaint", [AWAY, "Connection refused", "connect failure, backup controller"])
-def test_a_controller_that_is_away_is_asked_again(requeue: Requeue, complaint: str) -> None:
-    assert requeue(complaint, complaint, "") == ["scontrol requeue 7_3"] * 3
+@pytest.mark.parametrize("complaint", [AWAY, "Unexpected message received", "any other words"])
+@pytest.mark.parametrize("restarts", [1, None])
+def test_a_controller_that_does_not_requeue_as_yet_is_asked_again(
+    requeue: Requeue, complaint: str, restarts: int | None
+) -> None:
+    given = requeue(complaint, complaint, "", restarts=restarts)
+    assert [line for line in given if line.startswith("scontrol")] == ["scontrol requeue 7_3"] * 3
 
 
 def test_a_controller_that_stays_away(requeue: Requeue) -> None:

@@ -1,0 +1,275 @@
+"""Other nodes watch a job's first node, and end the attempt in its place if it is lost.
+
+A job with --no-kill outlives its nodes: if the one with the batch script dies, SLURM has the job run on,
+without anybody who would order or end anything. So a small step of its own runs on other nodes for as long as
+the attempt, its preflight included: `python -m launcher.slurm.first_node_guard RUN_DIR FIRST_NODE`. The first
+node tells it every two seconds that it is there.
+
+Two signs together make the first node a lost one: it is silent, and it does not answer from outside either.
+A slow disk, a slurmctld that restarts, an srun that dies: each gives one of them alone.
+"""
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher.agent.liveness import ALIVE_PERIOD, OWN_GAP, SILENCE
+from launcher.errors import SchedulerError
+from launcher.launch.processes import prepare_agent
+from launcher.launch.signals import FORWARDED
+from launcher.protocol import LAUNCH_ATTEMPT, name_host
+from launcher.runs.disk_space import release_space
+from launcher.runs.manifest import CLOSED, read_manifest, read_time, take_dict
+from launcher.runs.node_records import read_nodes
+from launcher.runs.run_directory import RunDir
+from launcher.slurm.attempt import Attempt, claim_end
+from launcher.slurm.attempt_end import AttemptEnd, EndFacts, StepReport, classify_end, classify_kill
+from launcher.slurm.attempt_lifecycle import finish_attempt
+from launcher.slurm.client import run_slurm
+from launcher.slurm.diagnosis import has_succeeded
+from launcher.slurm.job_control import ask_job, ask_nodes
+from launcher.slurm.job_request import read_job_request
+from launcher.slurm.node_probe import ask_addresses, try_connection, try_step
+from launcher.slurm.slurm_environ import clean_for_step
+from launcher.slurm.srun_command import Step, render_step
+from launcher.text import leave, set_up_logging
+
+logger = logging.getLogger("launcher.slurm.first_node_guard")
+
+MOST_GUARDS = 8
+"""Nodes that watch, spread over the job's: those that are lost together are often neighbours."""
+ALIVE, OVER, READY = b".", b"!", b"."
+"""What the first node writes, and a guard."""
+UNREACHABLE_FOR = 30.0
+"""Seconds of silence after which a first node that takes no connections is lost, whatever SLURM says."""
+FROZEN_FOR = 60.0
+"""The same for one that takes connections, but starts no process."""
+STEADY = 10.0
+"""Seconds in which it takes no connection, however long it has been silent."""
+TICK = 1.0
+"""Seconds between two looks."""
+START_PATIENCE, END_PATIENCE = 5.0, 2.0
+"""Seconds for the guards to start, if somebody waits for them, and to end."""
+RETRY = 10.0
+"""Seconds until another look if SLURM does not answer, or another node ends the attempt."""
+
+
+@dataclass(slots=True)
+class GuardStep:
+    """The first node's end: srun, and a thread that tells the guards that this node is there."""
+
+    process: "subprocess.Popen[bytes]"
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    def list_pids(self) -> list[int]:
+        """Return srun's processes."""
+        import psutil
+
+        with contextlib.suppress(psutil.Error):
+            return [self.process.pid, *(one.pid for one in psutil.Process(self.process.pid).children())]
+        return [self.process.pid]
+
+    def await_start(self) -> None:
+        """Wait until a guard is there, and so the step has its number."""
+        if self.process.stdout:
+            select.select([self.process.stdout], [], [], START_PATIENCE)
+
+    def tell(self) -> None:
+        """Tell the guards again and again that this node is there: a thread's body."""
+        stdin = self.process.stdin
+        if stdin is None:
+            return
+        with contextlib.suppress(OSError):
+            while not self.stopped.wait(ALIVE_PERIOD):
+                stdin.write(ALIVE)
+                stdin.flush()
+            stdin.write(OVER)
+            stdin.close()
+
+
+@contextlib.contextmanager
+def start_guards(attempt: Attempt) -> Iterator[GuardStep | None]:
+    """Have other nodes watch this one, if SLURM would have the job run on without it."""
+    own = name_host(attempt.environ)
+    others = [host for host in attempt.step_hosts if host != own]
+    chosen = tuple(others[:: -(-len(others) // MOST_GUARDS)]) if others else ()
+    if not (attempt.is_guarded and chosen):
+        yield None
+        return
+    module = "launcher.slurm.first_node_guard"
+    step = Step(
+        len(chosen),
+        chosen,
+        elastic=True,
+        directory="/",
+        command=(sys.executable, "-P", "-m", module, str(attempt.run.path), own),
+        options={"gres": "none"},
+    )
+    parent = os.getpid()
+    try:
+        process = subprocess.Popen(
+            render_step(step),
+            env={**clean_for_step(attempt.environ), LAUNCH_ATTEMPT: str(attempt.run.first_attempt)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: prepare_agent(parent, FORWARDED),  # noqa: PLW1509 - no other thread forks here
+        )
+    except OSError as error:
+        logger.debug(f"no guards ({error})")  # the step of the ranks tells
+        yield None
+        return
+    guards = GuardStep(process)
+    threading.Thread(target=guards.tell, daemon=True).start()
+    try:
+        yield guards
+    finally:
+        guards.stopped.set()
+        try:
+            process.wait(END_PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+@dataclass(slots=True)
+class Guard:
+    """A guard: what it knows of the first node."""
+
+    first: str
+    own: str
+    heard: float = field(default_factory=time.monotonic)
+    """When the first node was last heard of."""
+
+    def listen(self) -> None:
+        """Take the first node's lines: a thread's body. Their end says nothing: srun may have died alone."""
+        while data := os.read(0, 1024):
+            self.heard = time.monotonic()
+            if OVER in data:
+                os._exit(0)
+
+    def await_loss(self) -> str:
+        """Wait until two signs say that the first node is lost, and return the second one, for people."""
+        looked = time.monotonic()
+        while True:
+            time.sleep(TICK)
+            now = time.monotonic()
+            if now - looked > OWN_GAP:  # this process has slept, as its machine may have
+                self.heard = max(self.heard, now - ALIVE_PERIOD)
+            if now - self.heard > SILENCE and (evidence := self.find_evidence()):
+                return evidence
+            looked = time.monotonic()
+
+    def find_evidence(self) -> str:
+        """Say what tells from outside that the first node is lost; empty if there is not enough."""
+        began = time.monotonic()
+        while True:
+            try:
+                state = ask_nodes([self.first], os.environ).get(self.first, "")
+                address = ask_addresses([self.first], os.environ)[self.first]
+            except (SchedulerError, KeyError):
+                return ""  # this node may be the one that is cut off
+            is_open, now = try_connection(address), time.monotonic()
+            if state.startswith("down") and self.heard < began:
+                return f"SLURM says that it is {state}"
+            if is_open is not False or self.heard > began:
+                break
+            if now > max(self.heard + UNREACHABLE_FOR, began + STEADY):
+                return "its SLURM daemon cannot be reached"
+            time.sleep(TICK)
+        if now < self.heard + FROZEN_FOR:
+            return ""
+        for _ in range(2):
+            # A step on this node shows that SLURM starts any.
+            if try_step(self.first, os.environ) is not False or not try_step(self.own, os.environ):
+                self.heard = time.monotonic()
+        return "it takes connections, but starts no process" if self.heard < began else ""
+
+    def end_attempt(self, run_path: Path, evidence: str) -> bool:
+        """End the attempt as its first node would have done; False if that is to be tried again."""
+        run, environ = RunDir(run_path, int(os.environ[LAUNCH_ATTEMPT])), os.environ
+        manifest = read_manifest(run_path)
+        if manifest.get("attempt") != run.first_attempt:
+            return True
+        attempt = Attempt(
+            read_job_request(run_path, environ),
+            run,
+            environ,
+            tuple(manifest["hosts"]),
+            manifest,
+            requeues=True,
+            started=read_time(manifest["started"]) or time.time(),
+            spares=tuple(manifest.get("spares", ())),
+        )
+        try:
+            if classify_kill(ask_job(attempt.job_id, environ), attempt.restarts):
+                return True
+            states = ask_nodes(attempt.step_hosts, environ)
+            addresses = ask_addresses(attempt.step_hosts, environ)
+        except SchedulerError as error:
+            logger.warning(f"{self.first} is lost, but SLURM does not answer ({error})")
+            return False
+        lost = {self.first, *(host for host, state in states.items() if state.startswith("down"))}
+        lost |= {host for host, address in addresses.items() if try_connection(address) is False}
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the requeue ends this step, too
+        trouble = release_space(run)
+        if not claim_end(run, self.own, lost):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            return False
+        with contextlib.suppress(OSError):
+            path = run_path / "logs" / f"slurm-{environ['SLURM_JOB_ID']}.out"
+            os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW), 2)
+        logger.info(
+            f"node {self.first}, which ran the batch script, is lost: {evidence}, and nothing was heard of it"
+            f" for {time.monotonic() - self.heard:.0f} s: {self.own} ends the attempt in its place"
+        )
+        if take_dict(manifest, "outcome").get("state") not in CLOSED:
+            records = tuple(
+                one for one in read_nodes(run_path, run.first_attempt) if one.host in attempt.hosts
+            )
+            missing = tuple(host for host in attempt.hosts if host not in {one.host for one in records})
+            step = StepReport(1, records, missing, (), checkpointed=False)
+            advance, _ = attempt.measure_progress()
+            done = not missing and has_succeeded(attempt, step)
+            facts = EndFacts(succeeded=done, finished=advance.finished, lost=True)
+            ordered = tuple(host for host in (self.first, *attempt.hosts) if host in lost)
+            end = AttemptEnd(
+                step,
+                "",
+                classify_end(facts, ""),
+                advance,
+                tuple(dict.fromkeys(ordered)),
+                tuple(states.items()),
+                trouble=trouble,
+            )
+            if finish_attempt(attempt, end).requeue:
+                return True
+        with contextlib.suppress(SchedulerError):  # nothing else would end the job before its time limit
+            run_slurm(["scancel", attempt.job_id], environ)
+        return True
+
+
+def main() -> int:
+    """Watch the first node until the attempt is over."""
+    set_up_logging()
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, *FORWARDED):
+        signal.signal(number, signal.SIG_IGN)  # those are for the ranks
+    guard = Guard(sys.argv[2], name_host(os.environ))
+    threading.Thread(target=guard.listen, daemon=True).start()
+    os.write(1, READY)
+    while not guard.end_attempt(Path(sys.argv[1]), guard.await_loss()):
+        time.sleep(RETRY)
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main())
