@@ -255,12 +255,13 @@ def end_leftovers(grace: float, helpers: Collection[int] = ()) -> list[str]:
 
 
 def list_leftovers(helpers: Collection[int]) -> list["psutil.Process"]:
-    """Return this process's living descendants but for `helpers`."""
+    """Return this process's living descendants but for `helpers` and their children."""
     import psutil
 
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if process.pid not in helpers and process.status() != psutil.STATUS_ZOMBIE:
+            is_helper = process.pid in helpers or process.ppid() in helpers
+            if not is_helper and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found

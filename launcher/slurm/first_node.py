@@ -134,7 +134,7 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
             except LaunchError as error:
                 report = refuse_step(monitor, str(error), error.exit_code)
             finally:
-                end_leftovers(KILL_GRACE, guards.list_pids() if guards else ())
+                end_leftovers(KILL_GRACE, (guards.process.pid,) if guards else ())
             return end_attempt(attempt, report)
 
 

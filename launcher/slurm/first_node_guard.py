@@ -70,14 +70,6 @@ class GuardStep:
     process: "subprocess.Popen[bytes]"
     stopped: threading.Event = field(default_factory=threading.Event)
 
-    def list_pids(self) -> list[int]:
-        """Return srun's processes."""
-        import psutil
-
-        with contextlib.suppress(psutil.Error):
-            return [self.process.pid, *(one.pid for one in psutil.Process(self.process.pid).children())]
-        return [self.process.pid]
-
     def await_start(self) -> None:
         """Wait until a guard is there, and so the step has its number."""
         if self.process.stdout:
