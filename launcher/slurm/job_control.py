@@ -166,14 +166,13 @@ def requeue_job(job_id: str, environ: Mapping[str, str], timeout: float = math.i
         except SchedulerError as error:
             if "pending execution" in str(error):
                 return
-            now = time.monotonic()
             try:
                 if ask_job(job_id, environ).restarts > count_restarts(environ):
                     return
-                answered = min(answered, now)
+                answered = min(answered, time.monotonic())
             except SchedulerError:
                 answered = math.inf
-            if REFUSAL.search(str(error)) or now > min(end, answered + ANSWERED):
+            if REFUSAL.search(str(error)) or time.monotonic() > min(end, answered + ANSWERED):
                 raise
             if pause == RETRY:
                 logger.warning(f"the requeue is tried again until SLURM answers: {error}")
