@@ -24,7 +24,6 @@ from pathlib import Path
 
 from launcher.agent.liveness import ALIVE_PERIOD, OWN_GAP, SILENCE
 from launcher.errors import SchedulerError
-from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import FORWARDED
 from launcher.protocol import LAUNCH_ATTEMPT, name_host
 from launcher.runs.disk_space import release_space
@@ -106,7 +105,6 @@ def start_guards(attempt: Attempt) -> Iterator[GuardStep | None]:
         command=(sys.executable, "-P", "-m", module, str(attempt.run.path), own),
         options={"gres": "none"},
     )
-    parent = os.getpid()
     try:
         process = subprocess.Popen(
             render_step(step),
@@ -114,8 +112,7 @@ def start_guards(attempt: Attempt) -> Iterator[GuardStep | None]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=lambda: prepare_agent(parent, FORWARDED),  # noqa: PLW1509 - no other thread forks here
+            start_new_session=True,  # as this process dies, srun must not be asked to end the guards, too
         )
     except OSError as error:
         logger.debug(f"no guards ({error})")  # the step of the ranks tells
