@@ -20,7 +20,7 @@ REPLACED: Mapping[str, tuple[str, ...]] = {
     "torch.serialization": ("save",),
     "torch.distributed.checkpoint.state_dict_saver": ("save", "async_save", "save_state_dict"),
     "safetensors.torch": ("save_file", "save_model"),
-    "torch.distributed.distributed_c10d": ("init_process_group",),
+    "torch.distributed.distributed_c10d": ("init_process_group", "destroy_process_group"),
     "gc": ("collect", "get_objects", "get_referrers"),
 }
 """Functions of modules that this package replaces, by module."""
@@ -45,6 +45,15 @@ def note_copies() -> None:
         for name, value in list(namespace.items()):
             if id(value) in COPIES:
                 COPIES[id(value)].append((namespace, name))
+
+
+def replace(owner: object, name: str, function: Function, original: Function) -> None:
+    """Put a function in the place of torch's, which it looks like; torch.compile leaves both alone."""
+    from functools import update_wrapper
+
+    update_wrapper(function, original)
+    setattr(owner, name, function)
+    replace_copies(original, function)
 
 
 def replace_copies(original: Function, function: Function) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from _thread import get_ident
 
-from .copied_names import REPLACED, replace_copies
+from .copied_names import REPLACED, replace
 from .heartbeat import COMPILING, JOINING, LOADING, SAVING, Heartbeat
 from .import_hook import when_imported
 from .worker_server import start_server
@@ -53,13 +53,6 @@ def replace_when_imported(beat: Heartbeat, name: str, action: Callable[[ModuleTy
             beat.add_note(f"{name} is not watched: {type(error).__name__}: {error}"[:200])
 
     when_imported(name, act_or_tell)
-
-
-def replace(owner: object, name: str, function: Function, original: Function) -> None:
-    """Put a function in the place of torch's, which it looks like; torch.compile leaves both alone."""
-    functools.update_wrapper(function, original)
-    setattr(owner, name, function)
-    replace_copies(original, function)
 
 
 def note_saving(beat: Heartbeat, names: tuple[str, ...], module: ModuleType) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from .garbage_collection import start_collector
+from .gloo_end import start_settling
 from .import_hook import call_safely
 from .step_counter import COUNTER
 
@@ -39,6 +40,7 @@ def start(environ: MutableMapping[str, str]) -> None:
     starters = (start_collector, start_loader_policies, start_measuring, start_watching)
     for starter in (*starters, start_recording, start_fitting):
         call_safely(starter, environ)
+    start_settling()
 
 
 def start_loader_policies(environ: Mapping[str, str]) -> None:
