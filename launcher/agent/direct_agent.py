@@ -2,7 +2,6 @@
 
 import logging
 import signal
-import string
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -158,8 +157,7 @@ class DirectAgent:
         """Start one rank; raises OSError."""
         node, start = self.node, group.start
         environ = {**node.environ, **node.make_variables(start, group_rank, local_rank)}
-        argv = tuple(fill_local_rank(argument, local_rank) for argument in node.argv)
-        pid = self.starter.start_rank(RankStart(local_rank, argv, environ))
+        pid = self.starter.start_rank(RankStart(local_rank, node.argv, environ))
         rank = start.count_ranks_before(group_rank) + local_rank
         attempt = node.first_attempt + start.restart
         group.ranks.append(RankProcess(rank, local_rank, attempt, pid, node.has_terminal))
@@ -199,8 +197,3 @@ class DirectAgent:
                 self.exits[rank.pid] = self.group.exits[rank.pid]
             self.group.close()
         self.starter.close()
-
-
-def fill_local_rank(argument: str, local_rank: int) -> str:
-    """Replace `${local_rank}`, as torchrun does (`macros` of torch/distributed/elastic/utils/api.py)."""
-    return string.Template(argument).safe_substitute(local_rank=local_rank) if "$" in argument else argument

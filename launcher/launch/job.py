@@ -121,7 +121,9 @@ def render_agent(job: Job, rdzv_id: str) -> tuple[str, ...]:
         "signals_to_handle": own.signals_to_handle,
     }
     shim = (sys.executable, "-I", "-S", str(SHIM))
-    return render_torchrun(sys.executable, options, shim, job.program)
+    # torchrun fills in `${local_rank}` by string.Template, for which `$$` is `$`.
+    program = [word.replace("$", "$$") for word in job.program]
+    return render_torchrun(sys.executable, options, shim, program)
 
 
 def render_shim(program: Sequence[str]) -> tuple[str, ...]:

@@ -223,13 +223,27 @@ def fill_placeholders(argv: list[str], workers: str, environ: dict[str, str]) ->
 
     Without `launch` there is no run directory, unless LAUNCH_RUN_DIR names one: then `{run_dir}` stays.
     """
-    argv = [argument.replace("{num_workers}", workers) for argument in argv]
-    run_dir = environ.get(LAUNCH_RUN_DIR)
-    if run_dir:
-        return [argument.replace("{run_dir}", run_dir) for argument in argv]
-    if any("{run_dir}" in argument for argument in argv):
+    values = {"{num_workers}": workers, "{run_dir}": environ.get(LAUNCH_RUN_DIR) or "{run_dir}"}
+    filled = [fill_argument(argument, values) for argument in argv]
+    if values["{run_dir}"] == "{run_dir}" and filled != [
+        fill_argument(argument, {**values, "{run_dir}": ""}) for argument in argv
+    ]:
         print_notice("{run_dir} stays as it is: LAUNCH_RUN_DIR, which `launch` sets, names no directory")
-    return argv
+    return filled
+
+
+def fill_argument(argument: str, values: dict[str, str]) -> str:
+    """Replace a placeholder that is an argument, or all after `OPTION=`; a path may follow it.
+
+    `{{run_dir}}` stands for `{run_dir}`. Anything else, such as `${run_dir}` and JSON, stays as it is.
+    """
+    option, equals, word = ("", "", argument) if argument.startswith("{") else argument.partition("=")
+    name, slash, path = word.partition("/")
+    if name.startswith("{{") and name[1:-1] in values:
+        name = name[1:-1]
+    elif name in values:
+        name = values[name]
+    return option + equals + name + slash + path
 
 
 def drop_own_variables(environ: dict[str, str]) -> int:

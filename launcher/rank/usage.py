@@ -22,8 +22,9 @@ Under srun, if nothing has set RANK, the program finds RANK, LOCAL_RANK, WORLD_S
 GROUP_RANK, MASTER_ADDR (the step's first node) and MASTER_PORT as torchrun sets them.
 
 One line on stderr says what the kernel has made of it. Whatever fails is a warning, and the program runs
-all the same. `{num_workers}` in an argument becomes the rank's number of DataLoader workers, and `{run_dir}`
-what LAUNCH_RUN_DIR says. A program `train.py` is run by this Python, as torchrun runs it.
+all the same. An argument `{num_workers}` becomes the rank's number of DataLoader workers, and `{run_dir}`
+what LAUNCH_RUN_DIR says; also after `OPTION=`, and before `/PATH`. `{{run_dir}}` is `{run_dir}` itself.
+A program `train.py` is run by this Python, as torchrun runs it.
 
 Variables that are read:
 

@@ -121,8 +121,10 @@ def test_a_rank_has_no_descriptor_of_the_launchers(tmp_path: Path) -> None:
         assert (job.run_dir() / "logs/0/rank-0.out").read_text() == "['0', '1', '2']\n"
 
 
-def test_arguments_are_as_torchrun_passes_them_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("agent", ["direct", "torchrun"])
+def test_arguments_arrive_as_typed(tmp_path: Path, agent: str) -> None:
     program = write_program(tmp_path, "import sys\nprint(sys.argv[1:])")
-    with start(tmp_path, *WORDS, "--", program, "--device", "${local_rank}", "$HOME") as job:
+    words = ["${local_rank}", "$HOME", "a$$b", "x=${run_dir}", '{"a": {num_workers}}']
+    with start(tmp_path, f"agent={agent}", "nproc_per_node=1", "--", program, *words) as job:
         assert job.wait() == 0
-        assert (job.run_dir() / "logs/0/rank-1.out").read_text() == "['--device', '1', '$HOME']\n"
+        assert (job.run_dir() / "logs/0/rank-0.out").read_text() == f"{words}\n"

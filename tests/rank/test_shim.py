@@ -19,11 +19,39 @@ def test_the_program_has_what_was_planned(tmp_path: Path) -> None:
     cpu = ALLOWED[-1]
     plan = write_plan(tmp_path, str(cpu))
     words = ["a b", "c'd\"", "$(x)", "new\nline", "é", "", "--", "{num_workers}", "--n={num_workers}"]
-    done = run_shim("--", sys.executable, "-c", TELL, *words, LAUNCH_PLAN=str(plan), OMP_NUM_THREADS="1")
+    typed = [
+        "${run_dir}",
+        "a$$b",
+        '{"a": {num_workers}}',
+        "{run_dir}x",
+        "a={b={num_workers}}",
+        "{}",
+        "=",
+        "{a}=1",
+    ]
+    asked = [
+        "{run_dir}/a=b",
+        "hydra.run.dir={run_dir}",
+        "--x={run_dir}/{num_workers}",
+        "{{run_dir}}/x",
+        "-x={{num_workers}}",
+    ]
+    words = [*typed, *asked, *words]
+    done = run_shim(
+        "--",
+        sys.executable,
+        "-c",
+        TELL,
+        *words,
+        LAUNCH_PLAN=str(plan),
+        OMP_NUM_THREADS="1",
+        LAUNCH_RUN_DIR="/r",
+    )
     told = tell(done)
     assert told["cpus"] == [cpu]
     assert (told["policy"], told["nodes"]) == ("preferred", [0])
-    assert told["argv"] == [*words[:-2], "3", "--n=3"]
+    filled = ["/r/a=b", "a.b=/r", "--x=/r/{run_dir}", "{run_dir}/x", "x={num_workers}"]
+    assert told["argv"] == [*typed, *filled, *words[len(typed + asked) : -2], "3", "--n=3"]
     assert isinstance(told["env"], dict)
     assert told["env"]["OMP_NUM_THREADS"] == "5"
     said = f"launch-rank: rank 0, cpus {cpu}, memory preferred node 0, workers 3, threads 5\n"
