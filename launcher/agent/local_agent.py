@@ -12,7 +12,7 @@ from launcher.agent.rank_variables import RankSettings, make_rank_variables
 from launcher.agent.warm_process import WarmProcess
 from launcher.agent.warm_starter import WarmStarter, choose_starter
 from launcher.launch.agent_process import AgentRequest
-from launcher.launch.job import Job, choose_restarts
+from launcher.launch.job import Job, choose_restarts, shares_terminal
 from launcher.plan.model import Plan
 from launcher.runs.error_file import name_error_file
 
@@ -38,7 +38,7 @@ def make_local_agent(request: AgentRequest, take_warm: TakeWarm | None = None) -
 def make_starter(request: AgentRequest, take_warm: TakeWarm | None) -> RankStarter:
     """Return what starts the ranks: forks of the warm process that was started before, if there is one."""
     job, settings = request.job, request.job.config.start
-    by_exec = ExecStarter(request.run.agent_log(job.host))
+    by_exec = ExecStarter(request.run.agent_log(job.host), reads_stdin=not shares_terminal(job))
     may_take = take_warm and settings.warm != "off" and not settings.preload
     environ = {**request.environ, **find_common_env(job.plan)}
     early = take_warm(job.program, environ) if take_warm and may_take else None

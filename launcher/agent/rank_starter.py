@@ -53,7 +53,8 @@ class ExecStarter:
     log: Path
     """The agent's log, which takes what a rank prints before the shim has opened the rank's own logs."""
     reads_stdin: bool = True
-    """Ranks have this process's stdin, as torchrun's have; else they have an empty one."""
+    """Ranks have this process's stdin, as torchrun's have; else they have an empty one, as several ranks
+    have in place of a terminal."""
     pids: Collection[int] = ()
     is_ready: bool = True
     descriptors: Collection[int] = ()

@@ -118,11 +118,6 @@ def read_log(log: Path, begin: int) -> bytes:
         return b""
 
 
-def start_agent(command: Sequence[str], environ: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes]":
-    """Start the agent with the user's stdin; raises OSError."""
-    return open_agent(command, environ, log, None, ())
-
-
 def open_agent(
     command: Sequence[str], environ: Mapping[str, str], log: Path, stdin: int | None, files: Sequence[int]
 ) -> "subprocess.Popen[bytes]":

@@ -1,5 +1,6 @@
 """A job as values: what is to run and where, its part on one node, and the agent's command there."""
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -93,6 +94,11 @@ class Job:
 
     agent: "AgentChoice"
     """What starts the ranks."""
+
+
+def shares_terminal(job: Job) -> bool:
+    """Tell whether several ranks would read what is typed on one terminal, each some of it."""
+    return job.world_size > 1 and os.isatty(0)
 
 
 def render_agent(job: Job, rdzv_id: str) -> tuple[str, ...]:

@@ -3,13 +3,14 @@
 import contextlib
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from launcher.errors import EXIT_MACHINE, MachineError
-from launcher.launch.agent import start_agent
+from launcher.launch.agent import open_agent
 from launcher.launch.agent_process import Agent, AgentRequest
-from launcher.launch.job import Job, JobSpec, build_agent_environ, render_agent
+from launcher.launch.job import Job, JobSpec, build_agent_environ, render_agent, shares_terminal
 from launcher.launch.monitor import RankMonitor, Viewer
 from launcher.launch.outcome import report_outcome
 from launcher.launch.pseudo_terminal import PseudoTerminal, open_terminal
@@ -95,7 +96,8 @@ def make_agent(
         return make_direct(request)
     job, run, environ = request.job, request.run, request.environ
     command, log = render_agent(job, run.id), run.agent_log(job.host)
-    return TorchrunAgent(lambda: start_agent(command, environ, log), log, monitor.find_ranks)
+    stdin = subprocess.DEVNULL if shares_terminal(job) else None
+    return TorchrunAgent(lambda: open_agent(command, environ, log, stdin, ()), log, monitor.find_ranks)
 
 
 def find_terminal(job: Job) -> PseudoTerminal | None:

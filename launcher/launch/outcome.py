@@ -165,6 +165,8 @@ def describe_failure(monitor: RankMonitor, outcome: JobOutcome) -> RankFailure |
         return None
     log, lines = tail_rank(monitor.run, death.process, monitor.job.config.logs.tail)
     error = read_error(monitor.run, death.process.rank, death.process.attempt)
+    if any(line.startswith("bdb.BdbQuit") for line in lines[-1:]) and monitor.job.world_size > 1:
+        error = "breakpoint() found no terminal, which one rank alone has: nproc_per_node=1"
     return RankFailure(
         death.process.rank,
         death.process.local_rank,
@@ -227,6 +229,8 @@ def explain_failure(monitor: RankMonitor, outcome: JobOutcome) -> list[str]:
         path = monitor.run.agent_log(host)
         said = f"no rank failed, but {outcome.agent_exit.label}'s agent {describe_agent_exit(outcome)}"
         return [*outcome.events, said, f"its log is {path}"]
+    if monitor.job.world_size == 1 and monitor.job.config.logs.console != "none" and failure.lines:
+        return [*outcome.events, f"rank 0 on {host} {failure.reason}"]  # its last lines have been shown
     where = f"rank {failure.rank} on {host} (local rank {failure.local_rank})"
     what = "failed after that" if outcome.early else "failed first"
     return [

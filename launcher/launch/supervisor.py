@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from launcher.launch.agent_process import Agent
+from launcher.launch.job import may_restart
 from launcher.launch.monitor import RankMonitor
 from launcher.launch.processes import (
     Death,
@@ -183,7 +184,10 @@ class Supervisor:
             if code and not ended and self.stop is None and next(failed) is death:
                 status = f"code {code}" if code > 0 else name_signal(-code)
                 what = "asks for another start" if code in self.exit_codes else "failed"
-                others = "" if self.monitor.job.world_size == 1 else "; the other ranks are ended"
+                job = self.monitor.job
+                if job.world_size == 1 and not may_restart(job.config, job.cluster, job.environ):
+                    return  # the end is at hand, and says it
+                others = "" if job.world_size == 1 else "; the other ranks are ended"
                 logger.info(f"rank {death.process.rank} {what} ({status}){others}")
 
     def check_agent_signal(self, agent: Agent) -> None:

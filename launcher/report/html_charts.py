@@ -1,23 +1,30 @@
 """Charts as SVG with texts as text, by matplotlib; colours are variables of the page's style sheet.
 
-A chart comes in two widths, for a page and for a telephone. What is drawn is given as plain numbers.
+A chart comes in two widths, for a page and for a telephone. What is drawn is given as plain numbers. Without
+matplotlib, nothing is drawn, and the page has the numbers alone.
 """
+
+from __future__ import annotations
 
 import io
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from math import nan
-from typing import Any
-
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+from typing import TYPE_CHECKING, Any
 
 from launcher.report.inline_svg import inline_svg
 from launcher.text import clean_text
+
+if TYPE_CHECKING or find_spec("matplotlib"):
+    import matplotlib as mpl
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+DRAWS = find_spec("matplotlib") is not None
 
 INK, FAINT, PAPER = "#010101", "#020202", "#030303"
 SERIES = tuple(f"#0a0a{number:02x}" for number in range(1, 16))
@@ -176,7 +183,9 @@ class Drawing:
 
 
 def draw_times(chart: TimeChart) -> tuple[str, str]:
-    """Draw a chart for wide pages and for narrow ones."""
+    """Draw a chart for wide pages and for narrow ones; empty if it cannot be drawn."""
+    if not DRAWS:
+        return "", ""
     return render_times(chart, WIDE), render_times(chart, NARROW)
 
 
@@ -278,7 +287,9 @@ def draw_lanes(drawing: Drawing, axes: Axes, lanes: Sequence[Lane], unit: int) -
 
 
 def draw_bars(chart: BarChart) -> tuple[str, str]:
-    """Draw stacked bars for wide pages and for narrow ones."""
+    """Draw stacked bars for wide pages and for narrow ones; empty if they cannot be drawn."""
+    if not DRAWS:
+        return "", ""
     return render_bars(chart, WIDE), render_bars(chart, NARROW)
 
 

@@ -161,7 +161,7 @@ def make_chart(
     notes: Sequence[str] = (),
 ) -> Chart:
     """Return a chart of pictures that this program has drawn, which are not escaped."""
-    drawn = tuple((form, Markup(picture)) for form, picture in pictures)  # noqa: S704 - serialized XML
+    drawn = tuple((form, Markup(picture)) for form, picture in pictures if picture)  # noqa: S704 - serialized XML
     return Chart(caption, drawn, tuple(legend), table, tuple(notes))
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 
+from launcher.report.html_charts import DRAWS
 from launcher.report.html_figures import CPU, GPU, make_resources, make_steps
 from launcher.report.html_hangs import make_hangs
 from launcher.report.html_page import Page, Section, render_page
@@ -24,6 +25,9 @@ MISSING = {
     "attempts": "Attempts: the run has not begun, or its manifest.json cannot be read.",
 }
 """Why a section is left out."""
+UNDRAWN = (
+    "Charts: matplotlib is not installed (pip install 'launch-ranks[report]'); their figures are in tables."
+)
 
 
 def render_report(account: RunAccount, hosts: Sequence[HostPlan]) -> bytes:
@@ -36,7 +40,7 @@ def render_report(account: RunAccount, hosts: Sequence[HostPlan]) -> bytes:
         tone=TONES.get(status.state, "calm"),
         lead=describe_run_end(account),
         sections=tuple(section for section in sections if has_content(section)),
-        left_out=(*list_left_out(sections), *account.notes),
+        left_out=(*list_left_out(sections), *([] if DRAWS else [UNDRAWN]), *account.notes),
         foot=f"Written by launch report at {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}.",
     )
     return render_page(page)

@@ -183,7 +183,7 @@ COLUMNS = (
         "step",
         "S",
         "steps so far",
-        make_number_reader(lambda rank: rank.step, str, least=True),
+        make_number_reader(lambda rank: rank.step or None, str, least=True),
         6,
         ascending=True,
     ),

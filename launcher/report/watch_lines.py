@@ -71,7 +71,9 @@ def list_headline(run: RunStatus, snapshot: RunSnapshot) -> Iterator[Text]:
     yield Text(state, {"hanging": ALARM, "starting": "cyan"}.get(state, COLOURS.get(state, "")))
     if (step := find_job_step(snapshot)) is not None:
         total = snapshot.progress.total if snapshot.progress else None
-        yield Text(f"step {step}" + (f"/{total}" if total else ""))
+        own = max((rank.step for view in snapshot.nodes for rank in view.report.ranks), default=0)
+        other = " printed" if snapshot.progress and own and abs(own - step) > max(2, own // 10) else ""
+        yield Text(f"step {step}" + (f"/{total}" if total else "") + other)
     if state == "running" and (seconds := find_step_seconds(snapshot)):
         yield Text(describe_rate(seconds))
         if (left := estimate_left(snapshot, seconds)) is not None:

@@ -110,7 +110,13 @@ def describe_progress(steps: Sequence[Progress]) -> str:
     first, last = dict(steps[0].metrics), dict(steps[-1].metrics)
     parts = []
     if "loss" in first and "loss" in last:
-        parts.append(f"loss {first['loss']} to {last['loss']} over {steps[-1].step} steps")
+        begin, end = steps[0].step, steps[-1].step
+        count = end if begin else end + 1  # a program may count from 0
+        parts.append(
+            f"loss {last['loss']} at step {end}"
+            if begin == end
+            else f"loss {first['loss']} to {last['loss']} over {count} steps"
+        )
     best = {name: value for step in steps for name, value in step.metrics}
     parts += [
         f"{best[name]} {unit}"

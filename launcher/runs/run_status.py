@@ -65,7 +65,7 @@ class RunStatus:
     total: int | None = None
     last_line: str = ""
     restarts: int = 0
-    """Starts after the first: SLURM's requeues, and torchrun's restarts of its ranks."""
+    """Starts that nobody asked for: SLURM's requeues, and restarts of the ranks."""
     started: str = ""
     """ISO 8601, of the last attempt; of the submission if none has begun."""
     ended: str = ""
@@ -119,7 +119,7 @@ def read_status(path: Path, *, own: bool = False) -> RunStatus:
         job_id=read_job(manifest),
         nodes=len(hosts),
         nodelist=",".join(hosts),
-        restarts=max(list_attempts(path), default=0),
+        restarts=max(0, max(list_attempts(path), default=0) - count_resumes(manifest)),
         started=str(manifest.get("started") or ""),
         ended=str(manifest.get("ended") or ""),
         exit_code=code if isinstance(code, int) else None,
@@ -135,6 +135,12 @@ def read_status(path: Path, *, own: bool = False) -> RunStatus:
     since = min((time for time in (*times, read_time(status.started)) if time is not None), default=None)
     reason = explain_outcome(outcome) if status.state != "unknown" else doubt
     return check_local(replace(status, reason=reason, seconds=measure_time(status), known_since=since))
+
+
+def count_resumes(manifest: Mapping[str, object]) -> int:
+    """Return how often the run was continued by a command with `run_dir=`."""
+    states = [str(take_dict(entry, "outcome").get("state")) for entry in take_earlier(manifest)]
+    return sum(state in CLOSED or (state == "running" and not read_job(manifest)) for state in states)
 
 
 def check_local(status: RunStatus) -> RunStatus:

@@ -1,10 +1,14 @@
 """What a newcomer stumbles over, as real runs: the words that say so, and what the program gets."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import in_shell, run_outside
+from tests.launch.terminals import launch_on_terminal
 
 PROGRAM = """\
 import json, sys
@@ -47,3 +51,33 @@ def test_limits_of_the_shell(here: Path) -> None:
     (here / "train.py").write_text("")
     result = in_shell("mkdir gone; cd gone; rmdir ../gone; launch nproc_per_node=1 $OLDPWD/train.py", here)
     result.assert_error(2, "the working directory is gone")
+
+
+@pytest.mark.parametrize("agent", ["direct", "torchrun"])
+def test_a_breakpoint_in_several_ranks_ends_them_and_says_why(tmp_path: Path, agent: str) -> None:
+    """No rank of several reads from the terminal, so that nobody's typing is torn between two debuggers."""
+    program = "import sys\nassert not sys.stdin.isatty()\nbreakpoint()\n"
+    with launch_on_terminal(tmp_path, program, "nproc_per_node=2", f"agent={agent}") as terminal:
+        assert terminal.finish(120) == 1
+        shown = " ".join(terminal.text().split())
+        assert "bdb.BdbQuit" in shown
+        assert "breakpoint() found no terminal, which one rank alone has: nproc_per_node=1" in shown
+
+
+def test_the_words_of_an_end(here: Path) -> None:
+    """One rank's traceback is shown once, few steps are counted right, a resume is no restart."""
+    (here / "boom.py").write_text("raise ValueError('no data')\n")
+    result = run_outside(["nproc_per_node=1", "boom.py"], here)
+    said = [line for line in result.err.splitlines() if not line.startswith("launch: run directory")]
+    assert (result.code, result.err.count("Traceback")) == (1, 1), result
+    assert re.fullmatch(r"launch: rank 0 on \S+ exited with code 1", said[-2]), result
+    assert re.fullmatch(r"launch: failed after [\d.]+ s", said[-1]) and result.err.count("failed") == 1
+
+    (here / "few.py").write_text("print('step 0 loss 1.4687')\n")
+    result = run_outside(["nproc_per_node=1", "new_run_dir=few", "few.py"], here)
+    assert "loss 1.4687 at step 0\n" in result.err, result
+    (here / "few.py").write_text("for n in range(4): print(f'step {n} loss {4 - n}')\n")
+    result = run_outside(["nproc_per_node=1", "run_dir=few", "few.py"], here)
+    assert "loss 4 to 1 over 4 steps" in result.err, result
+    (run,) = json.loads(run_outside(["status", "few", "format=json"], here).out)["runs"]
+    assert (run["state"], run["restarts"], len(run["attempts"])) == ("succeeded", 0, 2)

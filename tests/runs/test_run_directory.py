@@ -12,7 +12,7 @@ import pytest
 
 from launcher import files
 from launcher.config.run_path import choose_id
-from launcher.launch.agent import start_agent
+from launcher.launch.agent import open_agent
 from launcher.runs.manifest import read_own_manifest
 from launcher.runs.node_records import refuse_node, write_node
 from launcher.runs.rank_logs import read_tail
@@ -213,7 +213,7 @@ def test_anothers_log_is_not_written_to(tmp_path: Path) -> None:
     run.agent_log("box").write_text("")
     give_away(run.agent_log("box"))
     with pytest.raises(PermissionError, match="it belongs to"):
-        start_agent(["true"], {}, run.agent_log("box"))
+        open_agent(["true"], {}, run.agent_log("box"), None, ())
 
 
 def make_runs(folder: Path, uid: int) -> list[str]:
