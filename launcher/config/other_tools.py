@@ -97,7 +97,7 @@ SUBMITIT = {
     "max_pickle_size_gb": ForeignName("", note="leave it out, nothing is pickled"),
 }
 """submitit's names of what has another name here, or is written in another way."""
-PLAIN = ("comment", "cpus_per_gpu", "exclusive", "wckey")
+PLAIN = ("comment", "cpus_per_gpu", "wckey")
 """Its names of what is one of sbatch's other options here."""
 SLURMS = ("mem", "gres", "mem_per_cpu", "mem_per_gpu", "job_name")
 """Those of them that are SLURM's too, and submitit's with `slurm_` alone."""
@@ -210,7 +210,7 @@ SBATCH = {
     "export": leave_out("env.NAME=VALUE sets a variable", is_flag=False),
     "wrap": leave_out("the program stands after the settings", is_flag=False),
     "chdir": leave_out("a job starts in the working directory", is_flag=False),
-    "exclusive": ForeignName("cluster.additional.exclusive", write_true, is_flag=True),
+    "exclusive": ForeignName("cluster.exclusive", write_true, is_flag=True),
     "wait": ForeignName("follow", write_true, is_flag=True),
     "requeue": leave_out("cluster.requeue.KEY=N says after what a job is requeued"),
     "mpi": ForeignName("cluster.srun.mpi"),

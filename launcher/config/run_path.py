@@ -54,16 +54,22 @@ def choose_run_path(
                 f"run_dir={values['run_dir']} goes on with an earlier run, and new_run_dir="
                 f"{values['new_run_dir']} makes a new one: leave one of them out"
             )
-        return RunPath(name, Path(str(values["run_dir"])).absolute(), "run_dir")
+        return RunPath(name, make_absolute(str(values["run_dir"])), "run_dir")
     if values["new_run_dir"] is not None:
         path = Path(str(values["new_run_dir"]))
         if values["node_rank"] is None:  # nodes that are started by hand share one
             refuse_used(path, "new_run_dir")
-        return RunPath(name, path.absolute(), "new_run_dir")
-    above = Path(str(values["runs_dir"])).absolute() / name
+        return RunPath(name, make_absolute(str(path)), "new_run_dir")
+    above = make_absolute(str(values["runs_dir"])) / name
     if values["dry_run"]:
         return RunPath(name, above / DRY_RUN_ID if submits else Path(RUN_DIR), "runs_dir")
     return RunPath(name, choose_id(above, datetime.now().astimezone(), taken), "runs_dir")
+
+
+def make_absolute(text: str) -> Path:
+    """Return an absolute path without `..`, whose meaning depends on the links before it."""
+    path = Path(text).absolute()
+    return Path(os.path.realpath(path)) if ".." in path.parts else path
 
 
 def choose_id(above: Path, now: datetime, taken: Collection[Path] = ()) -> Path:

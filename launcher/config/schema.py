@@ -82,6 +82,12 @@ class ClusterConfig:
     nodelist: str | None = None
     reservation: str | None = None
     switches: str | None = None
+    segment: int | None = None
+    """Nodes of a segment, which lie together in one block of the network, such as an NVLink domain
+    (`--segment`, topology/block); it divides the number of nodes, spare ones included."""
+    exclusive: Any = None
+    """`true`: no other job runs on the nodes, which the job has whole; `user`, `mcs` or `topo`: only such as
+    SLURM's `--exclusive` says."""
     spares: int = 0
     """Nodes that SLURM is asked for besides `nodes`. They are checked, wait idle, and replace nodes that are
     lost."""

@@ -204,7 +204,8 @@ def log_outcome(monitor: RankMonitor, outcome: JobOutcome, seconds: float) -> No
 
 def check_success(monitor: RankMonitor, outcome: JobOutcome) -> list[str]:
     """Say what was not as planned in a job that succeeded."""
-    lines = [*outcome.events, *compare_applied(monitor.job.plan.ranks, monitor.read_applied())]
+    planned = monitor.job.plan.ranks if monitor.ranks else ()  # a spare node has none
+    lines = [*outcome.events, *compare_applied(planned, monitor.read_applied())]
     lines += [f"{name} outlived the program, and was ended" for name in outcome.agent_exit.leftovers]
     return [*lines, outcome.memory] if outcome.memory else lines
 

@@ -25,6 +25,16 @@ SLURM_MARGIN = KILL_GRACE + 2.0
 SIGKILL ends this process, and if SLURM does not track by cgroup, neither agent nor ranks."""
 
 
+early_signals: list[int] = []
+"""What came since `note_early_signals` and before somebody collects signals."""
+
+
+def note_early_signals() -> None:
+    """Keep the checkpoint signals that come before there is anybody to pass them on to, and do not die."""
+    for number in FORWARDED:
+        signal.signal(number, lambda number, _frame: early_signals.append(number))
+
+
 @dataclass(slots=True)
 class SignalQueue:
     """Signals that have arrived and wait to be handled."""
@@ -57,6 +67,10 @@ def catch_signals(others: Iterable[int] = ()) -> Iterator[SignalQueue]:
     wanted = [n for n in {*STOPPING, *FORWARDED, *others} if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, inbox.note) for number in wanted}
     old_wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    if early_signals:
+        inbox.arrived += early_signals
+        early_signals.clear()
+        os.write(writing, b"\0")
     try:
         yield inbox
     finally:

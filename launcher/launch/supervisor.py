@@ -236,8 +236,10 @@ class Supervisor:
                 self.handle_slurm_signal(number, agent) if self.control else self.handle_stop_signal(
                     number, agent, self.grace
                 )
-            elif self.control is None:  # to a step, SLURM has sent it to every process by itself
+            elif self.control is None:
                 self.pidfds.signal_ranks(number)
+            else:  # by `scancel --signal=USR2 JOB` or the like: SLURM sends it to a step's tasks alone
+                self.signal_catchers(number)
         if self.stop and time.monotonic() >= self.stop.deadline:
             self.advance_stop(self.stop, agent)
 
@@ -282,10 +284,14 @@ class Supervisor:
                 self.commanded = True
                 self.handle_stop_signal(number, agent, self.grace)
                 continue
-            _, spared = self.pidfds.signal_catchers(number)
-            if spared:
-                ranks = "1 rank has" if spared == 1 else f"{spared} ranks have"
-                logger.info(f"{name_signal(number)} not sent: {ranks} no handler for it")
+            self.signal_catchers(number)
+
+    def signal_catchers(self, number: int) -> None:
+        """Pass a signal on to the ranks that have a handler for it."""
+        _, spared = self.pidfds.signal_catchers(number)
+        if spared:
+            ranks = "1 rank has" if spared == 1 else f"{spared} ranks have"
+            logger.info(f"{name_signal(number)} not sent: {ranks} no handler for it")
 
     def restart_without_lost_node(self, agent: Agent) -> None:
         """End ranks that go on as if a lost node were there, so that the agent starts them anew without it.

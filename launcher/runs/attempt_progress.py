@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from glob import iglob
 from pathlib import Path
 
-from launcher.runs.progress import Progress, parse_progress
+from launcher.runs.progress import MOST_STEPS, Progress, merge_steps, parse_progress
 from launcher.runs.rank_logs import decode_line, read_from, read_tail
 from launcher.runs.run_directory import RunDir, list_logs
 from launcher.text import strip_sequences
@@ -50,7 +50,7 @@ def measure_attempt(run: RunDir, patterns: Sequence[str] = ()) -> AttemptProgres
     numbers = sorted(number for number in list_attempts(run.path) if number >= run.first_attempt)
     logs = [path for number in numbers for path in find_logs(run, number)]
     first = next((step for path in logs for step in read_first(path)), None)
-    last = next((step for path in reversed(logs) for step in read_last(path)), None)
+    last = next((step for path in reversed(logs) if (step := read_newest(path))), None)
     steps = (first or last, last) if last else ()
     newest = [find_newest(run.path / "checkpoints"), find_newest_elsewhere(run, patterns)]
     times = [time for time in newest if time is not None]
@@ -78,6 +78,14 @@ def read_last(path: Path) -> Iterable[Progress]:
     """Give the steps in the last part of a log, the last one first."""
     lines = reversed(read_tail(path, LINES))
     return (step for line in lines if (step := parse_progress(line)))
+
+
+def read_newest(path: Path) -> Progress | None:
+    """Return the last step of a log, with the newest value of each metric; None if there is none."""
+    newest = None
+    for step in itertools.islice(read_last(path), MOST_STEPS):
+        newest = merge_steps(step, newest) if newest else step
+    return newest
 
 
 def find_newest_elsewhere(run: RunDir, patterns: Sequence[str]) -> float | None:

@@ -3,23 +3,26 @@
 import contextlib
 import errno
 import os
+from pathlib import Path
 
 from launcher.files import open_own, remove
 from launcher.runs.run_directory import RunDir, closing_descriptor
 
-RESERVE = ".reserve"
 SIZE = 256 << 10
 """Bytes that are held: a manifest of some hundred attempts, the last lines of the log, records."""
 TRIAL = 4 << 10
 """Bytes that are written to see whether that is possible."""
 FULL = "the run directory's disk is full"
 REMOVED = "the run directory was removed during the run"
+held: dict[Path, int] = {}
+"""What holds the space of each run: a file without a name, so that nothing is left of it after a SIGKILL."""
 
 
 def reserve_space(run: RunDir) -> None:
     """Take some space while there is some, which `release_space` gives back; if that fails, there is none."""
-    with contextlib.suppress(OSError):
-        write_bytes(run, RESERVE, SIZE)
+    if run.path not in held:
+        with contextlib.suppress(OSError):
+            held[run.path] = write_nameless(run, SIZE)
 
 
 def release_space(run: RunDir) -> str:
@@ -28,19 +31,15 @@ def release_space(run: RunDir) -> str:
     Returns why nothing could be written any more before that, see `find_write_error`.
     """
     trouble = find_write_error(run)
-    with contextlib.suppress(OSError):
-        remove_file(run, RESERVE)
+    if run.path in held:
+        os.close(held.pop(run.path))
     return trouble
 
 
 def find_write_error(run: RunDir) -> str:
     """Say why nothing can be written to the run directory, in words; empty if it can."""
-    name = f".trial.{os.getpid()}"
     try:
-        try:
-            write_bytes(run, name, TRIAL)
-        finally:
-            remove_file(run, name)
+        os.close(write_nameless(run, TRIAL))
     except OSError as error:
         return explain_write_error(run, error)
     return ""
@@ -72,20 +71,23 @@ def explain_missing_end(run: RunDir) -> str:
     return f"{FULL} ({run.path})" if is_full(run) else ""
 
 
-def write_bytes(run: RunDir, name: str, count: int) -> None:
-    """Write a file of random bytes, which no filesystem makes smaller; raises OSError."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+def write_nameless(run: RunDir, count: int) -> int:
+    """Write random bytes, which no filesystem makes smaller, to a file that then loses its name.
+
+    Returns a descriptor that holds them; raises OSError.
+    """
+    name = f".reserve-{os.urandom(8).hex()}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with closing_descriptor(open_own(run.path)) as at:
-        descriptor = os.open(name, flags, 0o600, dir_fd=at)
+        writing = os.open(name, flags, 0o600, dir_fd=at)
+        try:
+            holding = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+        finally:
+            remove(at, name)
     try:
-        left = count
-        while left:
-            left -= os.write(descriptor, os.urandom(left))
-    finally:
-        os.close(descriptor)  # network filesystems tell only here
-
-
-def remove_file(run: RunDir, name: str) -> None:
-    """Remove such a file if it exists; raises OSError if the directory does not."""
-    with closing_descriptor(open_own(run.path)) as at:
-        remove(at, name)
+        with os.fdopen(writing, "wb") as file:  # network filesystems tell of a full disk when it is closed
+            file.write(os.urandom(count))
+    except OSError:
+        os.close(holding)
+        raise
+    return holding

@@ -1,14 +1,17 @@
-"""`python -m launcher.slurm RUN_DIR`: the end of the batch script, on the first node of a SLURM job.
+"""`python -m launcher.slurm RUN_DIR [SIGNAL]`: the end of the batch script, on a SLURM job's first node.
 
-`--standalone` reads the job from the script itself, on stdin.
+With `--standalone` in place of RUN_DIR it reads the job from the script itself, on stdin. SIGNAL, as `USR2`,
+is what the shell got before.
 """
 
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
 from launcher.errors import EXIT_DEFECT, LaunchError
+from launcher.launch.signals import early_signals, note_early_signals
 from launcher.text import leave, log_defect, log_error, set_up_logging
 
 logger = logging.getLogger("launcher.slurm")
@@ -16,6 +19,8 @@ logger = logging.getLogger("launcher.slurm")
 
 def main() -> int:
     """Run one attempt of the job and return its exit code."""
+    note_early_signals()
+    early_signals.extend(signal.Signals[f"SIG{name}"] for name in sys.argv[2:])
     from launcher.slurm.first_node import run_batch_script
 
     set_up_logging()

@@ -40,7 +40,7 @@ class StepReport:
     srun_lines: tuple[str, ...] = ()
     """What srun complained of: its own lines on stderr."""
     signalled: tuple[tuple[str, int], ...] = ()
-    """Nodes, and the stopping signals that their tasks got before any task had ended; none is ours."""
+    """Nodes (or srun), and the stopping signals that their tasks got before any had ended; none is ours."""
     cancelled: bool = False
     """SLURM said that the step was cancelled, before any task had ended."""
     sickness: tuple[str, ...] = ()

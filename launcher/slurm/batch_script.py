@@ -57,6 +57,12 @@ class Script:
     python: tuple[str, ...]
     """The interpreter of the submission, with its options."""
 
+    @property
+    def signal(self) -> str:
+        """The checkpoint signal's name, as bash has it: of the option `B:USR2@120`."""
+        value = next(option.value for option in self.options if option.name == "signal")
+        return str(value).removeprefix("B:").partition("@")[0]
+
 
 def render_script(script: Script, runs: Sequence[str]) -> str:
     """Return the script of a job whose run directory is there, or of an array with one for each member.
@@ -67,7 +73,7 @@ def render_script(script: Script, runs: Sequence[str]) -> str:
         check_path(run)
     path = f"{runs[0].replace('%', '%%')}/logs/slurm-%j.out" if len(runs) == 1 else "/dev/null"
     lines = [*render_header(script, path), "", *choose_run(runs), *render_setup(script.setup)]
-    lines += ["", *render_exec(script.python, '"$launch_run"')]
+    lines += ["", *render_exec(script, '"$launch_run"')]
     return "\n".join(lines) + "\n"
 
 
@@ -79,14 +85,16 @@ def render_standalone(script: Script, document: str) -> str:
     is_array = any(option.name == "array" for option in script.options)
     path = "%x-%A_%a.out" if is_array else "%x-%j.out"
     lines = [*render_header(script, path), *render_setup(script.setup), ""]
-    lines += render_exec(script.python, f"--standalone <<'{END_MARK}'")
+    lines += render_exec(script, "--standalone", f"<<'{END_MARK}'")
     return "\n".join([*lines, document, END_MARK]) + "\n"
 
 
 def render_header(script: Script, output: str) -> list[str]:
-    """Write the remarks and the options, the log's among them."""
+    """Write the remarks and the options, the log's among them, and let the shell survive the job's signal."""
     log = (Option("open-mode", "append", "run_dir"), Option("output", output, "run_dir"))
-    return [SHEBANG, *map(render_remark, script.remarks), *map(render_option, (*script.options, *log))]
+    lines = [SHEBANG, *map(render_remark, script.remarks), *map(render_option, (*script.options, *log))]
+    lines += ["", "# the checkpoint signal, if it comes before the ranks", "launch_signal="]
+    return [*lines, f"trap 'launch_signal={script.signal}' {script.signal}"]
 
 
 def render_remark(text: str) -> str:
@@ -151,19 +159,20 @@ def join_continued_lines(setup: Sequence[str]) -> list[str]:
     return joined
 
 
-def render_exec(python: Sequence[str], words: str) -> list[str]:
+def render_exec(script: Script, words: str, document: str = "") -> list[str]:
     """Replace the shell by `python -m launcher.slurm`, with the submission's interpreter in any environment.
 
-    `words` are what follows in the line, as bash reads them.
+    `words` are what follows in the line, as bash reads them, before the signal that the shell got.
     """
-    program = shlex.quote(python[0])
-    missing = f"launch: error: no {python[0]} on this node: is it on a filesystem that all nodes share?"
+    path, program = script.python[0], shlex.quote(script.python[0])
+    missing = f"launch: error: no {path} on this node: is it on a filesystem that all nodes share?"
     return [
         f"if [ ! -x {program} ]; then",
         f"    printf '%s\\n' {shlex.quote(missing)} >&2",
         "    exit 3",
         "fi",
-        f"exec {shlex.join(python)} -m {MODULE} {words}",
+        f"trap '' {script.signal}",
+        f"exec {shlex.join(script.python)} -m {MODULE} {words} $launch_signal {document}".rstrip(),
     ]
 
 

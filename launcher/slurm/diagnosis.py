@@ -30,7 +30,7 @@ from launcher.slurm.job_control import (
 )
 from launcher.slurm.notation import parse_signal
 from launcher.slurm.requeue_policy import is_near_limit
-from launcher.slurm.srun_messages import ENDED, parse_task_ends
+from launcher.slurm.srun_messages import ENDED, SRUN, parse_task_ends
 
 GRES_REFUSAL = "Invalid generic resource"
 """In srun's words if the job has no such GPUs on its nodes."""
@@ -79,7 +79,7 @@ def diagnose_end(attempt: Attempt, step: StepReport, trouble: str = "") -> Attem
     kill = classify_kill(status, attempt.restarts)
     node_states = ask_node_states(attempt, attempt.hosts if kill else step.missing, timeout)
     task_ends = find_task_ends(step)
-    stopped = bool(kill) or stop_requested or step.cancelled
+    stopped = bool(kill) or stop_requested or step.cancelled or SRUN in dict(step.signalled)
     killed_tasks = tuple((host, word) for host, word in task_ends.items() if word != ENDED and not stopped)
     down = {host for host, state in node_states if is_down(state)}
     lost = down if kill else down | find_silent_nodes(attempt, step) - {*task_ends}

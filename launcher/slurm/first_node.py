@@ -27,7 +27,7 @@ from launcher.slurm.attempt_lifecycle import end_attempt, start_attempt
 from launcher.slurm.client import MissingCommandError
 from launcher.slurm.diagnosis import find_task_ends
 from launcher.slurm.first_node_guard import start_guards
-from launcher.slurm.job_control import ask_job
+from launcher.slurm.job_control import ask_job, find_fixed_order
 from launcher.slurm.job_request import JobRequest, read_job_request
 from launcher.slurm.node_order import NodeOrder, fold_in_order, keep_order
 from launcher.slurm.node_order_sources import find_node_order
@@ -97,7 +97,10 @@ def order_job_nodes(environ: Mapping[str, str], request: JobRequest) -> NodeOrde
     hosts = choose_nodes(environ, request.max_nodes + cluster.spares)
     if request.agent == "srun" and "distribution" in cluster.srun:
         return keep_order(hosts, "cluster.srun.distribution")
-    return find_node_order(cluster.node_order, hosts, environ, request.directory)
+    order = find_node_order(cluster.node_order, hosts, environ, request.directory)
+    if request.agent == "srun" and order.hosts != hosts and (why := find_fixed_order(environ)):
+        return keep_order(hosts, why, warns=True)
+    return order
 
 
 def report_node_order(order: NodeOrder) -> None:

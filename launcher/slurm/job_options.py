@@ -2,16 +2,19 @@
 
 import contextlib
 import getpass
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from launcher.config.request import parse_nproc
-from launcher.config.schema import LaunchConfig
+from launcher.config.schema import ClusterConfig, LaunchConfig
 from launcher.errors import SchedulerError, UsageError
 from launcher.launch.job import JobSpec
 from launcher.slurm.client import run_slurm
+from launcher.slurm.notation import parse_signal, parse_time_limit
+from launcher.slurm.requeue_policy import SIGNAL_EARLY
 from launcher.slurm.resources import Inventory, NodeKind, ask_sinfo, check_limits, fill_auto_resources
 from launcher.slurm.sbatch_options import (
     JobSize,
@@ -83,6 +86,7 @@ def choose_job_options(specs: Sequence[JobSpec], environ: Mapping[str, str], *, 
     for spec in specs:
         cluster = spec.config.cluster
         kinds = inventory.select(cluster.partition or environ.get("SBATCH_PARTITION"))
+        warnings = [*warnings, *check_signal_time(cluster)]
         filled = fill_auto_resources(cluster, read_nproc(spec.config.nproc_per_node), kinds, environ)
         try:
             check_limits(cluster, spec.cluster.min_nodes, filled, kinds)
@@ -100,6 +104,19 @@ def choose_job_options(specs: Sequence[JobSpec], environ: Mapping[str, str], *, 
     return JobOptions(
         (*options_of_jobs[0], *array), inventory.list_partitions(), kinds, tuple(dict.fromkeys(warnings))
     )
+
+
+def check_signal_time(cluster: ClusterConfig) -> list[str]:
+    """Return a warning if the checkpoint signal may come as soon as the job has begun."""
+    number, seconds = parse_signal(cluster.signal)
+    limit = 60 * parse_time_limit("cluster.time", cluster.time) if cluster.time else math.inf
+    if limit - seconds >= SIGNAL_EARLY:
+        return []
+    return [
+        f"cluster.time={cluster.time} is too short for cluster.signal={cluster.signal}: SLURM sends the"
+        f" signal {seconds} s before the limit, or up to {SIGNAL_EARLY:.0f} s earlier, and so perhaps"
+        f" when the job has just begun: give {number.name.removeprefix('SIG')}@SECONDS, or a longer time"
+    ]
 
 
 def check_setups(specs: Sequence[JobSpec]) -> None:

@@ -35,13 +35,16 @@ from launcher.slurm.notation import expand_hosts
 from launcher.slurm.slurm_environ import clean_for_step
 from launcher.slurm.srun_command import Container, Step, give_cpus, render_step
 from launcher.slurm.srun_messages import (
+    SRUN,
     is_cancelled,
     is_cpu_bind_complaint,
     is_in_node_records,
     is_slurm_line,
+    is_verbose,
     parse_node_failure,
     parse_task_end,
     parse_task_ends,
+    was_srun_terminated,
 )
 from launcher.slurm.step_group import StepGroup
 from launcher.slurm.task_writer import TaskWriter
@@ -81,11 +84,13 @@ class NodeStep:
     lost: frozenset[str] = frozenset()
     """Nodes that SLURM has given up."""
     signalled: list[tuple[str, int]] = field(default_factory=list)
-    """Nodes whose task got a signal that we have not sent, before any task had ended."""
+    """Nodes whose task, or srun (SRUN), got a signal that we have not sent, before any task had ended."""
     cancelled: bool = False
     """SLURM said that the step was cancelled, before any task had ended."""
     ended: bool = False
     """A task has ended badly, and SLURM ends the others."""
+    stopped: bool = False
+    """The end was asked for from here."""
     writer: TaskWriter = field(init=False)
     group: StepGroup | None = field(init=False)
     reader: threading.Thread = field(init=False)
@@ -108,8 +113,9 @@ class NodeStep:
 
     def send(self, number: int) -> None:
         """Send a signal to the ranks, by way of their supervisors."""
-        if self.group and number in (*STOPPING, signal.SIGKILL):
-            self.group.stop()
+        if number in (*STOPPING, signal.SIGKILL):
+            self.stopped = True
+            self.group.stop() if self.group else None
         self.writer.send((signal.Signals(number).name,))
 
     def forward_stderr(self) -> None:
@@ -126,7 +132,10 @@ class NodeStep:
 
     def note_line(self, line: str) -> bool:
         """Take a line of srun's own; false if it says nothing new to people."""
-        if is_cpu_bind_complaint(line):
+        if was_srun_terminated(line) and not (self.ended or self.stopped):
+            self.signalled.append((SRUN, signal.SIGTERM))
+            self.ended = True
+        if is_cpu_bind_complaint(line) or is_verbose(line):
             return False
         known = is_in_node_records(line, self.srun_lines)
         self.srun_lines.append(line)
@@ -172,7 +181,7 @@ def describe_node_step(attempt: Attempt) -> Step:
             box.python if box.image else sys.executable,
             *("-P", "-m", "launcher.slurm.task", str(attempt.run.path)),
         ),
-        options=config.cluster.srun,
+        options={"quiet": False, **config.cluster.srun},  # it says that it was sent SIGTERM
         container=describe_container(box, attempt.run.path, request.directory),
     )
 

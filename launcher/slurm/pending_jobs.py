@@ -1,5 +1,6 @@
 """Why a job is pending, in words, its position in the queue, and the thread that asks SLURM about jobs."""
 
+import math
 import queue
 import threading
 from collections.abc import Iterable, Mapping
@@ -90,8 +91,9 @@ def describe_expected_start(text: str, now: datetime) -> str:
     wait = start - now
     if wait <= timedelta():
         return ""
-    hours, minutes = divmod(-(-int(wait.total_seconds()) // 60), 60)
-    how_long = f"{hours} h {minutes} min" if hours else f"{minutes} min"
+    seconds = math.ceil(wait.total_seconds())
+    hours, minutes = divmod(-(-seconds // 60), 60)
+    how_long = f"{hours} h {minutes} min" if hours else f"{minutes} min" if seconds >= 60 else f"{seconds} s"
     return f"{start:%Y-%m-%d %H:%M}" + (f" (in {how_long})" if wait < SHOWN_WAIT else "")
 
 

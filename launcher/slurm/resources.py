@@ -21,7 +21,7 @@ GRES = re.compile(r"(?:gres/)?gpu(?::(?P<type>[^:,()]+))??(?::(?P<count>\d+))?(?
 """`gpu:a100:8(S:0-1)`, `gpu:8`."""
 FEATURE = re.compile(r"[\w.-]+")
 """A constraint that is one feature; what is more, SLURM alone can judge."""
-CPU_OPTIONS = ("exclusive", "cpus-per-gpu", "mincpus")
+CPU_OPTIONS = ("cpus-per-gpu", "mincpus")
 MEM_OPTIONS = ("mem-per-cpu", "mem-per-gpu")
 """Options of `cluster.additional` that take the place of what would be filled in."""
 MEM_VARIABLES = ("SBATCH_MEM_PER_NODE", "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU")
@@ -140,7 +140,8 @@ def fill_auto_resources(
     cpus, mem = cluster.cpus_per_task, cluster.mem
     if cpus == AUTO:
         single = is_single_threaded(cluster.additional, environ)
-        cpus = None if additional_names & {*CPU_OPTIONS} else share_cpus(fitting, gpus, single=single)
+        is_whole = cluster.exclusive or additional_names & {*CPU_OPTIONS}
+        cpus = None if is_whole else share_cpus(fitting, gpus, single=single)
     if mem == AUTO:
         is_left_to_slurm = additional_names & {*MEM_OPTIONS} or any(name in environ for name in MEM_VARIABLES)
         mem = None if is_left_to_slurm else share_memory(fitting, gpus)

@@ -34,7 +34,17 @@ PLAIN = (
     "mail_type",
 )
 """Keys whose values SLURM alone can judge."""
-OWN_KEYS = (*PLAIN, "time", "gpus_per_node", "cpus_per_task", "mem", "dependency")
+OWN_KEYS = (
+    *PLAIN,
+    "time",
+    "gpus_per_node",
+    "cpus_per_task",
+    "mem",
+    "dependency",
+    "segment",
+    "exclusive",
+)
+EXCLUSIVE = ("user", "mcs", "topo")
 INSTEAD = {
     **{name.replace("_", "-"): f"set cluster.{name}" for name in OWN_KEYS},
     **dict.fromkeys(("gpus", "gpus-per-task", "gpus-per-socket"), "set cluster.gpus_per_node"),
@@ -115,6 +125,17 @@ def build_options(cluster: "ClusterConfig", shape: JobSize, filled: Resources) -
             found.append(
                 Option(name.replace("_", "-"), check_text(f"cluster.{name}", value), f"cluster.{name}")
             )
+    if cluster.segment is not None:
+        for count in {shape.min_nodes + shape.spares, shape.max_nodes + shape.spares}:
+            if count % cluster.segment:
+                raise UsageError(
+                    f"cluster.segment={cluster.segment} does not divide {count} nodes ({nodes_key}={nodes}):"
+                    " a job's segments have the same number of nodes each"
+                )
+        found.append(Option("segment", str(cluster.segment), "cluster.segment"))
+    if cluster.exclusive not in (None, False):
+        value = None if cluster.exclusive is True else str(cluster.exclusive)
+        found.append(Option("exclusive", value, "cluster.exclusive"))
     number, seconds = parse_signal(cluster.signal)
     found.append(Option("signal", f"B:{number.name.removeprefix('SIG')}@{seconds}", "cluster.signal"))
     requeue = "requeue" if may_requeue(cluster, shape.never) else "no-requeue"
@@ -138,6 +159,12 @@ def check_cluster(cluster: "ClusterConfig") -> None:
     if cluster.array_parallelism < 1:
         raise UsageError(
             f"cluster.array_parallelism={cluster.array_parallelism}: give a number of at least 1"
+        )
+    if cluster.segment is not None and cluster.segment < 1:
+        raise UsageError(f"cluster.segment={cluster.segment}: give a number of nodes, at least 1")
+    if cluster.exclusive not in (None, True, False, *EXCLUSIVE):
+        raise UsageError(
+            f"cluster.exclusive={cluster.exclusive}: give true, false, {', '.join(EXCLUSIVE)} or null"
         )
     parse_signal(cluster.signal)
     read_additional(cluster.additional)

@@ -88,6 +88,7 @@ OPTION_VARIABLES = {
     "mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
     "cpus-per-task": ("CPUS_PER_TASK", "CPUS_PER_GPU"),
     "switches": ("REQ_SWITCH", "WAIT4SWITCH"),
+    "segment": ("SEGMENT_SIZE",),
 }
 """Options whose variables have other names, or contradict them."""
 STEP_OPTION_PREFIXES = ("SLURM_", "SBATCH_", "SALLOC_", "SRUN_", "PMI_", "PMIX_", "PMI2_")

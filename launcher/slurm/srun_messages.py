@@ -27,6 +27,10 @@ CPU_BIND_COMPLAINT = "cluster configuration lacks support for cpu binding"
 """srun's answer to --cpu-bind=none, even with --quiet, if no TaskPlugin can bind."""
 COMPLETED = re.compile(r"srun: (?:\S+: )*\S+: tasks? (?P<tasks>[\d,-]+): Completed$")
 """Tasks that ended with 0, of which `srun --verbose` alone tells."""
+SRUN = "srun"
+"""Stands for srun itself among the nodes that got a signal from outside."""
+TERMINATED = "srun: forcing job termination"
+"""What it says of SIGTERM, SIGHUP or SIGQUIT, after which it has the tasks killed; srun_job.c."""
 USEFUL_LINE = re.compile(
     r"srun: (?:error|fatal|warning|unrecognized|ambiguous|invalid|option)\b", re.IGNORECASE
 )
@@ -61,8 +65,13 @@ def is_cpu_bind_complaint(line: str) -> bool:
     return CPU_BIND_COMPLAINT in line
 
 
+def was_srun_terminated(line: str) -> bool:
+    """Tell whether srun says that a signal to itself ends the step."""
+    return line.startswith(TERMINATED)
+
+
 def is_verbose(line: str) -> bool:
-    """Tell whether srun prints a line only because of `--verbose`."""
+    """Tell whether srun prints a line only for want of `--quiet`, or because of `--verbose`."""
     return line.startswith("srun: ") and not USEFUL_LINE.match(line)
 
 

@@ -24,6 +24,9 @@ def main() -> int:
     started = time.time()
     try:
         # Only now: a signal during the imports is to leave a record too.
+        from launcher.launch.signals import note_early_signals
+
+        note_early_signals()
         from launcher.slurm.node_job import run_node
 
         return run_node(Path(sys.argv[1]), os.environ, started)

@@ -138,14 +138,20 @@ def list_progress_of(reports: Iterable[NodeReport]) -> tuple[RankProgress, ...]:
 
 
 def describe_job_state(
-    own: NodeReport, view: JobView, hangs: Sequence[Hang], *, restarts: int, asks: int, notes: Iterable[str]
+    own: NodeReport,
+    view: JobView,
+    hangs: Sequence[Hang],
+    *,
+    hanging: bool = False,
+    restarts: int,
+    asks: int,
+    notes: Iterable[str],
 ) -> JobState:
     """Return what the judging node writes of the job."""
     watched = [rank for rank in view.ranks if rank.phase not in UNWATCHED]
     ages = [rank.step_age for rank in watched if rank.step_age is not None]
     medians = [rank.p50 for rank in view.ranks if rank.p50 is not None]
     step = max((rank.step for rank in view.ranks), default=0)
-    hanging = bool(hangs) and hangs[-1].recovered is None
     silent = tuple(report.host for report in view.silent)
     missing = own.nodes - len(view.reports) - len(view.ended)
     late = (f"{missing} of {own.nodes} nodes have not reported yet",) if missing > 0 else ()

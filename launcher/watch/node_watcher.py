@@ -185,9 +185,15 @@ class NodeWatcher:
 
     def describe_job(self, own: NodeReport, view: JobView, asks: int) -> JobState:
         """Return what is to be written of the job."""
-        hangs, restarts = self.judge.hangs, self.judge.restarts
+        judge = self.judge
         state = describe_job_state(
-            own, view, hangs, restarts=restarts, asks=asks, notes=tuple(self.told.values())
+            own,
+            view,
+            judge.hangs,
+            hanging=judge.hang is not None and not judge.has_restarted(judge.hang, view),
+            restarts=judge.restarts,
+            asks=asks,
+            notes=tuple(self.told.values()),
         )
         finder = self.search.finder
         waits = tuple(sorted(finder.waits.items()))

@@ -39,7 +39,9 @@ class NodeView:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the next reports are overdue."""
+        """Whether the next reports are overdue: once all of a node's ranks have ended, none follows."""
+        if self.report.ranks and all(rank.phase == "exited" for rank in self.report.ranks):
+            return False
         return self.age > max(LEAST_SILENCE, MISSED * self.report.interval)
 
     def measure_step_age(self, at_report: float) -> float:

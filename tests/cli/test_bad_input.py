@@ -116,6 +116,17 @@ def test_a_run_directory_without_permission(here: Path) -> None:
     result.assert_error(3, "Permission denied", "runs_dir=DIR")
 
 
+def test_dots_in_the_path_of_the_runs_are_followed_once(here: Path) -> None:
+    """Behind a link, `..` is beside what it leads to."""
+    (here / "far/below").mkdir(parents=True)
+    (here / "link").symlink_to("far/below")
+    (here / "work").mkdir()
+    for runs_dir, place in (("../x", here / "x"), ("../link/../y", here / "far/y")):
+        result = run_outside([f"runs_dir={runs_dir}", "--", "true"], here / "work")
+        assert result.code == 0 and f"run directory {place}/true/" in result.err and ".." not in result.err
+        assert list(place.glob("true/*/manifest.json"))
+
+
 @pytest.fixture
 def mounted(here: Path) -> Iterator[Callable[[str], Path]]:
     """A small filesystem of one's own."""

@@ -205,6 +205,15 @@ def test_a_rank_that_failed_comes_before_a_slow_one_and_missing_values_come_last
     assert list_order(*ranks, keys=("P", "P")) == [0, 1, 2]
 
 
+def test_a_node_whose_ranks_have_all_ended_is_not_silent() -> None:
+    """Nothing is to be heard of it any more."""
+    ended = tuple(make_state(rank, phase="exited", exit_code=0) for rank in (0, 1))
+    for ranks, word in ((ended, "exited"), ((ended[0], make_state(1)), "silent")):
+        view = NodeView(replace(make_report(0, 1), ranks=ranks), 25.0)
+        shown = draw(open_screen(RunSnapshot((view,), JOB)), 120, 12)
+        assert word in shown and ("silent" in shown) == (word == "silent")
+
+
 def test_xids_and_low_clocks_are_columns_once_there_are_some() -> None:
     ranks = [
         make_state(0, gpu=GPU),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from launcher.launch.signals import catch_signals
 from launcher.runs.attempt_progress import AttemptProgress, measure_attempt
 from launcher.runs.manifest import describe_start, write_manifest
 from launcher.runs.node_records import NodeRecord, RankFailure
-from launcher.runs.progress import Progress
+from launcher.runs.progress import Progress, describe_progress
 from launcher.runs.run_directory import RunDir, open_run_dir
 from launcher.slurm import preflight_step
 from launcher.slurm.attempt import Attempt, count_unrecorded, has_advanced, list_requeued_attempts
@@ -401,6 +402,12 @@ def test_the_progress_that_is_read(tmp_path: Path) -> None:
     assert [step.step for step in found.steps] == [1, 3] and found.finished is False
     assert found.newest == (tmp_path / "checkpoints/step-1").stat().st_mtime
     assert measure_attempt(RunDir(tmp_path, 2)).steps == ()
+    speed = "step 1/9 loss 9 tokens/s 5\nstep 8/9 loss 2 tokens/s 70\nstep 9/9 loss 1\n"
+    (tmp_path / "logs/9").mkdir(parents=True)
+    (tmp_path / "logs/9/rank-0.out").write_text(speed)
+    steps = measure_attempt(RunDir(tmp_path, 9)).steps
+    assert describe_progress(steps) == "loss 9 to 1 over 9 steps, 70 tokens/s"
+    shutil.rmtree(tmp_path / "logs/9")
     run.rank_log(0, 2, "err").write_text("step 9/9 loss 0.5\n")
     assert measure_attempt(RunDir(tmp_path, 2)).finished is True
 

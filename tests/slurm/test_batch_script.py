@@ -18,7 +18,13 @@ OPTIONS = (
     Option("nodes", "2-4", "nodes"),
     Option("no-kill", None, "nodes"),
     Option("nodelist", "n[0-3],n7", "cluster.nodelist"),
+    Option("signal", "B:USR2@120", "cluster.signal"),
 )
+TRAP = """
+# the checkpoint signal, if it comes before the ranks
+launch_signal=
+trap 'launch_signal=USR2' USR2
+"""
 PYTHON = ("/opt/py env/bin/python", "-I")
 
 
@@ -36,9 +42,10 @@ def test_a_job() -> None:
         "#SBATCH --nodes=2-4\n"
         "#SBATCH --no-kill\n"
         "#SBATCH --nodelist=n[0-3],n7\n"
+        "#SBATCH --signal=B:USR2@120\n"
         "#SBATCH --open-mode=append\n"
         '#SBATCH --output="/data/it\'s 100%%/runs/x y/1/logs/slurm-%j.out"\n'
-        "\n"
+        f"{TRAP}\n"
         "launch_run='/data/it'\"'\"'s 100%/runs/x y/1'\n"
         "\n"
         "if [ ! -x '/opt/py env/bin/python' ]; then\n"
@@ -46,17 +53,21 @@ def test_a_job() -> None:
         " that all nodes share?' >&2\n"
         "    exit 3\n"
         "fi\n"
-        "exec '/opt/py env/bin/python' -I -m launcher.slurm \"$launch_run\"\n"
+        "trap '' USR2\n"
+        "exec '/opt/py env/bin/python' -I -m launcher.slurm \"$launch_run\" $launch_signal\n"
     )
 
 
 def test_an_array_with_setup() -> None:
-    text = render_script(make((), ["module load cuda/12.4", "export X='1 2'"], ["/py"]), ["/r/1", "/r/a b"])
+    text = render_script(
+        make(OPTIONS[-1:], ["module load cuda/12.4", "export X='1 2'"], ["/py"]), ["/r/1", "/r/a b"]
+    )
     assert text == (
         "#!/bin/bash\n"
+        "#SBATCH --signal=B:USR2@120\n"
         "#SBATCH --open-mode=append\n"
         "#SBATCH --output=/dev/null\n"
-        "\n"
+        f"{TRAP}\n"
         "launch_runs=(\n"
         "    /r/1\n"
         "    '/r/a b'\n"
@@ -83,12 +94,13 @@ def test_an_array_with_setup() -> None:
         " share?' >&2\n"
         "    exit 3\n"
         "fi\n"
-        'exec /py -m launcher.slurm "$launch_run"\n'
+        "trap '' USR2\n"
+        'exec /py -m launcher.slurm "$launch_run" $launch_signal\n'
     )
 
 
 def test_remarks_stay_comments() -> None:
-    text = render_script(make((), [], PYTHON, ("Program: 'a\nrm -rf x' \x1b[2J ü", "")), ["/r"])
+    text = render_script(make(OPTIONS[-1:], [], PYTHON, ("Program: 'a\nrm -rf x' \x1b[2J ü", "")), ["/r"])
     assert text.splitlines()[1:3] == ["# Program: 'a\\nrm -rf x' \\x1b[2J ü", "# "]
 
 
@@ -100,14 +112,14 @@ def test_a_job_that_its_script_describes(fake: Path, tmp_path: Path) -> None:
     done = run(text, tmp_path)
     assert done.stdout == f"setup\n-I -m launcher.slurm --standalone\n{document}\n"
     assert text.endswith(f"\n{document}\n{END_MARK}\n")
-    array = render_standalone(make((Option("array", "0-1", ""),), [], PYTHON), "[]")
+    array = render_standalone(make((Option("array", "0-1", ""), *OPTIONS[-1:]), [], PYTHON), "[]")
     assert "#SBATCH --output=%x-%A_%a.out\n" in array
 
 
 @pytest.mark.parametrize("path", ["/a\nb", "/a\\b", "/a\x07"])
 def test_a_path_that_slurm_cannot_take(path: str) -> None:
     with pytest.raises(UsageError, match=r"run directory .* set runs_dir"):
-        render_script(make((), [], PYTHON), [path])
+        render_script(make(OPTIONS[-1:], [], PYTHON), [path])
 
 
 @pytest.fixture
@@ -150,13 +162,26 @@ def run(text: str, cwd: Path, env: Mapping[str, str] | None = None) -> "subproce
     ids=str,
 )
 def test_the_users_lines_do_not_break_ours(setup: list[str], fake: Path, tmp_path: Path) -> None:
-    done = run(render_script(make((), setup, [str(fake), "-I"]), ["/r u/n"]), tmp_path)
+    done = run(render_script(make(OPTIONS[-1:], setup, [str(fake), "-I"]), ["/r u/n"]), tmp_path)
     shown = "it's" if "export X=it\\'s" in setup else ""
     assert (done.returncode, done.stdout) == (
         7,
         f"-I|-m|launcher.slurm|/r u/n|X={shown}\n",
     ), done
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("standalone", [False, True])
+def test_the_checkpoint_signal_during_setup_reaches_the_first_node(
+    standalone: bool, fake: Path, tmp_path: Path
+) -> None:
+    """bash handles it once the command ends that runs meanwhile, and goes on."""
+    fake.write_text("#!/bin/sh\nkill -USR2 $$\necho $*\n")
+    script = make(OPTIONS[-1:], ["kill -USR2 $$; true", "set -u"], [str(fake)])
+    text = render_standalone(script, "{}") if standalone else render_script(script, ["/run"])
+    done = run(text, tmp_path)
+    words = "--standalone" if standalone else "/run"
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"-m launcher.slurm {words} USR2\n", "")
 
 
 @pytest.mark.parametrize(
@@ -175,14 +200,14 @@ def test_the_users_lines_do_not_break_ours(setup: list[str], fake: Path, tmp_pat
 def test_a_line_that_fails_ends_the_job(
     setup: list[str], code: int, line: str, fake: Path, tmp_path: Path
 ) -> None:
-    done = run(render_script(make((), setup, [str(fake)]), ["/run"]), tmp_path)
+    done = run(render_script(make(OPTIONS[-1:], setup, [str(fake)]), ["/run"]), tmp_path)
     shown = 0 if setup == ["exit 0"] else code
     assert (done.returncode, done.stdout) == (code, ""), done
     assert f"launch: error: cluster.setup ended with {shown} at: {line}\n" in done.stderr
 
 
 def test_a_missing_interpreter_is_told(tmp_path: Path) -> None:
-    done = run(render_script(make((), [], ["/no/such/python", "-I"]), ["/run"]), tmp_path)
+    done = run(render_script(make(OPTIONS[-1:], [], ["/no/such/python", "-I"]), ["/run"]), tmp_path)
     assert done.returncode == 3
     assert done.stderr.startswith("launch: error: no /no/such/python on this node")
 
@@ -191,7 +216,7 @@ def test_a_member_of_an_array_has_its_own_directory(fake: Path, tmp_path: Path) 
     runs = [tmp_path / "a b", tmp_path / "$HOME'"]
     for path in runs:
         (path / "logs").mkdir(parents=True)
-    text = render_script(make((), ["echo setup"], [str(fake)]), [str(path) for path in runs])
+    text = render_script(make(OPTIONS[-1:], ["echo setup"], [str(fake)]), [str(path) for path in runs])
     done = run(text, tmp_path, {"SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "99"})
     assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
     log = runs[1] / "logs" / "slurm-99.out"
@@ -203,7 +228,7 @@ def test_a_member_of_an_array_has_its_own_directory(fake: Path, tmp_path: Path) 
 def test_files_in_the_working_directory_do_not_shadow_ours(path: str | None, tmp_path: Path) -> None:
     for name in ("random.py", "json.py", "launcher.py"):
         (tmp_path / name).write_text("raise SystemExit('shadowed')")
-    text = render_script(make((), [], [sys.executable, "-I"]), ["/no/such/run"])
+    text = render_script(make(OPTIONS[-1:], [], [sys.executable, "-I"]), ["/no/such/run"])
     done = run(text, tmp_path, {} if path is None else {"PYTHONPATH": path})
     assert "shadowed" not in done.stderr + done.stdout
     assert done.returncode != 0

@@ -71,7 +71,8 @@ def test_reasons_have_words(reason: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("start", "text"),
     [
-        ("2026-08-01T12:00:30", ", expected start 2026-08-01 12:00 (in 1 min)"),
+        ("2026-08-01T12:00:06", ", expected start 2026-08-01 12:00 (in 6 s)"),
+        ("2026-08-01T12:01:30", ", expected start 2026-08-01 12:01 (in 2 min)"),
         ("2026-08-01T14:03:00", ", expected start 2026-08-01 14:03 (in 2 h 3 min)"),
         ("2026-08-09T14:03:00", ", expected start 2026-08-09 14:03"),
         ("2026-08-01T11:59:00", ""),

@@ -85,7 +85,7 @@ def test_gres(text: str, gpus: tuple[tuple[str | None, int], ...]) -> None:
         ({"gpus_per_node": 3}, None, (replace(GPU_NODE, cpus=20, cores=10),), ("3", "6", "386625M")),
         ({"gpus_per_node": 1}, None, (replace(GPU_NODE, cpus=4, cores=4),), ("1", "1", "128875M")),
         # The user's own options for the same thing.
-        ({"additional": {"exclusive": True}}, None, (GPU_NODE,), ("8", None, "0")),
+        ({"exclusive": True}, None, (GPU_NODE,), ("8", None, "0")),
         ({"additional": {"mem_per_cpu": "2G"}}, None, (GPU_NODE,), ("8", "128", None)),
         ({"additional": {"gres": "gpu:a100:4"}}, None, (GPU_NODE,), (None, "128", "0")),
         ({"additional": {"hint": "nomultithread"}}, None, (GPU_NODE,), ("8", "64", "0")),

@@ -5,8 +5,16 @@ from dataclasses import replace
 
 import pytest
 
+from launcher.runs.node_records import NodeRecord
 from launcher.watch.hang_judge import AGAIN, PATIENCE, HangJudge
-from launcher.watch.job_view import JobView, describe_job_state, find_word, is_judge, make_job_view
+from launcher.watch.job_view import (
+    JobView,
+    describe_job_state,
+    find_word,
+    is_judge,
+    list_ended_ranks,
+    make_job_view,
+)
 from launcher.watch.node_reports import StoredReport
 from launcher.watch.shared_files import SharedView
 from launcher.watch.watch_model import Hang, JobState, NodeEvidence, NodeReport, RankState, Verdict
@@ -199,13 +207,25 @@ def test_a_node_that_has_fallen_silent_while_it_saves_has_its_time() -> None:
         assert hang is None or (hang.action, judge.restarts) == ("report", 0)
 
 
+def test_a_rank_on_a_node_that_has_ended_is_known_by_the_nodes_record() -> None:
+    """Its last report may be there, old or new, or never have been written."""
+    record = NodeRecord("n1", 1, "succeeded", 0, None, "", None, 0, 0.0, 40.0, 1, ((1, 40.0),))
+    for reports in ((), ((report(1, state(1, 5)), 2.0),), ((report(1, state(1, 5)), 99.0),)):
+        view = replace(shared(*reports), ended=(record,))
+        seen = make_job_view(report(0, state(0, 30)), view, 50.0)
+        assert [one.host for one in seen.reports] == ["n0"]
+        (node,) = list_ended_ranks(seen)
+        assert [(rank.rank, rank.exit_code, rank.host) for rank in node.ranks] == [(1, 0, "n1")]
+
+
 def test_the_jobs_state() -> None:
     own = HUNG.fresh[0]
     hang = Hang(1, 1000.0, 900.0, 10, ABSENT)
-    found = describe_job_state(own, HUNG, (hang,), restarts=1, asks=0, notes=())
+    found = describe_job_state(own, HUNG, (hang,), hanging=True, restarts=1, asks=0, notes=())
     assert (found.state, found.step, found.step_age, found.p50) == ("hanging", 10, 25, 1.0)
     over = replace(hang, recovered=1001.0)
     assert describe_job_state(own, HUNG, (over,), restarts=1, asks=0, notes=()).state == "running"
+    assert describe_job_state(own, HUNG, (hang,), restarts=1, asks=0, notes=()).state == "running"
     alone = JobView((report(0, state(0, 1, 0, "starting")),), ())
     starting = describe_job_state(own, alone, (), restarts=0, asks=0, notes=())
     assert starting.state == "starting" and "1 of 2 nodes" in starting.notes[0]

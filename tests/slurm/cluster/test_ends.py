@@ -133,6 +133,48 @@ def test_a_signal_from_outside_to_a_task_of_sruns(sandbox: Sandbox, tmp_path: Pa
     assert list_reasons(run)[0].startswith("rank 1 on n1 was stopped first: it was killed by SIGTERM")
 
 
+def test_a_signal_to_srun_from_outside_is_no_cancellation(sandbox: Sandbox, tmp_path: Path) -> None:
+    """srun has the tasks killed then, as `scancel JOB.STEP` does: neither is a rank's failure."""
+    run = start(sandbox, tmp_path, *TWO)
+    await_rank(run, 0)
+    sruns = [pid for pid, words in run.find_processes().items() if words.startswith("srun ")]
+    psutil.Process(min(sruns)).terminate()  # the other one is its child
+    await_rank(run, 1)
+    (tmp_path / "stop").touch()
+    assert run.await_end() == "succeeded"
+    assert run.causes == ["stopped", None]
+    assert list_reasons(run)[0].startswith("srun got SIGTERM from outside: neither launch nor SLURM's queue")
+    assert "out of memory" not in run.read_console()
+
+
+@pytest.mark.parametrize("batch", [(), ("--batch",)])
+def test_a_users_checkpoint_signal_reaches_the_ranks_that_handle_it(
+    sandbox: Sandbox, tmp_path: Path, batch: tuple[str, ...]
+) -> None:
+    """Without --batch, SLURM sends it to the nodes' tasks, and to nobody else of a step."""
+    run = start(sandbox, tmp_path, *TWO, program=(PEERS, "again"))
+    await_rank(run, 0)
+    sandbox.run("scancel", *batch, "--signal=USR2", run.job_id)
+    run.wait_for(lambda: len(run.causes) == 2, "another attempt", 90)
+    await_rank(run, 1)
+    (tmp_path / "stop").touch()
+    assert run.await_end() == "succeeded"
+    assert run.causes == ["requested", None]
+
+
+def test_the_checkpoint_signal_during_setup_is_the_limits(sandbox: Sandbox, tmp_path: Path) -> None:
+    limit = (
+        "cluster.time=1",
+        "cluster.signal=USR2@50",
+        "cluster.setup=[sleep 15]",
+        "cluster.requeue.limit=2",
+    )
+    run = start(sandbox, tmp_path, *TWO, *limit)
+    assert run.await_end() == "failed"
+    assert run.causes == ["timeout", "limit"]
+    assert "cluster.setup ended" not in run.read_console()
+
+
 @pytest.mark.parametrize("how", ["--signal=TERM", "--quiet"])
 def test_a_step_that_a_user_cancels_is_cancelled(sandbox: Sandbox, tmp_path: Path, how: str) -> None:
     run = start(sandbox, tmp_path, *TWO)
