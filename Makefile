@@ -6,7 +6,7 @@ ARGS ?=
 WORKERS ?= 4
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test test-gpu gpu-wheels test-kernels test-slurm check bench clean
+.PHONY: run test test-gpu gpu-wheels test-kernels test-slurm test-slow check bench clean
 
 run: $(VENV)/.run  ## install, and train the bundled model with two ranks; ARGS="key=value …" are overrides
 	@$(BIN)/launch nproc_per_node=2 $(ARGS)
@@ -26,6 +26,9 @@ test-kernels: $(VENV)/.test  ## placement on real kernels, booted in QEMU (READM
 
 test-slurm: $(VENV)/.test  ## on a real SLURM of several nodes, started here (slurm/sandbox); ARGS="-k preempt" selects
 	@$(BIN)/python -m pytest -m slurm tests -v --durations=8 $(ARGS)
+
+test-slow: $(VENV)/.test  ## tests that take a minute or more each; ARGS="-k idle" selects
+	@$(BIN)/python -m pytest -m slow tests -v --durations=8 $(ARGS)
 
 check: $(VENV)/.test  ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -4,6 +4,7 @@ import logging
 import math
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -30,6 +31,7 @@ from launcher.launch.signals import (
     name_signal,
 )
 from launcher.launch.watching import HangOrder, Watching
+from launcher.text import escape_text
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,12 @@ LOST_GRACE = 10.0
 """Seconds in which ranks may notice by themselves that a node was lost."""
 HEARING = 0.5
 """Seconds in which an agent says that it was sent a signal."""
+LATE = 60.0
+"""Seconds for which a rank is idle after a peer has ended with 0 until that is told."""
+LATE_LOOK = 5.0
+"""Seconds between two looks at such ranks."""
+IDLE_TICKS, IDLE_BYTES = 10, 1 << 14
+"""CPU (clock ticks) and bytes that an idle rank may use between two looks: our own questions cost some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +108,10 @@ class Supervisor:
     """Asked again and again; once it is true, the ranks are killed."""
     starved: bool = False
     """That has happened."""
+    late_look: float = 0.0
+    """Monotonic time of the next look at ranks that stay behind."""
+    idle: dict[int, tuple[float, int, int]] = field(default_factory=dict)
+    """By PID: since when such a rank is idle, and the CPU and bytes that it had used at the last look."""
 
     @property
     def timed_out(self) -> bool:
@@ -161,6 +173,8 @@ class Supervisor:
             if self.is_starved and not self.starved and self.is_starved():
                 self.starved = bool(self.pidfds.signal_groups(signal.SIGKILL))
             self.attend_watcher(agent)
+            if time.monotonic() >= self.late_look:
+                self.report_late_ranks()
             if not self.monitor.is_busy():
                 reap_orphans({*agent.children, *self.list_own(agent)})
         self.watch_new_ranks(agent)
@@ -189,6 +203,37 @@ class Supervisor:
                     return  # the end is at hand, and says it
                 others = "" if job.world_size == 1 else "; the other ranks are ended"
                 logger.info(f"rank {death.process.rank} {what} ({status}){others}")
+
+    def report_late_ranks(self) -> None:
+        """Say once of a rank that it stays, idle, though a peer has ended with 0, and where its threads wait.
+
+        It may be stuck in the interpreter's end, where no Python stack tells why.
+        """
+        now = time.monotonic()
+        self.late_look = now + LATE_LOOK
+        ended = {death.process.attempt for death in self.pidfds.deaths if death.exitcode == 0}
+        late = [process for process in self.pidfds.alive.values() if process.attempt in ended]
+        if self.stop is not None or not late:
+            return
+        # Few jobs need it, and importing it takes long.
+        from launcher.watch.kernel_state import list_descendants, look_at_process
+
+        trees = list_descendants([process.pid for process in late])
+        for process in late:
+            looks = [look_at_process(pid) for pid in (process.pid, *trees[process.pid])]
+            ticks = sum(look.ticks for look in looks)
+            moved = sum(look.io_bytes + look.tcp_bytes for look in looks)
+            since, ticks_before, moved_before = self.idle.get(process.pid, (now, ticks, moved))
+            used = abs(ticks - ticks_before) > IDLE_TICKS or abs(moved - moved_before) > IDLE_BYTES
+            if used and since < math.inf:
+                since = now  # also where a child has ended, and its counters with it
+            if now - since >= LATE:
+                since = math.inf
+                logger.info(
+                    f"rank {process.rank} on {self.monitor.job.host} has been idle for {LATE:.0f} s after a "
+                    f"peer ended with 0: {describe_waits(process.pid)}"
+                )
+            self.idle[process.pid] = since, ticks, moved
 
     def check_agent_signal(self, agent: Agent) -> None:
         """Stop, too, if a rank has ended because the agent alone got a signal."""
@@ -323,6 +368,22 @@ class Supervisor:
             agent.send_signal(number) if not self.agent_heard else None
         else:
             self.pidfds.signal_groups(number)
+
+
+def describe_waits(pid: int) -> str:
+    """Say in which system calls the threads of a process wait: the main one, then the others by name."""
+    from launcher.watch.kernel_state import read_system_call
+    from launcher.watch.stacks import list_threads
+
+    try:
+        threads = list_threads(pid)
+    except OSError:
+        return "it is ending"
+    calls = {tid: read_system_call(pid, f"task/{tid}/syscall") or "no system call" for tid, _ in threads}
+    others = Counter(f"{name} in {calls[tid]}" for tid, name in threads if tid != pid)
+    texts = [f"{count} of {text}" if count > 1 else text for text, count in others.items()]
+    main = f"its main thread is in {calls.get(pid, 'no system call')}"
+    return escape_text(f"{main}, its other threads: {', '.join(texts)}" if texts else main)
 
 
 def find_end_signal(death: Death) -> int:
