@@ -241,8 +241,8 @@ class WatchConfig:
     enabled: bool = True
     """Watch the ranks. Their program is not changed, and nothing ends them but `on_hang`."""
     hang_seconds: Any = "auto"
-    """Seconds without a step after which the ranks are looked at; `auto`: ten times the slow steps so far, at
-    least 20. A rank that compiles, saves, evaluates or has not begun has more time as long as it works."""
+    """Seconds without any activity of a rank that others wait for, after which it is a hang; `auto`: 60, or
+    three times the longest pause so far. Three times as long if nobody waits, ten times if it works."""
     on_hang: str = "report"
     """`report`; `restart` (torchrun starts the ranks anew, as often as torchrun.max_restarts says, 3 if that
     is not set); or `stop` (the job ends with exit code 124, under SLURM as the class `hang` of

@@ -33,7 +33,7 @@ from launcher.watch.node_watcher import TICK, NodeWatcher
 from launcher.watch.process_samples import Sampler
 from launcher.watch.rank_book import RankBook
 from launcher.watch.shared_files import SharedFiles
-from launcher.watch.verdict import judge
+from launcher.watch.verdict import decide
 from launcher.watch.watch_model import NodeEvidence
 from launcher.watch.watch_outputs import open_outputs
 from launcher.watch.watcher_settings import RankMessage, WatcherSettings
@@ -128,9 +128,7 @@ def make_watcher(settings: WatcherSettings, parent: int) -> NodeWatcher:
         settings=settings,
         book=RankBook(folder, read_heartbeat),
         files=SharedFiles(Path(settings.run_dir)),
-        judge=HangJudge(
-            lambda nodes, reports, patient: judge(nodes, reports, patient=patient), settings.watch.on_hang
-        ),
+        judge=HangJudge(decide, settings.watch.on_hang, settings.watch.hang_seconds),
         gather=partial(gather_evidence, settings, read_gpus),
         send=send,
         is_suspended=lambda: is_stopped(parent),

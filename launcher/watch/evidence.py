@@ -1,7 +1,7 @@
 """Evidence of one node for a hang: what ranks last did, stacks, torch's flight recorder, the kernel, GPUs.
 
 Nothing of it needs a hung rank's help. All ranks are looked at at once, each in a thread of its own that is
-left behind if it does not end in time; what it has found by then counts.
+left behind if it does not end in time; what it has found by then counts. What a rank does is measured first.
 """
 
 import threading
@@ -15,17 +15,19 @@ from launcher.watch.kernel_state import KernelLook, compare_looks, list_descenda
 from launcher.watch.nccl_ras import ask_ras
 from launcher.watch.rank_answers import (
     CANNOT_ANSWER,
+    Deadline,
     Findings,
     compare_stacks,
+    mark_locks,
     may_take_gil,
     read_child_stacks,
     read_other_stacks,
     read_server,
     read_stacks,
 )
-from launcher.watch.watch_model import GpuSample, Heartbeat, NodeEvidence, ProcessState, RankEvidence, Stack
+from launcher.watch.watch_model import GpuSample, Heartbeat, NodeEvidence, ProcessState, RankEvidence
 
-DEADLINE = 3.0
+DEADLINE = 4.0
 """Seconds after which gathering ends with what there is."""
 BETWEEN = 1.0
 """Seconds between two looks at a process, to see whether it stands."""
@@ -42,8 +44,6 @@ class WatchedRank:
     host: str
     exit_code: int | None = None
     """If it has ended."""
-    start: int = 0
-    """When the process started, in clock ticks since boot (/proc/PID/stat); 0 if not known."""
 
 
 def gather_ranks(
@@ -60,14 +60,14 @@ def gather_ranks(
     with a local rank. torch's raw flight recorder of each rank is kept in the folder, as
     `rank-RANK.trace.json`, unless it is large.
     """
-    ends = time.monotonic() + deadline
+    ends = Deadline(time.monotonic() + deadline)
     descendants = list_descendants([rank.pid for rank in ranks if rank.exit_code is None])
     found = {rank.rank: Findings() for rank in ranks}
     threads = [
         threading.Thread(
             target=gather_rank,
             args=(found[rank.rank], folder, rank, heartbeats.get(rank.rank)),
-            kwargs={"children": descendants.get(rank.pid, ()), "sample_gpu": sample_gpu},
+            kwargs={"children": descendants.get(rank.pid, ()), "sample_gpu": sample_gpu, "ends": ends},
             name=f"evidence-{rank.rank}",
             daemon=True,
         )
@@ -76,7 +76,7 @@ def gather_ranks(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(max(ends - time.monotonic(), 0))
+        thread.join(ends.limit(deadline))
     return tuple(make_evidence(found[rank.rank], rank, heartbeats.get(rank.rank)) for rank in ranks)
 
 
@@ -109,59 +109,54 @@ def gather_rank(
     *,
     children: Sequence[int],
     sample_gpu: Callable[[int], GpuSample | None] | None,
+    ends: Deadline,
 ) -> None:
     """Look at one rank, step by step; a step that fails leaves a note."""
     if rank.exit_code is None:
-        found.first = look_at_process(rank.pid, rank.start)
-        looks = {pid: look_at_process(pid) for pid in children}
-        stacks = ask_rank(found, folder, rank, heartbeat, looks)
-        compare_activity(found, rank.pid, looks, stacks)
-        if found.stack_source == "faulthandler":
-            compare_stacks(found, rank.pid, folder / f"rank-{rank.rank}.stack")
         if sample_gpu is not None:
             with suppress(Exception):
                 found.gpu = sample_gpu(rank.local_rank)
+        measure_activity(found, rank.pid, children)
+        ask_rank(found, folder, rank, heartbeat, ends)
     found.is_done = True
 
 
+def measure_activity(found: Findings, pid: int, children: Sequence[int]) -> None:
+    """See what a rank and its children do within BETWEEN, before they are asked for anything."""
+    begin = time.monotonic()
+    first = found.first = look_at_process(pid)
+    looks = [look_at_process(child) for child in children]
+    time.sleep(BETWEEN)
+
+    def look_again(look: KernelLook) -> ProcessState:
+        return compare_looks(look, look_at_process(look.process.pid), time.monotonic() - begin)
+
+    found.children = tuple(map(look_again, looks))
+    found.process = look_again(first)
+
+
 def ask_rank(
-    found: Findings,
-    folder: Path,
-    rank: WatchedRank,
-    heartbeat: Heartbeat | None,
-    looks: Mapping[int, KernelLook],
-) -> dict[int, tuple[Stack, ...]]:
-    """Get what a rank that can answer answers; return its children's stacks."""
-    state = found.first.process.state if found.first else "X"
+    found: Findings, folder: Path, rank: WatchedRank, heartbeat: Heartbeat | None, ends: Deadline
+) -> None:
+    """Get what a rank that can answer answers, and its children's stacks."""
+    state = found.process.state if found.process else "X"
     can_dump = heartbeat is not None and heartbeat.can_dump
     path, socket_path = folder / f"rank-{rank.rank}.stack", folder / f"rank-{rank.rank}.sock"
     if state in CANNOT_ANSWER:
         found.notes.append(CANNOT_ANSWER[state])
     else:
-        read_stacks(found, rank.pid, path if can_dump else None)
+        read_stacks(found, rank.pid, path if can_dump else None, ends)
+        read_server(found, socket_path, folder / f"rank-{rank.rank}.trace.json", ends)
         if not found.stacks and may_take_gil(rank.pid, heartbeat):
-            read_other_stacks(found, rank.pid, socket_path)
-        read_server(found, socket_path, folder / f"rank-{rank.rank}.trace.json")
-    return read_child_stacks(looks, path) if can_dump else {}
-
-
-def compare_activity(
-    found: Findings, pid: int, looks: Mapping[int, KernelLook], stacks: Mapping[int, tuple[Stack, ...]]
-) -> None:
-    """See what a rank and its children do within BETWEEN; what answering has cost them does not count."""
-    begin = time.monotonic()
-    found.first = look_at_process(pid, found.first.start if found.first else 0)
-    looks = {child: look_at_process(child, look.start) for child, look in looks.items()}
-    time.sleep(BETWEEN)
-    found.process = look_again(found.first, begin)
-    found.children = tuple(
-        replace(look_again(look, begin), stacks=stacks.get(child, ())) for child, look in looks.items()
-    )
-
-
-def look_again(first: KernelLook, begin: float) -> ProcessState:
-    """Look at a process a second time."""
-    return compare_looks(first, look_at_process(first.process.pid), time.monotonic() - begin)
+            read_other_stacks(found, rank.pid, socket_path, ends)
+    if can_dump:
+        stacks = read_child_stacks(
+            [child for child in found.children if child.state not in "TtZX"], path, ends
+        )
+        found.children = tuple(replace(one, stacks=stacks.get(one.pid, ())) for one in found.children)
+    if found.stack_source == "faulthandler":
+        compare_stacks(found, rank.pid, path, ends)
+    found.stacks = mark_locks(found.stacks)
 
 
 def make_evidence(found: Findings, rank: WatchedRank, heartbeat: Heartbeat | None) -> RankEvidence:
@@ -195,5 +190,6 @@ def make_evidence(found: Findings, rank: WatchedRank, heartbeat: Heartbeat | Non
         store_operation=found.store_operation,
         gpu=found.gpu,
         exit_code=rank.exit_code,
+        is_measured=found.process is not None or rank.exit_code is not None,
         notes=tuple(notes),
     )

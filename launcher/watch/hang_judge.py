@@ -1,34 +1,41 @@
-"""From ranks that stand still to a hang that is told: asks for evidence, judges it, and sees it pass."""
+"""From ranks that stand still to a notice or a hang: asks for evidence, and sees pauses end."""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from launcher.watch.hang_actions import choose_action, choose_delay
-from launcher.watch.job_view import JobView, list_job_progress, list_progress_of
-from launcher.watch.progress_limit import (
-    FLOORS,
-    RankProgress,
-    find_stall_begin,
-    has_time,
-    list_stalled,
+from launcher.watch.hang_actions import choose_action
+from launcher.watch.job_view import JobView, list_job_progress
+from launcher.watch.progress_limit import RankProgress, find_stall_begin, list_stalled
+from launcher.watch.rank_activity import find_main_stack, is_working
+from launcher.watch.verdict import Pause
+from launcher.watch.watch_model import (
+    Decision,
+    Frame,
+    Hang,
+    JobState,
+    NodeEvidence,
+    NodeReport,
+    Notice,
+    RankState,
+    Verdict,
 )
-from launcher.watch.watch_model import Hang, JobState, NodeEvidence, NodeReport, RankState, Verdict
 
 PATIENCE = 9.0
 """Seconds that other nodes have: 2 to see the question, 4 to gather evidence, and to write it."""
 AGAIN = 20.0
-"""Seconds after a verdict of `busy` until the next look; each one in a row waits half as long again."""
-MOST_AGAIN = 60.0
+"""Seconds after a look that found no hang until the next one; each one in a row waits half as long again."""
+LEAST_AGAIN, MOST_AGAIN = 5.0, 60.0
 
 
 @dataclass(slots=True)
 class HangJudge:
     """The judging node's memory of the job's hangs, in this attempt."""
 
-    judge: Callable[[Sequence[NodeEvidence], Sequence[NodeReport], bool], Verdict]
-    """`verdict.judge`; the last argument is `patient`."""
+    decide: Callable[[Sequence[NodeEvidence], Sequence[NodeReport], Pause], Decision]
+    """`verdict.decide`."""
     on_hang: str
+    hang_seconds: object = "auto"
     asks: int = 0
     """Number of the question that is open; 0 for none."""
     last_asks: int = 0
@@ -44,8 +51,18 @@ class HangJudge:
     restarts: int = 0
     adopted: float = 0.0
     """Time of the last word of another node that judged."""
-    learned: float = 0.0
-    """The longest pause that was told as a hang and passed by itself."""
+    longest_pause: float = 0.0
+    """Seconds without progress after which a rank went on by itself, the most so far."""
+    has_begun: bool = False
+    """A step was made."""
+    idle: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """PID and seconds without progress of each rank, as of the last look."""
+    has_noticed: bool = False
+    """A notice of the pause that goes on was given."""
+    active_at: dict[int, float] = field(default_factory=dict)
+    """Monotonic time at which evidence showed a rank to be active."""
+    stacks: dict[int, tuple[int, Sequence[Frame]]] = field(default_factory=dict)
+    """PID and main thread of each rank, as the last evidence has it."""
 
     @property
     def hang(self) -> Hang | None:
@@ -84,37 +101,60 @@ class HangJudge:
 
     def conclude(
         self, view: JobView, evidence: Sequence[NodeEvidence], limit: float, *, now: float, number: int
-    ) -> Hang | None:
-        """Judge what was gathered; return the hang to tell of, if there is one.
+    ) -> Hang | Notice | None:
+        """Judge what was gathered; return what is to be told, if anything is.
 
-        It gets this number, or the one after the last.
+        A hang gets this number, or the one after the last.
         """
         self.asks = 0
-        progress = list_job_progress(view)
-        stalled = list_stalled(progress, limit)
+        self.note_activity(evidence, now)
+        stalled = list_stalled(list_job_progress(view), limit)
         if not stalled:  # it went on meanwhile
             return None
-        longest = max((rank.idle for rank in stalled if rank.idle is not None), default=0.0)
-        patient = longest < max(FLOORS.values())
-        verdict = self.judge(evidence, view.reports, patient)
-        if patient and (idle := find_active(verdict, progress, limit)) is not None:
-            self.next_look = now + limit - idle
+        never = float("-inf")
+        quiet = {one.rank: min(one.quiet, now - self.active_at.get(one.rank, never)) for one in view.ranks}
+        idle = [rank.idle for rank in stalled if rank.idle is not None]
+        pause = Pause(limit, max(idle), quiet, self.longest_pause, self.hang_seconds)
+        decision = self.decide(evidence, view.reports, pause)
+        if decision.word == "hang":
+            return self.record(view, decision.verdict, stalled, number)
+        self.next_look = now + max(LEAST_AGAIN, min(self.patience, decision.seconds or self.patience))
+        self.patience = min(self.patience * 1.5, MOST_AGAIN)
+        if decision.word == "none" or self.has_noticed:
             return None
-        heard_before = (*progress, *list_progress_of(view.silent))
-        if not verdict.is_hang or self.is_excused(verdict, heard_before, limit):
-            self.next_look = now + self.patience
-            self.patience = min(self.patience * 1.5, MOST_AGAIN)
-            return None
-        delay = choose_delay(verdict, evidence, limit)
-        return self.record(view, verdict, stalled, number, delay)
+        self.has_noticed = True
+        return Notice(min(idle), decision.verdict)
 
-    def is_excused(self, verdict: Verdict, progress: Sequence[RankProgress], limit: float) -> bool:
-        """Tell whether one of those that hold the others up has more time in its phase."""
-        return any(rank.rank in verdict.ranks and has_time(rank, limit) for rank in progress)
+    def note_activity(self, evidence: Sequence[NodeEvidence], now: float) -> None:
+        """Note which ranks the evidence shows to be active, among them those that are at another place."""
+        for rank in (rank for node in evidence for rank in node.ranks):
+            main = find_main_stack(rank.process)
+            before, frames = self.stacks.get(rank.rank), main.frames if main else ()
+            is_elsewhere = before is not None and before[0] == rank.pid and before[1] != frames
+            if is_working(rank) or is_elsewhere:
+                self.active_at[rank.rank] = now
+            if frames or not is_elsewhere:  # without an answer, the next one is compared with the last one
+                self.stacks[rank.rank] = rank.pid, frames
 
-    def record(
-        self, view: JobView, verdict: Verdict, stalled: Sequence[RankProgress], number: int, delay: float
-    ) -> Hang:
+    def note_pauses(self, view: JobView, limit: float) -> None:
+        """Note how long the pauses were that have ended by themselves; `limit` is that of a notice.
+
+        With the first step, those of the start are forgotten.
+        """
+        has_begun = any(rank.step for rank in view.ranks)
+        if has_begun and not self.has_begun:
+            self.longest_pause, self.idle = 0.0, {}
+        self.has_begun = has_begun
+        for rank in view.ranks:
+            pid, before = self.idle.get(rank.rank, (0, 0.0))
+            if rank.idle is not None:
+                if pid == rank.pid and rank.idle < before:
+                    self.longest_pause = max(self.longest_pause, before)
+                self.idle[rank.rank] = rank.pid, rank.idle
+        if not list_stalled(list_job_progress(view), limit):
+            self.has_noticed, self.patience, self.next_look = False, AGAIN, 0.0
+
+    def record(self, view: JobView, verdict: Verdict, stalled: Sequence[RankProgress], number: int) -> Hang:
         """Remember a hang."""
         now = time.time()
         number = max(number, self.hangs[-1].number + 1 if self.hangs else 1)
@@ -126,7 +166,6 @@ class HangJudge:
             verdict=verdict,
             action=choose_action(self.on_hang, verdict),
             pids=tuple((rank.rank, rank.pid) for rank in view.ranks if rank.rank in verdict.ranks),
-            delay=delay,
         )
         self.hangs.append(hang)
         self.patience = AGAIN
@@ -145,7 +184,6 @@ class HangJudge:
         now = time.time()
         self.hangs[-1] = hang = replace(hang, recovered=now)
         if not self.has_restarted(hang, view):
-            self.learned = max(self.learned, now - hang.stalled_since)
             self.restarts -= hang.action == "restart"
         return hang
 
@@ -165,14 +203,3 @@ class HangJudge:
         known = dict(hang.pids) | self.hang_pids
         pids = {rank.rank: rank.pid for rank in view.ranks}
         return bool(known.keys() & pids) and all(pids.get(rank) != pid for rank, pid in known.items())
-
-
-def find_active(verdict: Verdict, progress: Sequence[RankProgress], limit: float) -> float | None:
-    """Return the least idle time of those that hold the others up if one of them makes progress; else None.
-
-    Others wait for it, as for a rank that evaluates alone and gets one batch after the other. Ranks that come
-    to a standstill together differ by less than half the limit.
-    """
-    idle = [rank.idle for rank in progress if rank.rank in verdict.ranks and rank.idle is not None]
-    least = min(idle, default=limit)
-    return least if verdict.is_hang and least < limit / 2 else None

@@ -6,7 +6,6 @@ import re
 import struct
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from launcher.files import read_file, read_stat
 from launcher.watch.watch_model import PHASES, Heartbeat
@@ -79,16 +78,6 @@ def read_heartbeat(path: str | os.PathLike[str]) -> Heartbeat | None:
         can_dump=head.dump_signal > 0,
         notes=read_notes(data, head.notes_size),
     )
-
-
-def list_heartbeats(folder: str | os.PathLike[str]) -> tuple[Heartbeat, ...]:
-    """Return the heartbeats in a folder by rank; none if it cannot be read."""
-    try:
-        paths = [path for path in Path(folder).iterdir() if NAME.fullmatch(path.name)]
-    except OSError:
-        return ()
-    found = [beat for beat in map(read_heartbeat, paths) if beat is not None]
-    return tuple(sorted(found, key=lambda beat: beat.rank))
 
 
 def read_twice(path: str | os.PathLike[str]) -> bytes:

@@ -60,18 +60,13 @@ class KernelLook:
     """Bytes sent and received so far by TCP connections that are open."""
 
 
-def look_at_process(pid: int, start: int = 0) -> KernelLook:
-    """Read what the kernel says of a process now; its state is X if it is gone.
-
-    It is also gone if it did not start at `start`, in clock ticks since boot, unless that is 0.
-    """
+def look_at_process(pid: int) -> KernelLook:
+    """Read what the kernel says of a process now; its state is X if it is gone."""
     try:
         name, fields = read_stat(pid)
         started, ticks = int(fields[START]), int(fields[UTIME]) + int(fields[STIME])
     except (OSError, ValueError):
-        return KernelLook(replace(GONE, pid=pid), start)
-    if start not in (0, started):
-        return KernelLook(replace(GONE, pid=pid), start)
+        return KernelLook(replace(GONE, pid=pid))
     wait_channel = read_entry(pid, "wchan")
     process = ProcessState(
         pid=pid,
@@ -81,7 +76,7 @@ def look_at_process(pid: int, start: int = 0) -> KernelLook:
         tracer=read_tracer(pid),
         command=name,
     )
-    return KernelLook(process, started, ticks, read_io(pid), read_socket_bytes(pid))
+    return KernelLook(process, started, ticks, read_io(pid) or 0, read_socket_bytes(pid))
 
 
 def compare_looks(first: KernelLook, second: KernelLook, seconds: float) -> ProcessState:
@@ -154,10 +149,14 @@ def is_file(entry: "os.DirEntry[str]", wanted: os.stat_result) -> bool:
         return False
 
 
-def read_io(pid: int) -> int:
-    """Return the bytes that a process has read and written through system calls, 0 if that is not shown."""
-    counters = (line.partition(": ") for line in read_entry(pid, "io").splitlines())
-    return sum(int(value) for name, _, value in counters if name in ("rchar", "wchar") and value.isdecimal())
+def read_io(pid: int) -> int | None:
+    """Return the bytes that a process has read and written, by system calls and by paging; None if not shown.
+
+    Paging (`read_bytes`) is in both counts if a call caused it: this is to see whether anything moves.
+    """
+    counters = [line.partition(": ") for line in read_entry(pid, "io").splitlines()]
+    shown = [int(value) for name, _, value in counters if name in ("rchar", "wchar", "read_bytes")]
+    return sum(shown) if shown else None
 
 
 def list_descendants(pids: Iterable[int]) -> dict[int, tuple[int, ...]]:

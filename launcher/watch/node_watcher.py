@@ -43,6 +43,8 @@ LATE = 5.0
 """Seconds without a look, after which this process is taken to have been stopped, perhaps with the ranks."""
 HURRY = 0.5
 """Share of the limit without progress from which on nodes exchange reports with each look."""
+STILL, STILL_INTERVAL = 3.0, 2.0
+"""Seconds without progress from which on activity is sampled whole, and so often at least."""
 Gather = Callable[[Sequence[WatchedRank], RankBook, int], NodeEvidence]
 """Gathers evidence of ranks for a question."""
 
@@ -69,6 +71,9 @@ class NodeWatcher:
     sample: Sample = field(default_factory=lambda: Sample({}, NodeSample()))
     number: int = 0
     """Of the last report."""
+    gathering: bool = False
+    """Since the last sample, ranks were asked for evidence."""
+    gatherers: list[threading.Thread] = field(default_factory=list)
     last_look: float = field(default_factory=time.monotonic)
     next_sample: float = 0.0
     next_exchange: float = 0.0
@@ -100,9 +105,13 @@ class NodeWatcher:
         self.last_look = now
         self.book.look(now)
         if now >= self.next_sample:
-            self.next_sample = now + self.settings.watch.interval
-            self.sample = self.sampler.sample(self.book.list_pids())
-            self.book.note_work(self.sample.ranks)
+            still = self.book.list_still(STILL)
+            interval = self.settings.watch.interval
+            self.next_sample = now + (min(interval, STILL_INTERVAL) if still else interval)
+            self.sample = self.sampler.sample(self.book.list_pids(), still)
+            if not self.gathering:  # what ranks answer is no activity of theirs
+                self.book.note_activity(self.sample.ranks, self.read_gpus())
+            self.gathering = any(thread.is_alive() for thread in self.gatherers)
             self.book.measure_data_shares()
         self.note_waits()
         own, state = self.make_report(now), None
@@ -117,7 +126,7 @@ class NodeWatcher:
     def find_limit(self) -> float:
         """Return the seconds without progress after which ranks are looked at."""
         hang_seconds = self.settings.watch.hang_seconds
-        return choose_limit(hang_seconds, self.book.find_slow_step(), self.judge.learned)
+        return choose_limit(hang_seconds, self.book.find_slow_step(), self.judge.longest_pause)
 
     def make_report(self, now: float) -> NodeReport:
         """Return this node's report of now."""
@@ -167,14 +176,19 @@ class NodeWatcher:
             judge.adopt(job)
         self.was_judge = True
         view = make_job_view(own, shared, now)
+        judge.note_pauses(view, limit)
         if judge.asks:
             self.collect_evidence(view, now)
             if judge.is_answered(view, tuple(self.evidence.values()), now):
                 gathered = {node.host: node for node in (*list_ended_ranks(view), *self.evidence.values())}
                 evidence = tuple(sorted(gathered.values(), key=lambda node: node.node_rank))
                 number = 1 + (shared.hangs if shared else 0)
-                if hang := judge.conclude(view, evidence, limit, now=now, number=number):
-                    self.tell_hang(hang, evidence)
+                found = judge.conclude(view, evidence, limit, now=now, number=number)
+                if isinstance(found, Hang):
+                    self.tell_hang(found, evidence)
+                elif found:
+                    text = f"no step for {found.seconds:.0f} s: {found.verdict.sentence}"
+                    self.send_lines("note", [text])
         elif judge.should_ask(view, limit, now):
             self.answer(judge.ask(now, int(time.time())))
         if hang := judge.find_recovery(view, limit):
@@ -236,7 +250,7 @@ class NodeWatcher:
                 evidence = self.gather(ranks, self.book, 0)
                 self.files.add_task(lambda: write_stack_answer(self.files.run_path, evidence))
 
-            threading.Thread(target=gather, name="stack", daemon=True).start()
+            self.start_gathering(gather)
 
     def answer(self, number: int) -> None:
         """Gather this node's evidence for a question, in a thread."""
@@ -249,7 +263,14 @@ class NodeWatcher:
                 self.evidence[host] = evidence
                 self.files.add_task(lambda: write_evidence(self.files.run_path, evidence))
 
-        threading.Thread(target=gather, name="evidence", daemon=True).start()
+        self.start_gathering(gather)
+
+    def start_gathering(self, gather: Callable[[], None]) -> None:
+        """Ask ranks for evidence in a thread."""
+        self.gathering = True
+        thread = threading.Thread(target=gather, name="evidence", daemon=True)
+        self.gatherers = [one for one in self.gatherers if one.is_alive()] + [thread]
+        thread.start()
 
     def collect_evidence(self, view: JobView, now: float) -> None:
         """Have the other nodes' answers read."""
@@ -273,9 +294,6 @@ class NodeWatcher:
             [f"hang {hang.number} {step}, {since:.0f} s without a step: {hang.verdict.sentence}"],
             hang,
         )
-        if hang.action != "report" and hang.delay:
-            text = f"{hang.action} in {hang.delay:.0f} s unless steps go on, since these ranks do something"
-            self.send_lines("note", [f"hang {hang.number}: {text}"])
         self.outputs.tell_hang(hang)
 
         def keep() -> None:
@@ -298,7 +316,7 @@ class NodeWatcher:
         if self.files.is_stuck(now) or self.files.twin is not None:
             return
         pids = {rank: known.entry.pid for rank, known in self.book.ranks.items()}
-        for order in self.actions.list_orders(hangs, self.book.list_progress(), pids, now):
+        for order in self.actions.list_orders(hangs, pids):
             self.send({"event": "act", **asdict(order)})
 
     def check_files(self, now: float) -> None:

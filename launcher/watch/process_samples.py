@@ -6,6 +6,7 @@ all page tables and holds the lock that the rank's page faults need.
 """
 
 import os
+import struct
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from launcher.files import read_stat
+from launcher.watch.kernel_state import read_io
 from launcher.watch.neighbours import NeighbourFinder
 from launcher.watch.node_samples import (
     CgroupReader,
@@ -22,6 +24,7 @@ from launcher.watch.node_samples import (
     list_numbers,
     read_kernel_text,
 )
+from launcher.watch.socket_bytes import list_connections, list_socket_inodes
 from launcher.watch.watch_model import Neighbour
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -32,6 +35,12 @@ LARGEST_TREE = 256
 """Processes of a rank that are looked at, at most."""
 MOST_THREADS = 256
 """Threads of a process whose run delay is read, at most: a program can have thousands."""
+ACTIVE_CPU = 0.05
+"""Cores from which on a rank's tree is active: what waits uses less than 0.02."""
+STARVING = 0.25
+"""Seconds per second that a thread waits for a core; on a busy machine, one that only polls has 0.05."""
+ACTIVE_BYTES = 1024.0
+"""The same in bytes a second: torch's store is asked for less by NCCL's monitor."""
 THOROUGH = 6
 """Of so many samples one asks all threads; the others those that ran, or that had children."""
 
@@ -54,6 +63,8 @@ class RankSample:
     """Seconds per second, summed over CPUs, that a quota held back the rank's cgroup or one above it."""
     neighbours: tuple[Neighbour, ...] = ()
     """Processes outside of its tree that ran on its cores, the busiest first."""
+    is_active: bool = True
+    """Any of its processes did something, or that cannot be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +88,10 @@ class TreeCounters:
     delays: dict[int, int] = field(default_factory=dict)
     """Nanoseconds by thread."""
     pids: set[int] = field(default_factory=set)
+    bytes_moved: int | None = 0
+    """Read and written; None if that is not shown."""
+    connections: Mapping[int, int] | None = None
+    """Bytes of its TCP connections by inode, if they were looked at."""
 
 
 class Sampler:
@@ -95,13 +110,19 @@ class Sampler:
         self.time = 0.0
         self.number = 0
 
-    def sample(self, pids: Collection[int]) -> Sample:
-        """Sample the ranks with these PIDs; of one that is gone there is an empty sample. Raises nothing."""
+    def sample(self, pids: Collection[int], still: Collection[int] = ()) -> Sample:
+        """Sample the ranks with these PIDs; of one that is gone there is an empty sample. Raises nothing.
+
+        Of `still`, those that make no progress, TCP connections are looked at, too: without that, a rank
+        counts as active.
+        """
         now = time.monotonic()
         elapsed, self.time = now - self.time, now
         if self.number % THOROUGH == 0:
             self.parents, self.resting = set(), {}
         trees = {pid: tree for pid in pids if (tree := self.read_tree(pid))}
+        for pid in trees.keys() & still:
+            trees[pid].connections = read_connections(trees[pid].pids)
         self.number += 1
         self.cgroups.update(trees, elapsed)
         found = self.neighbours.find({pid: tree.pids for pid, tree in trees.items()})
@@ -156,11 +177,22 @@ def add_process(tree: TreeCounters, pid: int, fields: list[str], *, is_rank: boo
     each process.
     """
     tree.pids.add(pid)
+    moved = read_io(pid)
+    tree.bytes_moved = None if moved is None or tree.bytes_moved is None else tree.bytes_moved + moved
     tree.ticks += sum(map(int, fields[PROCESS_TIMES]))
     tree.faults += sum(map(int, fields[FAULTS]))
     pages = (read_kernel_text(f"/proc/{pid}/statm") or "").split()
     if len(pages) > 2:
         tree.rss += PAGE * (int(pages[1]) if is_rank else max(0, int(pages[1]) - int(pages[2])))
+
+
+def read_connections(pids: Iterable[int]) -> Mapping[int, int] | None:
+    """Return the bytes that TCP connections of processes have moved, by inode; None if that is not shown."""
+    try:
+        inodes = {inode for pid in pids for inode in list_socket_inodes(pid)}
+        return {inode: moved for inode, moved in list_connections() if inode in inodes} if inodes else {}
+    except (OSError, struct.error):
+        return None
 
 
 def ask_psutil(pid: int, thread: int) -> list[int]:
@@ -188,14 +220,22 @@ def build_sample(
     if before is None or before.start != tree.start or elapsed <= 0:
         return RankSample(rss=tree.rss, throttled=throttled, neighbours=neighbours)
     grown = list_growth(tree.delays, before.delays)
+    cpu, run_delay = max(0, tree.ticks - before.ticks) / TICKS / elapsed, sum(grown) / 1e9 / elapsed
+    moved = None
+    if None not in (tree.bytes_moved, before.bytes_moved, tree.connections, before.connections):
+        sent = list_growth(tree.connections or {}, before.connections or {})
+        moved = max((tree.bytes_moved or 0) - (before.bytes_moved or 0), *sent, 0) / elapsed
+    starves = max(grown, default=0) / 1e9 / elapsed >= STARVING
+    is_active = cpu >= ACTIVE_CPU or starves or moved is None or moved >= ACTIVE_BYTES
     return RankSample(
-        cpu=max(0, tree.ticks - before.ticks) / TICKS / elapsed,
-        run_delay=sum(grown) / 1e9 / elapsed if tree.delays else None,
+        cpu=cpu,
+        run_delay=run_delay if tree.delays else None,
         thread_delay=max(grown) / 1e9 / elapsed if tree.delays else None,
         rss=tree.rss,
         major_faults=max(0, tree.faults - before.faults) / elapsed,
         throttled=throttled,
         neighbours=neighbours,
+        is_active=is_active or tree.pids != before.pids,
     )
 
 

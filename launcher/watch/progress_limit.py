@@ -1,29 +1,29 @@
-"""How long ranks may make no progress before they are looked at: pure values in, pure values out.
+"""How long ranks may make no progress before a notice, and before it is a hang: pure values in and out.
 
-Progress is a step, a batch from a DataLoader, or a change of phase. The limit is not the verdict: past it,
-evidence is gathered, and a rank that works for the others is no hang.
+Progress is a step, a batch from a DataLoader, or a change of phase. Activity is more: CPU, bytes that are
+read, written or sent, a busy GPU, another stack, anywhere in a rank's process tree.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-LEAST = 20.0
-"""Seconds: below it, the garbage collector, a short checkpoint or a busy filesystem would cause looks."""
+LEAST_NOTICE = 20.0
+"""Seconds: below it, the garbage collector, a short checkpoint or a busy filesystem would cause notices."""
 FACTOR = 10.0
 """Times the slow steps. What a healthy step can take beyond its p99 is far less (a straggler is 1.1)."""
 SLOW_SHARE = 0.99
 FEW = 3
 """Steps up to which the slowest counts: a program of steps of minutes must not be taken for hung in its
 second. From then on the slowest 1%, at least one, is left out: the first step compiles and allocates."""
-LEARNED_FACTOR, MOST_LEARNED = 1.5, 120.0
-"""Times a pause that was taken for a hang and passed by itself; a longer one than that is told again."""
-FLOORS = {
-    "compiling": 1800.0,  # torch.compile of large models takes up to half an hour, and kernels are tuned
-    "saving": 600.0,  # a checkpoint over a slow network; torch's own timeout is 600 s too
-    "evaluating": 600.0,
-}
-"""Seconds that ranks in these phases have at least: what they do looks like a standstill from outside."""
+PAUSES_TO_NOTICE, PAUSES_TO_HANG = 2.0, 3.0
+"""Times the longest pause that has ended by itself."""
+HANG_SECONDS = 60.0
+"""Seconds without activity, if others wait."""
+NOBODY_WAITS, WORKING, COMPILING = 3.0, 10.0, 30.0
+"""Times that: where nobody waits in a collective; for ranks that work, or whose phase looks like a standstill
+from outside (torch's own timeout is 10 minutes); and for `torch.compile` of large models."""
+PATIENT_PHASES = {"compiling": COMPILING, "saving": WORKING, "evaluating": WORKING}
 UNWATCHED = ("ended", "exited", "unwatched")
 """Phases of ranks from which no progress is due."""
 
@@ -55,19 +55,30 @@ def find_slow_step(durations: Sequence[float]) -> float:
     return kept[-1]
 
 
-def choose_limit(setting: object, slow_step: float, learned: float = 0.0) -> float:
-    """Return the seconds without progress after which ranks are looked at.
+def choose_limit(setting: object, slow_step: float, longest_pause: float = 0.0) -> float:
+    """Return the seconds without progress after which ranks are looked at, and a notice is given.
 
-    `setting` is `watch.hang_seconds`; `learned` is the longest pause that was told as a hang and passed.
+    `setting` is `watch.hang_seconds`; a notice does not come after the hang that it sets.
     """
-    if isinstance(setting, int | float):
-        return float(setting)
-    return max(LEAST, FACTOR * slow_step, LEARNED_FACTOR * min(learned, MOST_LEARNED))
+    limit = max(LEAST_NOTICE, FACTOR * slow_step, PAUSES_TO_NOTICE * longest_pause)
+    return min(limit, float(setting)) if isinstance(setting, int | float) else limit
 
 
-def extend_limit(limit: float, phase: str) -> float:
-    """Return the limit for a rank in a phase."""
-    return max(limit, FLOORS.get(phase, 0.0))
+def choose_hang_time(
+    setting: object, longest_pause: float, *, phase: str, has_begun: bool, is_working: bool, has_waiting: bool
+) -> float:
+    """Return the seconds after which ranks that hold up others, or all ranks, are hung.
+
+    They are counted without activity; without progress if they work. `phase` is theirs, `has_begun` tells
+    whether a step was made, and `has_waiting` whether others wait for them in a collective.
+    """
+    is_fixed = isinstance(setting, int | float)
+    unit = float(setting) if isinstance(setting, int | float) else HANG_SECONDS
+    learned = 0.0 if is_fixed else PAUSES_TO_HANG * longest_pause
+    times = PATIENT_PHASES.get(phase, 0.0)
+    if is_working or not has_begun:
+        times = max(times, WORKING)
+    return max(unit * (times or (1.0 if has_waiting else NOBODY_WAITS)), learned)
 
 
 def list_stalled(ranks: Sequence[RankProgress], limit: float) -> tuple[RankProgress, ...]:
@@ -77,7 +88,7 @@ def list_stalled(ranks: Sequence[RankProgress], limit: float) -> tuple[RankProgr
     ranks that make none.
     """
     watched = [rank for rank in ranks if rank.phase not in UNWATCHED and rank.idle is not None]
-    stalled = [rank for rank in watched if is_over(rank, extend_limit(limit, rank.phase))]
+    stalled = [rank for rank in watched if is_over(rank, limit)]
     if any(rank.step and not is_over(rank, limit) for rank in watched):
         stalled = [rank for rank in stalled if rank.step]
     return tuple(stalled)
@@ -86,11 +97,6 @@ def list_stalled(ranks: Sequence[RankProgress], limit: float) -> tuple[RankProgr
 def is_over(rank: RankProgress, limit: float) -> bool:
     """Tell whether a rank has been without progress for longer than a limit."""
     return rank.idle is not None and rank.idle > limit
-
-
-def has_time(rank: RankProgress, limit: float) -> bool:
-    """Tell whether a rank is within what its phase allows beyond the limit, as in a checkpoint."""
-    return rank.phase in FLOORS and not is_over(rank, extend_limit(limit, rank.phase))
 
 
 def find_stall_begin(stalled: Iterable[RankProgress], now: float) -> float | None:

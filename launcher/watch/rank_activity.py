@@ -186,11 +186,33 @@ def is_debugged(rank: RankEvidence) -> bool:
 
 
 def is_working(rank: RankEvidence) -> bool:
-    """Tell whether a rank or one of its children used CPU or IO, or went on, while evidence was gathered."""
-    return rank.process.stack_changes or any(
-        process.cpu >= WORKING_CPU or process.io_bytes >= WORKING_IO or process.state == "R"
-        for process in (rank.process, *rank.children)
+    """Tell whether a rank or one of its children used CPU or IO, or went on, while evidence was gathered.
+
+    If that was not seen whole, it did.
+    """
+    return (
+        not rank.is_measured
+        or rank.process.stack_changes
+        or any(
+            process.cpu >= WORKING_CPU or process.io_bytes >= WORKING_IO or process.state == "R"
+            for process in (rank.process, *rank.children)
+        )
     )
+
+
+def is_deadlocked(rank: RankEvidence) -> bool:
+    """Tell whether all Python threads of a rank wait for locks, so that nobody is left who releases one."""
+    stacks = [stack for stack in rank.process.stacks if stack.frames]
+    waiting = [stack for stack in stacks if stack.awaits_lock]
+    joining = [stack for stack in stacks if is_thread_join(stack)]
+    is_waiting = any(stack.is_current for stack in waiting) and len(waiting) + len(joining) == len(stacks)
+    return is_waiting and rank.process.system_call in ("", "futex") and not is_working(rank)
+
+
+def is_thread_join(stack: Stack) -> bool:
+    """Tell whether a thread waits for the end of another."""
+    first = stack.frames[0]
+    return first.file.endswith("/threading.py") and first.function in ("join", "_wait_for_tstate_lock")
 
 
 def stands_by_itself(rank: RankEvidence) -> bool:

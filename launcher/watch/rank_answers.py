@@ -1,11 +1,13 @@
 """What a rank answers by itself and by its children: stacks, the flight recorder, waits in the store.
 
-Each step has its own timeout, and leaves a note if it fails.
+Each step has its own timeout, within the deadline of all, and leaves a note if it fails.
 """
 
+import linecache
+import re
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.decode import DecodeError
@@ -20,7 +22,7 @@ from launcher.watch.stacks import (
     request_from_server,
     request_stacks,
 )
-from launcher.watch.watch_model import GpuSample, GroupState, Heartbeat, ProcessState, Stack
+from launcher.watch.watch_model import Frame, GpuSample, GroupState, Heartbeat, ProcessState, Stack
 
 STACK_PATIENCE = 0.8
 CHILD_PATIENCE = 0.2
@@ -37,6 +39,19 @@ CANNOT_ANSWER = {
     "X": "it has ended",
 }
 """States in which a process gets no signal and runs no server. In state D, its other threads do."""
+TAKES_LOCK = re.compile(r"\s*(with\s+[\w.\[\]]+\s*:|.*\.acquire\(\)$)")
+"""A line that waits for nothing but a lock, if it waits: `with open(path):` could wait for a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When gathering ends, in monotonic seconds."""
+
+    time: float
+
+    def limit(self, seconds: float) -> float:
+        """Return so many seconds, or those that are left."""
+        return min(seconds, max(self.time - time.monotonic(), 0.0))
 
 
 @dataclass(slots=True)
@@ -69,31 +84,33 @@ def may_take_gil(pid: int, heartbeat: Heartbeat | None) -> bool:
     return not heartbeat.can_dump or catches_signal(pid, STACK_SIGNAL)
 
 
-def read_stacks(found: Findings, pid: int, path: Path | None) -> None:
+def read_stacks(found: Findings, pid: int, path: Path | None, ends: Deadline) -> None:
     """Get a rank's stacks by the signal; `path` is None without a handler."""
     reason = "its hook has no handler for stacks" if path is None else check_signal(pid, path)
     if path is not None and not reason:
-        found.stacks, found.stack_source = request_stacks(pid, path, STACK_PATIENCE), "faulthandler"
+        found.stack_source = "faulthandler"
+        found.stacks = request_stacks(pid, path, ends.limit(STACK_PATIENCE))
         reason = check_signal(pid, path) or "it did not react to the stack signal"
     if not found.stacks:
         found.stack_source = ""
         found.notes.append(f"no stacks from faulthandler: {reason}")
 
 
-def read_other_stacks(found: Findings, pid: int, socket_path: Path) -> None:
+def read_other_stacks(found: Findings, pid: int, socket_path: Path, ends: Deadline) -> None:
     """Get a rank's stacks from torch's server, or from py-spy."""
     try:
-        found.stacks, found.stack_source = request_from_server(socket_path, SERVER_PATIENCE), "torch"
+        stacks = request_from_server(socket_path, ends.limit(SERVER_PATIENCE))
+        found.stacks, found.stack_source = stacks, "torch"
     except ServerError as error:
         found.notes.append(f"no stacks from torch's server: {error}")
-    if not found.stacks and (stacks := request_from_py_spy(pid, PY_SPY_PATIENCE)):
+    if not found.stacks and (stacks := request_from_py_spy(pid, ends.limit(PY_SPY_PATIENCE))):
         found.stacks, found.stack_source = stacks, "py-spy"
 
 
-def read_server(found: Findings, socket_path: Path, kept: Path) -> None:
+def read_server(found: Findings, socket_path: Path, kept: Path, ends: Deadline) -> None:
     """Get a rank's flight recorder and its waits in the store, and keep the raw recorder as a file."""
     try:
-        trace = read_trace(socket_path)
+        trace = read_trace(socket_path, ends.limit(SERVER_PATIENCE))
         found.groups, found.answered = parse_trace(trace), True
         keep_trace(kept, trace)
     except (ServerError, DecodeError) as error:
@@ -103,7 +120,8 @@ def read_server(found: Findings, socket_path: Path, kept: Path) -> None:
     if not (found.answered or socket_path.exists()):
         return
     try:
-        found.store_wait, found.store_operation = read_store_wait(socket_path, SERVER_PATIENCE)
+        patience = ends.limit(SERVER_PATIENCE)
+        found.store_wait, found.store_operation = read_store_wait(socket_path, patience)
     except ServerError as error:
         found.notes.append(f"no waits in the store from torch's server: {error}")
 
@@ -119,30 +137,45 @@ def keep_trace(kept: Path, trace: bytes) -> None:
         kept.write_bytes(trace)
 
 
-def read_trace(socket_path: Path) -> bytes:
+def read_trace(socket_path: Path, patience: float) -> bytes:
     """Return the answer of the flight recorder, by its older name if that is all there is."""
     try:
-        return post_handler(socket_path, "fr_trace_json", SERVER_PATIENCE)
+        return post_handler(socket_path, "fr_trace_json", patience)
     except UnknownHandlerError:
-        return post_handler(socket_path, "dump_nccl_trace_json", SERVER_PATIENCE)
+        return post_handler(socket_path, "dump_nccl_trace_json", patience)
 
 
-def read_child_stacks(looks: Mapping[int, KernelLook], path: Path) -> dict[int, tuple[Stack, ...]]:
+def read_child_stacks(
+    children: Sequence[ProcessState], path: Path, ends: Deadline
+) -> dict[int, tuple[Stack, ...]]:
     """Return the stacks of children that have the rank's handler and file, asked one after the other."""
     stacks: dict[int, tuple[Stack, ...]] = {}
-    ends = time.monotonic() + ALL_CHILDREN
-    for pid, look in looks.items():
-        if time.monotonic() > ends:
+    end = time.monotonic() + ends.limit(ALL_CHILDREN)
+    for child in children:
+        if time.monotonic() > end:
             break
-        if look.process.state in CANNOT_ANSWER or check_signal(pid, path):
-            continue
-        if found := request_stacks(pid, path, CHILD_PATIENCE):
-            stacks[pid] = found
+        if not check_signal(child.pid, path):
+            stacks[child.pid] = request_stacks(child.pid, path, ends.limit(CHILD_PATIENCE))
     return stacks
 
 
-def compare_stacks(found: Findings, pid: int, path: Path) -> None:
+def mark_locks(stacks: Sequence[Stack]) -> tuple[Stack, ...]:
+    """Mark the threads whose line takes a lock, by the program's text."""
+    return tuple(
+        replace(stack, awaits_lock=bool(TAKES_LOCK.match(read_line(frame))))
+        if (frame := stack.frames[0] if stack.frames else None)
+        else stack
+        for stack in stacks
+    )
+
+
+def read_line(frame: Frame) -> str:
+    """Return a line of the program's text; empty if it cannot be had."""
+    return linecache.getline(frame.file, frame.line).rstrip("\n") if frame.file.startswith("/") else ""
+
+
+def compare_stacks(found: Findings, pid: int, path: Path, ends: Deadline) -> None:
     """Note whether the main thread is at another place in a second sample."""
-    if not check_signal(pid, path):
-        before, after = find_main(found.stacks), find_main(request_stacks(pid, path, STACK_PATIENCE))
+    if (patience := ends.limit(STACK_PATIENCE)) > 0 and not check_signal(pid, path):
+        before, after = find_main(found.stacks), find_main(request_stacks(pid, path, patience))
         found.stack_changes = before is not None and after is not None and before.frames != after.frames

@@ -5,15 +5,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launcher.watch.process_samples import RankSample
+from launcher.watch.process_samples import ACTIVE_CPU, RankSample
 from launcher.watch.progress_limit import RankProgress, find_quantile, find_slow_step
-from launcher.watch.rank_activity import WORKING_CPU
 from launcher.watch.watch_model import GpuSample, Heartbeat, RankState
 from launcher.watch.watcher_settings import RankEntry
 
 NO_SAMPLE = RankSample()
 MOST_START = 600.0
-"""Seconds for which a rank that has made no step yet counts as making progress by its use of CPU alone."""
+"""Seconds for which a rank that has made no step yet counts as making progress by its activity alone."""
 
 
 @dataclass(slots=True)
@@ -31,8 +30,8 @@ class WatchedProcess:
     waited: tuple[float, float] = (0.0, 0.0)
     """Seconds of waiting for data at the last report, and when that was."""
     data_share: float | None = None
-    worked_at: float = 0.0
-    """Monotonic time at which it was last seen to use CPU before its first step."""
+    active_at: float = 0.0
+    """Monotonic time at which its process tree was last seen to do anything."""
 
     @property
     def phase(self) -> str:
@@ -97,22 +96,36 @@ class RankBook:
         if known.beat is None or known.has_ended:
             return None
         idle = min(known.read_at - known.beat.activity_time, self.now - self.counts_from)
-        if idle < MOST_START:
-            idle = min(idle, self.now - known.worked_at)
+        if not known.beat.step and idle < MOST_START:
+            idle = min(idle, self.now - known.active_at)
         return max(0.0, idle)
 
-    def note_work(self, samples: Mapping[int, RankSample]) -> None:
-        """Count use of the CPU, and waiting for one, as progress of ranks before their first step.
+    def measure_quiet(self, known: WatchedProcess) -> float:
+        """Return the seconds since a rank's last activity, or progress."""
+        return max(0.0, min(self.now - known.active_at, self.measure_idle(known) or 0.0))
+
+    def list_still(self, seconds: float) -> Sequence[int]:
+        """Return the PIDs of ranks without a step so far, or without progress for more than some seconds."""
+        return [
+            known.entry.pid
+            for known in self.ranks.values()
+            if (beat := known.beat) and (not beat.step or known.read_at - beat.activity_time > seconds)
+        ]
+
+    def note_activity(self, samples: Mapping[int, RankSample], gpus: Mapping[int, GpuSample]) -> None:
+        """Note which ranks are active; before its first step, that counts as a rank's progress.
 
         Imports and the reading of data make no progress that the heartbeat has. `samples` are by PID, and
-        of the time since the last call: a rank that worked for part of it is taken to have done so first.
+        of the time since the last call: a rank that used the CPU for part of it is taken to have done so
+        first. `gpus` are by local rank.
         """
         elapsed, self.sampled_at = self.now - self.sampled_at if self.sampled_at else 0.0, self.now
         for known in self.ranks.values():
-            sample = samples.get(known.entry.pid, NO_SAMPLE)
+            sample, gpu = samples.get(known.entry.pid, NO_SAMPLE), gpus.get(known.entry.local_rank)
             used = (sample.cpu or 0.0) + (sample.run_delay or 0.0)
-            if known.beat and not known.beat.step and used >= WORKING_CPU:
-                known.worked_at = self.now - elapsed * (1 - min(used, 1.0))
+            if sample.is_active or (gpu and gpu.utilization != 0.0):
+                rest = 1 - min(used, 1.0) if used >= ACTIVE_CPU else 0.0
+                known.active_at = self.now - elapsed * rest
 
     def list_progress(self) -> tuple[RankProgress, ...]:
         """Return what counts of each rank."""
@@ -183,4 +196,5 @@ class RankBook:
             gpu=gpu,
             notes=beat.notes if beat else (),
             idle=self.measure_idle(known),
+            quiet=self.measure_quiet(known),
         )

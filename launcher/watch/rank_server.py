@@ -42,6 +42,8 @@ def post_handler(path: Path, handler: str, timeout: float) -> bytes:
 
     The timeout is for each read and write, so that a server that answers byte by byte may take longer.
     """
+    if timeout <= 0:
+        raise ServerError("no time was left to ask it")
     with closing_connection(path, timeout) as connection:
         try:
             connection.request("POST", f"/handler/{handler}")

@@ -27,6 +27,8 @@ STUCK = 10.0
 """Seconds in one call to a filesystem, after which it is said to hang."""
 OLD = 6.0
 """Age in seconds of a report whose node may have ended."""
+MOST_TASKS = 100
+"""Tasks that wait, at most: while the filesystem hangs, further ones are dropped."""
 TWIN_LOOKS = 60
 """Reports in which nodes of one host name are looked for: all nodes' ranks start at about the same time."""
 
@@ -93,10 +95,11 @@ class SharedFiles:
             self.changed.notify()
 
     def add_task(self, task: Callable[[], None]) -> None:
-        """Have something done there; an exception of it is kept as `trouble`."""
+        """Have something done there, once if it already waits; an exception of it is kept as `trouble`."""
         with self.changed:
-            self.tasks.append(task)
-            self.changed.notify()
+            if task not in self.tasks and len(self.tasks) < MOST_TASKS:
+                self.tasks.append(task)
+                self.changed.notify()
 
     def is_stuck(self, now: float) -> bool:
         """Tell whether the filesystem hangs; `now` is monotonic."""

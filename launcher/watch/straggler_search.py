@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from launcher.watch.stragglers import StragglerFinder, explain_straggler
 from launcher.watch.watch_model import NodeReport
 
+AFTER_DEFECT = 600.0
+"""Seconds until the next comparison after one that failed."""
 COMPARISONS = 50
 """The ranks are compared no sooner than so many times what that took the last time: 2% of a core at most."""
 
@@ -33,6 +35,7 @@ class StragglerSearch:
     def compare(self, reports: Sequence[NodeReport]) -> None:
         """Compare them: the thread's body."""
         begin = time.thread_time()
+        self.next_time = time.monotonic() + AFTER_DEFECT
         for found in self.finder.update(reports):
             lines = [explain_straggler(found)]
             self.send({"event": "straggler", "lines": lines, "straggler": asdict(found)})

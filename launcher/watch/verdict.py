@@ -1,11 +1,18 @@
-"""Who holds the others up, from the evidence of all nodes: pure, without files or clock."""
+"""Who holds the others up, and whether that is a hang, from the evidence of all nodes: pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.text import escape_text
 from launcher.watch.call_mismatch import find_mismatch
-from launcher.watch.rank_activity import describe_activity, find_phase, is_debugged, is_working
+from launcher.watch.progress_limit import PATIENT_PHASES, choose_hang_time
+from launcher.watch.rank_activity import (
+    describe_activity,
+    find_phase,
+    is_deadlocked,
+    is_debugged,
+    is_working,
+)
 from launcher.watch.verdict_text import (
     LONGEST,
     count_all_waiting,
@@ -18,17 +25,8 @@ from launcher.watch.verdict_text import (
     say_silent,
 )
 from launcher.watch.waits_for import Wait, find_roots, find_waits
-from launcher.watch.watch_model import Frame, NodeEvidence, NodeReport, RankEvidence, Verdict
+from launcher.watch.watch_model import Decision, Frame, NodeEvidence, NodeReport, RankEvidence, Verdict
 
-PATIENT_PHASES = {
-    "starting": "starts",
-    "compiling": "compiles",
-    "saving": "saves",
-    "evaluating": "evaluates",
-    "loading": "loads data",
-    "ended": "is at its end",
-}
-"""Phases in which a rank that works keeps the others waiting for a good reason, as verbs."""
 MOST_PLACES = 3
 """Different places that a sentence names."""
 
@@ -47,22 +45,75 @@ class Job:
     """Nodes that have never reported."""
 
 
-def judge(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport], *, patient: bool = True) -> Verdict:
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """What is known of a pause beside the evidence."""
+
+    limit: float
+    """Seconds without progress after which a notice is due."""
+    idle: float
+    """Seconds without progress of the rank that has made none for longest."""
+    quiet: Mapping[int, float]
+    """Seconds without activity, by rank; of one that is not in it, nothing is known."""
+    longest: float
+    """Seconds of the longest pause that has ended by itself."""
+    setting: object
+    """`watch.hang_seconds`."""
+
+
+def decide(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport], pause: Pause) -> Decision:
+    """Return whether a pause is a hang, is worth a notice, or nothing to tell of.
+
+    A hang is what cannot go on by itself, or ranks that have shown no activity, or made no progress, for long
+    enough (`choose_hang_time`). A rank that makes progress while others wait, as in an evaluation on rank 0
+    alone, and one that a debugger holds, are nothing to tell of. What is not known counts as activity.
+    """
+    verdict = judge(nodes, reports)
+    if verdict.kind == "debugged" or verdict.is_final:
+        return Decision("hang" if verdict.is_final else "none", verdict)
+    found = {rank.rank: rank for node in nodes for rank in node.ranks}
+    states = {state.rank: state for report in reports for state in report.ranks}
+    culprits = [found[number] for number in verdict.ranks if number in found]
+    phases = [find_phase(rank) for rank in culprits]
+    phases += [states[number].phase for number in verdict.ranks if number in states.keys() - found.keys()]
+    begun = any(rank.step for rank in found.values()) or any(state.step for state in states.values())
+    quiet_time, working_time = (
+        choose_hang_time(
+            pause.setting,
+            pause.longest,
+            phase=max(phases, key=lambda phase: PATIENT_PHASES.get(phase, 0.0), default=""),
+            has_begun=begun,
+            is_working=is_working_,
+            has_waiting=verdict.waiting > 0 and verdict.kind != "silent",
+        )
+        for is_working_ in (False, True)
+    )
+    quiet = min((pause.quiet.get(number, 0.0) for number in verdict.ranks), default=0.0)
+    if verdict.kind == "silent":
+        quiet = pause.idle
+    elif any(map(is_working, culprits)):
+        quiet = 0.0
+    seconds = min(quiet_time - quiet, working_time - pause.idle)
+    if seconds <= 0:
+        return Decision("hang", verdict)
+    goes_on = min((rank.idle for rank in culprits), default=pause.limit) < pause.limit / 2
+    return Decision("none" if goes_on else "notice", verdict, seconds)
+
+
+def judge(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport]) -> Verdict:
     """Return who holds the others up, as far as the evidence says.
 
-    `reports` are the last reports of all nodes: a node or rank in them without evidence is not heard of. With
-    `patient`, a rank that works while it compiles, saves, evaluates, loads or starts makes the verdict
-    `busy`. A debugger always does.
+    `reports` are the last reports of all nodes: a node or rank in them without evidence is not heard of.
     """
     job = make_job(nodes, reports)
     if mismatch := judge_mismatch(job):
         return mismatch
     if roots := find_roots(job.waits, job.ranks):
-        return judge_roots(job, sorted(roots), patient)
+        return judge_roots(job, sorted(roots))
     if job.silent or job.unreported:
         return judge_silent(job)
     if not job.waits:
-        return judge_roots(job, sorted(job.ranks), patient)
+        return judge_roots(job, sorted(job.ranks))
     return judge_circle(job)
 
 
@@ -88,25 +139,34 @@ def judge_mismatch(job: Job) -> Verdict | None:
     waiting = sum(len(ranks) for _, ranks in found.calls[1:])
     wait = Wait(call.operation, found.key, found.group, found.sequence)
     return make_verdict(
-        "mismatch", say_mismatch(found, job.hosts, doing), job, few, wait, waiting=waiting, frame=frame
+        "mismatch",
+        say_mismatch(found, job.hosts, doing),
+        job,
+        few,
+        wait,
+        waiting=waiting,
+        frame=frame,
+        is_final=True,
     )
 
 
-def judge_roots(job: Job, roots: Sequence[int], patient: bool) -> Verdict:
+def judge_roots(job: Job, roots: Sequence[int]) -> Verdict:
     """Return the verdict on the ranks at the end of all waiting, by the first kind that some of them are of.
 
-    A rank that is stopped goes first: it explains all others. One that works comes before those that only
-    seem to hold others up, which may wait for it in a way that torch does not know.
+    A rank that is stopped goes first: it explains all others.
     """
     heard = {number: job.ranks[number] for number in roots if number in job.ranks}
     stopped = [number for number, rank in heard.items() if rank.process.state == "T"]
-    busy = [number for number, rank in heard.items() if is_busy(rank, patient)]
     exited = [number for number, rank in heard.items() if has_exited(rank)]
-    absent = [number for number in heard if number not in {*stopped, *busy, *exited}]
+    debugged = [number for number, rank in heard.items() if number not in exited and is_debugged(rank)]
+    absent = [number for number in heard if number not in {*stopped, *exited}]
     if stopped:
         return blame_stopped(job, stopped)
-    if busy:
-        return blame_busy(job, busy)
+    if debugged:
+        wait, waiting = find_main_wait(job, debugged)
+        doing, frame = describe_activity(job.ranks[debugged[0]])
+        text = f"{format_ranks(debugged[:1], job.hosts)} {doing}{describe_others(wait, waiting)}"
+        return make_verdict("debugged", text, job, debugged, wait, waiting=waiting, frame=frame)
     if exited and (job.waits or not absent):
         return blame_exited(job, exited)
     if absent:
@@ -119,32 +179,12 @@ def has_exited(rank: RankEvidence) -> bool:
     return rank.exit_code is not None or rank.process.state in ("Z", "X")
 
 
-def is_busy(rank: RankEvidence, patient: bool) -> bool:
-    """Tell whether a rank keeps the others waiting for a good reason."""
-    if has_exited(rank):
-        return False
-    return is_debugged(rank) or (patient and find_phase(rank) in PATIENT_PHASES and is_working(rank))
-
-
 def blame_stopped(job: Job, ranks: Sequence[int]) -> Verdict:
     """Return the verdict on ranks that SIGSTOP holds."""
     wait, waiting = find_main_wait(job, ranks)
     is_or_are = "are" if len(ranks) > 1 else "is"
     text = f"{format_ranks(ranks, job.hosts)} {is_or_are} stopped (SIGSTOP){describe_others(wait, waiting)}"
-    return make_verdict("stopped", text, job, ranks, wait, waiting=waiting)
-
-
-def blame_busy(job: Job, ranks: Sequence[int]) -> Verdict:
-    """Return the verdict that there is no hang."""
-    wait, waiting = find_main_wait(job, ranks)
-    first = job.ranks[ranks[0]]
-    doing, frame = describe_activity(first)
-    named = format_ranks(ranks[:1], job.hosts)
-    if not is_debugged(first):
-        doing = f"{PATIENT_PHASES[find_phase(first)]}: it {doing}"
-    more = f" (and {len(ranks) - 1} more)" if len(ranks) > 1 else ""
-    text = f"{named}{more} {doing}{describe_others(wait, waiting)}"
-    return make_verdict("busy", text, job, ranks, wait, waiting=waiting, frame=frame)
+    return make_verdict("stopped", text, job, ranks, wait, waiting=waiting, is_final=True)
 
 
 def blame_exited(job: Job, ranks: Sequence[int]) -> Verdict:
@@ -154,7 +194,7 @@ def blame_exited(job: Job, ranks: Sequence[int]) -> Verdict:
     how = f" with exit code {', '.join(map(str, codes))}" if codes else ""
     has = "have" if len(ranks) > 1 else "has"
     text = f"{format_ranks(ranks, job.hosts)} {has} ended{how}{describe_others(wait, waiting)}"
-    return make_verdict("exited", text, job, ranks, wait, waiting=waiting)
+    return make_verdict("exited", text, job, ranks, wait, waiting=waiting, is_final=waiting > 0)
 
 
 def blame_absent(job: Job, ranks: Sequence[int]) -> Verdict:
@@ -163,12 +203,14 @@ def blame_absent(job: Job, ranks: Sequence[int]) -> Verdict:
     doing, frame = describe_activities(job, ranks)
     named = format_ranks(ranks, job.hosts)
     many = len(ranks) > 1
+    final = any(is_deadlocked(job.ranks[number]) for number in ranks)
     if wait is None:
-        text = f"{named} {'stand' if many else 'stands'} still: {doing}"
-        return make_verdict("standstill", text, job, ranks, None, frame=frame)
+        text = f"{named} {'make' if many else 'makes'} no step: {doing}"
+        return make_verdict("standstill", text, job, ranks, None, frame=frame, is_final=final)
     total = len(job.waits.keys() - set(ranks))
     text = say_absent(named, many, wait, count_all_waiting(waiting, total), doing)
-    return make_verdict("absent", text, job, ranks, wait, waiting=max(waiting, total), frame=frame)
+    waiting = max(waiting, total)
+    return make_verdict("absent", text, job, ranks, wait, waiting=waiting, frame=frame, is_final=final)
 
 
 def judge_silent(job: Job, ranks: Sequence[int] = ()) -> Verdict:
@@ -202,11 +244,12 @@ def judge_circle(job: Job) -> Verdict:
         )
         for each, found in reversed(entries)
     ]
-    odd = entries[-1][1]
+    odd, wait = entries[-1][1], entries[-1][0]
     _, frame = describe_activity(job.ranks[odd[0]])
-    return make_verdict(
-        "mismatch", say_circle(said[:4]), job, odd, entries[-1][0], waiting=len(job.waits), frame=frame
-    )
+    # A send or receive that is not recorded may be under way.
+    final = all(each.key and each.is_collective for each, _ in entries)
+    text, waiting = say_circle(said[:4]), len(job.waits)
+    return make_verdict("mismatch", text, job, odd, wait, waiting=waiting, frame=frame, is_final=final)
 
 
 def list_gpu_errors(job: Job) -> list[str]:
@@ -257,6 +300,7 @@ def make_verdict(
     *,
     waiting: int = 0,
     frame: Frame | None = None,
+    is_final: bool = False,
 ) -> Verdict:
     """Make a verdict whose sentence is harmless on a terminal."""
     hosts = dict.fromkeys(job.hosts[number] for number in ranks if number in job.hosts)
@@ -270,4 +314,5 @@ def make_verdict(
         sequence=wait.sequence if wait else None,
         waiting=waiting,
         frame=frame,
+        is_final=is_final,
     )

@@ -126,7 +126,9 @@ class RankState:
     gpu: GpuSample | None = None
     notes: tuple[str, ...] = ()
     idle: float | None = None
-    """Seconds since its last activity, as its node saw it; None if it is not watched."""
+    """Seconds without progress, as its node saw it; None if it is not watched."""
+    quiet: float = 0.0
+    """Seconds without activity of its process tree; what cannot be seen counts as activity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +198,8 @@ class Stack:
     """Innermost first."""
     is_current: bool = False
     """It is the main thread."""
+    awaits_lock: bool = False
+    """Its line takes a lock, and nothing else: `with self.lock:`, `lock.acquire()`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +277,7 @@ class RankEvidence:
     step: int
     step_age: float | None
     idle: float
-    """Seconds since its last activity."""
+    """Seconds without progress."""
     process: ProcessState
     children: tuple[ProcessState, ...] = ()
     """DataLoader workers and other children."""
@@ -287,6 +291,8 @@ class RankEvidence:
     gpu: GpuSample | None = None
     exit_code: int | None = None
     """If it has ended."""
+    is_measured: bool = True
+    """What it does was seen whole: its processes were looked at twice."""
     notes: tuple[str, ...] = ()
     """What could not be had, and why."""
 
@@ -315,7 +321,7 @@ class Verdict:
     kind: str
     """`absent` (a rank has not joined a collective), `network` (all have joined), `mismatch`, `silent` (a
     node or rank is not heard of), `exited` (a rank has ended while others wait), `stopped` (SIGSTOP),
-    `standstill` (all ranks stand still by themselves), or `busy`: no hang, somebody works for the others."""
+    `standstill` (nobody waits for others, and no rank makes progress), or `debugged`: no hang."""
     sentence: str
     ranks: tuple[int, ...] = ()
     """Those that hold the others up, the first one named first."""
@@ -327,16 +333,33 @@ class Verdict:
     """Ranks that wait for them."""
     frame: Frame | None = None
     """Where the first of them stands, in the program's own code if it is there."""
+    is_final: bool = False
+    """It cannot go on by itself."""
 
-    @property
-    def is_hang(self) -> bool:
-        """Whether anybody is to be told."""
-        return self.kind != "busy"
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What follows from the evidence of a pause."""
+
+    word: str
+    """`none`, `notice` or `hang`."""
+    verdict: Verdict
+    seconds: float = 0.0
+    """Until it would be a hang, if nothing changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A pause that may end by itself: the fact, once; nothing follows from it."""
+
+    seconds: float
+    """Without a step so far."""
+    verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """A hang that was told of."""
+    """Ranks that will not go on, or have done nothing for a long time: kept, told, and acted on."""
 
     number: int
     time: float
@@ -351,8 +374,6 @@ class Hang:
     pids: tuple[tuple[int, int], ...] = ()
     """Rank and PID of those that hold the others up: the number of torchrun's start may differ by node, and
     stay the same in a new one."""
-    delay: float = 0.0
-    """Seconds for which it must go on after the verdict before its action."""
 
 
 @dataclass(frozen=True, slots=True)

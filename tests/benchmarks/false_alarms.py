@@ -1,4 +1,4 @@
-"""An hour of healthy programs that are slow now and then: each hang that is told of is a false alarm.
+"""An hour of healthy programs that are slow now and then: a hang is a false alarm, and so is a second notice.
 
 `python -m tests.benchmarks false-alarms minutes=60 jobs=3 cases=save,compile`
 """
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,13 +19,13 @@ from pathlib import Path
 import pytest
 
 from launcher.watch.node_reports import count_hangs, read_job_state
-from tests.benchmarks.healthy_program import FIRST, LATER
+from tests.benchmarks.healthy_program import FIRST, LAST, LATER
 from tests.conftest import clean_environ
 from tests.launch.start_launch import LAUNCH
 from tests.launch.terminals import Terminal, open_terminal
 
 PROGRAM = Path(__file__).with_name("healthy_program.py")
-CASES = (*FIRST, *LATER)
+CASES = (*FIRST, *LATER, *LAST)
 RANKS = 2
 COFFEE = 90.0
 """Seconds at the debugger's prompt."""
@@ -41,6 +42,7 @@ class Outcome:
     code: int
     alarms: tuple[str, ...]
     """The sentences of hangs that were told of."""
+    notices: tuple[str, ...]
     stragglers: tuple[str, ...]
     reports: int
     """Of its watcher; 0 if it was not watched."""
@@ -107,7 +109,9 @@ def read_outcome(case: str, seconds: float, code: int, folder: Path) -> Outcome:
     alarms += ["a folder of a hang that the job's state does not have"] * (count_hangs(path) - len(alarms))
     stragglers = [f"rank {one.rank}: {one.cause}: {one.detail}" for one in state.stragglers] if state else []
     reports = len([*path.glob("watch/node-*.json")])
-    return Outcome(case, seconds, code, tuple(alarms), tuple(stragglers), reports)
+    console = (folder / "console").read_text(errors="replace").splitlines()
+    notices = tuple(line for line in console if "launch: no step for " in line)
+    return Outcome(case, seconds, code, tuple(alarms), notices, tuple(stragglers), reports)
 
 
 class Hour:
@@ -142,8 +146,11 @@ class Hour:
 
 def print_outcome(outcome: Outcome) -> None:
     """Print a row."""
-    said = "; ".join((*outcome.alarms, *(f"straggler: {one}" for one in outcome.stragglers)))
+    said = "; ".join(
+        (*outcome.alarms, *outcome.notices, *(f"straggler: {one}" for one in outcome.stragglers))
+    ).replace("|", "/")
     cells = [outcome.case, f"{outcome.seconds:.0f}", str(outcome.code), str(len(outcome.alarms))]
+    cells.append(str(len(outcome.notices)))
     print(f"| {' | '.join((*cells, str(outcome.reports), said))} |", flush=True)
 
 
@@ -154,12 +161,17 @@ def bench_false_alarms(folder: Path, options: Mapping[str, str]) -> None:
         sys.exit(f"cases are {', '.join(CASES)}, not {', '.join(sorted(unknown))}")
     jobs, minutes = int(options.get("jobs", "3")), float(options.get("minutes", "60"))
     folder = Path(options.get("keep", folder)).absolute()
-    print("\n| case | s | exit code | alarms | reports | said |\n|---|---|---|---|---|---|", flush=True)
+    print(
+        "\n| case | s | exit code | hangs | notices | reports | said |\n|---|---|---|---|---|---|---|",
+        flush=True,
+    )
     hour = Hour(cycle(chosen), minutes, folder, float(options.get("scale", "1")))
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(hour.work, range(jobs)))
     watched = sum(one.seconds for one in hour.outcomes if one.reports) / 60
     print(f"\nhealthy runs: {len(hour.outcomes)}, watched for {watched:.0f} minutes in all")
-    print(f"false alarms: {sum(len(one.alarms) for one in hour.outcomes)}")
+    print(f"called a hang: {sum(len(one.alarms) for one in hour.outcomes)}")
+    counts = Counter(len(one.notices) for one in hour.outcomes)
+    print("runs by notices: " + ", ".join(f"{runs} with {count}" for count, runs in sorted(counts.items())))
     print(f"stragglers told of: {sum(len(one.stragglers) for one in hour.outcomes)}")
     print(f"failed: {sum(bool(one.code) for one in hour.outcomes)}; harness: {len(hour.failures)}")

@@ -39,6 +39,8 @@ class Case:
     has_line: bool = True
     """A stack of the culprit can be had."""
     clusters_only: bool = False
+    seconds: float = 60.0
+    """After which it is to be called a hang, from its begin."""
 
     @property
     def lines(self) -> frozenset[int]:
@@ -52,15 +54,18 @@ CASES = {
     case.name: case
     for case in (
         Case("sleep", "sleeps before a collective", ABSENT),
-        Case("never-joins", "never joins at the start", ABSENT, has_group=False),
-        Case("first-collective", "joins, and sleeps before the first collective", ABSENT),
+        Case("never-joins", "never joins at the start", ABSENT, has_group=False, seconds=600),
+        Case("first-collective", "joins, and sleeps before the first collective", ABSENT, seconds=600),
         Case("gil", "C code that holds the GIL (`ctypes.PyDLL`)", ABSENT),
-        Case("regex", "a regular expression that does not end, holds the GIL", ABSENT),
-        Case("lock", "two threads, two locks", ABSENT),
+        Case("regex", "a regular expression that does not end, holds the GIL", ABSENT, seconds=600),
+        Case("lock", "two threads, two locks", ABSENT, seconds=20),
         Case("worker-stuck", "a DataLoader worker is stuck", ABSENT),
         Case("worker-killed", "a DataLoader worker is killed", frozenset()),
         Case("pool-killed", "a worker of `multiprocessing.Pool` is killed", ABSENT),
-        Case("loop", "an endless loop", ABSENT),
+        Case("loop", "an endless loop", ABSENT, seconds=600),
+        Case("worker-loop", "a DataLoader worker computes for ever", ABSENT, seconds=600),
+        Case("plain-loop", "an endless loop, without an optimizer", ABSENT, seconds=600),
+        Case("eval-sleep", "an evaluation that sleeps in its loader", ABSENT),
         Case("fifo", "a read that never returns (FIFO) on one rank", ABSENT),
         Case(
             "disk-all",
@@ -68,10 +73,11 @@ CASES = {
             frozenset({"standstill"}),
             tuple(range(RANKS)),
             has_group=False,
+            seconds=180,
         ),
-        Case("sigstop", "SIGSTOP", frozenset({"stopped"}), has_line=False),
+        Case("sigstop", "SIGSTOP", frozenset({"stopped"}), has_line=False, seconds=20),
         Case("mismatch-shape", "other shapes in an all_reduce", frozenset()),
-        Case("mismatch-op", "one rank in a barrier, the others go on", frozenset({"mismatch"})),
+        Case("mismatch-op", "one rank in a barrier, the others go on", frozenset({"mismatch"}), seconds=20),
         Case("left", "a rank leaves with 0 in a step", frozenset()),
         Case(
             "left-start",
@@ -79,6 +85,7 @@ CASES = {
             frozenset({"exited"}),
             has_group=False,
             has_line=False,
+            seconds=20,
         ),
         Case(
             "node-stopped",
@@ -86,6 +93,7 @@ CASES = {
             frozenset({"silent"}),
             has_line=False,
             clusters_only=True,
+            seconds=180,
         ),
     )
 }

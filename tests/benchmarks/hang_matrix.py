@@ -1,10 +1,13 @@
-"""The matrix of hangs: real ones under `launch`, here and on the sandbox's nodes; seconds to the verdict.
+"""The matrix of hangs: real ones under `launch`, here and on the sandbox's nodes; seconds to their name.
 
-`python -m tests.benchmarks hangs hangs=sleep,gil programs=ddp where=local jobs=2`
+`python -m tests.benchmarks hangs hangs=sleep,gil programs=ddp where=local jobs=2 until=named`
+
+A hang is named by a notice or as a hang; `until=named` does not wait for the latter.
 """
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,18 +22,20 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from launcher.watch.node_reports import read_job_state
-from launcher.watch.watch_model import Hang
+from launcher.watch.node_reports import read_evidence, read_job_state, read_reports
+from launcher.watch.verdict import judge
+from launcher.watch.watch_model import Verdict
 from tests.benchmarks.hang_cases import CASES, CULPRIT, GROUPS, PROGRAM, RANKS, Case, Marks, mark
 from tests.conftest import clean_environ
 from tests.launch.start_launch import LAUNCH, find_processes
 from tests.slurm.cluster.conftest import Sandbox, start_sandbox
 
 PATIENCE = 120.0
-"""Seconds from the hang after which no verdict is expected any more."""
+"""Seconds after which it must have been named, and beyond its time, after which it must be called a hang."""
 START = 240.0
 """Seconds until the hang has to begin; starts are slow if several runs share two cores."""
 GOAL = 30.0
+NAMED, HUNG = re.compile(r"launch: (no step for|hang 1 )"), re.compile("launch: hang 1 ")
 SETTLE = 4.0
 """Seconds after the verdict, for the rest of the output."""
 LOCAL = (f"nproc_per_node={RANKS}",)
@@ -60,20 +65,20 @@ class Found:
 
     cell: Cell
     seconds: float | None
-    """From the hang to the line on the console; None if there was none."""
-    hang: Hang | None
+    """From its begin to the line on the console that names it; None if there was none."""
+    verdict: Verdict | None
     marks: Marks | None
     ended: int | None
     """Exit code if the job ended before a verdict."""
-    recorded: float | None = None
-    """Seconds from the hang to the verdict in the run directory."""
+    hung: float | None = None
+    """Seconds to the line that calls it a hang."""
     note: str = ""
 
     @property
     def is_right(self) -> bool:
         """Whether the verdict is; where torch ends the program, whether there was none."""
         if not self.cell.case.kinds:
-            return self.ended is not None and self.hang is None
+            return self.ended is not None and self.verdict is None
         return self.marks is not None and self.marks.are_right and self.seconds is not None
 
 
@@ -95,9 +100,9 @@ class Console:
                 file.write(f"{time.time():.1f} {line}")
                 file.flush()
 
-    def find(self, text: str) -> float | None:
-        """When a text came first."""
-        return next((when for when, line in self.lines if text in line), None)
+    def find(self, pattern: re.Pattern[str]) -> float | None:
+        """When a line with such a text came first."""
+        return next((when for when, line in self.lines if pattern.search(line)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +127,19 @@ class Job:
             return float((self.stamps / "began").read_text())
         return None
 
-    def read_hang(self) -> Hang | None:
-        """The verdict in the run directory."""
+    def read_verdict(self) -> Verdict | None:
+        """The verdict in the run directory, or that on what was gathered for a notice."""
         state = read_job_state(self.run_path) if self.run_path else None
-        return state.hangs[0] if state and state.hangs else None
+        if self.run_path is None or state is None or state.hangs:
+            return state.hangs[0].verdict if state else None
+        nodes = read_evidence(self.run_path, max(self.list_questions(), default=0))
+        return judge(nodes, [stored.report for stored in read_reports(self.run_path)])
+
+    def list_questions(self) -> Iterator[int]:
+        """Numbers of the questions that nodes have answered."""
+        for path in self.run_path.glob("watch/evidence-*.json") if self.run_path else ():
+            with suppress(OSError, ValueError):
+                yield int(json.loads(path.read_text())["number"])
 
 
 @contextmanager
@@ -195,44 +209,31 @@ def stop_from_outside(job: Job) -> None:
     (job.stamps / "began").write_text(str(time.time()))
 
 
-def run_cell(cell: Cell, folder: Path, sandbox: Sandbox | None) -> Found:
-    """Run one cell to its verdict, its end, or the end of patience."""
+def run_cell(cell: Cell, folder: Path, sandbox: Sandbox | None, until: str) -> Found:
+    """Run one cell until it is named, or called a hang, or ends, or the end of patience."""
     shutil.rmtree(folder, ignore_errors=True)
     with start_job(cell, folder, sandbox) as job:
         stop_from_outside(job)
-        hang, ended = await_verdict(job)
-        time.sleep(SETTLE if hang else 0)
-        return judge_found(job, hang, ended)
-
-
-def await_verdict(job: Job) -> tuple[Hang | None, int | None]:
-    """The verdict, or the exit code of a job that ended without."""
-    end = time.time() + START
-    while time.time() < end:
-        began = job.read_stamp()
-        if began is not None:
-            end = began + PATIENCE
-        if hang := job.read_hang():
-            return hang, None
-        code = job.process.poll()
-        if code is not None:
-            return job.read_hang(), code
-        time.sleep(0.1)
-    return None, None
-
-
-def judge_found(job: Job, hang: Hang | None, ended: int | None) -> Found:
-    """Hold what was found against what was expected."""
-    cell, began = job.cell, job.read_stamp()
-    if hang is None:
-        note = "the hang never began" if began is None else tell_ending(job)
-        return Found(cell, None, None, None, ended, note=note)
-    told = job.console.find(hang.verdict.sentence[:60])
-    if began is None:
-        return Found(cell, None, hang, None, ended, note="a verdict before the hang")
-    marks = mark(cell.case, cell.program, hang.verdict)
-    seconds = None if told is None else told - began
-    return Found(cell, seconds, hang, marks, ended, hang.time - began)
+        named = hung = verdict = None
+        end = time.time() + START
+        while time.time() < end and job.process.poll() is None:
+            began = job.read_stamp()
+            if began is not None and named is None:
+                end = began + PATIENCE
+            if named is None and (named := job.console.find(NAMED)):
+                time.sleep(SETTLE)
+                verdict = job.read_verdict()
+                end = time.time() if until == "named" else (began or named) + cell.case.seconds + PATIENCE
+            if hung := job.console.find(HUNG):
+                time.sleep(SETTLE)
+                break
+            time.sleep(0.2)
+        if began is None:
+            return Found(cell, None, verdict, None, job.process.poll(), note="it never began")
+        if named is None or verdict is None:
+            return Found(cell, None, None, None, job.process.poll(), note=tell_ending(job))
+        marks = mark(cell.case, cell.program, verdict)
+        return Found(cell, named - began, verdict, marks, None, hung and hung - began)
 
 
 def tell_ending(job: Job) -> str:
@@ -252,18 +253,31 @@ def show_row(found: Found) -> str:
     """A row of the table."""
     cell, marks = found.cell, found.marks
     seconds = "" if found.seconds is None else f"{found.seconds:.1f}"
-    if found.hang is None:
+    hung = "" if found.hung is None else f"{found.hung:.1f}"
+    if found.verdict is None:
         sentence = f"no verdict; exit code {found.ended}; {found.note}"
     else:
-        sentence = found.hang.verdict.sentence + (f" ({found.note})" if found.note else "")
-    kind = found.hang.verdict.kind if found.hang else "ended" if found.ended is not None else "none"
+        sentence = found.verdict.sentence + (f" ({found.note})" if found.note else "")
+    kind = found.verdict.kind if found.verdict else "ended" if found.ended is not None else "none"
     right = [show_mark(one) for one in (marks.rank, marks.group, marks.line)] if marks else [""] * 3
-    cells = [cell.case.name, cell.program, cell.where, seconds, kind, *right]
+    cells = [cell.case.name, cell.program, cell.where, seconds, hung, kind, *right]
     cells += ["yes" if found.is_right else "NO", sentence.replace("|", "/")]
     return f"| {' | '.join(cells)} |"
 
 
-HEAD = ("hang", "program", "where", "s", "kind", "rank", "group", "line", "right", "sentence")
+HEAD = (
+    "hang",
+    "program",
+    "where",
+    "named, s",
+    "a hang, s",
+    "kind",
+    "rank",
+    "group",
+    "line",
+    "right",
+    "sentence",
+)
 
 
 def print_totals(found: Sequence[Found]) -> None:
@@ -276,8 +290,11 @@ def print_totals(found: Sequence[Found]) -> None:
         print(f"{name}: {counts[True]} right, {counts[False]} wrong, {counts[None]} not asked for")
     if times:
         within = sum(seconds <= GOAL for seconds in times)
-        print(f"seconds: {times[0]:.1f} to {times[-1]:.1f}, median {times[len(times) // 2]:.1f}; ", end="")
+        print(f"named: {times[0]:.1f} to {times[-1]:.1f} s, median {times[len(times) // 2]:.1f}; ", end="")
         print(f"within {GOAL:.0f} s: {within} of {len(expected)}")
+        late = [one.hung - one.cell.case.seconds for one in expected if one.hung is not None]
+        if late:
+            print(f"called a hang: {len(late)}, at most {max(late):.1f} s after its time")
     others = [one for one in found if not one.cell.case.kinds]
     print(f"ended by torch itself, without a verdict: {sum(one.is_right for one in others)} of {len(others)}")
 
@@ -308,16 +325,17 @@ def bench_hangs(folder: Path, options: Mapping[str, str]) -> None:
         with start_sandbox("--no-accounting") if where == "cluster" else nullcontext() as sandbox:
             chosen = [cell for cell in cells if cell.where == where]
             with ThreadPoolExecutor(jobs) as pool:
-                run = partial(run_and_print, folder=folder, sandbox=sandbox)
+                until = options.get("until", "hang")
+                run = partial(run_and_print, folder=folder, sandbox=sandbox, until=until)
                 found += pool.map(run, chosen)
     print_totals(found)
 
 
-def run_and_print(cell: Cell, folder: Path, sandbox: Sandbox | None) -> Found:
+def run_and_print(cell: Cell, folder: Path, sandbox: Sandbox | None, until: str) -> Found:
     """Run a cell and print its row."""
     path = folder / f"{cell.where}-{cell.case.name}-{cell.program}"
     try:
-        found = run_cell(cell, path, sandbox)
+        found = run_cell(cell, path, sandbox, until)
     except (OSError, subprocess.SubprocessError, AssertionError, ValueError) as error:
         found = Found(cell, None, None, None, None, note=f"the harness failed: {error!r}"[:300])
     print(show_row(found), flush=True)

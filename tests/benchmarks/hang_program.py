@@ -59,32 +59,34 @@ class Words:
 
 
 class Rows(Dataset[torch.Tensor]):
-    """The batches; a worker that is to be stuck reads the fatal one for hours."""
+    """The batches; a worker that is to be stuck reads the fatal one for hours, or computes."""
 
-    def __init__(self, fatal: int | None) -> None:
-        self.fatal = fatal
+    def __init__(self, fatal: int | None, hang: str = "") -> None:
+        self.fatal, self.hang = fatal, hang
 
     def __len__(self) -> int:
         return 10_000
 
     def __getitem__(self, index: int) -> torch.Tensor:
+        while index == self.fatal and self.hang == "worker-loop":
+            index += 0  # HANG HERE worker-loop
         if index == self.fatal:
-            time.sleep(HOURS)  # HANG HERE worker-stuck
+            time.sleep(HOURS)  # HANG HERE worker-stuck eval-sleep
         return torch.full((ROWS, WIDTH), 1 / (1 + index))
 
 
 def load_batches(words: Words) -> Iterator[torch.Tensor]:
     """Batches: of DataLoader workers if the hang is about them."""
-    fatal = words.at if words.is_culprit and words.hang == "worker-stuck" else None
+    fatal = words.at if words.is_culprit and words.hang in ("worker-stuck", "worker-loop") else None
     workers = 2 if words.hang.startswith("worker-") else 0
-    loader = DataLoader(Rows(fatal), batch_size=None, num_workers=workers)
+    loader = DataLoader(Rows(fatal, words.hang), batch_size=None, num_workers=workers)
     batches = iter(loader)
     for step in range(words.steps):
         if words.is_culprit and step == words.at and words.hang.startswith("worker-"):
             words.stamp()
             if words.hang == "worker-killed":
                 os.kill(batches._workers[step % 2].pid, signal.SIGKILL)  # type: ignore[attr-defined]
-        yield next(batches)  # HANG HERE worker-stuck
+        yield next(batches)  # HANG HERE worker-stuck worker-loop
 
 
 def make_model() -> torch.nn.Sequential:
@@ -98,6 +100,17 @@ def make_ddp(words: Words) -> Train:
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     return lambda batch: train_step(model, optimizer, batch)
+
+
+def make_plain(words: Words) -> Train:
+    """Data parallelism without an optimizer."""
+    model = DistributedDataParallel(make_model())
+
+    def train(batch: torch.Tensor) -> float:
+        model(batch).square().mean().backward()
+        return 0.0
+
+    return train
 
 
 def make_fsdp2(words: Words) -> Train:
@@ -187,8 +200,15 @@ def lock_twice(words: Words) -> None:
 
 def loop_forever(words: Words) -> None:
     count = 0
-    while True:  # HANG HERE loop
-        count += 1  # HANG HERE loop
+    while True:  # HANG HERE loop plain-loop
+        count += 1  # HANG HERE loop plain-loop
+
+
+def evaluate(words: Words) -> None:
+    """The rank alone sets a model to evaluate, and draws a batch that does not come."""
+    make_model().eval()
+    for _ in DataLoader(Rows(0), batch_size=None):
+        pass
 
 
 def read_fifo(words: Words) -> None:
@@ -235,7 +255,10 @@ IN_STEP: Mapping[str, Callable[[Words], None]] = {
     "gil": hold_gil,
     "regex": match_badly,
     "lock": lock_twice,
+    "plain-loop": loop_forever,
+    "eval-sleep": evaluate,
     "worker-stuck": await_signal,
+    "worker-loop": await_signal,
     "worker-killed": await_signal,
     "pool-killed": lose_pool_worker,
     "loop": loop_forever,
@@ -249,7 +272,7 @@ IN_STEP: Mapping[str, Callable[[Words], None]] = {
 }
 ALL_RANKS = {"disk-all", "mismatch-shape"}
 """Hangs that all ranks come to."""
-NO_STAMP = {"sigstop", "node-stopped", "worker-stuck", "worker-killed"}
+NO_STAMP = {"sigstop", "node-stopped", "worker-stuck", "worker-loop", "worker-killed"}
 """Hangs that begin elsewhere."""
 
 
@@ -281,7 +304,7 @@ def main() -> None:
     meet(BEFORE_JOINING, words)
     dist.init_process_group("gloo")
     meet(BEFORE_FIRST, words)
-    train = PROGRAMS[words.program](words)
+    train = (make_plain if words.hang == "plain-loop" else PROGRAMS[words.program])(words)
     for step, batch in enumerate(load_batches(words)):
         time.sleep(words.seconds)
         (words.stamps / f"step-{words.rank}").write_text(str(step))

@@ -14,12 +14,11 @@ from statistics import median
 from launcher.probe.cgroups import list_cgroups
 from launcher.probe.sysfs import Tree
 from launcher.watch.collective_times import CollectiveReader
-from launcher.watch.heartbeats import list_heartbeats
 from launcher.watch.process_samples import Sampler
 from launcher.watch.stragglers import StragglerFinder
 from launcher.watch.watch_model import Heartbeat, NodeReport, RankState, Straggler
 from tests.benchmarks.slow_rank_simulation import bench_simulated_stragglers
-from tests.inprocess.watched import make_watched_environ
+from tests.inprocess.watched import list_heartbeats, make_watched_environ
 
 PROGRAM = Path(__file__).with_name("slow_rank_program.py")
 RANKS = 2

@@ -9,11 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from launcher.watch.heartbeats import list_heartbeats
 from launcher.watch.kernel_state import catches_signal, has_open
 from launcher.watch.stacks import STACK_SIGNAL, check_signal, request_stacks
 from tests.inprocess.hooked import PYTHON
-from tests.inprocess.watched import BEGIN, is_mapped, make_watched_environ, run_to_end, start_program
+from tests.inprocess.watched import (
+    BEGIN,
+    is_mapped,
+    list_heartbeats,
+    make_watched_environ,
+    run_to_end,
+    start_program,
+)
 
 STEPS = """
 for _ in range(5):

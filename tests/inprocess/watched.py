@@ -23,6 +23,12 @@ def wait(word="ready"):
 """Begin of a program that the test talks to."""
 
 
+def list_heartbeats(folder: Path) -> list[Heartbeat]:
+    """The heartbeats in a folder by rank."""
+    found = [beat for path in folder.glob("rank-*.beat") if (beat := read_heartbeat(path))]
+    return sorted(found, key=lambda beat: beat.rank)
+
+
 class Program:
     """A running program, rank 0 of its job."""
 

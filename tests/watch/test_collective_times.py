@@ -13,11 +13,10 @@ import pytest
 from launcher.decode import DecodeError
 from launcher.watch.collective_marks import DURATION, ENQUEUED, STEP_ENDS, unpack_marks
 from launcher.watch.collective_times import CollectiveReader, condense
-from launcher.watch.heartbeats import list_heartbeats
 from launcher.watch.own_time import measure_steps, measure_waits
 from launcher.watch.watch_model import Heartbeat
 from tests.benchmarks.slow_ranks import PROGRAM
-from tests.inprocess.watched import make_watched_environ
+from tests.inprocess.watched import list_heartbeats, make_watched_environ
 
 STEPS = 20
 BEAT = Heartbeat(

@@ -261,10 +261,8 @@ def test_children_answer_one_after_the_other(tmp_path: Path) -> None:
     assert main and main.frames[0].function == "hang"
 
 
-def test_a_rank_that_has_ended_and_a_process_that_is_another(tmp_path: Path) -> None:
+def test_a_rank_that_has_ended(tmp_path: Path) -> None:
     with start(HANGS["sleep"][0], tmp_path) as process:
-        found = gather_one(tmp_path, process.pid, start=1)
-        assert found.process.state == "X" and not found.process.stacks
         found = gather_one(tmp_path, process.pid, exit_code=0)
         assert (found.phase, found.exit_code, found.process.stacks) == ("exited", 0, ())
     assert gather_one(tmp_path, process.pid).process.state == "X"
@@ -289,6 +287,35 @@ def test_a_server_that_does_not_answer_costs_no_more_than_the_deadline(tmp_path:
     assert not found.answered
     assert any("no answer within" in note for note in found.notes)
     assert not any("not complete" in note for note in found.notes)
+
+
+def test_activity_is_measured_before_what_may_not_answer(tmp_path: Path) -> None:
+    """A rank that computes, and none of whose answers comes in time; if it was not seen whole, it works."""
+    with start("ready()\n    while True: pass", tmp_path) as process, serve_silence(tmp_path / "rank-0.sock"):
+        rank, beat = WatchedRank(0, 0, 0, process.pid, "n1"), make_heartbeat(process.pid, can_dump=False)
+        for deadline, is_measured in ((1.0, True), (0.1, False)):
+            (found,) = gather_ranks(tmp_path, [rank], {0: beat}, deadline=deadline)
+            assert found.is_measured is is_measured and (found.process.cpu > 0.1) is is_measured
+            assert rank_activity.is_working(found)
+
+
+@pytest.mark.parametrize(
+    ("code", "is_deadlocked"),
+    [
+        ("lock = threading.Lock(); lock.acquire(); ready(); lock.acquire()", True),
+        ("lock = threading.Lock(); lock.acquire(); ready()\n    with lock:\n        pass", True),
+        (
+            "lock = threading.Lock(); lock.acquire()\n"
+            "    threading.Thread(target=time.sleep, args=(600,), daemon=True).start(); ready()\n"
+            "    with lock:\n        pass",
+            False,
+        ),
+    ],
+)
+def test_a_lock_that_nobody_is_left_to_release(code: str, is_deadlocked: bool, tmp_path: Path) -> None:
+    with start(code, tmp_path) as process:
+        await_state(process.pid, is_asleep)
+        assert rank_activity.is_deadlocked(gather_one(tmp_path, process.pid)) is is_deadlocked
 
 
 def test_gpus_and_a_sampler_that_fails(tmp_path: Path) -> None:

@@ -17,10 +17,19 @@ from launcher.watch.job_view import (
 )
 from launcher.watch.node_reports import StoredReport
 from launcher.watch.shared_files import SharedView
-from launcher.watch.watch_model import Hang, JobState, NodeEvidence, NodeReport, RankState, Verdict
+from launcher.watch.verdict import Pause
+from launcher.watch.watch_model import (
+    Decision,
+    Hang,
+    JobState,
+    NodeEvidence,
+    NodeReport,
+    Notice,
+    RankState,
+    Verdict,
+)
 
 ABSENT = Verdict("absent", "rank 1 on n1 has not joined", (1,), ("n1",))
-BUSY = Verdict("busy", "rank 1 works", (1,))
 
 
 def state(rank: int, idle: float, step: int = 10, phase: str = "training", attempt: int = 0) -> RankState:
@@ -44,14 +53,15 @@ def job(host: str, attempt: int = 0) -> JobState:
     return JobState(1000.0, host, attempt, "running", 10, 1.0, 1.0, 2)
 
 
-def make_judge(verdict: Verdict, on_hang: str = "report") -> HangJudge:
-    def judge(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport], patient: bool) -> Verdict:
-        return verdict
+def make_judge(verdict: Verdict, on_hang: str = "report", word: str = "hang") -> HangJudge:
+    def decide(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport], pause: Pause) -> Decision:
+        return Decision(word, verdict, 0.0 if word == "hang" else 500.0)
 
-    return HangJudge(judge, on_hang)
+    return HangJudge(decide, on_hang)
 
 
 HUNG = JobView((report(0, state(0, 25)), report(1, state(1, 30))), ())
+ONWARD = JobView((report(0, state(0, 1, 11)), report(1, state(1, 1, 11))), ())
 HEALTHY = JobView((report(0, state(0, 1)), report(1, state(1, 1))), ())
 ANSWERS = tuple(NodeEvidence(host, n, 1, 0.0, 1.0, ()) for n, host in enumerate(("n0", "n1")))
 
@@ -93,40 +103,43 @@ def test_a_hang_is_told_once_and_is_over_when_steps_go_on() -> None:
     assert judge.is_answered(HUNG, ANSWERS, 101)
     assert judge.is_answered(HUNG, ANSWERS[:1], 101 + PATIENCE)  # the other node is silent
     hang = judge.conclude(HUNG, ANSWERS, 20, now=103, number=4)
-    assert hang and (hang.number, hang.step, hang.verdict, hang.action) == (4, 10, ABSENT, "report")
+    assert isinstance(hang, Hang)
+    assert (hang.number, hang.step, hang.verdict, hang.action) == (4, 10, ABSENT, "report")
     assert hang.time - hang.stalled_since == pytest.approx(25)
     assert judge.asks == 0 and not judge.should_ask(HUNG, 20, 200)
     assert judge.find_recovery(HUNG, 20) is None
     assert judge.find_recovery(HEALTHY, 20) is None  # no step was made: the evidence may have woken it
-    onward = JobView((report(0, state(0, 1, 11)), report(1, state(1, 1, 11))), ())
-    over = judge.find_recovery(onward, 20)
-    assert over and over.recovered and judge.hang is None and judge.learned > 20
+    over = judge.find_recovery(ONWARD, 20)
+    assert over and over.recovered and judge.hang is None
     again = JobView((report(0, state(0, 31, 11)), report(1, state(1, 31, 11))), ())
     assert judge.should_ask(again, 20, 300)
     judge.ask(300, 0)
     later = judge.conclude(again, ANSWERS, 20, now=303, number=1)
-    assert later and later.number == 5
+    assert isinstance(later, Hang) and later.number == 5
 
 
-def test_a_busy_rank_is_looked_at_again_later_and_later() -> None:
-    judge = make_judge(BUSY)
+def test_a_pause_has_one_notice_and_is_looked_at_later_and_later() -> None:
+    judge = make_judge(ABSENT, word="notice")
+    judge.note_pauses(HUNG, 20)
     judge.ask(100, 1)
-    assert judge.conclude(HUNG, ANSWERS, 20, now=100, number=1) is None
+    assert judge.conclude(HUNG, ANSWERS, 20, now=100, number=1) == Notice(25, ABSENT)
     assert not judge.should_ask(HUNG, 20, 100 + AGAIN - 1) and judge.should_ask(HUNG, 20, 100 + AGAIN)
     judge.ask(120, 1)
-    judge.conclude(HUNG, ANSWERS, 20, now=120, number=1)
+    assert judge.conclude(HUNG, ANSWERS, 20, now=120, number=1) is None
     assert not judge.should_ask(HUNG, 20, 120 + AGAIN) and judge.should_ask(HUNG, 20, 120 + 1.5 * AGAIN)
     assert judge.hangs == []
+    judge.note_pauses(ONWARD, 20)  # it has ended by itself
+    assert judge.longest_pause == 30
+    judge.note_pauses(HUNG, 20)
+    judge.ask(200, 1)
+    assert judge.conclude(HUNG, ANSWERS, 20, now=200, number=1) == Notice(25, ABSENT)
 
 
-def test_one_that_saves_is_not_told_of_before_its_time() -> None:
-    saving = JobView((report(0, state(0, 30)), report(1, state(1, 30, phase="saving"))), ())
+def test_pauses_of_the_start_and_of_other_processes_are_not_learned() -> None:
     judge = make_judge(ABSENT)
-    judge.ask(100, 1)
-    assert judge.conclude(saving, ANSWERS, 20, now=100, number=1) is None
-    late = JobView((report(0, state(0, 601)), report(1, state(1, 601, phase="saving"))), ())
-    judge.ask(700, 1)
-    assert judge.conclude(late, ANSWERS, 20, now=700, number=1)
+    for idle, step, attempt in ((300, 0, 0), (1, 1, 0), (40, 1, 0), (1, 1, 1)):
+        judge.note_pauses(JobView((report(0, state(0, idle, step, attempt=attempt)),), ()), 20)
+    assert judge.longest_pause == 0
 
 
 def test_what_has_gone_on_meanwhile_is_no_hang() -> None:
@@ -145,7 +158,7 @@ def test_a_restart_is_counted_and_over_with_the_first_step_of_the_new_ranks() ->
     )
     assert judge.find_recovery(starting, 20) is None
     stepping = JobView((report(0, state(0, 1, 1, attempt=1)), report(1, state(1, 1, 1, attempt=1))), ())
-    assert judge.find_recovery(stepping, 20) and judge.learned == 0
+    assert judge.find_recovery(stepping, 20)
 
 
 def test_another_node_goes_on_with_what_was_told() -> None:
@@ -158,22 +171,26 @@ def test_a_second_hang_before_the_first_step_after_a_restart_is_told() -> None:
     judge = make_judge(ABSENT, "restart")
     judge.ask(100, 1)
     first = judge.conclude(HUNG, ANSWERS, 20, now=100, number=1)
-    assert first and first.pids == ((1, 101),)
+    assert isinstance(first, Hang) and first.pids == ((1, 101),)
     anew = report(0, state(0, 40, 0, "joining", 1))
     assert not judge.should_ask(JobView((anew, HUNG.fresh[1]), ()), 20, 200)  # the other's report is old
     both = JobView((anew, report(1, state(1, 40, 0, "joining", 1))), ())
     assert judge.should_ask(both, 20, 200)
     judge.ask(200, 1)
     second = judge.conclude(both, ANSWERS, 20, now=200, number=1)
-    assert second and second.number == 2 and second.pids == ((1, 1101),) and judge.restarts == 2
+    assert (
+        isinstance(second, Hang)
+        and second.number == 2
+        and second.pids == ((1, 1101),)
+        and judge.restarts == 2
+    )
 
 
-def test_a_hang_that_passes_before_its_restart_is_learned_and_no_restart() -> None:
+def test_a_hang_that_passes_before_its_restart_is_no_restart() -> None:
     judge = make_judge(ABSENT, "restart")
     judge.ask(100, 1)
     judge.conclude(HUNG, ANSWERS, 20, now=100, number=1)
-    onward = JobView((report(0, state(0, 1, 11)), report(1, state(1, 1, 11))), ())
-    assert judge.find_recovery(onward, 20) and judge.learned > 20 and judge.restarts == 0
+    assert judge.find_recovery(ONWARD, 20) and judge.restarts == 0
 
 
 @pytest.mark.parametrize(
@@ -195,16 +212,11 @@ def test_yesterdays_hang_is_nobodys_word(
     assert find_word(report(1), shared(job=told, job_age=age), 55.0, -45.0) is None  # its own
 
 
-def test_a_node_that_has_fallen_silent_while_it_saves_has_its_time() -> None:
-    silent = Verdict("silent", "node n1 is not heard of", (1,), ("n1",))
-    for age, told in ((100.0, False), (700.0, True)):
-        view = shared((report(1, state(1, 5, phase="saving")), age))
-        seen = make_job_view(report(0, state(0, age)), view, 50.0)
-        judge = make_judge(silent, "restart")
-        judge.ask(100, 1)
-        hang = judge.conclude(seen, ANSWERS[:1], 20, now=100, number=1)
-        assert bool(hang) is told
-        assert hang is None or (hang.action, judge.restarts) == ("report", 0)
+def test_a_node_that_is_not_heard_of_is_only_reported() -> None:
+    judge = make_judge(Verdict("silent", "node n1 is not heard of", (1,), ("n1",)), "restart")
+    judge.ask(100, 1)
+    hang = judge.conclude(HUNG, ANSWERS[:1], 20, now=100, number=1)
+    assert isinstance(hang, Hang) and (hang.action, judge.restarts) == ("report", 0)
 
 
 def test_a_rank_on_a_node_that_has_ended_is_known_by_the_nodes_record() -> None:
