@@ -290,13 +290,14 @@ def test_a_server_that_does_not_answer_costs_no_more_than_the_deadline(tmp_path:
 
 
 def test_activity_is_measured_before_what_may_not_answer(tmp_path: Path) -> None:
-    """A rank that computes, and none of whose answers comes in time; if it was not seen whole, it works."""
-    with start("ready()\n    while True: pass", tmp_path) as process, serve_silence(tmp_path / "rank-0.sock"):
+    """A rank none of whose answers comes in time; if it was not seen whole, it counts as working."""
+    with start("ready(); time.sleep(600)", tmp_path) as process, serve_silence(tmp_path / "rank-0.sock"):
+        await_state(process.pid, is_asleep)
         rank, beat = WatchedRank(0, 0, 0, process.pid, "n1"), make_heartbeat(process.pid, can_dump=False)
-        for deadline, is_measured in ((1.0, True), (0.1, False)):
+        for deadline, is_measured in ((3.0, True), (0.1, False)):
             (found,) = gather_ranks(tmp_path, [rank], {0: beat}, deadline=deadline)
-            assert found.is_measured is is_measured and (found.process.cpu > 0.1) is is_measured
-            assert rank_activity.is_working(found)
+            assert found.is_measured is is_measured and not found.answered
+            assert rank_activity.is_working(found) is not is_measured
 
 
 @pytest.mark.parametrize(
