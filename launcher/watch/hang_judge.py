@@ -26,6 +26,8 @@ PATIENCE = 9.0
 AGAIN = 20.0
 """Seconds after a look that found no hang until the next one; each one in a row waits half as long again."""
 LEAST_AGAIN, MOST_AGAIN = 5.0, 60.0
+MOST_AT_START = 120.0
+"""Seconds of a pause before the first step that are learned."""
 
 
 @dataclass(slots=True)
@@ -114,7 +116,8 @@ class HangJudge:
         never = float("-inf")
         quiet = {one.rank: min(one.quiet, now - self.active_at.get(one.rank, never)) for one in view.ranks}
         idle = [rank.idle for rank in stalled if rank.idle is not None]
-        pause = Pause(limit, max(idle), quiet, self.longest_pause, self.hang_seconds)
+        longest = self.longest_pause if self.has_begun else 0.0
+        pause = Pause(limit, max(idle), quiet, longest, self.hang_seconds)
         decision = self.decide(evidence, view.reports, pause)
         if decision.word == "hang":
             return self.record(view, decision.verdict, stalled, number)
@@ -139,17 +142,19 @@ class HangJudge:
     def note_pauses(self, view: JobView, limit: float) -> None:
         """Note how long the pauses were that have ended by themselves; `limit` is that of a notice.
 
-        With the first step, those of the start are forgotten.
+        Before the first step, activity ends a pause, too: such pauses only put off the next notice, and not
+        for long. With the first step they are forgotten.
         """
         has_begun = any(rank.step for rank in view.ranks)
         if has_begun and not self.has_begun:
             self.longest_pause, self.idle = 0.0, {}
         self.has_begun = has_begun
+        most = float("inf") if has_begun else MOST_AT_START
         for rank in view.ranks:
             pid, before = self.idle.get(rank.rank, (0, 0.0))
             if rank.idle is not None:
                 if pid == rank.pid and rank.idle < before:
-                    self.longest_pause = max(self.longest_pause, before)
+                    self.longest_pause = max(self.longest_pause, min(before, most))
                 self.idle[rank.rank] = rank.pid, rank.idle
         if not list_stalled(list_job_progress(view), limit):
             self.has_noticed, self.patience, self.next_look = False, AGAIN, 0.0

@@ -351,7 +351,7 @@ def draw(job: Job) -> None:
         while time.monotonic() < end:
             figure = matplotlib.figure.Figure()
             figure.subplots().plot(torch.randn(2000).tolist())
-            figure.savefig(job.path("figure.png"), dpi=200)
+            figure.savefig(job.path("figure").with_suffix(".png"), dpi=200)
 
     only_rank_0(job, save_figures)
 
