@@ -12,7 +12,7 @@ from launcher.agent.coordinator import JobEnd, Order
 from launcher.agent.group import GroupStart
 from launcher.decode import decode
 
-NUMBERS = {"ready": 1, "failed": 3, "ended": 1, "taken": 1, "alive": 0}
+NUMBERS = {"ready": 1, "failed": 3, "ended": 1, "taken": 1, "alive": 0, "signalled": 1}
 """How many numbers each kind of report has."""
 REPORT = re.compile(
     rf"(?P<before>.*?)launch-task: (?P<kind>{'|'.join(NUMBERS)}) (?P<host>\S+)"
@@ -31,7 +31,8 @@ class NodeReport:
     """What a node's task tells the first node."""
 
     kind: str
-    """`ready` LOCAL_SIZE, `failed` RESTART RANK CODE, `ended` RESTART, `taken` RESTART (port), `alive`."""
+    """`ready` LOCAL_SIZE, `failed` RESTART RANK CODE, `ended` RESTART, `taken` RESTART (port), `alive`,
+    `signalled` NUMBER (by a signal that the first node has not sent)."""
     host: str
     numbers: tuple[int, ...] = ()
 

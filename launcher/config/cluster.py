@@ -219,13 +219,18 @@ def check_port_free(port: int) -> None:
     """
     if port == 0:
         return
-    family = socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    for family in (socket.AF_INET6, socket.AF_INET):
         try:
-            probe.bind(("", port))
-            probe.listen(1)
-        except OSError as error:
-            raise MachineError(
-                f"port {port} of this host is not free ({error.strerror}): choose another for rdzv_endpoint"
-            ) from None
+            probe = socket.socket(family, socket.SOCK_STREAM)
+        except OSError:  # a kernel without IPv6
+            continue
+        with probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+                probe.listen(1)
+            except OSError as error:
+                raise MachineError(
+                    f"port {port} of this host is not free ({error.strerror}):"
+                    " choose another for rdzv_endpoint"
+                ) from None

@@ -1,13 +1,11 @@
 """The channel from a SLURM job's first node to its nodes' tasks: names of signals and orders, one a line.
 
 srun gives each task a copy of its stdin (`--input=all`). So a signal that is meant for the ranks reaches
-them alone; SLURM's own also reach the agent and DataLoader workers. The tasks have one message for the first
-node, by srun's stderr: that they got a signal which it has not sent.
+them alone; SLURM's own also reach the agent and DataLoader workers.
 """
 
 import contextlib
 import os
-import select
 import signal
 import time
 from dataclasses import dataclass, field
@@ -20,8 +18,6 @@ KILL_WAIT = "KILLWAIT"
 """`KILLWAIT 30`: seconds from SLURM's SIGTERM to its SIGKILL, as this cluster has it (slurm.conf)."""
 READ_SIZE = 1 << 16
 """Bytes that are read at once: an order to a thousand nodes names them all."""
-SIGNALLED = "launch-task: signalled"
-"""`launch-task: signalled n2 SIGTERM`: a task's message to the first node."""
 
 
 @dataclass(slots=True)
@@ -109,22 +105,6 @@ def write_line_to_tasks(descriptor: int, word: str) -> None:
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(descriptor, data) :]
-
-
-def report_signal(descriptor: int, host: str, number: int) -> None:
-    """Report a signal that the first node has not sent; left out if nobody reads."""
-    poller = select.poll()
-    poller.register(descriptor, select.POLLOUT)
-    with contextlib.suppress(OSError, ValueError):
-        if any(event & select.POLLOUT for _, event in poller.poll(0)):
-            os.write(descriptor, f"{SIGNALLED} {host} {signal.Signals(number).name}\n".encode())
-
-
-def parse_report(line: str) -> tuple[str, int] | None:
-    """Read a task's message, as the node's name and the signal; None for another line."""
-    words = line.removeprefix(SIGNALLED).split() if line.startswith(SIGNALLED) else []
-    number = parse_number(words[1]) if len(words) == 2 else None
-    return None if number is None else (words[0], number)
 
 
 def parse_number(word: str) -> int | None:

@@ -17,8 +17,10 @@ OPEN = ("submitted", "running", "requeued")
 """States of an outcome after which more is to come."""
 CLOSED = ("succeeded", "failed", "stopped")
 """States after which no attempt follows."""
-OPTIONAL = ("hosts", "hangs", "stragglers", "preflight", "spares", "sick_spares", "replacements")
-"""What is kept of an earlier start if it has it."""
+OF_START = ("hangs", "stragglers", "preflight", "node_order", "spares", "sick_spares", "replacements")
+"""What one start alone has, if it has it."""
+OF_ATTEMPT = ("command", "started", "ended", "hosts", "attempt", "slurm", "outcome", *OF_START)
+"""What is kept of a start when the next one begins, if it has it."""
 JOB = re.compile(r"\d+(?:_\d+)?")
 """A job of SLURM's: `12`, `12_3`."""
 
@@ -113,9 +115,7 @@ def read_earlier(path: Path) -> list[object]:
     """Return the starts that a manifest tells of, oldest first; none if there is no manifest."""
     try:
         found = json.loads(read_file(path, MOST_BYTES).decode())
-        last = {key: found[key] for key in ("command", "started", "ended", "outcome")}
-        last |= {key: found[key] for key in OPTIONAL if key in found}
-        return [*found["earlier"], last]
+        return [*found["earlier"], {key: found[key] for key in OF_ATTEMPT if key in found}]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
 

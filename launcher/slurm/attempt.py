@@ -12,6 +12,8 @@ from launcher.files import LARGEST, open_below, read_file
 from launcher.protocol import name_host
 from launcher.runs.attempt_progress import AttemptProgress, measure_attempt
 from launcher.runs.manifest import (
+    OF_ATTEMPT,
+    OF_START,
     describe_start,
     read_manifest,
     read_time,
@@ -30,10 +32,6 @@ logger = logging.getLogger(__name__)
 
 Manifest = dict[str, Any]
 """A manifest, or one of its earlier attempts."""
-OPTIONAL = ("hangs", "stragglers", "preflight", "node_order", "spares", "sick_spares", "replacements")
-"""What is kept of an attempt when the next one begins, if it has it."""
-OF_ATTEMPT = ("command", "started", "ended", "hosts", "attempt", "slurm", "outcome", *OPTIONAL)
-"""What is kept of an attempt when the next one begins."""
 CLAIM = "end-"
 """`logs/ATTEMPT/end-0` has the node that ends an attempt: the first, or another one if that is lost."""
 ENDS = {
@@ -118,9 +116,9 @@ def make_attempt_manifest(
     if owned and state == "running" and slurm.get("job_id") == job_id:
         found["outcome"] = reconstruct_outcome(request, found, run, environ)
     if owned and state != "submitted" and slurm:
-        earlier.append({key: found.get(key) for key in OF_ATTEMPT if key not in OPTIONAL or key in found})
+        earlier.append({key: found[key] for key in OF_ATTEMPT if key in found})
     restarts = environ.get("SLURM_RESTART_COUNT", "")
-    for key in OPTIONAL:
+    for key in OF_START:
         found.pop(key, None)
     return {
         **found,

@@ -30,7 +30,7 @@ from launcher.slurm.end_messages import (
     list_failure_lines,
 )
 from launcher.slurm.job_control import SHORT_TIMEOUT, exclude_nodes, requeue_job
-from launcher.slurm.job_request import JobRequest
+from launcher.slurm.job_request import JobRequest, hold_manifest
 from launcher.slurm.node_order import NodeOrder
 from launcher.slurm.requeue_policy import DESCRIPTIONS, Decision, PastAttempt, decide_requeue
 from launcher.text import break_line
@@ -67,7 +67,8 @@ def start_attempt(
     decision = find_final_decision(attempt.earlier, request.config.cluster.requeue) if requeues else None
     if decision:
         raise refuse_attempt(attempt, decision)
-    try_write_manifest(run, manifest)
+    with hold_manifest(run.path):
+        try_write_manifest(run, manifest)
     reserve_space(run)
     return attempt
 

@@ -206,29 +206,45 @@ def count_restarts(environ: Mapping[str, str]) -> int:
 
 
 @ignore_stops()
-def exclude_nodes(job_id: str, lost: Sequence[str], min_nodes: int, environ: Mapping[str, str]) -> str:
+def exclude_nodes(
+    job_id: str,
+    lost: Sequence[str],
+    min_nodes: int,
+    environ: Mapping[str, str],
+    patience: float = 2 * SHORT_TIMEOUT,
+) -> str:
     """Exclude lost nodes, the newest loss first, from a job that is in the queue; returns which could not be.
+
+    SLURM has `patience` seconds in all, since signals wait meanwhile, and KillWait may run.
 
     What the user excluded stays so. A node that the user named with --nodelist is not excluded, nor are
     more than leave the partition `min_nodes` nodes: SLURM would never start the job.
     """
-    argv = ["squeue", "--noheader", "--array", "--all", "--states=all", f"--jobs={job_id}"]
+    end = time.monotonic() + patience
+
+    def ask(*argv: str) -> str:
+        left = min(SHORT_TIMEOUT, end - time.monotonic())
+        if left <= 0:
+            raise SchedulerError(f"SLURM took {patience:.0f} s to answer")
+        return run_slurm(argv, environ, timeout=left)
+
+    def list_nodes(expression: str, partition: str) -> set[str]:
+        """Return the nodes of a partition, or those in `expression` if there is one."""
+        chosen = (f"--nodes={expression}",) if expression else ()
+        return {
+            *ask("sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N", *chosen).split()
+        }
+
+    argv = ("squeue", "--noheader", "--array", "--all", "--states=all", f"--jobs={job_id}")
     try:
-        row = next(split_rows(run_slurm([*argv, "--format=%x|%n|%P"], environ, timeout=SHORT_TIMEOUT), 3))
-        excluded, required, partition = row
-        required_nodes = list_partition_nodes(required, partition, environ) if required else set()
-        before = list_partition_nodes(excluded, partition, environ) if excluded else set()
+        excluded, required, partition = next(split_rows(ask(*argv, "--format=%x|%n|%P"), 3))
+        required_nodes = list_nodes(required, partition) if required else set()
+        before = list_nodes(excluded, partition) if excluded else set()
         users = before - {*lost}
-        chosen = choose_excluded_nodes(
-            lost, list_partition_nodes("", partition, environ) - users, required_nodes, min_nodes
-        )
+        chosen = choose_excluded_nodes(lost, list_nodes("", partition) - users, required_nodes, min_nodes)
         if users | {*chosen} != before:
             names = ",".join(sorted(users | {*chosen}))
-            run_slurm(
-                ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={names}"],
-                environ,
-                timeout=SHORT_TIMEOUT,
-            )
+            ask("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={names}")
     except (SchedulerError, StopIteration) as error:
         return f"{', '.join(lost)} not excluded ({error})"
     kept = [name for name in lost if name not in chosen]
@@ -242,10 +258,3 @@ def choose_excluded_nodes(
     """Return the lost nodes that can be spared, first ones first, so that `min_nodes` nodes remain."""
     able = [name for name in lost if name in nodes and name not in required_nodes]
     return able[: max(len(nodes) - min_nodes, 0)]
-
-
-def list_partition_nodes(expression: str, partition: str, environ: Mapping[str, str]) -> set[str]:
-    """Return the nodes of a partition, or those in `expression` if there is one."""
-    argv = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N"]
-    argv += [f"--nodes={expression}"] if expression else []
-    return set(run_slurm(argv, environ, timeout=SHORT_TIMEOUT).split())

@@ -1,8 +1,10 @@
 """`job.json`: all that a job's processes on the cluster need to know, frozen at submission."""
 
+import contextlib
+import fcntl
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +52,22 @@ class JobRequest:
         """`progress.paths`, absolute."""
         paths = self.config.progress.paths
         return tuple(os.path.join(self.directory, os.path.expanduser(path)) for path in paths)  # noqa: PTH111, PTH118 - patterns are no paths
+
+
+@contextlib.contextmanager
+def hold_manifest(run_path: Path) -> Iterator[None]:
+    """Let neither the job nor its submission change the manifest meanwhile, if the filesystem has locks."""
+    try:
+        descriptor = os.open(run_path / REQUEST_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def make_job_request(spec: "JobSpec", argv: Sequence[str]) -> JobRequest:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from launcher.agent.group_messages import NodeReport, render_task_report
 from launcher.config.schema import SLURM_KINDS
 from launcher.launch.failure import list_clean_exits
 from launcher.launch.job import Job
@@ -20,7 +21,7 @@ from launcher.launch.outcome import (
     describe_failure,
     judge_outcome,
 )
-from launcher.launch.signal_channel import SignalChannel, open_signal_channel, report_signal
+from launcher.launch.signal_channel import SignalChannel, open_signal_channel
 from launcher.launch.signals import name_signal
 from launcher.launch.supervisor import Supervisor
 from launcher.launch.watch_folder import WatchFolder
@@ -31,6 +32,7 @@ from launcher.report.output_viewer import OutputViewer, ViewOptions
 from launcher.runs.node_records import NodeRecord, RankFailure, write_node
 from launcher.runs.rank_logs import Follower, read_tail
 from launcher.runs.run_directory import RunDir
+from launcher.slurm.node_control import can_write
 from launcher.slurm.node_starter import AgentMaker
 from launcher.slurm.slurm_environ import TaskIdentity
 
@@ -118,8 +120,10 @@ class NodeRecorder:
 
     def record_stop(self, number: int, by_first_node: bool) -> None:
         """Write a record at once: SLURM may kill this process before its ranks have ended."""
-        if not by_first_node:
-            report_signal(2, self.place.host, number)
+        if not by_first_node and can_write(2):
+            report = render_task_report(NodeReport("signalled", self.place.host, (number,)))
+            with contextlib.suppress(OSError):
+                os.write(2, f"{report}\n".encode())
         with contextlib.suppress(OSError):
             self.write_record("stopped", 128 + number, number, "it was killed while its ranks ended", None)
 

@@ -18,12 +18,7 @@ from launcher.agent.group_messages import find_report
 from launcher.config.schema import ContainerConfig
 from launcher.errors import SchedulerError
 from launcher.launch.processes import prepare_agent
-from launcher.launch.signal_channel import (
-    KILL_WAIT,
-    LOST,
-    make_signal_channel,
-    parse_report,
-)
+from launcher.launch.signal_channel import KILL_WAIT, LOST, make_signal_channel
 from launcher.launch.signals import FORWARDED, STOPPING
 from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_NODE_ORDER, LAUNCH_RENDEZVOUS
 from launcher.runs.node_records import NodeRecord, read_nodes
@@ -122,11 +117,13 @@ class NodeStep:
         """Copy the tasks' stderr to ours, and keep srun's own lines: the thread's body."""
         for raw in self.process.stderr or ():
             line = raw.decode(errors="replace").rstrip("\n")
-            if self.group and (found := find_report(line)):
-                self.group.take_report(found[1])
-                pass_text_on("" if LABEL.fullmatch(found[0]) else found[0])
-            elif report := parse_report(line):
-                self.signalled += [] if self.ended else [report]
+            if found := find_report(line):
+                before, report = found
+                if report.kind == "signalled":
+                    self.signalled += [] if self.ended else [(report.host, report.numbers[0])]
+                elif self.group:
+                    self.group.take_report(report)
+                pass_text_on("" if LABEL.fullmatch(before) else before)
             elif not is_slurm_line(line) or self.note_line(line):
                 pass_text_on(raw)
 

@@ -67,6 +67,10 @@ class StepMonitor:
     """When the ranks are to be stopped before the time limit, in seconds since the epoch."""
     failed_at: float | None = None
     """When a node of an elastic job was first seen to have failed for good."""
+    records_changed: int = 0
+    """When the folder with the nodes' records had changed when they were read last."""
+    next_read: float = 0.0
+    """Monotonic time at which they are read again, even if it has not."""
     returned: set[str] = field(default_factory=set)
     """Nodes that were lost, and that are known to be back."""
     deferred: list[int] = field(default_factory=list)
@@ -83,7 +87,7 @@ class StepMonitor:
 
     def run_to_end(self, step: RunningStep) -> None:
         """Stay with a step to its end; what an earlier one was stopped for, a port in use, is over."""
-        self.stop = self.failed_at = None
+        self.stop, self.failed_at, self.records_changed = None, None, 0
         poller = select.poll()
         poller.register(self.inbox.wakeup, select.POLLIN)
         pidfd = None
@@ -207,9 +211,14 @@ class StepMonitor:
         run = self.attempt.run
         if not self.attempt.is_elastic:
             return False
-        records = read_nodes(run.path, run.first_attempt)
-        if any(record.exit_code == PORT_TAKEN and not record.failure for record in records):
-            return True
-        if self.failed_at is None and any(record.state == "failed" for record in records):
-            self.failed_at = time.monotonic()
-        return self.failed_at is not None and time.monotonic() > self.failed_at + ELASTIC_GRACE
+        now, changed = time.monotonic(), 0
+        with contextlib.suppress(OSError):
+            changed = (run.path / "logs" / str(run.first_attempt)).stat().st_mtime_ns
+        if changed != self.records_changed or now >= self.next_read:
+            self.records_changed, self.next_read = changed, now + LOOK
+            records = read_nodes(run.path, run.first_attempt)
+            if any(record.exit_code == PORT_TAKEN and not record.failure for record in records):
+                return True
+            if self.failed_at is None and any(record.state == "failed" for record in records):
+                self.failed_at = now
+        return self.failed_at is not None and now > self.failed_at + ELASTIC_GRACE

@@ -22,7 +22,7 @@ from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import RunDir, write_private
 from launcher.slurm.batch_script import SCRIPT, Script, check_syntax, describe_jobs, render_script
 from launcher.slurm.job_options import JobOptions, choose_job_options, explain_refusal
-from launcher.slurm.job_request import REQUEST_FILE, make_job_request, write_job_request
+from launcher.slurm.job_request import REQUEST_FILE, hold_manifest, make_job_request, write_job_request
 from launcher.slurm.slurm_environ import clean_for_sbatch
 from launcher.text import print_text, quote_word
 
@@ -71,9 +71,10 @@ class StagedRun:
 
     def write_job_id(self, job_id: str) -> None:
         """Add the job's number to the manifest, unless the job has done so; raises OSError or KeyError."""
-        found = read_manifest(self.run.path)
-        if found["outcome"]["state"] == "submitted":
-            write_manifest(self.run, {**found, "slurm": {"job_id": job_id}})
+        with hold_manifest(self.run.path):
+            found = read_manifest(self.run.path)
+            if found["outcome"]["state"] == "submitted":
+                write_manifest(self.run, {**found, "slurm": {"job_id": job_id}})
 
 
 def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:

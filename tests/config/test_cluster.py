@@ -1,5 +1,7 @@
 """Where a job runs, from the configuration, SLURM's variables and torchrun's `PET_*`."""
 
+import errno
+import os
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -225,6 +227,25 @@ def test_a_port_in_use_is_noticed(address: str) -> None:
             check_port_free(number)
     check_port_free(number)
     check_port_free(0)
+
+
+def test_a_kernel_without_ipv6_has_free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with the kernel's parameter ipv6.disable=1, whatever Python was built with."""
+    make_socket = socket.socket
+
+    def refuse(family: int, *rest: int) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+        return make_socket(family, *rest)
+
+    with make_socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        monkeypatch.setattr(socket, "socket", refuse)
+        with pytest.raises(MachineError, match="is not free"):
+            check_port_free(number)
+    check_port_free(number)
 
 
 # The variables that the Kubeflow trainer sets, version 1 (PyTorchJob) and version 2 (TrainJob).

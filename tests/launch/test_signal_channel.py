@@ -1,6 +1,5 @@
 """The channel from a job's first node to its tasks, and the ranks that a signal is for."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -12,11 +11,8 @@ from launcher.launch.processes import RankPidfds, catches, list_children, list_r
 from launcher.launch.signal_channel import (
     KILL_WAIT,
     LOST,
-    SIGNALLED,
     make_signal_channel,
     open_signal_channel,
-    parse_report,
-    report_signal,
     write_line_to_tasks,
 )
 from launcher.launch.signals import StopStages, limit_grace
@@ -41,23 +37,6 @@ def test_signals_come_through_in_their_order() -> None:
     assert control.read_signals() == [signal.SIGTERM], "the first node's process is gone"
     assert control.read_signals() == [] and control.descriptors == () and control.is_cut
     os.close(reading)
-
-
-def test_a_tasks_word_for_the_head() -> None:
-    reading, writing = os.pipe()
-    report_signal(writing, "n2", signal.SIGTERM)
-    line = os.read(reading, 4096).decode()
-    assert line.endswith("\n") and parse_report(line.rstrip("\n")) == ("n2", signal.SIGTERM)
-    others = ("launch: n2: SIGTERM to the ranks", f"{SIGNALLED} n2", f"{SIGNALLED} n2 DANCE", "")
-    assert not any(map(parse_report, others))
-    os.set_blocking(writing, False)
-    with contextlib.suppress(BlockingIOError):
-        while os.write(writing, bytes(4096)):
-            pass
-    report_signal(writing, "n2", signal.SIGTERM)  # nobody reads: it does not wait
-    os.close(reading)
-    report_signal(writing, "n2", signal.SIGTERM)
-    os.close(writing)
 
 
 def test_a_word_in_two_pieces_and_words_of_a_later_version() -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from launcher.config.schema import RequeueConfig
-from launcher.launch.signal_channel import SIGNALLED
 from launcher.runs.attempt_progress import AttemptProgress
 from launcher.runs.manifest import read_manifest, write_manifest
 from launcher.runs.node_records import NodeRecord, read_nodes, write_node
@@ -264,7 +263,7 @@ def make_step(lines: list[str], *, elastic: bool = False) -> NodeStep:
     return step
 
 
-NOTICE = f"{SIGNALLED} n1 SIGTERM"
+NOTICE = "launch-task: signalled n1 15"
 EXITED = "srun: error: n0: task 0: Exited with exit code 1"
 CANCELLED = "slurmstepd-n0: error: *** STEP 7.0 ON n0 CANCELLED AT 2026-01-01T00:00:00 ***"
 
@@ -277,6 +276,8 @@ CANCELLED = "slurmstepd-n0: error: *** STEP 7.0 ON n0 CANCELLED AT 2026-01-01T00
         ([CANCELLED, NOTICE, EXITED], False, 1, True),
         ([EXITED, NOTICE], True, 1, False),
         ([EXITED], False, 0, False),
+        ([f"1: {NOTICE}", EXITED], False, 1, False),  # cluster.srun.label=true
+        ([f"a line without its end{NOTICE}", EXITED], False, 1, False),
     ],
 )
 def test_a_tasks_word_counts_before_slurm_ends_the_others(
@@ -284,7 +285,17 @@ def test_a_tasks_word_counts_before_slurm_ends_the_others(
 ) -> None:
     step = make_step(lines, elastic=elastic)
     assert (step.signalled, step.cancelled) == ([("n1", 15)] * signalled, cancelled)
-    assert SIGNALLED not in capfd.readouterr().err
+    assert "launch-task" not in capfd.readouterr().err
+
+
+def test_sruns_word_that_a_signal_ended_it(capfd: pytest.CaptureFixture[str]) -> None:
+    """`scancel JOB.STEP` looks the same, but for this line, which people do not see."""
+    killed = "srun: error: n0: task 0: Killed"
+    step = make_step(["srun: forcing job termination", CANCELLED, killed])
+    assert (step.signalled, step.cancelled) == ([("srun", 15)], False)
+    assert "forcing" not in capfd.readouterr().err
+    step = make_step([CANCELLED, killed])
+    assert (step.signalled, step.cancelled) == ([], True)
 
 
 def test_lost_nodes_are_known() -> None:

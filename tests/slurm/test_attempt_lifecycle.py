@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,11 @@ import pytest
 from launcher.config.schema import ClusterConfig, LaunchConfig, PreflightConfig, ProgressConfig, RequeueConfig
 from launcher.launch.signals import catch_signals
 from launcher.runs.attempt_progress import AttemptProgress, measure_attempt
-from launcher.runs.manifest import describe_start, write_manifest
+from launcher.runs.manifest import describe_start, read_manifest, write_manifest
 from launcher.runs.node_records import NodeRecord, RankFailure
 from launcher.runs.progress import Progress, describe_progress
 from launcher.runs.run_directory import RunDir, open_run_dir
-from launcher.slurm import preflight_step
+from launcher.slurm import preflight_step, submission
 from launcher.slurm.attempt import Attempt, count_unrecorded, has_advanced, list_requeued_attempts
 from launcher.slurm.attempt_end import StepReport, find_first_failure
 from launcher.slurm.attempt_lifecycle import AttemptRefusedError, end_attempt, start_attempt
@@ -25,6 +27,7 @@ from launcher.slurm.diagnosis import diagnose_end, find_task_ends
 from launcher.slurm.first_node import check_before_step, report_step
 from launcher.slurm.job_control import choose_excluded_nodes, is_down, name_job, parse_slurm_time
 from launcher.slurm.job_request import JobRequest
+from launcher.slurm.node_order import NodeOrder
 from launcher.slurm.step_monitor import StepMonitor
 
 NOWHERE = {"PATH": "/nonexistent", "SLURM_JOB_ID": "7"}
@@ -389,6 +392,40 @@ def test_whether_an_attempt_made_progress(
     advance: AttemptProgress, earlier: list[dict[str, Any]], advanced: bool | None
 ) -> None:
     assert has_advanced(advance, earlier) is advanced
+
+
+def test_a_job_that_starts_while_its_number_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the submission makes of the manifest that it has read does not replace the job's own."""
+    run, read = submit_run(tmp_path / "run"), threading.Event()
+    (run.path / "job.json").write_text("{}")
+
+    def read_slowly(path: Path) -> dict[str, Any]:
+        found = read_manifest(path)
+        read.set()
+        time.sleep(0.5)
+        return found
+
+    monkeypatch.setattr(submission, "read_manifest", read_slowly)
+    staged = submission.StagedRun(run, None, {}, {}, ())  # type: ignore[arg-type]
+    writer = threading.Thread(target=staged.write_job_id, args=("7",))
+    writer.start()
+    assert read.wait(20)
+    start_attempt(make_request(), run, NOWHERE, HOSTS)
+    writer.join()
+    assert read_manifest(run.path)["outcome"] == {"state": "running"}
+
+
+def test_what_is_kept_of_a_start_when_the_run_is_submitted_again(tmp_path: Path) -> None:
+    """As with run_dir=, by a job with another number."""
+    run = submit_run(tmp_path / "run")
+    order = NodeOrder(("n1", "n0"), "topology", "SLURM's switches")
+    start_attempt(make_request(), run, NOWHERE, HOSTS, order=order)
+    manifest: dict[str, Any] = describe_start(run, ["launch", "x"], {})
+    (entry,) = manifest["earlier"]
+    assert entry["slurm"]["job_id"] == "7" and entry["attempt"] == 0 and entry["hosts"] == ["n0", "n1"]
+    assert entry["node_order"]["hosts"] == ["n1", "n0"]
 
 
 def test_the_progress_that_is_read(tmp_path: Path) -> None:

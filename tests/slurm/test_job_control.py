@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import SchedulerError
-from launcher.slurm.job_control import SHORT_TIMEOUT, requeue_job
+from launcher.slurm.job_control import SHORT_TIMEOUT, exclude_nodes, requeue_job
 
 ASKS = f"""#!{sys.executable}
 import signal, sys
@@ -79,6 +79,21 @@ def test_a_job_that_is_in_the_queue_already(requeue: Requeue) -> None:
 def test_a_requeue_that_came_in_between(requeue: Requeue) -> None:
     told, asked = requeue("Unexpected message received", restarts=2)
     assert told == "scontrol requeue 7_3" and asked.startswith("squeue ") and " --jobs=7_3 " in asked
+
+
+def test_a_slow_slurm_delays_signals_for_a_limited_time(tmp_path: Path) -> None:
+    """Each answer comes in time, and all of them together do not."""
+    sinfo = "case $* in *--nodes=*) echo n9;; *) echo n0 n1 n2 n9;; esac"
+    answers = {"squeue": "echo 'n9||main'", "sinfo": sinfo, "scontrol": "true"}
+    for name, text in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} >> {tmp_path}/given\nsleep 0.4\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    told = exclude_nodes("7", ["n0"], 1, environ, patience=1)
+    assert told.startswith("n0 not excluded (")
+    assert "scontrol" not in (tmp_path / "given").read_text()
+    assert exclude_nodes("7", ["n0"], 1, environ, patience=60) == ""
+    assert (tmp_path / "given").read_text().endswith("scontrol\n")
 
 
 @pytest.mark.parametrize("restarts", [0, 1, None])
