@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.errors import SchedulerError
-from launcher.files import LARGEST, open_below, read_file
+from launcher.files import open_below
 from launcher.protocol import name_host
 from launcher.runs.attempt_progress import AttemptProgress, measure_attempt
 from launcher.runs.manifest import (
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 Manifest = dict[str, Any]
 """A manifest, or one of its earlier attempts."""
 CLAIM = "end-"
-"""`logs/ATTEMPT/end-0` has the node that ends an attempt: the first, or another one if that is lost."""
+"""`logs/ATTEMPT/end-0` is a link to the name of the node that ends an attempt."""
 ENDS = {
     "NODE_FAIL": "node_failure",
     "BOOT_FAIL": "node_failure",
@@ -214,9 +214,7 @@ def claim_end(run: RunDir, host: str, lost: Collection[str] = ()) -> bool:
             if claims and claims[-1] not in (host, *lost):
                 return False
             if host not in claims[-1:]:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-                with closing_descriptor(os.open(f"{CLAIM}{len(claims)}", flags, 0o600, dir_fd=at)) as file:
-                    os.write(file, host.encode())
+                os.symlink(host, f"{CLAIM}{len(claims)}", dir_fd=at)  # whole or not at all, for one of many
     except FileExistsError:
         return False
     except OSError:
@@ -226,8 +224,7 @@ def claim_end(run: RunDir, host: str, lost: Collection[str] = ()) -> bool:
 
 def list_claims(run: RunDir) -> list[str]:
     """Return the nodes that have taken it upon themselves to end an attempt, the last one last."""
-    paths = sorted(run.path.glob(f"logs/{run.first_attempt}/{CLAIM}*"))
-    return [read_file(path, LARGEST).decode() for path in paths]
+    return [str(path.readlink()) for path in sorted(run.path.glob(f"logs/{run.first_attempt}/{CLAIM}*"))]
 
 
 def is_taken_over(run: RunDir) -> bool:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.agent.liveness import ALIVE_PERIOD, OWN_GAP, SILENCE
-from launcher.errors import SchedulerError
+from launcher.errors import LaunchError, SchedulerError
 from launcher.launch.signals import FORWARDED
 from launcher.protocol import LAUNCH_ATTEMPT, name_host
 from launcher.runs.disk_space import release_space
@@ -184,9 +184,14 @@ class Guard:
         return "it takes connections, but starts no process" if self.heard < began else ""
 
     def end_attempt(self, run_path: Path, evidence: str) -> bool:
-        """End the attempt as its first node would have done; False if that is to be tried again."""
+        """End the attempt as its first node would have done; False if that is to be tried again.
+
+        Raises LaunchError or OSError.
+        """
         run, environ = RunDir(run_path, int(os.environ[LAUNCH_ATTEMPT])), os.environ
         manifest = read_manifest(run_path)
+        if not manifest:
+            return False
         if manifest.get("attempt") != run.first_attempt:
             return True
         attempt = Attempt(
@@ -199,14 +204,10 @@ class Guard:
             started=read_time(manifest["started"]) or time.time(),
             spares=tuple(manifest.get("spares", ())),
         )
-        try:
-            if classify_kill(ask_job(attempt.job_id, environ), attempt.restarts):
-                return True
-            states = ask_nodes(attempt.step_hosts, environ)
-            addresses = ask_addresses(attempt.step_hosts, environ)
-        except SchedulerError as error:
-            logger.warning(f"{self.first} is lost, but SLURM does not answer ({error})")
-            return False
+        if classify_kill(ask_job(attempt.job_id, environ), attempt.restarts):
+            return True
+        states = ask_nodes(attempt.step_hosts, environ)
+        addresses = ask_addresses(attempt.step_hosts, environ)
         lost = {self.first, *(host for host, state in states.items() if state.startswith("down"))}
         lost |= {host for host, address in addresses.items() if try_connection(address) is False}
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the requeue ends this step, too
@@ -255,9 +256,14 @@ def main() -> int:
     guard = Guard(sys.argv[2], name_host(os.environ))
     threading.Thread(target=guard.listen, daemon=True).start()
     os.write(1, READY)
-    while not guard.end_attempt(Path(sys.argv[1]), guard.await_loss()):
+    while True:
+        evidence = guard.await_loss()
+        try:
+            if guard.end_attempt(Path(sys.argv[1]), evidence):
+                return 0
+        except (OSError, LaunchError) as error:
+            logger.warning(f"{guard.first} is lost, but its job cannot be ended from {guard.own}: {error}")
         time.sleep(RETRY)
-    return 0
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,7 +81,7 @@ def test_the_first_node_and_another_one_die(sandbox: Sandbox, tmp_path: Path) ->
 
 
 def test_the_first_node_dies_during_preflight(sandbox: Sandbox, tmp_path: Path) -> None:
-    run = start(sandbox, tmp_path, *SPARE, "preflight.kind=full", steps=20)
+    run = start(sandbox, tmp_path, *SPARE, "preflight.kind=deep", steps=20)
     run.wait_for(lambda: list_commands(run, "launcher.preflight {"), "preflight", 90)
     first = run.manifest["hosts"][0]
     assert "preflight" not in run.manifest
@@ -108,7 +109,7 @@ def test_a_first_node_freezes_and_comes_back(sandbox: Sandbox, tmp_path: Path) -
 
 def test_one_sign_alone_is_no_loss(sandbox: Sandbox, tmp_path: Path) -> None:
     """The other nodes hear nothing of the first one, whose srun for that stands still; slurmctld restarts."""
-    run = start(sandbox, tmp_path, *SPARE, steps=1000)
+    run = start(sandbox, tmp_path, *SPARE, steps=2000)
     await_line(run, "step 15/")
     found = [
         pid for pid, words in list_commands(run, "first_node_guard").items() if words.startswith("srun ")
@@ -116,10 +117,11 @@ def test_one_sign_alone_is_no_loss(sandbox: Sandbox, tmp_path: Path) -> None:
     assert found
     send(found, signal.SIGSTOP)
     try:
-        await_line(run, "step 200/")
+        time.sleep(30)
         sandbox.break_it("restart-controller")
-        assert run.await_end() == "succeeded"
+        time.sleep(45)
     finally:
         send(found, signal.SIGCONT)
+    assert run.await_end() == "succeeded"
     assert run.causes == [None] and run.manifest["slurm"]["restarts"] == 0
     assert "is lost" not in run.read_console()
