@@ -124,4 +124,4 @@ def test_one_sign_alone_is_no_loss(sandbox: Sandbox, tmp_path: Path) -> None:
         send(found, signal.SIGCONT)
     assert run.await_end() == "succeeded"
     assert run.causes == [None] and run.manifest["slurm"]["restarts"] == 0
-    assert "is lost" not in run.read_console()
+    assert "ran the batch script, is lost" not in run.read_console()
