@@ -90,7 +90,7 @@ PACKAGES: dict[str, set[str]] = {
     "inprocess": {"torch", "launch_inprocess"},
     "runs": {"launcher.plan.model", *LEAVES},
     "watch": {"launcher.runs", *LEAVES, "psutil", "prometheus_client"},
-    "fit": {"launcher.plan.model", *LEAVES},
+    "fit": {"launcher.plan.model", "launcher.plan.rules", *LEAVES},
     "preflight": {
         "launcher.probe",
         "launcher.doctor",

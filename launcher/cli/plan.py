@@ -1,6 +1,7 @@
 """`launch plan`: plans this node, or the machine that the configuration names, and prints the plan."""
 
 import json
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,6 +19,8 @@ from launcher.probe.malloc_library import locate_malloc
 
 if TYPE_CHECKING:
     from launcher.fit.fit_model import FitReport
+
+logger = logging.getLogger(__name__)
 
 
 def show_plan(call: VerbCall) -> int:
@@ -37,6 +40,11 @@ def show_plan(call: VerbCall) -> int:
     from launcher.report.console import make_console
     from launcher.report.placement_table import print_placement
 
+    if fit and not call.program and not any(key.partition(".")[0] in ("model", "program") for key in given):
+        logger.info(
+            "no program is given: memory is judged for the bundled one with its small model; name yours by"
+            " +model=NAME or model.config=FILE"
+        )
     console = make_console(stderr=False)
     print_placement(console, made, explain=config.explain, full=True)
     if fit:

@@ -29,6 +29,7 @@ from launcher.config.program import BUNDLED, clear_sections, describe_interprete
 from launcher.config.run_path import RunPath, choose_run_path
 from launcher.config.schema import LaunchConfig
 from launcher.config.validation import RUN_CHECKS, TUNE_CHECKS, Context, validate, validate_placed
+from launcher.errors import LaunchError
 from launcher.launch.job import Job, JobSpec, render_start
 from launcher.plan.json_form import plan_to_json
 from launcher.protocol import name_host
@@ -273,7 +274,11 @@ def predict_local(spec: JobSpec, plan: "Plan") -> int:
             environ=spec.environ,
         )
         return predict_request(request) if request else 0
-    except Exception:  # a mistake of the estimate ends no run; `check_local_fit` has told of it
+    except LaunchError:  # `check_local_fit` has told of it
+        return 0
+    except Exception as error:  # a mistake of the estimate ends no run
+        what = f"{type(error).__name__}: {error}"
+        logger.warning(f"later estimates learn nothing of this run ({what}): report it")
         return 0
 
 

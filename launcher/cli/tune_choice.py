@@ -70,8 +70,8 @@ def render_comments(subject: str, rows: Sequence[Sequence[str]], origin: str) ->
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     cells = (zip(row, widths, strict=True) for row in rows)
     table = ("#   " + "  ".join(cell.rjust(width) for cell, width in row) for row in cells)
-    # A tab or a newline among the program's words must not end a comment.
-    return [" ".join(line.split("\n")).rstrip() for line in (f"{MARK}{subject}`, {when}: {origin}", *table)]
+    # What ends a line must not end a comment if it is among the program's words.
+    return [" ".join(line.splitlines()).rstrip() for line in (f"{MARK}{subject}`, {when}: {origin}", *table)]
 
 
 def save_override(name: str, text: str) -> None:

@@ -4,9 +4,13 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from launcher.runs.attempt_progress import read_change
 from launcher.runs.run_status import RunStatus
-from launcher.watch.node_reports import read_job_state
+from launcher.watch.node_reports import JOB_STATE, read_job_state, watch_path
 from launcher.watch.watch_model import Hang, JobState
+
+SILENT = 30.0
+"""Seconds since the last word of the node that judges, after which there will hardly be another."""
 
 
 def add_watch(status: RunStatus) -> RunStatus:
@@ -19,14 +23,18 @@ def add_watch(status: RunStatus) -> RunStatus:
     reason = status.reason
     if running and hang and hang.recovered is None and not reason:
         reason = name_hang(hang)
-    return replace(status, reason=reason, watch=summarize_watch(state, running=running))
+    silence = time.time() - read_change(watch_path(Path(status.path)) / JOB_STATE)
+    return replace(status, reason=reason, watch=summarize_watch(state, silence, running=running))
 
 
-def summarize_watch(state: JobState, *, running: bool) -> dict[str, object]:
-    """Return the JSON form; `step_age` are seconds until now, and `verdict` is the last hang's."""
+def summarize_watch(state: JobState, silence: float, *, running: bool) -> dict[str, object]:
+    """Return the JSON form; `verdict` is the last hang's.
+
+    `step_age` is what was written last: steps may have been made since, unless nothing is written any more.
+    """
     age = state.step_age
-    if running and age is not None:
-        age += max(0.0, time.time() - state.time)
+    if age is not None and running and silence > SILENT:
+        age += silence
     hang = state.hangs[-1] if state.hangs else None
     return {
         "state": state.state if running else "ended",

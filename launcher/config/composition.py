@@ -40,7 +40,7 @@ from launcher.config.schema import LaunchConfig
 from launcher.config.search_path import PRIMARY, Sources
 from launcher.config.suggestions import shorten_message, suggest, suggest_dotted_key
 from launcher.config.sweep_mode import mentions_hydra
-from launcher.config.yaml_files import MOST_BYTES, check_aliases, read_text
+from launcher.config.yaml_files import MOST_BYTES, check_aliases, read_text, read_yaml
 from launcher.errors import UsageError
 from launcher.files import LARGEST
 
@@ -182,7 +182,7 @@ def compose(sources: Sources, overrides: Sequence[str], number: int | None = Non
     del tree["hydra"]
     if OmegaConf.get_type(tree) is not LaunchConfig:
         raise UsageError(explain_primary(sources))
-    if "dataloader.num_workers" in map(read_key, words):
+    if "dataloader.num_workers" in map(read_key, words) or any(map(sets_workers, own_files)):
         tree.dataloader.workload = ""  # the user's own number is not derived from a workload
     doubts = dict.fromkeys(" ".join(str(entry.message).split()) for entry in caught)
     return Composed(
@@ -194,6 +194,13 @@ def compose(sources: Sources, overrides: Sequence[str], number: int | None = Non
         settings=settings,
         own_files=own_files,
     )
+
+
+def sets_workers(file: str) -> bool:
+    """Tell whether a file that is no workload of its own sets the number of DataLoader workers."""
+    found = read_yaml(Path(file))
+    section = found.get("dataloader") if isinstance(found, dict) else None
+    return isinstance(section, dict) and "num_workers" in section
 
 
 def check_kind(kind: Any, value: object, key: str) -> None:  # noqa: ANN401 - an annotation of the schema

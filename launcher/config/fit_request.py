@@ -15,6 +15,7 @@ from launcher.fit.fit_model import Device, FitRequest, ModelDimensions, NodeReso
 from launcher.fit.gpu_table import GpuType, find_gpu
 from launcher.plan.allocator import EXPANDABLE, merge_settings
 from launcher.plan.model import Gpu, Machine, Plan
+from launcher.plan.workers_and_threads import count_memory_kib
 
 
 def is_bundled_program(config: LaunchConfig, program: Sequence[str] | None) -> bool:
@@ -172,8 +173,7 @@ def name_fit_device(name: str, given: int | None) -> Device:
 
 def share_node_memory(machine: Machine, ranks: int) -> int:
     """Return the MiB of the node's memory that a rank has."""
-    limits = [kib for kib in (machine.memory_kib, machine.limits.memory_kib) if kib]
-    return min(limits, default=0) // 1024 // ranks
+    return count_memory_kib(machine) // 1024 // ranks
 
 
 def supports_bf16(gpu: GpuType | None) -> bool:
@@ -191,10 +191,9 @@ def describe_node_resources(plan: Plan, worker_gib: float) -> NodeResources:
     """Return what the job has of a planned node."""
     machine = plan.machine
     allowed = {cpu.core for cpu in machine.cpus if cpu.id in machine.allowed_cpus}
-    limits = [kib for kib in (machine.memory_kib, machine.limits.memory_kib) if kib]
     return NodeResources(
         cores=len(allowed) or None,
-        memory_kib=min(limits, default=None),
+        memory_kib=count_memory_kib(machine) or None,
         shm_kib=machine.limits.shm_kib,
         num_workers=max(rank.num_workers for rank in plan.ranks),
         worker_gib=worker_gib,

@@ -36,8 +36,8 @@ class RequeueConfig:
     """The job stops after this many attempts in a row without progress; 0 means never.
 
     Progress is a later step printed by rank 0, or a newer checkpoint below RUN_DIR/checkpoints or at
-    progress.paths. A job that never showed either is not judged. Attempts that were preempted or requeued
-    from outside do not count.
+    progress.paths. A job that never showed either is not judged. Attempts that were preempted, requeued from
+    outside, or not begun for a sick node, do not count.
     """
     limit: int = 200
     """Attempts in all, at least 1."""
@@ -244,7 +244,7 @@ class WatchConfig:
     """Seconds without any activity of a rank that others wait for, after which it is a hang; `auto`: 60, or
     three times the longest pause so far. Three times as long if nobody waits, ten times if it works."""
     on_hang: str = "report"
-    """`report`; `restart` (torchrun starts the ranks anew, as often as torchrun.max_restarts says, 3 if that
+    """`report`; `restart` (the ranks are killed and start again, as often as `restarts` says, 3 times if that
     is not set); or `stop` (the job ends with exit code 124, under SLURM as the class `hang` of
     cluster.requeue)."""
     interval: float = 5.0

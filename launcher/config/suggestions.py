@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import traceback
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -38,7 +39,14 @@ def suggest_dotted_key(key: str, known: Sequence[str]) -> str:
 
 
 def shorten_message(error: BaseException) -> str:
-    """Return an error as one line, with the key if it is known."""
+    """Return an error as one line, with the key if it is known; raises one that is a defect of ours.
+
+    Hydra raises errors such as TypeError for files of a shape that it does not expect.
+    """
+    if isinstance(error, AssertionError | AttributeError | LookupError | TypeError):
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).startswith("launcher."):
+            raise error
     cause = error.__cause__ if str(error.__cause__ or "") else error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     key = next((line.partition(":")[2].strip() for line in lines if line.startswith("full_key:")), "")

@@ -32,7 +32,6 @@ MIN_INTERVAL, MAX_INTERVAL = 0.5, 3600.0
 OBJECTIVES = ("loss", "file")
 NOTIFY_FORMATS = ("auto", "json", "slack")
 NOTIFY_EVENTS = ("start", "hang", "recover", "straggler", "fail", "end")
-RUNTIMES = ("pyxis", "apptainer")
 MAX_WORKERS = 1024
 """DataLoader workers of a rank: more than a node has cores; a slip of the finger must not be planned."""
 MAX_BATCH = 1 << 24

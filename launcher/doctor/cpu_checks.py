@@ -1,5 +1,6 @@
 """CPUs: the job's cpuset against NUMA nodes and cores, whether there are enough of them, and their clocks."""
 
+import re
 from collections.abc import Iterator
 
 from launcher.cpulist import format_cpulist
@@ -46,7 +47,7 @@ def find_uncovered(case: Case) -> Iterator[Finding]:
     for node in sorted({gpu.node for gpu in case.gpus if gpu.node is not None}):
         cpus = frozenset(cpu.id for cpu in machine.cpus if cpu.node == node)
         lost = cpus - machine.allowed_cpus
-        told = any(format_cpulist(cpus) in warning for warning in case.plan.warnings)
+        told = any(format_cpulist(cpus) in find_cpulists(warning) for warning in case.plan.warnings)
         if not lost or (lost == cpus and told):
             continue
         gpus = ", ".join(str(gpu.index) for gpu in case.gpus if gpu.node == node)
@@ -58,6 +59,11 @@ def find_uncovered(case: Case) -> Iterator[Finding]:
             "ranks get what is left there, or run on another node and reach their GPU across it",
             "ask for more CPUs (SLURM: --cpus-per-task or --exclusive; docker: --cpuset-cpus)",
         )
+
+
+def find_cpulists(text: str) -> set[str]:
+    """Return the CPU lists in a sentence, each as a whole."""
+    return {word.strip(",-") for word in re.findall(r"[\d,-]+", text)}
 
 
 def find_cut_cores(case: Case) -> Iterator[Finding]:

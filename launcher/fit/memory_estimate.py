@@ -67,10 +67,10 @@ def estimate_moment(request: FitRequest, peak: Moment, stage: int) -> MemoryEsti
     )
     allocated = add_ranges([part.bytes for part in parts])
     fragmentation = estimate_fragmentation(request, allocated)
-    context = estimate_context(request)
+    context, is_gpu = estimate_context(request), request.device.kind == "gpu"
     reserved = allocated + fragmentation
     more = (
-        MemoryPart("context", context, "CUDA's context, kernels, NCCL"),
+        MemoryPart("context", context, "CUDA's context, kernels, NCCL" if is_gpu else "Python and torch"),
         MemoryPart("fragmentation", fragmentation, "reserved and not filled"),
     )
     return MemoryEstimate((*parts, *more), reserved + context, allocated, reserved, stage)

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from launcher.fit.fit_model import BudgetLine, FitRequest
 from launcher.fit.parameter_counts import count_model_parameters
+from launcher.plan.rules import count_node_cores
 
 GIB = 1 << 30
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - a name to show
-SYSTEM_CORES = 4
 PROCESS_GIB = 2.5
 """A rank's own: Python, torch, CUDA's libraries and its context on the host."""
 WORKER_GIB = 0.5
@@ -40,13 +40,14 @@ def budget_node(request: FitRequest) -> tuple[BudgetLine, ...]:
 
 
 def budget_cores(request: FitRequest) -> BudgetLine:
-    """Return the line of CPU cores: a rank's process and each of its workers have one, the system four."""
+    """Return the line of CPU cores: one for a rank's process and for each worker, and the system's."""
     gpus, workers, cores = request.gpus_per_node, request.node.num_workers, request.node.cores
-    needed = gpus * (workers + 1) + SYSTEM_CORES
+    needed = count_node_cores(gpus, workers)
+    system = needed - gpus * (workers + 1)
     enough = cores is None or cores >= needed
-    most = max(0, ((cores or 0) - SYSTEM_CORES) // gpus - 1)
+    most = max(0, ((cores or 0) - system) // gpus - 1)
     fix = f"dataloader.num_workers={most}" if most < workers else ""
-    note = f"{gpus} x (1 + {workers} workers) + {SYSTEM_CORES}"
+    note = f"{gpus} x (1 + {workers} workers) + {system}"
     if request.settings.offload != "none":
         note += "; more for the optimizer on CPUs"
     fix = "" if enough else f"{fix}, or ask for {needed} cores (cluster.cpus_per_task)".removeprefix(", or ")

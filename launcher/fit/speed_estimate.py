@@ -44,8 +44,10 @@ FP8 = MfuRange(
     "fp8 runs of llm-foundry, torchtitan, DeepSeek-V3, of the fp8 peak",
 )
 VOLTA = MfuRange(0.20, 0.35, "V100 runs: GPT-3 21% (arXiv:2204.02311), Megatron-LM 30% (arXiv:1909.08053)")
+OTHER = MfuRange(0.20, 0.50, "an assumption, since no published run on such a GPU is known here")
 HOPPERS = ("h100", "h200", "h800", "h20", "gh200", "b200", "b300", "gb200", "gb300")
 VOLTAS = ("v100", "t4")
+AMPERES = ("a100", "a800")
 SMALL = 1_000_000_000
 """Parameters below which starting kernels counts."""
 SMALL_SHARE, MIXTURE_SHARE = 0.4, 0.5
@@ -61,7 +63,8 @@ def find_mfu_range(request: FitRequest, gpu: GpuType) -> MfuRange | None:
     if settings.precision == "fp32":
         return None
     first = gpu.name.split()[0]
-    found = HOPPER if first in HOPPERS else VOLTA if first in VOLTAS else AMPERE
+    families = ((HOPPERS, HOPPER), (AMPERES, AMPERE), (VOLTAS, VOLTA))
+    found = next((family for names, family in families if first in names), OTHER)
     if settings.precision == "fp8" and gpu.fp8:
         found = FP8
     low, high = found.low, found.high

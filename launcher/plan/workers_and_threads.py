@@ -182,14 +182,20 @@ def level_workers(max_by_rank: Sequence[int], total: int) -> int:
     return max(max_by_rank)
 
 
+def count_memory_kib(machine: Machine) -> int:
+    """Return the memory that the job may use, on the NUMA nodes that it may allocate from; 0 if unknown."""
+    nodes = [node for node in machine.nodes if node.normal]
+    allowed = [node for node in nodes if node.id in machine.allowed_mems]
+    there = sum(node.memory_kib for node in allowed) if len(allowed) < len(nodes) else 0
+    return min(filter(None, (machine.memory_kib, machine.limits.memory_kib, there)), default=0)
+
+
 def bound_by_memory(request: Request, machine: Machine, ranks: int) -> Iterator[WorkerLimit]:
     """Half of the memory that the job may use: the rest is for ranks, page cache and checkpoints.
 
     What is in /dev/shm counts as memory too, and against a cgroup's limit.
     """
-    allowed = (node for node in machine.nodes if node.normal and node.id in machine.allowed_mems)
-    sizes = (machine.memory_kib, machine.limits.memory_kib, sum(node.memory_kib for node in allowed))
-    have = min(filter(None, sizes), default=0)
+    have = count_memory_kib(machine)
     each = request.worker_gib + request.worker_shm_mib / 1024
     if have and request.worker_gib:
         gib = have / (1 << 20)

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from launcher.probe.nvidia_gpus import as_text
-from launcher.probe.pci import parse_pci
+from launcher.probe.pci import normalise_pci
 from launcher.watch.watch_model import GpuSample
 
 REASONS = {
@@ -176,10 +176,7 @@ class GpuSampler:
     def find_pci(self, handle: object) -> str:
         """Return a handle's PCI address; empty if NVML does not tell."""
         info = self.ask(self.nvml.nvmlDeviceGetPciInfo, handle)
-        try:
-            return str(parse_pci(as_text(info.busId))) if info else ""
-        except ValueError:
-            return ""
+        return (normalise_pci(as_text(info.busId)) or "") if info else ""
 
 
 def convert_unit(value: float | None, unit: float) -> float | None:

@@ -34,7 +34,11 @@ PEAKS = (
     ("T4", 65.0),  # NVIDIA T4 data sheet; fp16, as it has no bf16
     ("RTX A6000", 154.8),  # NVIDIA RTX A6000 data sheet: 309.7 with sparsity
     ("RTX 6000 Ada", 364.2),  # NVIDIA RTX 6000 Ada data sheet: 728.5 with sparsity
+    ("RTX PRO 6000", 503.8),  # NVIDIA RTX PRO 6000 Blackwell data sheet
+    ("RTX 5090", 209.5),  # NVIDIA RTX Blackwell white paper, with sums in fp32
     ("RTX 4090", 165.2),  # NVIDIA Ada white paper, with sums in fp32
+    ("RTX 3090", 71.0),  # NVIDIA GA102 white paper, with sums in fp32
+    ("MI300X", 1307.4),  # AMD Instinct MI300X data sheet
 )
 """Dense bf16 TFLOPS by a part of the device's name; the first whose words all occur."""
 

@@ -1,5 +1,6 @@
 """The report's section of where ranks ran: a picture of each kind of machine, and a table."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -91,7 +92,7 @@ def list_placements(account: RunAccount) -> Iterator[tuple[str, ...]]:
                 "?" if record.num_workers is None else str(record.num_workers),
                 (plan.nic if plan else None) or "none",
                 "no"
-                if any(f"rank {record.rank} " in f"{what} " for what in wrong)
+                if any(re.search(rf"(?<!local )\brank {record.rank}\b", what) for what in wrong)
                 else "yes"
                 if plan
                 else "no plan",

@@ -359,6 +359,9 @@ def test_a_defect_of_ours_is_one_line_that_says_so(launch: Launch, monkeypatch: 
     def fail(*_: object) -> None:
         raise ZeroDivisionError("of ours")
 
+    with monkeypatch.context() as patch:  # from Hydra, such an error would be a user's mistake
+        patch.setattr("launcher.config.composition.mentions_hydra", None)
+        launch(DRY, "name=odd").assert_error(70, "internal error", "TypeError")
     monkeypatch.setattr(dispatch, "compose_cached", fail)
     launch(DRY).assert_error(70, "internal error", "ZeroDivisionError: of ours", "HYDRA_FULL_ERROR=1")
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")

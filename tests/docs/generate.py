@@ -150,7 +150,7 @@ def render_variables() -> str:
                 setter = " or ".join(filter(None, ("you" if settable else "", row.set_by)))
                 cells = (f"`{row.name}`", f"`{escape(row.form)}`", escape(row.meaning), setter)
                 lines.append(f"| {' | '.join(cells)} | {', '.join(row.read_by)} |")
-        parts += [f"## `LAUNCH_*` {title}", "\n".join(lines)]
+        parts += [title, "\n".join(lines)]
     return "\n\n".join(parts)
 
 
