@@ -184,9 +184,8 @@ def level_workers(max_by_rank: Sequence[int], total: int) -> int:
 
 def count_memory_kib(machine: Machine) -> int:
     """Return the memory that the job may use, on the NUMA nodes that it may allocate from; 0 if unknown."""
-    nodes = [node for node in machine.nodes if node.normal]
-    allowed = [node for node in nodes if node.id in machine.allowed_mems]
-    there = sum(node.memory_kib for node in allowed) if len(allowed) < len(nodes) else 0
+    allowed = [node for node in machine.nodes if node.normal and node.id in machine.allowed_mems]
+    there = sum(node.memory_kib for node in allowed) if len(allowed) < len(machine.nodes) else 0
     return min(filter(None, (machine.memory_kib, machine.limits.memory_kib, there)), default=0)
 
 
