@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from launcher.cli.plan import plan_node
@@ -15,7 +16,7 @@ from launcher.config.run_path import EMPTY_PATH
 from launcher.config.schema import LaunchConfig
 from launcher.doctor.checkup import choose_exit_code, run_checks
 from launcher.doctor.facts import Health
-from launcher.doctor.finding import BindingTrial, Case
+from launcher.doctor.finding import BindingTrial, Case, Finding
 from launcher.doctor.node_facts import NodeFacts
 from launcher.errors import UsageError
 from launcher.launch.job import SHIM
@@ -61,6 +62,9 @@ def show_checkup(call: VerbCall) -> int:
         min_free_kib=config.preflight.min_free_gib * (1 << 20),
     )
     findings = run_checks(case)
+    if here and find_spec("matplotlib") is None:
+        what, why = "matplotlib is not installed", "`launch report` writes its page without charts"
+        findings = (*findings, Finding("note", "report", what, why, "pip install 'launch-ranks[report]'"))
     if config.format == "json":
         listed = [asdict(finding) for finding in findings]
         sys.stdout.write(json.dumps({"schema": SCHEMA, "findings": listed}, indent=1) + "\n")

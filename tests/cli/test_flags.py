@@ -48,6 +48,8 @@ def test_a_package_alone(launch: Launch) -> None:
         "nic": False,
     }
     assert launch("--cfg", "job", "--package", "binding.policy").out == "exclusive\n"
+    for verb in ("watch", "tune", "logs"):  # which are sections, too
+        assert launch("--cfg", "job", "-p", verb).out.startswith(f"# @package {verb}\n")
     launch("--cfg", "job", "-p", "nonsuch").assert_error(2, "'nonsuch'", "launch --cfg job")
 
 

@@ -104,11 +104,13 @@ def test_another_users_run(launch: Launch, here: Path) -> None:
 
 def test_without_matplotlib_the_page_has_no_charts(here: Path) -> None:
     make_run(here / "runs")
-    hide = "import sys; sys.modules['matplotlib'] = None"
-    (here / "sitecustomize.py").write_text("import importlib.util as u\nf = u.find_spec\n")
-    with (here / "sitecustomize.py").open("a") as file:
-        file.write("u.find_spec = lambda n, *a: None if n == 'matplotlib' else f(n, *a)\n" + hide)
-    done = run_outside(["report", "tiny"], here, {"PYTHONPATH": str(here)})
+    (here / "sitecustomize.py").write_text(
+        "import importlib.util, sys\nfind = importlib.util.find_spec\nsys.modules['matplotlib'] = None\n"
+        "importlib.util.find_spec = lambda name, *a: None if name == 'matplotlib' else find(name, *a)\n"
+    )
+    hidden = {"PYTHONPATH": str(here)}
+    done = run_outside(["report", "tiny"], here, hidden)
     assert done.code == 0 and "pip install 'launch-ranks[report]'" in done.err, done
     page = Path(done.out.strip()).read_text()
     assert "Charts: matplotlib is not installed" in page and "<svg" not in page
+    assert "matplotlib is not installed" in run_outside(["doctor"], here, hidden).out
