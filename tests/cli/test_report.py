@@ -83,6 +83,10 @@ def test_a_page_that_is_there_is_replaced_and_a_link_is_not_followed(launch: Lau
         assert launch("report", "tiny").code == 0
     assert (here / "precious").read_text() == "precious"
     assert not (path / "report.html").is_symlink()
+    (path / "report.html").unlink()
+    os.mkfifo(path / "report.html")  # as a device, which root could replace
+    launch("report", "tiny").assert_error(2, "report.html", "it is no regular file")
+    assert (path / "report.html").is_fifo()
 
 
 def test_a_run_directory_that_cannot_be_written_to(tmp_path: Path) -> None:
