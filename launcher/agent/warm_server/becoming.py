@@ -1,5 +1,6 @@
 """Makes a forked process the rank that exec would have made: its streams, variables, threads and seeds."""
 
+import atexit
 import gc
 import io
 import os
@@ -67,11 +68,15 @@ def become_program(environ: dict[str, str], preloaded: Preloaded, name: bytes) -
 def thaw_objects(environ: dict[str, str]) -> None:
     """Show the imports' objects to the collector again, unless the rank's policy freezes what stays anyway.
 
-    Frozen objects keep their pages shared: a full collection writes to each object.
+    Frozen objects keep their pages shared: a full collection writes to each object. At the end all are shown,
+    after the program's own exit handlers: only then do the interpreter's last collections free what the
+    program holds in cycles (a file that a function's globals refer to), and write what is buffered there.
     """
     policy = environ.get(LAUNCH_GC, "default").partition(",")[0]
     if not is_hooked(environ) or policy in ("default", "disabled"):
         gc.unfreeze()
+    else:
+        atexit.register(gc.unfreeze)
 
 
 def attach_streams(descriptors: list[int]) -> None:
