@@ -10,8 +10,6 @@ VariablesAndNotes = tuple[Mapping[str, str], Sequence[str]]
 """Variables of a rank by name, and notes on them for people."""
 COUNTS = {
     "OMP_NUM_THREADS": 1,
-    "MKL_NUM_THREADS": 1,
-    "OPENBLAS_NUM_THREADS": 1,
     "NUMEXPR_NUM_THREADS": 1,
     "TORCHINDUCTOR_COMPILE_THREADS": 0,
     LAUNCH_NUM_WORKERS: 0,
@@ -46,11 +44,9 @@ REASONS = {
     LAUNCH_NIC: "the RDMA device next to its GPU",
     LAUNCH_NUM_WORKERS: "DataLoader workers",
     "LD_PRELOAD": "allocator.host",
-    "MKL_NUM_THREADS": "as OMP_NUM_THREADS",
     "NCCL_IB_HCA": "binding.nic=true",
-    "NUMEXPR_NUM_THREADS": "as OMP_NUM_THREADS, as far as NumExpr goes",
+    "NUMEXPR_NUM_THREADS": "as many as NumExpr takes",
     "OMP_NUM_THREADS": "its cores less its workers",
-    "OPENBLAS_NUM_THREADS": "as OMP_NUM_THREADS",
     "PYTORCH_ALLOC_CONF": "the group allocator",
     "PYTORCH_CUDA_ALLOC_CONF": "the group allocator",
     "PYTORCH_HIP_ALLOC_CONF": "the group allocator",

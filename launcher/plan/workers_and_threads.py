@@ -22,14 +22,8 @@ MEMORY_FIX = (
     "ask for more (cluster.mem, the container's limit), or set dataloader.worker_gib to what one takes"
 )
 FILES_FIX = "raise the hard limit (limits.conf, docker --ulimit nofile=1048576, LimitNOFILE of slurmd)"
-OTHER_THREAD_VARIABLES = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-"""Variables of libraries that take OMP_NUM_THREADS if they have none of their own.
-
-They are set all the same: torch takes MKL's number for its own if it is built with MKL, so that a leftover
-would win, and NumExpr fails to load if OMP_NUM_THREADS is a list (`8,4`), or above its maximum.
-"""
 MAX_NUMEXPR_THREADS = 64
-"""NUMEXPR_MAX_THREADS if it is not set (NumExpr's user guide)."""
+"""NUMEXPR_MAX_THREADS if it is not set (NumExpr's user guide). It fails to load with more in OMP_NUM_THREADS."""
 MAX_COMPILE_THREADS = 32
 """Inductor's own maximum (torch/_inductor/config.py, `decide_compile_threads`)."""
 
@@ -270,14 +264,14 @@ def find_worker_shortages(request: Request, budget: WorkerBudget, cores: Sequenc
 def set_threads(environ: Mapping[str, str], workers: int, cores: Cores) -> tuple[int, VariablesAndNotes]:
     """The threads of a rank's libraries and its compiler's processes; the user's number if there is one.
 
-    A user's OMP_NUM_THREADS is that of the others as well: torch would take MKL's number instead. A user's
-    MKL_NUM_THREADS alone is for MKL.
+    OMP_NUM_THREADS alone, as torchrun sets it: MKL and OpenBLAS take it too, and a number of their own would win
+    over an OMP_NUM_THREADS that the program sets before it imports torch.
     """
     threads = read_variable_count(environ, "OMP_NUM_THREADS", 1) or count_threads(workers, cores)
-    env = dict.fromkeys(("OMP_NUM_THREADS", *OTHER_THREAD_VARIABLES), str(threads))
+    env = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": str(count_compilers(cores))}
     max_threads = read_variable_count(environ, "NUMEXPR_MAX_THREADS", 1) or MAX_NUMEXPR_THREADS
-    env["NUMEXPR_NUM_THREADS"] = str(min(threads, max_threads))
-    env["TORCHINDUCTOR_COMPILE_THREADS"] = str(count_compilers(cores))
+    if threads > max_threads:
+        env["NUMEXPR_NUM_THREADS"] = str(max_threads)
     return threads, (env, ())
 
 

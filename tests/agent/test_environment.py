@@ -32,10 +32,7 @@ FROM_LAUNCH = {
     "LAUNCH_RUN_DIR": "there is a run directory",
     "LAUNCH_RUN_ID": "there is a run directory",
     "PYTHONUNBUFFERED": "lines of a rank are shown as they are printed",
-    **dict.fromkeys(
-        ("MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"),
-        "the plan's threads of a rank",
-    ),
+    "TORCHINDUCTOR_COMPILE_THREADS": "the plan's share of a rank",
 }
 """Variables that torchrun's ranks lack, and why those of `launch` have them, under torchrun too."""
 

@@ -18,10 +18,7 @@ ONE = convert(describe(["0-7"], [0], threads={"none": True}))
 ALWAYS = {
     "LAUNCH_GC": "synchronized,warmup=30,every=50",
     "LAUNCH_NUM_WORKERS": "2",
-    "MKL_NUM_THREADS": "6",
-    "NUMEXPR_NUM_THREADS": "6",
     "OMP_NUM_THREADS": "6",
-    "OPENBLAS_NUM_THREADS": "6",
     "TORCHINDUCTOR_COMPILE_THREADS": "8",
 }
 """What a rank with eight cores finds by default."""

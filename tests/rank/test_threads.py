@@ -7,27 +7,29 @@ import pytest
 from tests.rank.start_shim import ALLOWED, run_shim, tell
 
 PROGRAM = """
-import json, os, torch
-names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-told = {"mine": torch.get_num_threads(), "set": [os.environ.get(name) for name in names]}
-print(json.dumps({**told, "mkl": torch.backends.mkl.is_available()}))
+import json, os
+{}
+import torch
+names = sorted(name for name in os.environ if name.endswith("_NUM_THREADS"))
+print(json.dumps({"mine": torch.get_num_threads(), "mkl": torch.backends.mkl.is_available(), "names": names}))
 """
 
 
-def run_rank(**environ: str) -> dict[str, object]:
-    """One of as many ranks as there are CPUs."""
-    shares = {"LOCAL_WORLD_SIZE": str(len(ALLOWED)), "LAUNCH_GC": "default", "MKL_NUM_THREADS": ""}
-    return tell(run_shim(sys.executable, "-c", PROGRAM, preexec=None, **{**shares, **environ}))
-
-
 @pytest.mark.skipif(len(ALLOWED) < 2, reason="needs a second CPU, so that the plan's number is another")
-def test_a_number_of_the_users_is_torchs_although_mkls_goes_before_it() -> None:
-    told = run_rank(OMP_NUM_THREADS="2")
-    assert (told["mine"], told["set"]) == (2, ["2"] * 4)
-
-
-@pytest.mark.skipif(len(ALLOWED) < 2, reason="needs a second CPU, so that the plan's number is another")
-def test_a_number_for_mkl_alone_stays_beside_the_plans() -> None:
-    told = run_rank(MKL_NUM_THREADS="2", OMP_NUM_THREADS="1", TORCHELASTIC_RUN_ID="torchrun's own 1")
-    assert told["set"] == ["1", "2", "1", "1"]
-    assert told["mine"] == (2 if told["mkl"] else 1)
+@pytest.mark.parametrize(
+    ("environ", "line", "threads", "with_mkl"),
+    [
+        ({}, "", 1, 1),
+        ({"OMP_NUM_THREADS": "2"}, "", 2, 2),
+        ({}, "os.environ['OMP_NUM_THREADS'] = '2'", 2, 2),
+        ({"MKL_NUM_THREADS": "2"}, "", 1, 2),
+    ],
+)
+def test_torch_has_the_number_that_was_set_last_before_its_import(
+    environ: dict[str, str], line: str, threads: int, with_mkl: int
+) -> None:
+    shares = {"LOCAL_WORLD_SIZE": str(len(ALLOWED)), "LAUNCH_GC": "default"}
+    program = PROGRAM.replace("{}", line)
+    told = tell(run_shim(sys.executable, "-c", program, preexec=None, **{**shares, **environ}))
+    assert told["mine"] == (with_mkl if told["mkl"] else threads)
+    assert told["names"] == sorted({"OMP_NUM_THREADS", *environ})
