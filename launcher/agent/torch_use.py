@@ -1,6 +1,6 @@
-"""Does a Python program use torch? Judged from its text in milliseconds, nothing of it is run.
+"""Does a Python program use torch, and could its ranks be forked? Judged from its text, nothing of it is run.
 
-A wrong answer costs time and nothing else: ranks that are not forked are started as ever.
+Does it change how modules are imported, or watch imports, before it imports torch? A fork would be too late.
 """
 
 import ast
@@ -20,8 +20,11 @@ MOST_BYTES = 1 << 20
 """Of a file."""
 MOST_SECONDS = 0.03
 """Until the answer is that it may."""
+MOST_SECONDS_OF_CHANGES = 2.0
 OBVIOUS = re.compile(rb"^[ \t]*(?:import|from)[ \t]+torch\b", re.MULTILINE)
 """A line that imports torch, found without parsing the file."""
+IMPORT_LINE = re.compile(rb"^(?:import|from)[ \t]+torch\b", re.MULTILINE)
+"""One that is no part of another statement."""
 DYNAMIC = (
     *("import_module", "__import__", "exec", "eval"),
     *("run_path", "run_module", "load_module", "exec_module"),
@@ -43,6 +46,26 @@ WITHOUT_TORCH = frozenset(
     )
 )
 """Packages that do not import torch when they are imported. Any other that is installed may."""
+
+
+TRACERS = frozenset(
+    (
+        *("cProfile", "coverage", "hunter", "kernprof", "line_profiler", "memory_profiler", "memray"),
+        *("profile", "pyinstrument", "scalene", "trace", "tracemalloc", "viztracer", "yappi"),
+    )
+)
+"""Modules that watch what runs, imports among it."""
+SYS_CHANGES = {
+    "path": ("insert", "remove", "pop", "clear", "reverse", "sort", "__setitem__", "__delitem__"),
+    "modules": ("setdefault", "update", "pop", "popitem", "clear", "__setitem__", "__delitem__"),
+}
+"""Attributes of `sys`, and methods by which a program changes what an import finds first."""
+SYS_HOOKS = frozenset(("meta_path", "path_hooks", "settrace", "setprofile", "monitoring", "addaudithook"))
+SUSPECT = re.compile(
+    rb"\b(?:path|modules|meta_path|path_hooks|settrace|setprofile|monitoring|addaudithook|addsitedir|__import__"
+    rb"|runpy|exec|" + "|".join(sorted(TRACERS)).encode() + rb")\b"
+)
+"""A word without which a file has none of this."""
 
 
 @dataclass(slots=True)
@@ -112,6 +135,126 @@ class ImportSearch:
                     if os.path.isfile(path):
                         yield path
             return
+
+
+class ChangeSearch:
+    """Looks, in the order of the lines, for what a fork would be too late for, up to the import of torch."""
+
+    def __init__(self, folders: tuple[str, ...], deadline: float, *, to_the_end: bool) -> None:
+        self.search = ImportSearch(folders, deadline)
+        self.to_the_end = to_the_end
+        """More than torch is imported beforehand: what comes after the import of torch counts, too."""
+        self.seen: set[str] = set()
+
+    def search_file(self, path: str) -> tuple[str, bool]:
+        """Return what a file changes, empty if nothing, and whether torch is imported after its last line."""
+        if path in self.seen:
+            return "", False
+        self.seen.add(path)
+        if len(self.seen) > MOST_FILES or time.monotonic() > self.search.deadline:
+            return "it imports too many files to look through before torch", False
+        try:
+            return self.search_text(read_file(path, MOST_BYTES, follow=True), path)
+        except OSError:
+            return "", False
+
+    def search_text(self, source: bytes, path: str) -> tuple[str, bool]:
+        """Search a file's text. What does not parse is not run either."""
+        match = None if self.to_the_end else IMPORT_LINE.search(source)
+        try:
+            try:
+                tree = ast.parse(source[: match.start()] if match else source)
+            except SyntaxError:  # the line stands in a text
+                match, tree = None, ast.parse(source)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            return "", False
+        is_suspect = SUSPECT.search(source) is not None
+        package = self.search.name_package(path)
+        for statement in tree.body:
+            for node in ast.walk(statement) if is_suspect else ():
+                if change := name_change(node):
+                    return f"{os.path.basename(path)}:{getattr(node, 'lineno', 1)} {change}", False
+            is_plain = isinstance(statement, ast.Import | ast.ImportFrom)
+            for name in list_imported(statement, package):
+                if name.partition(".")[0] == TORCH and is_plain and not self.to_the_end:
+                    return "", True
+                for own in self.search.find_own(name):
+                    change, is_over = self.search_file(own)
+                    if change or (is_over and is_plain and not self.to_the_end):
+                        return change, is_over
+        return "", match is not None
+
+
+def name_change(node: ast.AST) -> str:
+    """Say what a node of a program does that a fork would be too late for; empty if nothing."""
+    names, text = [], ""
+    if isinstance(node, ast.Import):
+        names = [alias.name.partition(".")[0] for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and not node.level:
+        names = [str(node.module).partition(".")[0]]
+        taken = {alias.name for alias in node.names}
+        if names == ["sys"] and (found := taken & (SYS_HOOKS | SYS_CHANGES.keys())):
+            return f"takes {min(found)} from sys"
+    elif isinstance(node, ast.Attribute):
+        text = name_dotted(node)
+        if text.startswith("sys.") and node.attr in SYS_HOOKS:
+            return f"uses {text}"
+        if text in ("threading.settrace", "threading.setprofile", "site.addsitedir"):
+            return f"uses {text}"
+        owner, _, method = text.rpartition(".")
+        if method in SYS_CHANGES.get(owner.removeprefix("sys."), ()) and owner.startswith("sys."):
+            return f"changes {owner}"
+        is_import = text in ("sys.path", "sys.modules") or node.attr == "__import__"
+        if is_import and not isinstance(node.ctx, ast.Load):
+            return f"replaces {text}"
+    elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        text = name_dotted(node.value)
+        own = isinstance(node.slice, ast.Name) and node.slice.id == "__name__"
+        if text == "sys.path" or (text == "sys.modules" and not own):
+            return f"changes {text}"
+    elif isinstance(node, ast.Assign) and name_dotted(node.value) == "sys.path":
+        return "gives sys.path another name"
+    elif isinstance(node, ast.AugAssign):
+        if isinstance(node.target, ast.Attribute) and name_dotted(node.target) == "sys.path":
+            node.target.ctx = ast.Load()  # an entry at the end
+    elif isinstance(node, ast.Call):
+        text = name_dotted(node.func)
+        return f"runs other code by {text}" if text in ("exec", "runpy.run_path", "runpy.run_module") else ""
+    elif isinstance(node, ast.Constant) and node.value in ("__import__", "builtins.__import__"):
+        return "names __import__"
+    return next((f"imports {name}" for name in names if name in TRACERS), "")
+
+
+def name_dotted(node: ast.AST) -> str:
+    """Return `a.b.c` of an expression; empty if it is no such name."""
+    if isinstance(node, ast.Name):
+        return "sys" if node.id == "_sys" else node.id
+    inner = name_dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{inner}.{node.attr}" if isinstance(node, ast.Attribute) and inner else ""
+
+
+def find_import_change(argv: Sequence[str], environ: Mapping[str, str], *, to_the_end: bool = False) -> str:
+    """Say why ranks of a program cannot be forked, from what its text does before it imports torch.
+
+    Empty if nothing is found. With `to_the_end`, what comes after that counts, too.
+    """
+    try:
+        program = find_python_program(list(argv), dict(environ))
+    except ExecNeededError:
+        return ""
+    paths = [folder for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    deadline = time.monotonic() + MOST_SECONDS_OF_CHANGES
+    if program.kind != "file":
+        search = ChangeSearch((os.getcwd(), *paths), deadline, to_the_end=to_the_end)
+        if program.kind == "code":
+            return search.search_text(program.name.encode(errors="replace"), "-c")[0]
+        if program.name.partition(".")[0] in TRACERS:
+            return f"{program.name} watches the program"
+        files = [*search.search.find_own(program.name), *search.search.find_own(f"{program.name}.__main__")]
+        return next(filter(None, (search.search_file(path)[0] for path in files)), "")
+    path = os.path.join(program.name, "__main__.py") if os.path.isdir(program.name) else program.name
+    folder = os.path.dirname(os.path.realpath(path))
+    return ChangeSearch((folder, *paths), deadline, to_the_end=to_the_end).search_file(path)[0]
 
 
 def list_imported(tree: ast.AST, package: str) -> Iterator[str]:

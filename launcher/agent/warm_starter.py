@@ -9,11 +9,12 @@ from pathlib import Path
 
 from launcher.agent.group import RankStart
 from launcher.agent.rank_starter import ExecStarter, RankStarter
-from launcher.agent.torch_use import uses_torch
+from launcher.agent.torch_use import find_import_change, uses_torch
 from launcher.agent.warm_process import WarmProcess, WarmRefusedError
 from launcher.config.schema import StartConfig
 
 logger = logging.getLogger(__name__)
+NOT_FORKED = "the ranks are not forked from a process with torch: {}"
 
 
 @dataclass(slots=True)
@@ -47,7 +48,7 @@ class WarmStarter:
             pid = self.fork_rank(start)
         except WarmRefusedError as error:
             if not self.is_told:
-                logger.info(f"the ranks are not forked from a process with torch: {error}")
+                logger.info(NOT_FORKED.format(error))
             self.is_told = True
             pid = self.by_exec.start_rank(start)
         self.ranks_left -= self.ranks_left > 0
@@ -84,6 +85,9 @@ def choose_starter(
     """
     if config.warm == "off" or not (config.preload or uses_torch(argv, environ)):
         return by_exec
+    if reason := find_import_change(argv, environ, to_the_end=bool(config.preload)):
+        logger.info(NOT_FORKED.format(reason))
+        return by_exec
     return warm_up(by_exec, argv, config.preload, environ)
 
 
@@ -94,5 +98,5 @@ def warm_up(
     try:
         return WarmStarter(by_exec, WarmProcess.start(argv, preload, Path.cwd(), environ))
     except WarmRefusedError as error:
-        logger.debug(f"the ranks are not forked from a process with torch: {error}")
+        logger.debug(NOT_FORKED.format(error))
         return by_exec

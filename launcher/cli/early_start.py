@@ -137,14 +137,15 @@ def find_early_program(command: Command, environ: Mapping[str, str]) -> tuple[st
         return None
     if AGENT_WORD not in command.words and not is_direct_by_default(environ):
         return None
-    from launcher.agent.torch_use import uses_torch
+    from launcher.agent.torch_use import find_import_change, uses_torch
     from launcher.config.program import BUNDLED, resolve_program
 
     try:
         argv = resolve_program(command.program or BUNDLED, environ)
     except UsageError:
         return None
-    return argv if command.program is None or uses_torch(argv, environ) else None
+    is_plain = uses_torch(argv, environ) and not find_import_change(argv, environ)
+    return argv if command.program is None or is_plain else None
 
 
 def is_direct_by_default(environ: Mapping[str, str]) -> bool:

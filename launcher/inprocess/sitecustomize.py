@@ -13,10 +13,10 @@ FOLDER = os.path.dirname(__file__)
 
 def become_warm(text: str) -> None:
     """Be the process from which ranks are forked; returns in each rank, before the program's first line."""
-    root = os.path.abspath(f"{FOLDER}/../..")
+    root, before = os.path.abspath(f"{FOLDER}/../.."), frozenset(sys.modules)
     sys.path.insert(0, root)
     server = __import__("launcher.agent.warm_server.serving").agent.warm_server.serving
-    server.serve_ranks(text, FOLDER, root)
+    server.serve_ranks(text, FOLDER, root, before)
 
 
 def start_policies() -> None:

@@ -23,7 +23,7 @@ MEMORY_FIX = (
 )
 FILES_FIX = "raise the hard limit (limits.conf, docker --ulimit nofile=1048576, LimitNOFILE of slurmd)"
 MAX_NUMEXPR_THREADS = 64
-"""NUMEXPR_MAX_THREADS if it is not set (NumExpr's user guide). It fails to load with more in OMP_NUM_THREADS."""
+"""NUMEXPR_MAX_THREADS if it is not set; NumExpr does not load with more in OMP_NUM_THREADS."""
 MAX_COMPILE_THREADS = 32
 """Inductor's own maximum (torch/_inductor/config.py, `decide_compile_threads`)."""
 
@@ -264,8 +264,8 @@ def find_worker_shortages(request: Request, budget: WorkerBudget, cores: Sequenc
 def set_threads(environ: Mapping[str, str], workers: int, cores: Cores) -> tuple[int, VariablesAndNotes]:
     """The threads of a rank's libraries and its compiler's processes; the user's number if there is one.
 
-    OMP_NUM_THREADS alone, as torchrun sets it: MKL and OpenBLAS take it too, and a number of their own would win
-    over an OMP_NUM_THREADS that the program sets before it imports torch.
+    OMP_NUM_THREADS alone, as torchrun sets it: MKL and OpenBLAS take it too, and a number of their own would
+    win over an OMP_NUM_THREADS that the program sets before it imports torch.
     """
     threads = read_variable_count(environ, "OMP_NUM_THREADS", 1) or count_threads(workers, cores)
     env = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": str(count_compilers(cores))}

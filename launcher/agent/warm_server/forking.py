@@ -57,10 +57,10 @@ class ForkServer:
         """The newest start for which the modules' files were looked at."""
         self.files = ProgramFiles(split_command(sys.orig_argv))
 
-    def run(self, names: list[str]) -> tuple[RankRequest, Preloaded]:
+    def run(self, names: list[str], before: frozenset[str]) -> tuple[RankRequest, Preloaded]:
         """Import modules, then serve; returns in a rank alone, and ends this process otherwise."""
         try:
-            preloaded = Preloaded(names, self.hook)
+            preloaded = Preloaded(names, self.hook, before)
             require_forkable()
         except (PreloadError, ExecNeededError) as error:
             self.reply(refused=str(error))

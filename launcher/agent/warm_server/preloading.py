@@ -18,6 +18,10 @@ RARELY = 1 << 30
 again takes a seventh of the CPU time of `import torch`."""
 
 
+OWN = ("launcher", "launch_inprocess", "sitecustomize")
+"""Packages of ours, which the program does not see."""
+
+
 class PreloadError(Exception):
     """The imports did not succeed, or left what does not go over a fork; the text says why."""
 
@@ -27,9 +31,11 @@ class Preloaded:
 
     __slots__ = ("changes", "cpus", "environ", "files", "names", "output", "read")
 
-    def __init__(self, names: Sequence[str], hook: str) -> None:
-        """Import these modules; `hook` is our own folder on PYTHONPATH. Raises PreloadError."""
-        known = set(sys.modules)
+    def __init__(self, names: Sequence[str], hook: str, before: Collection[str]) -> None:
+        """Import these modules; `hook` is our own folder on PYTHONPATH. Raises PreloadError.
+
+        `before` are the modules that this interpreter had before any of ours, and of what those import.
+        """
         check_customize(hook)
         recorder = EnvironRecorder()
         self.environ = recorder.before
@@ -47,7 +53,8 @@ class Preloaded:
             restore_variable(BLAS_THREADS[0])
             self.read = recorder.stop()
         self.changes = recorder.list_changes()
-        loaded = {name: module for name, module in list(sys.modules.items()) if name not in known}
+        new = [(name, module) for name, module in list(sys.modules.items()) if name not in before]
+        loaded = {name: module for name, module in new if name.partition(".")[0] not in OWN}
         self.names = frozenset(name for name in loaded if "." not in name) - set(sys.builtin_module_names)
         """Top-level modules that a program could have files of the same names for."""
         note_copied_names()

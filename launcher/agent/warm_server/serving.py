@@ -7,11 +7,11 @@ import sys
 OWN = "launcher"
 
 
-def serve_ranks(text: str, hook: str, root: str) -> None:
+def serve_ranks(text: str, hook: str, root: str, before: frozenset[str]) -> None:
     """Serve as the warm process until the launcher ends; returns in each rank that is forked.
 
     `text` is the variable from the launcher, `hook` our folder on PYTHONPATH, and `root`, first on
-    `sys.path`, the folder of our package.
+    `sys.path`, the folder of our package; `before` are the modules that were there before ours.
     """
     try:
         settings = json.loads(text)
@@ -23,7 +23,7 @@ def serve_ranks(text: str, hook: str, root: str) -> None:
         end_with_launcher(int(settings["launcher"]))
         server = ForkServer(int(settings["socket"]), hook)
         sys.path.remove(root)  # the imports find what the program's find
-        request, preloaded = server.run(list(settings["preload"]))
+        request, preloaded = server.run(list(settings["preload"]), before)
         sys.path.insert(0, root)
         become_rank(server, request, preloaded, name)
         forget_own_modules(root)
