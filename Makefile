@@ -28,7 +28,7 @@ test-slurm: $(VENV)/.test  ## on a real SLURM of several nodes, started here (sl
 	@$(BIN)/python -m pytest -m slurm tests -v --durations=8 $(ARGS)
 
 test-slow: $(VENV)/.test  ## tests that take a minute or more each; ARGS="-k idle" selects
-	@$(BIN)/python -m pytest -m slow tests -v --durations=8 $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal --durations=8 $(ARGS)
 
 check: $(VENV)/.test  ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -22,7 +22,6 @@ from tests.conftest import Result
         ("parallel.shard_size=0", "at least 1"),
         ("parallel.virtual_stages=2", "parallel.pp=1"),
         ("fit.check=maybe", "error, warn, off"),
-        ("fit.check=False", "with quotes"),
         ("fit.precision=fp4", "fp32, bf16, mixed, fp8"),
         ("fit.optimizer=adam", "adamw8bit"),
         ("fit.micro_batch=0", "or auto"),

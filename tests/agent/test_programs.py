@@ -1,0 +1,163 @@
+"""Small programs with traps print, return and write in ranks what they do by python (`programs.toml`)."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.fidelity_frames import Case, Ran, make_environ, make_launch, mask, run_alone, to_status
+
+GROUP = 6
+"""Programs of a test, all of which one torchrun starts."""
+SMOKE = (
+    *("files: return", "files: error", "files: handler", "files: fork, gc=frozen"),
+    *("a vendored module that it puts first", "threads set before the import"),
+)
+WAYS = {"exec": ("start.warm=off",), "forked": ("start.warm=auto",)}
+PEER = """
+import json, os, subprocess, sys
+STREAMS = ("stdin", "stdout", "stderr")
+for variable in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+    os.environ[variable] = "1"
+number = os.environ["LOCAL_RANK"]
+os.environ.update(RANK="0", LOCAL_RANK="0", MASTER_PORT=str(int(os.environ["MASTER_PORT"]) + 1 + int(number)))
+os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+words, folder, environ = json.load(open(sys.argv[1]))[int(number)]
+streams = [open(folder + name, mode) for name, mode in ((".in", "rb"), (".out", "wb"), (".err", "wb"))]
+code = subprocess.call(words, cwd=folder, env={**os.environ, **environ}, **dict(zip(STREAMS, streams)))
+open(folder + ".code", "w").write(str(code))
+"""
+"""What torchrun starts in the place of each program, so that one may fail without the others."""
+Left = tuple[Ran, dict[str, bytes]]
+"""What a program has printed, and its files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """An entry of `programs.toml`."""
+
+    case: Case
+    files: Mapping[str, str]
+    settings: tuple[str, ...]
+    exec: str
+    """Why ranks are not forked; empty if they are."""
+
+    def write(self, folder: Path) -> Path:
+        """Write its files into a folder for one run."""
+        for name, text in self.files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return folder
+
+
+def read_programs() -> dict[str, Program]:
+    """Read the programs by their names."""
+    entries = tomllib.loads(Path(__file__).with_name("programs.toml").read_text())["program"]
+    by_name = {entry["name"]: entry for entry in entries}
+    programs = {}
+    for name, own in by_name.items():
+        entry = {**by_name.get(own.get("of", name), {}), "settings": [], "argv": [], "exec": "", **own}
+        words = tuple(entry.get("words", ["program.py", *entry["argv"]]))
+        case = Case(name, words, stdin=entry.get("stdin", ""), environ=entry.get("environ", {}))
+        files = {**entry.get("files", {}), "program.py": entry["code"]}
+        programs[name] = Program(case, files, tuple(entry["settings"]), entry["exec"])
+    assert len(programs) == len(entries), "two programs have the same name"
+    return programs
+
+
+PROGRAMS = read_programs()
+NAMES = sorted(PROGRAMS)
+
+
+def forget_folder(ran: Ran, folder: Path) -> Ran:
+    """Leave the folder of a run out of what was printed."""
+    return replace(ran, texts=tuple(text.replace(str(folder), "FOLDER") for text in ran.texts))
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Return what a run has left, by path."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def run_by_torchrun(programs: Sequence[Program], folder: Path) -> list[Left]:
+    """Run programs as ranks of one torchrun, each in a folder of its number."""
+    jobs = []
+    for number, program in enumerate(programs):
+        work = program.write(folder / str(number))
+        Path(f"{work}.in").write_text(program.case.stdin)
+        python = [sys.executable, *program.case.words[program.case.words[0] == "python" :]]
+        jobs.append([python, str(work), make_environ(program.case, folder)])
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    (folder / "peer.py").write_text(PEER)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={len(jobs)}",
+    ]
+    command = [*torchrun, "peer.py", "jobs.json"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    subprocess.run(command, cwd=folder, env=environ, check=True, capture_output=True, timeout=500)
+    left = []
+    for name in map(str, range(len(jobs))):
+        work = folder / name
+        texts = (mask(Path(f"{work}.out")), mask(Path(f"{work}.err")))
+        ran = Ran(to_status(int(Path(f"{work}.code").read_text())), texts)
+        left.append((forget_folder(ran, work), read_files(work)))
+    return left
+
+
+def compare(program: Program, folder: Path, ways: Mapping[str, tuple[str, ...]]) -> tuple[Left, list[str]]:
+    """Run a program by python and by `launch`; return what python left, and say what is different."""
+    alone = forget_folder(run_alone(program.case, program.write(folder / "python")), folder / "python")
+    expected = read_files(folder / "python")
+    found = []
+    for way, words in ways.items():
+        work = program.write(folder / way)
+        ran = forget_folder(make_launch("agent=direct", *words, *program.settings)(program.case, work), work)
+        notices = [line for line in ran.said.splitlines() if "not forked" in line or "by itself" in line]
+        found += find_differences(f"{program.case.name}, {way}", (alone, expected), (ran, read_files(work)))
+        if way == "forked" and (program.exec not in "".join(notices) or bool(notices) != bool(program.exec)):
+            found.append(f"{program.case.name}: told {notices}, expected {program.exec!r}")
+    return (alone, expected), found
+
+
+def find_differences(name: str, expected: Left, found: Left) -> list[str]:
+    """Say what is different between two runs."""
+    (alone, files), (ran, others) = expected, found
+    differences = [f"{name}: exit code {ran.code}, not {alone.code}: {ran.said}"] * (ran.code != alone.code)
+    if ran.texts != alone.texts:
+        differences.append(f"{name}: printed\n{ran.texts}\nnot\n{alone.texts}")
+    changed = sorted(path for path in {*files, *others} if files.get(path) != others.get(path))
+    return differences + [
+        f"{name}: {path} is {others.get(path)!r}, not {files.get(path)!r}" for path in changed
+    ]
+
+
+@pytest.mark.parametrize("name", SMOKE)
+def test_a_program_leaves_in_a_forked_rank_what_it_leaves_by_python(name: str, tmp_path: Path) -> None:
+    assert compare(PROGRAMS[name], tmp_path, {"forked": WAYS["forked"]})[1] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, len(NAMES), GROUP))
+def test_programs_run_as_by_python_and_torchrun(first: int, tmp_path: Path) -> None:
+    programs = [PROGRAMS[name] for name in NAMES[first : first + GROUP]]
+    folders = [tmp_path / str(number) for number in range(len(programs))]
+    with ThreadPoolExecutor(2) as pool:
+        compared = list(pool.map(compare, programs, folders, [WAYS] * len(programs)))
+    differences = [line for _, lines in compared for line in lines]
+    peers = run_by_torchrun(programs, tmp_path / "torchrun")
+    for program, alone, peer in zip(programs, (alone for alone, _ in compared), peers, strict=True):
+        differences += find_differences(f"{program.case.name}, torchrun", alone, peer)
+    assert differences == []
