@@ -20,6 +20,7 @@ LAUNCH_METER = "LAUNCH_METER"
 LAUNCH_NIC = "LAUNCH_NIC"
 LAUNCH_NODE_ORDER = "LAUNCH_NODE_ORDER"
 LAUNCH_NUM_WORKERS = "LAUNCH_NUM_WORKERS"
+LAUNCH_PARENT = "LAUNCH_PARENT"
 LAUNCH_PLAN = "LAUNCH_PLAN"
 LAUNCH_QUIET = "LAUNCH_QUIET"
 LAUNCH_RANK_PLAN = "LAUNCH_RANK_PLAN"
@@ -163,6 +164,13 @@ VARIABLES = (
         set_by=SHIM,
         read_by=(LAUNCHER, SHIM, HOOK, PROGRAM),
         is_settable=True,
+    ),
+    ProtocolVariable(
+        LAUNCH_PARENT,
+        "N",
+        "PID of the process that starts the ranks: a rank that finds another parent ends at once.",
+        set_by=LAUNCHER,
+        read_by=(SHIM,),
     ),
     ProtocolVariable(
         LAUNCH_PLAN,

@@ -1,6 +1,7 @@
 """The agent in the supervisor's own process: starts the ranks of this node, and starts them anew."""
 
 import logging
+import os
 import signal
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from launcher.agent.group_control import GroupControl
 from launcher.agent.rank_group import RankGroup, read_exit_code
 from launcher.agent.rank_starter import RankStarter, close_on_exec
 from launcher.launch.processes import RankProcess
+from launcher.protocol import LAUNCH_PARENT
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +158,8 @@ class DirectAgent:
     def start_rank(self, group: RankGroup, group_rank: int, local_rank: int) -> None:
         """Start one rank; raises OSError."""
         node, start = self.node, group.start
-        environ = {**node.environ, **node.make_variables(start, group_rank, local_rank)}
+        parent = {LAUNCH_PARENT: str(os.getpid())}
+        environ = {**node.environ, **node.make_variables(start, group_rank, local_rank), **parent}
         pid = self.starter.start_rank(RankStart(local_rank, node.argv, environ))
         rank = start.count_ranks_before(group_rank) + local_rank
         attempt = node.first_attempt + start.restart

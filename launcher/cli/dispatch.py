@@ -17,7 +17,14 @@ from launcher.config.environment_files import fill_env, read_env_files
 from launcher.config.hydra_flags import Flags
 from launcher.config.overrides import quote_value
 from launcher.config.schema import LaunchConfig
-from launcher.config.validation import PLAN_CHECKS, TOPO_CHECKS, Context, check_output_files, validate
+from launcher.config.validation import (
+    PLAN_CHECKS,
+    TOPO_CHECKS,
+    Context,
+    check_choices,
+    check_output_files,
+    validate,
+)
 from launcher.text import print_text
 
 logger = logging.getLogger(__name__)
@@ -81,5 +88,5 @@ def show_machine(composed: Composed, command: Command) -> int:
 
 def show_runs(config: LaunchConfig, command: Command) -> int:
     """Run a verb for runs that there are."""
-    validate(Context(config, f"launch {command.verb}"), (check_output_files,))
+    validate(Context(config, f"launch {command.verb}"), (check_choices, check_output_files))
     return load_verb(command.verb)(VerbCall(config, os.environ, command.names))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from launcher.cli.verbs import VerbCall
-from launcher.config.validation import FORMATS, check_choice
 from launcher.errors import UsageError
 from launcher.files import read_file
 from launcher.runs.manifest import parse_manifest
@@ -35,7 +34,6 @@ MOST_NODES = 100
 def show_nodes(call: VerbCall) -> int:
     """Print what is known of the nodes; returns 0. Raises UsageError for a name that no node has."""
     config = call.config
-    check_choice("format", config.format, FORMATS)
     nodes = collect_history(read_manifests(Path(config.runs_dir)))
     chosen = choose_nodes_by_name(nodes, call.names, config.runs_dir)
     if config.format == "json":

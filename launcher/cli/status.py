@@ -12,7 +12,6 @@ from launcher.cli.choose_runs import choose_named
 from launcher.cli.verbs import VerbCall
 from launcher.cli.watch_summary import add_watch
 from launcher.config.schema import LaunchConfig
-from launcher.config.validation import FORMATS, check_choice
 from launcher.runs.run_lookup import list_runs
 from launcher.runs.run_status import RunStatus, add_progress, read_status
 from launcher.slurm.notation import fold_hosts
@@ -33,7 +32,6 @@ MOST_RUNS = 1000
 def show_status(call: VerbCall) -> int:
     """Print how the named runs stand, or the newest ones; returns 0. Raises UsageError for an unknown one."""
     config, names = call.config, call.names
-    check_choice("format", config.format, FORMATS)
     paths = choose_named(config, names) if names else choose_newest(Path(config.runs_dir))
     standing = find_run_states(paths)
     runs = [add_watch(add_progress(run)) for run in standing.runs]

@@ -14,7 +14,7 @@ from launcher.cli.choose_runs import choose_live
 from launcher.cli.run_watch import RunWatch, describe_run_state
 from launcher.cli.verbs import VerbCall
 from launcher.config.config_file import read_config_value
-from launcher.config.validation import FORMATS, check_choice, check_minimum
+from launcher.config.validation import check_minimum
 from launcher.errors import UsageError
 from launcher.report.byte_stream import open_stream
 from launcher.runs.run_status import RunStatus
@@ -43,7 +43,6 @@ def show_watch(call: VerbCall) -> int:
     Raises UsageError for a run, or a rank, that there is not.
     """
     config = call.config
-    check_choice("format", config.format, FORMATS)
     check_minimum("rank", 0 if config.rank is None else config.rank, 0)
     path = choose_live(config, call.names, "watch")
     if config.format == "json":

@@ -7,7 +7,6 @@ from launcher.config.cluster import Cluster
 from launcher.config.schema import SLURM_KINDS, LaunchConfig, TorchrunConfig
 from launcher.errors import UsageError
 
-AGENTS = ("auto", "direct", "torchrun", "srun")
 SHARED = ("shutdown_timeout",)
 """Options of `torchrun` that `launch` itself has a use for."""
 PET_TAKEN = (

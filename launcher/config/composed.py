@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from launcher.config.environment_files import write_values
-from launcher.config.schema import LaunchConfig
+from launcher.config.schema import LaunchConfig, settle_words
 from launcher.config.search_path import Sources
 from launcher.config.suggestions import suggest
 from launcher.errors import UsageError
@@ -99,6 +99,7 @@ def resolve(composed: Composed, run_dir: Path | None = None) -> LaunchConfig:
     path.
     """
     config = composed.values.resolve(run_dir)
+    settle_words(config)
     config.env = write_values(config.env)
     config.machine.snapshot = composed.sources.find_beside("machine", config.machine.snapshot)
     if config.cluster.machine is not None:

@@ -5,9 +5,7 @@ from typing import Any
 
 from launcher.config.schema import FitConfig, LaunchConfig, ParallelConfig
 from launcher.errors import UsageError
-from launcher.fit.fit_model import CHECKPOINTING, FRAMEWORKS, OFFLOADS, OPTIMIZERS, PRECISIONS
 
-CHECKS = ("error", "warn", "off")
 LARGEST_COUNT = 10**6
 """GPUs in a group: ten times those of the largest machines."""
 LARGEST_BATCH = 10**9
@@ -35,7 +33,6 @@ def check_parallel(parallel: ParallelConfig) -> None:
         check_whole_number("parallel.dp", parallel.dp, LARGEST_COUNT, auto=True)
     if isinstance(parallel.zero, bool) or str(parallel.zero) not in ZEROS:
         raise UsageError(f"parallel.zero={show(parallel.zero)}: choose from {', '.join(ZEROS)}")
-    check_word("parallel.framework", parallel.framework, ("auto", *FRAMEWORKS))
     if parallel.virtual_stages > 1 and parallel.pp == 1:
         raise UsageError(
             f"parallel.virtual_stages={parallel.virtual_stages} with parallel.pp=1: chunks are of pipeline"
@@ -45,11 +42,6 @@ def check_parallel(parallel: ParallelConfig) -> None:
 
 def check_fit(fit: FitConfig) -> None:
     """Refuse settings of a training that there are not."""
-    check_word("fit.check", fit.check, CHECKS)
-    check_word("fit.precision", fit.precision, ("auto", *PRECISIONS))
-    check_word("fit.optimizer", fit.optimizer, OPTIMIZERS)
-    check_word("fit.checkpointing", fit.checkpointing, ("auto", *CHECKPOINTING))
-    check_word("fit.offload", fit.offload, OFFLOADS)
     for name in ("micro_batch", "accumulation", "seq_len"):
         if getattr(fit, name) != "auto":
             check_whole_number(f"fit.{name}", getattr(fit, name), LARGEST_BATCH, auto=True)
@@ -77,13 +69,6 @@ def check_whole_number(key: str, value: Any, largest: int, *, auto: bool = False
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
         other = ", or auto" if auto else ""
         raise UsageError(f"{key}={show(value)}: give a number of at least 1 and at most {largest}{other}")
-
-
-def check_word(key: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise UsageError for a word that is not one of the choices."""
-    if value not in choices:
-        hint = " (in YAML with quotes)" if value == "False" else ""  # YAML 1.1 reads off as false
-        raise UsageError(f"{key}={show(value)}: choose from {', '.join(choices)}{hint}")
 
 
 def show(value: object) -> str:

@@ -8,18 +8,9 @@ from launcher.errors import UsageError
 if TYPE_CHECKING:
     from launcher.config.schema import PreflightConfig
 
-KINDS = ("auto", "off", "light", "deep")
-ON_FAILURE = ("report", "stop", "exclude")
-
 
 def check_preflight_settings(preflight: "PreflightConfig") -> None:
     """Raise UsageError for settings that mean nothing."""
-    for key, value, choices in (
-        ("kind", preflight.kind, KINDS),
-        ("on_failure", preflight.on_failure, ON_FAILURE),
-    ):
-        if value not in choices:
-            raise UsageError(f"preflight.{key}={value}: choose from {', '.join(choices)}")
     if not all(preflight.paths):
         raise UsageError(f"preflight.paths={','.join(preflight.paths)}: an entry is empty, leave it out")
     if not 0 <= preflight.min_free_gib < math.inf:

@@ -3,11 +3,43 @@
 These are the dataclasses that Hydra checks overrides against. `conf/launch.yaml` builds on them.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 SLURM_KINDS = ("slurm", "allocation")
 """Values of `cluster.kind` with which SLURM starts the nodes."""
+
+
+def one_of(default: str, *others: str) -> Any:  # noqa: ANN401 - stands for a field
+    """Return a field that takes one of these words, and no other."""
+    return field(default=default, metadata={"choices": (default, *others)})
+
+
+def some_of(*words: str) -> Any:  # noqa: ANN401 - stands for a field
+    """Return a field that takes a list of some of these words; all of them by default."""
+    return field(default_factory=lambda: [*words], metadata={"choices": words})
+
+
+def list_choices(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, tuple[str, ...]]]:  # noqa: ANN401
+    """Give each setting with a set of words, its value and the words."""
+    for each in fields(section):
+        value, key = getattr(section, each.name), f"{prefix}{each.name}"
+        if is_dataclass(value):
+            yield from list_choices(value, f"{key}.")
+        elif each.metadata:
+            yield key, value, each.metadata["choices"]
+
+
+def settle_words(section: Any) -> None:  # noqa: ANN401 - any class of the schema
+    """Take false for `off` and true for `on` where a setting has these words, as YAML 1.1 does."""
+    for each in fields(section):
+        value, choices = getattr(section, each.name), each.metadata.get("choices", ())
+        if is_dataclass(value):
+            settle_words(value)
+        for word, meant in (("False", "off"), ("True", "on")):
+            if value == word and meant in choices:
+                setattr(section, each.name, meant)
 
 
 @dataclass
@@ -47,7 +79,7 @@ class RequeueConfig:
 class ContainerConfig:
     """The container that ranks run in; without an image there is none."""
 
-    runtime: str = "pyxis"
+    runtime: str = one_of("pyxis", "apptainer")
     """`pyxis` (srun's --container-* options) or `apptainer`."""
     image: str | None = None
     """The image, in the runtime's notation."""
@@ -63,7 +95,7 @@ class ContainerConfig:
 class ClusterConfig:
     """Where the job runs. SLURM's options have SLURM's names; null leaves an option to SLURM."""
 
-    kind: str = "auto"
+    kind: str = one_of("auto", "local", "slurm", "allocation", "manual")
     """`auto`, `local` (this machine), `slurm` (sbatch), `allocation` (a step in the SLURM job that launch
     runs in) or `manual` (one node of a job that is started by hand on each node)."""
     partition: str | None = None
@@ -117,8 +149,7 @@ class ClusterConfig:
 class BindingConfig:
     """How ranks are placed on cores."""
 
-    policy: str = "exclusive"
-    """`exclusive`, `numa`, `socket`, `l3` or `none`."""
+    policy: str = one_of("exclusive", "numa", "socket", "l3", "none")
     strict: bool = False
     """If the placement falls short of the policy: true ends the job, false warns."""
     reserve_cores: int = 0
@@ -151,8 +182,7 @@ class DataloaderConfig:
 class GcConfig:
     """Garbage collection in the ranks. Steps are steps of the optimizer."""
 
-    policy: str = "synchronized"
-    """`synchronized`, `disabled`, `frozen` or `default`."""
+    policy: str = one_of("synchronized", "disabled", "frozen", "default")
     warmup: int = 30
     """Steps after which objects are frozen (`synchronized`, `frozen`)."""
     every: int = 50
@@ -198,8 +228,7 @@ class MachineConfig:
 class LogsConfig:
     """What the console shows of the ranks' output. The run directory has all of it."""
 
-    console: str = "rank0"
-    """`rank0`, `all` or `none`."""
+    console: str = one_of("rank0", "all", "none")
     tail: int = 20
     """How many lines of the first failed rank's log the final message shows."""
 
@@ -243,7 +272,7 @@ class WatchConfig:
     hang_seconds: Any = "auto"
     """Seconds without any activity of a rank that others wait for, after which it is a hang; `auto`: 60, or
     three times the longest pause so far. Three times as long if nobody waits, ten times if it works."""
-    on_hang: str = "report"
+    on_hang: str = one_of("report", "restart", "stop")
     """`report`; `restart` (the ranks are killed and start again, as often as `restarts` says, 3 times if that
     is not set); or `stop` (the job ends with exit code 124, under SLURM as the class `hang` of
     cluster.requeue)."""
@@ -266,11 +295,9 @@ class NotifyConfig:
 
     url: str | None = None
     """Gets a POST with JSON when the job starts, hangs, recovers, fails or ends."""
-    format: str = "auto"
+    format: str = one_of("auto", "json", "slack")
     """`json`, `slack`, or `auto`: Slack's form for hooks.slack.com."""
-    events: list[str] = field(
-        default_factory=lambda: ["start", "hang", "recover", "straggler", "fail", "end"]
-    )
+    events: list[str] = some_of("start", "hang", "recover", "straggler", "fail", "end")  # noqa: RUF009
     """Which of these to tell."""
     ping_url: str | None = None
     """Gets a GET every `ping_interval` seconds as long as steps are made, for a service that misses them."""
@@ -298,8 +325,8 @@ class ParallelConfig:
     zero: Any = "auto"
     """What is sharded over the replicas: 0 nothing, 1 optimizer states, 2 gradients too, 3 (or `fsdp`)
     weights too."""
-    framework: str = "auto"
-    """`ddp`, `fsdp`, `zero` (DeepSpeed), `megatron`, or `auto`."""
+    framework: str = one_of("auto", "ddp", "fsdp", "zero", "megatron")
+    """`zero` is DeepSpeed."""
     shard_size: int | None = None
     """GPUs over which states are sharded; null is all replicas."""
     sequence_parallel: bool = True
@@ -315,17 +342,16 @@ class FitConfig:
     `auto` is what the options of the bundled program say.
     """
 
-    check: str = "error"
+    check: str = one_of("error", "warn", "off")
     """`error`: a job of the bundled program that cannot fit its GPUs is refused; `warn`; `off`. Another
     program is never refused, nor is a job on CPUs."""
-    precision: str = "auto"
-    """`fp32`, `bf16`, `mixed` (bf16 with fp32 weights), `fp8`, or `auto`."""
-    optimizer: str = "adamw"
-    """`adamw`, `adamw8bit`, `adafactor`, `lion`, `sgd` or `muon`."""
-    checkpointing: str = "auto"
-    """Activation checkpointing: `none`, `selective`, `full`, or `auto`."""
-    offload: str = "none"
-    """What is kept in CPU memory: `none`, `optimizer`, `parameters` (and optimizer)."""
+    precision: str = one_of("auto", "fp32", "bf16", "mixed", "fp8")
+    """`mixed` is bf16 with fp32 weights."""
+    optimizer: str = one_of("adamw", "adamw8bit", "adafactor", "lion", "sgd", "muon")
+    checkpointing: str = one_of("auto", "none", "selective", "full")
+    """Activation checkpointing."""
+    offload: str = one_of("none", "optimizer", "parameters")
+    """What is kept in CPU memory; with `parameters`, the optimizer too."""
     micro_batch: Any = "auto"
     """Sequences of a replica in a micro-step."""
     accumulation: Any = "auto"
@@ -351,9 +377,9 @@ class FitConfig:
 class PreflightConfig:
     """Checks of every node before the program starts."""
 
-    kind: str = "auto"
+    kind: str = one_of("auto", "off", "light", "deep")
     """`off`; `light` (10 s at most); `deep` (60 s); `auto`: light for SLURM jobs with GPUs, else off."""
-    on_failure: str = "report"
+    on_failure: str = one_of("report", "stop", "exclude")
     """If a node is sick: `report` it and go on; `stop` (exit code 3); `exclude`: go on without it if the job
     may have fewer nodes or has spare ones, else requeue without it."""
     paths: list[str] = field(default_factory=list)
@@ -368,14 +394,13 @@ class PreflightConfig:
 class StartConfig:
     """How ranks of `agent=direct` come to run."""
 
-    warm: str = "auto"
+    warm: str = one_of("auto", "off")
     """`auto`: fork the ranks of a Python program that uses torch from a process that has imported it, if the
     program then runs as it would by itself; `off`: exec each rank's interpreter."""
     preload: list[str] = field(default_factory=list)
     """Further modules that this process imports before the ranks are forked, such as `transformers`."""
-    read_ahead: str = "auto"
-    """Read torch's files into the page cache before the ranks ask for them: `auto` (if they are not there),
-    `on` or `off`."""
+    read_ahead: str = one_of("auto", "on", "off")
+    """Read torch's files into the page cache before the ranks ask for them; `auto`: if they are not there."""
 
 
 @dataclass
@@ -398,10 +423,10 @@ class LaunchConfig:
     """The number of this node, for `cluster=manual`."""
     rdzv_endpoint: str | None = None
     """HOST:PORT of the rendezvous, on the node with `node_rank=0`, for `cluster=manual`."""
-    devices: str = "all"
+    devices: str = one_of("all", "own", "spread")
     """`all`: every rank sees the job's GPUs, and rank N uses GPU N. `own`: each rank sees its own GPU alone.
     `spread`: if ranks are fewer than GPUs, all ranks see as many GPUs, spread over packages and NICs."""
-    agent: str = "auto"
+    agent: str = one_of("auto", "direct", "torchrun", "srun")
     """What starts the ranks: `direct` (launch itself), `torchrun`, or in a SLURM job `srun` (each rank is a
     task). `auto` is `direct`, and `torchrun` for elastic jobs, for `cluster=manual`, and if options of
     torchrun are set."""
@@ -416,15 +441,15 @@ class LaunchConfig:
     """`launch cancel` does not ask; `launch tune` replaces a file that it did not write."""
     dry_run: bool = False
     """Show the plan and the command, and start nothing."""
-    format: str = "table"
-    """What `launch plan`, `topo`, `doctor`, `status`, `watch` and `tune` print: `table` or `json`."""
+    format: str = one_of("table", "json")
+    """What `launch plan`, `topo`, `doctor`, `status`, `watch` and `tune` print."""
     explain: bool = False
     """Say for each rank why it runs where it does, and list its variables."""
     save: str | None = None
     """The file for a snapshot of the machine (`launch topo`), or for the choice (`launch tune`)."""
     image: str | None = None
     """The file for a picture of the machine and its ranks (`launch topo`): `FILE.svg` or `FILE.png`."""
-    objective: str = "loss"
+    objective: str = one_of("loss", "file")
     """What a sweeper such as Optuna optimizes. `loss`: the last loss that rank 0 prints. `file`: the number
     (or numbers) that the program writes to RUN_DIR/objective.txt."""
     env: dict[str, Any] = field(default_factory=dict)

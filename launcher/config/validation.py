@@ -11,27 +11,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from launcher.config.agent_choice import AGENTS
 from launcher.config.allocator_options import HOSTS, read_host
 from launcher.config.cluster import Cluster
 from launcher.config.request import make_request, parse_nproc
-from launcher.config.schema import SLURM_KINDS, FitConfig, LaunchConfig, ParallelConfig, PreflightConfig
+from launcher.config.schema import (
+    SLURM_KINDS,
+    FitConfig,
+    LaunchConfig,
+    ParallelConfig,
+    PreflightConfig,
+    list_choices,
+)
 from launcher.config.search_path import Sources
 from launcher.errors import UsageError
-from launcher.plan.gc_policy import GC_POLICIES
 from launcher.plan.planner import check_request
-from launcher.plan.rules import DEVICES
 from launcher.runs.secrets import MASK, mask_text
 
-CONSOLES = ("rank0", "all", "none")
-RUNTIMES = ("pyxis", "apptainer")
-FORMATS = ("table", "json")
-ON_HANG = ("report", "restart", "stop")
 MIN_INTERVAL, MAX_INTERVAL = 0.5, 3600.0
 """Seconds between two reports of a node."""
-OBJECTIVES = ("loss", "file")
-NOTIFY_FORMATS = ("auto", "json", "slack")
-NOTIFY_EVENTS = ("start", "hang", "recover", "straggler", "fail", "end")
 MAX_WORKERS = 1024
 """DataLoader workers of a rank: more than a node has cores; a slip of the finger must not be planned."""
 MAX_BATCH = 1 << 24
@@ -114,12 +111,10 @@ def check_variables(context: Context) -> None:
 
 
 def check_choices(context: Context) -> None:
-    """Refuse a value that is not one of a key's choices."""
-    config = context.config
-    check_choice("logs.console", config.logs.console, CONSOLES)
-    check_choice("devices", config.devices, DEVICES)
-    check_choice("agent", config.agent, AGENTS)
-    check_choice("objective", config.objective, OBJECTIVES)
+    """Refuse a word that is not one of those that the schema has for a setting."""
+    for key, value, choices in list_choices(context.config):
+        for word in value if isinstance(value, list) else [value]:
+            check_choice(key, word, choices)
 
 
 def check_name(context: Context) -> None:
@@ -185,8 +180,7 @@ def check_own_machine(context: Context) -> None:
 
 
 def check_gc(context: Context) -> None:
-    """Refuse a policy or steps of garbage collection that mean nothing."""
-    check_choice("gc.policy", context.config.gc.policy, tuple(GC_POLICIES))
+    """Refuse steps of garbage collection that mean nothing."""
     check_minimum("gc.warmup", context.config.gc.warmup, 0)
     check_minimum("gc.every", context.config.gc.every, 0)
 
@@ -199,11 +193,6 @@ def check_host(context: Context) -> None:
 def check_placement(context: Context) -> None:
     """Refuse values that no node could plan, before a job waits in a queue with them."""
     check_request(make_request(context.config, {}))
-
-
-def check_format(context: Context) -> None:
-    """Refuse an unknown format."""
-    check_choice("format", context.config.format, FORMATS)
 
 
 SAVING = (("launch tune", "save"), ("launch report", "save"))
@@ -350,15 +339,13 @@ def check_node_order(context: Context, cluster: Cluster) -> None:
 
 
 def check_container(context: Context, cluster: Cluster) -> None:
-    """Refuse a container if no srun starts the ranks in it, and an unknown runtime."""
+    """Refuse a container if no srun starts the ranks in it."""
     container = context.config.cluster.container
     if container.image and cluster.kind not in ("slurm", "allocation"):
         raise UsageError(
             f"cluster.container.image={container.image}, but the ranks run here ({cluster.why}): set"
             " cluster=slurm, or start launch in the container"
         )
-    if cluster.kind == "slurm":
-        check_choice("cluster.container.runtime", container.runtime, RUNTIMES)
 
 
 def check_times(context: Context, cluster: Cluster) -> None:
@@ -409,14 +396,11 @@ def check_root(context: Context, cluster: Cluster) -> None:
 
 
 def check_notify(context: Context) -> None:
-    """Refuse addresses to which nothing can be posted, without showing them, and events that do not exist."""
+    """Refuse addresses to which nothing can be posted, without showing them."""
     notify = context.config.notify
     for key, url in (("url", notify.url), ("ping_url", notify.ping_url)):
         if url is not None and not is_http(url):
             raise UsageError(f"notify.{key} is no address that begins with http:// or https://")
-    check_choice("notify.format", notify.format, NOTIFY_FORMATS)
-    for event in notify.events:
-        check_choice("notify.events", event, NOTIFY_EVENTS)
     if notify.ping_interval < 1:
         raise UsageError(f"notify.ping_interval={notify.ping_interval:g}: give at least 1 (seconds)")
 
@@ -434,7 +418,6 @@ def is_http(url: str) -> bool:
 def check_watch(context: Context) -> None:
     """Refuse settings of `watch` that mean nothing."""
     watch = context.config.watch
-    check_choice("watch.on_hang", watch.on_hang, ON_HANG)
     seconds = watch.hang_seconds
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     if seconds != "auto" and not (is_number and 1 <= seconds < math.inf):
@@ -476,7 +459,7 @@ def check_minimum(key: str, value: int, minimum: int) -> None:
 
 PLAN_CHECKS = (
     check_output_files,
-    check_format,
+    check_choices,
     check_workers,
     check_gc,
     check_host,
@@ -484,7 +467,7 @@ PLAN_CHECKS = (
     check_preflight,
 )
 """For a verb that plans a node; the planner checks what is its own."""
-TOPO_CHECKS = (check_texts, check_format, check_workers, check_gc, check_host)
+TOPO_CHECKS = (check_texts, check_choices, check_workers, check_gc, check_host)
 """For `launch topo`, which writes files."""
 JOB_CHECKS = (
     check_texts,
@@ -503,7 +486,6 @@ JOB_CHECKS = (
     check_fit_values,
     check_preflight,
     check_placement,
-    check_format,
     check_output_files,
 )
 """For what runs a program."""

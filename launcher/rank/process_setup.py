@@ -36,14 +36,17 @@ def reset_signals(*, is_launched: bool) -> None:
             _signal.signal(number, _signal.SIG_DFL)
 
 
-def end_with_parent() -> None:
+def end_with_parent(parent: int) -> None:
     """Ask for SIGTERM when the parent dies, killed or not; it holds over exec (prctl(2)).
 
-    A kernel that refuses leaves the rank to the agent's own shutdown. Raises ImportError, OSError.
+    `parent` is its PID; one that has died before is no parent any more, and this process ends. A kernel that
+    refuses leaves the rank to the agent's own shutdown. Raises ImportError, OSError.
     """
     import ctypes
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(_signal.SIGTERM), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(128 + _signal.SIGTERM)
 
 
 def take_terminal(text: str) -> None:

@@ -43,24 +43,28 @@ def redirect_output(run_dir: str, identity: Identity) -> None:
         os.close(folder)
 
 
-def write_records(run_dir: str, identity: Identity, entry: PlanEntry, applied: AppliedPlacement) -> None:
+def write_records(
+    run_dir: str, identity: Identity, entry: PlanEntry, applied: AppliedPlacement, environ: dict[str, str]
+) -> None:
     """Write `rank-N.applied.json`, and the node's plan if this rank keeps it; raises OSError."""
     folder = open_own(run_dir)
     try:
-        record = make_applied_record(identity, entry, applied)
+        record = make_applied_record(identity, entry, applied, name_host(environ))
         write_whole(folder, name_applied_file(identity.rank), dump_json(record).encode() + b"\n")
         if entry.plan is not None:
-            name = name_plan_file(name_host(os.environ))
+            name = name_plan_file(name_host(environ))
             write_whole(folder, name, dump_json(entry.plan).encode() + b"\n")
     finally:
         os.close(folder)
 
 
-def make_applied_record(identity: Identity, entry: PlanEntry, applied: AppliedPlacement) -> dict[str, object]:
+def make_applied_record(
+    identity: Identity, entry: PlanEntry, applied: AppliedPlacement, host: str
+) -> dict[str, object]:
     """Return the record of one rank; `pid` stays the program's, since the shim execs."""
     return {
         "schema": 1,
-        "host": name_host(os.environ),
+        "host": host,
         "rank": identity.rank,
         "local_rank": identity.local_rank,
         "attempt": identity.attempt,

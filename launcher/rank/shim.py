@@ -9,6 +9,7 @@ from launcher.protocol import (
     LAUNCH_FIT,
     LAUNCH_MEMORY,
     LAUNCH_NUM_WORKERS,
+    LAUNCH_PARENT,
     LAUNCH_PLAN,
     LAUNCH_QUIET,
     LAUNCH_RANK_PLAN,
@@ -40,6 +41,7 @@ from launcher.rank.process_setup import (
 from launcher.rank.rank_record import describe_line, redirect_output, shorten_text, write_records
 
 REMOVED = (
+    LAUNCH_PARENT,
     LAUNCH_PLAN,
     LAUNCH_RECORD_DIR,
     LAUNCH_ATTEMPT,
@@ -105,7 +107,7 @@ def prepare_rank(argv: list[str], environ: dict[str, str]) -> tuple[list[str], i
     if status:
         return argv, status
     if environ.get(LAUNCH_RECORD_DIR):
-        attach_run(identity, environ[LAUNCH_RECORD_DIR])
+        attach_run(identity, environ[LAUNCH_RECORD_DIR], environ)
     try:
         argv = place_rank(identity, environ, argv)
     except Exception as error:  # whatever goes wrong here, a job that would have run without us still runs
@@ -157,17 +159,17 @@ def find_rank_variables(identity: Identity, environ: dict[str, str]) -> tuple[di
     return {**read, **choose_master(environ)} if read else {}, 0
 
 
-def attach_run(identity: Identity, run_dir: str) -> None:
+def attach_run(identity: Identity, run_dir: str, environ: dict[str, str]) -> None:
     """Tie the rank's life to its agent's, and send its output to its log files."""
     try:
-        end_with_parent()
+        end_with_parent(read_number(environ, LAUNCH_PARENT, os.getppid()))
     except (ImportError, OSError) as error:
         print_notice(f"rank {identity.rank} may outlive its agent ({error})")
     try:
         redirect_output(run_dir, identity)
     except OSError as error:
         print_notice(f"rank {identity.rank} has no log files ({error}): its output goes to the agent's log")
-    if terminal := os.environ.get(LAUNCH_TERMINAL):
+    if terminal := environ.get(LAUNCH_TERMINAL):
         try:
             take_terminal(terminal)
             identity.has_terminal = True
@@ -199,7 +201,7 @@ def place_rank(identity: Identity, environ: dict[str, str], argv: list[str]) -> 
             )
     if run_dir := environ.get(LAUNCH_RECORD_DIR):
         try:
-            write_records(run_dir, identity, entry, applied)
+            write_records(run_dir, identity, entry, applied, environ)
         except OSError as error:
             print_notice(f"rank {identity.rank}: there is no record of what was applied ({error})")
     return argv

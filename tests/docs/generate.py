@@ -33,7 +33,9 @@ def list_keys(classes: Mapping[str, ast.ClassDef], name: str) -> Iterator[tuple[
     for at, node in enumerate(body):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             after = body[at + 1] if at + 1 < len(body) else None
-            yield node.target.id, ast.unparse(node.annotation), render_default(node.value), read_text(after)
+            kind = ast.unparse(node.annotation)
+            shown = kind if kind in classes else render_type(kind, node.value)
+            yield node.target.id, shown, render_default(node.value), read_text(after)
 
 
 def read_text(node: ast.stmt | None) -> str:
@@ -45,6 +47,8 @@ def read_text(node: ast.stmt | None) -> str:
 
 def render_default(value: ast.expr | None) -> str:
     """A default as YAML has it."""
+    if words := list_words(value):
+        return f"`{words[0]}`" if is_one(value) else f"`[{', '.join(words)}]`"
     if isinstance(value, ast.Call):
         factory = value.keywords[0].value
         text = {"list": "[]", "dict": "{}"}.get(ast.unparse(factory), "")
@@ -54,12 +58,26 @@ def render_default(value: ast.expr | None) -> str:
     return f"`{text or repr('')}`"
 
 
-def render_type(annotation: str) -> str:
+def list_words(value: ast.expr | None) -> list[str]:
+    """The words of a field that takes no others."""
+    if not isinstance(value, ast.Call) or ast.unparse(value.func) not in ("one_of", "some_of"):
+        return []
+    return [str(word.value) for word in value.args if isinstance(word, ast.Constant)]
+
+
+def is_one(value: ast.expr | None) -> bool:
+    """Whether a field takes one of its words, rather than a list of some."""
+    return isinstance(value, ast.Call) and ast.unparse(value.func) == "one_of"
+
+
+def render_type(annotation: str, value: ast.expr | None) -> str:
     """A field's type in words."""
+    if words := list_words(value):
+        return ("" if is_one(value) else "list of ") + ", ".join(f"`{word}`" for word in words)
     optional = annotation.endswith(" | None")
     base = annotation.removesuffix(" | None")
-    words = {"list[str]": "list", "list[int]": "list of numbers", "dict[str, Any]": "mapping"}
-    return (words.get(base) or SIMPLE[base]) + (" or null" if optional else "")
+    lists = {"list[str]": "list", "list[int]": "list of numbers", "dict[str, Any]": "mapping"}
+    return (lists.get(base) or SIMPLE[base]) + (" or null" if optional else "")
 
 
 def render_keys(classes: Mapping[str, ast.ClassDef], name: str, prefix: str) -> Iterator[str]:
@@ -76,7 +94,7 @@ def render_keys(classes: Mapping[str, ast.ClassDef], name: str, prefix: str) -> 
             continue
         path = f"{prefix}.{key}" if prefix else key
         shown = f"[`{key}=`](#groups)" if path in GROUPS else default
-        lines.append(f"| `{path}` | {render_type(kind)} | {shown} | {escape(meaning)} |")
+        lines.append(f"| `{path}` | {kind} | {shown} | {escape(meaning)} |")
     yield "\n".join(lines)
     for key, kind in inner:
         yield from render_keys(classes, kind, f"{prefix}.{key}" if prefix else key)
