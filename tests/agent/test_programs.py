@@ -20,7 +20,7 @@ SMOKE = (
     *("files: return", "files: error", "files: handler", "files: fork, gc=frozen"),
     *("a vendored module that it puts first", "threads set before the import"),
 )
-WAYS = {"exec": ("start.warm=off",), "forked": ("start.warm=auto",)}
+WAYS = {"exec": ("start.warm=off",), "forked": ()}
 PEER = """
 import json, os, subprocess, sys
 STREAMS = ("stdin", "stdout", "stderr")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.config.cluster import Cluster
-from launcher.config.schema import TorchrunConfig
+from launcher.config.schema import LaunchConfig, TorchrunConfig, list_choices
 from launcher.config.validation import check_agent_options
 from launcher.errors import UsageError
 from tests.conftest import Result
@@ -53,13 +53,26 @@ def test_spare_nodes_that_nothing_could_use(
     [
         ("gc.every=-1", "give a number of at least 0"),
         ("dataloader.worker_gib=-3", "give 0 or more"),
-        ("binding.policy=x", "use one of exclusive"),
+        ("binding.policy=x", "choose from exclusive"),
     ],
 )
 def test_what_no_node_could_plan_does_not_go_into_the_queue(
     launch: Callable[..., Result], word: str, fix: str
 ) -> None:
     launch("cluster=slurm", "nodes=2", "dry_run=true", word, "--", "true").assert_error(2, fix)
+
+
+def test_a_setting_with_a_set_of_words_takes_no_other(launch: Callable[..., Result]) -> None:
+    settings = list(list_choices(LaunchConfig()))
+    assert {"start.warm", "agent", "watch.on_hang", "notify.events"} <= {key for key, _, _ in settings}
+    for key, value, words in settings:
+        given = f"{key}=[{words[0]},foo]" if isinstance(value, list) else f"{key}=foo"
+        refused = f"{key}=foo: choose from {', '.join(words)}"
+        launch(given, "dry_run=true", "--", "true").assert_error(2, refused)
+    launch("start.warm=no", "dry_run=true", "--", "true").assert_error(2, "start.warm=no: choose from auto, off")
+    launch("status", "format=xml").assert_error(2, "format=xml: choose from table, json")
+    for word in ("start.warm=false", "start.read_ahead=true", "fit.check=false"):
+        assert launch(word, "dry_run=true", "--", "true").code == 0
 
 
 def make_cluster(low: int, high: int) -> Cluster:
