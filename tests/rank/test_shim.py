@@ -239,6 +239,19 @@ def test_numbers_come_from_one_launcher(
     assert (found.rank, found.local_rank, found.local_world_size) == expected
 
 
+def test_a_rank_whose_starter_has_died_before_it_could_be_tied_to_it_does_not_run(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    (tmp_path / "logs" / "0").mkdir(parents=True, mode=0o700)
+    run = {"LAUNCH_RECORD_DIR": str(tmp_path), "LAUNCH_ATTEMPT": "0", "LAUNCH_QUIET": "1"}
+    ran = tmp_path / "ran"
+    assert (
+        run_shim("touch", str(ran), LAUNCH_PARENT=str(os.getppid()), **run).returncode == 128 + signal.SIGTERM
+    )
+    assert not ran.exists()
+    assert run_shim("touch", str(ran), LAUNCH_PARENT=str(os.getpid()), **run).returncode == 0
+    assert ran.exists()
+
+
 def test_the_line_says_what_the_variables_come_to(tmp_path: Path) -> None:
     env = {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
