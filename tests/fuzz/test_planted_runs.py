@@ -274,7 +274,7 @@ def write_rank(path: Path) -> None:
     share = PlanEntry(entry)
     applied = object.__new__(AppliedPlacement)
     applied.cpus, applied.nodes, applied.policy, applied.problems = frozenset({0}), frozenset(), "default", []
-    write_records(str(path), identity, share, applied)
+    write_records(str(path), identity, share, applied, dict(os.environ))
     at = open_below(str(path), "logs", "0")
     try:
         for ending in ("out", "err"):

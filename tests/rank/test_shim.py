@@ -244,11 +244,10 @@ def test_a_rank_whose_starter_has_died_before_it_could_be_tied_to_it_does_not_ru
     (tmp_path / "logs" / "0").mkdir(parents=True, mode=0o700)
     run = {"LAUNCH_RECORD_DIR": str(tmp_path), "LAUNCH_ATTEMPT": "0", "LAUNCH_QUIET": "1"}
     ran = tmp_path / "ran"
-    assert (
-        run_shim("touch", str(ran), LAUNCH_PARENT=str(os.getppid()), **run).returncode == 128 + signal.SIGTERM
-    )
+    orphan = run_shim("touch", str(ran), preexec=None, LAUNCH_PARENT=str(os.getppid()), **run)
+    assert orphan.returncode == 128 + signal.SIGTERM
     assert not ran.exists()
-    assert run_shim("touch", str(ran), LAUNCH_PARENT=str(os.getpid()), **run).returncode == 0
+    assert run_shim("touch", str(ran), preexec=None, LAUNCH_PARENT=str(os.getpid()), **run).returncode == 0
     assert ran.exists()
 
 
