@@ -85,7 +85,10 @@ def forget_folder(ran: Ran, folder: Path) -> Ran:
 def read_files(folder: Path) -> dict[str, bytes]:
     """Return what a run has left, by path."""
     paths = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+    return {
+        str(path.relative_to(folder)): path.read_bytes().replace(os.fsencode(folder), b"FOLDER")
+        for path in paths
+    }
 
 
 def run_by_torchrun(programs: Sequence[Program], folder: Path) -> list[Left]:
