@@ -1,5 +1,6 @@
 """Jobs whose attempt starts or ends while slurmctld is away, on a real SLURM."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,8 @@ if "SLURM_RESTART_COUNT" not in os.environ:
 
 @contextmanager
 def controller_away(sandbox: Sandbox, run: Run, words: str) -> Iterator[None]:
-    """Have slurmctld away until the batch script says something of it."""
+    """Kill slurmctld, once it has saved the job's start, until the batch script says something of it."""
+    time.sleep(10)
     sandbox.break_it("kill", "slurmctld")
     try:
         yield
