@@ -24,6 +24,8 @@ SIGNAL_HINTS = {
     signal.SIGSEGV: "a crash in native code: PYTHONFAULTHANDLER=1 shows where",
     signal.SIGABRT: "aborted: often a CUDA assertion, or a collective that ran into its timeout",
 }
+MISMATCH = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+"""What gloo says of a message that is larger than the operation it is for (transport/tcp/pair.cc)."""
 EXIT_HINTS = {
     os.EX_TEMPFAIL: "EX_TEMPFAIL: it asks for another start",
     126: "the program cannot be executed",
@@ -45,6 +47,15 @@ def describe_exit(exitcode: int, memory: str = "") -> str:
     if number == signal.SIGKILL and not memory and seconds != resource.RLIM_INFINITY:
         hint = f"after {seconds} s of CPU time (`ulimit -t`), or for want of memory: see `dmesg`"
     return f"was killed by {number.name} (signal {number:d})" + (f", {hint}" if hint else "")
+
+
+def explain_lines(lines: Sequence[str]) -> str:
+    """Return why a process ended as its last lines have it, if its exit alone would mislead; else nothing."""
+    found = next((match for line in reversed(lines) if (match := MISMATCH.search(line))), None)
+    if found is None:
+        return ""
+    sizes = f"another rank sent {found[1]} bytes where {found[2]} were due"
+    return f"ranks have called different collectives as one, or one with different shapes: {sizes}"
 
 
 def explain_status(code: int) -> str:

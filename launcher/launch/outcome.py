@@ -9,7 +9,13 @@ from launcher.config.schema import SLURM_KINDS
 from launcher.errors import EXIT_HANG, EXIT_MACHINE
 from launcher.launch.agent import ENDED
 from launcher.launch.end_notice import post_end
-from launcher.launch.failure import describe_exit, find_failure, list_clean_exits, select_last_start
+from launcher.launch.failure import (
+    describe_exit,
+    explain_lines,
+    find_failure,
+    list_clean_exits,
+    select_last_start,
+)
 from launcher.launch.job import Job
 from launcher.launch.monitor import RankMonitor
 from launcher.launch.processes import Death, RankProcess
@@ -172,7 +178,8 @@ def describe_failure(monitor: RankMonitor, outcome: JobOutcome) -> RankFailure |
         death.process.local_rank,
         death.time,
         death.exitcode,
-        describe_exit(death.exitcode, outcome.memory) + (f": {error}" if error else ""),
+        describe_exit(death.exitcode, outcome.memory or explain_lines(lines))
+        + (f": {error}" if error else ""),
         log,
         tuple(lines),
         death.process.attempt,

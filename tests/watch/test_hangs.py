@@ -47,3 +47,21 @@ def test_the_console_names_the_rank_the_collective_and_the_line(tmp_path: Path) 
     assert json.loads((folder / "verdict.json").read_text())["verdict"]["ranks"] == [1]
     stacks = [file.read_text() for file in folder.iterdir() if file.suffix == ".txt"]
     assert any("read_shard" in text for text in stacks)
+
+
+MISMATCH = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.zeros(1000 if dist.get_rank() else 3))
+"""
+
+
+def test_a_mismatch_that_gloo_ends_itself_is_named(tmp_path: Path) -> None:
+    words = ("nproc_per_node=2", "binding=none", "--", write_program(tmp_path, MISMATCH))
+    with start(tmp_path, *words) as job:
+        assert job.wait(120), job.read()
+        (told,) = (text for text in job.read().splitlines() if " failed first: " in text)
+    assert "SIGABRT (signal 6), ranks have called different collectives as one, or one with" in told
+    assert "bytes where " in told and "CUDA" not in told
