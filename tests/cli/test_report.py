@@ -1,5 +1,6 @@
 """`launch report`: which run, where the page goes, and what it says of runs of all kinds."""
 
+import json
 import os
 import stat
 import sys
@@ -46,7 +47,13 @@ def test_a_real_run(tmp_path: Path) -> None:
     text = page.read_text()
     for part in ("2 ranks on", "It has succeeded", "step 3/3", "as planned", "***", "<svg"):
         assert part in text, part
-    assert "hunter" not in text
+    assert "hunter" not in text and text.count("<td>yes</td>") == 2
+    record = run / "rank-1.applied.json"
+    refused = {**json.loads(record.read_text()), "problems": ["set_mempolicy is not permitted"]}
+    record.write_text(json.dumps(refused))
+    assert run_outside(["report"], tmp_path).code == 0
+    text = page.read_text()
+    assert (text.count("<td>yes</td>"), text.count("<td>no</td>")) == (1, 1)
 
 
 def test_without_a_run(launch: Launch, here: Path) -> None:

@@ -130,6 +130,20 @@ def test_one_rank_without_a_gpu_has_no_columns_of_gpus_nodes_and_nics() -> None:
     assert draw(open_screen(snapshot), 80, 11) == ONE_RANK
 
 
+def test_steps_that_are_printed_are_no_steps_of_the_optimizer() -> None:
+    """A loop without an optimizer prints its steps, and the hook counts none, or others."""
+    for counted, told, column in ((0, "step 120/400  ", False), (25, "step 120/400 printed  ", True)):
+        snapshot = make_snapshot(1, 2, slow=None)
+        (view,) = snapshot.nodes
+        ranks = tuple(replace(rank, step=counted) for rank in view.report.ranks)
+        shown = draw(
+            open_screen(replace(snapshot, nodes=(replace(view, report=replace(view.report, ranks=ranks)),))),
+            100,
+            12,
+        )
+        assert told in shown and (" step " in shown.split("rank", 2)[-1]) == column, shown
+
+
 def test_a_thousand_nodes_have_a_row_each() -> None:
     snapshot = make_snapshot(1000, 8, slow=77)
     assert snapshot.job

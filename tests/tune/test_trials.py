@@ -161,7 +161,7 @@ def test_a_file_of_the_user_s_is_kept(launch: Launch, here: Path) -> None:
 
 def test_the_file_is_an_option_and_is_replaced(launch: Launch, here: Path) -> None:
     trials = [Trial(0, 1, 0.9, 15), Trial(5, 4, 0.1, 20, 3000), Trial(9, failure="no\nroom")]
-    origin = "train.py --a 'b\nnum_workers: 99', 2 ranks"
+    origin = "train.py --a 'b\nnum_workers: 99\rnum_workers: 98', 2 ranks"
     target = check_override(None, replaces=False)
     save_override(target, render_override(trials, trials[1], DataloaderConfig(), name=target, origin=origin))
     assert check_override(None, replaces=False) == target
