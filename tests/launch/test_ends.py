@@ -120,9 +120,8 @@ def test_a_full_disk_is_the_cause(tmp_path: Path) -> None:
             assert started.wait() == 1
             (path,) = disk.glob("*/*")
         told = f"the run directory's disk is full ({path})"
-        assert (
-            f"launch: {told}\n" in started.read() and "failed first: it exited with code 1" in started.read()
-        )
+        said = started.read()
+        assert f"launch: {told}\n" in said and f"rank 0 on {HOST} " in said and "exited with code 1" in said
         assert json.loads((path / "manifest.json").read_text())["outcome"]["events"] == [told]
         shown = run_status(tmp_path)
         assert shown["state"] == "failed" and str(shown["reason"]).startswith(told)

@@ -99,7 +99,7 @@ def test_program_that_cannot_be_executed(tmp_path: Path) -> None:
     broken.chmod(0o755)
     with start(tmp_path, "--", "./broken") as started:
         assert started.wait() == 127
-    assert "failed first" in started.read()
+    assert f"rank 0 on {socket.gethostname()} exited with code 127" in started.read()
     assert "no such program" in started.read()
 
 

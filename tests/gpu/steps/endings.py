@@ -38,7 +38,7 @@ def try_exit(context: Context) -> None:
     """The program's exit code is launch's, and the rank's line says what was applied."""
     ended = start(context, "exit")
     context.record.check("an exit code passes through", ended.code == STATUS, str(ended.code))
-    said = "failed first: it exited with code 7"
+    said = " exited with code 7"
     context.record.check("the rank that failed is named", said in ended.err, ended.err[-300:])
     lines = [line for line in ended.err.splitlines() if "launch-rank: rank 0" in line]
     context.record.check("the shim prints its line", len(lines) == 1, ended.err[:300])
@@ -63,9 +63,7 @@ def judge_error(context: Context, ending: str) -> None:
     ended = start(context, ending)
     # A device-side assert may end the interpreter by SIGABRT.
     context.record.check(f"{ending}: a failure's exit code", ended.code in (1, 134), str(ended.code))
-    context.record.check(
-        f"{ending}: the rank is named", "(local rank 0) failed first" in ended.err, ended.err[-300:]
-    )
+    context.record.check(f"{ending}: the rank is named", "launch: rank 0 on " in ended.err, ended.err[-300:])
     words = ERRORS[ending][context.cpu]
     context.record.check(f"{ending}: `{words}` is shown", words in ended.err, ended.err[-800:])
 
