@@ -68,7 +68,7 @@ class Rows(Dataset[torch.Tensor]):
         return 10_000
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        while index == self.fatal and self.hang == "worker-loop":
+        while index == self.fatal and self.hang == "worker-loop":  # HANG HERE worker-loop
             index += 0  # HANG HERE worker-loop
         if index == self.fatal:
             time.sleep(HOURS)  # HANG HERE worker-stuck eval-sleep
