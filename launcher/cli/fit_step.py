@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import time
@@ -35,15 +36,16 @@ TICK = 0.2
 GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 CAPABILITIES = (
-    (("gb300", "b300", "gb200", "b200", "blackwell"), (10, 0)),
-    (("gh200", "h200", "h100", "h800", "h20"), (9, 0)),
-    (("l40", "l4", "ada", "4090", "4080", "4070"), (8, 9)),
-    (("a10", "a40", "a6000", "a16", "3090", "3080"), (8, 6)),
-    (("t4", "2080", "quadro rtx"), (7, 5)),
-    (("v100", "titan v"), (7, 0)),
-    (("p100",), (6, 0)),
+    (r"rtx pro|50[5-9]0", (12, 0)),
+    (r"g?b[23]00|blackwell", (10, 0)),
+    (r"gh200|h[128]00|h20|hopper", (9, 0)),
+    (r"l40s?|l4|ada|40[5-9]0", (8, 9)),
+    (r"a10g?|a16|a2|a40|a[456]000|30[5-9]0", (8, 6)),
+    (r"t4g?|20[678]0|quadro rtx", (7, 5)),
+    (r"v100s?|titan v", (7, 0)),
+    (r"p100", (6, 0)),
 )
-"""Compute capabilities by parts of names (developer.nvidia.com/cuda-gpus); 8.0, A100's, for others."""
+"""Compute capabilities by words of names (developer.nvidia.com/cuda-gpus); 8.0, A100's, for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,8 @@ class StepRecord:
     torch: str
     complete: bool = False
     refused: Refusal | None = None
+    failed: Refusal | None = None
+    """The exception that ended the program."""
 
 
 def pretend_gpu(device: Device, count: int) -> PretendedGpu | None:
@@ -96,7 +100,14 @@ def pretend_gpu(device: Device, count: int) -> PretendedGpu | None:
     if device.kind != "gpu":
         return None
     name = device.name.lower()
-    known = next((found for words, found in CAPABILITIES if any(word in name for word in words)), (8, 0))
+    known = next(
+        (
+            found
+            for words, found in CAPABILITIES
+            if re.search(rf"(?<![a-z0-9])(rtx ?)?({words})(?![0-9])", name)
+        ),
+        (8, 0),
+    )
     return PretendedGpu(show_gpu_name(device), (device.memory_mib << 20) or 80 << 30, known, count)
 
 
@@ -200,14 +211,28 @@ def end_group(process: "subprocess.Popen[bytes]") -> None:
 
 def judge_end(result: Path, output: Path, status: int | None, timeout: float) -> StepRecord:
     """Return the result; raises MachineError if there is none."""
+    failed = None
     try:
-        return decode(StepRecord, read_file(result, LARGEST_RESULT, own=True))
+        record = decode(StepRecord, read_file(result, LARGEST_RESULT, own=True))
+        if record.failed is None:
+            return record
+        failed = record.failed
     except FileNotFoundError:
         pass
     except (OSError, DecodeError) as error:
         raise MachineError(f"the program's result cannot be read ({error}): report it") from None
     show_last_lines(output)
-    if status is None:
+    pretended = (
+        "it has fake tensors and no GPU here: if it runs without `launch fit`, this cannot be pretended;"
+        " measure it in a run instead, which the next `launch fit` reads"
+    )
+    if failed is not None:
+        code = f": {failed.line}" if failed.line else ""
+        subject = (
+            f"the operation {failed.operator} failed" if failed.operator else "an exception ended the program"
+        )
+        what = f"{subject} before the second step ({failed.place}{code}): {failed.reason}; {pretended}"
+    elif status is None:
         what = f"the program took no second optimizer step within fit.timeout={timeout:g} s: give more time"
     elif status == 0:
         what = (
@@ -217,7 +242,7 @@ def judge_end(result: Path, output: Path, status: int | None, timeout: float) ->
     elif status < 0:
         what = f"the program was ended by {signal.Signals(-status).name} before its second step"
     else:
-        what = f"the program failed on fake tensors (exit code {status}) before its second step"
+        what = f"the program ended with exit code {status} before its second step; {pretended}"
     raise MachineError(what)
 
 

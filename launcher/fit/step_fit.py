@@ -1,7 +1,7 @@
 """Whether a program fits whose steps ran on fake tensors: the tracked peak, and what comes on top."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from launcher.fit.device_overhead import CONTEXT, CUBLAS, EXPANDABLE, FIXED, NCCL, PROCESS
 from launcher.fit.fit_model import Device, Learned, MemoryEstimate, MemoryPart, Range
@@ -9,6 +9,8 @@ from launcher.fit.memory_moment import make_range
 
 CATEGORIES = ("weights", "buffers", "gradients", "optimizer", "activations", "temporary")
 """In the order in which they are shown."""
+EARLIER_RUNS = "earlier runs"
+"""The part of the estimate by which earlier runs correct the sum of the others."""
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 LEAST_SPREAD = 0.02
 """Of a measured peak: what one run may differ from the next."""
@@ -105,8 +107,11 @@ def conclude_fit(
     total = reserved + context
     if learned is not None:
         # On a GPU the allocator's memory is measured, on CPUs that of the process.
-        reserved = correct_by_runs(reserved if is_gpu else total, learned)
+        expected = reserved if is_gpu else total
+        reserved = correct_by_runs(expected, learned)
         total = reserved + context if is_gpu else reserved
+        ends = zip(astuple(reserved), astuple(expected), strict=True)
+        parts.append(MemoryPart(EARLIER_RUNS, Range(*(after - before for after, before in ends))))
         told = f"{learned.source or 'earlier runs'} took {learned.ratio:.0%} of what was expected"
     estimate = MemoryEstimate(tuple(parts), total, allocated, reserved)
     return StepFit(peak, device, estimate, judge_step(total, device.memory_mib << 20), told)
@@ -133,5 +138,6 @@ def predict_reserved(fit: StepFit) -> int:
 
     What earlier runs have measured is left out, so that it is not learned twice.
     """
-    parts = [part for part in fit.estimate.parts if part.name != "context" or fit.device.kind != "gpu"]
+    left_out = ("context", EARLIER_RUNS) if fit.device.kind == "gpu" else (EARLIER_RUNS,)
+    parts = [part for part in fit.estimate.parts if part.name not in left_out]
     return sum(part.bytes.expected for part in parts)

@@ -70,6 +70,70 @@ def test_the_bundled_program_has_the_peak_that_torchs_tracker_sees(tmp_path: Pat
     assert found["peak"] == pytest.approx(int(done.stdout), rel=0.02)
 
 
+def test_blocks_that_are_computed_again_keep_their_inputs_alone(tmp_path: Path) -> None:
+    """Checkpointing around attention, whose kernel in the backward pass is the same as in the forward one."""
+    program = str(PROGRAMS / "checkpointed_attention.py")
+    plain, again = (fit_json(tmp_path, "fit.gpu=H100", program, *word) for word in (["plain"], []))
+    count = plain["parameters"]
+    assert plain["categories"]["weights"] == again["categories"]["weights"] == 4 * count
+    # The input in fp32; in 16 bits that of the norm, three projections, and attention's output.
+    tokens, layers, width = 4 * 1024, 4, 512
+    kept = layers * tokens * width * (4 + 2 + 3 * 2 + 2)
+    assert plain["categories"]["activations"] == pytest.approx(kept, rel=0.05)
+    assert again["categories"]["activations"] < 0.5 * plain["categories"]["activations"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "words", "parameters"),
+    [
+        (8, ["checkpointed_attention.py", "fsdp"], 4_206_592),
+        (8, ["sharded_from_meta.py"], 12_595_200),
+        (1, ["resnet.py"], 25_557_032),
+        (1, ["resnet.py", "channels_last"], 25_557_032),
+        (1, ["lightning_encoder.py"], 3_672_040),
+        (1, ["hf_trainer.py"], 13_611_520),
+        (1, ["hf_trainer.py", "checkpointing", "compile"], 13_611_520),
+        (1, ["hf_trainer.py", "checkpointing", "lora"], 13_726_208),
+        (8, ["hf_trainer.py"], 13_611_520),
+        (1, ["lora_on_device.py"], 14_224_384),
+        (1, ["accelerated_vit.py"], 7_854_184),
+        (4, ["accelerated_vit.py", "compile"], 7_854_184),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else None,
+)
+def test_programs_of_real_libraries(ranks: int, words: list[str], parameters: int, tmp_path: Path) -> None:
+    """What each holds at the peak follows from its parameters, their type and its optimizer."""
+    name, *options = words
+    found = fit_json(tmp_path, "fit.gpu=H100", f"nproc_per_node={ranks}", str(PROGRAMS / name), *options)
+    assert found["parameters"] == parameters
+    sharded = ranks if name == "sharded_from_meta.py" or "fsdp" in options else 1
+    bytes_each = 2 if name == "lora_on_device.py" else 4
+    sizes = found["categories"]
+    assert sizes["weights"] == pytest.approx(bytes_each * parameters / sharded, rel=0.03)
+    if not {"lora", "lora_on_device.py"} & set(words):
+        moments = 4 if name == "resnet.py" else 8
+        assert sizes["optimizer"] == pytest.approx(moments * parameters / sharded, rel=0.03)
+    assert found["peak"] == sum(sizes.values()) and found["steps"] == 2
+
+
+@pytest.mark.parametrize(("name", "capability"), [("A100-40GB", (8, 0)), ("A10", (8, 6)), ("H100", (9, 0))])
+def test_a_gpu_has_its_own_capability_and_an_error_its_operation_and_line(
+    name: str, capability: tuple[int, int], tmp_path: Path
+) -> None:
+    (tmp_path / "fails.py").write_text(
+        "import atexit, torch\natexit.register(print, torch.cuda.get_device_capability())\n"
+        "x = torch.ones(3, 4, device='cuda')\ny = x @ x\n"
+    )
+    code, _, err = fit(tmp_path, f"fit.gpu={name}", "fails.py")
+    assert code == 3 and f"| {capability}" in err
+    assert (
+        "operation aten::mm failed" in err
+        and "fails.py:4: y = x @ x" in err
+        and "without `launch fit`" in err
+    )
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_shapes_that_depend_on_values_are_told_with_their_line(device: str, tmp_path: Path) -> None:
     code, out, err = fit(tmp_path, "fit.gpu=H100", str(PROGRAMS / "data_dependent.py"), device)

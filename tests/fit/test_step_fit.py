@@ -43,6 +43,9 @@ def test_what_was_measured_counts_and_is_not_learned_twice() -> None:
     found = fit_step(PEAK, H100, 1, expandable=True, learned=learned)
     assert found.estimate.reserved.expected == pytest.approx(1.1 * predict_reserved(first), rel=1e-6)
     assert predict_reserved(found) == predict_reserved(first)
+    for end in ("low", "expected", "high"):
+        rows = sum(getattr(part.bytes, end) for part in found.estimate.parts)
+        assert rows == getattr(found.estimate.total, end)
     assert "train/1 took 110%" in found.learned
 
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensor
-
     from .step_session import StepSession
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -28,7 +26,7 @@ MOST_LINE = 200
 TRUE_NAMES = ("isfinite", "all_finite", "is_finite")
 
 
-def answer_scalar(session: StepSession, tensor: FakeTensor) -> bool | int | float:
+def answer_scalar(session: StepSession, tensor: torch.Tensor) -> bool | int | float:
     """Return a plausible value: 1 for a number, False for a truth value; a session notes what it is for.
 
     Within a module's forward, a whole number or a truth value decides shapes or the way: that ends the
@@ -67,17 +65,9 @@ def is_asked_finite() -> bool:
     return any(name in find_user_line()[2] for name in TRUE_NAMES)
 
 
-def refuse_operation(session: StepSession, func: Any, error: Exception) -> None:  # an operator
-    """End the session for an operation without an answer."""
-    from torch._subclasses import fake_tensor
-
-    name = str(getattr(func, "_schema", func)).partition("(")[0]
-    reasons: dict[type[Exception], str] = {
-        fake_tensor.DynamicOutputShapeException: "the shape of its result depends on values",
-        fake_tensor.DataDependentOutputException: "its result depends on values",
-        fake_tensor.UnsupportedOperatorException: "it has no implementation for fake tensors",
-    }
-    session.refuse(reasons.get(type(error), type(error).__name__), name)
+def name_operator(func: Any) -> str:  # an operator
+    """Return the name of an operator as torch writes it."""
+    return str(getattr(func, "_schema", func)).partition("(")[0]
 
 
 def find_user_line() -> tuple[str, int, str]:
@@ -92,6 +82,19 @@ def find_user_line() -> tuple[str, int, str]:
             found = file, line
             break
         frame = frame.f_back
+    return found[0], found[1], linecache.getline(*found).strip()[:MOST_LINE] if found[0] else ""
+
+
+def find_traced_line(trace: Any) -> tuple[str, int, str]:
+    """Return file, number and text of the innermost line of the user's in a traceback."""
+    import linecache
+
+    found = "", 0
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not is_library_file(file):
+            found = file, trace.tb_lineno
+        trace = trace.tb_next
     return found[0], found[1], linecache.getline(*found).strip()[:MOST_LINE] if found[0] else ""
 
 

@@ -120,6 +120,7 @@ def pretend_cuda(gpu: dict[str, Any], memory: StepMemory) -> None:
     loose: Any = torch
     loose.Stream, loose.Event, loose.Generator = PretendedStream, PretendedEvent, make_generator_class()
     loose.version.cuda = loose.version.cuda or "12.8"
+    cuda.nccl.version = lambda: (2, 27, 5)
     pretend_accelerator()
 
 
@@ -197,6 +198,9 @@ def describe_usage(memory: StepMemory, total: int) -> dict[str, Any]:
 
 def pretend_accelerator() -> None:
     """Have `torch.accelerator` name the same GPU."""
+    loose: Any = torch
+    if hasattr(torch._C, "_get_accelerator"):  # FSDP2 asks there
+        loose._C._get_accelerator = lambda *_: torch.device("cuda")
     accelerator: Any = getattr(torch, "accelerator", None)
     if accelerator is None:
         return

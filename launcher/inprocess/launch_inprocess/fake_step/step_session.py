@@ -13,11 +13,13 @@ import time
 from typing import Any
 
 import torch
+import torch._dynamo  # torch itself imports it later, and compares functions that are replaced here
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from .fake_answers import find_user_line
-from .fake_modes import FakeDispatch, FakeFunctions, hide_device, make_fake_mode, runs_in_backward
+from .fake_answers import find_traced_line, find_user_line
+from .fake_functions import replace_functions
+from .fake_tensors import FakeDispatch
 from .module_owners import ModuleOwners
 from .pretended_cuda import pretend_cuda
 from .pretended_group import pretend_group
@@ -35,7 +37,6 @@ class StepSession:
         self.process = os.getpid()
         self.begun = time.monotonic()
         self.memory = StepMemory()
-        self.fake_mode = make_fake_mode()
         self.owners = ModuleOwners(self)
         self.steps: dict[int, int] = {}
         """Steps by optimizer."""
@@ -44,10 +45,12 @@ class StepSession:
         self.is_in_optimizer = False
         self.notes: list[str] = []
         self.optimizer_names: list[str] = []
+        self.failure: tuple[str, BaseException] | None = None
+        """The last operation that failed, and its exception."""
+        self.show_error: Any = None
 
     def begin(self) -> None:
         """Turn fake tensors on."""
-        hide_device()
         if self.order.get("gpu"):
             pretend_cuda(self.order["gpu"], self.memory)
         pretend_group()
@@ -56,8 +59,10 @@ class StepSession:
         self.owners.register()
         register_optimizer_step_pre_hook(self.begin_step)
         register_optimizer_step_post_hook(self.end_step)
+        show_error, sys.excepthook = sys.excepthook, self.record_error
+        self.show_error = show_error
+        replace_functions()
         FakeDispatch(self).__enter__()
-        FakeFunctions().__enter__()
 
     def note_result(self, result: object) -> None:
         """Note what an operation has allocated."""
@@ -69,7 +74,7 @@ class StepSession:
 
     def choose_category(self) -> tuple[str, str]:
         """Return what is being allocated now, and for which module."""
-        if self.is_in_optimizer or (runs_in_backward() and not self.owners.stack):
+        if self.is_in_optimizer or (torch._C._current_graph_task_id() != -1 and not self.owners.stack):
             return "temporary", ""
         return "activations", self.owners.name_current()
 
@@ -115,6 +120,23 @@ class StepSession:
         if text not in self.notes and len(self.notes) < MOST_NOTES:
             self.notes.append(text)
 
+    def note_failure(self, operator: str, error: BaseException) -> None:
+        """Note that an operation has failed, which may end the program."""
+        self.failure = operator, error
+
+    def record_error(self, kind: type, error: BaseException, trace: Any) -> None:  # as sys.excepthook
+        """Record the exception that ends the program, and the operation of which it comes."""
+        operator, chain = "", [error]
+        while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
+            chain.append(cause)
+        if self.failure is not None and self.failure[1] in chain:
+            operator = self.failure[0]
+        file, line, text = find_traced_line(trace)
+        what = f"{kind.__name__}: {error}".strip().partition("\n")[0]
+        place = describe_code_line(file, line)
+        self.write({"failed": {"reason": what, "operator": operator, "place": place, "line": text}})
+        self.show_error(kind, error, trace)
+
     def refuse(self, reason: str, operator: str) -> None:
         """End the process: torch cannot go on without values."""
         file, line, text = find_user_line()
@@ -123,6 +145,18 @@ class StepSession:
 
     def finish(self, how: dict[str, Any]) -> None:
         """Write the result, and end the process before the program goes on."""
+        if os.getpid() != self.process:
+            return
+        self.write(how)
+        for output in (sys.stdout, sys.stderr):
+            try:
+                output.flush()
+            except (OSError, ValueError, AttributeError):
+                continue
+        os._exit(0)
+
+    def write(self, how: dict[str, Any]) -> None:
+        """Write what was found."""
         if os.getpid() != self.process:
             return
         device = "cuda" if self.order.get("gpu") else "cpu"
@@ -143,12 +177,6 @@ class StepSession:
         with open(f"{path}.draft", "w", encoding="utf-8") as stream:
             json.dump(result, stream)
         os.replace(f"{path}.draft", path)
-        for output in (sys.stdout, sys.stderr):
-            try:
-                output.flush()
-            except (OSError, ValueError, AttributeError):
-                continue
-        os._exit(0)
 
 
 def describe_code_line(file: str, line: int) -> str:

@@ -49,8 +49,6 @@ def leave_out_work(session: StepSession) -> None:
     loose: Any = torch
     loose.save = skip
     when_imported("torch.utils.data.dataloader", leave_out_workers)
-    when_imported("torch.utils._foreach_utils", allow_foreach)
-    answer_output()
 
 
 def skip(*_: object, **__: object) -> None:
@@ -119,25 +117,3 @@ def leave_out_workers(module: ModuleType) -> None:
         original(loader, dataset, batch_size, shuffle, sampler, batch_sampler, **kept)
 
     module.DataLoader.__init__ = init
-
-
-def allow_foreach(module: ModuleType) -> None:
-    """Have optimizers take their functions for lists, as on a GPU: these need more memory."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    module._foreach_supported_types.append(FakeTensor)
-    when_imported("torch.optim.optimizer", lambda optim: optim._foreach_supported_types.append(FakeTensor))
-
-
-def answer_output() -> None:
-    """Have fake tensors give numbers to print, and ones to NumPy, as for a table of metrics."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    def numpy(tensor: torch.Tensor, **_: object) -> Any:  # numpy's
-        return torch.ones(tuple(tensor.shape), dtype=tensor.dtype).numpy()
-
-    def format_value(tensor: torch.Tensor, form: str) -> str:
-        return format(tensor.item(), form) if tensor.dim() == 0 else object.__format__(tensor, form)
-
-    loose: Any = FakeTensor
-    loose.numpy, loose.__format__ = numpy, format_value

@@ -1,0 +1,372 @@
+"""Fake tensors: C++ sees them on torch's meta device, Python on the pretended GPU or on the CPU.
+
+They are plain tensors without data whose backend keys are CUDA's or the CPU's, so that autocast and modules
+treat them as real ones, while their device is `meta`, for which all of torch's C++ code works without a GPU.
+What is on the GPU is fake, and so are the parameters of modules; the rest stays real. A tensor that is on
+`meta` for the program itself has the keys of that backend, and takes no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .fake_answers import answer_scalar, name_operator
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from .step_session import StepSession
+
+META, GPU, CPU = torch.device("meta"), torch.device("cuda", 0), torch.device("cpu")
+DEVICES = {"cuda": GPU, "cpu": CPU}
+LARGE = 4096
+"""Elements from which on a tensor made in a module's `__init__` is fake at once: smaller ones may be read."""
+MOST_KNOWN = 1 << 20
+"""Elements of a tensor of whole numbers or truth values whose values are kept beside the fake one."""
+MASKS = (torch.bool, torch.uint8)
+aten = torch.ops.aten
+read_device = torch._C.TensorBase.device.__get__
+VALUE = "_launch_fit_value"
+
+
+class Local(threading.local):
+    """What a thread does."""
+
+    in_kernel = False
+    """It computes shapes: devices are what C++ says."""
+    wants_meta = False
+    """The program has asked for a tensor on `meta`, and it is not the device that C++ has seen."""
+
+
+local = Local()
+
+
+def get_device(tensor: torch.Tensor) -> torch.device:
+    """Return the device that C++ sees."""
+    if not torch._C._len_torch_function_stack():
+        return read_device(tensor)
+    with torch._C.DisableTorchFunction():  # else it asks the property that stands for it
+        return read_device(tensor)
+
+
+def find_kind(tensor: torch.Tensor) -> str:
+    """Return the kind of device on which a fake tensor is; empty for others."""
+    if get_device(tensor).type != "meta":
+        return ""
+    keys = torch._C._dispatch_keys(tensor)
+    if keys.has(torch._C.DispatchKey.CUDA):
+        return "cuda"
+    return "cpu" if keys.has(torch._C.DispatchKey.CPU) else ""
+
+
+def see_device(tensor: torch.Tensor) -> torch.device:
+    """Return the device of a tensor as the program sees it."""
+    if has_own_dispatch(type(tensor)):
+        wrapper: Any = tensor
+        device: torch.device = getattr(wrapper, wrapper.__tensor_flatten__()[0][0]).device
+        return device
+    kind = "" if local.in_kernel else find_kind(tensor)
+    return DEVICES[kind] if kind else get_device(tensor)
+
+
+def has_own_dispatch(kind: type) -> bool:
+    """Tell whether this is a tensor that turns operations into others, as DTensor does."""
+    return kind not in (torch.Tensor, torch.nn.Parameter) and hasattr(kind, "__tensor_flatten__")
+
+
+def show_devices() -> None:
+    """Have Python see the devices of fake tensors."""
+    kind: Any = torch.Tensor
+    kind.device = property(see_device)
+    kind.is_cuda = property(lambda tensor: tensor.device.type == "cuda")
+    kind.is_cpu = property(lambda tensor: tensor.device.type == "cpu")
+    kind.is_meta = property(lambda tensor: tensor.device.type == "meta")
+    kind.get_device = lambda tensor: 0 if tensor.device.type == "cuda" else -1
+    make_wrapper = kind._make_wrapper_subclass
+
+    def make_on_meta(*args: Any, **named: Any) -> Any:
+        if torch.device(named.get("device") or "cpu").type == "cuda":
+            named["device"] = META
+        return make_wrapper(*args, **named)
+
+    kind._make_wrapper_subclass = staticmethod(make_on_meta)
+    mode: Any = FakeTensorMode
+    dispatch = mode.dispatch
+
+    def dispatch_as_kernel(own: Any, func: Any, types: Any, args: Any = (), named: Any = None) -> Any:
+        if named and named.get("device") is not None and named["device"].type == "cuda":
+            named = {**named, "device": META}
+        before, local.in_kernel = local.in_kernel, True
+        try:
+            return dispatch(own, func, types, args, named)
+        finally:
+            local.in_kernel = before
+
+    mode.dispatch = dispatch_as_kernel
+
+
+@contextlib.contextmanager
+def compute_shapes() -> Iterator[None]:
+    """Run operations by their kernels for `meta`."""
+    before = local.in_kernel
+    with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        local.in_kernel = True
+        try:
+            yield
+        finally:
+            local.in_kernel = before
+
+
+def make_fake(tensor: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return a fake tensor that shares the storage of one on `meta`, or has the shape of a real one."""
+    if get_device(tensor).type != "meta":
+        tensor = make_shape(tensor)
+    return torch.Tensor._make_subclass(torch.Tensor, tensor, False, device_for_backend_keys=DEVICES[kind])
+
+
+def make_shape(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on `meta` with the shape of a real one."""
+    with compute_shapes():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+
+
+class FakeDispatch(TorchDispatchMode):
+    """Computes the shapes of what is fake or for the GPU, runs the rest, and notes what each allocates."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, session: StepSession) -> None:
+        super().__init__()
+        self.session = session
+        self.last_kind = ""
+        """Of the last fake result: of what C++ code makes without naming a tensor."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run one operation."""
+        kwargs = dict(kwargs or {})
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            if func.name() != "run_dtensor_rng_op":
+                self.session.refuse("it has no implementation for fake tensors", func.name())
+            with self:
+                return args[2](*args[3:], **kwargs)
+        if any(has_own_dispatch(kind) for kind in types):
+            return NotImplemented  # a wrapper, such as DTensor: its operations on what it wraps come here
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(
+                *args, **kwargs
+            )  # somebody computes shapes by torch's own fake tensors, as DTensor does
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        fakes = {id(leaf): kind for leaf in leaves if (kind := find_kind(leaf))}
+        if fakes and func is aten._local_scalar_dense.default:
+            value = find_value(args[0])
+            return answer_scalar(self.session, args[0]) if value is None else value.item()
+        if fakes and is_composite(func):
+            with self:  # as autograd does, where it is on
+                return func.decompose(*args, **kwargs)
+        kind = self.choose_kind(kwargs.get("device"), leaves, list(fakes.values()), args)
+        if not kind:
+            result = func(*args, **kwargs)
+        else:
+            try:
+                result = self.run_fake(func, args, kwargs, kind, fakes)
+            except Exception as error:
+                self.session.note_failure(name_operator(func), error)
+                raise
+        self.session.note_result(result)
+        return result
+
+    def choose_kind(
+        self,
+        device: torch.device | None,
+        leaves: Sequence[torch.Tensor],
+        kinds: Sequence[str],
+        args: Sequence[Any],
+    ) -> str:
+        """Return the kind of device on which results are fake; empty if they are not."""
+        if device is not None and device.type == "cuda":
+            return "cuda"
+        known = "cuda" if "cuda" in kinds else next(iter(kinds), "")
+        if device is not None and device.type == "meta":
+            if local.wants_meta or (leaves and not known):
+                return ""
+            return known or self.last_kind
+        if known:
+            return "cpu" if device is not None else self.choose_common(leaves) or known
+        return "cpu" if not leaves and is_of_module(args) else ""
+
+    def choose_common(self, leaves: Sequence[torch.Tensor]) -> str:
+        """Return the kind of the tensors with a dimension: a number may be on another device."""
+        kinds = [find_kind(leaf) for leaf in leaves if leaf.dim()]
+        return "cuda" if "cuda" in kinds else next(filter(None, kinds), "")
+
+    def run_fake(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], kind: str, fakes: dict[int, str]
+    ) -> Any:
+        """Compute the shapes of an operation's results; one that has none without values ends the session."""
+        if func.namespace == "_c10d_functional" and func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]
+        if func is aten.index.Tensor:
+            args = [args[0], name_rows(args[1])]
+        value = compute_value(func, args, kwargs) if is_dynamic(func) or kind == "cpu" else None
+        if value is None and (reason := find_obstacle(func, args)):
+            self.session.refuse(reason, name_operator(func))
+        if func is aten._to_copy.default and value is not None:
+            return value  # the program has it back from the GPU
+        given, replaced = set(fakes), {}
+
+        def replace(leaf: torch.Tensor) -> torch.Tensor:
+            if id(leaf) in given or get_device(leaf).type == "meta":
+                given.add(id(leaf))
+                return leaf
+            shape = make_shape(leaf)
+            replaced[id(shape)] = leaf, shape
+            return shape
+
+        def wrap(leaf: torch.Tensor) -> torch.Tensor:
+            if id(leaf) in replaced:
+                return replaced[id(leaf)][0]
+            return leaf if id(leaf) in given else make_fake(leaf, kind)
+
+        if value is not None and is_dynamic(func):
+            result = tree_map_only(torch.Tensor, make_shape, value)
+        else:
+            lowered, named = tree_map_only(torch.Tensor, replace, (tuple(args), kwargs))
+            if "device" in named:
+                named["device"] = META
+            named.pop("pin_memory", None)
+            with compute_shapes():
+                result = compute(func, lowered, named)
+        found = tree_map_only(torch.Tensor, wrap, result)
+        keep_values(func, args, kwargs, found)
+        self.last_kind = kind
+        return found
+
+
+def compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operation by its kernel for `meta`, or by what torch takes it to pieces with."""
+    from torch._decomp import decomposition_table
+
+    try:
+        return func(*args, **kwargs)
+    except NotImplementedError:
+        if func not in decomposition_table:
+            raise
+    return decomposition_table[func](*args, **kwargs)
+
+
+@functools.cache
+def is_composite(func: Any) -> bool:  # an operator
+    """Tell whether torch takes an operation to pieces before it reaches a device."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = func.name()
+    return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CUDA")
+
+
+def is_dynamic(func: Any) -> bool:  # an operator
+    """Tell whether the shape of an operation's result depends on values."""
+    return torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor
+
+
+def find_obstacle(func: Any, args: Sequence[Any]) -> str:
+    """Return why an operation has no shape without values; empty if it has."""
+    if func is aten.index.Tensor:
+        masks = [index for index in args[1] if isinstance(index, torch.Tensor) and index.dtype in MASKS]
+        return "the shape of its result depends on values" if masks else ""
+    if func is aten.repeat_interleave.Tensor and len(args) > 1:
+        return ""
+    if is_dynamic(func):
+        return "the shape of its result depends on values"
+    return "its result depends on values" if torch.Tag.data_dependent_output in func.tags else ""
+
+
+def is_of_module(args: Sequence[Any]) -> bool:
+    """Tell whether a factory function makes something large in the `__init__` of a module."""
+    if not args or not isinstance(args[0], (list, tuple)) or local.wants_meta:
+        return False
+    count = 1
+    for size in args[0]:
+        count *= size if isinstance(size, int) else 1
+    return count >= LARGE and is_in_module_init()
+
+
+def is_in_module_init() -> bool:
+    """Tell whether a module is being made, by the frames on the stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        is_init = code.co_name == "__init__" and bool(code.co_varnames)
+        if is_init and isinstance(frame.f_locals.get(code.co_varnames[0]), torch.nn.Module):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def find_value(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the values of a tensor of whole numbers or truth values; None if they are unknown."""
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.numel() > MOST_KNOWN:
+        return None
+    if get_device(tensor).type != "meta":
+        return tensor
+    value, version = getattr(tensor, VALUE, (None, 0))
+    return value if value is not None and version == find_version(tensor) else None
+
+
+def find_version(tensor: torch.Tensor) -> int:
+    """Return how often a tensor, or another one with the same storage, has been written to."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def compute_value(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the known values of its arguments; None if those of one are unknown."""
+    if func._schema.is_mutable or func.namespace != "aten":
+        return None
+    known = {}
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor):
+            known[id(leaf)] = find_value(leaf)
+            if known[id(leaf)] is None:
+                return None
+    values, named = tree_map_only(torch.Tensor, lambda leaf: known[id(leaf)], (tuple(args), kwargs))
+    if "device" in named:
+        named["device"] = CPU
+    named.pop("pin_memory", None)
+    return func(*values, **named)
+
+
+def keep_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    """Keep the values of results that are whole numbers or truth values, if they follow from known ones."""
+    leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    if not leaves or any(
+        leaf.dtype.is_floating_point or leaf.dtype.is_complex or leaf.numel() > MOST_KNOWN for leaf in leaves
+    ):
+        return
+    value = compute_value(func, args, kwargs)
+    if value is not None:
+        for leaf, own in zip(leaves, tree_leaves(value), strict=True):
+            setattr(leaf, VALUE, (own, find_version(leaf)))
+
+
+def name_rows(indices: Sequence[Any]) -> list[Any]:
+    """Return indices with the rows that a mask of known values names in its place."""
+    rows: list[Any] = []
+    for index in indices:
+        is_mask = isinstance(index, torch.Tensor) and index.dtype in MASKS
+        value = find_value(index) if is_mask else None
+        rows += [index] if value is None else value.nonzero().unbind(1)
+    return rows
