@@ -117,16 +117,13 @@ def test_programs_of_real_libraries(ranks: int, words: list[str], parameters: in
     assert found["peak"] == sum(sizes.values()) and found["steps"] == 2
 
 
-@pytest.mark.parametrize(("name", "capability"), [("A100-40GB", (8, 0)), ("A10", (8, 6)), ("H100", (9, 0))])
-def test_a_gpu_has_its_own_capability_and_an_error_its_operation_and_line(
-    name: str, capability: tuple[int, int], tmp_path: Path
-) -> None:
+def test_a_gpu_has_its_own_capability_and_an_error_its_operation_and_line(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(
         "import atexit, torch\natexit.register(print, torch.cuda.get_device_capability())\n"
         "x = torch.ones(3, 4, device='cuda')\ny = x @ x\n"
     )
-    code, _, err = fit(tmp_path, f"fit.gpu={name}", "fails.py")
-    assert code == 3 and f"| {capability}" in err
+    code, _, err = fit(tmp_path, "fit.gpu=A100-40GB", "fails.py")
+    assert code == 3 and "| (8, 0)" in err
     assert (
         "operation aten::mm failed" in err
         and "fails.py:4: y = x @ x" in err
