@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from launcher.config.fit_request import settle_program
 from launcher.config.program import find_program
 from launcher.config.schema import LaunchConfig
 from launcher.errors import UsageError
@@ -42,7 +43,7 @@ def learn_for_request(
     if request.device.kind != "gpu":
         return None
     try:
-        argv = find_program(tuple(program) if program else None, config, environ)
+        argv = find_program(tuple(program) if program else None, settle_program(config, request), environ)
         device = request.device.kind
         fingerprint = fingerprint_ranks(argv, device, request.layout.world_size)
         runs = read_measured_runs(Path(config.runs_dir), fingerprint, device, predict_request(request))

@@ -3,11 +3,13 @@
 import difflib
 import logging
 import os
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from launcher.config.config_file import find_changes
+from launcher.config.config_file import find_changes, read_config_value
 from launcher.config.run_path import RunPath
+from launcher.config.schema import LaunchConfig
 from launcher.errors import UsageError
 from launcher.launch.job import JobSpec
 from launcher.runs.run_lookup import MOST_NEAR, list_runs
@@ -34,6 +36,22 @@ def check_earlier(run_path: RunPath, runs_dir: Path) -> None:
         f"run_dir={shown}: there is no run{suggest_runs(runs_dir, shown)}; new_run_dir={shown} makes a new"
         " one"
     )
+
+
+def keep_chosen(config: LaunchConfig, run_path: RunPath) -> LaunchConfig:
+    """Return the configuration of a run that goes on: what was chosen for the bundled program stays.
+
+    Micro-steps are counted again, since the global batch stays on other nodes too.
+    """
+    earlier = read_config_value(run_path.path, "program") if run_path.key == "run_dir" else None
+    if not isinstance(earlier, dict):
+        return config
+    kept = {
+        key: earlier[key]
+        for key in ("batch_size", "activation_checkpointing", "parallel")
+        if config.program.get(key) == "auto" and key in earlier
+    }
+    return replace(config, program={**config.program, **kept}) if kept else config
 
 
 def suggest_runs(runs_dir: Path, text: str) -> str:

@@ -12,7 +12,7 @@ from launcher.agent.read_ahead import reading_ahead
 from launcher.cli.allocator_check import settle_allocator, unset_settings
 from launcher.cli.config_programs import name_files, report_config_programs
 from launcher.cli.early_start import EarlyStart
-from launcher.cli.resume import check_earlier, check_resume
+from launcher.cli.resume import check_earlier, check_resume, keep_chosen
 from launcher.cli.unused_settings import (
     warn_elsewhere,
     warn_overruled,
@@ -77,15 +77,13 @@ def start_job(
 
         return run_allocation(spec, argv)
     if spec.config.dry_run:
-        job = plan_job(spec)
-        check_local_fit(spec, job.plan)
+        _, job = check_local_fit(spec, plan_job(spec))
         return preview_job(job)
     program_argv = find_program(spec.program, spec.config, spec.environ)
     with reading_ahead(
         spec.config.start.read_ahead, program_argv, spec.environ, early.take_reader(program_argv)
     ) as reader:
-        job = plan_job(spec)
-        check_local_fit(spec, job.plan)
+        spec, job = check_local_fit(spec, plan_job(spec))
         job = replace(job, environ={**job.environ, **reader.variables})
         return execute_here(spec, job, argv, reader, early)
 
@@ -124,6 +122,7 @@ def specify_job(
     variables = read_env_files(config)
     config = fill_env(config, variables)
     check_earlier(run_path, Path(config.runs_dir))
+    config = keep_chosen(config, run_path)
     context = Context(config, verb, given, composed.sources)
     validate(context, TUNE_CHECKS if verb == "launch tune" else RUN_CHECKS)
     merged = {**environ, **config.env}
@@ -187,19 +186,22 @@ def find_job_model(
     return find_start_model(config, program, given)
 
 
-def check_local_fit(spec: JobSpec, plan: "Plan") -> None:
-    """Refuse a job of the bundled program that cannot fit on this machine; raises MachineError."""
+def check_local_fit(spec: JobSpec, job: Job) -> tuple[JobSpec, Job]:
+    """Return a job with what is chosen of the bundled program; raises MachineError if it cannot fit here."""
     if spec.fit_model is None:
-        return
-    from launcher.config.fit_check import check_planned
+        return spec, job
+    from launcher.config.fit_check import check_planned, settle_job
 
-    check_planned(
+    config = check_planned(
         spec.config,
-        plan,
+        job.plan,
         spec.fit_model,
         nodes=spec.cluster.min_nodes,
         is_bundled=spec.is_bundled,
         environ=spec.environ,
+    )
+    return settle_job(spec, config), replace(
+        job, config=config, program=find_program(spec.program, config, spec.environ)
     )
 
 

@@ -79,6 +79,7 @@ def find_changes(run_path: Path, text: str) -> list[str]:
 def compare(earlier: dict[str, object], now: dict[str, object]) -> Iterator[str]:
     """Give `KEY OLD -> NEW` for the leaves that differ; one that is not there is null."""
     for key in [*now, *(key for key in earlier if key not in now)]:
-        if key not in PLACE_KEYS and earlier.get(key) != now.get(key):
+        is_chosen = key.startswith("program.") and now.get(key) == "auto"
+        if key not in PLACE_KEYS and earlier.get(key) != now.get(key) and not is_chosen:
             old, new = (json.dumps(each.get(key), default=str) for each in (earlier, now))
             yield f"{key} {old} -> {new}"

@@ -2,14 +2,26 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from launcher.config.fit_request import find_fit_model, is_bundled_program, make_fit_request
+from launcher.config.config_file import dump_masked
+from launcher.config.fit_request import (
+    find_fit_model,
+    is_bundled_program,
+    make_fit_request,
+    settle_program,
+)
 from launcher.config.schema import LaunchConfig
 from launcher.errors import MachineError, UsageError
+from launcher.fit.choose_settings import describe_choice
 from launcher.fit.fit_decision import assess
-from launcher.fit.fit_messages import describe_fit, explain_misfit
+from launcher.fit.fit_messages import describe_change, describe_fit, explain_misfit
 from launcher.fit.fit_model import FitReport, FitRequest, Learned, ModelDimensions
 from launcher.plan.model import Plan
+
+if TYPE_CHECKING:
+    from launcher.launch.job import JobSpec
 
 logger = logging.getLogger(__name__)
 
@@ -45,35 +57,73 @@ def check_planned(
     is_bundled: bool,
     environ: Mapping[str, str],
     learned: Learned | None = None,
-) -> None:
+) -> LaunchConfig:
     """Judge a job on nodes of this plan, and act by `fit.check`; raises MachineError if it is refused.
 
-    `model` is `find_start_model`'s. In a dry run nothing is refused.
+    Returns the configuration with what was chosen for the bundled program. `model` is `find_start_model`'s.
+    In a dry run nothing is refused.
     """
     if model is None or config.fit.check == "off":
-        return
-    act_on_request(
+        return config
+    return act_on_request(
         lambda: make_fit_request(config, plan, model, nodes=nodes, is_bundled=is_bundled, environ=environ),
         config,
         learned,
     )
 
 
+def settle_planned(
+    config: LaunchConfig,
+    plan: Plan,
+    model: ModelDimensions | None,
+    *,
+    nodes: int,
+    is_bundled: bool,
+    environ: Mapping[str, str],
+) -> LaunchConfig:
+    """Return the configuration with what is chosen for the bundled program; the job was judged elsewhere."""
+    try:
+        request = make_fit_request(config, plan, model, nodes=nodes, is_bundled=is_bundled, environ=environ)
+    except Exception:  # as check_planned, which tells of it
+        return config
+    return settle_program(config, request)
+
+
+def settle_job(spec: "JobSpec", config: LaunchConfig) -> "JobSpec":
+    """Return a job with a configuration in which values of the bundled program were chosen."""
+    import yaml
+
+    tree = yaml.safe_load(spec.config_text)
+    before = tree.get("program") or {}
+    chosen = {key: config.program.get(key, value) for key, value in before.items() if value == "auto"}
+    if all(value == "auto" for value in chosen.values()):
+        return replace(spec, config=config)
+    text = dump_masked({**tree, "program": {**before, **chosen}})
+    return replace(spec, config=config, config_text=text)
+
+
 def act_on_request(
     make: Callable[[], FitRequest | None], config: LaunchConfig, learned: Learned | None = None
-) -> None:
-    """Judge what `make` asks, and act by `fit.check`; raises MachineError if the job is refused."""
+) -> LaunchConfig:
+    """Judge what `make` asks, and act by `fit.check`; raises MachineError if the job is refused.
+
+    Returns the configuration with what was chosen.
+    """
     try:
         request = make()
         report = assess(request, learned) if request else None
     except UsageError as error:
         logger.warning(f"no estimate of memory: {error}")
-        return
+        return config
     except Exception as error:
         logger.warning(f"no estimate of memory ({type(error).__name__}: {error}): report it")
-        return
-    if report:
-        act_on(report, config)
+        return config
+    if report is None:
+        return config
+    if report.verdict != "does_not_fit" and report.request.free.any:
+        logger.info(describe_choice(report.request, report.estimate.total))
+    act_on(report, config)
+    return settle_program(config, report.request)
 
 
 def act_on(report: FitReport, config: LaunchConfig) -> None:
@@ -87,6 +137,11 @@ def act_on(report: FitReport, config: LaunchConfig) -> None:
             raise MachineError(f"{message}; fit.check=warn starts it all the same")
         logger.warning(message)
     elif report.verdict == "tight":
-        logger.warning(f"{describe_fit(report)}; `launch plan` shows more")
-    elif report.verdict and report.request.device.kind == "gpu":
+        more = (
+            f"{describe_change(report.changes[0])} is enough"
+            if report.changes
+            else "`launch plan` shows more"
+        )
+        logger.warning(f"{describe_fit(report)}; {more}")
+    elif report.verdict and report.request.device.kind == "gpu" and not report.request.free.any:
         logger.info(describe_fit(report))

@@ -6,13 +6,22 @@ from dataclasses import replace
 
 from launcher.config.allocator_options import read_allocator_settings
 from launcher.config.cluster import is_step_task, parse_nodes
-from launcher.config.fit_settings import Ranks, describe_bundled, describe_training_settings, list_fixed
+from launcher.config.fit_settings import (
+    Ranks,
+    describe_bundled,
+    describe_training_settings,
+    find_free,
+    list_fixed,
+)
 from launcher.config.model_dimensions import read_dimensions
 from launcher.config.program import BUNDLED, find_unused
 from launcher.config.schema import FitConfig, LaunchConfig, ParallelConfig
 from launcher.errors import UsageError
-from launcher.fit.fit_model import Device, FitRequest, ModelDimensions, NodeResources
+from launcher.fit.batch_arithmetic import check_layout
+from launcher.fit.choose_settings import choose_settings
+from launcher.fit.fit_model import Device, FitRequest, Free, ModelDimensions, NodeResources
 from launcher.fit.gpu_table import GpuType, find_gpu
+from launcher.fit.memory_estimate import estimate_memory
 from launcher.plan.allocator import EXPANDABLE, merge_settings
 from launcher.plan.model import Gpu, Machine, Plan
 from launcher.plan.workers_and_threads import count_memory_kib
@@ -88,8 +97,6 @@ def make_fit_request(
         shape=(len(plan.ranks), nodes),
         is_bundled=is_bundled,
         expandable=has_expandable_segments(config, environ),
-        # The bundled program divides the machine's memory, whatever the cgroup leaves.
-        visible_bytes=(plan.machine.memory_kib << 10) // len(plan.ranks) if device.kind == "cpu" else 0,
     )
 
 
@@ -102,41 +109,68 @@ def make_request_on(
     shape: tuple[int, int],
     is_bundled: bool,
     expandable: bool = True,
-    visible_bytes: int = 0,
 ) -> FitRequest:
     """Return what is asked of a job of `shape` (ranks of a node, nodes) on known devices; raises UsageError.
 
-    `visible_bytes` is what the bundled program takes for a rank's memory, if not the device's.
+    What is `auto` of the bundled program is chosen.
     """
     gpu = find_gpu(device.name) if device.kind == "gpu" else None
     ranks = Ranks(
         count=shape[0] * shape[1],
-        memory_bytes=visible_bytes or device.memory_mib << 20,
         has_bf16=device.kind == "gpu" and supports_bf16(gpu),
+        has_half=device.kind == "gpu",
         expandable_segments=expandable,
     )
     fixed = list_fixed(config.fit, config.parallel)
+    trains = is_bundled and model.experts is None and model.latent_attention is None
+    free = Free()
     if is_bundled:
         layout, settings = describe_bundled(config, model, ranks)
+        free = find_free(config, settings.seq_len, ranks.count)
         usual = replace(config, fit=FitConfig(), parallel=ParallelConfig())
         # What the bundled program does not do is a question of the user's, and no ground to refuse a job.
-        is_bundled = not fixed or (layout, settings) == describe_bundled(usual, model, ranks)
+        is_usual = (layout, settings) == describe_bundled(usual, model, ranks)
+        is_usual = is_usual and free == find_free(usual, settings.seq_len, ranks.count)
+        trains = trains and (not fixed or is_usual)
     else:
         layout, settings = describe_training_settings(config.fit, config.parallel, model, ranks)
-    return FitRequest(
+    request = FitRequest(
         model=model,
         layout=layout,
-        settings=replace(settings, bundled=is_bundled),
+        settings=replace(settings, bundled=trains),
         device=device,
         gpus_per_node=shape[0],
         nodes=shape[1],
         node=node,
         tokens=config.fit.tokens,
         step_seconds=config.fit.step_seconds,
-        is_bundled=is_bundled,
+        is_bundled=trains,
         global_batch=config.fit.global_batch,
+        free=free,
         fixed=fixed,
     )
+    if not free.any:
+        return request
+    check_layout(request)
+    return choose_settings(request, lambda one: estimate_memory(one).total)
+
+
+def settle_program(config: LaunchConfig, request: FitRequest | None) -> LaunchConfig:
+    """Return a configuration with the values that were chosen for the bundled program.
+
+    Without a request, as if the device is not known, the program's own defaults are taken.
+    """
+    if request is None or not request.free.any:
+        return config
+    free, settings = request.free, request.settings
+    chosen = {
+        "batch_size": settings.micro_batch if free.micro_batch else None,
+        "grad_accumulation": settings.accumulation if free.accumulation else None,
+        "activation_checkpointing": settings.checkpointing if free.checkpointing else None,
+        "parallel": settings.framework if free.parallel else None,
+    }
+    found = {key: value for key, value in chosen.items() if value is not None}
+    return replace(config, program={**config.program, **found})
 
 
 def find_fit_device(fit: FitConfig, gpus: Sequence[Gpu], cpu_mib: int) -> Device:

@@ -1,5 +1,6 @@
 """How a training is split and set up: `parallel`, `fit`, and the bundled program's options."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -9,17 +10,13 @@ from launcher.config.schema import FitConfig, LaunchConfig, ParallelConfig
 from launcher.errors import UsageError
 from launcher.fit.batch_arithmetic import solve_batch
 from launcher.fit.cheapest_changes import find_framework
-from launcher.fit.fit_model import ModelDimensions, ParallelLayout, TrainingSettings
-from launcher.fit.parameter_counts import count_model_parameters
+from launcher.fit.fit_model import Free, ModelDimensions, ParallelLayout, TrainingSettings
 
 AUTO = "auto"
 MAX_DEFAULT_SEQ_LEN = 4096
 """As in launcher.programs.training_config."""
-TRAINING_BYTES, DDP_SHARE = 18, 0.6
-"""`program.parallel=auto` is DDP while so many bytes a parameter are less than this share of a rank's memory,
-as in launcher.programs.parallel."""
-DEFAULT_BATCH = 8
-"""`program.batch_size`, as in launcher.programs.training_config."""
+TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kM]?)(tokens)?")
+"""Of `program.global_batch`."""
 T = TypeVar("T")
 
 
@@ -28,48 +25,90 @@ class Ranks:
     """The ranks of a job and what each computes on."""
 
     count: int
-    memory_bytes: int
-    """Memory of a rank, by which the bundled program chooses between DDP and FSDP."""
     has_bf16: bool
+    has_half: bool
+    """It computes in bf16, or in fp16 as a V100 does."""
     expandable_segments: bool
 
 
 def describe_bundled(
     config: LaunchConfig, model: ModelDimensions, ranks: Ranks
 ) -> tuple[ParallelLayout, TrainingSettings]:
-    """Return the bundled program's layout and settings, with `fit` and `parallel` over its options."""
+    """Return the bundled program's layout and settings, with `fit` and `parallel` over its options.
+
+    What is free (`find_free`) has any value.
+    """
     options, fit, parallel = config.program, config.fit, config.parallel
-    framework = choose_bundled_framework(options, model, ranks)
-    if (
-        parallel.zero == AUTO
-        and parallel.framework == AUTO
-        and parallel.tp == parallel.pp == parallel.cp == 1
-    ):
-        parallel = replace(parallel, framework=framework)
+    if can_choose_parallel(parallel):
+        asked = options.get("parallel", AUTO)
+        parallel = replace(parallel, framework="ddp" if asked == AUTO else str(asked))
     precision = "mixed" if computes_bf16(options, ranks) else "fp32"
-    recompute = options.get("activation_checkpointing") or "none"
-    recompute = "full" if recompute is True else str(recompute)
-    accumulation = AUTO if fit.global_batch else read_program_option(options, "grad_accumulation", 1)
+    recompute = options.get("activation_checkpointing", AUTO)
+    recompute = {True: "full", False: "none", None: AUTO}.get(recompute, recompute)
     fit = replace(
         fit,
         precision=choose(fit.precision, precision),
         checkpointing=choose(fit.checkpointing, recompute),
-        micro_batch=choose(fit.micro_batch, read_program_option(options, "batch_size", DEFAULT_BATCH)),
-        accumulation=choose(fit.accumulation, accumulation),
-        seq_len=choose(fit.seq_len, read_program_option(options, "seq_len", choose_seq_len(model))),
+        micro_batch=choose(fit.micro_batch, read_program_option(options, "batch_size")),
+        accumulation=choose(
+            fit.accumulation, AUTO if fit.global_batch else read_program_option(options, "grad_accumulation")
+        ),
+        seq_len=choose(fit.seq_len, choose(read_program_option(options, "seq_len"), choose_seq_len(model))),
     )
     layout, settings = describe_training_settings(fit, parallel, model, ranks)
     autocast = settings.precision == "mixed" and settings.framework == "ddp"
     return layout, replace(settings, autocast=autocast)
 
 
-def choose_bundled_framework(options: Mapping[str, object], model: ModelDimensions, ranks: Ranks) -> str:
-    """Return `ddp` or `fsdp`: as asked, or DDP if the training's states fit well."""
-    asked = options.get("parallel", AUTO)
-    if asked in ("ddp", "fsdp"):
-        return str(asked)
-    states = TRAINING_BYTES * count_model_parameters(model)
-    return "ddp" if states < DDP_SHARE * ranks.memory_bytes else "fsdp"
+def can_choose_parallel(parallel: ParallelConfig) -> bool:
+    """Tell whether a layout is data parallelism of whatever kind."""
+    return (
+        parallel.zero == AUTO
+        and parallel.framework == AUTO
+        and parallel.tp == parallel.pp == parallel.cp == parallel.ep == 1
+    )
+
+
+def find_free(config: LaunchConfig, seq_len: int, ranks: int) -> Free:
+    """Return what of the bundled program may be chosen, for as many ranks; raises UsageError."""
+    options, fit = config.program, config.fit
+    micro_batch = choose(fit.micro_batch, read_program_option(options, "batch_size"))
+    accumulation = choose(fit.accumulation, read_program_option(options, "grad_accumulation"))
+    asked = options.get("global_batch")
+    sequences = fit.global_batch or read_global_batch(
+        config.model.get("global_batch") if asked in (None, AUTO) else asked, seq_len
+    )
+    if AUTO not in (micro_batch, accumulation) and asked not in (None, AUTO):
+        product = micro_batch * accumulation * ranks
+        if product != sequences:
+            raise UsageError(
+                f"program.global_batch={asked} is {sequences} sequences, and program.batch_size={micro_batch}"
+                f" * program.grad_accumulation={accumulation} on {ranks} ranks is {product}: leave one out"
+            )
+    return Free(
+        micro_batch=micro_batch == AUTO,
+        accumulation=accumulation == AUTO,
+        checkpointing=choose(fit.checkpointing, options.get("activation_checkpointing", AUTO))
+        in (AUTO, None),
+        parallel=can_choose_parallel(config.parallel) and options.get("parallel", AUTO) == AUTO,
+        sequences=sequences,
+    )
+
+
+def read_global_batch(value: object, seq_len: int) -> int | None:
+    """Return the sequences of `program.global_batch`, as 256 or 4Mtokens; raises UsageError."""
+    if value is None or value == AUTO:
+        return None
+    found = TOKENS.fullmatch(str(value))
+    if found and float(found[1]) > 0:
+        number = float(found[1]) * {"": 1, "k": 1 << 10, "M": 1 << 20}[found[2] or ""]
+        sequences = round(number / seq_len) if found[3] else number
+        if sequences == int(sequences) <= LARGEST_NUMBER:
+            return max(1, int(sequences))
+    raise UsageError(
+        f"program.global_batch={value}: give sequences, such as 256, or tokens, such as 512ktokens or"
+        " 4Mtokens (k is 1024, M 1024 * 1024)"
+    )
 
 
 def computes_bf16(options: Mapping[str, object], ranks: Ranks) -> bool:
@@ -96,7 +135,7 @@ def describe_training_settings(
     micro_batch, accumulation = choose_batch(fit, layout.dp)
     return layout, TrainingSettings(
         framework=choose_framework(parallel, layout),
-        precision=choose(fit.precision, "mixed" if ranks.has_bf16 else "fp32"),
+        precision=choose(fit.precision, "mixed" if ranks.has_half else "fp32"),
         optimizer=fit.optimizer,
         checkpointing=choose(fit.checkpointing, "none"),
         offload=fit.offload,
@@ -105,6 +144,10 @@ def describe_training_settings(
         seq_len=choose(fit.seq_len, choose_seq_len(model)),
         flash_attention=fit.flash_attention,
         expandable_segments=ranks.expandable_segments,
+        loss=fit.loss,
+        compile=choose(fit.compile, None),
+        optimizer_fused=choose(fit.optimizer_fused, None),
+        gradients=fit.gradients,
     )
 
 
@@ -142,11 +185,11 @@ def choose(value: Any, default: T) -> T:  # noqa: ANN401 - the schema's keys tha
     return chosen
 
 
-def read_program_option(options: Mapping[str, object], name: str, default: int) -> int:
-    """Return a number of the bundled program's options; raises UsageError for what it would refuse."""
+def read_program_option(options: Mapping[str, object], name: str) -> Any:  # noqa: ANN401 - a number or `auto`
+    """Return a number of the program's options, or `auto`; raises UsageError for what it would refuse."""
     value = options.get(name)
-    if value is None:
-        return default
+    if value is None or value == AUTO:
+        return AUTO
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_NUMBER:
         raise UsageError(f"program.{name}={value}: give a number of at least 1 and at most {LARGEST_NUMBER}")
     return value
@@ -157,7 +200,7 @@ def list_fixed(fit: FitConfig, parallel: ParallelConfig) -> tuple[str, ...]:
     usual_fit, usual_parallel = FitConfig(), ParallelConfig()
     about_training = (
         *("precision", "optimizer", "checkpointing", "offload", "micro_batch", "accumulation"),
-        *("global_batch", "seq_len", "flash_attention"),
+        *("global_batch", "seq_len", "flash_attention", "loss", "compile", "optimizer_fused", "gradients"),
     )
     found = [f"fit.{name}" for name in about_training if getattr(fit, name) != getattr(usual_fit, name)]
     names = ("tp", "pp", "dp", "cp", "ep", "zero", "framework", "shard_size", "sequence_parallel")

@@ -42,6 +42,9 @@ def check_parallel(parallel: ParallelConfig) -> None:
 
 def check_fit(fit: FitConfig) -> None:
     """Refuse settings of a training that there are not."""
+    for name in ("compile", "optimizer_fused"):
+        if getattr(fit, name) not in (True, False, "auto"):
+            raise UsageError(f"fit.{name}={show(getattr(fit, name))}: choose from true, false, auto")
     for name in ("micro_batch", "accumulation", "seq_len"):
         if getattr(fit, name) != "auto":
             check_whole_number(f"fit.{name}", getattr(fit, name), LARGEST_BATCH, auto=True)

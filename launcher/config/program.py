@@ -27,6 +27,8 @@ INTERPRETER = re.compile(r"python[\d.]*")
 """Names of Python's executables."""
 RESERVED = ("command", "sections")
 """Keys of the group `program` that say what to run; all others are the program's own options."""
+UNPASSED = ("global_batch",)
+"""Keys of a section that the launcher alone reads."""
 SHEBANG = 256
 """Bytes of a `#!` line at most (BINPRM_BUF_SIZE of the kernel)."""
 
@@ -42,11 +44,16 @@ def find_program(
 
 
 def spell_options(program: Mapping[str, object]) -> Mapping[str, object]:
-    """Return a program's section, the bundled program's as it wants it: true and false are words there."""
-    recompute = program.get("activation_checkpointing")
-    if program.get("command") != list(BUNDLED) or not isinstance(recompute, bool):
+    """Return a program's section, the bundled program's as it wants it.
+
+    What is still `auto` is left to the program; true and false are words for checkpointing; the global batch
+    has been solved for what it consists of.
+    """
+    if program.get("command") != list(BUNDLED):
         return program
-    return {**program, "activation_checkpointing": "full" if recompute else "none"}
+    found = {key: value for key, value in program.items() if key != "global_batch" and value != "auto"}
+    recompute = found.get("activation_checkpointing")
+    return {**found, "activation_checkpointing": {True: "full", False: "none"}.get(recompute, recompute)}  # type: ignore[call-overload]
 
 
 def check_bundled(config: "LaunchConfig") -> None:
@@ -263,7 +270,8 @@ def render_program(
     for section in named if isinstance(named, list) else []:
         if section not in sections:
             raise UsageError(f"program.sections names {section!r}: choose from {', '.join(sections)}")
-        argv += render_options(sections[section], f"{section}.")
+        options = {key: value for key, value in sections[section].items() if key not in UNPASSED}
+        argv += render_options(options, f"{section}.")
     program_options = {key.replace("_", "-"): value for key, value in program.items() if key not in RESERVED}
     return (*argv, *render_options(program_options, ""))
 

@@ -361,6 +361,14 @@ class FitConfig:
     seq_len: Any = "auto"
     """Tokens of a sequence; `auto`: the program's, else the model's max_seq_len, at most 4096."""
     flash_attention: bool = True
+    loss: str = one_of("auto", "plain", "chunked", "fused")
+    """`plain` has all logits at once, `fused` is Liger's or cut cross-entropy; `auto` is not known."""
+    compile: Any = "auto"
+    """Whether torch.compile is used; `auto` is not known, which makes ranges wide."""
+    optimizer_fused: Any = "auto"
+    """Whether the optimizer's step makes no list of temporaries (`fused=True`)."""
+    gradients: str = one_of("auto", "fp32", "bf16")
+    """`bf16` in recipes of Megatron Bridge; `auto` is the framework's."""
     gpu: str | None = None
     """A GPU by name (`H100`, `A100-40GB`), in place of the machine's."""
     gpu_memory_gib: float | None = None

@@ -120,6 +120,24 @@ def count_layer_activations(
     return LayerActivations(split, sequence, scores)
 
 
+def count_selected(model: ModelDimensions, *, mixture: bool, width: int) -> LayerActivations:
+    """Count the bytes a token that a layer keeps with selective checkpointing by operator, as torchtitan's.
+
+    The layer's input, attention's result, and the result of every second matrix; of routed experts half of
+    what is sent to them and back.
+    """
+    widths, hidden = find_layer_widths(model), model.hidden_size
+    inner = 2 if model.mlp == "swiglu" else 1
+    results = widths.query + widths.key + widths.value + widths.latent
+    if mixture and model.experts is not None:
+        results += inner * model.experts.shared * model.experts.intermediate_size
+        sent = hidden * model.experts.per_token
+    else:
+        results, sent = results + inner * model.intermediate_size, 0
+    split = width * (widths.out + results / 2) + 4 * model.heads
+    return LayerActivations(split, width * (hidden + hidden + sent), 0.0)
+
+
 def count_in_flight(request: FitRequest, stage: int) -> float:
     """Give how many micro-batches' activations a pipeline stage holds at most.
 
@@ -142,11 +160,26 @@ def count_tokens(request: FitRequest) -> int:
 
 
 def count_logit_bytes(request: FitRequest) -> tuple[float, float, float]:
-    """Give the bytes of a logit at the end of the forward pass: (low, expected, high).
+    """Give the bytes of a logit at the loss: (low, expected, high).
 
-    In fp32 the logits, their logarithms or probabilities, and the gradient: 12 by torch's cross_entropy
-    (measured, docs/fit.md), with the 16-bit logits 14; Megatron's vocabulary-parallel loss works in place.
+    A plain loss has the 16-bit logits, their fp32 copy, the logarithms, two gradients: 14 by torch's
+    cross_entropy, 16.6 by torchtitan's Qwen3 32B (its pull request 1690), 18 to 21 there with tensor
+    parallelism (DTensor's parallel loss). Compiled, the 16-bit logits and their gradient: 4 (torchtitan's
+    mxfp8.md and nvfp4.md; llm-foundry's fused loss has at most 6.7). Megatron's works in place.
     """
-    if request.settings.framework == "megatron":
+    settings = request.settings
+    if settings.loss == "fused":
+        return 0.0, 0.5, 1.5
+    if settings.loss == "chunked":
+        return 0.3, 1.2, 2.5
+    if settings.framework == "megatron":
         return 6.0, 8.0, 12.0
-    return 8.0, 12.0, 16.0
+    split = request.layout.tp > 1
+    if settings.compile:
+        return 4.0, 6.0, 14.0
+    if settings.loss == "plain" or settings.compile is False:
+        return (14.0, 18.0, 22.0) if split else (10.0, 14.0, 18.0)
+    if split:
+        return 14.0, 18.0, 22.0
+    # Whoever checkpoints by operator (torchtitan) often compiles, the loss too.
+    return 4.0 if settings.checkpointing == "selective" else 6.0, 11.0, 17.5

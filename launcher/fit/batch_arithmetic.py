@@ -222,7 +222,9 @@ def check_expert_split(request: FitRequest) -> None:
     if experts.count % layout.ep:
         problem = f"does not divide model.experts.count={experts.count}"
         refuse_divisor("parallel.ep", layout.ep, problem, common)
-    if replicas % layout.ep:
+    # Megatron Core folds ep over tp: the experts' GPUs are those of a pipeline stage.
+    folds = request.settings.framework == "megatron" and (replicas * layout.tp) % layout.ep == 0
+    if replicas % layout.ep and not folds:
         refuse_divisor("parallel.ep", layout.ep, f"does not divide dp * cp ({replicas})", common)
 
 

@@ -107,7 +107,8 @@ def list_ladders(request: FitRequest) -> Iterator[tuple[Step, ...]]:
     yield tuple(list_micro_batches(request))
     yield tuple(list_checkpointing(request))
     yield tuple(list_sharding(request))
-    yield tuple(list_nodes(request))
+    if not request.free.parallel:  # else the fewest nodes are searched for
+        yield tuple(list_nodes(request))
     if not request.is_bundled:
         yield tuple(list_optimizers(request))
         yield tuple(list_offloads(request))
@@ -128,8 +129,8 @@ def list_checkpointing(request: FitRequest) -> Iterator[Step]:
     """Give the ways to recompute more activations."""
     now = RECOMPUTING[request.settings.checkpointing]
     for kind, cost in RECOMPUTING.items():
-        if cost > now and not (request.is_bundled and kind == "selective"):
-            what = "each block" if kind == "full" else "attention"
+        if cost > now:
+            what = "each block" if kind == "full" else "all but products and attention"
             yield Step(
                 "checkpointing",
                 kind,
@@ -308,7 +309,7 @@ def list_setting_values(request: FitRequest, *, is_bundled: bool) -> list[tuple[
         return [
             ("nodes", str(request.nodes)),
             ("program.parallel", "fsdp" if layout.zero == 3 else "ddp"),
-            ("program.activation_checkpointing", str(settings.checkpointing == "full").lower()),
+            ("program.activation_checkpointing", settings.checkpointing),
             ("program.batch_size", batch),
             ("program.grad_accumulation", accumulation),
         ]

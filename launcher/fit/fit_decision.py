@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from launcher.fit.batch_arithmetic import check_layout
 from launcher.fit.cheapest_changes import find_cheapest_changes
+from launcher.fit.choose_settings import find_least_nodes
 from launcher.fit.fit_model import Change, FitReport, FitRequest, Learned, MemoryEstimate, MemoryPart, Range
 from launcher.fit.memory_estimate import estimate_memory
 from launcher.fit.node_budget import budget_node
@@ -29,6 +30,9 @@ def assess(request: FitRequest, learned: Learned | None = None) -> FitReport:
     changes: tuple[Change, ...] = ()
     if verdict == "does_not_fit":
         changes = find_cheapest_changes(request, capacity, lambda one: estimate_with(one, learned).total)
+    if verdict in ("tight", "does_not_fit") and request.free.any:
+        wider = find_least_nodes(request, lambda one: estimate_with(one, learned).total)
+        changes = (*changes, wider) if wider else changes
     return FitReport(
         request=request,
         estimate=estimate,

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 
+from launcher.fit.choose_settings import describe_choice
 from launcher.fit.fit_model import FitReport
 
 
@@ -28,6 +29,7 @@ def fit_to_json(report: FitReport) -> dict[str, object]:
         "nodes": request.nodes,
         "ranks_per_node": request.gpus_per_node,
         "is_bundled": request.is_bundled,
+        "chosen": describe_choice(request, estimate.total) if request.free.any else "",
         "changes": [asdict(change) for change in report.changes],
         "budget": [asdict(line) for line in report.budget],
         "advice": [asdict(item) for item in report.advice],

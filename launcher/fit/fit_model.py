@@ -14,6 +14,10 @@ OFFLOADS = ("none", "optimizer", "parameters")
 FRAMEWORKS = ("ddp", "fsdp", "zero", "megatron")
 """Who holds the states: torch's DDP or FSDP2, DeepSpeed's ZeRO, or Megatron's distributed optimizer. A
 framework decides copies and buffers, `ParallelLayout.zero` what is sharded."""
+LOSSES = ("auto", "plain", "chunked", "fused")
+"""`plain`: all logits at once; `chunked`: some at a time; `fused`: in one kernel with the output layer
+(Liger, cut cross-entropy); `auto`: not known, which makes the range wide."""
+GRADIENTS = ("auto", "fp32", "bf16")
 VERDICTS = ("fits", "tight", "does_not_fit")
 
 
@@ -129,6 +133,14 @@ class TrainingSettings:
     bundled: bool = False
     """It is the bundled program, whose tensors are known exactly."""
     expandable_segments: bool = True
+    loss: str = "auto"
+    """One of `LOSSES`."""
+    compile: bool | None = None
+    """By torch.compile; None is not known."""
+    optimizer_fused: bool | None = None
+    """The optimizer's step makes no list of temporaries; None is not known."""
+    gradients: str = "auto"
+    """`fp32` or `bf16`; `auto` is the framework's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +170,23 @@ class NodeResources:
 
 
 @dataclass(frozen=True, slots=True)
+class Free:
+    """Which settings of the bundled program are `auto`, and may be chosen."""
+
+    micro_batch: bool = False
+    accumulation: bool = False
+    checkpointing: bool = False
+    parallel: bool = False
+    sequences: int | None = None
+    """Of an optimizer step, which the choice keeps; None: as many as it comes to."""
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to choose."""
+        return self.micro_batch or self.accumulation or self.checkpointing or self.parallel
+
+
+@dataclass(frozen=True, slots=True)
 class FitRequest:
     """What is asked."""
 
@@ -177,6 +206,8 @@ class FitRequest:
     """False: a program of the user's, or settings that the bundled one does not have; never refused."""
     global_batch: int | None = None
     """Sequences of an optimizer step, if that is set."""
+    free: Free = field(default_factory=Free)
+    """What was chosen, and would be chosen otherwise on other nodes."""
     fixed: tuple[str, ...] = ()
     """Keys of `parallel` and `fit` with values of their own, which a change has to set too."""
 

@@ -87,7 +87,8 @@ def split_layer(layer: LayerParameters, request: FitRequest) -> tuple[int, int]:
     layout = request.layout
     whole = layer.latent + layer.router + layer.norms
     dense = divide_up(layer.attention + layer.mlp, layout.tp) + whole
-    return dense, divide_up(layer.experts, layout.tp * layout.ep)
+    folded = layout.ep > layout.dp * layout.cp  # over tp, as Megatron Core does: then tp does not split them
+    return dense, divide_up(layer.experts, layout.ep if folded else layout.tp * layout.ep)
 
 
 def count_stage(request: FitRequest, first: int, count: int, stage: int) -> RankParameters:

@@ -36,23 +36,33 @@ HOPPER = MfuRange(
     # 33 to 39% (benchmarks/llama3_h100_202412_torchtitan.md); Megatron Core up to 47% (its README).
     "H100 runs of llm-foundry, Llama 3.1, torchtitan, Megatron Core",
 )
+BLACKWELL = MfuRange(
+    0.20,
+    0.48,
+    # torchtitan's Llama 3.1 8B 21% on B200 with a power limit (docs of mxfp8), 42% on GB200 (nvfp4);
+    # Megatron-Bridge's Qwen3 235B 33%.
+    "B200 and GB200 runs of torchtitan, Megatron-Bridge; H100's at the high end",
+)
 FP8 = MfuRange(
-    0.14,
-    0.35,
-    # llm-foundry 14 to 30% of the fp8 peak; torchtitan's Llama 3.1 8B 26%; DeepSeek-V3 22% (2.664M GPU-hours
-    # for 14.8T tokens, arXiv:2412.19437, table 1).
-    "fp8 runs of llm-foundry, torchtitan, DeepSeek-V3, of the fp8 peak",
+    0.115,
+    0.43,
+    # llm-foundry 14 to 30% of the fp8 peak; torchtitan's Llama 3.1 8B 12% eager, 25 to 32% compiled;
+    # DeepSeek-V3 22% (2.664M GPU-hours for 14.8T tokens, arXiv:2412.19437, table 1); Transformer Engine's
+    # recipes 37 to 42% (Megatron-Bridge's performance summary, Megatron-LM's examples/llama).
+    "fp8 runs of llm-foundry, torchtitan, DeepSeek-V3, Megatron-Bridge, of the fp8 peak",
 )
 VOLTA = MfuRange(0.20, 0.35, "V100 runs: GPT-3 21% (arXiv:2204.02311), Megatron-LM 30% (arXiv:1909.08053)")
 OTHER = MfuRange(0.20, 0.50, "an assumption, since no published run on such a GPU is known here")
-HOPPERS = ("h100", "h200", "h800", "h20", "gh200", "b200", "b300", "gb200", "gb300")
+HOPPERS = ("h100", "h200", "h800", "h20", "gh200")
+BLACKWELLS = ("b200", "b300", "gb200", "gb300")
 VOLTAS = ("v100", "t4")
 AMPERES = ("a100", "a800")
 SMALL = 1_000_000_000
 """Parameters below which starting kernels counts."""
-SMALL_SHARE, MIXTURE_SHARE = 0.4, 0.5
-"""Of the low end, by reasoning: small models with small micro-batches (llm-foundry's 125M reaches 43% with
-large ones), and mixtures, whose tokens travel between GPUs."""
+SMALL_SHARE, MIXTURE_SHARE, SPLIT_SHARE = 0.4, 0.45, 0.7
+"""Of the low end: small models with small micro-batches, by reasoning (llm-foundry's 125M reaches 43% with
+large ones); mixtures, whose tokens travel between GPUs (torchtitan's DeepSeek-V3 16B 12%);
+layers or sequences that are split over GPUs (its Qwen3 32B 19 to 25% with tp 8 and 4, 405B 9 to 12%)."""
 RECOMPUTING_SHARE = 0.92
 """Of the high end with all activations computed again: llm-foundry's best is 59.5% with it, 64.2% without."""
 
@@ -63,13 +73,14 @@ def find_mfu_range(request: FitRequest, gpu: GpuType) -> MfuRange | None:
     if settings.precision == "fp32":
         return None
     first = gpu.name.split()[0]
-    families = ((HOPPERS, HOPPER), (AMPERES, AMPERE), (VOLTAS, VOLTA))
+    families = ((BLACKWELLS, BLACKWELL), (HOPPERS, HOPPER), (AMPERES, AMPERE), (VOLTAS, VOLTA))
     found = next((family for names, family in families if first in names), OTHER)
     if settings.precision == "fp8" and gpu.fp8:
         found = FP8
     low, high = found.low, found.high
     low *= SMALL_SHARE if count_model_parameters(request.model) < SMALL else 1
     low *= MIXTURE_SHARE if request.model.experts else 1
+    low *= SPLIT_SHARE if max(request.layout.tp, request.layout.cp) > 1 else 1
     high *= RECOMPUTING_SHARE if settings.checkpointing == "full" else 1
     return MfuRange(low, high, found.source)
 

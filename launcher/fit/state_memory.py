@@ -4,7 +4,7 @@ Published totals: 16 bytes a parameter of mixed-precision Adam (ZeRO, arXiv:1910
 fp32 gradients (Megatron-LM's distributed optimizer: 6 + 12 / dp), 16 in fp32, 8 in bf16 alone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launcher.fit.fit_model import FitRequest, Range, TrainingSettings
 from launcher.fit.rank_parameters import RankParameters, divide_up
@@ -62,6 +62,14 @@ def count_state_bytes(settings: TrainingSettings, hidden_size: int) -> StateByte
     (arXiv:1910.02054); Megatron-LM accumulates gradients in fp32. fp8 keeps a copy of 8 bits of each weight
     and of its transpose beside (Transformer Engine).
     """
+    each = count_usual_bytes(settings, hidden_size)
+    if settings.gradients == "auto":
+        return each
+    return replace(each, gradients=2 if settings.gradients == "bf16" else 4)
+
+
+def count_usual_bytes(settings: TrainingSettings, hidden_size: int) -> StateBytes:
+    """Give the bytes of a parameter with the framework's own type of gradients."""
     moments = count_moment_bytes(settings, hidden_size)
     fp8 = 2.0 if settings.precision == "fp8" else 0.0
     if settings.precision == "fp32":
@@ -92,7 +100,8 @@ def find_shards(request: FitRequest) -> Shards:
     layout = request.layout
     replicas = max(1, layout.dp * layout.cp)
     wide = min(replicas, layout.shard_size or replicas)
-    both = (wide, max(1, min(wide, replicas // max(1, layout.ep))))
+    held = replicas if layout.ep <= replicas else replicas * layout.tp  # Megatron folds ep over tp
+    both = (wide, max(1, min(wide, held // max(1, layout.ep))))
     none = (1, 1)
     # FSDP2 shards its weights always: with zero=2 it keeps the gathered ones (reshard_after_forward=False).
     sharded = 2 if request.settings.framework == "fsdp" else 3
@@ -169,6 +178,11 @@ def estimate_step(request: FitRequest, local: int) -> Range:
     whole = width * local
     if settings.optimizer == "adafactor":
         return Range(0, 2 * whole, 3 * whole)
-    if settings.bundled or settings.framework in ("zero", "megatron") or settings.optimizer != "adamw":
+    if (
+        settings.optimizer_fused
+        or settings.bundled
+        or settings.framework in ("zero", "megatron")
+        or settings.optimizer != "adamw"
+    ):
         return Range(0, 0, 0)
-    return Range(0, whole, whole)
+    return Range(0 if settings.optimizer_fused is None else whole, whole, whole)

@@ -119,6 +119,9 @@ def prepare_run(spec: JobSpec, argv: Sequence[str], hosts: Sequence[str]) -> tup
         manifest = describe_start(run, ["launch", *argv], spec.choices)
         manifest["hosts"] = list(hosts)
         manifest["agent"] = spec.agent.kind
+        if spec.is_bundled:
+            chosen = ("batch_size", "grad_accumulation", "activation_checkpointing", "parallel")
+            manifest["training"] = {key: spec.config.program.get(key) for key in chosen}
         if hosts:  # else a job is being submitted, and hangs on no process of ours
             manifest["process"] = identify_process(os.getpid())
             hold_directory(run.path)

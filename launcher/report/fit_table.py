@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from launcher.fit.choose_settings import describe_choice
 from launcher.fit.fit_messages import format_bytes
 from launcher.fit.fit_model import (
     Advice,
@@ -30,6 +31,8 @@ def print_fit(console: Console, report: FitReport) -> None:
     """Print a report: what is judged, the table, and what follows from it."""
     print_line(console, describe_verdict(report), VERDICT_STYLES.get(report.verdict, "bold"))
     print_line(console, describe_fit_request(report.request, report.speed))
+    if report.request.free.any:
+        print_line(console, describe_choice(report.request, report.estimate.total))
     print_memory(console, report)
     print_changes(console, report)
     print_budget(console, report.budget)
@@ -134,7 +137,7 @@ def choose_byte_unit(total: Range) -> int:
 
 def print_changes(console: Console, report: FitReport) -> None:
     """Print each change that makes the job fit: what to type, the memory with it, and what it costs."""
-    if report.verdict == "does_not_fit":
+    if report.verdict == "does_not_fit" or report.changes:
         found = bool(report.changes)
         print_line(console, "it fits with one of these:" if found else "no change that is known makes it fit")
     for change in report.changes:

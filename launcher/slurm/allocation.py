@@ -42,9 +42,9 @@ def judge_allocation(spec: JobSpec, hosts: Sequence[str]) -> JobSpec:
     """
     if spec.fit_model is None or name_host(os.environ) not in hosts:
         return spec
-    from launcher.config.fit_check import check_planned
+    from launcher.config.fit_check import check_planned, settle_job
 
-    check_planned(
+    settled = check_planned(
         spec.config,
         plan_here(spec.config, spec.environ),
         spec.fit_model,
@@ -52,7 +52,7 @@ def judge_allocation(spec: JobSpec, hosts: Sequence[str]) -> JobSpec:
         is_bundled=spec.is_bundled,
         environ=spec.environ,
     )
-    return replace(spec, fit_model=None)
+    return replace(settle_job(spec, settled), fit_model=None)
 
 
 def describe_request(spec: JobSpec, argv: Sequence[str]) -> JobRequest:

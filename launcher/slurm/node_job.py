@@ -62,8 +62,8 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
         with open_caches(merged) as caches:
             plan, choice = plan_here(config, merged, caches), AgentChoice(request.agent, "as submitted")
             job = Job(config, program, cluster, plan, merged, task.host, choice)
+            job = check_node_fit(request, job, is_first=task.node_rank == 0)
             if task.node_rank == 0:
-                check_node_fit(request, job)
                 device = "gpu" if any(rank.gpu for rank in job.plan.ranks) else "cpu"
                 keep_prediction(run, program, device, len(job.plan.ranks) * cluster.max_nodes)
             write_node_plan(run, job)
@@ -92,13 +92,17 @@ def plan_here(config: LaunchConfig, environ: Mapping[str, str], caches: str = ""
     return plan(machine, replace(request, host_library=library))
 
 
-def check_node_fit(request: JobRequest, job: Job) -> None:
-    """Judge the job's memory here, if the submission could not; raises MachineError if it cannot fit."""
-    if request.fit_model is None:
-        return
-    from launcher.config.fit_check import check_planned
+def check_node_fit(request: JobRequest, job: Job, *, is_first: bool) -> Job:
+    """Judge the job's memory on its first node, if the submission could not; raises MachineError.
 
-    check_planned(
+    Returns the job with what is chosen of the bundled program: the same on each node of the same kind.
+    """
+    if request.fit_model is None:
+        return job
+    from launcher.config.fit_check import check_planned, settle_planned
+
+    judge = check_planned if is_first else settle_planned
+    config = judge(
         job.config,
         job.plan,
         request.fit_model,
@@ -106,6 +110,7 @@ def check_node_fit(request: JobRequest, job: Job) -> None:
         is_bundled=request.is_bundled,
         environ=job.environ,
     )
+    return replace(job, config=config, program=find_program(request.words, config, job.environ))
 
 
 def enter_directory(directory: str, host: str) -> None:

@@ -115,11 +115,18 @@ def list_changes(launch: Launch, *words: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     "words",
     [
-        ("+model=llama7b", A100, "program.batch_size=16"),
-        ("+model=llama13b", A100, "nodes=2"),
+        ("+model=llama7b", A100, "program.batch_size=16", "program.activation_checkpointing=none"),
+        ("+model=llama13b", A100, "nodes=2", "program.batch_size=8", "program.activation_checkpointing=none"),
         ("+model=llama7b", H100, "program.parallel=ddp"),
-        ("+model=llama70b", H100, "nodes=4"),
-        ("+model=gpt2", "machine=cpu_2s", "fit.gpu=T4", "nproc_per_node=4", "program.batch_size=64"),
+        ("+model=llama70b", H100),
+        (
+            "+model=gpt2",
+            "machine=cpu_2s",
+            "fit.gpu=T4",
+            "nproc_per_node=4",
+            "program.batch_size=64",
+            "program.activation_checkpointing=none",
+        ),
     ],
     ids=" ".join,
 )

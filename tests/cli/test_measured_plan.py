@@ -9,7 +9,10 @@ from tests.conftest import Result
 from tests.runs.test_measured_memory import make_measured
 
 Launch = Callable[..., Result]
-WORDS = ("machine=dgx_h100", "+model=llama7b", "format=json")
+SET = tuple(
+    f"program.{word}" for word in ("activation_checkpointing=full", "parallel=fsdp", "grad_accumulation=1")
+)
+WORDS = ("machine=dgx_h100", "+model=llama7b", "format=json", *SET)
 
 
 def plan(launch: Launch, *words: str) -> dict[str, Any]:
@@ -27,7 +30,7 @@ def find_fingerprint(batch: int) -> str:
     from launcher.config.search_path import find_sources
     from launcher.runs.memory_prediction import fingerprint_ranks
 
-    words = ["machine=dgx_h100", "+model=llama7b", f"program.batch_size={batch}"]
+    words = ["machine=dgx_h100", "+model=llama7b", f"program.batch_size={batch}", *SET]
     config = resolve(compose(find_sources(None, None, None), words))
     return fingerprint_ranks(find_program(None, config, {}), "gpu", 8)
 

@@ -19,8 +19,9 @@ from launcher.config.fit_request import (
 from launcher.config.model_dimensions import read_dimensions
 from launcher.config.search_path import find_shipped, find_sources
 from launcher.errors import UsageError
+from launcher.fit import bundled_memory, choose_settings
 from launcher.fit.fit_model import FitRequest
-from launcher.programs import parallel, training_config
+from launcher.programs import chunked_loss, training_config
 from tests.conftest import run_inside
 
 USER = ("train.py",)
@@ -74,6 +75,8 @@ def test_the_program_shards_as_it_is_told(word: str, framework: str) -> None:
 
 def test_no_bf16_on_a_v100_and_on_cpus() -> None:
     assert must_ask("model=gpt2", machine="aws_p3_16xlarge").settings.precision == "fp32"
+    user = must_ask("+model=gpt2", machine="aws_p3_16xlarge", program=USER)
+    assert user.settings.precision == "mixed"  # by fp16
     request = must_ask("model=tiny", machine="cpu_2s")
     assert (request.settings.precision, request.device.kind) == ("fp32", "cpu")
     assert request.device.memory_mib == 512 * 1024 // request.gpus_per_node
@@ -108,7 +111,8 @@ def test_what_the_bundled_program_does_not_do_is_a_question() -> None:
     assert not must_ask("model=llama7b", "fit.optimizer=adamw8bit").is_bundled
     assert not must_ask("model=llama7b", "parallel.tp=2").is_bundled
     assert not must_ask("model=llama7b", "fit.micro_batch=1").is_bundled
-    assert must_ask("model=llama7b", "fit.micro_batch=8", "parallel.zero=fsdp").is_bundled
+    words = ("program.batch_size=8", "program.parallel=fsdp", "program.activation_checkpointing=full")
+    assert must_ask("model=llama7b", *words, "fit.micro_batch=8", "parallel.zero=fsdp").is_bundled
 
 
 @pytest.mark.parametrize(
@@ -165,9 +169,9 @@ def test_nodes(nodes: object, environ: dict[str, str], count: int) -> None:
 
 
 def test_the_programs_own_rule_and_defaults() -> None:
-    assert fit_settings.TRAINING_BYTES == parallel.TRAINING_BYTES
     assert fit_settings.MAX_DEFAULT_SEQ_LEN == training_config.MAX_DEFAULT_SEQ_LEN
-    assert training_config.TrainConfig().batch_size == fit_settings.DEFAULT_BATCH
+    assert training_config.TrainConfig().batch_size == choose_settings.DEFAULT_BATCH
+    assert bundled_memory.CHUNK == chunked_loss.CHUNK
 
 
 @pytest.mark.parametrize(

@@ -379,7 +379,7 @@ def list_others() -> list[Published]:
             LLAMA405B,
             "H100",
             ParallelLayout(tp=8, pp=16, dp=128, zero=2),
-            fsdp(8192, 1, accumulation=16),
+            fsdp(8192, 1, accumulation=16, compile=True),  # fused kernels of their own
             True,
             long,
         ),

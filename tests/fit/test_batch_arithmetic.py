@@ -104,7 +104,10 @@ BAD = [
     (make_request(ParallelLayout(dp=8, virtual_stages=2)), ("virtual_stages=2", "pp=1")),
     (make_request(ParallelLayout(dp=8, ep=8)), ("ep=8", "no experts")),
     (make_request(ParallelLayout(dp=8, ep=3), MIXTRAL), ("ep=3", "experts.count=8", "ep=2 or")),
-    (make_request(ParallelLayout(tp=2, dp=4, ep=8), MIXTRAL), ("ep=8", "dp * cp (4)", "ep=4")),
+    (
+        make_request(ParallelLayout(tp=2, dp=4, ep=8, zero=3), MIXTRAL, framework="fsdp"),
+        ("ep=8", "dp * cp (4)", "ep=4"),
+    ),
     (make_request(ParallelLayout(cp=8), seq_len=4100), ("seq_len=4100", "2 * parallel.cp (16)", "=4096")),
     (make_request(ParallelLayout(tp=8), seq_len=4100), ("seq_len=4100", "parallel.tp (8)", "=4104")),
     (make_request(ParallelLayout(dp=8), GPT2), ("seq_len=4096", "max_seq_len=1024")),

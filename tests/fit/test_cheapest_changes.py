@@ -62,7 +62,7 @@ def test_the_bundled_programs_changes_are_its_own_options() -> None:
     for settings in propose(bundled, 40) + propose(bundled, 70):
         keys = [setting.partition("=")[0] for setting in settings]
         assert {key.partition(".")[0] for key in keys} <= {"program", "nodes"}
-    assert ("program.parallel=fsdp", "program.activation_checkpointing=true") in propose(bundled, 50)
+    assert ("program.parallel=fsdp", "program.activation_checkpointing=full") in propose(bundled, 50)
 
 
 def test_a_set_global_batch_is_kept() -> None:

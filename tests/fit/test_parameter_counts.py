@@ -22,7 +22,9 @@ DENSE = ("tiny", "gpt2", "llama1b", "llama7b", "llama13b", "llama3_8b", "llama70
 
 
 def read_preset(name: str) -> ModelConfig:
-    return ModelConfig(**yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf-8")))
+    section = yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))
+    section.pop("global_batch", None)  # the launcher's
+    return ModelConfig(**section)
 
 
 def convert(config: ModelConfig) -> ModelDimensions:
@@ -47,6 +49,7 @@ def convert(config: ModelConfig) -> ModelDimensions:
 def read_mixture(name: str) -> ModelDimensions:
     """A preset with experts."""
     preset = yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))
+    preset.pop("global_batch", None)
     experts, latent = Experts(**preset.pop("experts")), preset.pop("latent_attention", None)
     dense = convert(ModelConfig(**preset))
     return replace(dense, experts=experts, latent_attention=LatentAttention(**latent) if latent else None)

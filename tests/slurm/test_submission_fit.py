@@ -14,7 +14,8 @@ from launcher.slurm.sbatch_options import Option
 from launcher.slurm.submission_fit import describe_site, find_largest_gpu, judge_submission
 from tests.specify import specify
 
-BIG = ("model=llama13b", "cluster=slurm", "nodes=2", "cluster.kind=slurm")
+SET = ("program.batch_size=8", "program.activation_checkpointing=none")
+BIG = ("model=llama13b", "cluster=slurm", "nodes=2", "cluster.kind=slurm", *SET)
 
 
 def make_kind(*gpus: tuple[str | None, int]) -> NodeKind:
@@ -86,6 +87,24 @@ def test_the_first_node_judges_what_the_submission_could_not() -> None:
     assert request.fit_model == spec.fit_model and request.is_bundled
     plan = plan_here(spec.config, {})
     with pytest.raises(MachineError, match="llama13b does not fit"):
-        check_node_fit(request, Job(spec.config, ("true",), spec.cluster, plan, {}, "n0", spec.agent))
+        check_node_fit(
+            request, Job(spec.config, ("true",), spec.cluster, plan, {}, "n0", spec.agent), is_first=True
+        )
     judged = replace(request, fit_model=None)
-    check_node_fit(judged, Job(spec.config, ("true",), spec.cluster, plan, {}, "n0", spec.agent))
+    job = Job(spec.config, ("true",), spec.cluster, plan, {}, "n0", spec.agent)
+    assert check_node_fit(judged, job, is_first=True) == job
+
+
+def test_what_is_chosen_at_the_submission_goes_with_the_job() -> None:
+    auto = ("program.batch_size=auto", "program.activation_checkpointing=auto")
+    judged = judge_submission(specify_job(*auto), choose(make_kind(("a100_40gb", 8))))
+    program = judged.config.program
+    assert judged.fit_model is None
+    assert (program["activation_checkpointing"], program["parallel"]) == ("full", "fsdp")
+    assert program["batch_size"] * program["grad_accumulation"] * 16 == 1024
+    assert f"batch_size: {program['batch_size']}" in judged.config_text
+    later = judge_submission(specify_job(*auto), choose(make_kind((None, 8))))
+    request, plan = make_job_request(later, []), plan_here(later.config, {})
+    job = Job(later.config, ("true",), later.cluster, plan, {}, "n0", later.agent)
+    here = [check_node_fit(request, job, is_first=is_first) for is_first in (True, False)]
+    assert here[0] == here[1] and "--grad-accumulation=" in " ".join(here[0].program)

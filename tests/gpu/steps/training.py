@@ -102,4 +102,4 @@ def load_model(name: str) -> ModelConfig:
     loaded = OmegaConf.load(Path(ROOT, "conf/model", f"{name}.yaml"))
     fields = OmegaConf.to_container(loaded)
     assert isinstance(fields, dict)
-    return ModelConfig(**{str(key): value for key, value in fields.items()})
+    return ModelConfig(**{str(key): value for key, value in fields.items() if key != "global_batch"})

@@ -1,0 +1,137 @@
+"""What the bundled program computes with if nobody says: the fastest setting whose high estimate fits."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from launcher.fit.fit_model import Change, FitRequest, Range
+
+GIB = 1 << 30
+ENOUGH_TOKENS = 8192
+"""Of a micro-step: more of them make the matrix products of a GPU little faster."""
+MOST_TOKENS = 65536
+"""Of a micro-step that is chosen."""
+DEFAULT_BATCH = 8
+"""Sequences of a micro-step at most, and one micro-step, without a global batch."""
+MOST_NODES = 4096
+"""Of the search for nodes that are enough."""
+NAMES = tuple(
+    f"program.{name}" for name in ("batch_size", "activation_checkpointing", "parallel", "grad_accumulation")
+)
+OTHER_NAMES = ("fit.micro_batch", "fit.checkpointing", "parallel.framework", "fit.accumulation")
+"""The same of a program that the bundled one cannot stand for."""
+LADDER = ("none", "selective", "full")
+"""From the fastest to the one that keeps least: about 3% and 30% slower (arXiv:2205.05198)."""
+
+
+def choose_settings(request: FitRequest, estimate: Callable[[FitRequest], Range]) -> FitRequest:
+    """Return a request with what is free chosen; what is not keeps its value.
+
+    Without checkpointing if ENOUGH_TOKENS fit so (or all that the global batch
+    asks for), with as little recomputation as that takes; else with full checkpointing and the largest
+    micro-batch. DDP before FSDP. If nothing fits, what takes least.
+    """
+    free, capacity = request.free, request.device.memory_mib << 20
+    best: FitRequest | None = None
+    for checkpointing in LADDER if free.checkpointing else (request.settings.checkpointing,):
+        for framework in list_frameworks(request):
+            sizes = list_micro_batches(request)
+            for size in sizes:
+                one = set_up(request, (size, checkpointing, framework))
+                if estimate(one).high <= capacity:
+                    break
+            else:
+                continue
+            if size == sizes[0] or size * request.settings.seq_len >= ENOUGH_TOKENS:
+                return one
+            if best is None or size > best.settings.micro_batch:
+                best = one
+    if best:
+        return best
+    checkpointing = LADDER[-1] if free.checkpointing else request.settings.checkpointing
+    least = list_micro_batches(request)[-1]
+    return set_up(request, (least, checkpointing, [*list_frameworks(request)][-1]))
+
+
+def list_frameworks(request: FitRequest) -> Iterator[str]:
+    """Give `ddp` before `fsdp`; one process has nobody to share with."""
+    if not request.free.parallel:
+        yield request.settings.framework
+        return
+    yield "ddp"
+    if request.layout.world_size > 1:
+        yield "fsdp"
+
+
+def list_micro_batches(request: FitRequest) -> list[int]:
+    """List sizes from the largest that makes sense down to 1: those that give the global batch, if any do."""
+    settings, sequences = request.settings, request.free.sequences
+    if not request.free.micro_batch:
+        return [settings.micro_batch]
+    most = DEFAULT_BATCH
+    if sequences:
+        ranks = request.layout.dp * (1 if request.free.accumulation else settings.accumulation)
+        most = min(max(1, MOST_TOKENS // settings.seq_len), -(-sequences // ranks))
+        if sequences % ranks == 0:
+            return [size for size in range(most, 0, -1) if sequences // ranks % size == 0]
+    return [1 << power for power in reversed(range(most.bit_length()))]
+
+
+def set_up(request: FitRequest, chosen: tuple[int, str, str]) -> FitRequest:
+    """Return a request with these settings, and micro-steps for the global batch."""
+    size, checkpointing, framework = chosen
+    settings, sequences = request.settings, request.free.sequences
+    steps = settings.accumulation
+    if request.free.accumulation:
+        steps = max(1, round(sequences / (size * request.layout.dp))) if sequences else 1
+    settings = replace(
+        settings,
+        micro_batch=size,
+        accumulation=steps,
+        checkpointing=checkpointing,
+        framework=framework,
+        autocast=settings.precision == "mixed" and framework == "ddp",
+    )
+    zero = {"ddp": 0, "fsdp": 3}.get(framework, request.layout.zero)
+    return replace(request, settings=settings, layout=replace(request.layout, zero=zero))
+
+
+def describe_choice(request: FitRequest, total: Range) -> str:
+    """Say in a line what was chosen, and why."""
+    settings, layout = request.settings, request.layout
+    capacity = request.device.memory_mib << 20
+    steps, length = settings.accumulation, settings.seq_len
+    batch = settings.micro_batch * steps * layout.dp
+    tokens = settings.micro_batch * length
+    why = f"at most {total.high / GIB:.1f} of {capacity / GIB:.1f} GiB"
+    if total.high > capacity:
+        why = f"the least that there is, and not little enough: at most {total.high / GIB:.1f} GiB"
+    elif request.free.checkpointing and settings.checkpointing != "none":
+        why += f"; without recomputation fewer than {min(ENOUGH_TOKENS, tokens):,} tokens fit"
+    names = NAMES if request.is_bundled else OTHER_NAMES
+    values = (settings.micro_batch, settings.checkpointing, settings.framework, steps)
+    chosen = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+    return f"chosen: {chosen} ({batch} sequences of {length}, {batch * length:,} tokens a step): {why}"
+
+
+def find_least_nodes(request: FitRequest, estimate: Callable[[FitRequest], Range]) -> Change | None:
+    """Return the smallest number of nodes with which a job fits, chosen anew; None if none is known."""
+    capacity, each = request.device.memory_mib << 20, request.layout.dp // request.nodes
+
+    def fit_on(nodes: int) -> Change | None:
+        wider = replace(request, nodes=nodes, layout=replace(request.layout, dp=each * nodes))
+        total = estimate(choose_settings(wider, estimate))
+        why = f"states are sharded over {nodes} nodes, the fewest that are enough"
+        return Change((f"nodes={nodes}",), why, total) if total.high <= capacity else None
+
+    low, high = request.nodes, 2 * request.nodes
+    while (found := fit_on(high)) is None:
+        if high >= MOST_NODES:
+            return None
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one := fit_on(middle):
+            high, found = middle, one
+        else:
+            low = middle
+    return found

@@ -1,0 +1,97 @@
+"""`launch +model=NAME nodes=N` as it is typed: what is `auto` is chosen so that it fits; the run has it."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import Result, run_outside
+
+Launch = Callable[..., Result]
+FIRST = Path(__file__).parents[1] / "data" / "first_commands.csv"
+"""Trainings that people run, with what is chosen for them."""
+
+
+def read_fit(launch: Launch, *words: str) -> dict[str, Any]:
+    done = launch("plan", "format=json", *words)
+    assert done.code == 0, done
+    fit: dict[str, Any] = json.loads(done.out)["fit"]
+    return fit
+
+
+def test_each_first_command_fits_as_it_is_typed(launch: Launch) -> None:
+    with FIRST.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 18
+    for row in rows:
+        fit = read_fit(launch, f"+model={row['model']}", f"machine={row['machine']}", f"nodes={row['nodes']}")
+        assert fit["verdict"] == "fits", row
+        settings, layout = fit["settings"], fit["layout"]
+        chosen = (settings["micro_batch"], settings["checkpointing"], settings["framework"])
+        expected = (row["batch_size"], row["activation_checkpointing"], row["parallel"])
+        assert tuple(map(str, chosen)) == expected, row
+        assert str(settings["accumulation"]) == row["grad_accumulation"], row
+        if row["model"] != "tiny":  # the usual batch of each model, on any number of GPUs
+            tokens = 1 << 19 if row["model"] == "gpt2" else 1 << 22
+            sequences = settings["micro_batch"] * settings["accumulation"] * layout["dp"]
+            assert sequences * settings["seq_len"] == tokens, row
+
+
+def test_what_is_set_is_kept_and_the_rest_is_chosen_around_it(launch: Launch) -> None:
+    base = ("+model=llama7b", "machine=dgx_h100", "nodes=4")
+    settings = read_fit(launch, *base, "program.batch_size=16")["settings"]
+    assert (settings["micro_batch"], settings["accumulation"]) == (16, 2)
+    assert settings["checkpointing"] == "full"
+    settings = read_fit(launch, *base, "program.activation_checkpointing=true")["settings"]
+    assert settings["checkpointing"] == "full" and settings["micro_batch"] == 16
+    settings = read_fit(launch, *base, "program.grad_accumulation=2", "program.global_batch=64")["settings"]
+    assert (settings["micro_batch"], settings["accumulation"]) == (1, 2)
+    settings = read_fit(launch, *base, "program.global_batch=1Mtokens")["settings"]
+    assert (settings["micro_batch"], settings["accumulation"]) == (2, 4)
+    launch("plan", *base, "program.global_batch=many").assert_error(
+        2, "program.global_batch=many", "4Mtokens"
+    )
+    both = ("program.batch_size=4", "program.grad_accumulation=3", "program.global_batch=64")
+    launch("plan", *base, *both).assert_error(2, "on 32 ranks is 384")
+
+
+def test_what_cannot_fit_says_how_many_nodes_can(launch: Launch) -> None:
+    done = launch("+model=llama70b", "cluster=local", "fit.gpu=A100-40GB", "nproc_per_node=1")
+    done.assert_error(3, "llama70b does not fit", "nodes=")
+    nodes = int(done.err.partition("nodes=")[2].split()[0])
+    words = ("+model=llama70b", "fit.gpu=A100-40GB", "nproc_per_node=1", "machine=cpu_2s")
+    assert read_fit(launch, *words, f"nodes={nodes}")["verdict"] == "fits"
+    assert read_fit(launch, *words, f"nodes={nodes - 1}")["verdict"] != "fits"
+
+
+@pytest.mark.parametrize("model", ["mixtral8x7b", "deepseek_v3"])
+def test_a_model_that_the_bundled_program_cannot_train_is_named_at_once(launch: Launch, model: str) -> None:
+    launch(f"+model={model}").assert_error(2, "which the bundled program cannot train")
+
+
+def test_a_run_has_the_values_and_goes_on_with_them(here: Path) -> None:
+    def start(*words: str) -> str:
+        done = run_outside([*words, "program.global_batch=6", "start.warm=false"], here)
+        assert done.code == 0, done
+        return done.out + done.err
+
+    told = start("nproc_per_node=2", "program.steps=1", "new_run_dir=run")
+    assert "chosen: program.batch_size=3 " in told
+    assert "3 sequences x 128 x 2 ranks x 1 micro-steps" in told
+    expected = {
+        "batch_size": 3,
+        "grad_accumulation": 1,
+        "activation_checkpointing": "none",
+        "parallel": "ddp",
+    }
+    manifest = json.loads((here / "run/manifest.json").read_text())
+    assert manifest["training"] == expected
+    program = yaml.safe_load((here / "run/config.yaml").read_text())["program"]
+    assert {key: program[key] for key in expected} == expected
+    again = start("nproc_per_node=1", "program.steps=2", "run_dir=run")
+    assert "program.batch_size" not in again.partition("other settings")[2].partition("\n")[0]
+    assert "3 sequences x 128 x 1 ranks x 2 micro-steps" in again
