@@ -1,14 +1,16 @@
 """Where and how a run computes (device, process group, DDP or FSDP, precision, peak), and its description."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from launcher.programs.corpus import describe_origin
 from launcher.programs.data import TrainingText
 from launcher.programs.dimensions import ModelConfig, count_parameters
 from launcher.programs.metrics import Peak, choose_peak
-from launcher.programs.parallel import Parallelism, choose_parallelism
+from launcher.programs.parallel import Parallelism, has_bf16
 from launcher.programs.process_group import (
     Ranks,
     choose_device,
@@ -16,7 +18,7 @@ from launcher.programs.process_group import (
     name_device,
     read_torchrun_variables,
 )
-from launcher.programs.training_config import Config
+from launcher.programs.training_config import RECOMPUTED, Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +34,45 @@ class ComputeSetup:
     """None on a CPU, unless it is given: then there is no MFU."""
 
 
-def set_up(config: Config) -> ComputeSetup:
-    """Choose the device, the parallelism and the peak, and join the other ranks; raises OptionError."""
+def set_up(config: Config) -> tuple[Config, ComputeSetup]:
+    """Choose the device, join the other ranks, and agree with them on the settings; raises OptionError."""
     ranks = read_torchrun_variables()
     device = choose_device(config.train.device, ranks)
-    parallelism = choose_parallelism(config, device, ranks.world_size, ranks.local_world_size)
     backend = init_process_group(device, ranks)
+    config = agree(config, device, ranks)
+    kind = "none" if config.train.parallel == "ddp" and ranks.world_size == 1 else config.train.parallel
+    parallelism = Parallelism(kind, config.train.dtype == "bf16")
     # After joining, so that ranks that share cores measure at the same time.
-    return ComputeSetup(
-        ranks, device, backend, parallelism, choose_peak(config.train.peak_tflops, device, parallelism.dtype)
-    )
+    peak = choose_peak(config.train.peak_tflops, device, parallelism.dtype)
+    return config, ComputeSetup(ranks, device, backend, parallelism, peak)
+
+
+def agree(config: Config, device: torch.device, ranks: Ranks) -> Config:
+    """Take of each setting that all ranks must share the one that needs least memory, and settle the type.
+
+    Nodes of several kinds may each have been given what fits there.
+    """
+    train = config.train
+    dtype = train.dtype
+    if dtype == "auto":
+        dtype = "bf16" if has_bf16(device) else "fp32"
+    own = (train.batch_size, train.grad_accumulation, train.activation_checkpointing, train.parallel, dtype)
+    found = [own] * ranks.world_size
+    if ranks.world_size > 1:
+        dist.all_gather_object(found, own)
+    batches = {(batch, steps) for batch, steps, *_ in found}
+    batch_size, grad_accumulation = min(batches)
+    settled: dict[str, Any] = {
+        "batch_size": batch_size,
+        "grad_accumulation": grad_accumulation,
+        "activation_checkpointing": max((one[2] for one in found), key=RECOMPUTED.index),
+        "parallel": max(one[3] for one in found),
+        "dtype": max(one[4] for one in found),  # each GPU computes in fp32
+    }
+    if ranks.rank == 0 and len(set(found)) > 1:
+        options = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in settled.items())
+        print(f"train: ranks were started with different settings, all take {options}", flush=True)
+    return replace(config, train=replace(train, **settled))
 
 
 def describe_training(config: Config, text: TrainingText, setup: ComputeSetup, resumed: str) -> str:

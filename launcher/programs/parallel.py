@@ -1,18 +1,13 @@
 """How the model is split over the ranks: DDP or FSDP2, and what follows for a training step."""
 
 import contextlib
-import os
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from launcher.programs.dimensions import count_parameters
 from launcher.programs.training_config import Config
 from launcher.programs.transformer import Transformer, initialise
-
-TRAINING_BYTES = 18
-"""Bytes a parameter of mixed-precision AdamW: weights 6, optimizer 8, gradients 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +28,6 @@ def has_bf16(device: torch.device) -> bool:
     """Tell whether the device computes in bf16 by itself, and gains by it."""
     # CPUs with bf16 instructions lose more in autocast's conversions than they gain on small models.
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def choose_parallelism(
-    config: Config, device: torch.device, world_size: int, local_world_size: int
-) -> Parallelism:
-    """Settle `auto`: DDP while 18 bytes a parameter fit into 60% of the rank's memory."""
-    train = config.train
-    bf16 = has_bf16(device) if train.dtype == "auto" else train.dtype == "bf16"
-    fits = TRAINING_BYTES * count_parameters(config.model) < 0.6 * read_device_memory(
-        device, local_world_size
-    )
-    parallel = ("ddp" if fits else "fsdp") if train.parallel == "auto" else train.parallel
-    return Parallelism("none" if parallel == "ddp" and world_size == 1 else parallel, bf16)
-
-
-def read_device_memory(device: torch.device, local_world_size: int) -> int:
-    """Give the bytes of memory that a rank has."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size
 
 
 def build_model(

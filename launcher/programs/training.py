@@ -22,7 +22,7 @@ def make_trainer(config: Config) -> Trainer:
     """Find the data, join the other ranks, and build everything; raises OptionError."""
     windows = Windows(find_text(config.data.path), config.seq_len)
     text = TrainingText(windows, split_windows(windows, config.data.val_fraction))
-    setup = set_up(config)
+    config, setup = set_up(config)
     model, module = build_model(config, setup.parallelism, setup.device, setup.ranks.rank)
     optimizer = make_optimizer(model, config.lr, config.train.weight_decay)
     directory = config.train.checkpoint_dir
@@ -34,7 +34,7 @@ def run_training(config: Config) -> int:
     """Train from the newest checkpoint to the end; give the exit code, -n for the signal n to die by."""
     trainer = make_trainer(config)
     resumed = trainer.resume()
-    trainer.print(describe_training(config, trainer.text, trainer.setup, resumed))
+    trainer.print(describe_training(trainer.config, trainer.text, trainer.setup, resumed))
     return trainer.train()
 
 

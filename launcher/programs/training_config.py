@@ -10,6 +10,8 @@ from launcher.programs.options import OneLineParser, OptionError, add_options, o
 DESCRIPTION = "Train a LLaMA-architecture language model on text, by itself or under torchrun."
 MAX_DEFAULT_SEQ_LEN = 4096
 """Longest sequence that is trained on unless --seq-len says more; published contexts can be far longer."""
+RECOMPUTED = ("none", "selective", "full")
+"""Of a block's activations, from none to all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +40,11 @@ class TrainConfig:
     seed: int = option(0, "of the weights and of the order of the data")
     device: str = option("auto", "where to compute", "auto", "cpu", "cuda")
     dtype: str = option("auto", "of the computation; weights stay fp32", "auto", "bf16", "fp32")
-    parallel: str = option("auto", "auto: ddp if the training state fits a device", "auto", "ddp", "fsdp")
+    parallel: str = option("ddp", "how the ranks work together: fsdp shards what ddp copies", "ddp", "fsdp")
     activation_checkpointing: str = option(
         "none",
         "what backward computes again: full is all of a block, selective all but products and attention",
-        "none",
-        "selective",
-        "full",
+        *RECOMPUTED,
     )
     compile: bool = option(False, "torch.compile each block")
     num_workers: int | None = option(None, "DataLoader workers for each rank; at most 2 of the CPUs if none")

@@ -4,7 +4,9 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -192,3 +194,32 @@ def test_a_cpu_has_no_mfu(start: Start) -> None:
     command = [word for word in start.command(0, steps="1") if not word.startswith("--peak-tflops")]
     done = subprocess.run(command, env=start.environ, capture_output=True, text=True, timeout=120, check=True)
     assert " tflops " in done.stdout and "mfu" not in done.stdout and "peak" not in done.stdout
+
+
+def test_ranks_with_different_settings_train_alike(start: Start) -> None:
+    """Nodes of several kinds: each was given what fits there."""
+    other: dict[str, str | bool] = {"batch_size": "2", "grad_accumulation": "2", "parallel": "fsdp"}
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+    environ = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    started = [
+        replace(start, environ=start.environ | environ | {"MASTER_PORT": port, "RANK": str(rank)}).popen(
+            0, steps="2", activation_checkpointing=recompute, **options
+        )
+        for rank, recompute, options in ((0, "full", {"batch_size": "4"}), (1, "selective", other))
+    ]
+    try:
+        output, errors = started[0].communicate(timeout=100)
+        ends = [started[0].returncode, started[1].wait(20)]
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    assert ends == [0, 0], output + errors
+    settled = (
+        "--batch-size 2 --grad-accumulation 2 --activation-checkpointing full --parallel fsdp --dtype fp32"
+    )
+    assert f"ranks were started with different settings, all take {settled}\n" in output
+    assert "2 sequences x 32 x 2 ranks x 2 micro-steps" in output
+    assert "fsdp over gloo" in output
