@@ -1,6 +1,7 @@
 """Warns of settings that have no effect on a job, and of variables that overrule settings."""
 
 import logging
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePath
@@ -12,6 +13,7 @@ from launcher.config.program import find_script
 from launcher.config.request import DEVICE_VARIABLES
 from launcher.config.schema import ClusterConfig, LaunchConfig
 from launcher.config.search_path import PRIMARY, Sources
+from launcher.files import read_file
 from launcher.plan.allocator import find_variable, parse_settings
 from launcher.plan.environment import is_kept
 from launcher.protocol import LAUNCH_GC, LAUNCH_NUM_WORKERS
@@ -33,7 +35,7 @@ ANYWHERE = ("kind", "container")
 
 
 MOST_TEXT = 1 << 20
-"""Bytes of a program in which its use of Hydra is looked for."""
+"""Bytes of a program that is looked at for its use of Hydra."""
 SETTINGS = frozenset(field.name for field in fields(LaunchConfig)) - {"model", "data", "program", "name"}
 """Keys that are hardly an argument of a program that uses Hydra."""
 
@@ -70,14 +72,23 @@ def warn_unread(sources: Sources, program: Sequence[str]) -> None:
             f"{', '.join(mask_words(words))} {stand} after the program, which gets what stands there: write"
             f" settings of launch before {script}"
         )
-    if sources.primary != PRIMARY or (script.is_file() and b"hydra" in script.read_bytes()[:MOST_TEXT]):
+    if sources.primary != PRIMARY:
         return
     for folder in dict.fromkeys((Path("conf"), script.parent / "conf")):
-        if (folder / "config.yaml").is_file() and not (folder / f"{PRIMARY}.yaml").exists():
+        is_own = os.path.isfile(folder / "config.yaml") and not os.path.exists(folder / f"{PRIMARY}.yaml")  # noqa: PTH110, PTH113 - raise nothing
+        if is_own and not uses_hydra(script):
             logger.info(
                 f"{folder}/config.yaml is not read: launch reads {PRIMARY}.yaml and the groups in conf/ of"
                 " the working directory (--config-name and --config-path name others)"
             )
+
+
+def uses_hydra(script: Path) -> bool:
+    """Tell whether a program's text names Hydra; one that cannot be read does not."""
+    try:
+        return b"hydra" in read_file(script, MOST_TEXT, follow=True)
+    except OSError:
+        return False
 
 
 def warn_unforked(config: LaunchConfig, agent: str, given: Collection[str]) -> None:

@@ -15,6 +15,11 @@ from launcher.fit.fit_model import Free, ModelDimensions, ParallelLayout, Traini
 AUTO = "auto"
 MAX_DEFAULT_SEQ_LEN = 4096
 """As in launcher.programs.training_config."""
+PROGRAM_WORDS = {
+    "parallel": (AUTO, "ddp", "fsdp"),
+    "activation_checkpointing": (AUTO, "none", "selective", "full"),
+}
+"""As in launcher.programs.training_config, and what is chosen."""
 TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kM]?)(tokens)?")
 """Of `program.global_batch`."""
 T = TypeVar("T")
@@ -40,15 +45,13 @@ def describe_bundled(
     """
     options, fit, parallel = config.program, config.fit, config.parallel
     if can_choose_parallel(parallel):
-        asked = options.get("parallel", AUTO)
-        parallel = replace(parallel, framework="ddp" if asked == AUTO else str(asked))
+        asked = read_program_word(options, "parallel")
+        parallel = replace(parallel, framework="ddp" if asked == AUTO else asked)
     precision = "mixed" if computes_bf16(options, ranks) else "fp32"
-    recompute = options.get("activation_checkpointing", AUTO)
-    recompute = {True: "full", False: "none", None: AUTO}.get(recompute, recompute)
     fit = replace(
         fit,
         precision=choose(fit.precision, precision),
-        checkpointing=choose(fit.checkpointing, recompute),
+        checkpointing=choose(fit.checkpointing, read_program_word(options, "activation_checkpointing")),
         micro_batch=choose(fit.micro_batch, read_program_option(options, "batch_size")),
         accumulation=choose(
             fit.accumulation, AUTO if fit.global_batch else read_program_option(options, "grad_accumulation")
@@ -88,9 +91,9 @@ def find_free(config: LaunchConfig, seq_len: int, ranks: int) -> Free:
     return Free(
         micro_batch=micro_batch == AUTO,
         accumulation=accumulation == AUTO,
-        checkpointing=choose(fit.checkpointing, options.get("activation_checkpointing", AUTO))
-        in (AUTO, None),
-        parallel=can_choose_parallel(config.parallel) and options.get("parallel", AUTO) == AUTO,
+        checkpointing=choose(fit.checkpointing, read_program_word(options, "activation_checkpointing"))
+        == AUTO,
+        parallel=can_choose_parallel(config.parallel) and read_program_word(options, "parallel") == AUTO,
         sequences=sequences,
     )
 
@@ -183,6 +186,17 @@ def choose(value: Any, default: T) -> T:  # noqa: ANN401 - the schema's keys tha
     """Return a setting, or what `auto` stands for."""
     chosen: T = default if value == AUTO else value
     return chosen
+
+
+def read_program_word(options: Mapping[str, object], name: str) -> str:
+    """Return a word of the program's options, or `auto`; raises UsageError for what it would refuse."""
+    value = options.get(name)
+    words = PROGRAM_WORDS[name]
+    if isinstance(value, bool) and name == "activation_checkpointing":
+        value = "full" if value else "none"
+    if value is None or value in words:
+        return AUTO if value is None else str(value)
+    raise UsageError(f"program.{name}={value}: choose from {', '.join(words)}")
 
 
 def read_program_option(options: Mapping[str, object], name: str) -> Any:  # noqa: ANN401 - a number or `auto`

@@ -192,7 +192,7 @@ def check_module(names: Sequence[str], environ: Mapping[str, str]) -> None:
     parts = names[0].split(".")
     for number, part in enumerate(parts):
         name = ".".join(parts[: number + 1])
-        spec = _find_module(part, folders, everywhere=number == 0)
+        spec = _find_module(name, folders)
         if spec is None:
             near = suggest_module(parts[:number], part, folders[: None if number else 1])
             near = near or ": install it, or start from its folder"
@@ -205,18 +205,21 @@ def check_module(names: Sequence[str], environ: Mapping[str, str]) -> None:
             folders = [f"{folder}/{part}" for folder in folders if Path(folder, part).is_dir()]
             continue
         folders = list(spec.submodule_search_locations)
-        if b"__path__" in Path(spec.origin).read_bytes():
+        try:
+            if b"__path__" in Path(spec.origin).read_bytes():
+                return
+        except OSError:  # it is in an archive, or may not be read
             return
-    if _find_module("__main__", folders) is None:
+    if _find_module(f"{names[0]}.__main__", folders) is None:
         near = suggest_module(parts, "", folders) or ": name a module in it"
         raise UsageError(f"{names[0]} is a package without a __main__.py{near}")
 
 
-def _find_module(name: str, folders: Sequence[str], *, everywhere: bool = False) -> ModuleSpec | None:
-    """Return a module's spec by the last part of its name; from finders of packages too if `everywhere`."""
-    finders = [finder for finder in sys.meta_path if everywhere and finder is not PathFinder]
+def _find_module(name: str, folders: Sequence[str]) -> ModuleSpec | None:
+    """Return a module's spec, from its package's folders or from a finder such as an editable install's."""
+    finders = [finder for finder in sys.meta_path if finder is not PathFinder]
     try:
-        found = PathFinder.find_spec(name, folders)
+        found = PathFinder.find_spec(name.rpartition(".")[2], folders)
         return found or next((spec for finder in finders if (spec := finder.find_spec(name, None))), None)
     except (ImportError, ValueError):
         return None

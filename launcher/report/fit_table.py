@@ -61,6 +61,9 @@ def describe_verdict(report: FitReport) -> str:
     needed = f"{format_bytes(estimate.expected)} expected, {format_bytes(estimate.high)} at most"
     if report.verdict == "does_not_fit":
         needed = f"{format_bytes(estimate.low)} at least"
+    fewest = next((change for change in report.changes if change.settings[0].startswith("nodes=")), None)
+    if fewest:
+        needed += f"; {' '.join(fewest.settings)} is enough"
     return f"memory of {where}{name}: {text}; {needed}"
 
 

@@ -66,6 +66,9 @@ def test_what_cannot_fit_says_how_many_nodes_can(launch: Launch) -> None:
     words = ("+model=llama70b", "fit.gpu=A100-40GB", "nproc_per_node=1", "machine=cpu_2s")
     assert read_fit(launch, *words, f"nodes={nodes}")["verdict"] == "fits"
     assert read_fit(launch, *words, f"nodes={nodes - 1}")["verdict"] != "fits"
+    told = launch("plan", "+model=llama70b", "machine=aws_p4d_24xlarge", "nodes=4").out
+    (line,) = (line for line in told.splitlines() if "does not fit" in line)
+    assert line.endswith("47.6 GiB at least; nodes=7 is enough")
 
 
 @pytest.mark.parametrize("model", ["mixtral8x7b", "deepseek_v3"])

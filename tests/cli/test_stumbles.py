@@ -37,6 +37,10 @@ def test_odd_words_and_surroundings(here: Path) -> None:
     ):
         assert b"hidden-" not in file.read_bytes(), file
 
+    with (here / "train.py").open("r+b") as program:
+        program.truncate(1 << 40)
+    assert "config.yaml is not read" in in_shell("launch dry_run=true train.py", here).err
+
     (here / "train.py").write_text("# by hydra.main\n" + PROGRAM)
     result = run_outside(["nproc_per_node=1", "train.py", "lr=3", "model=x"], here)
     assert result.code == 0 and "is not read" not in result.err and "after the program" not in result.err

@@ -3,7 +3,9 @@
 import os
 import stat
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from hypothesis import given, settings
@@ -101,6 +103,28 @@ def test_a_module_on_the_python_path(folder: Path) -> None:
     with pytest.raises(UsageError, match="no module 'mine'"):
         resolve_program(["-m", "mine"], ENVIRON)
     assert "mine" not in sys.modules
+
+
+def test_modules_in_an_archive_and_of_an_editable_install(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `python -m` finds beside folders: a zip, and a finder that knows a module by its whole name."""
+    with ZipFile(folder / "code.zip", "w") as archive:
+        archive.writestr("zipped/__init__.py", "")
+        archive.writestr("zipped/train.py", "")
+    environ = {**ENVIRON, "PYTHONPATH": "code.zip"}
+    assert resolve_program(["-m", "zipped.train"], environ)[1:] == ("-m", "zipped.train")
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            return ModuleSpec(name, None, origin="train.py") if name == "shared.train" else None
+
+    (folder / "shared").mkdir()
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    assert resolve_program(["-m", "shared.train"], ENVIRON)[1:] == ("-m", "shared.train")
+    with pytest.raises(UsageError, match=r"no module 'shared\.trian'"):
+        resolve_program(["-m", "shared.trian"], ENVIRON)
 
 
 @pytest.mark.parametrize(
