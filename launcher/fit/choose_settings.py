@@ -26,9 +26,8 @@ LADDER = ("none", "selective", "full")
 def choose_settings(request: FitRequest, estimate: Callable[[FitRequest], Range]) -> FitRequest:
     """Return a request with what is free chosen; what is not keeps its value.
 
-    Without checkpointing if ENOUGH_TOKENS fit so (or all that the global batch
-    asks for), with as little recomputation as that takes; else with full checkpointing and the largest
-    micro-batch. DDP before FSDP. If nothing fits, what takes least.
+    As little recomputation as lets ENOUGH_TOKENS fit, or all that the global batch asks for, with DDP before
+    FSDP; if nothing does, the largest micro-batch that fits; if nothing fits, what takes least.
     """
     free, capacity = request.free, request.device.memory_mib << 20
     best: FitRequest | None = None
@@ -102,14 +101,21 @@ def describe_choice(request: FitRequest, total: Range) -> str:
     steps, length = settings.accumulation, settings.seq_len
     batch = settings.micro_batch * steps * layout.dp
     tokens = settings.micro_batch * length
+    free = request.free
     why = f"at most {total.high / GIB:.1f} of {capacity / GIB:.1f} GiB"
     if total.high > capacity:
-        why = f"the least that there is, and not little enough: at most {total.high / GIB:.1f} GiB"
-    elif request.free.checkpointing and settings.checkpointing != "none":
-        why += f"; without recomputation fewer than {min(ENOUGH_TOKENS, tokens):,} tokens fit"
+        why = f"nothing takes less; {why}"
+    elif free.checkpointing and settings.checkpointing != "none":
+        fewer = (
+            f"fewer than {min(ENOUGH_TOKENS, tokens):,} tokens fit" if free.micro_batch else "it does not fit"
+        )
+        why += f"; without recomputation {fewer}"
     names = NAMES if request.is_bundled else OTHER_NAMES
     values = (settings.micro_batch, settings.checkpointing, settings.framework, steps)
-    chosen = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+    is_free = (free.micro_batch, free.checkpointing, free.parallel, free.accumulation)
+    chosen = " ".join(
+        f"{name}={value}" for name, value, may in zip(names, values, is_free, strict=True) if may
+    )
     return f"chosen: {chosen} ({batch} sequences of {length}, {batch * length:,} tokens a step): {why}"
 
 

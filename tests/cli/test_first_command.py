@@ -43,7 +43,10 @@ def test_each_first_command_fits_as_it_is_typed(launch: Launch) -> None:
 
 def test_what_is_set_is_kept_and_the_rest_is_chosen_around_it(launch: Launch) -> None:
     base = ("+model=llama7b", "machine=dgx_h100", "nodes=4")
-    settings = read_fit(launch, *base, "program.batch_size=16")["settings"]
+    fit = read_fit(launch, *base, "program.batch_size=16")
+    settings = fit["settings"]
+    assert fit["chosen"].startswith("chosen: program.activation_checkpointing=full program.parallel=fsdp")
+    assert fit["chosen"].endswith("; without recomputation it does not fit")
     assert (settings["micro_batch"], settings["accumulation"]) == (16, 2)
     assert settings["checkpointing"] == "full"
     settings = read_fit(launch, *base, "program.activation_checkpointing=true")["settings"]
