@@ -37,7 +37,7 @@ from launcher.slurm.client import run_slurm
 from launcher.slurm.diagnosis import has_succeeded
 from launcher.slurm.job_control import ask_job, ask_nodes
 from launcher.slurm.job_request import read_job_request
-from launcher.slurm.node_probe import ask_addresses, try_connection, try_step
+from launcher.slurm.node_probe import ask_addresses, is_frozen, try_connection
 from launcher.slurm.slurm_environ import clean_for_step
 from launcher.slurm.srun_command import Step, render_step
 from launcher.text import leave, set_up_logging
@@ -138,12 +138,14 @@ class Guard:
     own: str
     heard: float = field(default_factory=time.monotonic)
     """When the first node was last heard of."""
+    has_claimed: bool = False
+    """It ends the attempt, and goes on with that even if the first node comes back."""
 
     def listen(self) -> None:
         """Take the first node's lines: a thread's body. Their end says nothing: srun may have died alone."""
         while data := os.read(0, 1024):
             self.heard = time.monotonic()
-            if OVER in data:
+            if OVER in data and not self.has_claimed:
                 os._exit(0)
 
     def await_loss(self) -> str:
@@ -178,8 +180,7 @@ class Guard:
         if now < self.heard + FROZEN_FOR:
             return ""
         for _ in range(2):
-            # A step on this node shows that SLURM starts any.
-            if try_step(self.first, os.environ) is not False or not try_step(self.own, os.environ):
+            if not is_frozen(self.first, self.own, os.environ):
                 self.heard = time.monotonic()
         return "it takes connections, but starts no process" if self.heard < began else ""
 
@@ -212,7 +213,8 @@ class Guard:
         lost |= {host for host, address in addresses.items() if try_connection(address) is False}
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the requeue ends this step, too
         trouble = release_space(run)
-        if not claim_end(run, self.own, lost):
+        self.has_claimed = claim_end(run, self.own, lost)
+        if not self.has_claimed:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             return False
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Tries from the job's first node whether another node of the job is there."""
+"""Tries from a node of a job whether another one is there."""
 
 import errno
 import re
@@ -68,6 +68,16 @@ def try_connection(where: NodeAddress, timeout: float = CONNECT_TIMEOUT) -> bool
         return False
     except OSError as error:
         return False if error.errno in UNREACHABLE else None
+
+
+def is_frozen(host: str, witness: str, environ: Mapping[str, str]) -> bool | None:
+    """Tell whether a node starts no process, while another one does; None if that one starts none either.
+
+    slurmctld may be away, without which SLURM starts nothing anywhere.
+    """
+    if (has_run := try_step(host, environ)) is not False:
+        return False if has_run else None
+    return True if try_step(witness, environ) else None
 
 
 def try_step(host: str, environ: Mapping[str, str]) -> bool | None:

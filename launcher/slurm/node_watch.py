@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from launcher.agent.group_messages import ASK_ALIVE, NodeReport
 from launcher.agent.liveness import Liveness, Loss
 from launcher.errors import SchedulerError
-from launcher.slurm.node_probe import NodeAddress, ask_addresses, try_connection, try_step
+from launcher.slurm.node_probe import NodeAddress, ask_addresses, is_frozen, try_connection
 
 logger = logging.getLogger(__name__)
 
@@ -122,22 +122,24 @@ class NodeWatch:
                 is_open = found.get(host)
                 if is_open is not None:
                     self.liveness.note_connection(host, is_open=is_open)
-        self.ask_for_steps([host for host in suspects if found.get(host)])
+        self.ask_for_steps([host for host in suspects if found.get(host)], witness)
 
-    def ask_for_steps(self, suspects: list[str]) -> None:
+    def ask_for_steps(self, suspects: list[str], witness: str) -> None:
         """Have suspects that take connections run a step, if they are no more than can be replaced."""
         silent = [host for host in suspects if self.liveness.is_silent(host) and host not in self.tried]
         if len(silent) <= self.count_spares():
             for host in silent:
                 self.tried.add(host)
-                threading.Thread(target=self.try_step_on, args=(host,), daemon=True).start()
+                threading.Thread(target=self.try_step_on, args=(host, witness), daemon=True).start()
 
-    def try_step_on(self, host: str) -> None:
-        """Have a suspect run a step: a thread's body."""
-        has_run = try_step(host, self.environ)
+    def try_step_on(self, host: str, witness: str) -> None:
+        """Have a suspect run a step, again later if that tells nothing: a thread's body."""
+        frozen = is_frozen(host, witness, self.environ)
         with self.lock:
-            if has_run is not None and self.liveness.is_silent(host):
-                self.liveness.note_step(host, has_run=has_run)
+            if frozen is None:
+                self.tried.discard(host)
+            elif self.liveness.is_silent(host):
+                self.liveness.note_step(host, has_run=not frozen)
 
     def release_failures(self) -> None:
         """Pass on the failures after which each node was heard of."""

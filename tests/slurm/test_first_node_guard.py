@@ -1,0 +1,97 @@
+"""A node that ends an attempt in place of the first one; SLURM's commands answer as the test wants."""
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from launcher.config.schema import LaunchConfig
+from launcher.runs.manifest import read_manifest, stamp_time, write_manifest
+from launcher.runs.run_directory import open_run_dir
+from launcher.slurm.job_request import JobRequest, write_job_request
+from launcher.slurm.node_probe import is_frozen
+from tests.conftest import clean_environ
+
+GUARD = """
+import sys
+from launcher.slurm import first_node_guard
+first_node_guard.SILENCE = 0.5
+sys.exit(first_node_guard.main())
+"""
+COMMANDS = {
+    "sinfo": "printf 'n0|down*\\nn1|idle\\n'",
+    "squeue": "echo 'RUNNING|0|N/A|N/A|1:00|None|'",
+    "scontrol": """case "$*" in
+requeue*)
+    echo >> tries
+    [ -e back ] && exit
+    echo 'Unable to contact slurm controller (connect failure)' >&2
+    exit 1 ;;
+*) printf 'NodeName=n0 NodeAddr=127.0.0.1 Port=1\\nNodeName=n1 NodeAddr=127.0.0.1 Port=%s\\n' "$N1_PORT" ;;
+esac""",
+    "srun": """case "$*" in
+*nodelist=works*) echo launch-probe: here ;;
+esac""",
+}
+
+
+@pytest.fixture
+def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    for name, text in COMMANDS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    job = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "LAUNCH_ATTEMPT": "0"}
+    return {**clean_environ(), **job, "PATH": f"{tmp_path}:/usr/bin:/bin"}
+
+
+def test_a_guard_that_has_begun_puts_the_job_back_even_if_the_first_node_returns(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    run = open_run_dir(tmp_path / "run", None)
+    write_job_request(JobRequest(LaunchConfig(), {}, ("x",), ("launch", "x"), "/", 2, 3), run.path)
+    started = {"started": stamp_time(), "hosts": ["n0", "n1"], "attempt": 0, "earlier": []}
+    write_manifest(run, {**started, "outcome": {"state": "running"}, "slurm": {"job_id": "7"}})
+    (run.path / "logs/0").mkdir(parents=True, exist_ok=True)
+    slurmd = socket.create_server(("127.0.0.1", 0))
+    environ["N1_PORT"] = str(slurmd.getsockname()[1])
+    guard = subprocess.Popen(
+        [sys.executable, "-c", GUARD, str(run.path), "n0"],
+        cwd=tmp_path,
+        env=environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with closing(slurmd), guard:
+        assert guard.stdin
+        stop = threading.Timer(90, guard.kill)
+        stop.start()
+        while guard.poll() is None and not (tmp_path / "tries").exists():
+            time.sleep(0.05)
+        assert str((run.path / "logs/0/end-0").readlink()) == "n1"
+        guard.stdin.write(b"!")  # the first node has come back, and ends
+        guard.stdin.flush()
+        time.sleep(1.0)
+        (tmp_path / "back").touch()
+        _, said = guard.communicate()
+        stop.cancel()
+    tries = (tmp_path / "tries").read_text().count("\n")
+    assert (guard.returncode, tries > 1) == (0, True), said
+    outcome = read_manifest(run.path)["outcome"]
+    assert (outcome["state"], outcome["cause"], outcome["lost"]) == ("requeued", "node_failure", ["n0"])
+
+
+@pytest.mark.parametrize(
+    ("host", "witness", "expected"),
+    [("works", "hangs", False), ("hangs", "works", True), ("hangs", "hangs", None)],
+)
+def test_a_node_is_frozen_only_if_slurm_starts_steps_elsewhere(
+    environ: dict[str, str], host: str, witness: str, *, expected: bool | None
+) -> None:
+    assert is_frozen(host, witness, environ) is expected
