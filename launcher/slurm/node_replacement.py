@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 
 from launcher.agent.coordinator import Coordinator
 from launcher.agent.liveness import Loss
+from launcher.errors import SchedulerError
 from launcher.runs.manifest import stamp_time
 from launcher.runs.node_records import read_nodes
 from launcher.slurm.attempt import Attempt, try_write_manifest
+from launcher.slurm.attempt_end import classify_kill
+from launcher.slurm.job_control import ask_job
 from launcher.slurm.node_step import NodeStep
 from launcher.slurm.node_watch import NodeWatch
 from launcher.slurm.step_group import StepGroup
@@ -77,6 +80,8 @@ class NodeReplacement:
             checked = check_spare_nodes(self.attempt)
         except Exception as error:  # a mistake of the checks' own ends no job
             checked = CheckedNodes(None, f"{type(error).__name__}: {error}")
+        if (checked.report is None or checked.report.sick) and self.is_job_ending():
+            return  # SLURM has ended the checks, too
         if checked.report is None:
             logger.warning(f"the spare nodes were not checked: {checked.problem}")
             return
@@ -86,6 +91,15 @@ class NodeReplacement:
             logger.warning(f"spare node {host} is sick, and is not used: {words}")
             self.sick[host] = words
             self.group.drop_spare(host)
+
+    def is_job_ending(self) -> bool:
+        """Tell whether SLURM ends the job, or puts it back into the queue."""
+        try:
+            return bool(
+                classify_kill(ask_job(self.attempt.job_id, self.attempt.environ), self.attempt.restarts)
+            )
+        except SchedulerError:
+            return False
 
     def attend(self) -> None:
         """Keep the account, and end an srun that waits for lost nodes."""
