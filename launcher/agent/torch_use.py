@@ -20,7 +20,8 @@ MOST_BYTES = 1 << 20
 """Of a file."""
 MOST_SECONDS = 0.03
 """Until the answer is that it may."""
-MOST_SECONDS_OF_CHANGES = 2.0
+MOST_SECONDS_OF_CHANGES = 0.5
+"""Until the ranks are executed instead: the start waits for the answer, up to twice."""
 OBVIOUS = re.compile(rb"^[ \t]*(?:import|from)[ \t]+torch\b", re.MULTILINE)
 """A line that imports torch, found without parsing the file."""
 IMPORT_LINE = re.compile(rb"^(?:import|from)[ \t]+torch\b", re.MULTILINE)
@@ -227,10 +228,13 @@ def name_change(node: ast.AST) -> str:
 
 def name_dotted(node: ast.AST) -> str:
     """Return `a.b.c` of an expression; empty if it is no such name."""
-    if isinstance(node, ast.Name):
-        return "sys" if node.id == "_sys" else node.id
-    inner = name_dotted(node.value) if isinstance(node, ast.Attribute) else ""
-    return f"{inner}.{node.attr}" if isinstance(node, ast.Attribute) and inner else ""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return ""
+    return ".".join(["sys" if node.id == "_sys" else node.id, *reversed(names)])
 
 
 def find_import_change(argv: Sequence[str], environ: Mapping[str, str], *, to_the_end: bool = False) -> str:

@@ -98,5 +98,5 @@ def warm_up(
     try:
         return WarmStarter(by_exec, WarmProcess.start(argv, preload, Path.cwd(), environ))
     except WarmRefusedError as error:
-        logger.debug(NOT_FORKED.format(error))
+        logger.info(NOT_FORKED.format(error))
         return by_exec

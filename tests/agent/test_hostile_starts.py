@@ -85,6 +85,24 @@ def test_a_preload_that_cannot_be_leaves_ranks_that_are_executed(
     assert read_words(tmp_path, "ran") == ["0 False"] * 2
 
 
+def test_a_program_that_cannot_be_forked_though_it_is_to_be_is_told_of(tmp_path: Path) -> None:
+    script = tmp_path / "program.sh"
+    script.write_text("#!/bin/sh\n: > ran-$RANK\n")
+    script.chmod(0o755)
+    with start(tmp_path, *DIRECT, "start.preload=[json]", "--", "./program.sh") as started:
+        assert started.wait() == 0, started.read()
+        line = "not forked from a process with torch: ./program.sh is no Python program"
+        assert started.read().count(line) == 1, started.read()
+    assert {path.name for path in tmp_path.glob("ran-*")} == {"ran-0", "ran-1"}
+
+
+def test_a_program_with_a_very_long_chain_of_names_runs(tmp_path: Path) -> None:
+    code = f"def chain(a):\n    return a{'.path' * 1500}\ntell('ran')\n"
+    with start_job(tmp_path, code) as started:
+        assert started.wait() == 0, started.read()
+    assert len(read_words(tmp_path, "ran")) == 2
+
+
 def test_a_sitecustomize_of_the_users_runs_in_each_rank_and_may_start_threads(tmp_path: Path) -> None:
     """It is for the rank, with the rank's variables; the interpreter's start is over once it has run."""
     site = tmp_path / "site"
