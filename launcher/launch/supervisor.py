@@ -3,6 +3,7 @@
 import logging
 import math
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,6 +15,7 @@ from launcher.launch.monitor import RankMonitor
 from launcher.launch.processes import (
     Death,
     RankPidfds,
+    RankProcess,
     adopt_orphans,
     end_leftovers,
     reap_orphans,
@@ -110,6 +112,8 @@ class Supervisor:
     """That has happened."""
     late_look: float = 0.0
     """Monotonic time of the next look at ranks that stay behind."""
+    late_thread: threading.Thread | None = None
+    """The last one that looked at them."""
     idle: dict[int, tuple[float, int, int]] = field(default_factory=dict)
     """By PID: since when such a rank is idle, and the CPU and bytes that it had used at the last look."""
 
@@ -174,7 +178,7 @@ class Supervisor:
                 self.starved = bool(self.pidfds.signal_groups(signal.SIGKILL))
             self.attend_watcher(agent)
             if time.monotonic() >= self.late_look:
-                self.report_late_ranks()
+                self.look_for_late_ranks()
             if not self.monitor.is_busy():
                 reap_orphans({*agent.children, *self.list_own(agent)})
         self.watch_new_ranks(agent)
@@ -204,17 +208,21 @@ class Supervisor:
                 others = "" if job.world_size == 1 else "; the other ranks are ended"
                 logger.info(f"rank {death.process.rank} {what} ({status}){others}")
 
-    def report_late_ranks(self) -> None:
+    def look_for_late_ranks(self) -> None:
+        """Have ranks looked at whose peer has ended with 0: in a thread, since reading /proc can block."""
+        self.late_look = time.monotonic() + LATE_LOOK
+        ended = {death.process.attempt for death in self.pidfds.deaths if death.exitcode == 0}
+        late = [process for process in self.pidfds.alive.values() if process.attempt in ended]
+        if self.stop is None and late and not (self.late_thread and self.late_thread.is_alive()):
+            self.late_thread = threading.Thread(target=self.report_late_ranks, args=(late,), daemon=True)
+            self.late_thread.start()
+
+    def report_late_ranks(self, late: Sequence[RankProcess]) -> None:
         """Say once of a rank that it stays, idle, though a peer has ended with 0, and where its threads wait.
 
         It may be stuck in the interpreter's end, where no Python stack tells why.
         """
         now = time.monotonic()
-        self.late_look = now + LATE_LOOK
-        ended = {death.process.attempt for death in self.pidfds.deaths if death.exitcode == 0}
-        late = [process for process in self.pidfds.alive.values() if process.attempt in ended]
-        if self.stop is not None or not late:
-            return
         # Few jobs need it, and importing it takes long.
         from launcher.watch.kernel_state import list_descendants, look_at_process
 
