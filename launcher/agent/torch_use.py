@@ -4,6 +4,7 @@ Does it change how modules are imported, or watch imports, before it imports tor
 """
 
 import ast
+import errno
 import os
 import re
 import sys
@@ -22,6 +23,9 @@ MOST_SECONDS = 0.03
 """Until the answer is that it may."""
 MOST_SECONDS_OF_CHANGES = 0.5
 """Until the ranks are executed instead: the start waits for the answer, up to twice."""
+MOST_PARSED = 1 << 18
+"""Bytes of a file, a third of a second."""
+TOO_MUCH = "it has more files, or larger ones, than can be looked through before torch"
 OBVIOUS = re.compile(rb"^[ \t]*(?:import|from)[ \t]+torch\b", re.MULTILINE)
 """A line that imports torch, found without parsing the file."""
 IMPORT_LINE = re.compile(rb"^(?:import|from)[ \t]+torch\b", re.MULTILINE)
@@ -153,20 +157,23 @@ class ChangeSearch:
             return "", False
         self.seen.add(path)
         if len(self.seen) > MOST_FILES or time.monotonic() > self.search.deadline:
-            return "it imports too many files to look through before torch", False
+            return TOO_MUCH, False
         try:
-            return self.search_text(read_file(path, MOST_BYTES, follow=True), path)
-        except OSError:
-            return "", False
+            source = read_file(path, MOST_BYTES, follow=True)
+        except OSError as error:
+            return TOO_MUCH if error.errno == errno.EFBIG else "", False
+        return self.search_text(source, path)
 
     def search_text(self, source: bytes, path: str) -> tuple[str, bool]:
         """Search a file's text. What does not parse is not run either."""
         match = None if self.to_the_end else IMPORT_LINE.search(source)
         try:
             try:
-                tree = ast.parse(source[: match.start()] if match else source)
+                tree = parse_text(source[: match.start()] if match else source)
             except SyntaxError:  # the line stands in a text
-                match, tree = None, ast.parse(source)
+                match, tree = None, parse_text(source)
+        except OverflowError:
+            return TOO_MUCH, False
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             return "", False
         is_suspect = SUSPECT.search(source) is not None
@@ -184,6 +191,13 @@ class ChangeSearch:
                     if change or (is_over and is_plain and not self.to_the_end):
                         return change, is_over
         return "", match is not None
+
+
+def parse_text(source: bytes) -> ast.Module:
+    """Parse a file's text; raises OverflowError if it is long, since parsing cannot be interrupted."""
+    if len(source) > MOST_PARSED:
+        raise OverflowError(len(source))
+    return ast.parse(source)
 
 
 def name_change(node: ast.AST) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.torch_use import MOST_FILES, is_without_torch, may_use_torch
+from launcher.agent.torch_use import MOST_FILES, find_import_change, is_without_torch, may_use_torch
 
 PROGRAMS: dict[str, tuple[bool, Mapping[str, str]]] = {
     "torch": (True, {"x.py": "import os\nimport torch\n"}),
@@ -114,3 +114,14 @@ def test_a_python_program_without_torch_is_told_from_one_that_may_run_it(tmp_pat
     }
     assert found == {"plain.py": True, "train.py": False}
     assert not is_without_torch(["sh", str(tmp_path / "train.sh")], environ)
+
+
+@pytest.mark.parametrize("size", [1 << 19, 1 << 21])
+def test_what_is_too_large_to_look_through_is_not_taken_for_harmless(size: int, tmp_path: Path) -> None:
+    """Neither does the start wait for it."""
+    line = "x = 1\n"
+    write_files(tmp_path, {"x.py": "import own\nimport torch\n", "own.py": line * (size // len(line))})
+    argv = [sys.executable, str(tmp_path / "x.py")]
+    assert "can be looked through" in find_import_change(argv, dict(os.environ))
+    write_files(tmp_path, {"own.py": "import torch\n" + line * 9})
+    assert find_import_change(argv, dict(os.environ)) == ""
