@@ -172,7 +172,7 @@ def describe_failure(monitor: RankMonitor, outcome: JobOutcome) -> RankFailure |
     log, lines = tail_rank(monitor.run, death.process, monitor.job.config.logs.tail)
     error = read_error(monitor.run, death.process.rank, death.process.attempt)
     if any(line.startswith("bdb.BdbQuit") for line in lines[-1:]) and monitor.job.world_size > 1:
-        error = "breakpoint() found no terminal, which one rank alone has: nproc_per_node=1"
+        error = "breakpoint() needs a terminal, which only a single rank has: nproc_per_node=1"
     return RankFailure(
         death.process.rank,
         death.process.local_rank,

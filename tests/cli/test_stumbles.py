@@ -65,7 +65,7 @@ def test_a_breakpoint_in_several_ranks_ends_them_and_says_why(tmp_path: Path, ag
         assert terminal.finish(120) == 1
         shown = " ".join(terminal.text().split())
         assert "bdb.BdbQuit" in shown
-        assert "breakpoint() found no terminal, which one rank alone has: nproc_per_node=1" in shown
+        assert "breakpoint() needs a terminal, which only a single rank has: nproc_per_node=1" in shown
 
 
 def test_the_words_of_an_end(here: Path) -> None:
