@@ -11,6 +11,8 @@ from launcher.config.other_tools import find_foreign
 
 COMPOSING = re.compile(r"In '(?P<file>[^']*)': \w+ raised while composing config: ")
 """How Hydra's errors begin that are about a value in a file, named by its group."""
+NO_SECTION = re.compile(r"Invalid type assigned: \w+ is not a subclass of (?P<schema>\w+)\. ")
+NO_MAPPING = re.compile(r"Cannot assign \w+ to Dict\[")
 UNKNOWN = re.compile(r"Key '[^']*' not in '(?P<schema>\w+)'")
 """OmegaConf's words for a key that a dataclass does not have."""
 
@@ -58,6 +60,10 @@ def shorten_message(error: BaseException) -> str:
     if key and "is not a ListConfig" in text:
         return f"{file}{key}: give a list, as in {key}=[…]"
     text = text[where.end() :] if where else text
+    if key and (section := NO_SECTION.match(text)) and (kind := getattr(schema, section["schema"], None)):
+        return f"{file}{key}: give its keys, as in {key}.{fields(kind)[0].name}=…"
+    if key and NO_MAPPING.match(text):
+        return f"{file}{key}: give a mapping, as in {key}.NAME=…"
     if where and key and (unknown := UNKNOWN.match(text)):
         if foreign := find_foreign(key):
             return f"{file}{foreign.explain_key(key)}"
