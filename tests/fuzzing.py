@@ -7,6 +7,8 @@ import re
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from launcher.config.schema import LaunchConfig, list_choices
+
 FUZZ = settings(
     max_examples=90,
     deadline=None,
@@ -18,6 +20,8 @@ FUZZ = settings(
 if count := os.environ.get("LAUNCH_FUZZ"):
     FUZZ = settings(FUZZ, max_examples=int(count), derandomize=False)
 
+WORDS = {key: [word for word in words if word != "auto"] for key, _, words in list_choices(LaunchConfig())}
+"""What each setting with a set of words takes beside `auto`."""
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """What a terminal acts on, but newline, tab and carriage return."""

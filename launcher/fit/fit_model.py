@@ -5,19 +5,6 @@ Bytes are integers; memory of one GPU unless a field says otherwise. All values 
 
 from dataclasses import dataclass, field
 
-PRECISIONS = ("fp32", "bf16", "mixed", "fp8")
-"""`fp32`: all in 32 bits; `bf16`: weights, gradients and moments in bf16; `mixed`: computes in bf16 with
-fp32 master weights; `fp8`: as `mixed`, matrix products in 8 bits."""
-OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "lion", "sgd", "muon")
-CHECKPOINTING = ("none", "selective", "full")
-OFFLOADS = ("none", "optimizer", "parameters")
-FRAMEWORKS = ("ddp", "fsdp", "zero", "megatron")
-"""Who holds the states: torch's DDP or FSDP2, DeepSpeed's ZeRO, or Megatron's distributed optimizer. A
-framework decides copies and buffers, `ParallelLayout.zero` what is sharded."""
-LOSSES = ("auto", "plain", "chunked", "fused")
-"""`plain`: all logits at once; `chunked`: some at a time; `fused`: in one kernel with the output layer
-(Liger, cut cross-entropy); `auto`: not known, which makes the range wide."""
-GRADIENTS = ("auto", "fp32", "bf16")
 VERDICTS = ("fits", "tight", "does_not_fit")
 
 
@@ -115,10 +102,14 @@ class ParallelLayout:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSettings:
-    """What decides memory and speed beside the model and the layout."""
+    """What decides memory and speed beside the model and the layout, in words of `FitConfig`'s."""
 
     framework: str = "ddp"
+    """Who holds the states: torch's DDP or FSDP2, DeepSpeed's ZeRO (`zero`), or Megatron's distributed
+    optimizer. It decides copies and buffers, `ParallelLayout.zero` what is sharded."""
     precision: str = "mixed"
+    """`fp32`: all in 32 bits; `bf16`: weights, gradients and moments in bf16; `mixed`: computes in bf16 with
+    fp32 master weights; `fp8`: as `mixed`, matrix products in 8 bits."""
     optimizer: str = "adamw"
     checkpointing: str = "none"
     offload: str = "none"
@@ -134,7 +125,8 @@ class TrainingSettings:
     """It is the bundled program, whose tensors are known exactly."""
     expandable_segments: bool = True
     loss: str = "auto"
-    """One of `LOSSES`."""
+    """`plain`: all logits at once; `chunked`: some at a time; `fused`: in one kernel with the output layer
+    (Liger, cut cross-entropy); `auto`: not known, which makes the range wide."""
     compile: bool | None = None
     """By torch.compile; None is not known."""
     optimizer_fused: bool | None = None

@@ -41,7 +41,7 @@ class GpuType:
         return tuple((name, peak) for name, peak in peaks if peak is not None)
 
     def find_precision_peak(self, precision: str) -> float:
-        """Give the TFLOPS at a precision of `PRECISIONS`; without fp8, bf16 is what is computed in."""
+        """Give the TFLOPS at a precision of `TrainingSettings`; without fp8, bf16 is what is computed in."""
         if precision == "fp32":
             return self.fp32
         return self.fp8 or self.bf16 if precision == "fp8" else self.bf16

@@ -8,11 +8,6 @@ from hypothesis import strategies as st
 from launcher.errors import UsageError
 from launcher.fit.batch_arithmetic import check_layout
 from launcher.fit.fit_model import (
-    CHECKPOINTING,
-    FRAMEWORKS,
-    OFFLOADS,
-    OPTIMIZERS,
-    PRECISIONS,
     Device,
     FitRequest,
     ParallelLayout,
@@ -22,7 +17,7 @@ from launcher.fit.memory_estimate import estimate_memory
 from launcher.fit.shape_advice import advise
 from launcher.fit.speed_estimate import estimate_speed
 from tests.fit.published_settings import DEEPSEEK, GPT2, LLAMA70B, MIXTRAL
-from tests.fuzzing import FUZZ
+from tests.fuzzing import FUZZ, WORDS
 
 counts = st.sampled_from([1, 2, 3, 7, 10**5, 10**12])
 layouts = st.builds(
@@ -37,11 +32,11 @@ layouts = st.builds(
 )
 trainings = st.builds(
     TrainingSettings,
-    framework=st.sampled_from(FRAMEWORKS),
-    precision=st.sampled_from(PRECISIONS),
-    optimizer=st.sampled_from(OPTIMIZERS),
-    checkpointing=st.sampled_from(CHECKPOINTING),
-    offload=st.sampled_from(OFFLOADS),
+    framework=st.sampled_from(WORDS["parallel.framework"]),
+    precision=st.sampled_from(WORDS["fit.precision"]),
+    optimizer=st.sampled_from(WORDS["fit.optimizer"]),
+    checkpointing=st.sampled_from(WORDS["fit.checkpointing"]),
+    offload=st.sampled_from(WORDS["fit.offload"]),
     micro_batch=counts,
     accumulation=counts,
     seq_len=st.sampled_from([16, 1024, 1 << 20, 10**12]),

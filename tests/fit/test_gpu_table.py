@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.fit.fit_model import PRECISIONS
 from launcher.fit.gpu_table import GPU_TYPES, find_gpu
 from launcher.programs.metrics import PEAKS, find_peak
-from tests.fuzzing import FUZZ, texts
+from tests.fuzzing import FUZZ, WORDS, texts
 
 NAMES = [
     # As nvidia-smi and torch.cuda.get_device_name give them, and as people write them.
@@ -98,7 +97,7 @@ def test_rows_are_found_by_their_own_names_and_are_plausible() -> None:
         assert find_gpu(gpu.name.upper().replace(" ", "-")) == gpu
         assert gpu.fp32 <= (gpu.tf32 or gpu.fp32) < gpu.bf16 < (gpu.fp8 or 1e9)
         assert 8 * 1024 <= gpu.memory_mib < 300 * 1024 and gpu.nvlink_domain >= 1 and gpu.source
-        assert [gpu.find_precision_peak(name) > 0 for name in PRECISIONS] == [True] * 4
+        assert [gpu.find_precision_peak(name) > 0 for name in WORDS["fit.precision"]] == [True] * 4
 
 
 @pytest.mark.parametrize("name", [name for name, _ in NAMES if name[:6] in ("NVIDIA", "Tesla ")])

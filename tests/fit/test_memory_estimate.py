@@ -8,11 +8,6 @@ from hypothesis import strategies as st
 
 from launcher.fit.activation_memory import count_in_flight, count_layer_activations
 from launcher.fit.fit_model import (
-    CHECKPOINTING,
-    FRAMEWORKS,
-    OFFLOADS,
-    OPTIMIZERS,
-    PRECISIONS,
     Device,
     Experts,
     FitRequest,
@@ -26,6 +21,7 @@ from launcher.fit.framework_memory import count_run
 from launcher.fit.memory_estimate import estimate_memory
 from launcher.fit.rank_parameters import count_stage
 from launcher.fit.state_memory import count_state_bytes
+from tests.fuzzing import WORDS
 
 GIB = 2**30
 H100 = Device("NVIDIA H100 80GB HBM3", 81559)
@@ -255,11 +251,11 @@ LAYOUTS = st.builds(
 )
 TRAINING = st.builds(
     TrainingSettings,
-    st.sampled_from(FRAMEWORKS),
-    st.sampled_from(PRECISIONS),
-    st.sampled_from(OPTIMIZERS),
-    st.sampled_from(CHECKPOINTING),
-    st.sampled_from(OFFLOADS),
+    st.sampled_from(WORDS["parallel.framework"]),
+    st.sampled_from(WORDS["fit.precision"]),
+    st.sampled_from(WORDS["fit.optimizer"]),
+    st.sampled_from(WORDS["fit.checkpointing"]),
+    st.sampled_from(WORDS["fit.offload"]),
     st.integers(1, 10_000),
     st.integers(1, 1000),
     st.integers(1, 1_000_000),
