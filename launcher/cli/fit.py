@@ -5,17 +5,19 @@ import logging
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from launcher.cli.fit_step import StepRecord, pretend_gpu, run_steps
 from launcher.cli.measured_fit import learn_ratio
 from launcher.cli.plan import plan_node
 from launcher.cli.verbs import VerbCall
+from launcher.config.fit_check import check_planned, find_start_model
 from launcher.config.fit_request import (
     count_plan_nodes,
     find_fit_device,
     has_expandable_segments,
+    is_bundled_program,
     share_node_memory,
 )
 from launcher.config.program import find_program
@@ -34,9 +36,18 @@ logger = logging.getLogger(__name__)
 def show_fit(call: VerbCall) -> int:
     """Print whether a program fits; return 0, or 3 if it does not or nobody can say; raises LaunchError."""
     config, environ = call.config, call.environ
-    argv = find_program(tuple(call.program) or None, config, environ)
     plan = plan_node(config, environ)
     nodes = count_plan_nodes(config.nodes, environ)
+    if is_bundled_program(config, call.program):
+        config = check_planned(
+            replace(config, fit=replace(config.fit, check="off")),
+            plan,
+            find_start_model(config, call.program, call.given),
+            nodes=nodes,
+            is_bundled=True,
+            environ=environ,
+        )
+    argv = find_program(tuple(call.program) or None, config, environ)
     device = choose_fit_device(config, plan)
     shape = len(plan.ranks), nodes
     if config.dry_run:

@@ -76,7 +76,7 @@ def assess_plan(call: VerbCall, made: Plan) -> "FitReport | None":
         is_bundled=is_bundled_program(config, call.program),
         environ=call.environ,
     )
-    if request is None:
+    if request is None or not request.device.memory_mib:
         return None
     from launcher.cli.measured_fit import learn_for_request
     from launcher.fit.fit_decision import assess

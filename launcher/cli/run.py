@@ -179,7 +179,8 @@ def find_job_model(
 ) -> "ModelDimensions | None":
     """Return the model whose memory is judged before the start; None if there is no claim."""
     asked = any(key.partition(".")[0] == "model" for key in given)
-    if config.fit.check == "off" or not config.model or (program and not asked):
+    is_bundled = not program and config.program.get("command") == list(BUNDLED)
+    if (config.fit.check == "off" and not is_bundled) or not config.model or (program and not asked):
         return None
     from launcher.config.fit_check import find_start_model
 

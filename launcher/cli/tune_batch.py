@@ -14,7 +14,7 @@ from launcher.cli.run import plan_job
 from launcher.cli.tune_choice import check_override, describe_use, render_comments, save_override
 from launcher.cli.tune_session import TuneSession, open_session
 from launcher.cli.tune_settings import specify_search
-from launcher.cli.tune_trial import FinishedTrial, run_trial, specify_trial
+from launcher.cli.tune_trial import FinishedTrial, plan_trial, run_trial, specify_trial
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.launch.job import JobSpec, render_start
 from launcher.probe.available_memory import MemoryGuard
@@ -127,7 +127,7 @@ def describe_memory_bound(bounds: BatchBounds) -> str:
 def preview_batch(composed: "Composed", spec: JobSpec, option: BatchOption, bounds: BatchBounds) -> int:
     """Show what would be tried, and start nothing."""
     first = specify_batch(composed, spec, option, Path("RUN_DIR"), min(bounds.start, bounds.max_batch))
-    command = render_start(plan_job(first), "RUN_ID")
+    command = render_start(plan_trial(first)[1], "RUN_ID")
     steps = spec.config.tune.steps
     written = f"would write {spec.config.save}\n" if spec.config.save else ""
     print_text(

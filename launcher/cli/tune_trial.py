@@ -13,11 +13,12 @@ from launcher.cli.run import make_agent_on_machine, plan_job
 from launcher.config.composed import Composed, resolve
 from launcher.config.config_file import render_config
 from launcher.config.environment_files import fill_env
+from launcher.config.program import find_program
 from launcher.config.schema import LaunchConfig
 from launcher.errors import MachineError
 from launcher.launch.agent import check_open_files
 from launcher.launch.agent_process import AgentRequest
-from launcher.launch.job import JobSpec, build_agent_environ
+from launcher.launch.job import Job, JobSpec, build_agent_environ
 from launcher.launch.local_run import AGENT_LINES, make_agent, prepare_run, write_plan
 from launcher.launch.monitor import RankMonitor
 from launcher.launch.outcome import JobOutcome, complete_manifest, explain_failure, judge_outcome
@@ -180,12 +181,36 @@ def run_trial(
 
 def open_trial(trial: JobSpec, argv: Sequence[str], viewer: SilentViewer) -> RankMonitor:
     """Plan a trial, make its run directory, and return its monitor; raises as any job does."""
-    job = plan_job(trial)
+    trial, job = plan_trial(trial)
     check_open_files()
     run, manifest = prepare_run(trial, argv, [job.host])
     write_plan(trial, run, job.host, plan_to_json(job.plan))
     (run.path / RECORDS).mkdir(mode=0o700)
     return RankMonitor(job, run, viewer, count_oom_kills, manifest)
+
+
+def plan_trial(trial: JobSpec) -> tuple[JobSpec, Job]:
+    """Plan a trial; what is free of the bundled program is chosen around what is tried, as a run does."""
+    job = plan_job(trial)
+    if trial.fit_model is None or not trial.is_bundled:
+        return trial, job
+    from launcher.config.fit_check import settle_job, settle_planned
+
+    # Steps of one micro-step: sequences a second do not depend on how many there are.
+    program = {**trial.config.program, "global_batch": "auto"}
+    if program.get("grad_accumulation") == "auto":
+        program["grad_accumulation"] = 1
+    config = settle_planned(
+        replace(trial.config, program=program),
+        job.plan,
+        trial.fit_model,
+        nodes=1,
+        is_bundled=True,
+        environ=trial.environ,
+    )
+    return settle_job(trial, config), replace(
+        job, config=config, program=find_program(trial.program, config, trial.environ)
+    )
 
 
 def describe_program(spec: JobSpec) -> str:

@@ -12,7 +12,7 @@ from launcher.cli.run import plan_job
 from launcher.cli.tune_choice import check_override, describe_use, render_override, save_override
 from launcher.cli.tune_session import TuneSession, open_session
 from launcher.cli.tune_settings import OURS, find_max_workers, specify_search
-from launcher.cli.tune_trial import describe_program, run_trial, specify_trial
+from launcher.cli.tune_trial import describe_program, plan_trial, run_trial, specify_trial
 from launcher.errors import LaunchError
 from launcher.launch.job import JobSpec, render_start
 from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_NUM_WORKERS
@@ -93,7 +93,7 @@ def search_workers(composed: "Composed", program: tuple[str, ...] | None, argv: 
 def preview_search(composed: "Composed", spec: JobSpec, max_workers: int, why: str, target: str) -> int:
     """Show what would be tried, and start nothing."""
     first = specify_count(composed, spec, Path("RUN_DIR"), 0)
-    command = render_start(plan_job(first), "RUN_ID")
+    command = render_start(plan_trial(first)[1], "RUN_ID")
     variables = [f"{name}={first.environ[name]}" for name in OURS]
     steps = spec.config.tune.steps
     print_text(

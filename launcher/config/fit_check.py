@@ -12,18 +12,24 @@ from launcher.config.fit_request import (
     make_fit_request,
     settle_program,
 )
-from launcher.config.schema import LaunchConfig
+from launcher.config.schema import FitConfig, LaunchConfig, ParallelConfig
 from launcher.errors import MachineError, UsageError
 from launcher.fit.choose_settings import describe_choice
 from launcher.fit.fit_decision import assess
 from launcher.fit.fit_messages import describe_change, describe_fit, explain_misfit
 from launcher.fit.fit_model import FitReport, FitRequest, Learned, ModelDimensions
+from launcher.fit.memory_estimate import estimate_memory
 from launcher.plan.model import Plan
 
 if TYPE_CHECKING:
     from launcher.launch.job import JobSpec
 
 logger = logging.getLogger(__name__)
+
+CHOSEN = ("batch_size", "grad_accumulation", "activation_checkpointing", "parallel")
+"""Options of the bundled program that can be `auto`."""
+KEPT = "what is auto is the program's own: 8 sequences, 1 micro-step, no checkpointing, ddp"
+"""Where nothing could be chosen."""
 
 
 def find_start_model(
@@ -63,12 +69,13 @@ def check_planned(
     Returns the configuration with what was chosen for the bundled program. `model` is `find_start_model`'s.
     In a dry run nothing is refused.
     """
-    if model is None or config.fit.check == "off":
+    if model is None:
         return config
     return act_on_request(
-        lambda: make_fit_request(config, plan, model, nodes=nodes, is_bundled=is_bundled, environ=environ),
+        lambda one: make_fit_request(one, plan, model, nodes=nodes, is_bundled=is_bundled, environ=environ),
         config,
         learned,
+        is_bundled=is_bundled,
     )
 
 
@@ -82,11 +89,21 @@ def settle_planned(
     environ: Mapping[str, str],
 ) -> LaunchConfig:
     """Return the configuration with what is chosen for the bundled program; the job was judged elsewhere."""
+    if not is_bundled:
+        return config
+    plain = drop_questions(config)
     try:
-        request = make_fit_request(config, plan, model, nodes=nodes, is_bundled=is_bundled, environ=environ)
+        request = make_fit_request(plain, plan, model, nodes=nodes, is_bundled=is_bundled, environ=environ)
     except Exception:  # as check_planned, which tells of it
         return config
     return settle_program(config, request)
+
+
+def drop_questions(config: LaunchConfig) -> LaunchConfig:
+    """Return a configuration in which `fit` and `parallel` say nothing of the training: how it will run."""
+    fit = config.fit
+    kept = FitConfig(gpu=fit.gpu, gpu_memory_gib=fit.gpu_memory_gib, check=fit.check, tokens=fit.tokens)
+    return replace(config, fit=kept, parallel=ParallelConfig())
 
 
 def settle_job(spec: "JobSpec", config: LaunchConfig) -> "JobSpec":
@@ -103,27 +120,41 @@ def settle_job(spec: "JobSpec", config: LaunchConfig) -> "JobSpec":
 
 
 def act_on_request(
-    make: Callable[[], FitRequest | None], config: LaunchConfig, learned: Learned | None = None
+    make: Callable[[LaunchConfig], FitRequest | None],
+    config: LaunchConfig,
+    learned: Learned | None = None,
+    *,
+    is_bundled: bool,
 ) -> LaunchConfig:
-    """Judge what `make` asks, and act by `fit.check`; raises MachineError if the job is refused.
+    """Judge what `make` asks of a configuration, and act by `fit.check`; raises MachineError for a refusal.
 
-    Returns the configuration with what was chosen.
+    Returns the configuration with what was chosen, which does not depend on the check. Raises UsageError for
+    settings of the bundled program that make no sense.
     """
+    is_off = config.fit.check == "off"
+    if is_off and not is_bundled:
+        return config
     try:
-        request = make()
+        request = make(drop_questions(config) if is_off else config)
         report = assess(request, learned) if request else None
+        asked = bool(request and request.fixed)
+        chosen = make(drop_questions(config)) if is_bundled and asked else request
     except UsageError as error:
+        if is_bundled:
+            raise
         logger.warning(f"no estimate of memory: {error}")
         return config
     except Exception as error:
-        logger.warning(f"no estimate of memory ({type(error).__name__}: {error}): report it")
+        kept = f"; {KEPT}" if is_bundled and any(config.program.get(key) == "auto" for key in CHOSEN) else ""
+        logger.warning(f"no estimate of memory ({type(error).__name__}: {error}): report it{kept}")
         return config
     if report is None:
         return config
-    if report.verdict != "does_not_fit" and report.request.free.any:
-        logger.info(describe_choice(report.request, report.estimate.total))
-    act_on(report, config)
-    return settle_program(config, report.request)
+    if chosen and chosen.free.any and (is_off or report.verdict != "does_not_fit"):
+        logger.info(describe_choice(chosen, estimate_memory(chosen).total))
+    if not is_off:
+        act_on(report, config)
+    return settle_program(config, chosen)
 
 
 def act_on(report: FitReport, config: LaunchConfig) -> None:

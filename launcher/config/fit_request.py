@@ -41,7 +41,7 @@ def find_fit_model(
     `model.config=FILE`), or if the configured program takes the section and that has dimensions. Raises
     UsageError for a model that makes no sense.
     """
-    if config.fit.check == "off":
+    if config.fit.check == "off" and not is_bundled_program(config, program):
         return None
     is_own = not program and not is_bundled_program(config, program)  # configured, with a section of its own
     asked = any(key.partition(".")[0] == "model" for key in given)
@@ -79,6 +79,7 @@ def make_fit_request(
 ) -> FitRequest | None:
     """Return what is asked of a job of which each node has this plan; None if there is no claim.
 
+    What the bundled program computes with is chosen on a device of unknown memory, too.
     `model` is what `find_fit_model` returns. Raises UsageError for settings that make no training.
     """
     if model is None or not plan.ranks:
@@ -86,7 +87,7 @@ def make_fit_request(
     on_cpu = is_bundled and config.program.get("device") == "cpu"
     found = [] if on_cpu else [rank.gpu for rank in plan.ranks if rank.gpu]
     device = find_fit_device(config.fit, found, share_node_memory(plan.machine, len(plan.ranks)))
-    if not device.memory_mib:
+    if not device.memory_mib and not is_bundled:
         return None
     node = describe_node_resources(plan, float(config.dataloader.worker_gib))
     return make_request_on(

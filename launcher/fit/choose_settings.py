@@ -6,6 +6,8 @@ from dataclasses import replace
 from launcher.fit.fit_model import Change, FitRequest, Range
 
 GIB = 1 << 30
+UNKNOWN_MEMORY = 8 * GIB
+"""Of a device that does not tell: a small slice of a GPU has it."""
 ENOUGH_TOKENS = 8192
 """Of a micro-step: more of them make the matrix products of a GPU little faster."""
 MOST_TOKENS = 65536
@@ -29,7 +31,7 @@ def choose_settings(request: FitRequest, estimate: Callable[[FitRequest], Range]
     As little recomputation as lets ENOUGH_TOKENS fit, or all that the global batch asks for, with DDP before
     FSDP; if nothing does, the largest micro-batch that fits; if nothing fits, what takes least.
     """
-    free, capacity = request.free, request.device.memory_mib << 20
+    free, capacity = request.free, (request.device.memory_mib << 20) or UNKNOWN_MEMORY
     best: FitRequest | None = None
     for checkpointing in LADDER if free.checkpointing else (request.settings.checkpointing,):
         for framework in list_frameworks(request):
@@ -97,7 +99,8 @@ def set_up(request: FitRequest, chosen: tuple[int, str, str]) -> FitRequest:
 def describe_choice(request: FitRequest, total: Range) -> str:
     """Say in a line what was chosen, and why."""
     settings, layout = request.settings, request.layout
-    capacity = request.device.memory_mib << 20
+    known = request.device.memory_mib << 20
+    capacity = known or UNKNOWN_MEMORY
     steps, length = settings.accumulation, settings.seq_len
     batch = settings.micro_batch * steps * layout.dp
     tokens = settings.micro_batch * length
@@ -110,6 +113,8 @@ def describe_choice(request: FitRequest, total: Range) -> str:
             f"fewer than {min(ENOUGH_TOKENS, tokens):,} tokens fit" if free.micro_batch else "it does not fit"
         )
         why += f"; without recomputation {fewer}"
+    if not known:
+        why += f"; the memory of {request.device.name} is not known, and taken as {capacity / GIB:.0f} GiB"
     names = NAMES if request.is_bundled else OTHER_NAMES
     values = (settings.micro_batch, settings.checkpointing, settings.framework, steps)
     is_free = (free.micro_batch, free.checkpointing, free.parallel, free.accumulation)

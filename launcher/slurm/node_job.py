@@ -65,7 +65,7 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
             job = check_node_fit(request, job, is_first=task.node_rank == 0)
             if task.node_rank == 0:
                 device = "gpu" if any(rank.gpu for rank in job.plan.ranks) else "cpu"
-                keep_prediction(run, program, device, len(job.plan.ranks) * cluster.max_nodes)
+                keep_prediction(run, job.program, device, len(job.plan.ranks) * cluster.max_nodes)
             write_node_plan(run, job)
             return run_agent(
                 job,

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,31 @@ def test_what_is_set_is_kept_and_the_rest_is_chosen_around_it(launch: Launch) ->
     )
     both = ("program.batch_size=4", "program.grad_accumulation=3", "program.global_batch=64")
     launch("plan", *base, *both).assert_error(2, "on 32 ranks is 384")
+
+
+@pytest.mark.parametrize(
+    ("words", "chosen"),
+    [
+        (("fit.check=off",), "--batch-size=2 --grad-accumulation=64 --parallel=fsdp"),
+        (("fit.check=off", "fit.gpu=A100-40GB"), "--batch-size=8 --grad-accumulation=16 --parallel=fsdp"),
+        (
+            ("fit.check=off", "program.global_batch=64"),
+            "--batch-size=2 --grad-accumulation=4 --parallel=fsdp",
+        ),
+        (("fit.micro_batch=1",), "--batch-size=2 --grad-accumulation=64 --parallel=fsdp"),
+    ],
+    ids=str,
+)
+def test_the_choice_does_not_depend_on_the_check(launch: Launch, words: Sequence[str], chosen: str) -> None:
+    base = ("+model=llama7b", "nproc_per_node=8", "dry_run=true")
+    given = () if any("fit.gpu=" in word for word in words) else ("fit.gpu=H100",)
+    for verb in ((), ("fit",)):
+        done = launch(*verb, *base, *given, *words)
+        assert done.code == 0, done
+        assert set(chosen.split()) <= set(done.out.split()), done
+        assert done.err.count("chosen: program.batch_size=") == 1
+    done = launch("tune", "batch", "+model=llama7b", "fit.gpu=H100", "nproc_per_node=8", "dry_run=true")
+    assert {"--parallel=fsdp", "--grad-accumulation=1"} <= set(done.out.split())
 
 
 def test_what_cannot_fit_says_how_many_nodes_can(launch: Launch) -> None:

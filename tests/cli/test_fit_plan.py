@@ -201,11 +201,12 @@ def test_a_mistake_of_the_estimate_is_a_warning(
     monkeypatch.setattr(fit_check, "assess", fail)
     done = launch("+model=gpt2", "dry_run=true")
     assert done.code == 0 and "no estimate of memory (ZeroDivisionError: by us)" in done.err
+    assert "what is auto is the program's own: 8 sequences" in " ".join(done.err.split())
 
 
 def test_a_model_that_makes_no_sense_is_left_to_the_program(launch: Launch) -> None:
     assert launch("model.heads=7", "dry_run=true").code == 0
-    assert launch("program.batch_size=0", "dry_run=true").code == 0
+    launch("program.batch_size=0", "dry_run=true").assert_error(2, "program.batch_size=0", "at least 1")
     done = launch("model.config=absent.json", "dry_run=true", "--", "true")
     assert done.code == 0 and "no estimate of memory: model.config=absent.json cannot be read" in done.err
     launch("model.config=absent.json", "dry_run=true").assert_error(2, "launch plan", "train.py")

@@ -149,7 +149,10 @@ def test_a_device_that_is_not_known_has_no_claim() -> None:
     config = resolve(composed)
     model = find_fit_model(config, (), composed.given)
     made = plan_node(config, {})
-    assert make_fit_request(config, made, model, nodes=1, is_bundled=True, environ={}) is None
+    assert make_fit_request(config, made, model, nodes=1, is_bundled=False, environ={}) is None
+    request = make_fit_request(config, made, model, nodes=1, is_bundled=True, environ={})
+    assert request and not request.device.memory_mib
+    assert request.settings.micro_batch * request.settings.accumulation * 8 == 512
 
 
 @pytest.mark.parametrize(
