@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launcher.cli.fit_step import StepRecord, pretend_gpu, run_steps
 from launcher.cli.measured_fit import learn_ratio
-from launcher.cli.plan import plan_node
+from launcher.cli.plan import assess_plan, plan_node
 from launcher.cli.verbs import VerbCall
 from launcher.config.fit_check import check_planned, find_start_model
 from launcher.config.fit_request import (
@@ -22,7 +22,7 @@ from launcher.config.fit_request import (
 )
 from launcher.config.program import find_program
 from launcher.config.schema import LaunchConfig
-from launcher.errors import EXIT_MACHINE, MachineError
+from launcher.errors import EXIT_MACHINE, MachineError, UsageError
 from launcher.fit.fit_model import Device
 from launcher.fit.step_fit import StepFit, fit_step, make_step_peak
 from launcher.launch.job import render_shim
@@ -37,6 +37,8 @@ def show_fit(call: VerbCall) -> int:
     """Print whether a program fits; return 0, or 3 if it does not or nobody can say; raises LaunchError."""
     config, environ = call.config, call.environ
     plan = plan_node(config, environ)
+    if names_model_alone(call):
+        return show_estimate(call, plan)
     nodes = count_plan_nodes(config.nodes, environ)
     if is_bundled_program(config, call.program):
         config = check_planned(
@@ -63,6 +65,33 @@ def show_fit(call: VerbCall) -> int:
     fit = judge_record(config, record, device, shape[0] * shape[1], argv, environ=environ)
     print_fit_step(config, fit, record)
     return EXIT_MACHINE if fit.verdict == "does_not_fit" else 0
+
+
+def names_model_alone(call: VerbCall) -> bool:
+    """Tell whether a model is named and no program, neither on the command line nor of the configuration."""
+    asked = {key.partition(".")[0] for key in call.given}
+    return not call.program and "model" in asked and "program" not in asked
+
+
+def show_estimate(call: VerbCall, plan: Plan) -> int:
+    """Print what a model takes by the formulas, without a step; return 3 if it does not fit."""
+    config = call.config
+    report = assess_plan(replace(call, config=replace(config, fit=replace(config.fit, check="error"))), plan)
+    if report is None:
+        raise UsageError(
+            "the memory of the device is not known: name a GPU (fit.gpu=H100), or its memory"
+            " (fit.gpu_memory_gib=N)"
+        )
+    if config.format == "json":
+        from launcher.fit.fit_json import fit_to_json
+
+        sys.stdout.write(json.dumps({"schema": 1, **fit_to_json(report)}, indent=1) + "\n")
+    else:
+        from launcher.report.console import make_console
+        from launcher.report.fit_table import print_fit
+
+        print_fit(make_console(stderr=False), report, memory_alone=True)
+    return EXIT_MACHINE if report.verdict == "does_not_fit" else 0
 
 
 def choose_fit_device(config: LaunchConfig, plan: Plan) -> Device:
@@ -147,10 +176,13 @@ of memory by category and by module, and whether it fits. The program is not
 changed. Saving, torch.compile and DataLoader processes are left out; what it
 writes by itself before the second step is written. What it reads, it reads.
 If earlier runs of the same program have measured their memory, that counts.
+With a model and no program, the formulas of `launch plan` answer at once, about
+memory alone; program=train runs the bundled program's steps.
 
   fit.gpu=NAME         a GPU by name (H100, A100-40GB); the machine's by default
   fit.gpu_memory_gib=N its memory
   nproc_per_node=N     ranks of a node, and `nodes`: DDP and FSDP shard by them
+  fit.grid=true        for a model: micro-batch by checkpointing by sharding
   fit.timeout=S        seconds until the second step (600)
   format=table|json    json: {"schema": 1, "verdict": "fits", "peak": N, ...}
   dry_run=true         show the command that would be run
@@ -158,5 +190,6 @@ If earlier runs of the same program have measured their memory, that counts.
 Exit code 3: it does not fit, or torch cannot say, as if shapes depend on data.
 
   launch fit fit.gpu=H100 train.py --batch-size 16
+  launch fit +model=llama7b machine=dgx_h100 nodes=4
   launch fit fit.gpu=A100-40GB nproc_per_node=8 nodes=4 train.py
 """

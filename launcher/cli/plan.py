@@ -81,7 +81,14 @@ def assess_plan(call: VerbCall, made: Plan) -> "FitReport | None":
     from launcher.cli.measured_fit import learn_for_request
     from launcher.fit.fit_decision import assess
 
-    return assess(request, learn_for_request(config, call.program, request, call.environ))
+    learned = learn_for_request(config, call.program, request, call.environ)
+    report = assess(request, learned)
+    if not config.fit.grid:
+        return report
+    from launcher.fit.choose_settings import list_grid
+    from launcher.fit.fit_decision import estimate_with
+
+    return replace(report, grid=tuple(list_grid(request, lambda one: estimate_with(one, learned).total)))
 
 
 def plan_node(config: LaunchConfig, environ: Mapping[str, str]) -> Plan:
@@ -127,7 +134,8 @@ those of `launch`, and
                        pp, dp, cp, ep, zero; fit.micro_batch, seq_len,
                        precision, optimizer, checkpointing, offload;
                        fit.gpu=A100-40GB is another GPU; fit.check=off leaves
-                       all of this out
+                       all of this out; fit.grid=true shows micro-batches by
+                       checkpointing by sharding
 
   launch plan
   launch plan nproc_per_node=2 binding=numa explain=true

@@ -377,6 +377,8 @@ class FitConfig:
     """Tokens to train on in all, for time and GPU-hours."""
     step_seconds: float | None = None
     """Measured seconds of an optimizer step, for TFLOPS, MFU and HFU."""
+    grid: bool = False
+    """Whether `launch plan` shows micro-batches by checkpointing by sharding."""
     timeout: float = 600.0
     """Seconds that `launch fit` gives a program for its first two steps."""
 

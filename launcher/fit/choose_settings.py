@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from launcher.fit.fit_model import Change, FitRequest, Range
+from launcher.fit.fit_model import Change, FitRequest, GridCell, Range
+from launcher.fit.speed_estimate import estimate_speed
 
 GIB = 1 << 30
 UNKNOWN_MEMORY = 8 * GIB
@@ -94,6 +95,32 @@ def set_up(request: FitRequest, chosen: tuple[int, str, str]) -> FitRequest:
     )
     zero = {"ddp": 0, "fsdp": 3}.get(framework, request.layout.zero)
     return replace(request, settings=settings, layout=replace(request.layout, zero=zero))
+
+
+def list_grid(request: FitRequest, estimate: Callable[[FitRequest], Range]) -> Iterator[GridCell]:
+    """Give micro-batches by checkpointing by sharding, with the global batch of a request."""
+    settings, layout = request.settings, request.layout
+    batch = settings.micro_batch * settings.accumulation * layout.dp
+    kinds = ("ddp", "fsdp") if 1 < layout.world_size == layout.dp else ()
+    most = min(max(1, MOST_TOKENS // settings.seq_len), max(1, batch // layout.dp))
+    sizes = {1 << power for power in range(most.bit_length())} | {settings.micro_batch}
+    free = replace(request.free, accumulation=True, sequences=batch)
+    current = (settings.micro_batch, settings.checkpointing, settings.framework)
+    for size in sorted(sizes):
+        for checkpointing in LADDER:
+            for framework in kinds if settings.framework in kinds else (settings.framework,):
+                cell = (size, checkpointing, framework)
+                one = request if cell == current else set_up(replace(request, free=free), cell)
+                if framework == settings.framework:
+                    one = replace(one, layout=layout)
+                speed = estimate_speed(one)
+                seconds = speed.step_seconds
+                tokens = (
+                    (speed.tokens_per_step / seconds[1], speed.tokens_per_step / seconds[0])
+                    if seconds
+                    else None
+                )
+                yield GridCell(*cell, estimate(one), tokens, cell == current)
 
 
 def describe_choice(request: FitRequest, total: Range) -> str:

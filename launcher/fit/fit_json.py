@@ -35,4 +35,5 @@ def fit_to_json(report: FitReport) -> dict[str, object]:
         "advice": [asdict(item) for item in report.advice],
         "speed": asdict(report.speed) if report.speed else None,
         "learned": report.learned,
+        **({"grid": [asdict(cell) for cell in report.grid]} if report.grid else {}),
     }

@@ -320,6 +320,20 @@ class Learned:
 
 
 @dataclass(frozen=True, slots=True)
+class GridCell:
+    """What a combination of settings takes, and how fast it is."""
+
+    micro_batch: int
+    checkpointing: str
+    framework: str
+    total: Range
+    tokens_per_second: tuple[float, float] | None
+    """Of the whole job; None without a published range."""
+    is_chosen: bool
+    """It is what the report judges."""
+
+
+@dataclass(frozen=True, slots=True)
 class FitReport:
     """What comes of a request."""
 
@@ -336,3 +350,5 @@ class FitReport:
     speed: SpeedEstimate | None = None
     learned: str = ""
     """What earlier runs of the same program have measured, and how it was used; empty if there were none."""
+    grid: tuple[GridCell, ...] = ()
+    """Micro-batch by checkpointing by sharding, if that was asked for."""

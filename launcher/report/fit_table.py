@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from launcher.fit.choose_settings import describe_choice
 from launcher.fit.fit_messages import format_bytes
@@ -12,6 +13,7 @@ from launcher.fit.fit_model import (
     BudgetLine,
     FitReport,
     FitRequest,
+    GridCell,
     MemoryEstimate,
     Range,
     SpeedEstimate,
@@ -27,7 +29,7 @@ GIB, MIB = 1 << 30, 1 << 20
 YEAR = 365.25 * 86400
 
 
-def print_fit(console: Console, report: FitReport) -> None:
+def print_fit(console: Console, report: FitReport, *, memory_alone: bool = False) -> None:
     """Print a report: what is judged, the table, and what follows from it."""
     print_line(console, describe_verdict(report), VERDICT_STYLES.get(report.verdict, "bold"))
     print_line(console, describe_fit_request(report.request, report.speed))
@@ -35,6 +37,9 @@ def print_fit(console: Console, report: FitReport) -> None:
         print_line(console, describe_choice(report.request, report.estimate.total))
     print_memory(console, report)
     print_changes(console, report)
+    print_grid(console, report)
+    if memory_alone:
+        return
     print_budget(console, report.budget)
     for item in report.advice:
         print_line(console, describe_advice(item), "yellow" if item.level == "warning" else "dim")
@@ -148,6 +153,54 @@ def print_changes(console: Console, report: FitReport) -> None:
             console, f"  {' '.join(change.settings)}  (at most {format_bytes(change.total.high)})", "bold"
         )
         print_line(console, f"    {change.why}", "dim")
+
+
+def print_grid(console: Console, report: FitReport) -> None:
+    """Print what each micro-batch takes at most, by checkpointing and sharding, and how fast that is."""
+    if not report.grid:
+        return
+    unit = choose_byte_unit(report.estimate.total)
+    columns = list(dict.fromkeys((cell.checkpointing, cell.framework) for cell in report.grid))
+    found = {(cell.micro_batch, cell.checkpointing, cell.framework): cell for cell in report.grid}
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("micro-batch", justify="right")
+    for checkpointing, framework in columns:
+        table.add_column(f"{checkpointing} {framework}", justify="right", max_width=10)
+    for size in dict.fromkeys(cell.micro_batch for cell in report.grid):
+        table.add_row(
+            str(size), *(write_cell(found[size, *column], report.capacity, unit) for column in columns)
+        )
+    speeds = [
+        next(cell for cell in report.grid if (cell.checkpointing, cell.framework) == one) for one in columns
+    ]
+    if speeds[0].tokens_per_second:
+        ends = [cell.tokens_per_second or (0, 0) for cell in speeds]
+        table.add_row("tokens/s", *(f"{shorten(low)}-{shorten(high)}" for low, high in ends))
+    console.print()
+    print_line(
+        console,
+        f"{'GiB' if unit == GIB else 'MiB'} at most, by micro-batch, checkpointing and sharding;"
+        " (too much); * is what is judged",
+    )
+    console.print(table, markup=False)
+
+
+def write_cell(cell: GridCell, capacity: int, unit: int) -> Text:
+    """Return the memory of a combination: whether it fits, and whether it is the one that is judged."""
+    number = write_number(cell.total.high / unit)
+    fits = cell.total.high <= capacity
+    text = number if fits else f"({number})"
+    return Text(
+        f"{text}*" if cell.is_chosen else text, "bold green" if cell.is_chosen else "" if fits else "dim"
+    )
+
+
+def shorten(number: float) -> str:
+    """Return a number in three digits or so: 950, 12k, 1.5M."""
+    for size, unit in ((1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.{0 if number >= 10 * size else 1}f}{unit}"
+    return f"{number:.0f}"
 
 
 def print_budget(console: Console, lines: Sequence[BudgetLine]) -> None:

@@ -79,7 +79,7 @@ def test_the_choice_does_not_depend_on_the_check(launch: Launch, words: Sequence
     base = ("+model=llama7b", "nproc_per_node=8", "dry_run=true")
     given = () if any("fit.gpu=" in word for word in words) else ("fit.gpu=H100",)
     for verb in ((), ("fit",)):
-        done = launch(*verb, *base, *given, *words)
+        done = launch(*verb, *base, *(["program=train"] if verb else []), *given, *words)
         assert done.code == 0, done
         assert set(chosen.split()) <= set(done.out.split()), done
         assert done.err.count("chosen: program.batch_size=") == 1
@@ -97,6 +97,37 @@ def test_what_cannot_fit_says_how_many_nodes_can(launch: Launch) -> None:
     told = launch("plan", "+model=llama70b", "machine=aws_p4d_24xlarge", "nodes=4").out
     (line,) = (line for line in told.splitlines() if "does not fit" in line)
     assert line.endswith("47.6 GiB at least; nodes=7 is enough")
+
+
+def test_a_model_alone_is_answered_about_memory_alone(launch: Launch) -> None:
+    words = ("+model=llama7b", "machine=dgx_h100", "nodes=4")
+    done = launch("fit", *words)
+    assert done.code == 0 and done.out.startswith("memory of each GPU"), done
+    assert "fits" in done.out.splitlines()[0] and "chosen: program.batch_size=2 " in done.out
+    assert not [word for word in ("each node", "tokens/s", "NUMA", "rank  ") if word in done.out]
+    planned = read_fit(launch, *words)
+    alone = json.loads(launch("fit", "format=json", *words).out)
+    assert alone["memory"] == planned["memory"] and alone["verdict"] == "fits"
+    done = launch("fit", "+model=llama70b", "fit.gpu=A100-40GB", "nproc_per_node=1")
+    assert done.code == 3 and "does not fit" in done.out and "nodes=55" in done.out
+
+
+def test_the_grid_marks_what_is_chosen(here: Path) -> None:
+    words = ["+model=llama7b", "machine=dgx_h100", "nodes=4", "fit.grid=true"]
+    done = run_outside(["plan", *words], here, {"COLUMNS": "80"})
+    lines = done.out.partition("* is what is judged")[2].splitlines()
+    assert done.code == 0 and lines and max(map(len, lines[:9])) <= 80, done
+    assert done.out.count("50.8*") == 1 and "(178.1)" in done.out and "tokens/s" in done.out
+    report = json.loads(run_outside(["plan", "format=json", *words], here).out)["fit"]
+    grid = report["grid"]
+    (chosen,) = (cell for cell in grid if cell["is_chosen"])
+    assert chosen["total"] == report["memory"]["total"]
+    keys = ("micro_batch", "checkpointing", "framework")
+    assert [chosen[key] for key in keys] == [report["settings"][key] for key in keys]
+    assert len({tuple(cell[key] for key in keys) for cell in grid}) == len(grid) == 5 * 3 * 2
+    sizes = {tuple(cell[key] for key in keys): cell["total"]["high"] for cell in grid}
+    full, none = sizes[8, "full", "fsdp"], sizes[8, "none", "fsdp"]
+    assert full < sizes[8, "selective", "fsdp"] < none and full < sizes[8, "full", "ddp"]
 
 
 @pytest.mark.parametrize("model", ["mixtral8x7b", "deepseek_v3"])
