@@ -245,8 +245,7 @@ class Guard:
             )
             if finish_attempt(attempt, end).requeue:
                 return True
-        with contextlib.suppress(SchedulerError):  # nothing else would end the job before its time limit
-            run_slurm(["scancel", attempt.job_id], environ)
+        run_slurm(["scancel", attempt.job_id], environ)  # nothing else would end it before its time limit
         return True
 
 

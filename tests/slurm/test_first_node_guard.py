@@ -20,7 +20,7 @@ from tests.conftest import clean_environ
 GUARD = """
 import sys
 from launcher.slurm import first_node_guard
-first_node_guard.SILENCE = 0.5
+first_node_guard.SILENCE = first_node_guard.RETRY = 0.5
 sys.exit(first_node_guard.main())
 """
 COMMANDS = {
@@ -34,6 +34,10 @@ requeue*)
     exit 1 ;;
 *) printf 'NodeName=n0 NodeAddr=127.0.0.1 Port=1\\nNodeName=n1 NodeAddr=127.0.0.1 Port=%s\\n' "$N1_PORT" ;;
 esac""",
+    "scancel": """echo >> tries
+[ -e back ] && exit
+echo 'Unable to contact slurm controller (connect failure)' >&2
+exit 1""",
     "srun": """case "$*" in
 *nodelist=works*) echo launch-probe: here ;;
 esac""",
@@ -50,11 +54,15 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return {**clean_environ(), **job, "PATH": f"{tmp_path}:/usr/bin:/bin"}
 
 
-def test_a_guard_that_has_begun_puts_the_job_back_even_if_the_first_node_returns(
-    environ: dict[str, str], tmp_path: Path
+@pytest.mark.parametrize(("requeues", "state"), [(10, "requeued"), (0, "failed")])
+def test_a_guard_that_has_begun_ends_the_attempt_even_if_the_first_node_returns(
+    environ: dict[str, str], tmp_path: Path, requeues: int, state: str
 ) -> None:
+    """It puts the job back into the queue, or cancels it, once slurmctld answers."""
+    config = LaunchConfig()
+    config.cluster.requeue.node_failure = requeues
     run = open_run_dir(tmp_path / "run", None)
-    write_job_request(JobRequest(LaunchConfig(), {}, ("x",), ("launch", "x"), "/", 2, 3), run.path)
+    write_job_request(JobRequest(config, {}, ("x",), ("launch", "x"), "/", 2, 3), run.path)
     started = {"started": stamp_time(), "hosts": ["n0", "n1"], "attempt": 0, "earlier": []}
     write_manifest(run, {**started, "outcome": {"state": "running"}, "slurm": {"job_id": "7"}})
     (run.path / "logs/0").mkdir(parents=True, exist_ok=True)
@@ -84,7 +92,7 @@ def test_a_guard_that_has_begun_puts_the_job_back_even_if_the_first_node_returns
     tries = (tmp_path / "tries").read_text().count("\n")
     assert (guard.returncode, tries > 1) == (0, True), said
     outcome = read_manifest(run.path)["outcome"]
-    assert (outcome["state"], outcome["cause"], outcome["lost"]) == ("requeued", "node_failure", ["n0"])
+    assert (outcome["state"], outcome["cause"], outcome["lost"]) == (state, "node_failure", ["n0"])
 
 
 @pytest.mark.parametrize(
