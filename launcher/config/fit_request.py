@@ -127,11 +127,11 @@ def make_request_on(
     free = Free()
     if is_bundled:
         layout, settings = describe_bundled(config, model, ranks)
-        free = find_free(config, settings.seq_len, ranks.count)
+        free = find_free(config, model, settings.seq_len, ranks.count)
         usual = replace(config, fit=FitConfig(), parallel=ParallelConfig())
         # What the bundled program does not do is a question of the user's, and no ground to refuse a job.
         is_usual = (layout, settings) == describe_bundled(usual, model, ranks)
-        is_usual = is_usual and free == find_free(usual, settings.seq_len, ranks.count)
+        is_usual = is_usual and free == find_free(usual, model, settings.seq_len, ranks.count)
         trains = trains and (not fixed or is_usual)
     else:
         layout, settings = describe_training_settings(config.fit, config.parallel, model, ranks)

@@ -11,6 +11,7 @@ from launcher.errors import UsageError
 from launcher.fit.batch_arithmetic import solve_batch
 from launcher.fit.cheapest_changes import find_framework
 from launcher.fit.fit_model import Free, ModelDimensions, ParallelLayout, TrainingSettings
+from launcher.fit.parameter_counts import count_model_parameters
 
 AUTO = "auto"
 MAX_DEFAULT_SEQ_LEN = 4096
@@ -22,6 +23,8 @@ PROGRAM_WORDS = {
 """As in launcher.programs.training_config, and what is chosen."""
 TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kM]?)(tokens)?")
 """Of `program.global_batch`."""
+FEWEST_PARAMETERS = 100_000_000
+"""Of a model whose preset's usual global batch counts; gpt2, the smallest with one, has 124 million."""
 T = TypeVar("T")
 
 
@@ -72,15 +75,17 @@ def can_choose_parallel(parallel: ParallelConfig) -> bool:
     )
 
 
-def find_free(config: LaunchConfig, seq_len: int, ranks: int) -> Free:
-    """Return what of the bundled program may be chosen, for as many ranks; raises UsageError."""
+def find_free(config: LaunchConfig, model: ModelDimensions, seq_len: int, ranks: int) -> Free:
+    """Return what of the bundled program may be chosen, for as many ranks; raises UsageError.
+
+    The usual global batch of a preset is for its size: a model that has been made small has none.
+    """
     options, fit = config.program, config.fit
     micro_batch = choose(fit.micro_batch, read_program_option(options, "batch_size"))
     accumulation = choose(fit.accumulation, read_program_option(options, "grad_accumulation"))
     asked = options.get("global_batch")
-    sequences = fit.global_batch or read_global_batch(
-        config.model.get("global_batch") if asked in (None, AUTO) else asked, seq_len
-    )
+    usual = config.model.get("global_batch") if count_model_parameters(model) >= FEWEST_PARAMETERS else None
+    sequences = fit.global_batch or read_global_batch(usual if asked in (None, AUTO) else asked, seq_len)
     if AUTO not in (micro_batch, accumulation) and asked not in (None, AUTO):
         product = micro_batch * accumulation * ranks
         if product != sequences:

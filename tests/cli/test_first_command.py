@@ -23,6 +23,13 @@ def read_fit(launch: Launch, *words: str) -> dict[str, Any]:
     return fit
 
 
+def test_a_preset_that_has_been_made_small_has_no_usual_batch(launch: Launch) -> None:
+    small = ("model.layers=1", "model.hidden_size=32", "model.vocab_size=256", "model.max_seq_len=32")
+    words = ("+model=llama7b", "machine=cpu_2s", "nproc_per_node=2", "model.intermediate_size=64", *small)
+    for batch in ("program.batch_size=4", "program.batch_size=auto"):
+        assert read_fit(launch, *words, batch)["settings"]["accumulation"] == 1, batch
+
+
 def test_each_first_command_fits_as_it_is_typed(launch: Launch) -> None:
     with FIRST.open() as file:
         rows = list(csv.DictReader(file))
