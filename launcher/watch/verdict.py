@@ -184,7 +184,7 @@ def blame_stopped(job: Job, ranks: Sequence[int]) -> Verdict:
     wait, waiting = find_main_wait(job, ranks)
     is_or_are = "are" if len(ranks) > 1 else "is"
     text = f"{format_ranks(ranks, job.hosts)} {is_or_are} stopped (SIGSTOP){describe_others(wait, waiting)}"
-    return make_verdict("stopped", text, job, ranks, wait, waiting=waiting, is_final=True)
+    return make_verdict("stopped", text, job, ranks, wait, waiting=waiting, is_final=waiting > 0)
 
 
 def blame_exited(job: Job, ranks: Sequence[int]) -> Verdict:
