@@ -120,7 +120,9 @@ class FinishedTrial:
             )
         self.check_signal()
         if self.ending.status:
-            raise FailedTrialError(explain_failure(self.monitor, self.ending), self.ending.status)
+            raise FailedTrialError(
+                explain_failure(self.monitor, self.ending, output_shown=False), self.ending.status
+            )
 
     def check_signal(self) -> None:
         """Raise InterruptedTrialError if `launch` was sent a signal, other than at the time limit."""

@@ -87,10 +87,14 @@ def locate_program(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[str
     python = environ.get("PYTHON_EXEC", sys.executable)
     first = argv[0] if argv else ""
     if first == "-m":
+        if tuple(argv[:2]) == BUNDLED and python == sys.executable:
+            return (
+                python,
+                "-P",
+                *argv,
+            )  # a folder `launcher` in the working directory does not take its place
         check_module(argv[1:2], environ)
-        # A folder `launcher` in the working directory is not to take the bundled program's place.
-        alone = ("-P",) if tuple(argv[:2]) == BUNDLED and python == sys.executable else ()
-        return (python, *alone, *argv)
+        return (python, *argv)
     if not first or first.startswith("-"):
         raise UsageError(f"{first!r} is no program: give a script, `-m module`, or an executable after `--`")
     if first.endswith(".py") or (Path(first) / "__main__.py").is_file():

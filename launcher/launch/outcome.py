@@ -2,8 +2,9 @@
 
 import logging
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from launcher.config.schema import SLURM_KINDS
 from launcher.errors import EXIT_HANG, EXIT_MACHINE
@@ -202,7 +203,9 @@ def failure_to_json(failure: RankFailure, host: str) -> dict[str, object]:
 def log_outcome(monitor: RankMonitor, outcome: JobOutcome, seconds: float) -> None:
     """Say how it went: the first failure or what was not as planned, the result, the run directory."""
     result = describe_progress(monitor.viewer.finish(patient=outcome.agent_exit.signal is None))
-    tell = {"failed": explain_failure, "succeeded": check_success, "stopped": explain_stop}
+    explain = partial(explain_failure, output_shown=monitor.job.config.logs.console != "none")
+    tell: Mapping[str, Callable[[RankMonitor, JobOutcome], list[str]]]
+    tell = {"failed": explain, "succeeded": check_success, "stopped": explain_stop}
     for line in tell[outcome.state](monitor, outcome):
         logger.log(logging.WARNING if outcome.state == "succeeded" else logging.INFO, line)
     logger.info(f"{outcome.state} after {describe_time(seconds)}" + (f": {result}" if result else ""))
@@ -228,8 +231,11 @@ def explain_stop(monitor: RankMonitor, outcome: JobOutcome) -> list[str]:
     return lines
 
 
-def explain_failure(monitor: RankMonitor, outcome: JobOutcome) -> list[str]:
-    """Say who failed first and show the end of its log; or what the agent said, if no rank failed."""
+def explain_failure(monitor: RankMonitor, outcome: JobOutcome, *, output_shown: bool) -> list[str]:
+    """Say who failed first and show the end of its log; or what the agent said, if no rank failed.
+
+    With `output_shown` the console has shown what the ranks printed, and a single rank's is not repeated.
+    """
     failure, host = describe_failure(monitor, outcome), monitor.job.host
     if outcome.agent_exit.hang:
         return [*outcome.events, f"ended for a hang: {outcome.agent_exit.hang}"]
@@ -237,8 +243,8 @@ def explain_failure(monitor: RankMonitor, outcome: JobOutcome) -> list[str]:
         path = monitor.run.agent_log(host)
         said = f"no rank failed, but {outcome.agent_exit.label}'s agent {describe_agent_exit(outcome)}"
         return [*outcome.events, said, f"its log is {path}"]
-    if monitor.job.world_size == 1 and monitor.job.config.logs.console != "none" and failure.lines:
-        return [*outcome.events, f"rank 0 on {host} {failure.reason}"]  # its last lines have been shown
+    if monitor.job.world_size == 1 and output_shown and failure.lines:
+        return [*outcome.events, f"rank 0 on {host} {failure.reason}"]
     where = f"rank {failure.rank} on {host} (local rank {failure.local_rank})"
     what = "failed after that" if outcome.early else "failed first"
     return [

@@ -42,7 +42,7 @@ LINES = [
     ),
     ("partition=gpu train.py", "cluster.partition=gpu", "launch cluster.partition=gpu train.py"),
     ("--gres gpu:4 -- ./train", "cluster.gpus_per_node=4", "launch cluster.gpus_per_node=4 -- ./train"),
-    ("--exclusive nodes=2 train.py", "SLURM's", "launch cluster.additional.exclusive=true nodes=2 train.py"),
+    ("--exclusive nodes=2 train.py", "SLURM's", "launch cluster.exclusive=true nodes=2 train.py"),
     ("--dry-run train.py", "dry_run=true", "launch dry_run=true train.py"),
     ("--binding.policy numa train.py", "binding.policy=numa", "launch binding.policy=numa train.py"),
     ("--nodes", "nodes=…", "launch 'nodes=…'"),
