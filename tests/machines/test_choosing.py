@@ -122,7 +122,7 @@ def test_where_a_machine_is_known_from_is_told_whole(launch: Launch, name: str) 
 
 @pytest.mark.parametrize("words", [["machine=dgx_h100"], ["machine.snapshot=dgx_h100.json"]])
 def test_a_run_is_planned_on_the_machine_that_runs_it(launch: Launch, words: list[str]) -> None:
-    launch(*words, "--", "true").assert_error(2, "dgx_h100.json", "leave out machine=", "dry_run=true")
+    launch(*words, "--", "true").assert_error(2, "dgx_h100", "leave it out", "dry_run=true")
     shown = launch(*words, "agent=torchrun", "dry_run=true", "--", "true")
     assert (shown.code, "--nproc-per-node=8" in shown.out) == (0, True), shown
 
