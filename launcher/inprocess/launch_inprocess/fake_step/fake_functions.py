@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.library import Library
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _device
@@ -184,8 +185,7 @@ def replace_kernels() -> None:
 
     functions: Any = F
     functions.scaled_dot_product_attention, functions.dropout = attend_or_not, dropout
-    library: Any = torch.library.Library
-    kernels.append(library("aten", "IMPL", "CUDA"))
+    kernels.append(Library("aten", "IMPL", "CUDA"))
     for name in ("silu_backward", "_fused_rms_norm"):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
             kernels[0].impl(name, lambda *_: None)
