@@ -35,7 +35,7 @@ from launcher.slurm.attempt_end import AttemptEnd, EndFacts, StepReport, classif
 from launcher.slurm.attempt_lifecycle import finish_attempt
 from launcher.slurm.client import run_slurm
 from launcher.slurm.diagnosis import has_succeeded
-from launcher.slurm.job_control import ask_job, ask_nodes
+from launcher.slurm.job_control import ask_job, ask_nodes, is_down
 from launcher.slurm.job_request import read_job_request
 from launcher.slurm.node_probe import ask_addresses, is_frozen, try_connection
 from launcher.slurm.slurm_environ import clean_for_step
@@ -175,7 +175,8 @@ class Guard:
             if is_open is not False or self.heard > began:
                 break
             if now > max(self.heard + UNREACHABLE_FOR, began + STEADY):
-                return "its SLURM daemon cannot be reached"
+                # A node may be cut off from the first one alone: slurmctld must not reach it either.
+                return "its SLURM daemon cannot be reached" if is_down(state) else ""
             time.sleep(TICK)
         if now < self.heard + FROZEN_FOR:
             return ""

@@ -13,6 +13,7 @@ import pytest
 from launcher.config.schema import LaunchConfig
 from launcher.runs.manifest import read_manifest, stamp_time, write_manifest
 from launcher.runs.run_directory import open_run_dir
+from launcher.slurm import first_node_guard
 from launcher.slurm.job_request import JobRequest, write_job_request
 from launcher.slurm.node_probe import is_frozen
 from tests.conftest import clean_environ
@@ -103,3 +104,15 @@ def test_a_node_is_frozen_only_if_slurm_starts_steps_elsewhere(
     environ: dict[str, str], host: str, witness: str, *, expected: bool | None
 ) -> None:
     assert is_frozen(host, witness, environ) is expected
+
+
+@pytest.mark.parametrize(("state", "is_lost"), [("allocated", False), ("allocated*", True)])
+def test_a_node_that_this_one_alone_cannot_reach_is_not_lost(
+    environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, *, is_lost: bool
+) -> None:
+    (tmp_path / "sinfo").write_text(f"#!/bin/sh\nprintf 'n0|{state}\\nn1|idle\\n'\n")
+    for name in ("UNREACHABLE_FOR", "STEADY"):
+        monkeypatch.setattr(first_node_guard, name, 0.2)
+    monkeypatch.setattr("os.environ", {**environ, "N1_PORT": "1"})
+    guard = first_node_guard.Guard("n0", "n1", heard=time.monotonic() - 60)
+    assert bool(guard.find_evidence()) is is_lost
