@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import launcher
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 
 PACKAGE = Path(launcher.__file__).parent
 STDLIB = sys.stdlib_module_names

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.start_launch import Started, start, wait_for, write_program
+from tests.seam import Started, start, wait_for, write_program
 
 WORDS = ("agent=direct", "start.warm=off", "nproc_per_node=2", "watch.enabled=false", "logs.console=none")
 FLAKY = """

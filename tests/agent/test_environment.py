@@ -10,8 +10,7 @@ import pytest
 from launcher.agent.endpoint import find_free_port
 from launcher.agent.group import GroupNode, GroupStart
 from launcher.agent.rank_variables import RankSettings, make_rank_variables
-from tests.conftest import clean_environ
-from tests.launch.start_launch import start, write_program
+from tests.seam import clean_environ, start, write_program
 
 DUMP = """
 import json, os

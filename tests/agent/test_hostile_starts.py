@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.start_launch import Started, find_processes, start, wait_for
+from tests.seam import Started, find_processes, start, wait_for
 
 DIRECT = ("agent=direct", "nproc_per_node=2", "logs.console=none")
 PROGRAM = """

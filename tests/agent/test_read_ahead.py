@@ -26,8 +26,8 @@ from launcher.agent.read_order import (
     parse_order,
     pick_samples,
 )
-from tests.conftest import clean_environ
 from tests.probe.in_namespace import run_in_namespace
+from tests.seam import clean_environ
 from tests.strangers import give_away, open_folder
 
 INPROCESS = Path(__file__).parents[2] / "launcher" / "inprocess"

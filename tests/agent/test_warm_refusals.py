@@ -15,7 +15,7 @@ from launcher.agent.start_method import check_environment
 from launcher.agent.warm_process import WarmProcess, WarmRefusedError
 from launcher.agent.warm_server.fork_state import find_device
 from tests.agent.warm_ranks import find_refusal, open_ranks
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 
 REFUSED_IMPORTS = {
     "missing": ("", "`import faulty` fails: ModuleNotFoundError: No module named 'faulty'"),

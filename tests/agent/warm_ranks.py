@@ -13,7 +13,7 @@ from launcher.agent.python_program import find_python_program
 from launcher.agent.rank_starter import ExecStarter, close_on_exec
 from launcher.agent.warm_process import WarmProcess, WarmRefusedError
 from launcher.launch.processes import adopt_orphans
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 
 PROGRAM = "program.py"
 PLAIN_MODULES = ("json", "logging", "multiprocessing")

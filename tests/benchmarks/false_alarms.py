@@ -20,9 +20,8 @@ import pytest
 
 from launcher.watch.node_reports import count_hangs, read_job_state
 from tests.benchmarks.healthy_program import FIRST, LAST, LATER
-from tests.conftest import clean_environ
-from tests.launch.start_launch import LAUNCH
 from tests.launch.terminals import Terminal, open_terminal
+from tests.seam import LAUNCH, clean_environ
 
 PROGRAM = Path(__file__).with_name("healthy_program.py")
 CASES = (*FIRST, *LATER, *LAST)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 
 PROGRAMS = Path(__file__).parents[1] / "user_programs"
 TIMEOUT = 300

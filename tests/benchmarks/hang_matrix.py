@@ -26,8 +26,7 @@ from launcher.watch.node_reports import read_evidence, read_job_state, read_repo
 from launcher.watch.verdict import judge
 from launcher.watch.watch_model import Verdict
 from tests.benchmarks.hang_cases import CASES, CULPRIT, GROUPS, PROGRAM, RANKS, Case, Marks, mark
-from tests.conftest import clean_environ
-from tests.launch.start_launch import LAUNCH, find_processes
+from tests.seam import LAUNCH, clean_environ, find_processes
 from tests.slurm.cluster.conftest import Sandbox, start_sandbox
 
 PATIENCE = 120.0

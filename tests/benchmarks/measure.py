@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.benchmarks.start import launch, make_environ, torchrun
-from tests.launch.start_launch import find_processes
 from tests.programs.start_program import PROGRAM, SMALL, read_losses
+from tests.seam import find_processes
 
 RANKS = 2
 CULPRIT = 1

@@ -14,7 +14,7 @@ from launcher.plan.planner import plan
 from launcher.probe.machine import probe
 from tests.benchmarks.first import HERE, compile_program, find_missing, time_first
 from tests.benchmarks.measure import measure_in_turn, print_table, time_process
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 
 SHIM = HERE.parents[1] / "launcher" / "rank" / "__main__.py"
 LAUNCH_RANK = str(Path(sys.executable).with_name("launch-rank"))

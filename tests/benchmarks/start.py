@@ -15,7 +15,7 @@ from pathlib import Path
 from launcher.text import count_things
 from tests.benchmarks.measure import Sample, measure_in_turn, print_goals, print_table
 from tests.benchmarks.output import measure_children
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 
 FIRST_LINE = "import os, time\nopen(f'first-{os.environ.get(\"RANK\", 0)}', 'w').write(repr(time.time()))\n"
 IMPORTS = "import torch\n"

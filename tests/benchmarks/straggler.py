@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 
 PROGRAM = Path(__file__).with_name("straggler_program.py")
 RANKS = 2

@@ -17,8 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.benchmarks.measure import measure_in_turn, print_table
-from tests.conftest import QUICK_AGENT, clean_environ
-from tests.launch.start_launch import LAUNCH, find_processes
+from tests.seam import LAUNCH, QUICK_AGENT, clean_environ, find_processes
 
 PROGRAM = Path(__file__).with_name("steady_program.py")
 WAYS = {"without": "watch.enabled=false", "with": "watch.enabled=true"}

@@ -9,13 +9,12 @@ import pytest
 
 from launcher.cli import allocator_check
 from launcher.probe import system_facts
-from tests.conftest import Result, run_outside
+from tests.seam import Launch, Result, run_outside
 from tests.specify import specify
 
 SETTING = "PYTORCH_CUDA_ALLOC_CONF"
 PLAN = ("plan", "machine=dgx_h100", "format=json")
 RUN = ("nproc_per_node=1", "dry_run=true")
-Launch = Callable[..., Result]
 
 
 @pytest.fixture

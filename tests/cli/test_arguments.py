@@ -1,15 +1,12 @@
 """Where the program begins on a command line, with `--` and without."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from launcher.cli.arguments import Command, parse_command
 from launcher.errors import UsageError
-from tests.conftest import Result
-
-Launch = Callable[..., Result]
+from tests.seam import Launch
 
 
 @pytest.fixture

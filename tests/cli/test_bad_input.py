@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import LAUNCH, Result, drop_powers, in_shell, run_inside, run_outside
+from tests.seam import LAUNCH, Launch, drop_powers, in_shell, run_inside, run_outside
 
-Launch = Callable[..., Result]
 DRY = "dry_run=true"
 
 

@@ -4,17 +4,14 @@ import json
 import os
 import pty
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from launcher.runs.run_process import hold_directory, identify_process
 from tests.cli.make_runs import make_run
-from tests.conftest import LAUNCH, Result, clean_environ
-from tests.launch.start_launch import Started, start, wait_for, write_program
+from tests.seam import LAUNCH, Launch, Started, clean_environ, start, wait_for, write_program
 
-Launch = Callable[..., Result]
 WAITS = """
 import time
 print("here", flush=True)

@@ -1,16 +1,13 @@
 """What other tools' users type is answered with the right key, and with the whole command to type."""
 
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from launcher.config.other_tools import OTHERS, find_other
 from launcher.config.schema import LaunchConfig
-from tests.conftest import Result
-
-Launch = Callable[..., Result]
+from tests.seam import Launch
 
 LINES = [
     ("--nproc-per-node 2 train.py --lr 1", "nproc_per_node=2", "launch nproc_per_node=2 train.py --lr 1"),

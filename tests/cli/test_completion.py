@@ -5,17 +5,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from launcher.cli.completion import answer_query, split_line
 from tests.cli.make_runs import make_run
-from tests.conftest import Result, clean_environ
 from tests.launch.terminals import open_terminal
-
-Launch = Callable[..., Result]
+from tests.seam import Launch, clean_environ
 
 
 def ask(line: str) -> list[str]:

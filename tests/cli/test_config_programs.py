@@ -2,15 +2,13 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Result, clean_environ, run_outside
+from tests.seam import Launch, clean_environ, run_outside
 from tests.strangers import give_away
 
-Launch = Callable[..., Result]
 PRIMARY = "defaults: [launch_defaults, _self_]\n"
 
 

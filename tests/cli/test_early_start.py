@@ -12,7 +12,7 @@ import pytest
 
 from launcher.cli.arguments import parse_command
 from launcher.cli.early_start import find_early_program
-from tests.conftest import LAUNCH, clean_environ, run_outside
+from tests.seam import LAUNCH, clean_environ, run_outside
 
 USES_TORCH = "import torch\n"
 SILENT: tuple[Sequence[str], ...] = (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Result
+from tests.seam import Result
 
 CASES = tomllib.loads((Path(__file__).parents[1] / "data" / "errors.toml").read_text())["case"]
 

@@ -2,16 +2,15 @@
 
 import csv
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.conftest import Result, run_outside
+from tests.seam import Launch, run_outside
 
-Launch = Callable[..., Result]
 FIRST = Path(__file__).parents[1] / "data" / "first_commands.csv"
 """Trainings that people run, with what is chosen for them."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 
 PROGRAMS = Path(__file__).parents[1] / "fit_programs"
 

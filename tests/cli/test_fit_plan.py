@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,12 +20,11 @@ from launcher.config.search_path import find_sources
 from launcher.errors import UsageError
 from launcher.fit.fit_decision import assess
 from launcher.plan.model import Plan
-from tests.conftest import Result, clean_environ, run_outside
 from tests.fuzzing import FUZZ, scalars
+from tests.seam import Launch, clean_environ, run_outside
 from tests.specify import specify
 from tests.test_imports import list_loaded
 
-Launch = Callable[..., Result]
 H100 = "machine=dgx_h100"
 A100 = "machine=dgx_a100"
 SMALL = "fit.gpu=A100-40GB"

@@ -1,6 +1,5 @@
 """Hydra's flags: what `--cfg`, `--info` and the rest print."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,9 +7,7 @@ import yaml
 
 from launcher.config.hydra_flags import parse_flags
 from launcher.errors import UsageError
-from tests.conftest import Result
-
-Launch = Callable[..., Result]
+from tests.seam import Launch
 
 
 def test_cfg_job_is_the_configuration_as_yaml(launch: Launch) -> None:
@@ -65,7 +62,7 @@ def test_a_package_alone(launch: Launch) -> None:
     ],
 )
 def test_info(here: Path, what: str, parts: list[str]) -> None:
-    from tests.conftest import run_outside
+    from tests.seam import run_outside
 
     result = run_outside(["--info", what], here)
     assert (result.code, result.err) == (0, "")

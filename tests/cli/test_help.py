@@ -1,7 +1,6 @@
 """`launch --help` names everything, and what it shows can be typed."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,7 @@ from launcher.config.hydra_flags import make_parser
 from launcher.config.schema import LaunchConfig
 from launcher.config.search_path import find_sources
 from tests.cli.make_runs import make_run
-from tests.conftest import Result
-
-Launch = Callable[..., Result]
+from tests.seam import Launch
 
 
 @pytest.mark.parametrize(

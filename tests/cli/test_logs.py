@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +14,8 @@ from launcher.runs.rank_logs import CHUNK, find_tail
 from launcher.runs.run_output import RunOutputReader
 from launcher.runs.run_process import identify_process
 from tests.cli.make_runs import make_run, write_applied, write_log
-from tests.conftest import LAUNCH, Result, clean_environ
-from tests.launch.start_launch import start, wait_for, write_program
+from tests.seam import LAUNCH, Launch, Result, clean_environ, start, wait_for, write_program
 
-Launch = Callable[..., Result]
 STEPS = """
 import os, sys, time
 for step in range(1, 400):

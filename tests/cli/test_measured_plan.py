@@ -1,14 +1,12 @@
 """`launch plan` uses what earlier runs of the same program have measured."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import Result
 from tests.runs.test_measured_memory import make_measured
+from tests.seam import Launch
 
-Launch = Callable[..., Result]
 SET = tuple(
     f"program.{word}" for word in ("activation_checkpointing=full", "parallel=fsdp", "grad_accumulation=1")
 )

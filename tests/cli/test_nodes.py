@@ -1,7 +1,6 @@
 """`launch nodes`: the table, patterns, JSON, completion, planted files."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,7 @@ import pytest
 
 from launcher.cli.completion import answer_query
 from tests.cli.make_runs import make_run
-from tests.conftest import Result
-
-Launch = Callable[..., Result]
+from tests.seam import Launch
 
 FINDING = {
     "host": "n2",

@@ -3,17 +3,15 @@
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from launcher.runs.run_process import hold_directory, identify_process
 from tests.cli.make_runs import make_run
-from tests.conftest import Result
+from tests.seam import Launch
 from tests.strangers import give_away
-
-Launch = Callable[..., Result]
 
 
 @pytest.fixture

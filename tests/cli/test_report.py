@@ -4,16 +4,14 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from launcher.runs.run_process import identify_process
 from tests.cli.make_runs import make_run, write_applied
-from tests.conftest import QUICK_AGENT, Result, drop_powers, run_outside
 from tests.report.made_up_run import BEGIN, dump, make_report, write_watch
+from tests.seam import QUICK_AGENT, Launch, Result, drop_powers, run_outside
 from tests.strangers import give_away
 
-Launch = Callable[..., Result]
 PROGRAM = """
 for step in range(1, 4):
     print(f"step {step}/3 loss {5 / step:.2f}", flush=True)

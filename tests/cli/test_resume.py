@@ -1,7 +1,6 @@
 """`run_dir` goes on with an earlier run, `new_run_dir` makes one; nothing changes a configuration later."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,8 @@ from launcher.config.request import make_request
 from launcher.config.schema import LaunchConfig
 from launcher.launch.job import JobSpec
 from launcher.plan.model import Request
-from tests.conftest import Result
+from tests.seam import Launch
 from tests.specify import specify
-
-Launch = Callable[..., Result]
 
 
 def make_run(here: Path, text: str = "nodes: 1\n") -> Path:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ from launcher.doctor.node_facts import NodeFacts, PathFacts
 from launcher.preflight.answer_reader import AnswerReader
 from launcher.preflight.preflight_request import NodeAnswer, render_answer
 from launcher.protocol import name_host
-from tests.conftest import Result
+from tests.seam import Launch
 
-Launch = Callable[..., Result]
 WORDS = ("nproc_per_node=1", "name=x", "preflight=light", "watch.enabled=false")
 
 

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,8 @@ from launcher.runs.run_process import check_process, identify_process, open_proc
 from launcher.runs.run_status import RunStatus, add_progress, read_status
 from launcher.slurm.run_states import resolve_run
 from tests.cli.make_runs import make_run, write_log
-from tests.conftest import Result
-from tests.launch.start_launch import start, wait_for, write_program
+from tests.seam import Launch, Result, start, wait_for, write_program
 
-Launch = Callable[..., Result]
 DAMAGED = [
     *(
         "",

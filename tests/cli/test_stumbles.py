@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import in_shell, run_outside
 from tests.launch.terminals import launch_on_terminal
+from tests.seam import in_shell, run_outside
 
 PROGRAM = """\
 import json, sys

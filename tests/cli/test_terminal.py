@@ -13,7 +13,7 @@ import pytest
 
 from launcher.text import escape_text, join_words, quote_word, tame_text
 from tests.cli.make_runs import make_run, write_applied, write_log
-from tests.conftest import LAUNCH, clean_environ, run_outside
+from tests.seam import LAUNCH, clean_environ, run_outside
 
 EVIL = "\x1b[2J\x1b]0;title\x07\x9b31m\x08\x7f\u202e"
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")

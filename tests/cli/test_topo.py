@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,12 +14,10 @@ from PIL import Image
 from launcher.config.overrides import quote_value
 from launcher.plan.json_form import machine_to_json
 from launcher.plan.snapshot import parse_machine
-from tests.conftest import LAUNCH, Result, clean_environ, drop_powers, run_outside
 from tests.plan.lab_machines import fsroot, load
 from tests.probe.machine_trees import short_lived
 from tests.report import full_machines
-
-Launch = Callable[..., Result]
+from tests.seam import LAUNCH, Launch, clean_environ, drop_powers, run_outside
 
 
 @pytest.fixture(scope="module")

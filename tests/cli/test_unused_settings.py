@@ -1,15 +1,13 @@
 """Settings that have no use for a run here are told of; a verb's own are refused."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from launcher.cli import run
-from tests.conftest import Result
+from tests.seam import Launch, Result
 from tests.specify import specify
 
-Launch = Callable[..., Result]
 HERE = ("dry_run=true", "nproc_per_node=1")
 SITE = "kind: {kind}\npartition: gpu\nsetup: [module load x]\n"
 

@@ -14,12 +14,9 @@ import pytest
 
 from launcher.watch.node_reports import write_job_state, write_report
 from tests.cli.make_runs import make_run, write_log
-from tests.conftest import Result, run_outside
-from tests.launch.start_launch import LAUNCH, start, wait_for, write_program
 from tests.launch.terminals import COLUMNS, ROWS, Terminal, open_terminal
 from tests.report.watched_runs import JOB, SENTENCE, make_hang, make_report, make_snapshot, make_watched_run
-
-Launch = Callable[..., Result]
+from tests.seam import LAUNCH, Launch, run_outside, start, wait_for, write_program
 
 
 def read_screen(terminal: Terminal, rows: int = ROWS, columns: int = COLUMNS) -> list[str]:

@@ -3,7 +3,7 @@
 import errno
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,7 @@ from launcher.config.cluster import (
 )
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.launch.torchrun import parse_pairs
-from tests.conftest import Result
-
-Launch = Callable[..., Result]
+from tests.seam import Launch
 
 
 @pytest.fixture

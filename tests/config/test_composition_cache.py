@@ -23,8 +23,8 @@ from launcher.config.search_path import find_sources
 from launcher.config.stored_values import StoredValues
 from launcher.errors import UsageError
 from launcher.protocol import LAUNCH_CACHE
-from tests.conftest import clean_environ
 from tests.fuzzing import FUZZ
+from tests.seam import clean_environ
 
 KEYS = (
     "name",

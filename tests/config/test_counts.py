@@ -10,7 +10,7 @@ from launcher.config.multirun import expand_sweep, read_multirun
 from launcher.config.schema import DataloaderConfig
 from launcher.config.search_path import find_sources
 from launcher.errors import UsageError
-from tests.conftest import Result, run_inside
+from tests.seam import Result, run_inside
 
 
 def configure(*words: str) -> DataloaderConfig:

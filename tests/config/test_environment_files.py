@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,8 @@ from launcher.config.environment_files import read_variables
 from launcher.errors import UsageError
 from launcher.launch.job import JobSpec
 from launcher.slurm.job_request import JobRequest, read_job_request, write_job_request
-from tests.conftest import Result, run_outside
+from tests.seam import Launch, run_outside
 from tests.specify import specify
-
-Launch = Callable[..., Result]
 
 
 def make_spec(*words: str, environ: dict[str, str] | None = None) -> JobSpec:

@@ -22,7 +22,7 @@ from launcher.errors import UsageError
 from launcher.fit import bundled_memory, choose_settings
 from launcher.fit.fit_model import FitRequest
 from launcher.programs import chunked_loss, training_config
-from tests.conftest import run_inside
+from tests.seam import run_inside
 
 USER = ("train.py",)
 

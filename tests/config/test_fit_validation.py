@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.conftest import Result
+from tests.seam import Result
 
 
 @pytest.mark.parametrize(

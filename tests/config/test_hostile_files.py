@@ -12,9 +12,8 @@ from launcher import files
 from launcher.config import resource_limits
 from launcher.config.resource_limits import limit_work
 from launcher.config.yaml_files import MOST_BYTES
-from tests.conftest import LAUNCH, Result, clean_environ, run_outside
+from tests.seam import LAUNCH, Launch, clean_environ, run_outside
 
-Launch = Callable[..., Result]
 VERBS = (
     ["plan"],
     ["topo"],

@@ -1,7 +1,6 @@
 """Hydra's own settings: those that are carried out, and what is said of the others."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,7 @@ from launcher.config.hydra_settings import apply_settings
 from launcher.config.multirun import expand_sweep, read_multirun
 from launcher.config.search_path import find_sources
 from launcher.errors import UsageError
-from tests.conftest import Result, run_outside
-
-Launch = Callable[..., Result]
+from tests.seam import Launch, run_outside
 
 
 def write(path: Path, text: str) -> None:

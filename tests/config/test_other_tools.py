@@ -1,6 +1,5 @@
 """Names of other tools: each is answered with the whole word to type instead."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,7 @@ from launcher.config.composed import resolve
 from launcher.config.composition import compose
 from launcher.config.other_tools import PLAIN, SUBMITIT, find_foreign
 from launcher.config.search_path import find_sources
-from tests.conftest import Result
-
-Launch = Callable[..., Result]
+from tests.seam import Launch
 
 WORDS = [
     ("timeout_min=60", "cluster.time=60"),

@@ -1,7 +1,6 @@
 """Groups, keys and variables on the command line, each in all the ways that people write them."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,7 @@ from launcher.config.overrides import NEUTRAL
 from launcher.config.schema import LaunchConfig
 from launcher.config.search_path import find_sources
 from launcher.errors import UsageError
-from tests.conftest import Result
-
-Launch = Callable[..., Result]
+from tests.seam import Launch
 
 
 def configure(*words: str, primary: str | None = None) -> LaunchConfig:

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from launcher.config.overrides import quote_value
-from tests.conftest import Result, clean_environ, run_inside, run_outside
 from tests.fuzzing import FUZZ
+from tests.seam import Result, clean_environ, run_inside, run_outside
 
 VALID = (
     "model=llama7b",

@@ -1,6 +1,5 @@
 """Where configuration comes from: ./conf first, named folders and files, and what a broken one says."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,9 +8,7 @@ from launcher.config.composed import resolve
 from launcher.config.composition import compose
 from launcher.config.schema import LaunchConfig
 from launcher.config.search_path import find_shipped, find_sources
-from tests.conftest import Result, drop_powers, run_outside
-
-Launch = Callable[..., Result]
+from tests.seam import Launch, drop_powers, run_outside
 
 
 def write(path: Path, text: str) -> Path:

@@ -2,7 +2,6 @@
 
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,8 @@ import yaml
 
 from launcher.runs.manifest import read_manifest
 from tests.config.sweepers import write_plugin
-from tests.conftest import Result, run_outside
-from tests.launch.start_launch import start, wait_for
+from tests.seam import Launch, run_outside, start, wait_for
 
-Launch = Callable[..., Result]
 PROGRAM = """
 import os, sys
 x = float(sys.argv[1].removeprefix("--x="))

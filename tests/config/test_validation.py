@@ -10,7 +10,7 @@ from launcher.config.cluster import Cluster
 from launcher.config.schema import LaunchConfig, TorchrunConfig, list_choices
 from launcher.config.validation import check_agent_options
 from launcher.errors import UsageError
-from tests.conftest import Result
+from tests.seam import Result
 
 IMAGE = "cluster.container.image=a.sif"
 MANUAL = ("cluster=manual", "nodes=2", "node_rank=1", "rdzv_endpoint=far:29500")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import clean_environ, run_inside
 from tests.docs.generate import ROOT
 from tests.docs.pages import DOCUMENTS, list_blocks, list_code, name_document
+from tests.seam import clean_environ, run_inside
 
 VERBS = {"fit", "plan", "topo", "doctor", "tune", "status", "logs", "watch", "report", "cancel", "nodes"}
 NEED_RUNS = {"status", "logs", "watch", "report", "cancel", "nodes"}

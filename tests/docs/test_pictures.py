@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import LAUNCH, clean_environ, run_inside
 from tests.docs.generate import DOCS, ROOT
 from tests.docs.pages import list_blocks
+from tests.seam import LAUNCH, clean_environ, run_inside
 
 COMMAND = "launch plan machine=dgx_a100"
 

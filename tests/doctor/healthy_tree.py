@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import Result, run_inside
 from tests.plan.lab_machines import fsroot
 from tests.probe.machine_trees import CPU, PCI, put
+from tests.seam import Result, run_inside
 
 MACHINE: dict[str, Any] = {
     "name": "two",

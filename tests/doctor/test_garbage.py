@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import run_inside
 from tests.doctor.healthy_tree import HEALTHY, pick, run_doctor
 from tests.probe.machine_trees import spoilt
+from tests.seam import run_inside
 
 KINDS = ("bytes", "nothing", "long", "huge", "negative", "lines", "markup", "nul")
 FILES = sorted({path for path in HEALTHY if "/cpu" not in path or "/cpu5/" in path})

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from launcher.doctor.finding import LEVELS, Finding
 from launcher.report.doctor_table import print_findings
-from tests.conftest import run_inside
 from tests.doctor.healthy_tree import pick, run_doctor
+from tests.seam import run_inside
 
 SUBJECTS = {
     "placement",

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Result, run_outside
 from tests.doctor.healthy_tree import pick
-from tests.launch.start_launch import start, write_program
 from tests.rank.seccomp_filter import KNOWN, forbid
+from tests.seam import Result, run_outside, start, write_program
 
 RANKS = min(2, len(os.sched_getaffinity(0)))
 

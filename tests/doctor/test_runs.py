@@ -13,8 +13,8 @@ from launcher.doctor.finding import BindingTrial, Case, Finding
 from launcher.doctor.placement_checks import judge_last_run
 from launcher.plan.json_form import plan_to_json
 from launcher.runs.run_records import find_last_run, read_run
-from tests.conftest import Result, drop_powers, run_outside
 from tests.doctor.test_pure import make_case
+from tests.seam import Result, drop_powers, run_outside
 
 
 def plan_json() -> dict[str, Any]:

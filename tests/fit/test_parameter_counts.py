@@ -15,7 +15,7 @@ from launcher.fit.parameter_counts import (
     count_token_flops,
 )
 from launcher.programs.dimensions import ModelConfig, count_flops, count_parameters
-from tests.conftest import Result
+from tests.seam import Result
 
 PRESETS = Path(__file__).parents[2] / "conf/model"
 DENSE = ("tiny", "gpt2", "llama1b", "llama7b", "llama13b", "llama3_8b", "llama70b", "mistral7b")

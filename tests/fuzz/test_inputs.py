@@ -22,8 +22,8 @@ from launcher.config.yaml_files import MOST_NODES, count_nodes, read_yaml
 from launcher.errors import UsageError
 from launcher.files import read_input
 from launcher.rank.plan_entry import PlacementError, PlanEntry, read_plan_file
-from tests.conftest import clean_environ, run_inside
 from tests.fuzzing import FUZZ, SEQUENCES, scalars, texts
+from tests.seam import clean_environ, run_inside
 
 names = st.sampled_from(
     ["a", "b", "c", "schema", "kind", "machine", "cpus", "ranks", "gpus", "nodes", "name"]

@@ -13,11 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import clean_environ
 from tests.gpu import main as command
 from tests.gpu.environment import ROOT, list_requirements
 from tests.gpu.running import Stopped
 from tests.gpu.table import STEPS, Step
+from tests.seam import clean_environ
 
 PROVE = str(ROOT / "tests/gpu/prove")
 CHEAP = "machine,drivers,allocator"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import launcher
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 
 ROOT = Path(launcher.__file__).parents[1]
 FOLDER = ROOT / "launcher" / "inprocess"

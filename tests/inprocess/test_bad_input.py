@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import clean_environ
 from tests.inprocess.hooked import FOLDER, QUICK, ROOT, STEPS, run_program
 from tests.rank.start_shim import run_shim, write_plan
+from tests.seam import clean_environ
 
 TELL = """
 import os, sys

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.launch.start_launch import find_run, start
+from tests.seam import find_run, start
 
 PROGRAM = """
 import os, sys

@@ -8,8 +8,8 @@ import pytest
 
 import launcher
 from launcher.cpulist import parse_cpulist
-from tests.conftest import clean_environ, run_outside
 from tests.inprocess.loader_runs import ALL, OWN, read_notes, run_program
+from tests.seam import clean_environ, run_outside
 
 PACKAGE = Path(launcher.__file__).parent
 

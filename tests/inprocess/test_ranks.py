@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.start_launch import find_run, start
+from tests.seam import find_run, start
 
 PROGRAM = """
 import gc

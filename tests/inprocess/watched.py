@@ -8,8 +8,8 @@ from pathlib import Path
 
 from launcher.watch.heartbeats import read_heartbeat
 from launcher.watch.watch_model import Heartbeat
-from tests.conftest import clean_environ
 from tests.inprocess.hooked import FOLDER, PYTHON, ROOT
+from tests.seam import clean_environ
 
 BEGIN = """
 import os, signal, sys, time

@@ -16,8 +16,7 @@ from pathlib import Path
 import pyte
 import pytest
 
-from tests.conftest import clean_environ
-from tests.launch.start_launch import LAUNCH, Started, find_processes
+from tests.seam import LAUNCH, Started, clean_environ, find_processes
 
 ROWS, COLUMNS = 24, 80
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher.launch.agent import PreloadedAgent, preload_agent, read_exits
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 
 TORCHRUN = """
 import json, os, sys

@@ -2,15 +2,12 @@
 
 import json
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Result
-from tests.launch.start_launch import start, wait_for, write_program
+from tests.seam import Launch, start, wait_for, write_program
 
-Launch = Callable[..., Result]
 PROGRAM = """
 import os, signal, sys, time
 print("rank", os.environ["RANK"], "at work", flush=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.probe.machine import probe
-from tests.launch.start_launch import start, write_program
+from tests.seam import start, write_program
 
 pytestmark = [
     pytest.mark.gpu,

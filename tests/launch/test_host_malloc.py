@@ -11,9 +11,9 @@ import pytest
 from launcher.plan.json_form import request_to_json
 from launcher.plan.model import Request
 from launcher.probe.malloc_library import SONAMES, find_malloc_library
-from tests.conftest import Result, run_outside
 from tests.rank.start_shim import COMMAND
 from tests.rank.test_srun_tasks import AGENT
+from tests.seam import Result, run_outside
 
 TELL = """
 import json, os

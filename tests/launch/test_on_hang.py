@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.launch import quick_agent
-from tests.launch.start_launch import Started, start, wait_for, write_program
+from tests.seam import Started, start, wait_for, write_program
 
 AGENT = str(Path(quick_agent.__file__).parent)
 PROGRAM = """

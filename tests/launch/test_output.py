@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.launch.monitor import STARTING
-from tests.launch.start_launch import LAUNCH, start, wait_for, write_program
+from tests.seam import LAUNCH, start, wait_for, write_program
 
 LONG = 40 << 20
 ANYTHING = f"""

@@ -9,7 +9,7 @@ import pytest
 
 from launcher.cpulist import parse_cpulist
 from launcher.protocol import LAUNCH_CACHE
-from tests.launch.start_launch import start, write_program
+from tests.seam import start, write_program
 
 SHOW = """
 import json, os

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.start_launch import LAUNCH, Started, start, wait_for, write_program
+from tests.seam import LAUNCH, Started, start, wait_for, write_program
 
 SLEEPER = """
 import subprocess, time

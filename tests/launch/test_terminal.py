@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from launcher.runs.rank_logs import read_tail
-from tests.launch.start_launch import LAUNCH, wait_for
 from tests.launch.terminals import COLUMNS, ROWS, Terminal, launch_on_terminal, open_terminal
+from tests.seam import LAUNCH, wait_for
 
 ONE = "nproc_per_node=1"
 

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from launcher.launch.torchrun import render_torchrun
-from tests.conftest import run_outside
+from tests.seam import run_outside
 
 OPTIONS = {
     "nnodes": "1:1",

@@ -1,20 +1,17 @@
 """`machine=NAME` on the command line: shipped machines, a team's own, and what of this machine counts."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launcher.cli.completion import answer_query
-from tests.conftest import Result
 from tests.plan.lab_machines import fsroot, load
 from tests.probe.machine_trees import short_lived
+from tests.seam import Launch
 
 from .build import NAMES, SHIPPED
-
-Launch = Callable[..., Result]
 
 
 def plan(launch: Launch, *words: str) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from launcher.plan.allocator_keys import (
     find_fault,
     list_known_keys,
 )
-from tests.conftest import clean_environ
 from tests.plan.allocator_values import CORE, LAX, RIGHT, WRONG
+from tests.seam import clean_environ
 
 INSTALLED = parse_version(read_torch_version())
 HEADER = Path(str(distribution("torch").locate_file("torch/include/c10/cuda/CUDAAllocatorConfig.h")))

@@ -15,7 +15,7 @@ from launcher.doctor.node_facts import GpuFacts, NodeFacts, WorkResult
 from launcher.preflight.node_program import list_turns, rename_gpus
 from launcher.preflight.preflight_request import NeededPath, NodeAnswer, PreflightRequest, parse_answer
 from launcher.preflight.work_child import GpuOfTorch, parse_output, run_work
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 
 REQUEST = PreflightRequest("light", ("n1", "n2"), 10.0, 123.0)
 ON_WORK = 'case "$*" in *--kind*) ;; *) exit 0;; esac;'

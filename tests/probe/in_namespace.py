@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 
 HEAD = """
 import ctypes, json, os, pathlib, subprocess, sys, threading

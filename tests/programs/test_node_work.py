@@ -22,7 +22,7 @@ from launcher.programs.cpu_work import hash_tensor, make_matrix
 from launcher.programs.gpu_work import choose_size
 from launcher.programs.work_processes import Measurement, NotMeasuredError, WorkProcess, ask_all
 from launcher.programs.work_session import KINDS, SLACK, WorkSession, choose_durations
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 
 CPUS = sorted(os.sched_getaffinity(0))
 COMMAND = (sys.executable, "-P", "-m", "launcher.programs.node_work")

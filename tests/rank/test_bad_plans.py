@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import drop_powers
 from tests.rank.start_shim import ALLOWED, ECHO, assert_ran, run_shim, write_plan
+from tests.seam import drop_powers
 
 
 def test_a_plan_file_that_is_a_directory(tmp_path: Path) -> None:

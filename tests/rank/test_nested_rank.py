@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from launcher.rank.interpreter_hook import FOLDER, leave_outer_rank
-from tests.conftest import LAUNCH, clean_environ
 from tests.rank.start_shim import ALLOWED, COMMAND, TELL, run_shim, tell, write_plan
+from tests.seam import LAUNCH, clean_environ
 
 INNER = [*COMMAND, sys.executable, "-c", TELL]
 OUTER = {

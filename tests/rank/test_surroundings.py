@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import drop_powers
 from tests.rank.seccomp_filter import ENOSYS, EPERM, KNOWN, forbid
 from tests.rank.start_shim import (
     ALLOWED,
@@ -24,6 +23,7 @@ from tests.rank.start_shim import (
     tell,
     write_plan,
 )
+from tests.seam import drop_powers
 
 
 @pytest.mark.parametrize("closed", [(2,), (1, 2), (0, 1, 2)], ids=str)

@@ -23,7 +23,7 @@ from launcher.report.footer import StepBar
 from launcher.runs.progress import Progress
 from launcher.runs.rank_logs import Chunk, Follower
 from launcher.runs.run_directory import RunDir
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 
 CHUNKS = [Chunk(0, "out", b"zero\n"), Chunk(0, "err", b"zero's stderr\n"), Chunk(1, "out", b"one\n")]
 

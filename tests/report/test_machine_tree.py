@@ -10,10 +10,10 @@ from rich.console import Console
 from launcher.cli.topo import number_classes
 from launcher.plan.model import Cpu, Machine, NumaNode
 from launcher.report.machine_tree import print_topology
-from tests.conftest import Result
 from tests.plan.lab_machines import NAMES, fsroot, load
 from tests.probe.machine_trees import short_lived
 from tests.report import full_machines
+from tests.seam import Result
 
 
 def show(machine: Machine, *, explain: bool = False, encoding: str = "utf-8", width: int = 160) -> str:

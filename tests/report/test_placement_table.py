@@ -10,7 +10,7 @@ from rich.console import Console
 from launcher.plan.model import Cpu, Gpu, Limits, Machine, Memory, Nic, NumaNode, Plan, RankPlan
 from launcher.report.core_bars import make_ruler
 from launcher.report.placement_table import print_placement
-from tests.conftest import run_inside
+from tests.seam import run_inside
 
 
 def make_machine(cores: int, nodes: int = 2, packages: int = 2, threads: int = 1) -> Machine:

@@ -1,7 +1,6 @@
 """The table of the ranks' variables, and the line in its place."""
 
 import io
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,9 +8,8 @@ from rich.console import Console
 
 from launcher.plan.model import Memory, RankPlan, Variable
 from launcher.report.placement_table import count_variables, print_variables
-from tests.conftest import Result
+from tests.seam import Launch
 
-Launch = Callable[..., Result]
 NOTHING = frozenset[int]()
 RANK = RankPlan(0, None, NOTHING, NOTHING, Memory("default"), 1, 1)
 ALIKE = (Variable("A", "1", "configuration"), Variable("B", "2", "plan", "a reason"))

@@ -13,7 +13,7 @@ import yaml
 from launcher.runs.manifest import describe_start, stamp_time
 from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import RunDir
-from tests.conftest import QUICK_AGENT, Result, run_outside
+from tests.seam import QUICK_AGENT, Result, run_outside
 
 SECRET = "hunter2-hunter2"
 TOKEN = "ghp_AbCdEfGh12345678AbCdEfGh12345678AbCd"

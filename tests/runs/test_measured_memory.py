@@ -9,7 +9,7 @@ from pathlib import Path
 import launcher
 from launcher.runs.measured_memory import read_measured_runs, summarize_ratios
 from launcher.runs.memory_prediction import PREDICTION
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 
 INPROCESS = Path(launcher.__file__).parent / "inprocess"
 

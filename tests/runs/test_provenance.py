@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.runs.provenance import describe_sources
-from tests.launch.start_launch import wait_for
+from tests.seam import wait_for
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from launcher.runs.node_records import read_nodes
 from launcher.runs.run_records import read_run
 from launcher.slurm.compiler_caches import CACHES, PREFIX, open_caches, remove_leftovers
 from launcher.slurm.job_request import JobRequest, write_job_request
-from tests.conftest import clean_environ
 from tests.plan.lab_machines import convert, load
+from tests.seam import clean_environ
 from tests.specify import specify
 
 SHOW = """

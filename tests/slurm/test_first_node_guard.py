@@ -16,7 +16,7 @@ from launcher.runs.run_directory import open_run_dir
 from launcher.slurm import first_node_guard
 from launcher.slurm.job_request import JobRequest, write_job_request
 from launcher.slurm.node_probe import is_frozen
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 
 GUARD = """
 import sys

@@ -22,7 +22,7 @@ from launcher.slurm.node_order import (
 from launcher.slurm.node_order_sources import find_node_order
 from launcher.slurm.notation import expand_hosts
 from launcher.slurm.slurm_environ import read_task_identity
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 
 TREE = """\
 SwitchName=s0 Level=0 LinkSpeed=1 Nodes=n0,n2

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.runs.node_records import NodeRecord
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 
 FIRST_NODE = """
 import os, sys

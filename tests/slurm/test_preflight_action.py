@@ -13,7 +13,7 @@ from launcher.slurm.attempt_end import EndFacts, classify_end
 from launcher.slurm.preflight_action import choose_hosts
 from launcher.slurm.preflight_kind import choose_preflight_kind
 from launcher.slurm.requeue_policy import PastAttempt, decide_requeue
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 
 FOUR = ("n0", "n1", "n2", "n3")
 

@@ -22,7 +22,7 @@ from launcher.slurm.srun_messages import (
     parse_node_failure,
     parse_task_end,
 )
-from tests.conftest import Result
+from tests.seam import Result
 
 PROGRAM = ("python", "-I", "-S", "shim", "train.py", "a b", "$(x)", "")
 

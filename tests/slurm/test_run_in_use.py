@@ -9,7 +9,7 @@ from launcher.errors import SchedulerError, UsageError
 from launcher.runs.run_process import identify_process
 from launcher.slurm.run_states import refuse_run_in_use
 from tests.cli.make_runs import make_run
-from tests.conftest import run_outside
+from tests.seam import run_outside
 
 HERE = ("cluster=local", "nproc_per_node=1")
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from launcher.runs.node_records import read_nodes
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 
 
 def run_task(run_dir: Path, **variables: str) -> "subprocess.CompletedProcess[str]":

@@ -2,18 +2,16 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
 from launcher.probe import available_memory
-from tests.conftest import Result, run_outside
+from tests.seam import Launch, run_outside
 from tests.tune.programs import BATCHES
 from tests.tune.test_meter import list_living
 
-Launch = Callable[..., Result]
 WORDS = ["tune", "batch", "tune.option=--batch-size", "tune.steps=12"]
 
 

@@ -19,7 +19,7 @@ from launcher.tune.trial_records import (
     read_record,
     read_trial_records,
 )
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 from tests.tune.programs import ALONE
 
 HOOK = str(Path(launcher.inprocess.__file__).parent)

@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,9 @@ import pytest
 from launcher.cli.tune_choice import check_override, describe_use, render_override, save_override
 from launcher.config.schema import DataloaderConfig
 from launcher.tune.search import Trial
-from tests.conftest import LAUNCH, Result, clean_environ, run_outside
+from tests.seam import LAUNCH, Launch, clean_environ, run_outside
 from tests.tune.programs import ALONE, TRAINING
 from tests.tune.test_meter import list_living
-
-Launch = Callable[..., Result]
 
 
 @pytest.mark.usefixtures("quick_agent")

@@ -20,8 +20,8 @@ from launcher.watch.heartbeats import read_heartbeat
 from launcher.watch.kernel_state import look_at_process
 from launcher.watch.verdict import judge
 from launcher.watch.watch_model import Frame, GpuSample, Heartbeat, NodeEvidence, RankEvidence
-from tests.conftest import clean_environ
 from tests.inprocess.watched import make_watched_environ
+from tests.seam import clean_environ
 
 BEGIN = """
 import ctypes, faulthandler, os, re, signal, sys, threading, time

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from launcher.watch.node_reports import hang_path, read_job_state
-from tests.launch.start_launch import find_run, start, wait_for, write_program
+from tests.seam import find_run, start, wait_for, write_program
 
 PROGRAM = """
 import time

@@ -19,7 +19,7 @@ from launcher.runs.secrets import mask_text, mask_tree, mask_words
 from launcher.watch import notify
 from launcher.watch.notify import JobIdentity, Message, Notifier, build_post
 from launcher.watch.watcher_settings import NotifySettings
-from tests.conftest import run_outside
+from tests.seam import run_outside
 
 JOB = JobIdentity("gpt/7", "/runs/gpt/7", "n1", "4711")
 EVENTS = tuple(NotifyConfig().events)

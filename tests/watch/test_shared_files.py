@@ -13,7 +13,7 @@ from launcher.watch.rank_book import RankBook
 from launcher.watch.shared_files import Exchange, SharedFiles
 from launcher.watch.watch_model import JobState, NodeReport
 from launcher.watch.watcher_settings import RankEntry
-from tests.launch.start_launch import wait_for
+from tests.seam import wait_for
 
 REPORT = NodeReport("n0", 0, 2, 0, 100.0, 1, 5.0, ())
 STATE = JobState(100.0, "n0", 0, "running", 1, 1.0, 1.0, 2)

@@ -24,7 +24,7 @@ from launcher.watch.node_reports import read_job_state, read_report
 from launcher.watch.rank_book import RankBook
 from launcher.watch.watch_model import GpuSample
 from launcher.watch.watcher_settings import WatcherSettings
-from tests.launch.start_launch import is_alive, wait_for
+from tests.seam import is_alive, wait_for
 
 RANK = RankProcess(0, 0, 0, os.getpid())
 

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Result, clean_environ, run_outside
-from tests.launch.start_launch import find_processes, wait_for
+from tests.seam import Result, clean_environ, find_processes, run_outside, wait_for
 
 COMMAND = Path(__file__).parents[3] / "slurm" / "sandbox"
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE"}

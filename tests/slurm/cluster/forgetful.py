@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.launch.start_launch import is_alive, wait_for
+from tests.seam import is_alive, wait_for
 from tests.slurm.cluster.conftest import Sandbox, demand_programs, start_sandbox
 
 BRIEF = "MinJobAge=2\nMessageTimeout=2\n"

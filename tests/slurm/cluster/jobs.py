@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.launch.start_launch import find_processes, wait_for
 from tests.programs.start_program import read_losses
+from tests.seam import find_processes, wait_for
 from tests.slurm.cluster.conftest import ENDED, Sandbox
 
 SHRUNK = (

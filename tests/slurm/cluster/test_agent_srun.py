@@ -15,7 +15,7 @@ from launcher.protocol import LAUNCH_CACHE
 from launcher.runs.node_records import read_nodes
 from launcher.runs.run_records import read_run
 from launcher.slurm.rendezvous import pick_port
-from tests.launch.start_launch import find_run, write_program
+from tests.seam import find_run, write_program
 from tests.slurm.cluster.conftest import Sandbox
 from tests.slurm.cluster.jobs import SHRUNK, Run, submit
 

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from launcher.runs.node_records import read_nodes
-from tests.launch.start_launch import write_program
 from tests.programs.start_program import read_losses
+from tests.seam import write_program
 from tests.slurm.cluster.conftest import Sandbox
 from tests.slurm.cluster.jobs import SHRUNK, Run, submit
 from tests.slurm.cluster.test_step import HOSTILE, SHOW, allocate, finish

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.start_launch import find_processes
+from tests.seam import find_processes
 from tests.slurm.cluster.conftest import Sandbox
 from tests.slurm.cluster.jobs import Run
 from tests.slurm.cluster.test_spares import await_line, start

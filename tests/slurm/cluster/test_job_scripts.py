@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import clean_environ
+from tests.seam import clean_environ
 
 SLURM = Path(__file__).parents[3] / "slurm"
 PAIRS = {"torchrun": ["--no-python", "--", "launch-rank"], "srun": ["--cpu-bind=none", "launch-rank"]}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import LAUNCH
+from tests.seam import LAUNCH
 
 from .conftest import Sandbox
 

@@ -9,7 +9,7 @@ import pytest
 from launcher.errors import SchedulerError
 from launcher.slurm.client import ENDED, JobState, ask_queue, list_members
 from tests.cli.make_runs import make_run
-from tests.launch.start_launch import wait_for
+from tests.seam import wait_for
 from tests.slurm.cluster.conftest import Sandbox
 from tests.slurm.cluster.forgetful import forget, start_forgetful, stop_controller
 

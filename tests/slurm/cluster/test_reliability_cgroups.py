@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.start_launch import wait_for, write_program
+from tests.seam import wait_for, write_program
 from tests.slurm.cluster.conftest import Sandbox, demand_cgroups, demand_programs, start_sandbox
 from tests.slurm.cluster.jobs import submit
 

@@ -13,7 +13,7 @@ from launcher.config.schema import ClusterConfig, LaunchConfig, ProgressConfig, 
 from launcher.runs.manifest import describe_start, write_manifest
 from launcher.runs.run_directory import open_run_dir
 from launcher.slurm.job_request import JobRequest, write_job_request
-from tests.launch.start_launch import wait_for
+from tests.seam import wait_for
 from tests.slurm.cluster.conftest import Sandbox
 
 pytestmark = pytest.mark.slurm

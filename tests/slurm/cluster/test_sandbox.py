@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.start_launch import find_processes, is_alive, wait_for
+from tests.seam import find_processes, is_alive, wait_for
 
 from .conftest import (
     STUBBORN,

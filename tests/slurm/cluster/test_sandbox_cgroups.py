@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import clean_environ
-from tests.launch.start_launch import find_processes, is_alive, wait_for
+from tests.seam import clean_environ, find_processes, is_alive, wait_for
 
 from .conftest import (
     COMMAND,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.start_launch import write_program
+from tests.seam import write_program
 from tests.slurm.cluster.conftest import Sandbox
 from tests.slurm.cluster.jobs import Run, submit
 

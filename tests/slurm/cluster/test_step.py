@@ -14,8 +14,7 @@ import pytest
 
 from launcher.runs.node_records import read_nodes
 from launcher.slurm.notation import expand_hosts
-from tests.conftest import LAUNCH, Result
-from tests.launch.start_launch import find_processes, find_run, wait_for, write_program
+from tests.seam import LAUNCH, Result, find_processes, find_run, wait_for, write_program
 from tests.slurm.cluster.conftest import Sandbox
 from tests.slurm.cluster.jobs import submit
 

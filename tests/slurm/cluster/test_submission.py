@@ -15,7 +15,7 @@ from launcher.errors import MachineError, SchedulerError
 from launcher.slurm.job_options import explain_refusal
 from launcher.slurm.sbatch import submit_script
 from launcher.slurm.submission import find_python
-from tests.launch.start_launch import find_run
+from tests.seam import find_run
 from tests.slurm.cluster.conftest import Sandbox
 
 pytestmark = pytest.mark.slurm

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import run_outside
+from tests.seam import run_outside
 from tests.slurm.cluster.conftest import Sandbox
 
 PROGRAM = """

@@ -12,8 +12,7 @@ import pytest
 
 from launcher.runs.manifest import read_manifest
 from tests.cli.make_runs import make_run, write_log
-from tests.conftest import LAUNCH, Result
-from tests.launch.start_launch import wait_for, write_program
+from tests.seam import LAUNCH, Result, wait_for, write_program
 from tests.slurm.cluster.conftest import Sandbox
 from tests.slurm.cluster.forgetful import forget, start_forgetful, stop_controller
 from tests.slurm.cluster.jobs import Run, submit

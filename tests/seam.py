@@ -1,0 +1,222 @@
+"""The one place that knows how `launch` is called, in this process and as a real command, what is replaced
+for that, and how what it has started is waited for."""
+
+import contextlib
+import ctypes
+import io
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from launcher.config.request import LIBRARY_PREFIXES
+from launcher.plan.environment import HONOURED
+from launcher.protocol import LAUNCH_CACHE
+
+LAUNCH = (
+    sys.executable,
+    "-c",
+    "import sys; sys.argv[0] = 'launch'; from launcher.cli.main import main; main()",
+)
+"""`launch`, as its entry point starts it."""
+QUICK_AGENT = str(Path(__file__).parent / "launch" / "quick_agent")
+"""For PYTHONPATH: see there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a command line ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def assert_error(self, code: int, *parts: str) -> None:
+        """Assert one line on stderr that starts as our errors do and has these parts, and no output."""
+        assert (self.code, self.out) == (code, ""), self
+        assert self.err.startswith("launch: error: "), self.err
+        assert self.err.endswith("\n") and self.err.count("\n") == 1, self.err
+        assert "Traceback" not in self.err
+        for part in parts:
+            assert part in self.err, self.err
+
+
+Launch = Callable[..., Result]
+"""Runs a command line: the fixture `launch`, and what tests make of it."""
+
+
+def run_inside(words: Sequence[str], encoding: str = "utf-8") -> Result:
+    """Run a command line in this process; what would start something is an error of the test.
+
+    With another encoding of the streams, as by PYTHONIOENCODING, they are prepared as the entry point does.
+    """
+    from launcher.cli import main
+    from launcher.launch import local_run
+
+    def refuse(*_: object, **__: object) -> int:
+        raise AssertionError(f"{words} would start a job")
+
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding, newline="") for _ in range(2))
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        patch.setattr(local_run, "execute_job", refuse)
+        if encoding != "utf-8":
+            main.open_streams()
+        code = main.run_guarded(list(words))
+    return Result(code, *(read_buffer(stream) for stream in (out, err)))
+
+
+def read_buffer(stream: io.TextIOWrapper) -> str:
+    """What has been written to a stream in memory."""
+    stream.seek(0)
+    return stream.read()
+
+
+def run_outside(
+    words: Sequence[str | bytes],
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    *,
+    timeout: float = 120,
+    **options: object,
+) -> Result:
+    """Run a command line as a process of its own."""
+    environ = {**clean_environ(), **(env or {})}
+    done = subprocess.run(  # type: ignore[call-overload]  # options are subprocess.run's own
+        [*LAUNCH, *words], cwd=cwd, env=environ, capture_output=True, timeout=timeout, check=False, **options
+    )
+    return Result(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+
+
+def in_shell(line: str, cwd: Path, **variables: str) -> Result:
+    """Run a line of bash in which $LAUNCH is `launch`."""
+    script = f'set -o pipefail; launch() {{ {shlex.join(LAUNCH)} "$@"; }}; {line}'
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=cwd,
+        env={**clean_environ(), **variables},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    return Result(done.returncode, done.stdout.decode(), done.stderr.decode(errors="replace"))
+
+
+def drop_powers() -> None:
+    """Make permissions hold for root too, after the next exec: CAP_DAC_OVERRIDE (1) and _READ_SEARCH (2) go.
+
+    To be called between fork and exec. Another user would not do: it may not even read this interpreter.
+    """
+    if os.geteuid() == 0:
+        for capability in (1, 2):
+            if ctypes.CDLL(None, use_errno=True).prctl(24, capability, 0, 0, 0):  # PR_CAPBSET_DROP
+                raise OSError(ctypes.get_errno(), "a capability cannot be dropped")
+
+
+def clean_environ() -> dict[str, str]:
+    """Return this process's environment without what changes a job's placement or size, or a plan shows.
+
+    Libraries that a test imports in this process leave variables of their own.
+    """
+    ours = ("PET_", "LAUNCH_", "TORCHELASTIC_", "HYDRA_", "COMP_", *HONOURED, *LIBRARY_PREFIXES)
+    slurms = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith((*ours, *slurms))}
+    return kept | {name: os.environ[name] for name in (LAUNCH_CACHE,) if name in os.environ}
+
+
+@dataclass
+class Started:
+    """A `launch` that runs in a folder of its own, its output in files."""
+
+    process: "subprocess.Popen[bytes]"
+    folder: Path
+    mark: str
+
+    def read(self, stream: str = "stderr") -> str:
+        return (self.folder / stream).read_text(errors="replace")
+
+    def wait(self, timeout: float = 60) -> int:
+        return self.process.wait(timeout)
+
+    def run_dir(self) -> Path:
+        return find_run(self.folder)
+
+    def survivors(self) -> list[int]:
+        """Processes other than `launch` itself that carry this start's mark."""
+        return list(self.survivors_words())
+
+    def survivors_words(self) -> dict[int, str]:
+        """The same with their command lines."""
+        return {pid: words for pid, words in find_processes(self.mark).items() if pid != self.process.pid}
+
+
+def find_processes(word: str) -> dict[int, str]:
+    """Other living processes whose command line or environment holds a word, with their command lines."""
+    found = {}
+    for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()):
+        with contextlib.suppress(OSError):
+            command, environ = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
+            if word.encode() in command + environ and pid != os.getpid() and is_alive(pid):
+                found[pid] = command.replace(b"\0", b" ").decode(errors="replace")
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Tell whether a process is there, and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def start(folder: Path, *words: str, **variables: str) -> Iterator[Started]:
+    """Start `launch WORDS` in a folder; whatever is left at the end is killed."""
+    mark = f"LAUNCH_TEST_MARK={uuid.uuid4()}"
+    inherited = {name: value for name, value in os.environ.items() if name != "LAUNCH_CI"}  # the tests' own
+    environ = {**inherited, **dict([mark.split("=")]), **variables}
+    with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
+        process = subprocess.Popen([*LAUNCH, *words], cwd=folder, env=environ, stdout=out, stderr=err)
+    started = Started(process, folder, mark)
+    try:
+        yield started
+    finally:
+        for pid in [process.pid, *started.survivors()]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait(10)
+
+
+def wait_for(
+    condition: Callable[[], object], what: str, timeout: float = 60, tell: Callable[[], str] = str
+) -> None:
+    """Wait until a condition holds; where it does not come to, the test fails with what `tell` says."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {timeout:.0f} s for {what} in vain: {tell()}")
+        time.sleep(0.03)
+
+
+def find_run(folder: Path) -> Path:
+    """The one run directory that was made in a folder."""
+    (found,) = (folder / "runs").glob("*/*")
+    return found
+
+
+def write_program(folder: Path, text: str) -> str:
+    """Write a program that the ranks run, and return its path."""
+    path = folder / "program.py"
+    path.write_text(text)
+    return str(path)
