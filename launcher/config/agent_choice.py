@@ -1,4 +1,4 @@
-"""What starts the ranks of a job: `launch` itself, torchrun, or srun."""
+"""What starts the ranks of a job: `launch` itself or torchrun."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -23,14 +23,14 @@ class AgentChoice:
     """What starts the ranks, and why."""
 
     kind: str
-    """`direct`, `torchrun` or `srun`."""
+    """`direct` or `torchrun`."""
     why: str
 
 
 def choose_agent(config: LaunchConfig, cluster: Cluster, environ: Mapping[str, str]) -> AgentChoice:
     """Decide what starts a job's ranks; raises UsageError if that cannot do what else is asked for."""
-    if config.agent in ("torchrun", "srun"):
-        return AgentChoice(config.agent, f"agent={config.agent}")
+    if config.agent == "torchrun":
+        return AgentChoice("torchrun", "agent=torchrun")
     needed = find_torchrun_need(config, cluster, environ)
     if config.agent == "direct":
         if needed:

@@ -93,7 +93,9 @@ SUBMITIT = {
     "srun_args": ForeignName("cluster.srun", note="a mapping, as in cluster.srun.mpi=pmix"),
     "stderr_to_stdout": ForeignName("", note="leave it out, logs.console=all shows both of every rank"),
     "teardown": ForeignName("", note="leave it out, what is to come last belongs into the program"),
-    "use_srun": ForeignName("", note="leave it out, agent=srun makes each rank a task of srun's"),
+    "use_srun": ForeignName(
+        "", note="leave it out, `srun launch-rank PROGRAM` makes each rank a task of srun's"
+    ),
     "max_pickle_size_gb": ForeignName("", note="leave it out, nothing is pickled"),
 }
 """submitit's names of what has another name here, or is written in another way."""

@@ -436,10 +436,9 @@ class LaunchConfig:
     devices: str = one_of("all", "own", "spread")
     """`all`: every rank sees the job's GPUs, and rank N uses GPU N. `own`: each rank sees its own GPU alone.
     `spread`: if ranks are fewer than GPUs, all ranks see as many GPUs, spread over packages and NICs."""
-    agent: str = one_of("auto", "direct", "torchrun", "srun")
-    """What starts the ranks: `direct` (launch itself), `torchrun`, or in a SLURM job `srun` (each rank is a
-    task). `auto` is `direct`, and `torchrun` for elastic jobs, for `cluster=manual`, and if options of
-    torchrun are set."""
+    agent: str = one_of("auto", "direct", "torchrun")
+    """What starts the ranks: `direct` (launch itself) or `torchrun`. `auto` is `direct`, and `torchrun` for
+    elastic jobs, for `cluster=manual`, and if options of torchrun are set."""
     restarts: int | None = None
     """How often all ranks are started anew within the job after one of them has failed; null means never, and
     with `watch.on_hang=restart` 3 times."""

@@ -6,7 +6,7 @@ None of them looks at a machine or writes anything.
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -42,16 +42,6 @@ MAX_NAME = 200
 """Bytes of a run's name, which is a folder's."""
 VERBS_OF_KEYS = {"rank": "launch logs` and `launch watch", "yes": "launch cancel` and `launch tune"}
 """Keys that a run has no use for; a file may hold them, since it is read for all verbs."""
-AGENT_ONLY = (
-    "max_restarts",
-    "monitor_interval",
-    "rdzv_backend",
-    "rdzv_conf",
-    "local_addr",
-    "event_log_handler",
-    "signals_to_handle",
-)
-"""Options of `torchrun` for its agent and its rendezvous, which `agent=srun` does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +102,11 @@ def check_variables(context: Context) -> None:
 
 def check_choices(context: Context) -> None:
     """Refuse a word that is not one of those that the schema has for a setting."""
+    if context.config.agent == "srun":
+        raise UsageError(
+            "agent=srun: launch does not start ranks by srun: write `srun launch-rank PROGRAM` in your job"
+            " script, or leave agent out"
+        )
     for key, value, choices in list_choices(context.config):
         for word in value if isinstance(value, list) else [value]:
             check_choice(key, word, choices)
@@ -259,50 +254,6 @@ def check_restarts(context: Context, _cluster: Cluster) -> None:
         )
 
 
-def check_agent(context: Context, cluster: Cluster) -> None:
-    """Refuse agent=srun if there is no srun for the ranks, or something needs torchrun's agent."""
-    config = context.config
-    if config.agent != "srun":
-        return
-    if cluster.kind not in ("slurm", "allocation"):
-        raise UsageError(
-            f"agent=srun, but the ranks run here ({cluster.why}): set cluster=slurm, or leave agent out"
-        )
-    if config.rdzv_endpoint:
-        raise UsageError(
-            f"rdzv_endpoint={config.rdzv_endpoint} with agent=srun, where there is no rendezvous: set"
-            " torchrun.master_addr and torchrun.master_port"
-        )
-    if config.watch.enabled and config.watch.on_hang != "report":
-        raise UsageError(
-            f"watch.on_hang={config.watch.on_hang} with agent=srun, where nothing of launch runs beside the"
-            " ranks to watch them: leave it out, or set agent=torchrun"
-        )
-    if config.restarts:
-        raise UsageError(
-            f"restarts={config.restarts} with agent=srun, where nothing of launch runs beside the ranks to"
-            " start them anew: leave agent out, or set cluster.requeue.crash=N"
-        )
-    check_agent_options(asdict(config.torchrun), cluster)
-
-
-def check_agent_options(torchrun: Mapping[str, object], cluster: Cluster) -> None:
-    """Refuse what needs torchrun's agent."""
-    if cluster.min_nodes != cluster.max_nodes:
-        raise UsageError(
-            f"nodes={cluster.min_nodes}:{cluster.max_nodes} with agent=srun: only torchrun's agent goes on"
-            f" with fewer nodes, set nodes={cluster.max_nodes}, or agent=torchrun"
-        )
-    name = next((name for name in AGENT_ONLY if torchrun.get(name)), None)
-    if name:
-        fix = (
-            "cluster.requeue.crash=N starts a failed job again" if name == "max_restarts" else "leave it out"
-        )
-        raise UsageError(
-            f"torchrun.{name}={torchrun[name]} with agent=srun: it is for torchrun's agent, {fix}"
-        )
-
-
 def check_spares(context: Context, cluster: Cluster) -> None:
     """Refuse spare nodes if nothing of launch could put them in the place of others."""
     spares, agent = context.config.cluster.spares, context.config.agent
@@ -320,7 +271,7 @@ def check_spares(context: Context, cluster: Cluster) -> None:
             f"{shown} with nodes={cluster.min_nodes}:{cluster.max_nodes}: an elastic job goes on with fewer"
             f" nodes, and has no use for spare ones: set nodes={cluster.max_nodes}, or leave them out"
         )
-    if agent in ("srun", "torchrun"):
+    if agent == "torchrun":
         raise UsageError(
             f"{shown} with agent={agent}, which does not replace a node: leave agent out, or cluster.spares"
         )
@@ -495,7 +446,6 @@ TUNE_CHECKS = (check_tune, *JOB_CHECKS)
 """For `launch tune`."""
 CLUSTER_CHECKS = (
     check_restarts,
-    check_agent,
     check_spares,
     check_node_order,
     check_container,

@@ -16,12 +16,11 @@ from launcher.slurm.attempt import Attempt
 from launcher.slurm.job_request import make_job_request
 from launcher.slurm.node_step import describe_node_step
 from launcher.slurm.sbatch_options import Option
-from launcher.slurm.srun_command import render_ranks, render_step
+from launcher.slurm.srun_command import render_step
 
 STARTERS = {
     "direct": "launch on each node",
     "torchrun": "torchrun on each node",
-    "srun": "srun, a task for each rank",
 }
 """What starts the ranks, by the agent's kind."""
 
@@ -223,6 +222,4 @@ def render_step_example(spec: JobSpec) -> tuple[str, ...]:
     spares = (EXAMPLE_HOSTS,) * spec.config.cluster.spares
     run = RunDir(EXAMPLE_RUN_DIR)
     step = describe_node_step(Attempt(request, run, os.environ, hosts, {}, requeues=True, spares=spares))
-    words = render_ranks(step, 1) if spec.config.agent == "srun" else render_step(step)
-    left_out = ("--nodelist=", "--ntasks") if spec.config.agent == "srun" else ("--nodelist=",)
-    return tuple(word for word in words if not word.startswith(left_out))
+    return tuple(word for word in render_step(step) if not word.startswith("--nodelist="))

@@ -16,7 +16,7 @@ from launcher.agent.endpoint import read_client_ports
 from launcher.errors import EXIT_MACHINE, EXIT_SCHEDULER, LaunchError, MachineError, SchedulerError
 from launcher.files import open_below
 from launcher.launch.processes import adopt_orphans, end_leftovers
-from launcher.launch.signals import KILL_GRACE, STOPPING, catch_signals, name_signal
+from launcher.launch.signals import KILL_GRACE, catch_signals, name_signal
 from launcher.runs.disk_space import explain_write_error
 from launcher.runs.node_records import NodeRecord, node_path, read_nodes, refuse_node
 from launcher.runs.provenance import describe_sources
@@ -27,14 +27,13 @@ from launcher.slurm.attempt_lifecycle import end_attempt, start_attempt
 from launcher.slurm.client import MissingCommandError
 from launcher.slurm.diagnosis import find_task_ends
 from launcher.slurm.first_node_guard import start_guards
-from launcher.slurm.job_control import ask_job, find_fixed_order
+from launcher.slurm.job_control import ask_job
 from launcher.slurm.job_request import JobRequest, read_job_request
-from launcher.slurm.node_order import NodeOrder, fold_in_order, keep_order
+from launcher.slurm.node_order import NodeOrder, fold_in_order
 from launcher.slurm.node_order_sources import find_node_order
 from launcher.slurm.node_step import (
     NodeStep,
     collect_node_records,
-    describe_node_step,
     remove_caches,
     skip_step_ids,
     start_nodes,
@@ -95,12 +94,7 @@ def order_job_nodes(environ: Mapping[str, str], request: JobRequest) -> NodeOrde
     """Return the nodes to run on and the spare ones, in the order of their ranks; raises MachineError."""
     cluster = request.config.cluster
     hosts = choose_nodes(environ, request.max_nodes + cluster.spares)
-    if request.agent == "srun" and "distribution" in cluster.srun:
-        return keep_order(hosts, "cluster.srun.distribution")
-    order = find_node_order(cluster.node_order, hosts, environ, request.directory)
-    if request.agent == "srun" and order.hosts != hosts and (why := find_fixed_order(environ)):
-        return keep_order(hosts, why, warns=True)
-    return order
+    return find_node_order(cluster.node_order, hosts, environ, request.directory)
 
 
 def report_node_order(order: NodeOrder) -> None:
@@ -182,11 +176,8 @@ def run_step_attempts(attempt: Attempt, monitor: StepMonitor, salt: int) -> Step
             trial += 1
             continue
         endpoint = f"{attempt.hosts[0]}:{port}"
-        if attempt.request.agent == "srun":
-            report = run_rank_step(attempt, monitor, endpoint)
-        else:
-            find_port = partial(pick_restart_port, job + salt, attempt.run.first_attempt, trial, local)
-            report = run_node_step(attempt, monitor, endpoint, find_port)
+        find_port = partial(pick_restart_port, job + salt, attempt.run.first_attempt, trial, local)
+        report = run_node_step(attempt, monitor, endpoint, find_port)
         if monitor.signals:
             return report
         complaint = next((one.agent_said for one in report.records if was_not_started(one)), "")
@@ -279,30 +270,6 @@ def add_provenance(attempt: Attempt) -> Iterator[None]:
     asking.start()
     yield
     asking.join()
-
-
-def run_rank_step(attempt: Attempt, monitor: StepMonitor, endpoint: str) -> StepReport:
-    """Run the step of `agent=srun`: a task for each rank; the records are made here, from what srun tells."""
-    from launcher.slurm.rank_step import RankJob, is_taken_here, start_ranks
-
-    request, run, started = attempt.request, attempt.run, time.time()
-    job = RankJob(request, run, attempt.hosts, attempt.environ)
-    if is_taken_here(job, endpoint):
-        from launcher.slurm.srun_records import make_port_record
-
-        return report_step(attempt, monitor, PORT_TAKEN, [make_port_record(attempt.hosts[0], started)], ())
-    step = start_ranks(job, describe_node_step(attempt), endpoint)
-    from launcher.slurm.srun_records import RankStepEnd, record_nodes  # while the ranks start
-
-    with add_provenance(attempt):
-        monitor.run_to_end(step)
-    step.close()
-    code, tail = step.process.returncode, request.config.logs.tail
-    srun_report = step.srun_report
-    stop = next((sent for sent in monitor.signals if sent[0] in STOPPING), srun_report.stop)
-    records = record_nodes(RankStepEnd(run, attempt.hosts, job.ranks, tail, code, srun_report, stop, started))
-    report = report_step(attempt, monitor, code, records, srun_report.lines)
-    return replace(report, cancelled=srun_report.cancelled_first)
 
 
 def report_step(

@@ -33,9 +33,7 @@ REFUSAL = re.compile(
 )
 """In scontrol's words if slurmctld will not requeue a job (src/common/slurm_errno.c)."""
 BOOT = re.compile(r"^NodeName=(\S+).*\bBootTime=(\S+)", re.MULTILINE)
-CONFIG = re.compile(r"^(KillWait|TopologyPlugin|SLURM_VERSION)\s*=\s*(\S+)", re.MULTILINE)
-ORDERED_BY_TOPOLOGY, ORDERING = (26, 5), ("tree", "block")
-"""The version from which on srun refuses `--distribution=arbitrary` with these topology plugins."""
+KILL_WAIT = re.compile(r"^KillWait\s*=\s*(\d+)", re.MULTILINE)
 FIELDS = "State,RestartCnt,EndTime,PreemptTime,TimeLimit,Reason"
 """squeue's columns; the reason can hold anything, and comes last."""
 
@@ -91,26 +89,12 @@ def parse_slurm_time(text: str) -> float | None:
 
 def ask_kill_wait(environ: Mapping[str, str]) -> int | None:
     """Ask for the seconds from SLURM's SIGTERM to its SIGKILL; None if it does not tell."""
-    text = ask_config(environ).get("KillWait", "")
-    return int(text) if text.isdecimal() else None
-
-
-def ask_config(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what SLURM says of its configuration, by the names in CONFIG; empty if it does not answer."""
     try:
-        return dict(CONFIG.findall(run_slurm(["scontrol", "show", "config"], environ, timeout=SHORT_TIMEOUT)))
+        text = run_slurm(["scontrol", "show", "config"], environ, timeout=SHORT_TIMEOUT)
     except SchedulerError:
-        return {}
-
-
-def find_fixed_order(environ: Mapping[str, str]) -> str:
-    """Say why srun takes no other order of nodes than SLURM's; empty if it does."""
-    config = ask_config(environ)
-    version, plugin = config.get("SLURM_VERSION", ""), config.get("TopologyPlugin", "").rpartition("/")[2]
-    numbers = tuple(int(number) for number in version.split(".")[:2] if number.isdecimal())
-    if numbers < ORDERED_BY_TOPOLOGY or plugin not in ORDERING:
-        return ""
-    return f"SLURM {version} with topology/{plugin} orders the ranks of agent=srun by itself"
+        return None
+    found = KILL_WAIT.search(text)
+    return int(found[1]) if found else None
 
 
 def ask_nodes(

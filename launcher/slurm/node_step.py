@@ -35,9 +35,9 @@ from launcher.slurm.srun_messages import (
     is_cpu_bind_complaint,
     is_in_node_records,
     is_slurm_line,
+    is_task_end,
     is_verbose,
     parse_node_failure,
-    parse_task_end,
     parse_task_ends,
     was_srun_terminated,
 )
@@ -137,7 +137,7 @@ class NodeStep:
         known = is_in_node_records(line, self.srun_lines)
         self.srun_lines.append(line)
         self.cancelled = self.cancelled or (is_cancelled(line) and not self.ended)
-        self.ended = self.ended or (parse_task_end(line) is not None and not self.elastic)
+        self.ended = self.ended or (is_task_end(line) and not self.elastic)
         if self.group and self.elastic:
             for host in parse_task_ends((line,)):
                 self.group.note_task_end(host)

@@ -1,30 +1,11 @@
-"""srun's command line for a step over the nodes of a job; with `agent=srun` each task is a rank."""
+"""srun's command line for a step over the nodes of a job."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-
-from launcher.errors import UsageError
-from launcher.protocol import LAUNCH_AGENT, LAUNCH_BINDING, LAUNCH_PLAN, LAUNCH_REQUEST
-from launcher.slurm.slurm_environ import clean_for_step, drop_task_variables
+from dataclasses import dataclass
 
 CPU_COUNTS = re.compile(r"(?:^|,)(\d+)")
 """The CPUs of nodes in SLURM_JOB_CPUS_PER_NODE, `16(x3),8`."""
-GPU_WORDS = ("auto", "gpu")
-"""Values of `nproc_per_node` that stand for the job's GPUs on a node."""
-RANK_OPTIONS = {"distribution": "block", "input": "none", "quiet": None, "verbose": True}
-"""Ranks are numbered node by node as torchrun numbers them, and read nothing. srun tells of tasks that ended
-with 0 only if it is verbose."""
-STALE_VARIABLES = (
-    "LOCAL_SIZE",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_ERROR_FILE",
-    LAUNCH_PLAN,
-    LAUNCH_BINDING,
-)
-"""Variables that would tell the shim, or the program, of another launcher's agent or plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,44 +111,3 @@ def render_container(step: Step) -> tuple[dict[str, object], Sequence[str], Sequ
     binds = [word for mount in box.mounts for word in ("--bind", mount)]
     argv = ("apptainer", "exec", "--nv", *binds, "--pwd", step.directory, *box.args, box.image)
     return {}, (), (*argv, *step.command)
-
-
-def count_ranks(nproc_per_node: object, environ: Mapping[str, str]) -> int:
-    """Return the ranks of each node: a number as given, else the job's GPUs there; raises UsageError."""
-    text = str(nproc_per_node)
-    if text in GPU_WORDS:
-        text = environ.get("SLURM_GPUS_ON_NODE") or environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
-    elif text == "cpu":
-        text = environ.get("SLURM_CPUS_ON_NODE", "")
-    if text.isascii() and text.isdecimal() and 0 < len(text) < 6 and int(text):
-        return int(text)
-    raise UsageError(
-        f"nproc_per_node={nproc_per_node} with agent=srun, and SLURM does not tell of GPUs in this job: set"
-        " nproc_per_node=N, or ask for cluster.gpus_per_node=N"
-    )
-
-
-def render_ranks(step: Step, ranks: int, host_file: str = "") -> tuple[str, ...]:
-    """Return srun's command line for `ranks` tasks on each node; see `render_step`.
-
-    All of them see all of the job's CPUs and GPUs on their node, which the shim deals out. `host_file` has a
-    line with the node of each rank, for another order than SLURM's own: srun follows it with
-    `--distribution=arbitrary` alone (tried with SLURM 22.05; `--nodelist=n1,n0` does not change the order).
-    """
-    order = {"distribution": "arbitrary", "nodelist": host_file} if host_file else {}
-    count = {"ntasks": step.nodes * ranks, "ntasks-per-node": ranks}
-    user_options = {**step.options, **({"verbose": None} if step.options.get("quiet") else {})}
-    return render_step(replace(step, options={**RANK_OPTIONS, **order, **user_options, **count}))
-
-
-def build_srun_environ(
-    environ: Mapping[str, str], variables: Mapping[str, str], request_fields: Mapping[str, object]
-) -> dict[str, str]:
-    """Return srun's environment: the user's, what the shim is told, and what is asked of the placement."""
-    kept = {
-        name: value
-        for name, value in drop_task_variables(clean_for_step(environ)).items()
-        if name not in STALE_VARIABLES
-    }
-    shim_variables = {LAUNCH_AGENT: "srun", LAUNCH_REQUEST: json.dumps(request_fields)}
-    return {"PYTHONUNBUFFERED": "1", **kept, **shim_variables, **variables}

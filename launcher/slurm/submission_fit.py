@@ -30,8 +30,6 @@ def judge_submission(spec: JobSpec, chosen: JobOptions) -> JobSpec:
         return replace(settle_job(spec, settled), fit_model=None)
     model, config = spec.fit_model, spec.config
     site = describe_site(config, chosen)
-    if site is None and spec.agent.kind == "srun":  # no process of ours on the nodes can look
-        site = describe_unknown_site(config, chosen)
     if site is None:
         return spec
     settled = act_on_request(
@@ -70,18 +68,6 @@ def describe_site(config: LaunchConfig, chosen: JobOptions) -> Site | None:
         describe_share(config, max(fitting, key=lambda kind: kind.memory_mib), gpus),
         ranks,
     )
-
-
-def describe_unknown_site(config: LaunchConfig, chosen: JobOptions) -> Site | None:
-    """Return a job's ranks on nodes of which nothing is known; None if not even that."""
-    gpus = count_gpus(chosen) or 0
-    ranks = read_nproc(config.nproc_per_node) or gpus
-    if not ranks:
-        return None
-    node = NodeResources(
-        num_workers=config.dataloader.num_workers, worker_gib=float(config.dataloader.worker_gib)
-    )
-    return Site(Device("GPU" if gpus else "CPU", 0, kind="gpu" if gpus else "cpu"), node, ranks)
 
 
 def describe_share(config: LaunchConfig, kind: NodeKind, gpus: int) -> NodeResources:

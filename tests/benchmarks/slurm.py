@@ -49,23 +49,14 @@ srun --kill-on-bad-exit=1 --wait=60 {sys.executable} -m torch.distributed.run \\
     --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \\
     program.py "$@"
 """
-SRUN = f"""\
-export MASTER_ADDR MASTER_PORT WORLD_SIZE=$SLURM_NTASKS
-export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-
-srun --kill-on-bad-exit=1 --wait=60 \\
-    bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec {sys.executable} program.py "$@"' train "$@"
-"""
-BY_HAND = {"torchrun": HEAD + TORCHRUN, "srun": HEAD + SRUN}
-"""The forms of slurm/torchrun.sbatch and slurm/srun.sbatch, cut to the sandbox."""
-
+BY_HAND = {"torchrun": HEAD + TORCHRUN}
+"""The form of slurm/torchrun.sbatch, cut to the sandbox."""
 
 COMPARED: Mapping[str, tuple[str, ...]] = {
     "torchrun": ("agent=torchrun", "agent=direct"),
-    "srun": ("agent=srun",),
 }
 """Settings of `launch` that are held against a script by hand; the last has the goal."""
-GOALS = {"torchrun": 0.5, "srun": 1.5}
+GOALS = {"torchrun": 0.5}
 """Of the time by hand."""
 BEGUN = "cluster.setup=['echo $EPOCHREALTIME > begun']"
 """The job's first instruction, as in the scripts."""

@@ -1,15 +1,11 @@
 """What a job is refused for before anything is written, rather than to go on without it in silence."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from launcher.config.cluster import Cluster
-from launcher.config.schema import LaunchConfig, TorchrunConfig, list_choices
-from launcher.config.validation import check_agent_options
-from launcher.errors import UsageError
+from launcher.config.schema import LaunchConfig, list_choices
 from tests.seam import Result
 
 IMAGE = "cluster.container.image=a.sif"
@@ -24,11 +20,6 @@ def test_a_container_where_no_srun_starts_the_ranks(
     assert not (here / "runs").exists()
 
 
-def test_a_rendezvous_where_there_is_none(here: Path, launch: Callable[..., Result]) -> None:
-    words = ("cluster=slurm", "nodes=2", "agent=srun", "rdzv_endpoint=far:29500", "dry_run=true")
-    launch(*words, "--", "true").assert_error(2, "rdzv_endpoint=far:29500", "torchrun.master_addr")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -37,7 +28,6 @@ def test_a_rendezvous_where_there_is_none(here: Path, launch: Callable[..., Resu
         (("cluster=slurm", "cluster.spares=-1"), "cluster.spares=-1: give a number from 0"),
         (("cluster=slurm", "cluster.spares=9999"), "cluster.spares=9999: give a number from 0"),
         (("cluster=slurm", "nodes=2:4", "cluster.spares=1"), "an elastic job goes on with fewer nodes"),
-        (("cluster=slurm", "cluster.spares=1", "agent=srun"), "cluster.spares=1 with agent=srun"),
         (("cluster=slurm", "cluster.spares=1", "agent=torchrun"), "cluster.spares=1 with agent=torchrun"),
         (("cluster=slurm", "cluster.spares=one"), "cluster.spares"),
     ],
@@ -69,24 +59,11 @@ def test_a_setting_with_a_set_of_words_takes_no_other(launch: Callable[..., Resu
         given = f"{key}=[{words[0]},foo]" if isinstance(value, list) else f"{key}=foo"
         refused = f"{key}=foo: choose from {', '.join(words)}"
         launch(given, "dry_run=true", "--", "true").assert_error(2, refused)
+    launch("agent=srun", "nodes=2", "--", "true").assert_error(2, "agent=srun", "`srun launch-rank PROGRAM`")
     launch("start.warm=no", "dry_run=true", "--", "true").assert_error(2, "start.warm=no: choose from auto")
     launch("status", "format=xml").assert_error(2, "format=xml: choose from table, json")
     for word in ("start.warm=false", "start.read_ahead=true", "fit.check=false"):
         assert launch(word, "dry_run=true", "--", "true").code == 0
-
-
-def make_cluster(low: int, high: int) -> Cluster:
-    return Cluster("slurm", "cluster=slurm", low, high, "", is_host=False)
-
-
-def test_what_needs_an_agent_is_refused() -> None:
-    check_agent_options(asdict(TorchrunConfig(max_restarts=0, role="x")), make_cluster(4, 4))
-    with pytest.raises(UsageError, match="nodes=2:4 with agent=srun"):
-        check_agent_options({}, make_cluster(2, 4))
-    with pytest.raises(UsageError, match=r"torchrun.max_restarts=2 with agent=srun: .*requeue.crash"):
-        check_agent_options({"max_restarts": 2}, make_cluster(1, 1))
-    with pytest.raises(UsageError, match=r"torchrun.rdzv_conf=\{'timeout': 3\} with agent=srun"):
-        check_agent_options({"rdzv_conf": {"timeout": 3}}, make_cluster(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +99,6 @@ def test_whom_to_tell_is_checked_and_not_shown(
         (("watch.prometheus_port=70000",), "give a port from 1 to 65535"),
         (("watch.textfile=''",), "watch.textfile is empty"),
         (("watch.on_hang=restart", "torchrun.max_restarts=0"), "nothing is started anew"),
-        (("watch.on_hang=stop", "cluster=slurm", "agent=srun"), "nothing of launch runs beside the ranks"),
     ],
 )
 def test_how_ranks_are_watched_is_checked(

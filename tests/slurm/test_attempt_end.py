@@ -3,9 +3,7 @@
 There is no SLURM to ask here; tests/slurm/cluster/test_ends.py has the same with one.
 """
 
-import io
 import json
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,8 +20,6 @@ from launcher.slurm.attempt_end import AttemptEnd, StepReport
 from launcher.slurm.attempt_lifecycle import AttemptRefusedError, end_attempt, find_final_decision
 from launcher.slurm.diagnosis import complete_diagnosis, diagnose_end
 from launcher.slurm.node_step import NodeStep
-from launcher.slurm.srun_messages import SrunReport
-from launcher.slurm.srun_records import RankStepEnd, record_nodes
 from tests.slurm.test_attempt_lifecycle import (
     LOST,
     TERM,
@@ -300,59 +296,6 @@ def test_sruns_word_that_a_signal_ended_it(capfd: pytest.CaptureFixture[str]) ->
 
 def test_lost_nodes_are_known() -> None:
     assert make_step(["srun: error: Node failure on n[1,3]"]).lost == {"n1", "n3"}
-
-
-def tell(tmp_path: Path, lines: list[str], code: int) -> tuple[SrunReport, list[NodeRecord]]:
-    """What becomes of srun's lines on ranks that are its tasks: two nodes with two ranks each."""
-    run, srun_report = open_run_dir(tmp_path, None), SrunReport()
-    (run.path / "logs/0").mkdir()
-    for line in io.StringIO("\n".join(lines)):
-        srun_report.note_line(line.rstrip("\n"))
-    records = record_nodes(RankStepEnd(run, ("a", "b"), 2, 5, code, srun_report, None, 1.0))
-    assert read_nodes(run.path, 0) == records
-    return srun_report, records
-
-
-def test_a_task_that_ended_with_0_before_the_others(tmp_path: Path) -> None:
-    lines = ["srun: launch/slurm: _task_finish: b: task 2: Completed", "srun: error: a: task 0: Killed"]
-    srun_report, (first, second) = tell(tmp_path, lines, 137)
-    assert list(srun_report.lines) == lines[1:], "srun is verbose for this alone"
-    assert [rank for rank, _ in second.clean] == [2] and first.clean == ()
-    assert second.ranks == 2 and first.failure and second.clean[0][1] <= first.failure.time
-    assert (first.state, second.state) == ("failed", "stopped")
-
-
-def test_a_node_whose_tasks_all_ended_with_0(tmp_path: Path) -> None:
-    lines = ["srun: b: tasks 2-3: Completed", "srun: error: a: task 0: Exited with exit code 1"]
-    _, (first, second) = tell(tmp_path, lines, 1)
-    assert (first.state, second.state, second.exit_code) == ("failed", "succeeded", 0)
-
-
-@pytest.mark.parametrize(
-    ("lines", "failed"),
-    [
-        (["srun: error: b: task 3: Terminated", "srun: error: a: tasks 0-1: Terminated"], 3),
-        (["srun: error: b: task 3: Exited with exit code 143", "srun: error: a: task 0: Terminated"], 3),
-        (["srun: error: a: task 0: Exited with exit code 1", "srun: error: b: task 3: Terminated"], 0),
-        ([CANCELLED, "srun: error: b: task 3: Terminated"], None),
-        ([CANCELLED, "srun: error: b: task 3: Exited with exit code 143"], None),
-        ([CANCELLED, "srun: error: b: task 3: Killed"], None),
-        (["srun: error: Node failure on a", "srun: error: b: task 3: Terminated"], None),
-    ],
-)
-def test_a_task_that_died_of_sigterm_first(tmp_path: Path, lines: list[str], failed: int | None) -> None:
-    _, records = tell(tmp_path, lines, 143)
-    assert [one.failure.rank for one in records if one.failure] == ([] if failed is None else [failed])
-
-
-def test_records_that_cannot_be_written_count_all_the_same(tmp_path: Path) -> None:
-    """The ranks are srun's tasks, and how they ended is known though the disk is full."""
-    run, srun_report = open_run_dir(tmp_path / "run", None), SrunReport()
-    srun_report.note_line("srun: error: a: task 1: Exited with exit code 9")
-    shutil.rmtree(run.path)
-    first, second = record_nodes(RankStepEnd(run, ("a", "b"), 2, 5, 9, srun_report, None, 1.0))
-    assert first.failure and (first.failure.rank, first.failure.exitcode) == (1, 9)
-    assert second.state == "stopped"
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:

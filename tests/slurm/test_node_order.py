@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.schema import LaunchConfig
-from launcher.slurm.first_node import order_job_nodes
-from launcher.slurm.job_request import JobRequest
 from launcher.slurm.node_order import (
     fold_in_order,
     make_natural_key,
@@ -164,34 +161,6 @@ def test_a_scontrol_that_fails_leaves_slurms_order(tmp_path: Path) -> None:
     assert "scontrol: slurm_load_topo error: down" in warning
     scontrol.write_text(f"#!/bin/sh\ncat <<'X'\n{TREE}X\n")
     assert find_node_order("auto", ["n1", "n3", "n2"], environ, "/").hosts == ("n2", "n1", "n3")
-
-
-@pytest.mark.parametrize(
-    ("version", "plugin", "is_fixed"),
-    [
-        ("26.05.0", "topology/block", True),
-        ("26.11.1", "topology/tree", True),
-        ("26.05.0", "topology/flat", False),
-        ("25.11.2", "topology/block", False),
-        ("22.05.8", "topology/tree", False),
-    ],
-)
-def test_sruns_own_order_where_it_refuses_another(
-    version: str, plugin: str, is_fixed: bool, tmp_path: Path
-) -> None:
-    """A host file for agent=srun asks for --distribution=arbitrary."""
-    tell = f"case $2 in config) echo 'SLURM_VERSION = {version}'; echo 'TopologyPlugin = {plugin}';;"
-    (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{tell}\n*) cat <<'X'\n{TREE}X\nesac\n")
-    (tmp_path / "scontrol").chmod(0o755)
-    path = f"{tmp_path}:{Path(shutil.which('sh') or '').parent}"
-    environ = {**clean_environ(), "PATH": path, "SLURM_JOB_NODELIST": "n1,n3,n2"}
-    for agent in ("srun", "direct"):
-        config = LaunchConfig(agent=agent)
-        request = JobRequest(config, {}, ("true",), ("launch",), "/", 3, 3, agent=agent)
-        order = order_job_nodes(environ, request)
-        keeps = is_fixed and agent == "srun"
-        assert order.hosts == (("n1", "n3", "n2") if keeps else ("n2", "n1", "n3"))
-        assert ("orders the ranks of agent=srun by itself" in "".join(order.warnings)) == keeps
 
 
 @pytest.mark.parametrize(

@@ -57,18 +57,6 @@ def test_no_sinfo_leaves_it_to_the_first_node() -> None:
     assert judge_submission(spec, JobOptions((), (), (), ())) == spec
 
 
-def test_what_nobody_can_look_at_is_taken_as_small(caplog: pytest.LogCaptureFixture) -> None:
-    """With agent=srun there is no process of ours on the nodes."""
-    auto = ("program.batch_size=auto", "program.activation_checkpointing=auto", "agent=srun", "model=gpt2")
-    with caplog.at_level("INFO"):
-        judged = judge_submission(specify_job(*auto), choose(make_kind((None, 8))))
-    assert judged.fit_model is None
-    assert "the memory of GPU is not known, and taken as 8 GiB" in caplog.text
-    program = judged.config.program
-    assert program["batch_size"] * program["grad_accumulation"] * 16 == 512
-    assert program["parallel"] in ("ddp", "fsdp")
-
-
 def test_a_machine_that_is_named_decides() -> None:
     with pytest.raises(MachineError, match=r"llama13b does not fit: each GPU \(NVIDIA A100-SXM4-40GB\)"):
         judge_submission(specify_job("cluster.machine=dgx_a100"), choose(make_kind((None, 8))))

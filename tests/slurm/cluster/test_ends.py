@@ -18,7 +18,6 @@ pytestmark = pytest.mark.slurm
 PEERS = str(Path(__file__).with_name("peers.py"))
 SMALL = ("nproc_per_node=1", "cluster.gpus_per_node=0", "cluster.cpus_per_task=1", "cluster.mem=300")
 TWO = ("nodes=2", *SMALL)
-AGENTS = pytest.mark.parametrize("agent", ["direct", "srun"])
 
 
 @pytest.fixture(autouse=True)
@@ -45,13 +44,12 @@ def list_reasons(run: Run) -> list[str]:
     return [entry["outcome"]["reason"] for entry in run.manifest["earlier"]]
 
 
-@AGENTS
 def test_a_program_that_ends_after_the_checkpoint_signal_has_finished(
-    sandbox: Sandbox, tmp_path: Path, agent: str
+    sandbox: Sandbox, tmp_path: Path
 ) -> None:
     """It has no handler, and is not sent the signal; SLURM may be a minute early with it."""
     limit = ("cluster.time=1", "cluster.signal=USR2@40")
-    run = start(sandbox, tmp_path, *TWO, *limit, f"agent={agent}")
+    run = start(sandbox, tmp_path, *TWO, *limit)
     run.wait_for(lambda: "SIGUSR2 not sent" in run.read_console(), "the checkpoint signal", 90)
     (tmp_path / "stop").touch()
     assert run.await_end() == "succeeded"
@@ -61,7 +59,7 @@ def test_a_program_that_ends_after_the_checkpoint_signal_has_finished(
 
 def test_a_program_that_asks_for_another_start_at_the_limit_gets_it(sandbox: Sandbox, tmp_path: Path) -> None:
     limit = ("cluster.time=1", "cluster.signal=USR2@40")
-    run = start(sandbox, tmp_path, *TWO, *limit, "agent=srun", program=(PEERS, "again"))
+    run = start(sandbox, tmp_path, *TWO, *limit, program=(PEERS, "again"))
     run.wait_for(lambda: len(run.causes) == 2, "another attempt", 120)
     await_rank(run, 1)
     (tmp_path / "stop").touch()
@@ -72,9 +70,8 @@ def test_a_program_that_asks_for_another_start_at_the_limit_gets_it(sandbox: San
     assert "failed" not in run.read_console()
 
 
-@AGENTS
-def test_a_program_that_asks_for_another_start_gets_it(sandbox: Sandbox, tmp_path: Path, agent: str) -> None:
-    run = start(sandbox, tmp_path, *TWO, f"agent={agent}", program=(PEERS, "again"))
+def test_a_program_that_asks_for_another_start_gets_it(sandbox: Sandbox, tmp_path: Path) -> None:
+    run = start(sandbox, tmp_path, *TWO, program=(PEERS, "again"))
     await_rank(run, 0)
     (tmp_path / "again").touch()
     run.wait_for(lambda: len(run.causes) == 2, "another attempt", 90)
@@ -90,7 +87,7 @@ def test_a_program_that_asks_for_another_start_gets_it(sandbox: Sandbox, tmp_pat
 def test_a_users_checkpoint_signal_to_a_job_without_a_limit_is_no_time_limit(
     sandbox: Sandbox, tmp_path: Path
 ) -> None:
-    run = start(sandbox, tmp_path, *TWO, "agent=srun", "cluster.requeue.limit=1", program=(PEERS, "again"))
+    run = start(sandbox, tmp_path, *TWO, "cluster.requeue.limit=1", program=(PEERS, "again"))
     await_rank(run, 0)
     sandbox.run("scancel", "--batch", "--signal=USR2", run.job_id)
     assert run.await_end() == "failed"
@@ -121,16 +118,6 @@ def test_a_signal_from_outside_is_named_and_requeued(
     assert all(entry["outcome"]["lost"] == [] for entry in run.manifest["earlier"])
     assert "failed first" not in run.read_console()
     assert "ExcNodeList=(null)" in sandbox.run("scontrol", "show", "job", run.job_id)
-
-
-def test_a_signal_from_outside_to_a_task_of_sruns(sandbox: Sandbox, tmp_path: Path) -> None:
-    run = start(sandbox, tmp_path, *TWO, "agent=srun")
-    await_rank(run, 0).terminate()
-    await_rank(run, 1)
-    (tmp_path / "stop").touch()
-    assert run.await_end() == "succeeded"
-    assert run.causes == ["stopped", None]
-    assert list_reasons(run)[0].startswith("rank 1 on n1 was stopped first: it was killed by SIGTERM")
 
 
 def test_a_signal_to_srun_from_outside_is_no_cancellation(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -186,7 +173,7 @@ def test_a_step_that_a_user_cancels_is_cancelled(sandbox: Sandbox, tmp_path: Pat
 
 def test_what_was_aimed_at_an_earlier_attempt_misses_the_next(sandbox: Sandbox, tmp_path: Path) -> None:
     """Steps are told apart by job and number alone, and numbers begin at 0 in each attempt."""
-    run = start(sandbox, tmp_path, *TWO, "agent=srun")
+    run = start(sandbox, tmp_path, *TWO)
     await_rank(run, 0)
     sandbox.run("scontrol", "requeue", run.job_id)
     rank = await_rank(run, 1)
@@ -201,9 +188,8 @@ def test_what_was_aimed_at_an_earlier_attempt_misses_the_next(sandbox: Sandbox, 
     assert run.await_end() == "succeeded"
 
 
-@AGENTS
-def test_a_rank_that_ends_with_0_while_others_go_on(sandbox: Sandbox, tmp_path: Path, agent: str) -> None:
-    run = start(sandbox, tmp_path, *TWO, f"agent={agent}", program=(PEERS, "early"))
+def test_a_rank_that_ends_with_0_while_others_go_on(sandbox: Sandbox, tmp_path: Path) -> None:
+    run = start(sandbox, tmp_path, *TWO, program=(PEERS, "early"))
     assert run.await_end() == "failed"
     told = "rank 1 on n1 ended with 0 at step 5 while 1 rank went on"
     assert run.outcome["events"] == [told] and run.outcome["cause"] == "crash"

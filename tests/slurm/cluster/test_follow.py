@@ -36,7 +36,6 @@ tell running null
 SMALL = (
     "nodes=2",
     "nproc_per_node=1",
-    "agent=srun",
     "cluster.gpus_per_node=0",
     "cluster.cpus_per_task=1",
     "follow=true",

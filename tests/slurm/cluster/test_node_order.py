@@ -31,11 +31,9 @@ def switched() -> Iterator[Sandbox]:
 @pytest.mark.parametrize(
     ("words", "hosts", "source"),
     [
-        (("agent=srun",), "n0 n2 n1 n3", "topology"),
         ((), "n0 n2 n1 n3", "topology"),
-        (("agent=srun", "cluster.node_order=order.txt"), "n3 n1 n2 n0", "file"),
         (("agent=torchrun", "cluster.node_order=order.txt"), "n3 n1 n2 n0", "file"),
-        (("agent=srun", "cluster.node_order=slurm"), "n0 n1 n2 n3", "slurm"),
+        (("cluster.node_order=slurm",), "n0 n1 n2 n3", "slurm"),
     ],
     ids=str,
 )

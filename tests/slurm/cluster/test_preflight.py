@@ -14,7 +14,7 @@ from tests.slurm.cluster.jobs import Run
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("nothing_is_left")]
 
 CHECKED = (
-    *("cluster=slurm", "cluster.gpus_per_node=0", "nproc_per_node=1", "agent=srun"),
+    *("cluster=slurm", "cluster.gpus_per_node=0", "nproc_per_node=1"),
     *("preflight=light", "follow=true"),
 )
 
@@ -93,7 +93,7 @@ def test_a_spare_node_of_an_allocation_takes_a_sick_ones_place(
     sandbox: Sandbox, tmp_path: Path, data: Path
 ) -> None:
     program = make_program(tmp_path)
-    words = ("nodes=3", "nproc_per_node=1", "agent=srun", "preflight=light", "preflight.on_failure=exclude")
+    words = ("nodes=3", "nproc_per_node=1", "preflight=light", "preflight.on_failure=exclude")
     launch = " ".join((sys.executable, "-P", "-m", "launcher", *words, f"preflight.paths=[{data}]"))
     whole = launch.replace("nodes=3", "nodes=4")
     script = f"{launch} -- {program}; echo code $?; {whole} -- {program}; echo code $?\n"

@@ -46,12 +46,6 @@ def test_four_nodes_with_two_ranks_each(undisturbed: Run) -> None:
     await_nothing(str(undisturbed.path))
 
 
-def test_ranks_as_tasks_of_srun(sandbox: Sandbox, tmp_path: Path, undisturbed: Run) -> None:
-    run = submit(sandbox, tmp_path, *FOUR, "agent=srun")
-    assert run.await_end() == "succeeded"
-    assert_same_losses(run, undisturbed)
-
-
 def test_inside_salloc(sandbox: Sandbox, tmp_path: Path, undisturbed: Run) -> None:
     words = ["salloc", "--quiet", "--nodes=4", "--gpus-per-node=2", "--cpus-per-task=1"]
     settings = [word for word in FOUR if not word.startswith("nodes=")]

@@ -14,7 +14,7 @@ from tests.slurm.cluster.jobs import submit
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("nothing_is_left")]
 
-AGENTS = pytest.mark.parametrize("agent", ["torchrun", "srun"])
+AGENTS = pytest.mark.parametrize("agent", ["direct", "torchrun"])
 TWO = ("nodes=2", "nproc_per_node=2")
 MEMORY = 800
 """MiB of each node's job: an agent and its ranks need less than half of it."""
@@ -100,7 +100,7 @@ def test_a_rank_out_of_memory(agent: str, who: str, sandbox: Sandbox, tmp_path: 
     host = run.manifest["hosts"][1]
     assert (failure["rank"], failure["host"]) == (3, host), run.read_console()
     assert "memory" in failure["reason"] and "cluster.mem" in failure["reason"]
-    if who != "its worker" or agent == "srun":  # to srun every end after the kernel's kill is one by it
+    if who != "its worker":
         assert failure["exit_code"] == run.outcome["exit_code"] == 137
     assert f"rank 3 on {host}" in run.read_console()
     status = sandbox.launch("status", run.path.name, cwd=tmp_path)
@@ -114,10 +114,6 @@ def test_a_helper_out_of_memory_costs_no_result(agent: str, sandbox: Sandbox, tm
     (tmp_path / "up").mkdir()
     settings = (*TWO, f"agent={agent}", f"cluster.mem={MEMORY}")
     run = submit(sandbox, tmp_path, *settings, "--", write_program(tmp_path, text))
-    if agent == "srun":  # in place of the exit codes of that node's ranks it tells of the kernel's kill
-        assert run.await_end() == "failed"
-        assert "another process of the job" in run.outcome["first_failure"]["reason"]
-        return
     assert run.await_end() == "succeeded", run.read_console()
     host = run.manifest["hosts"][1]
     assert f"{host}: warning: out of memory: the kernel killed a process at the limit" in run.read_console()
@@ -137,7 +133,7 @@ def test_a_device_that_the_job_may_not_open(sandbox: Sandbox, tmp_path: Path) ->
     where = ("nodes=1", "nproc_per_node=1", "cluster=slurm", "cluster.nodelist=n0", f"cluster.mem={MEMORY}")
     share = (*where, "cluster.gpus_per_node=1", "cluster.cpus_per_task=2")
     device, runs = f"{sandbox.folder}/gpus/nvidia", []
-    for agent, mine, other in (("torchrun", "seen-0", "seen-1"), ("srun", "seen-1", "seen-0")):
+    for agent, mine, other in (("torchrun", "seen-0", "seen-1"), ("direct", "seen-1", "seen-0")):
         runs += [submit(sandbox, tmp_path, *share, f"agent={agent}", "--", program, device, mine, other)]
     for run in runs:
         assert run.await_end() == "succeeded", run.read_console()

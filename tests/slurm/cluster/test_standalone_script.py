@@ -80,7 +80,7 @@ def test_a_full_disk_is_told_in_slurms_own_output(sandbox: Sandbox, tmp_path: Pa
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], check=True)
     try:
         (tmp_path / "fill.py").write_text(FILL)
-        words = ("nodes=2", "nproc_per_node=1", f"runs_dir={disk}", "agent=srun", "--", "fill.py", str(disk))
+        words = ("nodes=2", "nproc_per_node=1", f"runs_dir={disk}", "--", "fill.py", str(disk))
         job = submit_script(sandbox, tmp_path, *words)
         sandbox.wait(job, "FAILED")
         run = Run(disk / "fill" / f"job-{job}", sandbox)

@@ -142,7 +142,7 @@ def test_a_program_gets_its_words_variables_and_secrets(sandbox: Sandbox, tmp_pa
     odd = "one two\n$(id) 'q'"
     setup = "cluster.setup=['set -euo pipefail; export FROM_SETUP=yes PYTHONPATH=:','cd .']"
     done = sandbox.launch(
-        *("cluster=slurm", "agent=srun", "nproc_per_node=1", "cluster.gpus_per_node=0", "name=x y", setup),
+        *("cluster=slurm", "nproc_per_node=1", "cluster.gpus_per_node=0", "name=x y", setup),
         "cluster.additional.hold=true",
         *("env.HF_TOKEN=sesame-42", f"env.ODD={odd}", "--", "./pro gram.sh", *words),
         cwd=folder,
@@ -257,7 +257,7 @@ def test_a_sweep_is_one_array(sandbox: Sandbox, tmp_path: Path) -> None:
 
 def test_each_member_of_an_array_runs_in_its_own_directory(sandbox: Sandbox, tmp_path: Path) -> None:
     program = ("--", "sh", "-c", 'echo "lr=$LR token=$HF_TOKEN"')
-    own = ("agent=srun", "nproc_per_node=1", "cluster.gpus_per_node=0", "env.HF_TOKEN=sesame-42")
+    own = ("nproc_per_node=1", "cluster.gpus_per_node=0", "env.HF_TOKEN=sesame-42")
     done = sandbox.launch("-m", "cluster=slurm", *own, "env.LR=one,two", *program, cwd=tmp_path)
     assert done.code == 0, done
     job_id = find_job(done.out)

@@ -19,7 +19,7 @@ def test_a_batch_is_an_array_and_the_next_one_follows_from_it(sandbox: Sandbox, 
     (tmp_path / "conf/program").mkdir(parents=True)
     (tmp_path / "conf/program/mine.yaml").write_text("command: [./mine.sh]\nx: 0\n")
     words = ["hydra/sweeper=halving", "hydra.sweeper.size=2", "hydra.sweep.dir=swept", "program=mine"]
-    own = ["cluster=slurm", "agent=srun", "nproc_per_node=1", "cluster.gpus_per_node=0"]
+    own = ["cluster=slurm", "nproc_per_node=1", "cluster.gpus_per_node=0"]
     done = sandbox.launch("-m", *words, *own, cwd=tmp_path, env=plugin)
     assert done.code == 0, done
     tried = json.loads((tmp_path / "swept/tried.json").read_text())
