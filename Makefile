@@ -30,10 +30,11 @@ test-slurm: $(VENV)/.test  ## on a real SLURM of several nodes, started here (sl
 test-slow: $(VENV)/.test  ## tests that take a minute or more each; ARGS="-k idle" selects
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal --durations=8 $(ARGS)
 
-check: $(VENV)/.test  ## ruff and mypy
+check: $(VENV)/.test  ## ruff, mypy, and who may import whom
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
 
 bench: $(VENV)/.test  ## what the launcher costs and how well it places, beside torchrun; ARGS="start shim …" selects
 	@$(BIN)/python -m tests.benchmarks $(ARGS)

@@ -99,6 +99,25 @@ def run_outside(
     return Result(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
 
 
+def list_loaded(words: Sequence[str], cwd: Path, **variables: str) -> set[str]:
+    """The modules that a command line, which must succeed, has loaded in an interpreter of its own."""
+    return list_modules(
+        f"from launcher.cli.main import run_guarded\nassert run_guarded({list(words)}) == 0", cwd, **variables
+    )
+
+
+def list_modules(script: str, cwd: Path, **variables: str) -> set[str]:
+    """The modules that a script has loaded at its end, in an interpreter of its own."""
+    script += "\nimport sys\nprint('LOADED', *sys.modules)"
+    environ = {**clean_environ(), **variables}
+    command = (sys.executable, "-c", script)
+    done = subprocess.run(
+        command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=True
+    )
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("LOADED "))
+    return set(line.split()[1:])
+
+
 def in_shell(line: str, cwd: Path, **variables: str) -> Result:
     """Run a line of bash in which $LAUNCH is `launch`."""
     script = f'set -o pipefail; launch() {{ {shlex.join(LAUNCH)} "$@"; }}; {line}'

@@ -21,9 +21,8 @@ from launcher.errors import UsageError
 from launcher.fit.fit_decision import assess
 from launcher.plan.model import Plan
 from tests.fuzzing import FUZZ, scalars
-from tests.seam import Launch, clean_environ, run_outside
+from tests.seam import Launch, clean_environ, list_loaded, run_outside
 from tests.specify import specify
-from tests.test_imports import list_loaded
 
 H100 = "machine=dgx_h100"
 A100 = "machine=dgx_a100"
@@ -71,18 +70,14 @@ def test_json_has_the_key_if_there_is_a_claim(launch: Launch) -> None:
 
 def test_a_plan_loads_no_torch(tmp_path: Path) -> None:
     words = ["plan", "+model=llama7b", "nodes=4", H100]
-    loaded = list_loaded(
-        f"from launcher.cli.main import run_guarded\nassert run_guarded({words!r}) == 0", tmp_path
-    )
+    loaded = list_loaded(words, tmp_path)
     assert "launcher.fit.memory_estimate" in loaded
     assert not loaded & {"torch", "numpy", "launcher.programs"}
 
 
 def test_a_program_without_a_model_loads_no_estimate(tmp_path: Path) -> None:
     words = ["watch.enabled=false", "--", "true"]
-    loaded = list_loaded(
-        f"from launcher.cli.main import run_guarded\nassert run_guarded({words!r}) == 0", tmp_path
-    )
+    loaded = list_loaded(words, tmp_path)
     assert "launcher.runs.memory_prediction" in loaded
     assert not [name for name in loaded if name.startswith(("launcher.fit.", "launcher.preflight"))]
 

@@ -8,7 +8,7 @@ from launcher.cli.completion import answer_query
 from tests.cli import test_completion
 from tests.cli.make_runs import make_run
 from tests.cli.test_completion import complete_in_bash
-from tests.test_imports import list_loaded
+from tests.seam import list_loaded
 
 binaries = test_completion.binaries
 
@@ -52,9 +52,7 @@ def test_no_runs_yet(here: Path) -> None:
 
 
 def test_it_is_quick_since_nothing_heavy_is_loaded(runs: Path) -> None:
-    script = "import os\nos.environ['COMP_LINE'] = 'launch status l'\n"
-    script += "from launcher.cli.main import run_guarded\nassert run_guarded(['-sc', 'query=bash']) == 0"
-    loaded = list_loaded(script, runs)
+    loaded = list_loaded(["-sc", "query=bash"], runs, COMP_LINE="launch status l")
     assert "launcher.cli.completion" in loaded
     assert not {"hydra", "omegaconf", "rich", "torch", "submitit"} & loaded
 

@@ -6,12 +6,12 @@ A page holds its generated part between two comments; what stands around it is w
 import ast
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from launcher import protocol
 from launcher.config import schema
-from tests.test_imports import LEAVES, PACKAGES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -173,19 +173,16 @@ def render_variables() -> str:
 
 
 def render_packages() -> str:
-    """A table of the packages, with what tests/test_imports.py lets each import."""
-    names = ", ".join(f"`{name}`" for name in sorted(LEAVES))
-    lines = [f"The leaves are modules beside the packages, and import none of them: {names}.", ""]
-    lines += ["| package | what it does | may import |", "|---|---|---|"]
-    for name, allowed in PACKAGES.items():
-        tree = ast.parse((ROOT / "launcher" / name / "__init__.py").read_text(encoding="utf-8"))
-        what = escape((ast.get_docstring(tree) or "").splitlines()[0])
-        leaves = ["the leaves"] if allowed >= LEAVES else []
-        others = allowed - LEAVES if leaves else allowed
-        ours = [f"`{module.removeprefix('launcher.')}`" for module in sorted(others) if "launcher" in module]
-        theirs = [f"`{module}`" for module in sorted(others) if "launcher" not in module]
-        ours = ["all packages"] if "launcher" in others else [*ours, *leaves]
-        lines.append(f"| `{name}` | {what} | {', '.join([*ours, *theirs])} |")
+    """A table of the packages with the layers of import-linter's contract, from the top."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    (layers,) = (contract["layers"] for contract in settings["contracts"] if contract["id"] == "layers")
+    lines = ["| package | layer | what it does |", "|---|---|---|"]
+    for level, layer in enumerate(layers, 1):
+        for name in layer.split(" | "):
+            folder = ROOT / "launcher" / name
+            file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+            text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+            lines.append(f"| `{name}` | {level} | {escape(text.splitlines()[0])} |")
     return "\n".join(lines)
 
 

@@ -163,10 +163,6 @@ def test_what_is_not_run_is_in_the_documents() -> None:
     assert {*NOT_RUN, *REFUSED} <= {" ".join(shown.argv) for shown in SHOWN}
 
 
-def test_there_are_commands() -> None:
-    assert len(OF_LAUNCH) > 60 and len(OF_LAUNCH_RANK) > 5
-
-
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_document)
 def test_a_target_of_make_exists(path: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))

@@ -4,17 +4,16 @@
 """
 
 import contextlib
-import io
 import json
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher.cli import main
 from tests.machines.build import NAMES as SHIPPED
 from tests.plan.lab_machines import NAMES as LAB
 from tests.plan.lab_machines import fsroot, load
+from tests.seam import run_inside
 
 FOLDER = Path(__file__).parent / "plans"
 BINDINGS = ("exclusive", "numa", "socket", "l3", "none")
@@ -45,11 +44,9 @@ def _choose(case: str) -> Iterator[list[str]]:
 
 
 def _place(words: list[str]) -> dict[str, object]:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        code = main.run_guarded(["plan", *words, "format=json"])
-    assert code == 0, (words, code)
-    plan = json.loads(out.getvalue())
+    done = run_inside(["plan", *words, "format=json"])
+    assert done.code == 0, done
+    plan = json.loads(done.out)
     return {"warnings": len(plan["warnings"]), "ranks": [_describe(rank) for rank in plan["ranks"]]}
 
 

@@ -30,7 +30,7 @@ for _ in range(5):
 def test_a_program_without_torch_and_steps_leaves_nothing(tmp_path: Path) -> None:
     code = """
 import json
-loaded = [name for name in ("mmap", "faulthandler", "ctypes", "signal") if name in before]
+loaded = [name for name in ("mmap", "faulthandler", "ctypes", "signal", "torch") if name in before]
 tasks = len(os.listdir("/proc/self/task"))
 print(json.dumps([loaded, tasks, "LAUNCH_WATCH" in os.environ, os.listdir("beats")]))
 """
