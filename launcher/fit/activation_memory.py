@@ -56,15 +56,28 @@ def find_layer_widths(model: ModelDimensions) -> AttentionWidths:
     return AttentionWidths(query, query, value, compressed, value)
 
 
-def count_attention_bytes(model: ModelDimensions, seq_len: int, width: int, *, flash: bool) -> float:
+def count_attention_bytes(
+    model: ModelDimensions, seq_len: int, width: int, *, flash: bool, sdpa: bool = False
+) -> float:
     """Count the bytes a token of queries, keys, values and results, without the scores; `width` of a number.
 
-    Flash attention keeps its result and a logarithm in fp32 for each head (arXiv:2205.14135).
+    Flash attention keeps its result and a logarithm in fp32 for each head (arXiv:2205.14135). By torch's
+    `scaled_dot_product_attention` (`sdpa`) the result is copied to the order of tokens if queries are
+    rotated; in fp32 with grouped queries, keys and values are repeated (torch's sdp_utils.cpp).
     """
     widths = find_layer_widths(model)
     kept = widths.query + widths.key + widths.value + widths.latent + widths.out
+    if sdpa and width == 2 and model.position == "rope":
+        kept += widths.query
+    elif sdpa and has_plain_attention(model, width):
+        kept += 2 * widths.query - widths.key - widths.value
     norms = 2 * (widths.query + widths.key) if model.qk_norm else 0
     return width * kept + norms * width / 2 + (4 * model.heads if flash else 0)
+
+
+def has_plain_attention(model: ModelDimensions, width: int) -> bool:
+    """Tell whether torch has no fused kernel for a model's attention: in fp32 with grouped queries."""
+    return width == 4 and model.heads != model.kv_heads
 
 
 def count_scores(model: ModelDimensions, seq_len: int, width: int, *, dropout: bool) -> float:
@@ -95,18 +108,26 @@ def count_layer_activations(
     dropout: bool = False,
     eager_norms: bool = False,
     fused_mlp: bool = False,
+    autocast: bool = False,
+    sdpa: bool = False,
 ) -> LayerActivations:
     """Count the bytes a token that a layer keeps for its backward pass.
 
-    `width` is bytes of a number: 2 for bf16. With dropout, GELU, a key head for each query head and an inner
-    width of 4 hidden sizes it is 34 + 5as/h of arXiv:2205.05198, over the hidden size.
+    `width` is bytes of a number: 2 for bf16. By `autocast` the residual stream is in fp32, and the input of
+    each matrix is a copy. `sdpa` is as in `count_attention_bytes`. With dropout, GELU, a key head for each
+    query head and an inner width of 4 hidden sizes it is 34 + 5as/h of arXiv:2205.05198, over the hidden
+    size.
     """
     hidden = model.hidden_size
-    # Inputs of two norms, of the attention's matrices, and of the MLP's.
-    sequence = (model.norms_per_layer + 2) * width * hidden + (2 * hidden if dropout else 0)
+    # Inputs of two norms with their statistics, of the attention's matrices, and of the MLP's.
+    stream, inputs = (4, 5 if model.mlp == "swiglu" else 4) if autocast else (width, 2)
+    statistics = 4 if model.norm == "rmsnorm" else 8
+    sequence = model.norms_per_layer * (stream * hidden + statistics) + inputs * width * hidden
+    sequence += 2 * hidden if dropout else 0
     if eager_norms and model.norm == "rmsnorm":
         sequence += model.norms_per_layer * EAGER_NORM * hidden
-    split = count_attention_bytes(model, seq_len, width, flash=flash)
+    split = count_attention_bytes(model, seq_len, width, flash=flash, sdpa=sdpa)
+    flash = flash and not (sdpa and has_plain_attention(model, width))
     scores = 0.0 if flash else count_scores(model, seq_len, width, dropout=dropout)
     experts = model.experts
     if not mixture or experts is None:
@@ -120,11 +141,14 @@ def count_layer_activations(
     return LayerActivations(split, sequence, scores)
 
 
-def count_selected(model: ModelDimensions, *, mixture: bool, width: int) -> LayerActivations:
-    """Count the bytes a token that a layer keeps with selective checkpointing by operator, as torchtitan's.
+def count_selected(
+    model: ModelDimensions, *, mixture: bool, width: int, stream: int, every: int
+) -> LayerActivations:
+    """Count the bytes a token that a layer keeps with selective checkpointing by operator.
 
-    The layer's input, attention's result, and the result of every second matrix; of routed experts half of
-    what is sent to them and back.
+    The layer's input (`stream` bytes an element), attention's result, and the result of each matrix (`every`
+    1, the bundled program's) or of every second one (2, torchtitan's); of routed experts half of what is
+    sent to them and back.
     """
     widths, hidden = find_layer_widths(model), model.hidden_size
     inner = 2 if model.mlp == "swiglu" else 1
@@ -134,8 +158,8 @@ def count_selected(model: ModelDimensions, *, mixture: bool, width: int) -> Laye
         sent = hidden * model.experts.per_token
     else:
         results, sent = results + inner * model.intermediate_size, 0
-    split = width * (widths.out + results / 2) + 4 * model.heads
-    return LayerActivations(split, width * (hidden + hidden + sent), 0.0)
+    split = width * (widths.out + results / every) + 4 * model.heads
+    return LayerActivations(split, stream * hidden + width * (2 * hidden / every + sent), 0.0)
 
 
 def count_in_flight(request: FitRequest, stage: int) -> float:

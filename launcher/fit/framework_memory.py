@@ -1,9 +1,11 @@
-"""Memory of training with the common frameworks, by published formulas: for programs that are not known.
+"""Memory of a training step, moment by moment, by counting what the code of each framework allocates.
 
-DDP and FSDP2 are taken with models as Hugging Face's, Megatron with fused norms and a parallel loss.
+DDP and FSDP2 are taken with models as Hugging Face's, Megatron with fused norms and a parallel loss. Of the
+bundled program the code is known (`TrainingSettings.bundled`), which makes most ranges narrow.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from launcher.fit.activation_memory import (
     LayerActivations,
@@ -13,14 +15,17 @@ from launcher.fit.activation_memory import (
     count_mlp_bytes,
     count_selected,
     count_tokens,
+    has_plain_attention,
 )
 from launcher.fit.fit_model import FitRequest, Range
 from launcher.fit.memory_moment import NOTHING, Moment, add_ranges, make_exact, make_range
-from launcher.fit.rank_parameters import LayerRun, RankParameters, count_largest_matrix
+from launcher.fit.rank_parameters import LayerRun, RankParameters, count_largest_matrix, divide_up
 from launcher.fit.state_memory import StateMemory, count_state_bytes, estimate_states, has_fp32_weights
 
 ZERO_BUCKET = 500_000_000
 """Numbers of DeepSpeed's reduce and all-gather buckets (reduce_bucket_size, deepspeed.ai's configuration)."""
+CHUNK = 2048
+"""Tokens whose logits the bundled program has at a time (launcher/programs/chunked_loss.py)."""
 SELECTED = (1.0, 1.1, 1.55)
 """Low, expected and high of what selective checkpointing keeps by operator. torchtitan's Llama 3.1 8B keeps
 60 to 70 KB a token and layer compiled, 74 to 85 eager, 100 with norms in Python (its commits 2271b6386,
@@ -37,65 +42,139 @@ class StageActivations:
     kept: Range
     """By all layers of the stage between forward and backward."""
     again: Range
-    """Of the layer that is computed again, with checkpointing."""
+    """What the layer that is computed again has beside what it kept, with checkpointing."""
     working: Range
     """Gradients of activations inside a layer."""
     stream: int
     """One tensor of the hidden size."""
+    outer: int
+    """Tokens, rotary angles, inputs of the final norm and of the output layer."""
 
 
-def list_framework_moments(request: FitRequest, parameters: RankParameters, stage: int) -> tuple[Moment, ...]:
-    """List the moments at which memory can be at its peak: the loss, the end of backward, the step."""
-    states = estimate_states(request, parameters)
-    activations = estimate_activations(request, parameters)
-    flight = count_in_flight(request, stage)
-    kept = scale_range(activations.kept, flight)
-    buffers = estimate_buffers(request, parameters, states, activations)
-    held = make_exact(states.gradients) if are_gradients_held(request) else NOTHING
+def list_moments(request: FitRequest, parameters: RankParameters, stage: int) -> tuple[Moment, ...]:
+    """List the moments of a step at which memory can be at its peak, on a GPU of a pipeline stage."""
+    states, activations = estimate_states(request, parameters), estimate_activations(request, parameters)
+    flight, layers = count_in_flight(request, stage), max(1, parameters.layer_count)
+    every, one = scale_range(activations.kept, flight), scale_range(activations.kept, 1 / layers)
+    first = scale_range(every, max(0.0, flight - 1) / flight) + one
     copies = count_weight_copies(request, parameters)
-    common = {"weights": make_exact(states.weights), "optimizer": states.optimizer}
-    working = activations.working + activations.again
-    first = scale_range(activations.kept, 1 / max(1, parameters.layer_count))
-    return (
-        Moment(
-            "loss" if parameters.has_head else "backward of the last layer",
-            gradients=held,
-            activations=kept + copies,
-            logits=estimate_logits(request) if parameters.has_head else NOTHING,
-            temporary=NOTHING if parameters.has_head else working,
-            communication=buffers,
-            **common,
-        ),
-        Moment(
-            "backward of the last layer",
-            gradients=held,
-            activations=kept + copies,
-            temporary=working,
-            communication=buffers,
-            **common,
-        ),
-        Moment(
-            "backward of the first layer",
-            gradients=make_exact(states.gradients),
-            activations=scale_range(kept, max(0.0, flight - 1) / flight) + first,
-            temporary=working,
-            communication=buffers,
-            **common,
-        ),
-        Moment(
-            "reduction of the tables' gradients",
-            gradients=make_exact(states.gradients),
-            communication=count_root_reduction(request, parameters, buffers),
-            **common,
-        ),
-        Moment(
-            "optimizer step",
-            gradients=make_exact(states.gradients),
-            temporary=count_step(request, states),
-            communication=held_buffers(request, states),
-            **common,
-        ),
+    copy, recomputes = scale_range(copies, 1 / layers), request.settings.checkpointing != "none"
+    held, whole = count_held(request, states), states.gradients
+    tied, table = request.model.tied_embeddings, count_table_gradient(request, parameters)
+    stream, working = make_exact(activations.stream), activations.working + activations.again
+    buffers = estimate_buffers(request, parameters, states, activations)
+
+    def moment(
+        name: str, gradients: float, activations: Range, temporary: Range = NOTHING, sent: Range = buffers
+    ) -> Moment:
+        weights, optimizer = make_exact(states.weights), states.optimizer
+        return Moment(name, weights, make_exact(gradients), optimizer, activations, NOTHING, temporary, sent)
+
+    found = []
+    if parameters.has_head:
+        outer, root = make_exact(activations.outer), count_root(request, parameters, buffers)
+        loss = moment("loss", held, every + copies + outer, sent=root)
+        found.append(replace(loss, logits=estimate_logits(request, parameters)))
+    if parameters.has_head and request.settings.framework == "ddp":
+        made = table + (2 * count_table(request) if request.settings.autocast else 0)
+        kept = every + (NOTHING if recomputes else copies) + stream
+        found.append(moment("backward of the output layer", held, kept, make_exact(made) + stream))
+    waiting = 0 if held and not tied else table
+    last = every + (copy if recomputes else copies)
+    early = whole + (table if tied else 0) if held else whole - count_late_gradients(request, parameters)
+    if request.settings.framework == "fsdp" and request.layout.zero == 3:
+        found += list_sharded_moments(request, parameters, activations, every, moment)
+    else:
+        found.append(moment("backward of the last layer", held + waiting, last, working))
+        found.append(moment("backward of the first layer", early, first + copy, working))
+    embedding = whole + (table if held else 0) + (table if tied else 0)
+    reduced = count_root_reduction(request, parameters, buffers)
+    found.append(moment("backward of the embedding", embedding, NOTHING, stream, reduced))
+    step, views = count_step(request, states), held_buffers(request, states)
+    return (*found, moment("optimizer step", max(whole, held), NOTHING, step, views))
+
+
+def list_sharded_moments(
+    request: FitRequest,
+    parameters: RankParameters,
+    activations: StageActivations,
+    every: Range,
+    moment: Callable[..., Moment],
+) -> Iterator[Moment]:
+    """Give the moments of FSDP2's backward pass through layers: inside a layer, and with all its gradients.
+
+    Beside a layer's whole weights are those of the one gathered ahead, and the fp32 input of the
+    reduce-scatter of the layer after it (torch.distributed.fsdp, FSDPParamGroup).
+    """
+    width, layer, layers = find_width(request), parameters.largest_layer, max(1, parameters.layer_count)
+    states, flight = estimate_states(request, parameters), count_in_flight(request, 0)
+    held, whole = count_held(request, states), states.gradients
+    one = scale_range(activations.kept, 1 / layers)
+    first = scale_range(every, max(0.0, flight - 1) / flight)
+    stream, working = make_exact(activations.stream), activations.working + activations.again
+    for name, others, ahead, after in (
+        ("the last layer", take_away(every, one), min(1, layers - 1), 0),
+        ("the last layers", take_away(every, one, 2), min(1, layers - 1), min(1, layers - 1)),
+        ("the first layer", first, 0, min(1, layers - 1)),
+    ):
+        gathered = width * (1 + ahead) * layer + 4 * after * layer
+        sent = estimate_gathered(request, parameters, gathered) + estimate_exchanged(request, activations)
+        gradients = held if others != first else max(held, whole)
+        yield moment(f"backward of {name}", gradients, others + one, working, sent)
+        end = others + stream
+        temporary = make_exact(3 * activations.stream + width * layer)
+        yield moment(f"end of the backward of {name}", gradients, end, temporary, sent)
+
+
+def take_away(value: Range, one: Range, times: int = 1) -> Range:
+    """Subtract a range, never to less than nothing."""
+    return make_range(
+        value.low - times * one.low, value.expected - times * one.expected, value.high - times * one.high
     )
+
+
+def find_width(request: FitRequest) -> int:
+    """Give the bytes of a number in the computation."""
+    return 4 if request.settings.precision == "fp32" else 2
+
+
+def count_table(request: FitRequest) -> int:
+    """Count the parameters of the output layer on a GPU."""
+    return divide_up(request.model.vocab_size * request.model.hidden_size, request.layout.tp)
+
+
+def count_table_gradient(request: FitRequest, parameters: RankParameters) -> int:
+    """Count the bytes of the output layer's gradient outside of DDP's buckets, while it waits.
+
+    Megatron and DeepSpeed add it to their buffers at once.
+    """
+    if not parameters.has_head or request.settings.framework != "ddp":
+        return 0
+    each = count_state_bytes(request.settings, request.model.hidden_size)
+    return round(each.gradients * count_table(request))
+
+
+def count_late_gradients(request: FitRequest, parameters: RankParameters) -> int:
+    """Count the bytes of what the backward pass makes last: the first layer's gradients, the embedding's."""
+    if request.settings.framework != "ddp":
+        return 0
+    each = count_state_bytes(request.settings, request.model.hidden_size)
+    table = 0 if request.model.tied_embeddings else count_table(request)
+    return round(each.gradients * (parameters.largest_layer + table))
+
+
+def count_held(request: FitRequest, states: StateMemory) -> int:
+    """Count the bytes of gradients that are allocated in the forward pass.
+
+    In buckets, or from earlier micro-steps; DDP has both if gradients are views of its buckets, which those
+    of micro-steps without communication (no_sync) are not yet.
+    """
+    layout, settings = request.layout, request.settings
+    accumulates = settings.accumulation > 1 or layout.pp > 1
+    if settings.framework == "ddp":
+        buckets = layout.dp * layout.cp > 1
+        return states.gradients * ((buckets + accumulates) if settings.bundled else (buckets or accumulates))
+    return states.gradients if accumulates or settings.framework in ("megatron", "zero") else 0
 
 
 def count_step(request: FitRequest, states: StateMemory) -> Range:
@@ -111,14 +190,6 @@ def scale_range(value: Range, factor: float) -> Range:
     return make_range(value.low * factor, value.expected * factor, value.high * factor)
 
 
-def are_gradients_held(request: FitRequest) -> bool:
-    """Tell whether gradients are allocated in the forward pass: in buckets, or from earlier micro-steps."""
-    layout, settings = request.layout, request.settings
-    if settings.accumulation > 1 or layout.pp > 1 or settings.framework in ("megatron", "zero"):
-        return True
-    return settings.framework == "ddp" and layout.dp * layout.cp > 1
-
-
 def count_weight_copies(request: FitRequest, parameters: RankParameters) -> Range:
     """Count the 16-bit copies of weights that torch.autocast keeps to the backward pass, with fp32 weights.
 
@@ -128,6 +199,8 @@ def count_weight_copies(request: FitRequest, parameters: RankParameters) -> Rang
     if not has_fp32_weights(request.settings) or request.layout.zero >= sharded:
         return NOTHING
     cast = count_state_bytes(request.settings, request.model.hidden_size).cast
+    if request.settings.bundled:  # the output layer's is the loss's
+        return make_exact(cast * (parameters.total - parameters.tables))
     whole = cast * parameters.total
     return make_range(0 if request.settings.checkpointing == "full" else 0.8 * whole, whole, whole)
 
@@ -140,9 +213,15 @@ def count_run(request: FitRequest, run: LayerRun) -> tuple[float, float, float]:
     compiled or Megatron's.
     """
     model, settings, layout = request.model, request.settings, request.layout
-    width = 4 if settings.precision == "fp32" else 2
+    width = find_width(request)
     # Selective checkpointing computes the scores again (arXiv:2205.05198, section 5).
     flash = settings.flash_attention or settings.checkpointing == "selective"
+    if settings.bundled:
+        layer = count_layer_activations(
+            model, settings.seq_len, width=width, autocast=settings.autocast, sdpa=True
+        )
+        each = layer.share(1, sequence_parallel=False)
+        return 0.98 * each, each, 1.02 * each
     eager = settings.framework != "megatron" and not settings.compile
     old, fused = model.position == "learned", bool(settings.compile) or settings.framework == "megatron"
 
@@ -182,32 +261,26 @@ def estimate_activations(request: FitRequest, parameters: RankParameters) -> Sta
     much again.
     """
     settings, layout, model = request.settings, request.layout, request.model
-    tokens = count_tokens(request)
-    width = 4 if settings.precision == "fp32" else 2
-    stream = tokens * width * model.hidden_size
+    tokens, width = count_tokens(request), find_width(request)
+    stream = tokens * (4 if settings.autocast else width) * model.hidden_size
     local = stream // layout.tp if layout.sequence_parallel else stream
-    each = [(run, count_run(request, run)) for run in parameters.layers]
     kept, again, working = NOTHING, NOTHING, NOTHING
-    for run, (low, expected, high) in each:
-        crowd = 1.5 if run.mixture else 1.0
-        layer = make_range(tokens * low, tokens * expected, tokens * high * crowd)
-        inner = count_inner(request, run)
-        working = max(
-            working,
-            make_range(
-                0.5 * tokens * inner, tokens * inner + local, 1.5 * tokens * inner * crowd + 2 * local
-            ),
-            key=lambda one: one.expected,
-        )
+    for run in parameters.layers:
+        low, expected, high = count_run(request, run)
+        layer = make_range(tokens * low, tokens * expected, tokens * high * (1.5 if run.mixture else 1.0))
+        one = layer
         if settings.checkpointing == "full":
-            kept += scale_range(make_exact(local), run.count)
-            again = max(again, layer, key=lambda one: one.expected)
+            one = make_exact(local)
         elif settings.checkpointing == "selective":
-            kept += scale_range(keep_selected(request, run, layer, tokens), run.count)
-            again = max(again, count_again(request, tokens), key=lambda one: one.expected)
-        else:
-            kept += scale_range(layer, run.count)
-    return StageActivations(kept, again, working, local)
+            one = keep_selected(request, run, layer, tokens)
+        kept += scale_range(one, run.count)
+        again = max(again, take_away(layer, one), key=lambda each: each.expected)
+        if settings.checkpointing == "selective":
+            again += count_again(request, tokens)
+        working = max(working, count_working(request, run, local), key=lambda each: each.expected)
+    angles = settings.seq_len * model.head_width * 4 if model.position == "rope" else 0
+    outer = local + tokens * (width * model.hidden_size // layout.tp + 16) + angles
+    return StageActivations(kept, again, working, local, outer)
 
 
 def keep_selected(request: FitRequest, run: LayerRun, layer: Range, tokens: int) -> Range:
@@ -215,9 +288,13 @@ def keep_selected(request: FitRequest, run: LayerRun, layer: Range, tokens: int)
     settings, layout = request.settings, request.layout
     if settings.framework == "megatron":
         return make_range(MEGATRON_SELECTIVE * layer.low, layer.expected, layer.high)
-    width = 4 if settings.precision == "fp32" else 2
-    kept = count_selected(request.model, mixture=run.mixture, width=width)
+    stream, every = (4 if settings.autocast else find_width(request)), 1 if settings.bundled else 2
+    kept = count_selected(
+        request.model, mixture=run.mixture, width=find_width(request), stream=stream, every=every
+    )
     each = tokens * kept.share(layout.tp, sequence_parallel=layout.sequence_parallel)
+    if settings.bundled:
+        return make_range(0.98 * each, each, 1.02 * each)
     low, expected, high = (share * each for share in SELECTED)
     if run.mixture:
         low, high = 0.5 * low, 1.5 * high
@@ -235,27 +312,63 @@ def count_again(request: FitRequest, tokens: int) -> Range:
     return make_exact(tokens * layer.scores / request.layout.tp)
 
 
-def count_inner(request: FitRequest, run: LayerRun) -> float:
-    """Give the bytes a token of gradients inside a layer's MLP, half of what the MLP keeps."""
-    model, settings = request.model, request.settings
-    width = 4 if settings.precision == "fp32" else 2
-    inner = float(model.intermediate_size)
+def count_working(request: FitRequest, run: LayerRun, stream: int) -> Range:
+    """Count the bytes of gradients of activations inside a layer: in its MLP, half of what that keeps.
+
+    torch's plain attention has gradients of its scores and of their softmax. The high end has what flash
+    attention's backward takes inside its kernel: the query's gradient in fp32, and repeated keys.
+    """
+    model, settings, tokens = request.model, request.settings, count_tokens(request)
+    width, inner = find_width(request), float(model.intermediate_size)
     if run.mixture and model.experts is not None:
         inner = (model.experts.per_token + model.experts.shared) * model.experts.intermediate_size
-    return count_mlp_bytes(model, inner, width) / 2 / request.layout.tp
+    kept = tokens * count_mlp_bytes(model, inner, width) / request.layout.tp
+    if not settings.bundled:
+        crowd = 1.5 if run.mixture else 1.0
+        return make_range(0.25 * kept, 0.5 * kept + stream, 0.75 * kept * crowd + 2 * stream)
+    found = 0.5 * kept + stream + tokens * width * model.hidden_size
+    if has_plain_attention(model, width):
+        found = max(found, 2 * tokens * width * model.heads * settings.seq_len - kept + stream)
+    matrix = (4 + 2 * settings.autocast if settings.framework == "ddp" else width) * model.hidden_size * inner
+    groups = 2 * width if model.heads != model.kv_heads else 0
+    kernel = tokens * (4 + groups) * model.heads * model.head_width
+    return make_range(0.9 * found, found + matrix, 1.1 * found + matrix + kernel)
 
 
-def estimate_logits(request: FitRequest) -> Range:
+def estimate_logits(request: FitRequest, parameters: RankParameters) -> Range:
     """Estimate the logits with their loss and gradients; tp splits them over the vocabulary."""
+    if request.settings.bundled:
+        return make_exact(count_chunked_loss(request))
     low, expected, high = count_logit_bytes(request)
     count = count_tokens(request) * -(-request.model.vocab_size // request.layout.tp)
     return make_range(low * count, expected * count, high * count)
 
 
+def count_chunked_loss(request: FitRequest) -> int:
+    """Count the bytes of the bundled program's loss at its peak (launcher/programs/chunked_loss.py).
+
+    A chunk's fp32 logits and their logarithms, or the gradients of its logits and of the table; several
+    chunks add up the table's gradient in fp32. With autocast the copies of the table and of the input too.
+    """
+    settings, width, tokens, table = (
+        request.settings,
+        find_width(request),
+        count_tokens(request),
+        count_table(request),
+    )
+    chunk, several = min(tokens, CHUNK) * request.model.vocab_size, tokens > CHUNK
+    summed = (4 if several else width) * table
+    before = 0 if not several else summed if tokens > 2 * CHUNK else width * table
+    parts = 2 if width == 2 else 1  # the second one's, and the first one's until it is in fp32
+    peak = max(8 * chunk + before, width * chunk + summed + parts * width * table * several)
+    hidden = tokens * request.model.hidden_size
+    return peak + (4 * hidden + 2 * table + 2 * hidden if settings.autocast else width * hidden)
+
+
 def held_buffers(request: FitRequest, states: StateMemory) -> Range:
     """Give DDP's buckets, unless gradients are views of them (gradient_as_bucket_view, off by default)."""
-    layout = request.layout
-    if request.settings.framework != "ddp" or layout.dp * layout.cp == 1 or layout.zero > 0:
+    layout, settings = request.layout, request.settings
+    if settings.framework != "ddp" or layout.dp * layout.cp == 1 or layout.zero > 0 or settings.bundled:
         return NOTHING
     return make_range(0, states.gradients, states.gradients)
 
@@ -274,13 +387,13 @@ def estimate_buffers(
     )
 
 
-def estimate_gathered(request: FitRequest, parameters: RankParameters) -> Range:
-    """Estimate the weights that are unsharded at a time, and gradients to be reduced, with zero=3 or FSDP.
+def estimate_gathered(request: FitRequest, parameters: RankParameters, layers: int | None = None) -> Range:
+    """Estimate what is whole at a time with zero=3 or FSDP: `layers` bytes of layers' weights and gradients.
 
-    Two layers, one of them gathered ahead, the gradients of one, the fp32 input of a reduce-scatter, and
-    FSDP2's root (tables and final norm), as its code does (torch.distributed.fsdp, FSDPParamGroup).
+    Beside them FSDP2's root (tables and final norm), and the gradient of the output layer, which waits for
+    the end of backward. DeepSpeed: two layers, one gathered ahead, with the gradients of one.
     """
-    width = 4 if request.settings.precision == "fp32" else 2
+    width, layer = find_width(request), parameters.largest_layer
     if request.layout.zero == 2 and request.settings.framework == "fsdp":
         # reshard_after_forward=False: whole weights, and between micro-batches of a pipeline whole gradients.
         gradients = 4 * parameters.total if request.layout.pp > 1 else 0
@@ -288,18 +401,34 @@ def estimate_gathered(request: FitRequest, parameters: RankParameters) -> Range:
         return make_range(weights, weights + gradients, 1.05 * (weights + gradients))
     if request.layout.zero < 3:
         return NOTHING
-    layer, root = parameters.largest_layer, parameters.tables + parameters.norm
-    reduced = 4 * layer if request.settings.framework == "fsdp" else 2 * layer
-    expected = width * (3 * layer + root) + reduced
-    return make_range(2 * width * layer, expected, 1.2 * expected + width * root)
+    root = width * (parameters.tables + parameters.norm)
+    if request.settings.framework != "fsdp" or layers is None:
+        expected = width * 3 * layer + root + 2 * layer
+        return make_range(2 * width * layer, expected, 1.2 * expected + root)
+    expected = layers + root + (width * count_table(request) if parameters.has_head else 0)
+    if request.settings.bundled:
+        return make_range(0.9 * expected, expected, 1.1 * expected)
+    return make_range(2 * width * layer, expected, 1.2 * expected + root)
+
+
+def count_root(request: FitRequest, parameters: RankParameters, buffers: Range) -> Range:
+    """Count what FSDP2 has whole at the loss: its root's weights, and what it gathered of the last layer."""
+    if not request.settings.bundled or request.settings.framework != "fsdp":
+        return buffers
+    root = find_width(request) * (parameters.tables + parameters.norm + parameters.largest_layer)
+    return make_range(0.9 * root, root, 1.1 * root)
 
 
 def count_root_reduction(request: FitRequest, parameters: RankParameters, buffers: Range) -> Range:
-    """Count what FSDP2 holds at the end of backward: the root's weights, gradients, and their fp32 copy."""
+    """Count what FSDP2 holds at the end of backward: the root's gradients, and their fp32 copy.
+
+    Other programs than the bundled one may have the root's weights then, and the last layers' buffers.
+    """
     if request.settings.framework != "fsdp" or request.layout.zero < 3:
         return buffers
-    width = 4 if request.settings.precision == "fp32" else 2
-    root, layer = parameters.tables + parameters.norm, parameters.largest_layer
+    width, root, layer = find_width(request), parameters.tables + parameters.norm, parameters.largest_layer
+    if request.settings.bundled:
+        return make_exact((width + 4) * root)
     each = (2 * width + 4) * root
     return make_range(0.9 * each, each + 4 * layer, each + (4 + 3 * width) * layer + 4 * root)
 

@@ -1,9 +1,8 @@
 """Peak memory of the fullest GPU of a training job: `estimate_memory`."""
 
-from launcher.fit.bundled_memory import list_bundled_moments
 from launcher.fit.device_overhead import estimate_context, estimate_fragmentation, estimate_workspaces
 from launcher.fit.fit_model import FitRequest, MemoryEstimate, MemoryPart
-from launcher.fit.framework_memory import list_framework_moments
+from launcher.fit.framework_memory import list_moments
 from launcher.fit.memory_moment import Moment, add_ranges, choose_peak_moment, list_parts
 from launcher.fit.rank_parameters import count_stage, list_stages
 
@@ -34,27 +33,8 @@ def choose_stages(request: FitRequest) -> list[tuple[int, int, int]]:
 def estimate_stage(request: FitRequest, stage: int, first: int, count: int) -> MemoryEstimate:
     """Estimate the peak memory of a GPU of one pipeline stage."""
     parameters = count_stage(request, first, count, stage)
-    if is_bundled(request):
-        peak = choose_peak_moment(list_bundled_moments(request, parameters))
-    else:
-        peak = choose_peak_moment(list_framework_moments(request, parameters, stage))
+    peak = choose_peak_moment(list_moments(request, parameters, stage))
     return estimate_moment(request, peak, stage)
-
-
-def is_bundled(request: FitRequest) -> bool:
-    """Tell whether the request is one that the bundled program can have: data parallelism alone."""
-    layout, settings, model = request.layout, request.settings, request.model
-    plain = model.norms_per_layer == 2 and not (model.qk_norm or model.qkv_bias or model.out_bias)
-    return (
-        settings.bundled
-        and layout.tp == layout.pp == layout.cp == layout.ep == 1
-        and (settings.framework, layout.zero) in (("ddp", 0), ("fsdp", 3))
-        and settings.precision in ("fp32", "mixed")
-        and settings.offload == "none"
-        and plain
-        and model.experts is None
-        and model.latent_attention is None
-    )
 
 
 def estimate_moment(request: FitRequest, peak: Moment, stage: int) -> MemoryEstimate:
