@@ -21,7 +21,7 @@ def check_estimate(case: FitCase, truth: int) -> None:
     # The tracker sees no workspaces of libraries, and the smallest models have no more than those.
     assert allocated.expected - CUBLAS.expected == pytest.approx(truth, rel=0.05), case.label
     assert truth <= (1 + MOST_ABOVE) * allocated.high, case.label
-    assert allocated.low <= truth, case.label
+    assert allocated.low <= 1.001 * truth, case.label
 
 
 def test_estimates_of_the_grid_are_what_torch_tracked() -> None:
