@@ -15,12 +15,12 @@ from launcher.fit.parameter_counts import count_model_parameters
 
 AUTO = "auto"
 MAX_DEFAULT_SEQ_LEN = 4096
-"""As in launcher.programs.training_config."""
+"""As in launcher.programs.options."""
 PROGRAM_WORDS = {
     "parallel": (AUTO, "ddp", "fsdp"),
     "activation_checkpointing": (AUTO, "none", "selective", "full"),
 }
-"""As in launcher.programs.training_config, and what is chosen."""
+"""As in launcher.programs.options, and what is chosen."""
 TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kM]?)(tokens)?")
 """Of `program.global_batch`."""
 FEWEST_PARAMETERS = 100_000_000

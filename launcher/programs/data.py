@@ -1,8 +1,12 @@
-"""Sequences of bytes, and their order: a pure function of the seed and the position."""
+"""The text as sequences of bytes, and their order: a pure function of the seed and the position."""
 
 import ctypes
+import hashlib
 import os
+import platform
 import signal
+import sysconfig
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +18,102 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from launcher.programs.options import OptionError
 
-MASK = (1 << 64) - 1
+EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+"""Directories of Python's library that are not taken: tests, and what was installed into it."""
+
+
+def find_text(path: str | None) -> Path:
+    """Return the file to train on: the user's, the files of the user's directory in one, or Python's library.
+
+    Raises OptionError if there is none or it cannot be read.
+    """
+    if path is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        version = f"{platform.python_implementation().lower()}-{platform.python_version()}"
+        key = hashlib.sha256(os.fsencode(root)).hexdigest()[:8]
+        target = _find_cache() / f"{version}-library-{key}.txt"
+        if target.exists():
+            return target
+        files = [file for file in _walk(root, EXCLUDED) if file.suffix == ".py"]
+        if not files:
+            raise OptionError(f"{root} holds no source files of Python's library: give --data.path")
+        return _concatenate(files, target)
+    source = Path(path).expanduser()
+    try:
+        if not source.is_dir():
+            with source.open("rb"):
+                return source
+        files = list(_walk(source, frozenset()))
+        if not files:
+            raise OptionError(f"--data.path {source} holds no files: give a directory with text in it")
+        digest = hashlib.sha256()
+        for file in files:
+            found = file.stat()
+            digest.update(os.fsencode(file.resolve()) + f"\0{found.st_size}\0{found.st_mtime_ns}\0".encode())
+        # A change to any of the files is another name.
+        target = _find_cache() / f"directory-{digest.hexdigest()[:16]}.txt"
+        return target if target.exists() else _concatenate(files, target)
+    except OSError as error:
+        raise OptionError(f"--data.path {path}: {error.strerror}: give one that can be read") from None
+
+
+def _walk(root: Path, excluded: frozenset[str]) -> Iterator[Path]:
+    """Give the regular files below a directory, always in the same order."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(set(folders) - excluded)
+        yield from (path for name in sorted(names) if (path := Path(folder, name)).is_file())
+
+
+def _concatenate(files: list[Path], target: Path) -> Path:
+    """Write the files' bytes one after the other, whole or not at all.
+
+    Ranks that start at once each write a file of their own and rename it: the last one stays.
+    """
+    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=target.name, delete=False) as part:
+        try:
+            for file in files:
+                part.write(file.read_bytes())
+            part.flush()
+            Path(part.name).rename(target)
+        except BaseException:
+            Path(part.name).unlink(missing_ok=True)
+            raise
+    return target
+
+
+def _find_cache() -> Path:
+    """Return a directory of this user's for derived files."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path.expanduser raises if there is no home
+    for base in (Path(home), Path(tempfile.gettempdir(), f"cache-{os.getuid()}")):
+        folder = base / "launch-text"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        # Another user's directory in a shared /tmp could hold anything.
+        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+            return folder
+    raise OptionError(f"neither {home} nor {tempfile.gettempdir()} can be written: set XDG_CACHE_HOME")
 
 
 class Windows(Dataset[torch.Tensor]):
-    """The text cut into windows of seq_len + 1 bytes, each overlapping the next by one; uint8."""
+    """The text cut into windows of seq_len + 1 bytes, each overlapping the next by one; uint8.
 
-    def __init__(self, path: Path, seq_len: int) -> None:
+    All are for training but each `stride`-th, which is for validation; a stride of 0 holds out none.
+    """
+
+    def __init__(self, path: Path, seq_len: int, val_fraction: float) -> None:
+        """Raises OptionError if the text is too short."""
         self.path, self.seq_len = path, seq_len
         self.size = path.stat().st_size
+        self.stride = max(2, round(1 / val_fraction)) if val_fraction else 0
         self.text: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+        if len(self) < max(self.stride, 1):
+            least = max(self.stride, 1) * seq_len + 1
+            raise OptionError(
+                f"{path} has {self.size} bytes, but sequences of {seq_len} need {least}: "
+                "give more text, a smaller --seq-len, or a larger --data.val_fraction"
+            )
 
     def __len__(self) -> int:
         return max(0, self.size - 1) // self.seq_len
@@ -38,94 +128,35 @@ class Windows(Dataset[torch.Tensor]):
         # Spawned workers map the file themselves: pickling a map copies all of it.
         return {**self.__dict__, "text": None}
 
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Which windows are for training: all but each `stride`-th, which is for validation."""
-
-    windows: int
-    stride: int
-    """0 if nothing is held out."""
-
     @property
     def validation(self) -> int:
         """Windows held out."""
-        return self.windows // self.stride if self.stride else 0
+        return len(self) // self.stride if self.stride else 0
 
     @property
     def training(self) -> int:
         """Windows to train on."""
-        return self.windows - self.validation
+        return len(self) - self.validation
 
     def train_window(self, index: int) -> int:
-        """Give the window of a training index below `training`."""
+        """Return the window of a training index below `training`."""
         return index + index // (self.stride - 1) if self.stride else index
 
     def validation_window(self, index: int) -> int:
-        """Give the window of a validation index below `validation`."""
+        """Return the window of a validation index below `validation`."""
         return (index + 1) * self.stride - 1
 
 
-def split_windows(windows: Windows, fraction: float) -> Split:
-    """Hold out a share of the windows, evenly spread; raises OptionError if the text is too short."""
-    stride = max(2, round(1 / fraction)) if fraction else 0
-    if len(windows) < max(stride, 1):
-        least = max(stride, 1) * windows.seq_len + 1
-        raise OptionError(
-            f"{windows.path} has {windows.size} bytes, but sequences of {windows.seq_len} need {least}: "
-            "give more text, a smaller --seq-len, or a larger --data.val_fraction"
-        )
-    return Split(len(windows), stride)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingText:
-    """The text of a run."""
-
-    windows: Windows
-    split: Split
-
-
-def hash_bits(value: int, key: int) -> int:
-    """Hash 64 bits (the finaliser of splitmix64, Steele et al. 2014)."""
-    value = (value + key + 0x9E3779B97F4A7C15) & MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
-    return value ^ (value >> 31)
-
-
-def permute(index: int, size: int, key: int) -> int:
-    """Give the place of `index` in a permutation of range(size) chosen by `key`, without storing it.
-
-    A balanced Feistel network of six rounds over the next even number of bits, walked until it lands
-    inside (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
-    """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    while True:
-        left, right = index >> half, index & mask
-        for turn in range(6):
-            left, right = right, left ^ (hash_bits(right, key + turn * 0xD6E8FEB86659FD93) & mask)
-        index = (left << half) | right
-        if index < size:
-            return index
-
-
-def choose_index(position: int, size: int, seed: int) -> int:
-    """Give the training index at a position of the endless global order: each epoch a new permutation."""
-    epoch, index = divmod(position, size)
-    return permute(index, size, hash_bits(epoch, hash_bits(seed, 0)))
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Schedule(Sampler[list[int]]):
     """The windows of one rank, a list for each micro-step, from `first` on.
 
     A global batch takes the next `world_size * accumulation * batch_size` positions; all ranks' shares of a
-    micro-step lie side by side. The order depends on neither the world size nor where a run was resumed.
+    micro-step lie side by side. The order depends on neither the world size nor where a run was resumed:
+    each epoch is a permutation that the seed and the epoch's number decide.
     """
 
-    split: Split
+    windows: Windows
     seed: int
     first: int
     """Position of the first sequence: those already consumed by all ranks."""
@@ -138,16 +169,32 @@ class Schedule(Sampler[list[int]]):
         return self.micro_steps
 
     def __iter__(self) -> Iterator[list[int]]:
+        size, epoch, order = self.windows.training, -1, torch.empty(0)
         for micro_step in range(self.micro_steps):
             start = self.first + (micro_step * self.world_size + self.rank) * self.batch_size
-            yield [self.find_window(position) for position in range(start, start + self.batch_size)]
+            chosen = []
+            for position in range(start, start + self.batch_size):
+                if position // size != epoch:
+                    epoch = position // size
+                    seed = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+                    order = torch.randperm(size, generator=seed)
+                chosen.append(self.windows.train_window(int(order[position % size])))
+            yield chosen
 
-    def find_window(self, position: int) -> int:
-        """Give the window at a position of the global order."""
-        return self.split.train_window(choose_index(position, self.split.training, self.seed))
+
+def make_loader(schedule: Schedule, workers: int, *, pin: bool) -> DataLoader[torch.Tensor]:
+    """Make the loader of (batch_size, seq_len + 1) bytes, in the schedule's order."""
+    return DataLoader(
+        schedule.windows,
+        batch_sampler=schedule,
+        num_workers=workers,
+        pin_memory=pin,
+        persistent_workers=workers > 0,
+        worker_init_fn=_start_worker,
+    )
 
 
-def start_worker(_: int) -> None:
+def _start_worker(_: int) -> None:
     """Tie a DataLoader worker to its rank: it ends with the rank, and ignores signals of its own.
 
     A signal to the whole process group would otherwise end the workers before the rank's checkpoint.
@@ -157,15 +204,3 @@ def start_worker(_: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     if os.getppid() == 1:
         os._exit(1)
-
-
-def make_loader(windows: Windows, schedule: Schedule, workers: int, *, pin: bool) -> DataLoader[torch.Tensor]:
-    """Make the loader of (batch_size, seq_len + 1) bytes, in the schedule's order."""
-    return DataLoader(
-        windows,
-        batch_sampler=schedule,
-        num_workers=workers,
-        pin_memory=pin,
-        persistent_workers=workers > 0,
-        worker_init_fn=start_worker,
-    )

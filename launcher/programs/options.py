@@ -1,77 +1,224 @@
-"""Command-line options made from dataclasses: one long option for each field."""
+"""The options of the training program: a dataclass for each section, an option for each field."""
 
 import argparse
+import os
 import types
 from collections.abc import Sequence
-from dataclasses import MISSING, Field, field, fields
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args, get_type_hints
+from dataclasses import dataclass, field, fields
+from typing import Any, NoReturn, get_args, get_type_hints
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Options = TypeVar("Options", bound="DataclassInstance")
+MAX_DEFAULT_SEQ_LEN = 4096
+"""Longest sequence that is trained on unless --seq-len says more; published contexts can be far longer."""
+RECOMPUTED = ("none", "selective", "full")
+"""Of a block's activations, from none to all."""
 
 
 class OptionError(ValueError):
     """An option, a file or a directory cannot be used: one line with the values and the fix."""
 
 
-def option(default: Any, text: str, *choices: str) -> Any:  # noqa: ANN401 - stands for a field of any type
-    """Declare a dataclass field that is also a command-line option; `text` is its help."""
-    return field(default=default, metadata={"help": text, "choices": choices or None})
+def option(
+    default: Any,  # noqa: ANN401 - stands for a field of any type
+    text: str,
+    *choices: str,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+) -> Any:  # noqa: ANN401
+    """Declare a dataclass field that is also a command-line option, with its help and the values it takes."""
+    return field(
+        default=default,
+        metadata={"help": text, "choices": choices or None, "least": least, "above": above, "most": most},
+    )
 
 
-class OneLineParser(argparse.ArgumentParser):
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Dimensions of a decoder-only transformer; the switches cover LLaMA and GPT-2."""
+
+    name: str = option("tiny", "name, for people")
+    vocab_size: int = option(256, "tokens; the data are bytes, so at least 256", least=256)
+    layers: int = option(4, "transformer blocks", least=1)
+    hidden_size: int = option(128, "width of the residual stream", least=1)
+    heads: int = option(4, "query heads", least=1)
+    kv_heads: int = option(2, "key and value heads; fewer than heads is grouped-query attention", least=1)
+    head_dim: int | None = option(None, "width of a head; hidden_size / heads if not given", least=1)
+    intermediate_size: int = option(384, "width inside the MLP", least=1)
+    max_seq_len: int = option(128, "longest context; rows of the table if position is learned", least=1)
+    norm: str = option("rmsnorm", "normalisation", "rmsnorm", "layernorm")
+    norm_eps: float = option(1e-5, "added to the variance")
+    mlp: str = option("swiglu", "feed-forward layer", "swiglu", "gelu")
+    position: str = option("rope", "how positions enter", "rope", "learned")
+    rope_theta: float = option(10000.0, "base of the rotary frequencies")
+    bias: bool = option(False, "biases in linear layers and norms")
+    tied_embeddings: bool = option(True, "the output layer is the input embedding")
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head."""
+        return self.head_dim or self.hidden_size // self.heads
+
+
+@dataclass(frozen=True, slots=True)
+class DataConfig:
+    """The text to train on."""
+
+    path: str | None = option(None, "file or directory to train on, as bytes; Python's library if none")
+    val_fraction: float = option(
+        0.01, "share of the sequences that is held out for validation; 0 for none", least=0, most=0.5
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """How to train."""
+
+    steps: int = option(150, "optimizer steps in all", least=1)
+    seq_len: int | None = option(
+        None, f"tokens of a sequence; model.max_seq_len, at most {MAX_DEFAULT_SEQ_LEN}", least=1
+    )
+    batch_size: int = option(8, "sequences for each rank and micro-step", least=1)
+    grad_accumulation: int = option(1, "micro-steps for each optimizer step", least=1)
+    lr: float | None = option(None, "peak learning rate; 3e-4 * sqrt(4096 / hidden_size) if none", above=0)
+    min_lr_ratio: float = option(0.1, "share of the learning rate that the cosine ends on", least=0, most=1)
+    warmup_steps: int = option(20, "steps of linear warm-up", least=0)
+    weight_decay: float = option(0.1, "AdamW's, for matrices only", least=0)
+    clip_grad: float = option(1.0, "largest norm of the gradient; 0 for no clipping", least=0)
+    seed: int = option(0, "of the weights and of the order of the data", least=0)
+    device: str = option("auto", "where to compute", "auto", "cpu", "cuda")
+    dtype: str = option("auto", "of the computation; weights stay fp32", "auto", "bf16", "fp32")
+    parallel: str = option("ddp", "how the ranks work together: fsdp shards what ddp copies", "ddp", "fsdp")
+    activation_checkpointing: str = option(
+        "none",
+        "what backward computes again: full is all of a block, selective all but products and attention",
+        *RECOMPUTED,
+    )
+    compile: bool = option(False, "torch.compile each block")
+    num_workers: int | None = option(
+        None, "DataLoader workers for each rank; at most 2 of the CPUs if none", least=0
+    )
+    log_every: int = option(10, "steps between log lines", least=1)
+    eval_batches: int = option(8, "batches of each rank in the validation at the end; 0 for none", least=0)
+    checkpoint_dir: str | None = option(None, "directory of the checkpoints; the newest is resumed from")
+    checkpoint_every: int = option(100, "steps between checkpoints; 0 for one at the end only", least=0)
+    peak_tflops: float | None = option(None, "dense bf16 peak, for MFU; the published one if none", above=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All options."""
+
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a training sequence."""
+        return self.train.seq_len or min(self.model.max_seq_len, MAX_DEFAULT_SEQ_LEN)
+
+    @property
+    def lr(self) -> float:
+        """Peak learning rate: near the published 6e-4 (GPT-2), 3e-4 (LLaMA 7B) and 1.5e-4 (Llama 2 70B)."""
+        return self.train.lr or 3e-4 * (4096 / self.model.hidden_size) ** 0.5
+
+    @property
+    def workers(self) -> int:
+        """DataLoader workers of a rank."""
+        wanted = self.train.num_workers
+        return min(2, len(os.sched_getaffinity(0))) if wanted is None else wanted
+
+
+class _OneLineParser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line, since each rank of a job prints them."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and exit with status 2."""
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
-def name_option(prefix: str, name: str) -> str:
-    """Spell a field as on the command line: `--model.kv_heads` in a section, `--batch-size` outside."""
-    return prefix + name if prefix else name.replace("_", "-")
+_SECTIONS: tuple[tuple[str, str, type], ...] = (
+    ("model (default: tiny)", "model.", ModelConfig),
+    ("data", "data.", DataConfig),
+    ("training", "", TrainConfig),
+)
 
 
-def find_value_type(hint: Any) -> type:  # noqa: ANN401 - a type hint
-    """Give the type that parses a field's text: `int` for `int | None`."""
-    if isinstance(hint, types.UnionType):
-        hint = next(kind for kind in get_args(hint) if kind is not types.NoneType)
-    kind: type = hint
-    return kind
+def parse_config(argv: Sequence[str] | None = None) -> Config:
+    """Read the command line; a mistake in it ends the program with one line and status 2."""
+    parser = _OneLineParser(
+        prog="train",
+        description="Train a LLaMA-architecture language model on text, by itself or under torchrun.",
+        allow_abbrev=False,
+    )
+    for title, prefix, section in reversed(_SECTIONS):
+        _add_options(parser.add_argument_group(title), prefix, section)
+    found = vars(parser.parse_args(argv))
+    config = Config(
+        *(
+            section(**{item.name: found[prefix + item.name] for item in fields(section)})
+            for _, prefix, section in _SECTIONS
+        )
+    )
+    try:
+        check_config(config)
+    except OptionError as error:
+        parser.error(str(error))
+    return config
 
 
-def add_option(parser: argparse._ActionsContainer, prefix: str, item: Field[Any], kind: type) -> None:
-    """Add the option of one field."""
-    default = "" if item.default in (None, "") else f" (default: {item.default})"
-    shared = {"default": item.default, "help": item.metadata["help"] + default, "dest": prefix + item.name}
-    flag = "--" + name_option(prefix, item.name)
-    if kind is bool:
-        parser.add_argument(flag, action=argparse.BooleanOptionalAction, **shared)
-    else:
+def _add_options(group: argparse._ArgumentGroup, prefix: str, section: type) -> None:
+    """Add an option for each field: `--model.kv_heads` in a section, `--batch-size` outside."""
+    hints = get_type_hints(section)
+    for item in fields(section):
+        kind = hints[item.name]
+        if isinstance(kind, types.UnionType):
+            kind = next(one for one in get_args(kind) if one is not types.NoneType)
+        default = "" if item.default in (None, "") else f" (default: {item.default})"
+        shared = {
+            "default": item.default,
+            "help": item.metadata["help"] + default,
+            "dest": prefix + item.name,
+        }
+        if kind is bool:
+            group.add_argument(_flag(prefix, item.name), action=argparse.BooleanOptionalAction, **shared)
+            continue
         choices = item.metadata["choices"]
         metavar = None if choices else kind.__name__.upper()
-        parser.add_argument(flag, type=kind, choices=choices, metavar=metavar, **shared)
+        group.add_argument(_flag(prefix, item.name), type=kind, choices=choices, metavar=metavar, **shared)
 
 
-def add_options(parser: argparse.ArgumentParser, title: str, prefix: str, cls: type) -> None:
-    """Add an option for each field of a dataclass whose fields were declared by `option`."""
-    group = parser.add_argument_group(title)
-    hints = get_type_hints(cls)
-    for item in fields(cls):
-        assert item.default is not MISSING, f"{cls.__name__}.{item.name} is not an option"  # noqa: S101
-        add_option(group, prefix, item, find_value_type(hints[item.name]))
+def _flag(prefix: str, name: str) -> str:
+    return f"--{prefix}{name}" if prefix else f"--{name.replace('_', '-')}"
 
 
-def build_from_options(found: argparse.Namespace, prefix: str, cls: type[Options]) -> Options:
-    """Build the dataclass from parsed arguments."""
-    return cls(**{item.name: getattr(found, prefix + item.name) for item in fields(cls)})
-
-
-def parse_options(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None, *parts: tuple[str, type]
-) -> list[Any]:
-    """Parse argv into one value for each (prefix, dataclass)."""
-    found = parser.parse_args(argv)
-    return [build_from_options(found, prefix, cls) for prefix, cls in parts]
+def check_config(config: Config) -> None:
+    """Raise OptionError for a value out of its range, and for dimensions that do not make a model."""
+    for (_, prefix, section), values in zip(
+        _SECTIONS, (config.model, config.data, config.train), strict=True
+    ):
+        for item in fields(section):
+            value, allowed = getattr(values, item.name), item.metadata
+            if value is None or isinstance(value, str):
+                continue
+            # Written so that nan is refused.
+            if allowed["above"] is not None and not value > allowed["above"]:
+                raise OptionError(f"{_flag(prefix, item.name)} {value} must be above {allowed['above']}")
+            if allowed["most"] is not None and not allowed["least"] <= value <= allowed["most"]:
+                raise OptionError(
+                    f"{_flag(prefix, item.name)} {value} must lie between "
+                    f"{allowed['least']} and {allowed['most']}"
+                )
+            if allowed["least"] is not None and not value >= allowed["least"]:
+                raise OptionError(f"{_flag(prefix, item.name)} {value} must be at least {allowed['least']}")
+    model = config.model
+    if model.heads % model.kv_heads:
+        raise OptionError(f"model.heads={model.heads} is not divisible by model.kv_heads={model.kv_heads}")
+    if model.head_dim is None and model.hidden_size % model.heads:
+        raise OptionError(
+            f"model.hidden_size={model.hidden_size} is not divisible by model.heads={model.heads}: "
+            "change one, or give model.head_dim"
+        )
+    if model.position == "rope" and model.head_width % 2:
+        raise OptionError(f"rotary embeddings need an even width of a head, not {model.head_width}")
+    if config.seq_len > model.max_seq_len:
+        raise OptionError(f"--seq-len {config.seq_len} is above model.max_seq_len={model.max_seq_len}")

@@ -2,7 +2,7 @@
 
 import signal
 
-from launcher.programs.training_config import parse_config
+from launcher.programs.options import parse_config
 
 
 def set_early_signals() -> None:

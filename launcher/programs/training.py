@@ -1,49 +1,48 @@
-"""One run of the program, from the configuration to the exit."""
+"""One run of training on one rank: join the other ranks, build the model, train, and end as it should."""
 
+import contextlib
 import gc
+import math
+import multiprocessing
+import os
+import platform
+import signal
 import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
+
+# Imported later, its default arguments would keep the process group (see the end of `run`).
+import torch.distributed.nn.functional
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from launcher.programs.checkpoint import Checkpointer
-from launcher.programs.compute_setup import describe_training, set_up
-from launcher.programs.corpus import find_text
-from launcher.programs.data import TrainingText, Windows, split_windows
-from launcher.programs.options import OptionError
-from launcher.programs.parallel import build_model
-from launcher.programs.stop_signals import die_by_signal, exit_with, kill_workers
-from launcher.programs.training_config import Config
-from launcher.programs.training_loop import State, Trainer, make_optimizer
+from launcher.fit.gpu_table import find_gpu
+from launcher.programs.checkpoint import Checkpointer, Progress
+from launcher.programs.data import Schedule, Windows, find_text, make_loader
+from launcher.programs.options import RECOMPUTED, Config, OptionError, TrainConfig
+from launcher.programs.transformer import Transformer, count_flops, initialise
 
-
-def make_trainer(config: Config) -> Trainer:
-    """Find the data, join the other ranks, and build everything; raises OptionError."""
-    windows = Windows(find_text(config.data.path), config.seq_len)
-    text = TrainingText(windows, split_windows(windows, config.data.val_fraction))
-    config, setup = set_up(config)
-    model, module = build_model(config, setup.parallelism, setup.device, setup.ranks.rank)
-    optimizer = make_optimizer(model, config.lr, config.train.weight_decay)
-    directory = config.train.checkpoint_dir
-    checkpointer = Checkpointer(Path(directory), config.model, model, optimizer) if directory else None
-    return Trainer(config, text, setup, State(module, optimizer, checkpointer))
-
-
-def run_training(config: Config) -> int:
-    """Train from the newest checkpoint to the end; give the exit code, -n for the signal n to die by."""
-    trainer = make_trainer(config)
-    resumed = trainer.resume()
-    trainer.print(describe_training(trainer.config, trainer.text, trainer.setup, resumed))
-    return trainer.train()
+EXIT_RESTART = os.EX_TEMPFAIL
+"""Exit code of a program that was stopped, and goes on from its checkpoint when it is started again."""
+NOTHING, CHECKPOINT, STOP = 0, 1, 2
+"""What a rank asks for; all ranks do the largest of these."""
+ACTIONS = {signal.SIGUSR2: CHECKPOINT, signal.SIGTERM: STOP}
 
 
 @record
 def run(config: Config) -> None:
-    """Run the program, and end as it should: status 2 for a mistake of the user's, 75 to be started again."""
+    """Train, and end as it should: status 2 for a mistake of the user's, 75 to be started again."""
     status, message = 0, ""
     try:
-        status = run_training(config)
+        status = Trainer(config).train()
     except OptionError as error:
         status, message = 2, str(error)
     except RuntimeError as error:
@@ -52,21 +51,426 @@ def run(config: Config) -> None:
         # The rank that failed first says why: no traceback, and no record, of this one.
         status, message = 1, f"lost the connection to another rank: {error}"
     finally:
-        kill_workers()
-    leave_process_group()
-    if message:
-        print(f"train: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    if status < 0:
-        die_by_signal(-status)
-    if status:
-        exit_with(status)
-
-
-def leave_process_group() -> None:
-    """Leave the process group, with nothing left that refers to it, so that its threads end here.
-
-    A thread of gloo's that lets go of a tensor while the interpreter ends aborts the process (torch 2.13).
-    """
+        # DataLoader workers ignore SIGTERM, and exit would wait for them.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would take it for a failure
+        for child in multiprocessing.active_children():
+            child.kill()
+    # A thread of gloo's that releases a tensor while the interpreter ends aborts the process (torch 2.13):
+    # nothing may refer to the group, so that its threads end here.
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
+    if message:
+        print(f"train: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    if status < 0:
+        _die_by_signal(-status)
+    if status:
+        # torchrun sends SIGTERM as soon as the first rank has ended, and Python's finalization takes
+        # handlers away, but leaves what is ignored.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(status)
+
+
+def _die_by_signal(number: int) -> NoReturn:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    raise AssertionError("a fatal signal returned")
+
+
+class Ranks:
+    """One rank among the others, as torchrun's variables say it; without them rank 0 of 1.
+
+    The default process group is gloo, for what CPUs agree on; `group` is the one for gradients: NCCL if each
+    rank has a GPU of its own, which NCCL demands.
+    """
+
+    def __init__(self, device: str) -> None:
+        """Join the others; raises OptionError for variables or a device that cannot be."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        defaults = ("0", "1", os.environ.get("RANK", "0"))
+        texts = [os.environ.get(name, default) for name, default in zip(names, defaults, strict=True)]
+        try:
+            self.rank, self.world_size, local_rank = map(int, texts)
+        except ValueError:
+            raise OptionError(
+                f"{', '.join(names)} are {', '.join(texts)}: numbers, as torchrun sets them"
+            ) from None
+        self.device = torch.device("cpu")
+        visible = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+        if visible:
+            self.device = torch.device("cuda", local_rank % visible)
+            torch.cuda.set_device(self.device)
+        elif device == "cuda":
+            raise OptionError("--device cuda, but torch sees no GPU: give --device cpu")
+        if "RANK" in os.environ:
+            try:
+                dist.init_process_group("gloo")
+            except ValueError as error:
+                raise OptionError(f"{error}: start by torchrun, or unset RANK") from None
+        else:
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        self.backend, self.group = "gloo", dist.group.WORLD
+        if visible:
+            gpu = f"{platform.node()}/{torch.cuda.get_device_properties(self.device).uuid}"
+            if len(set(self.gather(gpu))) == self.world_size:
+                self.backend, self.group = "nccl", dist.new_group(backend="nccl")
+
+    def gather(self, value: Any) -> list[Any]:  # noqa: ANN401 - anything that can be pickled
+        """Return what each rank has."""
+        found = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(found, value)
+        return found
+
+    def average(self, value: Tensor) -> float:
+        """Average a scalar over the ranks."""
+        total = value.detach().to("cpu", torch.float32, copy=True)
+        dist.all_reduce(total)
+        return total.item() / self.world_size
+
+
+def agree(config: Config, ranks: Ranks) -> Config:
+    """Take of each setting that all ranks must share the one that needs least memory, and settle the type.
+
+    Nodes of several kinds may each have been given what fits there.
+    """
+    train = config.train
+    dtype = train.dtype
+    if dtype == "auto":
+        # CPUs with bf16 instructions lose more in autocast's conversions than they gain on small models.
+        bf16 = ranks.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        dtype = "bf16" if bf16 else "fp32"
+    found = ranks.gather(
+        (train.batch_size, train.grad_accumulation, train.activation_checkpointing, train.parallel, dtype)
+    )
+    batch_size, grad_accumulation = min((batch, steps) for batch, steps, *_ in found)
+    settled: dict[str, Any] = {
+        "batch_size": batch_size,
+        "grad_accumulation": grad_accumulation,
+        "activation_checkpointing": max((one[2] for one in found), key=RECOMPUTED.index),
+        "parallel": max(one[3] for one in found),
+        "dtype": max(one[4] for one in found),  # each GPU computes in fp32
+    }
+    if ranks.rank == 0 and len(set(found)) > 1:
+        options = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in settled.items())
+        print(f"train: ranks were started with different settings, all take {options}", flush=True)
+    return replace(config, train=replace(train, **settled))
+
+
+def shard_model(model: Transformer, device: torch.device, backend: str, *, bf16: bool) -> None:
+    """Shard each block and the rest over all ranks (FSDP2), computing in bf16 and reducing in fp32."""
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - half a second, for FSDP alone
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: PLC0415
+
+    # DTensor's caches keep the mesh to the end: with a group of its own, the others can end before.
+    mesh = DeviceMesh.from_group(dist.new_group(backend=backend), device.type)
+    # Inputs are not cast: the rotary angles stay fp32, and the embedding makes the rest bf16.
+    policy = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, torch.float32, cast_forward_inputs=False)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def wrap_ddp(model: Transformer, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
+    """Copy the model to all ranks of the group (DDP)."""
+    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
+
+    devices = [device] if device.type == "cuda" else None
+    return DistributedDataParallel(
+        model, device_ids=devices, process_group=group, gradient_as_bucket_view=True
+    )
+
+
+def make_optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """Make a fused AdamW that decays matrices, not norms and biases; the betas are LLaMA's."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+
+
+def compute_learning_rate(config: TrainConfig, peak: float, step: int) -> float:
+    """Return the rate of a step, counted from 1: linear warm-up, then a cosine down to `min_lr_ratio`."""
+    if step <= config.warmup_steps:
+        return peak * step / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
+    return peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+
+
+class Trainer:
+    """One run of training, on one rank."""
+
+    def __init__(self, config: Config) -> None:
+        """Find the data, join the other ranks, and build everything; raises OptionError."""
+        self.windows = Windows(find_text(config.data.path), config.seq_len, config.data.val_fraction)
+        self.ranks = Ranks(config.train.device)
+        self.config = config = agree(config, self.ranks)
+        self.train_config = train = config.train
+        self.bf16 = train.dtype == "bf16"
+        self.parallel = train.parallel if train.parallel == "fsdp" or self.ranks.world_size > 1 else "none"
+        self._build_model()
+        self.optimizer = make_optimizer(self.model, config.lr, train.weight_decay)
+        self.progress = Progress()
+        self.checkpointer = None
+        if train.checkpoint_dir:
+            directory = Path(train.checkpoint_dir)
+            self.checkpointer = Checkpointer(directory, config.model, self.model, self.optimizer)
+        self.peak, self.peak_origin = self._find_peak()
+        self.tokens, self.clock = 0, time.perf_counter()
+        """Tokens of all ranks since the clock's time, for the speed."""
+
+    def _build_model(self) -> None:
+        """Build the model on the device, seeded: `model` bare, and `module` as it is called in training.
+
+        Made on the meta device first, so that a model which fits no rank whole is only ever held in shards.
+        """
+        train, device = self.train_config, self.ranks.device
+        with torch.device("meta"):
+            self.model = model = Transformer(self.config.model, recompute=train.activation_checkpointing)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.flops = count_flops(model, self.config.seq_len)
+        full = train.activation_checkpointing == "full"
+        self.flops_done = count_flops(model, self.config.seq_len, recompute=full)
+        """Of a token in the forward and backward pass, and with what is computed again."""
+        if train.compile:
+            for block in model.blocks:
+                block.compile()
+        if self.parallel == "fsdp":
+            shard_model(model, device, self.ranks.backend, bf16=self.bf16)
+        model.to_empty(device=device)
+        # Shards differ between ranks, replicas must not.
+        seed = train.seed * 1_000_003 + (self.ranks.rank if self.parallel == "fsdp" else 0)
+        initialise(model, torch.Generator(device).manual_seed(seed))
+        self.module: nn.Module = model
+        if self.parallel == "ddp":
+            self.module = wrap_ddp(model, device, self.ranks.group)
+
+    def _find_peak(self) -> tuple[float | None, str]:
+        """Return the TFLOPS that MFU is measured against, and where they come from; None if unknown.
+
+        A CPU has none: a product of small matrices would be exceeded in training.
+        """
+        if self.train_config.peak_tflops is not None:
+            return self.train_config.peak_tflops, "given"
+        gpu = None
+        if self.ranks.device.type == "cuda":
+            gpu = find_gpu(torch.cuda.get_device_name(self.ranks.device))
+        return (gpu.bf16, "published dense bf16") if gpu else (None, "")
+
+    def train(self) -> int:
+        """Train from the newest checkpoint to the last step; return the exit code, -n for signal n to die by.
+
+        If a signal asked to stop, and a checkpoint has been written, it is the code for another start.
+        """
+        train, votes, begun = self.train_config, SignalVotes(), time.perf_counter()
+        start = "at step 0"
+        found = self.checkpointer.find() if self.checkpointer else None
+        if found is not None and self.checkpointer is not None:
+            self.progress = self.checkpointer.load(found)
+            start = f"at step {self.progress.step}, resumed from {found}"
+        self._print(self._describe(start))
+        batches, first = self._make_batches(), self.progress.step + 1
+        self.tokens, self.clock = 0, time.perf_counter()
+        for step in range(first, train.steps + 1):
+            loss = self.take_step(step, batches)
+            self.progress = Progress(step, self.progress.consumed + self._sequences, self.progress.loss)
+            self.tokens += self._sequences * self.config.seq_len
+            if step in (first, train.steps) or step % train.log_every == 0:
+                self._log(step, loss)
+            agreed = votes.exchange()
+            due = step == train.steps or (train.checkpoint_every > 0 and step % train.checkpoint_every == 0)
+            if agreed != NOTHING or (due and self.checkpointer):
+                self._save(loss, agreed)
+                self.tokens, self.clock = 0, time.perf_counter()
+            if agreed == STOP and step < train.steps:
+                return EXIT_RESTART if self.checkpointer else -signal.SIGTERM
+        votes.finish()
+        if self.ranks.device.type == "cuda":
+            self._print(_describe_gpu_memory(self.ranks.device))
+        validation = ""
+        if train.eval_batches and self.windows.validation:
+            validation = f" val_loss {self._validate():.4f}"
+        self._print(
+            f"done step {self.progress.step}/{train.steps} loss {self.progress.loss:.4f}{validation} "
+            f"sequences {self.progress.consumed} seconds {time.perf_counter() - begun:.1f}"
+        )
+        return 0
+
+    @property
+    def _sequences(self) -> int:
+        """Sequences that all ranks consume in an optimizer step."""
+        train = self.train_config
+        return train.batch_size * train.grad_accumulation * self.ranks.world_size
+
+    def _make_batches(self) -> Iterator[Tensor]:
+        """Make the loader of the batches that are left."""
+        train, ranks = self.train_config, self.ranks
+        left = max(0, train.steps - self.progress.step) * train.grad_accumulation
+        schedule = Schedule(
+            windows=self.windows,
+            seed=train.seed,
+            first=self.progress.consumed,
+            micro_steps=left,
+            batch_size=train.batch_size,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+        return iter(make_loader(schedule, self.config.workers, pin=ranks.device.type == "cuda"))
+
+    def take_step(self, step: int, batches: Iterator[Tensor]) -> Tensor:
+        """Take one optimizer step; return its loss, averaged over this rank's micro-steps."""
+        train = self.train_config
+        total = torch.zeros((), device=self.ranks.device)
+        for micro_step in range(train.grad_accumulation):
+            # DDP's gradients cross the ranks on the last micro-step alone. FSDP's are reduced on each: else
+            # every rank would keep whole ones, 26 GiB for 7 billion parameters.
+            hold = self.parallel == "ddp" and micro_step < train.grad_accumulation - 1
+            with self.module.no_sync() if hold else contextlib.nullcontext():  # type: ignore[operator]
+                loss = self._compute_loss(next(batches)) / train.grad_accumulation
+                torch.autograd.backward(loss)
+            total += loss.detach()
+        if train.clip_grad:
+            nn.utils.clip_grad_norm_(self.module.parameters(), train.clip_grad)
+        for group in self.optimizer.param_groups:
+            group["lr"] = compute_learning_rate(train, self.config.lr, step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total
+
+    def _compute_loss(self, batch: Tensor) -> Tensor:
+        """Return the mean cross-entropy, in nats a byte, of (batch, seq_len + 1) bytes."""
+        # Bytes cross to the device, an eighth of what token numbers take.
+        tokens = batch.to(self.ranks.device, non_blocking=True).long()
+        # FSDP has its own policy.
+        mixed = self.bf16 and self.parallel != "fsdp"
+        with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=mixed):
+            loss: Tensor = self.module(tokens[:, :-1], tokens[:, 1:])
+        return loss
+
+    @torch.no_grad()
+    def _validate(self) -> float:
+        """Return the loss on the held-out windows, averaged over batches and ranks."""
+        train, ranks, windows = self.train_config, self.ranks, self.windows
+        total = torch.zeros((), device=ranks.device)
+        for number in range(train.eval_batches):
+            start = (number * ranks.world_size + ranks.rank) * train.batch_size
+            indices = [(start + index) % windows.validation for index in range(train.batch_size)]
+            # Read here: a second loader with workers beside the first has hung programs.
+            batch = torch.stack([windows[windows.validation_window(index)] for index in indices])
+            total += self._compute_loss(batch)
+        return ranks.average(total / train.eval_batches)
+
+    def _save(self, loss: Tensor, agreed: int) -> None:
+        """Write a checkpoint, also if a signal asked for one."""
+        cause = {NOTHING: "", CHECKPOINT: " on SIGUSR2", STOP: " on SIGTERM"}[agreed]
+        if self.checkpointer is None:
+            self._print(f"no checkpoint{cause}: there is no --checkpoint-dir")
+            return
+        self.progress.loss = self.ranks.average(loss)
+        begun = time.perf_counter()
+        path = self.checkpointer.save(self.progress)
+        self._print(f"checkpoint step {self.progress.step} {path} {time.perf_counter() - begun:.1f} s{cause}")
+
+    def _log(self, step: int, loss: Tensor) -> None:
+        """Print the line of a step; progress displays parse it."""
+        # This waits for the device, so that the speed is that of work which is done.
+        self.progress.loss = self.ranks.average(loss)
+        rate = self.tokens / (time.perf_counter() - self.clock)
+        self.tokens, self.clock = 0, time.perf_counter()
+        tera = rate / self.ranks.world_size / 1e12
+        mfu = f" mfu {self.flops * tera / self.peak:.1%}" if self.peak else ""
+        lr = compute_learning_rate(self.train_config, self.config.lr, step)
+        self._print(
+            f"step {step}/{self.train_config.steps} loss {self.progress.loss:.4f} lr {lr:.2e} "
+            f"tokens/s {rate:.0f} tflops {self.flops_done * tera:.4g}{mfu}"
+        )
+
+    def _describe(self, start: str) -> str:
+        """Describe the run, a line for each subject."""
+        config, train, model, ranks = self.config, self.train_config, self.config.model, self.ranks
+        parallel = "" if self.parallel == "none" else f" {self.parallel} over {ranks.backend},"
+        full = train.activation_checkpointing == "full"
+        origin = config.data.path or "Python {}.{}'s standard library".format(*sys.version_info)
+        tokens = self._sequences * config.seq_len
+        lines = [
+            f"model   {model.name}: {self.parameters:,} parameters, {model.layers} layers, "
+            f"hidden {model.hidden_size}, {model.heads} heads ({model.kv_heads} kv), "
+            f"{model.vocab_size} tokens",
+            f"data    {origin}: {self.windows.size:,} bytes, {self.windows.training:,} sequences of "
+            f"{config.seq_len}, {self.windows.validation:,} more held out",
+            f"device  {_name_device(ranks.device)}, {ranks.world_size} rank{'s' * (ranks.world_size > 1)},"
+            f"{parallel} {train.dtype}, {config.workers} DataLoader workers a rank",
+            f"batch   {tokens:,} tokens per step: {train.batch_size} sequences x {config.seq_len} x "
+            f"{ranks.world_size} ranks x {train.grad_accumulation} micro-steps",
+        ]
+        if self.peak:
+            again = "; tflops count recomputation, mfu does not" if full else ""
+            lines.append(f"peak    {self.peak:.4g} TFLOPS a rank, {self.peak_origin}{again}")
+        return "\n".join([*lines, f"start   {start}"])
+
+    def _print(self, text: str) -> None:
+        if self.ranks.rank == 0:
+            print(text, flush=True)
+
+
+def _name_device(device: torch.device) -> str:
+    """Name a device for people."""
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    name = platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"cpu ({name}, {torch.get_num_threads()} threads)"
+
+
+def _describe_gpu_memory(device: torch.device) -> str:
+    """Give the most that tensors took of a GPU and that the allocator held, and what the GPU has in use now.
+
+    The last counts what is outside torch's allocator, too: CUDA's context, NCCL's buffers, other processes.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    peaks = f"{allocated / 2**30:.2f} GiB allocated, {reserved / 2**30:.2f} reserved at most"
+    return f"memory  {peaks}, {(total - free) / 2**30:.2f} of {total / 2**30:.2f} in use"
+
+
+class SignalVotes:
+    """Receives this rank's signals, and agrees with the other ranks on what to do at which step."""
+
+    def __init__(self) -> None:
+        self.asked = NOTHING
+        self.vote: tuple[dist.Work, Tensor] | None = None
+        for number in ACTIONS:
+            signal.signal(number, self._receive)
+            signal.siginterrupt(number, False)  # system calls of libraries go on
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        self.asked = max(self.asked, ACTIONS[signal.Signals(number)])
+
+    def exchange(self) -> int:
+        """Return what all ranks agreed on a step ago, and start the next agreement; once each step.
+
+        One small all_reduce between CPUs runs beside the next step: no rank waits for its GPU, and all read
+        the same answer at the same step, although a signal reaches them at different times.
+        """
+        agreed = self.finish()
+        vote = torch.tensor(self.asked)
+        # Nothing is lost to a signal in between: a smaller request was part of the larger one.
+        self.asked = NOTHING if self.asked == int(vote) else self.asked
+        work = dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True)
+        if work is not None:
+            self.vote = (work, vote)
+        return agreed
+
+    def finish(self) -> int:
+        """Return the result of the agreement that was started last."""
+        if self.vote is None:
+            return NOTHING
+        work, vote = self.vote
+        work.wait()
+        self.vote = None
+        return int(vote.item())

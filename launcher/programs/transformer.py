@@ -1,7 +1,9 @@
 """A decoder-only transformer in plain PyTorch: LLaMA's architecture, with switches for GPT-2's."""
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +15,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from launcher.programs.chunked_loss import compute_chunked_loss
-from launcher.programs.dimensions import ModelConfig
+from launcher.programs.options import ModelConfig
 
 INIT_STD = 0.02
 """Standard deviation of fresh weights, GPT-2's and LLaMA's."""
@@ -68,32 +69,23 @@ class Attention(nn.Module):
         return out
 
 
-class SwiGlu(nn.Module):
-    """LLaMA's feed-forward layer (arXiv:2002.05202)."""
+class Mlp(nn.Module):
+    """The feed-forward layer: LLaMA's SwiGLU (arXiv:2002.05202), or GPT-2's GELU with its tanh."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.bias)
-        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.bias)
-        self.out = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.bias
+        self.gate = nn.Linear(hidden, inner, bias=bias) if config.mlp == "swiglu" else None
+        self.up = nn.Linear(hidden, inner, bias=bias)
+        self.out = nn.Linear(inner, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, hidden) to (…, hidden)."""
-        out: Tensor = self.out(F.silu(self.gate(x)) * self.up(x))
-        return out
-
-
-class GeluMlp(nn.Module):
-    """GPT-2's feed-forward layer, with its tanh approximation of GELU."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.bias)
-        self.out = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (…, hidden) to (…, hidden)."""
-        out: Tensor = self.out(F.gelu(self.up(x), approximate="tanh"))
+        if self.gate is None:
+            inner = F.gelu(self.up(x), approximate="tanh")
+        else:
+            inner = F.silu(self.gate(x)) * self.up(x)
+        out: Tensor = self.out(inner)
         return out
 
 
@@ -121,7 +113,7 @@ class Block(nn.Module):
         self.recompute = recompute
         self.attention_norm, self.mlp_norm = make_norm(config), make_norm(config)
         self.attention = Attention(config)
-        self.mlp = SwiGlu(config) if config.mlp == "swiglu" else GeluMlp(config)
+        self.mlp = Mlp(config)
 
     def compute(self, x: Tensor, rotations: tuple[Tensor, Tensor] | None) -> Tensor:
         """Map (batch, tokens, hidden) to the same shape."""
@@ -138,6 +130,57 @@ class Block(nn.Module):
         # Inside the block rather than around it: FSDP's hooks and torch.compile then see one module.
         out: Tensor = checkpoint(self.compute, x, rotations, use_reentrant=False, context_fn=context)
         return out
+
+
+CHUNK = 2048
+"""Tokens whose logits exist at a time: large enough for the matrix products to be fast."""
+
+
+def compute_chunked_loss(x: Tensor, table: Tensor, targets: Tensor) -> Tensor:
+    """Give the mean cross-entropy of targets, for inputs (…, hidden) of an output layer (words, hidden)."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        x, table = x.to(dtype), table.to(dtype)
+    apply: Callable[..., Tensor] = _ChunkedLoss.apply
+    return apply(x.flatten(0, -2), table, targets.flatten(), torch.is_grad_enabled())
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Makes the gradients in the forward pass, chunk by chunk, as Liger does: no logits wait for backward.
+
+    The largest tensors are a chunk's fp32 logits and their logarithms, and the gradient of the table, which
+    several chunks add up in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, table: Tensor, targets: Tensor, has_backward: bool) -> Tensor:  # noqa: ANN401 - torch's
+        total = torch.zeros((), dtype=torch.float32, device=x.device)
+        x_gradient = torch.empty_like(x) if has_backward else None
+        table_gradient: Tensor | None = None
+        with torch.autocast(x.device.type, enabled=False):
+            for start in range(0, len(x), CHUNK):
+                some, wanted = x[start : start + CHUNK], targets[start : start + CHUNK, None]
+                logarithms = F.log_softmax((some @ table.t()).float(), dim=-1)
+                total -= logarithms.gather(1, wanted).sum()
+                if x_gradient is None:
+                    continue
+                gradient = logarithms.exp_()
+                gradient.scatter_add_(1, wanted, gradient.new_full((1, 1), -1.0).expand(wanted.shape))
+                gradient = gradient.div_(len(x)).to(x.dtype)
+                del logarithms
+                torch.mm(gradient, table, out=x_gradient[start : start + CHUNK])
+                part = gradient.t() @ some
+                table_gradient = part if table_gradient is None else table_gradient.float().add_(part)
+                del gradient, part  # before the next chunk's logits
+        ctx.gradients = x_gradient, table_gradient
+        return total.div_(len(x))
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None, None]:  # noqa: ANN401
+        x_gradient, table_gradient = ctx.gradients
+        ctx.gradients = None
+        return x_gradient.mul_(scale), table_gradient.mul_(scale).to(x_gradient.dtype), None, None
 
 
 class Transformer(nn.Module):
@@ -186,3 +229,21 @@ def initialise(model: Transformer, generator: torch.Generator) -> None:
             local.fill_(1.0)
         else:
             local.normal_(0.0, narrow if name.endswith("out.weight") else INIT_STD, generator=generator)
+
+
+def count_flops(model: Transformer, seq_len: int, *, recompute: bool = False) -> int:
+    """Count the floating-point operations of training on one token; the model is whole, not sharded.
+
+    6 for each parameter that multiplies (2 forward, 4 backward), which look-up tables do not unless they are
+    the output layer too; 12 * seq_len * heads * head_width a layer for the two products of attention, the
+    masked half included (PaLM, arXiv:2204.02311, appendix B). With full activation checkpointing a block's
+    forward comes twice, except its last product, before which torch stops.
+    """
+    config = model.config
+    tables = config.vocab_size * config.hidden_size * (model.head is not None)
+    if model.positions is not None:
+        tables += model.positions.weight.numel()
+    multiplying = sum(parameter.numel() for parameter in model.parameters()) - tables
+    forward = 2 * multiplying + 4 * config.layers * seq_len * config.heads * config.head_width
+    once = config.vocab_size + config.layers * config.intermediate_size
+    return 3 * forward + (forward - 2 * once * config.hidden_size if recompute else 0)

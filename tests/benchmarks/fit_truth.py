@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 if __name__ == "__main__" and sys.argv[1] != "-":
     ctypes.CDLL(sys.argv[1])
@@ -29,12 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from launcher.programs.compute_setup import ComputeSetup
-from launcher.programs.dimensions import ModelConfig
-from launcher.programs.parallel import Parallelism, shard_model, wrap_ddp
-from launcher.programs.process_group import Ranks
-from launcher.programs.training_config import Config, DataConfig, TrainConfig
-from launcher.programs.training_loop import State, Trainer, make_optimizer
+from launcher.programs.options import Config, DataConfig, ModelConfig, TrainConfig
+from launcher.programs.training import Trainer, make_optimizer, shard_model, wrap_ddp
 from launcher.programs.transformer import Transformer
 
 DEVICE = torch.device("cuda", 0)
@@ -123,7 +119,7 @@ def share_bucket(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Te
 
 def wrap_fake_ddp(model: Transformer) -> nn.Module:
     """Wrap as the program does, without what needs real numbers."""
-    module: Any = wrap_ddp(model, DEVICE)
+    module: Any = wrap_ddp(model, DEVICE, None)
     module.register_comm_hook(None, share_bucket)
     module.logger = SimpleNamespace(set_runtime_stats_and_log=lambda: None)
     module.reducer = Reducer(module.reducer)
@@ -160,23 +156,23 @@ def choose_optimizer(name: str, model: nn.Module) -> Any:
 
 def make_trainer(case: dict[str, Any], model: ModelConfig) -> Trainer:
     """Build the model, its wrapper and the optimizer, as launcher.programs.training does."""
-    parallelism = Parallelism(case["parallel"], case["bf16"])
     with DEVICE:
         bare = Transformer(model, recompute=case["checkpointing"])
     if case["parallel"] == "fsdp":
-        shard_model(bare, DEVICE, bf16=case["bf16"])
-    module = wrap_fake_ddp(bare) if case["parallel"] == "ddp" else bare
+        shard_model(bare, DEVICE, "fake", bf16=case["bf16"])
     train = TrainConfig(
         batch_size=case["batch"],
         seq_len=case["seq_len"],
         activation_checkpointing=case["checkpointing"],
         grad_accumulation=case["accumulation"],
     )
-    setup = ComputeSetup(
-        Ranks(0, case["world_size"], 0, 1, has_rendezvous=False), DEVICE, "nccl", parallelism, None
-    )
-    state = State(module, choose_optimizer(case["optimizer"], bare), None)
-    return Trainer(Config(model, DataConfig(), train), None, setup, state)  # type: ignore[arg-type]
+    trainer: Any = Trainer.__new__(Trainer)
+    trainer.config, trainer.train_config = Config(model, DataConfig(), train), train
+    trainer.ranks = SimpleNamespace(device=DEVICE)
+    trainer.bf16, trainer.parallel = case["bf16"], case["parallel"]
+    trainer.module = wrap_fake_ddp(bare) if case["parallel"] == "ddp" else bare
+    trainer.optimizer = choose_optimizer(case["optimizer"], bare)
+    return cast("Trainer", trainer)
 
 
 def make_batches(case: dict[str, Any], tracker: Any) -> Iterator[torch.Tensor]:
@@ -195,7 +191,7 @@ def track(case: dict[str, Any]) -> int:
         with FakeTensorMode():
             with tracker:
                 trainer = make_trainer(case, ModelConfig(**case["model"]))
-            tracker.track_external(trainer.state.module)
+            tracker.track_external(trainer.module)
             for step in range(1, STEPS.get(case["optimizer"], 3) + 1):
                 # A peak begins with each entry: the first step has tensors of DTensor's own propagation.
                 with tracker:

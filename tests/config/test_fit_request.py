@@ -21,7 +21,7 @@ from launcher.config.search_path import find_shipped, find_sources
 from launcher.errors import UsageError
 from launcher.fit import choose_settings, framework_memory
 from launcher.fit.fit_model import FitRequest
-from launcher.programs import chunked_loss, training_config
+from launcher.programs import options, transformer
 from tests.seam import run_inside
 
 USER = ("train.py",)
@@ -172,9 +172,9 @@ def test_nodes(nodes: object, environ: dict[str, str], count: int) -> None:
 
 
 def test_the_programs_own_rule_and_defaults() -> None:
-    assert fit_settings.MAX_DEFAULT_SEQ_LEN == training_config.MAX_DEFAULT_SEQ_LEN
-    assert training_config.TrainConfig().batch_size == choose_settings.DEFAULT_BATCH
-    assert framework_memory.CHUNK == chunked_loss.CHUNK
+    assert fit_settings.MAX_DEFAULT_SEQ_LEN == options.MAX_DEFAULT_SEQ_LEN
+    assert options.TrainConfig().batch_size == choose_settings.DEFAULT_BATCH
+    assert framework_memory.CHUNK == transformer.CHUNK
 
 
 @pytest.mark.parametrize(

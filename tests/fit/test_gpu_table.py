@@ -1,11 +1,10 @@
-"""GPUs by the driver's names and by short ones; the bundled program's own peaks."""
+"""GPUs by the driver's names and by short ones."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.fit.gpu_table import GPU_TYPES, find_gpu
-from launcher.programs.metrics import PEAKS, find_peak
 from tests.fuzzing import FUZZ, WORDS, texts
 
 NAMES = [
@@ -98,18 +97,6 @@ def test_rows_are_found_by_their_own_names_and_are_plausible() -> None:
         assert gpu.fp32 <= (gpu.tf32 or gpu.fp32) < gpu.bf16 < (gpu.fp8 or 1e9)
         assert 8 * 1024 <= gpu.memory_mib < 300 * 1024 and gpu.nvlink_domain >= 1 and gpu.source
         assert [gpu.find_precision_peak(name) > 0 for name in WORDS["fit.precision"]] == [True] * 4
-
-
-@pytest.mark.parametrize("name", [name for name, _ in NAMES if name[:6] in ("NVIDIA", "Tesla ")])
-def test_the_bundled_program_has_the_same_peaks(name: str) -> None:
-    found = find_gpu(name)
-    assert found is not None and find_peak(name) == found.bf16
-
-
-def test_every_peak_of_the_bundled_program_is_in_the_table() -> None:
-    for name, peak in PEAKS:
-        found = find_gpu(name)
-        assert found is not None and found.bf16 == peak, name
 
 
 @FUZZ

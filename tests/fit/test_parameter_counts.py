@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from launcher.fit.parameter_counts import (
     count_part_parameters,
     count_token_flops,
 )
-from launcher.programs.dimensions import ModelConfig, count_flops, count_parameters
+from launcher.programs.options import ModelConfig
 from tests.seam import Result
 
 PRESETS = Path(__file__).parents[2] / "conf/model"
@@ -55,26 +56,24 @@ def read_mixture(name: str) -> ModelDimensions:
     return replace(dense, experts=experts, latent_attention=LatentAttention(**latent) if latent else None)
 
 
-@pytest.mark.parametrize("name", DENSE)
-def test_the_bundled_program_counts_the_same(name: str) -> None:
-    config = read_preset(name)
-    model = convert(config)
-    assert count_model_parameters(model) == count_active_parameters(model) == count_parameters(config)
-    for seq_len in (1, 128, 4096):
-        assert count_token_flops(model, seq_len) == count_flops(config, seq_len)
-        again = count_token_flops(model, seq_len, "full", early_stop=True)
-        assert again == count_flops(config, seq_len, recompute=True)
+def test_the_bundled_programs_modules_count_the_same() -> None:
+    import torch
 
+    from launcher.programs.transformer import Transformer, count_flops
 
-@pytest.mark.parametrize("head_dim", [None, 64])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-def test_switches_count_the_same(norm: str, bias: bool, head_dim: int | None) -> None:
-    config = replace(
-        read_preset("tiny"), norm=norm, bias=bias, head_dim=head_dim, position="learned", mlp="gelu"
-    )
-    assert count_model_parameters(convert(config)) == count_parameters(config)
-    assert count_token_flops(convert(config), 64) == count_flops(config, 64)
+    odd = [
+        replace(read_preset("tiny"), norm=norm, bias=bias, head_dim=width, position="learned", mlp="gelu")
+        for norm, bias, width in product(("layernorm", "rmsnorm"), (False, True), (None, 64))
+    ]
+    for config in [*map(read_preset, DENSE), *odd]:
+        with torch.device("meta"):
+            module = Transformer(config)
+        model, parameters = convert(config), sum(one.numel() for one in module.parameters())
+        assert count_model_parameters(model) == count_active_parameters(model) == parameters
+        for seq_len in (1, 64, 4096):
+            assert count_token_flops(model, seq_len) == count_flops(module, seq_len)
+            again = count_token_flops(model, seq_len, "full", early_stop=True)
+            assert again == count_flops(module, seq_len, recompute=True)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from launcher.programs.dimensions import ModelConfig
-from launcher.programs.training_loop import make_optimizer
+from launcher.programs.options import ModelConfig
+from launcher.programs.training import make_optimizer
 from launcher.programs.transformer import Transformer
 
 

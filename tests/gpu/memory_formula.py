@@ -5,7 +5,7 @@ It belongs to the proof alone: the launcher itself does not predict memory.
 
 from dataclasses import dataclass
 
-from launcher.programs.dimensions import ModelConfig, count_parameters
+from launcher.programs.options import ModelConfig
 
 STATE_BYTES = 18
 """A parameter under mixed-precision AdamW: weights 6, gradients 4, moments 8 (ZeRO, arXiv:1910.02054, and S.
@@ -15,6 +15,16 @@ LAYER_BYTES = 34
 which flash attention does not keep: the term sbh * 34 of arXiv:2205.05198, equation 1."""
 LOGIT_BYTES = 6 + 4
 """A logit in 16 and 32 bits, and the gradient of the latter."""
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Count the parameters of the bundled program's model."""
+    import torch
+
+    from launcher.programs.transformer import Transformer
+
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Transformer(model).parameters())
 
 
 @dataclass(frozen=True, slots=True)

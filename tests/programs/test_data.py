@@ -7,58 +7,54 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from launcher.programs.corpus import find_text
-from launcher.programs.data import Schedule, Split, Windows, choose_index, make_loader, permute, split_windows
+from launcher.programs.data import Schedule, Windows, find_text, make_loader
 from launcher.programs.options import OptionError
 
 
-@given(size=st.integers(1, 300), key=st.integers(0, 2**64 - 1))
-def test_a_permutation_takes_each_index_once(size: int, key: int) -> None:
-    assert sorted(permute(index, size, key) for index in range(size)) == list(range(size))
-
-
-def test_epochs_and_seeds_differ_and_each_epoch_is_whole() -> None:
-    epochs = [[choose_index(epoch * 50 + i, 50, seed=3) for i in range(50)] for epoch in range(3)]
-    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert epochs[0] != [choose_index(i, 50, seed=4) for i in range(50)]
-    assert epochs[0] != sorted(epochs[0])
+def write_text(path: Path, windows: int) -> Path:
+    """Write a text of so many windows of one byte."""
+    path.write_bytes(bytes(windows + 1))
+    return path
 
 
 def consume(
-    world_size: int, accumulation: int, batch_size: int, steps: int, first: int = 0
+    windows: Windows, world_size: int, accumulation: int, batch_size: int, steps: int, first: int = 0
 ) -> list[list[int]]:
     """Give what all ranks together take in each optimizer step, sorted."""
-    split = Split(windows=70, stride=7)
     ranks = [
-        list(Schedule(split, 5, first, steps * accumulation, batch_size, rank, world_size))
+        list(Schedule(windows, 5, first, steps * accumulation, batch_size, rank, world_size))
         for rank in range(world_size)
     ]
     taken = [sorted(chain(*(rank[m] for rank in ranks))) for m in range(steps * accumulation)]
     return [sorted(chain(*taken[s * accumulation : (s + 1) * accumulation])) for s in range(steps)]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "accumulation", "batch_size"), [(1, 4, 2), (2, 2, 2), (4, 1, 2), (8, 1, 1)]
-)
-def test_steps_do_not_depend_on_the_world_size(world_size: int, accumulation: int, batch_size: int) -> None:
-    assert consume(world_size, accumulation, batch_size, steps=12) == consume(1, 1, 8, steps=12)
+def test_steps_depend_on_neither_the_world_size_nor_a_resumption(tmp_path: Path) -> None:
+    windows = Windows(write_text(tmp_path / "text", 70), 1, 1 / 7)
+    whole = consume(windows, 1, 1, 8, steps=12)
+    for world_size, accumulation, batch_size in ((1, 4, 2), (2, 2, 2), (4, 1, 2), (8, 1, 1)):
+        assert consume(windows, world_size, accumulation, batch_size, steps=12) == whole
+    assert consume(windows, 2, 1, 4, steps=5, first=7 * 8) == whole[7:]
 
 
-def test_a_resumed_schedule_goes_on_where_it_was() -> None:
-    assert consume(2, 1, 4, steps=12)[7:] == consume(2, 1, 4, steps=5, first=7 * 8)
+def test_each_epoch_is_another_order_of_the_windows_for_training(tmp_path: Path) -> None:
+    windows = Windows(write_text(tmp_path / "text", 60), 1, 1 / 6)
+    epochs = [next(iter(Schedule(windows, 3, epoch * 50, 1, 50, 0, 1))) for epoch in range(3)]
+    held_out = [windows.validation_window(index) for index in range(windows.validation)]
+    assert all(sorted(epoch + held_out) == list(range(60)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert epochs[0] != sorted(epochs[0])
+    assert epochs[0] != next(iter(Schedule(windows, 4, 0, 1, 50, 0, 1)))
 
 
-@given(windows=st.integers(1, 500), stride=st.just(0) | st.integers(2, 40))
-@settings(max_examples=50)
-def test_a_split_shares_all_windows_out(windows: int, stride: int) -> None:
-    split = Split(windows, stride)
-    train = [split.train_window(index) for index in range(split.training)]
-    held_out = [split.validation_window(index) for index in range(split.validation)]
-    assert sorted(train + held_out) == list(range(windows))
+def test_a_split_shares_all_windows_out(tmp_path: Path) -> None:
+    for count, fraction in ((1, 0.0), (40, 0.0), (2, 0.5), (100, 0.01), (477, 0.03), (500, 0.2)):
+        windows = Windows(write_text(tmp_path / "text", count), 1, fraction)
+        train = [windows.train_window(index) for index in range(windows.training)]
+        held_out = [windows.validation_window(index) for index in range(windows.validation)]
+        assert sorted(train + held_out) == list(range(count))
+        assert windows.validation == (count // max(2, round(1 / fraction)) if fraction else 0)
 
 
 @pytest.fixture
@@ -69,7 +65,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_windows_overlap_by_the_byte_to_predict(text: Path) -> None:
-    windows = Windows(text, 10)
+    windows = Windows(text, 10, 0)
     assert len(windows) == 10
     assert windows[0].tolist() == list(range(11))
     assert windows[9].tolist() == list(range(90, 101))
@@ -79,10 +75,10 @@ def test_windows_overlap_by_the_byte_to_predict(text: Path) -> None:
 
 
 def test_loaders_give_the_schedule_also_through_workers(text: Path) -> None:
-    windows = Windows(text, 10)
-    schedule = Schedule(split_windows(windows, 0.2), 1, 0, 6, 2, 0, 1)
-    plain = [batch.tolist() for batch in make_loader(windows, schedule, 0, pin=False)]
-    worked = [batch.tolist() for batch in make_loader(windows, schedule, 1, pin=False)]
+    windows = Windows(text, 10, 0.2)
+    schedule = Schedule(windows, 1, 0, 6, 2, 0, 1)
+    plain = [batch.tolist() for batch in make_loader(schedule, 0, pin=False)]
+    worked = [batch.tolist() for batch in make_loader(schedule, 1, pin=False)]
     assert plain == worked == [[windows[i].tolist() for i in indices] for indices in schedule]
     assert len(plain) == 6
 
@@ -92,7 +88,7 @@ def test_a_text_too_short(tmp_path: Path, size: int, fraction: float) -> None:
     path = tmp_path / "short"
     path.write_bytes(bytes(size))
     with pytest.raises(OptionError, match=f"has {size} bytes"):
-        split_windows(Windows(path, 10), fraction)
+        Windows(path, 10, fraction)
 
 
 @pytest.fixture

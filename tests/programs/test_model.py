@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from launcher.programs.dimensions import ModelConfig
+from launcher.programs.options import ModelConfig
 from launcher.programs.transformer import Transformer, initialise, make_rotations, rotate
 
 GPT2 = ModelConfig(norm="layernorm", mlp="gelu", position="learned", bias=True, kv_heads=4)
@@ -68,7 +68,7 @@ def test_chunks_and_recomputed_activations_give_the_same_gradients(
     tokens = torch.randint(0, 256, (2, 25))
     plain, other = build(config), build(config, recompute=recompute)
     loss = F.cross_entropy(plain(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-    monkeypatch.setattr("launcher.programs.chunked_loss.CHUNK", 17)
+    monkeypatch.setattr("launcher.programs.transformer.CHUNK", 17)
     chunked = other(tokens[:, :-1], tokens[:, 1:])
     torch.testing.assert_close(loss, chunked)
     torch.autograd.backward(3 * loss)

@@ -4,12 +4,9 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
-from launcher.programs.dimensions import ModelConfig, count_flops
-from launcher.programs.metrics import Peak, SpeedMeter, choose_peak, find_peak
-from launcher.programs.training_config import TrainConfig, parse_config
-from launcher.programs.training_loop import compute_learning_rate
+from launcher.programs.options import ModelConfig, TrainConfig, parse_config
+from launcher.programs.training import compute_learning_rate
 
 
 def test_options_reach_the_configuration() -> None:
@@ -44,6 +41,10 @@ def test_what_is_not_given_follows_from_the_model() -> None:
         (["--seq-len", "129"], "--seq-len 129 is above model.max_seq_len=128"),
         (["--data.val_fraction", "0.9"], "--data.val_fraction 0.9 must lie between 0 and 0.5"),
         (["--model.heads", "6"], "model.hidden_size=128 is not divisible by model.heads=6"),
+        (["--model.kv_heads", "3"], "model.heads=4 is not divisible by model.kv_heads=3"),
+        (["--model.vocab_size", "255"], "--model.vocab_size 255 must be at least 256"),
+        (["--model.layers", "0"], "--model.layers 0 must be at least 1"),
+        (["--model.head_dim", "5"], "rotary embeddings need an even width of a head, not 5"),
         (["--model.norm", "batch"], "argument --model.norm: invalid choice: 'batch'"),
         (["--nonsense", "a\nb"], "unrecognized arguments: --nonsense a b"),
         (["--step", "3"], "unrecognized arguments: --step 3"),
@@ -76,46 +77,3 @@ def test_the_rate_warms_up_and_falls_to_its_end() -> None:
     assert rates[54] == pytest.approx(0.55)
     assert rates[-1] == pytest.approx(0.1)
     assert compute_learning_rate(TrainConfig(steps=1, warmup_steps=0), 1.0, 1) == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H200", 989),
-        ("NVIDIA GH200 480GB", 989),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA GB200", 2500),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA L4", 121),
-        ("NVIDIA A10G", 70),
-        ("Tesla V100-SXM2-16GB", 125),
-        ("NVIDIA GeForce GTX 1080", None),
-    ],
-)
-def test_published_peaks(name: str, peak: float | None) -> None:
-    assert find_peak(name) == peak
-
-
-def test_a_given_peak_wins_and_a_cpu_has_none_of_its_own() -> None:
-    cpu = torch.device("cpu")
-    assert choose_peak(2.5, cpu, torch.float32) == Peak(2.5, "given")
-    assert choose_peak(None, cpu, torch.float32) is None
-
-
-def test_speed_counts_recomputation_in_tflops_and_not_in_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([10.0, 12.0, 12.0, 12.0])
-    monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    model = ModelConfig()
-    meter = SpeedMeter(model, 128, recompute=True, world_size=2, peak=Peak(0.01, "given"), start=10.0)
-    meter.restart()
-    meter.tokens = 4000
-    speed = meter.read_speed()
-    assert speed.tokens == 2000
-    assert speed.mfu is not None
-    assert speed.mfu == pytest.approx(count_flops(model, 128) * 1000 / 1e12 / 0.01)
-    assert speed.tflops == pytest.approx(count_flops(model, 128, recompute=True) * 1000 / 1e12)
-    assert speed.tflops > speed.mfu * 0.01

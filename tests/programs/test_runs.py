@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from launcher.programs.checkpoint import list_complete, prepare_directory
-from launcher.programs.dimensions import ModelConfig
-from launcher.programs.options import OptionError
+from launcher.programs.options import ModelConfig, OptionError
 
-from .start_program import Start, read_losses
+from .start_program import STEP, Start, read_losses
 
 MIXED: dict[str, str | bool] = {
     "parallel": "fsdp",
@@ -50,6 +49,9 @@ def test_the_output_has_its_form_and_the_loss_falls(ddp: tuple[str, Path]) -> No
     assert float(losses[12]) < float(losses[1]) - 0.3
     assert "2 ranks, ddp over gloo, fp32" in output
     assert f"done step 12/12 loss {losses[12]} val_loss " in output.splitlines()[-1]
+    # MFU counts what the model needs, TFLOPS what is computed: the same without recomputation.
+    tflops, mfu = next(found.group(6, 7) for found in map(STEP.fullmatch, output.splitlines()) if found)
+    assert float(mfu) == pytest.approx(float(tflops) / 0.1 * 100, abs=0.06)
     assert [path.name for path in list_complete(folder)] == ["step-00000008", "step-00000012"]
     assert not list(folder.glob("*.part"))
 
@@ -78,8 +80,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(start: Start, ddp: tuple[str, Pa
 
 def test_fsdp_goes_on_from_ddp_and_then_exactly(start: Start, ddp: tuple[str, Path], tmp_path: Path) -> None:
     part = copy_until(ddp[1], 8, tmp_path / "fsdp")
-    whole = start.run(2, steps="12", checkpoint_dir=part, checkpoint_every="2", **MIXED)
+    whole = start.run(2, steps="12", checkpoint_dir=part, checkpoint_every="2", peak_tflops="0.0001", **MIXED)
     assert "fsdp over gloo, bf16" in whole
+    tflops, mfu = next(found.group(6, 7) for found in map(STEP.fullmatch, whole.splitlines()) if found)
+    assert float(tflops) / 0.0001 * 100 > float(mfu) * 1.2  # activations are computed again
     expect_near(read_losses(ddp[0]), read_losses(whole), near=0.02)
     part = copy_until(tmp_path / "fsdp", 10, tmp_path / "again")
     expect_same(whole, start.run(2, steps="12", checkpoint_dir=part, **MIXED), first=11)

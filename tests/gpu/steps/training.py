@@ -8,10 +8,10 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from launcher.programs.dimensions import ModelConfig, count_parameters
+from launcher.programs.options import ModelConfig
 from tests.gpu.context import NEEDED, Context
 from tests.gpu.environment import ROOT
-from tests.gpu.memory_formula import predict_memory
+from tests.gpu.memory_formula import count_parameters, predict_memory
 from tests.programs.start_program import STEP
 
 MEMORY = re.compile(r"memory  ([\d.]+) GiB allocated, ([\d.]+) reserved at most, ([\d.]+) of ([\d.]+) in use")
