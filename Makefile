@@ -16,10 +16,23 @@ test: $(VENV)/.test  ## install the test extra, and run all tests; WORKERS=1 one
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-gpu: $(VENV)/.test  ## the tests that need an NVIDIA GPU; they skip, saying why, where there is none
-	@$(BIN)/python -m pytest -m gpu
+	@$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
+GPU_WHEELS := .gpu-wheels
+NEEDED := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+  tests = [need for need in project["optional-dependencies"]["test"] if need.startswith(("pytest>", "pytest-timeout"))]; \
+  print(*(need for need in project["dependencies"] + tests if not need.startswith(("torch", "numpy"))), sep="\n")
+PLATFORMS := $(foreach libc,_2_28 _2_27 _2_17 2014,--platform=manylinux$(libc)_x86_64)
+# Compiled wheels for each of these Pythons, all others once; antlr4 is published as source alone.
 gpu-wheels: $(VENV)/.test  ## .gpu-wheels, which tests/gpu/prove needs on a machine with a GPU and no network
-	@$(BIN)/python -m tests.gpu.wheels
+	@rm -rf $(GPU_WHEELS) && mkdir $(GPU_WHEELS)
+	@$(BIN)/python -c '$(NEEDED)' >$(GPU_WHEELS)/requirements.txt
+	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir $(GPU_WHEELS) "antlr4-python3-runtime==4.9.*"
+	@for version in 3.11 3.12 3.13 3.14; do \
+	  $(BIN)/python -m pip download --quiet --only-binary=:all: --implementation=cp --python-version=$$version \
+	    $(PLATFORMS) --dest=$(GPU_WHEELS) --find-links=$(GPU_WHEELS) pip -r $(GPU_WHEELS)/requirements.txt || exit; \
+	done
+	@du -sh $(GPU_WHEELS)
 
 test-kernels: $(VENV)/.test  ## placement on real kernels, booted in QEMU (README in tests/kernels); ARGS="-k 64-cpus" selects
 	@$(BIN)/python -m pytest -m kernels tests/kernels -v --durations=8 $(ARGS)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from launcher.programs.checkpoint import list_complete, prepare_directory
 from launcher.programs.options import ModelConfig, OptionError
@@ -180,18 +179,6 @@ def test_a_checkpoint_directory_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OptionError, match="Not a directory"):
         prepare_directory(tmp_path / "file" / "below", ModelConfig())
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_a_gpu_trains_in_bf16(start: Start, parallel: str) -> None:
-    output = start.run(
-        1, steps="12", parallel=parallel, activation_checkpointing="selective", compile=True, num_workers="2"
-    )
-    losses = read_losses(output)
-    assert "cuda:0" in output
-    assert float(losses[12]) < float(losses[1]) - 0.3
 
 
 def test_a_cpu_has_no_mfu(start: Start) -> None:

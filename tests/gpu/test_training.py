@@ -1,0 +1,85 @@
+"""The bundled program on a GPU: memory and speed, predicted by `launch fit` and measured; the watch."""
+
+import json
+import re
+import statistics
+from typing import Any
+
+import pytest
+
+from tests.gpu.proof import Proof
+from tests.programs.start_program import STEP
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
+GIB = 2**30
+MEMORY = re.compile(r"memory  ([\d.]+) GiB allocated, ([\d.]+) reserved at most, ([\d.]+) of ([\d.]+) in use")
+SHORT = ("program.log_every=2", "program.eval_batches=0", "program.checkpoint_dir=null")
+SIZES = {"gpt2": (16, 1024), "llama1b": (4, 2048)}
+"""Sequences in a micro-step, and their length, if they are not chosen: for GPUs of 80 GB or more."""
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama1b"])
+@pytest.mark.parametrize("chosen", [True, False], ids=["auto", "fixed"])
+def test_memory_and_speed_are_as_predicted(proof: Proof, model: str, chosen: bool) -> None:
+    if proof.cpu and model != "gpt2":
+        proof.need_gpu()
+    steps, name = (12, "tiny") if proof.cpu else (24, model)
+    batch, seq_len = (4, 64) if proof.cpu else SIZES[model]
+    asked = [] if chosen and not proof.cpu else [f"fit.micro_batch={batch}", f"fit.seq_len={seq_len}"]
+    told = proof.verb("fit", "fit", f"+model={name}", "nproc_per_node=1", *asked, "format=json")
+    fit: dict[str, Any] = json.loads(told.out)
+    used = fit["settings"]
+    words = ["program.grad_accumulation=1", *SHORT, f"program.steps={steps}"]
+    if asked:
+        words += [f"program.batch_size={batch}", f"program.seq_len={seq_len}"]
+        words += ["program.activation_checkpointing=none"]
+    ended = proof.start("train", f"+model={name}", *words, limit=130)
+    said = ended.read_rank()
+    (batches,) = re.findall(r"^batch +.*: (\d+) sequences x (\d+) x", said, re.MULTILINE)
+    assert (int(batches[0]), int(batches[1])) == (used["micro_batch"], used["seq_len"]), (
+        "fit plans another run"
+    )
+    lines = [found for found in map(STEP.fullmatch, said.splitlines()) if found]
+    assert int(lines[-1][1]) == steps
+    assert float(lines[-1][3]) < float(lines[0][3])
+    # The first lines have the start in them: kernels are loaded, the allocator grows.
+    late = [found for found in lines if int(found[1]) > steps // 2]
+    tokens = statistics.median(float(found[5]) for found in late)
+    predicted, speed = fit["memory"], fit["speed"]
+    row: dict[str, object] = {"model": name, "batch": " x ".join(batches), "auto": not asked}
+    row |= {"checkpointing": used["checkpointing"], "verdict": fit["verdict"], "tokens/s": tokens}
+    if speed and speed["step_seconds"]:
+        fast, slow = (speed["tokens_per_step"] / seconds for seconds in speed["step_seconds"])
+        row |= {"tokens/s predicted": f"{slow:.0f} to {fast:.0f}", "TFLOPS": late[-1][6], "MFU": late[-1][7]}
+    for kind in ("allocated", "reserved"):
+        low, expected, high = (predicted[kind][end] / GIB for end in ("low", "expected", "high"))
+        row[f"{kind} predicted, GiB"] = f"{low:.2f} to {high:.2f}, expected {expected:.2f}"
+    if proof.cpu:
+        row["resident, GiB"] = json.loads((ended.run / "rank-0.memory.json").read_text())["resident"] / GIB
+        proof.record("Training", row)
+        return
+    found = MEMORY.search(said)
+    assert found, said[-500:]
+    allocated, reserved, in_use, _ = map(float, found.groups())
+    row |= {"allocated, GiB": allocated, "reserved, GiB": reserved, "in use, GiB": in_use}
+    proof.record("Training", row)
+    (report,) = ended.run.glob("watch/node-*.json")
+    gpu = json.loads(report.read_text())["ranks"][0]["gpu"]
+    proof.record("The watch's last sample", {"model": name, **(gpu or {})})
+    assert 0 < float(late[-1][7]) < 100
+    assert gpu is not None, "the watch has no sample of the GPU"
+    assert allocated <= 1.02 * predicted["allocated"]["high"] / GIB
+    assert fit["verdict"] != "fits" or in_use <= fit["capacity"] / GIB
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_compiled_and_checkpointed_it_learns(proof: Proof, parallel: str) -> None:
+    if parallel == "fsdp":
+        proof.need_gpu()
+    options = {"parallel": parallel, "activation_checkpointing": "selective", "compile": not proof.cpu}
+    options |= {"batch_size": 4, "seq_len": 64, "steps": 40, "grad_accumulation": 1}
+    words = [f"program.{name}={str(value).lower()}" for name, value in options.items()]
+    said = proof.start("train", "+model=tiny", *words, *SHORT, limit=130).read_rank()
+    assert proof.cpu or "cuda:0" in said
+    losses = [float(found[3]) for found in map(STEP.fullmatch, said.splitlines()) if found]
+    assert losses[-1] < losses[0] - 0.3
