@@ -361,8 +361,9 @@ class FitConfig:
     seq_len: Any = "auto"
     """Tokens of a sequence; `auto`: the program's, else the model's max_seq_len, at most 4096."""
     flash_attention: bool = True
-    loss: str = one_of("auto", "plain", "chunked", "fused")
-    """`plain` has all logits at once, `fused` is Liger's or cut cross-entropy; `auto` is not known."""
+    loss: str = one_of("auto", "plain", "compiled", "chunked", "fused")
+    """`plain` has all logits at once, with fp32 copies; `compiled` without (compiled with the model, or
+    flash-attention's); `fused` is Liger's or cut cross-entropy; `auto` is not known."""
     compile: Any = "auto"
     """Whether torch.compile is used; `auto` is not known, which makes ranges wide."""
     optimizer_fused: Any = "auto"

@@ -10,8 +10,8 @@ CUBLAS = Range(0, 32 * MIB, 64 * MIB)
 CONTEXT = Range(400 * MIB, 700 * MIB, 1024 * MIB)
 """CUDA's context and the kernels of torch and its libraries, outside torch's allocator: 0.5 to 1 GiB."""
 NCCL = Range(300 * MIB, 1024 * MIB, 2048 * MIB)
-"""Buffers of NCCL's communicators: 1 to 2 GiB; less for one communicator within a node."""
-EXPANDABLE, FIXED = (0.0, 0.03, 0.05), (0.0, 0.08, 0.15)
+"""Buffers of NCCL's communicators: 1 to 2 GiB; less for one communicator within a node, the low end."""
+EXPANDABLE, FIXED = (0.01, 0.03, 0.05), (0.01, 0.08, 0.15)
 """Share of reserved memory that no tensor fills: 3 to 5% with expandable segments, 10 to 15% without
 (docs/allocator.md; python -m tests.benchmarks fragmentation)."""
 PROCESS = Range(300 * MIB, 600 * MIB, 1024 * MIB)
@@ -27,7 +27,13 @@ def estimate_context(request: FitRequest) -> Range:
     """Estimate what is outside torch's allocator."""
     if request.device.kind != "gpu":
         return PROCESS
-    return CONTEXT + NCCL if request.layout.world_size > 1 else CONTEXT
+    layout = request.layout
+    groups = sum(size > 1 for size in (layout.dp * layout.cp, layout.tp, layout.pp, layout.ep))
+    return (
+        CONTEXT + Range(min(groups * NCCL.low, NCCL.expected), NCCL.expected, NCCL.high)
+        if groups
+        else CONTEXT
+    )
 
 
 def estimate_fragmentation(request: FitRequest, allocated: Range) -> Range:

@@ -26,10 +26,10 @@ ZERO_BUCKET = 500_000_000
 """Numbers of DeepSpeed's reduce and all-gather buckets (reduce_bucket_size, deepspeed.ai's configuration)."""
 CHUNK = 2048
 """Tokens whose logits the bundled program has at a time (launcher/programs/chunked_loss.py)."""
-SELECTED = (1.0, 1.1, 1.55)
-"""Low, expected and high of what selective checkpointing keeps by operator. torchtitan's Llama 3.1 8B keeps
-60 to 70 KB a token and layer compiled, 74 to 85 eager, 100 with norms in Python (its commits 2271b6386,
-5940ddeb5, 40f8fd007); counted are 64. By layer it is half of all."""
+SELECTED = {True: (0.94, 1.03, 1.12), False: (1.15, 1.25, 1.57), None: (0.94, 1.1, 1.57)}
+"""Low, expected and high of what selective checkpointing keeps by operator, if compiled, eager or not known.
+torchtitan's Llama 3.1 8B keeps 60 to 70 KB a token and layer compiled, 74 to 85 eager, 100 with norms in
+Python (its commits 2271b6386, 5940ddeb5, 40f8fd007); counted are 64. By layer it is half of all."""
 MEGATRON_SELECTIVE = 0.5
 """Least share with Megatron, where attention's scores alone are not kept, unless norms, latent attention's
 up-projection or the MLP's activation are recomputed too (Megatron Core's recompute_modules)."""
@@ -295,7 +295,7 @@ def keep_selected(request: FitRequest, run: LayerRun, layer: Range, tokens: int)
     each = tokens * kept.share(layout.tp, sequence_parallel=layout.sequence_parallel)
     if settings.bundled:
         return make_range(0.98 * each, each, 1.02 * each)
-    low, expected, high = (share * each for share in SELECTED)
+    low, expected, high = (share * each for share in SELECTED[settings.compile])
     if run.mixture:
         low, high = 0.5 * low, 1.5 * high
     if settings.precision == "fp8" and settings.compile is False:
@@ -408,7 +408,7 @@ def estimate_gathered(request: FitRequest, parameters: RankParameters, layers: i
     expected = layers + root + (width * count_table(request) if parameters.has_head else 0)
     if request.settings.bundled:
         return make_range(0.9 * expected, expected, 1.1 * expected)
-    return make_range(2 * width * layer, expected, 1.2 * expected + root)
+    return make_range(3 * width * layer, expected, 1.2 * expected + root)
 
 
 def count_root(request: FitRequest, parameters: RankParameters, buffers: Range) -> Range:
