@@ -2,8 +2,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# Of `make test`: twice the cores of a small machine, since many tests wait for processes that they start.
-WORKERS ?= 4
+# One more than the cores of a small machine, since many tests wait for processes that they start.
+WORKERS ?= 3
+# The tests start Python a thousand times: bytecode is kept even where the environment says not to. A module's tests
+# run in one worker, which makes what they share once; and a test that hangs fails.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+PARALLEL := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: run test test-gpu gpu-wheels test-kernels test-slurm test-slow check bench clean
@@ -11,12 +15,11 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint con
 run: $(VENV)/.run  ## install, and train the bundled model with two ranks; ARGS="key=value …" are overrides
 	@$(BIN)/launch nproc_per_node=2 $(ARGS)
 
-# The tests start Python a thousand times: bytecode is kept even where the environment says not to.
-test: $(VENV)/.test  ## install the test extra, and run all tests; WORKERS=1 one after the other
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+test: $(VENV)/.test  ## install the test extra, and run the tests; ARGS="tests/plan -k nic" selects
+	@$(PYTEST) $(PARALLEL) --timeout=300 $(ARGS)
 
 test-gpu: $(VENV)/.test  ## the tests that need an NVIDIA GPU; they skip, saying why, where there is none
-	@$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
+	@$(PYTEST) -m gpu tests/gpu --timeout=300 $(ARGS)
 
 GPU_WHEELS := .gpu-wheels
 NEEDED := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
@@ -35,13 +38,13 @@ gpu-wheels: $(VENV)/.test  ## .gpu-wheels, which tests/gpu/prove needs on a mach
 	@du -sh $(GPU_WHEELS)
 
 test-kernels: $(VENV)/.test  ## placement on real kernels, booted in QEMU (README in tests/kernels); ARGS="-k 64-cpus" selects
-	@$(BIN)/python -m pytest -m kernels tests/kernels -v --durations=8 $(ARGS)
+	@$(PYTEST) -m kernels tests/kernels -v --timeout=900 --durations=8 $(ARGS)
 
 test-slurm: $(VENV)/.test  ## on a real SLURM of several nodes, started here (slurm/sandbox); ARGS="-k preempt" selects
-	@$(BIN)/python -m pytest -m slurm tests -v --durations=8 $(ARGS)
+	@$(PYTEST) -m slurm tests -v --timeout=900 --durations=8 $(ARGS)
 
-test-slow: $(VENV)/.test  ## tests that take a minute or more each; ARGS="-k idle" selects
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal --durations=8 $(ARGS)
+test-slow: $(VENV)/.test  ## what takes long: the wheel, frameworks, real tuning and trainings; ARGS="-k wheel" selects
+	@$(PYTEST) -m slow $(PARALLEL) --timeout=600 --durations=8 $(ARGS)
 
 check: $(VENV)/.test  ## ruff, mypy, and who may import whom
 	@$(BIN)/ruff check .

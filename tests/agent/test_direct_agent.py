@@ -48,6 +48,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_the_reason_that_record_has_left_is_told(tmp_path: Path) -> None:
     words = ("nproc_per_node=1", "--", write_program(tmp_path, RECORDED))
     with start(tmp_path, *WORDS, *words) as job:
@@ -121,7 +122,7 @@ def test_a_rank_has_no_descriptor_of_the_launchers(tmp_path: Path) -> None:
         assert (job.run_dir() / "logs/0/rank-0.out").read_text() == "['0', '1', '2']\n"
 
 
-@pytest.mark.parametrize("agent", ["direct", "torchrun"])
+@pytest.mark.parametrize("agent", ["direct", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_arguments_arrive_as_typed(tmp_path: Path, agent: str) -> None:
     program = write_program(tmp_path, "import sys\nprint(sys.argv[1:])")
     words = ["${local_rank}", "$HOME", "a$$b", "x=${run_dir}", '{"a": {num_workers}}']

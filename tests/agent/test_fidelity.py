@@ -9,6 +9,7 @@ from tests.benchmarks.fidelity_frames import FRAMES, Case, copy_programs, run_al
 
 
 @pytest.mark.parametrize("name", ["launch, direct, exec", "launch, direct, warm"])
+@pytest.mark.slow
 def test_a_program_finds_its_interpreter_as_by_itself(name: str, tmp_path: Path) -> None:
     """Its argv, `__main__`, streams, signals, threads, filters of warnings, the collector, its end, …"""
     work = copy_programs(tmp_path)

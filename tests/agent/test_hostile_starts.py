@@ -96,6 +96,7 @@ def test_a_program_that_cannot_be_forked_though_it_is_to_be_is_told_of(tmp_path:
     assert {path.name for path in tmp_path.glob("ran-*")} == {"ran-0", "ran-1"}
 
 
+@pytest.mark.slow
 def test_a_program_with_a_very_long_chain_of_names_runs(tmp_path: Path) -> None:
     code = f"def chain(a):\n    return a{'.path' * 1500}\ntell('ran')\n"
     with start_job(tmp_path, code) as started:
@@ -134,6 +135,7 @@ def test_the_warm_process_is_killed_before_it_is_ready(tmp_path: Path) -> None:
     assert read_words(tmp_path, "ran") == ["0 False"] * 2
 
 
+@pytest.mark.slow
 def test_ranks_outlive_the_warm_process_and_are_executed_at_the_next_start(tmp_path: Path) -> None:
     code = """
 tell(f"start-{start}")
@@ -196,7 +198,7 @@ def test_a_signal_while_the_warm_process_imports_ends_the_start(
     assert not list(tmp_path.glob("ran-*"))
 
 
-@pytest.mark.parametrize("phase", ["0", "1"])
+@pytest.mark.parametrize("phase", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_a_signal_ends_the_ranks_of_a_start_and_of_a_restart(phase: str, tmp_path: Path) -> None:
     code = f"""
 tell(f"start-{{start}}")

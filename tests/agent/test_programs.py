@@ -16,10 +16,7 @@ from tests.benchmarks.fidelity_frames import Case, Ran, make_environ, make_launc
 
 GROUP = 6
 """Programs of a test, all of which one torchrun starts."""
-SMOKE = (
-    *("files: return", "files: error", "files: handler", "files: fork, gc=frozen"),
-    *("a vendored module that it puts first", "threads set before the import"),
-)
+SMOKE = ("files: return", "files: error")
 WAYS = {"exec": ("start.warm=off",), "forked": ()}
 PEER = """
 import json, os, subprocess, sys

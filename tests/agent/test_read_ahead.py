@@ -39,8 +39,13 @@ def dropped(tmp_path: Path) -> list[Path]:
     files = [tmp_path / "a.so", tmp_path / "b.pyc"]
     for path in files:
         path.write_bytes(os.urandom(1 << 16) * 48)
-        drop(path)
-    if is_cached(files[0]):
+    for _ in range(20):  # the kernel keeps pages that another CPU has just touched
+        for path in files:
+            drop(path)
+        cached = any(is_cached(path, at) for path in files for at in (0, 1 << 20))
+        if not cached:
+            break
+    if cached:
         pytest.skip("the kernel keeps what is written to this filesystem")
     return files
 
@@ -222,6 +227,7 @@ def test_no_record_is_kept_in_another_users_home() -> None:
             assert not list(home.iterdir())
 
 
+@pytest.mark.slow
 def test_a_rank_records_what_it_has_read(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     environ = {**clean_environ(), "PYTHONPATH": str(INPROCESS), "LAUNCH_READ_ORDER": str(record)}

@@ -42,6 +42,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         yield opened
 
 
+@pytest.mark.slow
 def test_threads_are_those_that_the_imports_would_take(ranks: Ranks) -> None:
     for variables in ({"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "64", "MKL_NUM_THREADS": "2"}):
         by_exec, forked = ranks.exec(THREADS, **variables), ranks.fork(THREADS, **variables)

@@ -42,11 +42,11 @@ def test_garbage_in_every_file_at_once(healthy: Path, kind: str) -> None:
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("path", FILES)
-def test_garbage_in_one_file(healthy: Path, path: str) -> None:
-    with spoilt(healthy, {path: spoil("bytes", path)}):
+@pytest.mark.parametrize(("number", "kind"), list(enumerate(KINDS)))
+def test_garbage_in_some_files_beside_healthy_ones(healthy: Path, number: int, kind: str) -> None:
+    with spoilt(healthy, {path: spoil(kind, path) for path in FILES[number :: len(KINDS)]}):
         _, findings = run_doctor(healthy)
-    assert len(findings) > 15
+    assert findings and not pick(findings, "error")
 
 
 @pytest.mark.usefixtures("here")

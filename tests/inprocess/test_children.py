@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.inprocess.hooked import WITHOUT_COMPILER, run_code
 
 LOOK = """
@@ -84,6 +86,7 @@ if __name__ == "__main__":
 )
 
 
+@pytest.mark.slow
 def test_children_are_as_without_us(tmp_path: Path) -> None:
     without, found = run_code(TELL, tmp_path, None), run_code(PROGRAM, tmp_path)
     assert isinstance(found, list)

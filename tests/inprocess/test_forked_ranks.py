@@ -4,6 +4,8 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.inprocess.hooked import FOLDER, PYTHON, ROOT, run_program
 
 FORK = f"""
@@ -37,6 +39,7 @@ def run_forked(code: str, folder: Path, **variables: str) -> object:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_program_without_torch_has_no_heartbeat_and_no_memory_record(tmp_path: Path) -> None:
     code = (
         "from json import dumps\nprint(dumps(sorted(os.environ.keys() & {'LAUNCH_WATCH', 'LAUNCH_MEMORY'})))"
@@ -45,6 +48,7 @@ def test_a_program_without_torch_has_no_heartbeat_and_no_memory_record(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
 
 
+@pytest.mark.slow
 def test_each_way_to_import_torch_begins_the_heartbeat(tmp_path: Path) -> None:
     code = """
 import importlib
@@ -71,6 +75,7 @@ print(json.dumps([begin(statement) for statement in (
     assert {name for *_, name in found} == {"ModuleSpec"}
 
 
+@pytest.mark.slow
 def test_copies_of_replaced_functions_are_replaced_too(tmp_path: Path) -> None:
     code = """
 import torch

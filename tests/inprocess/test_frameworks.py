@@ -86,7 +86,12 @@ print(trainer.state.global_step)
 
 
 @pytest.mark.parametrize(
-    ("package", "code"), [("lightning", LIGHTNING), ("accelerate", ACCELERATE), ("transformers", TRAINER)]
+    ("package", "code"),
+    [
+        pytest.param("lightning", LIGHTNING, marks=pytest.mark.slow),
+        ("accelerate", ACCELERATE),
+        pytest.param("transformers", TRAINER, marks=pytest.mark.slow),
+    ],
 )
 def test_a_frameworks_steps_are_counted(package: str, code: str, tmp_path: Path) -> None:
     """48 samples, two in a batch, two batches in a step."""

@@ -234,7 +234,12 @@ print(json.dumps(int(text.split("VmHWM:")[1].split()[0]) / 1e3))
 
 
 @pytest.mark.parametrize(
-    ("garbage", "steps"), [(MANY, 3000), (LARGE, 300), (OUTLIVING, 300)], ids=["many", "large", "outliving"]
+    ("garbage", "steps"),
+    [
+        pytest.param(MANY, 3000, id="many"),
+        pytest.param(LARGE, 300, id="large", marks=pytest.mark.slow),
+        pytest.param(OUTLIVING, 300, id="outliving", marks=pytest.mark.slow),
+    ],
 )
 def test_memory_stays_within_a_tenth_of_the_defaults(garbage: str, steps: int, tmp_path: Path) -> None:
     default = grow(tmp_path, None, garbage, steps)

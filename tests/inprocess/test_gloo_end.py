@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.seam import find_run, start
 
 PROGRAM = """
@@ -33,6 +35,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_ranks_on_one_core_end_after_their_last_collective(tmp_path: Path) -> None:
     """Without gloo's threads being waited for, one cycle in five never ends, or aborts at the end."""
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -64,7 +64,7 @@ def test_forked_workers_are_on_their_cpus(tmp_path: Path) -> None:
     assert notes["moved"] == [[ALL[1:]], ALL[1:]]
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
 def test_workers_that_are_started_anew_are_on_their_cpus(tmp_path: Path, method: str) -> None:
     lines = f"""
 if __name__ == "__main__":
@@ -91,7 +91,10 @@ note(moved=count_warnings(2))
 """
 
 
-@pytest.mark.parametrize("worker_cpus", [ALL, OWN], ids=["the plan's", "those without us"])
+@pytest.mark.parametrize(
+    "worker_cpus",
+    [pytest.param(ALL, id="the plan's"), pytest.param(OWN, id="those without us", marks=pytest.mark.slow)],
+)
 def test_torch_counts_the_cpus_that_workers_get_or_would_have(tmp_path: Path, worker_cpus: list[int]) -> None:
     cpus = ",".join(map(str, worker_cpus))
     notes = read_notes(run_program(tmp_path, REASON, default=False, worker_cpus=cpus))
@@ -102,7 +105,10 @@ def test_torch_counts_the_cpus_that_workers_get_or_would_have(tmp_path: Path, wo
     assert notes["moved"] == [[warning[0], "This DataLoader will create 2 wo"]] * 2
 
 
-@pytest.mark.parametrize("cpus", ["4000", "0-", "x", "3-1", str(OWN[0])])
+@pytest.mark.parametrize(
+    "cpus",
+    ["x", *(pytest.param(cpus, marks=pytest.mark.slow) for cpus in ("4000", "0-", "3-1", str(OWN[0])))],
+)
 def test_cpus_that_cannot_be_had_break_nothing(tmp_path: Path, cpus: str) -> None:
     lines = LOOK + "note(found=look(DataLoader(Places(), collate_fn=keep, num_workers=1)))"
     notes = read_notes(run_program(tmp_path, lines, default=False, worker_cpus=cpus))

@@ -206,6 +206,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_children_and_workers_have_torchs_default(tmp_path: Path) -> None:
     notes = read_notes(run_program(tmp_path, CHILDREN))
     assert notes["daemon"] == notes["child"] == [0, 0, 4]

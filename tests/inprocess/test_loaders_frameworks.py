@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.inprocess.loader_runs import ALL, read_notes, run_program
 
 PROGRAM = """
@@ -48,6 +50,7 @@ note(hook=[fit(None, **options) for options in said],
 """
 
 
+@pytest.mark.slow
 def test_loaders_that_are_made_anew_keep_their_workers(tmp_path: Path) -> None:
     notes = read_notes(run_program(tmp_path, PROGRAM))
     assert notes == {"hook": [2, 0, 1], "given": [2, 0, 1], "accelerate": [2, 0, 1]}

@@ -83,7 +83,10 @@ print(sys.argv[2], os.environ["LAUNCH_RUN_DIR"], launcher.run_dir(), os.environ[
 @pytest.mark.usefixtures("quick_agent")
 @pytest.mark.parametrize(
     ("words", "number"),
-    [(["dataloader=1"], 1), (["dataloader=none", "env.LAUNCH_NUM_WORKERS=3"], 3)],
+    [
+        (["dataloader=1"], 1),
+        pytest.param(["dataloader=none", "env.LAUNCH_NUM_WORKERS=3"], 3, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_the_number_and_the_run_directory_are_handed_over_in_all_ways(

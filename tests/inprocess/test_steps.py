@@ -6,6 +6,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from tests.inprocess.hooked import PYTHON, QUICK, WITHOUT_COMPILER, run_code, run_program
 
 LOG = "synchronized,warmup=3,every=5,log"
@@ -36,6 +38,7 @@ def read_steps(code: str, folder: Path, policy: str = LOG) -> list[int]:
     return [int(step) for step in found]
 
 
+@pytest.mark.slow
 def test_the_first_of_several_optimizers_leads_until_another_replaces_it(tmp_path: Path) -> None:
     """The new one leads from its tenth step on, which is number 13, and has its own warm-up."""
     code = """
@@ -52,6 +55,7 @@ def test_of_many_small_optimizers_one_counts(tmp_path: Path) -> None:
     assert read_steps(code, tmp_path) == [3, 5, 10]
 
 
+@pytest.mark.slow
 def test_short_trainings_after_one_another_end_the_first_ones_phase(tmp_path: Path) -> None:
     """None of them leads; after ten rounds without the leader, Python's own collector is back."""
     code = """
@@ -111,6 +115,7 @@ print(json.dumps([found, gc.get_freeze_count() > 1000]))
 """
 
 
+@pytest.mark.slow
 def test_compiled_steps_have_no_more_graphs_nor_breaks(tmp_path: Path) -> None:
     def run(policy: str | None) -> object:
         folder = tmp_path / str(policy is None)

@@ -150,6 +150,7 @@ dist.destroy_process_group()
 SHOW = "print(*found, flush=True)"
 
 
+@pytest.mark.slow
 def test_two_nodes_started_by_hand(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -208,6 +209,7 @@ def test_elastic_job_goes_on_in_the_same_run_directory(tmp_path: Path) -> None:
     wait_for(lambda: (logs / "1" / "rank-0.out").read_text() == "here\n", "the second start's log")
 
 
+@pytest.mark.slow
 def test_nodes_by_hand_can_share_a_run_directory(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -230,6 +232,7 @@ def test_nodes_by_hand_can_share_a_run_directory(tmp_path: Path) -> None:
         assert json.loads((shared / name).read_text())["outcome"]["state"] == "succeeded"
 
 
+@pytest.mark.slow
 def test_an_agent_that_fails_without_a_rank_after_a_start_with_a_failure(tmp_path: Path) -> None:
     with start(tmp_path, "new_run_dir=one", "--", write_program(tmp_path, "raise SystemExit(5)")) as started:
         assert started.wait() == 5

@@ -30,7 +30,7 @@ def read_manifest(job: Started) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("agent", ["direct", "torchrun"])
+@pytest.mark.parametrize("agent", ["direct", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_restart_starts_the_ranks_anew(agent: str, tmp_path: Path) -> None:
     words = (*WORDS, f"agent={agent}", "watch.on_hang=restart", "--", write_program(tmp_path, PROGRAM))
     with start(tmp_path, *words, PYTHONPATH=AGENT) as job:
@@ -58,6 +58,7 @@ if attempt == "0":
 """
 
 
+@pytest.mark.slow
 def test_restart_when_the_others_have_left(tmp_path: Path) -> None:
     words = (*WORDS, "watch.on_hang=restart", "--", write_program(tmp_path, LEFT))
     with start(tmp_path, *words, PYTHONPATH=AGENT) as job:

@@ -70,6 +70,7 @@ def test_the_program_is_not_told_of_the_launcher(placed: Placed) -> None:
 
 
 @pytest.mark.usefixtures("quick_agent")
+@pytest.mark.slow
 def test_more_ranks_than_cores_are_told_and_run(tmp_path: Path) -> None:
     allowed = os.sched_getaffinity(0)
     crowded = run_placed(tmp_path, len(allowed) + 1)

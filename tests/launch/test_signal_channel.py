@@ -51,7 +51,9 @@ def test_a_word_in_two_pieces_and_words_of_a_later_version() -> None:
 
 
 def test_without_a_greeting_the_end_says_nothing() -> None:
-    control = open_signal_channel(os.open(os.devnull, os.O_RDONLY))
+    reading, writing = os.pipe()
+    os.close(writing)
+    control = open_signal_channel(reading)
     assert control.read_signals() == [] and control.descriptors == () and not control.is_cut
 
 

@@ -252,6 +252,7 @@ open("done", "w").close()
 """
 
 
+@pytest.mark.slow
 def test_a_terminal_that_is_not_read_holds_up_nothing_and_shows_all_of_it_later(tmp_path: Path) -> None:
     """The log is the buffer, also over a restart."""
     with launch_on_terminal(tmp_path, FLOOD, ONE, "torchrun.max_restarts=1") as terminal:

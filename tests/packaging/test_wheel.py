@@ -95,6 +95,7 @@ def test_the_wheel_carries_configuration_types_and_licence(wheel: Path) -> None:
     assert not any(name.startswith(("tests/", "conf/", "slurm/")) for name in names)
 
 
+@pytest.mark.slow
 def test_the_distribution_has_a_name_of_its_own(wheel: Path, scripts: Path, tmp_path: Path) -> None:
     """`pip install launch` and `pip install launcher` install something else."""
     name, version = wheel.name.split("-")[:2]
@@ -127,6 +128,7 @@ def test_the_wheel_runs_in_an_empty_environment(wheel: Path, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_shipped_configuration_is_found_from_an_empty_folder(scripts: Path, tmp_path: Path) -> None:
     done = run(scripts, tmp_path, "--cfg", "job", "+model=llama7b", "-p", "model")
     assert done.returncode == 0, done.stderr
@@ -139,6 +141,7 @@ def test_the_shipped_configuration_is_found_from_an_empty_folder(scripts: Path, 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_job_runs_from_the_installed_package(scripts: Path, tmp_path: Path) -> None:
     code = "import launcher, sys; print(launcher.__file__, sys.modules['launch_inprocess.startup'].__file__)"
     (tmp_path / "show.py").write_text(code)

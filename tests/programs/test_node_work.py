@@ -50,6 +50,7 @@ def test_a_short_run_measures_for_less_time(seconds: float) -> None:
     assert (found == KINDS["light"]) == (seconds > 8)
 
 
+@pytest.mark.slow
 def test_each_core_the_memory_and_gloo_while_one_core_is_shared() -> None:
     """With a busy process on one core, the work had about half of its time."""
     with keep_busy(CPUS[-1]):
@@ -97,6 +98,7 @@ def test_a_core_whose_process_is_killed_has_failed_and_the_others_go_on() -> Non
     assert psutil.wait_procs(workers, 30)[1] == []
 
 
+@pytest.mark.slow
 def test_two_nodes_measure_what_is_between_them() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]

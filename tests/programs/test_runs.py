@@ -72,11 +72,13 @@ def expect_near(whole: dict[int, str], resumed: dict[int, str], near: float) -> 
     )
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one(start: Start, ddp: tuple[str, Path], tmp_path: Path) -> None:
     part = copy_until(ddp[1], 8, tmp_path)
     expect_same(ddp[0], start.run(2, steps="12", checkpoint_dir=part, num_workers="1"), first=9)
 
 
+@pytest.mark.slow
 def test_fsdp_goes_on_from_ddp_and_then_exactly(start: Start, ddp: tuple[str, Path], tmp_path: Path) -> None:
     part = copy_until(ddp[1], 8, tmp_path / "fsdp")
     whole = start.run(2, steps="12", checkpoint_dir=part, checkpoint_every="2", peak_tflops="0.0001", **MIXED)
@@ -88,6 +90,7 @@ def test_fsdp_goes_on_from_ddp_and_then_exactly(start: Start, ddp: tuple[str, Pa
     expect_same(whole, start.run(2, steps="12", checkpoint_dir=part, **MIXED), first=11)
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_from_two(start: Start, ddp: tuple[str, Path], tmp_path: Path) -> None:
     part = copy_until(ddp[1], 8, tmp_path)
     alone = start.run(0, steps="12", checkpoint_dir=part, grad_accumulation="2")
@@ -109,6 +112,7 @@ def find_ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return sorted(psutil.Process(process.pid).children(), key=lambda child: (child.create_time(), child.pid))
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_makes_all_save_the_same_step(start: Start, tmp_path: Path) -> None:
     process = start.popen(
         2, steps="3000", checkpoint_every="0", checkpoint_dir=str(tmp_path), num_workers="1"
@@ -130,6 +134,7 @@ def test_a_signal_to_one_rank_makes_all_save_the_same_step(start: Start, tmp_pat
     assert not psutil.wait_procs(everything, timeout=10)[1]
 
 
+@pytest.mark.slow
 def test_a_process_that_has_saved_its_state_asks_for_another_start(start: Start, tmp_path: Path) -> None:
     process = start.popen(0, steps="3000", checkpoint_every="0", checkpoint_dir=str(tmp_path))
     read_until(process, "step 2/")
@@ -181,12 +186,14 @@ def test_a_checkpoint_directory_that_cannot_be(tmp_path: Path) -> None:
         prepare_directory(tmp_path / "file" / "below", ModelConfig())
 
 
+@pytest.mark.slow
 def test_a_cpu_has_no_mfu(start: Start) -> None:
     command = [word for word in start.command(0, steps="1") if not word.startswith("--peak-tflops")]
     done = subprocess.run(command, env=start.environ, capture_output=True, text=True, timeout=120, check=True)
     assert " tflops " in done.stdout and "mfu" not in done.stdout and "peak" not in done.stdout
 
 
+@pytest.mark.slow
 def test_ranks_with_different_settings_train_alike(start: Start) -> None:
     """Nodes of several kinds: each was given what fits there."""
     other: dict[str, str | bool] = {"batch_size": "2", "grad_accumulation": "2", "parallel": "fsdp"}

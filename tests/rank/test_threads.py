@@ -20,9 +20,9 @@ print(json.dumps({"mine": torch.get_num_threads(), "mkl": torch.backends.mkl.is_
     ("environ", "line", "threads", "with_mkl"),
     [
         ({}, "", 1, 1),
-        ({"OMP_NUM_THREADS": "2"}, "", 2, 2),
+        pytest.param({"OMP_NUM_THREADS": "2"}, "", 2, 2, marks=pytest.mark.slow),
         ({}, "os.environ['OMP_NUM_THREADS'] = '2'", 2, 2),
-        ({"MKL_NUM_THREADS": "2"}, "", 1, 2),
+        pytest.param({"MKL_NUM_THREADS": "2"}, "", 1, 2, marks=pytest.mark.slow),
     ],
 )
 def test_torch_has_the_number_that_was_set_last_before_its_import(

@@ -108,7 +108,9 @@ def test_the_node_that_serves_the_store_looks_at_its_port(ends: Ends) -> None:
 
 
 def test_a_task_whose_stdin_is_not_the_first_nodes(ends: Ends) -> None:
-    channel = open_signal_channel(os.open(os.devnull, os.O_RDONLY))
+    reading, writing = os.pipe()
+    os.close(writing)
+    channel = open_signal_channel(reading)
     control = NodeControl(
         "n1", channel, may_restart=True, is_port_free=lambda _: True, descriptor=ends.written
     )

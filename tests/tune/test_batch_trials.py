@@ -16,6 +16,7 @@ WORDS = ["tune", "batch", "tune.option=--batch-size", "tune.steps=12"]
 
 
 @pytest.mark.usefixtures("quick_agent")
+@pytest.mark.slow
 def test_the_largest_and_the_fastest_are_found_on_two_ranks(tmp_path: Path) -> None:
     """8 MiB a sequence: 16 fit into 230 MiB, and 32 do not; 8 take as long as 16."""
     (tmp_path / "train.py").write_text(BATCHES)
