@@ -25,7 +25,7 @@ from launcher.fit.state_memory import StateMemory, count_state_bytes, estimate_s
 ZERO_BUCKET = 500_000_000
 """Numbers of DeepSpeed's reduce and all-gather buckets (reduce_bucket_size, deepspeed.ai's configuration)."""
 CHUNK = 2048
-"""Tokens whose logits the bundled program has at a time (launcher/programs/chunked_loss.py)."""
+"""Tokens whose logits the bundled program has at a time (launcher/programs/transformer.py)."""
 SELECTED = {True: (0.94, 1.03, 1.12), False: (1.15, 1.25, 1.57), None: (0.94, 1.1, 1.57)}
 """Low, expected and high of what selective checkpointing keeps by operator, if compiled, eager or not known.
 torchtitan's Llama 3.1 8B keeps 60 to 70 KB a token and layer compiled, 74 to 85 eager, 100 with norms in
@@ -345,7 +345,7 @@ def estimate_logits(request: FitRequest, parameters: RankParameters) -> Range:
 
 
 def count_chunked_loss(request: FitRequest) -> int:
-    """Count the bytes of the bundled program's loss at its peak (launcher/programs/chunked_loss.py).
+    """Count the bytes of the bundled program's loss at its peak (launcher/programs/transformer.py).
 
     A chunk's fp32 logits and their logarithms, or the gradients of its logits and of the table; several
     chunks add up the table's gradient in fp32. With autocast the copies of the table and of the input too.
