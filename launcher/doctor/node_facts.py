@@ -100,7 +100,7 @@ class WorkResult:
     measure: str
     """`matmul` (TFLOPS), `copy_to`, `copy_from`, `memory`, `peer_copy`, `all_reduce`, `pair` (all GB/s)."""
     where: str
-    """`GPU 3`, `CPU 0-7`, `node`, or `n1-n2` for a pair."""
+    """`GPU 3`, `CPU` (all of them together), `node`, or `n1-n2` for a pair."""
     value: float | None
     """None if it failed; see `problem`."""
     unit: str = ""
@@ -112,10 +112,6 @@ class WorkResult:
     """Why it was not measured, if that says nothing of the device: no time was left."""
     device: str = ""
     """Kind of device, as `NVIDIA H100 80GB HBM3`: only the same kind is compared."""
-    detail: str = ""
-    """What explains the value, as `python3 (PID 4211) took 49% of it`."""
-    share: float | None = None
-    """Of a CPU's time, what the work had: others had the rest. None if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

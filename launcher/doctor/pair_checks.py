@@ -11,8 +11,16 @@ from collections.abc import Collection, Mapping, Sequence
 
 from launcher.doctor.finding import Finding
 from launcher.doctor.node_facts import NodeFacts, NodeFinding, WorkResult
-from launcher.doctor.slow_devices import SHARED_SICK, SHARED_SLOW, SICK, WORK, name_places, show_number
-from launcher.doctor.work_checks import find_incomparable_hosts
+from launcher.doctor.work_checks import (
+    SHARED_SICK,
+    SHARED_SLOW,
+    SICK,
+    WORK,
+    find_shared_machines,
+    list_work,
+    name_places,
+    show_number,
+)
 from launcher.text import escape_text
 
 Pair = tuple[str, str]
@@ -42,8 +50,9 @@ def judge_meetings(
     """Return what was found between nodes; `hosts` are all of the job, `nodes` those that answered."""
     results = [one for node in nodes for one in node.work]
     with_gpus = any(one.where.startswith("GPU") for one in results)
-    busy = () if with_gpus else find_incomparable_hosts(nodes)
-    found = judge_pairs(hosts, results, tolerance, with_gpus=with_gpus, busy=busy)
+    shared = set() if with_gpus else find_shared_machines(list_work(nodes))
+    incomparable = {node.host for node in nodes if node.boot_id in shared}
+    found = judge_pairs(hosts, results, tolerance, with_gpus=with_gpus, incomparable=incomparable)
     return tuple(one for one in found if one.finding.level != "ok")
 
 
@@ -53,21 +62,21 @@ def judge_pairs(
     tolerance: float,
     *,
     with_gpus: bool = False,
-    busy: Collection[str] = (),
+    incomparable: Collection[str] = (),
 ) -> tuple[NodeFinding, ...]:
     """Return what the pairs of `plan_pairs` say of the nodes; both nodes of a pair report it.
 
     A pair is bad if it failed, or is slow beside the upper quartile of all pairs: a bad node has two of them,
     half of what four nodes have. A pair of which nobody reported
-    anything says nothing; those of `busy` nodes are not compared.
+    anything says nothing; those of `incomparable` hosts are not compared.
     """
     measured = group_results([pair for one in plan_pairs(hosts) for pair in one], results)
     slow, sick = (tolerance, SICK) if with_gpus else (SHARED_SLOW, SHARED_SICK)
-    compared = [one for pair, one in measured.items() if not {*pair} & {*busy}]
+    compared = [one for pair, one in measured.items() if not {*pair} & {*incomparable}]
     values = [value for one in compared if (value := read_pair_value(one)) is not None]
     typical = find_upper_quartile(values) if len(values) > 1 else 0.0
     levels = {
-        pair: rate_pair(one, 0.0 if {*pair} & {*busy} else typical, slow, min(sick, slow))
+        pair: rate_pair(one, 0.0 if {*pair} & {*incomparable} else typical, slow, min(sick, slow))
         for pair, one in measured.items()
     }
     good = {host for pair, level in levels.items() if level == "ok" for host in pair}

@@ -20,29 +20,6 @@ PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
-    """A measured piece of work; as a line of JSON on stdout it has these keys."""
-
-    measure: str
-    """`matmul` (TFLOPS), `copy_to`, `copy_from`, `memory`, `peer_copy`, `all_reduce`, `pair` (all GB/s)."""
-    where: str
-    """`GPU 3`, `CPU 0-7`, `node`, or `n1-n2` for a pair."""
-    value: float | None = None
-    unit: str = ""
-    checksum: str = ""
-    """Of the result's bits; empty if equal devices need not give the same."""
-    problem: str = ""
-    """How the device failed."""
-    reason: str = ""
-    """Why it was not measured, if that says nothing of the device."""
-    device: str = ""
-    """Kind of device."""
-    detail: str = ""
-    share: float | None = None
-    """Of a CPU's time, what the work had."""
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
     """What a process has said to a call."""
 

@@ -7,7 +7,7 @@ import pytest
 
 from launcher.doctor.node_facts import WorkResult
 from launcher.doctor.pair_checks import judge_meetings, judge_pairs, name_pair, plan_pairs
-from tests.doctor.test_work_checks import core, node
+from tests.doctor.test_work_checks import cpus, node
 
 HOSTS = ("n-1", "n-2", "n-3", "n-4", "n-5", "n-6")
 
@@ -81,16 +81,18 @@ def test_slow_gpu_links_by_the_tolerance() -> None:
     assert (found.host, found.finding.level) == ("n-2", "warning")
 
 
-def test_busy_nodes_are_not_compared_but_may_not_fail() -> None:
-    assert judge_pairs(HOSTS, measure(HOSTS, {"n-2"}, 3.0), 0.93, busy={"n-2"})[0].finding.level == "ok"
-    (found,) = judge_pairs(HOSTS, measure(HOSTS, {"n-2"}), 0.93, busy={"n-2"})
+def test_nodes_of_one_machine_are_not_compared_but_may_not_fail() -> None:
+    assert (
+        judge_pairs(HOSTS, measure(HOSTS, {"n-2"}, 3.0), 0.93, incomparable={"n-2"})[0].finding.level == "ok"
+    )
+    (found,) = judge_pairs(HOSTS, measure(HOSTS, {"n-2"}), 0.93, incomparable={"n-2"})
     assert (found.host, found.finding.level) == ("n-2", "error")
 
 
 def test_a_node_that_did_not_answer_does_not_move_the_ring() -> None:
     """The others report its pairs as failed: it is the one that is named."""
     results = measure(HOSTS, {"n-3"})
-    nodes = [node(host, core(0), core(1), *pick(results, host)) for host in HOSTS if host != "n-3"]
+    nodes = [node(host, cpus(), *pick(results, host)) for host in HOSTS if host != "n-3"]
     found = judge_meetings(HOSTS, nodes, 0.93)
     assert [(one.host, one.finding.level) for one in found] == [("n-3", "error")]
 

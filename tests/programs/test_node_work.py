@@ -7,8 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
@@ -17,14 +15,13 @@ import pytest
 import torch
 
 from launcher.doctor.node_facts import WorkResult
-from launcher.programs.cpu_contention import CpuUse, describe_contention, read_cpu_use
-from launcher.programs.cpu_work import hash_tensor, make_matrix
-from launcher.programs.gpu_work import choose_size
-from launcher.programs.work_processes import Measurement, NotMeasuredError, WorkProcess, ask_all
-from launcher.programs.work_session import KINDS, SLACK, WorkSession, choose_durations
+from launcher.programs.device_work import Measurement, choose_size, hash_tensor, make_matrix
+from launcher.programs.node_work import SLACK, NodeWork
+from launcher.programs.work_processes import NotMeasuredError, WorkProcess, ask_all
 from tests.seam import clean_environ
 
 CPUS = sorted(os.sched_getaffinity(0))
+CPU = torch.device("cpu")
 COMMAND = (sys.executable, "-P", "-m", "launcher.programs.node_work")
 
 
@@ -43,62 +40,31 @@ def test_a_result_has_the_fields_that_the_launcher_reads() -> None:
     assert [field.name for field in fields(Measurement)] == [field.name for field in fields(WorkResult)]
 
 
-@pytest.mark.parametrize("seconds", [0.1, 4.0, 100.0])
-def test_a_short_run_measures_for_less_time(seconds: float) -> None:
-    found = choose_durations("light", seconds)
-    assert 0 < found.matmul <= KINDS["light"].matmul and found.repeats == KINDS["light"].repeats
-    assert (found == KINDS["light"]) == (seconds > 8)
+def test_the_cpus_together_are_a_device() -> None:
+    found = read_results(start("--kind", "light", "--seconds", "20"))
+    assert [(one["measure"], one["where"], one["problem"]) for one in found] == [
+        ("matmul", "CPU", ""),
+        ("memory", "CPU", ""),
+    ]
+    assert all(float(str(one["value"])) > 0 for one in found)
+    assert found[0]["device"] == found[1]["device"] and str(found[0]["device"]).endswith(f"{len(CPUS)} CPUs")
 
 
-@pytest.mark.slow
-def test_each_core_the_memory_and_gloo_while_one_core_is_shared() -> None:
-    """With a busy process on one core, the work had about half of its time."""
-    with keep_busy(CPUS[-1]):
-        found = read_results(start("--kind", "light", "--seconds", "20"))
-    cores = [one for one in found if one["measure"] == "matmul"]
-    assert {one["where"] for one in cores} <= {f"CPU {cpu}" for cpu in CPUS}
-    for one in cores:
-        assert one["problem"] == "" and float(str(one["value"])) > 0
-        assert one["checksum"] == cores[0]["checksum"] != ""
-    (shared,) = (one for one in cores if one["where"] == f"CPU {CPUS[-1]}")
-    assert float(str(shared["share"])) < 0.8
-    others = {str(one["measure"]): one for one in found if one["measure"] != "matmul"}
-    assert {*others} == {"memory", "all_reduce"}
-    assert float(str(others["memory"]["value"])) > 0
-    assert others["all_reduce"]["value"] or others["all_reduce"]["reason"]
-
-
-@contextmanager
-def keep_busy(cpu: int) -> Iterator[int]:
-    """A process that uses a CPU all the time."""
-    script = f"import os; os.sched_setaffinity(0, {{{cpu}}}); print(flush=True)\nwhile True: pass"
-    process = subprocess.Popen([sys.executable, "-S", "-c", script], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout and process.stdout.readline()
-        yield process.pid
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_a_core_whose_process_is_killed_has_failed_and_the_others_go_on() -> None:
+def test_a_device_whose_process_is_killed_has_failed() -> None:
     process = start("--kind", "light", "--seconds", "20")
     assert process.stdout and "torch" in json.loads(process.stdout.readline())
     me = psutil.Process(process.pid)
     end = time.monotonic() + 30
-    while not me.children() and time.monotonic() < end:
+    while not (workers := me.children()) and time.monotonic() < end:
         time.sleep(0.01)
-    workers = me.children()
     workers[0].send_signal(signal.SIGKILL)
-    cores = [one for one in read_results(process) if one["measure"] == "matmul"]
-    failed = [one for one in cores if one["problem"]]
-    assert [one["problem"] for one in failed] == ["its process was ended by signal 9"]
-    assert failed[0]["value"] is None
-    assert all(float(str(one["value"])) > 0 for one in cores if one not in failed)
+    found = read_results(process)
+    assert [(one["problem"], one["value"]) for one in found] == [
+        ("its process was ended by signal 9", None)
+    ] * 2
     assert psutil.wait_procs(workers, 30)[1] == []
 
 
-@pytest.mark.slow
 def test_two_nodes_measure_what_is_between_them() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
@@ -118,11 +84,11 @@ def test_a_taken_port_says_nothing_of_the_nodes() -> None:
 
 
 def test_matrices_are_the_same_anywhere_and_their_bits_have_a_checksum() -> None:
-    small, large = (make_matrix(size, 12345, torch.bfloat16) for size in (512, 2048))
+    small, large = (make_matrix(size, 12345, torch.bfloat16, CPU) for size in (512, 2048))
     assert small.shape == (512, 512) and large.shape == (2048, 2048)
     assert torch.equal(large[:1024, :1024], large[1024:, 1024:])
     assert -1 <= small.min() < -0.9 and 0.9 < small.max() <= 1 and len({*small.flatten().tolist()}) > 200
-    assert hash_tensor(small) == hash_tensor(make_matrix(512, 12345, torch.bfloat16))
+    assert hash_tensor(small) == hash_tensor(make_matrix(512, 12345, torch.bfloat16, CPU))
     changed = small.clone()
     changed[511, 511] += 0.5
     assert hash_tensor(changed) != hash_tensor(small) and hash_tensor(small).startswith("512:")
@@ -181,34 +147,6 @@ def test_processes_that_answer_fail_end_and_hang() -> None:
     assert not [pid for pid in pids if pid and Path(f"/proc/{pid}").exists()]
 
 
-def test_who_used_a_cpu_is_named() -> None:
-    cpu = CPUS[0]
-    with keep_busy(cpu) as pid:
-        before, begin = read_cpu_use(), time.monotonic()
-        end = begin + 60
-        while True:
-            time.sleep(0.2)
-            after, passed = read_cpu_use(), time.monotonic() - begin
-            told = describe_contention(cpu, before, after, passed, [])
-            if f"(PID {pid}) took " in told:
-                break
-            assert time.monotonic() < end, told
-            before, begin = after, time.monotonic()
-        assert f"(PID {pid})" not in describe_contention(cpu, before, after, passed, [pid])
-
-
-@pytest.mark.parametrize("cpus", [(), (0,)])
-def test_nobody_used_a_cpu(cpus: Sequence[int]) -> None:
-    use = CpuUse({1: ("init", 0, 1.0)}, dict.fromkeys(cpus, 2.0))
-    assert describe_contention(0, use, use, 1.0, []) == ""
-
-
-def test_a_hypervisor_is_named() -> None:
-    assert (
-        describe_contention(3, CpuUse(), CpuUse(steal={3: 1.0}), 2.0, []) == "the hypervisor took 50% of it"
-    )
-
-
 @pytest.mark.parametrize(
     ("left", "least", "problem", "reason"),
     [
@@ -220,7 +158,7 @@ def test_a_hypervisor_is_named() -> None:
 def test_being_late_speaks_against_a_device_after_its_grace(
     left: float, least: float, problem: str, reason: str
 ) -> None:
-    session = WorkSession(KINDS["light"], time.monotonic() + SLACK + left, sys.stdout)
+    session = NodeWork("light", time.monotonic() + SLACK + left, 10.0, sys.stdout)
     processes = [WorkProcess(state) for state in (1, 2)]
     late, good = session.ask(processes, sleep_long, lambda _: (0,), 0.1, grace=0.9, least=least)
     assert (late.problem, late.reason, good.value) == (problem, reason, 2)
@@ -230,7 +168,7 @@ def test_being_late_speaks_against_a_device_after_its_grace(
 
 
 def test_nobody_is_blamed_if_all_are_late() -> None:
-    session = WorkSession(KINDS["light"], time.monotonic() + SLACK + 0.5, sys.stdout)
+    session = NodeWork("light", time.monotonic() + SLACK + 0.5, 10.0, sys.stdout)
     processes = [WorkProcess(1)]
     assert [one.reason for one in session.ask(processes, sleep_long, lambda _: (0,), 0.1, least=0.1)] == [
         "no time was left"

@@ -1,0 +1,264 @@
+"""What one device does when it is measured, a GPU or all CPUs that this process may use together."""
+
+import ctypes
+import hashlib
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZES = (8192, 4096, 2048, 1024)
+"""Rows and columns of the matrices on a GPU; the largest of which five take an eighth of the free memory."""
+CPU_SIZE = 2048
+TILE = 1024
+WARM_UP = 0.2
+"""Seconds before a GPU's clocks are where they stay."""
+WINDOW = 0.1
+"""Seconds of a repeat."""
+COPY_BYTES, PEER_BYTES, CPU_BYTES = 128 << 20, 256 << 20, 512 << 20
+COPIES = 4
+"""Copies of a repeat; the best repeat counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """A measured piece of work; as a line of JSON on stdout it has these keys."""
+
+    measure: str
+    """`matmul` (TFLOPS), `copy_to`, `copy_from`, `memory`, `peer_copy`, `all_reduce`, `pair` (all GB/s)."""
+    where: str
+    """`GPU 3`, `CPU`, `node`, or `n1-n2` for a pair."""
+    value: float | None = None
+    unit: str = ""
+    checksum: str = ""
+    """Of the result's bits; empty if equal devices need not give the same."""
+    problem: str = ""
+    """How the device failed."""
+    reason: str = ""
+    """Why it was not measured, if that says nothing of the device."""
+    device: str = ""
+    """Kind of device."""
+
+
+@dataclass(slots=True)
+class Device:
+    """A GPU by torch's index, or all CPUs of this process together (None)."""
+
+    index: int | None
+    name: str = ""
+    """Kind of device, once it is known."""
+    store: Any = None
+    """Where a group's processes meet, if this one has opened it."""
+
+    @property
+    def where(self) -> str:
+        """For people."""
+        return "CPU" if self.index is None else f"GPU {self.index}"
+
+    @property
+    def torch(self) -> torch.device:
+        """For torch."""
+        return torch.device("cpu") if self.index is None else torch.device("cuda", self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuIdentity:
+    """What CUDA says of a GPU."""
+
+    index: int
+    name: str
+    uuid: str
+    pci: str
+
+
+def count_torch_gpus(_: object) -> int:
+    """Return how many GPUs torch sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def start_gpu(device: Device) -> GpuIdentity:
+    """Make the GPU's context, on the CPUs next to it if those are known, and return what it is."""
+    torch.cuda.set_device(device.torch)
+    found = torch.cuda.get_device_properties(device.torch)
+    numbers = [getattr(found, name, 0) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    pci = "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+    # Pinned memory is to be in the GPU's NUMA node.
+    near = _read_cpus(Path(f"/sys/bus/pci/devices/{pci}/local_cpulist")) & os.sched_getaffinity(0)
+    if near:
+        os.sched_setaffinity(0, near)
+    torch.zeros(1, device=device.torch)
+    torch.cuda.synchronize()
+    device.name = found.name
+    uuid = str(getattr(found, "uuid", "")).removeprefix("GPU-")
+    return GpuIdentity(device.index or 0, found.name, f"GPU-{uuid}" if uuid else "", pci)
+
+
+def _read_cpus(path: Path) -> set[int]:
+    """Read a file with a list of CPUs, as `0-3,8`; empty if there is none. Node work needs no `launcher`."""
+    try:
+        ranges = [part.partition("-") for part in path.read_text().strip().split(",") if part]
+    except OSError:
+        return set()
+    return {cpu for low, _, high in ranges for cpu in range(int(low), int(high or low) + 1)}
+
+
+def name_cpus() -> str:
+    """Return the processor's name, and how many CPUs this process may use."""
+    name = os.uname().machine
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    except OSError:
+        pass
+    return f"{name}, {len(os.sched_getaffinity(0))} CPUs"
+
+
+def make_matrix(size: int, seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a square matrix of values in [-1, 1) that follow from whole numbers, the same on any machine.
+
+    A large one is made of equal blocks of TILE rows and columns.
+    """
+    side = min(size, TILE)
+    numbers = torch.arange(side * side, dtype=torch.int64) * 1103515245 + seed
+    tile = (((numbers >> 8) % 4099).to(torch.float32) / 2049.5 - 1).to(dtype).reshape(side, side)
+    return tile.to(device).repeat(size // side, size // side)
+
+
+def hash_tensor(tensor: torch.Tensor) -> str:
+    """Return a checksum of a tensor's bits, with its size: `512:9f86d081884c7d65`."""
+    here = tensor.detach().cpu().contiguous()
+    size = here.numel() * here.element_size()
+    data = (ctypes.c_char * size).from_address(here.data_ptr())  # torch needs numpy for its own ways
+    return f"{tensor.shape[0]}:{hashlib.sha256(data).hexdigest()[:16]}"
+
+
+def choose_size(free: int) -> int:
+    """Return rows and columns of a GPU's matrices for so many bytes of free memory."""
+    return next((size for size in SIZES if 5 * 2 * size * size <= free // 8), SIZES[-1])
+
+
+def measure_matmul(device: Device, seconds: float) -> Measurement:
+    """Multiply matrices, bf16 on a GPU and fp32 on CPUs, in TFLOPS by the clock on the wall.
+
+    The median of windows counts on a GPU, since clocks that fall under load count; the best on CPUs, which
+    others use for moments. On a GPU each window's last product has to have the bits of the first; on CPUs the
+    order of the sums depends on the threads.
+    """
+    is_gpu = device.index is not None
+    size = choose_size(torch.cuda.mem_get_info(device.index)[0]) if is_gpu else CPU_SIZE
+    dtype = torch.bfloat16 if is_gpu else torch.float32
+    left, right = (make_matrix(size, seed, dtype, device.torch) for seed in (12345, 54321))
+    first = left @ right
+    product = torch.empty_like(first)
+    different = torch.zeros((), dtype=torch.int64, device=device.torch)
+
+    def multiply(count: int) -> None:
+        for _ in range(count):
+            torch.mm(left, right, out=product)
+        if is_gpu:
+            different.add_((product != first).any())
+
+    warm = 3 if is_gpu else 1
+    _time_work(lambda: multiply(warm), device)
+    count = max(1, int(warm * WINDOW / _time_work(lambda: multiply(warm), device)))
+    rates: list[float] = []
+    begin = time.monotonic()
+    while (passed := time.monotonic() - begin) < seconds or not rates:
+        rate = count / _time_work(lambda: multiply(count), device)
+        if not is_gpu or passed >= min(WARM_UP, seconds / 2):
+            rates.append(rate)
+    is_same = not int(different.item())
+    value = (statistics.median(rates) if is_gpu else max(rates)) * 2 * size**3 / 1e12
+    return Measurement(
+        "matmul",
+        device.where,
+        value if is_same else None,
+        "TFLOPS",
+        hash_tensor(first) if is_gpu else "",
+        "" if is_same else "its results differ from one product to the next",
+        device=device.name,
+    )
+
+
+def measure_memory(device: Device, seconds: float) -> Measurement:
+    """Copy between two buffers that no cache holds, by all CPUs; GB/s read and written, the best of repeats.
+
+    Both take a tenth of the available memory at most.
+    """
+    available = 1 << 30
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        pass
+    source = torch.ones(min(CPU_BYTES, available // 20) // 4)
+    value = 2 * _copy_for(seconds, device, torch.zeros_like(source), source)
+    return Measurement("memory", device.where, value, "GB/s", device=device.name)
+
+
+def measure_copies(device: Device, seconds: float) -> tuple[Measurement, Measurement]:
+    """Copy from pinned memory to the GPU and back; the bits have to come back as they were."""
+    size = min(COPY_BYTES, torch.cuda.mem_get_info(device.index)[0] // 16)
+    here = torch.arange(size // 8, dtype=torch.int64).pin_memory()
+    back = torch.empty_like(here).pin_memory()
+    there = torch.empty(here.shape, dtype=here.dtype, device=device.torch)
+    to_gpu = _copy_for(seconds / 2, device, there, here)
+    from_gpu = _copy_for(seconds / 2, device, back, there)
+    problem = "" if torch.equal(here, back) else "what was copied to it came back with other bits"
+    return (
+        Measurement("copy_to", device.where, to_gpu, "GB/s", problem=problem, device=device.name),
+        Measurement("copy_from", device.where, from_gpu, "GB/s", device=device.name),
+    )
+
+
+def measure_peer_copy(device: Device, peer: int, seconds: float) -> Measurement:
+    """Copy from this GPU to another one of the node."""
+    there = torch.device("cuda", peer)
+    free = min(torch.cuda.mem_get_info(one)[0] for one in (device.torch, there))
+    source = torch.arange(min(PEER_BYTES, free // 16) // 8, dtype=torch.int64, device=device.torch)
+    target = torch.empty(source.shape, dtype=source.dtype, device=there)
+    value = _copy_for(seconds, device, target, source)
+    is_same = bool(torch.equal(source.cpu(), target.cpu()))
+    is_direct = torch.cuda.can_device_access_peer(device.torch, there)
+    return Measurement(
+        "peer_copy",
+        f"GPU {device.index}-{peer}",
+        value if is_same else None,
+        "GB/s",
+        problem="" if is_same else "what was copied arrived with other bits",
+        device=f"{device.name}, {'peer access' if is_direct else 'by main memory'}",
+    )
+
+
+def _copy_for(seconds: float, device: Device, target: torch.Tensor, source: torch.Tensor) -> float:
+    """Copy for some seconds; return GB/s, the best of repeats."""
+
+    def copy() -> None:
+        for _ in range(COPIES):
+            target.copy_(source, non_blocking=True)
+
+    _time_work(copy, device)
+    best, end = 0.0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        best = max(best, COPIES / _time_work(copy, device))
+    return best * source.numel() * source.element_size() / 1e9
+
+
+def _time_work(work: Callable[[], None], device: Device) -> float:
+    """Return the seconds that a device takes for what a function gives it to do."""
+    synchronize(device)
+    begin = time.perf_counter()
+    work()
+    synchronize(device)
+    return max(time.perf_counter() - begin, 1e-9)
+
+
+def synchronize(device: Device) -> None:
+    """Wait until a GPU has done what it was told."""
+    if device.index is not None:
+        torch.cuda.synchronize(device.index)
