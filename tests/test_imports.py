@@ -84,3 +84,23 @@ def test_the_launcher_loads_no_torch(words: list[str], tmp_path: Path) -> None:
     heavy = {"torch", "numpy"} | ({"hydra", "omegaconf", "rich"} if words[0].startswith("--help") else set())
     assert not loaded & heavy
     assert "launcher.cli.main" in loaded
+
+
+def test_a_start_loads_little_until_the_ranks_are_started(tmp_path: Path) -> None:
+    (tmp_path / "x.py").touch()
+    script = """
+import os, sys
+from launcher.agent.direct_agent import DirectAgent
+def begin(self):
+    print("LOADED", *sys.modules, flush=True)
+    os._exit(0)
+DirectAgent.begin = begin
+sys.argv = ["launch", "agent=direct", "nproc_per_node=1", "x.py"]
+from launcher.cli.main import main
+main()
+"""
+    loaded = list_loaded(script, tmp_path)
+    assert {"launcher.agent.local_agent", "launcher.plan.planner"} <= loaded
+    assert not {name.partition(".")[0] for name in loaded} & {
+        *("rich", "psutil", "asyncio", "torch", "numpy", "submitit")
+    }

@@ -214,6 +214,6 @@ def find_runs_dir(before: Sequence[str]) -> Path:
     if primary is None or find_shipped() in primary.parents:
         return Path(LaunchConfig.runs_dir)
     from launcher.config.composed import resolve
-    from launcher.config.composition_cache import compose_cached  # Hydra takes longer than all of the rest
+    from launcher.config.composition import compose  # Hydra takes longer than all of the rest
 
-    return Path(resolve(compose_cached(sources, (), os.environ)).runs_dir)
+    return Path(resolve(compose(sources, ())).runs_dir)

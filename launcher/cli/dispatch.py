@@ -11,11 +11,13 @@ from launcher.cli.early_start import EarlyStart
 from launcher.cli.unused_settings import warn_elsewhere, warn_unread
 from launcher.cli.verbs import VerbCall, load_verb, takes_names, takes_program
 from launcher.config.cluster import pet_overrides
-from launcher.config.composed import Composed, HydraSettings, resolve
-from launcher.config.composition_cache import compose_cached
+from launcher.config.composed import Composed, resolve
+from launcher.config.composition import compose
 from launcher.config.environment_files import fill_env, read_env_files
 from launcher.config.hydra_flags import Flags
+from launcher.config.hydra_settings import HydraSettings
 from launcher.config.overrides import quote_value
+from launcher.config.run_path import apply_settings
 from launcher.config.schema import LaunchConfig
 from launcher.config.validation import (
     PLAN_CHECKS,
@@ -32,10 +34,8 @@ logger = logging.getLogger(__name__)
 
 def run_verb(flags: Flags, command: Command, argv: Sequence[str], early: EarlyStart) -> int:
     """Compose one configuration, and do what the command line asks with it."""
-    composed = compose_cached(flags.sources, add_pet(flags.overrides, os.environ), os.environ)
+    composed = compose(flags.sources, add_pet(flags.overrides, os.environ))
     if command.verb == "run" and composed.settings != HydraSettings():
-        from launcher.config.hydra_settings import apply_settings
-
         apply_settings(composed.tree, composed.settings, composed.settings.run_dir)
     if composed.settings.verbose:
         from launcher.config.hydra_output import explain_composition

@@ -15,9 +15,8 @@ from launcher.config.composed import Composed
 from launcher.config.composition import compose
 from launcher.config.hydra_flags import Flags
 from launcher.config.hydra_output import explain_composition
-from launcher.config.hydra_settings import apply_settings
 from launcher.config.multirun import Multirun, expand_sweep, read_multirun, resolve_sweeper
-from launcher.config.run_path import choose_run_path
+from launcher.config.run_path import apply_settings, choose_run_path
 from launcher.errors import UsageError
 from launcher.launch.job import JobSpec
 from launcher.launch.signals import STOPPING

@@ -3,15 +3,13 @@
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
 
-import yaml
 from hydra import initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
@@ -19,19 +17,17 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from launcher.config.composed import RUN_DIR, Composed, HydraSettings
-from launcher.config.config_file import flatten
+from launcher.config.composed import FAILURES, Composed
 from launcher.config.hydra_settings import (
+    HydraSettings,
     read_hydra_settings,
     refuse_setting,
     refuse_words,
-    restore_hydra_config,
     set_hydra_config,
 )
 from launcher.config.overrides import check_removal, check_shape, is_choice, read_key, rewrite_overrides
@@ -44,87 +40,8 @@ from launcher.config.yaml_files import MOST_BYTES, check_aliases, read_text, rea
 from launcher.errors import UsageError
 from launcher.files import LARGEST
 
-FAILURES = (
-    *(HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError),
-    # Hydra raises these for files of a shape that it does not expect.
-    *(AssertionError, AttributeError, LookupError, TypeError),
-)
-"""What Hydra raises for a user's mistake."""
-NOUNS = {int: "number", str: "text"}
-HARMLESS_PLUGINS = {"SearchPath", "HydraColorlogSearchPathPlugin"}
-"""Plugins that add to Hydra's search path nothing that a composition of ours depends on."""
 OTHER_FOLDERS: ContextVar[tuple[Path, ...]] = ContextVar("OTHER_FOLDERS", default=())
 """Folders of configuration after the first, for the Hydra that is being opened."""
-
-
-@dataclass(slots=True)
-class HydraValues:
-    """The values of a configuration that Hydra has composed."""
-
-    tree: DictConfig
-    sources: Sources
-    interpolated: DictConfig | None = None
-    """What `${hydra:KEY}` refers to; None if nothing can refer to it."""
-    given: str | None = None
-    """`run_dir` before `resolve` has set it."""
-    chosen: str | None = None
-    """What `resolve` has set it to."""
-
-    def select(self, keys: Sequence[str]) -> dict[str, object]:
-        """Return single values, before the run directory is known; raises UsageError."""
-        try:
-            if self.interpolated is not None:
-                restore_hydra_config(self.interpolated, RUN_DIR)
-            with limit_composition(self.sources):
-                found = {key: OmegaConf.select(self.tree, key) for key in keys}
-        except FAILURES as error:
-            raise UsageError(shorten_message(error)) from None
-        if "run_dir" in found and found["run_dir"] == self.chosen:
-            found["run_dir"] = self.given  # another run may have taken the one that was chosen
-        return found
-
-    def resolve(self, run_dir: Path | None) -> LaunchConfig:
-        """Resolve all interpolations; raises UsageError."""
-        tree = self.tree
-        try:
-            unknown = run_dir is None and tree.run_dir is None
-            if tree.run_dir != self.chosen:
-                self.given = tree.run_dir
-            if run_dir or unknown:
-                tree.run_dir = str(run_dir or RUN_DIR)
-            if self.interpolated is not None:
-                restore_hydra_config(self.interpolated, str(tree.run_dir))
-            with limit_composition(self.sources):
-                config = OmegaConf.to_object(tree)
-        except FAILURES as error:
-            raise UsageError(shorten_message(error)) from None
-        if not isinstance(config, LaunchConfig):
-            raise UsageError(
-                "the configuration does not build on launch_schema: put it first in its defaults"
-            )
-        check_kind(LaunchConfig, config, "")
-        if unknown:
-            tree.run_dir = config.run_dir = None
-        self.chosen = tree.run_dir
-        return config
-
-    def to_mapping(self) -> dict[str, object]:
-        """Return all values, as they were resolved last."""
-        found: Any = OmegaConf.to_container(self.tree, resolve=True)
-        return dict(found)
-
-    def find_text(self, left_out: Collection[str]) -> None:
-        """Return None: there is no text yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class FrozenValues:
-    """All values of a composition, resolved with a mark in the place of the run directory."""
-
-    run_dir: str | None
-    """`run_dir` before that."""
-    tree: dict[str, Any]
-    config: LaunchConfig
 
 
 class SearchPath(SearchPathPlugin):
@@ -186,13 +103,14 @@ def compose(sources: Sources, overrides: Sequence[str], number: int | None = Non
         tree.dataloader.workload = ""  # the user's own number is not derived from a workload
     doubts = dict.fromkeys(" ".join(str(entry.message).split()) for entry in caught)
     return Composed(
-        values=HydraValues(tree, sources, interpolated),
+        tree=tree,
         choices={group: option for group, option in choices.items() if not group.startswith("hydra/")},
         warnings=tuple(doubts),
         sources=sources,
         given=frozenset(map(read_key, overrides)),
         settings=settings,
         own_files=own_files,
+        interpolated=interpolated,
     )
 
 
@@ -201,55 +119,6 @@ def sets_workers(file: str) -> bool:
     found = read_yaml(Path(file))
     section = found.get("dataloader") if isinstance(found, dict) else None
     return isinstance(section, dict) and "num_workers" in section
-
-
-def check_kind(kind: Any, value: object, key: str) -> None:  # noqa: ANN401 - an annotation of the schema
-    """Raise UsageError for what is no mapping or list where there has to be one.
-
-    OmegaConf does not check what `${…}` stands for in place of a mapping or list, nor lists in lists.
-    """
-    origin = getattr(kind, "__origin__", kind)
-    if is_dataclass(kind):
-        if type(value) is not kind:
-            raise UsageError(f"{key}={value}: give its keys, as in {key}.{fields(kind)[0].name}=…")
-        for item in fields(kind):
-            check_kind(item.type, getattr(value, item.name), f"{key}.{item.name}" if key else item.name)
-    elif origin is dict and not isinstance(value, dict):
-        raise UsageError(f"{key}={value}: give a mapping, as in {key}.NAME=…")
-    elif origin is list:
-        if not isinstance(value, list):
-            raise UsageError(f"{key}={value}: give a list, as in {key}=[…]")
-        (inner,) = kind.__args__
-        for number, entry in enumerate(value):
-            if not isinstance(entry, inner):
-                raise UsageError(f"{key}={value}: entry {number} is {entry}, give a {NOUNS[inner]}")
-
-
-def freeze_values(composed: Composed, mark: str) -> FrozenValues | None:
-    """Return all values, which depend on nothing but files, words and the run directory; None if they may.
-
-    They may if a value calls a resolver (`${oc.env:HOME}`), or a plugin has added to Hydra's search path.
-    """
-    values = composed.values
-    if not isinstance(values, HydraValues) or values.interpolated or composed.settings != HydraSettings():
-        return None
-    if {found.__name__ for found in Plugins.instance().discover(SearchPathPlugin)} - HARMLESS_PLUGINS:
-        return None
-    tree = values.tree
-    raw: Any = OmegaConf.to_container(tree, resolve=False)
-    texts = [text for text in map(str, flatten(raw).values()) if "${" in text or mark in text]
-    if any(":" in text or mark in text for text in texts) or "${" in str(raw["run_dir"]):
-        return None
-    try:
-        tree.run_dir = mark
-        with limit_composition(composed.sources):
-            found: Any = OmegaConf.to_container(tree, resolve=True)
-            config = cast(LaunchConfig, OmegaConf.to_object(tree))
-    except (*FAILURES, UsageError):
-        return None
-    finally:
-        tree.run_dir = raw["run_dir"]
-    return FrozenValues(raw["run_dir"], found, config)
 
 
 def compose_tree(

@@ -3,23 +3,26 @@
 import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from launcher.config.composed import Composed
 from launcher.errors import UsageError
 from launcher.files import LARGEST, read_file
 from launcher.runs.secrets import mask_tree
+
+if TYPE_CHECKING:
+    from launcher.config.composed import Composed
 
 NAME = "config.yaml"
 PLACE_KEYS = ("run_dir", "new_run_dir")
 """Keys that differ for the same run, since one makes the directory and the other goes on with it."""
 
 
-def render_config(composed: Composed, left_out: Collection[str] = ()) -> str:
+def render_config(composed: "Composed", left_out: Collection[str] = ()) -> str:
     """Return the text: what was resolved last, secrets masked, without some sections."""
-    if (text := composed.values.find_text(left_out)) is not None:
-        return text
-    kept = {key: value for key, value in composed.values.to_mapping().items() if key not in left_out}
-    return dump_masked(kept)
+    from omegaconf import OmegaConf
+
+    found: Any = OmegaConf.to_container(composed.tree, resolve=True)
+    return dump_masked({key: value for key, value in found.items() if key not in left_out})
 
 
 def dump_masked(tree: Mapping[str, object]) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 
+from launcher.config.composed import FAILURES
 from launcher.config.composition import (
-    FAILURES,
     add_searchpath,
     diagnose_failure,
     normalize_overrides,

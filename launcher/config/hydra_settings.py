@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from hydra.core.config_loader import ConfigLoader
@@ -10,10 +10,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from launcher.config.composed import HydraSettings
 from launcher.config.config_file import flatten
 from launcher.config.other_tools import find_foreign
-from launcher.config.run_path import refuse_used
 from launcher.config.search_path import PRIMARY
 from launcher.errors import UsageError
 
@@ -47,6 +45,26 @@ ALREADY: Mapping[str, tuple[object, ...]] = {
 """Values of these keys that are accepted, since they ask for what happens anyway."""
 DEFAULTS = {"launcher": "basic", "sweeper": "basic", "callbacks": None}
 """Options of Hydra's groups; those of the others are `default`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HydraSettings:
+    """Hydra's settings that have an effect; None means Hydra's default, which launch does not use."""
+
+    multirun: bool = False
+    """`hydra.mode=MULTIRUN`."""
+    sweeper: str = "basic"
+    """The chosen option of the group `hydra/sweeper`."""
+    params: Mapping[str, str] = field(default_factory=dict)
+    """`hydra.sweeper.params` of the basic sweeper."""
+    run_dir: str | None = None
+    """`hydra.run.dir`."""
+    sweep_dir: str | None = None
+    """`hydra.sweep.dir`."""
+    name: str | None = None
+    """`hydra.job.name`."""
+    verbose: bool = False
+    """`hydra.verbose`."""
 
 
 def read_hydra_settings(loader: ConfigLoader, tree: DictConfig) -> HydraSettings:
@@ -105,24 +123,6 @@ def refuse_words(words: Iterable[str]) -> None:
         if key.startswith(("hydra.", "hydra/")):
             value = {"null": None, "false": False}.get(text.lower(), text)
             refuse_setting(key[len("hydra.") :], value, word)
-
-
-def apply_settings(tree: DictConfig, settings: HydraSettings, run_dir: str | None) -> None:
-    """Use `hydra.job.name` as the run's name, and `run_dir` as its new directory, unless our keys are set.
-
-    Raises UsageError if the directory is not empty.
-    """
-    if settings.name is not None and is_unset(tree, "name"):
-        tree.name = settings.name
-    if run_dir is not None and is_unset(tree, "run_dir") and is_unset(tree, "new_run_dir"):
-        if is_unset(tree, "node_rank"):  # nodes that are started by hand share one
-            refuse_used(Path(run_dir), "hydra.run.dir or hydra.sweep.dir")
-        tree.new_run_dir = run_dir
-
-
-def is_unset(tree: DictConfig, key: str) -> bool:
-    """Tell whether a key is null."""
-    return not OmegaConf.is_interpolation(tree, key) and tree[key] is None
 
 
 def set_hydra_config(tree: DictConfig, number: int | None) -> DictConfig:

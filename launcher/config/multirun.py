@@ -10,16 +10,15 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from launcher.config.composed import HydraSettings
+from launcher.config.composed import FAILURES
 from launcher.config.composition import (
-    FAILURES,
     add_searchpath,
     compose_tree,
     diagnose_failure,
     normalize_overrides,
     open_hydra,
 )
-from launcher.config.hydra_settings import read_hydra_settings, set_hydra_config
+from launcher.config.hydra_settings import HydraSettings, read_hydra_settings, set_hydra_config
 from launcher.config.resource_limits import limit_composition
 from launcher.config.search_path import Sources
 from launcher.config.suggestions import shorten_message

@@ -7,7 +7,10 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path, PurePath
 
+from omegaconf import DictConfig, OmegaConf
+
 from launcher.config.composed import RUN_DIR, Composed, read_values
+from launcher.config.hydra_settings import HydraSettings
 from launcher.config.program import find_script
 from launcher.errors import UsageError
 
@@ -99,3 +102,21 @@ def refuse_used(path: Path, key: str) -> None:
             f"{path}, of {key}, is there already: run_dir={path} goes on with an earlier run, and a new one"
             " needs another directory"
         )
+
+
+def apply_settings(tree: DictConfig, settings: HydraSettings, run_dir: str | None) -> None:
+    """Use `hydra.job.name` as the run's name, and `run_dir` as its new directory, unless our keys are set.
+
+    Raises UsageError if the directory is not empty.
+    """
+    if settings.name is not None and is_unset(tree, "name"):
+        tree.name = settings.name
+    if run_dir is not None and is_unset(tree, "run_dir") and is_unset(tree, "new_run_dir"):
+        if is_unset(tree, "node_rank"):  # nodes that are started by hand share one
+            refuse_used(Path(run_dir), "hydra.run.dir or hydra.sweep.dir")
+        tree.new_run_dir = run_dir
+
+
+def is_unset(tree: DictConfig, key: str) -> bool:
+    """Tell whether a key is null."""
+    return not OmegaConf.is_interpolation(tree, key) and tree[key] is None

@@ -19,9 +19,9 @@ from hydra.core.utils import JobReturn, JobStatus
 
 from launcher.config.composed import Composed, read_values
 from launcher.config.composition import compose, open_hydra
-from launcher.config.hydra_settings import apply_settings
 from launcher.config.multirun import Multirun
 from launcher.config.overrides import quote_value
+from launcher.config.run_path import apply_settings
 from launcher.config.suggestions import shorten_message
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.files import open_own

@@ -68,7 +68,6 @@ WAYS: Mapping[str, Callable[..., list[str]]] = {
     "accelerate launch": accelerate,
     "launch agent=torchrun": partial(launch, settings=("agent=torchrun",)),
     "launch, direct, exec (start.warm=off)": partial(launch, settings=("agent=direct", "start.warm=off")),
-    f"{WARM}, first call": partial(launch, settings=("agent=direct",)),
     WARM: partial(launch, settings=("agent=direct",)),
 }
 """Each makes a command line of a number of ranks and the program's words."""

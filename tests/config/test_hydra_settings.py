@@ -7,8 +7,8 @@ import pytest
 
 from launcher.config.composed import Composed, resolve
 from launcher.config.composition import compose
-from launcher.config.hydra_settings import apply_settings
 from launcher.config.multirun import expand_sweep, read_multirun
+from launcher.config.run_path import apply_settings
 from launcher.config.search_path import find_sources
 from launcher.errors import UsageError
 from tests.seam import Launch, run_outside

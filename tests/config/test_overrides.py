@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.composed import Composed, resolve
+from launcher.config.composed import Composed, read_values, resolve
 from launcher.config.composition import compose
 from launcher.config.overrides import NEUTRAL
 from launcher.config.schema import LaunchConfig
@@ -264,6 +264,18 @@ def test_what_is_a_mapping_may_be_removed(here: Path, word: str) -> None:
     group, _, key = word[1:].partition(".")
     found = getattr(config, group)
     assert key not in found if key else found == {}
+
+
+@pytest.mark.parametrize("words", [(), ("run_dir=/runs/given",)])
+def test_a_run_directory_that_another_run_has_taken_is_chosen_again(
+    here: Path, words: tuple[str, ...]
+) -> None:
+    composed = compose(find_sources(None, None, None), words)
+    first = read_values(composed, ("run_dir",))
+    for path in (Path("/runs/1"), Path("/runs/2")):
+        assert resolve(composed, path).run_dir == str(path)
+        assert read_values(composed, ("run_dir",)) == first
+    assert composed.tree.run_dir == "/runs/2"
 
 
 def test_the_last_word_wins(here: Path) -> None:
