@@ -11,7 +11,6 @@ PREFIX = "LAUNCH_"
 LAUNCH_AGENT = "LAUNCH_AGENT"
 LAUNCH_ATTEMPT = "LAUNCH_ATTEMPT"
 LAUNCH_BINDING = "LAUNCH_BINDING"
-LAUNCH_CACHE = "LAUNCH_CACHE"
 LAUNCH_FIT = "LAUNCH_FIT"
 LAUNCH_GC = "LAUNCH_GC"
 LAUNCH_LOADER_DEFAULT = "LAUNCH_LOADER_DEFAULT"
@@ -25,7 +24,6 @@ LAUNCH_PLAN = "LAUNCH_PLAN"
 LAUNCH_QUIET = "LAUNCH_QUIET"
 LAUNCH_RANK_PLAN = "LAUNCH_RANK_PLAN"
 LAUNCH_RDZV_ID = "LAUNCH_RDZV_ID"
-LAUNCH_READ_ORDER = "LAUNCH_READ_ORDER"
 LAUNCH_RECORD_DIR = "LAUNCH_RECORD_DIR"
 LAUNCH_RENDEZVOUS = "LAUNCH_RENDEZVOUS"
 LAUNCH_REQUEST = "LAUNCH_REQUEST"
@@ -95,14 +93,6 @@ VARIABLES = (
         "The binding that launch-rank plans if it has no plan at hand.",
         set_by="",
         read_by=(SHIM,),
-        is_settable=True,
-    ),
-    ProtocolVariable(
-        LAUNCH_CACHE,
-        "off | DIR",
-        "Where launch keeps what later starts use, in place of ~/.cache/launch; off: it keeps nothing.",
-        set_by="",
-        read_by=(LAUNCHER,),
         is_settable=True,
     ),
     ProtocolVariable(
@@ -201,13 +191,6 @@ VARIABLES = (
         "Identifier of the job among the ranks (TORCHELASTIC_RUN_ID) if srun starts them.",
         set_by=SLURM_JOB,
         read_by=(SHIM,),
-    ),
-    ProtocolVariable(
-        LAUNCH_READ_ORDER,
-        "FILE",
-        "The file into which rank 0's hook writes, at its end, what it has read, for the next read-ahead.",
-        set_by=LAUNCHER,
-        read_by=(SHIM, HOOK),
     ),
     ProtocolVariable(
         LAUNCH_RECORD_DIR,

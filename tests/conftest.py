@@ -3,13 +3,11 @@
 import gc
 import os
 import signal
-import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
-from launcher.protocol import LAUNCH_CACHE
 from launcher.text import set_up_logging
 
 from .seam import Launch, clean_environ, run_inside
@@ -18,14 +16,6 @@ set_up_logging()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep composed configurations of the tests by themselves, and let the tests' processes be stopped."""
-    folder = tempfile.TemporaryDirectory(prefix="launch-cache-")
-    os.environ[LAUNCH_CACHE] = folder.name
-    config.add_cleanup(folder.cleanup)
-    restore_stop_signals()
-
-
-def restore_stop_signals() -> None:
     """Let what the tests start be stopped by signals, also where this process ignores them.
 
     A shell's background job ignores SIGINT and SIGQUIT, under nohup SIGHUP too; children inherit that.

@@ -19,7 +19,6 @@ import pytest
 
 from launcher.config.request import LIBRARY_PREFIXES
 from launcher.plan.environment import HONOURED
-from launcher.protocol import LAUNCH_CACHE
 
 LAUNCH = (
     sys.executable,
@@ -150,8 +149,7 @@ def clean_environ() -> dict[str, str]:
     """
     ours = ("PET_", "LAUNCH_", "TORCHELASTIC_", "HYDRA_", "COMP_", *HONOURED, *LIBRARY_PREFIXES)
     slurms = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith((*ours, *slurms))}
-    return kept | {name: os.environ[name] for name in (LAUNCH_CACHE,) if name in os.environ}
+    return {name: value for name, value in os.environ.items() if not name.startswith((*ours, *slurms))}
 
 
 @dataclass

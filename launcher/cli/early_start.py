@@ -107,13 +107,12 @@ def start_early(command: Command, environ: Mapping[str, str]) -> Iterator[EarlyS
 
 def open_early(argv: tuple[str, ...], environ: Mapping[str, str]) -> EarlyStart:
     """Start the process, and before it what brings its files from a cold disk."""
-    from launcher.agent.read_ahead import find_program_python, start_read_ahead
+    from launcher.agent.read_ahead import start_read_ahead
     from launcher.agent.warm_process import WarmProcess, WarmRefusedError
 
     inherited = {name: value for name, value in environ.items() if name != LAUNCH_WATCH}
     given = {"PYTHONUNBUFFERED": "1", **inherited}  # see launcher.launch.job.build_agent_environ
-    python, directory = find_program_python(argv, environ), str(Path.cwd())
-    reader = start_read_ahead("auto", python, argv, environ, directory)
+    reader = start_read_ahead("auto", argv, environ)
     try:
         return EarlyStart(WarmProcess.start(argv, (), Path.cwd(), given), argv, given, reader)
     except WarmRefusedError as error:

@@ -6,7 +6,6 @@ from launcher.cli.verbs import VERBS, load_help
 from launcher.config.hydra_flags import make_parser
 from launcher.config.search_path import Sources, find_shipped, find_sources
 from launcher.errors import UsageError
-from launcher.protocol import LAUNCH_CACHE
 from launcher.text import print_text
 
 RUN = """\
@@ -106,8 +105,6 @@ def print_full_help() -> int:
         lines.append(fill(options, WIDTH, initial_indent=f"  {group:<14}  ", subsequent_indent=" " * 18))
     lines += ["", "flags", *list_flags()]
     lines += [
-        "",
-        f"compositions are kept in ~/.cache/launch; {LAUNCH_CACHE}=DIR names another folder, off is none",
         "",
         "exit codes: the program's own, 128+n for a signal; 2 wrong command line, 3 not possible here,",
         "            4 refused by SLURM",

@@ -84,7 +84,6 @@ def start_job(
         spec.config.start.read_ahead, program_argv, spec.environ, early.take_reader(program_argv)
     ) as reader:
         spec, job = check_local_fit(spec, plan_job(spec))
-        job = replace(job, environ={**job.environ, **reader.variables})
         return execute_here(spec, job, argv, reader, early)
 
 
@@ -229,7 +228,6 @@ def execute_here(spec: JobSpec, job: Job, argv: Sequence[str], reader: "ReadAhea
 
     check_open_files()
     run, manifest = local_run.prepare_run(spec, argv, [job.host])
-    reader.use_directory(run.path, job.host)
     local_run.write_plan(spec, run, job.host, plan_to_json(job.plan))
     keep_local_prediction(spec, job, run)
     if spec.config.preflight.kind not in ("off", "auto"):

@@ -3,9 +3,7 @@
 from dataclasses import dataclass, field
 
 from launcher.plan.model import Machine
-from launcher.probe.cgroups import list_cgroups
-from launcher.probe.limits import read_memory_limit
-from launcher.probe.sysfs import Tree, parse_unsigned
+from launcher.probe.sysfs import Tree
 
 USABLE = 0.95
 """Share of the free memory that may be used."""
@@ -44,29 +42,3 @@ class MemoryGuard:
         """Tell whether less is free than the machine needs."""
         free, total = read_available_memory(self.tree)
         return 0 < free < min(LEAST_FREE * total, LEAST_FREE_KIB)
-
-
-def read_free_memory(tree: Tree | None = None) -> int:
-    """Return in bytes what this process's cgroups and the machine can give; 0 if the machine does not tell.
-
-    Of a cgroup that is its limit without what is used, but for files that nobody has read lately, which the
-    kernel drops at once (`inactive_file` of memory.stat; Documentation/admin-guide/cgroup-v2.rst).
-    """
-    tree = tree or Tree()
-    free = read_available_memory(tree)[0] << 10
-    version, folders = list_cgroups(tree, ("memory",)).get("memory", (2, []))
-    for folder in folders:
-        limit = read_memory_limit(tree, version, folder)
-        used = parse_unsigned(
-            tree.read(f"{folder}/{'memory.current' if version == 2 else 'memory.usage_in_bytes'}") or ""
-        )
-        if limit is None or used is None:
-            continue
-        rows = dict(
-            line.split(" ", 1)
-            for line in (tree.read(f"{folder}/memory.stat") or "").splitlines()
-            if " " in line
-        )
-        inactive = parse_unsigned(rows.get("inactive_file" if version == 2 else "total_inactive_file", ""))
-        free = min(free, limit - used + (inactive or 0))
-    return max(free, 0)

@@ -11,7 +11,6 @@ from launcher.protocol import (
     LAUNCH_MEMORY,
     LAUNCH_METER,
     LAUNCH_RANK_PLAN,
-    LAUNCH_READ_ORDER,
     LAUNCH_WATCH,
     RANK_PLAN_KEYS,
 )
@@ -75,7 +74,6 @@ def leave_outer_rank(environ: MutableMapping[str, str]) -> None:
     text = environ.pop(LAUNCH_RANK_PLAN, "")
     environ.pop(LAUNCH_WATCH, None)
     environ.pop(LAUNCH_MEMORY, None)
-    environ.pop(LAUNCH_READ_ORDER, None)
     remove_hook(environ)
     try:
         outer = load_json(text)

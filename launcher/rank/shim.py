@@ -14,7 +14,6 @@ from launcher.protocol import (
     LAUNCH_QUIET,
     LAUNCH_RANK_PLAN,
     LAUNCH_RDZV_ID,
-    LAUNCH_READ_ORDER,
     LAUNCH_RECORD_DIR,
     LAUNCH_REQUEST,
     LAUNCH_ROLE,
@@ -255,8 +254,6 @@ def drop_own_variables(environ: dict[str, str]) -> int:
         environ[LAUNCH_MEMORY] = environ[LAUNCH_RECORD_DIR]
     for name in REMOVED if LAUNCH_RECORD_DIR in environ else ():
         environ.pop(name, None)
-    if not is_hooked(environ) or environ.get("RANK") != "0":
-        environ.pop(LAUNCH_READ_ORDER, None)
     if not is_hooked(environ):
         environ.pop(LAUNCH_WATCH, None)
         if LAUNCH_FIT in environ:  # it would train in earnest

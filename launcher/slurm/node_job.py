@@ -48,8 +48,6 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
         reading_ahead(config.start.read_ahead, program, merged) as reader,
         keep_watch_folder(merged, enabled=config.watch.enabled) as folder,
     ):
-        reader.use_directory(run.path, task.host)
-        merged.update(reader.variables)
         heartbeats = folder.path if folder else ""
         variables = build_agent_environ(config, cluster, merged, run, task.host, watch_folder=heartbeats)
         make_agent = prepare_agent_maker(request, program, run, task, variables)

@@ -128,7 +128,7 @@ def kill_rank(folder: Path) -> float:
     return time.time()
 
 
-def measure_local(make: Callable[..., list[str]], cache: Path) -> Recovered:
+def measure_local(make: Callable[..., list[str]]) -> Recovered:
     """Start two ranks here, kill one, and wait for the next step; all has ended at the return."""
     with tempfile.TemporaryDirectory(prefix="recovery-") as name:
         folder = Path(name)
@@ -136,7 +136,7 @@ def measure_local(make: Callable[..., list[str]], cache: Path) -> Recovered:
             process = subprocess.Popen(
                 make(*make_program(folder)),
                 cwd=folder,
-                env=make_environ(cache),
+                env=make_environ(),
                 stdout=console,
                 stderr=console,
             )
@@ -165,7 +165,7 @@ def bench_recovery(folder: Path, rounds: int) -> None:
     found: dict[str, list[Recovered]] = {name: [] for name in RESTARTED}
     for _ in range(rounds):
         for name, make in RESTARTED.items():
-            found[name].append(measure_local(make, folder / "cache"))
+            found[name].append(measure_local(make))
     print_recovered(f"SIGKILL of rank {CULPRIT} of {RANKS}, on one machine", found)
 
 

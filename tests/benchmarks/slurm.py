@@ -129,7 +129,7 @@ def prepare(folder: Path, program: str) -> Iterator[Bench]:
     for name, script in BY_HAND.items():
         (folder / f"{name}.sbatch").write_text(script)
     with start_sandbox("--no-accounting", f"--nodes={max(SIZES)}") as sandbox:
-        sandbox.environ.update(make_environ(folder / "cache"), SLURM_CONF=str(sandbox.conf))
+        sandbox.environ.update(make_environ(), SLURM_CONF=str(sandbox.conf))
         sandbox.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         yield Bench(sandbox, folder)
 

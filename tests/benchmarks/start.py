@@ -6,7 +6,6 @@ program without torch.
 
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -93,21 +92,19 @@ def time_first_line(
 
 
 def time_way(name: str, folder: Path, ranks: int, spent: list[float]) -> float:
-    """Milliseconds of one way; a first call finds nothing that earlier calls have kept.
+    """Milliseconds of one way.
 
     The CPU time of all its processes, from its start to its end, is added to `spent`, in milliseconds.
     """
-    with tempfile.TemporaryDirectory(dir=folder) as fresh:
-        cache = Path(fresh) if "first call" in name else folder / "cache"
-        command, before = WAYS[name](ranks, "program.py"), measure_children()
-        taken = time_first_line(command, folder, ranks, make_environ(cache))
+    command, before = WAYS[name](ranks, "program.py"), measure_children()
+    taken = time_first_line(command, folder, ranks, make_environ())
     spent.append(1e3 * (measure_children() - before))
     return taken
 
 
-def make_environ(cache: Path) -> dict[str, str]:
+def make_environ() -> dict[str, str]:
     """A user's environment, which keeps bytecode as Python does by itself."""
-    environ = {**clean_environ(), "XDG_CACHE_HOME": str(cache)}
+    environ = clean_environ()
     environ.pop("PYTHONDONTWRITEBYTECODE", None)
     return environ
 

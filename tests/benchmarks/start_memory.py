@@ -55,7 +55,7 @@ def measure_way(name: str, folder: Path, steps: int) -> Pss:
         path.unlink(missing_ok=True)
     command = WAYS[name](RANKS, str(PROGRAM), str(folder), str(steps))
     sink = subprocess.DEVNULL
-    environ = make_environ(folder / "cache")
+    environ = make_environ()
     with subprocess.Popen(command, cwd=folder, env=environ, stdout=sink, stderr=sink) as process:
         try:
             return measure_job(psutil.Process(process.pid), await_ranks(process, folder))

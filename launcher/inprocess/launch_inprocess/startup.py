@@ -15,15 +15,11 @@ if TYPE_CHECKING:
 
 
 def start_recording(environ: MutableMapping[str, str]) -> None:
-    """Have the rank's peak of memory written at its end, and what it has read, if that is asked for."""
+    """Have the rank's peak of memory written at its end if that is asked for."""
     if environ.get("LAUNCH_MEMORY"):
         from .memory_record import start_memory_record
 
         start_memory_record(environ)
-    if environ.get("LAUNCH_READ_ORDER"):
-        from .read_record import start_read_record
-
-        call_safely(start_read_record, environ)
 
 
 def start_fitting(environ: MutableMapping[str, str]) -> None:
