@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 
 from launcher.cli.arguments import Command
@@ -15,9 +14,7 @@ from launcher.config.composed import Composed, resolve
 from launcher.config.composition import compose
 from launcher.config.environment_files import fill_env, read_env_files
 from launcher.config.hydra_flags import Flags
-from launcher.config.hydra_settings import HydraSettings
 from launcher.config.overrides import quote_value
-from launcher.config.run_path import apply_settings
 from launcher.config.schema import LaunchConfig
 from launcher.config.validation import (
     PLAN_CHECKS,
@@ -27,7 +24,6 @@ from launcher.config.validation import (
     check_output_files,
     validate,
 )
-from launcher.text import print_text
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +31,6 @@ logger = logging.getLogger(__name__)
 def run_verb(flags: Flags, command: Command, argv: Sequence[str], early: EarlyStart) -> int:
     """Compose one configuration, and do what the command line asks with it."""
     composed = compose(flags.sources, add_pet(flags.overrides, os.environ))
-    if command.verb == "run" and composed.settings != HydraSettings():
-        apply_settings(composed.tree, composed.settings, composed.settings.run_dir)
-    if composed.settings.verbose:
-        from launcher.config.hydra_output import explain_composition
-
-        print_text(explain_composition(flags), sys.stderr)
     return run_composed(composed, command, argv, early)
 
 

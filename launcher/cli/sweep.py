@@ -14,15 +14,13 @@ from launcher.cli.run import is_for_slurm, specify_job, try_anew
 from launcher.config.composed import Composed
 from launcher.config.composition import compose
 from launcher.config.hydra_flags import Flags
-from launcher.config.hydra_output import explain_composition
 from launcher.config.multirun import Multirun, expand_sweep, read_multirun, resolve_sweeper
-from launcher.config.run_path import apply_settings, choose_run_path
+from launcher.config.run_path import choose_run_path, use_sweep_folder
 from launcher.errors import UsageError
 from launcher.launch.job import JobSpec
 from launcher.launch.signals import STOPPING
 from launcher.runs.manifest import CLOSED, read_manifest, take_dict
 from launcher.runs.secrets import mask_words
-from launcher.text import print_text
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +31,11 @@ def run_sweep(flags: Flags, command: Command, argv: Sequence[str]) -> int:
     if multirun.settings.sweeper != "basic":
         return run_plugin(multirun, command, argv)
     jobs = expand_sweep(multirun)
-    if multirun.settings.verbose:
-        print_text(explain_composition(flags.with_overrides(jobs[0])), sys.stderr)
     # A mistake in the last job shows before the first runs.
     composed = [compose(multirun.sources, overrides, number) for number, overrides in enumerate(jobs)]
     folder = multirun.settings.sweep_dir
-    for number, each in enumerate(composed if command.verb == "run" else ()):
-        apply_settings(each.tree, each.settings, f"{folder}/{number}" if folder else None)
+    for number, each in enumerate(composed if folder and command.verb == "run" else ()):
+        use_sweep_folder(each.tree, f"{folder}/{number}")
     if command.verb == "run" and all(map(is_for_slurm, composed)):
         return try_anew(lambda: submit_all(specify_all(composed, command), composed, argv))
     return run_jobs(composed, jobs, command, argv)

@@ -1,7 +1,7 @@
 """A composed configuration: single values before its run directory is known, typed ones with it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher.config.environment_files import write_values
-from launcher.config.hydra_settings import HydraSettings, restore_hydra_config
+from launcher.config.hydra_settings import restore_hydra_config
 from launcher.config.resource_limits import limit_composition
 from launcher.config.schema import LaunchConfig, settle_words
 from launcher.config.search_path import Sources
@@ -44,8 +44,6 @@ class Composed:
     """Where it comes from."""
     given: frozenset[str] = frozenset()
     """Keys that the command line sets."""
-    settings: HydraSettings = field(default_factory=HydraSettings)
-    """Hydra's own settings."""
     own_files: tuple[str, ...] = ()
     """Files that are not the shipped ones, relative to the working directory."""
     interpolated: DictConfig | None = None

@@ -24,7 +24,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from launcher.config.composed import FAILURES, Composed
 from launcher.config.hydra_settings import (
-    HydraSettings,
     read_hydra_settings,
     refuse_setting,
     refuse_words,
@@ -93,7 +92,8 @@ def compose(sources: Sources, overrides: Sequence[str], number: int | None = Non
             own_files = tuple(sources.list_own(choices))
             uses_hydra = mentions_hydra(words) or (own_files and sources.mentions("hydra"))
             interpolated = set_hydra_config(tree, number) if uses_hydra else None
-            settings = read_hydra_settings(loader, tree) if uses_hydra else HydraSettings()
+            if uses_hydra:
+                read_hydra_settings(loader, tree)
         except FAILURES as error:
             raise UsageError(diagnose_failure(loader, sources, words, error)) from None
     del tree["hydra"]
@@ -108,7 +108,6 @@ def compose(sources: Sources, overrides: Sequence[str], number: int | None = Non
         warnings=tuple(doubts),
         sources=sources,
         given=frozenset(map(read_key, overrides)),
-        settings=settings,
         own_files=own_files,
         interpolated=interpolated,
     )

@@ -1,12 +1,10 @@
 """What Hydra prints by itself: `--cfg`, `--info`, `--hydra-help` and shell completion."""
 
 import io
-import logging
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import replace
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
@@ -32,16 +30,6 @@ def show_flags(flags: Flags) -> int:
     """Show what `--cfg`, `--info` or `--hydra-help` ask for, as Hydra does; raises UsageError."""
     print_text(capture_flags(flags))
     return 0
-
-
-def explain_composition(flags: Flags) -> str:
-    """Return Hydra's report of how a configuration was composed, for `hydra.verbose`; raises UsageError."""
-    logger = logging.getLogger()
-    before, level = list(logger.handlers), logger.level
-    try:
-        return capture_flags(replace(flags, info="all"))
-    finally:  # Hydra makes the root logger write to stdout
-        logger.handlers, logger.level = before, level
 
 
 def capture_flags(flags: Flags) -> str:

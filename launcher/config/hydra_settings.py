@@ -15,34 +15,24 @@ from launcher.config.other_tools import find_foreign
 from launcher.config.search_path import PRIMARY
 from launcher.errors import UsageError
 
-CARRIED_OUT = ("mode", "run.dir", "sweep.dir", "job.name", "searchpath", "verbose", "sweeper", "output")
+ACTED_ON = ("mode", "searchpath", "sweeper", "sweep.dir")
 """Keys and groups of `hydra` that have an effect, with all keys below them."""
-FILLED_IN = ("runtime", "overrides", "job.config", "job.config_name", "job.override_dirname", "env")
+FILLED_IN = ("runtime", "overrides", "job.config", "job.config_name", "job.override_dirname", "env", "output")
 """Keys that Hydra fills in, and those that control how it does."""
 INSTEAD = {
+    "run": "write new_run_dir=DIR, or hydra.sweep.dir=DIR for the runs of a sweep",
+    "job.name": "write name=NAME",
+    "verbose": "`launch --info` shows how the configuration is composed",
     "launcher": "cluster=slurm submits the jobs of a sweep, cluster.array_parallelism=N of them at a time;"
     " elsewhere they run one after the other",
     "sweeper.max_batch_size": "cluster.array_parallelism=N says how many jobs run at the same time",
     "sweep.subdir": "the runs of a sweep are in hydra.sweep.dir/0, /1 and so on",
     "job.chdir": "programs start where `launch` does; LAUNCH_RUN_DIR tells them the run directory",
     "job.env_set": "write env.NAME=VALUE",
-    "job.env_copy": "programs have all of the environment, leave it out",
-    "job.id": "it is the job's number in a sweep, leave it out",
-    "job.num": "it is the job's number in a sweep, leave it out",
-    "output_subdir": "config.yaml in the run directory has the configuration, leave it out",
-    "job_logging": "programs set up logging by themselves; logs.console=rank0|all|none says what is shown",
+    "job_logging": "logs.console=rank0|all|none says what is shown",
     "hydra_logging": "logs.console=rank0|all|none says what is shown",
 }
 """What to write instead of other keys; for all the rest, the advice is `leave it out`."""
-ALREADY: Mapping[str, tuple[object, ...]] = {
-    "launcher": ("basic",),
-    "sweeper.max_batch_size": (None,),
-    "job.chdir": (False, None),
-    "output_subdir": (None,),
-    "job_logging": ("default", "none", "disabled"),
-    "hydra_logging": ("default", "none", "disabled"),
-}
-"""Values of these keys that are accepted, since they ask for what happens anyway."""
 DEFAULTS = {"launcher": "basic", "sweeper": "basic", "callbacks": None}
 """Options of Hydra's groups; those of the others are `default`."""
 
@@ -57,14 +47,8 @@ class HydraSettings:
     """The chosen option of the group `hydra/sweeper`."""
     params: Mapping[str, str] = field(default_factory=dict)
     """`hydra.sweeper.params` of the basic sweeper."""
-    run_dir: str | None = None
-    """`hydra.run.dir`."""
     sweep_dir: str | None = None
     """`hydra.sweep.dir`."""
-    name: str | None = None
-    """`hydra.job.name`."""
-    verbose: bool = False
-    """`hydra.verbose`."""
 
 
 def read_hydra_settings(loader: ConfigLoader, tree: DictConfig) -> HydraSettings:
@@ -75,9 +59,8 @@ def read_hydra_settings(loader: ConfigLoader, tree: DictConfig) -> HydraSettings
         refuse_setting(group, option, f"hydra/{group}={option}")
     default = flatten_node(loader.load_configuration(None, [], RunMode.RUN).hydra)
     changed = {key: value for key, value in flatten_node(node).items() if default.get(key, MISSING) != value}
-    # Hydra derives env_set from env_copy: report env_copy, which the user wrote.
-    for key in sorted(changed, key=lambda key: key != "job.env_copy"):
-        if not is_within(key, chosen):
+    for key in sorted(changed, key=lambda key: key != "job.env_copy"):  # Hydra derives env_set from that one
+        if not is_within(key, chosen) and (key, changed[key]) != ("job.name", PRIMARY):
             refuse_setting(key, changed[key], f"hydra.{key}={show_value(changed[key])}")
     sweeper = str(chosen.get("sweeper", "basic"))
     params = node.sweeper.params if sweeper == "basic" else None
@@ -85,10 +68,7 @@ def read_hydra_settings(loader: ConfigLoader, tree: DictConfig) -> HydraSettings
         multirun=node.mode == RunMode.MULTIRUN,
         sweeper=sweeper,
         params={str(key): str(value) for key, value in (params or {}).items()},
-        run_dir=str(node.run.dir) if "run.dir" in changed else None,
         sweep_dir=str(node.sweep.dir) if "sweep.dir" in changed else None,
-        name=str(node.job.name) if node.job.name != PRIMARY else None,
-        verbose=bool(node.verbose),
     )
 
 
@@ -106,7 +86,7 @@ def flatten_node(node: DictConfig) -> dict[str, object]:
 def refuse_setting(key: str, value: object, word: str) -> None:
     """Raise UsageError for a setting that has no effect; `word` is the setting as the user wrote it."""
     instead = next((name for name in INSTEAD if is_within(key, [name])), None)
-    if value in ALREADY.get(instead or "", ()) or (not instead and is_within(key, CARRIED_OUT + FILLED_IN)):
+    if not instead and is_within(key, ACTED_ON + FILLED_IN):
         return
     if foreign := find_foreign(f"hydra.{key}"):
         raise UsageError(foreign.explain(word, str(value)))
@@ -119,9 +99,8 @@ def refuse_setting(key: str, value: object, word: str) -> None:
 def refuse_words(words: Iterable[str]) -> None:
     """Raise UsageError for the first word of a command line that is a setting without effect."""
     for word in words:
-        key, _, text = word.lstrip("+~").partition("=")
+        key, _, value = word.lstrip("+~").partition("=")
         if key.startswith(("hydra.", "hydra/")):
-            value = {"null": None, "false": False}.get(text.lower(), text)
             refuse_setting(key[len("hydra.") :], value, word)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path, PurePath
 from omegaconf import DictConfig, OmegaConf
 
 from launcher.config.composed import RUN_DIR, Composed, read_values
-from launcher.config.hydra_settings import HydraSettings
 from launcher.config.program import find_script
 from launcher.errors import UsageError
 
@@ -104,17 +103,15 @@ def refuse_used(path: Path, key: str) -> None:
         )
 
 
-def apply_settings(tree: DictConfig, settings: HydraSettings, run_dir: str | None) -> None:
-    """Use `hydra.job.name` as the run's name, and `run_dir` as its new directory, unless our keys are set.
+def use_sweep_folder(tree: DictConfig, path: str) -> None:
+    """Use a path in a sweep's folder as a run's new directory, unless our keys name one.
 
     Raises UsageError if the directory is not empty.
     """
-    if settings.name is not None and is_unset(tree, "name"):
-        tree.name = settings.name
-    if run_dir is not None and is_unset(tree, "run_dir") and is_unset(tree, "new_run_dir"):
+    if is_unset(tree, "run_dir") and is_unset(tree, "new_run_dir"):
         if is_unset(tree, "node_rank"):  # nodes that are started by hand share one
-            refuse_used(Path(run_dir), "hydra.run.dir or hydra.sweep.dir")
-        tree.new_run_dir = run_dir
+            refuse_used(Path(path), "hydra.sweep.dir")
+        tree.new_run_dir = path
 
 
 def is_unset(tree: DictConfig, key: str) -> bool:

@@ -32,7 +32,5 @@ def refuse_other_mode(flags: Flags, *, sweep: bool) -> None:
     """Raise UsageError for a word that has no effect on a sweep, or that only a sweep can have."""
     for word in flags.overrides:
         key = read_key(word)
-        if sweep and key == "hydra.run.dir":
-            raise UsageError(f"{word} is for a single run: write hydra.sweep.dir=DIR for the runs of a sweep")
         if not sweep and key.startswith(("hydra.sweep", "hydra/sweeper")):
             raise UsageError(f"{word} goes with -m, for a sweep, and this is a single run")

@@ -21,7 +21,7 @@ from launcher.config.composed import Composed, read_values
 from launcher.config.composition import compose, open_hydra
 from launcher.config.multirun import Multirun
 from launcher.config.overrides import quote_value
-from launcher.config.run_path import apply_settings
+from launcher.config.run_path import use_sweep_folder
 from launcher.config.suggestions import shorten_message
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.files import open_own
@@ -87,7 +87,7 @@ class Trials:
             chosen.append([word for word in overrides if word.partition("=")[0] not in self.fixed])
             words = [*self.fixed.values(), *chosen[-1]]
             batch.append(compose(self.multirun.sources, words, number))
-            apply_settings(batch[-1].tree, batch[-1].settings, str(self.folder / str(number)))
+            use_sweep_folder(batch[-1].tree, str(self.folder / str(number)))
         codes = self.run(batch)
         results: list[JobReturn] = []
         for (number, overrides), words, composed in zip(trials, chosen, batch, strict=True):
@@ -125,7 +125,7 @@ def run_trials(
     folder = make_folder(multirun)
     trials = Trials(multirun, folder, run, read_objective, find_fixed(multirun))
     logger.info(f"the trials of hydra/sweeper={multirun.settings.sweeper} go to {folder}")
-    show_sweeper_logs(verbose=multirun.settings.verbose)
+    show_sweeper_logs()
     node = {"_target_": "hydra_plugins.launch.TrialLauncher"}
     ConfigStore.instance().store(group="hydra/launcher", name="launch", node=node, provider="launch")
     words = [*multirun.words, "hydra/launcher=launch", f"hydra.sweep.dir={quote_value(str(folder))}"]
@@ -187,10 +187,10 @@ class HarmlessHandler(logging.StreamHandler[TextIO]):
         return tame_text(text) if self.stream.isatty() else text
 
 
-def show_sweeper_logs(*, verbose: bool) -> None:
+def show_sweeper_logs() -> None:
     """Write the log of plugins to stderr; it has their results."""
     handler = HarmlessHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("launch: %(message)s"))
     logger = logging.getLogger("hydra_plugins")
     logger.handlers = [handler]
-    logger.setLevel(logging.DEBUG if verbose else logging.INFO)
+    logger.setLevel(logging.INFO)

@@ -38,7 +38,7 @@ OTHERS: tuple[Sequence[str], ...] = (
     ("agent=direct", "allocator.host=tcmalloc", "x.py"),
     ("agent=direct", "torchrun.max_restarts=1", "x.py"),
     ("agent=direct", "machine.snapshot=a", "x.py"),
-    ("agent=direct", "hydra.verbose=true", "x.py"),
+    ("agent=direct", "hydra.mode=RUN", "x.py"),
     ("agent=direct", "+model=gpt2", "x.py"),
     ("agent=direct", "program=other"),
     ("agent=direct", "--cfg", "job"),

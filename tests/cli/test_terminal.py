@@ -67,7 +67,6 @@ def assert_harmless(text: str) -> None:
         (["--info", "all", f"env.A={EVIL}"], {}),
         (["-m", f"env.A={EVIL},b", "plan=x"], {}),
         (["-m", f'env.A=a,"{EVIL}"', "dry_run=true", "--", "true"], {}),
-        (["hydra.verbose=true", "dry_run=true", f"env.A={EVIL}", "--", "true"], {}),
         (
             [*SCRIPT, f'cluster.setup=["echo {EVIL}"]', f'cluster.srun.comment="{EVIL}"', "--", "echo", EVIL],
             {},

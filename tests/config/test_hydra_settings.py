@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.composed import Composed, resolve
+from launcher.config.composed import resolve
 from launcher.config.composition import compose
 from launcher.config.multirun import expand_sweep, read_multirun
-from launcher.config.run_path import apply_settings
 from launcher.config.search_path import find_sources
 from launcher.errors import UsageError
 from tests.seam import Launch, run_outside
@@ -19,13 +18,10 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def compose_run(*words: str) -> Composed:
-    composed = compose(find_sources(None, None, None), words)
-    apply_settings(composed.tree, composed.settings, composed.settings.run_dir)
-    return composed
-
-
 REFUSED = [
+    ("hydra.run.dir=out/x", "write new_run_dir=DIR"),
+    ("hydra.job.name=mine", "write name=NAME"),
+    ("hydra.verbose=true", "launch --info"),
     ("hydra/launcher=submitit_slurm", "cluster=slurm submits the jobs of a sweep"),
     ("hydra/launcher=joblib", "elsewhere they run one after the other"),
     ("hydra.launcher.n_jobs=4", "hydra.launcher.n_jobs=4 is not carried out by launch: cluster=slurm"),
@@ -60,6 +56,8 @@ def test_what_is_not_carried_out_is_refused(launch: Launch, here: Path, word: st
     [
         "# @package _global_\nhydra:\n  job:\n    chdir: true\n",
         "# @package _global_\nhydra:\n  sweep:\n    subdir: x\n",
+        "# @package _global_\nhydra:\n  run:\n    dir: x\n",
+        "# @package _global_\nhydra:\n  job:\n    name: x\n",
         "# @package _global_\ndefaults:\n  - override /hydra/job_logging: stdout\n",
         "# @package _global_\ndefaults:\n  - override /hydra/launcher: submitit_slurm\n",
     ],
@@ -75,44 +73,7 @@ def test_a_launcher_that_is_installed_is_refused_too(here: Path) -> None:
     write(here / "conf/hydra/launcher/mine.yaml", "_target_: hydra_plugins.x.Y\n")
     for word in ("hydra/launcher=mine", "+hydra/launcher=mine"):
         with pytest.raises(UsageError, match=r"launcher.mine.*cluster=slurm"):
-            compose_run(word)
-
-
-@pytest.mark.parametrize(
-    "word",
-    [
-        *("hydra.job.chdir=false", "hydra.output_subdir=null", "hydra/launcher=basic"),
-        *("hydra/job_logging=none", "hydra/hydra_logging=disabled", "hydra/job_logging=default"),
-    ],
-)
-def test_what_asks_for_what_happens_anyway_is_fine(here: Path, word: str) -> None:
-    assert compose_run(word).settings.run_dir is None
-
-
-def test_the_run_directory_is_a_new_one_at_that_path(here: Path) -> None:
-    composed = compose_run("hydra.run.dir=out/${now:%Y}/${hydra.job.name}", "hydra.job.name=mine")
-    config = resolve(composed)
-    assert config.name == "mine"
-    path = config.new_run_dir
-    assert path is not None and path.endswith("/mine") and "$" not in path
-    for used in ("out", "here.txt", "."):
-        write(here / "out/manifest.json", "{}")
-        (here / "here.txt").touch()
-        with pytest.raises(UsageError, match="is there already: run_dir="):
-            compose_run(f"hydra.run.dir={used}")
-    (here / "empty").mkdir()
-    assert resolve(compose_run("hydra.run.dir=empty")).new_run_dir == "empty"
-
-
-def test_our_own_keys_come_over_hydras(here: Path) -> None:
-    config = resolve(compose_run("hydra.run.dir=a", "new_run_dir=b", "hydra.job.name=c", "name=d"))
-    assert (config.new_run_dir, config.name) == ("b", "d")
-
-
-def test_hydras_run_directory_is_for_runs_alone(launch: Launch, here: Path) -> None:
-    write(here / "conf/launch.yaml", "defaults:\n  - /launch_schema\nhydra:\n  run:\n    dir: .\n")
-    assert launch("status").code == 0
-    assert launch("plan", "format=json").code == 0
+            compose(find_sources(None, None, None), (word,))
 
 
 def test_values_of_hydras_in_interpolations(here: Path) -> None:
@@ -154,13 +115,12 @@ def test_the_runs_of_a_sweep_are_in_hydras_sweep_directory(here: Path) -> None:
     again = run_outside(
         ["-m", "hydra.sweep.dir=swept/${now:%Y}", "name=a,b", "nproc_per_node=1", "--", "a.py"], here
     )
-    again.assert_error(2, "swept/", "/0, of hydra.run.dir or hydra.sweep.dir, is there already")
+    again.assert_error(2, "swept/", "/0, of hydra.sweep.dir, is there already")
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["-m", "hydra.run.dir=x", "name=a,b"], "write hydra.sweep.dir=DIR"),
         (["hydra.sweep.dir=x"], "hydra.sweep.dir=x goes with -m"),
         (["hydra/sweeper=optuna"], "hydra/sweeper=optuna goes with -m"),
         (["hydra.sweeper.n_trials=3", "--run"], "hydra.sweeper.n_trials=3 goes with -m"),
@@ -196,10 +156,3 @@ def test_a_sweeper_that_is_not_installed(launch: Launch) -> None:
     launch("-m", "hydra/sweeper=nonsuch").assert_error(
         2, "no 'nonsuch' in hydra/sweeper", "install the plugin"
     )
-
-
-def test_a_verbose_hydra_tells_how_the_configuration_was_composed(launch: Launch) -> None:
-    result = launch("plan", "hydra.verbose=true", "format=json", "nproc_per_node=1")
-    assert "Config search path" in result.err and "Defaults List" in result.err
-    assert json.loads(result.out)["schema"] == 1
-    assert "Defaults List" not in launch("plan", "format=json", "nproc_per_node=1").err

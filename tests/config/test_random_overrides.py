@@ -43,7 +43,6 @@ VALID = (
     "~model",
     "+x.y=[1,{a: b}]",
     "format=json",
-    "hydra.verbose=true",
 )
 GRAMMAR = (
     "=",
