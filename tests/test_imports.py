@@ -99,7 +99,7 @@ sys.argv = ["launch", "agent=direct", "nproc_per_node=1", "x.py"]
 from launcher.cli.main import main
 main()
 """
-    loaded = list_loaded(script, tmp_path)
+    loaded = list_modules(script, tmp_path)
     assert {"launcher.agent.local_agent", "launcher.plan.planner"} <= loaded
     assert not {name.partition(".")[0] for name in loaded} & {
         *("rich", "psutil", "asyncio", "torch", "numpy", "submitit")

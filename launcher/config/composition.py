@@ -41,6 +41,7 @@ from launcher.files import LARGEST
 
 OTHER_FOLDERS: ContextVar[tuple[Path, ...]] = ContextVar("OTHER_FOLDERS", default=())
 """Folders of configuration after the first, for the Hydra that is being opened."""
+ConfigStore.instance().store(name="launch_schema", node=LaunchConfig)
 
 
 class SearchPath(SearchPathPlugin):
@@ -61,7 +62,6 @@ def open_hydra(sources: Sources, seconds: float | None = MAX_SECONDS) -> Iterato
     left to the limit of CPU time: it may be one that nobody chooses.
     """
     Plugins.instance().register(SearchPath)
-    ConfigStore.instance().store(name="launch_schema", node=LaunchConfig)
     first, *others = sources.folders
     token = OTHER_FOLDERS.set(tuple(others))
     previous = GlobalHydra.instance().hydra  # that of a sweep, if a trial is composed here
