@@ -13,7 +13,7 @@ NCCL = Range(300 * MIB, 1024 * MIB, 2048 * MIB)
 """Buffers of NCCL's communicators: 1 to 2 GiB; less for one communicator within a node, the low end."""
 EXPANDABLE, FIXED = (0.01, 0.03, 0.05), (0.01, 0.08, 0.15)
 """Share of reserved memory that no tensor fills: 3 to 5% with expandable segments, 10 to 15% without
-(docs/allocator.md; python -m tests.benchmarks fragmentation)."""
+(docs/allocator.md)."""
 PROCESS = Range(300 * MIB, 600 * MIB, 1024 * MIB)
 """Resident memory of Python with torch, of a rank that computes on CPUs."""
 

@@ -1,11 +1,10 @@
-"""A program finds in a rank what it finds by itself; `python -m tests.benchmarks fidelity` runs many more."""
+"""A program finds in a rank what it finds by itself."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.fidelity import describe_difference
-from tests.benchmarks.fidelity_frames import FRAMES, Case, copy_programs, run_alone
+from tests.agent.frames import FRAMES, Case, copy_programs, describe_difference, run_alone
 
 
 @pytest.mark.parametrize("name", ["launch, direct, exec", "launch, direct, warm"])

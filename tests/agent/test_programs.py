@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.fidelity_frames import Case, Ran, make_environ, make_launch, mask, run_alone, to_status
+from tests.agent.frames import Case, Ran, make_environ, make_launch, mask, run_alone, to_status
 
 GROUP = 6
 """Programs of a test, all of which one torchrun starts."""

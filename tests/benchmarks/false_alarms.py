@@ -1,16 +1,15 @@
-"""An hour of healthy programs that are slow now and then: a hang is a false alarm, and so is a second notice.
+"""Healthy programs that are slow now and then: a hang is a false alarm, and so is a second notice.
 
-`python -m tests.benchmarks false-alarms minutes=60 jobs=3 cases=save,compile`
+`make bench ARGS="false-alarms minutes=60 jobs=3 cases=save,compile"`; `scale=0.1` makes what is slow shorter,
+and `keep=DIR` keeps the runs with alarms.
 """
 
 import shutil
-import signal
-import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle
@@ -18,18 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from launcher.watch.node_reports import count_hangs, read_job_state
-from tests.benchmarks.healthy_program import FIRST, LAST, LATER
-from tests.launch.terminals import Terminal, open_terminal
-from tests.seam import LAUNCH, clean_environ
+from tests.benchmarks.healthy_program import CASES
+from tests.benchmarks.jobs import HERE, make_command, read_state, start_job
+from tests.launch.terminals import open_terminal
 
-PROGRAM = Path(__file__).with_name("healthy_program.py")
-CASES = (*FIRST, *LATER, *LAST)
-RANKS = 2
 COFFEE = 90.0
 """Seconds at the debugger's prompt."""
 LIMIT = 900.0
-"""Seconds for one run, on a machine that several share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,137 +34,91 @@ class Outcome:
     seconds: float
     code: int
     alarms: tuple[str, ...]
-    """The sentences of hangs that were told of."""
     notices: tuple[str, ...]
     stragglers: tuple[str, ...]
-    reports: int
-    """Of its watcher; 0 if it was not watched."""
+    is_watched: bool
 
 
 def run_case(case: str, folder: Path, scale: float) -> Outcome:
-    """Run a case once."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Run a case once; the debuggers on a terminal, with nobody at it for a while."""
     (folder / "files").mkdir(parents=True)
-    words = [str(PROGRAM), f"--case={case}", f"--folder={folder / 'files'}", f"--scale={scale}"]
+    words = [
+        str(HERE / "healthy_program.py"),
+        f"--case={case}",
+        f"--folder={folder / 'files'}",
+        f"--scale={scale}",
+    ]
     began = time.monotonic()
-    if case in {"breakpoint", "pdb"}:
-        code = run_debugged(case, words, folder, COFFEE * scale)
+    if case in ("breakpoint", "pdb"):
+        program = [sys.executable, "-m", "pdb", *words] if case == "pdb" else words
+        with open_terminal(folder, *make_command(["launch", "name=healthy"], program)) as terminal:
+            terminal.expect("(Pdb)", timeout=120)
+            pause = time.monotonic() + COFFEE * scale
+            while time.monotonic() < pause:
+                terminal.take_some(time.monotonic() + 0.5)
+            terminal.type("c\n")
+            if case == "pdb":
+                terminal.expect("The program finished", timeout=LIMIT)
+                terminal.type("q\n")
+            code, said = terminal.finish(LIMIT), terminal.text()
+        state = read_state(folder)
     else:
-        code = run_plainly(words, folder)
+        with start_job(folder, make_command(["launch", "name=healthy"], words, ranks=2)) as job:
+            job.await_true(lambda: job.process.poll() is not None, LIMIT)
+            code, state = job.process.returncode, read_state(folder)
+        said = "".join(line for _, line in job.lines)
+    alarms = [hang["verdict"]["sentence"] for hang in state.get("hangs", ())]
+    alarms += ["a folder of a hang that the job's state does not have"] * (
+        len([*folder.glob("runs/*/*/hang-*")]) - len(alarms)
+    )
+    told = [f"rank {one['rank']}: {one['cause']}: {one['detail']}" for one in state.get("stragglers", ())]
+    notices = [line for line in said.splitlines() if "launch: no step for " in line]
     seconds = time.monotonic() - began
-    shutil.rmtree(folder / "files")
-    return read_outcome(case, seconds, code, folder)
-
-
-def run_plainly(words: list[str], folder: Path) -> int:
-    """Run without a terminal; return the exit code."""
-    command = [*LAUNCH, f"nproc_per_node={RANKS}", "name=healthy", "--", *words]
-    with (folder / "console").open("wb") as console:
-        process = subprocess.Popen(
-            command, cwd=folder, env=clean_environ(), stdin=subprocess.DEVNULL, stdout=console, stderr=console
-        )
-        try:
-            return process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGTERM)
-            return process.wait(60)
-
-
-def run_debugged(case: str, words: list[str], folder: Path, seconds: float) -> int:
-    """Run on a terminal, with nobody at it for a while; return the exit code."""
-    program = [sys.executable, "-m", "pdb", *words] if case == "pdb" else words
-    command = (*LAUNCH, "nproc_per_node=1", "name=healthy", "--", *program)
-    with open_terminal(folder, *command) as terminal:
-        terminal.expect("(Pdb)", timeout=120)
-        read_for(terminal, seconds)
-        terminal.type("c\n")
-        if case == "pdb":
-            terminal.expect("The program finished", timeout=LIMIT)
-            read_for(terminal, seconds / 3)
-            terminal.type("q\n")
-        code = terminal.finish(LIMIT)
-        (folder / "console").write_text(terminal.text())
-    return code
-
-
-def read_for(terminal: Terminal, seconds: float) -> None:
-    """Look at the terminal, and type nothing."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        terminal.take_some(time.monotonic() + 0.5)
-
-
-def read_outcome(case: str, seconds: float, code: int, folder: Path) -> Outcome:
-    """What the run's directory says."""
-    (path,) = folder.glob("runs/*/*")
-    state = read_job_state(path)
-    alarms = [hang.verdict.sentence for hang in state.hangs] if state else []
-    alarms += ["a folder of a hang that the job's state does not have"] * (count_hangs(path) - len(alarms))
-    stragglers = [f"rank {one.rank}: {one.cause}: {one.detail}" for one in state.stragglers] if state else []
-    reports = len([*path.glob("watch/node-*.json")])
-    console = (folder / "console").read_text(errors="replace").splitlines()
-    notices = tuple(line for line in console if "launch: no step for " in line)
-    return Outcome(case, seconds, code, tuple(alarms), notices, tuple(stragglers), reports)
-
-
-class Hour:
-    """Cases in turn until the time is over, and what came of them."""
-
-    def __init__(self, cases: Iterator[str], minutes: float, folder: Path, scale: float) -> None:
-        self.cases, self.folder, self.scale = cases, folder, scale
-        self.end = time.monotonic() + 60 * minutes
-        self.lock = threading.Lock()
-        self.outcomes: list[Outcome] = []
-        self.failures: list[str] = []
-
-    def work(self, lane: int) -> None:
-        """Run one case after the other."""
-        while time.monotonic() < self.end:
-            with self.lock:
-                case = next(self.cases)
-                number = len(self.outcomes)
-            path = self.folder / f"{case}-{lane}-{number}"
-            try:
-                outcome = run_case(case, path, self.scale)
-            except (Exception, SystemExit, pytest.fail.Exception) as error:
-                self.failures.append(f"{case}: {error!r}"[:300])
-                print(f"| {case} | the harness failed: {error!r} |"[:300], flush=True)
-                continue
-            with self.lock:
-                self.outcomes.append(outcome)
-            print_outcome(outcome)
-            if not outcome.alarms and not outcome.code:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def print_outcome(outcome: Outcome) -> None:
-    """Print a row."""
-    said = "; ".join(
-        (*outcome.alarms, *outcome.notices, *(f"straggler: {one}" for one in outcome.stragglers))
-    ).replace("|", "/")
-    cells = [outcome.case, f"{outcome.seconds:.0f}", str(outcome.code), str(len(outcome.alarms))]
-    cells.append(str(len(outcome.notices)))
-    print(f"| {' | '.join((*cells, str(outcome.reports), said))} |", flush=True)
+    return Outcome(case, seconds, code, tuple(alarms), tuple(notices), tuple(told), bool(state))
 
 
 def bench_false_alarms(folder: Path, options: Mapping[str, str]) -> None:
-    """Run for `minutes`, `jobs` at a time; `keep=DIR` keeps the folders of runs with alarms."""
-    chosen = tuple(options["cases"].split(",")) if "cases" in options else CASES
-    if unknown := set(chosen) - set(CASES):
-        sys.exit(f"cases are {', '.join(CASES)}, not {', '.join(sorted(unknown))}")
-    jobs, minutes = int(options.get("jobs", "3")), float(options.get("minutes", "60"))
+    """Run cases in turn until the time is over, and print a row for each run."""
     folder = Path(options.get("keep", folder)).absolute()
-    print(
-        "\n| case | s | exit code | hangs | notices | reports | said |\n|---|---|---|---|---|---|---|",
-        flush=True,
-    )
-    hour = Hour(cycle(chosen), minutes, folder, float(options.get("scale", "1")))
+    names = options["cases"].split(",") if "cases" in options else [*CASES]
+    if unknown := set(names) - set(CASES):
+        sys.exit(f"cases are {', '.join(CASES)}, not {', '.join(sorted(unknown))}")
+    cases, lock = cycle(names), threading.Lock()
+    end = time.monotonic() + 60 * float(options.get("minutes", "60"))
+    outcomes: list[Outcome] = []
+    failures: list[str] = []
+    print("\n| case | s | exit code | hangs | notices | said |\n|---|---|---|---|---|---|", flush=True)
+
+    def work(lane: int) -> None:
+        while time.monotonic() < end:
+            with lock:
+                case, number = next(cases), len(outcomes) + len(failures)
+            path = folder / f"{case}-{lane}-{number}"
+            try:
+                outcome = run_case(case, path, float(options.get("scale", "1")))
+            except (Exception, pytest.fail.Exception) as error:  # the others are worth their time
+                failures.append(case)
+                print(f"| {case} | the benchmark failed: {error!r} |"[:300], flush=True)
+                continue
+            outcomes.append(outcome)
+            counts = [
+                f"{outcome.seconds:.0f}",
+                str(outcome.code),
+                str(len(outcome.alarms)),
+                str(len(outcome.notices)),
+            ]
+            said = "; ".join((*outcome.alarms, *outcome.notices, *outcome.stragglers)).replace("|", "/")
+            print(f"| {' | '.join([case, *counts, said])} |", flush=True)
+            if not outcome.alarms and not outcome.code:
+                shutil.rmtree(path, ignore_errors=True)
+
+    jobs = int(options.get("jobs", "3"))
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(hour.work, range(jobs)))
-    watched = sum(one.seconds for one in hour.outcomes if one.reports) / 60
-    print(f"\nhealthy runs: {len(hour.outcomes)}, watched for {watched:.0f} minutes in all")
-    print(f"called a hang: {sum(len(one.alarms) for one in hour.outcomes)}")
-    counts = Counter(len(one.notices) for one in hour.outcomes)
-    print("runs by notices: " + ", ".join(f"{runs} with {count}" for count, runs in sorted(counts.items())))
-    print(f"stragglers told of: {sum(len(one.stragglers) for one in hour.outcomes)}")
-    print(f"failed: {sum(bool(one.code) for one in hour.outcomes)}; harness: {len(hour.failures)}")
+        list(pool.map(work, range(jobs)))
+    watched = sum(one.seconds for one in outcomes if one.is_watched) / 60
+    print(f"\nhealthy runs: {len(outcomes)}, watched for {watched:.0f} minutes in all")
+    print(f"called a hang: {sum(len(one.alarms) for one in outcomes)}")
+    counted = sorted(Counter(len(one.notices) for one in outcomes).items())
+    print("runs by notices: " + ", ".join(f"{runs} with {count}" for count, runs in counted))
+    print(f"stragglers told of: {sum(len(one.stragglers) for one in outcomes)}")
+    print(f"failed: {sum(bool(one.code) for one in outcomes)}; the benchmark: {len(failures)}")

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +30,21 @@ from torch.utils.data import DataLoader, Dataset
 
 WIDTH, ROWS = 64, 8
 """Of the model, and of its batch."""
-CHUNK = 1 << 20
+MIB = 1 << 20
 STEPS = 8
 """Before and after what is slow."""
+CASES: dict[str, tuple[str, Callable[["Job"], None]]] = {}
+"""When what is slow comes, and the function: `first`, before all steps; `later`; `last`, after all."""
+
+
+def case(name: str, when: str = "later") -> Callable[[Callable[["Job"], None]], Callable[["Job"], None]]:
+    """Make a function a case; one named `-alone` is called on rank 0, while the others wait in a barrier."""
+
+    def register(function: Callable[["Job"], None]) -> Callable[["Job"], None]:
+        CASES[name] = when, function
+        return function
+
+    return register
 
 
 class Rows(Dataset[torch.Tensor]):
@@ -57,12 +69,11 @@ class SlowFile:
         self.pauses = int(4 * seconds)
 
     def write(self, data: bytes) -> int:
-        for at in range(0, len(data), CHUNK):
-            self.file.write(data[at : at + CHUNK])
+        for at in range(0, len(data), MIB):
+            self.file.write(data[at : at + MIB])
             self.file.flush()
-            if self.pauses:
-                self.pauses -= 1
-                time.sleep(0.25)
+            self.pauses -= 1
+            time.sleep(0.25 if self.pauses >= 0 else 0)
         return len(data)
 
     def flush(self) -> None:
@@ -96,165 +107,25 @@ class Job:
             if self.rank == 0:
                 print(f"step {self.steps}: loss {float(loss):.4f}", flush=True)
 
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds * self.scale)
+
     def work(self, seconds: float) -> None:
         """Compute in Python."""
-        end, count = time.monotonic() + seconds * self.scale, 0
-        while time.monotonic() < end:
-            count += sum(range(1000))
+        compute(seconds * self.scale)
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """About 240 MiB, as a checkpoint has."""
-        return {str(number): torch.zeros(CHUNK // 4) for number in range(240)}
+    def last_for(self, seconds: float) -> Iterator[int]:
+        """Count until a time is over."""
+        end, number = time.monotonic() + seconds * self.scale, 0
+        while time.monotonic() < end:
+            number += 1
+            yield number
 
     def path(self, name: str) -> Path:
         return self.folder / f"{name}-{self.rank}"
 
 
-def save_slowly(job: Job) -> None:
-    """All ranks: torch.save to a slow file for 60 s."""
-    torch.save(job.weights(), cast("IO[bytes]", SlowFile(job.path("checkpoint"), 60 * job.scale)))
-
-
-def save_by_hand(job: Job) -> None:
-    """torch.save of something small, then a copy by hand for 60 s."""
-    torch.save({"steps": job.steps}, job.path("small"))
-    SlowFile(job.path("copy"), 60 * job.scale).write(bytes(240 * CHUNK))
-
-
-def save_alone(job: Job) -> None:
-    """Rank 0 saves for 60 s, the others wait in a barrier."""
-    if job.rank == 0:
-        save_slowly(job)
-    dist.barrier()
-
-
-def evaluate(job: Job, batches: Iterator[torch.Tensor]) -> None:
-    """Evaluate as programs do."""
-    job.module.eval()
-    model = getattr(job.module, "module", job.module)
-    with torch.no_grad():
-        losses = [float(model(batch).square().mean()) for batch in batches]
-    if job.rank == 0:
-        print(f"evaluated: {sum(losses) / len(losses):.4f}", flush=True)
-    job.module.train()
-
-
-def evaluate_plainly(job: Job) -> None:
-    """Two minutes without a DataLoader."""
-
-    def batches() -> Iterator[torch.Tensor]:
-        for _ in range(int(240 * job.scale)):
-            time.sleep(0.4)
-            job.work(0.1 / job.scale)
-            yield torch.randn(ROWS, WIDTH)
-
-    evaluate(job, batches())
-
-
-def evaluate_loaded(job: Job) -> None:
-    """Two minutes with a DataLoader of one worker."""
-    evaluate(job, iter(DataLoader(Rows(int(240 * job.scale), 0.5), batch_size=None, num_workers=1)))
-
-
-def alone(slow: Callable[[Job], None]) -> Callable[[Job], None]:
-    """On rank 0, while the others wait in a barrier."""
-
-    def run(job: Job) -> None:
-        if job.rank == 0:
-            slow(job)
-        dist.barrier()
-
-    return run
-
-
-def compile_model(job: Job) -> None:
-    """torch.compile of a model that takes a while, and again for other shapes; never from a cache."""
-    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
-    model = torch.nn.Sequential(
-        *(torch.nn.TransformerEncoderLayer(WIDTH, 4, 128, batch_first=True) for _ in range(4))
-    )
-    compiled = torch.compile(model, dynamic=False)
-    for length in (4, 8, 12):
-        compiled(torch.randn(2, length, WIDTH)).sum().backward()
-        print(f"rank {job.rank} compiled for {length}", flush=True)
-
-
-def step_slowly_first(job: Job) -> None:
-    """A first step with 60 s of computing; called before all others."""
-    job.work(60)
-
-
-def serve_slowly(listener: socket.socket, seconds: float) -> None:
-    """Send 64 KiB each quarter of a second, as a slow server does."""
-    connection, _ = listener.accept()
-    with connection:
-        for _ in range(int(4 * seconds)):
-            connection.sendall(bytes(1 << 16))
-            time.sleep(0.25)
-
-
-def download_alone(job: Job) -> None:
-    """Rank 0 downloads for 60 s (from a thread of rank 1), while the others wait in a barrier."""
-    address = job.folder / "port"
-    if job.rank == 1:
-        listener = socket.create_server(("127.0.0.1", 0))
-        threading.Thread(target=serve_slowly, args=(listener, 60 * job.scale), daemon=True).start()
-        address.with_suffix(".partial").write_text(str(listener.getsockname()[1]))
-        address.with_suffix(".partial").rename(address)
-    if job.rank == 0:
-        while not address.exists():
-            time.sleep(0.1)
-        with socket.create_connection(("127.0.0.1", int(address.read_text()))) as connection:
-            while connection.recv(1 << 16):
-                pass
-    dist.barrier()
-
-
-def load_slowly(job: Job) -> None:
-    """A DataLoader whose worker reads an index for 45 s when it starts, in each of two epochs."""
-    index = job.path("index")
-    index.write_bytes(bytes(CHUNK))
-
-    def read_index(_: int) -> None:
-        for _ in range(int(180 * job.scale)):
-            index.read_bytes()
-            time.sleep(0.25)
-
-    for _ in range(2):
-        loader = DataLoader(
-            Rows(STEPS),
-            batch_size=None,
-            num_workers=1,
-            worker_init_fn=read_index,
-        )
-        for _ in loader:
-            job.train(1)
-
-
-def accumulate(job: Job) -> None:
-    """From 1 to 64 micro-steps of 0.2 s, the same number on all ranks."""
-    for micro_steps in (1, 2, 64, 4, 1, 32, 8, 64, 1, 1, 48, 16):
-        job.train(1, micro_steps, 0.2 * job.scale)
-
-
-def pause_between_epochs(job: Job) -> None:
-    """A pause of 15 s after each eight steps, and steps of 15 s."""
-    for _ in range(3):
-        job.train(STEPS)
-        time.sleep(15 * job.scale)
-    job.step_seconds = 15 * job.scale
-    job.train(4)
-    job.step_seconds = 1.0
-
-
-def only_rank_0(job: Job, slow: Callable[[], object]) -> None:
-    """Something that rank 0 alone does, while the others wait in a collective."""
-    if job.rank == 0:
-        slow()
-    dist.barrier()
-
-
-def compute_for(seconds: float) -> int:
+def compute(seconds: float) -> int:
     """Compute in Python, in whatever process."""
     end, count = time.monotonic() + seconds, 0
     while time.monotonic() < end:
@@ -262,51 +133,58 @@ def compute_for(seconds: float) -> int:
     return count
 
 
-def compute_in_steps(job: Job) -> None:
-    """Steps of 30 s of computing."""
+@case("no-optimizer", "first")
+def reduce_without_optimizer(job: Job) -> None:
     for _ in range(4):
-        job.work(30)
-        job.train(1)
+        job.work(25)
+        dist.all_reduce(torch.ones(4))
 
 
-def roll_out_in_pool(job: Job) -> None:
-    """Rollouts of 40 s in a pool of processes, twice."""
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        for _ in range(2):
-            pool.map(compute_for, [20 * job.scale] * 2)
-            job.train(4)
+@case("accumulate-first", "first")
+def accumulate_first(job: Job) -> None:
+    job.train(1, 64, 0.6 * job.scale)
 
 
-def roll_out(job: Job) -> None:
-    """Rollouts of 40 s in the process, twice."""
-    for _ in range(2):
-        job.work(40)
-        job.train(4)
+@case("download-alone", "first")
+def download(job: Job) -> None:
+    """64 KiB each quarter of a second, as from a slow server."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with listener.accept()[0] as connection:
+                for _ in job.last_for(60):
+                    connection.sendall(bytes(1 << 16))
+                    time.sleep(0.25)
+
+        threading.Thread(target=serve, daemon=True).start()
+        with socket.create_connection(listener.getsockname()) as connection:
+            while connection.recv(1 << 16):
+                pass
 
 
-def evaluate_in_training_mode(job: Job) -> None:
-    """Forget `eval()`."""
-    end = time.monotonic() + 40 * job.scale
-    with torch.no_grad():
-        while time.monotonic() < end:
-            job.module(torch.randn(ROWS, WIDTH))
-            time.sleep(0.1)
+@case("first-step", "first")
+@case("preprocess-alone", "first")
+def work_for_a_minute(job: Job) -> None:
+    job.work(60)
 
 
-def tokenize(job: Job) -> None:
-    """Count words between epochs."""
-    counts: dict[str, int] = {}
-    end, number = time.monotonic() + 40 * job.scale, 0
-    while time.monotonic() < end:
-        number += 1
-        for word in f"the {number} quick brown foxes jump over {number % 97} lazy dogs".split():
-            counts[word] = counts.get(word, 0) + 1
-        if len(counts) > 1 << 16:
-            counts.clear()
+@case("save")
+@case("save-alone")
+def save_slowly(job: Job) -> None:
+    """torch.save of 240 MiB to a slow file."""
+    weights = {str(number): torch.zeros(MIB // 4) for number in range(240)}
+    torch.save(weights, cast("IO[bytes]", SlowFile(job.path("checkpoint"), 60 * job.scale)))
 
 
+@case("save-by-hand")
+def save_by_hand(job: Job) -> None:
+    """torch.save of something small, then a copy by hand."""
+    torch.save({"steps": job.steps}, job.path("small"))
+    SlowFile(job.path("copy"), 60 * job.scale).write(bytes(240 * MIB))
+
+
+@case("save-json")
 def save_as_json(job: Job) -> None:
-    """All ranks: a checkpoint as JSON, line by line, to a slow disk."""
     with job.path("weights.json").open("w") as file:
         for _ in range(int(80 * job.scale)):
             file.write(json.dumps([float(one) for one in torch.randn(20_000)]) + "\n")
@@ -314,11 +192,142 @@ def save_as_json(job: Job) -> None:
             time.sleep(0.4)
 
 
-def accumulate_first(job: Job) -> None:
-    """64 micro-steps before the first step."""
-    job.train(1, 64, 0.6 * job.scale)
+def evaluate(job: Job, batches: Iterator[torch.Tensor]) -> None:
+    job.module.eval()
+    model = getattr(job.module, "module", job.module)
+    with torch.no_grad():
+        losses = [float(model(batch).square().mean()) for batch in batches]
+    print(f"evaluated: {sum(losses) / len(losses):.4f}", flush=True)
+    job.module.train()
 
 
+@case("evaluate")
+@case("evaluate-alone")
+def evaluate_plainly(job: Job) -> None:
+    """Two minutes without a DataLoader."""
+
+    def make_batch() -> torch.Tensor:
+        time.sleep(0.4)
+        compute(0.1)
+        return torch.randn(ROWS, WIDTH)
+
+    evaluate(job, (make_batch() for _ in range(int(240 * job.scale))))
+
+
+@case("evaluate-loader")
+@case("evaluate-loader-alone")
+def evaluate_loaded(job: Job) -> None:
+    evaluate(job, iter(DataLoader(Rows(int(240 * job.scale), 0.5), batch_size=None, num_workers=1)))
+
+
+@case("evaluate-training")
+def evaluate_in_training_mode(job: Job) -> None:
+    with torch.no_grad():
+        for _ in job.last_for(40):
+            job.module(torch.randn(ROWS, WIDTH))
+            time.sleep(0.1)
+
+
+@case("compile")
+def compile_model(job: Job) -> None:
+    """torch.compile of a model that takes a while, and again for other shapes; never from a cache."""
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    layers = (torch.nn.TransformerEncoderLayer(WIDTH, 4, 128, batch_first=True) for _ in range(4))
+    compiled = torch.compile(torch.nn.Sequential(*layers), dynamic=False)
+    for length in (4, 8, 12):
+        compiled(torch.randn(2, length, WIDTH)).sum().backward()
+
+
+def load_after(job: Job, start_worker: Callable[[int], None]) -> None:
+    """Two epochs, each with a new DataLoader worker."""
+    for _ in range(2):
+        for _ in DataLoader(Rows(4), batch_size=None, num_workers=1, worker_init_fn=start_worker):
+            job.train(1)
+
+
+@case("loader-start")
+def read_index_in_workers(job: Job) -> None:
+    """DataLoader workers read an index when they start."""
+    index = job.path("index")
+    index.write_bytes(bytes(MIB))
+
+    def read_index(_: int) -> None:
+        for _ in job.last_for(45):
+            index.read_bytes()
+            time.sleep(0.25)
+
+    load_after(job, read_index)
+
+
+@case("workers-sleep")
+def sleep_in_workers(job: Job) -> None:
+    load_after(job, lambda _: job.sleep(45))
+
+
+@case("accumulation")
+def accumulate(job: Job) -> None:
+    for micro_steps in (1, 2, 64, 4, 1, 32, 8, 64, 1, 1, 48, 16):
+        job.train(1, micro_steps, 0.2 * job.scale)
+
+
+@case("pauses")
+def pause_between_epochs(job: Job) -> None:
+    """A pause of 15 s after each eight steps, and steps of 15 s."""
+    for _ in range(3):
+        job.train(STEPS)
+        job.sleep(15)
+    job.step_seconds = 15 * job.scale
+    job.train(4)
+    job.step_seconds = 1.0
+
+
+@case("epochs-wait")
+def wait_between_epochs(job: Job) -> None:
+    for _ in range(3):
+        job.sleep(35)
+        job.train(4)
+
+
+@case("longer-pauses")
+def pause_longer(job: Job) -> None:
+    for seconds in (10, 25, 45, 80):
+        job.sleep(seconds)
+        job.train(3)
+
+
+@case("steps-compute")
+def compute_in_steps(job: Job) -> None:
+    for _ in range(4):
+        job.work(30)
+        job.train(1)
+
+
+@case("rollout")
+def roll_out(job: Job) -> None:
+    for _ in range(2):
+        job.work(40)
+        job.train(4)
+
+
+@case("rollout-pool")
+def roll_out_in_pool(job: Job) -> None:
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        for _ in range(2):
+            pool.map(compute, [20 * job.scale] * 2)
+            job.train(4)
+
+
+@case("tokenize")
+def tokenize(job: Job) -> None:
+    counts: dict[str, int] = {}
+    for number in job.last_for(40):
+        for word in f"the {number} quick brown foxes jump over {number % 97} lazy dogs".split():
+            counts[word] = counts.get(word, 0) + 1
+        if len(counts) > 1 << 16:
+            counts.clear()
+
+
+@case("lbfgs")
 def minimize(job: Job) -> None:
     """L-BFGS, whose step calls the model many times."""
     model = torch.nn.Linear(WIDTH, 1)
@@ -329,161 +338,103 @@ def minimize(job: Job) -> None:
         optimizer.zero_grad()
         loss = (model(data) - 1).abs().pow(1.5).mean()
         loss.backward()
-        time.sleep(job.scale)
+        job.sleep(1)
         return float(loss)
 
     for _ in range(3):
         optimizer.step(closure)  # type: ignore[no-untyped-call]
 
 
-def wait_between_epochs(job: Job) -> None:
-    """A pause of 35 s between epochs, three times."""
-    for _ in range(3):
-        time.sleep(35 * job.scale)
-        job.train(4)
-
-
+@case("draw-alone")
 def draw(job: Job) -> None:
-    """Rank 0 draws figures for 35 s."""
-
-    def save_figures() -> None:
-        end = time.monotonic() + 35 * job.scale
-        while time.monotonic() < end:
-            figure = matplotlib.figure.Figure()
-            figure.subplots().plot(torch.randn(2000).tolist())
-            figure.savefig(job.path("figure").with_suffix(".png"), dpi=200)
-
-    only_rank_0(job, save_figures)
+    for _ in job.last_for(35):
+        figure = matplotlib.figure.Figure()
+        figure.subplots().plot(torch.randn(2000).tolist())
+        figure.savefig(job.path("figure").with_suffix(".png"), dpi=200)
 
 
+@case("upload-alone")
 def upload(job: Job) -> None:
-    """Rank 0 uploads a few bytes each second for 40 s, to a server in a thread of its own."""
+    """A few bytes each second, to a server in a thread."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
 
-    def send() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            thread = threading.Thread(target=take_all, args=(listener,), daemon=True)
-            thread.start()
-            with socket.create_connection(listener.getsockname()) as connection:
-                for _ in range(int(40 * job.scale)):
-                    connection.sendall(bytes(4000))
-                    time.sleep(1)
-            thread.join()
+        def take_all() -> None:
+            with listener.accept()[0] as connection:
+                while connection.recv(1 << 16):
+                    pass
 
-    only_rank_0(job, send)
-
-
-def take_all(listener: socket.socket) -> None:
-    """Read until the other side closes."""
-    connection, _ = listener.accept()
-    with connection:
-        while connection.recv(1 << 16):
-            pass
+        threading.Thread(target=take_all, daemon=True).start()
+        with socket.create_connection(listener.getsockname()) as connection:
+            for _ in range(int(40 * job.scale)):
+                connection.sendall(bytes(4000))
+                time.sleep(1)
 
 
+@case("service-alone")
 def await_service(job: Job) -> None:
-    """Rank 0 waits for an answer of a service for 40 s."""
+    """A service answers after 40 s."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
 
-    def ask() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
+        def answer() -> None:
+            with listener.accept()[0] as asked:
+                job.sleep(40)
+                asked.sendall(b"ok")
 
-            def answer() -> None:
-                with listener.accept()[0] as asked:
-                    time.sleep(40 * job.scale)
-                    asked.sendall(b"ok")
-
-            threading.Thread(target=answer, daemon=True).start()
-            with socket.create_connection(listener.getsockname()) as connection:
-                connection.recv(10)
-
-    only_rank_0(job, ask)
+        threading.Thread(target=answer, daemon=True).start()
+        with socket.create_connection(listener.getsockname()) as connection:
+            connection.recv(10)
 
 
-def reduce_without_optimizer(job: Job) -> None:
-    """Work of 25 s and an all_reduce, in turn; called before all steps."""
-    for _ in range(4):
-        job.work(25)
-        dist.all_reduce(torch.ones(4))
-
-
-def end_with_child(job: Job) -> None:
-    """Rank 0 waits for a child process at its end, as one that converts a checkpoint."""
-    if job.rank == 0:
-        subprocess.run([sys.executable, "-c", f"import time; time.sleep({45 * job.scale})"], check=True)
-
-
+@case("compress-alone")
 def compress(job: Job) -> None:
-    """Rank 0 compresses a checkpoint for 45 s."""
-
-    def write() -> None:
-        end = time.monotonic() + 45 * job.scale
-        with gzip.open(job.path("checkpoint.gz"), "wb") as file:
-            while time.monotonic() < end:
-                file.write(os.urandom(1 << 16))
-
-    only_rank_0(job, write)
+    with gzip.open(job.path("checkpoint.gz"), "wb") as file:
+        for _ in job.last_for(45):
+            file.write(os.urandom(1 << 16))
 
 
+@case("file-lock")
 def lock_file(job: Job) -> None:
-    """Rank 0 prepares data for 45 s under a file's lock, for which the other waits."""
+    """Rank 0 prepares data under a file's lock, for which the other waits."""
     with (job.folder / "lock").open("w") as file:
-        if job.rank:
-            time.sleep(2)
+        time.sleep(2 if job.rank else 0)
         fcntl.flock(file, fcntl.LOCK_EX)
-        if not job.rank:
-            time.sleep(45 * job.scale)
+        job.sleep(0 if job.rank else 45)
     dist.barrier()
 
 
+@case("thread")
 def work_in_thread(job: Job) -> None:
-    """The main thread waits for one that computes for 45 s."""
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(compute_for, 45 * job.scale).result()
+        pool.submit(job.work, 45).result()
 
 
-def await_many(job: Job) -> None:
-    """Rank 0 waits for many answers at once for 50 s, a few of which come each second."""
-
-    async def answer(number: int) -> None:
-        await asyncio.sleep(number * job.scale / 4)
-
-    async def gather() -> None:
-        await asyncio.gather(*(answer(number) for number in range(200)))
-
-    only_rank_0(job, lambda: asyncio.run(gather()))
-
-
-def build(job: Job) -> None:
-    """All ranks wait for a compiler of 45 s, which rank 0 has started."""
-    words = f"import time\nend = time.monotonic() + {45 * job.scale}\nwhile time.monotonic() < end: pass"
-    only_rank_0(job, lambda: subprocess.run([sys.executable, "-c", words], check=True))
-
-
-def pause_longer(job: Job) -> None:
-    """Pauses of 10, 25, 45 and 80 s."""
-    for seconds in (10, 25, 45, 80):
-        time.sleep(seconds * job.scale)
-        job.train(3)
-
-
-def start_workers_slowly(job: Job) -> None:
-    """DataLoader workers that only sleep for 45 s when they start, in each of two epochs."""
-    for _ in range(2):
-        loader = DataLoader(
-            Rows(4), batch_size=None, num_workers=1, worker_init_fn=lambda _: time.sleep(45 * job.scale)
-        )
-        for _ in loader:
-            job.train(1)
-
-
-def prepare_in_fork(job: Job) -> None:
-    """A forked child prepares data for 45 s, and the rank waits for it."""
+@case("fork-waits")
+def work_in_fork(job: Job) -> None:
     child = os.fork()
     if not child:
-        compute_for(45 * job.scale)
+        job.work(45)
         os._exit(0)
     os.waitpid(child, 0)
 
 
+@case("build-alone")
+def build(job: Job) -> None:
+    """A compiler in a child process."""
+    words = f"import time\nend = time.monotonic() + {45 * job.scale}\nwhile time.monotonic() < end: pass"
+    subprocess.run([sys.executable, "-c", words], check=True)
+
+
+@case("asyncio-alone")
+def await_many(job: Job) -> None:
+    """Many answers at once, a few of which come each second."""
+
+    async def gather() -> None:
+        await asyncio.gather(*(asyncio.sleep(number * job.scale / 4) for number in range(200)))
+
+    asyncio.run(gather())
+
+
+@case("parameter-server")
 def serve_parameters(job: Job) -> None:
     """Rank 1 asks rank 0, which never steps, for parameters each 30 s."""
     for _ in range(3):
@@ -494,77 +445,39 @@ def serve_parameters(job: Job) -> None:
             dist.recv(torch.empty(4), 1)
 
 
+@case("mapped-alone")
 def read_mapped(job: Job) -> None:
-    """Rank 0 goes through a mapped file slowly, for 50 s."""
     path = job.path("mapped")
-    path.write_bytes(bytes(64 * CHUNK))
-
-    def read() -> None:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            for number in range(int(200 * job.scale)):
-                data[(number % 64) * CHUNK : (number % 64 + 1) * CHUNK]
-                time.sleep(0.25)
-
-    only_rank_0(job, read)
+    path.write_bytes(bytes(64 * MIB))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        for number in range(int(200 * job.scale)):
+            data[(number % 64) * MIB : (number % 64 + 1) * MIB]
+            time.sleep(0.25)
 
 
+@case("breakpoint")
 def debug(job: Job) -> None:
-    """A debugger waits at its prompt for somebody who has gone for coffee; the harness types `c` then."""
+    """A debugger waits at its prompt for somebody who has gone for coffee; the benchmark types `c` then."""
     breakpoint()
 
 
-FIRST: Mapping[str, Callable[[Job], None]] = {
-    "first-step": step_slowly_first,
-    "preprocess-alone": alone(step_slowly_first),
-    "download-alone": download_alone,
-    "accumulate-first": accumulate_first,
-    "no-optimizer": reduce_without_optimizer,
-}
-"""Before the first step."""
-LAST: Mapping[str, Callable[[Job], None]] = {"child-at-end": end_with_child}
-"""After all steps, and after the process group."""
-LATER: Mapping[str, Callable[[Job], None]] = {
-    "save": save_slowly,
-    "save-by-hand": save_by_hand,
-    "save-alone": save_alone,
-    "evaluate": evaluate_plainly,
-    "evaluate-loader": evaluate_loaded,
-    "evaluate-alone": alone(evaluate_plainly),
-    "evaluate-loader-alone": alone(evaluate_loaded),
-    "compile": compile_model,
-    "loader-start": load_slowly,
-    "accumulation": accumulate,
-    "pauses": pause_between_epochs,
-    "steps-compute": compute_in_steps,
-    "rollout-pool": roll_out_in_pool,
-    "rollout": roll_out,
-    "evaluate-training": evaluate_in_training_mode,
-    "tokenize": tokenize,
-    "save-json": save_as_json,
-    "lbfgs": minimize,
-    "epochs-wait": wait_between_epochs,
-    "draw-alone": draw,
-    "upload-alone": upload,
-    "service-alone": await_service,
-    "compress-alone": compress,
-    "file-lock": lock_file,
-    "thread": work_in_thread,
-    "asyncio-alone": await_many,
-    "build-alone": build,
-    "longer-pauses": pause_longer,
-    "workers-sleep": start_workers_slowly,
-    "fork-waits": prepare_in_fork,
-    "parameter-server": serve_parameters,
-    "mapped-alone": read_mapped,
-    "breakpoint": debug,
-    "pdb": lambda job: job.train(1),
-}
+@case("pdb")
+def train_more(job: Job) -> None:
+    """The program runs under pdb."""
+    job.train(1)
+
+
+@case("child-at-end", "last")
+def end_with_child(job: Job) -> None:
+    """Rank 0 waits for a child process, as one that converts a checkpoint."""
+    if job.rank == 0:
+        subprocess.run([sys.executable, "-c", f"import time; time.sleep({45 * job.scale})"], check=True)
 
 
 def main() -> None:
     """Train, with what is slow."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--case", choices=[*FIRST, *LATER, *LAST], required=True)
+    parser.add_argument("--case", choices=CASES, required=True)
     parser.add_argument("--folder", type=Path, required=True, help="for checkpoints")
     parser.add_argument("--scale", type=float, default=1.0)
     words = parser.parse_args()
@@ -573,19 +486,20 @@ def main() -> None:
     module = DistributedDataParallel(model) if dist.get_world_size() > 1 else model
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     job = Job(int(os.environ["RANK"]), words.folder, words.scale, module, optimizer)
-    if words.case in FIRST:
-        FIRST[words.case](job)
-    if words.case == "no-optimizer":
-        return
-    job.train(STEPS)
-    if words.case in LATER:
-        LATER[words.case](job)
-    job.train(STEPS)
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    if words.case in LAST:
-        LAST[words.case](job)
+    when, slow = CASES[words.case]
+    for moment in ("first", "later", "last"):
+        if moment == when:
+            if job.rank == 0 or not words.case.endswith("-alone"):
+                slow(job)
+            if words.case.endswith("-alone"):
+                dist.barrier()
+        if words.case == "no-optimizer":
+            break
+        if moment != "last":
+            job.train(STEPS)
+        if moment == "later":
+            dist.barrier()
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
 """Paired timing: A and B in turn, so that a machine whose speed drifts slows both."""
 
+import resource
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-from tests.seam import clean_environ
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +54,10 @@ def time_process(command: Sequence[str], environ: Mapping[str, str] | None = Non
     return time_call(lambda: subprocess.run(command, env=environ, check=True, stdout=sink, stderr=sink))
 
 
-def run_quietly(command: Sequence[str], folder: Path) -> None:
-    """Run a process in a folder, in silence; raises RuntimeError with its last words where it fails."""
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=clean_environ(),
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode}: {' '.join(command)}\n{done.stderr[-2000:]}")
+def measure_children() -> float:
+    """CPU seconds of the processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def print_table(

@@ -1,186 +1,94 @@
-"""Seconds from a rank's death to the first step after the checkpoint, on one machine.
+"""Seconds from what happens to a job to the first step after its checkpoint: a rank, a node, a hang.
 
-Each way starts the bundled program with two ranks; rank 1 gets SIGKILL a few steps after a checkpoint.
+`recovery` has two ranks on one machine; the others one rank on each of two nodes of a sandbox with three.
+`recovery` and `recovery-slurm` kill a rank, `recovery-node` a node with all that runs on it, `recovery-hang`
+stops a rank by SIGSTOP; its seconds hold those until the verdict.
 """
 
-import json
 import os
 import re
 import signal
 import statistics
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from tests.benchmarks.start import launch, make_environ, torchrun
+from tests.benchmarks.jobs import WAYS, Job, make_command, start_job
 from tests.programs.start_program import PROGRAM, SMALL, read_losses
-from tests.seam import find_processes
+from tests.slurm.cluster.conftest import Sandbox, start_sandbox
 
-RANKS = 2
-CULPRIT = 1
-"""The rank that dies."""
-CHECKPOINT, DEATH = 10, 15
-"""Steps from a checkpoint to the next, and the step of the death."""
-STEPS = 1_000_000
-"""More than any run comes to."""
-PATIENCE = 120.0
-"""Seconds that a start, and a recovery, may take."""
+CULPRIT, CHECKPOINT, DEATH = 1, 10, 15
+"""The rank that dies; steps from a checkpoint to the next, and the step of the death."""
+PATIENCE: Mapping[str, float] = {"recovery-node": 300.0}
+"""Seconds that a recovery may take, if not 120."""
 RESUMED = re.compile(r"^start +at step \d+, resumed from [^\n]*\n(?:.*\n)*?step (\d+)/", re.MULTILINE)
-LOGS = ("runs/*/*/logs/*/rank-0.out", "logs/**/stdout.log")
-"""What `launch` and torchrun write of rank 0: a file for each start."""
-RESTARTED: Mapping[str, Callable[..., list[str]]] = {
-    "torchrun --max-restarts=3": lambda *program: [
-        *torchrun(RANKS, "--max-restarts=3", "--redirects=3", "--log-dir=logs", *program)
-    ],
-    "launch agent=torchrun torchrun.max_restarts=3": lambda *program: launch(
-        RANKS, *program, settings=("agent=torchrun", "torchrun.max_restarts=3")
-    ),
-    "launch restarts=3, exec (start.warm=off)": lambda *program: launch(
-        RANKS, *program, settings=("agent=direct", "restarts=3", "start.warm=off")
-    ),
-    "launch restarts=3, warm": lambda *program: launch(
-        RANKS, *program, settings=("agent=direct", "restarts=3")
-    ),
-}
-"""Each makes a command line of the program's words."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """A recovery, in seconds from the death."""
-
-    seconds: float
-    step: int
-    """The first that was printed afterwards."""
-
-
-def read_resumed(folder: Path) -> int:
-    """Return the first step that rank 0 has printed after it had resumed from a checkpoint; 0 if none.
-
-    torchrun's agents may write a restart into the file of the start before it.
-    """
-    texts = (path.read_text(errors="replace") for pattern in LOGS for path in folder.glob(pattern))
-    found = (RESUMED.search(text) for text in texts)
-    return next((int(each[1]) for each in found if each), 0)
-
-
-def read_newest(folder: Path) -> int:
-    """Return the newest step that rank 0 has printed; 0 if none."""
-    texts = (path.read_text(errors="replace") for pattern in LOGS for path in folder.glob(pattern))
-    return max((step for text in texts for step in read_losses(text)), default=0)
-
-
-def make_program(folder: Path) -> list[str]:
-    """Return the bundled program's words, with its checkpoints below a folder."""
-    options = SMALL | {
-        "steps": str(STEPS),
-        "checkpoint-every": str(CHECKPOINT),
-        "checkpoint-dir": str(folder / "checkpoints"),
-    }
-    return [*PROGRAM, *(f"--{key}={value}" for key, value in options.items())]
+def bench_recovery(folder: Path, rounds: int, kind: str) -> None:
+    """Run each way of a table in turn, and print the seconds; one that does not go on is told."""
+    found: dict[str, list[float]] = {name: [] for name in WAYS[kind]}
+    failures: dict[str, str] = {}
+    is_local = kind == "recovery"
+    with nullcontext() if is_local else start_sandbox("--no-accounting", "--nodes=3") as sandbox:
+        for _ in range(rounds):
+            for name in WAYS[kind]:
+                with tempfile.TemporaryDirectory(prefix="job-", dir=folder) as place:
+                    try:
+                        found[name].append(measure_way(kind, name, Path(place), sandbox))
+                    except (RuntimeError, TimeoutError, LookupError) as error:
+                        failures[name] = str(error)
+    print(f"\n{kind}: from the death to the first step after the checkpoint\n")
+    print("| s | min | median | max | of the first |\n|---|---|---|---|---|")
+    base = next((statistics.median(times) for times in found.values() if times), 1.0)
+    for name, times in found.items():
+        cells = ["not measured", "", "", ""]
+        if times:
+            middle = statistics.median(times)
+            cells = [f"{min(times):.1f}", f"{middle:.1f}", f"{max(times):.1f}", f"{middle / base:.2f}"]
+        print(f"| {name} | {' | '.join(cells)} |")
+    for name, reason in failures.items():
+        print(f"\n{name} did not go on: {reason[-1500:]}")
 
 
-def await_true(check: Callable[[], object], patience: float, is_over: Callable[[], bool]) -> float:
-    """Wait until something is true, and return when that was (s since the epoch).
-
-    Raises TimeoutError if it does not come, or the job is over; that is asked for once a second.
-    """
-    end, ask = time.monotonic() + patience, time.monotonic() + 1
-    while not check():
-        now = time.monotonic()
-        if now > end or (now > ask and is_over() and not check()):
-            raise TimeoutError("the job is over" if now <= end else f"not within {patience:.0f} s")
-        ask = now + 1 if now > ask else ask
-        time.sleep(0.005)
-    return time.time()
-
-
-def find_rank(folder: Path, rank: int) -> int:
-    """Return a rank's PID: as `launch` has recorded it, or as its variables tell under torchrun."""
-    for path in folder.glob(f"runs/*/*/rank-{rank}.applied.json"):
-        return int(json.loads(path.read_text())["pid"])
-    for pid, words in find_processes(str(folder)).items():
-        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if PROGRAM[1] in words and f"RANK={rank}".encode() in environ and "--max-restarts" not in words:
-            return pid
-    raise LookupError(f"rank {rank} is not found")
-
-
-def measure_death(
-    folder: Path, strike: Callable[[], float], is_over: Callable[[], bool], patience: float = PATIENCE
-) -> Recovered:
-    """Wait for some steps, strike, and wait for the first step of a later start.
-
-    `strike` returns when it was; raises TimeoutError if the job does not go on.
-    """
-    await_true(lambda: read_newest(folder) >= DEATH, PATIENCE, is_over)
-    death = strike()
-    seconds = await_true(lambda: read_resumed(folder), patience, is_over) - death
-    return Recovered(seconds, read_resumed(folder))
-
-
-def kill_rank(folder: Path) -> float:
-    """SIGKILL to the culprit; return when."""
-    os.kill(find_rank(folder, CULPRIT), signal.SIGKILL)
-    return time.time()
-
-
-def measure_local(make: Callable[..., list[str]]) -> Recovered:
-    """Start two ranks here, kill one, and wait for the next step; all has ended at the return."""
-    with tempfile.TemporaryDirectory(prefix="recovery-") as name:
-        folder = Path(name)
-        with (folder / "console").open("wb") as console:
-            process = subprocess.Popen(
-                make(*make_program(folder)),
-                cwd=folder,
-                env=make_environ(),
-                stdout=console,
-                stderr=console,
-            )
-        try:
-            return measure_death(folder, lambda: kill_rank(folder), lambda: process.poll() is not None)
-        except (TimeoutError, LookupError) as error:
-            raise RuntimeError((folder / "console").read_text(errors="replace")[-3000:]) from error
-        finally:
-            end_process(process, folder)
-
-
-def end_process(process: "subprocess.Popen[bytes]", folder: Path) -> None:
-    """End a command and whatever it has started."""
-    process.terminate()
+def measure_way(kind: str, name: str, folder: Path, sandbox: Sandbox | None) -> float:
+    """Start the bundled program, strike some steps after a checkpoint, and wait for the next step."""
+    options = SMALL | {"steps": "1000000", "checkpoint-every": str(CHECKPOINT)}
+    options["checkpoint-dir"] = str(folder / "checkpoints")
+    words = [*PROGRAM, *(f"--{key}={value}" for key, value in options.items())]
+    command = make_command(WAYS[kind][name], words, ranks=2, nodes=2 if sandbox else 0)
     try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    for pid in find_processes(str(folder)):
-        os.kill(pid, signal.SIGKILL)
+        with start_job(folder, command, sandbox, words) as job:
+            job.await_true(lambda: max(map(newest_step, job.read_rank()), default=0) >= DEATH, 120)
+            death = strike(kind, job)
+            # torchrun's agents may write a restart into the file of the start before it.
+            return (
+                job.await_true(lambda: any(map(RESUMED.search, job.read_rank())), PATIENCE.get(kind, 120))
+                - death
+            )
+    finally:
+        if sandbox:
+            for node in ("n0", "n1", "n2"):
+                with suppress(AssertionError):
+                    sandbox.break_it("start", node)
+            sandbox.wait_empty()
 
 
-def bench_recovery(folder: Path, rounds: int) -> None:
-    """Kill a rank under each way in turn, and print the seconds."""
-    found: dict[str, list[Recovered]] = {name: [] for name in RESTARTED}
-    for _ in range(rounds):
-        for name, make in RESTARTED.items():
-            found[name].append(measure_local(make))
-    print_recovered(f"SIGKILL of rank {CULPRIT} of {RANKS}, on one machine", found)
+def newest_step(text: str) -> int:
+    return max(read_losses(text), default=0)
 
 
-def print_recovered(title: str, found: Mapping[str, Sequence[Recovered]]) -> None:
-    """Print a table of the seconds from the death to the first step after it."""
-    print(f"\n{title}: from the death to the first step after the checkpoint\n")
-    print("| s | min | median | max | of the first | goes on with step |\n|---|---|---|---|---|---|")
-    base: float | None = None
-    for name, values in found.items():
-        times = [one.seconds for one in values]
-        if not times:
-            print(f"| {name} | not measured | | | | |")
-            continue
-        middle = statistics.median(times)
-        base = base or middle
-        steps = ", ".join(str(step) for step in sorted({one.step for one in values}))
-        row = f"{min(times):.1f} | {middle:.1f} | {max(times):.1f} | {middle / base:.2f} | {steps}"
-        print(f"| {name} | {row} |", flush=True)
+def strike(kind: str, job: Job) -> float:
+    """Let happen to the culprit what the kind says; return when."""
+    pid = job.find_rank(CULPRIT)
+    death = time.time()
+    if kind == "recovery-node":
+        assert job.sandbox is not None
+        lines = (line.split(maxsplit=2) for line in job.sandbox.list_processes())
+        nodes = {int(words[0]): words[1] for words in lines}
+        death = time.time()
+        job.sandbox.break_it("kill", nodes[pid])
+    else:
+        os.kill(pid, signal.SIGSTOP if kind == "recovery-hang" else signal.SIGKILL)
+    return death

@@ -1,10 +1,13 @@
-"""One node's ranks through `launch-rank`, beside numa-set.sh's mechanics and bare execs."""
+"""From a rank's start to its program's first instruction: `launch-rank`, numa-set.sh and bare execs."""
 
 import json
 import os
+import shutil
+import struct
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from launcher.plan.json_form import plan_to_json
 from launcher.plan.model import Request
 from launcher.plan.planner import plan
 from launcher.probe.machine import probe
-from tests.benchmarks.first import HERE, compile_program, find_missing, time_first
+from tests.benchmarks.jobs import HERE
 from tests.benchmarks.measure import measure_in_turn, print_table, time_process
 from tests.seam import clean_environ
 
@@ -21,88 +24,82 @@ LAUNCH_RANK = str(Path(sys.executable).with_name("launch-rank"))
 RANKS = 8
 NVIDIA_SMI_MS = 50
 """What nvidia-smi takes at the least."""
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """A way of starting the program."""
-
-    command: tuple[str, ...]
-    environ: Mapping[str, str]
+MARK = struct.Struct("@q")
 
 
 def bench_shim(folder: Path, rounds: int) -> None:
-    """From a rank's start to its program's first instruction, alone and with eight at once."""
-    title = "One rank, from its start to the program's first instruction; with a plan at hand the goal is +15"
-    missing = find_missing("cc")
-    if missing:
-        print_table(title, [], missing={"all": missing})
+    """One rank, and eight at once; the goal is 15 ms more than the program alone with a plan at hand."""
+    if shutil.which("cc") is None:
+        print("\nshim: not measured, there is no C compiler")
         return
     program = str(compile_program("first.c", folder))
-    ways, missing_rows = list_ways(folder, program)
-    things = {name: partial(time_first, way.command, way.environ) for name, way in ways.items()}
-    whole = {"`python -c pass`, the whole process": partial(time_process, (sys.executable, "-c", "pass"))}
-    print_table(title, measure_in_turn({**things, **whole}, rounds), missing=missing_rows)
-    many: dict[str, Callable[[], float]] = {
-        name: partial(time_first, way.command, way.environ, RANKS) for name, way in ways.items()
-    }
-    samples = measure_in_turn(many, max(1, rounds // 2))
-    print_table(f"{RANKS} ranks at once, to the first instruction of the last", samples, missing=missing_rows)
-
-
-def list_ways(folder: Path, program: str) -> tuple[dict[str, Way], dict[str, str]]:
-    """The ways of starting the program, the bare exec first, and why this machine lacks some."""
-    planless = clean_environ()
-    planned = {**planless, "LAUNCH_PLAN": str(write_plan(folder / "plan.json"))}
-    python = sys.executable
-    execute = f"import os; os.execv({program!r}, [{program!r}])"
-    plain = {
-        "the program alone": Way((program,), planless),
-        "`python -I -S -c` that execs it": Way((python, "-I", "-S", "-c", execute), planless),
-        "`python -c` that execs it": Way((python, "-c", execute), planless),
-        "the shim as `launch` starts it": Way((python, "-I", "-S", str(SHIM), program), planned),
-    }
-    installed = {
-        "`launch-rank`, plan at hand": Way((LAUNCH_RANK, program), planned),
-        "`launch-rank` without a plan": Way((LAUNCH_RANK, program), planless),
-    }
-    scripts = list_scripts(folder, program, planless)
-    lacking = {name: find_missing(LAUNCH_RANK) for name in installed}
-    lacking |= {name: find_missing("bash", "numactl") for name in scripts}
-    ways = plain | installed | scripts
-    return (
-        {name: way for name, way in ways.items() if not lacking.get(name)},
-        {name: why for name, why in lacking.items() if why},
+    ways = {name: way for name, way in list_ways(folder, program).items() if shutil.which(way[0][0])}
+    things = {name: partial(time_first, *way) for name, way in ways.items()}
+    things["`python -c pass`, the whole process"] = partial(time_process, (sys.executable, "-c", "pass"))
+    print_table(
+        "One rank, from its start to the program's first instruction", measure_in_turn(things, rounds)
     )
+    many = {name: partial(time_first, *way, ranks=RANKS) for name, way in ways.items()}
+    samples = measure_in_turn(many, max(1, rounds // 2))
+    print_table(f"{RANKS} ranks at once, to the first instruction of the last", samples)
 
 
-def list_scripts(folder: Path, program: str, environ: Mapping[str, str]) -> dict[str, Way]:
-    """What people have today."""
-    script = ("bash", str(HERE / "numa-set.sh"), program)
-    at_once, usual = (make_script_environ(folder, environ, ms) for ms in (0, NVIDIA_SMI_MS))
-    return {
-        "`numactl` alone": Way(("numactl", "--cpunodebind=0", "--membind=0", program), environ),
-        "numa-set.sh, nvidia-smi answering at once": Way(script, at_once),
-        f"numa-set.sh, nvidia-smi answering after {NVIDIA_SMI_MS} ms": Way(script, usual),
-    }
-
-
-def write_plan(path: Path) -> Path:
-    """Write a plan of this machine for `RANKS` ranks."""
-    path.write_text(json.dumps(plan_to_json(plan(probe("/"), Request(nproc_per_node=RANKS)))))
-    return path
-
-
-def make_script_environ(folder: Path, environ: Mapping[str, str], milliseconds: int) -> dict[str, str]:
-    """What numa-set.sh finds: an nvidia-smi that takes its time, and a GPU's numa_node."""
-    (folder / "bin").mkdir(exist_ok=True)
+def list_ways(folder: Path, program: str) -> dict[str, tuple[Sequence[str], Mapping[str, str]]]:
+    """Return command lines with their variables, the bare program first."""
+    planless, python = clean_environ(), sys.executable
+    (folder / "plan.json").write_text(
+        json.dumps(plan_to_json(plan(probe("/"), Request(nproc_per_node=RANKS))))
+    )
+    planned = {**planless, "LAUNCH_PLAN": str(folder / "plan.json")}
+    execute = f"import os; os.execv({program!r}, [{program!r}])"
+    # What numa-set.sh finds: an nvidia-smi that takes its time, and a GPU's numa_node.
+    (folder / "bin").mkdir()
     compile_program("nvidia_smi.c", folder / "bin")
-    device = folder / "sys" / "bus" / "pci" / "devices" / "0000:07:00.0"
-    device.mkdir(parents=True, exist_ok=True)
+    device = folder / "sys/bus/pci/devices/0000:07:00.0"
+    device.mkdir(parents=True)
     (device / "numa_node").write_text("0\n")
-    return {
-        **environ,
-        "PATH": f"{folder / 'bin'}{os.pathsep}{environ['PATH']}",
-        "SYSFS": str(folder / "sys"),
-        "NVIDIA_SMI_MS": str(milliseconds),
+    path = f"{folder / 'bin'}{os.pathsep}{planless['PATH']}"
+    scripts = {**planless, "PATH": path, "SYSFS": str(folder / "sys")}
+    script = ("bash", str(HERE / "numa-set.sh"), program)
+    ways: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {
+        "the program alone": ((program,), planless),
+        "`python -c` that execs it": ((python, "-c", execute), planless),
+        "the shim as `launch` starts it": ((python, "-I", "-S", str(SHIM), program), planned),
+        "`launch-rank`, plan at hand": ((LAUNCH_RANK, program), planned),
+        "`launch-rank` without a plan": ((LAUNCH_RANK, program), planless),
     }
+    if shutil.which("numactl"):
+        for name, ms in (("at once", "0"), (f"after {NVIDIA_SMI_MS} ms", str(NVIDIA_SMI_MS))):
+            ways[f"numa-set.sh, nvidia-smi answering {name}"] = script, {**scripts, "NVIDIA_SMI_MS": ms}
+    return ways
+
+
+def compile_program(name: str, folder: Path) -> Path:
+    """Compile one of the C programs here, statically if there is a static C library."""
+    program = folder / name.removesuffix(".c").replace("_", "-")
+    command = ["cc", "-O2", "-o", str(program), str(HERE / name)]
+    if subprocess.run([*command, "-static"], capture_output=True, check=False).returncode:
+        subprocess.run(command, check=True)
+    return program
+
+
+def time_first(command: Sequence[str], environ: Mapping[str, str], ranks: int = 1) -> float:
+    """Milliseconds from before the first rank's start to the first instruction of the last rank's program.
+
+    Each rank runs `command`, which ends up as the compiled first.c; raises RuntimeError if one does not.
+    """
+    reading, writing = os.pipe()
+    start = time.monotonic_ns()
+    processes = []
+    for rank in map(str, range(ranks)):
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        processes.append(
+            subprocess.Popen(command, env={**environ, **names}, stdout=writing, stderr=subprocess.DEVNULL)
+        )
+    os.close(writing)
+    with os.fdopen(reading, "rb") as stream:
+        marks = [int(mark) for (mark,) in MARK.iter_unpack(stream.read())]
+    codes = [process.wait() for process in processes]
+    if any(codes) or len(marks) != ranks:
+        raise RuntimeError(f"{command} ended with {codes} and {len(marks)} marks")
+    return (max(marks) - start) / 1e6

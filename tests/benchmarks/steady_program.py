@@ -37,7 +37,8 @@ def main() -> None:
         marks.append(time.perf_counter())
     cpu = sum(resource.getrusage(resource.RUSAGE_SELF)[:2]) - start
     durations = [1e3 * (after - before) for before, after in pairwise(marks)]
-    found = {"mean": statistics.mean(durations), "median": statistics.median(durations), "cpu": cpu}
+    steps_ms = {"mean step, ms": statistics.mean(durations), "median step, ms": statistics.median(durations)}
+    found = {**steps_ms, "CPU of the rank, s": cpu}
     Path(f"{file}.{os.environ['RANK']}").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

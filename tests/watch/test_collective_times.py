@@ -15,7 +15,7 @@ from launcher.watch.collective_marks import DURATION, ENQUEUED, STEP_ENDS, unpac
 from launcher.watch.collective_times import CollectiveReader, condense
 from launcher.watch.own_time import measure_steps, measure_waits
 from launcher.watch.watch_model import Heartbeat
-from tests.benchmarks.slow_ranks import PROGRAM
+from tests.benchmarks.stragglers import PROGRAM
 from tests.inprocess.watched import list_heartbeats, make_watched_environ
 
 STEPS = 20

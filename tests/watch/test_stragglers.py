@@ -15,7 +15,7 @@ from launcher.watch.reading_times import QUICK, ReadingTimes, choose_reading_int
 from launcher.watch.straggler_causes import RankFacts, find_cause
 from launcher.watch.stragglers import StragglerFinder, explain_straggler, list_slow_ranks
 from launcher.watch.watch_model import CollectiveTimes, GpuSample, Heartbeat, Neighbour, NodeReport, RankState
-from tests.benchmarks.slow_rank_simulation import PROGRAMS, Simulation, simulate_excess
+from tests.watch.simulated_ranks import PROGRAMS, Simulation, simulate_excess
 
 HEALTHY = RankState(0, 0, 100, 0, "training", 50, 0.1, data_share=0.01, cpu=0.95, thread_delay=0.01)
 LOOP = Neighbour("python", 4711, 0.48)

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import unified_diff
 from pathlib import Path
 from typing import IO
 
@@ -223,3 +224,18 @@ def mask(path: Path) -> str:
     for pattern, replacement in MASKS:
         text = pattern.sub(replacement, text)
     return text
+
+
+def describe_difference(alone: Ran, ran: Ran) -> str:
+    """Return what is different, as a diff; empty if nothing is."""
+    found = [] if alone.code == ran.code else [f"exit code {ran.code}, by itself {alone.code}"]
+    if len(ran.texts) != len(alone.texts):
+        return "\n".join([*found, f"{len(ran.texts)} files of output"])
+    for number, (before, after) in enumerate(zip(alone.texts, ran.texts, strict=True)):
+        if before != after:
+            kind = "stdout" if number < len(alone.texts) // 2 else "stderr"
+            lines = unified_diff(
+                before.splitlines(), after.splitlines(), f"{kind} by itself", kind, n=0, lineterm=""
+            )
+            found += [line[:600] for line in lines]
+    return "\n".join(found)

@@ -4,21 +4,10 @@ import math
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from statistics import median
 
 from launcher.watch.collective_marks import STEP_ENDS, Mark
-from launcher.watch.excess_history import ExcessHistory
-from launcher.watch.own_time import StepExcess, measure_steps, subtract_others
+from launcher.watch.own_time import StepExcess, subtract_others
 
-NOISES = (
-    ("normal", 0.02),
-    ("normal", 0.05),
-    ("normal", 0.1),
-    ("heavy tails", 0.03),
-    ("one-sided", 0.05),
-    ("drift", 0.03),
-)
-"""Kinds of noise, with their standard deviation (or mean) as a share of a step."""
 LATENCY = 1e-3
 """Seconds of a collective."""
 
@@ -171,57 +160,3 @@ def simulate_excess(
         own = [1 + value + (excess if rank == slow else 0.0) for rank, value in enumerate(noise)]
         found.append(StepExcess(step, max(own) + 0.02, dict(enumerate(subtract_others(own)))))
     return tuple(found)
-
-
-def bench_simulated_stragglers(runs: int) -> None:
-    """Simulate runs with a rank that is 10% slower, and without one; print what is found."""
-    print(
-        f"\n{runs} simulated runs each (a hundredth with 1,000 ranks): 100 steps with a rank 10% slower,"
-        " 300 steps without\n"
-    )
-    print("| ranks | noise of a step | found in 100 steps | another rank | steps needed | healthy: reports |")
-    print("|---" * 6 + "|")
-    for ranks in (2, 8, 1000):
-        count = runs if ranks < 1000 else max(1, runs // 100)
-        for kind, sigma in (
-            ("normal", 0.02),
-            ("normal", 0.05),
-            ("normal", 0.1),
-            ("heavy tails", 0.03),
-            ("one-sided", 0.05),
-            ("drift", 0.03),
-        ):
-            print(
-                f"| {ranks:,} | {kind}, {sigma:.0%} | {simulate_row(ranks, kind, sigma, count)} |", flush=True
-            )
-    print("\nPrograms, by their marks (8 ranks on 4 nodes, clocks apart)\n")
-    for program in PROGRAMS:
-        print(f"{program}: {simulate_program(program, max(1, runs // 20))}", flush=True)
-
-
-def simulate_row(ranks: int, kind: str, sigma: float, runs: int) -> str:
-    """Return the cells of one kind of noise."""
-    needed, others, false = [], 0, 0
-    for seed in range(runs):
-        history, slow = ExcessHistory(), seed % ranks
-        for step in simulate_excess(ranks, 100, kind, sigma, slow=slow, seed=seed):
-            found = [one.rank for one in history.add([step])]
-            needed += [step.step] if slow in found else []
-            others += len([rank for rank in found if rank != slow])
-        false += len(ExcessHistory().add(simulate_excess(ranks, 300, kind, sigma, slow=None, seed=seed)))
-    steps = f"{median(needed):.0f}" if needed else "-"
-    return f"{len(needed)} of {runs} | {others} | {steps} | {false} in {runs} runs"
-
-
-def simulate_program(program: str, runs: int) -> str:
-    """Return how often the slow rank of a program was found, and others, and in healthy runs."""
-    hosts = {rank: f"n{rank // 2}" for rank in range(8)}
-    right = wrong = false = 0
-    for seed in range(runs):
-        setting = Simulation(program, 8, seed % 8, 0.1, 0.05, seed, (0.0, 0.02, -0.01, 1.0))
-        found = [one.rank for one in ExcessHistory().add(measure_steps(setting.run(100), hosts))]
-        right += seed % 8 in found
-        wrong += len(set(found) - {seed % 8})
-        healthy = Simulation(program, 8, -1, 0.0, 0.05, seed, setting.clocks)
-        false += len(ExcessHistory().add(measure_steps(healthy.run(100), hosts)))
-    return f"found {right} of {runs}, others {wrong}, healthy {false}"

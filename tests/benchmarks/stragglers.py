@@ -1,0 +1,177 @@
+"""Slow ranks, in simulations and in real programs: are rank and cause right, and how soon?
+
+`make bench ARGS="stragglers simulated=200 runs=6"`; `kinds=data,quota` selects of the real ones.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from launcher.watch.excess_history import ExcessHistory
+from tests.benchmarks.jobs import HERE, Job, make_command, read_state, start_job
+from tests.watch.simulated_ranks import simulate_excess
+
+NOISES = (
+    ("normal", 0.02),
+    ("normal", 0.05),
+    ("normal", 0.1),
+    ("heavy tails", 0.03),
+    ("one-sided", 0.05),
+    ("drift", 0.03),
+)
+"""Kinds of noise, with their standard deviation (or mean) as a share of a step."""
+PROGRAM = HERE / "slow_rank_program.py"
+RANKS, ONSET, STEPS = 2, 60, 100
+"""Step from which on a rank is slow, and steps within which it is to be found."""
+REALLY = 0.06
+"""Excess by the ranks' own clocks from which on a rank in a healthy run was slower, whatever the reason."""
+CGROUP = Path("/sys/fs/cgroup/cpu")
+COMPUTE = "--compute=600000"
+"""About 20 ms of a core."""
+KINDS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "healthy sleeping": ((), ""),
+    "healthy computing": ((COMPUTE,), ""),
+    "sleep in forward": (("--extra=0.012",), "program"),
+    "data": (("--data=0.012",), "data"),
+    "neighbour": ((COMPUTE,), "run_delay"),
+    "quota": ((COMPUTE,), "cpu_quota"),
+}
+"""Words of the program, in whose steps of 0.1 s one rank is about 10% slower, and the right cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a run showed."""
+
+    longer: float
+    """The slow rank's own part of a step after ONSET in that before."""
+    told: tuple[int, str] | None = None
+    """Rank and cause."""
+    after: int = 0
+    """Steps from ONSET until it was told."""
+
+
+def run_kind(folder: Path, kind: str, slow: int) -> Found:
+    """Run a program under `launch` until a rank is told of, or long enough."""
+    words = [
+        str(PROGRAM),
+        "--folder",
+        str(folder),
+        f"--slow={slow}",
+        "--sleep=0.1",
+        *KINDS[kind][0],
+        "--steps=9999",
+    ]
+    with ExitStack() as stack:
+        job = stack.enter_context(start_job(folder, make_command(["launch", "name=slow"], words, RANKS)))
+        job.await_true(lambda: count_steps(folder) >= ONSET, 300)
+        (folder / "slow").touch()
+        slow_down(job, kind, slow, stack)
+        onset = count_steps(folder)
+        told: list[dict[str, object]] = []
+        while not told and count_steps(folder) < onset + STEPS + 60:
+            time.sleep(0.5)
+            told = read_state(folder).get("stragglers", [])
+            if job.process.poll() is not None:
+                raise RuntimeError("".join(line for _, line in job.lines[-20:]))
+        own = array("d", (folder / f"own-{slow}").read_bytes())
+        longer = median(own[onset + 1 :]) / median(own[10:onset]) - 1
+        if not told:
+            return Found(longer)
+        return Found(longer, (int(str(told[0]["rank"])), str(told[0]["cause"])), count_steps(folder) - onset)
+
+
+def count_steps(folder: Path) -> int:
+    """Steps that rank 0 has made: the program writes a double in each."""
+    path = folder / "own-0"
+    return path.stat().st_size // 8 if path.exists() else 0
+
+
+def slow_down(job: Job, kind: str, slow: int, stack: ExitStack) -> None:
+    """Take CPU time from a rank, if the program does not sleep itself; raises OSError without cgroups."""
+    pid = job.find_rank(slow)
+    if kind == "neighbour":
+        loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        stack.callback(loop.wait)
+        stack.callback(loop.kill)
+        os.sched_setaffinity(loop.pid, os.sched_getaffinity(pid))
+    elif kind == "quota":
+        before = read_cpu(pid)
+        time.sleep(2)
+        used = (read_cpu(pid) - before) / 2
+        group = CGROUP / f"straggler-{os.getpid()}"
+        group.mkdir()
+        stack.callback(group.rmdir)
+        stack.callback(job.process.wait)
+        stack.callback(job.process.terminate)
+        (group / "cpu.cfs_period_us").write_text("20000")
+        (group / "cpu.cfs_quota_us").write_text(str(max(1000, int(20000 * 0.85 * used))))
+        (group / "cgroup.procs").write_text(str(pid))
+
+
+def read_cpu(pid: int) -> float:
+    """Return the CPU seconds of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def bench_stragglers(folder: Path, options: Mapping[str, str]) -> None:
+    """Simulated runs, then real ones, each kind in turn."""
+    if simulated := int(options.get("simulated", "200")):
+        print(f"\n{simulated} simulated runs: 100 steps with a rank 10% slower, 300 steps without\n")
+        print(
+            "| ranks | noise of a step | found in 100 steps | another rank | steps needed | healthy: told |"
+        )
+        print("|---" * 6 + "|")
+        for ranks in (2, 8):
+            for kind, sigma in NOISES:
+                row = simulate_row(ranks, kind, sigma, simulated)
+                print(f"| {ranks:,} | {kind}, {sigma:.0%} | {row} |", flush=True)
+    results: dict[str, list[Found]] = {kind: [] for kind in options.get("kinds", ",".join(KINDS)).split(",")}
+    runs = int(options.get("runs", "6"))
+    for number in range(runs):
+        for kind, several in results.items():
+            place = folder / f"{number}-{kind.replace(' ', '-')}"
+            several.append(run_kind(place, kind, number % RANKS))
+    if not runs:
+        return
+    print(
+        "\n| | runs | own part longer by | told in 100 steps | right rank | right cause | steps to the word |"
+    )
+    print("|---" * 7 + "|")
+    for kind, several in results.items():
+        first = [(number % RANKS, run) for number, run in enumerate(several) if run.told]
+        right = [run for slow, run in first if run.told and run.told[0] == slow]
+        causes = sum(run.told is not None and run.told[1] == KINDS[kind][1] for run in right)
+        steps = f"{median(run.after for _, run in first):.0f}" if first else ""
+        cells = [
+            len(several),
+            f"{median(run.longer for run in several):+.1%}",
+            sum(run.after <= STEPS for _, run in first),
+        ]
+        if KINDS[kind][1]:
+            cells += [len(right), causes]
+        else:
+            cells += [f"{sum(run.longer >= REALLY for _, run in first)} really slower", ""]
+        print(f"| {kind} | {' | '.join(map(str, [*cells, steps]))} |", flush=True)
+
+
+def simulate_row(ranks: int, kind: str, sigma: float, runs: int) -> str:
+    """Return the cells of one kind of noise."""
+    needed, others, false = [], 0, 0
+    for seed in range(runs):
+        history, slow = ExcessHistory(), seed % ranks
+        for step in simulate_excess(ranks, 100, kind, sigma, slow=slow, seed=seed):
+            found = [one.rank for one in history.add([step])]
+            needed += [step.step] if slow in found else []
+            others += len([rank for rank in found if rank != slow])
+        false += len(ExcessHistory().add(simulate_excess(ranks, 300, kind, sigma, slow=None, seed=seed)))
+    steps = f"{median(needed):.0f}" if needed else "-"
+    return f"{len(needed)} of {runs} | {others} | {steps} | {false} of {runs}"

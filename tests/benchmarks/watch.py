@@ -1,0 +1,120 @@
+"""What watching costs: steps with and without it in turn; 1,000 nodes, for the filesystem, judge and viewer.
+
+`watch-cost` takes `rounds=` pairs and `scale=0.2` for fewer steps.
+"""
+
+import json
+import resource
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from launcher.watch.job_view import describe_job_state, list_job_progress, make_job_view
+from launcher.watch.node_reports import FOLDER, read_reports, write_report
+from launcher.watch.run_reader import RunReader
+from launcher.watch.shared_files import SharedView
+from launcher.watch.watch_model import GpuSample, Neighbour, NodeReport, RankState
+from tests.benchmarks.jobs import HERE, WAYS, make_command, start_job
+from tests.benchmarks.measure import measure_children
+
+SIZES = {"about 2 ms": (12, 10_000), "about 50 ms": (300, 400)}
+"""Matrix products in a step, and steps, so that a run takes 20 s."""
+NODES, RANKS, INTERVAL = 1000, 8, 5.0
+
+
+def bench_watch_cost(folder: Path, options: Mapping[str, str]) -> None:
+    """Pairs of runs of one rank, the first of each pair in turn; medians of the pairs' differences."""
+    rounds, scale = int(options.get("rounds", "10")), float(options.get("scale", "1"))
+    print(f"\nSteps with and without watching, 1 rank, {rounds} pairs\n")
+    head = ("steps", "what", "without", "with", "more (median of pairs)", "pairs from", "to")
+    print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|", flush=True)
+    for name, (products, steps) in SIZES.items():
+        words = [
+            str(HERE / "steady_program.py"),
+            str(products),
+            str(max(2, int(steps * scale))),
+            str(folder / "steps"),
+        ]
+        runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS["watch"]}
+        for number in range(rounds):
+            for way in WAYS["watch"] if number % 2 else ("with", "without"):
+                before = measure_children()
+                with start_job(folder, make_command(WAYS["watch"][way], words)) as job:
+                    job.wait()
+                found = json.loads((folder / "steps.0").read_text())
+                runs[way].append({**found, "CPU of the job, s": measure_children() - before})
+        for what in runs["with"][0]:
+            without, watched = ([run[what] for run in runs[way]] for way in ("without", "with"))
+            more = sorted(100 * (b / a - 1) for a, b in zip(without, watched, strict=True))
+            cells = [name, what, *(f"{statistics.median(values):.4f}" for values in (without, watched))]
+            cells += [f"{value:+.2f}%" for value in (statistics.median(more), more[0], more[-1])]
+            print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def make_report(node: int, number: int) -> NodeReport:
+    """A node's report in the middle of a job, with all that GPUs and the kernel tell."""
+    now = time.time()
+    ranks = tuple(make_rank(node * RANKS + local, local, number) for local in range(RANKS))
+    return NodeReport(
+        f"node{node:04}", node, NODES, 0, now, number, INTERVAL, ranks, limit=20.0,
+        nic_rates=tuple((f"mlx5_{nic}", 24.123e9 + nic) for nic in range(8)),
+        memory_pressure=0.0, cpu_pressure=0.0123, io_pressure=0.004, throttled=0.0,
+    )  # fmt: skip
+
+
+def make_rank(rank: int, local: int, number: int) -> RankState:
+    """One rank of it."""
+    gpu = GpuSample(
+        local, 0.98, 0.71234, 71_234_567_168, 85_899_345_920, 655.251, 700.0, 61.0, 1755, 1980,
+        ("sw_power_cap",), 16, 16, 0, (),
+    )  # fmt: skip
+    return RankState(
+        rank, local, 400_000 + rank, 0, "training", 12_345 + number, 0.31234567, 0.41234567, 0.52345678,
+        0.0123456789, 0.12345678, 1.87654321, 0.00123456, rss=12_345_678_901, major_faults=0.4, throttled=0.0,
+        neighbours=(Neighbour("kworker", 77, 0.06),), gpu=gpu, idle=0.31234567,
+    )  # fmt: skip
+
+
+def measure(work: Callable[[], object], rounds: int = 1) -> tuple[float, float]:
+    """Medians of wall and CPU milliseconds of some calls."""
+    found = []
+    for _ in range(rounds):
+        wall, cpu = time.perf_counter(), time.process_time()
+        work()
+        found.append((1e3 * (time.perf_counter() - wall), 1e3 * (time.process_time() - cpu)))
+    walls, cpus = zip(*found, strict=True)
+    return statistics.median(walls), statistics.median(cpus)
+
+
+def bench_watch_scale(folder: Path, rounds: int) -> None:
+    """Write what 1,000 nodes of 8 ranks write, and read it as the judge and as `launch watch` do."""
+    reports = [make_report(node, 1) for node in range(NODES)]
+    wall, cpu = measure(lambda: [write_report(folder, report) for report in reports])
+    size = sum(path.stat().st_size for path in (folder / FOLDER).glob("node-*.json")) / NODES
+    print(
+        f"\n{NODES} nodes of {RANKS} ranks, a report each {INTERVAL:g} s\n\n| | ms | CPU, ms |\n|---|---|---|"
+    )
+    print(f"| a node's report, {size / 1024:.1f} KiB, is written | {wall / NODES:.2f} | {cpu / NODES:.2f} |")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    wall, cpu = measure(lambda: read_reports(folder, own=True), rounds)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
+    print(f"| the judge reads all, {grown} MiB | {wall:.0f} | {cpu:.0f} |")
+    own, now, read = make_report(0, 2), time.monotonic(), read_reports(folder)
+    shared = SharedView(now, min(stored.written for stored in read), reports=read)
+
+    def look() -> None:
+        view = make_job_view(own, shared, now)
+        describe_job_state(own, view, (), restarts=0, asks=0, notes=())
+        list_job_progress(view)
+
+    print("| the judge looks, once a second | {:.1f} | {:.1f} |".format(*measure(look, rounds)))
+    reader = RunReader(folder)
+    print("| `launch watch`: the first look | {:.0f} | {:.0f} |".format(*measure(reader.read)))
+    print("| with nothing new | {:.0f} | {:.0f} |".format(*measure(reader.read, rounds)))
+    for report in reports[:: int(INTERVAL)]:
+        write_report(folder, replace(report, number=2))
+    print("| with 200 new reports | {:.0f} | {:.0f} |".format(*measure(reader.read)))
+    rate = NODES / INTERVAL
+    print(f"\nThe filesystem: {rate:.0f} files/s, {rate * size / 2**20:.2f} MiB/s, {NODES} files")
