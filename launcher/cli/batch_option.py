@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import dropwhile, takewhile
 from typing import TYPE_CHECKING
 
 from launcher.errors import UsageError
@@ -26,6 +27,8 @@ KNOWN = (
 """Options that are recognized among a program's arguments, if tune.option names none."""
 PREFIX = "program."
 """Of keys of the configured program."""
+OF_A_SEARCH = ("save", "format", "new_run_dir")
+"""Settings beside `tune` that a search alone has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +121,24 @@ def set_argument(program: Sequence[str], name: str, batch: int) -> tuple[str, ..
     return (*words, *new)
 
 
-def describe_command(spec: JobSpec, option: BatchOption, batch: int) -> str:
-    """Return the command that uses a size."""
+def describe_command(spec: JobSpec, option: BatchOption, batch: int, argv: Sequence[str]) -> str:
+    """Return the command that uses a size, with the settings of `launch tune batch` itself."""
+    settings = list_settings(argv, option)
     if spec.program is None:
-        chosen = spec.choices.get("program", "")
-        group = "" if chosen in ("", "train") else f"program={chosen} "
-        return f"launch {group}{option.render(batch)}"
-    return f"launch -- {join_words(mask_words(set_argument(spec.program, option.name, batch)))}"
+        return f"launch {join_words([*settings, option.render(batch)])}"
+    program = mask_words(set_argument(spec.program, option.name, batch))
+    return f"launch {join_words([*settings, '--', *program])}"
+
+
+def list_settings(argv: Sequence[str], option: BatchOption) -> list[str]:
+    """List the settings of a command line `tune batch KEY=VALUE … PROGRAM …` that its later runs need too."""
+    words = dropwhile(lambda word: word in ("tune", "batch"), argv)
+    settings = takewhile(lambda word: "=" in word and not word.startswith("-"), words)
+    return mask_words(
+        [
+            word
+            for word in settings
+            if (key := word.partition("=")[0].lstrip("+~")) not in (*OF_A_SEARCH, option.name)
+            and not key.startswith("tune.")
+        ]
+    )

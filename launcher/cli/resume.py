@@ -48,7 +48,7 @@ def keep_chosen(config: LaunchConfig, run_path: RunPath) -> LaunchConfig:
         return config
     kept = {
         key: earlier[key]
-        for key in ("batch_size", "activation_checkpointing", "parallel")
+        for key in ("batch_size", "activation_checkpointing", "parallel", "global_batch")
         if config.program.get(key) == "auto" and key in earlier
     }
     return replace(config, program={**config.program, **kept}) if kept else config

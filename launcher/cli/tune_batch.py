@@ -197,7 +197,8 @@ def conclude_batch(search: BatchSearch) -> int:
         return status
     early = "interrupted: " if session.interrupted else ""
     logger.info(f"{early}largest micro-batch that fits: {choice.largest} ({choice.why})")
-    logger.info(f"{early}{describe_sizes(choice)}: `{describe_command(session.spec, option, choice.batch)}`")
+    command = describe_command(session.spec, option, choice.batch, session.argv)
+    logger.info(f"{early}{describe_sizes(choice)}: `{command}`")
     if saved:
         logger.info(f"{saved} written: {describe_use(saved, '', 'program')}")
     return status

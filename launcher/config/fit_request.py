@@ -7,6 +7,7 @@ from dataclasses import replace
 from launcher.config.allocator_options import read_allocator_settings
 from launcher.config.cluster import is_step_task, parse_nodes
 from launcher.config.fit_settings import (
+    AUTO,
     Ranks,
     describe_bundled,
     describe_training_settings,
@@ -171,6 +172,8 @@ def settle_program(config: LaunchConfig, request: FitRequest | None) -> LaunchCo
         "parallel": settings.framework if free.parallel else None,
     }
     found = {key: value for key, value in chosen.items() if value is not None}
+    # Nodes with other numbers of GPUs count micro-steps for as many everywhere: the program knows all ranks.
+    found["global_batch"] = free.sequences if free.accumulation and free.sequences else AUTO
     return replace(config, program={**config.program, **found})
 
 

@@ -28,7 +28,7 @@ INTERPRETER = re.compile(r"python[\d.]*")
 RESERVED = ("command", "sections")
 """Keys of the group `program` that say what to run; all others are the program's own options."""
 UNPASSED = ("global_batch",)
-"""Keys of a section that the launcher alone reads."""
+"""Keys of the section `model` that the launcher alone reads."""
 SHEBANG = 256
 """Bytes of a `#!` line at most (BINPRM_BUF_SIZE of the kernel)."""
 
@@ -46,12 +46,14 @@ def find_program(
 def spell_options(program: Mapping[str, object]) -> Mapping[str, object]:
     """Return a program's section, the bundled program's as it wants it.
 
-    What is still `auto` is left to the program; true and false are words for checkpointing; the global batch
-    has been solved for what it consists of.
+    What is still `auto` is left to the program; true and false are words for checkpointing; a global batch in
+    tokens has been solved for what it consists of.
     """
     if program.get("command") != list(BUNDLED):
         return program
-    found = {key: value for key, value in program.items() if key != "global_batch" and value != "auto"}
+    found = {key: value for key, value in program.items() if value != "auto"}
+    if not isinstance(found.get("global_batch"), int):
+        found.pop("global_batch", None)
     recompute = found.get("activation_checkpointing")
     return {**found, "activation_checkpointing": {True: "full", False: "none"}.get(recompute, recompute)}  # type: ignore[call-overload]
 

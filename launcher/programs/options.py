@@ -79,6 +79,11 @@ class TrainConfig:
     )
     batch_size: int = option(8, "sequences for each rank and micro-step", least=1)
     grad_accumulation: int = option(1, "micro-steps for each optimizer step", least=1)
+    global_batch: int | None = option(
+        None,
+        "sequences of an optimizer step: then grad_accumulation is what comes nearest on all ranks",
+        least=1,
+    )
     lr: float | None = option(None, "peak learning rate; 3e-4 * sqrt(4096 / hidden_size) if none", above=0)
     min_lr_ratio: float = option(0.1, "share of the learning rate that the cosine ends on", least=0, most=1)
     warmup_steps: int = option(20, "steps of linear warm-up", least=0)

@@ -132,7 +132,8 @@ class Ranks:
 def agree(config: Config, ranks: Ranks) -> Config:
     """Take of each setting that all ranks must share the one that needs least memory, and settle the type.
 
-    Nodes of several kinds may each have been given what fits there.
+    Nodes of several kinds may each have been given what fits there, and nodes with other numbers of GPUs
+    micro-steps for as many everywhere: those of the global batch are counted for all ranks.
     """
     train = config.train
     dtype = train.dtype
@@ -144,6 +145,8 @@ def agree(config: Config, ranks: Ranks) -> Config:
         (train.batch_size, train.grad_accumulation, train.activation_checkpointing, train.parallel, dtype)
     )
     batch_size, grad_accumulation = min((batch, steps) for batch, steps, *_ in found)
+    if train.global_batch:
+        grad_accumulation = max(1, round(train.global_batch / (batch_size * ranks.world_size)))
     settled: dict[str, Any] = {
         "batch_size": batch_size,
         "grad_accumulation": grad_accumulation,

@@ -194,16 +194,32 @@ def test_a_cpu_has_no_mfu(start: Start) -> None:
 
 
 @pytest.mark.slow
+def test_compiled_blocks_that_keep_products_train_alike(start: Start) -> None:
+    """torch.compile with selective checkpointing: half a minute of compilation."""
+    if not shutil.which("g++"):
+        pytest.skip("torch.compile has no C++ compiler here (g++)")
+    plain, compiled = (
+        read_losses(start.run(0, steps="2", activation_checkpointing="selective", eval_batches="0", **more))
+        for more in ({}, {"compile": True})
+    )
+    assert len(plain) == 2
+    assert [float(loss) for loss in compiled.values()] == pytest.approx(
+        list(map(float, plain.values())), 1e-3
+    )
+
+
+@pytest.mark.slow
 def test_ranks_with_different_settings_train_alike(start: Start) -> None:
-    """Nodes of several kinds: each was given what fits there."""
-    other: dict[str, str | bool] = {"batch_size": "2", "grad_accumulation": "2", "parallel": "fsdp"}
+    """Nodes of several kinds: each was given what fits there, and counted micro-steps for its own number of
+    GPUs on each node."""
+    other: dict[str, str | bool] = {"batch_size": "2", "grad_accumulation": "3", "parallel": "fsdp"}
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = str(taken.getsockname()[1])
     environ = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     started = [
         replace(start, environ=start.environ | environ | {"MASTER_PORT": port, "RANK": str(rank)}).popen(
-            0, steps="2", activation_checkpointing=recompute, **options
+            0, steps="2", activation_checkpointing=recompute, global_batch="8", **options
         )
         for rank, recompute, options in ((0, "full", {"batch_size": "4"}), (1, "selective", other))
     ]

@@ -124,11 +124,13 @@ def test_mistakes_about_batches(launch: Launch, here: Path, words: list[str], pa
 
 
 def test_a_file_for_the_bundled_program_is_an_option_of_its_group(launch: Launch, here: Path) -> None:
-    words = ["nproc_per_node=1", "tune.steps=12", "tune.max_batch=1", "program.batch_size=1"]
+    kept = ["nproc_per_node=1", "model.layers=2"]
+    words = [*kept, "tune.steps=12", "tune.max_batch=1", "program.batch_size=1"]
     done = run_outside(["tune", "batch", *words, "save=conf/program/tuned.yaml"], here, timeout=300)
     assert done.code == 0, done
     assert "sequences/s" in done.out and "largest" in done.out and "(tune.max_batch=1)" in done.err
     assert "`launch program=tuned` uses it" in done.err
+    assert f"use 1: `launch {' '.join(kept)} program.batch_size=1`" in done.err
     saved = yaml.safe_load((here / "conf/program/tuned.yaml").read_text())
     assert saved["defaults"] == ["train", "_self_"] and saved["batch_size"] == 1
     later = launch("program=tuned", "nproc_per_node=1", "dry_run=true")
