@@ -10,7 +10,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 PARALLEL := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test test-gpu gpu-wheels test-kernels test-slurm test-slow check bench clean
+.PHONY: run test test-gpu gpu-wheels test-kernels test-slurm test-slow test-fuzz check bench clean
 
 run: $(VENV)/.run  ## install, and train the bundled model with two ranks; ARGS="key=value …" are overrides
 	@$(BIN)/launch nproc_per_node=2 $(ARGS)
@@ -45,6 +45,9 @@ test-slurm: $(VENV)/.test  ## on a real SLURM of several nodes, started here (sl
 
 test-slow: $(VENV)/.test  ## what takes long: the wheel, frameworks, real tuning and trainings; ARGS="-k wheel" selects
 	@$(PYTEST) -m slow $(PARALLEL) --timeout=600 --durations=8 $(ARGS)
+
+test-fuzz: $(VENV)/.test  ## a thousand new examples of whatever is tested by random ones; LAUNCH_FUZZ=N for N
+	@LAUNCH_FUZZ=$${LAUNCH_FUZZ:-1000} $(PYTEST) -m hypothesis $(PARALLEL) $(ARGS)
 
 check: $(VENV)/.test  ## ruff, mypy, and who may import whom
 	@$(BIN)/ruff check .

@@ -7,12 +7,23 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from launcher.text import set_up_logging
 
 from .seam import Launch, clean_environ, run_inside
 
 set_up_logging()
+# The same examples each time, few of them; LAUNCH_FUZZ=N runs N others of each kind.
+settings.register_profile(
+    "launch",
+    max_examples=int(os.environ.get("LAUNCH_FUZZ", "25")),
+    derandomize="LAUNCH_FUZZ" not in os.environ,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("launch")
 
 
 def pytest_configure(config: pytest.Config) -> None:

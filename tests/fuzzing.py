@@ -1,24 +1,11 @@
-"""What the fuzz tests share: how many examples, and texts and values that somebody hostile would write."""
+"""Texts and values that somebody hostile would write."""
 
 import io
-import os
 import re
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from launcher.config.schema import LaunchConfig, list_choices
-
-FUZZ = settings(
-    max_examples=90,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-"""The same examples each time, some seconds of them; LAUNCH_FUZZ=N runs N others of each kind."""
-if count := os.environ.get("LAUNCH_FUZZ"):
-    FUZZ = settings(FUZZ, max_examples=int(count), derandomize=False)
 
 WORDS = {key: [word for word in words if word != "auto"] for key, _, words in list_choices(LaunchConfig())}
 """What each setting with a set of words takes beside `auto`."""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.decode import KEY, DecodeError, convert, decode
-from tests.fuzzing import FUZZ, scalars, texts
+from tests.fuzzing import scalars, texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,6 @@ values = st.recursive(
 )
 
 
-@FUZZ
 @given(name=st.sampled_from(sorted(WHOLE)), value=values)
 def test_any_value_in_any_place_fits_or_is_an_error(name: str, value: object) -> None:
     try:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.agent.coordinator import LOSS_PATIENCE, PORT_TRIALS, Coordinator, JobEnd, Order
@@ -164,7 +164,6 @@ EVENTS = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.lists(EVENTS, max_size=40), st.integers(1, 4), st.integers(0, 3))
 def test_whatever_happens(events: list[Event], nodes: int, restarts: int) -> None:
     coordinator = make("a b c d", nodes, restarts)

@@ -20,7 +20,7 @@ from launcher.config.search_path import find_sources
 from launcher.errors import UsageError
 from launcher.fit.fit_decision import assess
 from launcher.plan.model import Plan
-from tests.fuzzing import FUZZ, scalars
+from tests.fuzzing import scalars
 from tests.seam import Launch, clean_environ, list_loaded, run_outside
 from tests.specify import specify
 
@@ -273,7 +273,6 @@ models = st.sampled_from(
     model=models,
     job=st.tuples(st.sampled_from([1, 2, 7, 64, 10**6]), st.booleans()),
 )
-@FUZZ
 def test_no_value_makes_a_traceback_or_negative_memory(
     node: tuple[LaunchConfig, Plan],
     fit: dict[str, object],

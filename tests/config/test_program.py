@@ -8,7 +8,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.config.program import describe_interpreter, render_program, resolve_program
@@ -152,7 +152,6 @@ def test_what_is_no_program(words: list[str], message: str) -> None:
         resolve_program(words, ENVIRON)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.text(), max_size=5))
 def test_arguments_stay_as_they_are(arguments: list[str]) -> None:
     assert resolve_program([PYTHON, *arguments], ENVIRON) == (PYTHON, *arguments)

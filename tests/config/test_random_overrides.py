@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from launcher.config.overrides import quote_value
-from tests.fuzzing import FUZZ
 from tests.seam import Result, clean_environ, run_inside, run_outside
 
 VALID = (
@@ -157,7 +156,6 @@ def assert_clean(result: Result, folder: Path, *, kept: set[str]) -> None:
     assert {path.name for path in folder.iterdir()} == kept
 
 
-@FUZZ
 @given(line=st.lists(words, max_size=5), plan=st.booleans())
 def test_command_lines(folder: Path, line: list[str], *, plan: bool) -> None:
     verb = ["plan"] if plan else []
@@ -165,7 +163,6 @@ def test_command_lines(folder: Path, line: list[str], *, plan: bool) -> None:
     assert_clean(result, folder, kept=set())
 
 
-@FUZZ
 @given(text=st.text(max_size=200))
 @example("=")
 @example("'a' and 'b'")
@@ -241,7 +238,6 @@ places = st.sampled_from(
 )
 
 
-@FUZZ
 @given(
     files=st.dictionaries(places, contents, min_size=1, max_size=3),
     line=st.sampled_from(
@@ -272,7 +268,6 @@ def test_configuration_files(folder: Path, files: dict[str, bytes], line: list[s
         shutil.rmtree(conf)
 
 
-@settings(FUZZ, max_examples=16)
 @given(line=st.lists(words, max_size=4))
 @example(line=["-m", "+x.y=[1,{a: b}]", "env.A=1"])
 @example(line=["--cfg", "all", "model=é"])

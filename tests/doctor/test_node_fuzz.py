@@ -5,7 +5,7 @@ import math
 from dataclasses import asdict
 
 import hypothesis.strategies as st
-from hypothesis import given, settings
+from hypothesis import given
 
 from launcher.decode import DecodeError, convert
 from launcher.doctor.finding import LEVELS
@@ -92,7 +92,6 @@ NODES = st.builds(
 WANTED = st.none() | st.builds(JudgeSettings, st.none() | st.integers(-3, 20), REALS)
 
 
-@settings(max_examples=40, deadline=None)
 @given(nodes=st.lists(NODES, max_size=4), wanted=WANTED)
 def test_any_facts_are_judged(nodes: list[NodeFacts], wanted: JudgeSettings | None) -> None:
     found = judge_nodes(nodes, wanted)
@@ -105,7 +104,6 @@ def test_any_facts_are_judged(nodes: list[NodeFacts], wanted: JudgeSettings | No
     json.dumps([asdict(one) for one in found])
 
 
-@settings(max_examples=25, deadline=None)
 @given(node=NODES)
 def test_facts_survive_the_way_over_json_or_are_refused(node: NodeFacts) -> None:
     try:

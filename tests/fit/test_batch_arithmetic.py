@@ -17,7 +17,6 @@ from launcher.fit.fit_model import (
     ParallelLayout,
     TrainingSettings,
 )
-from tests.fuzzing import FUZZ
 
 LLAMA70B = ModelDimensions("llama70b", 32000, 80, 8192, 64, 8, 128, 28672, 4096)
 MIXTRAL = ModelDimensions("mixtral", 32000, 32, 4096, 32, 8, 128, 14336, 32768, experts=Experts(8, 2, 14336))
@@ -76,7 +75,6 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest(
 sizes = st.integers(1, 4096) | st.sampled_from([1, 2, 8, 64, 10**6, 10**12])
 
 
-@FUZZ
 @given(micro_batch=st.none() | sizes, dp=st.none() | sizes, accumulation=st.none() | sizes, total=sizes)
 def test_every_batch_that_an_error_proposes_works(
     micro_batch: int | None, dp: int | None, accumulation: int | None, total: int
@@ -188,7 +186,6 @@ requests = st.builds(
 )
 
 
-@FUZZ
 @given(requests)
 def test_any_layout_is_taken_or_refused(found: FitRequest) -> None:
     try:
@@ -197,7 +194,6 @@ def test_any_layout_is_taken_or_refused(found: FitRequest) -> None:
         assert len(str(error)) < 400 and ": " in str(error)
 
 
-@FUZZ
 @given(st.builds(replace, requests, layout=layouts, gpus_per_node=st.just(8), nodes=small))
 def test_what_an_error_proposes_for_a_layout_works(found: FitRequest) -> None:
     """The proposed value removes the error: no error names the same key with the proposed value."""

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.fit.gpu_table import GPU_TYPES, find_gpu
-from tests.fuzzing import FUZZ, WORDS, texts
+from tests.fuzzing import WORDS, texts
 
 NAMES = [
     # As nvidia-smi and torch.cuda.get_device_name give them, and as people write them.
@@ -99,7 +99,6 @@ def test_rows_are_found_by_their_own_names_and_are_plausible() -> None:
         assert [gpu.find_precision_peak(name) > 0 for name in WORDS["fit.precision"]] == [True] * 4
 
 
-@FUZZ
 @given(st.lists(texts | st.sampled_from([word for name, _ in NAMES for word in name.split()])).map(" ".join))
 def test_any_name_is_found_or_not(name: str) -> None:
     found = find_gpu(name)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from launcher.errors import UsageError
 from launcher.fit.hf_config import FAMILIES, MAX_TEXT, parse_model_config
 from launcher.fit.parameter_counts import count_active_parameters, count_model_parameters
-from tests.fuzzing import FUZZ, scalars, texts
+from tests.fuzzing import scalars, texts
 
 Fields = dict[str, object]
 
@@ -146,7 +146,6 @@ NAMES = sorted({name for _, fields, _ in PUBLISHED for name in fields} | {"text_
 values = scalars | st.integers(0, 64) | st.lists(scalars, max_size=2) | st.dictionaries(texts, scalars)
 
 
-@FUZZ
 @given(
     base=st.sampled_from([row[1] for row in PUBLISHED]),
     kind=st.sampled_from([*sorted(FAMILIES), "bert"]),
@@ -166,7 +165,6 @@ def test_any_file_is_read_or_refused(
         assert 0 < count_active_parameters(model) <= count_model_parameters(model) < 1 << 100
 
 
-@FUZZ
 @given(
     text=texts | st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(texts, inner)).map(str)
 )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.fit.activation_memory import count_in_flight, count_layer_activations
@@ -267,7 +267,6 @@ PLAIN = st.builds(ParallelLayout, dp=SMALL, zero=st.sampled_from([0, 3]))
 REQUESTS = st.builds(ask, MODELS, LAYOUTS | PLAIN, TRAINING)
 
 
-@settings(max_examples=150, deadline=None)
 @given(REQUESTS)
 def test_memory_is_never_negative_and_in_order(request: FitRequest) -> None:
     estimate = estimate_memory(request)
@@ -278,7 +277,6 @@ def test_memory_is_never_negative_and_in_order(request: FitRequest) -> None:
     assert estimate.allocated.expected <= estimate.reserved.expected <= estimate.total.expected
 
 
-@settings(max_examples=150, deadline=None)
 @given(REQUESTS, st.integers(1, 8), st.integers(0, 2048))
 def test_more_tokens_never_take_less_memory(request: FitRequest, factor: int, longer: int) -> None:
     training = request.settings

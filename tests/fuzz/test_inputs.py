@@ -22,7 +22,7 @@ from launcher.config.yaml_files import MOST_NODES, count_nodes, read_yaml
 from launcher.errors import UsageError
 from launcher.files import read_input
 from launcher.rank.plan_entry import PlacementError, PlanEntry, read_plan_file
-from tests.fuzzing import FUZZ, SEQUENCES, scalars, texts
+from tests.fuzzing import SEQUENCES, scalars, texts
 from tests.seam import clean_environ, run_inside
 
 names = st.sampled_from(
@@ -57,7 +57,6 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(found)
 
 
-@FUZZ
 @given(content=data)
 @example(content=b"[" * 100_000)
 @example(content=b"9" * 100_000)
@@ -72,7 +71,7 @@ def test_what_users_name(folder: Path, content: bytes) -> None:
         PlanEntry(read_plan_file(str(path)))
 
 
-@settings(FUZZ, max_examples=max(20, FUZZ.max_examples // 4))
+@settings(max_examples=max(8, settings().max_examples // 4))
 @given(parts=st.lists(st.binary(min_size=1, max_size=300), max_size=5))
 def test_pipes_give_all_that_was_written(folder: Path, parts: list[bytes]) -> None:
     path = folder / "pipe"
@@ -117,7 +116,6 @@ def count(value: object) -> int:
     return 1 + sum(map(count, value)) if isinstance(value, list) else 1
 
 
-@FUZZ
 @given(levels=st.integers(0, 12), width=st.integers(1, 9), form=forms)
 def test_aliases_are_counted_before_they_are_put_in(folder: Path, levels: int, width: int, form: str) -> None:
     path = folder / "x.yaml"
@@ -133,7 +131,7 @@ def test_aliases_are_counted_before_they_are_put_in(folder: Path, levels: int, w
     assert form == "merge" or counted == count(value)
 
 
-@settings(FUZZ, max_examples=max(8, FUZZ.max_examples // 10))
+@settings(max_examples=max(8, settings().max_examples // 10))
 @given(
     levels=st.integers(0, 12),
     width=st.integers(1, 12),

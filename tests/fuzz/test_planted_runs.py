@@ -38,7 +38,7 @@ from launcher.runs.run_directory import (
 from launcher.runs.run_process import identify_process
 from launcher.runs.run_records import read_run
 from launcher.slurm.client import JobState
-from tests.fuzzing import FUZZ, SEQUENCES, Terminal, assert_harmless, scalars, texts
+from tests.fuzzing import SEQUENCES, Terminal, assert_harmless, scalars, texts
 from tests.strangers import STRANGER
 
 ID = "20260801-120000"
@@ -224,7 +224,6 @@ LIVE = Planted("file", b'{"outcome": {"state": "running"}, "process": "victim"}'
 JOB = Planted("file", b'{"outcome": {"state": "submitted"}, "slurm": {"job_id": "12"}}', foreign=True)
 
 
-@FUZZ
 @given(tree=trees)
 @example(tree={"manifest.json": LIVE})
 @example(tree={"manifest.json": replace(LIVE, foreign=True)})
@@ -257,7 +256,6 @@ def test_verbs(victim: "subprocess.Popen[bytes]", tree: dict[str, Planted]) -> N
         assert not (foreign and cancelled), "a job was cancelled that another user has named"
 
 
-@FUZZ
 @given(tree=trees)
 def test_readers_never_raise(tree: dict[str, Planted]) -> None:
     with make_place(tree) as place:
@@ -285,7 +283,6 @@ def write_rank(path: Path) -> None:
         os.close(at)
 
 
-@FUZZ
 @given(tree=trees)
 @example(tree={"": Planted("link to a directory", b"", foreign=True)})
 @example(tree={"": Planted("directory", b"", foreign=True)})

@@ -16,7 +16,7 @@ from launcher.runs.run_directory import RunDir
 from launcher.runs.secrets import MASK, mask_tree, mask_variables, mask_words
 from launcher.slurm.job_request import JobRequest, read_job_request, write_job_request
 from launcher.text import escape_text, join_words, quote_word, tame_text
-from tests.fuzzing import CONTROL, FUZZ, assert_harmless, texts
+from tests.fuzzing import CONTROL, assert_harmless, texts
 from tests.runs.test_secrets import TOKENS
 
 LETTERS = st.characters(codec="ascii", categories=("Lu", "Ll", "Nd"))
@@ -73,7 +73,6 @@ ORDINARY = (
 plain = st.lists(st.sampled_from(ORDINARY), max_size=4)
 
 
-@FUZZ
 @given(before=plain, form=forms, after=plain)
 @example(before=[], form=(["-p", "hunter2hunter2"], "hunter2hunter2"), after=["-p", "8080"])
 @example(before=["-v"], form=(["program.command=[x,-p,hunter2hunter2]"], "hunter2hunter2"), after=[])
@@ -96,7 +95,6 @@ def test_no_secret_is_written_and_all_arrive(
         assert secret not in text, text
 
 
-@FUZZ
 @given(words=st.lists(st.sampled_from(ORDINARY) | st.text(LETTERS, max_size=11), max_size=8))
 def test_ordinary_words_stay(words: list[str]) -> None:
     assume("-p" not in words)
@@ -105,7 +103,6 @@ def test_ordinary_words_stay(words: list[str]) -> None:
     assert mask_tree(list(words)) == words
 
 
-@FUZZ
 @given(words=st.lists(texts | st.text(max_size=40), max_size=6))
 def test_masking_is_stable_and_keeps_the_number_of_words(words: list[str]) -> None:
     masked = mask_words(words)
@@ -113,7 +110,6 @@ def test_masking_is_stable_and_keeps_the_number_of_words(words: list[str]) -> No
     assert all(mask_variables({"A": word})["A"] == mask_words([word])[0] for word in words)
 
 
-@FUZZ
 @given(text=texts, most=st.integers(20, 400))
 def test_texts_are_harmless(text: str, most: int) -> None:
     for line in (escape_text(text, most), shorten_text(text, most)):
@@ -125,7 +121,7 @@ def test_texts_are_harmless(text: str, most: int) -> None:
     assert tame_text(text).count("\n") == text.count("\n")
 
 
-@settings(FUZZ, max_examples=max(20, FUZZ.max_examples // 20))
+@settings(max_examples=max(8, settings().max_examples // 20))
 @given(
     words=st.lists(
         texts.map(lambda text: text.replace("\0", "").replace("\ud800", "")), min_size=20, max_size=60

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from launcher.launch.torchrun import render_torchrun
@@ -56,7 +56,6 @@ def test_torchrun_itself_reads_its_options_from_it() -> None:
     assert (parsed.training_script, parsed.training_script_args) == ("shim", [])
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(st.data())
 @example(None)
 def test_the_programs_words_are_the_programs(abbreviations: list[str], data: st.DataObject | None) -> None:

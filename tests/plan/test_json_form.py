@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import UsageError
@@ -143,7 +143,6 @@ JSON = st.recursive(
 
 
 @given(name=st.sampled_from(sorted(SMALL)), value=JSON)
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 def test_any_value_in_any_place_reads_or_is_a_usage_error(name: str, value: object) -> None:
     try:
         machine = machine_from_json({**SMALL, name: value})

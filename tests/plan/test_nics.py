@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.plan.model import Gpu, Machine, Nic, Plan, Request
@@ -204,7 +204,6 @@ def test_ranks_without_gpus_go_by_their_numa_node() -> None:
     assert names(plan(machine, Request(4, binding="none"))) == list("1302")
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 24))
 def test_load_is_even_and_nothing_depends_on_the_order_of_gpus(seed: int, ranks: int) -> None:
     random = Random(seed)

@@ -8,7 +8,7 @@ from itertools import permutations
 from random import Random
 from typing import Any
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from launcher.errors import LaunchError
@@ -129,7 +129,6 @@ REQUESTS = st.builds(
 
 
 @given(MACHINES, REQUESTS)
-@settings(max_examples=400, deadline=None)
 def test_masks_are_never_empty_nor_outside_what_the_job_may_use(machine: Machine, request: Request) -> None:
     try:
         made = plan(machine, request)
@@ -160,7 +159,6 @@ def keep_set(request: Request) -> Sequence[str]:
 
 
 @given(MACHINES, st.integers(1, 30))
-@settings(max_examples=300, deadline=None)
 def test_a_warning_ends_with_its_fix_after_the_last_colon(machine: Machine, ranks: int) -> None:
     assume(find_usable(machine))
     bound = (("OMP_PLACES", "cores"), ("KMP_AFFINITY", "compact"), ("MKL_NUM_THREADS", "x"))
@@ -172,7 +170,6 @@ def test_a_warning_ends_with_its_fix_after_the_last_colon(machine: Machine, rank
 
 
 @given(MACHINES, st.integers(1, 30))
-@settings(max_examples=300, deadline=None)
 def test_nothing_is_shared_or_idle_where_cores_suffice(machine: Machine, ranks: int) -> None:
     assume(find_usable(machine))
     made = plan(machine, Request(ranks))
@@ -188,7 +185,6 @@ def test_nothing_is_shared_or_idle_where_cores_suffice(machine: Machine, ranks: 
 
 
 @given(MACHINES, REQUESTS, st.randoms(use_true_random=False))
-@settings(max_examples=200, deadline=None)
 def test_the_order_of_the_lists_does_not_count(machine: Machine, request: Request, random: Random) -> None:
     assume(find_usable(machine))
     request = replace(request, strict=False)
@@ -203,7 +199,6 @@ def test_the_order_of_the_lists_does_not_count(machine: Machine, request: Reques
 
 
 @given(st.integers(0, 2**32), REQUESTS)
-@settings(max_examples=150, deadline=None)
 def test_a_snapshot_is_planned_as_the_machine_itself_is(seed: int, request: Request) -> None:
     machine = convert(describe_machine(Random(seed)))
     request = replace(request, strict=False)
@@ -212,7 +207,6 @@ def test_a_snapshot_is_planned_as_the_machine_itself_is(seed: int, request: Requ
 
 
 @given(st.integers(0, 2**32), st.integers(1, 24), st.sampled_from([describe_machine, describe_overlap]))
-@settings(max_examples=300, deadline=None)
 def test_ranks_share_no_core_where_cores_suffice_and_leave_home_only_where_they_must(
     seed: int, ranks: int, describe: Callable[[Random], dict[str, Any]]
 ) -> None:
@@ -233,7 +227,6 @@ def test_ranks_share_no_core_where_cores_suffice_and_leave_home_only_where_they_
 
 
 @given(st.integers(0, 2**32), st.sampled_from([describe_machine, describe_overlap]), st.integers(0, 9))
-@settings(max_examples=300, deadline=None)
 def test_no_rank_has_less_with_its_workers_than_all_could_have(
     seed: int, describe: Callable[[Random], dict[str, Any]], workers: int
 ) -> None:

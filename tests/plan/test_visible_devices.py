@@ -1,7 +1,7 @@
 """CUDA_VISIBLE_DEVICES in every legal form, and in illegal ones."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.plan.model import Gpu
@@ -124,7 +124,6 @@ def test_an_amd_gpu_beside_nvidias_is_for_the_screen() -> None:
     assert resolve("4", (*GPUS, screen)).devices == ()
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(["0", "1", "2", "-1", "", "x", "1x", "+0", "-0", " 2"]), max_size=5))
 def test_indices_are_read_as_torch_reads_them(parts: list[str]) -> None:
     import torch.cuda

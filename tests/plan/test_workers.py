@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -206,7 +206,6 @@ def test_a_shipped_workload_fits_a_large_machine_whole(name: str) -> None:
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=9), st.integers(-5, 60))
-@settings(deadline=None)
 def test_the_level_is_the_largest_that_fits(rooms: list[int], total: int) -> None:
     def take(level: int) -> int:
         return sum(min(level, room) for room in rooms)
@@ -220,7 +219,6 @@ AMOUNTS = st.sampled_from([0.0, 0.1, 3.0, 1e9])
 
 
 @given(MACHINES, REQUESTS, AMOUNTS, AMOUNTS, st.sampled_from([None, 0, 700, 4096]))
-@settings(max_examples=400, deadline=None)
 def test_more_than_one_worker_is_never_more_than_there_is_room_for(
     machine: Machine, asked: Request, gib: float, shm: float, files: int | None
 ) -> None:

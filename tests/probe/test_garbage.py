@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import LaunchError
@@ -135,7 +135,6 @@ def test_result_does_not_depend_on_the_order_of_files(
         assert expected.warnings
 
 
-@settings(max_examples=250, deadline=None)
 @given(data=st.data())
 def test_garbage_in_any_files(tree: Path, files: list[str], data: st.DataObject) -> None:
     chosen = data.draw(st.lists(st.sampled_from(files), min_size=1, max_size=4, unique=True))
@@ -144,7 +143,6 @@ def test_garbage_in_any_files(tree: Path, files: list[str], data: st.DataObject)
         probe_and_check(tree)
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_garbage_in_every_file_of_a_name(tree: Path, files: list[str], data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted({Path(path).name for path in files})))
@@ -173,7 +171,6 @@ def turned_into(root: Path, path: str, kind: str, outside: Path) -> Iterator[Non
             shutil.rmtree(here) if here.is_dir() and not here.is_symlink() else here.unlink()
 
 
-@settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_things_that_are_of_another_kind(
     tree: Path, files: list[str], folders: list[str], links: list[str], data: st.DataObject
@@ -185,7 +182,6 @@ def test_things_that_are_of_another_kind(
         probe_and_check(tree)
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_missing_files(tree: Path, folders: list[str], data: st.DataObject) -> None:
     """Any directory may be out of sight, as in containers and partial copies."""

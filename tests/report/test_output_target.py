@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pyte
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.report.byte_stream import Stream
@@ -131,7 +131,6 @@ PIECES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(PIECES)
 def test_every_byte_of_every_rank_arrives_in_its_order(pieces: list[tuple[Source, bytes]]) -> None:
     text = put_all(Sink(erases=False), *pieces)
@@ -153,7 +152,6 @@ def draw(data: bytes) -> list[str]:
     return [row.rstrip() for row in screen.display]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(
     st.lists(
         st.tuples(

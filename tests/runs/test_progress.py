@@ -1,7 +1,7 @@
 """Progress, read from lines of all sorts of training programs."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.runs.progress import MOST_LINES, Progress, ProgressReader, describe_progress, parse_progress
@@ -45,7 +45,6 @@ def test_other_lines(line: str) -> None:
     assert parse_progress(line) is None
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(
     st.lists(
         st.sampled_from(

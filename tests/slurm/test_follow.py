@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.report.console import JobConsole, make_console
@@ -259,7 +259,6 @@ def test_what_has_no_end_is_shown_at_once_and_all_bytes_as_they_are(
     assert capfdbinary.readouterr() == (b"\nlaunch: no end", b"")
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(
     st.lists(
         st.sampled_from([b"launch: a\n", b"launch", b": ", b"x", b"\n", b"launch: ", b"\xff\r"]), max_size=12

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.config.schema import RequeueConfig
@@ -213,7 +213,6 @@ def test_progress_is_not_looked_at_where_that_is_said() -> None:
     assert decide_requeue("timeout", policy, [PastAttempt("timeout", False)] * 50, False).requeue
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(
     st.lists(
         st.builds(PastAttempt, st.sampled_from(sorted(DESCRIPTIONS)), st.sampled_from([True, False, None])),
