@@ -10,7 +10,7 @@ from launcher.config.schema import FitConfig, LaunchConfig, ParallelConfig
 from launcher.errors import UsageError
 from launcher.fit.batch_arithmetic import solve_batch
 from launcher.fit.cheapest_changes import find_framework
-from launcher.fit.fit_model import Free, ModelDimensions, ParallelLayout, TrainingSettings
+from launcher.fit.fit_model import Free, Lora, ModelDimensions, ParallelLayout, TrainingSettings
 from launcher.fit.parameter_counts import count_model_parameters
 
 AUTO = "auto"
@@ -156,6 +156,11 @@ def describe_training_settings(
         compile=choose(fit.compile, None),
         optimizer_fused=choose(fit.optimizer_fused, None),
         gradients=fit.gradients,
+        lora=Lora(fit.lora.rank, tuple(fit.lora.targets)) if fit.lora.rank else None,
+        quantization=fit.quantization,
+        optimizer_in_backward=fit.optimizer_in_backward,
+        activation_offload=fit.activation_offload,
+        recompute_modules=tuple(fit.recompute_modules),
     )
 
 
@@ -220,6 +225,7 @@ def list_fixed(fit: FitConfig, parallel: ParallelConfig) -> tuple[str, ...]:
     about_training = (
         *("precision", "optimizer", "checkpointing", "offload", "micro_batch", "accumulation"),
         *("global_batch", "seq_len", "flash_attention", "loss", "compile", "optimizer_fused", "gradients"),
+        *("lora", "quantization", "optimizer_in_backward", "activation_offload", "recompute_modules"),
     )
     found = [f"fit.{name}" for name in about_training if getattr(fit, name) != getattr(usual_fit, name)]
     names = ("tp", "pp", "dp", "cp", "ep", "zero", "framework", "shard_size", "sequence_parallel")

@@ -3,13 +3,14 @@
 import math
 from typing import Any
 
-from launcher.config.schema import FitConfig, LaunchConfig, ParallelConfig
+from launcher.config.schema import FitConfig, LaunchConfig, LoraConfig, ParallelConfig
 from launcher.errors import UsageError
 
 LARGEST_COUNT = 10**6
 """GPUs in a group: ten times those of the largest machines."""
 LARGEST_BATCH = 10**9
 """Sequences, and tokens of a sequence."""
+LARGEST_RANK = 1 << 16
 LARGEST_NUMBER = 1e20
 """Tokens in all, GiB, and seconds."""
 ZEROS = ("auto", "fsdp", "0", "1", "2", "3")
@@ -54,8 +55,33 @@ def check_fit(fit: FitConfig) -> None:
         value = getattr(fit, name)
         if value is not None and not (math.isfinite(value) and 0 < value <= LARGEST_NUMBER):
             raise UsageError(f"fit.{name}={value:g}: give a number above 0, and at most {LARGEST_NUMBER:g}")
+    check_adapters(fit)
+    if fit.recompute_modules and fit.checkpointing != "selective":
+        raise UsageError(
+            f"fit.recompute_modules={show(fit.recompute_modules)} with fit.checkpointing={fit.checkpointing}:"
+            " set fit.checkpointing=selective, or leave it out"
+        )
     if fit.gpu is not None and not fit.gpu.strip():
         raise UsageError("fit.gpu is empty: give a name such as H100, or leave it out")
+
+
+def check_adapters(fit: FitConfig) -> None:
+    """Refuse adapters without a rank or a target, and quantized weights that would be trained."""
+    if fit.lora.rank is not None:
+        check_whole_number("fit.lora.rank", fit.lora.rank, LARGEST_RANK)
+        if not fit.lora.targets:
+            raise UsageError("fit.lora.targets=[] has no matrix: give some, or [all-linear]")
+        return
+    if fit.lora != LoraConfig():
+        raise UsageError(
+            f"fit.lora.targets={show(fit.lora.targets)} without fit.lora.rank: set a rank, such as"
+            " fit.lora.rank=8"
+        )
+    if fit.quantization != "none":
+        raise UsageError(
+            f"fit.quantization={fit.quantization} without fit.lora.rank: quantized weights are not trained,"
+            " set fit.lora.rank=8 or another rank"
+        )
 
 
 def check_offload(fit: FitConfig, parallel: ParallelConfig) -> None:
@@ -76,5 +102,7 @@ def check_whole_number(key: str, value: Any, largest: int, *, auto: bool = False
 
 def show(value: object) -> str:
     """Return a value as the command line has it, long numbers cut off."""
+    if isinstance(value, list):
+        value = f"[{','.join(map(str, value))}]"
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

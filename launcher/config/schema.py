@@ -16,9 +16,11 @@ def one_of(default: str, *others: str) -> Any:  # noqa: ANN401 - stands for a fi
     return field(default=default, metadata={"choices": (default, *others)})
 
 
-def some_of(*words: str) -> Any:  # noqa: ANN401 - stands for a field
+def some_of(*words: str, default: tuple[str, ...] | None = None) -> Any:  # noqa: ANN401 - stands for a field
     """Return a field that takes a list of some of these words; all of them by default."""
-    return field(default_factory=lambda: [*words], metadata={"choices": words})
+    return field(
+        default_factory=lambda: [*(words if default is None else default)], metadata={"choices": words}
+    )
 
 
 def list_choices(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, tuple[str, ...]]]:  # noqa: ANN401
@@ -336,6 +338,29 @@ class ParallelConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters that are trained in place of the model; their alpha does not change memory."""
+
+    rank: int | None = None
+    """null: the model itself is trained."""
+    targets: list[str] = some_of(  # noqa: RUF009
+        *(
+            "all-linear",
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+            "lm_head",
+        ),
+        default=("all-linear",),
+    )
+    """Matrices with an adapter; `all-linear` is all of them but lm_head."""
+
+
+@dataclass
 class FitConfig:
     """What is assumed of the training, to say before the start whether it fits and how fast it will be.
 
@@ -370,6 +395,19 @@ class FitConfig:
     """Whether the optimizer's step makes no list of temporaries (`fused=True`)."""
     gradients: str = one_of("auto", "fp32", "bf16")
     """`bf16` in recipes of Megatron Bridge; `auto` is the framework's."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    quantization: str = one_of("none", "nf4", "int8")
+    """Of the weights that LoRA freezes: 4 bits (QLoRA, bitsandbytes, torchao), or 8 (LLM.int8)."""
+    optimizer_in_backward: bool = False
+    """Whether each parameter is updated, and its gradient freed, as soon as it has one."""
+    activation_offload: bool = False
+    """Whether activations are in CPU memory between forward and backward."""
+    recompute_modules: list[str] = some_of(  # noqa: RUF009
+        *("core_attn", "attention", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"),
+        default=(),
+    )
+    """What checkpointing=selective computes again, in Megatron Core's words and `attention`, the whole
+    block; [] is by operator, as torchtitan does, or Megatron's default."""
     gpu: str | None = None
     """A GPU by name (`H100`, `A100-40GB`), in place of the machine's."""
     gpu_memory_gib: float | None = None

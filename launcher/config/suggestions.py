@@ -13,6 +13,8 @@ COMPOSING = re.compile(r"In '(?P<file>[^']*)': \w+ raised while composing config
 """How Hydra's errors begin that are about a value in a file, named by its group."""
 NO_SECTION = re.compile(r"Invalid type assigned: \w+ is not a subclass of (?P<schema>\w+)\. ")
 NO_MAPPING = re.compile(r"Cannot assign \w+ to Dict\[")
+PLACES = {"fit": "; what the estimate has no key for, `launch fit -- PROGRAM` measures on fake tensors"}
+"""Where else something is that a section has no key for."""
 UNKNOWN = re.compile(r"Key '[^']*' not in '(?P<schema>\w+)'")
 """OmegaConf's words for a key that a dataclass does not have."""
 
@@ -34,10 +36,10 @@ def suggest_dotted_key(key: str, known: Sequence[str]) -> str:
     words = difflib.get_close_matches(name, beside, n=2, cutoff=0.6)
     near = [beside[word] for word in words or [word for word in beside if word.startswith(name)]]
     if near:
-        return f": did you mean {' or '.join(near)}?"
+        return f": did you mean {' or '.join(near)}?{PLACES.get(above, '')}"
     if above == "cluster":
         return f": any other option of sbatch is cluster.additional.{name}, of srun cluster.srun.{name}"
-    return f": choose from {', '.join(sorted(beside.values()))}"
+    return f": choose from {', '.join(sorted(beside.values()))}{PLACES.get(above, '')}"
 
 
 def shorten_message(error: BaseException) -> str:

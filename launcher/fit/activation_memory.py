@@ -5,9 +5,11 @@ Korthikanti et al. (arXiv:2205.05198, section 4.1); the same rules count SwiGLU,
 attention and experts. Widths are in elements a token; a `Layer` in bytes a token.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from launcher.fit.fit_model import FitRequest, ModelDimensions
+from launcher.fit.fit_model import ATTENTION_MATRICES, MLP_MATRICES, FitRequest, Lora, ModelDimensions
+from launcher.fit.parameter_counts import list_attention_matrices, list_mlp_matrices
 
 EAGER_NORM = 8
 """Bytes an element that an RMSNorm written in Python keeps more: its input in fp32, and the normalised one
@@ -89,13 +91,16 @@ def count_scores(model: ModelDimensions, seq_len: int, width: int, *, dropout: b
     return float(each * model.heads * seq_len)
 
 
-def count_mlp_bytes(model: ModelDimensions, inner: float, width: float, *, fused: bool = False) -> float:
+def count_mlp_bytes(
+    model: ModelDimensions, inner: float, width: float, *, fused: bool = False, has_input: bool = True
+) -> float:
     """Count the bytes a token inside an MLP: GELU keeps two of the inner width, SwiGLU four.
 
     A fused SwiGLU keeps no result of its SiLU (Megatron Core's bias_swiglu_fusion, torch.compile): three.
+    One is the input of the last matrix, which keeps it if it is trained (`has_input`).
     """
-    swiglu = 3 if fused else 4
-    return (swiglu if model.mlp == "swiglu" else 2) * width * inner
+    kept = 2 if model.mlp != "swiglu" else 3 if fused else 4
+    return (kept if has_input else kept - 1) * width * inner
 
 
 def count_layer_activations(
@@ -110,35 +115,67 @@ def count_layer_activations(
     fused_mlp: bool = False,
     autocast: bool = False,
     sdpa: bool = False,
+    lora: Lora | None = None,
+    recomputed: Collection[str] = (),
 ) -> LayerActivations:
     """Count the bytes a token that a layer keeps for its backward pass.
 
     `width` is bytes of a number: 2 for bf16. By `autocast` the residual stream is in fp32, and the input of
     each matrix is a copy. `sdpa` is as in `count_attention_bytes`. With dropout, GELU, a key head for each
     query head and an inner width of 4 hidden sizes it is 34 + 5as/h of arXiv:2205.05198, over the hidden
-    size.
+    size. With LoRA a matrix keeps its input only if it has an adapter, whose low-rank result is kept too.
+    `recomputed` are modules of Megatron Core's recompute_modules, and `attention`, the whole block but its
+    input.
     """
-    hidden = model.hidden_size
-    # Inputs of two norms with their statistics, of the attention's matrices, and of the MLP's.
-    stream, inputs = (4, 5 if model.mlp == "swiglu" else 4) if autocast else (width, 2)
+    hidden, experts = model.hidden_size, model.experts if mixture else None
+    trained = frozenset(ATTENTION_MATRICES + MLP_MATRICES) if lora is None else lora.matrices
+    stream, rising = 4 if autocast else width, 2 if model.mlp == "swiglu" else 1
+    # Inputs of the norms with their statistics, of the attention's matrices, and of the MLP's.
     statistics = 4 if model.norm == "rmsnorm" else 8
-    sequence = model.norms_per_layer * (stream * hidden + statistics) + inputs * width * hidden
-    sequence += 2 * hidden if dropout else 0
-    if eager_norms and model.norm == "rmsnorm":
-        sequence += model.norms_per_layer * EAGER_NORM * hidden
-    split = count_attention_bytes(model, seq_len, width, flash=flash, sdpa=sdpa)
-    flash = flash and not (sdpa and has_plain_attention(model, width))
-    scores = 0.0 if flash else count_scores(model, seq_len, width, dropout=dropout)
-    experts = model.experts
-    if not mixture or experts is None:
-        return LayerActivations(
-            split + count_mlp_bytes(model, model.intermediate_size, width, fused=fused_mlp), sequence, scores
-        )
-    inner = (experts.per_token + experts.shared) * experts.intermediate_size
-    split += count_mlp_bytes(model, inner, width, fused=fused_mlp)
-    # Each token's copies, sent to and brought back from its experts, and the router's scores in fp32.
-    sequence += 2 * width * hidden * experts.per_token + 8 * experts.count
+    sequence: float = model.norms_per_layer * (stream * hidden + statistics) + (2 * hidden if dropout else 0)
+    if "layernorm" not in recomputed:
+        if trained & {"q_proj", "k_proj", "v_proj"}:
+            sequence += (3 if autocast else 1) * width * hidden
+        if trained & {"gate_proj", "up_proj"}:
+            sequence += (rising if autocast else 1) * width * hidden
+        if eager_norms and model.norm == "rmsnorm":  # a frozen weight needs no normalised input
+            sequence += model.norms_per_layer * (EAGER_NORM if lora is None else EAGER_NORM / 2) * hidden
+    split, scores = 0.0, 0.0
+    if "attention" not in recomputed:
+        flash = flash or "core_attn" in recomputed
+        split = count_attention_bytes(model, seq_len, width, flash=flash, sdpa=sdpa)
+        if not flash or (sdpa and has_plain_attention(model, width)):
+            scores = count_scores(model, seq_len, width, dropout=dropout)
+        if "mla_up_proj" in recomputed and model.latent_attention is not None:
+            widths = find_layer_widths(model)
+            split -= width * (widths.query + widths.key + widths.value)
+
+    def count_mlp(inner: float) -> float:
+        return count_mlp_bytes(model, inner, width, fused=fused_mlp, has_input="down_proj" in trained)
+
+    if lora:
+        passes = [times for _, times, _ in list_adapters(model, lora, mixture=mixture)]
+        sequence += width * lora.rank * sum(passes)
+    if experts is None:
+        split += 0 if "mlp" in recomputed else count_mlp(model.intermediate_size)
+    elif "moe" not in recomputed:
+        routed = experts.per_token * experts.intermediate_size
+        split += rising * width * routed if "moe_act" in recomputed else count_mlp(routed)
+        if "shared_experts" not in recomputed:
+            split += count_mlp(experts.shared * experts.intermediate_size)
+        # Each token's copies, sent to and brought back from its experts, and the router's scores in fp32.
+        sequence += 2 * width * hidden * experts.per_token + 8 * experts.count
     return LayerActivations(split, sequence, scores)
+
+
+def list_adapters(model: ModelDimensions, lora: Lora, *, mixture: bool) -> list[tuple[int, int, int]]:
+    """Give (inputs, passes of a token, outputs) of each of a layer's matrices with an adapter."""
+    inner, passes = model.intermediate_size, 1
+    if mixture and model.experts is not None:
+        inner, passes = model.experts.intermediate_size, model.experts.per_token + model.experts.shared
+    found = [(name, inputs, 1, out) for name, inputs, out in list_attention_matrices(model)]
+    found += [(name, inputs, passes, out) for name, inputs, out in list_mlp_matrices(model, inner)]
+    return [(inputs, times, out) for name, inputs, times, out in found if name in lora.matrices]
 
 
 def count_selected(

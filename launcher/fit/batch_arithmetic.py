@@ -114,6 +114,11 @@ def check_layout(request: FitRequest) -> None:
     check_sequence(request)
     check_sharding(request)
     settings = request.settings
+    if settings.optimizer_in_backward and settings.accumulation > 1:
+        raise UsageError(
+            f"fit.optimizer_in_backward=true with fit.accumulation={settings.accumulation}: gradients"
+            " that are freed at once cannot be accumulated, set fit.accumulation=1"
+        )
     solve_batch(
         micro_batch=settings.micro_batch,
         dp=request.layout.dp,

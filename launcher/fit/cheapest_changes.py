@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
+from typing import Any
 
 from launcher.errors import UsageError
 from launcher.fit.batch_arithmetic import check_layout
-from launcher.fit.fit_model import Change, FitRequest, ParallelLayout, Range, TrainingSettings
+from launcher.fit.fit_model import Change, FitRequest, ParallelLayout, Range
 
 MOST_CHANGES = 3
 MOST_COMBINED = 4
@@ -27,8 +28,17 @@ SHARDING = {0: 0.0, 1: 0.02, 2: 0.04, 3: 0.1}
 EIGHT_BITS = 0.05
 """No time, but other numbers."""
 OFFLOADING = {"none": 0.0, "optimizer": 0.5, "parameters": 1.0}
-ORDER = ("tp", "nodes", "zero", "offload", "checkpointing", "optimizer", "micro_batch")
-"""In which steps are applied."""
+ACTIVATION_OFFLOAD = 0.05
+"""Of what full checkpointing keeps: next to nothing if the copies hide behind recomputation (torchtune's
+README)."""
+IN_BACKWARD = 0.02
+QUANTIZING = 0.3
+"""litgpt's nf4 runs take 1.1 to 2 times as long."""
+ORDER = (
+    *("tp", "nodes", "zero", "offload", "checkpointing", "optimizer", "quantization", "activation_offload"),
+    *("micro_batch", "optimizer_in_backward"),
+)
+"""In which steps are applied; those without a function of their own are `TrainingSettings`'s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +122,7 @@ def list_ladders(request: FitRequest) -> Iterator[tuple[Step, ...]]:
     if not request.is_bundled:
         yield tuple(list_optimizers(request))
         yield tuple(list_offloads(request))
+        yield from list_switches(request)
         yield tuple(list_tensor_splits(request))
 
 
@@ -180,6 +191,23 @@ def list_offloads(request: FitRequest) -> Iterator[Step]:
             yield Step("offload", kind, OFFLOADING[kind] - now, why)
 
 
+def list_switches(request: FitRequest) -> Iterator[tuple[Step]]:
+    """Give what is on or off: quantized weights if they are frozen, offload, the step within backward."""
+    settings = request.settings
+    if settings.lora and settings.quantization == "none":
+        yield (
+            Step("quantization", "nf4", QUANTIZING, "the frozen weights in 4 bits (QLoRA): slower products"),
+        )
+    if (
+        settings.checkpointing == "full" and not settings.activation_offload
+    ):  # all of them are too much to copy
+        why = "the blocks' inputs are in CPU memory between forward and backward: bound by PCIe"
+        yield (Step("activation_offload", True, ACTIVATION_OFFLOAD, why),)
+    if not settings.optimizer_in_backward and settings.accumulation == 1 and not settings.lora:
+        why = "each gradient is freed at once: none is clipped by the norm of all"
+        yield (Step("optimizer_in_backward", True, IN_BACKWARD, why),)
+
+
 def list_tensor_splits(request: FitRequest) -> Iterator[Step]:
     """Give sizes of tensor parallelism within a node."""
     now, size = request.layout.tp, request.layout.tp * 2
@@ -211,7 +239,6 @@ def is_possible(request: FitRequest) -> bool:
 
 def apply_step(request: FitRequest, step: Step) -> FitRequest | None:
     """Return a request with one setting changed; None if the job cannot be so."""
-    settings = request.settings
     match step.subject, step.value:
         case "tp", int(value):
             return split_tensors(request, value)
@@ -221,21 +248,9 @@ def apply_step(request: FitRequest, step: Step) -> FitRequest | None:
             return shard_states(request, value)
         case "offload", "parameters" if request.layout.zero < 3:
             return None
-    return replace(request, settings=change_setting(settings, step))
-
-
-def change_setting(settings: TrainingSettings, step: Step) -> TrainingSettings:
-    """Return settings with one of them changed."""
-    match step.subject, step.value:
-        case "micro_batch", int(value):
-            return replace(settings, micro_batch=value)
-        case "offload", str(value):
-            return replace(settings, offload=value)
-        case "checkpointing", str(value):
-            return replace(settings, checkpointing=value)
-        case "optimizer", str(value):
-            return replace(settings, optimizer=value)
-    return settings
+    more = {"recompute_modules": ()} if step.subject == "checkpointing" else {}
+    changed: dict[str, Any] = {step.subject: step.value, **more}
+    return replace(request, settings=replace(request.settings, **changed))
 
 
 def split_tensors(request: FitRequest, tp: int) -> FitRequest | None:
@@ -319,7 +334,11 @@ def list_setting_values(request: FitRequest, *, is_bundled: bool) -> list[tuple[
         ("parallel.zero", str(layout.zero)),
         ("fit.optimizer", settings.optimizer),
         ("fit.offload", settings.offload),
+        ("fit.quantization", settings.quantization),
+        ("fit.activation_offload", str(settings.activation_offload).lower()),
+        ("fit.optimizer_in_backward", str(settings.optimizer_in_backward).lower()),
         ("fit.checkpointing", settings.checkpointing),
+        ("fit.recompute_modules", f"[{','.join(settings.recompute_modules)}]"),
         ("fit.micro_batch", batch),
         ("fit.accumulation", accumulation),
     ]

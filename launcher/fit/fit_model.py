@@ -100,6 +100,27 @@ class ParallelLayout:
         return self.tp * self.pp * self.dp * self.cp
 
 
+ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_MATRICES = ("gate_proj", "up_proj", "down_proj")
+"""A layer's matrices by the names of Hugging Face's models; GELU has no gate_proj."""
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Low-rank adapters, which are trained in place of the model (arXiv:2106.09685)."""
+
+    rank: int
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """Matrices that have an adapter; `all-linear` is all of a layer's, as in peft, without `lm_head`."""
+
+    @property
+    def matrices(self) -> frozenset[str]:
+        """The targets by name."""
+        every = ATTENTION_MATRICES + MLP_MATRICES if ALL_LINEAR in self.targets else ()
+        return frozenset({*every, *self.targets} - {ALL_LINEAR})
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingSettings:
     """What decides memory and speed beside the model and the layout, in words of `FitConfig`'s."""
@@ -133,6 +154,17 @@ class TrainingSettings:
     """The optimizer's step makes no list of temporaries; None is not known."""
     gradients: str = "auto"
     """`fp32` or `bf16`; `auto` is the framework's."""
+    lora: Lora | None = None
+    """With it the model's weights are frozen: in fp32 if `precision` is, else in 16 bits."""
+    quantization: str = "none"
+    """Of the frozen weights: `nf4` (4 bits and a scale for each 64; arXiv:2305.14314) or `int8`."""
+    optimizer_in_backward: bool = False
+    """Each parameter is updated, and its gradient freed, as soon as it has one."""
+    activation_offload: bool = False
+    """Activations are in CPU memory between forward and backward."""
+    recompute_modules: tuple[str, ...] = ()
+    """What selective checkpointing computes again, by the names of Megatron Core and `attention`; empty: by
+    operator, or as Megatron's own default."""
 
 
 @dataclass(frozen=True, slots=True)

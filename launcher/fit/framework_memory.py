@@ -4,7 +4,7 @@ DDP and FSDP2 are taken with models as Hugging Face's, Megatron with fused norms
 bundled program the code is known (`TrainingSettings.bundled`), which makes most ranges narrow.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from launcher.fit.activation_memory import (
@@ -16,11 +16,24 @@ from launcher.fit.activation_memory import (
     count_selected,
     count_tokens,
     has_plain_attention,
+    list_adapters,
 )
-from launcher.fit.fit_model import FitRequest, Range
+from launcher.fit.fit_model import FitRequest, Lora, Range
 from launcher.fit.memory_moment import NOTHING, Moment, add_ranges, make_exact, make_range
-from launcher.fit.rank_parameters import LayerRun, RankParameters, count_largest_matrix, divide_up
-from launcher.fit.state_memory import StateMemory, count_state_bytes, estimate_states, has_fp32_weights
+from launcher.fit.rank_parameters import (
+    LayerRun,
+    RankParameters,
+    count_largest_matrix,
+    count_trained,
+    divide_up,
+)
+from launcher.fit.state_memory import (
+    QUANTIZED,
+    StateMemory,
+    count_state_bytes,
+    estimate_states,
+    has_fp32_weights,
+)
 
 ZERO_BUCKET = 500_000_000
 """Numbers of DeepSpeed's reduce and all-gather buckets (reduce_bucket_size, deepspeed.ai's configuration)."""
@@ -57,6 +70,8 @@ def list_moments(request: FitRequest, parameters: RankParameters, stage: int) ->
     flight, layers = count_in_flight(request, stage), max(1, parameters.layer_count)
     every, one = scale_range(activations.kept, flight), scale_range(activations.kept, 1 / layers)
     first = scale_range(every, max(0.0, flight - 1) / flight) + one
+    if request.settings.activation_offload:
+        every = keep_on_gpu(every, one)
     copies = count_weight_copies(request, parameters)
     copy, recomputes = scale_range(copies, 1 / layers), request.settings.checkpointing != "none"
     held, whole = count_held(request, states), states.gradients
@@ -67,7 +82,7 @@ def list_moments(request: FitRequest, parameters: RankParameters, stage: int) ->
     def moment(
         name: str, gradients: float, activations: Range, temporary: Range = NOTHING, sent: Range = buffers
     ) -> Moment:
-        weights, optimizer = make_exact(states.weights), states.optimizer
+        weights, optimizer = states.weights, states.optimizer
         return Moment(name, weights, make_exact(gradients), optimizer, activations, NOTHING, temporary, sent)
 
     found = []
@@ -79,7 +94,7 @@ def list_moments(request: FitRequest, parameters: RankParameters, stage: int) ->
         made = table + (2 * count_table(request) if request.settings.autocast else 0)
         kept = every + (NOTHING if recomputes else copies) + stream
         found.append(moment("backward of the output layer", held, kept, make_exact(made) + stream))
-    waiting = 0 if held and not tied else table
+    waiting = 0 if (held and not tied) or request.settings.optimizer_in_backward else table
     last = every + (copy if recomputes else copies)
     early = whole + (table if tied else 0) if held else whole - count_late_gradients(request, parameters)
     if request.settings.framework == "fsdp" and request.layout.zero == 3:
@@ -106,7 +121,8 @@ def list_sharded_moments(
     Beside a layer's whole weights are those of the one gathered ahead, and the fp32 input of the
     reduce-scatter of the layer after it (torch.distributed.fsdp, FSDPParamGroup).
     """
-    width, layer, layers = find_width(request), parameters.largest_layer, max(1, parameters.layer_count)
+    layers, trained = max(1, parameters.layer_count), count_trained(request, parameters).largest_layer
+    width, layer = find_width(request), find_gathered_width(request) * parameters.largest_layer
     states, flight = estimate_states(request, parameters), count_in_flight(request, 0)
     held, whole = count_held(request, states), states.gradients
     one = scale_range(activations.kept, 1 / layers)
@@ -117,13 +133,36 @@ def list_sharded_moments(
         ("the last layers", take_away(every, one, 2), min(1, layers - 1), min(1, layers - 1)),
         ("the first layer", first, 0, min(1, layers - 1)),
     ):
-        gathered = width * (1 + ahead) * layer + 4 * after * layer
+        gathered = round((1 + ahead) * layer + 4 * after * trained)
         sent = estimate_gathered(request, parameters, gathered) + estimate_exchanged(request, activations)
         gradients = held if others != first else max(held, whole)
         yield moment(f"backward of {name}", gradients, others + one, working, sent)
         end = others + stream
-        temporary = make_exact(3 * activations.stream + width * layer)
+        temporary = make_exact(3 * activations.stream + width * trained)
         yield moment(f"end of the backward of {name}", gradients, end, temporary, sent)
+
+
+def keep_on_gpu(kept: Range, layer: Range) -> Range:
+    """Give what of offloaded activations is still on the GPU: of one layer, of two, of five at most.
+
+    torchtune's OffloadActivations copies on a stream of its own and holds at most five tensors meanwhile.
+    """
+    each = make_range(layer.low, 2 * layer.expected, 5 * layer.high)
+    return make_range(min(kept.low, each.low), min(kept.expected, each.expected), min(kept.high, each.high))
+
+
+def count_dequantized(request: FitRequest, parameters: RankParameters) -> Range:
+    """Count the 16-bit weights that quantized ones are computed with: of a matrix, of a layer at most."""
+    if request.settings.quantization == "none":
+        return NOTHING
+    matrix = 2 * divide_up(count_largest_matrix(request.model), request.layout.tp)
+    return make_range(matrix, 2 * matrix, max(2 * matrix, 2 * parameters.largest_layer))
+
+
+def find_gathered_width(request: FitRequest) -> float:
+    """Give the bytes of a layer's parameter when it is whole; quantized ones are gathered as they are."""
+    kind = request.settings.quantization
+    return find_width(request) if kind == "none" else QUANTIZED[kind][1]
 
 
 def take_away(value: Range, one: Range, times: int = 1) -> Range:
@@ -151,14 +190,18 @@ def count_table_gradient(request: FitRequest, parameters: RankParameters) -> int
     if not parameters.has_head or request.settings.framework != "ddp":
         return 0
     each = count_state_bytes(request.settings, request.model.hidden_size)
-    return round(each.gradients * count_table(request))
+    lora = request.settings.lora
+    return round(
+        each.gradients * (count_trained(request, parameters).tables if lora else count_table(request))
+    )
 
 
 def count_late_gradients(request: FitRequest, parameters: RankParameters) -> int:
     """Count the bytes of what the backward pass makes last: the first layer's gradients, the embedding's."""
-    if request.settings.framework != "ddp":
+    settings = request.settings
+    if settings.framework != "ddp" or settings.lora or settings.optimizer_in_backward:
         return 0
-    each = count_state_bytes(request.settings, request.model.hidden_size)
+    each = count_state_bytes(settings, request.model.hidden_size)
     table = 0 if request.model.tied_embeddings else count_table(request)
     return round(each.gradients * (parameters.largest_layer + table))
 
@@ -170,6 +213,8 @@ def count_held(request: FitRequest, states: StateMemory) -> int:
     of micro-steps without communication (no_sync) are not yet.
     """
     layout, settings = request.layout, request.settings
+    if settings.optimizer_in_backward:
+        return 0
     accumulates = settings.accumulation > 1 or layout.pp > 1
     if settings.framework == "ddp":
         buckets = layout.dp * layout.cp > 1
@@ -201,21 +246,26 @@ def count_weight_copies(request: FitRequest, parameters: RankParameters) -> Rang
     cast = count_state_bytes(request.settings, request.model.hidden_size).cast
     if request.settings.bundled:  # the output layer's is the loss's
         return make_exact(cast * (parameters.total - parameters.tables))
-    whole = cast * parameters.total
+    whole = cast * count_trained(request, parameters).total
     return make_range(0 if request.settings.checkpointing == "full" else 0.8 * whole, whole, whole)
 
 
-def count_run(request: FitRequest, run: LayerRun) -> tuple[float, float, float]:
+def count_run(
+    request: FitRequest, run: LayerRun, recomputed: Collection[str] = ()
+) -> tuple[float, float, float]:
     """Give the bytes a token that a layer keeps on a GPU: (low, expected, high).
 
     Low: fused norms, and no dropout; compiled a fused SwiGLU too. High: norms written in Python, and dropout
-    if positions are learned (GPT-2, GPT-3; MPT has none). Expected: norms as Hugging Face's, unless
-    compiled or Megatron's.
+    if positions are learned (GPT-2, GPT-3; MPT has none), and before LoRA's adapters: the mask and what is
+    left of their inputs. Expected: norms as Hugging Face's, unless compiled or Megatron's. Functions on
+    quantized weights keep each matrix's input (bitsandbytes' MatMul4Bit), torchao's do not; litgpt's nf4 runs
+    keep about as much as the inputs and half of the results more than its LoRA runs.
     """
     model, settings, layout = request.model, request.settings, request.layout
     width = find_width(request)
     # Selective checkpointing computes the scores again (arXiv:2205.05198, section 5).
-    flash = settings.flash_attention or settings.checkpointing == "selective"
+    is_default = settings.checkpointing == "selective" and not settings.recompute_modules
+    flash = settings.flash_attention or is_default
     if settings.bundled:
         layer = count_layer_activations(
             model, settings.seq_len, width=width, autocast=settings.autocast, sdpa=True
@@ -235,6 +285,8 @@ def count_run(request: FitRequest, run: LayerRun) -> tuple[float, float, float]:
             dropout=dropout,
             eager_norms=eager_norms,
             fused_mlp=fused_mlp,
+            lora=settings.lora,
+            recomputed=recomputed,
         )
 
     low, expected, high = (
@@ -250,6 +302,16 @@ def count_run(request: FitRequest, run: LayerRun) -> tuple[float, float, float]:
     if settings.precision == "fp8":
         # Inputs of matrices may be kept in 8 bits (Transformer Engine).
         low *= 0.6
+    if settings.lora:
+        adapters = list_adapters(model, settings.lora, mixture=run.mixture)
+        high += (width + 1) * sum(inputs * times for inputs, times, _ in adapters)
+    if settings.quantization != "none":
+        every = list_adapters(model, Lora(1), mixture=run.mixture)
+        inputs = width * sum(inputs * times for inputs, times, _ in every)
+        expected, high = (
+            expected + inputs,
+            high + inputs + width * sum(out * times for _, times, out in every),
+        )
     return low, expected, 1.05 * high
 
 
@@ -265,22 +327,27 @@ def estimate_activations(request: FitRequest, parameters: RankParameters) -> Sta
     stream = tokens * (4 if settings.autocast else width) * model.hidden_size
     local = stream // layout.tp if layout.sequence_parallel else stream
     kept, again, working = NOTHING, NOTHING, NOTHING
+
+    def count(run: LayerRun, recomputed: Collection[str] = ()) -> Range:
+        low, expected, high = count_run(request, run, recomputed)
+        return make_range(tokens * low, tokens * expected, tokens * high * (1.5 if run.mixture else 1.0))
+
     for run in parameters.layers:
-        low, expected, high = count_run(request, run)
-        layer = make_range(tokens * low, tokens * expected, tokens * high * (1.5 if run.mixture else 1.0))
-        one = layer
+        one = layer = count(run)
         if settings.checkpointing == "full":
             one = make_exact(local)
+        elif settings.checkpointing == "selective" and settings.recompute_modules:
+            one = count(run, settings.recompute_modules)
         elif settings.checkpointing == "selective":
             one = keep_selected(request, run, layer, tokens)
         kept += scale_range(one, run.count)
         again = max(again, take_away(layer, one), key=lambda each: each.expected)
-        if settings.checkpointing == "selective":
+        if settings.checkpointing == "selective" and not settings.recompute_modules:
             again += count_again(request, tokens)
         working = max(working, count_working(request, run, local), key=lambda each: each.expected)
     angles = settings.seq_len * model.head_width * 4 if model.position == "rope" else 0
     outer = local + tokens * (width * model.hidden_size // layout.tp + 16) + angles
-    return StageActivations(kept, again, working, local, outer)
+    return StageActivations(kept, again + count_dequantized(request, parameters), working, local, outer)
 
 
 def keep_selected(request: FitRequest, run: LayerRun, layer: Range, tokens: int) -> Range:
@@ -336,12 +403,19 @@ def count_working(request: FitRequest, run: LayerRun, stream: int) -> Range:
 
 
 def estimate_logits(request: FitRequest, parameters: RankParameters) -> Range:
-    """Estimate the logits with their loss and gradients; tp splits them over the vocabulary."""
-    if request.settings.bundled:
+    """Estimate the logits with their loss and gradients; tp splits them over the vocabulary.
+
+    A chunked or fused loss goes backward chunk by chunk, so that the output layer's gradient is there, and a
+    chunk's that is added to it.
+    """
+    settings = request.settings
+    if settings.bundled:
         return make_exact(count_chunked_loss(request))
     low, expected, high = count_logit_bytes(request)
-    count = count_tokens(request) * -(-request.model.vocab_size // request.layout.tp)
-    return make_range(low * count, expected * count, high * count)
+    count, table = count_tokens(request) * divide_up(request.model.vocab_size, request.layout.tp), 0
+    if settings.loss in ("chunked", "fused") and settings.lora is None:
+        table = find_width(request) * count_table(request)
+    return make_range(low * count, expected * count + table, high * count + 2 * table)
 
 
 def count_chunked_loss(request: FitRequest) -> int:
@@ -370,7 +444,7 @@ def held_buffers(request: FitRequest, states: StateMemory) -> Range:
     layout, settings = request.layout, request.settings
     if settings.framework != "ddp" or layout.dp * layout.cp == 1 or layout.zero > 0 or settings.bundled:
         return NOTHING
-    return make_range(0, states.gradients, states.gradients)
+    return make_range(0, states.all_gradients, states.all_gradients)
 
 
 def estimate_buffers(
@@ -393,22 +467,24 @@ def estimate_gathered(request: FitRequest, parameters: RankParameters, layers: i
     Beside them FSDP2's root (tables and final norm), and the gradient of the output layer, which waits for
     the end of backward. DeepSpeed: two layers, one gathered ahead, with the gradients of one.
     """
-    width, layer = find_width(request), parameters.largest_layer
+    width, trained = find_width(request), count_trained(request, parameters)
+    layer = round(find_gathered_width(request) * parameters.largest_layer)
     if request.layout.zero == 2 and request.settings.framework == "fsdp":
         # reshard_after_forward=False: whole weights, and between micro-batches of a pipeline whole gradients.
-        gradients = 4 * parameters.total if request.layout.pp > 1 else 0
+        gradients = 4 * trained.total if request.layout.pp > 1 else 0
         weights = width * parameters.total
         return make_range(weights, weights + gradients, 1.05 * (weights + gradients))
     if request.layout.zero < 3:
         return NOTHING
     root = width * (parameters.tables + parameters.norm)
     if request.settings.framework != "fsdp" or layers is None:
-        expected = width * 3 * layer + root + 2 * layer
-        return make_range(2 * width * layer, expected, 1.2 * expected + root)
-    expected = layers + root + (width * count_table(request) if parameters.has_head else 0)
+        expected = 2 * layer + root + (width + 2) * trained.largest_layer
+        return make_range(2 * layer, expected, 1.2 * expected + root)
+    table = trained.tables if request.settings.lora else count_table(request)
+    expected = layers + root + (width * table if parameters.has_head else 0)
     if request.settings.bundled:
         return make_range(0.9 * expected, expected, 1.1 * expected)
-    return make_range(3 * width * layer, expected, 1.2 * expected + root)
+    return make_range(2 * layer + width * trained.largest_layer, expected, 1.2 * expected + root)
 
 
 def count_root(request: FitRequest, parameters: RankParameters, buffers: Range) -> Range:
@@ -424,7 +500,7 @@ def count_root_reduction(request: FitRequest, parameters: RankParameters, buffer
 
     Other programs than the bundled one may have the root's weights then, and the last layers' buffers.
     """
-    if request.settings.framework != "fsdp" or request.layout.zero < 3:
+    if request.settings.framework != "fsdp" or request.layout.zero < 3 or request.settings.lora:
         return buffers
     width, root, layer = find_width(request), parameters.tables + parameters.norm, parameters.largest_layer
     if request.settings.bundled:
@@ -437,7 +513,7 @@ def estimate_zero_buckets(request: FitRequest, parameters: RankParameters) -> Ra
     """Estimate DeepSpeed's buckets: one for reduction, two if it overlaps with computation."""
     if request.settings.framework != "zero" or request.layout.zero == 0:
         return NOTHING
-    bucket = 2 * min(ZERO_BUCKET, parameters.total)
+    bucket = 2 * min(ZERO_BUCKET, count_trained(request, parameters).total)
     return make_range(0.1 * bucket, bucket, 2 * bucket)
 
 

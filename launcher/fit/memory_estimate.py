@@ -1,8 +1,9 @@
 """Peak memory of the fullest GPU of a training job: `estimate_memory`."""
 
+from launcher.fit.activation_memory import count_in_flight
 from launcher.fit.device_overhead import estimate_context, estimate_fragmentation, estimate_workspaces
-from launcher.fit.fit_model import FitRequest, MemoryEstimate, MemoryPart
-from launcher.fit.framework_memory import list_moments
+from launcher.fit.fit_model import FitRequest, MemoryEstimate, MemoryPart, Range
+from launcher.fit.framework_memory import estimate_activations, list_moments, scale_range
 from launcher.fit.memory_moment import Moment, add_ranges, choose_peak_moment, list_parts
 from launcher.fit.rank_parameters import count_stage, list_stages
 
@@ -19,6 +20,13 @@ def estimate_memory(request: FitRequest) -> MemoryEstimate:
     """
     estimates = [estimate_stage(request, *stage) for stage in choose_stages(request)]
     return max(estimates, key=lambda estimate: estimate.total.expected)
+
+
+def count_kept(request: FitRequest) -> Range:
+    """Count the activations between forward and backward of a GPU of the first stage, wherever they are."""
+    _, first, count = choose_stages(request)[0]
+    kept = estimate_activations(request, count_stage(request, first, count, 0)).kept
+    return scale_range(kept, count_in_flight(request, 0))
 
 
 def choose_stages(request: FitRequest) -> list[tuple[int, int, int]]:
@@ -60,11 +68,13 @@ def list_notes(request: FitRequest, peak: Moment) -> dict[str, str]:
     """Give what is said of each part."""
     settings, layout = request.settings, request.layout
     sharded = ("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, weights")
-    gradients = f"at the peak: {peak.name}"
+    frozen = "" if settings.quantization == "none" else f", frozen in {settings.quantization}"
+    modules = f" of {', '.join(settings.recompute_modules)}" if settings.recompute_modules else ""
     return {
-        "weights": f"{settings.precision}, sharded: {sharded[min(3, max(0, layout.zero))]}",
-        "gradients": gradients,
-        "optimizer": settings.optimizer,
-        "activations": f"checkpointing: {settings.checkpointing}",
+        "weights": f"{settings.precision}{frozen}, sharded: {sharded[min(3, max(0, layout.zero))]}",
+        "gradients": f"at the peak: {peak.name}",
+        "optimizer": settings.optimizer + (" in the backward pass" if settings.optimizer_in_backward else ""),
+        "activations": f"checkpointing: {settings.checkpointing}{modules}"
+        + ("; in CPU memory" if settings.activation_offload else ""),
         "temporary": "gradients of activations, workspaces",
     }

@@ -7,6 +7,7 @@ cores, and at least as much CPU memory as the GPUs have together.
 from collections.abc import Iterator
 
 from launcher.fit.fit_model import BudgetLine, FitRequest
+from launcher.fit.memory_estimate import count_kept
 from launcher.fit.parameter_counts import count_model_parameters
 from launcher.plan.rules import count_node_cores
 
@@ -80,6 +81,8 @@ def list_memory(request: FitRequest) -> Iterator[tuple[str, float]]:
         yield "ranks", ranks * PROCESS_GIB
     yield "workers", ranks * node.num_workers * (node.worker_gib or WORKER_GIB)
     yield "offload", count_offloaded(request) / GIB
+    if request.settings.activation_offload:
+        yield "activations", ranks * count_kept(request).expected * PINNED_ROUNDING / GIB
     yield "checkpoint on rank 0", count_gathered(request) / GIB
 
 
@@ -104,6 +107,8 @@ def count_gathered(request: FitRequest) -> int:
 def advise_memory(request: FitRequest, parts: dict[str, float]) -> str:
     """Say what to change if CPU memory is short, by what takes most of it."""
     largest = max(parts, key=lambda name: parts[name])
+    if largest == "activations":
+        return "fit.activation_offload=false, or fit.checkpointing=full: less is kept"
     if largest == "offload":
         return "more nodes share the states (nodes=N), or fit.offload=none"
     if largest == "workers":

@@ -89,11 +89,34 @@ def count_latent_attention(model: ModelDimensions) -> tuple[int, int]:
     return up + out, down
 
 
+def list_attention_matrices(model: ModelDimensions) -> list[tuple[str, int, int]]:
+    """Give (name, inputs, outputs) of a layer's attention; latent attention has two for most names."""
+    hidden, queries, latent = model.hidden_size, model.heads * model.head_width, model.latent_attention
+    if latent is None:
+        keys = model.kv_heads * model.head_width
+        sizes = (("q_proj", hidden, queries), ("k_proj", hidden, keys), ("v_proj", hidden, keys))
+        return [*sizes, ("o_proj", queries, hidden)]
+    width, values = model.heads * (latent.plain_width + latent.rope_width), model.heads * latent.value_width
+    rank = latent.query_rank
+    query = [("q_proj", hidden, rank), ("q_proj", rank, width)] if rank else [("q_proj", hidden, width)]
+    return [
+        *query,
+        ("k_proj", hidden, latent.kv_rank + latent.rope_width),
+        ("v_proj", latent.kv_rank, model.heads * latent.plain_width + values),
+        ("o_proj", values, hidden),
+    ]
+
+
+def list_mlp_matrices(model: ModelDimensions, width: int) -> list[tuple[str, int, int]]:
+    """Give (name, inputs, outputs) of an MLP, or of one expert, of an inner width."""
+    rising = ("gate_proj", "up_proj") if model.mlp == "swiglu" else ("up_proj",)
+    return [*((name, model.hidden_size, width) for name in rising), ("down_proj", width, model.hidden_size)]
+
+
 def count_mlp(model: ModelDimensions, width: int) -> int:
     """Count the parameters of one MLP, or of one expert, of an inner width."""
-    rising = 2 if model.mlp == "swiglu" else 1
-    return rising * count_matrix(model.hidden_size, width, model.bias) + count_matrix(
-        width, model.hidden_size, model.bias
+    return sum(
+        count_matrix(inputs, outputs, model.bias) for _, inputs, outputs in list_mlp_matrices(model, width)
     )
 
 
@@ -164,7 +187,12 @@ def count_attention_flops(model: ModelDimensions, seq_len: int) -> int:
 
 
 def count_token_flops(
-    model: ModelDimensions, seq_len: int, checkpointing: str = "none", *, early_stop: bool = False
+    model: ModelDimensions,
+    seq_len: int,
+    checkpointing: str = "none",
+    *,
+    early_stop: bool = False,
+    is_frozen: bool = False,
 ) -> int:
     """Count the operations of training on one token, forward and backward.
 
@@ -172,19 +200,20 @@ def count_token_flops(
     parameter, no look-up tables, active experts alone, and attention's products thrice. `checkpointing` adds
     what is computed again, for HFU: `full` the layers' forward, with `early_stop` without each layer's
     last product, as torch.utils.checkpoint does; `selective` attention's two products (arXiv:2205.05198,
-    section 5).
+    section 5). A frozen model's matrices (`is_frozen`) need no gradients of their own: 4 for each parameter.
     """
     attention = count_attention_flops(model, seq_len)
     head = model.vocab_size * model.hidden_size
     parts = count_part_parameters(model)
     layers = sum(layer.total for layer in parts.layers) - count_idle_experts(model)
     forward = 2 * (layers + head + parts.final_norm) + attention
+    done = 2 * forward + attention if is_frozen else 3 * forward
     if checkpointing == "selective":
-        return 3 * forward + attention
+        return done + attention
     if checkpointing != "full":
-        return 3 * forward
+        return done
     again = forward - 2 * head
-    return 3 * forward + (again - 2 * count_last_products(model) if early_stop else again)
+    return done + (again - 2 * count_last_products(model) if early_stop else again)
 
 
 def count_last_products(model: ModelDimensions) -> int:

@@ -1,6 +1,6 @@
 """Parameters that one GPU holds: its pipeline stage, its share by tensor and expert parallelism."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from launcher.fit.fit_model import FitRequest, ModelDimensions
@@ -10,6 +10,8 @@ from launcher.fit.parameter_counts import (
     count_layer,
     count_mlp,
     count_part_parameters,
+    list_attention_matrices,
+    list_mlp_matrices,
 )
 
 
@@ -116,6 +118,31 @@ def count_tables(
         tied_elsewhere = model.tied_embeddings and not is_first
         tables += divide_up(parts.embedding if tied_elsewhere else parts.head, tp)
     return tables
+
+
+def count_trained(request: FitRequest, parameters: RankParameters) -> RankParameters:
+    """Count the parameters that are trained on a GPU: all of them, or LoRA's adapters.
+
+    An adapter is two matrices, of `rank` by a matrix's inputs and by its outputs; tp does not split it here.
+    """
+    model, lora = request.model, request.settings.lora
+    if lora is None:
+        return parameters
+
+    def count(matrices: Iterable[tuple[str, int, int]]) -> int:
+        return lora.rank * sum(ins + outs for name, ins, outs in matrices if name in lora.matrices)
+
+    runs, attention = [], count(list_attention_matrices(model))
+    for run in parameters.layers:
+        inner, held, shared = model.intermediate_size, 0, 1
+        if run.mixture and model.experts is not None:
+            inner, shared = model.experts.intermediate_size, model.experts.shared
+            held = divide_up(model.experts.count, request.layout.ep)
+        expert = count(list_mlp_matrices(model, inner))
+        runs.append(LayerRun(run.count, run.mixture, attention + shared * expert, held * expert))
+    has_head = parameters.has_head
+    head = count([("lm_head", model.hidden_size, model.vocab_size)]) if has_head else 0
+    return RankParameters(tuple(runs), head, 0, has_head)
 
 
 def count_largest_matrix(model: ModelDimensions) -> int:

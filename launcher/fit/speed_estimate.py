@@ -22,12 +22,13 @@ class MfuRange:
 
 AMPERE = MfuRange(
     0.30,
-    0.65,
-    # MosaicML's llm-foundry 36 to 64% (scripts/train/benchmarking/README.md); torchtitan 50.5 to 61.1%
+    0.70,
+    # torchtune's Llama 3.2 3B, compiled, 68 to 69% (its README); MosaicML's llm-foundry 36 to 64%
+    # (scripts/train/benchmarking/README.md); torchtitan 50.5 to 61.1%
     # (docs/performance.md); LLaMA 65B 49% (arXiv:2302.13971: 380 tokens/s/GPU); MT-NLG 530B 30.2%
     # (arXiv:2204.02311, table 3); Megatron-LM 33 to 39% (arXiv:2104.04473, table 1: 44 to 52% with
     # recomputation); Korthikanti et al. 42 to 56% (arXiv:2205.05198, table 5).
-    "A100 runs of llm-foundry, torchtitan, LLaMA, Megatron-LM",
+    "A100 runs of torchtune, llm-foundry, torchtitan, LLaMA, Megatron-LM",
 )
 HOPPER = MfuRange(
     0.26,
@@ -63,6 +64,9 @@ SMALL_SHARE, MIXTURE_SHARE, SPLIT_SHARE = 0.4, 0.45, 0.7
 """Of the low end: small models with small micro-batches, by reasoning (llm-foundry's 125M reaches 43% with
 large ones); mixtures, whose tokens travel between GPUs (torchtitan's DeepSeek-V3 16B 12%);
 layers or sequences that are split over GPUs (its Qwen3 32B 19 to 25% with tp 8 and 4, 405B 9 to 12%)."""
+QUANTIZED_SHARE = 0.5
+"""Of the low end with quantized weights, which are made 16-bit ones in each product: litgpt's nf4 runs are
+1.1 to 2 times as slow as its LoRA runs (tutorials/resource-tables.md)."""
 RECOMPUTING_SHARE = 0.92
 """Of the high end with all activations computed again: llm-foundry's best is 59.5% with it, 64.2% without."""
 
@@ -81,6 +85,7 @@ def find_mfu_range(request: FitRequest, gpu: GpuType) -> MfuRange | None:
     low *= SMALL_SHARE if count_model_parameters(request.model) < SMALL else 1
     low *= MIXTURE_SHARE if request.model.experts else 1
     low *= SPLIT_SHARE if max(request.layout.tp, request.layout.cp) > 1 else 1
+    low *= QUANTIZED_SHARE if settings.quantization != "none" else 1
     high *= RECOMPUTING_SHARE if settings.checkpointing == "full" else 1
     return MfuRange(low, high, found.source)
 
@@ -89,7 +94,8 @@ def estimate_speed(request: FitRequest) -> SpeedEstimate:
     """Estimate speed: of the measured step if there is one, else by what published runs reach."""
     settings, layout, model = request.settings, request.layout, request.model
     tokens = settings.micro_batch * settings.accumulation * layout.dp * settings.seq_len
-    flops = float(count_token_flops(model, settings.seq_len)) * tokens
+    is_frozen = settings.lora is not None
+    flops = float(count_token_flops(model, settings.seq_len, is_frozen=is_frozen)) * tokens
     gpu = find_gpu(request.device.name) if request.device.kind == "gpu" else None
     peak = gpu.find_precision_peak(settings.precision) if gpu else None
     mfu_range = find_mfu_range(request, gpu) if gpu else None
@@ -121,10 +127,15 @@ def estimate_speed(request: FitRequest) -> SpeedEstimate:
 def count_recomputation(request: FitRequest) -> float:
     """Return the operations with what is computed again, over those of the model."""
     settings, model = request.settings, request.model
+    is_frozen = settings.lora is not None
     done = count_token_flops(
-        model, settings.seq_len, settings.checkpointing, early_stop=settings.framework != "megatron"
+        model,
+        settings.seq_len,
+        settings.checkpointing,
+        early_stop=settings.framework != "megatron",
+        is_frozen=is_frozen,
     )
-    return done / count_token_flops(model, settings.seq_len)
+    return done / count_token_flops(model, settings.seq_len, is_frozen=is_frozen)
 
 
 def list_tflops(

@@ -7,12 +7,17 @@ fp32 gradients (Megatron-LM's distributed optimizer: 6 + 12 / dp), 16 in fp32, 8
 from dataclasses import dataclass, replace
 
 from launcher.fit.fit_model import FitRequest, Range, TrainingSettings
-from launcher.fit.rank_parameters import RankParameters, divide_up
+from launcher.fit.memory_moment import NOTHING, make_exact, make_range
+from launcher.fit.rank_parameters import RankParameters, count_trained, divide_up
 
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1, "adafactor": 0, "adamw8bit": 0}
 """Moments of a parameter in the type of the optimizer's states. AdamW (arXiv:1711.05101) 2; Lion
 (arXiv:2302.06675), SGD with momentum and Muon (Jordan et al., 2024) 1; Adafactor (arXiv:1804.04235) keeps
 rows and columns, AdamW in 8 bits (arXiv:2110.02861) one byte for each of two moments."""
+QUANTIZED = {"nf4": (0.516, 0.55, 0.5625), "int8": (1.0, 1.002, 1.1)}
+"""Low, expected and high bytes of a frozen weight. NF4: 4 bits and a scale for each 64, in fp32
+(bitsandbytes), or in 8 bits too (double quantization, arXiv:2305.14314, section 3; torchao); LLM.int8: 8
+bits and a scale for each row (arXiv:2208.07339)."""
 EIGHT_BIT_STATE = 2 + 2 * 4 / 256
 """Bytes a parameter of two moments of 8 bits, each block of 256 with a scale in fp32."""
 
@@ -37,7 +42,9 @@ class StateBytes:
 def has_fp32_weights(settings: TrainingSettings) -> bool:
     """Tell whether the weights that are trained are fp32 parameters, and not 16 bits beside masters."""
     return settings.precision == "fp32" or (
-        settings.precision in ("mixed", "fp8") and settings.framework in ("ddp", "fsdp")
+        settings.precision in ("mixed", "fp8")
+        and settings.framework in ("ddp", "fsdp")
+        and settings.lora is None
     )
 
 
@@ -76,6 +83,8 @@ def count_usual_bytes(settings: TrainingSettings, hidden_size: int) -> StateByte
         return StateBytes(4, 4, moments, 0)
     if settings.precision == "bf16":
         return StateBytes(2, 2, moments, 0)
+    if settings.lora:  # adapters in fp32, as peft casts them: they are small
+        return StateBytes(4, 4, moments, 2)
     if has_fp32_weights(settings):
         return StateBytes(4, 4, moments, 2 + fp8)
     gradients = 4 if settings.framework == "megatron" else 2
@@ -121,11 +130,14 @@ def count_shard(parameters: RankParameters, shards: tuple[int, int]) -> int:
 class StateMemory:
     """Bytes on the GPU."""
 
-    weights: int
+    weights: Range
     gradients: int
+    """At the end of the backward pass."""
     optimizer: Range
     step: Range
     """Temporaries of the optimizer's step."""
+    all_gradients: int
+    """What DDP's buckets hold, which stays if the gradients themselves are freed at once."""
 
 
 def estimate_states(request: FitRequest, parameters: RankParameters) -> StateMemory:
@@ -135,19 +147,47 @@ def estimate_states(request: FitRequest, parameters: RankParameters) -> StateMem
     their sharded gradients; offloaded optimizer states never are (ZeRO-Offload, arXiv:2101.06840).
     """
     settings, shards = request.settings, find_shards(request)
-    each = count_state_bytes(settings, request.model.hidden_size)
-    weights = round(each.weights * count_shard(parameters, shards.weights))
-    gradients = round(each.gradients * count_shard(parameters, shards.gradients))
-    local = count_shard(parameters, shards.optimizer)
-    optimizer = count_optimizer(request, parameters, local, each.optimizer)
+    each, trained = count_state_bytes(settings, request.model.hidden_size), count_trained(request, parameters)
+    weights = make_exact(each.weights * count_shard(trained, shards.weights))
+    if settings.lora:
+        weights += count_frozen(request, parameters)
+    gradients = whole = round(each.gradients * count_shard(trained, shards.gradients))
+    local = count_shard(trained, shards.optimizer)
+    optimizer = count_optimizer(request, trained, local, each.optimizer)
     step = estimate_step(request, local)
+    if settings.optimizer_in_backward:  # those of a layer or a table
+        largest = max(trained.largest_layer, trained.tables)
+        gradients = min(whole, round(each.gradients * divide_up(largest, shards.gradients[0])))
+        step = make_range(0, min(step.expected, gradients), min(step.high, gradients))
     if settings.offload != "none":
-        optimizer, step = Range(0, 0, 0), Range(0, 0, 0)
+        optimizer, step = NOTHING, NOTHING
     if settings.offload != "none" and settings.framework == "zero" and request.layout.zero >= 2:
         gradients = 0  # they leave the GPU by buckets in the backward pass (arXiv:2101.06840, section 4.2)
     if settings.offload == "parameters":
-        weights, gradients = 0, gradients if request.layout.zero < 2 else 0
-    return StateMemory(weights, gradients, optimizer, step)
+        weights, gradients = NOTHING, gradients if request.layout.zero < 2 else 0
+    return StateMemory(weights, gradients, optimizer, step, whole)
+
+
+def count_frozen(request: FitRequest, parameters: RankParameters) -> Range:
+    """Count what a GPU holds of the frozen model; the tables and norms are not quantized.
+
+    High: peft's prepare_model_for_kbit_training casts them to fp32. Low: the output layer is quantized too
+    (litgpt).
+    """
+    settings, shards = request.settings, find_shards(request).weights
+    width = 4 if settings.precision == "fp32" else 2
+    if settings.quantization == "none":
+        return make_exact(width * count_shard(parameters, shards))
+    low, expected, high = QUANTIZED[settings.quantization]
+    layers = replace(parameters, tables=0, norm=0)
+    quantized = count_shard(layers, shards)
+    rest = divide_up(parameters.tables + parameters.norm, shards[0])
+    head = 0 if request.model.tied_embeddings else rest / 2
+    return make_range(
+        low * (quantized + head) + width * (rest - head),
+        expected * quantized + width * rest,
+        high * quantized + 4 * rest,
+    )
 
 
 def count_optimizer(request: FitRequest, parameters: RankParameters, local: int, each: float) -> Range:
@@ -184,5 +224,5 @@ def estimate_step(request: FitRequest, local: int) -> Range:
         or settings.framework in ("zero", "megatron")
         or settings.optimizer != "adamw"
     ):
-        return Range(0, 0, 0)
+        return NOTHING
     return Range(0 if settings.optimizer_fused is None else whole, whole, whole)

@@ -78,14 +78,19 @@ def describe_fit_request(request: FitRequest, speed: SpeedEstimate | None) -> st
     sizes = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep", "dp")}
     shown = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["one replica"]
     batch = settings.micro_batch * settings.accumulation * layout.dp
+    lora = settings.lora
     zero = f" stage {layout.zero}" if settings.framework == "zero" else ""
     parts = [
         clean_text(request.model.name),
         f"{speed.parameters:,} parameters" if speed else "",
         f"{', '.join(shown)} by {settings.framework}{zero}",
         f"{settings.precision}, {settings.optimizer}",
+        f"LoRA of rank {lora.rank} on {' '.join(lora.targets)}" if lora else "",
+        f"frozen weights in {settings.quantization}" if settings.quantization != "none" else "",
         f"checkpointing {settings.checkpointing}" if settings.checkpointing != "none" else "",
         f"offload {settings.offload}" if settings.offload != "none" else "",
+        "activations offloaded" if settings.activation_offload else "",
+        "optimizer in backward" if settings.optimizer_in_backward else "",
         f"micro-batch {settings.micro_batch} x {settings.seq_len} tokens",
         f"global batch {batch}",
     ]

@@ -34,11 +34,24 @@ from tests.seam import Result
         ("fit.step_seconds=0", "above 0"),
         ("fit.gpu_memory_gib=inf", "above 0"),
         ("fit.gpu=", "fit.gpu is empty"),
+        ("fit.lora.rank=0", "at least 1"),
+        ("fit.lora.targets=[query]", "q_proj"),
+        ("fit.lora.targets=[q_proj]", "fit.lora.rank=8"),
+        ("fit.quantization=nf4", "fit.lora.rank=8"),
+        ("fit.quantization=fp4", "nf4, int8"),
+        ("fit.recompute_modules=[mlp]", "fit.checkpointing=selective"),
+        ("fit.recompute_modules=[norm]", "core_attn"),
+        ("fit.adapter=8", "launch fit -- PROGRAM"),
     ],
 )
 def test_a_value_that_means_nothing(launch: Callable[..., Result], word: str, fix: str) -> None:
     launch("plan", word).assert_error(2, word.partition("=")[0], fix)
     launch(word, "--", "true").assert_error(2, word.partition("=")[0], fix)
+
+
+def test_gradients_that_are_freed_are_not_accumulated(launch: Callable[..., Result]) -> None:
+    words = ("+model=gpt2", "fit.gpu=H100", "fit.optimizer_in_backward=true", "fit.accumulation=4")
+    launch("plan", *words, "--", "true").assert_error(2, "fit.accumulation=4", "fit.accumulation=1")
 
 
 def test_parameters_of_replicas_are_not_offloaded(launch: Callable[..., Result]) -> None:

@@ -12,6 +12,7 @@ from launcher.fit.fit_model import (
     Experts,
     FitRequest,
     LatentAttention,
+    Lora,
     MemoryEstimate,
     ModelDimensions,
     ParallelLayout,
@@ -19,13 +20,15 @@ from launcher.fit.fit_model import (
 )
 from launcher.fit.framework_memory import count_run
 from launcher.fit.memory_estimate import estimate_memory
-from launcher.fit.rank_parameters import count_stage
+from launcher.fit.node_budget import budget_node
+from launcher.fit.rank_parameters import count_stage, count_trained
 from launcher.fit.state_memory import count_state_bytes
 from tests.fuzzing import WORDS
 
 GIB = 2**30
 H100 = Device("NVIDIA H100 80GB HBM3", 81559)
 LLAMA_7B = ModelDimensions("llama7b", 32000, 32, 4096, 32, 32, 128, 11008, 4096)
+LLAMA_13B = ModelDimensions("llama13b", 32000, 40, 5120, 40, 40, 128, 13824, 4096)
 
 
 def ask(
@@ -193,6 +196,102 @@ def test_offloaded_states_are_not_on_the_gpu() -> None:
     assert part(optimizer, "weights") and not part(parameters, "weights")
 
 
+@pytest.mark.parametrize(
+    ("model", "lora", "published"),
+    [
+        (LLAMA_7B, Lora(8, ("q_proj", "v_proj")), 4_194_304),
+        (LLAMA_13B, Lora(8, ("q_proj", "v_proj")), 6_553_600),
+        (LLAMA_7B, Lora(64), 159_907_840),
+        (LLAMA_7B, Lora(8, ("q_proj", "lm_head")), 32 * 8 * 2 * 4096 + 8 * (4096 + 32000)),
+        (replace(LLAMA_7B, experts=Experts(8, 2, 14336)), Lora(4, ("up_proj",)), 32 * 8 * 4 * (4096 + 14336)),
+    ],
+)  # fmt: skip
+def test_adapters_have_their_published_parameters(model: ModelDimensions, lora: Lora, published: int) -> None:
+    """litgpt's tutorials/resource-tables.md: 4,194,304 and 6,553,600; all matrices, rank 64: 160 million."""
+    request = ask(model, training=TrainingSettings(lora=lora))
+    assert count_trained(request, count_stage(request, 0, model.layers, 0)).total == published
+
+
+def test_frozen_weights_have_neither_gradients_nor_moments() -> None:
+    training = TrainingSettings(precision="bf16", lora=Lora(8))
+    frozen = estimate_memory(ask(training=training))
+    assert part(frozen, "weights") == 2 * (6_738_415_616 + 19_988_480)
+    assert part(frozen, "optimizer") == 2 * 2 * 19_988_480
+    nf4, int8 = (
+        part(estimate_memory(ask(training=replace(training, quantization=kind))), "weights") / 6.738e9
+        for kind in ("nf4", "int8")
+    )
+    assert 0.5 < nf4 < 0.7
+    assert 1 < int8 < 1.2
+
+
+def test_a_matrix_without_an_adapter_does_not_keep_its_input() -> None:
+    """34 sbh of a layer with GELU less 2 for each input that nobody needs: of attention's and MLP's four."""
+    gpt = make_gpt("7B", 32, 4096, 32)
+    each = [
+        count_layer_activations(gpt, 2048, lora=Lora(1, targets)).share(1, sequence_parallel=True)
+        for targets in (("all-linear",), ("q_proj",), ("up_proj",), ("down_proj",))
+    ]
+    whole = count_layer_activations(gpt, 2048).share(1, sequence_parallel=True)
+    rank = 2  # bytes of an adapter's low-rank result
+    assert each == [
+        whole + 6 * rank,
+        whole - 2 * 4096 - 8 * 4096 + rank,
+        whole - 2 * 4096 - 8 * 4096 + rank,
+        whole - 4 * 4096 + rank,
+    ]
+
+
+def test_what_is_freed_in_the_backward_pass_is_not_at_its_end() -> None:
+    training = TrainingSettings("fsdp", "bf16", checkpointing="full", micro_batch=1, seq_len=1024)
+    layout = ParallelLayout(dp=8, zero=3)
+    plain, freed = (
+        estimate_memory(ask(layout=layout, training=replace(training, optimizer_in_backward=kind)))
+        for kind in (False, True)
+    )
+    assert plain.allocated.expected - freed.allocated.expected > 2 * 6.7e9 / 8 / 2
+    assert part(freed, "optimizer") == part(plain, "optimizer")
+
+
+def test_offloaded_activations_are_in_the_nodes_memory() -> None:
+    training = TrainingSettings(micro_batch=4, seq_len=4096, checkpointing="full", lora=Lora(8))
+    request = ask(layout=ParallelLayout(dp=8), training=training)
+    moved = replace(request, settings=replace(training, activation_offload=True))
+    here, there = estimate_memory(request), estimate_memory(moved)
+    inputs = 32 * 4 * 4096 * 2 * 4096
+    assert here.allocated.expected - there.allocated.expected == pytest.approx(inputs, rel=0.1)
+    needs = [
+        line.needed for one in (request, moved) for line in budget_node(one) if line.name == "CPU memory"
+    ]
+    assert needs[0] == needs[1], "the GPUs' sum is more than both"
+    lines = [line.note for line in budget_node(moved) if line.name == "CPU memory"]
+    assert f"activations {8 * 1.5 * inputs / GIB:.0f}" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("modules", "saved"),
+    [
+        (("core_attn",), 2 * 64 * 2048 / 6144),
+        (("attention",), 8 + 2 * 64 * 2048 / 6144),
+        (("layernorm",), 4),
+        (("mlp",), 16),
+        (("attention", "mlp"), 24 + 2 * 64 * 2048 / 6144),
+        (("moe", "mla_up_proj"), 0),
+    ],
+)
+def test_modules_that_are_recomputed_are_not_kept(modules: tuple[str, ...], saved: float) -> None:
+    """Of the 34 + 2as/h sbh of arXiv:2205.05198, section 4.1, without dropout: the tensors of that block."""
+    model, each = GPTS[0], 2048 * GPTS[0].hidden_size
+    training = TrainingSettings(
+        "megatron", seq_len=2048, flash_attention=False, checkpointing="selective", recompute_modules=modules
+    )
+    plain, again = (
+        part(estimate_memory(ask(model, training=one)), "activations")
+        for one in (replace(training, checkpointing="none", recompute_modules=()), training)
+    )
+    assert (plain - again) / model.layers / each == pytest.approx(saved, rel=0.02, abs=0.1)
+
+
 def test_experts_are_split_by_expert_parallelism() -> None:
     mixture = replace(LLAMA_7B, experts=Experts(8, 2, 14336))
     whole, split = (
@@ -262,6 +361,14 @@ TRAINING = st.builds(
     st.booleans(),
     bundled=st.booleans(),
     expandable_segments=st.booleans(),
+    lora=st.none()
+    | st.builds(
+        Lora, st.integers(1, 99), st.lists(st.sampled_from(WORDS["fit.lora.targets"]), min_size=1).map(tuple)
+    ),
+    quantization=st.sampled_from(WORDS["fit.quantization"]),
+    optimizer_in_backward=st.booleans(),
+    activation_offload=st.booleans(),
+    recompute_modules=st.lists(st.sampled_from(WORDS["fit.recompute_modules"])).map(tuple),
 )
 PLAIN = st.builds(ParallelLayout, dp=SMALL, zero=st.sampled_from([0, 3]))
 REQUESTS = st.builds(ask, MODELS, LAYOUTS | PLAIN, TRAINING)
