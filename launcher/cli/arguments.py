@@ -96,17 +96,14 @@ def is_script(word: str) -> bool:
 
 
 def takes_value(words: Sequence[str]) -> bool:
-    """Tell whether the second of these words is the value of the first, an option of ours or another's."""
+    """Tell whether the second of these words is the value of the first, an option."""
     option, *after = words
     if not option.startswith("-") or "=" in option or not after or after[0] == "--":
         return False
     from launcher.config.hydra_flags import takes_flag_value
-    from launcher.config.other_tools import find_option
 
     if (is_value := takes_flag_value(option, after[0])) is not None:
         return is_value
-    if foreign := find_option(option):
-        return not foreign.is_flag
     return not after[0].startswith("-") and "=" not in after[0] and not begins_program(after)
 
 

@@ -11,7 +11,7 @@ from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from launcher.config.config_file import flatten
-from launcher.config.other_tools import find_foreign
+from launcher.config.other_tools import explain_foreign
 from launcher.config.search_path import PRIMARY
 from launcher.errors import UsageError
 
@@ -88,8 +88,8 @@ def refuse_setting(key: str, value: object, word: str) -> None:
     instead = next((name for name in INSTEAD if is_within(key, [name])), None)
     if not instead and is_within(key, ACTED_ON + FILLED_IN):
         return
-    if foreign := find_foreign(f"hydra.{key}"):
-        raise UsageError(foreign.explain(word, str(value)))
+    if foreign := explain_foreign(f"hydra.{key}"):
+        raise UsageError(f"{word} {foreign}")
     fix = INSTEAD.get(instead or "", "leave it out")
     if is_within(key, ["job.env_set"]):
         fix = fix.replace("NAME=VALUE", f"{key.removeprefix('job.env_set.')}={value}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from launcher.config import schema
-from launcher.config.other_tools import find_foreign
+from launcher.config.other_tools import explain_foreign
 
 COMPOSING = re.compile(r"In '(?P<file>[^']*)': \w+ raised while composing config: ")
 """How Hydra's errors begin that are about a value in a file, named by its group."""
@@ -67,8 +67,8 @@ def shorten_message(error: BaseException) -> str:
     if key and NO_MAPPING.match(text):
         return f"{file}{key}: give a mapping, as in {key}.NAME=…"
     if where and key and (unknown := UNKNOWN.match(text)):
-        if foreign := find_foreign(key):
-            return f"{file}{foreign.explain_key(key)}"
+        if foreign := explain_foreign(key):
+            return f"{file}{key} {foreign}"
         return f"{file}there is no key {key!r}{suggest_dotted_key(key, list_beside(key, unknown['schema']))}"
     return f"{file}{key}: {text}" if key else text or type(error).__name__
 

@@ -44,7 +44,6 @@ def split(line: str) -> tuple[str, str, str | None]:
         ("-i config train.py", "-i config", "train.py"),
         ("--nproc-per-node 2 train.py --nnodes 2", "--nproc-per-node 2", "train.py --nnodes 2"),
         ("--standalone train.py", "--standalone", "train.py"),
-        ("--job-name train train.py", "--job-name train", "train.py"),
         ("--unknown train.py", "--unknown", "train.py"),
         ("--unknown 3 train.py", "--unknown 3", "train.py"),
         ("package", "package", None),

@@ -56,9 +56,11 @@ def test_a_script_that_is_a_folder_or_cannot_be_read(launch: Launch, here: Path)
 def test_forgotten_dashes(launch: Launch, here: Path) -> None:
     launch("train.py").assert_error(2, "no such program: train.py")
     launch("nproc_per_node=2", "python", "train.py", "--lr", "3").assert_error(
-        2, "'python' is not KEY=VALUE", "`launch nproc_per_node=2 -- python train.py --lr 3`"
+        2, "'python' is not KEY=VALUE", "put `--` before it"
     )
-    launch("plan", "nodes=1", "./train", "-x").assert_error(2, "`launch plan nodes=1 -- ./train -x`")
+    launch("plan", "nodes=1", "./train", "-x").assert_error(
+        2, "'./train' is not KEY=VALUE", "put `--` before"
+    )
     launch("topo", "here").assert_error(2, "'here' is not KEY=VALUE", "`launch topo` takes nothing else")
 
 
@@ -350,7 +352,7 @@ def test_an_interrupt_while_reading_the_configuration(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(dispatch, "compose_cached", interrupt)
+    monkeypatch.setattr(dispatch, "compose", interrupt)
     assert launch(DRY).code == 130
 
 
@@ -363,7 +365,7 @@ def test_a_defect_of_ours_is_one_line_that_says_so(launch: Launch, monkeypatch: 
     with monkeypatch.context() as patch:  # from Hydra, such an error would be a user's mistake
         patch.setattr("launcher.config.composition.mentions_hydra", None)
         launch(DRY, "name=odd").assert_error(70, "internal error", "TypeError")
-    monkeypatch.setattr(dispatch, "compose_cached", fail)
+    monkeypatch.setattr(dispatch, "compose", fail)
     launch(DRY).assert_error(70, "internal error", "ZeroDivisionError: of ours", "HYDRA_FULL_ERROR=1")
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     assert "Traceback" in launch(DRY).err
