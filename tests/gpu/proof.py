@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-import torch
 
 from tests.seam import clean_environ, find_processes
 
@@ -50,12 +49,10 @@ class Proof:
     """Record a row of a table: its name, and the values by column."""
     mark: str
 
-    @property
-    def device(self) -> str:
-        return "cpu" if self.cpu else "cuda"
-
     def check_gpu(self) -> None:
         """Skip the test without a GPU; a proof fails."""
+        import torch
+
         if not self.cpu and not torch.cuda.is_available():
             reason = f"torch {torch.__version__} sees no GPU (CUDA {torch.version.cuda})"
             pytest.fail(reason) if self.output else pytest.skip(reason)
