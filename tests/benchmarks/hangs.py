@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import statistics
+import sys
 import time
 import tomllib
 from collections.abc import Mapping
@@ -156,6 +157,8 @@ def bench_hangs(folder: Path, options: Mapping[str, str]) -> None:
         options[key].split(",") if key in options else list(known)
         for key, known in (("where", ("local", "cluster")), ("hangs", CASES), ("programs", GROUPS))
     )
+    if unknown := {*names, *programs} - {*CASES, *GROUPS}:
+        sys.exit(f"hangs are {', '.join(CASES)}, programs {', '.join(GROUPS)}, not {', '.join(unknown)}")
     print(
         "\n| hang | program | where | named, s | a hang, s | right | sentence |\n|" + "---|" * 7, flush=True
     )

@@ -184,8 +184,11 @@ def start_job(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(20)
         if sandbox:
+            manifests = [json.loads(path.read_text()) for path in folder.glob("runs/*/*/manifest.json")]
+            ids = [str(one["slurm"]["job_id"]) for one in manifests if one.get("slurm")]
             for words in (["--signal=KILL", "--full"], []):
-                sandbox.run("scancel", *words, f"--user={getpass.getuser()}")
+                with contextlib.suppress(AssertionError):  # the job is over
+                    sandbox.run("scancel", *words, *(ids or [f"--user={getpass.getuser()}"]))
         for pid in find_processes(mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
