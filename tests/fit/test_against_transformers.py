@@ -4,12 +4,9 @@ import json
 from typing import Any
 
 import pytest
-import torch
 
 from launcher.fit.hf_config import FAMILIES, parse_model_config
 from launcher.fit.parameter_counts import count_model_parameters
-
-transformers: Any = pytest.importorskip("transformers")
 
 SMALL = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 SMALL |= {"max_position_embeddings": 128, "intermediate_size": 96}
@@ -68,6 +65,9 @@ CASES: list[tuple[str, dict[str, object]]] = [
 @pytest.mark.parametrize(("kind", "more"), CASES)
 def test_a_model_of_transformers_has_as_many(kind: str, more: dict[str, object]) -> None:
     left_out = ("max_position_embeddings", "intermediate_size") if kind in ("gpt2", "gpt_bigcode") else ()
+    import torch
+
+    transformers: Any = pytest.importorskip("transformers")
     small = {key: value for key, value in SMALL.items() if key not in left_out}
     config = transformers.AutoConfig.for_model(kind, **small, **more)
     with torch.device("meta"):
