@@ -21,7 +21,7 @@ from launcher.plan.usable_cores import gather_cores, split_classes
 
 logger = logging.getLogger(__name__)
 
-IMAGES = (".svg", ".png")
+IMAGES = (".svg", ".png", ".pdf")
 SIMPLE = re.compile(r"[\w./ -]+")
 """Names that an override takes as they are."""
 
@@ -81,19 +81,18 @@ def check_image_suffix(image: str | None) -> str:
         return ""
     ending = next((ending for ending in IMAGES if image.lower().endswith(ending)), None)
     if ending is None:
-        raise UsageError(f"image={image} has no ending that says its format: use FILE.svg or FILE.png")
+        raise UsageError(f"image={image} has no ending that says its format: use {', '.join(IMAGES)}")
     return ending
 
 
 def draw(config: LaunchConfig, environ: Mapping[str, str], name: str, ending: str) -> Machine:
     """Plan the ranks, draw them on their machine, and return it; raises UsageError or MachineError."""
-    from launcher.report.machine_picture import lay_out
-    from launcher.report.picture import measure_text, render_png, render_svg
+    from launcher.report.machine_picture import render_machine
 
     plan = plan_node(config, environ)
     subtitle = f"binding={config.binding.policy}"
-    picture = lay_out(plan, number_classes(plan.machine), subtitle, measure_text)
-    write_file("image", name, render_svg(picture) if ending == ".svg" else render_png(picture))
+    picture = render_machine(plan, number_classes(plan.machine), subtitle, ending[1:])
+    write_file("image", name, picture)
     for warning in plan.warnings:
         logger.warning(f"{warning}")
     logger.info(f"the machine is drawn in {name}, with the ranks on it")
@@ -116,7 +115,7 @@ NICs, and what this job may use of it.
   format=table|json    json is the snapshot that save=FILE writes
   save=FILE            write a snapshot, to plan for this machine anywhere:
                        `launch plan machine.snapshot=FILE`
-  image=FILE.svg|png   draw the machine with the ranks on it, which
+  image=FILE.svg       draw the machine with the ranks on it, which
                        nproc_per_node and binding place as for `launch`
   machine=NAME, machine.snapshot=F, machine.root=DIR    another machine
 

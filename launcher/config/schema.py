@@ -496,7 +496,7 @@ class LaunchConfig:
     save: str | None = None
     """The file for a snapshot of the machine (`launch topo`), or for the choice (`launch tune`)."""
     image: str | None = None
-    """The file for a picture of the machine and its ranks (`launch topo`): `FILE.svg` or `FILE.png`."""
+    """The file for a picture of the machine and its ranks (`launch topo`): `FILE.svg`, `.png` or `.pdf`."""
     objective: str = one_of("loss", "file")
     """What a sweeper such as Optuna optimizes. `loss`: the last loss that rank 0 prints. `file`: the number
     (or numbers) that the program writes to RUN_DIR/objective.txt."""

@@ -8,8 +8,7 @@ from launcher.doctor.placement_checks import judge_host
 from launcher.plan.model import Plan
 from launcher.report.html_page import Chart, Head, HtmlTable, Section, make_chart
 from launcher.report.inline_svg import inline_svg
-from launcher.report.machine_picture import lay_out
-from launcher.report.picture import measure_text, render_svg
+from launcher.report.machine_picture import DRAWS, render_machine
 from launcher.report.run_account import RunAccount
 from launcher.text import clean_text, count_things, shorten_cpulist
 
@@ -32,7 +31,7 @@ class HostPlan:
 
 def make_placement(account: RunAccount, hosts: Sequence[HostPlan]) -> Section:
     """Return where the ranks ran: a picture of each kind of machine, and a table."""
-    figures = tuple(draw_machines(hosts))
+    figures = tuple(draw_machines(hosts)) if DRAWS else ()
     rows = tuple(list_placements(account))
     heads = ("rank", "host", "GPU", "CPUs", "memory on", "workers", "NIC", "as planned")
     numbers = ("workers",)
@@ -55,7 +54,7 @@ def draw_machines(hosts: Sequence[HostPlan]) -> Iterator[Chart]:
         plans.setdefault(key, host)
     for number, (key, names) in enumerate(list(alike.items())[:MOST_PICTURES]):
         host = plans[key]
-        picture = render_svg(lay_out(host.plan, host.classes, "", measure_text))
+        picture = render_machine(host.plan, host.classes, "", "svg")
         more = f", and on {count_things(len(names) - 1, 'more host')} like it" if len(names) > 1 else ""
         title = f"{count_things(len(host.plan.ranks), 'rank')} on {names[0]}{more}"
         about = (

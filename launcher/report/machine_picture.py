@@ -1,12 +1,16 @@
-"""Lays out a machine as lstopo does, nested boxes, with the ranks of a plan on it and a legend."""
+"""Draws a machine as lstopo does, in nested boxes, with the ranks of a plan and a legend, by matplotlib."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import io
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from math import ceil
+from typing import Any
 
+from launcher.errors import MachineError
 from launcher.plan.model import Gpu, Plan, RankPlan
 from launcher.report.machine_parts import Device, Part, Switch, build_parts, describe_gpu, describe_nic
-from launcher.report.picture import Box, Measure, Text, arrange, center_text, frame, place_rows, stack_lines
 from launcher.report.rank_colours import (
     FORBIDDEN,
     FREE,
@@ -22,55 +26,270 @@ from launcher.report.rank_colours import (
 )
 from launcher.text import clean_text, count_things, shorten_cpulist
 
-SIZE = 13
-"""Font size."""
+DRAWS = find_spec("matplotlib") is not None
+MISSING = "a picture needs matplotlib, which is not installed: pip install 'launch-ranks[report]'"
 MOST_RANKS = 256
-"""Ranks that are listed."""
-TALLEST = 24
-"""Rows, if the machine is narrow."""
-GAP = 16
-SMALL, PLAIN, LARGE = 12, 14, 22
-"""Font sizes: of PUs, of headings, of the title."""
-MARGIN = 12
-FILLS = {
-    "package": "#ebebeb",
-    "node": "#fafafa",
-    "bare": "#fafafa",
-    "cache": "#f0f0f0",
-    "class": "#f7f7f7",
-    "machine": "#ffffff",
-}
-KINDS = {"Package": "package", "NUMANode": "node", "Cache": "cache", "Class": "class"}
+"""Ranks that are listed in the legend."""
+CORE, LINE, CARD, ROW = 38, 15, 210, 560
+"""Pixels: the width of a core, the height of a PU or a line, the widths of a card and a row of the legend."""
+GAP, HEAD = 6, 20
+NARROW, WIDE = 720, 1240
+"""Widths of pictures, of few cores and of many."""
+PLAIN, SMALL = 11, 9
+"""Font sizes: of headings, and of all else."""
+FILLS = {"Package": "#ebebeb", "NUMANode": "#fafafa", "Cache": "#f0f0f0", "Class": "#f7f7f7"}
+STYLE: dict[Any, object] = {"svg.fonttype": "none", "svg.hashsalt": "launch", "text.parse_math": False}
+Draw = Callable[[float, float, float], float]
+"""Draws something at x and y in a width, and returns its height."""
 
 
-def lay_out_legend(shares: RankStyles, marks: Collection[str], measure: Measure, room: int) -> Box:
-    """Lay out the legend, ranks in as many columns as fit the room; `marks` are the cores' labels."""
-    plan = shares.plan
-    listed = plan.ranks[:MOST_RANKS]
-    keys = list_marks(shares, marks)
-    labels = [f"R{rank.local_rank}" for rank in listed] + [share.label for share, _ in keys]
-    writer = Writer(measure, max(26, *(measure(label, SIZE) + 6 for label in labels)))
-    cells = writer.align_rows([list_rank_cells(rank) for rank in listed])
-    colours = [DrawStyle((find_colour(rank.local_rank),), f"R{rank.local_rank}") for rank in listed]
-    rows = [writer.draw_row(share, line) for share, line in zip(colours, cells, strict=True)]
-    left = len(plan.ranks) - len(listed)
-    more = [(FREE, f"and {left} more ranks: launch plan lists them all")] if left else []
-    rest = [writer.draw_row(share, [(0, text)]) for share, text in (*more, *keys)]
-    return place_rows([[fold_rows(rows, room)], *([row] for row in rest)], 6)
+def render_machine(plan: Plan, classes: Mapping[int, int], note: str, form: str) -> bytes:
+    """Draw a plan's machine and its ranks as `svg`, `png` or `pdf`; raises MachineError without matplotlib.
+
+    `classes` numbers the classes of cores by their capacity; `note` stands below the title.
+    """
+    if not DRAWS:
+        raise MachineError(MISSING)
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    root = build_parts(plan.machine, classes)
+    width = NARROW if root.count_kind("Core") <= 32 else WIDE
+    output = io.BytesIO()
+    with mpl.rc_context(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # letters that the font lacks
+        mpl.rcdefaults()
+        mpl.rcParams.update(STYLE)
+        figure = Figure()
+        FigureCanvasAgg(figure)
+        axes = figure.add_axes((0, 0, 1, 1))
+        height = _Artist(axes, gather_rank_styles(plan)).draw_page(root, note, width)
+        axes.set(xlim=(0, width), ylim=(height, 0))
+        axes.axis("off")
+        figure.set_size_inches(width / 72, height / 72)  # 72 dots an inch: a dot is a pixel
+        metadata = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[form]
+        figure.savefig(output, format=form, dpi=144, facecolor="white", metadata=metadata)
+    return output.getvalue()
 
 
-def fold_rows(rows: Sequence[Box], room: int) -> Box:
-    """Put the rows of a table into columns, down and then across."""
-    wide = max(row.width for row in rows) + 2 * GAP
-    columns = max(1, min(room // wide, ceil(len(rows) / 8)), ceil(len(rows) / TALLEST))
-    height = ceil(len(rows) / columns)
-    return place_rows([[replace(row, width=wide) for row in rows[at::height]] for at in range(height)], 4)
+@dataclass(slots=True)
+class _Artist:
+    """Draws parts and devices at x and y, in pixels from the top left; returns their heights."""
+
+    axes: Any
+    styles: RankStyles
+    labels: set[str] = field(default_factory=set)
+    """What has been written on cores, for the legend."""
+
+    def draw_page(self, root: Part, note: str, width: float) -> float:
+        """Draw title, machine and legend."""
+        ranks = count_things(len(self.styles.plan.ranks), "rank")
+        known = ", ".join(filter(None, (*root.list_counts(), root.describe_size(), ranks, note)))
+        self.write(2 * GAP, 18, clean_text(root.label) or "Machine", width, size=17)
+        self.write(2 * GAP, 38, known, width)
+        bottom = 48 + self.draw_inside(root, 2 * GAP, 48, width - 4 * GAP, 1)
+        return bottom + self.draw_legend(2 * GAP, bottom + 2 * GAP, width - 4 * GAP) + 4 * GAP
+
+    def draw_inside(self, part: Part, x: float, y: float, width: float, depth: int) -> float:
+        """Draw what is inside a part: what has CPUs, what has none, and devices."""
+        cores = [child for child in part.parts if child.kind == "Core"]
+        framed = [child for child in part.parts if child.kind != "Core"]
+        bottom = y + flow([self.draw_core(core, depth + 1) for core in cores], x, y, width, CORE)
+        for kind in ([part for part in framed if part.pus], [part for part in framed if not part.pus]):
+            boxes = [self.draw_part(child, depth + 1) for child in kind]
+            least = max(map(find_least, kind), default=0.0)
+            bottom += flow(boxes, x, bottom, width, least, stretched=True)
+        cards = [self.draw_device(device, depth + 1) for device in part.devices]
+        return bottom + flow(cards, x, bottom, width, CARD) - y
+
+    def draw_part(self, part: Part, depth: int) -> Draw:
+        """A box for a package, a node, a cache or a class of cores."""
+
+        def draw(x: float, y: float, width: float) -> float:
+            self.write(x + GAP, y + 14, self.describe_part(part), width - 2 * GAP)
+            height = HEAD + self.draw_inside(part, x + GAP, y + HEAD, width - 2 * GAP, depth)
+            self.paint(x, y, width, height, DrawStyle((FILLS[part.kind],)), "#888888", depth)
+            return height
+
+        return draw
+
+    def describe_part(self, part: Part) -> str:
+        """The heading of a part."""
+        size = part.describe_size()
+        if part.kind in ("Cache", "Class"):
+            return ", ".join(filter(None, (part.label, size)))
+        plural = "s" if len(part.numbers) > 1 else ""
+        numbers = clean_text(shorten_cpulist(part.numbers), 40)
+        users = {rank for number in part.numbers for rank in self.styles.find_memory(number)}
+        memory = f"memory of {name_ranks('R', users)}" if users and part.kind == "NUMANode" else ""
+        return ", ".join(filter(None, (f"{part.kind}{plural} {numbers}", size, part.label, memory)))
+
+    def draw_core(self, core: Part, depth: int) -> Draw:
+        """A core: who has it, and its PUs below each other."""
+
+        def draw(x: float, y: float, width: float) -> float:
+            label = self.styles.find_style(core.pus).label
+            self.labels.add(label)
+            self.write(x + width / 2, y + 11, label, width, size=SMALL, align="center")
+            for at, pu in enumerate(core.pus):
+                style, top = self.styles.find_style((pu,)), y + LINE + at * LINE
+                self.paint(x + 1, top, width - 2, LINE - 1, style, "#999999", depth + 1, f"pu{pu}")
+                ink = find_ink(*style.fills)
+                self.write(x + width / 2, top + 11, str(pu), width, size=SMALL, align="center", ink=ink)
+            height = LINE * (1 + len(core.pus))
+            self.paint(x, y, width, height, DrawStyle(("#dcdcdc",)), "#777777", depth)
+            return height
+
+        return draw
+
+    def draw_device(self, device: Device | Switch, depth: int) -> Draw:
+        """A card for a GPU or a NIC with the ranks that use it, or a box for a switch around them."""
+
+        def draw_switch(x: float, y: float, width: float) -> float:
+            assert isinstance(device, Switch)  # noqa: S101 - for mypy
+            self.write(x + GAP, y + 14, f"PCI switch {clean_text(device.pci)}", width - 2 * GAP)
+            cards = [self.draw_device(member, depth + 1) for member in device.members]
+            height = HEAD + flow(cards, x + GAP, y + HEAD, width - 2 * GAP, width - 2 * GAP)
+            self.paint(x, y, width, height, DrawStyle(("#f3eee2",)), "#888888", depth)
+            return height
+
+        def draw_card(x: float, y: float, width: float) -> float:
+            assert not isinstance(device, Switch)  # noqa: S101 - as above
+            lines = [clean_text(line, 60) for line in describe_device(device) if line]
+            ranks, height = self.styles.find_device(device), LINE * len(lines) + 4
+            left = CORE + GAP if ranks else GAP
+            for at, line in enumerate(lines):
+                self.write(x + left, y + 12 + at * LINE, line, width - left, size=SMALL)
+            self.paint(x, y, width, height, FREE, "#555555", depth)
+            if ranks:
+                style = DrawStyle(pick_colours(ranks), name_ranks("R", ranks))
+                name = f"{'gpu' if isinstance(device, Gpu) else 'nic'}{lines[0]}"
+                self.swatch(x, y, height, style, depth + 1, name)
+            return height
+
+        return draw_switch if isinstance(device, Switch) else draw_card
+
+    def draw_legend(self, x: float, y: float, width: float) -> float:
+        """The ranks, in as many columns as there is room for, and the marks that occur."""
+        ranks = self.styles.plan.ranks
+        rows = [
+            (DrawStyle((find_colour(rank.local_rank),), f"R{rank.local_rank}"), describe_rank(rank))
+            for rank in ranks[:MOST_RANKS]
+        ]
+        if len(ranks) > MOST_RANKS:
+            rows.append((FREE, f"and {len(ranks) - MOST_RANKS} more ranks: launch plan lists them all"))
+        rows += self.list_marks()
+        columns = max(1, int(width // ROW))
+        for at, (style, text) in enumerate(rows):
+            column, row = divmod(at, ceil(len(rows) / columns))
+            left, top = x + column * width / columns, y + row * (LINE + 4)
+            self.swatch(left, top, LINE, style, 2)
+            self.write(left + CORE + GAP, top + 11, text, width / columns - CORE - GAP, size=SMALL)
+        return ceil(len(rows) / columns) * (LINE + 4)
+
+    def list_marks(self) -> list[tuple[DrawStyle, str]]:
+        """The marks that occur, with their meaning."""
+        found = {self.styles.find_style((cpu.id,)) for cpu in self.styles.plan.machine.cpus}
+        crowd = min((label for label in self.labels if "+" in label), default="")
+        marks = [(DrawStyle(label=crowd), f"rank {crowd[1:].replace('+', ' and ')} more")] if crowd else []
+        if any(style.label.startswith("w") for style in found):
+            rank = min(rank for ranks in self.styles.workers.values() for rank in ranks)
+            style = DrawStyle((lighten(find_colour(rank)),), f"w{rank}")
+            marks.append((style, f"DataLoader workers of rank {rank} alone"))
+        keys = (
+            (FORBIDDEN, "not allowed: outside this job's cpuset"),
+            (ISOLATED, "isolated at boot, left alone"),
+            (FREE, "no rank's"),
+        )
+        return marks + [(style, text) for style, text in keys if style in found]
+
+    def swatch(self, x: float, y: float, height: float, style: DrawStyle, depth: int, name: str = "") -> None:
+        """A label in the colours of ranks."""
+        self.paint(x, y, CORE, height, style, "#777777", depth, name)
+        ink = find_ink(*style.fills)
+        self.write(x + CORE / 2, y + height / 2 + 4, style.label, CORE, size=SMALL, align="center", ink=ink)
+
+    def paint(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        style: DrawStyle,
+        edge: str,
+        depth: int,
+        name: str = "",
+    ) -> None:
+        """A rectangle in its colours side by side; what is deeper is drawn over it."""
+        from matplotlib.patches import Rectangle
+
+        stripe, is_plain = width / len(style.fills), len(style.fills) == 1 and not style.hatched
+        for at, fill in enumerate(style.fills):
+            patch = Rectangle((x + at * stripe, y), stripe, height, linewidth=0.7, zorder=depth)
+            patch.set(facecolor=fill, edgecolor=edge if is_plain else "none")
+            self.axes.add_patch(patch).set_gid(f"{name}-{at}" if name else None)
+        if is_plain:
+            return
+        hatch = "/////" if style.hatched else None
+        frame = Rectangle((x, y), width, height, fill=False, hatch=hatch, linewidth=0.7, zorder=depth + 0.5)
+        frame.set_edgecolor("#c4c4c4" if hatch else edge)
+        self.axes.add_patch(frame)
+
+    def write(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        room: float,
+        *,
+        size: int = PLAIN,
+        align: str = "left",
+        ink: str = "#222222",
+    ) -> None:
+        """A line of text that ends with the room there is, y being its baseline."""
+        most = max(1, int(room / (0.58 * size)))
+        shown = text if len(text) <= most else f"{text[: most - 1]}…"
+        self.axes.text(x, y, shown, fontsize=size, color=ink, ha=align, va="baseline", zorder=99)
 
 
-def list_rank_cells(rank: RankPlan) -> list[str]:
-    """The cells of a rank: GPU, CPUs, workers' CPUs, memory, NIC."""
-    apart = rank.worker_cpus - rank.cpus
-    nodes = shorten_cpulist(rank.memory.nodes)
+def find_least(part: Part) -> float:
+    """The least width of a part: one card, or four cores, or what is inside."""
+    cores = sum(child.kind == "Core" for child in part.parts)
+    inside = max((find_least(child) for child in part.parts if child.kind != "Core"), default=0.0)
+    least = max(inside, min(4, cores) * (CORE + GAP), CARD if part.devices or not cores else CARD * 0.8)
+    return least + 2 * GAP
+
+
+def flow(
+    things: Sequence[Draw], x: float, y: float, width: float, least: float, *, stretched: bool = False
+) -> float:
+    """Draw things of a width in rows, as many as fit beside each other; returns the height with a gap."""
+    if not things:
+        return 0
+    columns = min(len(things), max(1, int((width + GAP) // (least + GAP))))
+    rows = ceil(len(things) / columns)
+    columns = ceil(len(things) / rows) if stretched else columns
+    each = (width - GAP * (columns - 1)) / columns if stretched else min(least, width)
+    bottom = y
+    for at in range(0, len(things), columns):
+        row = things[at : at + columns]
+        bottom += GAP + max(draw(x + number * (each + GAP), bottom, each) for number, draw in enumerate(row))
+    return bottom - y
+
+
+def describe_device(device: Device) -> Iterator[str]:
+    """The lines of a card."""
+    if isinstance(device, Gpu):
+        name, *more = describe_gpu(device) or ("",)
+        yield from (f"GPU {device.index}, {device.pci}", name, ", ".join(more))
+    else:
+        yield from (f"NIC {device.name}", device.pci, " ".join(describe_nic(device)))
+
+
+def describe_rank(rank: RankPlan) -> str:
+    """What a rank has: GPU, CPUs, workers' CPUs, memory, NIC."""
+    apart, nodes = rank.worker_cpus - rank.cpus, shorten_cpulist(rank.memory.nodes)
     cells = (
         f"rank {rank.local_rank}",
         f"GPU {rank.gpu.index} {rank.gpu.pci}" if rank.gpu else "no GPU",
@@ -79,193 +298,4 @@ def list_rank_cells(rank: RankPlan) -> list[str]:
         f"memory on node {nodes} ({rank.memory.policy})" if nodes else "memory anywhere",
         f"NIC {rank.nic}" if rank.nic else "",
     )
-    return [clean_text(cell, 48) for cell in cells]
-
-
-def list_marks(shares: RankStyles, marks: Collection[str]) -> list[tuple[DrawStyle, str]]:
-    """The marks that occur, with their meaning."""
-    found = {shares.find_style((cpu.id,)) for cpu in shares.plan.machine.cpus}
-    helped = min((rank for ranks in shares.workers.values() for rank in ranks), default=0)
-    workers = DrawStyle((lighten(find_colour(helped)),), f"w{helped}")
-    crowd = DrawStyle(label=min((mark for mark in marks if "+" in mark), default=""))
-    keys = (
-        (crowd, f"rank {crowd.label[1:].replace('+', ' and ')} more"),
-        (workers, f"DataLoader workers of rank {helped} alone"),
-        (FORBIDDEN, "not allowed: outside this job's cpuset"),
-        (ISOLATED, "isolated at boot, left alone"),
-        (FREE, "no rank's"),
-    )
-    drawn = {workers} if any(share.label.startswith("w") for share in found) else set()
-    drawn |= {crowd} if crowd.label else set()
-    return [(share, text) for share, text in keys if share in found | drawn]
-
-
-@dataclass(frozen=True, slots=True)
-class Writer:
-    """Writes rows of a legend."""
-
-    measure: Measure
-    swatch: int
-    """Width of the swatches."""
-
-    def align_rows(self, rows: Sequence[Sequence[str]]) -> list[list[tuple[int, str]]]:
-        """Give each cell the place of its column; columns that are empty take none."""
-        widths = [max(self.measure(cell, SIZE) for cell in column) for column in zip(*rows, strict=True)]
-        starts = [sum(width + GAP for width in widths[:at] if width) for at in range(len(widths))]
-        return [[(x, cell) for x, cell in zip(starts, row, strict=True) if cell] for row in rows]
-
-    def draw_row(self, share: DrawStyle, cells: Sequence[tuple[int, str]]) -> Box:
-        """A swatch with its label, and the cells after it."""
-        ink = find_ink(*share.fills)
-        swatch = Box(
-            "swatch",
-            self.swatch,
-            SIZE + 6,
-            fills=share.fills,
-            stroke="#777777",
-            hatched=share.hatched,
-            texts=center_text(self.measure, share.label, SIZE, self.swatch, baseline=SIZE + 1, colour=ink),
-        )
-        left = self.swatch + 8
-        texts = tuple(Text(left + x, SIZE + 1, cell, SIZE, self.measure(cell, SIZE)) for x, cell in cells)
-        width = max(text.x + text.width for text in texts)
-        return Box("row", width, SIZE + 6, texts=texts, parts=(swatch,))
-
-
-def lay_out(plan: Plan, classes: Mapping[int, int], note: str, measure: Measure) -> Box:
-    """Lay out a plan's machine and its ranks, with a title and a legend.
-
-    `classes` numbers the classes of cores by their capacity; `note` stands below the title.
-    """
-    root = build_parts(plan.machine, classes)
-    shares = gather_rank_styles(plan)
-    labels = list_labels(root, shares)
-    cell = max(24, *(measure(label, SMALL) + 6 for label in (*labels, str(max(root.pus)))))
-    artist = Artist(measure, shares, cell)
-    machine = frame("machine", (), artist.draw_inside(root), fill=FILLS["machine"], stroke="#444444")
-    ranks = count_things(len(plan.ranks), "rank")
-    known = ", ".join(filter(None, (*root.list_counts(), root.describe_size(), ranks, note)))
-    title = stack_lines(measure, [clean_text(root.label) or "Machine"], LARGE, 0, 0)
-    below = stack_lines(measure, [known], PLAIN, 0, LARGE + 8)
-    width = max(text.width for text in (*title, *below))
-    head = Box("title", width, LARGE + PLAIN + 12, texts=(*title, *below))
-    legend = lay_out_legend(shares, labels, measure, machine.width)
-    page = place_rows([[head], [machine], [legend]], MARGIN)
-    size = (page.width + 2 * MARGIN, page.height + 2 * MARGIN)
-    return Box("picture", *size, fills=("#ffffff",), parts=(page.move(MARGIN, MARGIN),))
-
-
-def list_labels(root: Part, shares: RankStyles) -> set[str]:
-    """The labels of ranks on cores and devices."""
-    machine = shares.plan.machine
-    devices: list[Device] = [*machine.gpus, *machine.nics]
-    cores = {shares.find_style(core.pus).label for core in list_cores(root)}
-    return cores | {name_ranks("R", ranks) for ranks in map(shares.find_device, devices) if ranks}
-
-
-def list_cores(part: Part) -> Iterator[Part]:
-    """Give all cores below a part."""
-    for child in part.parts:
-        if child.kind == "Core":
-            yield child
-        else:
-            yield from list_cores(child)
-
-
-@dataclass(frozen=True, slots=True)
-class Artist:
-    """Draws parts and devices, each from what is inside it."""
-
-    measure: Measure
-    shares: RankStyles
-    cell: int
-    """Width of a PU, with room for every number and label."""
-
-    def draw_inside(self, part: Part) -> list[Box]:
-        """The groups of boxes inside a part: what has CPUs, what has none, and devices."""
-        drawn = [self.draw_part(child) for child in part.parts if child.pus]
-        bare = [self.draw_part(child) for child in part.parts if not child.pus]
-        devices = [self.draw_device(device) for device in part.devices]
-        return [arrange(boxes) for boxes in (drawn, bare, devices) if boxes]
-
-    def draw_part(self, part: Part) -> Box:
-        """A box for a package, a node, a cache, a class of cores or a core."""
-        if part.kind == "Core":
-            return self.draw_core(part)
-        kind = KINDS[part.kind] if part.pus else "bare"
-        lines = stack_lines(self.measure, self.list_headings(part), PLAIN, 5, 2)
-        return frame(kind, lines, self.draw_inside(part), fill=FILLS[kind])
-
-    def list_headings(self, part: Part) -> list[str]:
-        """The heading of a part."""
-        size = part.describe_size()
-        if part.kind in ("Cache", "Class"):
-            return [", ".join(filter(None, (part.label, size)))]
-        plural = "s" if len(part.numbers) > 1 else ""
-        numbers = clean_text(shorten_cpulist(part.numbers), 40)
-        users = {rank for number in part.numbers for rank in self.shares.find_memory(number)}
-        memory = f"memory of {name_ranks('R', users)}" if users and part.kind == "NUMANode" else ""
-        words = (f"{part.kind}{plural} {numbers}", size, part.label, memory)
-        return [", ".join(filter(None, words))]
-
-    def draw_core(self, core: Part) -> Box:
-        """A core: who has it, and its PUs below each other, in two columns from four on."""
-        label = self.shares.find_style(core.pus).label
-        pus = [self.draw_pu(pu) for pu in core.pus]
-        columns = 1 if len(pus) < 4 else 2
-        inside = place_rows([pus[at : at + columns] for at in range(0, len(pus), columns)], 1)
-        width = inside.width + 4
-        text = self.center(label, width, SMALL + 1, find_ink())
-        height = inside.height + SMALL + 6
-        return Box(
-            "core",
-            width,
-            height,
-            fills=("#dcdcdc",),
-            stroke="#777777",
-            texts=text,
-            parts=(inside.move(2, SMALL + 4),),
-        )
-
-    def draw_pu(self, pu: int) -> Box:
-        """A PU in the colours of those that have it."""
-        share = self.shares.find_style((pu,))
-        box = self.paint("pu", self.cell, SMALL + 5, replace(share, label=str(pu)))
-        return replace(box, stroke="#999999", hatched=share.hatched)
-
-    def paint(self, kind: str, width: int, height: int, share: DrawStyle) -> Box:
-        """A labelled box in the colour of a rank; the colours of several make a strip below the label."""
-        if len(share.fills) == 1:
-            texts = self.center(share.label, width, (height + SMALL) // 2 - 1, find_ink(*share.fills))
-            return Box(kind, width, height, fills=share.fills, texts=texts)
-        texts = self.center(share.label, width, (height + SMALL) // 2 - 3, find_ink())
-        strip = Box("strip", width - 2, 4, 1, height - 5, fills=share.fills)
-        return Box(kind, width, height, fills=("#ffffff",), texts=texts, parts=(strip,))
-
-    def center(self, text: str, width: int, baseline: int, colour: str) -> tuple[Text, ...]:
-        """A small text in the middle of a width; none if it is empty."""
-        return center_text(self.measure, text, SMALL, width, baseline=baseline, colour=colour)
-
-    def draw_device(self, device: Device | Switch) -> Box:
-        """A box for a GPU or a NIC with the ranks that use it, or for a switch around them."""
-        if isinstance(device, Switch):
-            title = stack_lines(self.measure, [f"PCI switch {clean_text(device.pci)}"], PLAIN, 5, 2)
-            members = arrange([self.draw_device(member) for member in device.members])
-            return frame("switch", title, [members], fill="#f3eee2")
-        if isinstance(device, Gpu):
-            name, *more = describe_gpu(device) or ("",)
-            kind, lines = "gpu", [f"GPU {device.index}, {clean_text(device.pci)}", name, ", ".join(more)]
-        else:
-            kind, lines = "nic", [f"NIC {device.name}", device.pci, " ".join(describe_nic(device))]
-        ranks = self.shares.find_device(device)
-        share = DrawStyle(pick_colours(ranks), name_ranks("R", ranks)) if ranks else FREE
-        return self.draw_card(kind, [clean_text(line, 40) for line in lines if line], share)
-
-    def draw_card(self, kind: str, lines: Sequence[str], share: DrawStyle) -> Box:
-        """A device: lines of text, and on the left a band with its ranks."""
-        texts = stack_lines(self.measure, lines, SMALL, self.cell + 9 if share.label else 5, 2)
-        width = max(text.x + text.width for text in texts) + 5
-        height = texts[-1].y + 6
-        band = self.paint("band", self.cell, height - 4, share).move(2, 2)
-        parts = (band,) if share.label else ()
-        return Box(kind, width, height, fills=("#ffffff",), stroke="#555555", texts=texts, parts=parts)
+    return "   ".join(clean_text(cell, 48) for cell in cells if cell)
