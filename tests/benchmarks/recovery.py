@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -39,6 +40,8 @@ def bench_recovery(folder: Path, rounds: int, kind: str) -> None:
                         found[name].append(measure_way(kind, name, Path(place), sandbox))
                     except (RuntimeError, TimeoutError, LookupError) as error:
                         failures[name] = str(error)
+                told = found[name][-1:] or failures[name][:60]
+                print(f"{name}: {told}", file=sys.stderr, flush=True)
     print(f"\n{kind}: from the death to the first step after the checkpoint\n")
     print("| s | min | median | max | of the first |\n|---|---|---|---|---|")
     base = next((statistics.median(times) for times in found.values() if times), 1.0)
