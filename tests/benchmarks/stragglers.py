@@ -74,7 +74,7 @@ def run_kind(folder: Path, kind: str, slow: int) -> Found:
         job.await_true(lambda: count_steps(folder) >= ONSET, 300)
         (folder / "slow").touch()
         slow_down(job, kind, slow, stack)
-        onset = count_steps(folder)
+        onset, begun = count_steps(folder), time.time()
         told: list[dict[str, object]] = []
         while not told and count_steps(folder) < onset + STEPS + 60:
             time.sleep(0.5)
@@ -85,7 +85,10 @@ def run_kind(folder: Path, kind: str, slow: int) -> Found:
         longer = median(own[onset + 1 :]) / median(own[10:onset]) - 1
         if not told:
             return Found(longer)
-        return Found(longer, (int(str(told[0]["rank"])), str(told[0]["cause"])), count_steps(folder) - onset)
+        # The state is written each few seconds, and says when a rank was told of.
+        passed = (float(str(told[0]["time"])) - begun) / (time.time() - begun)
+        after = round(passed * (count_steps(folder) - onset))
+        return Found(longer, (int(str(told[0]["rank"])), str(told[0]["cause"])), after)
 
 
 def count_steps(folder: Path) -> int:
