@@ -127,7 +127,7 @@ def ask_last_end(job_id: str, environ: Mapping[str, str]) -> str:
     with contextlib.suppress(SchedulerError):
         text = run_slurm([*argv, "--format=State,Start"], environ, timeout=SHORT_TIMEOUT)
         ended = [
-            state.split()[0] for state, _ in split_rows(text, 2) if state and not state.startswith(("R", "P"))
+            state.split()[0] for state, _ in split_rows(text, 2) if state not in ("", "RUNNING", "PENDING")
         ]
         return ended[-1] if ended else ""
     return ""

@@ -70,31 +70,6 @@ def test_a_program_that_asks_for_another_start_at_the_limit_gets_it(sandbox: San
     assert "failed" not in run.read_console()
 
 
-def test_a_program_that_asks_for_another_start_gets_it(sandbox: Sandbox, tmp_path: Path) -> None:
-    run = start(sandbox, tmp_path, *TWO, program=(PEERS, "again"))
-    await_rank(run, 0)
-    (tmp_path / "again").touch()
-    run.wait_for(lambda: len(run.causes) == 2, "another attempt", 90)
-    await_rank(run, 1)
-    (tmp_path / "stop").touch()
-    assert run.await_end() == "succeeded"
-    assert run.causes == ["requested", None]
-    (reason,) = list_reasons(run)
-    assert reason.endswith("; the program asks for another start: requeued (attempt 2 of at most 200)")
-    assert "failed first" not in run.read_console()
-
-
-def test_a_users_checkpoint_signal_to_a_job_without_a_limit_is_no_time_limit(
-    sandbox: Sandbox, tmp_path: Path
-) -> None:
-    run = start(sandbox, tmp_path, *TWO, "cluster.requeue.limit=1", program=(PEERS, "again"))
-    await_rank(run, 0)
-    sandbox.run("scancel", "--batch", "--signal=USR2", run.job_id)
-    assert run.await_end() == "failed"
-    assert run.outcome["cause"] == "limit" and run.outcome["exit_code"] == 75
-    assert "the program asks for another start: not requeued (cluster.requeue.limit=1)" in run.read_console()
-
-
 @pytest.mark.parametrize(("agent", "above"), [("torchrun", (1, 0)), ("direct", (0,))])
 def test_a_signal_from_outside_is_named_and_requeued(
     sandbox: Sandbox, tmp_path: Path, agent: str, above: tuple[int, ...]
@@ -253,3 +228,36 @@ def test_a_node_that_was_lost_and_is_soon_back(sandbox: Sandbox, tmp_path: Path)
     assert [run.await_end() for run in (elastic, fixed)] == ["succeeded"] * 2
     assert (elastic.causes, fixed.causes) == ([None], ["node_failure", None])
     assert elastic.read_console().count("is back") == 1
+
+
+def test_a_job_with_grace_is_requeued_by_its_first_node(sandbox: Sandbox, tmp_path: Path) -> None:
+    """With GraceTime SLURM sends SIGTERM to the steps alone, and forgets a job that ends within it."""
+    urgent = ("--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=true")
+    sandbox.run("scontrol", "update", "PartitionName=main", "GraceTime=60")
+    try:
+        run = start(sandbox, tmp_path, *TWO)
+        await_rank(run, 0)
+        sandbox.run("sbatch", *urgent)
+        await_rank(run, 1)
+    finally:
+        sandbox.run("scontrol", "update", "PartitionName=main", "GraceTime=0")
+    (tmp_path / "stop").touch()
+    assert run.await_end() == "succeeded"
+    assert run.causes == ["preempted", None]
+
+
+def test_the_node_of_the_batch_script_dies(sandbox: Sandbox, tmp_path: Path) -> None:
+    """SLURM requeues the job, and the next attempt finds out why."""
+    run = start(sandbox, tmp_path, *TWO)
+    await_rank(run, 0)
+    host = run.manifest["hosts"][0]
+    sandbox.break_it("kill", host)
+    try:
+        run.wait_for(lambda: len(run.causes) == 2, "another attempt", 120)
+        await_rank(run, 1)
+    finally:
+        sandbox.break_it("start", host)
+    (tmp_path / "stop").touch()
+    assert run.await_end() == "succeeded"
+    (before,) = run.manifest["earlier"]
+    assert (before["outcome"]["cause"], before["outcome"]["lost"]) == ("node_failure", [host])

@@ -5,7 +5,6 @@ import os
 import pty
 import re
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -179,26 +178,6 @@ def desk(sandbox: Sandbox, tmp_path: Path) -> Iterator[Desk]:
             sandbox.wait(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
 
 
-@pytest.mark.parametrize("code", [0, 3, 137])
-def test_a_job_is_followed_from_the_queue_to_its_exit_code(desk: Desk, code: int) -> None:
-    state = "failed" if code else "succeeded"
-    job = desk.submit(f"""
-echo '[n0:0] step 1/2 loss 5.5'
-echo '[n1:1] hello' >&2
-echo 'launch: {state} after 1.0 s' >&2
-tell {state} {code}
-exit {code}
-""")
-    watcher = desk.follow(job)
-    watcher.wait_for(f"launch: job {job[1]} waits: JobHeldUser (held: `scontrol release` lets it go)")
-    desk.release(job[1])
-    status, _ = watcher.end()
-    assert status == code
-    assert watcher.out and watcher.out.read_text() == "[n0:0] step 1/2 loss 5.5\n[n1:1] hello\n"
-    lines = watcher.err.read_text().splitlines() if watcher.err else []
-    assert lines[-1] == f"launch: {state} after 1.0 s", lines
-
-
 def test_the_place_in_the_queue_and_the_expected_start_are_told(desk: Desk) -> None:
     first = desk.submit("sleep 600", "--nodes=4", "--exclusive", "--time=10", name="first")
     desk.release(first[1])
@@ -210,57 +189,6 @@ def test_the_place_in_the_queue_and_the_expected_start_are_told(desk: Desk) -> N
     watcher = desk.follow(third)
     text = watcher.wait_for(f"launch: job {third[1]} waits: Priority (jobs of higher priority go first)")
     assert "position 2 of 2 in main" in text, text
-
-
-def test_a_requeue_is_told_and_followed_on(desk: Desk) -> None:
-    job = desk.submit("""
-if [ "${SLURM_RESTART_COUNT-0}" = 0 ]; then
-    trap 'tell requeued null preempted; echo "launch: back into the queue" >&2; exit 1' TERM
-    echo '[n0:0] first'
-    while :; do sleep 0.1; done
-fi
-while [ ! -e go ]; do sleep 0.1; done
-echo '[n0:0] second'
-echo 'launch: succeeded' >&2
-tell succeeded 0
-""")
-    desk.release(job[1])
-    watcher = desk.follow(job)
-    watcher.wait_for("[n0:0] first", "is running on n")
-    desk.sandbox.run("scontrol", "requeue", job[1])
-    watcher.wait_for(", after 1 requeue")
-    (job[0] / "go").touch()
-    status, text = watcher.end()
-    assert status == 0
-    assert [line for line in text.splitlines() if line.startswith("[")] == ["[n0:0] first", "[n0:0] second"]
-    assert f"job {job[1]} is back in the queue (preempted): BeginTime" in text, text
-
-
-def test_a_cancelled_job_that_never_ran_is_told_by_slurm(desk: Desk) -> None:
-    job = desk.submit("true")
-    watcher = desk.follow(job)
-    watcher.wait_for("JobHeldUser")
-    desk.sandbox.run("scancel", job[1])
-    status, text = watcher.end()
-    assert status == 1
-    assert f"launch: job {job[1]} ended before it ran: CANCELLED" in text, text
-
-
-def test_a_job_that_dies_without_a_word_is_told_by_slurm(desk: Desk) -> None:
-    job = desk.submit("echo '[n0:0] hello'; exit 5")
-    desk.release(job[1])
-    status, text = desk.follow(job).end()
-    assert status == 5
-    assert "[n0:0] hello" in text and f"launch: job {job[1]} ended: FAILED (NonZeroExitCode)" in text, text
-
-
-def test_a_job_that_slurm_has_forgotten_ends_by_its_manifest(desk: Desk, tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "old"
-    (run / "logs").mkdir(parents=True)
-    (run / "logs" / "slurm-999999.out").write_text("[n0:0] hello\nlaunch: failed after 3.0 s\n")
-    outcome = {"state": "failed", "exit_code": 7}
-    (run / "manifest.json").write_text(json.dumps({"slurm": {"job_id": "999999"}, "outcome": outcome}))
-    assert desk.follow((run, "999999")).end() == (7, "[n0:0] hello\nlaunch: failed after 3.0 s\n")
 
 
 def test_the_controller_may_go_away_meanwhile(desk: Desk) -> None:
@@ -297,17 +225,6 @@ def test_ctrl_c_asks_and_detaches(desk: Desk) -> None:
     assert desk.sandbox.list_states(job[1]) == ["PENDING"]
 
 
-def test_a_second_ctrl_c_detaches(desk: Desk) -> None:
-    job = desk.submit("sleep 600")
-    watcher = desk.follow_on_terminal(job)
-    watcher.wait_for("JobHeldUser")
-    watcher.type("\x03")
-    watcher.wait_for("[c/d]")
-    watcher.type("\x03")
-    assert watcher.end()[0] == 130
-    assert desk.sandbox.list_states(job[1]) == ["PENDING"]
-
-
 def test_ctrl_c_asks_and_cancels_and_stays_to_the_end(desk: Desk) -> None:
     job = desk.submit("""
 trap 'echo "launch: stopped after 1.0 s" >&2; tell stopped 143 cancelled; exit 143' TERM
@@ -324,33 +241,6 @@ while :; do sleep 0.1; done
     assert status == 130
     assert "launch: stopped after 1.0 s" in text, text
     desk.sandbox.wait(job[1], "CANCELLED")
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=str)
-def test_a_signal_without_a_terminal_detaches(desk: Desk, number: signal.Signals) -> None:
-    job = desk.submit("sleep 600")
-    watcher = desk.follow(job)
-    watcher.wait_for("JobHeldUser")
-    watcher.process.send_signal(number)
-    status, text = watcher.end()
-    assert status == 128 + number
-    assert f"launch: detached: job {job[1]} goes on" in text, text
-    assert desk.sandbox.list_states(job[1]) == ["PENDING"]
-
-
-def test_several_jobs_have_a_line_for_each_change(desk: Desk) -> None:
-    jobs = [
-        desk.submit(f"tell {'failed' if code else 'succeeded'} {code}; exit {code}", name=f"run{code}")
-        for code in (0, 4, 5)
-    ]
-    watcher = desk.follow(*jobs)
-    watcher.wait_for(*(f"job {job[1]} waits: JobHeldUser" for job in jobs))
-    for job in jobs:
-        desk.release(job[1])
-    status, text = watcher.end()
-    assert status == 4
-    assert f"launch: job {jobs[0][1]} succeeded ({jobs[0][0]})\n" in text, text
-    assert f"launch: job {jobs[1][1]} failed with exit code 4 ({jobs[1][0]})\n" in text, text
 
 
 @pytest.mark.parametrize("code", [0, 3, 137])

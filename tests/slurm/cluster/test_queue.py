@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.errors import SchedulerError
 from launcher.slurm.client import ENDED, JobState, ask_queue, list_members
 from tests.cli.make_runs import make_run
 from tests.seam import wait_for
 from tests.slurm.cluster.conftest import Sandbox
-from tests.slurm.cluster.forgetful import forget, start_forgetful, stop_controller
+from tests.slurm.cluster.forgetful import forget, start_forgetful
 
 pytestmark = pytest.mark.slurm
 QUIET = ("--parsable", "--output=/dev/null", "--nodes=1")
@@ -76,15 +75,6 @@ def test_members_of_an_array_each_have_a_row(queue: Sandbox) -> None:
     queue.run("scancel", array)
 
 
-def test_a_requeue_is_counted(queue: Sandbox) -> None:
-    job_id = submit(queue)
-    queue.wait(job_id, "RUNNING")
-    queue.run("scontrol", "requeue", job_id)
-    queue.wait(job_id, "PENDING", "RUNNING")
-    assert ask_queue([job_id])[job_id].restarts == 1
-    queue.run("scancel", job_id)
-
-
 def test_how_the_user_likes_these_commands_changes_nothing(
     queue: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,28 +86,6 @@ def test_how_the_user_likes_these_commands_changes_nothing(
         monkeypatch.setenv(name, value)
     assert before and ask_queue([job_id]) == before
     queue.run("scancel", job_id)
-
-
-def test_a_forgotten_job_is_left_out_where_there_is_no_accounting(
-    plain: Sandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_CONF", str(plain.conf))
-    job_id, other = submit(plain, wrap="true"), submit(plain, "--hold")
-    forget(plain, job_id)
-    assert ask_queue([job_id]) == {}
-    assert set(ask_queue([job_id, other])) == {other}
-
-
-def test_a_controller_that_is_down_is_an_error(plain: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_CONF", str(plain.conf))
-    with stop_controller(plain), pytest.raises(SchedulerError, match="Unable to contact slurm controller"):
-        ask_queue(["1", "2"])
-
-
-def test_no_slurm_at_all_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SchedulerError, match="no squeue on PATH"):
-        ask_queue(["1"])
 
 
 def test_accounting_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

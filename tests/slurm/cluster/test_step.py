@@ -157,23 +157,6 @@ def test_a_job_script_whose_variables_contradict(sandbox: Sandbox, tmp_path: Pat
         assert env["CUDA_VISIBLE_DEVICES"] == "0,1", "all of the job's GPUs"
 
 
-def test_the_rank_that_failed_first(sandbox: Sandbox, tmp_path: Path) -> None:
-    done = finish(allocate(sandbox, tmp_path, f"launch nproc_per_node=1 -- {write_program(tmp_path, FAIL)}"))
-    assert done.code == 1, done
-    run = find_run(tmp_path)
-    manifest = json.loads((run / "manifest.json").read_text())
-    host = manifest["hosts"][1]
-    assert f"rank 1 on {host} (local rank 0) failed first: it exited with code 1" in done.err
-    assert "  | the disk is on fire" in done.err
-    assert "srun:" not in done.err and "slurmstepd" not in done.err, "it is said in our words"
-    first = manifest["outcome"]["first_failure"]
-    assert (first["rank"], first["host"], first["exit_code"]) == (1, host, 1)
-    peer, failed = read_nodes(run, 0)
-    assert (peer.state, peer.failure) == ("stopped", None)
-    assert failed.failure and failed.failure.lines == ("the disk is on fire",)
-    wait_for(lambda: not find_processes(str(run)), "the ranks' end")
-
-
 def test_the_checkpoint_signal_is_for_ranks_that_catch_it(sandbox: Sandbox, tmp_path: Path) -> None:
     run = submit(sandbox, tmp_path, "nodes=2", "nproc_per_node=1", "--", write_program(tmp_path, STAY))
     wait_for(lambda: count_up(run.path) == 2, "the ranks")
@@ -289,14 +272,6 @@ def test_a_port_that_is_taken_is_no_failure(sandbox: Sandbox, tmp_path: Path, no
     assert "was taken: the step starts again" in done.err
     manifest = json.loads((tmp_path / "run/manifest.json").read_text())
     assert (manifest["earlier"], manifest["outcome"]["attempts"]) == ([], 1)
-
-
-def test_a_step_that_slurm_refuses(sandbox: Sandbox, tmp_path: Path) -> None:
-    words = ["nproc_per_node=1", "+cluster.srun.mem=999G", "--", write_program(tmp_path, SHOW)]
-    done = finish(allocate(sandbox, tmp_path, f"launch {shlex.join(words)}"))
-    assert done.code == 4, done
-    assert "srun did not start the step" in done.err and "emory" in done.err
-    assert "was lost" not in done.err and "Traceback" not in done.err
 
 
 def test_a_dry_run_starts_nothing(sandbox: Sandbox, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """`launch status`, `logs` and `cancel` of jobs on real clusters."""
 
 import json
-import signal
 import subprocess
 from collections.abc import Iterator
 from datetime import datetime, timedelta
@@ -208,16 +207,3 @@ def test_a_job_whose_script_fails_is_explained_by_its_log(sandbox: Sandbox, tmp_
     assert result.code == 0 and "module_of_nobody" in result.out
     (row,) = ask(sandbox, tmp_path)
     assert row["state"] == "failed" and "module_of_nobody" in row["last_line"]
-
-
-def test_interrupting_the_follower_leaves_the_job_alone(sandbox: Sandbox, tmp_path: Path) -> None:
-    run = start(sandbox, tmp_path, "job", 3, "cluster.additional.hold=true")
-    with (tmp_path / "err").open("w") as err:
-        words = [*LAUNCH, "logs", "-f", "job"]
-        process = subprocess.Popen(words, cwd=tmp_path, env=sandbox.environ, stderr=err, stdout=err)
-    wait_for(lambda: "is queued" in (tmp_path / "err").read_text(), "the wait to be told")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 130
-    assert sandbox.list_states(run.job_id) == ["PENDING"]
-    assert sandbox.launch("cancel", "yes=true", "job", cwd=tmp_path).code == 0
-    assert run.outcome["cause"] == "cancelled"

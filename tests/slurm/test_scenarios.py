@@ -1,0 +1,259 @@
+"""Jobs that end in every way, without SLURM: a scenario says what nodes and SLURM do, and what comes of it.
+
+The real program of the first node runs in a run directory that a real submission has made; SLURM's commands
+are fake_slurm.sh. `scenarios/README.md` describes the files.
+"""
+
+import copy
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.seam import clean_environ, run_outside
+
+HERE = Path(__file__).parent
+COMMANDS = ("srun", "squeue", "sinfo", "sacct", "scontrol", "scancel", "sbatch")
+ANSWERS = {
+    "job": ["RUNNING|0|N/A|N/A|1:00|None|"],
+    "excluded": ["(null)|(null)|main"],
+    "requeue": [""],
+    "accounting": [""],
+    "starts": [""],
+    "states": ["n0|idle", "n1|idle"],
+    "partition": ["n0", "n1", "n2", "n3"],
+    "boots": [""],
+    "topology": [""],
+    "preflight": ["exit 1"],
+}
+"""What SLURM says if a start does not tell; see fake_slurm.sh."""
+CHANGES = ("scontrol requeue", "scontrol update", "scancel", "sbatch")
+"""Calls that change something."""
+
+
+def merge(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Put one tree over another."""
+    both = copy.deepcopy(dict(base))
+    for key, value in other.items():
+        nested = isinstance(value, dict) and isinstance(both.get(key), dict)
+        both[key] = merge(both[key], value) if nested else value
+    return both
+
+
+def list_scenarios() -> Iterator[Any]:
+    """Give each scenario, and each of its cases, which are put over its last start."""
+    for path in sorted((HERE / "scenarios").glob("*.toml")):
+        for scenario in tomllib.loads(path.read_text())["scenario"]:
+            cases = scenario.pop("case", [{}])
+            *before, last = scenario.pop("start")
+            for number, case in enumerate(cases):
+                job = merge(scenario, case.get("job", {}))
+                starts = [*before, merge(last, {key: case[key] for key in case if key != "job"})]
+                name = scenario["name"] + (f" ({number})" if len(cases) > 1 else "")
+                yield pytest.param(job, starts, id=name)
+
+
+@pytest.fixture(scope="module")
+def submitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory as a submission leaves it."""
+    folder = tmp_path_factory.mktemp("submitted")
+    environ = prepare(folder)
+    words = ("cluster=slurm", "nodes=2", "nproc_per_node=2", "cluster.gpus_per_node=0", "name=job")
+    done = run_outside([*words, "--", "true"], folder, environ)
+    assert done.code == 0, done
+    (run,) = folder.glob("runs/job/*")
+    return run
+
+
+@pytest.fixture(scope="module")
+def first_nodes() -> Iterator["subprocess.Popen[str]"]:
+    """The process that runs the first node's program."""
+    command = [sys.executable, "-m", "tests.slurm.first_nodes"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        assert process.stdin
+        process.stdin.close()
+
+
+def prepare(folder: Path) -> dict[str, str]:
+    """Put SLURM's commands into a folder, and return the environment in which they are found."""
+    (folder / "bin").mkdir()
+    (folder / "facts").mkdir()
+    for name in COMMANDS:
+        (folder / "bin" / name).symlink_to(HERE / "fake_slurm.sh")
+    for name, lines in ANSWERS.items():
+        write_answers(folder, name, lines)
+    return {**clean_environ(), "PATH": f"{folder}/bin:/usr/bin:/bin"}
+
+
+def write_answers(folder: Path, name: str, lines: list[str]) -> None:
+    (folder / "facts" / name).write_text("".join(f"{line}\n" for line in lines))
+    (folder / "facts" / f"{name}.asked").unlink(missing_ok=True)
+
+
+def make_record(host: str, told: Mapping[str, Any]) -> dict[str, Any]:
+    """The record that a node leaves: {"fails": CODE} is a rank's failure, -N for signal N."""
+    told = {key: value for key, value in told.items() if value != "null"}
+    code, number = told.get("fails"), int(host[1:])
+    failure = code is not None and {
+        **{
+            "rank": told.get("rank", 2 * number),
+            "local_rank": told.get("local_rank", 0),
+            "time": told.get("at", 2.0),
+        },
+        **{"exitcode": code, "reason": f"exited with code {code}", "log": f"rank-{number}.err"},
+        "lines": told.get("lines", []),
+    }
+    status = 128 - code if code and code < 0 else code or 0
+    record = {
+        **{"host": host, "node_rank": number, "state": "failed" if failure else "succeeded"},
+        **{"exit_code": status, "signal": None, "agent_said": "", "failure": failure or None, "restarts": 0},
+        **{"started": 0.0, "ended": 9.0, "ranks": 2, "clean": []},
+    }
+    return {**record, **{key: told[key] for key in told if key in (*record, "hang")}}
+
+
+def write_step(folder: Path, start: Mapping[str, Any]) -> None:
+    """Write what srun does when the ranks' step is started."""
+    lines = ['logs="$folder/run/logs/$LAUNCH_ATTEMPT"']
+    shutil.rmtree(folder / "facts/records", ignore_errors=True)
+    (folder / "facts/records").mkdir()
+    well = True
+    for host, told in {"n0": {}, "n1": {}, **start.get("nodes", {})}.items():
+        if told != "missing":
+            state = {"state": "stopped", "exit_code": 143} if told == "stopped" else told
+            path, record = folder / f"facts/records/node-{host}.json", make_record(host, state)
+            path.write_text(json.dumps(record))
+            lines.append(f'cp "{path}" "$logs"')
+        well = well and told != "missing" and record["state"] == "succeeded" and not record["exit_code"]
+    steps = start.get("steps", [])
+    text = "".join(f"step {step}/10 loss {10 - step}.0\n" for step in steps)
+    lines += [f'printf %s {shlex.quote(text)} >"$logs/rank-0.out"'] if steps else []
+    lines += [start["sh"]] if "sh" in start else []
+    lines += [f"echo {shlex.quote(line)} >&2" for line in start.get("early", [])]
+    for name in start.get("signals", []):
+        lines += [f"kill -{name} $PPID", *await_answer(name, start.get("slurm", {}).get("job", "RUNNING"))]
+    lines += [f"echo {shlex.quote(line)} >&2" for line in start.get("srun", [])]
+    code = start.get("code", 0 if well else 1)
+    lines.append(f"kill -{-code} $$" if code < 0 else f"exit {code}")
+    (folder / "facts/step.sh").write_text("\n".join(lines) + "\n")
+
+
+def await_answer(name: str, job: str) -> list[str]:
+    """What srun does after a signal to the first node, whose process orders the same for the ranks.
+
+    But if SLURM ends the job, it has told the ranks by itself, and the manifest says why.
+    """
+    if name == "KILL":
+        return ["exit"]
+    if job.startswith(("RUNNING", "!")):
+        return [f"await_order SIG{name}"]
+    return ["""while grep -q '"running"' "$folder/run/manifest.json"; do sleep 0.01; done"""]
+
+
+def assert_part(found: object, expected: object, where: str) -> None:
+    """Assert that a tree has all that another one has."""
+    if isinstance(expected, dict):
+        assert isinstance(found, dict), (where, found)
+        for key, value in expected.items():
+            assert_part(found.get(key), None if value == "null" else value, f"{where}.{key}")
+    else:
+        assert found == expected, (where, found, expected)
+
+
+@pytest.mark.parametrize(("job", "starts"), [*list_scenarios()])
+def test_what_becomes_of_a_job(
+    job: dict[str, Any],
+    starts: list[dict[str, Any]],
+    submitted: Path,
+    first_nodes: "subprocess.Popen[str]",
+    tmp_path: Path,
+) -> None:
+    environ, run = {"SLURM_JOB_NODELIST": "n[0-1]", **prepare(tmp_path)}, tmp_path / "run"
+    shutil.copytree(submitted, run)
+    request = json.loads((run / "job.json").read_text())
+    settings = {"cluster": {"node_order": "slurm", "requeue": job.get("requeue", {})}}
+    request["config"] = merge(merge(request["config"], settings), job.get("config", {}))
+    request["directory"] = str(tmp_path)
+    if "nodes" in job:
+        request["min_nodes"], request["max_nodes"] = job["nodes"]
+        request["agent"] = "torchrun"
+        environ["SLURM_JOB_NODELIST"] = f"n[0-{request['max_nodes'] - 1}]"
+    (run / "job.json").write_text(json.dumps(request))
+    manifest = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps(merge(manifest, job.get("manifest", {}))))
+    for number, start in enumerate(starts):
+        play(first_nodes, tmp_path, number, merge({"environ": job.get("environ", {})}, start), environ)
+
+
+def test_inside_an_allocation_nothing_is_requeued_and_the_run_can_be_submitted_again(tmp_path: Path) -> None:
+    environ = prepare(tmp_path)
+    write_step(tmp_path, {"nodes": {"n1": {"fails": 7}}})
+    (tmp_path / "facts/topology").write_text("echo 'SwitchName=s Level=0 LinkSpeed=1 Nodes=n[0-1]'\n")
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1,n0", "SLURM_JOB_NUM_NODES": "2"}
+    words = ("nproc_per_node=1", "cluster.requeue.crash=9", "cluster.node_order=topology")
+    done = run_outside([*words, "new_run_dir=run", "--", "true"], tmp_path, {**environ, **job})
+    assert done.code == 7, done
+    assert "requeue" not in done.err and "attempt 1 ended: the program failed\n" in done.err
+    assert not any(call.startswith(CHANGES) for call in (tmp_path / "calls").read_text().splitlines())
+    path = tmp_path / "run/manifest.json"
+    before = json.loads(path.read_text())
+    assert before["outcome"]["state"] == "failed" and before["earlier"] == []
+    again = run_outside(["run_dir=run", "cluster=slurm", "nodes=2", "nproc_per_node=1"], tmp_path, environ)
+    assert again.code == 0, again
+    manifest = json.loads(path.read_text())
+    (entry,) = manifest["earlier"]
+    assert manifest["outcome"] == {"state": "submitted"}
+    assert (entry["slurm"]["job_id"], entry["attempt"]) == ("7", 0)
+    assert entry["node_order"]["hosts"] == entry["hosts"] == ["n0", "n1"]
+
+
+def play(
+    first_nodes: "subprocess.Popen[str]",
+    folder: Path,
+    number: int,
+    start: Mapping[str, Any],
+    environ: Mapping[str, str],
+) -> None:
+    """Start the job's first node once, and look at what it has told and done."""
+    run, slurm, expected = folder / "run", start.get("slurm", {}), start.get("expect", {})
+    for name, lines in {**ANSWERS, **slurm}.items():
+        write_answers(folder, name, [lines] if isinstance(lines, str) else lines)
+    write_step(folder, start)
+    (folder / "calls").write_text("")
+    variables = {
+        **{"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n0"},
+        **({"SLURM_RESTART_COUNT": str(number)} if number else {}),
+        **start.get("environ", {}),
+    }
+    line = json.dumps({"run": str(run), "environ": {**environ, **variables}, "folder": str(folder)})
+    assert first_nodes.stdin and first_nodes.stdout
+    first_nodes.stdin.write(f"{line}\n")
+    first_nodes.stdin.flush()
+    code, said = int(first_nodes.stdout.readline()), (folder / "err").read_text()
+    calls = (folder / "calls").read_text().splitlines()
+    changes = [call.removeprefix("scontrol ") for call in calls if call.startswith(CHANGES)]
+    path = run / "manifest.json"
+    manifest = json.loads(path.read_text()) if path.is_file() else {"outcome": {}}
+    assert (number, code, changes) == (number, expected.get("code", 0), expected.get("calls", [])), said
+    assert "Traceback" not in said and "report it" not in said
+    assert_part(manifest["outcome"], expected.get("outcome", {}), "outcome")
+    assert_part(manifest, expected.get("manifest", {}), "manifest")
+    if "causes" in expected:
+        entries = [*manifest["earlier"], manifest]
+        assert [entry["outcome"].get("cause") or "" for entry in entries] == expected["causes"]
+    if "reason" in expected:
+        assert str(manifest["outcome"]["reason"]).startswith(expected["reason"]), manifest["outcome"]
+    for part in expected.get("said", []):
+        assert part in said, said
+    for part in expected.get("unsaid", []):
+        assert part not in said, said
+    if "starts" in expected:
+        assert sum("launcher.slurm.task" in call for call in calls) == expected["starts"]
