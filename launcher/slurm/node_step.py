@@ -169,6 +169,8 @@ def describe_node_step(attempt: Attempt) -> Step:
     request = attempt.request
     config = request.config
     box = config.cluster.container
+    # As the batch script starts this process: PYTHONPATH may name the working directory, and is for the ranks.
+    isolation = "-I" if sys.flags.isolated and not box.image else "-P"
     return Step(
         nodes=len(attempt.step_hosts),
         nodelist=attempt.step_hosts,
@@ -176,7 +178,7 @@ def describe_node_step(attempt: Attempt) -> Step:
         directory=request.directory,
         command=(
             box.python if box.image else sys.executable,
-            *("-P", "-m", "launcher.slurm.task", str(attempt.run.path)),
+            *(isolation, "-m", "launcher.slurm.task", str(attempt.run.path)),
         ),
         options={"quiet": False, **config.cluster.srun},  # it says that it was sent SIGTERM
         container=describe_container(box, attempt.run.path, request.directory),
