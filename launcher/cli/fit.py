@@ -83,7 +83,7 @@ def show_estimate(call: VerbCall, plan: Plan) -> int:
             " (fit.gpu_memory_gib=N)"
         )
     if config.format == "json":
-        from launcher.fit.fit_json import fit_to_json
+        from launcher.fit.fit_decision import fit_to_json
 
         sys.stdout.write(json.dumps({"schema": 1, **fit_to_json(report)}, indent=1) + "\n")
     else:

@@ -31,7 +31,7 @@ def show_plan(call: VerbCall) -> int:
     made = plan_node(unset_settings(config, left_out), environ)
     fit = assess_plan(call, made)
     if config.format == "json":
-        from launcher.fit.fit_json import fit_to_json
+        from launcher.fit.fit_decision import fit_to_json
         from launcher.plan.json_form import plan_to_json
 
         found = {**plan_to_json(made), **({"fit": fit_to_json(fit)} if fit else {})}

@@ -15,8 +15,7 @@ from launcher.config.fit_request import (
 from launcher.config.schema import FitConfig, LaunchConfig, ParallelConfig
 from launcher.errors import MachineError, UsageError
 from launcher.fit.choose_settings import describe_choice
-from launcher.fit.fit_decision import assess
-from launcher.fit.fit_messages import describe_change, describe_fit, explain_misfit
+from launcher.fit.fit_decision import assess, describe_change, describe_fit, explain_misfit
 from launcher.fit.fit_model import FitReport, FitRequest, Learned, ModelDimensions
 from launcher.fit.memory_estimate import estimate_memory
 from launcher.plan.model import Plan

@@ -8,8 +8,27 @@ attention and experts. Widths are in elements a token; a `Layer` in bytes a toke
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from launcher.fit.fit_model import ATTENTION_MATRICES, MLP_MATRICES, FitRequest, Lora, ModelDimensions
-from launcher.fit.parameter_counts import list_attention_matrices, list_mlp_matrices
+from launcher.fit.fit_model import (
+    ATTENTION_MATRICES,
+    MLP_MATRICES,
+    NOTHING,
+    FitRequest,
+    Lora,
+    ModelDimensions,
+    Range,
+    make_exact,
+    make_range,
+    scale_range,
+    take_away,
+)
+from launcher.fit.parameter_counts import (
+    LayerRun,
+    RankParameters,
+    count_largest_matrix,
+    divide_up,
+    list_attention_matrices,
+    list_mlp_matrices,
+)
 
 EAGER_NORM = 8
 """Bytes an element that an RMSNorm written in Python keeps more: its input in fp32, and the normalised one
@@ -247,3 +266,204 @@ def count_logit_bytes(request: FitRequest) -> tuple[float, float, float]:
         return 4.0, 6.0, 14.0
     # Whoever checkpoints by operator (torchtitan) often compiles, the loss too.
     return 4.0 if settings.checkpointing == "selective" else 6.0, 11.0, 17.5
+
+
+SELECTED = {True: (0.94, 1.03, 1.12), False: (1.15, 1.25, 1.57), None: (0.94, 1.1, 1.57)}
+"""Low, expected and high of what selective checkpointing keeps by operator, if compiled, eager or not known.
+torchtitan's Llama 3.1 8B keeps 60 to 70 KB a token and layer compiled, 74 to 85 eager, 100 with norms in
+Python (its commits 2271b6386, 5940ddeb5, 40f8fd007); counted are 64. By layer it is half of all."""
+
+
+MEGATRON_SELECTIVE = 0.5
+"""Least share with Megatron, where attention's scores alone are not kept, unless norms, latent attention's
+up-projection or the MLP's activation are recomputed too (Megatron Core's recompute_modules)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageActivations:
+    """Bytes of a micro-batch on a GPU of one stage."""
+
+    kept: Range
+    """By all layers of the stage between forward and backward."""
+    again: Range
+    """What the layer that is computed again has beside what it kept, with checkpointing."""
+    working: Range
+    """Gradients of activations inside a layer."""
+    stream: int
+    """One tensor of the hidden size."""
+    outer: int
+    """Tokens, rotary angles, inputs of the final norm and of the output layer."""
+
+
+def keep_on_gpu(kept: Range, layer: Range) -> Range:
+    """Give what of offloaded activations is still on the GPU: of one layer, of two, of five at most.
+
+    torchtune's OffloadActivations copies on a stream of its own and holds at most five tensors meanwhile.
+    """
+    each = make_range(layer.low, 2 * layer.expected, 5 * layer.high)
+    return make_range(min(kept.low, each.low), min(kept.expected, each.expected), min(kept.high, each.high))
+
+
+def count_dequantized(request: FitRequest, parameters: RankParameters) -> Range:
+    """Count the 16-bit weights that quantized ones are computed with: of a matrix, of a layer at most."""
+    if request.settings.quantization == "none":
+        return NOTHING
+    matrix = 2 * divide_up(count_largest_matrix(request.model), request.layout.tp)
+    return make_range(matrix, 2 * matrix, max(2 * matrix, 2 * parameters.largest_layer))
+
+
+def find_width(request: FitRequest) -> int:
+    """Give the bytes of a number in the computation."""
+    return 4 if request.settings.precision == "fp32" else 2
+
+
+def count_run(
+    request: FitRequest, run: LayerRun, recomputed: Collection[str] = ()
+) -> tuple[float, float, float]:
+    """Give the bytes a token that a layer keeps on a GPU: (low, expected, high).
+
+    Low: fused norms, and no dropout; compiled a fused SwiGLU too. High: norms written in Python, and dropout
+    if positions are learned (GPT-2, GPT-3; MPT has none), and before LoRA's adapters: the mask and what is
+    left of their inputs. Expected: norms as Hugging Face's, unless compiled or Megatron's. Functions on
+    quantized weights keep each matrix's input (bitsandbytes' MatMul4Bit), torchao's do not; litgpt's nf4 runs
+    keep about as much as the inputs and half of the results more than its LoRA runs.
+    """
+    model, settings, layout = request.model, request.settings, request.layout
+    width = find_width(request)
+    # Selective checkpointing computes the scores again (arXiv:2205.05198, section 5).
+    is_default = settings.checkpointing == "selective" and not settings.recompute_modules
+    flash = settings.flash_attention or is_default
+    if settings.bundled:
+        layer = count_layer_activations(
+            model, settings.seq_len, width=width, autocast=settings.autocast, sdpa=True
+        )
+        each = layer.share(1, sequence_parallel=False)
+        return 0.98 * each, each, 1.02 * each
+    eager = settings.framework != "megatron" and not settings.compile
+    old, fused = model.position == "learned", bool(settings.compile) or settings.framework == "megatron"
+
+    def count(*, dropout: bool, eager_norms: bool, fused_mlp: bool) -> LayerActivations:
+        return count_layer_activations(
+            model,
+            settings.seq_len,
+            mixture=run.mixture,
+            width=width,
+            flash=flash,
+            dropout=dropout,
+            eager_norms=eager_norms,
+            fused_mlp=fused_mlp,
+            lora=settings.lora,
+            recomputed=recomputed,
+        )
+
+    low, expected, high = (
+        count(dropout=dropout, eager_norms=norms, fused_mlp=thin).share(
+            layout.tp, sequence_parallel=layout.sequence_parallel
+        )
+        for dropout, norms, thin in (
+            (False, False, fused),
+            (False, eager, not eager),
+            (old, eager, fused and not eager),
+        )
+    )
+    if settings.precision == "fp8":
+        # Inputs of matrices may be kept in 8 bits (Transformer Engine).
+        low *= 0.6
+    if settings.lora:
+        adapters = list_adapters(model, settings.lora, mixture=run.mixture)
+        high += (width + 1) * sum(inputs * times for inputs, times, _ in adapters)
+    if settings.quantization != "none":
+        every = list_adapters(model, Lora(1), mixture=run.mixture)
+        inputs = width * sum(inputs * times for inputs, times, _ in every)
+        expected, high = (
+            expected + inputs,
+            high + inputs + width * sum(out * times for _, times, out in every),
+        )
+    return low, expected, 1.05 * high
+
+
+def estimate_activations(request: FitRequest, parameters: RankParameters) -> StageActivations:
+    """Estimate the activations of a micro-batch on a GPU.
+
+    With full checkpointing a layer keeps its input, 2 sbh (arXiv:2205.05198, section 5), and one layer at a
+    time all of its tensors. Experts may get more than their share of tokens: the high end has half as
+    much again.
+    """
+    settings, layout, model = request.settings, request.layout, request.model
+    tokens, width = count_tokens(request), find_width(request)
+    stream = tokens * (4 if settings.autocast else width) * model.hidden_size
+    local = stream // layout.tp if layout.sequence_parallel else stream
+    kept, again, working = NOTHING, NOTHING, NOTHING
+
+    def count(run: LayerRun, recomputed: Collection[str] = ()) -> Range:
+        low, expected, high = count_run(request, run, recomputed)
+        return make_range(tokens * low, tokens * expected, tokens * high * (1.5 if run.mixture else 1.0))
+
+    for run in parameters.layers:
+        one = layer = count(run)
+        if settings.checkpointing == "full":
+            one = make_exact(local)
+        elif settings.checkpointing == "selective" and settings.recompute_modules:
+            one = count(run, settings.recompute_modules)
+        elif settings.checkpointing == "selective":
+            one = keep_selected(request, run, layer, tokens)
+        kept += scale_range(one, run.count)
+        again = max(again, take_away(layer, one), key=lambda each: each.expected)
+        if settings.checkpointing == "selective" and not settings.recompute_modules:
+            again += count_again(request, tokens)
+        working = max(working, count_working(request, run, local), key=lambda each: each.expected)
+    angles = settings.seq_len * model.head_width * 4 if model.position == "rope" else 0
+    outer = local + tokens * (width * model.hidden_size // layout.tp + 16) + angles
+    return StageActivations(kept, again + count_dequantized(request, parameters), working, local, outer)
+
+
+def keep_selected(request: FitRequest, run: LayerRun, layer: Range, tokens: int) -> Range:
+    """Give what selective checkpointing keeps of a layer's activations, without attention's scores."""
+    settings, layout = request.settings, request.layout
+    if settings.framework == "megatron":
+        return make_range(MEGATRON_SELECTIVE * layer.low, layer.expected, layer.high)
+    stream, every = (4 if settings.autocast else find_width(request)), 1 if settings.bundled else 2
+    kept = count_selected(
+        request.model, mixture=run.mixture, width=find_width(request), stream=stream, every=every
+    )
+    each = tokens * kept.share(layout.tp, sequence_parallel=layout.sequence_parallel)
+    if settings.bundled:
+        return make_range(0.98 * each, each, 1.02 * each)
+    low, expected, high = (share * each for share in SELECTED[settings.compile])
+    if run.mixture:
+        low, high = 0.5 * low, 1.5 * high
+    if settings.precision == "fp8" and settings.compile is False:
+        # torchao's eager fp8 took 81.8 GiB where bf16 took 49.6 (torchtitan's 2271b6386), compiled 47.8.
+        expected, high = 0.8 * layer.expected, layer.high
+    return make_range(low, expected, high)
+
+
+def count_again(request: FitRequest, tokens: int) -> Range:
+    """Count the scores of one layer that selective checkpointing computes again."""
+    if request.settings.flash_attention:
+        return NOTHING
+    layer = count_layer_activations(request.model, request.settings.seq_len, flash=False, dropout=True)
+    return make_exact(tokens * layer.scores / request.layout.tp)
+
+
+def count_working(request: FitRequest, run: LayerRun, stream: int) -> Range:
+    """Count the bytes of gradients of activations inside a layer: in its MLP, half of what that keeps.
+
+    torch's plain attention has gradients of its scores and of their softmax. The high end has what flash
+    attention's backward takes inside its kernel: the query's gradient in fp32, and repeated keys.
+    """
+    model, settings, tokens = request.model, request.settings, count_tokens(request)
+    width, inner = find_width(request), float(model.intermediate_size)
+    if run.mixture and model.experts is not None:
+        inner = (model.experts.per_token + model.experts.shared) * model.experts.intermediate_size
+    kept = tokens * count_mlp_bytes(model, inner, width) / request.layout.tp
+    if not settings.bundled:
+        crowd = 1.5 if run.mixture else 1.0
+        return make_range(0.25 * kept, 0.5 * kept + stream, 0.75 * kept * crowd + 2 * stream)
+    found = 0.5 * kept + stream + tokens * width * model.hidden_size
+    if has_plain_attention(model, width):
+        found = max(found, 2 * tokens * width * model.heads * settings.seq_len - kept + stream)
+    matrix = (4 + 2 * settings.autocast if settings.framework == "ddp" else width) * model.hidden_size * inner
+    groups = 2 * width if model.heads != model.kv_heads else 0
+    kernel = tokens * (4 + groups) * model.heads * model.head_width
+    return make_range(0.9 * found, found + matrix, 1.1 * found + matrix + kernel)

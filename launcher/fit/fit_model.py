@@ -3,6 +3,7 @@
 Bytes are integers; memory of one GPU unless a field says otherwise. All values are immutable.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 VERDICTS = ("fits", "tight", "does_not_fit")
@@ -247,6 +248,41 @@ class Range:
     def __add__(self, other: "Range") -> "Range":
         """Add both ends."""
         return Range(self.low + other.low, self.expected + other.expected, self.high + other.high)
+
+
+NOTHING = Range(0, 0, 0)
+
+
+def add_ranges(ranges: Sequence[Range]) -> Range:
+    """Add both ends and the middle of ranges."""
+    total = NOTHING
+    for one in ranges:
+        total += one
+    return total
+
+
+def make_exact(value: float) -> Range:
+    """Make a range of one value, never negative."""
+    number = max(0, round(value))
+    return Range(number, number, number)
+
+
+def make_range(low: float, expected: float, high: float) -> Range:
+    """Make a range of bytes, never negative and in order."""
+    middle = max(0, round(expected))
+    return Range(min(middle, max(0, round(low))), middle, max(middle, round(high)))
+
+
+def take_away(value: Range, one: Range, times: int = 1) -> Range:
+    """Subtract a range, never to less than nothing."""
+    return make_range(
+        value.low - times * one.low, value.expected - times * one.expected, value.high - times * one.high
+    )
+
+
+def scale_range(value: Range, factor: float) -> Range:
+    """Multiply a range."""
+    return make_range(value.low * factor, value.expected * factor, value.high * factor)
 
 
 @dataclass(frozen=True, slots=True)

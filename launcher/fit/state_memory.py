@@ -6,9 +6,8 @@ fp32 gradients (Megatron-LM's distributed optimizer: 6 + 12 / dp), 16 in fp32, 8
 
 from dataclasses import dataclass, replace
 
-from launcher.fit.fit_model import FitRequest, Range, TrainingSettings
-from launcher.fit.memory_moment import NOTHING, make_exact, make_range
-from launcher.fit.rank_parameters import RankParameters, count_trained, divide_up
+from launcher.fit.fit_model import NOTHING, FitRequest, Range, TrainingSettings, make_exact, make_range
+from launcher.fit.parameter_counts import RankParameters, count_trained, divide_up
 
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1, "adafactor": 0, "adamw8bit": 0}
 """Moments of a parameter in the type of the optimizer's states. AdamW (arXiv:1711.05101) 2; Lion

@@ -3,17 +3,15 @@
 import re
 from dataclasses import astuple, dataclass
 
-from launcher.fit.device_overhead import CONTEXT, CUBLAS, EXPANDABLE, FIXED, NCCL, PROCESS
-from launcher.fit.fit_model import Device, Learned, MemoryEstimate, MemoryPart, Range
-from launcher.fit.memory_moment import make_range
+from launcher.fit.fit_decision import correct_range, judge_total
+from launcher.fit.fit_model import Device, Learned, MemoryEstimate, MemoryPart, Range, make_range
+from launcher.fit.memory_estimate import CONTEXT, CUBLAS, EXPANDABLE, FIXED, NCCL, PROCESS
 
 CATEGORIES = ("weights", "buffers", "gradients", "optimizer", "activations", "temporary")
 """In the order in which they are shown."""
 EARLIER_RUNS = "earlier runs"
 """The part of the estimate by which earlier runs correct the sum of the others."""
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-LEAST_SPREAD = 0.02
-"""Of a measured peak: what one run may differ from the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,29 +106,13 @@ def conclude_fit(
     if learned is not None:
         # On a GPU the allocator's memory is measured, on CPUs that of the process.
         expected = reserved if is_gpu else total
-        reserved = correct_by_runs(expected, learned)
+        reserved = correct_range(expected, learned)
         total = reserved + context if is_gpu else reserved
         ends = zip(astuple(reserved), astuple(expected), strict=True)
         parts.append(MemoryPart(EARLIER_RUNS, Range(*(after - before for after, before in ends))))
         told = f"{learned.source or 'earlier runs'} took {learned.ratio:.0%} of what was expected"
     estimate = MemoryEstimate(tuple(parts), total, allocated, reserved)
-    return StepFit(peak, device, estimate, judge_step(total, device.memory_mib << 20), told)
-
-
-def correct_by_runs(expected: Range, learned: Learned) -> Range:
-    """Return a range around what earlier runs have measured."""
-    middle = expected.expected * learned.ratio
-    spread = max(LEAST_SPREAD, learned.spread)
-    return make_range(middle * (1 - spread), middle, middle * (1 + spread))
-
-
-def judge_step(total: Range, capacity: int) -> str:
-    """Return the verdict; empty if the capacity is unknown."""
-    if capacity <= 0:
-        return ""
-    if total.high <= capacity:
-        return "fits"
-    return "does_not_fit" if total.low > capacity else "tight"
+    return StepFit(peak, device, estimate, judge_total(total, device.memory_mib << 20), told)
 
 
 def predict_reserved(fit: StepFit) -> int:

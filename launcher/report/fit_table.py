@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.fit.choose_settings import describe_choice
-from launcher.fit.fit_messages import format_bytes
+from launcher.fit.fit_decision import format_bytes
 from launcher.fit.fit_model import (
     Advice,
     BudgetLine,

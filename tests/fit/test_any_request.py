@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import UsageError
+from launcher.fit.advice import advise
 from launcher.fit.batch_arithmetic import check_layout
 from launcher.fit.fit_model import (
     Device,
@@ -14,7 +15,6 @@ from launcher.fit.fit_model import (
     TrainingSettings,
 )
 from launcher.fit.memory_estimate import estimate_memory
-from launcher.fit.shape_advice import advise
 from launcher.fit.speed_estimate import estimate_speed
 from tests.fit.published_settings import DEEPSEEK, GPT2, LLAMA70B, MIXTRAL
 from tests.fuzzing import WORDS

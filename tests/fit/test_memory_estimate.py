@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.fit.activation_memory import count_in_flight, count_layer_activations
+from launcher.fit.activation_memory import count_in_flight, count_layer_activations, count_run
+from launcher.fit.advice import budget_node
 from launcher.fit.fit_model import (
     Device,
     Experts,
@@ -18,10 +19,8 @@ from launcher.fit.fit_model import (
     ParallelLayout,
     TrainingSettings,
 )
-from launcher.fit.framework_memory import count_run
 from launcher.fit.memory_estimate import estimate_memory
-from launcher.fit.node_budget import budget_node
-from launcher.fit.rank_parameters import count_stage, count_trained
+from launcher.fit.parameter_counts import count_stage, count_trained
 from launcher.fit.state_memory import count_state_bytes
 from tests.fuzzing import WORDS
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.fit.device_overhead import CUBLAS
-from launcher.fit.memory_estimate import estimate_memory
+from launcher.fit.memory_estimate import CUBLAS, estimate_memory
 from tests.benchmarks.fit_cases import FEW, GRID, FitCase, make_request
 from tests.benchmarks.fit_grid import MOST_ABOVE, find_missing, track_cases
 
