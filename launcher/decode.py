@@ -1,4 +1,4 @@
-"""Typed values from JSON: dataclasses are filled by their annotations, and an error names the place.
+"""Typed values from JSON and back: dataclasses are filled by their annotations, and an error names the place.
 
 Files of a run directory can be cut short, of another version, or planted by another user.
 """
@@ -11,10 +11,12 @@ from math import inf, isfinite
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar
 
-from launcher.cpulist import parse_cpulist
+from launcher.cpulist import format_cpulist, parse_cpulist
 
 KEY = "json_key"
 """Entry of a field's metadata: its key in JSON, if that is no name in Python, as `from`."""
+OBJECT = "json_object"
+"""Entry of a field's metadata: a tuple of pairs that is an object in JSON."""
 LARGE = 1e300
 """Numbers from here on are looked at more closely: they may be infinite, or no `float`."""
 T = TypeVar("T")
@@ -171,3 +173,23 @@ def check_type(kind: type[T], data: object, path: str) -> T:
     if type(data) is not kind:
         raise DecodeError(f"{path or 'the whole'} is of type {type(data).__name__}, not {kind.__name__}")
     return data
+
+
+def dump(value: Any) -> Any:  # noqa: ANN401 - see convert
+    """Return what JSON has for a value of the types of `convert`, which reads it back."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {
+            item.metadata.get(KEY, item.name): (
+                dict(getattr(value, item.name))
+                if item.metadata.get(OBJECT)
+                else dump(getattr(value, item.name))
+            )
+            for item in fields(value)
+        }
+    if isinstance(value, frozenset):
+        return format_cpulist(value)
+    if isinstance(value, tuple | list):
+        return [dump(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: dump(item) for key, item in value.items()}
+    return value

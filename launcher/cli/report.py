@@ -95,7 +95,7 @@ def read_host_plans(path: Path) -> "Iterator[HostPlan]":
 
 def read_host_plan(text: str) -> Plan:
     """Read a node's plan; raises UsageError or ValueError."""
-    from launcher.plan.snapshot import parse_machine
+    from launcher.plan.json_form import parse_machine
 
     found = decode(WrittenPlan, text)
     return Plan(parse_machine(text), found.ranks, found.warnings)

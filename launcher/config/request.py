@@ -93,7 +93,7 @@ def load_snapshot(path: str) -> Machine:
 
     Raises UsageError for a file that cannot be read, or that holds something else.
     """
-    from launcher.plan.snapshot import parse_machine
+    from launcher.plan.json_form import parse_machine
 
     try:
         data = read_input(path, LARGEST)

@@ -1,31 +1,19 @@
-"""The JSON form of plans and machine snapshots; launcher.plan.snapshot reads it back."""
+"""The JSON form of plans, of machine snapshots, and of what a job asks of each node."""
 
-from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from launcher.cpulist import format_cpulist
-from launcher.plan.gc_policy import parse_gc_policy, render_gc_policy
-from launcher.plan.model import (
-    SCHEMA,
-    Cache,
-    Gpu,
-    Limits,
-    Machine,
-    Nic,
-    NumaNode,
-    Plan,
-    RankPlan,
-    Request,
-    Variable,
-)
+from launcher.decode import DecodeError, convert, dump, parse_json
+from launcher.errors import UsageError
+from launcher.plan.model import SCHEMA, Cpu, Machine, NumaNode, Plan, RankPlan, Request
 
 KIND = "machine"
 """What a snapshot says that it is."""
-PLACE = ("package", "node", "l3", "capacity")
-"""What the cores of one group of a snapshot have in common."""
+OF_THE_NODE = ("nproc_per_node", "host_library", "caches", "environ")
+"""Parts of a request that depend on the node: they do not travel."""
 
 
 def plan_to_json(plan: Plan) -> dict[str, object]:
-    """A plan as `launch plan format=json` prints it."""
+    """Return a plan as `launch plan format=json` prints it."""
     return {
         "schema": SCHEMA,
         "machine": machine_to_json(plan.machine),
@@ -35,173 +23,135 @@ def plan_to_json(plan: Plan) -> dict[str, object]:
 
 
 def rank_to_json(rank: RankPlan) -> dict[str, object]:
-    """One rank's part of a plan."""
-    gpu = rank.gpu
-    return {
-        "local_rank": rank.local_rank,
-        "gpu": {"index": gpu.index, "uuid": gpu.uuid, "pci": gpu.pci} if gpu else None,
-        "cpus": format_cpulist(rank.cpus),
-        "worker_cpus": format_cpulist(rank.worker_cpus),
-        "memory": {"policy": rank.memory.policy, "nodes": format_cpulist(rank.memory.nodes)},
-        "num_workers": rank.num_workers,
-        "omp_num_threads": rank.omp_num_threads,
-        "nic": rank.nic,
-        "env": dict(rank.env),
-        "variables": [variable_to_json(variable) for variable in rank.variables],
-        "notes": list(rank.notes),
-    }
-
-
-def variable_to_json(variable: Variable) -> dict[str, object]:
-    """A variable with who set it, and why if there is something to say."""
-    why = {"why": variable.why} if variable.why else {}
-    return {"name": variable.name, "value": variable.value, "from": variable.source, **why}
-
-
-def machine_to_json(machine: Machine) -> dict[str, object]:
-    """A machine as a snapshot holds it; `machine_from_json` reads it back."""
-    return {
-        "schema": SCHEMA,
-        "kind": KIND,
-        "name": machine.name,
-        **({"kernel": machine.kernel} if machine.kernel else {}),
-        "source": machine.source,
-        "cores": cores_to_json(machine),
-        "caches": [take_fields(cache) for cache in machine.caches],
-        "nodes": [node_to_json(machine, node) for node in machine.nodes],
-        "gpus": [gpu_to_json(gpu) for gpu in machine.gpus],
-        "nics": [{**take_fields(nic), "path": list(nic.path)} for nic in machine.nics],
-        "allowed_cpus": format_cpulist(machine.allowed_cpus),
-        "allowed_mems": format_cpulist(machine.allowed_mems),
-        "isolated": format_cpulist(machine.isolated),
-        "memory_kib": machine.memory_kib,
-        "limits": take_fields(machine.limits),
-        "warnings": list(machine.warnings),
-    }
-
-
-def take_fields(value: Cache | Nic | Limits) -> dict[str, object]:
-    """The fields of a value by name."""
-    return {name: getattr(value, name) for name in value.__slots__}
-
-
-def cores_to_json(machine: Machine) -> list[dict[str, object]]:
-    """The cores, those of one package, node, cache and capacity together; a cpulist of PUs for each core."""
-    groups: dict[tuple[int, ...], dict[int, list[int]]] = {}
-    for cpu in machine.cpus:
-        place = (cpu.package, cpu.node, cpu.l3, cpu.capacity)
-        groups.setdefault(place, {}).setdefault(cpu.core, []).append(cpu.id)
-    return [
-        {
-            **dict(zip(PLACE, place, strict=True)),
-            "cores": [format_cpulist(frozenset(pus)) for pus in cores.values()],
-        }
-        for place, cores in groups.items()
-    ]
-
-
-def node_to_json(machine: Machine, node: NumaNode) -> dict[str, object]:
-    """A NUMA node; a distance for each node of the machine, in their order."""
-    return {
-        "id": node.id,
-        "memory_kib": node.memory_kib,
-        "normal": node.normal,
-        "distances": [node.distance(other.id) for other in machine.nodes],
-    }
-
-
-def gpu_to_json(gpu: Gpu) -> dict[str, object]:
-    """A GPU with all that is known of it."""
-    return {
-        "index": gpu.index,
-        "uuid": gpu.uuid,
-        "pci": gpu.pci,
-        "node": gpu.node,
-        "local_cpus": format_cpulist(gpu.local_cpus),
-        "name": gpu.name,
-        "mig": list(gpu.mig),
-        "vendor": gpu.vendor,
-        "path": list(gpu.path),
-        "memory_mib": gpu.memory_mib,
-    }
+    """Return one rank's part of a plan; of its GPU what names it, the rest is in the machine."""
+    gpu = rank.gpu and {"index": rank.gpu.index, "uuid": rank.gpu.uuid, "pci": rank.gpu.pci}
+    variables = [{k: v for k, v in dump(one).items() if v or k != "why"} for one in rank.variables]
+    return {**dump(rank), "gpu": gpu, "variables": variables}
 
 
 def request_to_json(request: Request, root: str) -> dict[str, object]:
-    """LAUNCH_REQUEST: what is asked of every node of a job, and the root of the machine's files there.
-
-    What depends on the node is left out: the number of ranks, the environment, folders and libraries.
-    """
-    return {
-        "root": root,
-        "binding": request.binding,
-        "strict": request.strict,
-        "reserve_cores": request.reserve_cores,
-        "devices": request.devices,
-        "workload": request.workload,
-        "num_workers": request.num_workers,
-        "worker_gib": request.worker_gib,
-        "worker_shm_mib": request.worker_shm_mib,
-        "loader_default": request.loader_default,
-        "measured": request.measured,
-        "gc": render_gc_policy(request.gc),
-        "allocator": request.allocator,
-        "host_allocator": request.host_allocator,
-        "nic": request.nic,
-        "configured": dict(request.configured),
-    }
+    """Return LAUNCH_REQUEST: what is asked of every node, and the root of the machine's files there."""
+    asked = {key: value for key, value in dump(request).items() if key not in OF_THE_NODE}
+    return {"root": root, **asked}
 
 
 def request_from_json(data: object) -> tuple[Request, str]:
     """Read LAUNCH_REQUEST back, and the root in it; raises ValueError for what is not as written above."""
-    if not isinstance(data, dict):
-        raise ValueError("not an object")
-    request = Request(
-        binding=take_text(data, "binding"),
-        strict=take_flag(data, "strict"),
-        reserve_cores=int(take_number(data, "reserve_cores")),
-        devices=take_text(data, "devices"),
-        workload=take_text(data, "workload"),
-        num_workers=int(take_number(data, "num_workers")),
-        worker_gib=take_number(data, "worker_gib"),
-        worker_shm_mib=take_number(data, "worker_shm_mib"),
-        loader_default=take_flag(data, "loader_default"),
-        measured=take_flag(data, "measured"),
-        gc=parse_gc_policy(take_text(data, "gc")),
-        allocator=take_text(data, "allocator"),
-        host_allocator=take_text(data, "host_allocator"),
-        nic=take_flag(data, "nic"),
-        configured=take_texts(data, "configured"),
+    if not isinstance(data, dict) or not isinstance(data.get("root"), str):
+        raise DecodeError("not an object with a root")
+    return convert(Request, {k: v for k, v in data.items() if k not in OF_THE_NODE}), data["root"]
+
+
+@dataclass(frozen=True, slots=True)
+class _CoreGroup:
+    """The cores that are in one place, as a snapshot has them."""
+
+    package: int
+    node: int
+    l3: int
+    capacity: int
+    cores: tuple[frozenset[int], ...]
+    """The PUs of each core."""
+
+
+@dataclass(frozen=True, slots=True)
+class _NodeEntry:
+    """A NUMA node, as a snapshot has it."""
+
+    id: int
+    memory_kib: int
+    normal: bool
+    distances: tuple[int, ...]
+    """To each node of the machine, in their order."""
+
+
+def machine_to_json(machine: Machine) -> dict[str, object]:
+    """Return a machine as a snapshot holds it; `machine_from_json` reads it back.
+
+    Cores that are in one place stand together, and distances are a row without the nodes' numbers: files of
+    machines with hundreds of CPUs stay short.
+    """
+    groups: dict[tuple[int, int, int, int], dict[int, set[int]]] = {}
+    for cpu in machine.cpus:
+        place = (cpu.package, cpu.node, cpu.l3, cpu.capacity)
+        groups.setdefault(place, {}).setdefault(cpu.core, set()).add(cpu.id)
+    cores = [
+        _CoreGroup(package, node, l3, capacity, tuple(map(frozenset, found.values())))
+        for (package, node, l3, capacity), found in groups.items()
+    ]
+    ids = [node.id for node in machine.nodes]
+    nodes = [
+        _NodeEntry(node.id, node.memory_kib, node.normal, tuple(map(node.distance, ids)))
+        for node in machine.nodes
+    ]
+    data = {**dump(replace(machine, cpus=(), nodes=())), "cores": dump(cores), "nodes": dump(nodes)}
+    del data["cpus"]
+    if not machine.kernel:
+        del data["kernel"]
+    # What people look for comes first.
+    first = [
+        name
+        for name in ("name", "kernel", "source", "cores", "caches", "nodes", "gpus", "nics")
+        if name in data
+    ]
+    return {"schema": SCHEMA, "kind": KIND, **{name: data[name] for name in first}, **data}
+
+
+def parse_machine(text: str) -> Machine:
+    """Read a snapshot's text, or that of a plan, which holds one.
+
+    Raises UsageError for what is not a whole snapshot of a known schema.
+    """
+    try:
+        data = parse_json(text)
+    except DecodeError as error:
+        raise UsageError(f"not a machine snapshot, or cut short ({error}): save it again") from error
+    return machine_from_json(data.get("machine") if isinstance(data, dict) and "ranks" in data else data)
+
+
+def machine_from_json(data: object) -> Machine:
+    """Read a snapshot's JSON value. Raises UsageError as `parse_machine` does."""
+    if not isinstance(data, dict) or data.get("kind") != KIND:
+        raise UsageError(
+            f"not a machine snapshot ({describe_json(data)}): make one with `launch topo save=FILE`"
+        )
+    schema = data.get("schema")
+    if isinstance(schema, bool) or schema != SCHEMA:
+        raise UsageError(
+            f"the machine snapshot has schema {schema!r}, and this version reads {SCHEMA}: "
+            "update launch, or save it again"
+        )
+    try:
+        return build_machine(data)
+    except ValueError as error:
+        raise UsageError(f"the machine snapshot is incomplete or damaged ({error}): save it again") from error
+
+
+def describe_json(data: object) -> str:
+    """What a JSON value is, for people."""
+    if isinstance(data, dict):
+        return f"an object with {', '.join(sorted(map(str, data))[:5]) or 'nothing in it'}"
+    return f"a {type(data).__name__}"
+
+
+def build_machine(data: dict[str, object]) -> Machine:
+    """Build the value; raises ValueError if a part is missing or wrong."""
+    groups = convert(tuple[_CoreGroup, ...], data.get("cores"), 0)
+    entries = convert(tuple[_NodeEntry, ...], data.get("nodes"), 0)
+    cpus = [
+        Cpu(pu, min(core), group.package, group.node, group.l3, group.capacity)
+        for group in groups
+        for core in group.cores
+        for pu in core
+    ]
+    ids = [entry.id for entry in entries]
+    if not cpus or len({cpu.id for cpu in cpus}) < len(cpus):
+        raise ValueError("no CPUs, or one twice")
+    if len(set(ids)) < len(ids):
+        raise ValueError("a node twice")
+    nodes = tuple(
+        NumaNode(entry.id, entry.memory_kib, entry.normal, tuple(zip(ids, entry.distances, strict=True)))
+        for entry in entries
     )
-    return request, take_text(data, "root")
-
-
-def take_text(data: Mapping[str, object], name: str) -> str:
-    """The text of this name; raises ValueError."""
-    value = data.get(name)
-    if not isinstance(value, str):
-        raise ValueError(f"{name} is no text")
-    return value
-
-
-def take_flag(data: Mapping[str, object], name: str) -> bool:
-    """The truth value of this name; raises ValueError."""
-    value = data.get(name)
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is neither true nor false")
-    return value
-
-
-def take_number(data: Mapping[str, object], name: str) -> float:
-    """The number of this name; raises ValueError."""
-    value = data.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} is no number")
-    return value
-
-
-def take_texts(data: Mapping[str, object], name: str) -> tuple[tuple[str, str], ...]:
-    """The names and texts of an object; raises ValueError."""
-    value = data.get(name)
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise ValueError(f"{name} is no object of texts")
-    return tuple(value.items())
+    machine = convert(Machine, {**data, "cpus": [], "nodes": []}, 0)
+    return replace(machine, cpus=tuple(sorted(cpus, key=lambda cpu: cpu.id)), nodes=nodes)

@@ -190,7 +190,7 @@ class Request:
     """Folder on the node for the compilers' caches; empty for their own."""
     environ: tuple[tuple[str, str], ...] = ()
     """The environment, the configuration's variables in it, as far as the plan depends on it (`HONOURED`)."""
-    configured: tuple[tuple[str, str], ...] = ()
+    configured: tuple[tuple[str, str], ...] = field(default=(), metadata={"json_object": True})
     """Variables that the configuration sets (`env.X`), by their names, secrets masked: for people."""
 
 
@@ -233,7 +233,7 @@ class RankPlan:
     """Threads for OpenMP: the rank's physical cores less its workers, at least 1."""
     nic: str | None = None
     """RDMA device next to the GPU."""
-    env: tuple[tuple[str, str], ...] = ()
+    env: tuple[tuple[str, str], ...] = field(default=(), metadata={"json_object": True})
     """Variables that the shim sets, in the order of their names."""
     notes: tuple[str, ...] = ()
     """What a person should know of this rank's placement."""

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from launcher.plan.json_form import plan_to_json
+from launcher.plan.json_form import parse_machine, plan_to_json
 from launcher.plan.model import Limits, Machine, Plan, Request
 from launcher.plan.planner import plan
-from launcher.plan.snapshot import parse_machine
 from tests.plan.lab_machines import score
 
 from .build import NAMES, SHIPPED, build_files, read_description

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 from launcher.plan.allocator import format_settings, parse_settings
-from launcher.plan.json_form import machine_to_json
+from launcher.plan.json_form import machine_from_json, machine_to_json
 from launcher.plan.model import Machine, Plan, RankPlan, Request
 from launcher.plan.planner import plan
-from launcher.plan.snapshot import machine_from_json
 
 from .lab_machines import convert, describe
 

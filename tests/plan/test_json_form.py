@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import UsageError
-from launcher.plan.json_form import machine_to_json, plan_to_json
+from launcher.plan.json_form import machine_from_json, machine_to_json, parse_machine, plan_to_json
 from launcher.plan.model import Cache, Gpu, Limits, Machine, Nic, Request
 from launcher.plan.planner import plan
-from launcher.plan.snapshot import machine_from_json, parse_machine
 
 from .lab_machines import NAMES, convert, load
 

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from launcher.errors import LaunchError
 from launcher.plan.cpu_sets import BINDINGS, cut_evenly, find_edges, order_sizes
 from launcher.plan.environment import COUNTS
-from launcher.plan.json_form import machine_to_json
+from launcher.plan.json_form import machine_to_json, parse_machine
 from launcher.plan.model import Cpu, Gpu, Limits, Machine, Nic, NumaNode, Request
 from launcher.plan.planner import plan
-from launcher.plan.snapshot import parse_machine
 from launcher.plan.usable_cores import build_topology, find_usable
 
 from .lab_machines import convert, score

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import UsageError
+from launcher.plan.json_form import parse_machine
 from launcher.plan.model import Machine, Plan, Request
 from launcher.plan.planner import plan
-from launcher.plan.snapshot import parse_machine
 from launcher.plan.usable_cores import find_usable
 from launcher.plan.visible_devices import resolve_visible
 

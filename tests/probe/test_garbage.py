@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import LaunchError
-from launcher.plan.json_form import machine_to_json
+from launcher.plan.json_form import machine_to_json, parse_machine
 from launcher.plan.model import Machine
-from launcher.plan.snapshot import parse_machine
 from launcher.probe.machine import probe
 
 from .machine_trees import spoilt, write_rich
