@@ -273,6 +273,7 @@ def test_configuration_files(folder: Path, files: dict[str, bytes], line: list[s
 @example(line=["--cfg", "all", "model=é"])
 @example(line=["--info", "all"])
 @example(line=["-sc", "query=fish"])
+@pytest.mark.slow
 def test_command_lines_as_processes(folder: Path, line: list[str]) -> None:
     whole = [word.replace("\0", "").encode("utf-8", "surrogateescape") for word in line if word != "--"]
     assert_clean(run_outside([*whole, "dry_run=true"], folder), folder, kept=set())

@@ -176,6 +176,7 @@ def test_two_nodes_started_by_hand(tmp_path: Path) -> None:
     assert {(f[1], f[3], f[5], f[6]) for f in fields} == {("4", "2", "job7", "4")}
 
 
+@pytest.mark.slow
 def test_kubeflow_variables_start_a_node(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])

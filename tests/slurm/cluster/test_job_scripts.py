@@ -102,7 +102,7 @@ def check_ranks(folder: Path, placed: bool) -> None:
         assert sets == [set(ALLOWED)] * 2
 
 
-@pytest.mark.parametrize("name", ["torchrun", "torchrun-launch-rank"])
+@pytest.mark.parametrize("name", [pytest.param("torchrun", marks=pytest.mark.slow), "torchrun-launch-rank"])
 def test_what_the_torchrun_script_runs_on_a_node(name: str, tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", read_core(name), name, "--lr", "3e 4", ""],
@@ -113,7 +113,7 @@ def test_what_the_torchrun_script_runs_on_a_node(name: str, tmp_path: Path) -> N
     assert done.stderr.count("launch-rank: rank") == (2 if "launch-rank" in name else 0)
 
 
-@pytest.mark.parametrize("name", ["srun", "srun-launch-rank"])
+@pytest.mark.parametrize("name", [pytest.param("srun", marks=pytest.mark.slow), "srun-launch-rank"])
 def test_what_the_srun_script_runs_for_each_task(name: str, tmp_path: Path) -> None:
     environ = prepare(tmp_path, WORLD_SIZE="2", MASTER_PORT=str(20000 + os.getpid() % 10000))
     environ |= {"SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_CPU_BIND_TYPE": "none"}
