@@ -169,7 +169,7 @@ def describe_node_step(attempt: Attempt) -> Step:
     request = attempt.request
     config = request.config
     box = config.cluster.container
-    # As the batch script starts this process: PYTHONPATH may name the working directory, and is for the ranks.
+    # As the batch script starts this process: PYTHONPATH may name the working directory, and is for ranks.
     isolation = "-I" if sys.flags.isolated and not box.image else "-P"
     return Step(
         nodes=len(attempt.step_hosts),

@@ -32,6 +32,10 @@ REFUSED = {
 """Commands that cannot be dry runs, and what they say of that."""
 
 
+NAMES = {"RUN": "train", "[RUN]": "train", "PROGRAM": "train.py"}
+"""What stands for a name, and one that there is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shown:
     """A command of a document."""
@@ -125,8 +129,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def make_dry(argv: Sequence[str]) -> list[str]:
-    """A command line of a job or of `tune` with `dry_run=true`, others as they are, and a run for RUN."""
-    words = ["train" if word in {"RUN", "[RUN]"} else word for word in argv]
+    """A command line of a job or of `tune` with `dry_run=true`, others as they are."""
+    words = [NAMES.get(word, word) for word in argv]
     is_job = not words or words[0] not in VERBS
     if is_job and not {"--help", "--help-all", "--cfg", "--version", "-sc"} & set(words):
         return ["dry_run=true", *words]

@@ -34,8 +34,8 @@ def test_the_largest_and_the_fastest_are_found_on_two_ranks(tmp_path: Path) -> N
     assert by_size[16]["memory_kib"] > 2 * 16 * 8 * 1024
     assert 0 < by_size[16]["sequences_per_second"] < 2 * 16 / 0.05
     assert "can't allocate memory" in by_size[32]["reason"]
-    use = f"launch nproc_per_node=2 -- train.py --batch-size {result['batch']} --knee 16 --limit-mib 230 --catch"
-    assert f"use {result['batch']}: `{use}`" in done.err
+    words = f"train.py --batch-size {result['batch']} --knee 16 --limit-mib 230 --catch"
+    assert f"use {result['batch']}: `launch nproc_per_node=2 -- {words}`" in done.err
     assert list_living(tmp_path) == []
     (run,) = tmp_path.glob("runs/train-tune/*")
     assert json.loads((run / "tuning.json").read_text()) == result
