@@ -1,0 +1,74 @@
+"""Run directories as data: `tests/data/runs/KIND.json` holds the files of one, by path.
+
+A file of JSON is stored as its value, one of JSON lines as a list, any other as text. Paths, hosts and boots of the
+machine on which it was recorded are replaced.
+"""
+
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+DATA = Path(__file__).parents[1] / "data" / "runs"
+HOME, PYTHON, HOST = "/home/ann/work", "/opt/venv", "box"
+BOOT = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+LEFT_OUT = ("report.html", "submission.sh", "job.json")
+MOST_LINES = 6
+"""Of a file of metrics."""
+REPOSITORY = Path(__file__).parents[2]
+
+
+def list_recordings() -> list[str]:
+    return sorted(path.stem for path in DATA.glob("*.json"))
+
+
+def record(name: str, run_dir: Path) -> None:
+    """Store a run directory that was made in `run_dir.parents[2]`."""
+    files = {
+        str(path.relative_to(run_dir)): _load(path.name, _neutralise(path.read_text(), run_dir.parents[2]))
+        for path in sorted(run_dir.rglob("*"))
+        if path.is_file() and str(path.relative_to(run_dir)) not in LEFT_OUT
+    }
+    files = {_rename_host(file): value for file, value in files.items()}
+    lines = ",\n".join(f"{json.dumps(file)}: {json.dumps(value)}" for file, value in files.items())
+    DATA.mkdir(exist_ok=True)
+    (DATA / f"{name}.json").write_text(f'{{"id": "{run_dir.name}", "files": {{\n{lines}\n}}}}\n')
+
+
+def restore(name: str, runs_dir: Path) -> Path:
+    """Write a recorded run below `runs_dir`, where it is `train/ID`, and return its directory."""
+    found = json.loads((DATA / f"{name}.json").read_text())
+    path = runs_dir / "train" / found["id"]
+    for file, value in found["files"].items():
+        target = path / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(_dump(file, value))
+    return path
+
+
+def _load(file: str, text: str) -> Any:
+    if file.endswith(".json"):
+        return json.loads(text)
+    if file.endswith(".jsonl"):
+        lines = [json.loads(line) for line in text.splitlines()]
+        return lines if len(lines) <= MOST_LINES else [*lines[: MOST_LINES - 1], lines[-1]]
+    return text
+
+
+def _dump(file: str, value: Any) -> str:
+    if file.endswith(".json"):
+        return json.dumps(value, indent=1) + "\n"
+    return "".join(json.dumps(line) + "\n" for line in value) if file.endswith(".jsonl") else str(value)
+
+
+def _neutralise(text: str, folder: Path) -> str:
+    text = text.replace(str(folder), HOME).replace(str(REPOSITORY / ".venv"), PYTHON)
+    text = text.replace(str(REPOSITORY), "/opt/launch")
+    text = re.sub(r"/tmp/launch-caches-[\w-]+", "/tmp/launch-caches", text)
+    text = BOOT.sub("00000000-0000-0000-0000-000000000000", text)
+    return re.sub(rf"\b{re.escape(socket.gethostname())}\b", HOST, text)
+
+
+def _rename_host(file: str) -> str:
+    return re.sub(rf"\b{re.escape(socket.gethostname())}\b", HOST, file)
