@@ -1,6 +1,7 @@
-"""Write expected outputs again: `python -m tests.golden [plans] [runs] [SLURM_SANDBOX_FOLDER]`; all without words.
+"""Write expected outputs again: `python -m tests.golden [plans] [runs] [FOLDER_OF_A_SANDBOX]`.
 
-`runs` starts real jobs, for a minute. Those on SLURM need a sandbox: `slurm/sandbox --folder DIR up`, and DIR here.
+Without words, all but those on SLURM, which need a cluster: `slurm/sandbox --folder FOLDER up`.
+`runs` starts real jobs, for a minute.
 """
 
 import sys

@@ -5,10 +5,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.conftest import clean_environ
 from tests.runs.jobs import KINDS, LOCAL, run_local, run_on_slurm
 from tests.runs.recordings import DATA, REPOSITORY, list_recordings, record
 from tests.runs.shapes import FILE, find_keys, name_files
+from tests.seam import clean_environ
 
 
 def record_local() -> None:

@@ -4,15 +4,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import clean_environ
-from tests.launch.start_launch import LAUNCH, find_processes, find_run
+from tests.seam import LAUNCH, clean_environ, find_processes, find_run
 
 KINDS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("kinds.toml").read_text())
 LOCAL = [name for name, kind in KINDS.items() if "slurm" not in kind]
@@ -27,7 +26,7 @@ def run_local(names: Sequence[str], folder: Path) -> dict[str, Path]:
         for name, process in started.items():
             kind = KINDS[name]
             for pattern in kind.get("once", ()):
-                _wait_for(lambda name=name, pattern=pattern: _has(folder / name, pattern), f"{name}: {pattern}")
+                _wait_for(partial(_has, folder / name, pattern), f"{name}: {pattern}")
             if "send" in kind:
                 process.send_signal(getattr(signal, kind["send"]))
         for name, process in started.items():
@@ -47,11 +46,13 @@ def run_on_slurm(name: str, folder: Path, sandbox: Sequence[str], environ: Mappi
     assert process.wait(60) == 0, (folder / name / "output").read_text()
     path = find_run(folder / name)
     for pattern in kind.get("once", ()):
-        _wait_for(lambda: list(path.glob(pattern)), pattern)
+        _wait_for(partial(_has, folder / name, pattern), pattern)
     if "lose" in kind:
         host = json.loads((path / "manifest.json").read_text())["hosts"][kind["lose"]]
         subprocess.run([*sandbox, "kill", host], check=True)
-    _wait_for(lambda: json.loads((path / "manifest.json").read_text())["outcome"]["state"] in ENDED, "the end")
+    _wait_for(
+        lambda: json.loads((path / "manifest.json").read_text())["outcome"]["state"] in ENDED, "the end"
+    )
     if "lose" in kind:
         subprocess.run([*sandbox, "start", host], check=True)
     assert json.loads((path / "manifest.json").read_text())["outcome"]["state"] == kind["state"]
@@ -83,8 +84,3 @@ def _wait_for(condition: Callable[[], object], what: str, timeout: float = 120) 
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout:.0f} s for {what}"
         time.sleep(0.1)
-
-
-def main_python() -> str:
-    """Return the interpreter's own folder, which recordings do not name."""
-    return str(Path(sys.executable).parent.parent)

@@ -1,0 +1,119 @@
+"""What the commands make of recorded runs, whole and damaged: `tests/data/runs/expected.toml` has the values.
+
+An entry is a recording, or one (`of`) with `edits`: a file is cut to a number of characters, removed,
+replaced by a text or by a link to a file outside, or has a part of its text replaced.
+"""
+
+import json
+import re
+import shutil
+import socket
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs.jobs import KINDS
+from tests.runs.recordings import DATA, list_recordings, restore
+from tests.seam import Launch, Result
+
+EXPECTED: dict[str, dict[str, Any]] = tomllib.loads((DATA / "expected.toml").read_text())
+WORDS = ("code", "says", "has", "counts")
+SECRET = "words of somebody else's file"
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_what_the_commands_say(name: str, here: Path, launch: Launch) -> None:
+    expected = _complete(EXPECTED[name])
+    path = restore(expected.get("of", name), here / "runs")
+    outside = here / "outside"
+    outside.write_text(f"{SECRET}\n")
+    for edit in expected.get("edits", ()):
+        _edit(path, edit, outside)
+    (here / "train.py").write_text("")
+    calls: dict[str, Callable[[], Result]] = {
+        "status": lambda: launch("status", str(path), "format=json"),
+        "watch": lambda: launch("watch", str(path), "format=json"),
+        "logs": lambda: launch("logs", str(path)),
+        "nodes": lambda: launch("nodes", "format=json"),
+        "doctor": lambda: launch("doctor", f"run_dir={path}", "format=json"),
+        "report": lambda: launch("report", str(path)),
+        "resume": lambda: launch(f"run_dir={path}", "nproc_per_node=2", "dry_run=true", "train.py"),
+    }
+    for command, call in calls.items():
+        if command not in expected:
+            continue
+        result, wanted = call(), expected[command]
+        assert "Traceback" not in result.err and SECRET not in result.out + result.err, result
+        if command == "doctor":  # its exit code is about this machine too
+            found = json.loads(result.out)["findings"]
+            assert [one["level"] for one in found if one["subject"] == "last run"] == wanted["last_run"], (
+                found
+            )
+            continue
+        assert result.code == wanted.get("code", 0), (command, result)
+        for words in wanted.get("says", ()):
+            assert words in result.err, (command, result)
+        text = result.out
+        if command == "report" and not result.code:
+            text = Path(text.strip()).read_text()
+            assert SECRET not in text
+        for words in wanted.get("has", ()):
+            assert words in text, (command, words, text)
+        for words, count in wanted.get("counts", {}).items():
+            assert text.count(words) == count, (command, words, text)
+        values = {key: value for key, value in wanted.items() if key not in WORDS}
+        if values:
+            data = json.loads(text)
+            data = data["runs"][0] if command == "status" else data
+            assert {key: look_up(data, key) for key in values} == values, (command, data)
+
+
+def _complete(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return what is expected, with what the recording has that the entry is made of."""
+    whole = dict(EXPECTED[entry["of"]]) if "of" in entry else {}
+    for command, wanted in entry.items():
+        if isinstance(wanted, dict):
+            known = {} if wanted.get("only") else whole.get(command, {})
+            nulls = {key for key, value in wanted.items() if value == "null"}
+            kept = {key: value for key, value in known.items() if key.partition(".")[0] not in nulls}
+            whole[command] = {key: value for key, value in (kept | wanted).items() if key != "only"}
+    return {**entry, **whole}
+
+
+def _edit(path: Path, edit: Mapping[str, Any], outside: Path) -> None:
+    file = path / edit["file"]
+    if "cut" in edit:
+        file.write_text(file.read_text()[: edit["cut"]])
+    elif "write" in edit:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(edit["write"].encode("latin-1"))
+    elif "replace" in edit:
+        old, new = edit["replace"]
+        assert old in file.read_text(), edit
+        file.write_text(file.read_text().replace(old, new.replace("HOSTNAME", socket.gethostname())))
+    else:
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
+        if edit.get("link"):
+            file.symlink_to(outside)
+
+
+def look_up(data: Any, key: str) -> Any:
+    """Return a value by its place: `a.b`, or `a[].b` for one of each element; "null" for null."""
+    name, _, rest = key.partition(".")
+    value = data[name.removesuffix("[]")]
+    if name.endswith("[]"):
+        return [look_up(one, rest) if rest else one for one in value]
+    if rest and value is not None:
+        return look_up(value, rest)
+    return "null" if value is None else value
+
+
+def test_every_kind_is_recorded() -> None:
+    assert set(list_recordings()) == set(KINDS)
+    assert set(KINDS) <= set(EXPECTED)
+    for name in list_recordings():  # nothing of the machine on which they were made
+        text = (DATA / f"{name}.json").read_text()
+        assert not re.search(r"(?<!/ann)/work/|/root/|/tmp/(?!launch-caches)", text), name
