@@ -47,7 +47,7 @@ def test_what_the_commands_say(name: str, here: Path, launch: Launch) -> None:
             continue
         result, wanted = call(), expected[command]
         assert "Traceback" not in result.err and SECRET not in result.out + result.err, result
-        if command == "doctor":  # its exit code is about this machine too
+        if command == "doctor" and "last_run" in wanted:  # its exit code is about this machine too
             found = json.loads(result.out)["findings"]
             assert [one["level"] for one in found if one["subject"] == "last run"] == wanted["last_run"], (
                 found
