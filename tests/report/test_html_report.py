@@ -2,34 +2,25 @@
 
 import json
 import re
-from dataclasses import replace
+from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from xml.etree.ElementTree import Element
 
 import html5lib
 import pytest
 
-from launcher.cli.report import read_host_plans
-from launcher.plan.json_form import plan_to_json
-from launcher.plan.model import Plan, Request
-from launcher.plan.planner import plan
-from launcher.report.html_page import read_part
-from launcher.report.html_report import MISSING, render_report
-from launcher.report.html_time_shares import ACTIVITY_COLOURS
-from launcher.report.run_account import read_account
-from launcher.report.time_series import ACTIVITIES
-from launcher.watch.watch_model import JobState
-from tests.cli.make_runs import make_run, write_applied, write_log
-from tests.report import full_machines
-from tests.report.made_up_run import BEGIN, dump, make_full_run, make_hang, make_report, write_watch
+from tests.runs.recordings import DATA, restore
+from tests.seam import run_inside
 
 EVIL = (
     "</title></style></script><script>alert(1)</script>\"'><img src=//evil.example/x onerror=a>&amp;"
     "\x00\x1b]0;title\x07\u202e\ud800{{ 7*7 }} $\\frac{1}{0}$"
 )
 SECTIONS = ["summary", "warnings", "hangs", "steps", "time", "gpu", "cpu", "placement", "attempts"]
+TABLES = DATA.parent / "report_tables.json"
 
 
 class Parsed:
@@ -62,23 +53,28 @@ class Parsed:
         assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", self.text)
 
 
-def render(path: Path) -> bytes:
-    return render_report(read_account(path), list(read_host_plans(path)))
-
-
-def write_plan(path: Path, host: str, made: Plan) -> None:
-    (path / f"plan-{host}.json").write_text(json.dumps(plan_to_json(made)))
+def render(path: Path) -> Parsed:
+    """Return the page that `launch report` writes of a run."""
+    done = run_inside(["report", str(path)])
+    assert done.code == 0, done
+    return Parsed((path / "report.html").read_bytes())
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Parsed:
     """The page of a run with everything."""
-    path = make_full_run(tmp_path_factory.mktemp("runs"))
-    made = plan(full_machines.odd(), Request(nproc_per_node=4))
-    for host in ("n0", "n1"):
-        write_plan(path, host, replace(made, warnings=("memory is short: ask for more",)))
-    write_applied(path, 0, "n0")
-    return Parsed(render(path))
+    return render(restore("full", tmp_path_factory.mktemp("runs")))
+
+
+def read_tables(page: Parsed) -> dict[str, list[list[str]]]:
+    """Return the rows of all tables, by section."""
+    return {
+        str(section.get("id")): [
+            [" ".join(" ".join(cell.itertext()).split()) for cell in row if cell.tag in ("td", "th")]
+            for row in section.iter("tr")
+        ]
+        for section in page.find("section")
+    }
 
 
 def test_it_is_html_that_loads_nothing(page: Parsed) -> None:
@@ -109,6 +105,11 @@ def test_all_is_there(page: Parsed) -> None:
         "rank 0 runs on CPUs 0, planned",
     ):
         assert part in page.words, part
+
+
+def test_the_tables_have_what_the_reports_say(page: Parsed) -> None:
+    """Rates, percentiles, where time goes, and what happened when; `python -m tests.golden report`."""
+    assert read_tables(page) == json.loads(TABLES.read_text())
 
 
 def test_events_are_marked(page: Parsed) -> None:
@@ -164,22 +165,31 @@ def test_ordinary_runs_have_small_pages(page: Parsed) -> None:
     assert len(page.text) < 1_000_000
 
 
+def change(path: Path, file: str, edit: Callable[[Any], object]) -> None:
+    """Change a file of JSON, or each line of one of JSON lines."""
+    place = path / file
+    lines = place.read_text().splitlines() if file.endswith(".jsonl") else [place.read_text()]
+    place.write_text("\n".join(json.dumps(edit(json.loads(line))) for line in lines) + "\n")
+
+
+def poison(value: Any, key: str = "") -> Any:
+    """Replace all words but those that say what a value means."""
+    if isinstance(value, dict):
+        return {name: poison(item, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [poison(item, key) for item in value]
+    fixed = ("started", "ended", "kind", "cpus", "worker_cpus", "allowed_cpus", "cores", "marks")
+    return EVIL if isinstance(value, str) and key not in fixed else value
+
+
 def test_what_others_wrote_is_text(tmp_path: Path) -> None:
-    failure = {"rank": EVIL, "host": EVIL, "local_rank": EVIL, "reason": EVIL, "last_lines": [EVIL, 7]}
-    path = make_run(
-        tmp_path, "<b>evil", state="failed", command=["launch", EVIL], hosts=[EVIL], directory=EVIL,
-        git={"commit": EVIL, "dirty": 1}, packages={EVIL: EVIL}, earlier=[{"outcome": {"state": EVIL}}, 7],
-        outcome={"first_failure": failure, "events": [EVIL], "reason": EVIL},
-    )  # fmt: skip
-    report = make_report(0, 1, 2, BEGIN + 30, number=1, interval=30.0)
-    states = tuple(replace(state, phase=EVIL, notes=(EVIL,)) for state in report.ranks)
-    write_watch(path, "node-n0.json", dump(replace(report, host=EVIL, ranks=states, notes=(EVIL,))))
-    hang = make_hang(2)
-    hang = replace(hang, action=EVIL, verdict=replace(hang.verdict, sentence=EVIL))
-    state = JobState(BEGIN + 60, EVIL, 0, EVIL, 1, None, None, 1, (EVIL,), (hang,), notes=(EVIL,))
-    write_watch(path, "job.json", dump(state))
-    write_log(path, 0, f"{EVIL}\nstep 3/4 loss 1\n".encode("utf-8", "replace").decode())
-    found = Parsed(render(path))
+    path = restore("full", tmp_path)
+    for file in path.rglob("*.json*"):
+        if not file.name.startswith("plan-"):
+            change(path, str(file.relative_to(path)), poison)
+    change(path, "manifest.json", lambda found: {**found, "packages": {EVIL: EVIL}})
+    (path / "logs/1/rank-0.out").write_bytes(f"{EVIL}\nstep 3/4 loss 1\n".encode("utf-8", "replace"))
+    found = render(path)
     found.assert_harmless()
     assert found.words.count("<script>alert(1)</script>") >= 8
     assert "\\x1b]0;title" in found.words or "?]0;title" in found.words
@@ -188,10 +198,7 @@ def test_what_others_wrote_is_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        "",
-        "[]",
         "\x00\xff",
-        '{"host": "n0"}',
         '{"host": "n0", "node_rank": 0, "nodes": 1, "attempt": 0, "time": 1e300, "number": 1, "interval": -5,'
         ' "ranks": [{"rank": -7, "local_rank": 0, "pid": 0, "attempt": 0, "phase": "training", "step": -1,'
         ' "step_age": -1e300, "p50": 1e300, "p99": -1, "wait_share": 1e9, "data_share": -4, "rss": 9e99}]}',
@@ -202,30 +209,44 @@ def test_what_others_wrote_is_text(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_files(tmp_path: Path, damage: str) -> None:
-    path = make_run(tmp_path, state="running")
-    for name in ("metrics-n0.jsonl", "node-n0.json", "job.json"):
-        write_watch(path, name, damage + "\n")
-    (path / "plan-n0.json").write_text(damage)
+    path = restore("full", tmp_path)
+    for file in ("watch/metrics-n0.jsonl", "watch/node-n0.json", "watch/job.json", "plan-n0.json"):
+        (path / file).write_text(damage + "\n")
     (path / "rank-0.applied.json").write_text(damage)
-    found = Parsed(render(path))
-    assert "It is running" in found.words and "plan-n0.json cannot be read" in found.words
+    assert "plan-n0.json cannot be read" in render(path).words
 
 
 def test_what_is_not_there_is_left_out_with_a_word(tmp_path: Path) -> None:
-    path = make_run(tmp_path, state="submitted")
-    found = Parsed(render(path))
-    assert [section.get("id") for section in found.find("section")] == ["summary"]
-    for line in MISSING.values():
-        assert line in found.words
+    path = restore("full", tmp_path)
+    for file in path.rglob("*"):
+        if file.is_file() and file.name != "manifest.json":
+            file.unlink()
+    change(path, "manifest.json", lambda found: {**found, "earlier": []})
+    found = render(path)
+    assert [section.get("id") for section in found.find("section")] == ["summary", "attempts"]
+    for name in ("Hangs", "Step time", "Where the time went", "GPU", "CPU and memory", "Where the ranks ran"):
+        assert f"{name}: " in found.words, name
     (path / "manifest.json").write_text("{")
-    assert "its manifest.json cannot be read" in Parsed(render(path)).words.lower()
+    assert "its manifest.json cannot be read" in render(path).words.lower()
 
 
 def test_a_large_job_is_summed_up(tmp_path: Path) -> None:
-    path = make_full_run(tmp_path, nodes=6, ranks=8, interval=300.0)
-    data = render(path)
-    found = Parsed(data)
-    assert len(data) < 1_000_000
+    path = restore("full", tmp_path)
+
+    def move(report: Any, node: int) -> Any:
+        ranks = [
+            {**rank, "rank": 4 * node + number} if isinstance(rank, dict) else rank
+            for number, rank in enumerate(report["ranks"])
+        ]
+        return {**report, "host": f"n{node}", "node_rank": node, "ranks": ranks}
+
+    for node in range(2, 12):
+        for name in ("watch/metrics-{}.jsonl", "watch/node-{}.json", "hang-1/evidence-{}.json"):
+            file = name.format(f"n{node}")
+            (path / file).write_text((path / name.format("n1")).read_text())
+            change(path, file, lambda report, node=node: move(report, node))
+    found = render(path)
+    assert len(found.text) < 1_000_000
     assert "median of 48 ranks, with 5th to 95th percentile" in found.words
     assert "24 other ranks" in found.words and "rank 2 n0" in found.words
     assert "47 ranks: 0,2-47" in found.words
@@ -263,13 +284,13 @@ def convert_to_lab(linear: list[float]) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-def test_bars_are_told_apart_by_the_colour_blind(theme: int) -> None:
+def test_bars_are_told_apart_by_the_colour_blind(theme: int, page: Parsed) -> None:
     """All pairs differ by 10 or more (CIE 1976); 2.3 is just noticeable."""
-    assert set(ACTIVITY_COLOURS) == set(ACTIVITIES)
-    found = {
-        name: simulate_colours(re.findall(rf"--s{number}: (#\w{{6}})", read_part("page.css"))[theme])
-        for name, number in ACTIVITY_COLOURS.items()
-    }
+    (time,) = [one for one in page.find("section") if one.get("id") == "time"]
+    styles = " ".join(one.get("style", "") for one in time.iter())
+    used = set(re.findall(r"--s\d+", styles))
+    assert len(used) > 3
+    found = {name: simulate_colours(re.findall(rf"{name}: (#\w{{6}})", page.text)[theme]) for name in used}
     for name, seen in found.items():
         for other, its in found.items():
             if name < other:

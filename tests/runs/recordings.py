@@ -1,10 +1,12 @@
 """Run directories as data: `tests/data/runs/KIND.json` holds the files of one, by path.
 
 A file of JSON is stored as its value, one of JSON lines as a list, any other as text. Paths, hosts and
-boots of the machine on which it was recorded are replaced.
+boots of the machine on which it was recorded are replaced. `full.json` is made up: a run on GPUs that was
+requeued, hung, had a straggler and a GPU error, and failed; `times` are those of its checkpoints.
 """
 
 import json
+import os
 import re
 import socket
 from pathlib import Path
@@ -44,6 +46,8 @@ def restore(name: str, runs_dir: Path) -> Path:
         target = path / file
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(_dump(file, value))
+    for file, seconds in found.get("times", {}).items():
+        os.utime(path / file, (seconds, seconds))
     return path
 
 

@@ -43,7 +43,7 @@ def test_what_the_commands_say(name: str, here: Path, launch: Launch) -> None:
         "resume": lambda: launch(f"run_dir={path}", "nproc_per_node=2", "dry_run=true", "train.py"),
     }
     for command, call in calls.items():
-        if command not in expected:
+        if command not in (EXPECTED[name] if command == "report" else expected):  # it takes time
             continue
         result, wanted = call(), expected[command]
         assert "Traceback" not in result.err and SECRET not in result.out + result.err, result
@@ -112,7 +112,7 @@ def look_up(data: Any, key: str) -> Any:
 
 
 def test_every_kind_is_recorded() -> None:
-    assert set(list_recordings()) == set(KINDS)
+    assert set(list_recordings()) == {*KINDS, "full"}
     assert set(KINDS) <= set(EXPECTED)
     for name in list_recordings():  # nothing of the machine on which they were made
         text = (DATA / f"{name}.json").read_text()
