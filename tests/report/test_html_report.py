@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -233,7 +233,7 @@ def test_what_is_not_there_is_left_out_with_a_word(tmp_path: Path) -> None:
 def test_a_large_job_is_summed_up(tmp_path: Path) -> None:
     path = restore("full", tmp_path)
 
-    def move(report: Any, node: int) -> Any:
+    def move(node: int, report: Any) -> Any:
         ranks = [
             {**rank, "rank": 4 * node + number} if isinstance(rank, dict) else rank
             for number, rank in enumerate(report["ranks"])
@@ -244,7 +244,7 @@ def test_a_large_job_is_summed_up(tmp_path: Path) -> None:
         for name in ("watch/metrics-{}.jsonl", "watch/node-{}.json", "hang-1/evidence-{}.json"):
             file = name.format(f"n{node}")
             (path / file).write_text((path / name.format("n1")).read_text())
-            change(path, file, lambda report, node=node: move(report, node))
+            change(path, file, partial(move, node))
     found = render(path)
     assert len(found.text) < 1_000_000
     assert "median of 48 ranks, with 5th to 95th percentile" in found.words
