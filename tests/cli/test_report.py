@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launcher.runs.run_process import identify_process
 from tests.cli.make_runs import make_run, write_applied
-from tests.report.made_up_run import BEGIN, dump, make_report, write_watch
+from tests.runs.recordings import DATA
 from tests.seam import QUICK_AGENT, Launch, Result, drop_powers, run_outside
 from tests.strangers import give_away
 
@@ -33,9 +33,11 @@ def test_a_real_run(tmp_path: Path) -> None:
     ran = run_outside(words, tmp_path, environ)
     assert ran.code == 0, ran.err
     (run,) = tmp_path.glob("runs/*/*")
-    for host, ranks in ((one.stem.removeprefix("plan-"), 2) for one in run.glob("plan-*.json")):
-        made = make_report(0, 1, ranks, BEGIN + 600, number=1, interval=5.0)
-        write_watch(run, f"node-{host}.json", dump(made).replace(str(BEGIN + 600), str(run.stat().st_mtime)))
+    (host,) = (one.stem.removeprefix("plan-") for one in run.glob("plan-*.json"))
+    report = json.loads((DATA / "full.json").read_text())["files"]["watch/node-n0.json"]
+    report |= {"nodes": 1, "time": run.stat().st_mtime, "ranks": report["ranks"][:2]}
+    (run / "watch").mkdir(exist_ok=True)
+    (run / f"watch/node-{host}.json").write_text(json.dumps(report))
     done = run_outside(["report"], tmp_path)
     name = run.relative_to(tmp_path)
     told = f"launch: report of {name.relative_to('runs')}, the newest run\n"

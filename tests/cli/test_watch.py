@@ -6,16 +6,22 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pyte
 import pytest
 
-from launcher.watch.node_reports import write_job_state, write_report
 from tests.cli.make_runs import make_run, write_log
+from tests.cli.watched_run import (
+    HANGING,
+    JOB,
+    SENTENCE,
+    make_rank,
+    make_report,
+    make_watched_run,
+    write_watch,
+)
 from tests.launch.terminals import COLUMNS, ROWS, Terminal, open_terminal
-from tests.report.watched_runs import JOB, SENTENCE, make_hang, make_report, make_snapshot, make_watched_run
 from tests.seam import LAUNCH, Launch, run_outside, start, wait_for, write_program
 
 
@@ -101,14 +107,12 @@ def test_a_rank_is_opened_with_its_stack_and_lines(watch: Terminal, run: Path) -
 
 def test_news_a_pause_and_another_size(watch: Terminal, run: Path) -> None:
     await_screen(watch, has("? help"))
-    hang = make_hang(make_snapshot())
-    assert hang.job
-    write_job_state(run, hang.job)
+    write_watch(run, HANGING, "job.json")
     write_log(run, 0, "step 125/400 loss 2.3\n")
     await_screen(watch, has("hanging", "step 125/400", SENTENCE[:40], "which 7 ranks wait"))
     watch.type("p")
     await_screen(watch, has("paused"))
-    write_job_state(run, JOB)
+    write_watch(run, JOB, "job.json")
     write_log(run, 0, "step 130/400 loss 2.2\n")
     watch.resize(30, 150)
     os.kill(watch.process.pid, signal.SIGWINCH)
@@ -162,11 +166,10 @@ def test_it_ends_with_the_run_and_says_how(watch: Terminal, run: Path) -> None:
 def test_a_node_that_is_silent_and_one_of_an_earlier_attempt(here: Path, run: Path) -> None:
     old = time.time() - 100
     for host in ("n1", "gone"):
-        report = replace(make_report(1, 2), host=host, attempt=0)
-        write_report(run, report)
+        write_watch(run, make_report(1, host=host))
         os.utime(run / "watch" / f"node-{host}.json", (old, old))
-    write_report(run, replace(make_report(0, 2), attempt=1))
-    write_report(run, replace(make_report(1, 2), attempt=1))
+    write_watch(run, make_report(0, attempt=1))
+    write_watch(run, make_report(1, attempt=1))
     os.utime(run / "watch/node-n1.json", (old, old))
     with open_terminal(here, *LAUNCH, "watch") as terminal:
         rows = await_screen(terminal, has("not heard of: n1", "silent 1m4"))
@@ -260,13 +263,11 @@ def test_damaged_files_are_left_out(launch: Launch, run: Path, text: str) -> Non
 
 def test_nothing_planted_acts_on_the_terminal(here: Path, run: Path) -> None:
     evil = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e"
-    report = make_report(1, 2)
-    ranks = tuple(replace(rank, phase=evil, notes=(evil,)) for rank in report.ranks)
-    write_report(run, replace(report, ranks=ranks, notes=(evil,), nic_rates=((evil, 1.0),)))
-    hang = make_hang(make_snapshot()).job
-    assert hang
-    verdict = replace(hang.hangs[0].verdict, sentence=evil)
-    write_job_state(run, replace(hang, notes=(evil,), hangs=(replace(hang.hangs[0], verdict=verdict),)))
+    ranks = [make_rank(rank, rank - 4, phase=evil, notes=[evil]) for rank in range(4, 8)]
+    write_watch(run, make_report(1, ranks=ranks, notes=[evil], nic_rates=[[evil, 1.0]]))
+    (hang,) = HANGING["hangs"]
+    hang = {**hang, "verdict": {**hang["verdict"], "sentence": evil}}
+    write_watch(run, {**HANGING, "notes": [evil], "hangs": [hang]}, "job.json")
     write_log(run, 5, f"a {evil} line\n")
     with open_terminal(here, *LAUNCH, "watch", "rank=5") as terminal:
         await_screen(terminal, has("rank 5 on n1", "a ?"))

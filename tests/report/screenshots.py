@@ -15,10 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from launcher.cli.report import read_host_plans
-from launcher.report.html_report import render_report
-from launcher.report.run_account import read_account
-from tests.report.made_up_run import make_full_run
+from tests.runs.recordings import restore
+from tests.seam import run_inside
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WIDTHS = (1280, 400)
@@ -108,8 +106,8 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as runs:
         page = Path(argv[1]).absolute() if len(argv) > 1 else Path(runs, "report.html")
         if len(argv) == 1:
-            run = make_full_run(Path(runs))
-            page.write_bytes(render_report(read_account(run), list(read_host_plans(run))))
+            done = run_inside(["report", str(restore("full", Path(runs))), f"save={page}"])
+            assert done.code == 0, done
         wrong = take_pictures(browser, page, target)
     print("\n".join([*wrong, f"pictures are in {target}"]))
     return int(bool(wrong))

@@ -3,10 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,58 +16,10 @@ from launcher.runs.secrets import mask_text, mask_tree, mask_words
 from launcher.watch import notify
 from launcher.watch.notify import JobIdentity, Message, Notifier, build_post
 from launcher.watch.watcher_settings import NotifySettings
-from tests.seam import run_outside
+from tests.watch.hook_server import SECRET, Hook, serving
 
 JOB = JobIdentity("gpt/7", "/runs/gpt/7", "n1", "4711")
 EVENTS = tuple(NotifyConfig().events)
-SECRET = "T000-very-secret"
-
-
-@dataclass
-class Hook:
-    """What a server was asked, and what it answers, one by one; then 200."""
-
-    answers: list[int | str | threading.Event] = field(default_factory=list)
-    requests: list[tuple[str, str, bytes]] = field(default_factory=list)
-    url: str = ""
-    warnings: list[str] = field(default_factory=list)
-
-
-@contextmanager
-def serving(answers: Sequence[int | str | threading.Event] = ()) -> Iterator[Hook]:
-    hook = Hook(list(answers))
-
-    class Handler(BaseHTTPRequestHandler):
-        def answer(self) -> None:
-            data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            hook.requests.append((self.command, self.path, data))
-            what = hook.answers.pop(0) if hook.answers else 200
-            if isinstance(what, threading.Event):
-                what.wait(30)
-                what = 200
-            if isinstance(what, str):
-                self.send_response(302)
-                self.send_header("Location", what)
-            else:
-                self.send_response(what)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        do_GET = do_POST = answer  # noqa: N815 - the library's names
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    hook.url = f"http://127.0.0.1:{server.server_port}/{SECRET}"
-    try:
-        yield hook
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def make_notifier(hook: Hook, **settings: object) -> Notifier:
@@ -220,20 +169,6 @@ def test_urls_are_masked_wherever_settings_are_written() -> None:
     assert mask_words([f"notify={{url: https://h/{SECRET}}}"]) == ["notify={url: ***"]
     hook = "https://hooks.slack.com/services/T0/B0/abc"
     assert mask_text(f"curl {hook} now") == "curl *** now"
-
-
-@pytest.mark.usefixtures("quick_agent")
-def test_a_run_tells_of_its_end_and_its_directory_has_no_url(tmp_path: Path) -> None:
-    with serving() as hook:
-        words = (f"notify.url={hook.url}", "nproc_per_node=1", "new_run_dir=run", "--", "/bin/true")
-        done = run_outside(words, tmp_path, {"no_proxy": "*"})
-    assert done.code == 0, done.err
-    found = {data["event"]: data for _, _, text in hook.requests if (data := json.loads(text))}
-    end = found["end"]
-    assert (end["state"], end["exit_code"], end["run_dir"]) == ("succeeded", 0, str(tmp_path / "run"))
-    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert len(files) > 3 and not [path for path in files if SECRET in path.read_text()]
-    assert SECRET not in done.err + done.out
 
 
 @pytest.mark.parametrize(
