@@ -15,8 +15,6 @@ KEYS = {
     file: {key: set(types.split("|")) for key, types in keys.items()} for file, keys in SHAPES["keys"].items()
 }
 LIVE = ("ok", "failed", "hang", "restarted", "stopped", "elastic", "refused")
-CACHED = {"read-ahead-HOST.json"}
-"""Left out where the page cache needs nothing."""
 AGAIN = "if this is meant: python -m tests.golden runs, and read the diff of tests/data/run_directories.json"
 DOCS = (REPOSITORY / "docs/run-directory.md").read_text()
 OTHERS = {
@@ -39,7 +37,7 @@ def run_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("kind", LIVE)
 def test_what_a_run_leaves(kind: str, run_dirs: dict[str, Path]) -> None:
     files = read_files(run_dirs[kind])
-    assert set(name_files(files)) - CACHED == set(SHAPES["names"][kind]) - CACHED, AGAIN
+    assert set(name_files(files)) == set(SHAPES["names"][kind]), AGAIN
     for path in (run_dirs[kind], *run_dirs[kind].rglob("*")):
         if "checkpoints" not in path.parts:
             assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
