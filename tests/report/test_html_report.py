@@ -217,6 +217,17 @@ def test_damaged_files(tmp_path: Path, damage: str) -> None:
     assert "plan-n0.json cannot be read" in render(path).words
 
 
+def test_damaged_lines_cost_themselves_alone(tmp_path: Path) -> None:
+    """As a node leaves them that dies, before the next attempt goes on with its file."""
+    path = restore("full", tmp_path)
+    metrics = path / "watch/metrics-n1.jsonl"
+    whole = metrics.read_bytes()
+    for garbage in (b"\0" * 99, b'[]\n{}\n{"event": 5}', b"\xff\xfe", b"[" * 9999, whole[:100]):
+        metrics.write_bytes(metrics.read_bytes() + garbage + b"\n")
+    metrics.write_bytes(whole.splitlines()[0][:100] + b"\n" + metrics.read_bytes())
+    assert read_tables(render(path)) == json.loads(TABLES.read_text())
+
+
 def test_what_is_not_there_is_left_out_with_a_word(tmp_path: Path) -> None:
     path = restore("full", tmp_path)
     for file in path.iterdir():

@@ -1,71 +1,43 @@
-"""The table of the ranks' variables, and the line in its place."""
-
-import io
-from dataclasses import replace
+"""The table of the ranks' variables, and the line in its place, as `launch plan` prints them."""
 
 import pytest
-from rich.console import Console
 
-from launcher.plan.model import Memory, RankPlan, Variable
-from launcher.report.placement_table import count_variables, print_variables
 from tests.seam import Launch
 
-NOTHING = frozenset[int]()
-RANK = RankPlan(0, None, NOTHING, NOTHING, Memory("default"), 1, 1)
-ALIKE = (Variable("A", "1", "configuration"), Variable("B", "2", "plan", "a reason"))
+WORDS = ("plan", "machine=dgx_a100", "fit.check=off")
 
 
-def make_ranks(*variables: tuple[Variable, ...]) -> list[RankPlan]:
-    return [replace(RANK, local_rank=at, variables=own) for at, own in enumerate(variables)]
+def read_rows(text: str) -> dict[str, list[list[str]]]:
+    """The rows of the table by variable: value, ranks, who set it, why."""
+    head, *lines = text[text.index("variable ") :].split("\n\n", maxsplit=1)[0].splitlines()
+    starts = [head.index(title) for title in ("variable", "value", "ranks", "set by", "why")]
+    found: dict[str, list[list[str]]] = {}
+    for line in lines:
+        cells = [line[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)]
+        found.setdefault(cells[0], []).append(cells[1:])
+    return found
 
 
-def show(ranks: list[RankPlan], width: int = 100) -> list[str]:
-    file = io.StringIO()
-    print_variables(Console(file=file, width=width), ranks)
-    return [line.rstrip() for line in file.getvalue().splitlines()]
+def test_what_all_ranks_have_is_one_row_and_what_differs_a_row_for_each_value(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    rows = read_rows(launch(*WORDS, "explain=true", "binding.nic=true", "env.MINE=x").out)
+    assert rows["MINE"] == [["x", "all", "the configuration", ""]]
+    assert rows["OMP_NUM_THREADS"] == [["3", "all", "you", "kept"]]
+    nics = rows["NCCL_IB_HCA"]
+    assert [ranks for _, ranks, *_ in nics] == [str(rank) for rank in range(8)]
+    assert len({value for value, *_ in nics}) == 8
+    assert {(who, why) for *_, who, why in nics} == {("the plan", "binding.nic=true")}
+    shared = read_rows(launch(*WORDS, "explain=true", "binding.nic=true", "nproc_per_node=16").out)
+    assert [ranks for _, ranks, *_ in shared["NCCL_IB_HCA"]] == [f"{rank},{rank + 8}" for rank in range(8)]
 
 
-def test_what_all_ranks_have_is_one_row() -> None:
-    assert show(make_ranks(ALIKE, ALIKE)) == [
-        "variable  value  set by             why",
-        "A         1      the configuration",
-        "B         2      the plan           a reason",
-    ]
-
-
-def test_what_differs_has_a_row_for_each_value() -> None:
-    own = [(*ALIKE, Variable("NIC", name, "user", "kept")) for name in ("x", "y", "x")]
-    assert show(make_ranks(*own)) == [
-        "variable  value  ranks  set by             why",
-        "A         1      all    the configuration",
-        "B         2      all    the plan           a reason",
-        "NIC       x      0,2    you                kept",
-        "NIC       y      1      you                kept",
-    ]
-
-
-def test_odd_values_stay_on_their_line_and_long_ones_fold() -> None:
-    odd = (Variable("A", "two\nlines\x1b[31m [bold]x[/bold]", "user"), Variable("B", "y" * 700, "plan"))
-    lines = show(make_ranks(odd), width=80)
-    assert "two\\nlines\\x1b[31m [bold]x[/bold]" in lines[1]
-    assert max(map(len, lines)) <= 80
-    assert sum(line.count("y") for line in lines[2:]) == 496
-
-
-def test_nothing_is_shown_of_nothing() -> None:
-    assert show([RANK]) == []
-    assert count_variables([RANK]) == ""
-
-
-def test_the_line_counts_names_by_who_set_them() -> None:
-    own = [(*ALIKE, Variable("NIC", name, "plan")) for name in ("x", "y")]
-    assert count_variables(make_ranks(*own)) == (
-        "3 variables set: 2 by the plan, 1 by the configuration (explain=true lists them)"
-    )
-    assert (
-        count_variables(make_ranks(ALIKE[:1]))
-        == "1 variable set: 1 by the configuration (explain=true lists them)"
-    )
+def test_odd_values_stay_on_their_line_and_long_ones_end(launch: Launch) -> None:
+    odd, long = "env.ODD=two\nlines\x1b[31m [bold]x[/bold]", f"env.LONG={'y' * 700}"
+    out = launch(*WORDS, "explain=true", odd, long).out
+    assert "two\\nlines\\x1b[31m [bold]x[/bold]" in out
+    assert 480 < out.count("y") < 600 and "\x1b" not in out
 
 
 def test_the_plan_has_the_line_and_explain_the_table(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What a run directory has after each kind of end: names, modes, JSON keys; the documentation says so."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -31,7 +32,12 @@ OTHERS = {
 
 @pytest.fixture(scope="module")
 def run_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return run_local(LIVE, tmp_path_factory.mktemp("runs"))
+    folder = tmp_path_factory.mktemp("runs")
+    before = os.umask(0)  # nothing is open to others for all that
+    try:
+        return run_local(LIVE, folder)
+    finally:
+        os.umask(before)
 
 
 @pytest.mark.parametrize("kind", LIVE)

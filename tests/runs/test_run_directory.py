@@ -24,6 +24,8 @@ from launcher.runs.run_directory import (
     write_json,
     write_private,
 )
+from tests.cli.make_runs import make_run
+from tests.seam import QUICK_AGENT, Launch, run_outside
 from tests.strangers import STRANGER, give_away, open_folder, run_as
 
 NOW = datetime(2031, 2, 3, 4, 5, 6, tzinfo=UTC)
@@ -56,32 +58,6 @@ def test_runs_that_start_at_once_have_their_own(tmp_path: Path) -> None:
         ids = pool.map(create, [str(tmp_path / "new/runs")] * 80, chunksize=1)
     assert len(set(ids)) == 80
     assert len(list((tmp_path / "new/runs/name").iterdir())) == 80
-
-
-@pytest.mark.parametrize("mask", [0, 0o022, 0o077])
-def test_all_of_a_run_is_its_owners_alone(tmp_path: Path, mask: int) -> None:
-    before = os.umask(mask)
-    try:
-        run = create_run_dir(tmp_path / "runs/name" / ID)
-        write_json(run.path / "manifest.json", {})
-        opened = open_run_dir(tmp_path / "opened", None)
-    finally:
-        os.umask(before)
-    assert [mode(path) for path in (run.path, run.path / "logs", run.path.parent, opened.path)] == [0o700] * 4
-    assert mode(run.path / "manifest.json") == 0o600
-
-
-def test_an_opened_directory_of_others_is_closed(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir(mode=0o755)
-    assert mode(open_run_dir(tmp_path / "run", None).path) == 0o700
-
-
-def test_a_later_start_goes_on_counting(tmp_path: Path) -> None:
-    for attempt in ("0", "1", "10", "notes"):
-        (tmp_path / "run/logs" / attempt).mkdir(parents=True)
-    assert open_run_dir(tmp_path / "run", None).first_attempt == 11
-    assert open_run_dir(tmp_path / "run", 3).first_attempt == 0
-    assert open_run_dir(tmp_path / "new", None).first_attempt == 0
 
 
 def test_what_cannot_be_made_is_an_oserror_and_leaves_nothing(
@@ -126,31 +102,8 @@ def test_text_that_is_no_text_is_written_as_the_bytes_it_was(tmp_path: Path) -> 
     assert json.loads((tmp_path / "json").read_text()) == {"é": "\udcff"}
 
 
-def test_paths(tmp_path: Path) -> None:
-    run = open_run_dir(tmp_path, None)
-    found = [run.plan_path("h"), run.agent_log("h"), run.rank_log(3, 1, "err")]
-    assert [str(path.relative_to(run.path)) for path in found] == [
-        "plan-h.json",
-        "logs/agent-h.log",
-        "logs/1/rank-3.err",
-    ]
-
-
 def list_below(path: Path) -> set[str]:
     return {str(each.relative_to(path)) for each in path.rglob("*")}
-
-
-@pytest.mark.parametrize("link", ["logs", "logs/0", "logs/agent-box.log", "logs/slurm-12.out"])
-def test_links_where_logs_are_to_be_are_refused(tmp_path: Path, link: str) -> None:
-    """Those in an archive are the user's own; what they lead to is written to all the same."""
-    (tmp_path / "away").mkdir()
-    path = tmp_path / "run" / link
-    path.parent.mkdir(parents=True)
-    path.symlink_to(tmp_path / "away")
-    with pytest.raises(OSError, match="a symbolic link, which a run directory cannot have") as caught:
-        open_run_dir(tmp_path / "run", None)
-    assert caught.value.filename == str(path)
-    assert list_below(tmp_path / "away") == set()
 
 
 def test_links_in_a_run_directory_are_not_followed(tmp_path: Path) -> None:
@@ -170,42 +123,65 @@ def test_links_in_a_run_directory_are_not_followed(tmp_path: Path) -> None:
     assert read_tail(run.rank_log(0, 0, "out"), 3) == [] and list_logs(run.path) == ["0"]
 
 
-def test_links_of_ones_own_lead_to_where_the_runs_are(tmp_path: Path) -> None:
-    (tmp_path / "scratch/llama").mkdir(parents=True)
+@pytest.mark.parametrize(
+    ("planted", "is_link", "is_anothers", "words"),
+    [
+        ("runs", True, True, "a symbolic link of"),
+        ("runs/train", True, True, "a symbolic link of"),
+        ("runs/train", False, True, "it belongs to"),
+        ("run", True, True, "a symbolic link of"),
+        ("run", False, True, "it belongs to"),
+        ("run/logs", True, False, "a symbolic link, which a run directory cannot have"),
+        ("run/logs/0", True, False, "a symbolic link, which a run directory cannot have"),
+        ("run/logs/agent-box.log", True, False, "a symbolic link, which a run directory cannot have"),
+        ("run/logs/slurm-12.out", True, False, "a symbolic link, which a run directory cannot have"),
+    ],
+)
+def test_what_others_have_planted_is_refused(
+    launch: Launch, here: Path, planted: str, is_link: bool, is_anothers: bool, words: str
+) -> None:
+    """Links in an archive are the user's own; what they lead to is written to all the same."""
+    (here / "train.py").write_text("")
+    (here / "away").mkdir()
+    resumes = planted.startswith("run/") or planted == "run"
+    if resumes and not is_link:
+        make_run(here / "made").rename(here / "run")
+    elif planted == "run":
+        make_run(here / "made").rename(here / "away/run")
+    elif resumes:
+        make_run(here / "made").rename(here / "run")
+        (here / "run/logs").rmdir()
+    path = here / planted
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if is_link:
+        path.symlink_to(here / ("away/run" if planted == "run" else "away"))
+    else:
+        path.mkdir(exist_ok=True)
+    before = list_below(here / "away")
+    if is_anothers:
+        give_away(path)
+        if not is_link:
+            path.chmod(0o777)
+    where = ["run_dir=run"] if resumes else []
+    result = launch(*where, "nproc_per_node=1", "binding=none", "train.py")
+    result.assert_error(3, str(path), words)
+    assert list_below(here / "away") == before
+
+
+def test_links_of_ones_own_are_followed_and_a_later_start_goes_on_counting(tmp_path: Path) -> None:
+    (tmp_path / "scratch/llama").mkdir(parents=True, mode=0o755)
     (tmp_path / "runs").symlink_to("scratch")
     (tmp_path / "scratch/llama7b").symlink_to("llama")
-    run = create_run_dir(tmp_path / "runs/llama7b" / ID)
-    assert run.path == tmp_path / "runs/llama7b/20310203-040506"
-    write_json(run.manifest_path, {})
-    assert (tmp_path / "scratch/llama/20310203-040506/manifest.json").is_file()
-    (tmp_path / "best").symlink_to(run.path)
-    assert open_run_dir(tmp_path / "best", None).path == tmp_path / "best"
-
-
-@pytest.mark.parametrize("planted", ["runs", "runs/name"])
-def test_links_of_others_are_refused(tmp_path: Path, planted: str) -> None:
-    (tmp_path / "away").mkdir()
-    (tmp_path / planted).parent.mkdir(exist_ok=True)
-    (tmp_path / planted).symlink_to(tmp_path / "away")
-    give_away(tmp_path / planted)
-    with pytest.raises(PermissionError, match=r"a symbolic link of .*65534") as caught:
-        create_run_dir(tmp_path / "runs/name" / ID)
-    assert caught.value.filename == str(tmp_path / planted)
-    with pytest.raises(PermissionError, match="a symbolic link of"):
-        open_run_dir(tmp_path / planted, None)
-    assert list_below(tmp_path / "away") == set()
-
-
-@pytest.mark.parametrize("inner", ["", "logs", "logs/0"])
-def test_directories_of_others_are_refused(tmp_path: Path, inner: str) -> None:
-    (tmp_path / "runs/name" / inner).mkdir(parents=True)
-    give_away(tmp_path / "runs/name" / inner)
-    (tmp_path / "runs/name").chmod(0o777)
-    if not inner:
-        with pytest.raises(PermissionError, match=r"it belongs to .*65534"):
-            create_run_dir(tmp_path / "runs/name" / ID)
-    with pytest.raises(PermissionError, match=r"it belongs to .*65534"):
-        write_node(open_run_dir(tmp_path / "runs/name", 0).path, 0, refuse_node("box", 0, 1, "", 0.0))
+    words = ("nproc_per_node=1", "binding=none", "--", "/bin/true")
+    assert run_outside(["name=llama7b", *words], tmp_path, {"PYTHONPATH": QUICK_AGENT}).code == 0
+    (run,) = (tmp_path / "scratch/llama").iterdir()
+    assert [path.name for path in (run / "logs").iterdir() if path.is_dir()] == ["0"]
+    for name in ("10", "notes"):
+        (run / "logs" / name).mkdir()
+    (tmp_path / "best").symlink_to(run)
+    run.chmod(0o755)
+    assert run_outside(["run_dir=best", *words], tmp_path, {"PYTHONPATH": QUICK_AGENT}).code == 0
+    assert (run / "logs/11/rank-0.out").is_file() and mode(run) == 0o700
 
 
 def test_anothers_log_is_not_written_to(tmp_path: Path) -> None:

@@ -34,19 +34,6 @@ def make_log(run: Path, interval: float = 30.0, host: str = "n2") -> tuple[Metri
     return MetricsLog(run, host, interval, warnings.append), warnings
 
 
-def test_samples_and_events_are_read_as_they_were_written(tmp_path: Path) -> None:
-    log, warnings = make_log(tmp_path)
-    assert log.add_report(REPORT) and log.add_event(EVENT)
-    assert not log.add_report(REPORT), "the next one is not due yet"
-    log.close(10)
-    (found,) = read_metrics(tmp_path)
-    assert (found.host, found.rows, found.events, found.skipped) == ("n2", (REPORT,), (EVENT,), 0)
-    path = tmp_path / "watch/metrics-n2.jsonl"
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert warnings == []
-    assert len(path.read_bytes().splitlines()[0]) < 450
-
-
 def test_numbers_are_short_and_never_nan(tmp_path: Path) -> None:
     log, _ = make_log(tmp_path)
     log.add_report(replace(REPORT, ranks=(replace(STATE, p50=1 / 3, cpu=float("nan"), notes=("x",)),)))
@@ -55,34 +42,6 @@ def test_numbers_are_short_and_never_nan(tmp_path: Path) -> None:
     (rank,) = json.loads(line)["ranks"]
     assert (rank["p50"], rank["cpu"]) == (0.33333, None) and "notes" not in rank and "exit_code" not in rank
     assert read_metrics(tmp_path)[0].rows[0].ranks[0].cpu is None
-
-
-def test_a_cut_line_costs_that_line_alone(tmp_path: Path) -> None:
-    """As a node leaves it that died, and the next attempt goes on with it."""
-    path = tmp_path / "watch/metrics-n2.jsonl"
-    for _ in range(2):
-        log, _ = make_log(tmp_path)
-        log.add_report(REPORT)
-        log.close(10)
-        with path.open("ab") as file:
-            file.write(path.read_bytes().splitlines()[0][:100])
-    (found,) = read_metrics(tmp_path)
-    assert (found.rows, found.skipped) == ((REPORT, REPORT), 2)
-
-
-@pytest.mark.parametrize(
-    "garbage",
-    [b"\0" * 99, b'[]\n{}\n{"event": 5}\n', b"\xff\xfe\n" + b"[" * 9999],
-    ids=["nul", "types", "deep"],
-)
-def test_a_damaged_file_gives_what_it_has(tmp_path: Path, garbage: bytes) -> None:
-    log, _ = make_log(tmp_path)
-    log.add_report(REPORT)
-    log.close(10)
-    with (tmp_path / "watch/metrics-n2.jsonl").open("ab") as file:
-        file.write(garbage)
-    (found,) = read_metrics(tmp_path)
-    assert found.rows == (REPORT,) and found.skipped
 
 
 def test_no_folder_and_no_interval_give_no_metrics(tmp_path: Path) -> None:
