@@ -86,7 +86,7 @@ ANYTHING = st.recursive(
 
 
 @given(manifest=st.dictionaries(st.sampled_from(("preflight", "outcome", "hosts", "hangs")), ANYTHING))
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_manifest_is_read(launch: Launch, here: Path, manifest: dict[str, Any]) -> None:
     path = here / "runs/a/1"
     path.mkdir(parents=True, exist_ok=True)
