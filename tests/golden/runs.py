@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from tests.runs.jobs import KINDS, LOCAL, run_local, run_on_slurm
-from tests.runs.recordings import DATA, REPOSITORY, list_recordings, record
+from tests.runs.recordings import DATA, REPOSITORY, record
 from tests.runs.shapes import FILE, find_keys, name_files
 from tests.seam import clean_environ
 
@@ -29,7 +29,7 @@ def record_on_slurm(cluster: str) -> None:
 def write_shapes() -> None:
     """Write the shapes of all recorded runs."""
     names, keys = {}, dict[str, dict[str, set[str]]]()
-    for kind in list_recordings():
+    for kind in sorted(KINDS):
         files = json.loads((DATA / f"{kind}.json").read_text())["files"]
         names[kind] = name_files(files)
         for file, found in find_keys(files).items():
