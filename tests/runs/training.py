@@ -13,7 +13,8 @@ def main(how: str) -> None:
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     run_dir = Path(os.environ["LAUNCH_RUN_DIR"])
     saved = run_dir / "checkpoints/last"
-    first = int(saved.read_text()) + 1 if saved.exists() else 1
+    is_again = attempt > 0 or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    first = int(saved.read_text()) + 1 if is_again and saved.exists() else 1
     print(f"begins at step {first} of 10", flush=True)
     for step in range(first, 11):
         print(f"step {step}/10 loss {4 - step / 4}", flush=True)
@@ -22,7 +23,9 @@ def main(how: str) -> None:
         if step == 5:
             if rank == 0:
                 saved.parent.mkdir(exist_ok=True)
-                saved.write_text("5")
+                draft = saved.with_name("draft")
+                draft.write_text("5")
+                draft.replace(saved)
             _await(saved)
             if attempt == 0 and first == 1:
                 _interrupt(how, rank, run_dir)
