@@ -42,14 +42,11 @@ def solve_batch(
     others that are None are 1. Raises UsageError with the nearest settings if there is no whole solution.
     """
     keys = {"fit.micro_batch": micro_batch, "parallel.dp": dp, "fit.accumulation": accumulation}
-    for key, value in (*keys.items(), ("fit.global_batch", global_batch)):
-        if value is not None:
-            check_layout_size(key, value)
     if global_batch is not None:
         keys = solve_global(keys, global_batch)
     micro, replicas, steps = (value or 1 for value in keys.values())
     product = micro * replicas * steps
-    check_layout_size(PRODUCT, product)
+    check_product(product)
     return BatchSizes(micro, replicas, steps, product)
 
 
@@ -59,7 +56,7 @@ def solve_global(keys: dict[str, int | None], global_batch: int) -> dict[str, in
     product = 1
     for value in keys.values():
         product *= value or 1
-    check_layout_size(PRODUCT, product)
+    check_product(product)
     if missing and global_batch % product == 0:
         return {**keys, missing[0]: global_batch // product}
     if not missing and product == global_batch:
@@ -97,16 +94,15 @@ def list_near_divisors(number: int, near: int) -> list[int]:
     return sorted({below, above}, key=lambda one: (abs(one - near), one))
 
 
-def check_layout_size(key: str, value: int, least: int = 1) -> None:
-    """Raise UsageError for a number that is too small or too large."""
-    if not least <= value <= LARGEST_SETTING:
-        shown = value if abs(value) < LARGEST_SETTING**2 else f"(a number of {value.bit_length()} bits)"
-        raise UsageError(f"{key}={shown}: give a number of at least {least} and at most {LARGEST_SETTING}")
+def check_product(product: int) -> None:
+    """Raise UsageError for a global batch that is too large; config.fit_validation checks its factors."""
+    if product > LARGEST_SETTING:
+        shown = product if product < LARGEST_SETTING**2 else f"(a number of {product.bit_length()} bits)"
+        raise UsageError(f"{PRODUCT}={shown}: give at most {LARGEST_SETTING}")
 
 
 def check_layout(request: FitRequest) -> None:
     """Raise UsageError for a layout that the model or the job cannot have, with the nearest that work."""
-    check_counts(request)
     check_world_size(request)
     check_tensor_split(request)
     check_stages(request)
@@ -125,19 +121,6 @@ def check_layout(request: FitRequest) -> None:
         accumulation=settings.accumulation,
         global_batch=request.global_batch,
     )
-
-
-def check_counts(request: FitRequest) -> None:
-    """Refuse numbers that are zero, negative or huge."""
-    layout, settings = request.layout, request.settings
-    for name in ("tp", "pp", "cp", "dp", "ep", "virtual_stages"):
-        check_layout_size(f"parallel.{name}", getattr(layout, name))
-    for name in ("micro_batch", "accumulation", "seq_len"):
-        check_layout_size(f"fit.{name}", getattr(settings, name))
-    check_layout_size("nodes", request.nodes)
-    check_layout_size("nproc_per_node", request.gpus_per_node)
-    if layout.zero not in range(4):
-        raise UsageError(f"parallel.zero={layout.zero}: choose from 0, 1, 2, 3")
 
 
 def check_world_size(request: FitRequest) -> None:
@@ -279,7 +262,6 @@ def check_sharding(request: FitRequest) -> None:
 def check_shard_size(request: FitRequest, size: int) -> None:
     """Refuse groups for hybrid sharding that do not divide the replicas."""
     replicas = request.layout.dp * request.layout.cp
-    check_layout_size("parallel.shard_size", size)
     if request.layout.zero == 0:
         raise UsageError(
             f"parallel.shard_size={size} with parallel.zero=0, which shards nothing: leave it out"
