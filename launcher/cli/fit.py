@@ -12,7 +12,7 @@ from launcher.cli.fit_step import StepRecord, pretend_gpu, run_steps
 from launcher.cli.measured_fit import learn_ratio
 from launcher.cli.plan import assess_plan, plan_node
 from launcher.cli.verbs import VerbCall
-from launcher.config.fit_check import check_planned, find_start_model
+from launcher.config.fit_check import find_start_model, settle_planned
 from launcher.config.fit_request import (
     count_plan_nodes,
     find_fit_device,
@@ -41,7 +41,7 @@ def show_fit(call: VerbCall) -> int:
         return show_estimate(call, plan)
     nodes = count_plan_nodes(config.nodes, environ)
     if is_bundled_program(config, call.program):
-        config = check_planned(
+        config = settle_planned(
             replace(config, fit=replace(config.fit, check="off")),
             plan,
             find_start_model(config, call.program, call.given),

@@ -190,9 +190,9 @@ def check_local_fit(spec: JobSpec, job: Job) -> tuple[JobSpec, Job]:
     """Return a job with what is chosen of the bundled program; raises MachineError if it cannot fit here."""
     if spec.fit_model is None:
         return spec, job
-    from launcher.config.fit_check import check_planned, settle_job
+    from launcher.config.fit_check import settle_job, settle_planned
 
-    config = check_planned(
+    config = settle_planned(
         spec.config,
         job.plan,
         spec.fit_model,

@@ -209,6 +209,7 @@ def plan_trial(trial: JobSpec) -> tuple[JobSpec, Job]:
         nodes=1,
         is_bundled=True,
         environ=trial.environ,
+        judges=False,
     )
     return settle_job(trial, config), replace(
         job, config=config, program=find_program(trial.program, config, trial.environ)

@@ -53,31 +53,6 @@ def find_start_model(
         return None
 
 
-def check_planned(
-    config: LaunchConfig,
-    plan: Plan,
-    model: ModelDimensions | None,
-    *,
-    nodes: int,
-    is_bundled: bool,
-    environ: Mapping[str, str],
-    learned: Learned | None = None,
-) -> LaunchConfig:
-    """Judge a job on nodes of this plan, and act by `fit.check`; raises MachineError if it is refused.
-
-    Returns the configuration with what was chosen for the bundled program. `model` is `find_start_model`'s.
-    In a dry run nothing is refused.
-    """
-    if model is None:
-        return config
-    return act_on_request(
-        lambda one: make_fit_request(one, plan, model, nodes=nodes, is_bundled=is_bundled, environ=environ),
-        config,
-        learned,
-        is_bundled=is_bundled,
-    )
-
-
 def settle_planned(
     config: LaunchConfig,
     plan: Plan,
@@ -86,16 +61,29 @@ def settle_planned(
     nodes: int,
     is_bundled: bool,
     environ: Mapping[str, str],
+    learned: Learned | None = None,
+    judges: bool = True,
 ) -> LaunchConfig:
-    """Return the configuration with what is chosen for the bundled program; the job was judged elsewhere."""
+    """Return the configuration with what is chosen for the bundled program on nodes of this plan.
+
+    Judges the job, and acts by `fit.check`, unless that is done elsewhere (`judges=False`, which says
+    nothing); raises MachineError if it is refused, which it is not in a dry run. `model` is
+    `find_start_model`'s.
+    """
+
+    def make(asked: LaunchConfig) -> FitRequest | None:
+        return make_fit_request(asked, plan, model, nodes=nodes, is_bundled=is_bundled, environ=environ)
+
+    if model is None:
+        return config
+    if judges:
+        return act_on_request(make, config, learned, is_bundled=is_bundled)
     if not is_bundled:
         return config
-    plain = drop_questions(config)
     try:
-        request = make_fit_request(plain, plan, model, nodes=nodes, is_bundled=is_bundled, environ=environ)
-    except Exception:  # as check_planned, which tells of it
+        return settle_program(config, make(drop_questions(config)))
+    except Exception:  # whoever judges tells of it
         return config
-    return settle_program(config, request)
 
 
 def drop_questions(config: LaunchConfig) -> LaunchConfig:

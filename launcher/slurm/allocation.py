@@ -42,9 +42,9 @@ def judge_allocation(spec: JobSpec, hosts: Sequence[str]) -> JobSpec:
     """
     if spec.fit_model is None or name_host(os.environ) not in hosts:
         return spec
-    from launcher.config.fit_check import check_planned, settle_job
+    from launcher.config.fit_check import settle_job, settle_planned
 
-    settled = check_planned(
+    settled = settle_planned(
         spec.config,
         plan_here(spec.config, spec.environ),
         spec.fit_model,

@@ -97,16 +97,16 @@ def check_node_fit(request: JobRequest, job: Job, *, is_first: bool) -> Job:
     """
     if request.fit_model is None:
         return job
-    from launcher.config.fit_check import check_planned, settle_planned
+    from launcher.config.fit_check import settle_planned
 
-    judge = check_planned if is_first else settle_planned
-    config = judge(
+    config = settle_planned(
         job.config,
         job.plan,
         request.fit_model,
         nodes=job.cluster.max_nodes,
         is_bundled=request.is_bundled,
         environ=job.environ,
+        judges=is_first,
     )
     return replace(job, config=config, program=find_program(request.words, config, job.environ))
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from launcher.config.fit_check import act_on_request, check_planned, settle_job
+from launcher.config.fit_check import act_on_request, settle_job, settle_planned
 from launcher.config.fit_request import find_fit_device, make_request_on
 from launcher.config.schema import LaunchConfig
 from launcher.fit.fit_model import Device, FitRequest, ModelDimensions, NodeResources
@@ -24,7 +24,7 @@ def judge_submission(spec: JobSpec, chosen: JobOptions) -> JobSpec:
         return spec
     if plan := plan_snapshot(spec, chosen):
         nodes, environ = spec.cluster.min_nodes, spec.environ
-        settled = check_planned(
+        settled = settle_planned(
             spec.config, plan, spec.fit_model, nodes=nodes, is_bundled=spec.is_bundled, environ=environ
         )
         return replace(settle_job(spec, settled), fit_model=None)
