@@ -82,7 +82,8 @@ def list_moments(request: FitRequest, parameters: RankParameters, stage: int) ->
     states, activations = estimate_states(request, parameters), estimate_activations(request, parameters)
     flight, layers = count_in_flight(request, stage), max(1, parameters.layer_count)
     every, one = scale_range(activations.kept, flight), scale_range(activations.kept, 1 / layers)
-    first = scale_range(every, max(0.0, flight - 1) / flight) + one
+    beside = scale_range(every, max(0.0, flight - 1) / flight)
+    first = beside + one
     if request.settings.activation_offload:
         every = keep_on_gpu(every, one)
     copies = count_weight_copies(request, parameters)
@@ -111,7 +112,7 @@ def list_moments(request: FitRequest, parameters: RankParameters, stage: int) ->
     last = every + (copy if recomputes else copies)
     early = whole + (table if tied else 0) if held else whole - count_late_gradients(request, parameters)
     if request.settings.framework == "fsdp" and request.layout.zero == 3:
-        found += list_sharded_moments(request, parameters, activations, every, moment)
+        found += list_sharded_moments(request, parameters, activations, (every, beside), moment)
     else:
         found.append(moment("backward of the last layer", held + waiting, last, working))
         found.append(moment("backward of the first layer", early, first + copy, working))
@@ -126,29 +127,28 @@ def list_sharded_moments(
     request: FitRequest,
     parameters: RankParameters,
     activations: StageActivations,
-    every: Range,
+    kept: tuple[Range, Range],
     moment: Callable[..., Moment],
 ) -> Iterator[Moment]:
     """Give the moments of FSDP2's backward pass through layers: inside a layer, and with all its gradients.
 
+    `kept` are the activations of all layers, and those beside the first layer's in its backward pass.
     Beside a layer's whole weights are those of the one gathered ahead, and the fp32 input of the
     reduce-scatter of the layer after it (torch.distributed.fsdp, FSDPParamGroup).
     """
     layers, trained = max(1, parameters.layer_count), count_trained(request, parameters).largest_layer
     width, layer = find_width(request), find_gathered_width(request) * parameters.largest_layer
-    states, flight = estimate_states(request, parameters), count_in_flight(request, 0)
-    held, whole = count_held(request, states), states.gradients
-    one = scale_range(activations.kept, 1 / layers)
-    first = scale_range(every, max(0.0, flight - 1) / flight)
+    states, neighbour = estimate_states(request, parameters), min(1, layers - 1)
+    held = count_held(request, states)
+    (every, beside), one = kept, scale_range(activations.kept, 1 / layers)
     stream, working = make_exact(activations.stream), activations.working + activations.again
-    for name, others, ahead, after in (
-        ("the last layer", take_away(every, one), min(1, layers - 1), 0),
-        ("the last layers", take_away(every, one, 2), min(1, layers - 1), min(1, layers - 1)),
-        ("the first layer", first, 0, min(1, layers - 1)),
+    for name, gradients, others, ahead, after in (
+        ("the last layer", held, take_away(every, one), neighbour, 0),
+        ("the last layers", held, take_away(every, one, 2), neighbour, neighbour),
+        ("the first layer", max(held, states.gradients), beside, 0, neighbour),
     ):
         gathered = round((1 + ahead) * layer + 4 * after * trained)
         sent = estimate_gathered(request, parameters, gathered) + estimate_exchanged(request, activations)
-        gradients = held if others != first else max(held, whole)
         yield moment(f"backward of {name}", gradients, others + one, working, sent)
         end = others + stream
         temporary = make_exact(3 * activations.stream + width * trained)
