@@ -43,7 +43,6 @@ SHAPES = {
     "restart": ("restarts", 4, "^", True),
     "requeue": ("requeues", 8, "s", True),
     "checkpoint": ("checkpoints", 3, "o", False),
-    "collection": ("collections", 7, "|", False),
 }
 """Name, colour and marker of each kind of events, and whether it interrupts the steps."""
 

@@ -53,9 +53,6 @@ def list_groups(hang: Hang, evidence: Sequence[NodeEvidence]) -> Iterator[StackG
         stacks = tuple(gather_stacks(others))
         title = f"The other {count_things(len(others), 'rank')}, by what their main threads do"
         yield StackGroup(title if named else title.replace("other ", ""), (), stacks)
-    notes = [f"{node.host}: {note}" for node in evidence for note in node.notes]
-    if notes:
-        yield StackGroup("What could not be had", tuple(clean_text(note, LONGEST) for note in notes[:20]), ())
 
 
 def name_rank(rank: RankEvidence) -> str:

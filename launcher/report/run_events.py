@@ -1,28 +1,19 @@
-"""What happened in a run, and when: hangs, stragglers, restarts, requeues, checkpoints, collections."""
+"""What happened in a run, and when: hangs, stragglers, restarts, requeues, checkpoints."""
 
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.runs.attempt_progress import list_attempts, read_mtime
 from launcher.runs.manifest import read_time
-from launcher.runs.rank_logs import read_tail
-from launcher.runs.run_directory import list_logs
 from launcher.runs.run_status import AttemptStatus
 from launcher.text import describe_time
 from launcher.watch.metrics_log import MetricsEvent
 from launcher.watch.watch_model import Hang, JobState, NodeReport, Straggler
 
-KINDS = ("hang", "straggler", "restart", "requeue", "checkpoint", "collection")
+KINDS = ("hang", "straggler", "restart", "requeue", "checkpoint")
 """In the order in which they are shown."""
-COLLECTION = re.compile(r"launch: rank \d{1,9}: step (\d{1,15}): (\d{1,15} objects collected in \S{1,20} ms)")
-"""What the hook prints with `gc.log=true`."""
-MOST_LINES = 20000
-"""Last lines of rank 0's log that are searched for collections."""
-MOST_STEPS = 10**15
-"""A step from here on is damage."""
 MOST_CHECKPOINTS = 1000
 SAME_START = 5.0
 """Seconds that the filesystem's clock and the nodes' may differ."""
@@ -60,7 +51,6 @@ def list_events(
         (Event(one.event, one.time, one.sentence) for one in told if one.event in known),
         list_restarts(path, samples, [read_time(one.started) for one in attempts]),
         list_checkpoints(path, samples),
-        list_collections(path, samples),
         (make_hang_event(hang, end) for hang in hangs),
         (make_straggler_event(one) for one in (job.stragglers if job else ())),
     )
@@ -114,35 +104,6 @@ def list_checkpoints(path: Path, samples: Sequence[NodeReport]) -> Iterator[Even
         if now and not saving:
             yield Event("checkpoint", sample.time, "")
         saving = now
-
-
-def list_collections(path: Path, samples: Sequence[NodeReport]) -> Iterator[Event]:
-    """Give the garbage collections that rank 0 has logged, at the times of their steps."""
-    steps = sorted(
-        {
-            (state.step, sample.time)
-            for sample in samples
-            for state in sample.ranks
-            if state.rank == 0 and 0 <= state.step < MOST_STEPS
-        }
-    )
-    if not steps:
-        return
-    for name in list_logs(path):
-        if not name.isdecimal():
-            continue
-        for line in read_tail(path / "logs" / name / "rank-0.err", MOST_LINES):
-            found = COLLECTION.search(line)
-            if found and (time := find_step_time(steps, int(found[1]))) is not None:
-                yield Event("collection", time, "")
-
-
-def find_step_time(steps: Sequence[tuple[int, float]], step: int) -> float | None:
-    """Return when a step was made, by the steps and times around it; None outside of them."""
-    for (before, early), (after, late) in itertools.pairwise(steps):
-        if before <= step <= after:
-            return early + (late - early) * (step - before) / max(after - before, 1)
-    return None
 
 
 def make_hang_event(hang: Hang, end: float) -> Event:

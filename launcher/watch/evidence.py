@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.watch.kernel_state import KernelLook, compare_looks, list_descendants, look_at_process
-from launcher.watch.nccl_ras import ask_ras
 from launcher.watch.rank_answers import (
     CANNOT_ANSWER,
     Deadline,
@@ -21,8 +20,8 @@ from launcher.watch.rank_answers import (
     mark_locks,
     may_take_gil,
     read_child_stacks,
-    read_other_stacks,
     read_server,
+    read_server_stacks,
     read_stacks,
 )
 from launcher.watch.watch_model import GpuSample, Heartbeat, NodeEvidence, ProcessState, RankEvidence
@@ -90,15 +89,10 @@ def gather_node(
     number: int,
     sample_gpu: Callable[[int], GpuSample | None] | None = None,
 ) -> NodeEvidence:
-    """Return what `gather` finds with what NCCL's RAS says, as one node's evidence for hang `number`."""
-    start, answers = time.monotonic(), []
-    thread = threading.Thread(target=lambda: answers.append(ask_ras()), name="nccl-ras", daemon=True)
-    thread.start()
+    """Return what `gather_ranks` finds, as one node's evidence for hang `number`."""
+    start = time.monotonic()
     found = gather_ranks(folder, ranks, heartbeats, sample_gpu=sample_gpu)
-    thread.join(max(start + DEADLINE - time.monotonic(), 0))
-    nccl, notes = answers[0] if answers else ("", ("NCCL's RAS did not answer in time",))
-    seconds = round(time.monotonic() - start, 3)
-    return NodeEvidence(host, node_rank, number, time.time(), seconds, found, nccl, notes)
+    return NodeEvidence(host, node_rank, number, time.time(), round(time.monotonic() - start, 3), found)
 
 
 def gather_rank(
@@ -148,7 +142,7 @@ def ask_rank(
         read_stacks(found, rank.pid, path if can_dump else None, ends)
         read_server(found, socket_path, folder / f"rank-{rank.rank}.trace.json", ends)
         if not found.stacks and may_take_gil(rank.pid, heartbeat):
-            read_other_stacks(found, rank.pid, socket_path, ends)
+            read_server_stacks(found, socket_path, ends)
     if can_dump:
         stacks = read_child_stacks(
             [child for child in found.children if child.state not in "TtZX"], path, ends

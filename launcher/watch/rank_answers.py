@@ -18,7 +18,6 @@ from launcher.watch.stacks import (
     STACK_SIGNAL,
     check_signal,
     find_main,
-    request_from_py_spy,
     request_from_server,
     request_stacks,
 )
@@ -27,7 +26,6 @@ from launcher.watch.watch_model import Frame, GpuSample, GroupState, Heartbeat, 
 STACK_PATIENCE = 0.8
 CHILD_PATIENCE = 0.2
 SERVER_PATIENCE = 0.7
-PY_SPY_PATIENCE = 0.8
 ALL_CHILDREN = 0.8
 """Seconds for the stacks of all children of a rank."""
 LARGEST_KEPT = 1 << 20
@@ -96,15 +94,13 @@ def read_stacks(found: Findings, pid: int, path: Path | None, ends: Deadline) ->
         found.notes.append(f"no stacks from faulthandler: {reason}")
 
 
-def read_other_stacks(found: Findings, pid: int, socket_path: Path, ends: Deadline) -> None:
-    """Get a rank's stacks from torch's server, or from py-spy."""
+def read_server_stacks(found: Findings, socket_path: Path, ends: Deadline) -> None:
+    """Get a rank's stacks from torch's server."""
     try:
         stacks = request_from_server(socket_path, ends.limit(SERVER_PATIENCE))
         found.stacks, found.stack_source = stacks, "torch"
     except ServerError as error:
         found.notes.append(f"no stacks from torch's server: {error}")
-    if not found.stacks and (stacks := request_from_py_spy(pid, ends.limit(PY_SPY_PATIENCE))):
-        found.stacks, found.stack_source = stacks, "py-spy"
 
 
 def read_server(found: Findings, socket_path: Path, kept: Path, ends: Deadline) -> None:

@@ -2,21 +2,17 @@
 
 First by `faulthandler`, which the hook in the rank has registered on a real-time signal with a file: it works
 within the signal's handler, so also while C code holds the GIL. Else by torch's server, which needs the
-GIL, or by py-spy if that is installed. A process without a handler would die of the signal, and one that has
+GIL. A process without a handler would die of the signal, and one that has
 closed the file may have another behind its descriptor: then no signal is sent.
 """
 
 import ctypes
-import json
 import os
 import re
-import shutil
 import signal
-import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from launcher.files import read_stat
 from launcher.watch.kernel_state import (
@@ -191,35 +187,6 @@ def request_from_server(socket_path: Path, timeout: float) -> tuple[Stack, ...]:
     if not found:
         raise ServerError("its stacks are not as expected")
     return tuple(stack for stack in found if stack.frames or stack.is_current)
-
-
-def request_from_py_spy(pid: int, timeout: float) -> tuple[Stack, ...]:
-    """Return the stacks that py-spy gives without stopping the process; empty if it is not there or fails.
-
-    It needs the permission to trace the process (ptrace).
-    """
-    program = shutil.which("py-spy")
-    if program is None:
-        return ()
-    argv = [program, "dump", "--pid", str(pid), "--nonblocking", "--json"]
-    try:
-        done = subprocess.run(
-            argv, capture_output=True, timeout=timeout, stdin=subprocess.DEVNULL, check=True
-        )
-        threads: list[dict[str, Any]] = json.loads(done.stdout[:LARGEST_DUMP])
-        return tuple(convert_py_spy(thread) for thread in threads[:MOST_THREADS])
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, AttributeError):
-        return ()
-
-
-def convert_py_spy(thread: dict[str, Any]) -> Stack:
-    """Make a stack of one thread of py-spy's JSON, whose frames are innermost first."""
-    name = str(thread.get("thread_name") or thread["thread_id"])
-    frames = tuple(
-        Frame(str(frame["filename"])[:LONGEST_NAME], int(frame["line"]), str(frame["name"])[:LONGEST_NAME])
-        for frame in thread["frames"]
-    )
-    return Stack(name[:LONGEST_NAME], frames, is_current=thread.get("thread_name") == "MainThread")
 
 
 def find_main(stacks: tuple[Stack, ...]) -> Stack | None:

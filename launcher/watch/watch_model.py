@@ -220,7 +220,7 @@ class ProcessState:
     """PID of a debugger; 0 for none."""
     stacks: tuple[Stack, ...] = ()
     stack_source: str = ""
-    """`faulthandler`, `torch`, `py-spy`, or empty."""
+    """`faulthandler`, `torch`, or empty."""
     stack_changes: bool = False
     """The main thread was at another place in a second sample."""
     command: str = ""
@@ -309,9 +309,6 @@ class NodeEvidence:
     seconds: float
     """That gathering took."""
     ranks: tuple[RankEvidence, ...]
-    nccl: str = ""
-    """What NCCL's RAS answered."""
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

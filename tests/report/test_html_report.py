@@ -116,7 +116,7 @@ def test_the_tables_have_what_the_reports_say(page: Parsed) -> None:
 def test_events_are_marked(page: Parsed) -> None:
     (steps, *_) = [one for one in page.find("section") if one.get("id") == "steps"]
     drawn = [element.text for element in steps.iter() if str(element.tag).endswith("}text")]
-    for lane in ("hangs", "stragglers", "requeues", "checkpoints", "collections"):
+    for lane in ("hangs", "stragglers", "requeues", "checkpoints"):
         assert drawn.count(lane) == 2, lane  # for wide pages, and for narrow ones
     tooltips = [element.text for element in steps.iter() if str(element.tag).endswith("}title")]
     assert any(text and text.startswith("hang 1, 3 min 20 s: rank 1 on n0") for text in tooltips)

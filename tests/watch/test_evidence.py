@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.watch import evidence, kernel_state, nccl_ras, rank_activity, rank_answers, stacks
+from launcher.watch import evidence, kernel_state, rank_activity, rank_answers, stacks
 from launcher.watch.evidence import WatchedRank, gather_node, gather_ranks
 from launcher.watch.heartbeats import read_heartbeat
 from launcher.watch.kernel_state import look_at_process
@@ -437,22 +436,3 @@ def test_ranks_that_wait_for_each_other_in_torch(tmp_path: Path) -> None:
 
 def is_pending(rank: RankEvidence) -> bool:
     return any(group.is_pending for group in rank.groups)
-
-
-def serve_ras(server: socket.socket) -> None:
-    """Answer one question as NCCL does, and leave the connection open for a moment."""
-    link, _ = server.accept()
-    with link:
-        assert link.recv(100) == b"verbose status\n"
-        link.sendall(b"Job summary\n  \x1b[31m1 node\n")
-
-
-def test_nccls_ras() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        thread = threading.Thread(target=serve_ras, args=(server,))
-        thread.start()
-        assert nccl_ras.ask_ras(address) == ("Job summary\n  \\x1b[31m1 node\n", ())
-        thread.join()
-    assert nccl_ras.ask_ras(address) == ("", (f"NCCL's RAS does not answer at {address}",))
-    assert nccl_ras.ask_ras("nonsense")[1]
