@@ -37,14 +37,13 @@ def make_local_agent(request: AgentRequest, take_warm: TakeWarm | None = None) -
 
 def make_starter(request: AgentRequest, take_warm: TakeWarm | None) -> RankStarter:
     """Return what starts the ranks: forks of the warm process that was started before, if there is one."""
-    job, settings = request.job, request.job.config.start
+    job = request.job
     by_exec = ExecStarter(request.run.agent_log(job.host), reads_stdin=not shares_terminal(job))
-    may_take = take_warm and settings.warm != "off" and not settings.preload
     environ = {**request.environ, **find_common_env(job.plan)}
-    early = take_warm(job.program, environ) if take_warm and may_take else None
+    early = take_warm(job.program, environ) if take_warm else None
     if early:
         return WarmStarter(by_exec, early)
-    return choose_starter(by_exec, job.program, settings, environ)
+    return choose_starter(by_exec, job.program, job.config.start, environ)
 
 
 def find_common_env(plan: Plan) -> dict[str, str]:

@@ -58,6 +58,8 @@ def reading_ahead(
 
     `early` was started for the same program already.
     """
+    if early and mode == "off":
+        early.close()
     reader = early or start_read_ahead(mode, argv, environ)
     try:
         yield reader

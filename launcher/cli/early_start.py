@@ -1,7 +1,7 @@
-"""The warm process, started before the configuration is composed if the command line says enough.
+"""The warm process, started before the configuration is composed if the command line names a Python program.
 
-`import torch` takes a second, and composing and planning go on meanwhile. Whatever the command line or the
-environment leaves open is left to the start after planning.
+`import torch` takes a second, and composing and planning go on meanwhile. If the ranks are to run elsewhere,
+by another agent, or with other variables, the process is ended again.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.cli.arguments import Command
-from launcher.errors import LaunchError, UsageError
-from launcher.protocol import LAUNCH_FIT, LAUNCH_METER, LAUNCH_RANK_PLAN, LAUNCH_WATCH
+from launcher.errors import UsageError
+from launcher.protocol import LAUNCH_WATCH
 
 if TYPE_CHECKING:
     from launcher.agent.read_ahead import ReadAhead
@@ -21,25 +21,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SILENT = frozenset(
-    (
-        *("name", "runs_dir", "run_dir", "new_run_dir", "nproc_per_node", "devices", "objective", "restarts"),
-        *("binding", "dataloader", "gc", "logs", "progress", "watch", "notify", "parallel", "fit", "tune"),
-    )
-)
-"""Keys and groups, by their first part, that say nothing about where ranks run, by what, and with which
-variables at the interpreter's start."""
-AGENT_WORD = "agent=direct"
 RUN_FLAGS = ("-r", "--run")
-BUNDLED_ONLY = frozenset(("model", "data"))
-"""Those of them that the bundled program has its arguments from."""
-DECIDING = ("SLURM_JOB", "SLURM_PROC", "PET_", "TORCHELASTIC_", LAUNCH_RANK_PLAN, LAUNCH_FIT, LAUNCH_METER)
-"""Beginnings of variables with which ranks may run elsewhere, or be started by another."""
+DRY = "dry_run=true"
 
 
 @dataclass(slots=True)
 class EarlyStart:
-    """A warm process that was started on suspicion; it is ended unless somebody takes it."""
+    """A warm process that may be of use; it is ended unless somebody takes it."""
 
     warm: "WarmProcess | None" = None
     argv: tuple[str, ...] = ()
@@ -68,11 +56,15 @@ class EarlyStart:
         reader, self.reader = self.reader, None
         return reader
 
-    def close(self) -> None:
-        """End the processes that nobody has taken."""
+    def drop_warm(self) -> None:
+        """End the warm process, if nobody has taken it."""
         warm, self.warm = self.warm, None
         if warm is not None:
             warm.close()
+
+    def close(self) -> None:
+        """End the processes that nobody has taken."""
+        self.drop_warm()
         if self.reader is not None:
             self.reader.close()
 
@@ -91,7 +83,7 @@ def is_alike(before: Mapping[str, str], after: Mapping[str, str]) -> bool:
 
 @contextlib.contextmanager
 def start_early(command: Command, environ: Mapping[str, str]) -> Iterator[EarlyStart]:
-    """Give an early start, with a process in it if the ranks will be forked from one; it ends with the block.
+    """Give an early start, with a process in it if the ranks may be forked from one; it ends with the block.
 
     Errors of the command line are left to those who report them.
     """
@@ -121,40 +113,24 @@ def open_early(argv: tuple[str, ...], environ: Mapping[str, str]) -> EarlyStart:
 
 
 def find_early_program(command: Command, environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Return the program's argv if the ranks are certain to run here and to be forked; None if not.
+    """Return the program's argv if a run of a Python program that uses torch is asked for; None if not.
 
-    They are if no file of the user's own configures anything, the words leave that open, no allocation or
-    launcher is around, and the program may use torch.
+    That is the one on the command line, or the bundled one if no file of the user's own and no word names
+    another. Whether its ranks run here and are forked is decided later.
     """
-    if command.verb != "run" or Path("conf").exists():
-        return None
-    words = [word for word in command.words if word not in (AGENT_WORD, *RUN_FLAGS)]
-    keys = {word.lstrip("+").partition("=")[0].partition(".")[0] for word in words}
-    if keys - SILENT - (BUNDLED_ONLY if command.program is None else frozenset()):
-        return None
-    if any(name.startswith(DECIDING) for name in environ):
-        return None
-    if AGENT_WORD not in command.words and not is_direct_by_default(environ):
-        return None
     from launcher.agent.torch_use import find_import_change, uses_torch
     from launcher.config.program import BUNDLED, resolve_program
 
+    words = [word for word in command.words if word not in RUN_FLAGS]
+    if command.verb != "run" or DRY in words:
+        return None
+    if any(word.startswith("-") or ("=" not in word and word[:1] != "~") for word in words):  # no settings
+        return None
+    if command.program is None and (Path("conf").exists() or any(w.startswith("program=") for w in words)):
+        return None
     try:
         argv = resolve_program(command.program or BUNDLED, environ)
     except UsageError:
         return None
     is_plain = uses_torch(argv, environ) and not find_import_change(argv, environ)
     return argv if command.program is None or is_plain else None
-
-
-def is_direct_by_default(environ: Mapping[str, str]) -> bool:
-    """Tell whether `launch` starts ranks itself, on this machine, if no setting says otherwise."""
-    from launcher.config.agent_choice import choose_agent
-    from launcher.config.cluster import choose_cluster
-    from launcher.config.schema import LaunchConfig
-
-    try:
-        cluster = choose_cluster("auto", "auto", None, None, environ)
-        return cluster.kind == "local" and choose_agent(LaunchConfig(), cluster, environ).kind == "direct"
-    except LaunchError:
-        return False

@@ -105,6 +105,7 @@ def carry_out(command: Command, argv: Sequence[str], early: EarlyStart) -> int:
     sweep = asks_sweep(flags, command.verb)
     refuse_other_mode(flags, sweep=sweep)
     if sweep:
+        early.close()
         from launcher.cli.sweep import run_sweep
 
         return run_sweep(flags, command, argv)

@@ -66,6 +66,10 @@ def start_job(
     run_path = choose_run_path(composed, program, submits=is_for_slurm(composed))
     spec = specify_job(composed, program, run_path, os.environ)
     check_resume(spec)
+    if spec.cluster.kind in ("slurm", "allocation"):
+        early.close()
+    elif not may_fork(spec):
+        early.drop_warm()
     name_files(composed.own_files)
     report_config_programs([spec], composed.own_files)
     if spec.cluster.kind == "slurm":
@@ -85,6 +89,12 @@ def start_job(
     ) as reader:
         spec, job = check_local_fit(spec, plan_job(spec))
         return execute_here(spec, job, argv, reader, early)
+
+
+def may_fork(spec: JobSpec) -> bool:
+    """Tell whether ranks can be forked from a process that has imported torch and nothing else."""
+    start = spec.config.start
+    return spec.agent.kind == "direct" and start.warm != "off" and not start.preload
 
 
 def try_anew(start: Callable[[], int]) -> int:

@@ -15,42 +15,28 @@ from launcher.cli.early_start import find_early_program
 from tests.seam import LAUNCH, clean_environ, run_outside
 
 USES_TORCH = "import torch\n"
-SILENT: tuple[Sequence[str], ...] = (
+EARLY: tuple[Sequence[str], ...] = (
     ("agent=direct", "x.py"),
-    ("agent=direct", "nproc_per_node=2", "gc=frozen", "dataloader.num_workers=1", "x.py", "--lr", "1"),
-    ("agent=direct", "name=a", "runs_dir=b", "--", "x.py"),
-    ("agent=direct", "-r", "--", sys.executable, "-u", "x.py"),
-    ("agent=direct", "-m", "x"),
+    ("nproc_per_node=2", "gc=frozen", "nodes=2", "cluster.time=10", "x.py", "--lr", "1"),
+    ("-r", "--", sys.executable, "-u", "x.py"),
+    ("~gc", "-m", "x"),
     ("agent=direct",),
-    ("agent=direct", "+model=gpt2"),
+    ("+model=gpt2",),
 )
-"""Command lines whose ranks are certain to be forked here."""
+"""Command lines that name a program whose ranks may be forked."""
 OTHERS: tuple[Sequence[str], ...] = (
     ("plan", "x.py"),
-    ("agent=torchrun", "x.py"),
-    ("agent=direct", "nodes=2", "x.py"),
-    ("agent=direct", "nodes=1:2", "x.py"),
-    ("agent=direct", "dry_run=true", "x.py"),
-    ("agent=direct", "cluster=slurm", "x.py"),
-    ("agent=direct", "start.warm=off", "x.py"),
-    ("agent=direct", "start.preload=[json]", "x.py"),
-    ("agent=direct", "env.OMP_NUM_THREADS=1", "x.py"),
-    ("agent=direct", "allocator.host=tcmalloc", "x.py"),
-    ("agent=direct", "torchrun.max_restarts=1", "x.py"),
-    ("agent=direct", "machine.snapshot=a", "x.py"),
-    ("agent=direct", "hydra.mode=RUN", "x.py"),
-    ("agent=direct", "+model=gpt2", "x.py"),
-    ("agent=direct", "program=other"),
-    ("agent=direct", "--cfg", "job"),
-    ("agent=direct", "-cd", "elsewhere", "x.py"),
-    ("agent=direct", "--multirun", "name=a,b", "x.py"),
-    ("agent=direct", "x.y"),
-    ("agent=direct", "~gc", "x.py"),
-    ("agent=direct", "missing.py"),
-    ("agent=direct", "plain.py"),
-    ("agent=direct", "--", "true"),
+    ("dry_run=true", "x.py"),
+    ("program=other",),
+    ("--cfg", "job"),
+    ("-cd", "elsewhere", "x.py"),
+    ("--multirun", "name=a,b", "x.py"),
+    ("x.y",),
+    ("missing.py",),
+    ("plain.py",),
+    ("--", "true"),
 )
-"""Those that leave something open, or ask for something else."""
+"""Those that ask for something else, or name no program that uses torch."""
 
 
 @pytest.fixture(autouse=True)
@@ -66,35 +52,41 @@ def find(words: Sequence[str], environ: Mapping[str, str] | None = None) -> tupl
     return find_early_program(parse_command(words), {**clean_environ(), **(environ or {})})
 
 
-@pytest.mark.parametrize("words", SILENT, ids=str)
-def test_a_command_line_that_says_enough(words: Sequence[str]) -> None:
+@pytest.mark.parametrize("words", EARLY, ids=str)
+def test_a_command_line_that_names_a_program(words: Sequence[str]) -> None:
     argv = find(words)
     assert argv and argv[0] == sys.executable
 
 
 @pytest.mark.parametrize("words", OTHERS, ids=str)
-def test_a_command_line_that_leaves_it_open(words: Sequence[str]) -> None:
+def test_a_command_line_that_names_none(words: Sequence[str]) -> None:
     assert find(words) is None
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"SLURM_JOB_ID": "7"},
-        {"PET_NNODES": "2"},
-        {"TORCHELASTIC_RUN_ID": "x"},
-        {"LAUNCH_RANK_PLAN": "{}"},
-        {"PYTHON_EXEC": "/usr/bin/env"},
-    ],
-    ids=str,
-)
-def test_an_environment_that_says_otherwise(environ: Mapping[str, str]) -> None:
-    assert find(SILENT[0], environ) is None
-
-
-def test_a_configuration_of_ones_own_is_composed_first() -> None:
+def test_what_a_configuration_of_ones_own_may_change_is_composed_first() -> None:
     Path("conf").mkdir()
-    assert find(SILENT[0]) is None
+    assert find(EARLY[0]) and find(()) is None
+    assert find(EARLY[0], {"PYTHON_EXEC": "/usr/bin/env"}) is None
+
+
+LOOK = """
+import torch
+from pathlib import Path
+def holds(entry):
+    try:
+        here = (entry / "cwd").readlink() == Path.cwd()
+        return here and any("launch-warm" in str(link.readlink()) for link in (entry / "fd").iterdir())
+    except OSError:
+        return False
+print("WARM", sum(holds(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()), flush=True)
+"""
+
+
+@pytest.mark.parametrize("word", ["agent=torchrun", "start.warm=off", "env.OPENBLAS_VERBOSE=1"])
+def test_a_process_of_no_use_is_gone_before_the_program_runs(word: str, here: Path) -> None:
+    Path("x.py").write_text(LOOK)
+    done = run_outside([word, "nproc_per_node=1", "x.py"], here)
+    assert done.code == 0 and "WARM 0\n" in done.out, done
 
 
 def list_started(folder: Path) -> list[int]:
@@ -133,7 +125,7 @@ main()
     read, write = os.pipe()
     stdin, keep = os.pipe()
     with subprocess.Popen(
-        [sys.executable, "-c", script, *SILENT[0], str(write)],
+        [sys.executable, "-c", script, *EARLY[0], str(write)],
         env=clean_environ(),
         stdin=stdin,
         pass_fds=[write],
@@ -169,7 +161,7 @@ rank_starter.ExecStarter.start_rank = start_rank
 exec({LAUNCH[2]!r})
 """
     done = subprocess.run(
-        [sys.executable, "-c", script, *SILENT[0][:1], "nproc_per_node=2", "logs.console=all", "x.py"],
+        [sys.executable, "-c", script, *EARLY[0][:1], "nproc_per_node=2", "logs.console=all", "x.py"],
         env=clean_environ(),
         cwd=here,
         capture_output=True,
