@@ -105,3 +105,11 @@ main()
     assert not {name.partition(".")[0] for name in loaded} & {
         *("rich", "psutil", "asyncio", "torch", "numpy", "submitit")
     }
+
+
+def test_the_verbs_of_runs_need_no_hydra_unless_something_is_set(tmp_path: Path) -> None:
+    hydra = {"hydra", "omegaconf", "antlr4"}
+    assert not list_loaded(["status"], tmp_path) & hydra
+    assert hydra <= list_loaded(["status", "runs_dir=runs"], tmp_path)
+    (tmp_path / "conf").mkdir()
+    assert hydra <= list_loaded(["status"], tmp_path)

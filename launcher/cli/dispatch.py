@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from launcher.cli.arguments import Command
 from launcher.cli.config_programs import name_files
@@ -10,12 +11,11 @@ from launcher.cli.early_start import EarlyStart
 from launcher.cli.unused_settings import warn_elsewhere, warn_unread
 from launcher.cli.verbs import VerbCall, load_verb, takes_names, takes_program
 from launcher.config.cluster import pet_overrides
-from launcher.config.composed import Composed, resolve
-from launcher.config.composition import compose
 from launcher.config.environment_files import fill_env, read_env_files
 from launcher.config.hydra_flags import Flags
 from launcher.config.overrides import quote_value
-from launcher.config.schema import LaunchConfig
+from launcher.config.schema import LaunchConfig, settle_words
+from launcher.config.search_path import Sources, find_shipped
 from launcher.config.validation import (
     PLAN_CHECKS,
     TOPO_CHECKS,
@@ -25,12 +25,25 @@ from launcher.config.validation import (
     validate,
 )
 
+if TYPE_CHECKING:
+    from launcher.config.composed import Composed
+
 logger = logging.getLogger(__name__)
+
+SHIPPED = Sources((find_shipped(),))
+"""Without a file of the user's."""
 
 
 def run_verb(flags: Flags, command: Command, argv: Sequence[str], early: EarlyStart) -> int:
     """Compose one configuration, and do what the command line asks with it."""
-    composed = compose(flags.sources, add_pet(flags.overrides, os.environ))
+    overrides = add_pet(flags.overrides, os.environ)
+    if takes_names(command.verb) and not overrides and flags.sources == SHIPPED:
+        config = LaunchConfig()  # these verbs read no group, and Hydra takes longer than all of the rest
+        settle_words(config)
+        return show_runs(config, command)
+    from launcher.config.composition import compose
+
+    composed = compose(flags.sources, overrides)
     return run_composed(composed, command, argv, early)
 
 
@@ -42,7 +55,7 @@ def add_pet(overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
 
 
 def run_composed(
-    composed: Composed, command: Command, argv: Sequence[str], early: EarlyStart | None = None
+    composed: "Composed", command: Command, argv: Sequence[str], early: EarlyStart | None = None
 ) -> int:
     """Do what the command line asks with a configuration; return the exit code, raise LaunchError."""
     for warning in composed.warnings:
@@ -59,12 +72,16 @@ def run_composed(
         return tune_program(composed, command.names, command.program, argv)
     name_files(composed.own_files)
     if takes_names(command.verb):
+        from launcher.config.composed import resolve
+
         return show_runs(resolve(composed), command)
     return show_machine(composed, command)
 
 
-def show_machine(composed: Composed, command: Command) -> int:
+def show_machine(composed: "Composed", command: Command) -> int:
     """Run a verb that depends on the machine, and on the environment that ranks would have."""
+    from launcher.config.composed import resolve
+
     config = resolve(composed)
     config = fill_env(config, read_env_files(config))
     if command.verb != "topo" or config.image:

@@ -1,6 +1,7 @@
 """Groups, keys and variables on the command line, each in all the ways that people write them."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from launcher.config.composed import Composed, read_values, resolve
 from launcher.config.composition import compose
 from launcher.config.overrides import NEUTRAL
-from launcher.config.schema import LaunchConfig
+from launcher.config.schema import LaunchConfig, settle_words
 from launcher.config.search_path import find_sources
 from launcher.errors import UsageError
 from tests.seam import Launch
@@ -276,6 +277,16 @@ def test_a_run_directory_that_another_run_has_taken_is_chosen_again(
         assert resolve(composed, path).run_dir == str(path)
         assert read_values(composed, ("run_dir",)) == first
     assert composed.tree.run_dir == "/runs/2"
+
+
+def test_the_shipped_files_set_nothing_but_groups_and_the_program(here: Path) -> None:
+    """So that `launch status` and its like can do without them."""
+    composed, plain = configure(), LaunchConfig()
+    settle_words(plain)
+    groups = {"allocator", "data", "dataloader", "model", "program"}
+    for field in fields(LaunchConfig):
+        if field.name not in groups:
+            assert getattr(composed, field.name) == getattr(plain, field.name), field.name
 
 
 def test_the_last_word_wins(here: Path) -> None:
