@@ -23,15 +23,11 @@ LAUNCH_PARENT = "LAUNCH_PARENT"
 LAUNCH_PLAN = "LAUNCH_PLAN"
 LAUNCH_QUIET = "LAUNCH_QUIET"
 LAUNCH_RANK_PLAN = "LAUNCH_RANK_PLAN"
-LAUNCH_RDZV_ID = "LAUNCH_RDZV_ID"
 LAUNCH_RECORD_DIR = "LAUNCH_RECORD_DIR"
 LAUNCH_RENDEZVOUS = "LAUNCH_RENDEZVOUS"
-LAUNCH_REQUEST = "LAUNCH_REQUEST"
-LAUNCH_ROLE = "LAUNCH_ROLE"
 LAUNCH_RUN_DIR = "LAUNCH_RUN_DIR"
 LAUNCH_RUN_ID = "LAUNCH_RUN_ID"
 LAUNCH_SECRETS = "LAUNCH_SECRETS"
-LAUNCH_SIGNAL = "LAUNCH_SIGNAL"
 LAUNCH_STRICT = "LAUNCH_STRICT"
 LAUNCH_TERMINAL = "LAUNCH_TERMINAL"
 LAUNCH_WARM = "LAUNCH_WARM"
@@ -186,13 +182,6 @@ VARIABLES = (
         read_by=(LAUNCHER, SHIM, HOOK, PROGRAM),
     ),
     ProtocolVariable(
-        LAUNCH_RDZV_ID,
-        "TEXT",
-        "Identifier of the job among the ranks (TORCHELASTIC_RUN_ID) if srun starts them.",
-        set_by=SLURM_JOB,
-        read_by=(SHIM,),
-    ),
-    ProtocolVariable(
         LAUNCH_RECORD_DIR,
         "DIR",
         "The run directory, into which launch-rank writes the rank's logs and the record of its placement.",
@@ -205,20 +194,6 @@ VARIABLES = (
         "Where the nodes of a SLURM job meet, as its first node tells the others.",
         set_by=SLURM_JOB,
         read_by=(SLURM_JOB,),
-    ),
-    ProtocolVariable(
-        LAUNCH_REQUEST,
-        "JSON",
-        "What the configuration asks of the node if srun starts the ranks, each of which plans the node.",
-        set_by=SLURM_JOB,
-        read_by=(SHIM,),
-    ),
-    ProtocolVariable(
-        LAUNCH_ROLE,
-        "NAME",
-        "The ranks' role (ROLE_NAME), as torchrun.role has it, if srun starts them.",
-        set_by=SLURM_JOB,
-        read_by=(SHIM,),
     ),
     ProtocolVariable(
         LAUNCH_RUN_DIR,
@@ -241,13 +216,6 @@ VARIABLES = (
         "Values that are kept out of every file, from the submission to the job's first node.",
         set_by=LAUNCHER,
         read_by=(SLURM_JOB,),
-    ),
-    ProtocolVariable(
-        LAUNCH_SIGNAL,
-        "N",
-        "Number of the checkpoint signal, which srun sends to every process of the rank.",
-        set_by=SLURM_JOB,
-        read_by=(SHIM,),
     ),
     ProtocolVariable(
         LAUNCH_STRICT,

@@ -1,15 +1,13 @@
-"""The JSON form of plans, of machine snapshots, and of what a job asks of each node."""
+"""The JSON form of plans and machine snapshots."""
 
 from dataclasses import dataclass, replace
 
 from launcher.decode import DecodeError, convert, dump, parse_json
 from launcher.errors import UsageError
-from launcher.plan.model import SCHEMA, Cpu, Machine, NumaNode, Plan, RankPlan, Request
+from launcher.plan.model import SCHEMA, Cpu, Machine, NumaNode, Plan, RankPlan
 
 KIND = "machine"
 """What a snapshot says that it is."""
-OF_THE_NODE = ("nproc_per_node", "host_library", "caches", "environ")
-"""Parts of a request that depend on the node: they do not travel."""
 
 
 def plan_to_json(plan: Plan) -> dict[str, object]:
@@ -27,19 +25,6 @@ def rank_to_json(rank: RankPlan) -> dict[str, object]:
     gpu = rank.gpu and {"index": rank.gpu.index, "uuid": rank.gpu.uuid, "pci": rank.gpu.pci}
     variables = [{k: v for k, v in dump(one).items() if v or k != "why"} for one in rank.variables]
     return {**dump(rank), "gpu": gpu, "variables": variables}
-
-
-def request_to_json(request: Request, root: str) -> dict[str, object]:
-    """Return LAUNCH_REQUEST: what is asked of every node, and the root of the machine's files there."""
-    asked = {key: value for key, value in dump(request).items() if key not in OF_THE_NODE}
-    return {"root": root, **asked}
-
-
-def request_from_json(data: object) -> tuple[Request, str]:
-    """Read LAUNCH_REQUEST back, and the root in it; raises ValueError for what is not as written above."""
-    if not isinstance(data, dict) or not isinstance(data.get("root"), str):
-        raise DecodeError("not an object with a root")
-    return convert(Request, {k: v for k, v in data.items() if k not in OF_THE_NODE}), data["root"]
 
 
 @dataclass(frozen=True, slots=True)

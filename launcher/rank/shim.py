@@ -13,12 +13,8 @@ from launcher.protocol import (
     LAUNCH_PLAN,
     LAUNCH_QUIET,
     LAUNCH_RANK_PLAN,
-    LAUNCH_RDZV_ID,
     LAUNCH_RECORD_DIR,
-    LAUNCH_REQUEST,
-    LAUNCH_ROLE,
     LAUNCH_RUN_DIR,
-    LAUNCH_SIGNAL,
     LAUNCH_STRICT,
     LAUNCH_TERMINAL,
     LAUNCH_WATCH,
@@ -31,7 +27,6 @@ from launcher.rank.interpreter_hook import add_hook, is_hook_wanted, is_hooked, 
 from launcher.rank.plan_entry import PlacementError, find_entry
 from launcher.rank.process_setup import (
     end_with_parent,
-    ignore_signal,
     raise_open_files,
     reset_signals,
     restore_interrupt,
@@ -46,10 +41,6 @@ REMOVED = (
     LAUNCH_ATTEMPT,
     LAUNCH_STRICT,
     LAUNCH_AGENT,
-    LAUNCH_REQUEST,
-    LAUNCH_ROLE,
-    LAUNCH_RDZV_ID,
-    LAUNCH_SIGNAL,
     LAUNCH_TERMINAL,
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
 )
@@ -96,15 +87,10 @@ def run_rank(argv: list[str], environ: dict[str, str]) -> int:
 
 def prepare_rank(argv: list[str], environ: dict[str, str]) -> tuple[list[str], int]:
     """Place this rank, and make `environ` its program's; returns that one's argv, and an exit code or 0."""
-    checkpoint_signal = read_number(environ, LAUNCH_SIGNAL)
-    if checkpoint_signal:
-        ignore_signal(checkpoint_signal)
     if LAUNCH_RANK_PLAN in environ:
         leave_outer_rank(environ)
     identity = Identity(environ)
-    rank_variables, status = find_rank_variables(identity, environ)
-    if status:
-        return argv, status
+    rank_variables = find_rank_variables(identity, environ)
     if environ.get(LAUNCH_RECORD_DIR):
         attach_run(identity, environ[LAUNCH_RECORD_DIR], environ)
     try:
@@ -120,28 +106,19 @@ def prepare_rank(argv: list[str], environ: dict[str, str]) -> tuple[list[str], i
         print_notice(f"rank {identity.rank}: {problem}")
     environ.update(rank_variables)
     reset_signals(is_launched=LAUNCH_RECORD_DIR in environ)
-    if checkpoint_signal:
-        # srun sends it to every process: those that have no handler for it are to live on.
-        ignore_signal(checkpoint_signal)
     return argv, drop_own_variables(environ)
 
 
-def find_rank_variables(identity: Identity, environ: dict[str, str]) -> tuple[dict[str, str], int]:
-    """Return the variables that make a rank of srun's task, and an exit code if it cannot be one.
+def find_rank_variables(identity: Identity, environ: dict[str, str]) -> dict[str, str]:
+    """Return the variables that make a rank of srun's task; empty if it is none, or is one already.
 
     `LAUNCH_AGENT=srun` asks for all of torchrun's. Without it, a task gets those that torch.distributed reads
     if nothing has set RANK: by TORCHELASTIC_RUN_ID, frameworks would take another way than under srun.
     """
     is_requested = environ.get(LAUNCH_AGENT) == "srun"
     if not is_requested and ("RANK" in environ or identity.family != SRUN_LOCAL_RANK):
-        return {}, 0
-    from launcher.rank.srun_task import (
-        PORT_TAKEN,
-        can_listen,
-        choose_master,
-        hides_gpus,
-        make_torchrun_variables,
-    )
+        return {}
+    from launcher.rank.srun_task import choose_master, hides_gpus, make_torchrun_variables
 
     variables = make_torchrun_variables(identity, environ)
     if is_requested:
@@ -149,13 +126,13 @@ def find_rank_variables(identity: Identity, environ: dict[str, str]) -> tuple[di
             print_notice(
                 "LAUNCH_AGENT=srun is set, but this is no task of srun's: RANK and the like are not set"
             )
-        return variables, PORT_TAKEN if variables and not can_listen(identity, environ) else 0
+        return variables
     if variables and hides_gpus(identity, environ):
         if identity.local_rank == 0:
             print_notice(f"RANK and the like are not set: {HIDDEN_GPUS}")
-        return {}, 0
+        return {}
     read = {name: value for name, value in variables.items() if not name.startswith("TORCHELASTIC_")}
-    return {**read, **choose_master(environ)} if read else {}, 0
+    return {**read, **choose_master(environ)} if read else {}
 
 
 def attach_run(identity: Identity, run_dir: str, environ: dict[str, str]) -> None:

@@ -10,36 +10,26 @@ from launcher.cpulist import format_cpulist
 from launcher.errors import LaunchError, UsageError
 from launcher.plan.allocator import EXPANDABLE, find_conflicts, merge_settings
 from launcher.plan.environment import HONOURED, VISIBLE_DEVICES
-from launcher.plan.json_form import plan_to_json, rank_to_json, request_from_json
+from launcher.plan.json_form import plan_to_json, rank_to_json
 from launcher.plan.model import Gpu, Machine, Plan, RankPlan, Request
 from launcher.plan.planner import plan
 from launcher.plan.rules import MAX_RANKS
 from launcher.plan.usable_cores import build_topology
 from launcher.probe.machine import probe
 from launcher.probe.malloc_library import locate_malloc
-from launcher.protocol import LAUNCH_BINDING, LAUNCH_RECORD_DIR, LAUNCH_REQUEST, find_user_set
+from launcher.protocol import LAUNCH_BINDING, LAUNCH_RECORD_DIR, find_user_set
 from launcher.rank.identity import Identity
 from launcher.rank.node_cpus import find_node_affinity
-from launcher.rank.plain_json import load_json
 from launcher.rank.plan_entry import PlacementError, PlanEntry, select_entry
 
 ALLOCATOR: Mapping[str, str] = dict([Request().allocator.split(":")])
 """The allocator's settings if nobody has said which."""
 
 
-def load_node_request(environ: Mapping[str, str]) -> tuple[Request, str]:
-    """Return what is asked of the node, and the machine's root; raises UsageError.
-
-    It is in LAUNCH_REQUEST if `launch` has started this rank; else LAUNCH_BINDING alone counts.
-    """
-    text = environ.get(LAUNCH_REQUEST)
-    if not text:
-        request = Request()
-        return replace(request, binding=environ.get(LAUNCH_BINDING) or request.binding), "/"
-    try:
-        return request_from_json(load_json(text))
-    except (ValueError, OverflowError, RecursionError):
-        raise UsageError(f"LAUNCH_REQUEST={text[:200]} is not as `launch` writes it: unset it") from None
+def make_node_request(environ: Mapping[str, str]) -> Request:
+    """Return what is asked of the node: LAUNCH_BINDING alone counts."""
+    request = Request()
+    return replace(request, binding=environ.get(LAUNCH_BINDING) or request.binding)
 
 
 def make_entry(identity: Identity, environ: dict[str, str], argv: list[str]) -> PlanEntry:
@@ -47,7 +37,7 @@ def make_entry(identity: Identity, environ: dict[str, str], argv: list[str]) -> 
     affinity = find_node_affinity(identity, environ)
     keeps = identity.local_rank == 0 and bool(environ.get(LAUNCH_RECORD_DIR))
     try:
-        binding = load_node_request(environ)[0].binding
+        binding = make_node_request(environ).binding
         if binding == "none":  # whoever bound this rank meant it
             affinity.keep_own_cpus()
         made = plan_for_rank(
@@ -93,22 +83,16 @@ def plan_for_rank(
             f"this node is said to have {local_world_size} ranks, and the most is {MAX_RANKS}: "
             "correct LOCAL_WORLD_SIZE, or the like of the launcher that started them"
         )
-    request, root = load_node_request(environ)
-    warnings: list[str] = []
-    if LAUNCH_REQUEST not in environ:
-        request, warnings = leave_conflicts(request, environ, argv)
-    if not local_world_size and request.devices == "spread":
-        # Ranks that do not know how many they are would choose differently.
-        request = replace(request, devices="all")
+    request, warnings = leave_conflicts(make_node_request(environ), environ, argv)
     request = replace(
         request,
         # A rank that keeps its CPUs need not know how many it has beside it.
         nproc_per_node=local_world_size or (local_rank + 1 if alone else None),
         environ=tuple(find_user_set(environ, HONOURED).items()),
-        host_library=locate_malloc(request.host_allocator, environ, root),
+        host_library=locate_malloc(request.host_allocator, environ, "/"),
     )
     # Only NVML knows MIG instances: if one is named, NVML is asked from the start.
-    machine = probe(root, quick="MIG-" not in environ.get("CUDA_VISIBLE_DEVICES", ""))
+    machine = probe("/", quick="MIG-" not in environ.get("CUDA_VISIBLE_DEVICES", ""))
     # The affinity is the kernel's own word, and needs no /proc.
     allowed = cpus & {cpu.id for cpu in machine.cpus}
     made = plan_rank(

@@ -2,17 +2,12 @@
 
 import json
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from launcher.plan.json_form import request_to_json
-from launcher.plan.model import Request
 from launcher.probe.malloc_library import SONAMES, find_malloc_library
-from tests.rank.start_shim import COMMAND
-from tests.rank.test_srun_tasks import AGENT
 from tests.seam import Result, run_outside
 
 TELL = """
@@ -57,18 +52,6 @@ def test_ranks_have_it_and_their_agent_has_not(here: Path, word: str) -> None:
         assert not agents and str(preload) == path
     (plan,) = (here / "run").glob("plan-*.json")
     assert [rank["env"]["LD_PRELOAD"] for rank in json.loads(plan.read_text())["ranks"]] == [path] * 2
-
-
-@NEEDED
-def test_a_rank_that_srun_starts_finds_it_on_its_node(word: str) -> None:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("LAUNCH_", "SLURM_"))}
-    request = request_to_json(Request(host_allocator=word), "/")
-    environ = {**kept, **AGENT, "LAUNCH_REQUEST": json.dumps(request)}
-    done = subprocess.run(
-        [*COMMAND, "python3", "-c", TELL], env=environ, capture_output=True, text=True, timeout=60, check=True
-    )
-    ((own, _, preload),) = hear(done.stdout)
-    assert len(own) == 1 and str(preload) == find_malloc_library(word, os.environ), done.stderr
 
 
 def test_where_it_is_not_the_job_runs_with_a_warning(

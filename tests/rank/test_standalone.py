@@ -4,21 +4,18 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from launcher.errors import UsageError
-from launcher.plan.json_form import request_to_json
 from launcher.plan.model import Machine, Plan, RankPlan, Request
 from launcher.plan.planner import plan
 from launcher.rank import standalone
 from launcher.rank.standalone import plan_for_rank, plan_rank
-from tests.plan.lab_machines import NAMES, convert, fsroot, load
+from tests.plan.lab_machines import NAMES, convert, load
 from tests.rank.start_shim import SHIM
 
 MACHINES = {name: convert(load(name)) for name in NAMES}
-REQUEST = request_to_json(Request(), "/")
 WITH_GPUS = [name for name in NAMES if len(MACHINES[name].gpus) > 1]
 
 
@@ -141,16 +138,6 @@ def test_a_rank_that_keeps_its_cpus_sees_the_gpus_that_are_spread() -> None:
         assert dict(kept.env)["CUDA_VISIBLE_DEVICES"] == ",".join(uuids)
 
 
-def test_ranks_that_do_not_know_how_many_they_are_are_not_spread(tmp_path: Path) -> None:
-    fsroot.materialize(load("dgx-h100"), tmp_path)
-    request = {**REQUEST, "root": str(tmp_path), "devices": "spread"}
-    environ = {"LAUNCH_REQUEST": json.dumps(request)}
-    cpus = frozenset(range(224))
-    for rank, size, gpus in ((1, 2, [4]), (1, None, [1])):
-        made = plan_for_rank(rank, size, environ, cpus=cpus, alone=True)
-        assert [entry["gpu"]["index"] for entry in made["ranks"]] == gpus  # type: ignore[attr-defined]  # JSON
-
-
 def test_a_rank_takes_json_values() -> None:
     """What a rank takes of its plan is what `launch plan` would print of it."""
     made = plan_for_rank(0, 1, {}, cpus=frozenset({min(MACHINES["gh200"].allowed_cpus)}), alone=False)
@@ -195,7 +182,6 @@ def test_an_absurd_count_of_ranks_is_refused_before_it_fills_memory() -> None:
         (["train.py", "--enable-cuda-graph"], {"NCCL_GRAPH_REGISTER": "0"}, "expandable_segments:True"),
         (["--use-nccl-ub"], {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "expandable_segments:True"),
         (["--use-nccl-ub"], {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
-        (["--use-nccl-ub"], {"LAUNCH_REQUEST": json.dumps(REQUEST)}, "expandable_segments:True"),
     ],
 )
 def test_expandable_segments_are_left_out_for_a_program_that_refuses_them(
