@@ -72,7 +72,7 @@ VARIABLES = (
         LAUNCH_AGENT,
         "srun",
         "The tasks of srun are the ranks, and the program finds all of torchrun's variables.",
-        set_by=SLURM_JOB,
+        set_by="",
         read_by=(SHIM,),
         is_settable=True,
     ),

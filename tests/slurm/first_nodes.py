@@ -13,6 +13,7 @@ import sys
 import traceback
 
 EAGER = {
+    "launcher.slurm.attempt_lifecycle": {"SHORT_TIMEOUT": 0.3},
     "launcher.slurm.first_node": {"RETRY": 0.0},
     "launcher.slurm.job_control": {"RETRY": 0.0, "ANSWERED": 0.2},
     "launcher.slurm.node_step": {"RECORD_TIMEOUT": 0.2},

@@ -146,14 +146,14 @@ def write_step(folder: Path, start: Mapping[str, Any]) -> None:
     (folder / "facts/step.sh").write_text("\n".join(lines) + "\n")
 
 
-def await_answer(name: str, job: str) -> list[str]:
+def await_answer(name: str, job: str | list[str]) -> list[str]:
     """What srun does after a signal to the first node, whose process orders the same for the ranks.
 
     But if SLURM ends the job, it has told the ranks by itself, and the manifest says why.
     """
     if name == "KILL":
         return ["exit"]
-    if job.startswith(("RUNNING", "!")):
+    if (job if isinstance(job, str) else job[0]).startswith(("RUNNING", "!")):
         return [f"await_order SIG{name}"]
     return ["""while grep -q '"running"' "$folder/run/manifest.json"; do sleep 0.01; done"""]
 
@@ -242,7 +242,8 @@ def play(
     changes = [call.removeprefix("scontrol ") for call in calls if call.startswith(CHANGES)]
     path = run / "manifest.json"
     manifest = json.loads(path.read_text()) if path.is_file() else {"outcome": {}}
-    assert (number, code, changes) == (number, expected.get("code", 0), expected.get("calls", [])), said
+    assert (number, code) == (number, expected.get("code", 0)), said
+    assert expected.get("calls") == ["*"] or changes == expected.get("calls", []), said
     assert "Traceback" not in said and "report it" not in said
     assert_part(manifest["outcome"], expected.get("outcome", {}), "outcome")
     assert_part(manifest, expected.get("manifest", {}), "manifest")
