@@ -64,7 +64,7 @@ keys (all of them: launch --cfg job)
   nodes           a number, min:max for an elastic job, or auto: all of the allocation's, else 1
   cluster.X       SLURM's options by SLURM's names: partition, account, qos, time, mem, constraint, …;
                   cluster.additional.X is any other, cluster.requeue.X how often a job is requeued for what
-  agent           torchrun, or srun: each rank a SLURM task
+  agent           direct: launch starts the ranks; torchrun: torchrun does; auto: torchrun where it is needed
   follow=true     stay with a submitted job: queue, output, exit code; Ctrl-C asks whether to cancel it
   name, runs_dir  the run directory is RUNS_DIR/NAME/ID; run_dir=DIR goes on with an earlier one
   env.NAME=VALUE  a variable for the program; env.from_file=FILE, or [A,B], takes all those of dotenv files,

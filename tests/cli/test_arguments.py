@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli.arguments import Command, parse_command
-from launcher.errors import UsageError
+from launcher.cli.arguments import parse_command
 from tests.seam import Launch
 
 
@@ -66,18 +65,6 @@ def test_where_the_program_begins(files: Path, line: str, words: str, program: s
     assert split(f"tune dataloader {line}") == ("tune", words, program)
 
 
-def test_names_of_runs_are_no_programs(files: Path) -> None:
-    assert parse_command(["logs", "-f", "train.py", "llama"]) == Command(
-        "logs", ("follow=true",), ("train.py", "llama"), None
-    )
-
-
-def test_a_verb_is_no_program_and_no_module(files: Path) -> None:
-    for words in (["nodes=1", "plan"], ["-m", "plan"]):
-        with pytest.raises(UsageError, match="plan is a verb, which stands first"):
-            parse_command(words)
-
-
 def test_a_program_without_dashes_is_the_one_with_them(launch: Launch, files: Path) -> None:
     (files / "package/train.py").touch()
     for words in (["train.py", "--lr", "1e-4", "--", "nodes=x"], ["-m", "package.train", "--help"]):
@@ -90,7 +77,3 @@ def test_a_program_without_dashes_is_the_one_with_them(launch: Launch, files: Pa
         0,
         launch("tune", "dataloader", "dry_run=true", "--", "train.py", "--lr", "1"),
     )
-
-
-def test_a_module_that_is_not_there(launch: Launch, here: Path) -> None:
-    launch("-m", "nothere.train").assert_error(2, "no module 'nothere'")

@@ -23,27 +23,6 @@ def make(path: Path, mode: int) -> str:
     return path.name
 
 
-def test_a_program_that_is_not_there(launch: Launch, here: Path) -> None:
-    for word in ("nothere.py", "./nothere", "nothere", "/no/such/program", "a b\nc.py"):
-        launch("--", word).assert_error(2, "no such program")
-    assert not list(here.iterdir())
-
-
-def test_a_program_that_cannot_be_run(launch: Launch, here: Path) -> None:
-    (here / "folder").mkdir()
-    make(here / "plain", 0o644)
-    launch("--", "folder").assert_error(2, "folder is a folder", "__main__.py")
-    launch("--", "./folder").assert_error(2, "is a folder")
-    launch("--", "./plain").assert_error(2, "./plain is not executable", "chmod +x ./plain")
-    launch("--", "plain").assert_error(2, "no such program: plain", "./plain here")
-    launch("--", "").assert_error(2, "no program")
-    launch("--", "-x").assert_error(2, "'-x' is no program")
-    launch("--", "-m").assert_error(2, "-m needs a module")
-    launch("--", "-m", "nothere.sub").assert_error(2, "no module 'nothere'")
-    launch("--").assert_error(2, "nothing stands after `--`")
-    assert not (here / "runs").exists()
-
-
 def test_a_script_that_is_a_folder_or_cannot_be_read(launch: Launch, here: Path) -> None:
     (here / "folder.py").mkdir()
     launch("--", "folder.py").assert_error(2, "folder.py")
@@ -51,64 +30,6 @@ def test_a_script_that_is_a_folder_or_cannot_be_read(launch: Launch, here: Path)
     run_outside(["--", "closed.py"], here, preexec_fn=drop_powers).assert_error(
         2, "closed.py cannot be read", "chmod +r"
     )
-
-
-def test_forgotten_dashes(launch: Launch, here: Path) -> None:
-    launch("train.py").assert_error(2, "no such program: train.py")
-    launch("nproc_per_node=2", "python", "train.py", "--lr", "3").assert_error(
-        2, "'python' is not KEY=VALUE", "put `--` before it"
-    )
-    launch("plan", "nodes=1", "./train", "-x").assert_error(
-        2, "'./train' is not KEY=VALUE", "put `--` before"
-    )
-    launch("topo", "here").assert_error(2, "'here' is not KEY=VALUE", "`launch topo` takes nothing else")
-
-
-def test_a_verb_in_the_wrong_place_or_misspelt(launch: Launch) -> None:
-    launch("nodes=1", "plan").assert_error(2, "plan is a verb", "launch plan KEY=VALUE")
-    launch("-m", "topo").assert_error(2, "topo is a verb")
-    launch("doktor").assert_error(2, "no verb 'doktor'", "did you mean doctor?")
-    launch("Plan").assert_error(2, "no verb 'Plan'", "did you mean plan?")
-    launch("plan", "topo").assert_error(2, "plan and topo are two verbs")
-
-
-def test_a_path_of_an_unset_shell_variable(launch: Launch, here: Path) -> None:
-    launch("run_dir=", "--", "true").assert_error(2, "run_dir= is empty", "name a run's directory")
-    launch("doctor", "run_dir=").assert_error(2, "run_dir= is empty")
-    launch("plan", "machine.snapshot=").assert_error(2, "machine.snapshot= cannot be read")
-    assert not list(here.iterdir())
-
-
-def test_files_that_topo_alone_writes(launch: Launch, here: Path) -> None:
-    launch("plan", "save=a").assert_error(2, "`launch plan` writes no save=a", "`launch topo save=…`")
-    launch("doctor", "image=a.svg").assert_error(2, "`launch doctor` writes no image=a.svg")
-    launch("save=a", "--", "true").assert_error(2, "`launch` writes no save=a")
-    assert not list(here.iterdir())
-
-
-def test_nodes_that_are_not_here_say_how(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = shutil.which("true") or ""
-    monkeypatch.setenv("PATH", "/nowhere")
-    launch("nodes=4", "--", program).assert_error(
-        3, "nodes=4", "cluster=manual node_rank=N rdzv_endpoint=HOST:PORT"
-    )
-    launch("cluster=slurm", "--", program).assert_error(3, "no sbatch on PATH")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    launch("nodes=4", "--", program).assert_error(3, "srun")
-
-
-def test_a_run_directory_that_cannot_be(here: Path) -> None:
-    (here / "file").write_text("")
-    for runs_dir, said in (
-        ("file", "Not a directory"),
-        ("file/below", "Not a directory"),
-        ("/proc/nothing", "No such file"),
-        ("x" * 300, "too long"),
-    ):
-        result = run_inside([f"runs_dir={runs_dir}", "--", "true"])
-        result.assert_error(3, "cannot write the run directory", said, "runs_dir=DIR")
-    run_inside(["run_dir=file", "--", "true"]).assert_error(2, "run_dir=file: there is no run")
-    assert [path.name for path in here.iterdir()] == ["file"]
 
 
 def test_a_run_directory_without_permission(here: Path) -> None:
@@ -311,25 +232,6 @@ def test_without_a_home_and_almost_without_an_environment(here: Path) -> None:
         [*LAUNCH, DRY, "--", "/bin/true"], cwd=here, env={}, capture_output=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        r'env: {A: "a\0b"}',
-        r'env: {"A\0": b}',
-        "env: {'': b}",
-        "env: {A=B: c}",
-        r'runs_dir: "a\0"',
-        r'program: {x: "\0"}',
-        r'env: {A: "\ud800"}',
-    ],
-)
-def test_text_that_the_system_cannot_hold(launch: Launch, here: Path, text: str) -> None:
-    (here / "conf/experiment").mkdir(parents=True)
-    (here / "conf/experiment/x.yaml").write_text(f"# @package _global_\n{text}\n")
-    launch("experiment=x").assert_error(2)
-    assert not (here / "runs").exists()
 
 
 def test_huge_words(launch: Launch, here: Path) -> None:

@@ -139,11 +139,6 @@ def test_the_grid_marks_what_is_chosen(here: Path) -> None:
     assert full < sizes[8, "selective", "fsdp"] < none and full < sizes[8, "full", "ddp"]
 
 
-@pytest.mark.parametrize("model", ["mixtral8x7b", "deepseek_v3"])
-def test_a_model_that_the_bundled_program_cannot_train_is_named_at_once(launch: Launch, model: str) -> None:
-    launch(f"+model={model}").assert_error(2, "which the bundled program cannot train")
-
-
 def test_a_run_has_the_values_and_goes_on_with_them(here: Path) -> None:
     def start(*words: str) -> str:
         done = run_outside([*words, "program.global_batch=6", "start.warm=false"], here)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from launcher.cli.completion import answer_query
 from tests.cli.make_runs import make_run
+from tests.cli.test_completion import ask
 from tests.seam import Launch
 
 FINDING = {
@@ -69,4 +69,4 @@ def test_what_is_no_manifest_is_passed_over(launch: Launch, runs: Path) -> None:
 
 
 def test_nodes_are_completed(runs: Path) -> None:
-    assert answer_query("launch nodes n1")[:1] == ["n11"]
+    assert ask("launch nodes n1")[:1] == ["n11"]

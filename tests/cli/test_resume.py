@@ -23,19 +23,6 @@ def make_run(here: Path, text: str = "nodes: 1\n") -> Path:
     return path
 
 
-def test_a_run_that_is_not_there_is_an_error_with_the_nearest(here: Path, launch: Launch) -> None:
-    make_run(here)
-    missing = launch("run_dir=runs/train/20310203-040507", "--", "true")
-    missing.assert_error(
-        2, "did you mean runs/train/20310203-040506?", "new_run_dir=runs/train/20310203-040507"
-    )
-    assert not (here / "runs/train/20310203-040507").exists()
-    launch("run_dir=a", "new_run_dir=b", "--", "true").assert_error(2, "leave one of them out")
-    launch("new_run_dir=runs/train", "--", "true").assert_error(
-        2, "runs/train, of new_run_dir, is there already"
-    )
-
-
 def test_the_settings_that_differ_are_listed_without_secrets(here: Path, launch: Launch) -> None:
     path = make_run(here)
     first = specify(["new_run_dir=x", "env.HF_TOKEN=one"], ("true",))
@@ -55,23 +42,6 @@ def test_a_program_of_the_users_own_leaves_nothing_of_the_bundled_one(here: Path
     assert (spec.config.model, spec.config.data, spec.config.program) == ({}, {}, {})
     bundled = specify([])
     assert bundled.choices["model"] == "tiny" and yaml.safe_load(bundled.config_text)["model"]
-
-
-@pytest.mark.parametrize(
-    ("program", "name"),
-    [
-        (("python", "train.py"), "train"),
-        (("/usr/bin/python3.12", "-u", "-X", "dev", "src/fit.py", "--x"), "fit"),
-        (("python", "-m", "pkg.fit", "x.py"), "fit"),
-        (("python", "-c", "pass"), "python"),
-        (("-m", "pkg.fit"), "fit"),
-        (("./train",), "train"),
-    ],
-)
-def test_a_run_is_named_by_the_script_behind_python(program: tuple[str, ...], name: str) -> None:
-    from launcher.config.run_path import choose_run_name
-
-    assert choose_run_name({}, program) == name
 
 
 def test_nothing_changes_a_resolved_configuration(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,17 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli.completion import answer_query
 from tests.cli import test_completion
 from tests.cli.make_runs import make_run
-from tests.cli.test_completion import complete_in_bash
+from tests.cli.test_completion import ask, complete_in_bash
 from tests.seam import list_loaded
 
 binaries = test_completion.binaries
-
-
-def ask(line: str) -> list[str]:
-    return answer_query(line)
 
 
 @pytest.fixture

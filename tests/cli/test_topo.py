@@ -67,12 +67,6 @@ def test_a_name_of_two_lines_is_shown_on_one(launch: Launch, odd: str, here: Pat
     assert sorted(path.name for path in here.iterdir()) == ["a\nb", "c\nd.svg"]
 
 
-def test_one_file_cannot_be_both(launch: Launch, odd: str, here: Path) -> None:
-    done = launch("topo", odd, "save=a.svg", "image=./a.svg")
-    done.assert_error(2, "image=./a.svg and save=a.svg are one file")
-    assert not list(here.iterdir())
-
-
 def test_a_snapshot_of_a_snapshot_is_the_same(launch: Launch, odd: str, here: Path) -> None:
     assert launch("topo", "save=a.json", odd).code == 0
     assert launch("topo", "save=b.json", "machine.snapshot=a.json").code == 0
@@ -111,55 +105,11 @@ def test_an_empty_file_is_filled(launch: Launch, odd: str, here: Path) -> None:
     assert (here / "a.json").stat().st_size > 1000
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"notes",
-        b'{"ranks": [], "machine": {"kind": "machine"}}',
-        b'{"kind": "machine"',
-        b"\xff\xfe",
-        b"[" * 100_000,
-    ],
-    ids=["text", "a plan", "cut short", "binary", "deep"],
-)
-def test_another_file_is_not_overwritten(content: bytes, launch: Launch, odd: str, here: Path) -> None:
-    (here / "a.json").write_bytes(content)
-    done = launch("topo", "save=a.json", "image=a.svg", odd)
-    done.assert_error(2, "save=a.json is there already and is no machine snapshot: name another file")
-    assert (here / "a.json").read_bytes() == content
-    assert not (here / "a.svg").exists()
-
-
-@pytest.mark.parametrize(
-    ("word", "part"),
-    [
-        ("save=folder.svg", "save=folder.svg is a directory: name a file in it"),
-        ("image=folder.svg", "image=folder.svg is a directory: name a file in it"),
-        ("save=new/", "save=new/ is a directory: name a file in it"),
-        ("save=no/such/a", "save=no/such/a: there is no directory no/such: make it first"),
-        ("image=no/such/a.svg", "there is no directory no/such: make it first"),
-        ("save=file/a", "there is no directory file: make it first"),
-        (f"save={'n' * 300}", "cannot be written (File name too long): name a file in a directory"),
-        ("save=", "save= is empty: name a file"),
-        ("image=", "image= has no ending that says its format"),
-    ],
-)
-def test_names_that_cannot_be_written(word: str, part: str, launch: Launch, odd: str, here: Path) -> None:
-    (here / "folder.svg").mkdir()
-    (here / "file").touch()
-    launch("topo", word, odd).assert_error(2, part)
-
-
 @pytest.mark.parametrize("word", ["save=closed/a.svg", "image=closed/a.svg"])
 def test_a_folder_without_permission(word: str, odd: str, here: Path) -> None:
     (here / "closed").mkdir(mode=0o500)
     done = run_outside(["topo", word, odd], here, preexec_fn=drop_powers)
     done.assert_error(2, f"{word} cannot be written (Permission denied): name a file in a directory that")
-
-
-def test_a_full_disk(launch: Launch, odd: str) -> None:
-    done = launch("topo", "save=/dev/full", odd)
-    done.assert_error(3, "save=/dev/full cannot be written (No space left on device): make room")
 
 
 def test_a_disk_that_fills_leaves_the_earlier_snapshot(odd: str, here: Path) -> None:
@@ -197,28 +147,6 @@ def test_a_picture(name: str, launch: Launch, odd: str, here: Path) -> None:
     else:
         text = "".join(ElementTree.parse(here / name).getroot().itertext())
         assert "R3" in text and "R4" not in text and "4 ranks" in text and "binding=numa" in text
-
-
-@pytest.mark.parametrize("name", ["m.gif", "m", "svg", "m.svg.txt"])
-def test_another_ending_names_the_two(name: str, launch: Launch, here: Path) -> None:
-    done = launch("topo", f"image={name}")
-    done.assert_error(2, f"image={name} has no ending that says its format: use .svg, .png, .pdf")
-    assert not list(here.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "part"),
-    [
-        (["format=xml"], 2, "format=xml: choose from table, json"),
-        (["machine.root=/no/such"], 2, "machine.root='/no/such' is not a directory"),
-        (["machine.snapshot=/no/such"], 2, "/no/such"),
-        (["image=a.svg", "nproc_per_node=0"], 2, "nproc_per_node=0"),
-        (["image=a.svg", "binding.policy=near"], 2, "near"),
-    ],
-)
-def test_mistakes(words: list[str], code: int, part: str, launch: Launch, here: Path) -> None:
-    launch("topo", *words).assert_error(code, part)
-    assert not list(here.iterdir())
 
 
 def test_a_picture_without_matplotlib(

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from launcher.cli.tune_settings import find_max_workers
-from launcher.config.schema import DataloaderConfig, LaunchConfig, TuneConfig
-from launcher.errors import UsageError
+from launcher.config.schema import DataloaderConfig, LaunchConfig
 from launcher.plan.model import Limits, Plan, Request
 from launcher.plan.planner import plan
 from tests.plan.lab_machines import convert, load
@@ -35,12 +34,3 @@ def test_cores_memory_and_descriptors_bound_a_search(limits: Limits, most: int, 
     found, reason = find_max_workers(config, plan_eight(limits))
     assert found == most
     assert why in reason
-
-
-@pytest.mark.parametrize("asked", [0, -1, True, "many", 2.5])
-def test_a_number_is_at_least_one(asked: object) -> None:
-    with pytest.raises(UsageError, match=r"tune\.max_workers=.*at least 1, or auto"):
-        find_max_workers(LaunchConfig(tune=TuneConfig(max_workers=asked)), plan_eight(Limits()))
-    assert (
-        find_max_workers(LaunchConfig(tune=TuneConfig(max_workers=99)), plan_eight(Limits(files=64)))[0] == 99
-    )

@@ -224,10 +224,6 @@ def test_runs_that_there_are_not_and_wrong_settings(launch: Launch, run: Path) -
     launch("watch", "train", "rank=8").assert_error(2, "rank=8 is not known: the run's ranks are 0 to 7")
 
 
-def test_no_run_yet(launch: Launch) -> None:
-    launch("watch").assert_error(2, "no run below runs_dir=runs yet")
-
-
 @pytest.mark.parametrize(
     ("config", "text"),
     [

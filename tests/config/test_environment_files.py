@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from launcher.config.environment_files import read_variables
-from launcher.errors import UsageError
 from launcher.launch.job import JobSpec
 from launcher.slurm.job_request import JobRequest, read_job_request, write_job_request
-from tests.seam import Launch, run_outside
+from tests.seam import run_outside
 from tests.specify import specify
 
 
@@ -44,37 +43,6 @@ def test_what_stands_in_a_file(here: Path, data: str | bytes, found: dict[str, s
     assert read_variables(write("x.env", data)) == found
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("A=1\nthis is secret stuff\n", 2),
-        ("\n\n# c\n  \nNAME\n", 5),
-        ('A="open\nB=1\n', 1),
-        ("A=1\n=2\n", 2),
-        ("A='x\ny'\n\n1 2\n", 4),
-        ("'A=B'=1\n", 1),
-        ("A=1\nB=a\0b\n", 2),
-    ],
-    ids=repr,
-)
-def test_a_line_that_is_none_is_named_by_its_number_alone(here: Path, text: str, line: int) -> None:
-    with pytest.raises(UsageError, match=rf"^env\.from_file=x\.env, line {line}: ") as caught:
-        read_variables(write("x.env", text))
-    assert "secret" not in str(caught.value)
-
-
-def test_a_file_that_cannot_be_read(launch: Launch, here: Path) -> None:
-    launch("dry_run=true", "env.from_file=none.env").assert_error(
-        2, "env.from_file=none.env: there is no such file"
-    )
-    launch("plan", "env.from_file=/").assert_error(2, "env.from_file=/ cannot be read (Is a directory)")
-    launch("plan", "env.from_file=").assert_error(2, "name a file, or several as env.from_file=[a.env,b.env]")
-    launch("plan", "env.from_file=[3]").assert_error(2, "name a file")
-    launch("plan", "env.from_file=/dev/zero").assert_error(2, "has over 1 MiB")
-    write("bad.env", "A=1\n?\n")
-    launch("topo", "env.from_file=bad.env").assert_error(2, "env.from_file=bad.env, line 2: ")
-
-
 def test_the_variables_given_come_over_the_files_and_these_over_the_environment(here: Path) -> None:
     write("one.env", "A=one\nB=one\nC=one\n")
     write("two.env", "B=two\nC=two\n")
@@ -90,14 +58,6 @@ def test_a_configuration_names_files_too_and_null_names_none(here: Path) -> None
     assert make_spec("experiment=x").config.env == {"A": "1", "N": "3", "T": "0.5"}
     assert make_spec("experiment=x", "env.from_file=null").config.env == {"N": "3", "T": "0.5"}
     assert make_spec("env.from_file=a b.env").config.env == {"A": "1"}
-
-
-@pytest.mark.parametrize("value", ["null", "[1]", "{a: b}"])
-def test_a_value_that_is_no_text(here: Path, value: str) -> None:
-    (here / "conf/experiment").mkdir(parents=True)
-    write("conf/experiment/x.yaml", f"# @package _global_\nenv:\n  A: {value}\n")
-    with pytest.raises(UsageError, match=r"env\.A"):
-        make_spec("experiment=x")
 
 
 def test_a_submitted_job_takes_the_variables_along_and_writes_no_secret(here: Path) -> None:

@@ -189,33 +189,6 @@ def test_a_command_in_place_of_a_file(here: Path) -> None:
     assert "two" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["nodes: 1\n", "", "defaults: []\n", "defaults: [_self_]\nnodes: 1\n", "defaults: [{model: tiny}]\n"],
-    ids=repr,
-)
-@pytest.mark.parametrize("words", [["plan"], ["status"], ["-m", "nodes=1,2"], ["gc=default"]], ids=" ".join)
-def test_a_primary_file_without_our_defaults_is_told_the_line_to_begin_with(
-    launch: Launch, here: Path, text: str, words: list[str]
-) -> None:
-    write(here / "conf/launch.yaml", text)
-    launch(*words).assert_error(
-        2, "conf/launch.yaml does not build on", "`defaults: [launch_defaults, _self_]`"
-    )
-    write(here / "conf/launch.yaml", "defaults: [launch_defaults, _self_]\nnproc_per_node: 3\n")
-    assert "\n   2 " in launch("plan").out
-
-
-def test_a_primary_file_that_is_built_on_itself(launch: Launch, here: Path) -> None:
-    write(here / "conf/launch.yaml", "defaults: [launch, _self_]\n")
-    launch("plan").assert_error(2, "conf/launch.yaml is built on itself", "launch_defaults")
-
-
-def test_a_group_without_options(launch: Launch, here: Path) -> None:
-    (here / "conf/foo").mkdir(parents=True)
-    launch("foo=1").assert_error(2, "foo=NAME")
-
-
 def limit_files(soft: int, hard: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

@@ -110,13 +110,6 @@ def test_a_mistake_is_one_line_and_starts_nothing(
     assert not list(here.glob("swept/*/*"))
 
 
-def test_a_key_that_a_plugin_does_not_have_is_told_of_a_file(launch: Launch, here: Path) -> None:
-    (here / "conf").mkdir()
-    text = "defaults: [launch_defaults, override /hydra/sweeper: optuna, _self_]\n"
-    (here / "conf/launch.yaml").write_text(f"{text}hydra: {{sweeper: {{sampler: {{nope: 1}}}}}}\n")
-    launch("-m", "--", "true").assert_error(2, "launch.yaml: there is no key 'hydra.sweeper.sampler.nope'")
-
-
 def test_a_defect_of_a_plugin_is_one_line_unless_more_is_asked_for(
     launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +119,3 @@ def test_a_defect_of_a_plugin_is_one_line_unless_more_is_asked_for(
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     told = launch("-m", "hydra/sweeper=optuna", "hydra.sweeper.direction=up", "--", "true")
     assert (told.code, "Traceback" in told.err) == (2, True)
-
-
-def test_a_sweeper_has_no_use_for_another_verb(launch: Launch) -> None:
-    launch("plan", "-m", "hydra/sweeper=optuna").assert_error(2, "leave it out for `launch plan`")

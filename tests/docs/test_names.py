@@ -63,8 +63,3 @@ def read_table(title: str) -> list[list[str]]:
 def test_the_glossary_is_in_order_and_defines_each_term_once() -> None:
     terms = [row[0].lower() for row in read_table("Glossary")]
     assert terms == sorted(set(terms)) and len(terms) > 20
-
-
-def test_a_missing_name_is_seen() -> None:
-    assert find_name("launcher.errors.LaunchError.exit_code") and find_name("launcher.plan")
-    assert not find_name("launcher.errors.Nothing") and not find_name("launcher.nothing")

@@ -1,22 +1,24 @@
-"""Write expected outputs again: `python -m tests.golden [plans] [report] [runs] [FOLDER_OF_A_SANDBOX]`.
+"""Write expected outputs again: `python -m tests.golden [plans] [outputs] [report] [runs] [FOLDER]`.
 
-Without words, all but those on SLURM, which need a cluster: `slurm/sandbox --folder FOLDER up`.
+Without words, all but those on SLURM, which need the folder of a cluster: `slurm/sandbox --folder FOLDER up`.
 `runs` starts real jobs, for a minute.
 """
 
 import sys
 
-from tests.golden import plans, report, runs
+from tests.golden import outputs, plans, report, runs
 
-words = sys.argv[1:] or ["plans", "report", "runs"]
-for word in sorted(words, reverse=True):  # plans clears the environment: it comes last
+words = sys.argv[1:] or ["plans", "outputs", "report", "runs"]
+for word in sorted(words, reverse=True):  # plans and outputs clear the environment: they come last
     if word == "runs":
         runs.record_local()
     elif word == "report":
         report.write_tables()
-    elif word != "plans":
+    elif word not in ("plans", "outputs"):
         runs.record_on_slurm(word)
-if set(words) - {"plans", "report"}:
+if set(words) - {"plans", "outputs", "report"}:
     runs.write_shapes()
 if "plans" in words:
     plans.write_all()
+if "outputs" in words:
+    outputs.write_all()

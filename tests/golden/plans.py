@@ -26,13 +26,14 @@ def path_of(case: str) -> Path:
 
 def render(case: str) -> str:
     """Return the placements of a machine under each binding, a line for each rank."""
-    with _choose(case) as words:
+    with choose(case) as words:
         placements = {binding: _place([*words, f"binding={binding}"]) for binding in BINDINGS}
     return json.dumps(placements, indent=1) + "\n"
 
 
 @contextlib.contextmanager
-def _choose(case: str) -> Iterator[list[str]]:
+def choose(case: str) -> Iterator[list[str]]:
+    """The words that have `launch` plan for a described machine."""
     kind, name = case.split("/")
     if kind == "shipped":
         yield [f"machine={name}"]
@@ -66,7 +67,7 @@ def _describe(rank: dict[str, object]) -> str:
 
 
 def write_all() -> None:
-    """Write all files; runs from an empty directory with an environment that asks for nothing."""
+    """Write all files, with an environment that asks for nothing."""
     os.environ.clear()
     for case in CASES:
         path = path_of(case)

@@ -101,28 +101,6 @@ def test_a_dry_run_of_batches_starts_nothing(launch: Launch, here: Path) -> None
     assert not (here / "runs").exists() and not (here / "conf").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["--", "train.py"], ["tune.option=--batch-size", "tune.option=train.batch_size="]),
-        (["tune.option=batch", "--", "train.py"], ["tune.option='batch'", "--batch-size"]),
-        (["tune.option=--a b", "--", "train.py"], ["tune.option='--a b'"]),
-        (["tune.option=program.batch_size", "--", "train.py"], ["key of the configured program"]),
-        (["tune.option=program.nonsense"], ["program=train has no such key", "program.batch_size"]),
-        (["tune.option=--batch-size"], ["tune.option=program.batch_size"]),
-        (["tune.max_batch=0"], ["tune.max_batch=0", "from 1 to"]),
-        (["tune.max_batch=99999999999"], ["tune.max_batch=99999999999"]),
-        (["tune.max_batch=4", "program.batch_size=8"], ["program.batch_size=8 is above tune.max_batch=4"]),
-        (["save=conf/program/tuned.yaml", "tune.option=-b", "--", "train.py"], ["leave it out"]),
-        (["nodes=2"], ["nodes=2", "one node"]),
-        (["env.LAUNCH_METER=x"], ["env.LAUNCH_METER"]),
-    ],
-)
-def test_mistakes_about_batches(launch: Launch, here: Path, words: list[str], parts: list[str]) -> None:
-    (here / "train.py").touch()
-    launch("tune", "batch", *words).assert_error(2, *parts)
-
-
 def test_a_file_for_the_bundled_program_is_an_option_of_its_group(launch: Launch, here: Path) -> None:
     kept = ["nproc_per_node=1", "model.layers=2"]
     words = [*kept, "tune.steps=12", "tune.max_batch=1", "program.batch_size=1"]

@@ -119,35 +119,6 @@ def test_a_dry_run_starts_nothing(launch: Launch, here: Path) -> None:
     assert not (here / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        ([], ["tune what?", "launch tune dataloader"]),
-        (["gc"], ["`gc` cannot be tuned"]),
-        (["nodes=1"], ["tune what?"]),
-        (["dataloader", "nodes=2"], ["nodes=2", "one node"]),
-        (["dataloader", "nodes=1:4"], ["nodes=1:4"]),
-        (["dataloader", "cluster=slurm"], ["cluster=slurm", "salloc"]),
-        (["dataloader", "tune.max_workers=none"], ["tune.max_workers=none", "auto"]),
-        (["dataloader", "tune.steps=1"], ["tune.steps=1"]),
-        (["dataloader", "tune.seconds=0"], ["tune.seconds=0"]),
-        (["dataloader", "env.LAUNCH_NUM_WORKERS=2"], ["env.LAUNCH_NUM_WORKERS"]),
-        (["dataloader", "image=x.svg"], ["launch topo"]),
-        (["dataloader", "save=no/where.yaml"], ["no directory no"]),
-        (["dataloader", "run_dir=old"], ["run_dir=old"]),
-        (["dataloader", "format=xml"], ["format=xml"]),
-        (["dataloader", "--", "nowhere.py"], ["nowhere.py"]),
-    ],
-)
-def test_mistakes(launch: Launch, words: list[str], parts: list[str]) -> None:
-    launch("tune", *words).assert_error(2, *parts)
-
-
-def test_a_login_node_is_not_measured(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
-    launch("tune", "dataloader").assert_error(2, "SLURM job 12", "cluster=local")
-
-
 def test_a_file_of_the_user_s_is_kept(launch: Launch, here: Path) -> None:
     (here / "conf/dataloader").mkdir(parents=True)
     (here / "conf/dataloader/tuned.yaml").write_text("num_workers: 7\n")

@@ -1,0 +1,183 @@
+"""What the verbs answer, as values: estimates of memory, findings, machines as they are read, dry runs, help.
+
+Wording is left out: what an answer means is held, and how it is put may change.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.golden.plans import choose
+from tests.seam import run_inside
+
+FOLDER = Path(__file__).parent / "outputs"
+ROOT = Path(__file__).parents[2]
+GIB = 1 << 30
+TRAININGS = (
+    "+model=tiny machine=cpu_2s",
+    "+model=gpt2 machine=workstation_1plus4",
+    "+model=gpt2 machine=aws_p3_16xlarge program.activation_checkpointing=full",
+    "+model=llama1b machine=rtx_a6000_6plus2",
+    "+model=llama7b machine=dgx_h100 nodes=4",
+    "+model=llama7b machine=dgx_a100 program.parallel=fsdp program.batch_size=1",
+    "+model=llama7b fit.gpu=A100-40GB nproc_per_node=1",
+    "+model=llama70b machine=dgx_h100 nodes=8",
+    "+model=llama70b machine=dgx_h100 nodes=8 parallel.tp=8 parallel.pp=2 fit.micro_batch=1 -- true",
+    "+model=mixtral8x7b machine=dgx_b200 nodes=4 parallel.ep=8 parallel.zero=1 -- true",
+    "+model=llama3_8b machine=gb200_nvl4 fit.optimizer=adamw8bit fit.micro_batch=2 -- true",
+    "+model=mistral7b machine=gh200 fit.offload=optimizer parallel.zero=1 -- true",
+)
+DESCRIBED = ("dgx_h100", "a100_slurm_32of112", "gb200_nvl4", "oci_mi300x_8", "cpu_2s")
+READ = ("dgx-a100", "8gpu-6plus2", "gh200", "levelled-down", "slurm-30plus2")
+EXAMINED = (
+    *(f"machine={name}" for name in DESCRIBED),
+    "machine=dgx_h100 dataloader=900",
+    "machine=dgx_h100 nproc_per_node=300",
+    "machine=dgx_h100 env.OMP_PROC_BIND=true",
+    "machine=dgx_h100 env.PYTORCH_CUDA_ALLOC_CONF=nonsense",
+    "machine=dgx_a100 binding=none",
+)
+DRY_RUNS = (
+    "-m json.tool",
+    "nproc_per_node=2 -m json.tool --x 3",
+    "agent=torchrun nproc_per_node=2 torchrun.max_restarts=3 torchrun.rdzv_conf.timeout=9 -m json.tool",
+    "agent=torchrun nproc_per_node=8 program.steps=7 model.layers=2",
+    "cluster=manual nodes=2:4 node_rank=1 rdzv_endpoint=node0:29500 nproc_per_node=2 -m json.tool",
+    "cluster=slurm nodes=2 cluster.partition=gpu cluster.account=me cluster.time=10 -m json.tool",
+    "cluster=slurm nodes=2:4 cluster.gpus_per_node=8 cluster.mem=1G cluster.exclusive=true -m json.tool",
+    "cluster=slurm nodes=2 cluster.spares=1 cluster.switches=1@10 -m json.tool",
+)
+
+
+def _answer(verb: str, *words: str) -> Any:
+    done = run_inside([verb, "format=json", *words])
+    assert done.out, (verb, words, done)
+    return json.loads(done.out)
+
+
+def render_fit() -> dict[str, Any]:
+    """Of each training the verdict, what is chosen, and memory by part: low, expected, high in GiB."""
+    return {line: _describe_fit(_answer("plan", *line.split())["fit"]) for line in TRAININGS}
+
+
+def _describe_fit(fit: dict[str, Any]) -> dict[str, str]:
+    settings, layout = fit["settings"], fit["layout"]
+    names = ("framework", "precision", "optimizer", "checkpointing", "micro_batch", "accumulation", "seq_len")
+    shares = {name: size for name, size in layout.items() if size not in (1, None, True, False)}
+    parts = {part["name"]: part for part in fit["memory"]["parts"]} | {"total": fit["memory"]["total"]}
+    sizes = {
+        name: " ".join(f"{part[end] / GIB:.2f}" for end in ("low", "expected", "high"))
+        for name, part in parts.items()
+    }
+    return {
+        "verdict": fit["verdict"],
+        "settings": " ".join(f"{name}={settings[name]}" for name in names),
+        "layout": " ".join(f"{name}={size}" for name, size in shares.items()),
+        "device": f"{fit['device']['name']} {fit['device']['memory_mib']} MiB",
+        **sizes,
+        "changes": ", ".join(" ".join(change["settings"]) for change in fit["changes"]),
+    }
+
+
+def render_doctor() -> dict[str, Any]:
+    """Of each machine how many findings of each level there are on each subject."""
+    found = {}
+    for line in EXAMINED:
+        findings = _answer("doctor", *line.split())["findings"]
+        counts = Counter((each["level"], each["subject"]) for each in findings)
+        found[line] = [f"{level} {subject} {count}" for (level, subject), count in sorted(counts.items())]
+    return found
+
+
+def render_topo() -> dict[str, Any]:
+    """Machines of the lab as they are read from their files."""
+    machines = {}
+    for name in READ:
+        with choose(f"lab/{name}") as words:
+            machine = _answer("topo", *words)
+        machines[name] = {
+            key: [_describe_part(part) for part in value] if isinstance(value, list) else value
+            for key, value in machine.items()
+            if key not in ("schema", "kind", "source", "name", "limits")
+        }
+    return machines
+
+
+def _describe_part(part: Any) -> Any:
+    if not isinstance(part, dict):
+        return part
+    return " ".join(f"{key}={_join(value)}" for key, value in part.items() if value not in (None, "", []))
+
+
+def _join(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def render_dry_runs() -> dict[str, Any]:
+    """Of each job the command that starts its ranks, or the options of sbatch."""
+    return {
+        line: _describe_command(run_inside(["dry_run=true", *shlex.split(line)]).out) for line in DRY_RUNS
+    }
+
+
+def _describe_command(out: str) -> list[str]:
+    if "#SBATCH" in out:
+        return sorted(re.findall(r"^#SBATCH (.*)", out, re.MULTILINE))
+    (line,) = [line for line in out.splitlines() if " -- " in line or "launcher" in line][-1:]
+    return [word.replace(sys.executable, "PYTHON").replace(str(ROOT), "ROOT") for word in shlex.split(line)]
+
+
+def render_help() -> dict[str, Any]:
+    """What the help names: verbs, flags, groups with their options, and the keys of each verb's own help."""
+    whole = run_inside(["--help-all"]).out
+    parts = dict(re.findall(r"^(verbs|keys|groups|flags|exit codes)\b(.*(?:\n .*)*)", whole, re.MULTILINE))
+    verbs = re.findall(r"^  (\w+) ", parts["verbs"], re.MULTILINE)
+    groups = re.findall(r"^  (\w+) +(.*(?:\n {5,}.*)*)", parts["groups"], re.MULTILINE)
+    keys = {verb: _list_keys(run_inside([verb, "--help"]).out) for verb in verbs}
+    return {
+        "verbs": verbs,
+        "flags": sorted(set(re.findall(r"(?<!\S)--?[a-z][\w-]*", parts["flags"]))),
+        "groups": {name: re.findall(r"[\w-]+", options) for name, options in groups},
+        "keys": _list_keys(parts["keys"]),
+        "keys of verbs": keys,
+        "exit codes": re.findall(r"[\d+n]*\d[\d+n]*", parts["exit codes"]),
+    }
+
+
+def _list_keys(text: str) -> list[str]:
+    """The keys at the beginnings of lines: `fit.gpu=NAME`, `nodes`."""
+    found = re.findall(r"^  ([a-z_.]+(?:X|NAME)?)(?=[=, ])", text, re.MULTILINE)
+    return [key for key in found if key != "launch"]
+
+
+OUTPUTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "fit": render_fit,
+    "doctor": render_doctor,
+    "topo": render_topo,
+    "dry_runs": render_dry_runs,
+    "help": render_help,
+}
+
+
+def path_of(name: str) -> Path:
+    return FOLDER / f"{name}.json"
+
+
+def render(name: str) -> str:
+    return json.dumps(OUTPUTS[name](), indent=1, ensure_ascii=False) + "\n"
+
+
+def write_all() -> None:
+    """Write all files, from an empty directory and with an environment that asks for nothing."""
+    os.environ.clear()
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for name in OUTPUTS:
+            path_of(name).write_text(render(name))
