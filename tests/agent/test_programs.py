@@ -152,11 +152,17 @@ def test_a_program_leaves_in_a_forked_rank_what_it_leaves_by_python(name: str, t
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, len(NAMES), GROUP))
 def test_programs_run_as_by_python_and_torchrun(first: int, tmp_path: Path) -> None:
+    """A forked rank beside python, for all; an executed one and torchrun's too, for one in five."""
     programs = [PROGRAMS[name] for name in NAMES[first : first + GROUP]]
     folders = [tmp_path / str(number) for number in range(len(programs))]
+    in_all_ways = first % (5 * GROUP) == 0
+    ways = WAYS if in_all_ways else {"forked": WAYS["forked"]}
     with ThreadPoolExecutor(2) as pool:
-        compared = list(pool.map(compare, programs, folders, [WAYS] * len(programs)))
+        compared = list(pool.map(compare, programs, folders, [ways] * len(programs)))
     differences = [line for _, lines in compared for line in lines]
+    if not in_all_ways:
+        assert differences == []
+        return
     peers = run_by_torchrun(programs, tmp_path / "torchrun")
     for program, alone, peer in zip(programs, (alone for alone, _ in compared), peers, strict=True):
         differences += find_differences(f"{program.case.name}, torchrun", alone, peer)
