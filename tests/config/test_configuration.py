@@ -1,6 +1,7 @@
 """Where configuration comes from, and what is refused, where a table of command lines does not say it all."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,11 @@ import yaml
 from submitit import AutoExecutor
 from submitit.slurm.slurm import SlurmExecutor
 
+from launcher.config.composed import resolve
+from launcher.config.composition import compose
 from launcher.config.other_tools import read_tables
-from launcher.config.schema import LaunchConfig, list_choices
+from launcher.config.schema import LaunchConfig, list_choices, settle_words
+from launcher.config.search_path import find_sources
 from tests.seam import Launch, drop_powers, run_outside
 
 STARTED = "would start a job"
@@ -59,6 +63,16 @@ def test_a_setting_with_a_set_of_words_takes_no_other(launch: Launch) -> None:
         given = f"{key}=[{words[0]},foo]" if isinstance(value, list) else f"{key}=foo"
         refused = f"{key}=foo: choose from {', '.join(words)}"
         launch(given, "dry_run=true", "--", "true").assert_error(2, refused)
+
+
+def test_the_shipped_files_set_nothing_but_groups_and_the_program() -> None:
+    """So that `launch status` and its like can do without them."""
+    composed, plain = resolve(compose(find_sources(None, None, None), [])), LaunchConfig()
+    settle_words(plain)
+    groups = {"allocator", "data", "dataloader", "model", "program"}
+    for field in fields(LaunchConfig):
+        if field.name not in groups:
+            assert getattr(composed, field.name) == getattr(plain, field.name), field.name
 
 
 def test_every_parameter_of_submitits_has_an_answer(launch: Launch) -> None:
