@@ -249,17 +249,17 @@ def test_huge_words(launch: Launch, here: Path) -> None:
 def test_an_interrupt_while_reading_the_configuration(
     here: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from launcher.cli import dispatch
+    from launcher.config import composition
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(dispatch, "compose", interrupt)
+    monkeypatch.setattr(composition, "compose", interrupt)
     assert launch(DRY).code == 130
 
 
 def test_a_defect_of_ours_is_one_line_that_says_so(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    from launcher.cli import dispatch
+    from launcher.config import composition
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError("of ours")
@@ -267,7 +267,7 @@ def test_a_defect_of_ours_is_one_line_that_says_so(launch: Launch, monkeypatch: 
     with monkeypatch.context() as patch:  # from Hydra, such an error would be a user's mistake
         patch.setattr("launcher.config.composition.mentions_hydra", None)
         launch(DRY, "name=odd").assert_error(70, "internal error", "TypeError")
-    monkeypatch.setattr(dispatch, "compose", fail)
+    monkeypatch.setattr(composition, "compose", fail)
     launch(DRY).assert_error(70, "internal error", "ZeroDivisionError: of ours", "HYDRA_FULL_ERROR=1")
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     assert "Traceback" in launch(DRY).err

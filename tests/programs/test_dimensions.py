@@ -51,9 +51,7 @@ def test_defaults_of_the_program_are_the_shipped_configuration() -> None:
     assert load_preset("tiny") == ModelConfig()
     shipped = OmegaConf.to_container(OmegaConf.load(CONF / "program" / "train.yaml"), resolve=False)
     assert isinstance(shipped, dict)
-    told = {
-        key: value for key, value in shipped.items() if key not in ("command", "sections", "global_batch")
-    }
+    told = {key: value for key, value in shipped.items() if key not in ("command", "sections")}
     assert set(told) == {field.name for field in fields(TrainConfig)}
     given = {"num_workers", "checkpoint_dir"} | {key for key, value in told.items() if value == "auto"}
     assert {k: v for k, v in told.items() if k not in given} == {
