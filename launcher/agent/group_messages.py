@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 from launcher.agent.coordinator import JobEnd, Order
 from launcher.agent.group import GroupStart
-from launcher.decode import decode
+from launcher.codec import load
 
 NUMBERS = {"ready": 1, "failed": 3, "ended": 1, "taken": 1, "alive": 0, "signalled": 1}
 """How many numbers each kind of report has."""
@@ -71,6 +71,6 @@ def parse_group_order(line: str) -> Order | None:
     if word != START:
         return None
     try:
-        return decode(GroupStart, text)
+        return load(GroupStart, text)
     except ValueError:
         return None

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launcher.decode import DecodeError, decode
+from launcher.codec import DecodeError, load
 from launcher.errors import MachineError
 from launcher.files import read_file
 from launcher.fit.fit_model import Device
@@ -213,7 +213,7 @@ def judge_end(result: Path, output: Path, status: int | None, timeout: float) ->
     """Return the result; raises MachineError if there is none."""
     failed = None
     try:
-        record = decode(StepRecord, read_file(result, LARGEST_RESULT, own=True))
+        record = load(StepRecord, read_file(result, LARGEST_RESULT, own=True))
         if record.failed is None:
             return record
         failed = record.failed

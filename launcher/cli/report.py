@@ -11,7 +11,7 @@ from launcher.cli.choose_runs import choose_one
 from launcher.cli.output_files import check_target, explain, write_file
 from launcher.cli.topo import number_classes
 from launcher.cli.verbs import VerbCall
-from launcher.decode import decode
+from launcher.codec import load
 from launcher.errors import MachineError, UsageError
 from launcher.files import LARGEST, read_file
 from launcher.plan.model import Plan, RankPlan
@@ -97,7 +97,7 @@ def read_host_plan(text: str) -> Plan:
     """Read a node's plan; raises UsageError or ValueError."""
     from launcher.plan.json_form import parse_machine
 
-    found = decode(WrittenPlan, text)
+    found = load(WrittenPlan, text)
     return Plan(parse_machine(text), found.ranks, found.warnings)
 
 

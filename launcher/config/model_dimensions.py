@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import fields
 
-from launcher.decode import DecodeError, convert
+from launcher.codec import DecodeError, convert
 from launcher.errors import UsageError
 from launcher.files import read_input
 from launcher.fit.fit_model import Experts, LatentAttention, ModelDimensions

@@ -7,7 +7,7 @@ src/transformers/models/*/configuration_*.py); a file leaves out what equals its
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from launcher.decode import DecodeError, parse_json
+from launcher.codec import DecodeError, parse_json
 from launcher.errors import UsageError
 from launcher.fit.fit_model import Experts, LatentAttention, ModelDimensions
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from launcher.codec import load
 from launcher.config.schema import SLURM_KINDS
-from launcher.decode import decode
 from launcher.files import LARGEST, read_file
 from launcher.launch.job import Job
 from launcher.launch.processes import RankProcess, list_ranks
@@ -144,7 +144,7 @@ class RankMonitor:
         for rank in {process.rank for process in self.ranks.values()}:
             with contextlib.suppress(OSError, ValueError):
                 path = self.run.path / name_applied_file(rank)
-                found.append(decode(Applied, read_file(path, LARGEST, own=True)))
+                found.append(load(Applied, read_file(path, LARGEST, own=True)))
         return [record for record in found if record.host == self.job.host]
 
     def is_busy(self) -> bool:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from launcher.decode import DecodeError, convert, dump, parse_json
+from launcher.codec import DecodeError, convert, parse_json, to_plain
 from launcher.errors import UsageError
 from launcher.plan.model import SCHEMA, Cpu, Machine, NumaNode, Plan, RankPlan
 
@@ -23,8 +23,8 @@ def plan_to_json(plan: Plan) -> dict[str, object]:
 def rank_to_json(rank: RankPlan) -> dict[str, object]:
     """Return one rank's part of a plan; of its GPU what names it, the rest is in the machine."""
     gpu = rank.gpu and {"index": rank.gpu.index, "uuid": rank.gpu.uuid, "pci": rank.gpu.pci}
-    variables = [{k: v for k, v in dump(one).items() if v or k != "why"} for one in rank.variables]
-    return {**dump(rank), "gpu": gpu, "variables": variables}
+    variables = [{k: v for k, v in to_plain(one).items() if v or k != "why"} for one in rank.variables]
+    return {**to_plain(rank), "gpu": gpu, "variables": variables}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,11 @@ def machine_to_json(machine: Machine) -> dict[str, object]:
         _NodeEntry(node.id, node.memory_kib, node.normal, tuple(map(node.distance, ids)))
         for node in machine.nodes
     ]
-    data = {**dump(replace(machine, cpus=(), nodes=())), "cores": dump(cores), "nodes": dump(nodes)}
+    data = {
+        **to_plain(replace(machine, cpus=(), nodes=())),
+        "cores": to_plain(cores),
+        "nodes": to_plain(nodes),
+    }
     del data["cpus"]
     if not machine.kernel:
         del data["kernel"]

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from launcher.decode import DecodeError
+from launcher.codec import DecodeError
 from launcher.preflight.node_program import run_node_checks
 from launcher.preflight.preflight_request import read_request
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from launcher.decode import decode
+from launcher.codec import load
 from launcher.doctor.node_facts import NodeFacts, PreflightReport
 from launcher.files import LARGEST, open_below, read_file, write_whole
 from launcher.runs.run_directory import closing_descriptor
@@ -44,6 +44,6 @@ def read_each(run_path: Path, attempt: int) -> Iterable[NodeFacts]:
     """Give the answers in no order."""
     for path in run_path.glob(f"{FOLDER}/{attempt}/node-*.json"):
         try:
-            yield decode(NodeFacts, read_file(path, LARGEST))
+            yield load(NodeFacts, read_file(path, LARGEST))
         except (OSError, ValueError):
             continue

@@ -9,7 +9,7 @@ writes them below the run directory (see `answer_files.py`): the node's own prog
 import json
 from dataclasses import asdict, dataclass
 
-from launcher.decode import DecodeError, convert, decode, parse_json
+from launcher.codec import DecodeError, convert, load, parse_json
 from launcher.doctor.node_facts import NodeFacts
 
 ANSWER = "launch-preflight: "
@@ -57,7 +57,7 @@ class PreflightRequest:
 
 def read_request(text: str) -> PreflightRequest:
     """Read the program's argument; raises DecodeError."""
-    return decode(PreflightRequest, text)
+    return load(PreflightRequest, text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.decode import DecodeError, convert, parse_json
+from launcher.codec import DecodeError, convert, parse_json
 from launcher.doctor.node_facts import WorkResult
 from launcher.text import escape_text
 

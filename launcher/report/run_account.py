@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.decode import decode
+from launcher.codec import load
 from launcher.files import LARGEST, read_file
 from launcher.report.run_events import Event, list_events
 from launcher.runs.manifest import read_manifest, read_time
@@ -111,7 +111,7 @@ def list_run_hangs(path: Path, job: JobState | None) -> list[Hang]:
     found = {hang.number: hang for hang in (job.hangs if job else ())}
     for file in path.glob("hang-*/verdict.json"):
         try:
-            hang = decode(Hang, read_file(file, LARGEST))
+            hang = load(Hang, read_file(file, LARGEST))
         except (OSError, ValueError):
             continue
         known = found.setdefault(hang.number, hang)
@@ -126,7 +126,7 @@ def read_run_hangs(path: Path, hangs: Sequence[Hang]) -> Iterator[tuple[Hang, tu
         found: list[NodeEvidence] = []
         for file in sorted(hang_path(path, hang.number).glob(f"{EVIDENCE}*.json")):
             try:
-                found.append(decode(NodeEvidence, read_file(file, LARGEST)))
+                found.append(load(NodeEvidence, read_file(file, LARGEST)))
             except (OSError, ValueError):
                 continue
         yield hang, tuple(found) or read_evidence(path, hang.number)

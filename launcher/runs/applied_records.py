@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launcher.codec import load
 from launcher.cpulist import format_cpulist
-from launcher.decode import decode
 from launcher.files import LARGEST, read_file
 from launcher.plan.model import Memory, RankPlan
 from launcher.protocol import name_applied_file
@@ -57,7 +57,7 @@ class AppliedReader:
             try:
                 stamp = path.lstat().st_mtime_ns
                 if self.seen.get(path) != stamp:
-                    found.append(decode(Applied, read_file(path, LARGEST, own=self.own)))
+                    found.append(load(Applied, read_file(path, LARGEST, own=self.own)))
                     self.seen[path] = stamp
             except (OSError, ValueError):
                 continue

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from launcher.decode import decode
+from launcher.codec import load
 from launcher.files import read_file
 from launcher.protocol import name_memory_file
 from launcher.runs.memory_prediction import PREDICTION
@@ -80,7 +80,7 @@ def read_measured_runs(runs_dir: Path, fingerprint: str, device: str, expected: 
 def read_measured(path: Path, fingerprint: str, device: str, expected: int) -> MeasuredRun | None:
     """Return what one run has measured if it is of this fingerprint; None for any other."""
     try:
-        prediction = decode(Prediction, read_file(path / PREDICTION, LARGEST_RECORD, own=True))
+        prediction = load(Prediction, read_file(path / PREDICTION, LARGEST_RECORD, own=True))
     except (OSError, ValueError):
         return None
     if (prediction.fingerprint, prediction.device) != (fingerprint, device) or expected <= 0:
@@ -96,7 +96,7 @@ def read_rank_memories(path: Path) -> Iterator[RankMemory]:
     """Give the ranks' records of a run that are this user's and can be read."""
     for file in sorted(path.glob(name_memory_file("*"))):
         try:
-            yield decode(RankMemory, read_file(file, LARGEST_RECORD, own=True))
+            yield load(RankMemory, read_file(file, LARGEST_RECORD, own=True))
         except (OSError, ValueError):
             continue
 

@@ -5,7 +5,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launcher.decode import decode
+from launcher.codec import load
 from launcher.files import LARGEST, open_below, read_file, write_whole
 from launcher.runs.run_directory import closing_descriptor
 
@@ -83,7 +83,7 @@ def read_nodes(run_path: Path, attempt: int) -> list[NodeRecord]:
     found = []
     for path in run_path.glob(f"logs/{attempt}/node-*.json"):
         try:
-            found.append(decode(NodeRecord, read_file(path, LARGEST)))
+            found.append(load(NodeRecord, read_file(path, LARGEST)))
         except (OSError, ValueError):
             continue
     return sorted(found, key=lambda record: (record.node_rank, record.host))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.decode import DecodeError, decode
+from launcher.codec import DecodeError, load
 from launcher.files import LARGEST, read_file
 from launcher.plan.model import RankPlan
 from launcher.protocol import name_applied_file, name_plan_file, parse_plan_file
@@ -80,12 +80,12 @@ def read_run(path: Path) -> RunRecords:
             damaged.append(describe_damage(file, error))
     for file in sorted(path.glob(name_applied_file("*"))):
         try:
-            records.append(decode(Applied, read_file(file, LARGEST)))
+            records.append(load(Applied, read_file(file, LARGEST)))
         except (OSError, ValueError) as error:
             damaged.append(describe_damage(file, error))
     state, manifest = "", min(path.glob("manifest*.json"), default=path / "manifest.json")
     try:
-        state = decode(PlainManifest, read_file(manifest, LARGEST)).outcome.state
+        state = load(PlainManifest, read_file(manifest, LARGEST)).outcome.state
     except (OSError, ValueError) as error:
         damaged.append(describe_damage(manifest, error))
     hosts = sorted({*plans, *(record.host for record in records)} - {h for h in plans if plans[h] is None})
@@ -119,7 +119,7 @@ def describe_damage(path: Path, error: Exception) -> str:
 
 def read_ranks(data: bytes) -> tuple[RankPlan, ...]:
     """Read the ranks of a plan's JSON; raises DecodeError."""
-    plan = decode(PlannedRanks, data)
+    plan = load(PlannedRanks, data)
     if not plan.ranks:
         raise DecodeError("ranks is empty")
     return plan.ranks

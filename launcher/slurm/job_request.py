@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher.codec import convert
 from launcher.config.schema import LaunchConfig
-from launcher.decode import convert
 from launcher.errors import MachineError
 from launcher.files import LARGEST, read_file
 from launcher.fit.fit_model import ModelDimensions

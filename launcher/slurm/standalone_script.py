@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from launcher.codec import DecodeError, convert
 from launcher.config.schema import LaunchConfig
-from launcher.decode import DecodeError, convert
 from launcher.errors import MachineError, UsageError
 from launcher.files import open_append, open_below
 from launcher.protocol import LAUNCH_SECRETS

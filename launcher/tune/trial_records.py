@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.decode import decode
+from launcher.codec import load
 from launcher.files import LARGEST, read_file
 from launcher.tune.search import UNITS, Trial
 
@@ -73,7 +73,7 @@ def read_trial_records(folder: Path) -> list[Record]:
 def read_record(path: Path) -> Record:
     """Read one record; raises MeasureError."""
     try:
-        return decode(Record, read_file(path, LARGEST))
+        return load(Record, read_file(path, LARGEST))
     except (OSError, ValueError) as error:
         raise MeasureError(f"{path} cannot be read ({error})") from None
 

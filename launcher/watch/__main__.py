@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from launcher.decode import decode
+from launcher.codec import load
 from launcher.files import read_stat
 from launcher.probe.cgroups import list_cgroups
 from launcher.probe.gpu_samples import GpuSampler, import_nvml
@@ -82,7 +82,7 @@ def main() -> None:
         lines = inbox.wait(time.monotonic() + 3600)
     if not lines:
         return
-    watcher = make_watcher(decode(WatcherSettings, lines[0]), parent)
+    watcher = make_watcher(load(WatcherSettings, lines[0]), parent)
     run_watcher(watcher, inbox, lines[1:])
     watcher.end(LAST)
     if os.getppid() != parent:  # the supervisor was killed, and cannot do it
@@ -97,7 +97,7 @@ def run_watcher(watcher: NodeWatcher, inbox: Inbox, lines: list[bytes]) -> None:
     while not inbox.has_ended:
         for line in lines:
             with suppress(ValueError):
-                watcher.take(decode(RankMessage, line))
+                watcher.take(load(RankMessage, line))
         if time.monotonic() >= due:
             try_tick(watcher)
             due = max(due + TICK, time.monotonic())

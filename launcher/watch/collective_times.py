@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.decode import parse_json
+from launcher.codec import parse_json
 from launcher.watch.collective_marks import DURATION, ENQUEUED, STEP_ENDS, Mark, pack_marks
 from launcher.watch.flight_recorder import as_list, as_mapping, as_number, name_group, read_members
 from launcher.watch.rank_server import ServerError, post_handler

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launcher.decode import DecodeError, parse_json
+from launcher.codec import DecodeError, parse_json
 from launcher.watch.watch_model import Call, GroupState
 
 MOST_CALLS = 64

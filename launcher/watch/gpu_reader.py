@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.decode import decode
+from launcher.codec import load
 from launcher.files import LARGEST, read_file
 from launcher.protocol import name_plan_file
 from launcher.watch.watch_model import GpuSample
@@ -44,7 +44,7 @@ class PlannedRanks:
 def read_planned_gpus(run_path: Path, host: str) -> dict[int, tuple[int, str, str]]:
     """Return index, UUID and PCI address of each local rank's GPU; none if the plan cannot be read."""
     try:
-        plan = decode(PlannedRanks, read_file(run_path / name_plan_file(host), LARGEST, own=True))
+        plan = load(PlannedRanks, read_file(run_path / name_plan_file(host), LARGEST, own=True))
     except (OSError, ValueError):
         return {}
     return {rank.local_rank: (rank.gpu.index, rank.gpu.uuid, rank.gpu.pci) for rank in plan.ranks if rank.gpu}

@@ -22,7 +22,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TypeVar
 
-from launcher.decode import DecodeError, convert, parse_json
+from launcher.codec import DecodeError, convert, parse_json
 from launcher.files import open_append, open_below, read_file
 from launcher.runs.run_directory import closing_descriptor
 from launcher.watch.node_reports import FOLDER, watch_path

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from launcher.decode import decode
+from launcher.codec import load
 from launcher.files import LARGEST, open_below, read_file, write_whole
 from launcher.runs.run_directory import closing_descriptor
 from launcher.watch.watch_model import Hang, JobState, NodeEvidence, NodeReport
@@ -126,7 +126,7 @@ def read_job_state(run_path: Path, *, own: bool = False) -> JobState | None:
 def read_value(kind: type[T], path: Path, *, own: bool) -> T | None:
     """Read one of model.py's values; None for what is not there, damaged, or another user's."""
     try:
-        return decode(kind, read_file(path, LARGEST, own=own))
+        return load(kind, read_file(path, LARGEST, own=own))
     except (OSError, ValueError):
         return None
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launcher.decode import DecodeError
+from launcher.codec import DecodeError
 from launcher.watch.flight_recorder import parse_trace
 from launcher.watch.kernel_state import KernelLook, catches_signal
 from launcher.watch.rank_server import ServerError, UnknownHandlerError, post_handler, read_store_wait

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.codec import load
 from launcher.cpulist import format_cpulist
-from launcher.decode import decode
 from launcher.files import LARGEST, read_file
 from launcher.protocol import name_applied_file, name_plan_file
 from launcher.runs.applied_records import Applied, compare_rank, describe_memory
@@ -77,7 +77,7 @@ def read_details(run_path: Path, rank: int, local_rank: int, host: str, attempt:
 def read_applied_record(run_path: Path, rank: int) -> Applied | None:
     """Return what a rank's shim has recorded; None if that cannot be read."""
     try:
-        return decode(Applied, read_file(run_path / name_applied_file(rank), LARGEST))
+        return load(Applied, read_file(run_path / name_applied_file(rank), LARGEST))
     except (OSError, ValueError):
         return None
 
@@ -113,7 +113,7 @@ def read_snapshot(path: Path, rank: int) -> ProcessSnapshot | None:
     """Return what a file of evidence has of a rank; None if it has nothing of it, or cannot be read."""
     try:
         age = max(0.0, time.time() - os.lstat(path).st_mtime)
-        evidence = decode(NodeEvidence, read_file(path, LARGEST))
+        evidence = load(NodeEvidence, read_file(path, LARGEST))
     except (OSError, ValueError):
         return None
     process = next((one.process for one in evidence.ranks if one.rank == rank), None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from launcher.decode import decode
+from launcher.codec import load
 from launcher.files import LARGEST, read_file
 from launcher.runs.attempt_progress import list_attempts
 from launcher.runs.progress import Progress, ProgressReader
@@ -111,7 +111,7 @@ class FileCache(Generic[T]):
     def read(self, path: Path) -> T | None:
         """Read one file; None if it is damaged or gone."""
         try:
-            return decode(self.kind, read_file(path, LARGEST))
+            return load(self.kind, read_file(path, LARGEST))
         except (OSError, ValueError):
             return None
 

@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launcher.decode import decode
+from launcher.codec import load
 from launcher.files import LARGEST, open_below, read_file, write_whole
 from launcher.runs.run_directory import closing_descriptor
 from launcher.watch.node_reports import FOLDER, encode_value, watch_path, write_watch_file
@@ -46,7 +46,7 @@ def read_stack_request(run_path: Path, now: float) -> StackRequest | None:
     try:
         if abs(now - path.lstat().st_mtime) > PATIENCE:
             return None
-        return decode(StackRequest, read_file(path, LARGEST, own=True))
+        return load(StackRequest, read_file(path, LARGEST, own=True))
     except (OSError, ValueError):
         return None
 

@@ -1,6 +1,6 @@
 """The values that watching passes on: what a rank does, what a node reports, and what follows from it.
 
-Each has one JSON form, its fields by name (`dataclasses.asdict`, `launcher.decode`). Times are seconds since
+Each has one JSON form, its fields by name (`dataclasses.asdict`, `launcher.codec`). Times are seconds since
 the epoch on the clock of the node that wrote them; durations are in seconds, shares are fractions of time.
 """
 

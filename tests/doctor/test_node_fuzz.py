@@ -7,7 +7,7 @@ from dataclasses import asdict
 import hypothesis.strategies as st
 from hypothesis import given
 
-from launcher.decode import DecodeError, convert
+from launcher.codec import DecodeError, convert
 from launcher.doctor.finding import LEVELS
 from launcher.doctor.node_facts import (
     GpuFacts,

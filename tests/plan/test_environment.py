@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launcher.decode import DecodeError, decode
+from launcher import codec
 from launcher.plan.json_form import plan_to_json, rank_to_json
 from launcher.plan.model import RankPlan, Request, Variable
 from launcher.plan.planner import plan
@@ -85,7 +85,7 @@ def test_the_json_has_them_beside_what_the_format_fixes_and_is_read_back() -> No
     assert entry["env"] == dict(made.env)
     assert {"name": "A", "value": "1", "from": "configuration"} in entry["variables"]
     assert {"name": "OMP_NUM_THREADS", "value": "3", "from": "user", "why": "kept"} in entry["variables"]
-    assert decode(RankPlan, json.dumps(entry)).variables == made.variables
+    assert codec.load(RankPlan, json.dumps(entry)).variables == made.variables
 
 
 def test_a_plan_of_an_earlier_version_has_none() -> None:
@@ -94,5 +94,5 @@ def test_a_plan_of_an_earlier_version_has_none() -> None:
         del entry["variables"]
     assert [rank.variables for rank in read_ranks(json.dumps(data).encode())] == [()] * 8
     data["ranks"][0]["variables"] = {"A": "1"}
-    with pytest.raises(DecodeError, match="variables"):
+    with pytest.raises(codec.DecodeError, match="variables"):
         read_ranks(json.dumps(data).encode())

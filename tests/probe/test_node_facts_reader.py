@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from launcher.decode import convert
+from launcher.codec import convert
 from launcher.doctor.node_facts import JudgeSettings, NodeFacts
 from launcher.doctor.node_judgement import judge_nodes
 from launcher.probe.guarded_calls import call_in_children

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from launcher.codec import convert
 from launcher.cpulist import parse_cpulist
-from launcher.decode import convert
 from launcher.watch.watch_model import NodeEvidence, NodeReport
 
 DATA: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "evidence.json").read_text())

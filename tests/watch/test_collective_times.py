@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.decode import DecodeError
+from launcher.codec import DecodeError
 from launcher.watch.collective_marks import DURATION, ENQUEUED, STEP_ENDS, unpack_marks
 from launcher.watch.collective_times import CollectiveReader, condense
 from launcher.watch.own_time import measure_steps, measure_waits

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launcher.decode import DecodeError
+from launcher.codec import DecodeError
 from launcher.watch.flight_recorder import MOST_CALLS, parse_trace
 from launcher.watch.rank_answers import read_trace
 from launcher.watch.rank_server import ServerError, parse_wait_counters, post_handler

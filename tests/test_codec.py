@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.decode import KEY, DecodeError, convert, decode
+from launcher.codec import KEY, DecodeError, convert, dump, load
 from tests.fuzzing import scalars, texts
 
 
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_named_by_its_path(change: dict[str, object], messa
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, b"\xff", "NaN", "[Infinity]", "9" * 100_000, "[]"])
 def test_what_is_no_json_or_no_object(text: str | bytes) -> None:
     with pytest.raises(DecodeError):
-        decode(Outer, text)
+        load(Outer, text)
 
 
 values = st.recursive(
@@ -127,3 +127,11 @@ def test_limits_hold_for_fields() -> None:
     for name in ("whole", "real"):
         with pytest.raises(DecodeError, match=f"{name} is -1"):
             convert(Numbers, {name: -1}, 0)
+
+
+def test_what_is_written_is_read_back() -> None:
+    whole = convert(Outer, WHOLE)
+    assert load(Outer, dump(whole)) == whole and load(Outer, dump(whole, indent=1)) == whole
+    assert '"cpus":"0-2,7"' in dump(whole) and '"from":"b"' in dump(whole)
+    with pytest.raises(ValueError, match="JSON"):
+        dump(Inner(1, inf))
