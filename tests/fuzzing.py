@@ -5,9 +5,9 @@ import re
 
 from hypothesis import strategies as st
 
-from launcher.config.schema import LaunchConfig, list_choices
+from launcher.config.settings import Settings, list_choices
 
-WORDS = {key: [word for word in words if word != "auto"] for key, _, words in list_choices(LaunchConfig())}
+WORDS = {key: [word for word in words if word != "auto"] for key, _, words in list_choices(Settings())}
 """What each setting with a set of words takes beside `auto`."""
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")

@@ -11,7 +11,7 @@ from launcher.agent.group import RankStart
 from launcher.agent.rank_starter import ExecStarter, RankStarter
 from launcher.agent.torch_use import find_import_change, uses_torch
 from launcher.agent.warm_process import WarmProcess, WarmRefusedError
-from launcher.config.schema import StartConfig
+from launcher.config.settings import StartConfig
 
 logger = logging.getLogger(__name__)
 NOT_FORKED = "the ranks are not forked from a process with torch: {}"

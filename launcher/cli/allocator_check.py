@@ -14,7 +14,7 @@ from launcher.config.allocator_options import (
     read_torch_version,
 )
 from launcher.config.program import render_program
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.errors import UsageError
 from launcher.plan.allocator import (
     EXPANDABLE,
@@ -38,7 +38,7 @@ CHOSEN = ("allocator", f"allocator.{EXPANDABLE}")
 
 
 def settle_allocator(
-    config: LaunchConfig, words: Sequence[str], environ: Mapping[str, str], given: Collection[str]
+    config: Settings, words: Sequence[str], environ: Mapping[str, str], given: Collection[str]
 ) -> tuple[str, ...]:
     """Check the settings, warn of what is doubtful, and return the names of those that are to be left out.
 
@@ -67,7 +67,7 @@ def describe_way(conflict: Conflict, *, asked: bool) -> str:
     return f"{done}; {conflict.remedy} to have both" if conflict.remedy else done
 
 
-def unset_settings(config: LaunchConfig, names: Sequence[str]) -> LaunchConfig:
+def unset_settings(config: Settings, names: Sequence[str]) -> Settings:
     """Return a configuration without some of the allocator's settings."""
     kept = {key: value for key, value in config.allocator.items() if key not in names}
     return replace(config, allocator=kept)
@@ -80,13 +80,13 @@ def list_names(settings: Mapping[str, str], environ: Mapping[str, str]) -> Itera
         yield from parse_settings(environ[name]) or ()
 
 
-def find_torch(config: LaunchConfig, environ: Mapping[str, str]) -> str | None:
+def find_torch(config: Settings, environ: Mapping[str, str]) -> str | None:
     """Return the version of the ranks' torch; None if they have another Python or no torch."""
     own = environ.get("PYTHON_EXEC", sys.executable) == sys.executable and not config.cluster.container.image
     return read_torch_version() if own else None
 
 
-def is_contained(config: LaunchConfig) -> bool:
+def is_contained(config: Settings) -> bool:
     """Tell whether the ranks run in a container that may not trace processes."""
     if config.cluster.container.image:
         return True
@@ -98,7 +98,7 @@ def is_contained(config: LaunchConfig) -> bool:
     return not read_capabilities(Tree()) >> SYS_PTRACE & 1
 
 
-def render_configured_program(config: LaunchConfig) -> tuple[str, ...]:
+def render_configured_program(config: Settings) -> tuple[str, ...]:
     """Return the argv of the configured program; empty if it is not valid."""
     try:
         return render_program(config.program, {"model": config.model, "data": config.data})

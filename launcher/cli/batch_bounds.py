@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from launcher.cli.batch_option import BatchOption
 from launcher.config.fit_request import find_fit_model, is_bundled_program, make_fit_request
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.errors import UsageError
 from launcher.fit.memory_estimate import estimate_memory
 from launcher.launch.job import Job, JobSpec
@@ -33,7 +33,7 @@ def find_bounds(spec: JobSpec, job: Job, option: BatchOption) -> BatchBounds:
 
 
 def expect_batch(
-    config: LaunchConfig,
+    config: Settings,
     plan: Plan,
     program: Sequence[str] | None,
     given: Collection[str],

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.errors import UsageError
 from launcher.runs.run_lookup import RunLookupError, choose_runs, list_runs, name_run
 from launcher.runs.run_status import read_status
@@ -16,7 +16,7 @@ MOST_RUNS = 1000
 """Newest runs that are looked through for one that has not ended."""
 
 
-def choose_named(config: LaunchConfig, names: Sequence[str]) -> list[Path]:
+def choose_named(config: Settings, names: Sequence[str]) -> list[Path]:
     """Return the runs that are named, each once; raises UsageError with the near names."""
     try:
         return choose_runs(Path(config.runs_dir), names)
@@ -24,7 +24,7 @@ def choose_named(config: LaunchConfig, names: Sequence[str]) -> list[Path]:
         raise UsageError(str(error)) from None
 
 
-def choose_live(config: LaunchConfig, names: Sequence[str], verb: str) -> Path:
+def choose_live(config: Settings, names: Sequence[str], verb: str) -> Path:
     """Return the one run that is named; if none is, the newest that has not ended, or else the newest.
 
     Raises UsageError for several.
@@ -37,7 +37,7 @@ def choose_live(config: LaunchConfig, names: Sequence[str], verb: str) -> Path:
     return live
 
 
-def choose_one(config: LaunchConfig, names: Sequence[str], verb: str) -> Path:
+def choose_one(config: Settings, names: Sequence[str], verb: str) -> Path:
     """Return the one run that is named, the newest if none is; raises UsageError for several."""
     if not names:
         newest = next(list_runs(Path(config.runs_dir)), None)

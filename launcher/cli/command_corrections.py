@@ -9,11 +9,11 @@ from launcher.cli.arguments import Command, group_words
 from launcher.cli.verbs import takes_program
 from launcher.config.hydra_flags import find_flag_sources, make_parser, takes_flag_value
 from launcher.config.overrides import read_key
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.errors import UsageError
 from launcher.runs.secrets import mask_words
 
-OWN_KEYS = {field.name for field in fields(LaunchConfig)}
+OWN_KEYS = {field.name for field in fields(Settings)}
 """Keys at the top of the configuration."""
 GPU_NAMES = re.compile(r"[\d,]+|(?:GPU|MIG)-.*")
 """GPUs as `CUDA_VISIBLE_DEVICES` names them."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.config.program import BUNDLED
-from launcher.config.schema import SLURM_KINDS, ClusterConfig
+from launcher.config.settings import SLURM_KINDS, ClusterConfig
 from launcher.files import name_user
 from launcher.runs.secrets import mask_words
 from launcher.text import join_words

@@ -14,8 +14,8 @@ from launcher.config.cluster import pet_overrides
 from launcher.config.environment_files import fill_env, read_env_files
 from launcher.config.hydra_flags import Flags
 from launcher.config.overrides import quote_value
-from launcher.config.schema import LaunchConfig, settle_words
 from launcher.config.search_path import Sources, find_shipped
+from launcher.config.settings import Settings, settle_words
 from launcher.config.validation import (
     PLAN_CHECKS,
     TOPO_CHECKS,
@@ -38,7 +38,7 @@ def run_verb(flags: Flags, command: Command, argv: Sequence[str], early: EarlySt
     """Compose one configuration, and do what the command line asks with it."""
     overrides = add_pet(flags.overrides, os.environ)
     if takes_names(command.verb) and not overrides and flags.sources == SHIPPED:
-        config = LaunchConfig()  # these verbs read no group, and Hydra takes longer than all of the rest
+        config = Settings()  # these verbs read no group, and Hydra takes longer than all of the rest
         settle_words(config)
         return show_runs(config, command)
     from launcher.config.composition import compose
@@ -93,7 +93,7 @@ def show_machine(composed: "Composed", command: Command) -> int:
     return load_verb(command.verb)(call)
 
 
-def show_runs(config: LaunchConfig, command: Command) -> int:
+def show_runs(config: Settings, command: Command) -> int:
     """Run a verb for runs that there are."""
     validate(Context(config, f"launch {command.verb}"), (check_choices, check_output_files))
     return load_verb(command.verb)(VerbCall(config, os.environ, command.names))

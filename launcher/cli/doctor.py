@@ -13,7 +13,7 @@ from pathlib import Path
 from launcher.cli.plan import plan_node
 from launcher.cli.verbs import VerbCall
 from launcher.config.run_path import EMPTY_PATH
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.doctor.checkup import choose_exit_code, run_checks
 from launcher.doctor.facts import Health
 from launcher.doctor.finding import BindingTrial, Case, Finding
@@ -78,7 +78,7 @@ def asks_preflight(call: VerbCall) -> bool:
     return bool({"preflight", "preflight.kind"} & {*call.given}) and call.config.preflight.kind in SECONDS
 
 
-def read_this_node(config: LaunchConfig, plan: Plan, here: bool) -> NodeFacts:
+def read_this_node(config: Settings, plan: Plan, here: bool) -> NodeFacts:
     """Read what preflight would look at before a job."""
     runs = Path(config.runs_dir).absolute()
     while not runs.exists() and runs != runs.parent:
@@ -93,7 +93,7 @@ def read_this_node(config: LaunchConfig, plan: Plan, here: bool) -> NodeFacts:
     return read_node_facts(config.machine.root, paths if here else (), sources=FactSources(gpus=gpus or None))
 
 
-def find_run(config: LaunchConfig, here: bool) -> tuple[RunRecords | None, str]:
+def find_run(config: Settings, here: bool) -> tuple[RunRecords | None, str]:
     """Return the run to compare, or why there is none; raises UsageError if the named one is no run."""
     if config.run_dir is not None:
         if not config.run_dir:

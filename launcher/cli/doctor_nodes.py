@@ -10,7 +10,7 @@ from pathlib import Path
 from launcher.cli.run_preflight import check_this_machine
 from launcher.cli.verbs import VerbCall
 from launcher.config.cluster import guess_kind
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.doctor.checkup import choose_exit_code
 from launcher.doctor.finding import Finding
 from launcher.doctor.node_facts import PreflightReport
@@ -36,7 +36,7 @@ def show_node_checks(call: VerbCall) -> int:
     return choose_exit_code(tuple(one.finding for one in report.findings))
 
 
-def check_all_nodes(config: LaunchConfig, environ: Mapping[str, str]) -> PreflightReport:
+def check_all_nodes(config: Settings, environ: Mapping[str, str]) -> PreflightReport:
     """Check the nodes of the allocation that this is in, or this machine; raises MachineError."""
     if guess_kind("auto", environ)[0] == "allocation":
         from launcher.slurm.first_node import choose_nodes

@@ -21,7 +21,7 @@ from launcher.config.fit_request import (
     share_node_memory,
 )
 from launcher.config.program import find_program
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.errors import EXIT_MACHINE, MachineError, UsageError
 from launcher.fit.fit_model import Device
 from launcher.fit.step_fit import StepFit, fit_step, make_step_peak
@@ -94,7 +94,7 @@ def show_estimate(call: VerbCall, plan: Plan) -> int:
     return EXIT_MACHINE if report.verdict == "does_not_fit" else 0
 
 
-def choose_fit_device(config: LaunchConfig, plan: Plan) -> Device:
+def choose_fit_device(config: Settings, plan: Plan) -> Device:
     """Return what a rank computes on; raises UsageError."""
     gpus = [rank.gpu for rank in plan.ranks if rank.gpu]
     on_cpu = not config.fit.gpu and config.program.get("device") == "cpu"
@@ -116,7 +116,7 @@ def check_record(record: StepRecord) -> None:
 
 
 def judge_record(
-    config: LaunchConfig,
+    config: Settings,
     record: StepRecord,
     device: Device,
     world_size: int,
@@ -134,7 +134,7 @@ def judge_record(
     return fit_step(peak, device, world_size, expandable=expandable, learned=learned)
 
 
-def print_fit_step(config: LaunchConfig, fit: StepFit, record: StepRecord) -> None:
+def print_fit_step(config: Settings, fit: StepFit, record: StepRecord) -> None:
     """Print the result as a table or as JSON."""
     if config.format == "json":
         sys.stdout.write(json.dumps(step_fit_to_json(fit, record), indent=1) + "\n")

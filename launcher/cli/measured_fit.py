@@ -5,7 +5,7 @@ from pathlib import Path
 
 from launcher.config.fit_request import settle_program
 from launcher.config.program import find_program
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.errors import UsageError
 from launcher.fit.fit_model import FitRequest, Learned
 from launcher.fit.memory_estimate import estimate_memory
@@ -34,7 +34,7 @@ def make_learned(runs: Sequence[MeasuredRun]) -> Learned | None:
 
 
 def learn_for_request(
-    config: LaunchConfig, program: Sequence[str] | None, request: FitRequest, environ: Mapping[str, str]
+    config: Settings, program: Sequence[str] | None, request: FitRequest, environ: Mapping[str, str]
 ) -> Learned | None:
     """Return what earlier runs of a program with a known model have measured; None if there are none.
 

@@ -11,7 +11,7 @@ from launcher.cli.allocator_check import render_configured_program, settle_alloc
 from launcher.cli.unused_settings import warn_overruled
 from launcher.cli.verbs import VerbCall
 from launcher.config.request import load_snapshot, make_request
-from launcher.config.schema import LaunchConfig, MachineConfig
+from launcher.config.settings import MachineConfig, Settings
 from launcher.errors import UsageError
 from launcher.plan.model import Machine, Plan
 from launcher.plan.planner import plan
@@ -91,7 +91,7 @@ def assess_plan(call: VerbCall, made: Plan) -> "FitReport | None":
     return replace(report, grid=tuple(list_grid(request, lambda one: estimate_with(one, learned).total)))
 
 
-def plan_node(config: LaunchConfig, environ: Mapping[str, str]) -> Plan:
+def plan_node(config: Settings, environ: Mapping[str, str]) -> Plan:
     """Plan this node, or the machine that the configuration names; raises UsageError or MachineError."""
     machine = read_machine(config.machine)
     request = make_request(config, environ, machine)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launcher.config.config_file import find_changes, read_config_value
 from launcher.config.run_path import RunPath
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.errors import UsageError
 from launcher.launch.job import JobSpec
 from launcher.runs.run_lookup import MOST_NEAR, list_runs
@@ -38,7 +38,7 @@ def check_earlier(run_path: RunPath, runs_dir: Path) -> None:
     )
 
 
-def keep_chosen(config: LaunchConfig, run_path: RunPath) -> LaunchConfig:
+def keep_chosen(config: Settings, run_path: RunPath) -> Settings:
     """Return the configuration of a run that goes on: what was chosen for the bundled program stays.
 
     Micro-steps are counted again, since the global batch stays on other nodes too.

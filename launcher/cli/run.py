@@ -27,7 +27,7 @@ from launcher.config.config_file import render_config
 from launcher.config.environment_files import fill_env, read_env_files
 from launcher.config.program import BUNDLED, clear_sections, describe_interpreter, find_program, find_unused
 from launcher.config.run_path import RunPath, choose_run_path
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.config.validation import RUN_CHECKS, TUNE_CHECKS, Context, validate, validate_placed
 from launcher.errors import LaunchError
 from launcher.launch.job import Job, JobSpec, render_start
@@ -184,7 +184,7 @@ def specify_job(
 
 
 def find_job_model(
-    config: LaunchConfig, program: tuple[str, ...] | None, given: Collection[str]
+    config: Settings, program: tuple[str, ...] | None, given: Collection[str]
 ) -> "ModelDimensions | None":
     """Return the model whose memory is judged before the start; None if there is no claim."""
     asked = any(key.partition(".")[0] == "model" for key in given)

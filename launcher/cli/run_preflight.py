@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.doctor.node_facts import PreflightReport
 from launcher.errors import MachineError
 from launcher.launch.job import Job
@@ -84,7 +84,7 @@ def finish(run: RunDir, manifest: dict[str, Any], outcome: Mapping[str, object])
 
 
 def check_this_machine(
-    config: LaunchConfig, environ: Mapping[str, str], run_path: Path, words: Sequence[str] = ("-m",)
+    config: Settings, environ: Mapping[str, str], run_path: Path, words: Sequence[str] = ("-m",)
 ) -> tuple[PreflightReport | None, str, int]:
     """Return what was found, or why nothing was, and the signal that ended the checks, else 0.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from launcher.cli.choose_runs import choose_named
 from launcher.cli.verbs import VerbCall
 from launcher.cli.watch_summary import add_watch
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.runs.run_lookup import list_runs
 from launcher.runs.run_status import RunStatus, add_progress, read_status
 from launcher.slurm.notation import fold_hosts
@@ -45,7 +45,7 @@ def show_status(call: VerbCall) -> int:
     return 0
 
 
-def print_status(config: LaunchConfig, runs: Sequence[RunStatus], *, detailed: bool) -> None:
+def print_status(config: Settings, runs: Sequence[RunStatus], *, detailed: bool) -> None:
     """Print the table, and below it a named run in detail."""
     from launcher.report.console import make_console
     from launcher.report.run_table import print_details, print_runs

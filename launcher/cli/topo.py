@@ -13,7 +13,7 @@ from launcher.cli.output_files import check_snapshot, check_target, write_file
 from launcher.cli.plan import plan_node, read_machine
 from launcher.cli.verbs import VerbCall
 from launcher.config.overrides import quote_value
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.errors import UsageError
 from launcher.plan.json_form import machine_to_json
 from launcher.plan.model import Machine
@@ -85,7 +85,7 @@ def check_image_suffix(image: str | None) -> str:
     return ending
 
 
-def draw(config: LaunchConfig, environ: Mapping[str, str], name: str, ending: str) -> Machine:
+def draw(config: Settings, environ: Mapping[str, str], name: str, ending: str) -> Machine:
     """Plan the ranks, draw them on their machine, and return it; raises UsageError or MachineError."""
     from launcher.report.machine_picture import render_machine
 

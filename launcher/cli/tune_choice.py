@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 
 from launcher.cli.output_files import check_target, explain, write_file
-from launcher.config.schema import DataloaderConfig
+from launcher.config.settings import DataloaderConfig
 from launcher.errors import UsageError
 from launcher.files import open_file
 from launcher.report.tune_table import tabulate

@@ -8,7 +8,7 @@ from launcher.cli.run import specify_job
 from launcher.config.composed import read_values
 from launcher.config.request import make_request
 from launcher.config.run_path import choose_run_path
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.errors import UsageError
 from launcher.launch.job import JobSpec
 from launcher.plan.model import Plan
@@ -66,7 +66,7 @@ def measure_here(composed: "Composed") -> None:
     composed.tree.cluster.kind, composed.tree.nodes = "local", 1
 
 
-def find_max_workers(config: LaunchConfig, plan: Plan) -> tuple[int, str]:
+def find_max_workers(config: Settings, plan: Plan) -> tuple[int, str]:
     """Return the most workers of a rank that a search is to try, with why; raises UsageError."""
     asked = config.tune.max_workers
     if asked != "auto":

@@ -14,7 +14,7 @@ from launcher.config.composed import Composed, resolve
 from launcher.config.config_file import render_config
 from launcher.config.environment_files import fill_env
 from launcher.config.program import find_program
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.errors import MachineError
 from launcher.launch.agent import check_open_files
 from launcher.launch.agent_process import AgentRequest
@@ -92,7 +92,7 @@ class FinishedTrial:
 
     monitor: RankMonitor
     ending: JobOutcome
-    config: LaunchConfig
+    config: Settings
     timed_out: bool
     starved: bool
     """It was ended since the machine's memory ran out."""

@@ -11,8 +11,8 @@ from launcher.config.cluster import Cluster
 from launcher.config.overrides import read_key
 from launcher.config.program import find_script
 from launcher.config.request import DEVICE_VARIABLES
-from launcher.config.schema import ClusterConfig, LaunchConfig
 from launcher.config.search_path import PRIMARY, Sources
+from launcher.config.settings import ClusterConfig, Settings
 from launcher.files import read_file
 from launcher.plan.allocator import find_variable, parse_settings
 from launcher.plan.environment import is_kept
@@ -36,11 +36,11 @@ ANYWHERE = ("kind", "container")
 
 MOST_TEXT = 1 << 20
 """Bytes of a program that is looked at for its use of Hydra."""
-SETTINGS = frozenset(field.name for field in fields(LaunchConfig)) - {"model", "data", "program", "name"}
+SETTINGS = frozenset(field.name for field in fields(Settings)) - {"model", "data", "program", "name"}
 """Keys that are hardly an argument of a program that uses Hydra."""
 
 
-def warn_unused(config: LaunchConfig, cluster: Cluster, given: Collection[str]) -> None:
+def warn_unused(config: Settings, cluster: Cluster, given: Collection[str]) -> None:
     """Say which of the settings for SLURM have no use, since the job runs on this machine.
 
     If `cluster` is set to run here, those in files are meant for other runs, and the
@@ -91,7 +91,7 @@ def uses_hydra(script: Path) -> bool:
         return False
 
 
-def warn_unforked(config: LaunchConfig, agent: str, given: Collection[str]) -> None:
+def warn_unforked(config: Settings, agent: str, given: Collection[str]) -> None:
     """Say which settings of `start` have no use, since `agent` forks no ranks."""
     if agent == "direct" and config.start.warm != "off":
         return
@@ -110,7 +110,7 @@ def warn_overruled(environ: Mapping[str, str], given: Collection[str]) -> None:
             logger.warning(f"{name}={environ[name]} is set, and comes over {', '.join(lost)}: unset it")
 
 
-def warn_visible(config: LaunchConfig, cluster: Cluster, given: Collection[str]) -> None:
+def warn_visible(config: Settings, cluster: Cluster, given: Collection[str]) -> None:
     """Say which secrets are on the command line of a `launch` that stays: `ps` shows them to everybody."""
     if config.dry_run or (cluster.kind == "slurm" and not config.follow):
         return
@@ -124,7 +124,7 @@ def warn_visible(config: LaunchConfig, cluster: Cluster, given: Collection[str])
         )
 
 
-def warn_elsewhere(config: LaunchConfig, environ: Mapping[str, str]) -> None:
+def warn_elsewhere(config: Settings, environ: Mapping[str, str]) -> None:
     """Say which variables of the environment do not count, since another machine is planned for.
 
     They name this machine's devices, as SLURM's CUDA_VISIBLE_DEVICES does in a job.

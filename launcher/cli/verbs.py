@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from launcher.config.schema import LaunchConfig
+    from launcher.config.settings import Settings
 
 
 class Takes(Enum):
@@ -25,7 +25,7 @@ class Takes(Enum):
 class VerbCall:
     """What a verb is called with."""
 
-    config: "LaunchConfig"
+    config: "Settings"
     environ: Mapping[str, str]
     """The environment, for verbs of the machine with the variables that ranks would have."""
     names: Sequence[str] = ()

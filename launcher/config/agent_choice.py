@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from launcher.config.cluster import Cluster
-from launcher.config.schema import SLURM_KINDS, LaunchConfig, TorchrunConfig
+from launcher.config.settings import SLURM_KINDS, Settings, TorchrunConfig
 from launcher.errors import UsageError
 
 SHARED = ("shutdown_timeout",)
@@ -27,7 +27,7 @@ class AgentChoice:
     why: str
 
 
-def choose_agent(config: LaunchConfig, cluster: Cluster, environ: Mapping[str, str]) -> AgentChoice:
+def choose_agent(config: Settings, cluster: Cluster, environ: Mapping[str, str]) -> AgentChoice:
     """Decide what starts a job's ranks; raises UsageError if that cannot do what else is asked for."""
     if config.agent == "torchrun":
         return AgentChoice("torchrun", "agent=torchrun")
@@ -48,7 +48,7 @@ def choose_agent(config: LaunchConfig, cluster: Cluster, environ: Mapping[str, s
     return AgentChoice("torchrun", needed) if needed else AgentChoice("direct", "a fixed number of nodes")
 
 
-def find_torchrun_need(config: LaunchConfig, cluster: Cluster, environ: Mapping[str, str]) -> str:
+def find_torchrun_need(config: Settings, cluster: Cluster, environ: Mapping[str, str]) -> str:
     """Return the setting for which the ranks need torchrun's agent; empty if there is none."""
     if cluster.kind == "manual":
         return "cluster=manual"

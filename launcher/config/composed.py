@@ -13,8 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 from launcher.config.environment_files import write_values
 from launcher.config.hydra_settings import restore_hydra_config
 from launcher.config.resource_limits import limit_composition
-from launcher.config.schema import LaunchConfig, settle_words
 from launcher.config.search_path import Sources
+from launcher.config.settings import Settings, settle_words
 from launcher.config.suggestions import shorten_message, suggest
 from launcher.config.yaml_files import read_yaml
 from launcher.errors import UsageError
@@ -68,7 +68,7 @@ def read_values(composed: Composed, keys: Sequence[str]) -> dict[str, object]:
     return found
 
 
-def resolve(composed: Composed, run_dir: Path | None = None) -> LaunchConfig:
+def resolve(composed: Composed, run_dir: Path | None = None) -> Settings:
     """Resolve interpolations, `${run_dir}` among them, and return typed values; raises UsageError.
 
     A verb that starts nothing has no run directory: `RUN_DIR` stands for it. A machine's snapshot becomes a
@@ -87,9 +87,9 @@ def resolve(composed: Composed, run_dir: Path | None = None) -> LaunchConfig:
             config = OmegaConf.to_object(tree)
     except FAILURES as error:
         raise UsageError(shorten_message(error)) from None
-    if not isinstance(config, LaunchConfig):
+    if not isinstance(config, Settings):
         raise UsageError("the configuration does not build on launch_schema: put it first in its defaults")
-    check_kind(LaunchConfig, config, "")
+    check_kind(Settings, config, "")
     if unknown:
         tree.run_dir = config.run_dir = None
     composed.chosen_run_dir = tree.run_dir

@@ -31,8 +31,8 @@ from launcher.config.hydra_settings import (
 )
 from launcher.config.overrides import check_removal, check_shape, is_choice, read_key, rewrite_overrides
 from launcher.config.resource_limits import MAX_SECONDS, limit_composition
-from launcher.config.schema import LaunchConfig
 from launcher.config.search_path import PRIMARY, Sources
+from launcher.config.settings import Settings
 from launcher.config.suggestions import shorten_message, suggest, suggest_dotted_key
 from launcher.config.sweep_mode import mentions_hydra
 from launcher.config.yaml_files import MOST_BYTES, check_aliases, read_text, read_yaml
@@ -41,7 +41,7 @@ from launcher.files import LARGEST
 
 OTHER_FOLDERS: ContextVar[tuple[Path, ...]] = ContextVar("OTHER_FOLDERS", default=())
 """Folders of configuration after the first, for the Hydra that is being opened."""
-ConfigStore.instance().store(name="launch_schema", node=LaunchConfig)
+ConfigStore.instance().store(name="launch_schema", node=Settings)
 
 
 class SearchPath(SearchPathPlugin):
@@ -97,7 +97,7 @@ def compose(sources: Sources, overrides: Sequence[str], number: int | None = Non
         except FAILURES as error:
             raise UsageError(diagnose_failure(loader, sources, words, error)) from None
     del tree["hydra"]
-    if OmegaConf.get_type(tree) is not LaunchConfig:
+    if OmegaConf.get_type(tree) is not Settings:
         raise UsageError(explain_primary(sources))
     if "dataloader.num_workers" in map(read_key, words) or any(map(sets_workers, own_files)):
         tree.dataloader.workload = ""  # the user's own number is not derived from a workload
@@ -199,7 +199,7 @@ def diagnose_failure(loader: ConfigLoader, sources: Sources, words: list[str], e
         tree = compose_tree(loader, sources, chosen)
     except FAILURES as worse:
         return shorten_message(worse)
-    if OmegaConf.get_type(tree) is not LaunchConfig:
+    if OmegaConf.get_type(tree) is not Settings:
         return explain_primary(sources)
     known = list_keys(tree)
     for word in words:

@@ -8,7 +8,7 @@ from errno import EFBIG
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.errors import UsageError
 from launcher.files import read_input
 
@@ -30,7 +30,7 @@ def write_values(env: Mapping[str, object]) -> dict[str, object]:
     return {name: value if name == KEY else str(value) for name, value in env.items()}
 
 
-def read_env_files(config: LaunchConfig) -> dict[str, str]:
+def read_env_files(config: Settings) -> dict[str, str]:
     """Return the variables of `env.from_file`, a later file's over an earlier one's; raises UsageError."""
     variables: dict[str, str] = {}
     for name in list_files(config.env):
@@ -38,7 +38,7 @@ def read_env_files(config: LaunchConfig) -> dict[str, str]:
     return variables
 
 
-def fill_env(config: LaunchConfig, variables: Mapping[str, str]) -> LaunchConfig:
+def fill_env(config: Settings, variables: Mapping[str, str]) -> Settings:
     """Return a configuration with the files' variables below those of `env.NAME`, and no files named."""
     env = {**variables, **{name: value for name, value in config.env.items() if name != KEY}}
     return replace(config, env=env)

@@ -12,7 +12,7 @@ from launcher.config.fit_request import (
     make_fit_request,
     settle_program,
 )
-from launcher.config.schema import FitConfig, LaunchConfig, ParallelConfig
+from launcher.config.settings import FitConfig, ParallelConfig, Settings
 from launcher.errors import MachineError, UsageError
 from launcher.fit.choose_settings import describe_choice
 from launcher.fit.fit_decision import assess, describe_change, describe_fit, explain_misfit
@@ -32,7 +32,7 @@ KEPT = "what is auto is the program's own: 8 sequences, 1 micro-step, no checkpo
 
 
 def find_start_model(
-    config: LaunchConfig, program: Sequence[str] | None, given: Collection[str]
+    config: Settings, program: Sequence[str] | None, given: Collection[str]
 ) -> ModelDimensions | None:
     """Return the model to judge at a start; None if there is none, or if it makes no sense.
 
@@ -54,7 +54,7 @@ def find_start_model(
 
 
 def settle_planned(
-    config: LaunchConfig,
+    config: Settings,
     plan: Plan,
     model: ModelDimensions | None,
     *,
@@ -63,7 +63,7 @@ def settle_planned(
     environ: Mapping[str, str],
     learned: Learned | None = None,
     judges: bool = True,
-) -> LaunchConfig:
+) -> Settings:
     """Return the configuration with what is chosen for the bundled program on nodes of this plan.
 
     Judges the job, and acts by `fit.check`, unless that is done elsewhere (`judges=False`, which says
@@ -71,7 +71,7 @@ def settle_planned(
     `find_start_model`'s.
     """
 
-    def make(asked: LaunchConfig) -> FitRequest | None:
+    def make(asked: Settings) -> FitRequest | None:
         return make_fit_request(asked, plan, model, nodes=nodes, is_bundled=is_bundled, environ=environ)
 
     if model is None:
@@ -86,14 +86,14 @@ def settle_planned(
         return config
 
 
-def drop_questions(config: LaunchConfig) -> LaunchConfig:
+def drop_questions(config: Settings) -> Settings:
     """Return a configuration in which `fit` and `parallel` say nothing of the training: how it will run."""
     fit = config.fit
     kept = FitConfig(gpu=fit.gpu, gpu_memory_gib=fit.gpu_memory_gib, check=fit.check, tokens=fit.tokens)
     return replace(config, fit=kept, parallel=ParallelConfig())
 
 
-def settle_job(spec: "JobSpec", config: LaunchConfig) -> "JobSpec":
+def settle_job(spec: "JobSpec", config: Settings) -> "JobSpec":
     """Return a job with a configuration in which values of the bundled program were chosen."""
     import yaml
 
@@ -107,12 +107,12 @@ def settle_job(spec: "JobSpec", config: LaunchConfig) -> "JobSpec":
 
 
 def act_on_request(
-    make: Callable[[LaunchConfig], FitRequest | None],
-    config: LaunchConfig,
+    make: Callable[[Settings], FitRequest | None],
+    config: Settings,
     learned: Learned | None = None,
     *,
     is_bundled: bool,
-) -> LaunchConfig:
+) -> Settings:
     """Judge what `make` asks of a configuration, and act by `fit.check`; raises MachineError for a refusal.
 
     Returns the configuration with what was chosen, which does not depend on the check. Raises UsageError for
@@ -144,7 +144,7 @@ def act_on_request(
     return settle_program(config, chosen)
 
 
-def act_on(report: FitReport, config: LaunchConfig) -> None:
+def act_on(report: FitReport, config: Settings) -> None:
     """Refuse a job of the bundled program that cannot fit; else warn, or say in a line that it fits.
 
     On CPUs nothing is refused: swap may hold what memory does not.

@@ -16,7 +16,7 @@ from launcher.config.fit_settings import (
 )
 from launcher.config.model_dimensions import read_dimensions
 from launcher.config.program import BUNDLED, find_unused
-from launcher.config.schema import FitConfig, LaunchConfig, ParallelConfig
+from launcher.config.settings import FitConfig, ParallelConfig, Settings
 from launcher.errors import UsageError
 from launcher.fit.batch_arithmetic import check_layout
 from launcher.fit.choose_settings import choose_settings
@@ -28,13 +28,13 @@ from launcher.plan.model import Gpu, Machine, Plan
 from launcher.plan.workers_and_threads import count_memory_kib
 
 
-def is_bundled_program(config: LaunchConfig, program: Sequence[str] | None) -> bool:
+def is_bundled_program(config: Settings, program: Sequence[str] | None) -> bool:
     """Tell whether the bundled program is what runs; `program` is what is given after `--`."""
     return not program and config.program.get("command") == list(BUNDLED)
 
 
 def find_fit_model(
-    config: LaunchConfig, program: Sequence[str] | None, given: Collection[str]
+    config: Settings, program: Sequence[str] | None, given: Collection[str]
 ) -> ModelDimensions | None:
     """Return the model to judge; None if there is no claim.
 
@@ -70,7 +70,7 @@ def count_plan_nodes(nodes: object, environ: Mapping[str, str]) -> int:
 
 
 def make_fit_request(
-    config: LaunchConfig,
+    config: Settings,
     plan: Plan,
     model: ModelDimensions | None,
     *,
@@ -103,7 +103,7 @@ def make_fit_request(
 
 
 def make_request_on(
-    config: LaunchConfig,
+    config: Settings,
     model: ModelDimensions,
     device: Device,
     node: NodeResources,
@@ -157,7 +157,7 @@ def make_request_on(
     return choose_settings(request, lambda one: estimate_memory(one).total)
 
 
-def settle_program(config: LaunchConfig, request: FitRequest | None) -> LaunchConfig:
+def settle_program(config: Settings, request: FitRequest | None) -> Settings:
     """Return a configuration with the values that were chosen for the bundled program.
 
     Without a request, as if the device is not known, the program's own defaults are taken.
@@ -219,7 +219,7 @@ def supports_bf16(gpu: GpuType | None) -> bool:
     return gpu is None or gpu.tf32 is not None  # both came with the same generation
 
 
-def has_expandable_segments(config: LaunchConfig, environ: Mapping[str, str]) -> bool:
+def has_expandable_segments(config: Settings, environ: Mapping[str, str]) -> bool:
     """Tell whether the allocator of the ranks uses expandable segments."""
     merged = merge_settings(read_allocator_settings(config.allocator), environ)
     return merged.get(EXPANDABLE, "").lower() == "true"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from launcher.config.model_dimensions import LARGEST_NUMBER
-from launcher.config.schema import FitConfig, LaunchConfig, ParallelConfig
+from launcher.config.settings import FitConfig, ParallelConfig, Settings
 from launcher.errors import UsageError
 from launcher.fit.batch_arithmetic import solve_batch
 from launcher.fit.cheapest_changes import find_framework
@@ -40,7 +40,7 @@ class Ranks:
 
 
 def describe_bundled(
-    config: LaunchConfig, model: ModelDimensions, ranks: Ranks
+    config: Settings, model: ModelDimensions, ranks: Ranks
 ) -> tuple[ParallelLayout, TrainingSettings]:
     """Return the bundled program's layout and settings, with `fit` and `parallel` over its options.
 
@@ -75,7 +75,7 @@ def can_choose_parallel(parallel: ParallelConfig) -> bool:
     )
 
 
-def find_free(config: LaunchConfig, model: ModelDimensions, seq_len: int, ranks: int) -> Free:
+def find_free(config: Settings, model: ModelDimensions, seq_len: int, ranks: int) -> Free:
     """Return what of the bundled program may be chosen, for as many ranks; raises UsageError.
 
     The usual global batch of a preset is for its size: a model that has been made small has none.

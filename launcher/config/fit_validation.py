@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from launcher.config.schema import FitConfig, LaunchConfig, LoraConfig, ParallelConfig
+from launcher.config.settings import FitConfig, LoraConfig, ParallelConfig, Settings
 from launcher.errors import UsageError
 
 LARGEST_COUNT = 10**6
@@ -17,7 +17,7 @@ ZEROS = ("auto", "fsdp", "0", "1", "2", "3")
 GROUPS = ("tp", "pp", "cp", "ep", "virtual_stages")
 
 
-def check_fit_settings(config: LaunchConfig) -> None:
+def check_fit_settings(config: Settings) -> None:
     """Refuse values of `parallel` and `fit` that mean nothing; raises UsageError."""
     check_parallel(config.parallel)
     check_fit(config.fit)

@@ -6,7 +6,7 @@ from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
-from launcher.config.schema import ClusterConfig
+from launcher.config.settings import ClusterConfig
 
 CLUSTER = frozenset(field.name for field in fields(ClusterConfig))
 SHORT = "short"

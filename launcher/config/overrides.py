@@ -5,8 +5,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 
-from launcher.config.schema import LaunchConfig
 from launcher.config.search_path import Sources
+from launcher.config.settings import Settings
 from launcher.errors import UsageError
 
 FREE_FORM = ("env.", "allocator.", "torchrun.rdzv_conf.", "cluster.additional.", "cluster.srun.")
@@ -122,7 +122,7 @@ def check_removal(word: str) -> None:
     if not word.startswith("~"):
         return
     *above, name = read_key(word).split(".")
-    parent: object = LaunchConfig()
+    parent: object = Settings()
     for part in above:
         parent = getattr(parent, part, None) if is_dataclass(parent) else None
     value = getattr(parent, name, {}) if is_dataclass(parent) else {}

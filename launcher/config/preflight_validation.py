@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from launcher.errors import UsageError
 
 if TYPE_CHECKING:
-    from launcher.config.schema import PreflightConfig
+    from launcher.config.settings import PreflightConfig
 
 
 def check_preflight_settings(preflight: "PreflightConfig") -> None:

@@ -17,7 +17,7 @@ from launcher.errors import UsageError
 from launcher.files import open_file
 
 if TYPE_CHECKING:
-    from launcher.config.schema import LaunchConfig
+    from launcher.config.settings import Settings
 
 BUNDLED = ("-m", "launcher.programs.train")
 """The command of the shipped option of the group `program`."""
@@ -34,7 +34,7 @@ SHEBANG = 256
 
 
 def find_program(
-    argv: tuple[str, ...] | None, config: "LaunchConfig", environ: Mapping[str, str]
+    argv: tuple[str, ...] | None, config: "Settings", environ: Mapping[str, str]
 ) -> tuple[str, ...]:
     """Return the program's argv, given or configured; raises UsageError if it cannot be run."""
     if argv is None:
@@ -58,7 +58,7 @@ def spell_options(program: Mapping[str, object]) -> Mapping[str, object]:
     return {**found, "activation_checkpointing": {True: "full", False: "none"}.get(recompute, recompute)}  # type: ignore[call-overload]
 
 
-def check_bundled(config: "LaunchConfig") -> None:
+def check_bundled(config: "Settings") -> None:
     """Raise UsageError if the bundled program is to train a model that it has no layers for."""
     if config.program.get("command") != list(BUNDLED):
         return
@@ -130,7 +130,7 @@ def read_interpreter(script: str) -> str:
     return "" if not words or Path(words[0]).name.startswith("python") else " ".join(words)
 
 
-def find_unused(config: "LaunchConfig", program: tuple[str, ...] | None, given: Collection[str]) -> list[str]:
+def find_unused(config: "Settings", program: tuple[str, ...] | None, given: Collection[str]) -> list[str]:
     """Return the sections of the configuration that are the bundled program's and have no use for another.
 
     `program` is what is given after `--`. `given` are the command line's keys.
@@ -144,7 +144,7 @@ def find_unused(config: "LaunchConfig", program: tuple[str, ...] | None, given: 
     return [section for section in ("model", "data") if section not in named and section not in asked]
 
 
-def clear_sections(config: "LaunchConfig", names: Collection[str]) -> "LaunchConfig":
+def clear_sections(config: "Settings", names: Collection[str]) -> "Settings":
     """Return a configuration with these of SECTIONS empty."""
     return replace(
         config,

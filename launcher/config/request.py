@@ -6,7 +6,7 @@ A process of a SLURM job comes here before its agent starts, so imports count.
 from collections.abc import Mapping
 
 from launcher.config.allocator_options import read_host, render_allocator
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.errors import UsageError
 from launcher.files import LARGEST, read_input
 from launcher.plan.environment import HONOURED, VISIBLE_DEVICES
@@ -28,7 +28,7 @@ LOCATION_SUFFIXES = ("_VERSION", "_HOME", "_ROOT", "_ARCH_LIST", "_PATH")
 
 
 def make_request(
-    config: LaunchConfig, environ: Mapping[str, str], machine: Machine | None = None, caches: str = ""
+    config: Settings, environ: Mapping[str, str], machine: Machine | None = None, caches: str = ""
 ) -> Request:
     """Return what a configuration asks of a node; raises UsageError.
 

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import fields
 
-from launcher.config import schema
+from launcher.config import settings
 from launcher.config.other_tools import explain_foreign
 
 COMPOSING = re.compile(r"In '(?P<file>[^']*)': \w+ raised while composing config: ")
@@ -62,7 +62,7 @@ def shorten_message(error: BaseException) -> str:
     if key and "is not a ListConfig" in text:
         return f"{file}{key}: give a list, as in {key}=[…]"
     text = text[where.end() :] if where else text
-    if key and (section := NO_SECTION.match(text)) and (kind := getattr(schema, section["schema"], None)):
+    if key and (section := NO_SECTION.match(text)) and (kind := getattr(settings, section["schema"], None)):
         return f"{file}{key}: give its keys, as in {key}.{fields(kind)[0].name}=…"
     if key and NO_MAPPING.match(text):
         return f"{file}{key}: give a mapping, as in {key}.NAME=…"
@@ -75,5 +75,5 @@ def shorten_message(error: BaseException) -> str:
 
 def list_beside(key: str, name: str) -> list[str]:
     """Return the keys of the dataclass `name`, which does not have `key`; none for a Hydra plugin's class."""
-    above, kind = key.rpartition(".")[0], getattr(schema, name, None)
+    above, kind = key.rpartition(".")[0], getattr(settings, name, None)
     return [f"{above}.{field.name}" if above else field.name for field in (fields(kind) if kind else ())]

@@ -14,15 +14,15 @@ from urllib.parse import urlsplit
 from launcher.config.allocator_options import HOSTS, read_host
 from launcher.config.cluster import Cluster
 from launcher.config.request import make_request, parse_nproc
-from launcher.config.schema import (
+from launcher.config.search_path import Sources
+from launcher.config.settings import (
     SLURM_KINDS,
     FitConfig,
-    LaunchConfig,
     ParallelConfig,
     PreflightConfig,
+    Settings,
     list_choices,
 )
-from launcher.config.search_path import Sources
 from launcher.errors import UsageError
 from launcher.plan.planner import check_request
 from launcher.runs.secrets import MASK, mask_text
@@ -48,7 +48,7 @@ VERBS_OF_KEYS = {"rank": "launch logs` and `launch watch", "yes": "launch cancel
 class Context:
     """A configuration and what counts for its checks."""
 
-    config: LaunchConfig
+    config: Settings
     verb: str = "launch"
     """The command that was given."""
     given: frozenset[str] = frozenset()

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping
 
-from launcher.config.schema import NotifyConfig
+from launcher.config.settings import NotifyConfig
 from launcher.runs.run_directory import RunDir
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.launch.torchrun import parse_pairs, render_torchrun
 from launcher.protocol import (
@@ -43,7 +43,7 @@ of the ranks before them, and fail to connect (github.com/pytorch/pytorch/issues
 class JobSpec:
     """What is to run and where, checked and resolved: the same for every node, rank and attempt."""
 
-    config: LaunchConfig
+    config: Settings
     """With the run directory resolved in it; nothing changes it."""
     config_text: str
     """`config.yaml`, secrets masked."""
@@ -78,7 +78,7 @@ class JobSpec:
 class Job:
     """A job as one node runs it."""
 
-    config: LaunchConfig
+    config: Settings
     program: tuple[str, ...]
     """The program's argv on this node."""
     cluster: "Cluster"
@@ -142,13 +142,13 @@ def render_start(job: Job, run_id: str) -> tuple[str, ...]:
     return render_shim(job.program) if job.agent.kind == "direct" else render_agent(job, run_id)
 
 
-def may_restart(config: LaunchConfig, cluster: "Cluster", environ: Mapping[str, str]) -> bool:
+def may_restart(config: Settings, cluster: "Cluster", environ: Mapping[str, str]) -> bool:
     """Tell whether torchrun may start the ranks anew, after a failure or with other nodes."""
     restarts = choose_restarts(config, environ) or environ.get("PET_MAX_RESTARTS", "0")
     return str(restarts) != "0" or cluster.min_nodes < cluster.max_nodes
 
 
-def choose_restarts(config: LaunchConfig, environ: Mapping[str, str]) -> int | None:
+def choose_restarts(config: Settings, environ: Mapping[str, str]) -> int | None:
     """Return how often the ranks may be started anew; None for torchrun's default, or PET_MAX_RESTARTS."""
     chosen = config.torchrun.max_restarts if config.restarts is None else config.restarts
     restarts_hangs = config.watch.enabled and config.watch.on_hang == "restart"
@@ -158,7 +158,7 @@ def choose_restarts(config: LaunchConfig, environ: Mapping[str, str]) -> int | N
 
 
 def build_agent_environ(
-    config: LaunchConfig,
+    config: Settings,
     cluster: "Cluster",
     environ: Mapping[str, str],
     run: RunDir,

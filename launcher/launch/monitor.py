@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from launcher.codec import load
-from launcher.config.schema import SLURM_KINDS
+from launcher.config.settings import SLURM_KINDS
 from launcher.files import LARGEST, read_file
 from launcher.launch.job import Job
 from launcher.launch.processes import RankProcess, list_ranks

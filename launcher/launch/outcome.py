@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from launcher.config.schema import SLURM_KINDS
+from launcher.config.settings import SLURM_KINDS
 from launcher.errors import EXIT_HANG, EXIT_MACHINE
 from launcher.launch.agent import ENDED
 from launcher.launch.end_notice import post_end

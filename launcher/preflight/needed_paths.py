@@ -3,11 +3,11 @@
 import os
 from pathlib import Path
 
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.preflight.preflight_request import NeededPath
 
 
-def list_needed_paths(config: LaunchConfig, run_path: Path | None, directory: Path) -> tuple[NeededPath, ...]:
+def list_needed_paths(config: Settings, run_path: Path | None, directory: Path) -> tuple[NeededPath, ...]:
     """Return them, each once; the node adds those of its own environment (its temporary directory).
 
     Without a run directory it is the working directory that the job is to write to.

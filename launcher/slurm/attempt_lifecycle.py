@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
-from launcher.config.schema import RequeueConfig
+from launcher.config.settings import RequeueConfig
 from launcher.errors import EXIT_MACHINE, LaunchError, SchedulerError
 from launcher.launch.end_notice import post_end
 from launcher.protocol import name_host

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from launcher.config.request import parse_nproc
-from launcher.config.schema import ClusterConfig, LaunchConfig
+from launcher.config.settings import ClusterConfig, Settings
 from launcher.errors import SchedulerError, UsageError
 from launcher.launch.job import JobSpec
 from launcher.slurm.client import run_slurm
@@ -253,7 +253,7 @@ def ask_array_size() -> str:
     return ": SLURM's limit is MaxArraySize (`scontrol show config`)"
 
 
-def list_impossible_ends(config: LaunchConfig) -> frozenset[str]:
+def list_impossible_ends(config: Settings) -> frozenset[str]:
     """Return the classes of an attempt's end that a configuration rules out: see `JobSize.never`."""
     possible = {
         "hang": config.watch.on_hang == "stop",

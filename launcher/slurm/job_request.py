@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.codec import convert
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.errors import MachineError
 from launcher.files import LARGEST, read_file
 from launcher.fit.fit_model import ModelDimensions
@@ -28,7 +28,7 @@ REQUEST_FILE = "job.json"
 class JobRequest:
     """A job as it was submitted, the same for every attempt."""
 
-    config: LaunchConfig
+    config: Settings
     """With the run directory resolved in it."""
     choices: Mapping[str, str]
     """Option chosen for each group of the configuration."""

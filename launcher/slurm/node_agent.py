@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from launcher.agent.group_messages import NodeReport, render_task_report
-from launcher.config.schema import SLURM_KINDS
+from launcher.config.settings import SLURM_KINDS
 from launcher.launch.failure import list_clean_exits
 from launcher.launch.job import Job
 from launcher.launch.monitor import STARTING, RankMonitor, describe_job

@@ -10,7 +10,7 @@ from launcher.agent.read_ahead import reading_ahead
 from launcher.config.agent_choice import AgentChoice
 from launcher.config.cluster import Cluster, check_port_free, parse_endpoint
 from launcher.config.program import find_program
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.errors import MachineError
 from launcher.launch.agent import check_open_files
 from launcher.launch.job import Job, build_agent_environ
@@ -77,7 +77,7 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
             )
 
 
-def plan_here(config: LaunchConfig, environ: Mapping[str, str], caches: str = "") -> Plan:
+def plan_here(config: Settings, environ: Mapping[str, str], caches: str = "") -> Plan:
     """Plan this node; raises UsageError or MachineError. `caches` is a folder for the compilers' caches."""
     from launcher.config.request import make_request
     from launcher.plan.planner import plan
@@ -121,7 +121,7 @@ def enter_directory(directory: str, host: str) -> None:
         ) from None
 
 
-def describe_node_part(request: JobRequest, task: TaskIdentity) -> tuple[LaunchConfig, Cluster]:
+def describe_node_part(request: JobRequest, task: TaskIdentity) -> tuple[Settings, Cluster]:
     """Return the configuration of this node, and its part in the job; raises UsageError."""
     config, torchrun = request.config, request.config.torchrun
     if torchrun.local_addr is None:
@@ -176,7 +176,7 @@ def can_resolve(host: str) -> bool:
         return False
 
 
-def check_port(config: LaunchConfig, cluster: Cluster) -> None:
+def check_port(config: Settings, cluster: Cluster) -> None:
     """Raise MachineError if this node is to serve the rendezvous and its port is not free."""
     if cluster.is_host and config.torchrun.rdzv_backend in (None, "c10d"):
         check_port_free(parse_endpoint(cluster.endpoint)[1])

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from launcher.config.request import load_snapshot, make_request
-from launcher.config.schema import LaunchConfig, MachineConfig
+from launcher.config.settings import MachineConfig, Settings
 from launcher.launch.job import JobSpec
 from launcher.plan.model import Plan
 from launcher.slurm.job_options import JobOptions
@@ -23,7 +23,7 @@ def plan_snapshot(spec: JobSpec, chosen: JobOptions) -> Plan | None:
     return plan(machine, make_request(there, spec.environ, machine))
 
 
-def describe_there(config: LaunchConfig, snapshot: str, gpus: int | None) -> LaunchConfig:
+def describe_there(config: Settings, snapshot: str, gpus: int | None) -> Settings:
     """Return the configuration of a node of a submitted job; `gpus` are those it asks for."""
     ranks = gpus if gpus and config.nproc_per_node in ("auto", "gpu") else config.nproc_per_node
     return replace(config, machine=MachineConfig("/", snapshot), nproc_per_node=ranks)

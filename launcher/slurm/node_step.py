@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launcher.agent.coordinator import Coordinator
 from launcher.agent.group_messages import find_report
-from launcher.config.schema import ContainerConfig
+from launcher.config.settings import ContainerConfig
 from launcher.errors import SchedulerError
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signal_channel import KILL_WAIT, LOST, make_signal_channel

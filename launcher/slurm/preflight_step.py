@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.agent.endpoint import read_client_ports
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.doctor.node_facts import PreflightReport
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import FORWARDED, STOPPING
@@ -206,7 +206,7 @@ def check_spare_nodes(attempt: Attempt) -> CheckedNodes:
 
 
 def check_allocation(
-    config: LaunchConfig, environ: Mapping[str, str], hosts: tuple[str, ...]
+    config: Settings, environ: Mapping[str, str], hosts: tuple[str, ...]
 ) -> tuple[PreflightReport | None, str]:
     """Check the nodes of an allocation without a run; returns why there is no report, too."""
     began, kind = time.monotonic(), config.preflight.kind
@@ -225,7 +225,7 @@ def check_allocation(
 
 
 def describe_checks(
-    config: LaunchConfig,
+    config: Settings,
     environ: Mapping[str, str],
     hosts: tuple[str, ...],
     kind: str,
@@ -248,7 +248,7 @@ def describe_checks(
 
 
 def start_checks(
-    config: LaunchConfig, request: PreflightRequest, environ: Mapping[str, str]
+    config: Settings, request: PreflightRequest, environ: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
     """Start a task on each node, outside of any container; raises OSError if there is no srun."""
     parent = os.getpid()
@@ -263,7 +263,7 @@ def start_checks(
     )
 
 
-def describe_check_step(config: LaunchConfig, request: PreflightRequest, environ: Mapping[str, str]) -> Step:
+def describe_check_step(config: Settings, request: PreflightRequest, environ: Mapping[str, str]) -> Step:
     """Return the step; its tasks begin in `/`, since any other folder may be stuck."""
     own = {name.replace("_", "-"): value for name, value in give_cpus(config.cluster.srun, environ).items()}
     return Step(

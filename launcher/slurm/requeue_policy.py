@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from launcher.config.schema import RequeueConfig
+    from launcher.config.settings import RequeueConfig
 
 DESCRIPTIONS = {
     "preempted": "preempted",

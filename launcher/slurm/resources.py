@@ -13,7 +13,7 @@ from launcher.slurm.notation import Gpus, parse_gpus, parse_time_limit
 from launcher.slurm.sbatch_options import AUTO, Resources
 
 if TYPE_CHECKING:
-    from launcher.config.schema import ClusterConfig
+    from launcher.config.settings import ClusterConfig
 
 SINFO_FIELDS = ("%P", "%D", "%c", "%z", "%m", "%G", "%t", "%l", "%f", "%B")
 """Partition, nodes, CPUs, S:C:T, memory, gres, state, time limit, features, MaxCPUsPerNode."""

@@ -18,7 +18,7 @@ from launcher.slurm.notation import (
 from launcher.slurm.requeue_policy import LIMITED
 
 if TYPE_CHECKING:
-    from launcher.config.schema import ClusterConfig
+    from launcher.config.settings import ClusterConfig
 
 AUTO = "auto"
 PLAIN = (

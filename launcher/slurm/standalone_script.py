@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from launcher.codec import DecodeError, convert
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.errors import MachineError, UsageError
 from launcher.files import open_append, open_below
 from launcher.protocol import LAUNCH_SECRETS
@@ -47,10 +47,10 @@ def render_document(requests: Sequence[JobRequest], folders: Sequence[Path]) -> 
     `folders` are their run directories, as they stand in the configuration: the last name is RUN_ID if the
     directory is still to be made. Secrets are left out; so are settings that are as the schema has them.
     """
-    usual = asdict(LaunchConfig())
+    usual = asdict(Settings())
     documents: list[dict[str, object]] = []
     for request, folder in zip(requests, folders, strict=True):
-        data = json.loads(json.dumps(asdict(replace(request, config=LaunchConfig()))))
+        data = json.loads(json.dumps(asdict(replace(request, config=Settings()))))
         config = find_changed(asdict(request.config), usual)
         config.pop("dry_run", None)
         env = {
@@ -156,7 +156,7 @@ def read_document(data: dict[str, Any], path: Path) -> JobRequest:
             " variable, and export that before sbatch"
         )
     try:
-        config = merge(asdict(LaunchConfig()), found["config"])
+        config = merge(asdict(Settings()), found["config"])
         return convert(JobRequest, {**found, "config": config, "command": mask_words(found["command"])})
     except (DecodeError, KeyError, TypeError) as error:
         raise UsageError(

@@ -9,7 +9,7 @@ from launcher.agent.coordinator import Coordinator, JobEnd, Order
 from launcher.agent.group import GroupStart
 from launcher.agent.group_messages import NodeReport, render_order
 from launcher.config.cluster import parse_endpoint
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.launch.job import choose_restarts
 from launcher.slurm.attempt import Attempt
 
@@ -32,7 +32,7 @@ def make_coordinator(attempt: Attempt, endpoint: str, find_port: Callable[[int],
     return Coordinator(attempt.step_hosts, len(attempt.hosts), restarts, find_endpoint)
 
 
-def count_known_ranks(config: LaunchConfig) -> int | None:
+def count_known_ranks(config: Settings) -> int | None:
     """Return the ranks of each node if that is known before the nodes tell; None if they have to."""
     text = str(config.nproc_per_node)
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 6 and int(text) else None

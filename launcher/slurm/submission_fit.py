@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from launcher.config.fit_check import act_on_request, settle_job, settle_planned
 from launcher.config.fit_request import find_fit_device, make_request_on
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.fit.fit_model import Device, FitRequest, ModelDimensions, NodeResources
 from launcher.fit.gpu_table import GPU_TYPES, GpuType, find_gpu, split_words
 from launcher.launch.job import JobSpec
@@ -50,7 +50,7 @@ class Site:
     """Of a node."""
 
 
-def describe_site(config: LaunchConfig, chosen: JobOptions) -> Site | None:
+def describe_site(config: Settings, chosen: JobOptions) -> Site | None:
     """Return what a job gets on each node by sinfo; None if the types of the GPUs do not tell.
 
     Of several types that the job may get, the one with most memory counts: nothing that could run is refused.
@@ -70,7 +70,7 @@ def describe_site(config: LaunchConfig, chosen: JobOptions) -> Site | None:
     )
 
 
-def describe_share(config: LaunchConfig, kind: NodeKind, gpus: int) -> NodeResources:
+def describe_share(config: Settings, kind: NodeKind, gpus: int) -> NodeResources:
     """Return the GPUs' share of a node."""
     share = gpus / kind.count_gpus()
     return NodeResources(

@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class WatchSettings:
-    """`watch.*`, as config/schema.py has it."""
+    """`watch.*`, as config/settings.py has it."""
 
     hang_seconds: Any = "auto"
     on_hang: str = "report"
@@ -19,7 +19,7 @@ class WatchSettings:
 
 @dataclass(frozen=True, slots=True)
 class NotifySettings:
-    """`notify.*`, as config/schema.py has it."""
+    """`notify.*`, as config/settings.py has it."""
 
     url: str | None = None
     format: str = "auto"

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from launcher.cli.batch_bounds import expect_batch
 from launcher.config.program import BUNDLED
-from launcher.config.schema import FitConfig, LaunchConfig, TuneConfig
+from launcher.config.settings import FitConfig, Settings, TuneConfig
 from launcher.plan.model import Plan, Request
 from launcher.plan.planner import plan
 from tests.plan.lab_machines import convert, load
@@ -29,12 +29,12 @@ def plan_gpus(memory_mib: int) -> Plan:
     return plan(replace(machine, gpus=gpus), Request(nproc_per_node=8))
 
 
-def expect(memory_mib: int, config: LaunchConfig, *, program: tuple[str, ...] | None = None) -> int | None:
+def expect(memory_mib: int, config: Settings, *, program: tuple[str, ...] | None = None) -> int | None:
     return expect_batch(config, plan_gpus(memory_mib), program, frozenset(), {})
 
 
 def test_a_gpu_is_expected_to_be_filled() -> None:
-    config = LaunchConfig(model=dict(TINY), program=dict(PROGRAM), tune=TuneConfig(max_batch=1 << 20))
+    config = Settings(model=dict(TINY), program=dict(PROGRAM), tune=TuneConfig(max_batch=1 << 20))
     small, large = expect(8 << 10, config), expect(64 << 10, config)
     assert small is not None and large is not None
     assert 64 <= small < large
@@ -43,7 +43,7 @@ def test_a_gpu_is_expected_to_be_filled() -> None:
 
 
 def test_without_a_claim_nothing_is_expected() -> None:
-    config = LaunchConfig(model=dict(TINY), program=dict(PROGRAM))
+    config = Settings(model=dict(TINY), program=dict(PROGRAM))
     assert expect(64 << 10, replace(config, fit=FitConfig(check="off"))) is None
     assert expect(64 << 10, config, program=("train.py",)) is None
     assert expect(64 << 10, replace(config, fit=FitConfig(gpu="abacus"))) is None

@@ -8,7 +8,7 @@ import yaml
 
 from launcher.cli import run
 from launcher.config.request import make_request
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.launch.job import JobSpec
 from launcher.plan.model import Request
 from tests.seam import Launch
@@ -64,4 +64,4 @@ def test_nothing_changes_a_resolved_configuration(here: Path, monkeypatch: pytes
 
 def test_the_defaults_of_a_request_are_the_schemas() -> None:
     """`launch-rank` by itself has no configuration, and plans with the former."""
-    assert make_request(LaunchConfig(allocator={"expandable_segments": True}), {}) == Request()
+    assert make_request(Settings(allocator={"expandable_segments": True}), {}) == Request()

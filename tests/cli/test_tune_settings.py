@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from launcher.cli.tune_settings import find_max_workers
-from launcher.config.schema import DataloaderConfig, LaunchConfig
+from launcher.config.settings import DataloaderConfig, Settings
 from launcher.plan.model import Limits, Plan, Request
 from launcher.plan.planner import plan
 from tests.plan.lab_machines import convert, load
@@ -30,7 +30,7 @@ def plan_eight(limits: Limits) -> Plan:
     ],
 )
 def test_cores_memory_and_descriptors_bound_a_search(limits: Limits, most: int, why: str) -> None:
-    config = LaunchConfig(dataloader=DataloaderConfig(worker_gib=0.9, worker_shm_mib=102.4))
+    config = Settings(dataloader=DataloaderConfig(worker_gib=0.9, worker_shm_mib=102.4))
     found, reason = find_max_workers(config, plan_eight(limits))
     assert found == most
     assert why in reason

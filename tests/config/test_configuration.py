@@ -12,8 +12,8 @@ from submitit.slurm.slurm import SlurmExecutor
 from launcher.config.composed import resolve
 from launcher.config.composition import compose
 from launcher.config.other_tools import read_tables
-from launcher.config.schema import LaunchConfig, list_choices, settle_words
 from launcher.config.search_path import find_sources
+from launcher.config.settings import Settings, list_choices, settle_words
 from tests.seam import Launch, drop_powers, run_outside
 
 STARTED = "would start a job"
@@ -57,7 +57,7 @@ def test_a_package_in_the_search_path(here: Path) -> None:
 
 
 def test_a_setting_with_a_set_of_words_takes_no_other(launch: Launch) -> None:
-    settings = list(list_choices(LaunchConfig()))
+    settings = list(list_choices(Settings()))
     assert {"start.warm", "agent", "watch.on_hang", "notify.events"} <= {key for key, _, _ in settings}
     for key, value, words in settings:
         given = f"{key}=[{words[0]},foo]" if isinstance(value, list) else f"{key}=foo"
@@ -67,10 +67,10 @@ def test_a_setting_with_a_set_of_words_takes_no_other(launch: Launch) -> None:
 
 def test_the_shipped_files_set_nothing_but_groups_and_the_program() -> None:
     """So that `launch status` and its like can do without them."""
-    composed, plain = resolve(compose(find_sources(None, None, None), [])), LaunchConfig()
+    composed, plain = resolve(compose(find_sources(None, None, None), [])), Settings()
     settle_words(plain)
     groups = {"allocator", "data", "dataloader", "model", "program"}
-    for field in fields(LaunchConfig):
+    for field in fields(Settings):
         if field.name not in groups:
             assert getattr(composed, field.name) == getattr(plain, field.name), field.name
 

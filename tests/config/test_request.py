@@ -5,16 +5,14 @@ from dataclasses import fields, replace
 import pytest
 
 from launcher.config.request import make_request
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.plan.gc_policy import GcPolicy
 from launcher.plan.model import Request
 
 
-def make_config() -> LaunchConfig:
+def make_config() -> Settings:
     """A configuration in which no setting that the planner is told of has its default."""
-    config = LaunchConfig(
-        nproc_per_node=3, devices="own", env={"OMP_NUM_THREADS": "5", "API_TOKEN": "sesame"}
-    )
+    config = Settings(nproc_per_node=3, devices="own", env={"OMP_NUM_THREADS": "5", "API_TOKEN": "sesame"})
     config.binding.policy, config.binding.strict = "numa", True
     config.binding.reserve_cores, config.binding.nic = 4, True
     config.dataloader.workload, config.dataloader.num_workers = "vision", 7
@@ -78,6 +76,6 @@ def test_no_expected_value_is_a_default() -> None:
     ],
 )
 def test_a_switch_sets_its_own_field_alone(group: str, key: str, field: str) -> None:
-    config, usual = LaunchConfig(), make_request(LaunchConfig(), {})
+    config, usual = Settings(), make_request(Settings(), {})
     setattr(getattr(config, group), key, True)
     assert make_request(config, {}) == replace(usual, **{field: True})  # type: ignore[arg-type]  # a switch

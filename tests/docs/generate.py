@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from launcher import protocol
-from launcher.config import schema
+from launcher.config import settings
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -23,7 +23,7 @@ GROUPS = ("allocator", "binding", "cluster", "dataloader", "gc", "machine", "mod
 
 def list_classes() -> dict[str, ast.ClassDef]:
     """The schema's classes by their names."""
-    tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
+    tree = ast.parse(Path(settings.__file__).read_text(encoding="utf-8"))
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
@@ -146,7 +146,7 @@ def render_file(path: Path, prefix: str) -> str:
 def render_configuration() -> str:
     """All keys of the schema, the groups, and the keys of the bundled program."""
     classes = list_classes()
-    parts = ["## Keys", *render_keys(classes, "LaunchConfig", "")]
+    parts = ["## Keys", *render_keys(classes, "Settings", "")]
     parts += ["## Groups", *render_groups()]
     parts += ["## The bundled program's keys", "### `program`"]
     parts += [render_file(ROOT / "conf/program/train.yaml", "program")]

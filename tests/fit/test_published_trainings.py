@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.config.fit_request import find_fit_device, make_request_on
 from launcher.config.model_dimensions import read_dimensions
-from launcher.config.schema import FitConfig, LaunchConfig, LoraConfig, ParallelConfig
+from launcher.config.settings import FitConfig, LoraConfig, ParallelConfig, Settings
 from launcher.fit.fit_decision import assess
 from launcher.fit.fit_model import FitReport, NodeResources, Range
 
@@ -81,7 +81,7 @@ def read_published(folder: Path, name: str) -> list[Published]:
             section, _, setting = key.rpartition(".")
             sections[section][setting] = LoraConfig(**value) if key == "fit.lora" else value
         fit = FitConfig(**sections["fit"])
-        config = replace(LaunchConfig(), fit=fit, parallel=ParallelConfig(**sections["parallel"]))
+        config = replace(Settings(), fit=fit, parallel=ParallelConfig(**sections["parallel"]))
         shape = (sections[""]["nproc_per_node"], sections[""]["nodes"])
         device = find_fit_device(fit, [], 0)
         request = make_request_on(

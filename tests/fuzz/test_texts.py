@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.protocol import LAUNCH_SECRETS
 from launcher.rank.rank_record import shorten_text
 from launcher.runs.manifest import describe_start
@@ -83,7 +83,7 @@ def test_no_secret_is_written_and_all_arrive(
     words = [*before, *own, *after]
     assume(not before or before[-1] != "-p")  # then the next word is what follows `-p`
     with tempfile.TemporaryDirectory() as folder:
-        config = LaunchConfig(env={"A": own[0]}, program={"command": [*words, 3], "x": {"y": words}})
+        config = Settings(env={"A": own[0]}, program={"command": [*words, 3], "x": {"y": words}})
         request = JobRequest(config, {}, tuple(words), tuple(mask_words(words)), folder, 1, 1)
         carried = write_job_request(request, Path(folder))
         manifest = json.dumps(describe_start(RunDir(Path(folder)), words, {}))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.runs.manifest import read_manifest, stamp_time, write_manifest
 from launcher.runs.run_directory import open_run_dir
 from launcher.slurm import first_node_guard
@@ -60,7 +60,7 @@ def test_a_guard_that_has_begun_ends_the_attempt_even_if_the_first_node_returns(
     environ: dict[str, str], tmp_path: Path, requeues: int, state: str
 ) -> None:
     """It puts the job back into the queue, or cancels it, once slurmctld answers."""
-    config = LaunchConfig()
+    config = Settings()
     config.cluster.requeue.node_failure = requeues
     run = open_run_dir(tmp_path / "run", None)
     write_job_request(JobRequest(config, {}, ("x",), ("launch", "x"), "/", 2, 3), run.path)

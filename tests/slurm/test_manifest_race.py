@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launcher.config.schema import LaunchConfig
+from launcher.config.settings import Settings
 from launcher.runs.manifest import describe_start, read_manifest, write_manifest
 from launcher.runs.run_directory import open_run_dir
 from launcher.slurm import submission
@@ -33,7 +33,7 @@ def test_the_jobs_own_manifest_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
     writer = threading.Thread(target=staged.write_job_id, args=("7",))
     writer.start()
     assert read.wait(20)
-    request = JobRequest(LaunchConfig(), {}, ("program",), ("launch", "x"), "/somewhere", 2, 2)
+    request = JobRequest(Settings(), {}, ("program",), ("launch", "x"), "/somewhere", 2, 2)
     start_attempt(request, run, {"PATH": "/nonexistent", "SLURM_JOB_ID": "7"}, ("n0", "n1"))
     writer.join()
     assert read_manifest(run.path)["outcome"] == {"state": "running"}

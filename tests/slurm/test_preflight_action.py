@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.schema import RequeueConfig
+from launcher.config.settings import RequeueConfig
 from launcher.slurm import preflight_kind
 from launcher.slurm.attempt_end import EndFacts, classify_end
 from launcher.slurm.preflight_action import choose_hosts

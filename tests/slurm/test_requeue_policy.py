@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.config.schema import RequeueConfig
+from launcher.config.settings import RequeueConfig
 from launcher.slurm.attempt_end import EndFacts, classify_end, classify_kill
 from launcher.slurm.job_control import JobStatus
 from launcher.slurm.requeue_policy import (

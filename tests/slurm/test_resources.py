@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launcher.config.schema import ClusterConfig
+from launcher.config.settings import ClusterConfig
 from launcher.errors import SchedulerError
 from launcher.slurm.resources import NodeKind, check_limits, fill_auto_resources, parse_gres, parse_sinfo
 from launcher.slurm.sbatch_options import Resources

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launcher.config.schema import ClusterConfig, LaunchConfig, RequeueConfig
+from launcher.config.settings import ClusterConfig, RequeueConfig, Settings
 from launcher.errors import UsageError
 from launcher.slurm.job_options import list_impossible_ends
 from launcher.slurm.notation import Gpus, parse_gpus, parse_signal, parse_time_limit
@@ -265,7 +265,7 @@ def test_a_class_counts_only_if_it_can_end_the_job(cause: str, is_possible: bool
 
 
 def test_which_classes_the_settings_rule_out() -> None:
-    config = LaunchConfig()
+    config = Settings()
     assert list_impossible_ends(config) == {"hang", "sick_node"}
     config.watch.on_hang, config.preflight.on_failure = "stop", "exclude"
     assert list_impossible_ends(config) == set()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli.tune_choice import check_override, describe_use, render_override, save_override
-from launcher.config.schema import DataloaderConfig
+from launcher.config.settings import DataloaderConfig
 from launcher.tune.search import Trial
 from tests.seam import LAUNCH, Launch, clean_environ, run_outside
 from tests.tune.programs import ALONE, TRAINING

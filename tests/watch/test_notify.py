@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.schema import NotifyConfig
+from launcher.config.settings import NotifyConfig
 from launcher.launch import end_notice
 from launcher.launch.end_notice import choose_event, describe_end, post_end
 from launcher.runs.run_directory import RunDir

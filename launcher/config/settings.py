@@ -453,7 +453,7 @@ class StartConfig:
 
 
 @dataclass
-class LaunchConfig:
+class Settings:
     """All keys."""
 
     nodes: Any = "auto"
