@@ -8,7 +8,6 @@ import os
 from _collections_abc import Iterable, Mapping  # `collections.abc` costs a millisecond
 
 PREFIX = "LAUNCH_"
-LAUNCH_AGENT = "LAUNCH_AGENT"
 LAUNCH_ATTEMPT = "LAUNCH_ATTEMPT"
 LAUNCH_BINDING = "LAUNCH_BINDING"
 LAUNCH_FIT = "LAUNCH_FIT"
@@ -68,14 +67,6 @@ class ProtocolVariable:
 
 
 VARIABLES = (
-    ProtocolVariable(
-        LAUNCH_AGENT,
-        "srun",
-        "The tasks of srun are the ranks, and the program finds all of torchrun's variables.",
-        set_by="",
-        read_by=(SHIM,),
-        is_settable=True,
-    ),
     ProtocolVariable(
         LAUNCH_ATTEMPT,
         "N",

@@ -3,14 +3,7 @@
 import os
 import sys
 
-from launcher.rank.command_line import (
-    MAX_INDIRECTIONS,
-    VALUE_OPTIONS,
-    add_python,
-    locate_command,
-    read_shebang,
-    strip_env,
-)
+from launcher.rank.hook import VALUE_OPTIONS, add_python, find_interpreter, locate_command
 
 PLAIN_OPTIONS = "bBdOPqsu"
 """Options of python(1) without a value that a forked rank has from the process that it is forked from."""
@@ -61,32 +54,16 @@ def find_python_program(argv: list[str], environ: dict[str, str], python: str = 
     Relative paths are relative to the working directory. Raises ExecNeededError if it is something else, or
     has options of the interpreter with which a forked rank would not be the same.
     """
-    command = find_interpreter(argv, environ)
-    check_interpreter(locate_command(command[0], environ), python or sys.executable)
-    return split_command(command)
-
-
-def find_interpreter(argv: list[str], environ: dict[str, str]) -> list[str]:
-    """Return the command line of an interpreter that a rank's argv comes to, by #! lines and env(1)."""
     try:
-        command = add_python(argv)
+        command, settings = find_interpreter(add_python(argv), environ)
     except OSError as error:
         raise ExecNeededError(f"{argv[0]} cannot be read ({error.strerror})") from None
-    for _ in range(MAX_INDIRECTIONS):
-        name = command[0].rpartition("/")[2] if command else ""
-        if name.startswith("python"):
-            return command
-        if name == "env":
-            inner, _ = strip_env(command[1:])
-            if not inner or inner != command[len(command) - len(inner) :]:
-                break
-            if len(inner) != len(command) - 1:
-                raise ExecNeededError("env(1) changes the environment")
-            command = inner
-        else:
-            path = locate_command(command[0], environ) if command else ""
-            command = read_shebang([path, *command[1:]], environ)
-    raise ExecNeededError(f"{argv[0]} is no Python program")
+    if settings:
+        raise ExecNeededError("env(1) changes the environment")
+    if not command:
+        raise ExecNeededError(f"{argv[0]} is no Python program")
+    check_interpreter(locate_command(command[0], environ), python or sys.executable)
+    return split_command(command)
 
 
 def check_interpreter(path: str, python: str) -> None:

@@ -18,7 +18,7 @@ def main() -> None:
     """Entry point of `launch`: runs the command line and exits with its code."""
     open_streams()
     if LAUNCH_RANK_PLAN in os.environ:
-        from launcher.rank.interpreter_hook import leave_outer_rank
+        from launcher.rank.hook import leave_outer_rank
 
         leave_outer_rank(os.environ)
     for name in OWN_VARIABLES:  # of an enclosing rank's launch; no rank of this one is to act on them

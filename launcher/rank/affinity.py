@@ -1,4 +1,4 @@
-"""CPU affinity and NUMA memory policy of this process: set as planned, and read back from the kernel.
+"""CPU affinity and NUMA memory policy: set as planned and read back, and the CPUs that a node's ranks share.
 
 Both hold for all threads to come, and over exec.
 """
@@ -6,7 +6,9 @@ Both hold for all threads to come, and over exec.
 import os
 
 from launcher.cpulist import format_cpulist
-from launcher.rank.plan_entry import PlanEntry
+from launcher.files import read_stat
+from launcher.rank.entry import PlanEntry
+from launcher.rank.identity import Identity
 
 SYSCALLS = {
     "x86_64": (238, 239),
@@ -21,24 +23,45 @@ MODE_MASK = 0xFFF
 MAX_NODES = 4096
 MASK_BYTES = MAX_NODES // 8
 ENOSYS = 38
+MAX_CPUS = 8192
+"""CONFIG_NR_CPUS of the largest kernels."""
+MAX_WRAPPERS = 16
+"""Processes between a rank and its daemon at most."""
+DAEMONS = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": ("mpirun", "mpiexec", "orterun", "orted", "prterun", "prted"),
+    "MPI_LOCALRANKID": ("hydra_pmi_proxy", "pmi_proxy", "hydra_bstrap_pr", "mpiexec.hydra"),
+}
+"""What starts ranks on a node, as `comm` has it (15 characters): Open MPI 4 and 5, MPICH and Intel MPI."""
+AGENTS = ("TORCHELASTIC_RUN_ID", "LOCAL_SIZE")
+"""What torchrun and DeepSpeed set. Their agent is the rank's parent, also if `--numa-binding` or
+`--bind_cores_to_rank` has narrowed the rank by numactl.
+"""
+FIXES = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "use mpirun --bind-to none",
+    "MPI_LOCALRANKID": "use mpiexec -bind-to none",
+    "PALS_LOCAL_RANKID": "use mpiexec --cpu-bind none",
+    "SLURM_LOCALID": "use srun --cpu-bind=none",
+}
+"""How a launcher is told not to bind, by the family of its variables."""
 
 
-class AppliedPlacement:
-    """What the kernel reports of this process, and how that differs from the plan."""
+class Applied:
+    """What the kernel reports of this process after a rank's entry was applied, and how that differs from it.
+
+    What the kernel refuses is a problem, never an exception.
+    """
 
     __slots__ = ("cpus", "cpus_before", "nodes", "policy", "problems")
 
     def __init__(self, entry: PlanEntry) -> None:
-        """Apply a rank's entry of the plan; what the kernel refuses becomes a problem, never an exception."""
-        self.cpus_before = read_own_cpus()
-        """The CPU set that this process was started with."""
-        self.problems = [
-            *entry.problems,
-            *bind_cpus(entry.cpus),
-            *bind_memory(entry.policy, entry.nodes),
-        ]
-        self.cpus = read_own_cpus()
-        self.policy, self.nodes = read_memory_policy()
+        self.cpus_before = _read_affinity(0) or frozenset()
+        """The CPU set that this process was started with; empty if the kernel does not tell."""
+        self.problems = [*entry.problems, *bind_cpus(entry.cpus), *bind_memory(entry.policy, entry.nodes)]
+        self.cpus = _read_affinity(0) or frozenset()
+        try:
+            self.policy, self.nodes = get_mempolicy()
+        except (OSError, ImportError):
+            self.policy, self.nodes = "unknown", frozenset()
 
 
 def bind_cpus(cpus: frozenset[int]) -> list[str]:
@@ -54,24 +77,23 @@ def bind_cpus(cpus: frozenset[int]) -> list[str]:
     return []
 
 
-def read_own_cpus() -> frozenset[int]:
-    """Return this process's CPU set; empty if the kernel does not tell."""
-    try:
-        return frozenset(os.sched_getaffinity(0))
-    except OSError:
-        return frozenset()
-
-
 def bind_memory(policy: str, nodes: frozenset[int]) -> list[str]:
     """Set the memory policy, compare it with what the kernel reports, and return what went wrong.
 
-    `default` leaves the policy as it is inherited.
+    `default` leaves the policy as it is inherited. Several preferred nodes are `preferred-many` (Linux 5.15),
+    and the lowest one on older kernels.
     """
     if policy == "default":
         return []
     wanted = f"memory policy {policy} of node {format_cpulist(nodes)}"
+    has_many = policy == "preferred" and len(nodes) > 1
     try:
-        set_mempolicy(policy, nodes)
+        try:
+            _set_mempolicy("preferred-many" if has_many else policy, nodes)
+        except OSError:
+            if not has_many:
+                raise
+            _set_mempolicy(policy, frozenset({min(nodes)}))
         found, found_nodes = get_mempolicy()
     except (OSError, KeyError, ImportError) as error:
         return [f"{wanted} was refused ({error}): memory comes from the node that first touches it"]
@@ -80,35 +102,15 @@ def bind_memory(policy: str, nodes: frozenset[int]) -> list[str]:
     return []
 
 
-def read_memory_policy() -> tuple[str, frozenset[int]]:
-    """Return this process's memory policy and its nodes; `unknown` if the kernel does not tell."""
-    try:
-        return get_mempolicy()
-    except (OSError, ImportError):
-        return "unknown", frozenset()
+def _set_mempolicy(policy: str, nodes: frozenset[int]) -> None:
+    """Set the calling thread's memory policy, as numactl does; an empty set of nodes is a null mask.
 
-
-def set_mempolicy(policy: str, nodes: frozenset[int]) -> None:
-    """Set the calling thread's memory policy, as numactl does.
-
-    Several preferred nodes are `preferred-many` (Linux 5.15), and the lowest one on older kernels.
     Raises OSError: EPERM if a container forbids it, ENOSYS for a machine without a known number. Raises
     ImportError in an interpreter without ctypes.
     """
-    if policy == "preferred" and len(nodes) > 1:
-        try:
-            call_set_mempolicy("preferred-many", nodes)
-        except OSError:
-            call_set_mempolicy("preferred", frozenset({min(nodes)}))
-        return
-    call_set_mempolicy(policy, nodes)
-
-
-def call_set_mempolicy(policy: str, nodes: frozenset[int]) -> None:
-    """Make one set_mempolicy(2); an empty set of nodes is a null mask."""
     mask = sum(1 << node for node in nodes).to_bytes(MASK_BYTES, "little")
     # The kernel reads one bit less than it is told (man page, "maxnode").
-    call_mempolicy(0, POLICIES[policy], mask if nodes else None, MAX_NODES + 1 if nodes else 0)
+    _call_mempolicy(0, POLICIES[policy], mask if nodes else None, MAX_NODES + 1 if nodes else 0)
 
 
 def get_mempolicy() -> tuple[str, frozenset[int]]:
@@ -116,14 +118,13 @@ def get_mempolicy() -> tuple[str, frozenset[int]]:
     import ctypes
 
     mode, mask = ctypes.c_int(), ctypes.create_string_buffer(MASK_BYTES)
-    call_mempolicy(1, ctypes.byref(mode), mask, MAX_NODES, None, 0)
+    _call_mempolicy(1, ctypes.byref(mode), mask, MAX_NODES, None, 0)
     names = {number: name for name, number in POLICIES.items()}
-    bits = int.from_bytes(mask.raw, "little")
-    nodes = frozenset(node for node in range(bits.bit_length()) if bits >> node & 1)
+    nodes = _list_bits(int.from_bytes(mask.raw, "little"))
     return names.get(mode.value & MODE_MASK, f"mode {mode.value}"), nodes
 
 
-def call_mempolicy(index: int, *arguments: object) -> None:
+def _call_mempolicy(index: int, *arguments: object) -> None:
     """Make one of the two system calls; raises OSError with the kernel's errno."""
     import ctypes
 
@@ -135,3 +136,112 @@ def call_mempolicy(index: int, *arguments: object) -> None:
     if libc.syscall(ctypes.c_long(SYSCALLS[machine][index]), *widened) < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def _list_bits(mask: int) -> frozenset[int]:
+    return frozenset(bit for bit in range(mask.bit_length()) if mask >> bit & 1)
+
+
+def find_node_cpus(identity: Identity, environ: dict[str, str]) -> tuple[frozenset[int], frozenset[int], str]:
+    """Return the CPUs of this process, those to plan on, and why these are its own alone if they are.
+
+    Where srun or mpirun has bound each rank to its part, a rank that plans inside its own part would take a
+    share of a share: it plans on the CPUs of all ranks of the node. Nothing here widens an affinity beyond
+    the kernel's cpuset, which no process can. Raises OSError if the kernel does not tell this process's own.
+    """
+    own = frozenset(os.sched_getaffinity(0))
+    shared = _find_launcher_cpus(identity, environ, own)
+    if shared is not None and own < shared and try_affinity(shared, own) == shared:
+        return own, shared, ""
+    is_alone = identity.local_world_size == 1 if shared is None else not own < shared
+    if is_alone or (shared is None and not _is_bound(environ, own)):
+        return own, own, ""
+    fix = FIXES.get(identity.family, "start it without taskset or numactl")
+    return own, own, (
+        f"it was bound to CPUs {format_cpulist(own)} already, and the CPUs of the others are not known: "
+        f"it keeps them, with memory and threads to match; to have the whole node planned, {fix}"
+    )  # fmt: skip
+
+
+def _find_launcher_cpus(
+    identity: Identity, environ: dict[str, str], own: frozenset[int]
+) -> frozenset[int] | None:
+    """Return the CPUs that the launcher has for its ranks; None if they are not known."""
+    if identity.family in DAEMONS:
+        daemon = _find_ancestor(DAEMONS[identity.family])
+        return _read_affinity(daemon) if daemon else None
+    if any(name in environ for name in AGENTS):
+        return _read_affinity(os.getppid())
+    if environ.get("SLURM_LOCALID") == str(identity.local_rank) and "SLURM_STEP_ID" in environ:
+        return join_srun_bindings(identity, environ, own)
+    return None
+
+
+def join_srun_bindings(
+    identity: Identity, environ: dict[str, str], own: frozenset[int]
+) -> frozenset[int] | None:
+    """Return the union of the sets that srun bound this node's tasks to; None if it does not tell them.
+
+    SLURM_CPU_BIND_LIST is this node's, an entry for each task, and starts again if it is too short.
+    Masks are hexadecimal, with 0x if srun chose them (TYPE `mask_cpu:`, or `cores,mask_cpu:`), and
+    without if the user did. Types that name NUMA nodes, and `rank`, tell no CPUs. Tried with 22.05.
+    """
+    kind = environ.get("SLURM_CPU_BIND_TYPE", "")
+    entries = environ.get("SLURM_CPU_BIND_LIST", "").split(",")
+    try:
+        if kind.endswith("mask_cpu:"):
+            sets = [_list_bits(int(entry, 16)) for entry in entries]
+        elif kind.endswith("map_cpu:"):
+            sets = [frozenset({int(entry, 0)}) for entry in entries]
+        else:
+            return None
+    except ValueError:
+        return None
+    if sets[identity.local_rank % len(sets)] != own:  # bound again since, or not as srun says
+        return None
+    return frozenset().union(*sets[: identity.local_world_size or len(sets)])
+
+
+def _find_ancestor(names: tuple[str, ...]) -> int:
+    """Return the nearest ancestor of such a name; 0 if there is none, or procfs hides it."""
+    pid = os.getppid()
+    for _ in range(MAX_WRAPPERS):
+        try:
+            name, fields = read_stat(pid)
+        except OSError:
+            return 0
+        if name in names:
+            return pid
+        pid = int(fields[1])
+    return 0
+
+
+def _read_affinity(pid: int) -> frozenset[int] | None:
+    """Return a process's CPUs, its own for 0; None if the kernel does not tell. No privilege is needed."""
+    try:
+        return frozenset(os.sched_getaffinity(pid))
+    except OSError:
+        return None
+
+
+def _is_bound(environ: dict[str, str], own: frozenset[int]) -> bool:
+    """Tell whether this rank alone was bound: it has less than its cpuset, and its parent has more.
+
+    A set that srun was told to bind to counts without the parent, which may be a script of the user's.
+    """
+    by_srun = environ.get("SLURM_CPU_BIND_TYPE", "none") != "none" and "SLURM_STEP_ID" in environ
+    parent = _read_affinity(os.getppid())
+    if not by_srun and (parent is None or not own < parent):
+        return False
+    return try_affinity(frozenset(range(MAX_CPUS)), own) != own
+
+
+def try_affinity(cpus: frozenset[int], own: frozenset[int]) -> frozenset[int]:
+    """Return what the kernel would make of an affinity; this process keeps its own."""
+    try:
+        os.sched_setaffinity(0, cpus)
+        took = frozenset(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, own)
+    except OSError:
+        return own
+    return took

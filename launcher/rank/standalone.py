@@ -10,53 +10,41 @@ from launcher.cpulist import format_cpulist
 from launcher.errors import LaunchError, UsageError
 from launcher.plan.allocator import EXPANDABLE, find_conflicts, merge_settings
 from launcher.plan.environment import HONOURED, VISIBLE_DEVICES
-from launcher.plan.json_form import plan_to_json, rank_to_json
+from launcher.plan.json_form import rank_to_json
 from launcher.plan.model import Gpu, Machine, Plan, RankPlan, Request
 from launcher.plan.planner import plan
 from launcher.plan.rules import MAX_RANKS
 from launcher.plan.usable_cores import build_topology
 from launcher.probe.machine import probe
 from launcher.probe.malloc_library import locate_malloc
-from launcher.protocol import LAUNCH_BINDING, LAUNCH_RECORD_DIR, find_user_set
-from launcher.rank.identity import Identity
-from launcher.rank.node_cpus import find_node_affinity
-from launcher.rank.plan_entry import PlacementError, PlanEntry, select_entry
+from launcher.protocol import LAUNCH_BINDING, find_user_set
+from launcher.rank.affinity import find_node_cpus
+from launcher.rank.entry import PlacementError, PlanEntry, select_entry
+from launcher.rank.identity import Identity, read_number
 
 ALLOCATOR: Mapping[str, str] = dict([Request().allocator.split(":")])
 """The allocator's settings if nobody has said which."""
 
 
-def make_node_request(environ: Mapping[str, str]) -> Request:
-    """Return what is asked of the node: LAUNCH_BINDING alone counts."""
-    request = Request()
-    return replace(request, binding=environ.get(LAUNCH_BINDING) or request.binding)
-
-
 def make_entry(identity: Identity, environ: dict[str, str], argv: list[str]) -> PlanEntry:
     """Plan this node, as every other rank on it does, and return this rank's entry; raises PlacementError."""
-    affinity = find_node_affinity(identity, environ)
-    keeps = identity.local_rank == 0 and bool(environ.get(LAUNCH_RECORD_DIR))
+    own_cpus, cpus, problem = find_node_cpus(identity, environ)
+    is_alone = bool(problem)
+    binding = environ.get(LAUNCH_BINDING) or Request().binding
+    if binding == "none":  # whoever bound this rank meant it
+        is_alone = is_alone or cpus != own_cpus
+        cpus, problem = own_cpus, ""
     try:
-        binding = make_node_request(environ).binding
-        if binding == "none":  # whoever bound this rank meant it
-            affinity.keep_own_cpus()
         made = plan_for_rank(
-            identity.local_rank,
-            identity.local_world_size,
-            environ,
-            cpus=affinity.cpus,
-            alone=affinity.is_own_alone,
-            whole=keeps,
-            argv=argv,
+            identity.local_rank, identity.local_world_size, environ, cpus=cpus, alone=is_alone, argv=argv
         )
     except LaunchError as error:
         raise PlacementError(str(error)) from None
     entry = select_entry(identity, made, "made here")
-    entry.plan = made if keeps else None
     entry.notes += [f"binding {binding}"] if binding != "exclusive" else []
-    if affinity.cpus != affinity.own_cpus:
-        entry.notes.append(f"bound to {format_cpulist(affinity.own_cpus)} before")
-    entry.problems += [affinity.problem] if affinity.problem else []
+    if cpus != own_cpus:
+        entry.notes.append(f"bound to {format_cpulist(own_cpus)} before")
+    entry.problems += [problem] if problem else []
     warnings = made["warnings"]
     entry.advice += warnings if isinstance(warnings, list) and identity.local_rank == 0 else []
     return entry
@@ -69,23 +57,28 @@ def plan_for_rank(
     *,
     cpus: frozenset[int],
     alone: bool,
-    whole: bool = False,
     argv: Sequence[str] = (),
 ) -> dict[str, object]:
     """Return the part of the node's plan that a rank needs, as JSON values: `ranks` and `warnings`.
 
-    `cpus` are those of all ranks of the node, or this rank's alone if those are not known (`alone`). `whole`
-    is for a plan that is kept: all of it. `argv` is the program's. Raises UsageError and
-    MachineError as `plan` does.
+    `cpus` are those of all ranks of the node, or this rank's alone if those are not known (`alone`).
+    `argv` is the program's. Raises UsageError and MachineError as `plan` does.
     """
     if local_world_size and local_world_size > MAX_RANKS:
         raise UsageError(
             f"this node is said to have {local_world_size} ranks, and the most is {MAX_RANKS}: "
             "correct LOCAL_WORLD_SIZE, or the like of the launcher that started them"
         )
-    request, warnings = leave_conflicts(make_node_request(environ), environ, argv)
+    request, warnings = Request(), []
+    # The allocator's settings that do not go with the program are left out, as `launch` does.
+    conflicts = [*find_conflicts(merge_settings(ALLOCATOR, environ), argv, environ, contained=False)]
+    if conflicts and EXPANDABLE not in merge_settings({}, environ):
+        way = "PYTORCH_CUDA_ALLOC_CONF has it all the same"
+        warnings = [f"{conflict.what}: expandable_segments is left out ({way})" for conflict in conflicts]
+        request = replace(request, allocator="")
     request = replace(
         request,
+        binding=environ.get(LAUNCH_BINDING) or request.binding,
         # A rank that keeps its CPUs need not know how many it has beside it.
         nproc_per_node=local_world_size or (local_rank + 1 if alone else None),
         environ=tuple(find_user_set(environ, HONOURED).items()),
@@ -95,29 +88,10 @@ def plan_for_rank(
     machine = probe("/", quick="MIG-" not in environ.get("CUDA_VISIBLE_DEVICES", ""))
     # The affinity is the kernel's own word, and needs no /proc.
     allowed = cpus & {cpu.id for cpu in machine.cpus}
-    made = plan_rank(
-        replace(machine, allowed_cpus=allowed or machine.allowed_cpus),
-        request,
-        local_rank,
-        environ,
-        alone=alone,
-    )
-    made = replace(made, warnings=(*made.warnings, *warnings))
-    if whole:
-        return plan_to_json(made)
-    return {"ranks": [rank_to_json(rank) for rank in made.ranks], "warnings": list(made.warnings)}
-
-
-def leave_conflicts(
-    request: Request, environ: Mapping[str, str], argv: Sequence[str]
-) -> tuple[Request, list[str]]:
-    """Leave out the allocator's settings that do not go with the program, as `launch` does, and say so."""
-    conflicts = [*find_conflicts(merge_settings(ALLOCATOR, environ), argv, environ, contained=False)]
-    if not conflicts or EXPANDABLE in merge_settings({}, environ):
-        return request, []
-    way = "PYTORCH_CUDA_ALLOC_CONF has it all the same"
-    warnings = [f"{conflict.what}: expandable_segments is left out ({way})" for conflict in conflicts]
-    return replace(request, allocator=""), warnings
+    machine = replace(machine, allowed_cpus=allowed or machine.allowed_cpus)
+    made = plan_rank(machine, request, local_rank, environ, alone=alone)
+    ranks = [rank_to_json(rank) for rank in made.ranks]
+    return {"ranks": ranks, "warnings": [*made.warnings, *warnings]}
 
 
 def plan_rank(
@@ -129,34 +103,24 @@ def plan_rank(
         return made
     warnings: tuple[str, ...] = ()
     gpu = made.ranks[local_rank].gpu
-    total = count_step_gpus(environ)
-    if gpu and len({rank.gpu for rank in made.ranks}) < min(total, len(made.ranks)):
-        made = plan_own_gpu(machine, request, local_rank, gpu, read_position(environ, total))
-        warnings = (describe_hidden_gpus(total, len(made.ranks)),)
+    # What --gpus-per-task and --gpu-bind of SLURM hide from one another's tasks. What SLURM has hidden from
+    # an agent that has started the ranks is not the job's.
+    is_task = "SLURM_STEP_ID" in environ and "TORCHELASTIC_RUN_ID" not in environ
+    total, count = read_number(environ, "SLURM_GPUS_ON_NODE") if is_task else 0, len(made.ranks)
+    if gpu and len({rank.gpu for rank in made.ranks}) < min(total, count):
+        # SLURM_STEP_GPUS holds the task's own by SLURM's numbers for the node (minor numbers of the device
+        # files) even if a device cgroup makes CUDA_VISIBLE_DEVICES count from 0 again. Tried with 22.05.
+        position = read_number(environ, "SLURM_STEP_GPUS", total)
+        made = plan_own_gpu(machine, request, local_rank, gpu, position if position < total else None)
+        warnings = (
+            f"SLURM shows each of the {count} ranks here a part of the job's {total} GPUs on this node "
+            "(--gpus-per-task or --gpu-bind): NCCL loses the direct paths between GPUs, and ranks may get "
+            f"less than their share of cores: ask for --gpus-per-node={total}, and let programs take "
+            "cuda:LOCAL_RANK",
+        )
     if alone:
         made = plan_own_cpus(machine, request, made.ranks[local_rank])
     return replace(made, warnings=(*made.warnings, *warnings))
-
-
-def count_step_gpus(environ: Mapping[str, str]) -> int:
-    """GPUs of a SLURM step on this node, which --gpus-per-task and --gpu-bind hide from one another's tasks.
-
-    0 for ranks that an agent has started: what SLURM has hidden from the agent is not the job's.
-    """
-    text = environ.get("SLURM_GPUS_ON_NODE", "")
-    is_task = "SLURM_STEP_ID" in environ and "TORCHELASTIC_RUN_ID" not in environ
-    return int(text) if is_task and text.isascii() and text.isdecimal() and len(text) < 6 else 0
-
-
-def read_position(environ: Mapping[str, str], total: int) -> int | None:
-    """Return which of the node's GPUs is this task's; None if it has several, or they count otherwise.
-
-    SLURM_STEP_GPUS holds the task's own by SLURM's numbers for the node (minor numbers of the device files)
-    even if a device cgroup makes CUDA_VISIBLE_DEVICES count from 0 again. Tried with 22.05.
-    """
-    text = environ.get("SLURM_STEP_GPUS", "")
-    position = int(text) if text.isascii() and text.isdecimal() and len(text) < 6 else total
-    return position if position < total else None
 
 
 def plan_own_gpu(machine: Machine, request: Request, local_rank: int, own: Gpu, position: int | None) -> Plan:
@@ -203,12 +167,3 @@ def forget_devices(request: Request) -> Request:
     """Return the request without the variables that choose devices: these have done their work."""
     kept = tuple((name, value) for name, value in request.environ if name not in VISIBLE_DEVICES)
     return replace(request, environ=kept)
-
-
-def describe_hidden_gpus(total: int, count: int) -> str:
-    """Warn of GPUs that are hidden from their neighbours' ranks."""
-    return (
-        f"SLURM shows each of the {count} ranks here a part of the job's {total} GPUs on this node "
-        "(--gpus-per-task or --gpu-bind): NCCL loses the direct paths between GPUs, and ranks may get less "
-        f"than their share of cores: ask for --gpus-per-node={total}, and let programs take cuda:LOCAL_RANK"
-    )

@@ -21,7 +21,7 @@ from launcher.config.resource_limits import limit_work
 from launcher.config.yaml_files import MOST_NODES, count_nodes, read_yaml
 from launcher.errors import UsageError
 from launcher.files import read_input
-from launcher.rank.plan_entry import PlacementError, PlanEntry, read_plan_file
+from launcher.rank.entry import PlacementError, PlanEntry, read_plan_file
 from tests.fuzzing import SEQUENCES, scalars, texts
 from tests.seam import clean_environ, run_inside
 

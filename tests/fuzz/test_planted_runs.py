@@ -20,10 +20,10 @@ from launcher.cli.dispatch import show_runs
 from launcher.config.settings import Settings
 from launcher.errors import LaunchError
 from launcher.files import open_append, open_below
-from launcher.rank.affinity import AppliedPlacement
+from launcher.rank.affinity import Applied
 from launcher.rank.identity import Identity
-from launcher.rank.plan_entry import PlanEntry
-from launcher.rank.rank_record import write_records
+from launcher.rank.entry import PlanEntry
+from launcher.rank.record import write_record
 from launcher.runs.applied_records import AppliedReader
 from launcher.runs.attempt_progress import measure_attempt
 from launcher.runs.node_records import read_nodes, refuse_node, write_node
@@ -270,9 +270,9 @@ def write_rank(path: Path) -> None:
     identity = Identity({"LOCAL_RANK": "0"})
     entry = {"cpus": "0", "memory": {"policy": "default"}, "num_workers": 1, "env": {}, "gpu": None}
     share = PlanEntry(entry)
-    applied = object.__new__(AppliedPlacement)
+    applied = object.__new__(Applied)
     applied.cpus, applied.nodes, applied.policy, applied.problems = frozenset({0}), frozenset(), "default", []
-    write_records(str(path), identity, share, applied, dict(os.environ))
+    write_record(str(path), identity, share, applied, dict(os.environ))
     at = open_below(str(path), "logs", "0")
     try:
         for ending in ("out", "err"):

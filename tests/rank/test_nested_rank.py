@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.rank.interpreter_hook import FOLDER, leave_outer_rank
+from launcher.rank.hook import FOLDER, leave_outer_rank
 from tests.rank.start_shim import ALLOWED, COMMAND, TELL, run_shim, tell, write_plan
 from tests.seam import LAUNCH, clean_environ
 

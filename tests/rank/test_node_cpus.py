@@ -1,6 +1,5 @@
 """Ranks that srun, mpirun or torchrun has bound one by one: real processes with masks of their own."""
 
-import ctypes
 import json
 import os
 import shutil
@@ -11,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.files import read_stat
+from launcher.rank.affinity import MAX_CPUS, join_srun_bindings, try_affinity
 from launcher.rank.identity import Identity
-from launcher.rank.node_cpus import MAX_CPUS, find_ancestor, join_srun_bindings, try_affinity
 from tests.rank.start_bound import (
     PROGRAM,
     STEP,
@@ -222,17 +220,3 @@ def test_masks_of_a_large_node(size: int | None, own: set[int], expected: set[in
     identity = Identity(environ)
     identity.local_world_size = size
     assert join_srun_bindings(identity, environ, frozenset(own)) == expected
-
-
-def test_names_of_processes() -> None:
-    libc = ctypes.CDLL(None)
-    before = Path("/proc/self/comm").read_bytes().rstrip(b"\n")
-    try:
-        libc.prctl(15, b"a) b (c", 0, 0, 0)
-        name, fields = read_stat(os.getpid())
-        assert (name, fields[0], int(fields[1])) == ("a) b (c", "R", os.getppid())
-    finally:
-        libc.prctl(15, before, 0, 0, 0)
-    with pytest.raises(OSError, match="No such file"):
-        read_stat(2**22 + 1)
-    assert find_ancestor(("no such",)) == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.rank.process_setup import raise_open_files
+from launcher.rank.shim import raise_open_files
 from tests.rank.seccomp_filter import KNOWN, forbid
 from tests.rank.start_shim import ALLOWED, ECHO, assert_ran, run_shim, write_plan
 

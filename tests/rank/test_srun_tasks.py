@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from launcher.rank.srun_task import find_first_host
+from launcher.rank.identity import find_first_host
 from launcher.slurm.notation import expand_hosts
-from tests.rank.start_shim import COMMAND, run_words
+from tests.rank.start_shim import COMMAND
 
 TELL = "import json, os; print(json.dumps(dict(os.environ)))"
 TASK = {
@@ -23,7 +23,6 @@ TASK = {
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
     "SLURMD_NODENAME": "n1",
 }
-AGENT = {**TASK, "LAUNCH_AGENT": "srun"}
 NAMED = {
     "RANK": "3",
     "LOCAL_RANK": "1",
@@ -34,10 +33,6 @@ NAMED = {
     "ROLE_RANK": "3",
     "ROLE_WORLD_SIZE": "4",
     "ROLE_NAME": "default",
-    "TORCHELASTIC_RUN_ID": "7",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "TORCHELASTIC_MAX_RESTARTS": "0",
-    "TORCHELASTIC_USE_AGENT_STORE": "False",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
 }
 
@@ -56,26 +51,11 @@ def hear(done: "subprocess.CompletedProcess[str]") -> dict[str, str]:
     return told
 
 
-def test_a_task_finds_what_torchrun_would_tell_it() -> None:
-    told = hear(start({**AGENT, "MASTER_ADDR": "n0", "MASTER_PORT": "12345"}))
-    assert {name: told.get(name) for name in NAMED} == NAMED
-    assert (told["MASTER_ADDR"], told["MASTER_PORT"]) == ("n0", "12345")
-
-
-def test_what_a_job_script_has_set_for_another_step_does_not_stay() -> None:
-    stale = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "9"}
-    told = hear(start({**stale, **AGENT}))
-    assert {name: told.get(name) for name in NAMED} == NAMED
-
-
-USUAL = {name: value for name, value in NAMED.items() if not name.startswith("TORCHELASTIC_")}
-
-
 def test_a_task_without_a_rank_becomes_one() -> None:
     done = start({**TASK, "SLURM_STEP_NODELIST": "n[0-1]"})
     told = hear(done)
     assert {name: told[name] for name in (*NAMED, "MASTER_ADDR") if name in told} == {
-        **USUAL,
+        **NAMED,
         "MASTER_ADDR": "n0",
     }
     other = hear(start({**TASK, "SLURM_STEP_NODELIST": "n[0-1]", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}))
@@ -134,27 +114,8 @@ def test_the_first_node_of_a_list(text: str, first: str) -> None:
     assert expand_hosts(text)[:1] == ((first,) if first else ())
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"LAUNCH_AGENT": "srun"},
-        {name: value for name, value in AGENT.items() if name != "SLURM_STEP_ID"},
-        {**AGENT, "SLURM_STEP_NUM_TASKS": "many"},
-        {**AGENT, "SLURM_STEP_TASKS_PER_NODE": "?"},
-    ],
-)
-def test_no_task_of_srun_says_so_and_runs(variables: dict[str, str]) -> None:
-    done = start(variables)
-    assert not set(NAMED) & set(hear(done))
-    assert done.stderr.count("LAUNCH_AGENT=srun is set, but this is no task of srun's") == 1
-
-
 def test_under_an_agent_that_srun_has_started_the_agent_counts() -> None:
     agent = {"RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
-    done = start({**AGENT, **agent})
+    done = start({**TASK, **agent})
     assert hear(done)["RANK"] == "2"
     assert "launch-rank: rank 2, " in done.stderr
-
-
-def test_the_help_names_it() -> None:
-    assert "LAUNCH_AGENT=srun" in run_words([*COMMAND, "--help"], {}).stdout

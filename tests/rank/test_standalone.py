@@ -1,8 +1,6 @@
 """The plan that each rank makes for itself, on the lab's machines, without the ranks."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -13,7 +11,6 @@ from launcher.plan.planner import plan
 from launcher.rank import standalone
 from launcher.rank.standalone import plan_for_rank, plan_rank
 from tests.plan.lab_machines import NAMES, convert, load
-from tests.rank.start_shim import SHIM
 
 MACHINES = {name: convert(load(name)) for name in NAMES}
 WITH_GPUS = [name for name in NAMES if len(MACHINES[name].gpus) > 1]
@@ -142,29 +139,6 @@ def test_a_rank_takes_json_values() -> None:
     """What a rank takes of its plan is what `launch plan` would print of it."""
     made = plan_for_rank(0, 1, {}, cpus=frozenset({min(MACHINES["gh200"].allowed_cpus)}), alone=False)
     assert json.loads(json.dumps(made)) == made
-
-
-def test_a_module_that_is_loaded_later_is_the_real_one() -> None:
-    code = """
-import sys
-from launcher.rank.lazy_import import import_lazily
-import_lazily("inspect")
-import inspect as before
-assert "ast" not in sys.modules and not hasattr(before, "__path__")
-assert before.isfunction(lambda: 0) and before.isfunction(lambda: 1)
-import inspect
-assert inspect is not before and inspect.isfunction is before.isfunction
-import_lazily("inspect")
-assert sys.modules["inspect"] is inspect
-try:
-    before.nothing
-except AttributeError as error:
-    print(error)
-"""
-    command = [sys.executable, "-S", "-c", code]
-    environ = {"PYTHONPATH": str(SHIM.parents[2])}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-    assert done.stdout == "module 'inspect' has no attribute 'nothing'\n"
 
 
 def test_an_absurd_count_of_ranks_is_refused_before_it_fills_memory() -> None:

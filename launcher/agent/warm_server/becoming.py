@@ -17,7 +17,7 @@ from launcher.agent.warm_server.forking import STOPPING, ForkServer, RankRequest
 from launcher.agent.warm_server.preloading import Preloaded
 from launcher.agent.warm_server.thread_counts import apply_thread_counts
 from launcher.protocol import LAUNCH_GC
-from launcher.rank.interpreter_hook import is_hooked
+from launcher.rank.hook import is_hooked
 from launcher.rank.shim import exec_program, prepare_rank, print_notice
 
 STREAM_NAMES = ("stdin", "stdout", "stderr")

@@ -1,10 +1,21 @@
-"""A rank's entry of the plan: from the file in LAUNCH_PLAN, or planned here and now."""
+"""A rank's entry of the plan: from the file in LAUNCH_PLAN, or planned here and now; and the JSON for it.
+
+JSON is read by the interpreter's own C scanner: the `json` package costs 14 ms of every rank's start.
+"""
+
+import sys
+from _json import encode_basestring_ascii as quote
+from _json import make_scanner
+from types import ModuleType
 
 from launcher.cpulist import parse_cpulist
 from launcher.files import LARGEST, read_file
 from launcher.protocol import LAUNCH_PLAN
 from launcher.rank.identity import Identity
-from launcher.rank.plain_json import load_json
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 
 class PlacementError(Exception):
@@ -15,18 +26,8 @@ class PlanEntry:
     """One entry of the plan's `ranks`, which the shim applies."""
 
     __slots__ = (
-        "advice",
-        "cpus",
-        "env",
-        "gpu",
-        "gpu_label",
-        "nodes",
-        "notes",
-        "num_workers",
-        "plan",
-        "policy",
-        "problems",
-        "raw",
+        *("advice", "cpus", "env", "gpu", "gpu_label", "nodes", "notes", "num_workers", "policy"),
+        *("problems", "raw"),
     )
 
     def __init__(self, raw: dict[str, object]) -> None:
@@ -42,32 +43,40 @@ class PlanEntry:
         self.env = {str(name): str(value) for name, value in env.items()}
         if any(not name or "=" in name or "\0" in name + value for name, value in self.env.items()):
             raise ValueError("env has what no environment can hold")
-        self.gpu = str(gpu["uuid"]) if isinstance(gpu, dict) else None
-        self.gpu_label = (
-            f"{gpu.get('index', '?')} {gpu.get('pci', '')}".rstrip() if isinstance(gpu, dict) else ""
-        )
+        self.gpu: str | None = None
+        self.gpu_label = ""
         """Index and PCI address, for people."""
+        if isinstance(gpu, dict):
+            self.gpu = str(gpu["uuid"])
+            self.gpu_label = f"{gpu.get('index', '?')} {gpu.get('pci', '')}".rstrip()
         self.notes: list[str] = []
         """How it came to be, in a few words, if that is not the usual way."""
         self.problems: list[str] = []
         """In what it falls short for this rank."""
         self.advice: list[str] = []
         """Warnings of a plan that was made here, which are the same for all ranks of the node."""
-        self.plan: dict[str, object] | None = None
-        """All of a plan that was made here, if this rank keeps it for its node."""
 
 
 def find_entry(identity: Identity, environ: dict[str, str], argv: list[str]) -> PlanEntry:
     """Return this rank's entry, for the program `argv`; raises PlacementError."""
-    path = environ.get(LAUNCH_PLAN)
-    if path:
+    if path := environ.get(LAUNCH_PLAN):
         return select_entry(identity, read_plan_file(path), path)
-    from launcher.rank.lazy_import import import_lazily
-
-    import_lazily("inspect")  # 8 ms for `dataclasses`, which needs it for classes without a docstring
+    # 8 ms for `dataclasses`, which needs it for classes without a docstring.
+    sys.modules.setdefault("inspect", _LazyModule("inspect"))
     from launcher.rank.standalone import make_entry
 
     return make_entry(identity, environ, argv)
+
+
+class _LazyModule(ModuleType):
+    """Stands for a module until one of its names is looked up."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(__import__(self.__name__), name)
 
 
 def select_entry(identity: Identity, plan: dict[str, object], source: str) -> PlanEntry:
@@ -100,3 +109,40 @@ def read_plan_file(path: str) -> dict[str, object]:
     if not isinstance(plan, dict):
         raise PlacementError(f"LAUNCH_PLAN={path} is not a plan")
     return plan
+
+
+class _ScannerSettings:
+    """The attributes of `json.JSONDecoder` that the scanner reads."""
+
+    strict = True
+    object_hook = object_pairs_hook = None
+    parse_float = parse_constant = float
+    parse_int = int
+
+
+def load_json(text: str) -> object:
+    """Read one JSON value; raises ValueError."""
+    text = text.strip()
+    settings: Any = _ScannerSettings  # the stub of `make_scanner` asks for a scanner here
+    try:
+        value, end = make_scanner(settings)(text, 0)
+    except (StopIteration, SystemError):  # without the package, the scanner cannot say what is wrong
+        import json
+
+        return json.loads(text)
+    if end != len(text):
+        raise ValueError(f"not JSON after character {end}")
+    return value
+
+
+def dump_json(value: object) -> str:
+    """Write objects, lists, strings, numbers, true, false and null as JSON."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{quote(str(key))}: {dump_json(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(dump_json, value)) + "]"
+    if isinstance(value, str):
+        return quote(value)
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value)
