@@ -105,8 +105,8 @@ def make_rank_variables(identity: Identity, environ: dict[str, str]) -> tuple[di
     none.
 
     They are those that torch.distributed reads: by TORCHELASTIC_RUN_ID, frameworks would take another way
-    than under srun. MASTER_ADDR is the step's first node, which has rank 0. MASTER_PORT differs between jobs and
-    steps that may share a node, as long as there are ports.
+    than under srun. MASTER_ADDR is the step's first node, which has rank 0. MASTER_PORT differs between jobs
+    and steps that may share a node, as long as there are ports.
     """
     ranks, nodes = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("SLURM_STEP_NUM_NODES", "")
     size = identity.local_world_size

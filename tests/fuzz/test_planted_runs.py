@@ -21,8 +21,8 @@ from launcher.config.settings import Settings
 from launcher.errors import LaunchError
 from launcher.files import open_append, open_below
 from launcher.rank.affinity import Applied
-from launcher.rank.identity import Identity
 from launcher.rank.entry import PlanEntry
+from launcher.rank.identity import Identity
 from launcher.rank.record import write_record
 from launcher.runs.applied_records import AppliedReader
 from launcher.runs.attempt_progress import measure_attempt
