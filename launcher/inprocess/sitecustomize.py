@@ -23,7 +23,7 @@ def start_policies() -> None:
     """Start what LAUNCH_* ask for in this interpreter."""
     try:
         # By __import__, since type checkers do not have this folder on their path.
-        __import__("launch_inprocess.startup").startup.start(os.environ)
+        __import__("launch_inprocess").start(os.environ)
     except Exception:
         return
 
@@ -40,18 +40,12 @@ def leave_path() -> None:
     sys.path_importer_cache.pop(FOLDER, None)
 
 
-def run_user_sitecustomize() -> None:
-    """Run the user's own `sitecustomize`; the interpreter reports what it raises.
-
-    If there is none, the ImportError of that reaches `site`, as it does without us.
-    """
-    sys.modules.pop("sitecustomize", None)
-    __import__("sitecustomize")
-
-
 if "LAUNCH_WARM" in os.environ:
     become_warm(os.environ.pop("LAUNCH_WARM"))
 if FOLDER in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # a forked rank may ask for nothing
     start_policies()
 leave_path()
-run_user_sitecustomize()
+# The user's own `sitecustomize`; the interpreter reports what it raises. If there is none, the ImportError of
+# that reaches `site`, as it does without us.
+sys.modules.pop("sitecustomize", None)
+__import__("sitecustomize")

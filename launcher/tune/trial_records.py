@@ -1,4 +1,4 @@
-"""What the ranks of a trial have measured, written by `launch_inprocess.step_meter`."""
+"""What the ranks of a trial have measured, written by `launch_inprocess.measurements`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from launcher.cpulist import format_cpulist
 from tests.rank.start_shim import ALLOWED, run_shim, write_plan
 
 OWN, ALL = ALLOWED[:1], ALLOWED[:2]
@@ -53,7 +54,7 @@ def run_program(
 ) -> "subprocess.CompletedProcess[str]":
     """Run a program as the only rank on the first allowed CPU, its workers on the first two."""
     env = {"LAUNCH_NUM_WORKERS": str(workers), **({"LAUNCH_LOADER_DEFAULT": "1"} if default else {})}
-    cpus = worker_cpus or ",".join(map(str, ALL))
+    cpus = worker_cpus or format_cpulist(set(ALL))
     plan = write_plan(folder, str(OWN[0]), worker_cpus=cpus, num_workers=workers, env=env)
     program = folder / "program.py"
     program.write_text(HEAD + lines)

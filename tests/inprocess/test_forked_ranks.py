@@ -12,13 +12,14 @@ FORK = f"""
 import gc, io, json, os, sys
 import torch
 sys.path.insert(0, {str(FOLDER)!r})
-from launch_inprocess import copied_names, startup
+import launch_inprocess
+from launch_inprocess import import_hook
 sys.path.pop(0)
 from gc import collect as copied_collect
-copied_names.note_copies()
+import_hook.note_copies()
 if child := os.fork():
     os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-startup.start(os.environ)
+launch_inprocess.start(os.environ)
 """
 """Begin of a program in such a rank."""
 READ = """
@@ -61,7 +62,7 @@ def begin(statement):
             os.unlink("rank-0.beat")
         return [statement, *found]
     os.environ["LAUNCH_WATCH"] = os.getcwd()
-    startup.start(os.environ)
+    launch_inprocess.start(os.environ)
     exec(statement)
     os._exit(0)
 print(json.dumps([begin(statement) for statement in (

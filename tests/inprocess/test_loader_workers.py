@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.inprocess.launch_inprocess.worker_affinity import parse_cpulist
 from tests.inprocess.loader_runs import ALL, OWN, read_notes, run_program
 
 pytestmark = pytest.mark.skipif(len(ALL) < 2, reason="one CPU has no room for workers of their own")
@@ -113,10 +112,3 @@ def test_cpus_that_cannot_be_had_break_nothing(tmp_path: Path, cpus: str) -> Non
     lines = LOOK + "note(found=look(DataLoader(Places(), collate_fn=keep, num_workers=1)))"
     notes = read_notes(run_program(tmp_path, lines, default=False, worker_cpus=cpus))
     assert notes["found"] == [[OWN], OWN]
-
-
-@pytest.mark.parametrize("text", ["0", "0-3,8", "7,9-10"])
-def test_cpulists_are_read_as_the_shim_writes_them(text: str) -> None:
-    from launcher.cpulist import parse_cpulist as parse
-
-    assert parse_cpulist(text) == parse(text)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.inprocess.launch_inprocess.dataloader_default import set_worker_default
+from launcher.inprocess.launch_inprocess.loaders import start_loader_policies
 from tests.inprocess.loader_runs import read_notes, run_program
 
 CALLS = {
@@ -173,7 +173,7 @@ note(count=DataLoader(Places()).num_workers, file=inspect.getsourcefile(DataLoad
 )
 def test_nothing_waits_for_torch_where_nothing_is_asked_for(environ: dict[str, str]) -> None:
     finders = list(sys.meta_path)
-    set_worker_default(environ)
+    start_loader_policies(environ)
     assert sys.meta_path == finders
 
 

@@ -143,7 +143,7 @@ def test_the_shipped_configuration_is_found_from_an_empty_folder(scripts: Path, 
 
 @pytest.mark.slow
 def test_a_job_runs_from_the_installed_package(scripts: Path, tmp_path: Path) -> None:
-    code = "import launcher, sys; print(launcher.__file__, sys.modules['launch_inprocess.startup'].__file__)"
+    code = "import launcher, sys; print(launcher.__file__, sys.modules['launch_inprocess'].__file__)"
     (tmp_path / "show.py").write_text(code)
     done = run(scripts, tmp_path, "--", "show.py")
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from launcher.inprocess.launch_inprocess.step_meter import WARMUP, choose_block, is_enough
+from launcher.inprocess.launch_inprocess.measurements import WARMUP, choose_block, is_enough
 from launcher.tune.search import Trial, choose_best, choose_next, price_all
 
 STEPS = 48

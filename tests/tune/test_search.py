@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from launcher.inprocess.launch_inprocess.step_meter import choose_block, find_error, is_enough
+from launcher.inprocess.launch_inprocess.measurements import choose_block, find_error, is_enough
 from launcher.tune.search import Trial, bound_rate, choose_best, choose_next, price_all
 from tests.tune.curves import simulate
 

@@ -10,20 +10,20 @@ from time import monotonic
 
 import pytest
 
-from launcher.inprocess.launch_inprocess import beat_file, heartbeat
+from launcher.inprocess.launch_inprocess import heartbeat
 from launcher.watch import heartbeats
 from launcher.watch.heartbeats import read_heartbeat
 from launcher.watch.watch_model import PHASES
 
-TIMES = beat_file.AT_PHASE_SINCE, beat_file.AT_ACTIVITY_TIME
+TIMES = heartbeat.AT_PHASE_SINCE, heartbeat.AT_ACTIVITY_TIME
 
 
 @pytest.fixture
 def beat(tmp_path: Path) -> heartbeat.Heartbeat:
     """A heartbeat of this process."""
-    integers, floats = {beat_file.AT_RANK: 3, beat_file.AT_LOCAL_RANK: 1}, dict.fromkeys(TIMES, monotonic())
+    integers, floats = {heartbeat.AT_RANK: 3, heartbeat.AT_LOCAL_RANK: 1}, dict.fromkeys(TIMES, monotonic())
     made = heartbeat.Heartbeat(str(tmp_path), 3, 1, 1)
-    made.memory = beat_file.map_beat(str(tmp_path), 3, integers, floats)
+    made.memory = heartbeat.map_beat(str(tmp_path), 3, integers, floats)
     made.integers, made.floats = made.memory.cast("q"), made.memory.cast("d")
     made.phase_since, made.has_begun = monotonic(), True
     return made
@@ -36,13 +36,13 @@ def path(tmp_path: Path) -> Path:
 
 def test_writer_and_reader_have_the_same_layout() -> None:
     for name in ("MAGIC", "LAYOUT", "SIZE", "RING", "MAX_NOTES"):
-        assert getattr(beat_file, name) == getattr(heartbeats, name), name
+        assert getattr(heartbeat, name) == getattr(heartbeats, name), name
     names = [f"AT_{field.upper()}" for field in heartbeats.BeatHead.__dataclass_fields__]
-    assert [getattr(beat_file, name) for name in names] == list(range(17))
+    assert [getattr(heartbeat, name) for name in names] == list(range(17))
     assert heartbeats.HEAD.size == 8 * 17
-    places = beat_file.AT_ENDS, beat_file.AT_DURATIONS, beat_file.AT_NOTES
+    places = heartbeat.AT_ENDS, heartbeat.AT_DURATIONS, heartbeat.AT_NOTES
     assert places == (heartbeats.ENDS_AT, heartbeats.DURATIONS_AT, heartbeats.NOTES_AT)
-    assert 8 * beat_file.AT_NOTES + beat_file.MAX_NOTES <= beat_file.SIZE
+    assert 8 * heartbeat.AT_NOTES + heartbeat.MAX_NOTES <= heartbeat.SIZE
     assert [getattr(heartbeat, phase.upper()) for phase in PHASES] == list(range(len(PHASES)))
 
 
@@ -113,18 +113,18 @@ def test_a_step_that_ends_an_evaluation_has_no_known_begin(beat: heartbeat.Heart
 @pytest.mark.parametrize(
     ("at", "value"),
     [
-        (beat_file.AT_MAGIC, 0),
-        (beat_file.AT_LAYOUT, 2),
-        (beat_file.AT_PID, 1),
-        (beat_file.AT_PID, -1),
-        (beat_file.AT_PID, 1 << 62),
-        (beat_file.AT_START_TIME, 1),
-        (beat_file.AT_START_STACK, 4096),
-        (beat_file.AT_PHASE, len(PHASES)),
-        (beat_file.AT_PHASE, -1),
-        (beat_file.AT_STEP, -1),
-        (beat_file.AT_STEP_TIME, math.nan),
-        (beat_file.AT_NOTES_SIZE, -5),
+        (heartbeat.AT_MAGIC, 0),
+        (heartbeat.AT_LAYOUT, 2),
+        (heartbeat.AT_PID, 1),
+        (heartbeat.AT_PID, -1),
+        (heartbeat.AT_PID, 1 << 62),
+        (heartbeat.AT_START_TIME, 1),
+        (heartbeat.AT_START_STACK, 4096),
+        (heartbeat.AT_PHASE, len(PHASES)),
+        (heartbeat.AT_PHASE, -1),
+        (heartbeat.AT_STEP, -1),
+        (heartbeat.AT_STEP_TIME, math.nan),
+        (heartbeat.AT_NOTES_SIZE, -5),
     ],
 )
 def test_what_no_live_rank_writes_is_none(
@@ -138,7 +138,7 @@ def test_what_no_live_rank_writes_is_none(
 def test_what_is_no_heartbeat_is_none(beat: heartbeat.Heartbeat, path: Path, tmp_path: Path) -> None:
     assert beat.memory is not None
     whole = bytes(beat.memory)
-    for number, data in enumerate((b"", whole[:-1], whole + b"x", os.urandom(beat_file.SIZE))):
+    for number, data in enumerate((b"", whole[:-1], whole + b"x", os.urandom(heartbeat.SIZE))):
         (tmp_path / f"rank-1{number}.beat").write_bytes(data)
     (tmp_path / "rank-20.beat").mkdir()
     os.mkfifo(tmp_path / "rank-21.beat")
@@ -150,10 +150,10 @@ def test_what_is_no_heartbeat_is_none(beat: heartbeat.Heartbeat, path: Path, tmp
 
 
 def test_any_counts_and_times_are_read_without_harm(beat: heartbeat.Heartbeat, path: Path) -> None:
-    beat.integers[beat_file.AT_RECORDED] = (1 << 63) - 1
-    beat.integers[beat_file.AT_NOTES_SIZE] = (1 << 63) - 1
+    beat.integers[heartbeat.AT_RECORDED] = (1 << 63) - 1
+    beat.integers[heartbeat.AT_NOTES_SIZE] = (1 << 63) - 1
     assert beat.memory is not None
-    struct.pack_into("d", beat.memory, 8 * beat_file.AT_ENDS, math.nan)
+    struct.pack_into("d", beat.memory, 8 * heartbeat.AT_ENDS, math.nan)
     found = read_heartbeat(path)
     assert found is not None and len(found.step_ends) == 255
     assert all(map(math.isfinite, found.step_ends))
@@ -183,8 +183,8 @@ def test_what_is_read_between_two_writes_is_sound(beat: heartbeat.Heartbeat, pat
     """A process steps all the time, without a pause."""
     child = os.fork()
     if not child:
-        beat.integers[beat_file.AT_PID] = os.getpid()
-        beat.integers[beat_file.AT_START_TIME] = int(beat_file.read_stat_fields("self")[22 - 3])
+        beat.integers[heartbeat.AT_PID] = os.getpid()
+        beat.integers[heartbeat.AT_START_TIME] = int(heartbeat._read_stat_fields("self")[22 - 3])
         for step in range(1, 1 << 40):
             beat.end_step(step)
     try:

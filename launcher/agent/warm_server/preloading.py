@@ -76,7 +76,7 @@ class Preloaded:
 
 def note_copied_names() -> None:
     """Have the hook note where functions are that it replaces in a rank; its modules stay for the ranks."""
-    __import__("launch_inprocess.copied_names").copied_names.note_copies()
+    __import__("launch_inprocess.import_hook").import_hook.note_copies()
 
 
 def import_named(name: str) -> None:

@@ -12,12 +12,12 @@ import os
 import sys
 from time import monotonic
 
-from .gc_functions import real_collect, replace_functions, restore_functions
+from .import_hook import replace_copies
 from .step_counter import mark_step, on_step, on_takeover
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 POLICIES = ("synchronized", "disabled", "frozen", "default")
 WARMUP, EVERY = 30, 50
@@ -26,15 +26,14 @@ SECOND_REVIEW = 16
 """The second collection in step, after the first, that looks at the frozen objects; then at 32, 64, …"""
 GROWTH = 1.1
 """Growth of memory since all objects were looked at last that has a collection in step look at them again."""
+real_collect, real_get_objects, real_get_referrers = gc.collect, gc.get_objects, gc.get_referrers
 
 
 class Policy:
     """What this process does about garbage."""
 
     def __init__(self, name: str, warmup: int = WARMUP, every: int = EVERY, rank: str | None = None) -> None:
-        self.name = name
-        self.warmup = warmup
-        self.every = every
+        self.name, self.warmup, self.every = name, warmup, every
         self.rank = rank
         """For the lines on stderr that report collections; None for no lines."""
         self.found = self.left = gc.isenabled(), gc.get_threshold()
@@ -51,7 +50,7 @@ class Policy:
         self.total = self.rounds = 0
         """Collections, and those in step in this phase."""
         self.memory: dict[str, int] = {}
-        """What was in use after all objects were looked at last, as `read_memory` returns it."""
+        """What was in use after all objects were looked at last, as `_read_memory` returns it."""
 
     def start(self) -> None:
         """Act from the next step on."""
@@ -60,7 +59,7 @@ class Policy:
             self.left = False, self.found[1]
             self.held = True
         else:
-            replace_functions(self)
+            _replace_functions()
         on_step(self.act_after_step)
         on_takeover(self.begin_phase, 2 * (self.every or EVERY))
         os.register_at_fork(after_in_child=self.reset_in_child)
@@ -70,42 +69,46 @@ class Policy:
     def act_after_step(self, step: int) -> None:
         """Do what is due after a step."""
         self.step = step
-        if not self.active or not self.is_collection_due(step - self.began) or is_capturing():
+        since = step - self.began
+        if self.held:
+            is_due = self.every > 0 and self.name != "frozen" and since % self.every == 0
+        else:
+            is_due = since >= self.warmup
+        if not self.active or not is_due or _is_capturing():
             return
-        if self.is_taken_over():
-            self.hand_over()
+        has_frozen = not self.held and gc.get_freeze_count() > self.frozen_at_start
+        if has_frozen or (gc.isenabled(), gc.get_threshold()) != self.left:
+            self.active = False
+            self.release()
+            self._write_line("gc is the program's own: left alone")
         elif not self.held:
             self.held = True
             # The first collection in step comes soon, and looks at the old objects.
             self.freeze(young=self.name == "synchronized" and self.every > 0)
         else:
-            self.collect_in_step()
+            self._collect_in_step()
 
-    def is_collection_due(self, step: int) -> bool:
-        """Tell whether anything is due after a step of this phase."""
-        if not self.held:
-            return step >= self.warmup
-        return self.every > 0 and self.name != "frozen" and step % self.every == 0
-
-    def is_taken_over(self) -> bool:
-        """Tell whether the program handles the collector itself."""
-        if (gc.isenabled(), gc.get_threshold()) != self.left:
-            return True
-        return not self.held and gc.get_freeze_count() > self.frozen_at_start
-
-    def collect_in_step(self) -> None:
+    def _collect_in_step(self) -> None:
         """Collect what is not frozen; look at all objects at doubling distances, or if memory has grown."""
         self.rounds += 1
-        if self.name == "synchronized" and (is_review(self.rounds) or not self.frozen):
+        is_review = self.rounds == 1 or (self.rounds >= SECOND_REVIEW and not self.rounds & (self.rounds - 1))
+        if self.name == "synchronized" and (is_review or not self.frozen):
             self.freeze()
             return
-        began = monotonic()
-        self.report(began, real_collect())
-        if self.frozen and has_grown(self.memory, read_memory()):
+        self._collect()
+        now = _read_memory() if self.frozen else {}
+        if any(now[kind] > GROWTH * size for kind, size in self.memory.items() if kind in now):
             self.freeze()
 
     def freeze(self, *, young: bool = False) -> None:
-        """Collect among all objects, or the `young` ones alone, and freeze those that stay."""
+        """Collect among all objects, or the `young` ones alone, and freeze those that stay.
+
+        CPython collects the oldest generation only once the objects that have come to it are a quarter of
+        those that it held (gc_collect_generations in gcmodule.c), and does not count the frozen ones among
+        these: without a higher threshold, each tenth collection of the middle generation would be one of the
+        oldest. The younger generations are collected as before: their garbage may hold tensors of any size,
+        so that a delay has no bound in memory.
+        """
         began = monotonic()
         gc.unfreeze()
         freed = real_collect(1 if young else 2)
@@ -113,18 +116,18 @@ class Policy:
         self.frozen = True
         count = gc.get_freeze_count()
         if self.name == "synchronized":
-            self.memory = read_memory()
-            gc.set_threshold(*raise_oldest(self.found[1], count))
+            self.memory = _read_memory()
+            youngest, middle, oldest = self.found[1]
+            gc.set_threshold(youngest, middle, max(oldest, count // (4 * max(1, youngest) * max(1, middle))))
             self.left = self.found[0], gc.get_threshold()
-        self.report(began, freed, f", {count} are frozen")
+        self._report(began, freed, f", {count} are frozen")
 
     def collect_now(self) -> None:
         """Collect among all objects."""
         if self.frozen:
             self.freeze()
         else:
-            began = monotonic()
-            self.report(began, real_collect())
+            self._collect()
 
     def begin_phase(self, step: int) -> None:
         """Warm up again: the leading optimizer is gone, and what is frozen may have been its model's."""
@@ -132,14 +135,7 @@ class Policy:
         if self.active and self.frozen:
             self.release()
             self.held, self.rounds, self.left = False, 0, self.found
-            began = monotonic()
-            self.report(began, real_collect(), ", a new phase begins")
-
-    def hand_over(self) -> None:
-        """Leave the collector to the program for good."""
-        self.active = False
-        self.release()
-        self.write_line("gc is the program's own: left alone")
+            self._collect(", a new phase begins")
 
     def release(self) -> None:
         """Undo what is still as this policy left it."""
@@ -149,34 +145,34 @@ class Policy:
             gc.set_threshold(*self.found[1])
         self.thaw()
 
-    def thaw(self) -> None:
-        """Unfreeze, so that the program sees all objects; the next collection in step freezes them again.
+    def thaw(self, *, shared: bool = False) -> None:
+        """Unfreeze what this policy has frozen, and with `shared` what was before the rank was forked.
 
-        Not at once: that would freeze garbage which has not been collected.
+        The next collection in step freezes again. Not at once: that would freeze garbage which has not been
+        collected.
         """
-        if self.frozen:
+        if self.frozen or (shared and self.shared):
             self.frozen = self.shared = False
-            gc.unfreeze()
-
-    def show_all(self) -> None:
-        """Unfreeze what this policy has frozen, and what was before the rank was forked."""
-        self.thaw()
-        if self.shared:
-            self.shared = False
             gc.unfreeze()
 
     def reset_in_child(self) -> None:
         """Give a forked child the collector that it would have without us."""
         self.release()
         self.active = False
-        restore_functions()
+        for replacement, real in REPLACEMENTS:  # unless the program has replaced them itself since
+            if getattr(gc, real.__name__, None) is replacement:
+                setattr(gc, real.__name__, real)
 
-    def report(self, began: float, freed: int, more: str = "") -> None:
+    def _collect(self, more: str = "") -> None:
+        began = monotonic()
+        self._report(began, real_collect(), more)
+
+    def _report(self, began: float, freed: int, more: str) -> None:
         """Count a collection, and print its line."""
         self.total += 1
-        self.write_line(f"{freed} objects collected in {1e3 * (monotonic() - began):.1f} ms{more}")
+        self._write_line(f"{freed} objects collected in {1e3 * (monotonic() - began):.1f} ms{more}")
 
-    def write_line(self, text: str) -> None:
+    def _write_line(self, text: str) -> None:
         """Print a line to stderr if LAUNCH_GC asks for it."""
         if self.rank is not None:
             try:
@@ -227,26 +223,18 @@ def end_step(*, now: bool = False) -> bool:
         if not now:
             mark_step()
         return False
-    if now:
-        policy.collect_now()
-        return True
     before = policy.total
-    mark_step()
-    return policy.total > before
+    policy.collect_now() if now else mark_step()
+    return now or policy.total > before
 
 
-def is_capturing() -> bool:
+def _is_capturing() -> bool:
     """Tell whether a CUDA graph is being captured, during which nothing on the GPU may be freed."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     return bool(cuda is not None and cuda.is_initialized() and cuda.is_current_stream_capturing())
 
 
-def is_review(rounds: int) -> bool:
-    """Tell whether a collection in step, counted from 1, looks at the frozen objects, too."""
-    return rounds == 1 or (rounds >= SECOND_REVIEW and rounds & (rounds - 1) == 0)
-
-
-def read_memory() -> dict[str, int]:
+def _read_memory() -> dict[str, int]:
     """Return the memory in use, in bytes: `resident` of this process, `cuda` of its tensors on its GPU.
 
     What cannot be read is left out.
@@ -263,18 +251,56 @@ def read_memory() -> dict[str, int]:
     return found
 
 
-def has_grown(before: Mapping[str, int], now: Mapping[str, int]) -> bool:
-    """Tell whether memory of one kind has grown by more than a tenth."""
-    return any(now[kind] > GROWTH * size for kind, size in before.items() if kind in now)
+class Collect:
+    """What the program calls as `gc.collect`. A Python function in a class would be a method; this is not.
 
-
-def raise_oldest(found: tuple[int, int, int], frozen: int) -> tuple[int, int, int]:
-    """Return thresholds with which the oldest generation is collected as often as if nothing were frozen.
-
-    CPython collects it only once the objects that have come to it are a quarter of those that it held
-    (gc_collect_generations in gcmodule.c), and does not count the frozen ones among these: without this, each
-    tenth collection of the middle generation would be one of the oldest. The younger generations are
-    collected as before: their garbage may hold tensors of any size, so that a delay has no bound in memory.
+    One of `gc.callbacks` would not do: an exception of a signal's handler in it (`sys.exit`) is lost.
     """
-    young, middle, oldest = found
-    return young, middle, max(oldest, frozen // (4 * max(1, young) * max(1, middle)))
+
+    def __call__(self, *args: int, **kwargs: int) -> int:
+        """Collect as the real one does; a full collection includes frozen objects."""
+        generation = args[0] if args else kwargs.get("generation", 2)
+        if policy is None or not policy.frozen or generation != 2:
+            return real_collect(*args, **kwargs)
+        gc.unfreeze()
+        try:
+            return real_collect(*args, **kwargs)
+        finally:
+            if policy.frozen:
+                gc.freeze()
+
+    def __reduce__(self) -> str:
+        """Pickle it by name, as the real one."""
+        return "collect"
+
+
+def get_objects(*args: int | None, **kwargs: int | None) -> list[object]:
+    """What the program calls as `gc.get_objects`: it finds what is frozen, too."""
+    if policy is not None:
+        policy.thaw(shared=True)
+    return real_get_objects(*args, **kwargs)
+
+
+def get_referrers(*objects: object) -> list[object]:
+    """What the program calls as `gc.get_referrers`; the tuple of this call's arguments is left out."""
+    if policy is not None:
+        policy.thaw(shared=True)
+    return [found for found in real_get_referrers(*objects) if found is not objects]
+
+
+REPLACEMENTS: tuple[tuple[Callable[..., object], Callable[..., object]], ...] = (
+    (Collect(), real_collect),
+    (get_objects, real_get_objects),
+    (get_referrers, real_get_referrers),
+)
+
+
+def _replace_functions() -> None:
+    """Replace the functions of gc that leave out what is frozen."""
+    for replacement, real in REPLACEMENTS:
+        for name in ("__module__", "__name__", "__qualname__"):  # pickle finds it by these
+            setattr(replacement, name, getattr(real, name))
+        # inspect.signature follows the first; torch.compile treats a builtin function as the second says.
+        replacement.__dict__.update(__wrapped__=real, _torchdynamo_disable=True)
+        setattr(gc, real.__name__, replacement)
+        replace_copies(real, replacement)

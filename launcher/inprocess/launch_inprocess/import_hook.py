@@ -1,22 +1,32 @@
-"""Waits for the program to import a module."""
+"""Waits for the program to import a module, and puts functions in the place of those in it."""
 
 from __future__ import annotations
 
 import sys
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # these would cost each start of an interpreter a millisecond
-    from collections.abc import Callable, Sequence
+if TYPE_CHECKING:  # these would cost each start of an interpreter some milliseconds
+    from collections.abc import Callable, Mapping, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
-    from typing import TypeVar
+    from typing import Any, TypeVar
 
     Action = Callable[[ModuleType], object]
     Argument = TypeVar("Argument")
-
+    Function = Callable[..., Any]
 
 TORCH_ENTRIES = ("torch", "torch.nn", "torch.optim", "torch.distributed", "torch.utils.data")
 """Modules of torch that programs import first; `from torch.nn import …` looks at `torch.nn` alone."""
+REPLACED: Mapping[str, tuple[str, ...]] = {
+    "torch.serialization": ("save",),
+    "torch.distributed.checkpoint.state_dict_saver": ("save", "async_save", "save_state_dict"),
+    "safetensors.torch": ("save_file", "save_model"),
+    "torch.distributed.distributed_c10d": ("init_process_group", "destroy_process_group"),
+    "gc": ("collect", "get_objects", "get_referrers"),
+}
+"""Functions of modules that this package replaces, by module."""
+COPIES: dict[int, list[tuple[dict[str, object], str]]] = {}
+"""The namespaces and names that hold each of these functions, by its id, where `note_copies` was called."""
 
 
 class ImportWatcher:
@@ -28,22 +38,42 @@ class ImportWatcher:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a watched module by the other finders, and have its loader report it."""
+        """Find a watched module by the other finders, as the import system does, and report its load."""
         if name not in self.actions:
             return None
-        spec = find_by_others(self, name, path, target)
-        if spec is not None and spec.loader is not None:
-            report_load(spec.loader, name)
-        return spec
+        for other in list(sys.meta_path):
+            find = getattr(other, "find_spec", None)
+            if find is None or other is self:
+                continue
+            spec: ModuleSpec | None = find(name, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    self._report_load(spec.loader, name)
+                return spec
+        return None
 
-    def run_actions(self, name: str, module: ModuleType) -> None:
-        """Run what waits for a module; after the last one, this finder removes itself."""
-        actions = self.actions.pop(name, [])
-        finders = getattr(sys, "meta_path", None) or []
-        if not self.actions and self in finders:
-            finders.remove(self)
-        for action in actions:
-            call_safely(action, module)
+    def _report_load(self, loader: object, name: str) -> None:
+        """Have a loader run what waits for a module once it has loaded it.
+
+        A loader may serve other modules too (`zipimport`), and may have no attributes of its own to replace.
+        """
+        execute, attributes = getattr(loader, "exec_module", None), getattr(loader, "__dict__", None)
+        if execute is None or not isinstance(attributes, dict) or "exec_module" in attributes:
+            return
+
+        def execute_and_report(module: ModuleType) -> None:
+            execute(module)
+            if getattr(module, "__name__", None) != name:
+                return
+            attributes.pop("exec_module", None)
+            actions = self.actions.pop(name, [])
+            finders = getattr(sys, "meta_path", None) or []
+            if not self.actions and self in finders:
+                finders.remove(self)
+            for action in actions:
+                call_safely(action, module)
+
+        attributes["exec_module"] = execute_and_report
 
 
 WATCHER = ImportWatcher()
@@ -56,7 +86,7 @@ def when_imported(name: str, action: Action) -> None:
     What the action raises is dropped: nothing of ours ends the program.
     """
     module = sys.modules.get(name)
-    if module is not None and not is_loading(module):
+    if module is not None and not _is_loading(getattr(module, "__spec__", None)):
         call_safely(action, module)
         return
     finders = getattr(sys, "meta_path", None)
@@ -66,73 +96,38 @@ def when_imported(name: str, action: Action) -> None:
 
 
 def when_framework_is_used(action: Action) -> None:
-    """Run an action once the program has begun to import torch, also in a rank forked with torch."""
+    """Run an action once the program has begun to import torch, also in a rank forked with torch.
+
+    An import asks the spec of a module that it finds in `sys.modules` whether that is still being loaded
+    (PyImport_ImportModuleLevelObject in CPython's import.c): there, the spec gets a class of its own that
+    runs the action when it is asked.
+    """
     if "torch" not in sys.modules:
         when_imported("torch.version", action)  # the first module that torch imports
         return
     waiting = [action]
 
-    def act_once(module: ModuleType) -> None:
-        if waiting:
-            waiting.pop()(module)
+    def watch(name: str) -> None:
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        if spec is None:
+            return
+        spec_class = type(spec)
+
+        def answer(asked: ModuleSpec) -> bool:
+            asked.__class__ = spec_class
+            if waiting:
+                call_safely(waiting.pop(), sys.modules[name])
+            return _is_loading(asked)
+
+        spec.__class__ = type(spec_class.__name__, (spec_class,), {"_initializing": property(answer)})
 
     for name in TORCH_ENTRIES:
-        when_imported_again(name, act_once)
+        watch(name)
 
 
-def when_imported_again(name: str, action: Action) -> None:
-    """Run an action with a loaded module once the program imports it.
-
-    An import asks the spec of a module that it finds in `sys.modules` whether that is still being loaded
-    (PyImport_ImportModuleLevelObject in CPython's import.c): the spec gets a class of its own until then.
-    """
-    spec = getattr(sys.modules.get(name), "__spec__", None)
-    if spec is None:
-        return
-    spec_class = type(spec)
-
-    def answer(asked: ModuleSpec) -> bool:
-        asked.__class__ = spec_class
-        call_safely(action, sys.modules[name])
-        return getattr(asked, "_initializing", False)
-
-    spec.__class__ = type(spec_class.__name__, (spec_class,), {"_initializing": property(answer)})
-
-
-def is_loading(module: ModuleType) -> bool:
+def _is_loading(spec: object) -> bool:
     """Tell whether a module's code is still running."""
-    return getattr(getattr(module, "__spec__", None), "_initializing", False) is True
-
-
-def find_by_others(
-    watcher: ImportWatcher, name: str, path: Sequence[str] | None, target: ModuleType | None
-) -> ModuleSpec | None:
-    """Ask the finders beside this one, as the import system does."""
-    for other in list(sys.meta_path):
-        find = getattr(other, "find_spec", None)
-        if find is not None and other is not watcher:
-            spec: ModuleSpec | None = find(name, path, target)
-            if spec is not None:
-                return spec
-    return None
-
-
-def report_load(loader: object, name: str) -> None:
-    """Have a loader run what waits for a module once it has loaded it.
-
-    A loader may serve other modules too (`zipimport`), and may have no attributes of its own to replace.
-    """
-    execute, attributes = getattr(loader, "exec_module", None), getattr(loader, "__dict__", None)
-    if execute is None or not isinstance(attributes, dict) or "exec_module" in attributes:
-        return
-
-    def execute_and_report(module: ModuleType) -> None:
-        execute(module)
-        if getattr(module, "__name__", None) == name:
-            attributes.pop("exec_module", None)
-            WATCHER.run_actions(name, module)
-
-    attributes["exec_module"] = execute_and_report
+    return getattr(spec, "_initializing", False) is True
 
 
 def call_safely(action: Callable[[Argument], object], argument: Argument) -> None:
@@ -141,3 +136,47 @@ def call_safely(action: Callable[[Argument], object], argument: Argument) -> Non
         action(argument)
     except Exception:
         return
+
+
+def note_copies() -> None:
+    """Note which modules hold copies of the functions in `REPLACED`, as `torch.save` is a copy.
+
+    If a function is replaced before torch is imported, others copy the replacement. In a rank that was forked
+    from a process with torch, the copies are there already. To look for them takes 30 ms, and has 32 MB of
+    memory copied (a lookup writes the reference count of an object), so that the parent notes them. Names of
+    this package, which calls the originals, are left out.
+    """
+    own = __name__.rpartition(".")[0]
+    modules = dict(sys.modules)
+    for name, functions in REPLACED.items():
+        found = (getattr(modules.get(name), function, None) for function in functions)
+        COPIES.update({id(function): [] for function in found if function is not None})
+    for name, module in modules.items():
+        if name.partition(".")[0] == own:
+            continue
+        namespace: dict[str, object] = getattr(module, "__dict__", {})
+        for key, value in list(namespace.items()):
+            if id(value) in COPIES:
+                COPIES[id(value)].append((namespace, key))
+
+
+def replace(owner: object, name: str, function: Function, *, traced: bool = True) -> None:
+    """Put a function in the place of torch's, which it looks like, wherever that is.
+
+    torch.compile leaves one that is not `traced` alone.
+    """
+    from functools import update_wrapper
+
+    original = getattr(owner, name)
+    update_wrapper(function, original)
+    if not traced:
+        function.__dict__["_torchdynamo_disable"] = True
+    setattr(owner, name, function)
+    replace_copies(original, function)
+
+
+def replace_copies(original: Function, function: Function) -> None:
+    """Put a function in the place of the original wherever that was noted and still is."""
+    for namespace, name in COPIES.get(id(original), ()):
+        if namespace.get(name) is original:
+            namespace[name] = function

@@ -47,16 +47,16 @@ class StepCounter:
         if self.leader is None:
             self.leader = ref(optimizer)
         elif self.leader() is not optimizer:
-            if not self.count_other(optimizer):
+            if not self._count_other(optimizer):
                 return
             self.leader = ref(optimizer)
-            call_actions(self.takeovers, self.step)
+            _call_actions(self.takeovers, self.step)
         if self.others:
             self.others.clear()
             self.rounds = 0
         self.advance()
 
-    def count_other(self, optimizer: object) -> bool:
+    def _count_other(self, optimizer: object) -> bool:
         """Count a step of an optimizer that does not lead; return whether it leads from now on."""
         known, count, last = self.others.get(id(optimizer), (None, 0, -1))
         if known is None or known() is not optimizer:
@@ -64,14 +64,14 @@ class StepCounter:
         if last == self.rounds:
             self.rounds += 1
             if self.rounds == self.patience:
-                call_actions(self.takeovers, self.step)
+                _call_actions(self.takeovers, self.step)
         self.others[id(optimizer)] = known, count + 1, self.rounds
         return count + 1 >= self.patience
 
     def advance(self) -> None:
         """End a step."""
         self.step += 1
-        call_actions(self.actions, self.step)
+        _call_actions(self.actions, self.step)
 
     def stop(self) -> None:
         """Stop counting, in a forked child."""
@@ -89,7 +89,7 @@ def on_step(action: Action) -> None:
     What the action raises is dropped, except for what a signal's handler of the program raises in it.
     """
     if not COUNTER.actions:
-        when_imported("torch.optim.optimizer", register_step_hook)
+        when_imported("torch.optim.optimizer", _register_step_hook)
     COUNTER.actions.append(action)
 
 
@@ -109,7 +109,7 @@ def mark_step() -> None:
     COUNTER.advance()
 
 
-def register_step_hook(module: ModuleType) -> None:
+def _register_step_hook(module: ModuleType) -> None:
     """Register for the steps of all optimizers; torch.compile is to leave the hook alone."""
     handle = module.register_optimizer_step_post_hook(COUNTER.count_step)
 
@@ -121,25 +121,19 @@ def register_step_hook(module: ModuleType) -> None:
     when_imported("torch._dynamo", exclude)
 
 
-def call_actions(actions: list[Action], step: int) -> None:
-    """Call the actions of a step; a failure of ours does not end the program."""
+def _call_actions(actions: list[Action], step: int) -> None:
+    """Call the actions of a step; a failure of this package does not end the program.
+
+    Other exceptions come from a signal's handler that interrupted it, or were thrown into this thread.
+    """
     for action in actions:
         try:
             action(step)
         except Exception as error:
-            if not is_own_error(error):
+            trace = error.__traceback__
+            while trace is not None and trace.tb_next is not None:
+                trace = trace.tb_next
+            name = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+            is_own = str(name).rpartition(".")[0] == __name__.rpartition(".")[0]
+            if type(error).__module__ != "builtins" or not is_own:
                 raise
-
-
-def is_own_error(error: BaseException) -> bool:
-    """Tell whether an exception is this package's own fault.
-
-    Others come from a signal's handler that interrupted it, or were thrown into this thread.
-    """
-    if type(error).__module__ != "builtins":
-        return False
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    name = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
-    return str(name).rpartition(".")[0] == __name__.rpartition(".")[0]

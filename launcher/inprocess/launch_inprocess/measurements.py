@@ -1,20 +1,29 @@
-"""Measures a rank's steps and its waiting for data, for `launch tune`, then ends the rank.
+"""Measures a rank: its steps and its waiting for data for `launch tune`, and its peak of memory for the run.
 
 `LAUNCH_METER` is JSON: the `folder` for the ranks' records, and the `steps` and `seconds` that are enough for
 any noise. A rank that has measured enough writes its record and goes on, since the others may wait for it in
 a collective. Once all ranks have written, each ends itself.
+
+`LAUNCH_MEMORY` is the run directory, in which the peak of memory is written at the rank's end. A GPU that the
+program has not used is not touched.
 """
+
+from __future__ import annotations
 
 import math
 import os
 import sys
 import time
 from _thread import get_ident
-from collections.abc import Mapping, Sequence
-from types import ModuleType
-from typing import Any
 
-from .import_hook import when_imported
+from .import_hook import call_safely, when_framework_is_used, when_imported
+from .step_counter import COUNTER, on_step
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # these would cost each start of an interpreter some milliseconds
+    from collections.abc import Mapping, MutableMapping, Sequence
+    from types import ModuleType
+    from typing import Any
 
 WARMUP = 3
 """Steps that are slow for once: the first of everything, compilation, the workers' start."""
@@ -31,6 +40,41 @@ PATIENCE = 60.0
 """Seconds that a rank which is done waits for one that neither steps nor loads."""
 
 
+def start_memory_record(environ: MutableMapping[str, str]) -> None:
+    """Have the peak written at this process's end if it imports torch; what it starts is not the rank."""
+    folder, rank, process = environ.pop("LAUNCH_MEMORY", ""), environ.get("RANK", ""), os.getpid()
+
+    def write_at_end() -> None:
+        if os.getpid() == process:
+            call_safely(_write_memory, (folder, int(rank)))
+
+    def register(_module: ModuleType) -> None:
+        import atexit
+
+        atexit.register(write_at_end)
+
+    if rank.isdigit():
+        when_framework_is_used(register)
+
+
+def _write_memory(place: tuple[str, int]) -> None:
+    """Write the record: the peak of resident memory, and of the GPUs on which torch has allocated something.
+
+    `place` is the folder and the rank.
+    """
+    folder, rank = place
+    cuda = _find_cuda()
+    devices: list[dict[str, object]] = []
+    for index in range(cuda.device_count()) if cuda else ():
+        reserved, allocated = cuda.max_memory_reserved(index), cuda.max_memory_allocated(index)
+        if reserved:
+            name = cuda.get_device_name(index)
+            devices.append({"index": index, "name": name, "reserved": reserved, "allocated": allocated})
+    resident = 1024 * _read_kib("/proc/self/status", "VmHWM:")
+    record = {"schema": 1, "rank": rank, "steps": COUNTER.step, "resident": resident, "devices": devices}
+    _write_json(os.path.join(folder, f"rank-{rank}.memory.json"), record)
+
+
 def start_meter(environ: Mapping[str, str]) -> None:
     """Measure the training of this process, a rank."""
     import atexit
@@ -41,15 +85,13 @@ def start_meter(environ: Mapping[str, str]) -> None:
     when_imported("torch.utils.data.dataloader", meter.time_loaders)
     when_imported("torch.optim.optimizer", meter.note_optimizers)
     atexit.register(meter.record_at_exit)
-    from .step_counter import on_step
-
     on_step(meter.note_step)
 
 
 class Meter:
     """What one rank has measured."""
 
-    def __init__(self, order: "dict[str, Any]", rank: int, ranks: int) -> None:
+    def __init__(self, order: dict[str, Any], rank: int, ranks: int) -> None:
         self.folder = str(order["folder"])
         self.max_steps, self.seconds = int(order["steps"]), float(order["seconds"])
         self.rank, self.ranks = rank, ranks
@@ -69,11 +111,10 @@ class Meter:
 
     def time_loaders(self, module: ModuleType) -> None:
         """Time what the training waits for: batches, and the start of the workers."""
-        iterator, loader = module._BaseDataLoaderIter, module.DataLoader
-        iterator.__next__ = self.time_method(iterator.__next__, counts=True)
-        loader.__iter__ = self.time_method(loader.__iter__, counts=False)
+        for owner, name in ((module._BaseDataLoaderIter, "__next__"), (module.DataLoader, "__iter__")):
+            setattr(owner, name, self._time_method(getattr(owner, name), counts=name == "__next__"))
 
-    def time_method(self, original: Any, *, counts: bool) -> Any:  # noqa: ANN401 - torch's own methods
+    def _time_method(self, original: Any, *, counts: bool) -> Any:  # noqa: ANN401 - torch's own methods
         """Return a method of torch's that adds its time to the waiting, and counts what it returns."""
 
         def timed(owner: Any) -> Any:  # noqa: ANN401
@@ -88,7 +129,7 @@ class Meter:
                 self.waiting.discard(thread)
                 self.waited += time.perf_counter() - begin
             if counts:
-                self.note_batch(owner)
+                self._note_batch(owner)
             return found
 
         return timed
@@ -103,14 +144,16 @@ class Meter:
 
         module.Optimizer.__init__ = init_and_note
 
-    def note_batch(self, iterator: object) -> None:
-        """Count a batch, which is a step if there is no optimizer."""
+    def _note_batch(self, iterator: object) -> None:
+        """Count a batch, which is a step if there is no optimizer; its size is that of the batch sampler."""
         workers, iterable = getattr(iterator, "_num_workers", 0), getattr(iterator, "_dataset_kind", 0)
-        kind = int(workers), bool(iterable), find_batch_size(iterator)
+        size = getattr(getattr(iterator, "_index_sampler", None), "batch_size", None)
+        is_size = isinstance(size, int) and not isinstance(size, bool)
+        kind = int(workers), bool(iterable), size if is_size else None
         self.loaders[kind] = self.loaders.get(kind, 0) + 1
         self.batches += 1
         if not self.has_optimizer:
-            self.note_mark()
+            self._note_mark()
 
     def note_step(self, _step: int) -> None:
         """Count a step of the leading optimizer; batches before the first were no steps."""
@@ -119,22 +162,29 @@ class Meter:
         if self.unit == "batch":
             self.unit, self.first = "step", None
             self.marks.clear()
-        self.note_mark()
+        self._note_mark()
 
-    def note_mark(self) -> None:
-        """End a step, and the measuring if it has enough steps."""
+    def _note_mark(self) -> None:
+        """End a step; at the end of the warm-up and of the measuring, once the GPU has ended it."""
         self.marks.append((time.perf_counter(), self.waited, self.batches))
-        if self.first is None:
-            if self.is_warm():
-                self.synchronize_mark()
-                self.first = len(self.marks) - 1
-            return
         workers = max((workers for workers, *_ in self.loaders), default=0)
-        if is_enough(self.list_times(), choose_block(workers), self.max_steps, self.seconds):
-            self.synchronize_mark()
-            self.finish_measuring()
+        if self.first is None:
+            is_due = self._is_warm(workers)
+        else:
+            times = _list_changes(self.marks[self.first :], 0)
+            is_due = is_enough(times, choose_block(workers), self.max_steps, self.seconds)
+        if not is_due:
+            return
+        cuda = _find_cuda()
+        if cuda:
+            cuda.synchronize()
+        self.marks[-1] = (time.perf_counter(), *self.marks[-1][1:])
+        if self.first is None:
+            self.first = len(self.marks) - 1
+        else:
+            self._finish()
 
-    def is_warm(self) -> bool:
+    def _is_warm(self, workers: int) -> bool:
         """Tell whether the first steps are over, and the batches that were prefetched in them are used up.
 
         A wait shows that they are; without one, twice the workers' number are prefetched (torch's default).
@@ -142,30 +192,18 @@ class Meter:
         if len(self.marks) < WARMUP:
             return False
         (before, waited, _), (now, waited_now, batches) = self.marks[-2:]
-        workers = max((workers for workers, *_ in self.loaders), default=0)
         return workers == 0 or waited_now - waited > 0.1 * (now - before) or batches > 2 * workers
 
-    def synchronize_mark(self) -> None:
-        """Wait for the GPU to end the step, and set the step's mark there."""
-        cuda = getattr(sys.modules.get("torch"), "cuda", None)
-        if cuda is not None and cuda.is_initialized():
-            cuda.synchronize()
-        self.marks[-1] = (time.perf_counter(), *self.marks[-1][1:])
-
-    def list_times(self) -> "list[float]":
-        """Return the seconds of each measured step."""
-        return list_changes(self.marks[self.first or 0 :], 0)
-
-    def finish_measuring(self) -> None:
+    def _finish(self) -> None:
         """Write the record, and have a thread end this process when all ranks have written theirs."""
         import threading
 
         self.done = True
-        self.write_measured(ended=False)
-        sys.excepthook = lambda *_: wait_for_end()  # a peer that ends first breaks a collective here
-        threading.Thread(target=self.end_process, daemon=True).start()
+        self._write(ended=False)
+        sys.excepthook = lambda *_: _wait_for_end()  # a peer that ends first breaks a collective here
+        threading.Thread(target=self._end_process, daemon=True).start()
 
-    def end_process(self) -> None:
+    def _end_process(self) -> None:
         """Wait for the other ranks' records, then end this process and its workers."""
         try:
             deadline = time.monotonic() + PATIENCE
@@ -183,47 +221,46 @@ class Meter:
         if os.getpid() != self.process:
             return
         if self.done:
-            wait_for_end()
+            _wait_for_end()
         if self.marks or self.has_optimizer or self.batches:
             self.done = True
-            self.write_measured(ended=True)
+            self._write(ended=True)
 
-    def write_measured(self, *, ended: bool) -> None:
-        """Write what this rank has measured, whole or not at all."""
-        import json
+    def _write(self, *, ended: bool) -> None:
+        """Write what this rank has measured.
 
+        Memory is in KiB: what this process and its children use, pages that several share counted in part,
+        and the most that this process has had in memory, with what its children have now.
+        """
         measured = self.marks[self.first :] if self.first is not None else []
         names = ("workers", "iterable", "batch_size", "batches")
         loaders = [dict(zip(names, (*kind, count), strict=True)) for kind, count in self.loaders.items()]
+        of_children = sum(_read_kib(f"/proc/{pid}/smaps_rollup", "Pss:") for pid in _list_child_pids())
         record = {
             "rank": self.rank,
             "unit": self.unit,
             "steps": len(self.marks),
             "first": self.first,
-            "times": list_changes(measured, 0),
-            "waits": list_changes(measured, 1),
+            "times": _list_changes(measured, 0),
+            "waits": _list_changes(measured, 1),
             "loaders": loaders,
             "batches": measured[-1][2] - measured[0][2] if measured else 0,
-            "memory_kib": measure_memory(),
-            "peak_kib": measure_peak_memory(),
-            **measure_gpu(),
+            "memory_kib": _read_kib("/proc/self/smaps_rollup", "Pss:") + of_children,
+            "peak_kib": _read_kib("/proc/self/status", "VmHWM:") + of_children,
+            **_measure_gpu(),
             "ended": ended,
         }
-        path = os.path.join(self.folder, f"rank-{self.rank}.json")
-        with open(f"{path}.draft", "w", encoding="utf-8") as file:
-            json.dump(record, file)
-        os.replace(f"{path}.draft", path)
+        _write_json(os.path.join(self.folder, f"rank-{self.rank}.json"), record)
 
 
-def list_changes(marks: "list[tuple[float, float, int]]", at: int) -> "list[float]":
-    """Return how a field of the marks has changed from each to the next."""
-    return [marks[number][at] - marks[number - 1][at] for number in range(1, len(marks))]
-
-
-def wait_for_end() -> None:
-    """Wait for the end of this process."""
+def _wait_for_end() -> None:
     while True:
         time.sleep(PATIENCE)
+
+
+def _list_changes(marks: list[tuple[float, float, int]], at: int) -> list[float]:
+    """Return how a field of the marks has changed from each to the next."""
+    return [marks[number][at] - marks[number - 1][at] for number in range(1, len(marks))]
 
 
 def choose_block(workers: int) -> int:
@@ -255,53 +292,31 @@ def find_error(values: Sequence[float]) -> float:
     return math.sqrt(variance / count) / mean
 
 
-def find_batch_size(iterator: object) -> "int | None":
-    """Return the samples of a loader's batches, by its batch sampler; None if that does not say."""
-    size = getattr(getattr(iterator, "_index_sampler", None), "batch_size", None)
-    return size if isinstance(size, int) and not isinstance(size, bool) else None
+def _find_cuda() -> Any:  # noqa: ANN401  # torch's module
+    """Return `torch.cuda` if the program has used a GPU, else None."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return cuda if cuda is not None and cuda.is_initialized() else None
 
 
-def measure_gpu() -> "dict[str, int]":
+def _measure_gpu() -> dict[str, int]:
     """Return in KiB what a GPU has, the most that PyTorch had reserved of it, and what else uses it now.
 
     All 0 if this process has not used one. What else is used is CUDA's own context, NCCL, other processes.
     """
     found = {"gpu_total_kib": 0, "gpu_reserved_kib": 0, "gpu_other_kib": 0}
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    if cuda is None or not cuda.is_initialized():
-        return found
+    cuda = _find_cuda()
     try:
-        free, total = cuda.mem_get_info()
-        found["gpu_total_kib"] = total >> 10
-        found["gpu_reserved_kib"] = cuda.max_memory_reserved() >> 10
-        found["gpu_other_kib"] = max(0, total - free - cuda.memory_reserved()) >> 10
+        if cuda:
+            free, total = cuda.mem_get_info()
+            found["gpu_total_kib"] = total >> 10
+            found["gpu_reserved_kib"] = cuda.max_memory_reserved() >> 10
+            found["gpu_other_kib"] = max(0, total - free - cuda.memory_reserved()) >> 10
     except Exception:  # an allocator without statistics, or a backend that is no NVIDIA's
         return found
     return found
 
 
-def measure_peak_memory() -> int:
-    """Return in KiB the most that this process has had in memory, with what its children have now.
-
-    0 if the kernel does not report it. Source: VmHWM in proc_pid_status(5).
-    """
-    try:
-        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-            peak = next((int(line.split()[1]) for line in file if line.startswith("VmHWM:")), 0)
-    except OSError:
-        return 0
-    return peak + sum(map(read_pss, list_child_pids()))
-
-
-def measure_memory() -> int:
-    """Return what this process and its children use in KiB, pages that several share counted in part.
-
-    0 if the kernel does not report it.
-    """
-    return sum(read_pss(pid) for pid in ["self", *list_child_pids()])
-
-
-def list_child_pids() -> "list[str]":
+def _list_child_pids() -> list[str]:
     """Return the PIDs of this process's children, whichever thread has started them (proc(5))."""
     found: list[str] = []
     try:
@@ -313,10 +328,26 @@ def list_child_pids() -> "list[str]":
     return found
 
 
-def read_pss(pid: str) -> int:
-    """Return a process's proportional share of memory in KiB."""
+def _read_kib(path: str, field: str) -> int:
+    """Return a field of a file of procfs in KiB; 0 if the kernel does not report it (proc_pid_status(5))."""
     try:
-        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii", errors="replace") as file:
-            return next((int(line.split()[1]) for line in file if line.startswith("Pss:")), 0)
+        with open(path, encoding="ascii", errors="replace") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith(field)), 0)
     except OSError:
         return 0
+
+
+def _write_json(path: str, record: Mapping[str, object]) -> None:
+    """Write a record for this user alone, whole or not at all; raises OSError."""
+    import json
+
+    folder, name = os.path.split(path)
+    draft = os.path.join(folder, f".{name}.{os.getpid()}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(draft, flags, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            json.dump(record, file)
+        os.replace(draft, path)
+    except OSError:  # no room
+        os.unlink(draft)

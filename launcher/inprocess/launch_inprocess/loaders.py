@@ -1,0 +1,240 @@
+"""DataLoaders: workers run on the CPUs that the plan has for them, and their default number is the plan's."""
+
+from __future__ import annotations
+
+import os
+
+from .import_hook import when_imported
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # these would cost each start of an interpreter some milliseconds
+    from collections.abc import Callable, Mapping
+    from types import ModuleType
+    from typing import Any
+
+MAX_PASSES = 4
+"""Passes over a worker's threads: one may have started another before it was moved."""
+LOADER_CLASSES = {
+    "torch.utils.data.dataloader": "DataLoader",
+    "torchdata.stateful_dataloader.stateful_dataloader": "StatefulDataLoader",
+}
+"""Classes whose constructors get the default, by module; torchdata's does not call torch's."""
+MAX_DEPTH, MAX_ITEMS = 4, 8
+"""How far a dataset is searched for tensors on a device."""
+ACCELERATORS = ("cuda", "xpu", "hpu", "npu")
+"""Types of torch.device, as in `self.device = "cuda:0"`."""
+
+
+def start_loader_policies(environ: Mapping[str, str]) -> None:
+    """Have the workers that this very process starts moved, and give its loaders the number of the plan."""
+    plan = environ.get("LAUNCH_RANK_PLAN")
+    if plan:
+        placement = WorkerPlacement(plan)
+        # It gets the workers' PIDs of every loader, torchdata's too, once they have started.
+        when_imported("torch.utils.data._utils.signal_handling", placement.move_started_workers)
+        when_imported("torch.utils.data.dataloader", placement.correct_count_check)
+    number = environ.get("LAUNCH_NUM_WORKERS", "")
+    if environ.get("LAUNCH_LOADER_DEFAULT") == "1" and number.isdecimal() and int(number):
+        for module, name in LOADER_CLASSES.items():
+            when_imported(module, WorkerDefault(int(number), name).install)
+
+
+class WorkerPlacement:
+    """Where the workers of a rank belong."""
+
+    def __init__(self, plan: str) -> None:
+        self.plan = plan
+        self.process = os.getpid()
+        self.own_cpus = os.sched_getaffinity(0)
+        """CPUs of the rank's own process, on which its children start."""
+
+    def _read_cpus(self, name: str) -> set[int]:
+        """Return CPUs of the plan; empty if they are the rank's own. Raises KeyError and the like."""
+        import json  # torch has imported it by now
+
+        cpus: set[int] = set()
+        for part in json.loads(self.plan)[name].split(","):
+            low, _, high = part.partition("-")
+            cpus.update(range(int(low), int(high or low) + 1))
+        return set() if cpus == self.own_cpus else cpus
+
+    def move_started_workers(self, module: ModuleType) -> None:
+        """Have workers moved as soon as torch notes their PIDs, before it gives them work.
+
+        From here, it is the same for fork, spawn and forkserver, and pickles nothing.
+        """
+        cpus = self._read_cpus("worker_cpus")
+        original = module._set_worker_pids
+
+        def note_and_move(loader: int, pids: tuple[int, ...]) -> None:
+            original(loader, pids)
+            if os.getpid() == self.process:
+                for pid in pids:
+                    _move_process(pid, self.own_cpus, cpus)
+
+        if cpus:
+            module.__dict__["_set_worker_pids"] = note_and_move
+
+    def correct_count_check(self, module: ModuleType) -> None:
+        """Leave out torch's warning of too many workers if it counts the rank's own CPUs alone.
+
+        The CPUs that workers get count, and so do those that the rank would have without us.
+        """
+        max_workers = max(len(self._read_cpus("worker_cpus")), len(self._read_cpus("cpus_before")))
+        if max_workers:
+            name = "check_worker_number_rationality"
+            check = WorkerCountCheck(vars(module.DataLoader)[name], self, max_workers)
+            setattr(module.DataLoader, name, check)
+
+
+class WorkerCountCheck:
+    """torch's method that warns, left out if it would count the wrong CPUs.
+
+    It is a descriptor: a wrapping method would be where the warning points to, and filters for torch's
+    modules would miss it.
+    """
+
+    def __init__(self, method: Callable[..., None], placement: WorkerPlacement, max_workers: int) -> None:
+        self.method, self.placement, self.max_workers = method, placement, max_workers
+
+    def __get__(self, loader: object, owner: type | None = None) -> Callable[..., None]:
+        """Return the method of a loader, or one that does nothing.
+
+        This is so in the rank's own process, as long as it runs on the CPUs that it started on.
+        """
+        is_few = 0 < getattr(loader, "num_workers", 0) <= self.max_workers
+        is_own = os.getpid() == self.placement.process
+        if is_few and is_own and os.sched_getaffinity(0) == self.placement.own_cpus:
+            return lambda: None
+        method: Callable[..., None] = self.method.__get__(loader, owner)
+        return method
+
+
+def _move_process(pid: int, source: set[int], target: set[int]) -> None:
+    """Move all threads of a process from one set of CPUs to another, also those that it starts meanwhile.
+
+    One that has ended or may not be moved stays. So does one that is not on `source`: somebody has bound it,
+    or had bound the rank itself.
+    """
+    for _ in range(MAX_PASSES):
+        has_moved = False
+        try:
+            threads = os.listdir(f"/proc/{pid}/task")
+        except OSError:  # it has ended
+            return
+        for thread in map(int, threads):
+            try:
+                if os.sched_getaffinity(thread) == source:
+                    os.sched_setaffinity(thread, target)
+                    has_moved = True
+            except OSError:
+                continue
+        if not has_moved:
+            return
+
+
+class WorkerDefault:
+    """The number of workers for the loaders of one class whose call says nothing of workers."""
+
+    def __init__(self, number: int, class_name: str) -> None:
+        self.number = number
+        self.class_name = class_name
+        self.process = os.getpid()
+        self.loaders: Any = None
+        """Loaders that have got it, by their ids, held weakly."""
+
+    def install(self, module: ModuleType) -> None:
+        """Put the default into the constructor of the module's class."""
+        from weakref import WeakValueDictionary
+
+        self.loaders = WeakValueDictionary()
+        loader_class = getattr(module, self.class_name)
+        loader_class.__init__ = self._wrap_init(loader_class.__init__)
+        os.register_at_fork(after_in_child=self._remove_in_child)
+
+    def _wrap_init(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Return a constructor with the default, also in its signature.
+
+        Frameworks make loaders again from what differs from the signature's defaults: with 0 there, an
+        explicit `num_workers=0` would be lost.
+        """
+        import contextlib
+        import functools
+        import inspect
+
+        signature = inspect.signature(original)
+        names = list(signature.parameters)
+        position = names.index("num_workers")
+
+        @functools.wraps(original)
+        def init_with_default(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401  # they are the user's
+            is_default = 0 < len(args) <= position and "num_workers" not in kwargs
+            if not is_default or os.getpid() != self.process:
+                return original(*args, **kwargs)
+            added: dict[str, object] = {}
+            with contextlib.suppress(Exception):  # an object that does not let itself be looked at
+                added = self._choose_options({**dict(zip(names, args)), **kwargs})  # noqa: B905  # Python 3.9
+            original(*args, **kwargs, **added)
+            if added:
+                with contextlib.suppress(TypeError):  # a class without weak references
+                    self.loaders[id(args[0])] = args[0]
+            return None
+
+        changed = [
+            parameter.replace(default=self.number) if parameter.name == "num_workers" else parameter
+            for parameter in signature.parameters.values()
+        ]
+        init_with_default.__dict__["__signature__"] = signature.replace(parameters=changed)
+        return init_with_default
+
+    def _choose_options(self, arguments: Mapping[str, object]) -> dict[str, object]:
+        """Return what a loader gets beside the arguments of its call; nothing if workers would not do.
+
+        Each worker would go through all of an iterable dataset, unless it shards itself. A program that was
+        written for no workers stands a fork. The other ways import the program's main file again, which it
+        may not be made for, and pickle its dataset. If Python has one of them by default (forkserver since
+        3.14), it is overruled. If the program has chosen one, there is no good default.
+        """
+        import multiprocessing
+
+        import torch.utils.data
+
+        dataset = arguments.get("dataset")
+        first = multiprocessing.get_all_start_methods()[0]  # "the first of which is the default"
+        chosen = multiprocessing.get_start_method(allow_none=True) or first
+        if chosen not in ("fork", first) or isinstance(dataset, torch.utils.data.IterableDataset):
+            return {}
+        if _holds_device(dataset):
+            return {}
+        is_overruled = chosen != "fork" and "multiprocessing_context" not in arguments
+        return {"num_workers": self.number, **({"multiprocessing_context": "fork"} if is_overruled else {})}
+
+    def _remove_in_child(self) -> None:
+        """Take the default back in a forked child: it may be a daemon, which may have no children."""
+        from contextlib import suppress
+
+        for loader in list(self.loaders.values()):
+            with suppress(Exception):
+                loader.num_workers, loader.prefetch_factor = 0, None
+
+
+def _holds_device(value: object, depth: int = MAX_DEPTH) -> bool:
+    """Tell whether a dataset shows something on a device, which a forked worker could not touch.
+
+    It looks at the dataset's attributes, those of the datasets in it (what can be indexed), and the first
+    items of lists and dicts.
+    """
+    import torch
+
+    if isinstance(value, (torch.Tensor, torch.device)):
+        return getattr(value, "device", value).type != "cpu"
+    if isinstance(value, str):
+        return value.partition(":")[0] in ACCELERATORS
+    if isinstance(value, dict):
+        value = list(value.values())
+    items: list[object] = []
+    if isinstance(value, (list, tuple)):
+        items = [item for item in value[:MAX_ITEMS] if not isinstance(item, str)]
+    elif hasattr(type(value), "__getitem__"):
+        items = list(getattr(value, "__dict__", {}).values())
+    return depth > 0 and any(_holds_device(item, depth - 1) for item in items)

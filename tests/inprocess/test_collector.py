@@ -1,0 +1,140 @@
+"""Garbage collection in a rank: what policies do, and what becomes of the program's own use of gc."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.inprocess.hooked import QUICK, ROOT, run_code, run_program
+from tests.inprocess.scenarios import check_table, run_scenarios
+from tests.seam import find_run, start
+
+BEGIN = """
+import gc, inspect, pickle, weakref
+from launcher import collect
+seen = []
+young, middle, oldest = gc.get_threshold()
+
+def show(value):
+    print(json.dumps(value), flush=True)
+
+def fill():
+    "Make so many objects that a frozen heap is told from another, and raises the oldest threshold."
+    global live
+    live = [[] for _ in range(50 * young * middle)]
+
+def look():
+    "Whether the collector is on, its oldest generation waits longer, and objects are frozen."
+    return [gc.isenabled(), gc.get_threshold()[2] > oldest, gc.get_freeze_count() > len(live)]
+
+def take_over(first, act):
+    "Show the state, and the steps that collect, after a deed of the program's in its first step."
+    fill()
+    for step in range(1, 30):
+        if step == first:
+            act()
+        if collect() and step > first:
+            seen.append(step)
+    show([look(), seen])
+
+class Node:
+    pass
+
+def make_cycle():
+    node = Node()
+    node.me = node
+    return node
+"""
+
+
+def test_what_policies_do(tmp_path: Path) -> None:
+    check_table("collector.toml", tmp_path, BEGIN, "hooked = scenario['hooked']\n")
+
+
+def test_collections_are_told_on_request(tmp_path: Path) -> None:
+    begin = "import gc, json, os\nfrom launcher import collect\n"
+    (tmp_path / "program.py").write_text(begin + "for _ in range(11):\n    collect()\n")
+    log = f"{QUICK},log"
+    done = run_program([sys.executable, "program.py"], tmp_path, log, PYTHONPATH=str(ROOT), RANK="7")
+    assert done.stdout == ""
+    steps = zip((3, 5, 10), (" are frozen", " are frozen", " ms"), done.stderr.splitlines(), strict=True)
+    for step, end, line in steps:
+        assert line.startswith(f"launch: rank 7: step {step}: ") and line.endswith(end), line
+    (tmp_path / "program.py").write_text(begin + "os.close(2)\nprint([n for n in range(1, 6) if collect()])")
+    done = run_program([sys.executable, "program.py"], tmp_path, log, PYTHONPATH=str(ROOT))
+    assert (done.returncode, done.stdout) == (0, "[3, 5]\n"), "a closed stderr ends nothing"
+
+
+def test_collect_without_the_hook_does_nothing(tmp_path: Path) -> None:
+    code = "import gc, json\nfrom launcher import collect\n"
+    code += "print(json.dumps([collect(), collect(now=True), gc.isenabled()]))"
+    assert run_code(code, tmp_path, None) == [False, False, True]
+
+
+GARBAGE = {
+    "many small things": (
+        3000,
+        "for _ in range(100 + step % 300): make_cycle().text = bytes(500)",
+    ),
+    "few with much in them, as tensors have": (
+        300,
+        "for _ in range(100): make_cycle()\n    make_cycle().text = bytes(range(250)) * 20_000",
+    ),
+    "what outlives collections of the youngest generation": (
+        300,
+        "(node := make_cycle()).text = bytes(range(250)) * 20_000; alive = [[] for _ in range(2000)]",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow) for kind in GARBAGE])
+def test_memory_stays_within_a_tenth_of_the_defaults(kind: str, tmp_path: Path) -> None:
+    """A million objects live, and each step leaves garbage in cycles."""
+    steps, garbage = GARBAGE[kind]
+    code = f"""
+live = [{{"number": number}} for number in range(1_000_000)]
+for step in range({steps}):
+    {garbage}
+    collect()
+with open("/proc/self/status") as file:
+    show(int(file.read().split("VmHWM:")[1].split()[0]))
+"""
+    policies = ("default", "synchronized", "disabled,every=0")
+    scenarios = [{"code": code, "variables": {"LAUNCH_GC": policy}} for policy in policies]
+    default, synchronized, disabled = (int(out) for out, _ in run_scenarios(BEGIN, scenarios, tmp_path))
+    assert synchronized < 1.1 * default
+    assert disabled > 2 * default  # the garbage is there
+
+
+RANKS = """
+import gc
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(32):
+    for _ in range(3000 * dist.get_rank()):
+        node = []
+        node.append(node)
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+print("done", flush=True)
+"""
+
+
+@pytest.mark.usefixtures("quick_agent")
+def test_ranks_of_a_job_collect_at_the_same_steps(tmp_path: Path) -> None:
+    """Whatever garbage each of them makes."""
+    (tmp_path / "program.py").write_text(RANKS)
+    words = ["nproc_per_node=2", "gc.warmup=4", "gc.every=10", "gc.log=true", "--", "program.py"]
+    with start(tmp_path, *words) as started:
+        assert started.wait(240) == 0, started.read()
+    folder = find_run(tmp_path) / "logs" / "0"
+    for rank in range(2):
+        assert (folder / f"rank-{rank}.out").read_text() == "done\n"
+        text = (folder / f"rank-{rank}.err").read_text()
+        found = re.findall(rf"^launch: rank {rank}: step (\d+): ", text, re.MULTILINE)
+        assert found == ["4", "10", "20", "30"], text
