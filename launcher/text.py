@@ -110,6 +110,12 @@ def count_things(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def name_some(names: Sequence[str], most: int) -> str:
+    """Return names in a line, of many the first: `n0, n1 and 6 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
+
+
 def describe_time(seconds: float) -> str:
     """Return a duration for people: `41.3 s`, `12 min 5 s`, `3 h 20 min`."""
     if round(seconds, 1) < 60:

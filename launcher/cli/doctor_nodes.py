@@ -65,8 +65,7 @@ def find_checked_folder(path: Path) -> Path:
 def print_by_node(report: PreflightReport) -> None:
     """Print the findings with the node as their subject, and a last line."""
     from launcher.report.console import make_console
-    from launcher.report.doctor_table import print_findings
-    from launcher.report.preflight_lines import summarise_preflight
+    from launcher.report.runs import print_findings, summarise_preflight
 
     findings = [name_node(one.host or "all nodes", one.finding) for one in report.findings]
     clear = [node.host for node in report.nodes if node.host not in {one.host for one in report.findings}]

@@ -44,7 +44,7 @@ def show_nodes(call: VerbCall) -> int:
         print_text(f"no run below runs_dir={config.runs_dir} yet\n")
         return 0
     from launcher.report.console import make_console
-    from launcher.report.nodes_table import print_nodes
+    from launcher.report.runs import print_nodes
 
     shown = chosen if call.names else chosen[:MOST_NODES]
     print_nodes(make_console(stderr=False), shown, detailed=bool(call.names))

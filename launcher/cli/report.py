@@ -1,24 +1,18 @@
 """`launch report`: writes what there is to know of a run into one HTML page."""
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from launcher.cli.choose_runs import choose_one
 from launcher.cli.output_files import check_target, explain, write_file
-from launcher.cli.topo import number_classes
 from launcher.cli.verbs import VerbCall
 from launcher.codec import load
 from launcher.errors import MachineError, UsageError
 from launcher.files import LARGEST, read_file
 from launcher.plan.model import Plan, RankPlan
 from launcher.text import print_text
-
-if TYPE_CHECKING:
-    from launcher.report.html_placement import HostPlan
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +42,11 @@ def write_run_report(call: VerbCall) -> int:
         logger.warning(f"without matplotlib the page has no charts, their figures as tables alone: {INSTALL}")
     if config.save is not None:
         check_target("save", config.save)
-    from launcher.report.html_report import render_report
-    from launcher.report.run_account import read_account
+    from launcher.report.page import render_report
+    from launcher.report.timeline import read_account
 
     account = read_account(path)
-    page = render_report(account, list(read_host_plans(path)))
+    page = render_report(account, read_host_plans(path))
     if config.save is not None:
         write_file("save", config.save, page)
     else:
@@ -80,17 +74,17 @@ def write_into_run(path: Path, page: bytes) -> None:
         raise explain("save", str(path / NAME), error) from None
 
 
-def read_host_plans(path: Path) -> "Iterator[HostPlan]":
-    """Give the hosts whose plans can be read."""
+def read_host_plans(path: Path) -> dict[str, Plan]:
+    """Return the plans that can be read, by host."""
     from launcher.protocol import name_plan_file, parse_plan_file
-    from launcher.report.html_placement import HostPlan
 
+    found = {}
     for file in sorted(path.glob(name_plan_file("*"))):
         try:
-            plan = read_host_plan(read_file(file, LARGEST).decode())
+            found[parse_plan_file(file.name)] = read_host_plan(read_file(file, LARGEST).decode())
         except (OSError, ValueError, UsageError):
             continue  # the report tells of it as damaged
-        yield HostPlan(parse_plan_file(file.name), plan, number_classes(plan.machine))
+    return found
 
 
 def read_host_plan(text: str) -> Plan:

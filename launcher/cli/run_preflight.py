@@ -22,7 +22,7 @@ from launcher.preflight.preflight_report import describe_report, explain_missing
 from launcher.preflight.preflight_request import SECONDS, PreflightRequest
 from launcher.preflight.rank_interpreter import find_rank_python
 from launcher.protocol import name_host
-from launcher.report.preflight_lines import list_preflight_lines
+from launcher.report.runs import list_preflight_lines
 from launcher.runs.manifest import stamp_time, write_manifest
 from launcher.runs.run_directory import RunDir
 

@@ -48,7 +48,7 @@ def show_status(call: VerbCall) -> int:
 def print_status(config: Settings, runs: Sequence[RunStatus], *, detailed: bool) -> None:
     """Print the table, and below it a named run in detail."""
     from launcher.report.console import make_console
-    from launcher.report.run_table import print_details, print_runs
+    from launcher.report.runs import print_details, print_runs
 
     console = make_console(stderr=False)
     if not runs:

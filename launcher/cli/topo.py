@@ -17,7 +17,6 @@ from launcher.config.settings import Settings
 from launcher.errors import UsageError
 from launcher.plan.json_form import machine_to_json
 from launcher.plan.model import Machine
-from launcher.plan.usable_cores import gather_cores, split_classes
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +47,9 @@ def show_topo(call: VerbCall) -> int:
         sys.stdout.write(format_snapshot(machine))
     elif config.save is None and config.image is None:
         from launcher.report.console import make_console
-        from launcher.report.machine_tree import print_topology
+        from launcher.report.machine import print_topology
 
-        print_topology(make_console(stderr=False), machine, number_classes(machine), explain=config.explain)
+        print_topology(make_console(stderr=False), machine, explain=config.explain)
     return 0
 
 
@@ -87,22 +86,15 @@ def check_image_suffix(image: str | None) -> str:
 
 def draw(config: Settings, environ: Mapping[str, str], name: str, ending: str) -> Machine:
     """Plan the ranks, draw them on their machine, and return it; raises UsageError or MachineError."""
-    from launcher.report.machine_picture import render_machine
+    from launcher.report.machine import render_machine
 
     plan = plan_node(config, environ)
-    subtitle = f"binding={config.binding.policy}"
-    picture = render_machine(plan, number_classes(plan.machine), subtitle, ending[1:])
+    picture = render_machine(plan, f"binding={config.binding.policy}", ending[1:])
     write_file("image", name, picture)
     for warning in plan.warnings:
         logger.warning(f"{warning}")
     logger.info(f"the machine is drawn in {name}, with the ranks on it")
     return plan.machine
-
-
-def number_classes(machine: Machine) -> dict[int, int]:
-    """Number the classes of cores by their capacity, 0 for the most capable."""
-    cores = gather_cores(machine, frozenset(cpu.id for cpu in machine.cpus))
-    return {core.capacity: at for at, found in enumerate(split_classes(cores)) for core in found}
 
 
 HELP = """\

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from launcher.report.short_values import shorten_age
+from launcher.report.tables import shorten_age
 from launcher.report.watch_columns import COLUMNS, WARN, Row
 from launcher.report.watch_lines import pack_parts, wrap_text
 from launcher.text import clean_text, strip_sequences

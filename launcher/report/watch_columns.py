@@ -3,12 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from launcher.report.short_values import (
+from launcher.report.tables import (
     shorten_age,
     shorten_bytes,
-    shorten_number,
     shorten_seconds,
-    shorten_share,
 )
 from launcher.text import clean_text
 from launcher.watch.run_reader import NodeView
@@ -32,6 +30,16 @@ REASONS = {
 """NVML's names of why clocks are low, shortened."""
 HARMLESS = ("sw_power_cap", "applications_clocks_setting", "sync_boost", "display_clock_setting")
 """Reasons that are no fault."""
+
+
+def shorten_share(share: float) -> str:
+    """Return a share in percent: `7%`."""
+    return f"{share * 100:.0f}%"
+
+
+def shorten_number(number: float) -> str:
+    """Return a number with two digits at least: `0.05`, `3.2`, `48`."""
+    return f"{number:.2f}" if number < 0.1 else f"{number:.1f}" if number < 9.95 else f"{number:.0f}"
 
 
 @dataclass(frozen=True, slots=True)

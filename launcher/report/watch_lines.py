@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from launcher.report.run_table import COLOURS
-from launcher.report.short_values import describe_rate, shorten_age
+from launcher.report.runs import STATE_COLOURS as COLOURS
+from launcher.report.tables import shorten_age
 from launcher.report.watch_columns import ALARM, WARN
 from launcher.report.watch_table import NEWEST
 from launcher.runs.run_status import RunStatus
@@ -83,6 +83,11 @@ def list_headline(run: RunStatus, snapshot: RunSnapshot) -> Iterator[Text]:
             yield Text(f"loss {value}")
     if run.state == "running" and (age := find_step_age(snapshot)) is not None:
         yield Text(f"last step {shorten_age(age)} ago", ALARM if state == "hanging" else "")
+
+
+def describe_rate(seconds: float) -> str:
+    """Return how fast steps are made: `2.31 steps/s`, `12.3 s/step`."""
+    return f"{1 / seconds:.3g} steps/s" if 0 < seconds < 1 else f"{seconds:.3g} s/step"
 
 
 def find_job_step(snapshot: RunSnapshot) -> int | None:

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from launcher.report.rank_screen import cut, render_help, render_rank
-from launcher.report.short_values import shorten_age
+from launcher.report.tables import shorten_age
 from launcher.report.watch_columns import COLUMNS, Column, Row
 from launcher.report.watch_lines import render_lines
 from launcher.report.watch_table import (

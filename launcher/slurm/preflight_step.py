@@ -24,7 +24,7 @@ from launcher.preflight.needed_paths import list_needed_paths
 from launcher.preflight.preflight_report import describe_report, explain_missing_answer, make_report
 from launcher.preflight.preflight_request import SECONDS, NeededPath, PreflightRequest
 from launcher.preflight.rank_interpreter import find_rank_python
-from launcher.report.preflight_lines import list_preflight_lines
+from launcher.report.runs import list_preflight_lines
 from launcher.slurm.attempt import Attempt, try_write_manifest
 from launcher.slurm.attempt_end import StepReport
 from launcher.slurm.job_control import count_restarts

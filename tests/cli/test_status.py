@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launcher.report.run_table import print_details, print_runs
+from launcher.report.runs import print_details, print_runs
 from launcher.runs.run_process import check_process, identify_process, open_process
 from launcher.runs.run_status import RunStatus, add_progress, read_status
 from launcher.slurm.run_states import resolve_run

@@ -12,7 +12,7 @@ import pytest
 
 from launcher.config.overrides import quote_value
 from launcher.plan.json_form import machine_to_json, parse_machine
-from launcher.report import machine_picture
+from launcher.report import machine
 from tests.plan.lab_machines import fsroot, load
 from tests.probe.machine_trees import short_lived
 from tests.report import full_machines
@@ -152,7 +152,7 @@ def test_a_picture(name: str, launch: Launch, odd: str, here: Path) -> None:
 def test_a_picture_without_matplotlib(
     launch: Launch, odd: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine_picture, "DRAWS", False)
+    monkeypatch.setattr(machine, "DRAWS", False)
     launch("topo", "image=a.svg", odd).assert_error(
         3, "needs matplotlib", "pip install 'launch-ranks[report]'"
     )

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from launcher.doctor.finding import LEVELS, Finding
-from launcher.report.doctor_table import print_findings
+from launcher.report.runs import print_findings
 from tests.doctor.healthy_tree import pick, run_doctor
 from tests.seam import run_inside
 

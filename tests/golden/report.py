@@ -4,7 +4,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from tests.report.test_html_report import TABLES, read_tables, render
+from tests.report.test_page import TABLES, read_tables, render
 from tests.runs.recordings import restore
 
 

@@ -1,0 +1,302 @@
+"""Machines as `launch topo` prints and draws them."""
+
+import io
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from launcher.cpulist import parse_cpulist
+from launcher.plan.model import Cpu, Gpu, Machine, Nic, NumaNode, Plan, Request
+from launcher.plan.planner import plan
+from launcher.report.machine import PALETTE, find_colour, find_ink, lighten, print_topology, render_machine
+from launcher.text import clean_text, format_size, shorten_cpulist
+from tests.plan.lab_machines import NAMES, fsroot, load
+from tests.probe.machine_trees import short_lived
+from tests.report import full_machines
+from tests.seam import Result
+
+TREES = json.loads((Path(__file__).parents[1] / "data" / "machine_trees.json").read_text())
+"""Trees of machines as lines; python -m tests.golden outputs has those of the machines that are shipped."""
+MAKERS = {"hybrid": full_machines.hybrid, "huge": full_machines.huge, "odd": full_machines.odd}
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def make(name: str) -> Machine:
+    return MAKERS[name]() if name in MAKERS else full_machines.lab(name)
+
+
+def show(machine: Machine, *, explain: bool = False, encoding: str = "utf-8", width: int = 160) -> str:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding)
+    print_topology(Console(file=file, width=width, highlight=False), machine, explain=explain)
+    file.flush()
+    return "".join(f"{line.rstrip()}\n" for line in raw.getvalue().decode(encoding).splitlines())
+
+
+@pytest.mark.parametrize("name", ["gh200", "a100-slurm-32of112"])
+def test_a_probed_machine(name: str, launch: Callable[..., Result]) -> None:
+    with short_lived() as root:
+        fsroot.materialize(load(name), root)
+        done = launch("topo", f"machine.root={root}")
+    assert (done.code, done.err) == (0, "")
+    assert [line.rstrip() for line in done.out.splitlines()] == TREES[name]
+
+
+@pytest.mark.parametrize("name", ["dgx-a100", "odd", "hybrid"])
+def test_the_tree_of_a_machine(name: str) -> None:
+    """Switches, caches that are alike, what a job may not use, classes of cores, devices of unknown place."""
+    assert show(make(name)).splitlines() == TREES[name]
+
+
+def change_machine(case: str) -> tuple[Machine, str]:
+    """A machine that is out of the ordinary, and a line of its tree."""
+    hybrid, dgx, odd = full_machines.hybrid(), full_machines.lab("dgx-a100"), full_machines.odd()
+    gb200, azure = full_machines.lab("gb200-nvl4"), full_machines.lab("azure-ndv4")
+    low = {cpu.node for cpu in azure.cpus if cpu.package == 0}
+    near = NumaNode(0, 1 << 20, normal=True, distances=((0, 10),))
+    virtual = tuple(Cpu(at, at, package=at, node=0, l3=at) for at in range(64))
+    everything = frozenset(range(64))
+    up = ("pci0000:15", "0000:15:01.0", "0000:16:00.0")
+    pair = (Gpu(0, "", "0000:19:00.0", 0, path=up), Gpu(1, "", "0000:1a:00.0", 0, path=up))
+    ports = (Nic("a", "0000:19:00.0", 0, up), Nic("b", "0000:19:00.1", 0, up))
+    below = (replace(odd.gpus[0], node=2),)
+    found = {
+        "a cache above two nodes": (
+            replace(azure, cpus=tuple(replace(cpu, l3=0) if cpu.node in low else cpu for cpu in azure.cpus)),
+            "shared L3 32 MiB",
+        ),
+        "alike nodes without CPUs": (
+            gb200,
+            "NUMANodes 2,10,18,26  186 GiB each  no CPUs, GPU or expansion memory",
+        ),
+        "distances of groups": (gb200, "nodes  0-1  2-33\n             0-1   40    80\n"),
+        "packages of a virtual machine stand in its one node": (
+            Machine(virtual, (near,), (), everything, frozenset({0}), memory_kib=1 << 20),
+            "└── NUMANode 0  1 GiB  64 cores  PUs 0-63\n    └── 64 x Package  1 core each  PUs 0 to 63",
+        ),
+        "a neighbour of which part is allowed stands apart": (
+            replace(dgx, allowed_cpus=dgx.allowed_cpus - {5}),
+            "├── L3 32 MiB  4 cores  PUs 4-7,132-135  (allowed 4,6-7,132-135)\n",
+        ),
+        "gaps in the numbers": (
+            replace(hybrid, cpus=tuple(cpu for cpu in hybrid.cpus if cpu.id != 20)),
+            "not online PUs 20 (offline, or no such CPUs)\n",
+        ),
+        "nothing allowed": (
+            replace(hybrid, allowed_cpus=frozenset(), allowed_mems=frozenset()),
+            "may use 0 of 24 PUs () and the memory of NUMA nodes (none)",
+        ),
+        "a node that is not there": (
+            replace(hybrid, gpus=(replace(hybrid.gpus[0], node=7),)),
+            "└── GPU 0  0000:01:00.0",
+        ),
+        "a device next to a node without CPUs": (
+            replace(odd, gpus=below, nics=()),
+            "NUMANode 2  256 GiB  no CPUs  (memory not allowed)\n    └── GPU 0  ",
+        ),
+        "one switch": (replace(hybrid, gpus=pair), "PCI switch 0000:16:00.0\n"),
+        "two ports of a card are no switch": (
+            replace(hybrid, gpus=(), nics=ports),
+            "├── NIC a  0000:19:00.0  active\n".replace("  active", ""),
+        ),
+        "MIG": (
+            replace(hybrid, gpus=(replace(hybrid.gpus[0], mig=("MIG-1", "MIG-2")),)),
+            "24 GiB  2 MIG instances",
+        ),
+        "an AMD GPU": (replace(hybrid, gpus=(Gpu(0, "", "x", None, vendor="amd"),)), "GPU 0  x  AMD GPU"),
+    }
+    return found[case]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(
+            "a cache above two nodes",
+            "alike nodes without CPUs",
+            "distances of groups",
+            "gaps in the numbers",
+        ),
+        *("packages of a virtual machine stand in its one node", "nothing allowed", "one switch", "MIG"),
+        *("a neighbour of which part is allowed stands apart", "a node that is not there", "an AMD GPU"),
+        *("a device next to a node without CPUs", "two ports of a card are no switch"),
+    ],
+)
+def test_what_is_out_of_the_ordinary(case: str) -> None:
+    machine, line = change_machine(case)
+    assert line in show(machine)
+
+
+def test_a_gpu_without_a_node_stands_by_the_cpus_next_to_it() -> None:
+    machine = full_machines.lab("a100-slurm-32of112")
+    far = frozenset(cpu.id for cpu in machine.cpus if cpu.node == 1)
+    gpus = tuple(replace(gpu, node=None, local_cpus=far) if gpu.node else gpu for gpu in machine.gpus)
+    assert show(replace(machine, gpus=gpus)) == show(machine)
+    hybrid = full_machines.hybrid()
+    cpus = tuple(replace(cpu, capacity=1024 - cpu.id % 3) for cpu in hybrid.cpus)
+    assert "capacity" not in show(replace(hybrid, cpus=cpus)), "favoured cores are no class"
+
+
+def test_explain_shows_each_cache_and_core() -> None:
+    lines = show(full_machines.lab("dgx-a100"), explain=True).splitlines()
+    assert sum("L3 32 MiB" in line for line in lines) == 32
+    cores = [line.partition("Core ")[2] for line in lines if "Core " in line]
+    assert cores == [f"{core}  PUs {core},{core + 128}" for core in range(128)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "lines"),
+    [
+        ([(10,)], 0),
+        ([(10, 32), (32, 10)], 1),
+        ([(10, 16, 22, 17), (16, 10, 17, 22), (22, 17, 10, 16), (17, 22, 16, 10)], 5),
+        ([(10, 20), (30, 10)], 3),
+        (
+            [
+                tuple(10 if a == b else 11 + (a * 7 + b * 7 + a * b) % 97 for b in range(20))
+                for a in range(20)
+            ],
+            1,
+        ),
+    ],
+)
+def test_distances(rows: list[tuple[int, ...]], lines: int) -> None:
+    """A matrix, merged where nodes are alike in both directions; one sentence where it has no order."""
+    nodes = tuple(NumaNode(at, 1, True, tuple(enumerate(row))) for at, row in enumerate(rows))
+    shown = show(replace(full_machines.hybrid(), nodes=nodes)).splitlines()
+    at = next((number for number, line in enumerate(shown) if line.startswith("distances")), len(shown))
+    assert len(shown[at:]) == lines
+    if lines == 5:
+        assert shown[at + 1].split() == ["0", "10", "16", "22", "17"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, *MAKERS])
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_it_fits_80_columns_and_plain_terminals(name: str, encoding: str) -> None:
+    machine = replace(make(name), name=name)
+    text = show(machine, encoding=encoding, width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    for gpu in machine.gpus:
+        assert f"GPU {gpu.index}  {gpu.pci}" in text
+    for nic in machine.nics:
+        assert f"NIC {nic.name}" in text
+
+
+def read_picture(placed: Plan) -> tuple[dict[str, list[str]], list[str]]:
+    """The colours of each thing in a picture by its name, and all texts."""
+    picture = ElementTree.fromstring(render_machine(placed, "a note", "svg"))
+    found: dict[str, list[str]] = {}
+    for group in picture.iter(f"{SVG}g"):
+        if name := re.fullmatch(r"((?:pu|gpu|nic).*)-(\d+)", group.get("id", "")):
+            fills = found.setdefault(name[1], [])
+            assert int(name[2]) == len(fills), "drawn twice"
+            fills += re.findall(r"fill: (#\w+)", group[0].get("style", ""))[:1]
+    return found, [text.text or "" for text in picture.iter(f"{SVG}text")]
+
+
+@pytest.mark.parametrize(
+    ("name", "request_", "marks"),
+    [
+        ("hybrid", Request(nproc_per_node=40), []),
+        ("odd", Request(), ["not allowed: outside this job's cpuset", "isolated at boot, left alone"]),
+        ("dgx-a100", Request(), ["DataLoader workers of rank 0 alone"]),
+        ("cpu-only-2s", Request(reserve_cores=1), ["no rank's"]),
+        ("huge", Request(binding="numa"), []),
+    ],
+)
+def test_every_pu_is_drawn_once_in_the_colours_of_its_ranks(
+    name: str, request_: Request, marks: list[str]
+) -> None:
+    machine = make(name)
+    placed = plan(machine, request_)
+    found, texts = read_picture(placed)
+    expected: dict[str, set[str]] = {f"pu{cpu.id}": set() for cpu in machine.cpus}
+    for rank in placed.ranks:
+        for pu in rank.cpus:
+            expected[f"pu{pu}"].add(find_colour(rank.local_rank))
+    for rank in placed.ranks:
+        for pu in rank.worker_cpus - rank.cpus:
+            if not any(pu in other.cpus for other in placed.ranks):
+                expected[f"pu{pu}"].add(lighten(find_colour(rank.local_rank)))
+        if rank.gpu:
+            expected.setdefault(f"gpu{rank.gpu.pci}", set()).add(find_colour(rank.local_rank))
+        if rank.nic:
+            (pci,) = {nic.pci for nic in machine.nics if nic.name == rank.nic}
+            expected.setdefault(f"nic{pci}", set()).add(find_colour(rank.local_rank))
+        assert any(text.startswith(f"rank {rank.local_rank} ") for text in texts)
+    for thing, fills in found.items():
+        assert set(fills) == expected[thing] or (not expected[thing] and not set(fills) & set(PALETTE)), thing
+    assert set(found) == set(expected)
+    assert next(text for text in texts if text.endswith("a note")).count(f"{len(machine.cpus)} PU") == 1
+    every = ("not allowed: outside", "isolated at boot", "DataLoader workers of", "no rank's")
+    assert [text for text in texts if text.startswith(every)] == marks
+
+
+@pytest.mark.parametrize("name", ["<&>\"'$x$", "\x00\x1b[0m\ufffe\udc80", "表 🚀", "x" * 500, ""])
+def test_any_name_can_be_drawn(name: str) -> None:
+    machine = full_machines.odd()
+    path = ("pci0000:00", f"{name[:40]}.")
+    gpus = tuple(replace(gpu, name=name, pci=f"{name[:40]}{gpu.index}", path=path) for gpu in machine.gpus)
+    nics = tuple(replace(nic, name=name) for nic in machine.nics)
+    placed = plan(replace(machine, name=name, gpus=gpus, nics=nics), Request())
+    texts = read_picture(placed)[1]
+    assert any(text.startswith("PCI switch") for text in texts)
+    assert name in texts or not name.isprintable() or not 0 < len(name) < 60
+    for form, beginning in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
+        assert render_machine(placed, "", form).startswith(beginning)
+
+
+def test_a_legend_of_many_ranks_ends_and_nothing_is_outside() -> None:
+    document = render_machine(plan(full_machines.hybrid(), Request(nproc_per_node=1000)), "", "svg")
+    picture = ElementTree.fromstring(document)
+    texts = [text.text or "" for text in picture.iter(f"{SVG}text")]
+    ranks = [text.split()[1] for text in texts if re.match(r"rank \d+ +(no )?GPU", text)]
+    assert ranks == [str(number) for number in range(256)]
+    assert "and 744 more ranks: launch plan lists them all" in texts
+    _, _, width, height = map(float, picture.get("viewBox", "").split())
+    for path in picture.iter(f"{SVG}path"):
+        places = re.findall(r"[ML] (-?[\d.]+) (-?[\d.]+)", path.get("d", ""))
+        assert all(-1 <= float(x) <= width + 1 and -1 <= float(y) <= height + 1 for x, y in places)
+
+
+def test_text_is_readable_on_every_colour() -> None:
+    """At least 3:1 by WCAG 2's relative luminance, as for large text and graphics."""
+
+    def find_luminance(colour: str) -> float:
+        values = [value / 255 for value in bytes.fromhex(colour[1:])]
+        linear = [v / 12.92 if v <= 0.03928 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
+        return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    for fill in (*PALETTE, *map(lighten, PALETTE)):
+        light, dark = sorted((find_luminance(fill), find_luminance(find_ink(fill))), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 3, fill
+
+
+@pytest.mark.parametrize(
+    ("kib", "text"),
+    [
+        *((0, "0 KiB"), (512, "512 KiB"), (32768, "32 MiB"), (1023 << 20, "0.999 TiB"), (3 << 29, "1.5 TiB")),
+        *((395_812_736, "377 GiB"), (1000 << 20, "0.977 TiB"), (1 << 61, "2.1e+06 PiB")),
+    ],
+)
+def test_sizes(kib: int, text: str) -> None:
+    assert format_size(kib) == text
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_a_short_list_means_the_same(numbers: set[int]) -> None:
+    assert parse_cpulist(shorten_cpulist(numbers)) == numbers
+    assert shorten_cpulist(range(0, 112, 2)) == "0-110:1/2"
+
+
+def test_names_from_firmware_are_one_clean_line() -> None:
+    assert clean_text(" a\n b\x1b[31m\x07 \udcff") == "a b?[31m? ?"
+    assert len(clean_text("x" * 300)) == 80
