@@ -83,13 +83,13 @@ def print_details(console: Console, run: RunStatus) -> None:
     grid = Table.grid(padding=(0, GAP, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
-    for label, text in _list_details(run):
-        grid.add_row(Text(label, "bold"), Text(clean_text(text, _LONGEST)))
+    for label, *texts in _list_details(run):
+        grid.add_row(Text(label, "bold"), Text("  ".join(clean_text(text, _LONGEST) for text in texts)))
     console.print()
     console.print(grid)
 
 
-def _list_details(run: RunStatus) -> Iterator[tuple[str, str]]:
+def _list_details(run: RunStatus) -> Iterator[tuple[str, ...]]:
     """Give the lines of one run: what it is about, and what there is to say."""
     yield "directory", run.path
     yield "command", shlex.join(run.command)
@@ -102,7 +102,7 @@ def _list_details(run: RunStatus) -> Iterator[tuple[str, str]]:
         yield "spare nodes", f"{len(run.spares)}: {','.join(run.spares)}"
     for number, one in enumerate(run.replacements):
         words = f"{one.get('spare')} in the place of {one.get('lost')}: {one.get('evidence')}"
-        yield "" if number else "replaced nodes", f"{shorten_time(str(one.get('time')))} {words}"
+        yield "" if number else "replaced nodes", shorten_time(str(one.get("time"))), words
     if run.reason:
         yield "reason", run.reason
     if run.expected_start:
@@ -114,7 +114,7 @@ def _list_details(run: RunStatus) -> Iterator[tuple[str, str]]:
         state = run.state if attempt.state == "running" else attempt.state
         until = shorten_time(attempt.ended) or ("now" if state == "running" else "?")
         words = f"{state}: {attempt.reason}" if attempt.reason else state
-        yield "" if number else "attempts", f"{shorten_time(attempt.started)} to {until}: {words}"
+        yield "" if number else "attempts", f"{shorten_time(attempt.started)} to {until}", words
     if failure := run.first_failure:
         who = f"rank {failure.get('rank')} on {failure.get('host')} (local rank {failure.get('local_rank')})"
         yield "first failure", f"{who} {failure.get('reason')}"

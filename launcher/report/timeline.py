@@ -6,12 +6,10 @@ the epoch, unless they say that they count from the start.
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from math import isfinite
-from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -21,6 +19,7 @@ from numpy.typing import NDArray
 
 from launcher import codec
 from launcher.files import LARGEST, read_file
+from launcher.report.tables import read_field
 from launcher.runs.attempt_progress import list_attempts, read_mtime
 from launcher.runs.manifest import read_manifest, read_time
 from launcher.runs.run_records import RunRecords, read_run
@@ -299,26 +298,16 @@ def bin_values(account: RunAccount, bins: Bins, field: str, factor: float = 1.0)
 
     `field` is one of RankState, or of its GPU: `gpu.power`. Values that cannot be are left out.
     """
-    take = partial(_take_field, attrgetter(field))
     totals: dict[int, Series] = {}
     counts: dict[int, Series] = {}
     for sample, at in zip(account.samples, bins.find(account.samples), strict=True):
         for state in sample.ranks if at >= 0 else ():
-            value = take(state)
+            value = read_field(state, field)
             if value is not None and isfinite(value) and 0 <= value * factor < _LARGEST_VALUE:
                 totals.setdefault(state.rank, np.zeros(bins.count))[at] += value * factor
                 counts.setdefault(state.rank, np.zeros(bins.count))[at] += 1
     with np.errstate(invalid="ignore"):
         return {rank: totals[rank] / counts[rank] for rank in sorted(totals)}
-
-
-def _take_field(get: Callable[[RankState], Any], state: RankState) -> float | None:
-    """Return a field of a rank's state; None if it is not known, or there is no GPU."""
-    try:
-        found: float | None = get(state)
-    except AttributeError:
-        return None
-    return found
 
 
 def find_spread(values: Mapping[int, Series], count: int) -> Series:
