@@ -88,7 +88,7 @@ def show_estimate(call: VerbCall, plan: Plan) -> int:
         sys.stdout.write(json.dumps({"schema": 1, **fit_to_json(report)}, indent=1) + "\n")
     else:
         from launcher.report.console import make_console
-        from launcher.report.fit_table import print_fit
+        from launcher.report.fit import print_fit
 
         print_fit(make_console(stderr=False), report, memory_alone=True)
     return EXIT_MACHINE if report.verdict == "does_not_fit" else 0
@@ -140,7 +140,7 @@ def print_fit_step(config: Settings, fit: StepFit, record: StepRecord) -> None:
         sys.stdout.write(json.dumps(step_fit_to_json(fit, record), indent=1) + "\n")
         return
     from launcher.report.console import make_console
-    from launcher.report.step_table import print_step_fit
+    from launcher.report.fit import print_step_fit
 
     notes = (f"{record.parameters:,} parameters, {', '.join(record.optimizers)}", *record.notes)
     print_step_fit(make_console(stderr=False), fit, notes)

@@ -38,7 +38,7 @@ def show_plan(call: VerbCall) -> int:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
         return 0
     from launcher.report.console import make_console
-    from launcher.report.placement_table import print_placement
+    from launcher.report.placement import print_placement
 
     if fit and not call.program and not any(key.partition(".")[0] in ("model", "program") for key in given):
         logger.info(
@@ -48,7 +48,7 @@ def show_plan(call: VerbCall) -> int:
     console = make_console(stderr=False)
     print_placement(console, made, explain=config.explain, full=True)
     if fit:
-        from launcher.report.fit_table import print_fit
+        from launcher.report.fit import print_fit
 
         console.print()
         print_fit(console, fit)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from launcher.fit.fit_model import ModelDimensions
     from launcher.launch.agent_process import Agent, AgentRequest
     from launcher.plan.model import Plan
-    from launcher.report.output_viewer import OutputViewer
+    from launcher.report.viewer import OutputViewer
     from launcher.runs.run_directory import RunDir
 
 
@@ -296,7 +296,7 @@ def predict_local(spec: JobSpec, plan: "Plan") -> int:
 def preview_job(job: Job) -> int:
     """Show the plan and the command, and start nothing: `dry_run=true`."""
     from launcher.report.console import make_console
-    from launcher.report.placement_table import print_placement
+    from launcher.report.placement import print_placement
 
     print_placement(make_console(), job.plan, explain=job.config.explain)
     logger.info(f"{describe_agent(job)}:")
@@ -319,7 +319,7 @@ def describe_agent(job: Job) -> str:
 def make_local_viewer(job: "Job", run: "RunDir") -> "OutputViewer":
     """Return what shows a job that runs on this machine."""
     from launcher.launch.monitor import STARTING, describe_job
-    from launcher.report.output_viewer import OutputViewer, ViewOptions
+    from launcher.report.viewer import OutputViewer, ViewOptions
     from launcher.runs.rank_logs import Follower, measure_logs
 
     alone = job.world_size == 1

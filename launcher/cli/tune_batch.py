@@ -19,9 +19,8 @@ from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.launch.job import JobSpec, render_start
 from launcher.probe.available_memory import MemoryGuard
 from launcher.protocol import LAUNCH_METER
-from launcher.report.batch_table import describe_batch_size, print_batches, tabulate_batches
 from launcher.report.console import make_console
-from launcher.report.tune_table import announce_trial
+from launcher.report.fit import announce_trial, describe_batch_size, print_batches, tabulate_batches
 from launcher.runs.rank_logs import read_tail
 from launcher.text import format_size, join_words, print_text
 from launcher.tune.batch_records import check_effect, find_memory_error, measure_batch

@@ -9,7 +9,7 @@ from launcher.cli.output_files import check_target, explain, write_file
 from launcher.config.settings import DataloaderConfig
 from launcher.errors import UsageError
 from launcher.files import open_file
-from launcher.report.tune_table import tabulate
+from launcher.report.fit import tabulate
 from launcher.tune.search import Trial
 
 USUAL = "conf/dataloader/tuned.yaml"

@@ -17,7 +17,7 @@ from launcher.errors import LaunchError
 from launcher.launch.job import JobSpec, render_start
 from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_NUM_WORKERS
 from launcher.report.console import make_console
-from launcher.report.tune_table import announce_trial, describe_trial, print_trials
+from launcher.report.fit import announce_trial, describe_trial, print_trials
 from launcher.text import count_things, join_words, print_text
 from launcher.tune.search import Trial, choose_best, choose_next, price_all
 from launcher.tune.trial_records import MeasureError, MismatchError, measure_trial

@@ -65,7 +65,7 @@ def describe_request(spec: JobSpec, argv: Sequence[str]) -> JobRequest:
 def preview_allocation(spec: JobSpec, argv: Sequence[str], hosts: Sequence[str]) -> int:
     """Show srun's command, and the plan if this is one of the nodes, for `dry_run=true`."""
     from launcher.report.console import make_console
-    from launcher.report.placement_table import print_placement
+    from launcher.report.placement import print_placement
 
     if name_host(os.environ) in hosts:
         print_placement(make_console(), plan_here(spec.config, spec.environ), explain=spec.config.explain)

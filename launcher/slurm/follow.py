@@ -13,8 +13,7 @@ from pathlib import Path
 
 from launcher.errors import SchedulerError
 from launcher.launch.signals import FORWARDED, SignalQueue, catch_signals
-from launcher.report.console import JobConsole, make_console
-from launcher.report.footer import StatusLine
+from launcher.report.console import JobConsole, StatusLine, make_console
 from launcher.runs.run_directory import RunDir
 from launcher.slurm.client import run_slurm
 from launcher.slurm.followed_job import FollowedJob, JobLog

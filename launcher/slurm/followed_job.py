@@ -10,8 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from launcher.files import open_file
-from launcher.report.console import JobConsole
-from launcher.report.output_target import Source
+from launcher.report.console import JobConsole, Source
 from launcher.runs.disk_space import explain_missing_end
 from launcher.runs.manifest import CLOSED, read_job, read_manifest, take_dict
 from launcher.runs.rank_logs import Follower

@@ -28,7 +28,7 @@ from launcher.launch.watch_folder import WatchFolder
 from launcher.launch.watcher_process import WatcherProcess, describe_watching
 from launcher.launch.watching import Watching
 from launcher.probe.cgroups import count_oom_kills
-from launcher.report.output_viewer import OutputViewer, ViewOptions
+from launcher.report.viewer import OutputViewer, ViewOptions
 from launcher.runs.node_records import NodeRecord, RankFailure, write_node
 from launcher.runs.rank_logs import Follower, read_tail
 from launcher.runs.run_directory import RunDir

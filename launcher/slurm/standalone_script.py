@@ -232,7 +232,7 @@ def list_secret_notes(requests: Sequence[JobRequest]) -> Iterator[str]:
 def print_node_plan(spec: "JobSpec", chosen: "JobOptions") -> None:
     """Show the plan for the nodes, if it is known what they are."""
     from launcher.report.console import make_console
-    from launcher.report.placement_table import print_placement
+    from launcher.report.placement import print_placement
     from launcher.slurm.node_snapshot import plan_snapshot
 
     made = plan_snapshot(spec, chosen)

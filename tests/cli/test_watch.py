@@ -1,16 +1,23 @@
 """`launch watch` of run directories made by hand: on a terminal with somebody at it, and without one."""
 
+import asyncio
 import json
 import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pyte
 import pytest
+from textual.pilot import Pilot
 
+from launcher.cli.watch import read_view
+from launcher.report.live import WatchApp
+from launcher.report.watch import View
+from launcher.runs.run_status import read_status
+from launcher.watch.run_reader import RunReader
 from tests.cli.make_runs import make_run, write_log
 from tests.cli.watched_run import (
     HANGING,
@@ -67,60 +74,146 @@ def watch(here: Path, run: Path) -> Iterator[Terminal]:
         yield terminal
 
 
-def test_the_table_keys_and_quitting(watch: Terminal, run: Path) -> None:
-    rows = await_screen(watch, has("rank", "thermal", "? help"))
-    assert rows[0] == "train/20260801-120000  running  step 120/400  2.5 steps/s  1 min 52 s left"
-    assert rows[7].split()[:4] == ["rank", "node", "phase", "step"], rows
-    assert list_ranks(rows) == [5, 0, 1, 2, 3, 4, 6, 7]
-    watch.type("R")
-    rows = await_screen(watch, has("by rank"))
-    assert list_ranks(rows) == list(range(8)) and "rank^" in rows[7]
-    watch.type("r")
-    assert list_ranks(await_screen(watch, has("by rank, reversed"))) == list(range(8))[::-1]
-    watch.type("\x1b[C")
-    await_screen(watch, has("by node"))
-    watch.type("\x1b[D\x1b[D")
-    await_screen(watch, has("by slowest"))
-    watch.type("?")
-    await_screen(watch, has("share of the time that it waits for other ranks"))
-    watch.type("?")
-    await_screen(watch, has("by slowest"))
+class Screen:
+    """The screen of `launch watch` with somebody at it, by Textual's pilot."""
+
+    def __init__(self, path: Path) -> None:
+        reader = RunReader(path)
+        self.asked: list[int] = []
+
+        def look(rank: int | None, asks_stack: bool) -> View:
+            if asks_stack and rank is not None:
+                self.asked.append(rank)
+            return read_view(path, read_status(path), reader.read(), rank)
+
+        self.app = WatchApp(look(None, False), None, look)
+
+    def read(self) -> list[str]:
+        strips = self.app.screen._compositor.render_strips()
+        return ["".join(segment.text for segment in strip).rstrip() for strip in strips]
+
+    async def press(self, pilot: Pilot[int], key: str, *texts: str) -> list[str]:
+        """Press a key, if there is one, and wait until the texts are there."""
+        if key:
+            await pilot.press(key)
+        deadline = time.monotonic() + 30
+        while not has(*texts)(rows := self.read()):
+            await pilot.pause(0.05)
+            assert time.monotonic() < deadline, "waited in vain, with this on the screen:\n" + "\n".join(rows)
+        return rows
+
+
+def play(path: Path, script: Callable[[Screen, Pilot[int]], Awaitable[None]], *, width: int = 80) -> None:
+    async def run() -> None:
+        screen = Screen(path)
+        async with screen.app.run_test(size=(width, 24)) as pilot:
+            await script(screen, pilot)
+
+    asyncio.run(run())
+
+
+def test_the_table_and_its_keys(run: Path) -> None:
+    async def script(screen: Screen, pilot: Pilot[int]) -> None:
+        rows = await screen.press(pilot, "", "rank", "thermal", "? help")
+        assert rows[0] == "train/20260801-120000  running  step 120/400  2.5 steps/s  1 min 52 s left"
+        assert rows[6].split()[:4] == ["rank", "node", "phase", "step"], rows
+        assert list_ranks(rows) == [5, 0, 1, 2, 3, 4, 6, 7]
+        rows = await screen.press(pilot, "R", "by rank")
+        assert list_ranks(rows) == list(range(8)) and "rank^" in rows[6]
+        rows = await screen.press(pilot, "r", "by rank, reversed", "rankv")
+        assert list_ranks(rows) == list(range(8))[::-1]
+        await screen.press(pilot, "right", "by node")
+        await screen.press(pilot, "left", "by rank")
+        await screen.press(pilot, "left", "by slowest")
+        await screen.press(pilot, "question_mark", "share of the time that it waits for other ranks")
+        await screen.press(pilot, "pagedown", "why its clocks are low")
+        await screen.press(pilot, "down", "what the node's NICs receive and send")
+        await screen.press(pilot, "x", "by slowest", "row 1 of 8")
+        await screen.press(pilot, "end", "row 8 of 8")
+        await screen.press(pilot, "k", "row 7 of 8")
+        rows = await screen.press(pilot, "H", "by phase")
+        assert "row 7 of 8" in rows[-1], "the cursor stays on its rank"
+
+    play(run, script)
+
+
+def test_a_rank_is_opened_with_its_stack_and_lines(run: Path) -> None:
+    async def script(screen: Screen, pilot: Pilot[int]) -> None:
+        await screen.press(pilot, "", "? help")
+        rows = await screen.press(
+            pilot, "enter", "rank 5 on n1", "data.py:88, read_shard", "reading shard 17"
+        )
+        assert any("hrtimer_nanosleep" in row for row in rows)
+        assert any("left no record" in row for row in rows)
+        await screen.press(pilot, "down", "rank 0 on n0", "step 120/400 loss 2.412")
+        await screen.press(pilot, "t", "rank 0 on n0")
+        await screen.press(pilot, "escape", "by slowest", "row 2 of 8")
+        assert screen.asked[:2] == [5, 0] and {*screen.asked} == {5, 0}
+
+    play(run, script)
+
+
+def test_news_a_pause_and_another_size(run: Path) -> None:
+    async def script(screen: Screen, pilot: Pilot[int]) -> None:
+        await screen.press(pilot, "", "? help")
+        write_watch(run, HANGING, "job.json")
+        write_log(run, 0, "step 125/400 loss 2.3\n")
+        await screen.press(pilot, "", "hanging", "step 125/400", SENTENCE[:40], "which 7 ranks wait")
+        await screen.press(pilot, "p", "paused")
+        write_watch(run, JOB, "job.json")
+        write_log(run, 0, "step 130/400 loss 2.2\n")
+        await pilot.resize_terminal(150, 30)
+        rows = await screen.press(pilot, "", "paused", "power", "held by")
+        assert "step 125/400" in rows[0] and "hanging" in rows[0]
+        await screen.press(pilot, "p", "step 130/400", "running")
+
+    play(run, script)
+
+
+@pytest.mark.parametrize("width", [20, 40, 100, 250])
+def test_every_size_is_fitted(run: Path, width: int) -> None:
+    async def script(screen: Screen, pilot: Pilot[int]) -> None:
+        for key in ("question_mark", "x", "enter", "escape", "down", "I", "p"):
+            await pilot.press(key)
+            await pilot.pause(0.1)
+            rows = screen.read()
+            assert max(map(len, rows)) <= width and any(rows)
+        await pilot.resize_terminal(width, 5)
+        await pilot.pause(0.2)
+        rows = screen.read()
+        assert len(rows) == 5 and rows[0].startswith("train/") and rows[-1].startswith("paused")
+
+    write_watch(run, HANGING, "job.json")
+    play(run, script, width=width)
+
+
+def test_a_table_that_does_not_fit_is_moved(here: Path) -> None:
+    async def script(screen: Screen, pilot: Pilot[int]) -> None:
+        await screen.press(pilot, "", "row 1 of 60", "n0 ")
+        await screen.press(pilot, "end", "n59", "row 60 of 60")
+        await screen.press(pilot, "up", "row 59 of 60")
+        await screen.press(pilot, "enter", "node n58", "Esc all nodes")
+        await screen.press(pilot, "enter", "rank 116 on n58")
+        await screen.press(pilot, "escape", "Esc all nodes")
+        await screen.press(pilot, "escape", "n58", "row 59 of 60")
+        await screen.press(pilot, "pageup", "n41")
+
+    play(make_watched_run(here / "runs", nodes=60, ranks=2), script)
+
+
+def test_quitting_gives_the_terminal_back(watch: Terminal, run: Path) -> None:
+    await_screen(watch, has("rank", "? help"))
     assert not watch.is_restored(), "keys come one by one"
     watch.type("q")
     assert watch.finish() == 0
-    assert watch.is_restored() and watch.seen.endswith(b"\x1b[?25h\x1b[?1049l")
+    assert watch.is_restored() and b"\x1b[?1049l\x1b[?25h" in watch.seen[-60:]
 
 
-def test_a_rank_is_opened_with_its_stack_and_lines(watch: Terminal, run: Path) -> None:
+def test_ctrl_c_ends_it(watch: Terminal, run: Path) -> None:
     await_screen(watch, has("? help"))
-    watch.type("\r")
-    rows = await_screen(watch, has("rank 5 on n1", "data.py:88, read_shard", "reading shard 17"))
-    assert any("hrtimer_nanosleep" in row for row in rows) and any("left no record" in row for row in rows)
-    watch.type("\x1b[B")
-    await_screen(watch, has("rank 0 on n0", "step 120/400 loss 2.412"))
-    watch.type("\x1b")
-    await_screen(watch, has("by slowest"))
     watch.type("\x03")
     assert watch.finish() == 130
     assert watch.is_restored()
-
-
-def test_news_a_pause_and_another_size(watch: Terminal, run: Path) -> None:
-    await_screen(watch, has("? help"))
-    write_watch(run, HANGING, "job.json")
-    write_log(run, 0, "step 125/400 loss 2.3\n")
-    await_screen(watch, has("hanging", "step 125/400", SENTENCE[:40], "which 7 ranks wait"))
-    watch.type("p")
-    await_screen(watch, has("paused"))
-    write_watch(run, JOB, "job.json")
-    write_log(run, 0, "step 130/400 loss 2.2\n")
-    watch.resize(30, 150)
-    os.kill(watch.process.pid, signal.SIGWINCH)
-    del watch.seen[:]
-    rows = await_screen(watch, has("paused", "power", "held by"), 30, 150)
-    assert "step 125/400" in rows[0] and "hanging" in rows[0]
-    watch.type("p")
-    await_screen(watch, has("step 130/400", "running"), 30, 150)
 
 
 def test_ctrl_z_gives_the_terminal_back_until_it_goes_on(here: Path, run: Path) -> None:
@@ -134,7 +227,7 @@ def test_ctrl_z_gives_the_terminal_back_until_it_goes_on(here: Path, run: Path) 
         shell.type("fg\n")
         shell.expect("\x1b[?1049h", "? help")
         shell.type("q")
-        shell.expect("\x1b[?1049l")
+        shell.expect("\x1b[?1049l", "$ ")
         shell.type("exit $?\n")
         assert shell.finish() == 0
 
@@ -147,7 +240,7 @@ def test_a_signal_ends_it_and_the_terminal_is_as_before(
     assert not watch.is_restored()
     os.kill(watch.process.pid, number)
     assert watch.finish() == -number
-    assert watch.is_restored() and watch.seen.endswith(b"\x1b[?1049l")
+    assert watch.is_restored() and b"\x1b[?1049l" in watch.seen[-60:]
 
 
 def test_it_ends_with_the_run_and_says_how(watch: Terminal, run: Path) -> None:
@@ -155,9 +248,8 @@ def test_it_ends_with_the_run_and_says_how(watch: Terminal, run: Path) -> None:
     manifest = json.loads((run / "manifest.json").read_text())
     manifest["outcome"] = {"state": "failed", "cause": "time limit", "reason": "time limit"}
     (run / "manifest.json").write_text(json.dumps(manifest))
-    watch.expect("\x1b[?1049l")
     assert watch.finish() == 0
-    text = watch.text().rpartition("\x1b[?1049l")[2]
+    text = watch.text().rpartition("\x1b[?1004l")[2]
     assert "train/20260801-120000" in text and "rank" in text
     assert "launch: train/20260801-120000 has failed: time limit" in text
     assert watch.is_restored()
@@ -175,22 +267,6 @@ def test_a_node_that_is_silent_and_one_of_an_earlier_attempt(here: Path, run: Pa
         rows = await_screen(terminal, has("not heard of: n1", "silent 1m4"))
         assert not any("gone" in row for row in rows)
         assert "step" in rows[0]
-
-
-def test_a_table_that_does_not_fit_is_moved(here: Path) -> None:
-    make_watched_run(here / "runs", nodes=60, ranks=2)
-    with open_terminal(here, *LAUNCH, "watch") as terminal:
-        await_screen(terminal, has("rows 1-", "of 60"))
-        terminal.type("\x1b[F")
-        await_screen(terminal, has("n59", "-60 of 60"))
-        terminal.type("\x1b[A\r")
-        await_screen(terminal, has("node n58", "Esc all nodes"))
-        terminal.type("\r")
-        await_screen(terminal, has("rank 116 on n58"))
-        terminal.type("\x1b")
-        await_screen(terminal, has("Esc all nodes"))
-        terminal.type("\x1b")
-        await_screen(terminal, has("n58", "of 60"))
 
 
 def test_without_a_terminal_it_is_printed_once(launch: Launch, run: Path) -> None:
@@ -296,7 +372,7 @@ def test_a_real_run_and_the_stack_of_its_rank_now(quick_agent: None, here: Path)
         wait_for(lambda: list(here.glob("runs/*/*/watch/job.json")), "the first report")
         with open_terminal(here, *LAUNCH, "watch") as terminal:
             rows = await_screen(terminal, has("2 training", "/100000", "loss 1.5", "left"))
-            header = next(row for row in rows if row.startswith("rank"))
+            header = next(row for row in rows if row.strip().startswith("rank"))
             assert "p50" in header and "gpu" not in header and "node" not in header
             terminal.type("R\x1b[F\r")
             await_screen(terminal, has("rank 1 on", "(asked for): it sleeps", "program.py:6, read_shard"))

@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pyte
 import pytest
 
 from tests.cli.make_runs import write_log
@@ -18,8 +17,7 @@ from tests.cli.watched_run import (
     make_watched_run,
     write_watch,
 )
-from tests.launch.terminals import open_terminal
-from tests.seam import LAUNCH, Launch
+from tests.seam import Launch
 
 
 def make_job(here: Path, *ranks: dict[str, Any], age: float = 0.0, **more: Any) -> None:
@@ -113,23 +111,3 @@ def test_a_thousand_nodes_have_a_row_each_and_a_hang_stands_above(launch: Launch
     assert " ".join(shown.split()).count("training") >= 1000 and "2000 ranks" in shown
     table = shown.index("phase")
     assert " ".join(shown[:table].split()).find(SENTENCE) > 0
-
-
-@pytest.mark.parametrize(("columns", "rows"), [(20, 5), (40, 12), (60, 50), (100, 12), (250, 50)])
-def test_every_size_is_fitted(here: Path, columns: int, rows: int) -> None:
-    """Nothing is written outside the screen, whatever is shown."""
-    write_watch(make_watched_run(here / "runs"), HANGING, "job.json")
-    with open_terminal(here, *LAUNCH, "watch", COLUMNS=str(columns), LINES=str(rows)) as terminal:
-        terminal.resize(rows, columns)
-        terminal.expect("\x1b[?1049h", "\x1b[H")
-        for key in ("?", "?", "\r", "\x1b", "\x1b[B", "I", "p"):
-            terminal.type(key)
-            deadline = time.monotonic() + 0.3
-            while time.monotonic() < deadline and terminal.take_some(deadline):
-                pass
-            screen = pyte.HistoryScreen(columns, rows)
-            pyte.ByteStream(screen).feed(bytes(terminal.seen))
-            assert not screen.history.top, f"scrolled after {key!r}"
-            assert any(line.strip() for line in screen.display)
-        terminal.type("q")
-        assert terminal.finish() == 0

@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console
 
 from launcher.plan.model import Cpu, Gpu, Limits, Machine, Memory, Nic, NumaNode, Plan, RankPlan
-from launcher.report.core_bars import make_ruler
-from launcher.report.placement_table import print_placement
+from launcher.report.placement import make_ruler, print_placement
 from tests.seam import run_inside
 
 
@@ -156,16 +155,16 @@ def test_nodes_are_drawn_by_package() -> None:
     rank = RankPlan(0, None, frozenset({2, 6}), frozenset({2, 6}), Memory("default"), 1, 1)
     machine = replace(make_machine(16), cpus=odd)
     ruler = make_ruler(Plan(machine, (rank,)), 40, blocks=True)
-    assert (ruler.title(), ruler.draw_cores(rank).plain) == ("0   │2   ┃1   │3   ", "····│██··┃····│····")
+    assert (ruler.title, ruler.draw_cores(rank).plain) == ("0   │2   ┃1   │3   ", "····│██··┃····│····")
 
 
 def test_borders_of_nodes_go_where_there_are_too_many() -> None:
     machine = make_machine(64, nodes=32, packages=2)
     plan = Plan(machine, make_ranks(machine, 2))
-    assert make_ruler(plan, 100, blocks=True).title().count("│") == 30
+    assert make_ruler(plan, 100, blocks=True).title.count("│") == 30
     narrow = make_ruler(plan, 40, blocks=True)
     assert narrow.width <= 40
-    assert "│" not in narrow.title()
+    assert "│" not in narrow.title
 
 
 def test_columns_of_numbers_are_right_aligned() -> None:

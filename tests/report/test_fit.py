@@ -17,7 +17,7 @@ from launcher.fit.fit_model import (
     Range,
     SpeedEstimate,
 )
-from launcher.report.fit_table import print_fit
+from launcher.report.fit import print_fit
 from tests.fit.made_requests import REQUEST
 from tests.fuzzing import Terminal, assert_harmless
 

@@ -1,17 +1,21 @@
-"""Shows what the ranks print, and what is logged meanwhile.
+"""Shows what the ranks print, and what is logged meanwhile, on stdout and stderr.
 
-It does so in a thread, since a stalled reader must not hold up the job.
+It does so in a thread, since a stalled reader must not hold up the job. rich is loaded with the first
+thing to show: its import would slow down the start of the ranks.
 """
 
+import errno
 import logging
+import os
 import queue
+import select
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from launcher.report.byte_stream import open_stream
 from launcher.runs.progress import Progress
 from launcher.runs.rank_logs import Chunk, Follower
 from launcher.runs.run_directory import RunDir
@@ -29,6 +33,82 @@ TICK_FILE = 0.0005
 """Seconds more for each file that is looked at, which on a network filesystem is a question to its server."""
 PATIENCE = 10.0
 """Seconds that a terminal or pipe has, at the end, to take some of what is still to be shown."""
+PIECE = 1 << 16
+"""Bytes that are written at once: what a pipe holds, so that a slow reader is seen to take some."""
+LEFT = (errno.EPIPE, errno.EBADF, errno.EIO)
+"""Errors that nobody has to be told of: the reader has left, or the terminal is gone."""
+
+
+@dataclass(slots=True)
+class Stream:
+    """A descriptor that is written to for as long as it takes anything."""
+
+    name: str
+    """`stdout` or `stderr`."""
+    descriptor: int | None
+    """None once it is of no use."""
+    taken: int = 0
+    """Bytes that it has taken."""
+    fault: OSError | None = None
+    """Why it is of no use, if the user is to know."""
+
+    def write(self, data: bytes) -> None:
+        """Write all of it, however long that takes."""
+        view = memoryview(data)
+        while view and self.descriptor is not None:
+            try:
+                count = os.write(self.descriptor, view[:PIECE])
+            except BlockingIOError:  # whoever shares it has made it so
+                select.select([], [self.descriptor], [])
+                continue
+            except OSError as error:
+                self.descriptor = None
+                self.fault = None if error.errno in LEFT else error
+                return
+            self.taken += count
+            view = view[count:]
+
+    def can_take(self) -> bool:
+        """Tell whether something short can be written without waiting."""
+        if self.descriptor is None:
+            return False
+        poller = select.poll()
+        poller.register(self.descriptor, select.POLLOUT)
+        return any(event & select.POLLOUT for _, event in poller.poll(0))
+
+    @property
+    def is_screen(self) -> bool:
+        """Whether it is a terminal on which a line can be erased."""
+        if self.descriptor is None or os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
+            return False
+        return os.isatty(self.descriptor)
+
+    @property
+    def columns(self) -> int:
+        """Width of the terminal; 0 if it does not tell."""
+        try:
+            return os.get_terminal_size(self.descriptor).columns if self.descriptor is not None else 0
+        except OSError:
+            return 0
+
+    def is_same_file(self, other: "Stream") -> bool:
+        """Tell whether both lead to the same terminal, pipe or file."""
+        if self.descriptor is None or other.descriptor is None:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self.descriptor), os.fstat(other.descriptor))
+        except OSError:
+            return False
+
+
+def open_stream(name: str) -> Stream:
+    """Return stdout or stderr with what is in its buffer written; one that was closed takes nothing."""
+    file = sys.stdout if name == "stdout" else sys.stderr
+    try:
+        file.flush()
+        return Stream(name, file.fileno())
+    except (AttributeError, OSError, ValueError):
+        return Stream(name, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +279,7 @@ class OutputViewer:
         for line in options.heading:
             console.print_own_line(line)
         if plan := options.plan:
-            from launcher.report.placement_table import print_placement
+            from launcher.report.placement import print_placement
 
             console.print_renderable(lambda out: print_placement(out, plan, explain=options.explain))
         if options.notice and not self.ending.is_set():
