@@ -6,6 +6,7 @@ Everything here is text of rich's; `live.py` shows it on a terminal, and `print_
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 from rich.console import Console
@@ -133,16 +134,20 @@ def _figure(
     letter: str,
     meaning: str,
     width: int,
-    field: str,
+    field: str | Callable[[RankState], float | None],
     show: Callable[[float], str],
     *,
     least: bool = False,
     limits: tuple[float, float] | None = None,
 ) -> Column:
-    """Return the column of a figure of the worst of a row's ranks; from `limits` on it warns and alarms."""
+    """Return the column of a figure of the worst of a row's ranks; from `limits` on it warns and alarms.
+
+    `field` is one of RankState, or of its GPU (`gpu.power`), or what computes the figure.
+    """
+    get = partial(read_field, path=field) if isinstance(field, str) else field
 
     def read(row: Row) -> Cell | None:
-        values = [value for rank in row.ranks if (value := read_field(rank, field)) is not None]
+        values = [value for rank in row.ranks if (value := get(rank)) is not None]
         if not values:
             return None
         value = min(values) if least else max(values)
@@ -167,6 +172,13 @@ def _measure_own(rank: RankState) -> float | None:
     return None if rank.p50 is None else rank.p50 * (1 - min(1.0, rank.wait_share or 0.0))
 
 
+def _measure_gpu_memory(rank: RankState) -> float | None:
+    """Return the share of its GPU's memory that is used."""
+    if rank.gpu is None or rank.gpu.memory_used is None or not rank.gpu.memory_total:
+        return None
+    return rank.gpu.memory_used / rank.gpu.memory_total
+
+
 def _read_rank(row: Row) -> Cell | None:
     return Cell(str(row.ranks[0].rank), row.ranks[0].rank) if row.ranks else None
 
@@ -188,34 +200,12 @@ def _read_phase(row: Row) -> Cell:
     return Cell(clean_text(rank.phase, _LONGEST_NAME), rank.phase, style)
 
 
-def _read_step(row: Row) -> Cell | None:
-    steps = [rank.step for rank in row.ranks if rank.step]
-    return Cell(str(min(steps)), min(steps)) if steps else None
-
-
 def _read_age(row: Row) -> Cell | None:
     ages = [row.view.measure_step_age(rank.step_age) for rank in row.ranks if rank.step_age is not None]
     if not ages:
         return None
     limit = row.view.report.limit
     return Cell(shorten_age(max(ages)), max(ages), ALARM if limit is not None and max(ages) > limit else "")
-
-
-def _read_own(row: Row) -> Cell | None:
-    times = [time for rank in row.ranks if (time := _measure_own(rank)) is not None]
-    return Cell(shorten_seconds(max(times)), max(times)) if times else None
-
-
-def _read_memory(row: Row) -> Cell | None:
-    used = [
-        rank.gpu.memory_used / rank.gpu.memory_total
-        for rank in row.ranks
-        if rank.gpu and rank.gpu.memory_used is not None and rank.gpu.memory_total
-    ]
-    if not used:
-        return None
-    style = ALARM if max(used) >= 0.99 else WARN if max(used) >= 0.95 else ""
-    return Cell(_share(max(used)), max(used), style)
 
 
 def _read_reasons(row: Row) -> Cell | None:
@@ -241,11 +231,11 @@ COLUMNS = (
     Column("rank", "R", "the rank; of a node the slowest one", 4, _read_rank, ascending=True),
     Column("node", "N", "its node", 6, _read_node, ascending=True, is_text=True),
     Column("phase", "H", "what it does, or since when its node is silent", 8, _read_phase, True, True),
-    Column("step", "S", "steps so far", 6, _read_step, ascending=True),
+    _figure("step", "S", "steps so far", 6, lambda rank: rank.step or None, str, least=True),
     Column("last", "L", "how long ago its last step was", 4, _read_age),
     _figure("p50", "P", "time of a step, median", 5, "p50", shorten_seconds),
     _figure("p99", "Q", "time of a step, 99th percentile", 5, "p99", shorten_seconds),
-    Column("own", "O", "time of a step without waiting for other ranks", 5, _read_own),
+    _figure("own", "O", "time of a step without waiting for other ranks", 5, _measure_own, shorten_seconds),
     _figure(
         "data", "D", "share of the time that it waits for data", 4, "data_share", _share, limits=(0.1, 0.3)
     ),
@@ -269,7 +259,15 @@ COLUMNS = (
     _figure(
         "sm", "A", "share of its multiprocessors that are active", 4, "gpu.sm_activity", _share, least=True
     ),
-    Column("mem", "E", "share of its GPU's memory that is used", 4, _read_memory),
+    _figure(
+        "mem",
+        "E",
+        "share of its GPU's memory in use",
+        4,
+        _measure_gpu_memory,
+        _share,
+        limits=(0.95, 0.99),
+    ),
     _figure("power", "J", "watts", 4, "gpu.power", "{:.0f}W".format),
     _figure("temp", "T", "of its GPU", 4, "gpu.temperature", "{:.0f}C".format),
     _figure("clock", "K", "of its multiprocessors in MHz", 4, "gpu.sm_clock", str, least=True),
