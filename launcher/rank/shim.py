@@ -223,10 +223,11 @@ def raise_open_files() -> str:
 def _reset_signals(*, is_launched: bool) -> None:
     """Give the program the signals as it would have them without us; an ignored one stays ignored over exec.
 
-    The interpreter ignores SIGPIPE at its start. `launch` has torchrun ignore the user signals, which SLURM
+    The interpreter ignores SIGPIPE and SIGXFSZ at its start. `launch` has torchrun ignore the user signals, which SLURM
     sends to every process of a step, and blocks them itself; what has come until now is dropped.
     """
-    _signal.signal(_signal.SIGPIPE, _signal.SIG_DFL)
+    for number in (_signal.SIGPIPE, _signal.SIGXFSZ):
+        _signal.signal(number, _signal.SIG_DFL)
     if is_launched:
         user_signals = (_signal.SIGUSR1, _signal.SIGUSR2)
         for number in user_signals:

@@ -37,6 +37,21 @@ class Lines(IterableDataset):
 def keep(batch):
     return batch
 
+def look(loader):
+    "Where each worker is, all of its threads, and where this process."
+    rows = [row for batch in loader for row in batch]
+    workers = {{row[0]: row[2] for row in rows}}
+    assert os.getpid() not in workers
+    return [sorted(workers.values()), sorted(os.sched_getaffinity(0))]
+
+def count_warnings(workers):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader = DataLoader(Places(), collate_fn=keep, num_workers=workers)
+        rows = len(list(loader))
+    assert rows == 4
+    return [[os.path.basename(entry.filename), str(entry.message)[:32]] for entry in caught]
+
 def note(**values):
     print("NOTE", json.dumps(values), flush=True)
 

@@ -1,6 +1,7 @@
 """Many small programs in one process: each in a fork of it, in which the hook starts as in a warm rank."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -43,15 +44,14 @@ def run_scenarios(
 ) -> list[tuple[str, str]]:
     """Return what each program wrote to stdout and stderr.
 
-    A scenario has `code`, and perhaps `hooked` and `variables`. `begin` is run once before them, `more` in
-    each.
+    A scenario has `code`, `variables`, and perhaps `hooked`. `begin` is run once before them, `more` in each.
     """
     environ = {**clean_environ(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     cases = [
         {
             "code": more + scenario["code"],
             "hooked": scenario.get("hooked", True),
-            "variables": scenario.get("variables", {}),
+            "variables": scenario["variables"],
         }
         for scenario in scenarios
     ]
@@ -72,26 +72,29 @@ def run_scenarios(
     ]
 
 
-def check_table(name: str, folder: Path, begin: str = "", more: str = "") -> None:
+def check_table(name: str, folder: Path, begin: str, more: str = "") -> None:
     """Run the scenarios of a file in tests/data: each prints as JSON what it says under `finds`.
 
-    `policies` are for LAUNCH_GC. One with `same` prints the same without the hook.
+    `policies` are for LAUNCH_GC. One with `same` prints the same without the hook, one with `steps` prints
+    nothing, and collects at these steps by the log of its policy.
     """
     table = tomllib.loads((DATA / name).read_text())["scenario"]
-    scenarios, rows = [], []
-    for row in table:
-        for policy in row.get("policies", [QUICK]):
-            for hooked in (True, False) if row.get("same") else (True,):
-                variables = {"LAUNCH_GC": policy, **row.get("variables", {})}
-                scenarios.append({"code": row["code"], "hooked": hooked, "variables": variables})
-                rows.append((row, policy, hooked))
+    scenarios = [
+        {"row": row, "code": row["code"], "hooked": hooked, "variables": {"LAUNCH_GC": policy}}
+        for row in table
+        for policy in row.get("policies", [QUICK])
+        for hooked in ((True, False) if row.get("same") else (row.get("hooked", True),))
+    ]
     outputs = run_scenarios(begin, scenarios, folder, more)
-    found = {}
-    for (row, policy, hooked), (out, err) in zip(rows, outputs, strict=True):
-        where = f"{row['name']}, {policy}, {'with' if hooked else 'without'} the hook"
-        assert not err, f"{where}: {err}"
-        found[row["name"], policy, hooked] = json.loads(out.splitlines()[-1])
-        if "finds" in row:
-            assert found[row["name"], policy, hooked] == row["finds"], where
-        if not hooked:
-            assert found[row["name"], policy, False] == found[row["name"], policy, True], where
+    last: object = None
+    for scenario, (out, err) in zip(scenarios, outputs, strict=True):
+        row, where = scenario["row"], f"{scenario['row']['name']}, {scenario['variables']}: {out}{err}"
+        if "steps" in row:
+            found = re.findall(r"^launch: rank 0: step (\d+): .*$", err, re.MULTILINE)
+            assert ([*map(int, found)], len(found), out) == (row["steps"], err.count("\n"), ""), where
+            continue
+        assert out and not err, where
+        before, last = last, json.loads(out.splitlines()[-1])
+        assert last == row.get("finds", last), where
+        if row.get("same") and not scenario["hooked"]:
+            assert last == before, where

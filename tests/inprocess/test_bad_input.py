@@ -34,22 +34,16 @@ def assert_same(words: Sequence[str], cwd: Path, **variables: str) -> "subproces
     return done
 
 
-@pytest.mark.parametrize("name", ["program.py", "launcher.py", "launcher/__main__.py", "-m", "-c", "zipapp"])
-def test_ways_to_start_a_program(name: str, tmp_path: Path) -> None:
+def test_ways_to_start_a_program(tmp_path: Path) -> None:
     (tmp_path / "launcher").mkdir()
-    path = tmp_path / (name if name.endswith(".py") else "launcher/__main__.py")
-    path.write_text(TELL)
+    for name in ("program.py", "launcher.py", "launcher/__main__.py"):
+        (tmp_path / name).write_text(TELL)
     (tmp_path / "launcher" / "__init__.py").write_text("")
-    words = [name]
-    if name == "-m":
-        words = ["-m", "launcher", "word"]
-    elif name == "-c":
-        words = ["-c", TELL, "-I"]
-    elif name == "zipapp":
-        zipapp.create_archive(tmp_path / "launcher", tmp_path / "app.pyz")
-        words = ["app.pyz"]
-    done = assert_same([sys.executable, *words], tmp_path)
-    assert (done.returncode, "KeyError: 'as it is'" in done.stderr) == (1, True)
+    zipapp.create_archive(tmp_path / "launcher", tmp_path / "app.pyz")
+    ways = (["program.py"], ["launcher.py"], ["launcher/__main__.py"], ["-m", "launcher", "word"])
+    for words in (*ways, ["-c", TELL, "-I"], ["app.pyz"]):
+        done = assert_same([sys.executable, *words], tmp_path)
+        assert (done.returncode, "KeyError: 'as it is'" in done.stderr) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -145,22 +139,29 @@ def find_python(version: str) -> "str | None":
     return None
 
 
-HANDLERS = {
-    "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))": 7,
-    "signal.signal(signal.SIGTERM, lambda *_: json.loads('}'))": 1,
-    "def handle(*_):\n    raise TimeoutError('stop')\nsignal.signal(signal.SIGTERM, handle)": 1,
-    "pass": -signal.SIGTERM,
-}
-
-
-@pytest.mark.parametrize("handler", HANDLERS)
-@pytest.mark.parametrize(
-    ("policy", "call"),
-    [("disabled,every=1", "collect()"), (QUICK, "gc.collect()"), (QUICK, "collect(now=True)")],
+HANDLERS = (
+    ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))", 7),
+    ("signal.signal(signal.SIGTERM, lambda *_: json.loads('}'))", 1),
+    ("def handle(*_):\n    raise TimeoutError('stop')\nsignal.signal(signal.SIGTERM, handle)", 1),
+    ("pass", -signal.SIGTERM),
 )
-def test_a_signal_in_a_collection(policy: str, call: str, handler: str, tmp_path: Path) -> None:
+
+
+@pytest.mark.parametrize(
+    ("handler", "policy", "call"),
+    [
+        (0, "disabled,every=1", "collect()"),
+        (0, QUICK, "gc.collect()"),
+        (1, QUICK, "collect(now=True)"),
+        (2, "disabled,every=1", "collect()"),
+        (2, QUICK, "gc.collect()"),
+        (3, QUICK, "collect(now=True)"),
+    ],
+)
+def test_a_signal_in_a_collection(handler: int, policy: str, call: str, tmp_path: Path) -> None:
     """Nearly all of the program's time is spent in collections; its handler runs, and ends it."""
-    code = f"{STEPS}\nimport signal\n{handler}\nlive = [[] for _ in range(500_000)]\n"
+    action, expected = HANDLERS[handler]
+    code = f"{STEPS}\nimport signal\n{action}\nlive = [[] for _ in range(500_000)]\n"
     code += f"collect(), collect(), collect()\nprint('now', flush=True)\nwhile True:\n    {call}\n"
     environ = {**clean_environ(), "LAUNCH_GC": policy, "PYTHONPATH": f"{FOLDER}:{ROOT}"}
     with subprocess.Popen(
@@ -179,7 +180,7 @@ def test_a_signal_in_a_collection(policy: str, call: str, handler: str, tmp_path
         finally:
             program.kill()
         said = program.stderr.read()
-    assert code_found == HANDLERS[handler], said
+    assert code_found == expected, said
     assert "Exception ignored" not in said
     assert ("Traceback" in said) == (code_found == 1)
 

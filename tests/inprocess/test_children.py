@@ -96,20 +96,3 @@ def test_children_are_as_without_us(tmp_path: Path) -> None:
     )
     assert not child_hooked, "nothing of ours is loaded in what is started anew"
     assert own[2] > 1000 and own_hooked, "the rank itself has the policy"
-
-
-def test_forked_children_of_a_disabled_collector_have_it(tmp_path: Path) -> None:
-    code = """
-import gc, json, os
-source, sink = os.pipe()
-found = [gc.isenabled()]
-child = os.fork()
-if not child:
-    os.write(sink, bytes([gc.isenabled()]))
-    os._exit(0)
-os.waitpid(child, 0)
-print(json.dumps([*found, os.read(source, 1)[0]]))
-"""
-    assert run_code(code, tmp_path, "disabled,every=5") == [False, 1]
-    mine = code.replace("found =", "gc.disable(); gc.set_threshold(5); found =")
-    assert run_code(mine, tmp_path) == [False, 0]

@@ -1,12 +1,11 @@
-"""A `DataLoader(...)` that says nothing of workers gets the plan's number, and no other loader does."""
+"""DataLoaders in a rank: those that say nothing of workers get the plan's number, and workers their CPUs."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from launcher.inprocess.launch_inprocess.loaders import start_loader_policies
-from tests.inprocess.loader_runs import read_notes, run_program
+from launcher.cpulist import parse_cpulist
+from tests.inprocess.loader_runs import ALL, OWN, read_notes, run_program
 
 CALLS = {
     "DataLoader(data)": 2,
@@ -78,18 +77,16 @@ REFUSED = {
     "DataLoader(data, num_workers=None)": "TypeError: ",
 }
 """Calls that torch refuses, with its own words."""
-
-
-MADE = (
-    COUNT
-    + f"""
+MADE = f"""
 note(counts={{call: eval(call).num_workers for call in {[*CALLS]}}})
 note(refused={{call: catch(lambda: eval(call).num_workers) for call in {[*REFUSED]}}})
 loader = DataLoader(data)
 note(as_is=[loader.pin_memory, loader.persistent_workers, loader.timeout, loader.generator,
             loader.multiprocessing_context, loader.prefetch_factor])
+import launcher
+note(plan=launcher.rank_plan(),
+     asked=[launcher.num_workers(9), launcher.collect(), launcher.collect(now=True)])
 """
-)
 REMADE = """
 import pickle
 
@@ -123,58 +120,85 @@ note(items=dict(order=[row[1] for row in rows], workers=len({row[0] for row in r
 """
 
 
-@pytest.fixture(scope="module")
-def notes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """What one program with the plan's default finds, for several tests."""
-    return read_notes(run_program(tmp_path_factory.mktemp("loaders"), MADE + REMADE + ITEMS))
-
-
-def test_calls_have_the_workers_that_are_right_for_them(notes: dict[str, object]) -> None:
+def test_loaders_have_the_workers_that_are_right_for_them(tmp_path: Path) -> None:
+    """Frameworks pass on what differs from the signature's defaults (Lightning), or all (Accelerate)."""
+    notes = read_notes(run_program(tmp_path, COUNT + MADE + REMADE + ITEMS, LAUNCH_GC="synchronized"))
     assert notes["counts"] == CALLS
     refused = notes["refused"]
     assert isinstance(refused, dict)
     assert {call: str(said)[: len(REFUSED[call])] for call, said in refused.items()} == REFUSED
     assert notes["as_is"] == [False, False, 0, None, None, 2]
-
-
-def test_the_signature_is_true_so_that_loaders_can_be_made_anew(notes: dict[str, object]) -> None:
-    """Frameworks pass on what differs from the signature's defaults (Lightning), or all (Accelerate)."""
     assert notes["remade"] == notes["pickled"] == [2, 0, 1, 0]
     assert notes["named"] == ["__init__", "DataLoader.__init__", "torch.utils.data.dataloader"]
     assert notes["spec"] == notes["doc"] == 2
+    assert notes["items"] == {"order": list(range(7)), "workers": 2, "lines": list(range(5)), "same": True}
+    plan = notes["plan"]  # which the program can ask for, too
+    assert isinstance(plan, dict)
+    keys = ["cpus", "gpu", "local_rank", "memory", "nic", "num_workers", "omp_num_threads", "worker_cpus"]
+    assert sorted(plan) == keys
+    assert [sorted(parse_cpulist(plan[name])) for name in ("cpus", "worker_cpus")] == [OWN, ALL]
+    assert (plan["local_rank"], plan["num_workers"], plan["memory"]["policy"]) == (0, 2, "preferred")
+    assert notes["asked"] == [2, False, True]
 
 
-def test_items_come_once_and_in_order(notes: dict[str, object]) -> None:
-    expected = {"order": list(range(7)), "workers": 2, "lines": list(range(5)), "same": True}
-    assert notes["items"] == expected
+PLACED = """
+import threading
 
+def start_thread(_):
+    "A thread of the worker's, from before it is moved."
+    begun = threading.Event()
+    threading.Thread(target=lambda: begun.set() or threading.Event().wait(), daemon=True).start()
+    begun.wait()
 
-def test_unless_asked_for_loaders_are_torchs_own(tmp_path: Path) -> None:
-    lines = """
-note(count=DataLoader(Places()).num_workers, file=inspect.getsourcefile(DataLoader.__init__),
-     default=inspect.signature(DataLoader).parameters["num_workers"].default)
+def bind(worker):
+    if worker:
+        os.sched_setaffinity(0, ALL[1:])
+
+def make(**options):
+    return DataLoader(Places(8), **{"collate_fn": keep, "num_workers": 2, **options})
+
+def main():
+    note(count=DataLoader(Places()).num_workers, file=inspect.getsourcefile(DataLoader.__init__),
+         default=inspect.signature(DataLoader).parameters["num_workers"].default)
+    note(fits=count_warnings(2), over=count_warnings(3))
+    note(method=DataLoader.check_worker_number_rationality.__name__)
+    note(plain=look(make()), threads=look(make(worker_init_fn=start_thread)),
+         bound=look(make(worker_init_fn=bind)))
+    note(started=look(make(multiprocessing_context="forkserver")))
+    kept = make(persistent_workers=True)
+    note(epochs=[look(kept) for _ in range(3)], two=[a[0][0] for a in map(look, [kept, make(num_workers=1)])])
+    kept = None
+    child = os.fork()
+    if child == 0:
+        note(child=look(make(num_workers=1)))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    os.sched_setaffinity(0, ALL[1:])
+    note(moved=look(make(num_workers=1)), counted=count_warnings(2))
+
+if __name__ == "__main__":
+    main()
 """
-    notes = read_notes(run_program(tmp_path, lines, default=False))
+
+
+@pytest.mark.skipif(len(ALL) < 2, reason="one CPU has no room for workers of their own")
+def test_workers_are_on_their_cpus_and_unless_asked_for_loaders_are_torchs_own(tmp_path: Path) -> None:
+    notes = read_notes(run_program(tmp_path, PLACED, default=False))
     assert (notes["count"], notes["default"]) == (0, 0)
     assert str(notes["file"]).endswith("torch/utils/data/dataloader.py")
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {},
-        {"LAUNCH_NUM_WORKERS": "3"},
-        {"LAUNCH_LOADER_DEFAULT": "1"},
-        {"LAUNCH_NUM_WORKERS": "0", "LAUNCH_LOADER_DEFAULT": "1"},
-        {"LAUNCH_NUM_WORKERS": "-3", "LAUNCH_LOADER_DEFAULT": "1"},
-        {"LAUNCH_NUM_WORKERS": "many", "LAUNCH_LOADER_DEFAULT": "1"},
-        {"LAUNCH_NUM_WORKERS": "3", "LAUNCH_LOADER_DEFAULT": "0"},
-    ],
-)
-def test_nothing_waits_for_torch_where_nothing_is_asked_for(environ: dict[str, str]) -> None:
-    finders = list(sys.meta_path)
-    start_loader_policies(environ)
-    assert sys.meta_path == finders
+    warning = ["dataloader.py", "This DataLoader will create 3 wo"]
+    assert notes["fits"] == []
+    assert notes["over"] == [warning, warning]  # when it is made, and when it starts them
+    assert notes["method"] == "check_worker_number_rationality"
+    theirs = [[ALL, ALL], OWN]
+    assert notes["plain"] == notes["threads"] == notes["started"] == theirs
+    assert notes["epochs"] == [theirs] * 3
+    assert notes["two"] == [ALL, ALL]
+    # A program that binds its workers, or this process, means it; so does one that forks before it loads.
+    assert notes["bound"] == [[ALL, ALL[1:]], OWN]
+    assert notes["child"] == [[OWN], OWN]
+    assert notes["moved"] == [[ALL[1:]], ALL[1:]]
+    assert notes["counted"] == [[warning[0], "This DataLoader will create 2 wo"]] * 2
 
 
 CHILDREN = """
@@ -214,45 +238,51 @@ def test_children_and_workers_have_torchs_default(tmp_path: Path) -> None:
     assert (notes["spawned"], notes["outer"], notes["rows"]) == (0, 2, 4)
 
 
-def test_a_program_that_chose_how_processes_start_is_left_alone(tmp_path: Path) -> None:
-    """Other ways than fork run the main file anew in each worker, and pickle the dataset."""
-    lines = """
-def look():
-    loader = DataLoader(Places(), collate_fn=lambda batch: batch)
-    method = getattr(loader.multiprocessing_context, "_name", None)
-    return [loader.num_workers, method, len(list(loader))]
+FRAMEWORKS = """
+import logging
+logging.disable(logging.CRITICAL)
+warnings.simplefilter("ignore")
+del os.environ["LOCAL_RANK"]  # one process alone: no rendezvous
+from accelerate import Accelerator
+from lightning.pytorch import LightningModule, Trainer
 
-found = {"unset": look()}
-for method in ("fork", "spawn", "forkserver"):
-    multiprocessing.set_start_method(method, force=True)
-    found[method] = look()
-# Python 3.14 starts processes by forkserver, and says so first.
-context = multiprocessing.context
-context._default_context._actual_context = None
-context._default_context._default_context = context._concrete_contexts["forkserver"]
-multiprocessing.get_all_start_methods = lambda: ["forkserver", "spawn", "fork"]
-given = DataLoader(Places(), multiprocessing_context="spawn")
-note(**found, later=look(), given=given.multiprocessing_context._name)
+class Small(LightningModule):
+    def __init__(self, **options):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.options = options
+    def train_dataloader(self):
+        return DataLoader(data, shuffle=True, **self.options)
+    def training_step(self, batch, index):
+        return self.layer(batch[0]).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def fit(loader, **options):
+    "Train on a few batches, for which Lightning makes a loader that does not shuffle."
+    quiet = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar")}
+    trainer = Trainer(max_epochs=1, overfit_batches=2, accelerator="cpu", devices=1,
+                      enable_model_summary=False, **quiet)
+    trainer.fit(Small(**options), loader)
+    made = trainer.train_dataloader
+    assert made is not loader and type(made.sampler).__name__ == "SequentialSampler"
+    return made.num_workers
+
+def prepare(**options):
+    "Read all of a loader that Accelerate has made of another."
+    made = Accelerator(cpu=True).prepare(DataLoader(data, **options))
+    assert len(list(made)) == 8
+    return made.num_workers
+
+data = TensorDataset(torch.zeros(8, 1))
+said = [{}, {"num_workers": 0}, {"num_workers": 1}]
+note(hook=[fit(None, **options) for options in said],
+     given=[fit(DataLoader(data, shuffle=True, **options)) for options in said],
+     accelerate=[prepare(**options) for options in said])
 """
-    notes = read_notes(run_program(tmp_path, lines))
-    assert notes == {
-        "unset": [2, None, 4],
-        "fork": [2, None, 4],
-        "spawn": [0, None, 4],
-        "forkserver": [0, None, 4],
-        "later": [2, "fork", 4],
-        "given": "spawn",
-    }
 
 
-def test_an_error_in_a_worker_is_torchs_own(tmp_path: Path) -> None:
-    lines = """
-class Broken(Places):
-    def __getitem__(self, index):
-        raise KeyError("no such item")
-list(DataLoader(Broken()))
-"""
-    done = run_program(tmp_path, lines)
-    assert done.returncode == 1
-    assert "Caught KeyError in DataLoader worker process 0" in done.stderr
-    assert "launch_inprocess" not in done.stderr
+@pytest.mark.slow
+def test_loaders_that_are_made_anew_keep_their_workers(tmp_path: Path) -> None:
+    notes = read_notes(run_program(tmp_path, FRAMEWORKS))
+    assert notes == {"hook": [2, 0, 1], "given": [2, 0, 1], "accelerate": [2, 0, 1]}

@@ -2,51 +2,89 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+import tomllib
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from launcher.cpulist import format_cpulist, parse_cpulist
+from launcher.cpulist import parse_cpulist
 from launcher.rank.identity import Identity
-from tests.rank.start_shim import ALLOWED, COMMAND, TELL, run_shim, tell, write_plan
+from launcher.rank.shim import raise_open_files
+from tests.rank.seccomp_filter import KNOWN, forbid
+from tests.rank.start_shim import ALLOWED, COMMAND, ECHO, SHIM, TELL, run_shim, run_words, tell, write_plan
+from tests.seam import drop_powers
+
+CASES = tomllib.loads((Path(__file__).parents[1] / "data" / "shim.toml").read_text())["case"]
+
+
+def fill(value: Any, folder: Path) -> Any:
+    """Put the CPU and the folder into the texts of a case."""
+    if isinstance(value, str):
+        return value.replace("{cpu}", str(ALLOWED[0])).replace("{dir}", str(folder))
+    if isinstance(value, dict):
+        return {name: fill(item, folder) for name, item in value.items()}
+    return [fill(item, folder) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case["name"]))
+def test_the_program_runs_and_what_went_wrong_is_told(case: dict[str, Any], tmp_path: Path) -> None:
+    case = fill(case, tmp_path)
+    if case.get("root") and os.geteuid():
+        pytest.skip("giving a file to another user needs root")
+    if "calls" in case and not KNOWN:
+        pytest.skip("the filter knows x86_64 and aarch64 alone")
+    variables = case.get("variables", {})
+    if "text" in case or "plan" in case:
+        plan = write_plan(tmp_path, **{"cpus": str(ALLOWED[0]), **case.get("plan", {})})
+        if "text" in case:
+            plan.write_text(case["text"])
+        variables = {"LAUNCH_PLAN": str(plan), **variables}
+    subprocess.run(["sh", "-ec", case.get("before", "")], cwd=tmp_path, check=True)
+    wrap = ("sh", "-c", f"cd {tmp_path}; {case['wrap']}", "sh") if "wrap" in case else ()
+    calls = partial(forbid, *case["calls"], error=case["errno"]) if "calls" in case else None
+    words = case.get("words", ECHO)
+    done = run_shim(*words, preexec=calls, wrap=wrap, **variables)
+    assert (done.returncode, done.stdout) == (case.get("code", 0), case.get("out", "ran\n")), done.stderr
+    for part in case.get("says", ()):
+        assert part in done.stderr
+    assert case.get("lines", 1) in (-1, done.stderr.count("\n")), done.stderr
+    assert "Traceback" not in done.stderr and "\x1b" not in done.stderr and "\x07" not in done.stderr
+    assert max(map(len, done.stderr.splitlines()), default=0) < case.get("longest", 1100)
+    assert all((tmp_path / name).exists() for name in case.get("makes", ()))
+    assert not any((tmp_path / name).exists() for name in case.get("lacks", ()))
+    if case.get("strict"):
+        strict = run_shim(*words, preexec=calls, LAUNCH_STRICT="1", **variables)
+        assert (strict.returncode, strict.stdout) == (3, "")
 
 
 def test_the_program_has_what_was_planned(tmp_path: Path) -> None:
-    cpu = ALLOWED[-1]
-    plan = write_plan(tmp_path, str(cpu))
-    words = ["a b", "c'd\"", "$(x)", "new\nline", "é", "", "--", "{num_workers}", "--n={num_workers}"]
+    plan = write_plan(tmp_path, str(ALLOWED[-1]))
     typed = ["${run_dir}", "a$$b", '{"a": {num_workers}}', "{run_dir}x", "a={b={num_workers}}", "{}", "="]
-    asked = [
-        "{run_dir}/a=b",
-        "a.b={run_dir}",
-        "-x={run_dir}/{run_dir}",
-        "{{run_dir}}/x",
-        "x={{num_workers}}",
-    ]
-    words = [*typed, *asked, *words]
-    done = run_shim(
-        "--",
-        sys.executable,
-        "-c",
-        TELL,
-        *words,
-        LAUNCH_PLAN=str(plan),
-        OMP_NUM_THREADS="1",
-        LAUNCH_RUN_DIR="/r",
-    )
-    told = tell(done)
-    assert told["cpus"] == [cpu]
+    odd = ["a b", "c'd\"", "$(x)", "new\nline", "é", "", "--"]
+    asked = {
+        "{run_dir}/a=b": "/r/a=b",
+        "a.b={run_dir}": "a.b=/r",
+        "-x={run_dir}/{run_dir}": "-x=/r/{run_dir}",
+        "{{run_dir}}/x": "{run_dir}/x",
+        "x={{num_workers}}": "x={num_workers}",
+        "{num_workers}": "3",
+        "--n={num_workers}": "--n=3",
+    }
+    words = ["--", sys.executable, "-c", TELL, *typed, *odd, *asked]
+    told = tell(run_shim(*words, LAUNCH_PLAN=str(plan), OMP_NUM_THREADS="1", LAUNCH_RUN_DIR="/r"))
+    assert told["cpus"] == [ALLOWED[-1]]
     assert (told["policy"], told["nodes"]) == ("preferred", [0])
-    filled = ["/r/a=b", "a.b=/r", "-x=/r/{run_dir}", "{run_dir}/x", "x={num_workers}"]
-    assert told["argv"] == [*typed, *filled, *words[len(typed + asked) : -2], "3", "--n=3"]
+    assert told["argv"] == [*typed, *odd, *asked.values()]
     assert isinstance(told["env"], dict)
     assert told["env"]["OMP_NUM_THREADS"] == "5"
-    said = f"launch-rank: rank 0, cpus {cpu}, memory preferred node 0, workers 3, threads 5\n"
-    assert done.stderr == said
+    assert "LAUNCH_BINDING" in run_shim("--help").stdout
 
 
 def test_the_process_stays_the_same(tmp_path: Path) -> None:
@@ -59,83 +97,33 @@ def test_the_process_stays_the_same(tmp_path: Path) -> None:
     assert process.wait(20) == -signal.SIGTERM
 
 
-def test_broken_pipe_signal_is_as_before_python(tmp_path: Path) -> None:
+def test_a_plan_file_that_is_cut_off_anywhere_or_cannot_be_read(tmp_path: Path) -> None:
     plan = write_plan(tmp_path, str(ALLOWED[0]))
-    done = run_shim("grep", "SigIgn", "/proc/self/status", LAUNCH_PLAN=str(plan))
-    assert int(done.stdout.split()[1], 16) >> (signal.SIGPIPE - 1) & 1 == 0
+    whole = plan.read_bytes()
+    for length in range(0, len(whole), 29):
+        plan.write_bytes(whole[:length])
+        done = run_shim(*ECHO, LAUNCH_PLAN=str(plan))
+        assert done.stdout == "ran\n" and "cannot be read" in done.stderr
+    plan.chmod(0)
+    assert "Permission denied" in run_shim(*ECHO, LAUNCH_PLAN=str(plan), preexec=drop_powers).stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (None, "cannot be read"),
-        ("{", "cannot be read"),
-        ("[]", "is not a plan"),
-        ("{}", "is not as expected"),
-        ('{"ranks": 3}', "is not as expected"),
-        ('{"ranks": [{"local_rank": 0}]}', "is not as expected"),
-        ('{"ranks": []}', "none of them local rank 0"),
-        (
-            '{"ranks": [{"local_rank": 0, "cpus": "x-y", "memory": {}, "env": {}, "gpu": 1}]}',
-            "is not as expected",
-        ),
-    ],
-)
-def test_a_bad_plan_is_a_warning_and_the_program_runs(tmp_path: Path, text: str | None, says: str) -> None:
-    path = tmp_path / "plan.json"
-    if text is not None:
-        path.write_text(text)
-    done = run_shim("echo", "ran", LAUNCH_PLAN=str(path))
-    assert (done.returncode, done.stdout) == (0, "ran\n")
-    assert says in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert run_shim("echo", "ran", LAUNCH_PLAN=str(path), LAUNCH_STRICT="1").returncode == 3
-
-
-def test_cpus_that_cannot_be_had_are_a_warning(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, "4000")
-    done = run_shim(sys.executable, "-c", TELL, LAUNCH_PLAN=str(plan))
-    assert tell(done)["cpus"] == ALLOWED
-    assert "CPUs 4000 were refused" in done.stderr
-    strict = run_shim(sys.executable, "-c", TELL, LAUNCH_PLAN=str(plan), LAUNCH_STRICT="1")
-    assert (strict.returncode, strict.stdout) == (3, "")
-
-
-def test_part_of_the_cpus_is_a_warning(tmp_path: Path) -> None:
-    wanted = format_cpulist({ALLOWED[0], 4000})
-    done = run_shim(sys.executable, "-c", TELL, LAUNCH_PLAN=str(write_plan(tmp_path, wanted)))
-    assert tell(done)["cpus"] == [ALLOWED[0]]
-    assert "CPUs 4000 of the plan are outside this job's cpuset" in done.stderr
-
-
-def test_a_memory_node_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, str(ALLOWED[0]), nodes="700")
-    done = run_shim(sys.executable, "-c", TELL, LAUNCH_PLAN=str(plan))
-    assert tell(done)["policy"] == "default"
-    assert "memory policy preferred of node 700 was refused" in done.stderr
-
-
-def test_a_program_that_is_not_there_or_cannot_run(tmp_path: Path) -> None:
-    plan = str(write_plan(tmp_path, str(ALLOWED[0])))
-    assert run_shim("no-such-program", LAUNCH_PLAN=plan).returncode == 127
-    assert run_shim(str(tmp_path), LAUNCH_PLAN=plan).returncode == 126
-    assert run_shim("--", LAUNCH_PLAN=plan).returncode == 2
-    assert "LAUNCH_BINDING" in run_shim("--help").stdout
+@pytest.mark.parametrize("text", ["-1", "99", "abc", "", "1.0", " 1", "\N{SUPERSCRIPT TWO}", "9" * 5000])
+def test_a_local_rank_of_any_kind(text: str) -> None:
+    for size in ("2", "-1"):
+        done = run_shim(*ECHO, LOCAL_RANK=text, LOCAL_WORLD_SIZE=size)
+        assert (done.returncode, done.stdout) == (0, "ran\n")
+        assert done.stderr.startswith("launch-rank: ") and "Traceback" not in done.stderr
 
 
 def test_logs_and_record_go_to_the_run_directory(tmp_path: Path) -> None:
     plan = write_plan(tmp_path, str(ALLOWED[0]))
-    code = "import sys; print('out'); print('err', file=sys.stderr)"
-    done = run_shim(
-        *(sys.executable, "-c", code),
-        LAUNCH_PLAN=str(plan),
-        LAUNCH_RECORD_DIR=str(tmp_path),
-        RANK="5",
-        TORCHELASTIC_RESTART_COUNT="2",
-        LAUNCH_ATTEMPT="1",
-    )
+    code = "import os, sys; print(os.get_blocking(1), os.get_blocking(2)); print('err', file=sys.stderr)"
+    numbers = {"RANK": "5", "TORCHELASTIC_RESTART_COUNT": "2", "LAUNCH_ATTEMPT": "1"}
+    run = {"LAUNCH_PLAN": str(plan), "LAUNCH_RECORD_DIR": str(tmp_path)}
+    done = run_shim(sys.executable, "-c", code, preexec=None, **run, **numbers)
     assert (done.stdout, done.stderr) == ("", "")
-    assert (tmp_path / "logs" / "3" / "rank-5.out").read_text() == "out\n"
+    assert (tmp_path / "logs" / "3" / "rank-5.out").read_text() == "True True\n"
     assert (tmp_path / "logs" / "3" / "rank-5.err").read_text().endswith("\nerr\n")
     assert (tmp_path / "logs" / "3" / "rank-5.err").stat().st_mode & 0o777 == 0o600
     record = json.loads((tmp_path / "rank-5.applied.json").read_text())
@@ -143,58 +131,18 @@ def test_logs_and_record_go_to_the_run_directory(tmp_path: Path) -> None:
     assert parse_cpulist(record["cpus"]) == {ALLOWED[0]}
     assert record["memory"] == {"policy": "preferred", "nodes": "0"}
     assert record["problems"] == []
-
-
-def test_a_run_directory_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, str(ALLOWED[0]))
-    (tmp_path / "logs").write_text("in the way")
-    done = run_shim("echo", "ran", LAUNCH_PLAN=str(plan), LAUNCH_RECORD_DIR=str(tmp_path))
-    assert (done.returncode, done.stdout) == (0, "ran\n")
-    assert "has no log files" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("variables", "local_rank"),
-    [
-        ({"LOCAL_RANK": "1", "SLURM_LOCALID": "0"}, 1),
-        ({"SLURM_LOCALID": "1"}, 1),
-        ({"OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 1),
-        ({"MPI_LOCALRANKID": "1"}, 1),
-        ({"PALS_LOCAL_RANKID": "1"}, 1),
-    ],
-    ids=str,
-)
-def test_the_local_rank_of_each_launcher(tmp_path: Path, variables: dict[str, str], local_rank: int) -> None:
-    path = write_plan(tmp_path, str(ALLOWED[0]))
-    plan = json.loads(path.read_text())
-    plan["ranks"].append({**plan["ranks"][0], "local_rank": local_rank, "cpus": str(ALLOWED[-1])})
-    path.write_text(json.dumps(plan))
-    environ = {"PATH": os.environ["PATH"], "LAUNCH_PLAN": str(path), **variables}
-    done = subprocess.run(
-        [*COMMAND, "grep", "Cpus_allowed_list", "/proc/self/status"],
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert parse_cpulist(done.stdout.split()[1]) == {ALLOWED[-1]}
+    (tmp_path / "run").mkdir(mode=0o500)
+    run["LAUNCH_RECORD_DIR"] = str(tmp_path / "run")
+    done = run_shim(*ECHO, **run, preexec=drop_powers)
+    assert "has no log files" in done.stderr and "there is no record of what was applied" in done.stderr
 
 
 def test_under_plain_torchrun_the_node_is_planned_by_each_rank(tmp_path: Path) -> None:
     code = "import os; open(os.environ['RANK'], 'w').write(repr(sorted(os.sched_getaffinity(0))))"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "--no-python",
-    ]
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("LAUNCH_", "OMP_"))}
-    done = subprocess.run(
-        [*command, *COMMAND, sys.executable, "-c", code],
-        env=environ, capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path,
-    )  # fmt: skip
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    done = run_words(
+        [sys.executable, *words, *COMMAND, sys.executable, "-c", code], {"LOCAL_RANK": ""}, cwd=tmp_path
+    )
     sets = [set(json.loads((tmp_path / rank).read_text())) for rank in "01"]
     assert all(cpus <= set(ALLOWED) for cpus in sets)
     if len(ALLOWED) > 1:
@@ -251,31 +199,105 @@ def test_a_rank_whose_starter_has_died_before_it_could_be_tied_to_it_does_not_ru
     assert ran.exists()
 
 
-def test_the_line_says_what_the_variables_come_to(tmp_path: Path) -> None:
-    env = {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "LAUNCH_GC": "synchronized,warmup=30,every=50",
-        "LAUNCH_NIC": "mlx5_2",
-        "LAUNCH_NUM_WORKERS": "3",
-        "MKL_NUM_THREADS": "8",
-        "NCCL_IB_HCA": "=mlx5_2",
-        "OMP_NUM_THREADS": "8",
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-        "MINE": "1",
-    }
-    plan = str(
-        write_plan(tmp_path, str(ALLOWED[0]), env={**env, "LD_PRELOAD": "/no/libjemalloc.so.2:/no/mine.so"})
-    )
-    line = run_shim("/bin/true", LAUNCH_PLAN=plan).stderr.splitlines()[0]
-    assert line.partition("node 0, ")[2] == (
-        "nic mlx5_2, workers 3, threads 8, gc synchronized, allocator expandable_segments:True, "
-        "malloc libjemalloc.so.2, MINE=1"
-    )
+@pytest.mark.parametrize(("soft", "told"), [(1024, True), (65536, False)])
+def test_a_refusal_is_told_where_there_are_few(
+    monkeypatch: pytest.MonkeyPatch, soft: int, told: bool
+) -> None:
+    """The kernel refuses a hard limit above fs.nr_open, which root may lower below what a job has."""
+
+    def refuse(*_: object) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, 1 << 30))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    problem = raise_open_files()
+    assert problem.startswith("it may open 1024 files, and raising that to 1073741824 was refused") == told
+    assert bool(problem) == told
 
 
-def test_the_line_tells_of_what_the_user_has_set_too(tmp_path: Path) -> None:
-    plan = str(write_plan(tmp_path, str(ALLOWED[0]), env={}))
-    own = {"OMP_NUM_THREADS": "7", "LAUNCH_GC": "default", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
-    line = run_shim("/bin/true", preexec=None, LAUNCH_PLAN=plan, **own).stderr
-    assert line.endswith("node 0, workers 3, threads 7, allocator max_split_size_mb:64\n")
+HIDE = "mount -t tmpfs none /proc"
+HIDEPID = "mount -t proc -o hidepid=2 proc /proc"
+
+
+def can_unshare() -> bool:
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", HIDE], capture_output=True, check=False)
+    return done.returncode == 0
+
+
+@pytest.mark.skipif(not can_unshare(), reason="mounting in a namespace of its own is not permitted here")
+@pytest.mark.parametrize(
+    "mount", [HIDE, HIDEPID, f"{HIDE}; mount -t tmpfs none /sys"], ids=("proc", "hidepid", "both")
+)
+def test_file_systems_that_are_hidden(mount: str) -> None:
+    command = ["unshare", "--mount", "sh", "-c", f'{mount}; exec "$0" "$@"', *COMMAND]
+    words = ["taskset", "-c", str(ALLOWED[-1]), *command, sys.executable, "-c", TELL]
+    done = run_words(words, {"PYTHONPATH": str(SHIM.parents[2])})
+    assert tell(done)["cpus"] == ALLOWED[-1:]
+    assert done.stderr.startswith("launch-rank: ")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o755])
+def test_a_python_file_is_run_as_torchrun_runs_it(tmp_path: Path, mode: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print(sys.argv, sys.executable, sys.orig_argv[1])\n")
+    script.chmod(mode)
+    for path in (str(script), os.path.relpath(script)):
+        done = run_shim(path, "a b", LAUNCH_QUIET="1")
+        assert done.stdout == f"{[path, 'a b']} {sys.executable} -u\n", done.stderr
+
+
+def test_an_interpreter_without_ctypes(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, str(ALLOWED[0]))
+    code = f"import sys; sys.path.insert(0, {str(SHIM.parents[2])!r}); sys.modules['_ctypes'] = None\n"
+    code += "from launcher.rank.shim import main\nsys.argv[0:1] = ['launch-rank']\nsys.exit(main())"
+    words = [sys.executable, "-I", "-S", "-c", code, *ECHO]
+    run = {"LAUNCH_PLAN": str(plan), "LAUNCH_QUIET": "1"}
+    assert "memory policy preferred of node 0 was refused" in run_words(words, run).stderr
+    done = run_words(words, {**run, "LAUNCH_RECORD_DIR": str(tmp_path)})
+    assert (done.returncode, (tmp_path / "logs/0/rank-0.out").read_text()) == (0, "ran\n")
+
+
+def test_an_interrupt_leaves_no_traceback() -> None:
+    code = f"""
+import os, signal, sys
+sys.path.insert(0, {str(SHIM.parents[2])!r})
+from launcher.rank import shim
+def interrupt(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+    raise OSError("not reached")
+shim.place_rank = interrupt
+sys.argv = ["launch-rank", "true"]
+sys.exit(shim.main())
+"""
+    done = run_words([sys.executable, "-I", "-S", "-c", code], {})
+    assert (done.returncode, done.stderr) == (-2, "")
+
+
+THREADS = """
+import json, os
+{}
+import torch
+names = sorted(name for name in os.environ if name.endswith("_NUM_THREADS"))
+print(json.dumps({"mine": torch.get_num_threads(), "mkl": torch.backends.mkl.is_available(), "names": names}))
+"""
+
+
+@pytest.mark.skipif(len(ALLOWED) < 2, reason="needs a second CPU, so that the plan's number is another")
+@pytest.mark.parametrize(
+    ("environ", "line", "threads", "with_mkl"),
+    [
+        ({}, "", 1, 1),
+        pytest.param({"OMP_NUM_THREADS": "2"}, "", 2, 2, marks=pytest.mark.slow),
+        ({}, "os.environ['OMP_NUM_THREADS'] = '2'", 2, 2),
+        pytest.param({"MKL_NUM_THREADS": "2"}, "", 1, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_torch_has_the_number_that_was_set_last_before_its_import(
+    environ: dict[str, str], line: str, threads: int, with_mkl: int
+) -> None:
+    shares = {"LOCAL_WORLD_SIZE": str(len(ALLOWED)), "LAUNCH_GC": "default"}
+    program = THREADS.replace("{}", line)
+    told = tell(run_shim(sys.executable, "-c", program, preexec=None, **{**shares, **environ}))
+    assert told["mine"] == (with_mkl if told["mkl"] else threads)
+    assert told["names"] == sorted({"OMP_NUM_THREADS", *environ})

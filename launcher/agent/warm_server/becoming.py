@@ -58,7 +58,8 @@ def become_program(environ: dict[str, str], preloaded: Preloaded, name: bytes) -
     for changed, value in preloaded.changes.items():
         os.environ.pop(changed, None) if value is None else os.environ.__setitem__(changed, value)
     watch_environ(preloaded)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as an interpreter does at its start
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as an interpreter does at its start
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     renew_identity(name)
     thaw_objects(environ)
