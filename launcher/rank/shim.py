@@ -223,8 +223,8 @@ def raise_open_files() -> str:
 def _reset_signals(*, is_launched: bool) -> None:
     """Give the program the signals as it would have them without us; an ignored one stays ignored over exec.
 
-    The interpreter ignores SIGPIPE and SIGXFSZ at its start. `launch` has torchrun ignore the user signals, which SLURM
-    sends to every process of a step, and blocks them itself; what has come until now is dropped.
+    The interpreter ignores SIGPIPE and SIGXFSZ at its start. `launch` has torchrun ignore the user signals,
+    which SLURM sends to every process of a step, and blocks them itself; what has come until now is dropped.
     """
     for number in (_signal.SIGPIPE, _signal.SIGXFSZ):
         _signal.signal(number, _signal.SIG_DFL)
