@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from statistics import median
 
 from rich.console import Console
@@ -136,11 +137,12 @@ def _figure(
     width: int,
     field: str | Callable[[RankState], float | None],
     show: Callable[[float], str],
+    warn: float = inf,
+    alarm: float = inf,
     *,
     least: bool = False,
-    limits: tuple[float, float] | None = None,
 ) -> Column:
-    """Return the column of a figure of the worst of a row's ranks; from `limits` on it warns and alarms.
+    """Return the column of a figure of the worst of a row's ranks; from `warn` and `alarm` on it is marked.
 
     `field` is one of RankState, or of its GPU (`gpu.power`), or what computes the figure.
     """
@@ -151,10 +153,7 @@ def _figure(
         if not values:
             return None
         value = min(values) if least else max(values)
-        style = ""
-        if limits and value >= limits[0]:
-            style = ALARM if value >= limits[1] else WARN
-        return Cell(show(value), value, style)
+        return Cell(show(value), value, ALARM if value >= alarm else WARN if value >= warn else "")
 
     return Column(title, letter, meaning, width, read, ascending=least)
 
@@ -228,29 +227,21 @@ def _read_network(row: Row) -> Cell | None:
 
 
 COLUMNS = (
-    Column("rank", "R", "the rank; of a node the slowest one", 4, _read_rank, ascending=True),
-    Column("node", "N", "its node", 6, _read_node, ascending=True, is_text=True),
+    Column("rank", "R", "the rank; of a node the slowest one", 4, _read_rank, True),
+    Column("node", "N", "its node", 6, _read_node, True, True),
     Column("phase", "H", "what it does, or since when its node is silent", 8, _read_phase, True, True),
     _figure("step", "S", "steps so far", 6, lambda rank: rank.step or None, str, least=True),
     Column("last", "L", "how long ago its last step was", 4, _read_age),
     _figure("p50", "P", "time of a step, median", 5, "p50", shorten_seconds),
     _figure("p99", "Q", "time of a step, 99th percentile", 5, "p99", shorten_seconds),
     _figure("own", "O", "time of a step without waiting for other ranks", 5, _measure_own, shorten_seconds),
-    _figure(
-        "data", "D", "share of the time that it waits for data", 4, "data_share", _share, limits=(0.1, 0.3)
-    ),
+    _figure("data", "D", "share of the time that it waits for data", 4, "data_share", _share, 0.1, 0.3),
     _figure(
         "others", "W", "share of the time that it waits for other ranks", 4, "wait_share", _share, least=True
     ),
     _figure("cpu", "C", "cores that it uses", 4, "cpu", _cores),
     _figure(
-        "delay",
-        "Y",
-        "share of the time that its threads wait for a core",
-        4,
-        "run_delay",
-        _share,
-        limits=(0.1, 0.5),
+        "delay", "Y", "share of the time that its threads wait for a core", 4, "run_delay", _share, 0.1, 0.5
     ),
     _figure("rss", "M", "memory of the processes", 4, "rss", shorten_bytes),
     _figure(
@@ -259,20 +250,12 @@ COLUMNS = (
     _figure(
         "sm", "A", "share of its multiprocessors that are active", 4, "gpu.sm_activity", _share, least=True
     ),
-    _figure(
-        "mem",
-        "E",
-        "share of its GPU's memory in use",
-        4,
-        _measure_gpu_memory,
-        _share,
-        limits=(0.95, 0.99),
-    ),
+    _figure("mem", "E", "share of its GPU's memory in use", 4, _measure_gpu_memory, _share, 0.95, 0.99),
     _figure("power", "J", "watts", 4, "gpu.power", "{:.0f}W".format),
     _figure("temp", "T", "of its GPU", 4, "gpu.temperature", "{:.0f}C".format),
     _figure("clock", "K", "of its multiprocessors in MHz", 4, "gpu.sm_clock", str, least=True),
     Column("held by", "B", "why its clocks are low", 8, _read_reasons, True, True),
-    Column("xid", "X", "errors of its GPU", 3, _read_xids, ascending=True),
+    Column("xid", "X", "errors of its GPU", 3, _read_xids, True),
     Column("net", "I", "what the node's NICs receive and send", 6, _read_network),
 )
 """From left to right."""

@@ -16,7 +16,7 @@ from rich.console import Console
 from launcher.cpulist import parse_cpulist
 from launcher.plan.model import Cpu, Gpu, Machine, Nic, NumaNode, Plan, Request
 from launcher.plan.planner import plan
-from launcher.report.machine import PALETTE, find_colour, find_ink, lighten, print_topology, render_machine
+from launcher.report.machine import PALETTE, find_colour, lighten, print_topology, render_machine
 from launcher.text import clean_text, format_size, shorten_cpulist
 from tests.plan.lab_machines import NAMES, fsroot, load
 from tests.probe.machine_trees import short_lived
@@ -265,19 +265,6 @@ def test_a_legend_of_many_ranks_ends_and_nothing_is_outside() -> None:
     for path in picture.iter(f"{SVG}path"):
         places = re.findall(r"[ML] (-?[\d.]+) (-?[\d.]+)", path.get("d", ""))
         assert all(-1 <= float(x) <= width + 1 and -1 <= float(y) <= height + 1 for x, y in places)
-
-
-def test_text_is_readable_on_every_colour() -> None:
-    """At least 3:1 by WCAG 2's relative luminance, as for large text and graphics."""
-
-    def find_luminance(colour: str) -> float:
-        values = [value / 255 for value in bytes.fromhex(colour[1:])]
-        linear = [v / 12.92 if v <= 0.03928 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
-        return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    for fill in (*PALETTE, *map(lighten, PALETTE)):
-        light, dark = sorted((find_luminance(fill), find_luminance(find_ink(fill))), reverse=True)
-        assert (light + 0.05) / (dark + 0.05) >= 3, fill
 
 
 @pytest.mark.parametrize(

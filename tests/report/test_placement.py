@@ -9,7 +9,7 @@ from rich.console import Console
 
 from launcher.plan.model import Cpu, Gpu, Limits, Machine, Memory, Nic, NumaNode, Plan, RankPlan
 from launcher.report.placement import make_ruler, print_placement
-from tests.seam import run_inside
+from tests.seam import Launch, run_inside
 
 
 def make_machine(cores: int, nodes: int = 2, packages: int = 2, threads: int = 1) -> Machine:
@@ -167,34 +167,20 @@ def test_borders_of_nodes_go_where_there_are_too_many() -> None:
     assert "│" not in narrow.title
 
 
-def test_columns_of_numbers_are_right_aligned() -> None:
-    header, first, second = show(PLAN)
-    assert first.endswith(" 2        3") and second.endswith("10        1")
-    assert header.index("threads") + len("threads") == len(first)
-
-
-def test_explanations_come_when_asked_for_and_are_no_markup() -> None:
+def test_explanations_and_warnings_are_no_markup() -> None:
     assert "why" not in "".join(show(PLAN))
     assert show(Plan(SMALL, (FIRST,)), explain=True)[-1] == "rank 0: [bold]why[/bold]"
-
-
-def test_warnings_are_printed_as_they_are() -> None:
     warned = replace(PLAN, warnings=("node [0] has [red]no memory",))
     assert show(warned)[-1] == "warning: node [0] has [red]no memory"
 
 
-def test_in_a_pipe_a_warning_is_one_line_and_nothing_is_coloured() -> None:
-    file = io.StringIO()
-    print_placement(Console(file=file, width=160), replace(PLAN, warnings=("w" * 400,)), full=True)
-    lines = file.getvalue().splitlines()
-    assert lines[-1] == f"warning: {'w' * 400}"
-    assert "\x1b" not in file.getvalue()
-
-
-def test_a_terminal_has_colours() -> None:
-    file = io.StringIO()
-    print_placement(Console(file=file, width=160, force_terminal=True, color_system="standard"), PLAN)
-    assert "\x1b[32m████" in file.getvalue()
+def test_a_pipe_has_whole_lines_and_a_terminal_colours() -> None:
+    warned = replace(PLAN, warnings=("w" * 400,))
+    pipe, terminal = io.StringIO(), io.StringIO()
+    print_placement(Console(file=pipe, width=160), warned, full=True)
+    assert pipe.getvalue().splitlines()[-1] == f"warning: {'w' * 400}" and "\x1b" not in pipe.getvalue()
+    print_placement(Console(file=terminal, width=160, force_terminal=True, color_system="standard"), PLAN)
+    assert "\x1b[32m████" in terminal.getvalue()
 
 
 def test_mig_instances_are_told_apart() -> None:
@@ -220,3 +206,52 @@ def test_launch_plan_prints_heading_and_legend_and_a_dry_run_neither(
     assert dry.code == 0, dry
     assert "own cores" not in dry.err and "this job may use" not in dry.err
     assert dry.err.splitlines()[0].startswith("rank")
+
+
+WORDS = ("plan", "machine=dgx_a100", "fit.check=off")
+
+
+def read_rows(text: str) -> dict[str, list[list[str]]]:
+    """The rows of the table by variable: value, ranks, who set it, why."""
+    head, *lines = text[text.index("variable ") :].split("\n\n", maxsplit=1)[0].splitlines()
+    starts = [head.index(title) for title in ("variable", "value", "ranks", "set by", "why")]
+    found: dict[str, list[list[str]]] = {}
+    for line in lines:
+        cells = [line[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)]
+        found.setdefault(cells[0], []).append(cells[1:])
+    return found
+
+
+def test_what_all_ranks_have_is_one_row_and_what_differs_a_row_for_each_value(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    rows = read_rows(launch(*WORDS, "explain=true", "binding.nic=true", "env.MINE=x").out)
+    assert rows["MINE"] == [["x", "all", "the configuration", ""]]
+    assert rows["OMP_NUM_THREADS"] == [["3", "all", "you", "kept"]]
+    nics = rows["NCCL_IB_HCA"]
+    assert [ranks for _, ranks, *_ in nics] == [str(rank) for rank in range(8)]
+    assert len({value for value, *_ in nics}) == 8
+    assert {(who, why) for *_, who, why in nics} == {("the plan", "binding.nic=true")}
+    shared = read_rows(launch(*WORDS, "explain=true", "binding.nic=true", "nproc_per_node=16").out)
+    assert [ranks for _, ranks, *_ in shared["NCCL_IB_HCA"]] == [f"{rank},{rank + 8}" for rank in range(8)]
+
+
+def test_odd_values_stay_on_their_line_and_long_ones_end(launch: Launch) -> None:
+    odd, long = "env.ODD=two\nlines\x1b[31m [bold]x[/bold]", f"env.LONG={'y' * 700}"
+    out = launch(*WORDS, "explain=true", odd, long).out
+    assert "two\\nlines\\x1b[31m [bold]x[/bold]" in out
+    assert 480 < out.count("y") < 600 and "\x1b" not in out
+
+
+def test_the_plan_has_the_line_and_explain_the_table(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    words = ("plan", "machine=dgx_a100", "env.HF_TOKEN=hf-secret", "env.URL=http://me:secret@host/")
+    short, long = launch(*words).out, launch(*words, "explain=true").out
+    assert "by the plan, 2 by the configuration, 1 by you (explain=true lists them)" in short
+    assert "set by" not in short and "explain=true" not in long
+    rows = [line.split() for line in long.splitlines()]
+    assert ["HF_TOKEN", "***", "all", "the", "configuration"] in rows
+    assert ["URL", "http://***@host/", "all", "the", "configuration"] in rows
+    assert ["OMP_NUM_THREADS", "3", "all", "you", "kept"] in rows
+    assert "secret" not in short + long + launch(*words, "format=json").out
