@@ -1,72 +1,83 @@
-"""Stragglers: by tables for causes and statistics, and by simulated programs with and without a slow rank."""
+"""Which rank the others wait for, and why: in simulated programs with and without a slow rank."""
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import fields as fields_of
+import tomllib
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from launcher.codec import convert
 from launcher.watch.collective_marks import DURATION, ENQUEUED, STEP_ENDS, Mark, pack_marks, unpack_marks
 from launcher.watch.excess_history import ExcessHistory
 from launcher.watch.own_time import StepExcess, measure_steps, measure_waits
 from launcher.watch.reading_times import QUICK, ReadingTimes, choose_reading_interval
 from launcher.watch.straggler_causes import RankFacts, find_cause
 from launcher.watch.stragglers import StragglerFinder, explain_straggler, list_slow_ranks
-from launcher.watch.watch_model import CollectiveTimes, GpuSample, Heartbeat, Neighbour, NodeReport, RankState
+from launcher.watch.watch_model import CollectiveTimes, Heartbeat, NodeReport, RankState
 from tests.watch.simulated_ranks import PROGRAMS, Simulation, simulate_excess
 
-HEALTHY = RankState(0, 0, 100, 0, "training", 50, 0.1, data_share=0.01, cpu=0.95, thread_delay=0.01)
-LOOP = Neighbour("python", 4711, 0.48)
+CAUSES = tomllib.loads(Path(__file__).with_name("causes.toml").read_text())["cause"]
+HEALTHY = {
+    "rank": 0,
+    "local_rank": 0,
+    "pid": 100,
+    "attempt": 0,
+    "phase": "training",
+    "step": 50,
+    "step_age": 0.1,
+    "data_share": 0.01,
+    "cpu": 0.95,
+    "thread_delay": 0.01,
+    "gpu": {"index": 0, "sm_clock": 1980, "pcie_width": 16, "max_pcie_width": 16},
+}
+SLOW = Simulation("ddp", ranks=4, slow=1, excess=0.12, noise=0.02, seed=3)
 
 
-def test_marks_survive_packing() -> None:
-    marks = [
-        Mark(7, "0", 40, 1e9 + 0.25),
-        Mark(7, "mesh[0, 1]", 3, 1e9 + 0.5),
-        Mark(7, STEP_ENDS, 7, 1e9 + 1),
-    ]
-    assert unpack_marks(pack_marks(3, ENQUEUED, marks)) == tuple(marks)
-    assert unpack_marks(pack_marks(3, ENQUEUED, ())) == ()
+def make_state(**more: Any) -> RankState:
+    return convert(RankState, HEALTHY | more)
 
 
-@pytest.mark.parametrize(
-    "packed", ["", "!!", "~" * 9, pack_marks(0, ENQUEUED, [Mark(1, "0", 1, 1.0)]).marks[:-5]]
-)
-def test_damaged_marks_are_refused(packed: str) -> None:
-    with pytest.raises(ValueError):
-        unpack_marks(CollectiveTimes(0, ENQUEUED, ("0",), packed))
+def make_report(marks: dict[int, list[Mark]], number: int, pids: int = 100, waits: float = 0.1) -> NodeReport:
+    """A node's report of the ranks with these marks, of which rank 1 waits for data."""
+    states = tuple(
+        make_state(rank=rank, pid=pids + rank, step=own[-1].step, data_share=waits if rank == 1 else 0.0)
+        for rank, own in marks.items()
+    )
+    times = tuple(pack_marks(rank, ENQUEUED, own) for rank, own in marks.items())
+    return NodeReport("n2", 0, 1, 0, 5.0 * number, number, 5.0, states, collectives=times)
 
 
-def test_marks_of_an_unknown_group_are_refused() -> None:
+def test_marks_survive_packing_and_damaged_ones_are_refused() -> None:
+    for marks in ([], [Mark(7, "0", 40, 1e9 + 0.25), Mark(7, "m[0, 1]", 3, 1e9), Mark(7, STEP_ENDS, 7, 1e9)]):
+        assert unpack_marks(pack_marks(3, ENQUEUED, marks)) == tuple(marks)
     packed = pack_marks(0, ENQUEUED, [Mark(1, "0", 1, 1.0), Mark(1, "1", 1, 1.0)])
     with pytest.raises(ValueError, match="unknown group"):
         unpack_marks(replace(packed, groups=("0",)))
+    for damaged in ("", "!!", "~" * 9, packed.marks[:-5]):
+        with pytest.raises(ValueError):
+            unpack_marks(CollectiveTimes(0, ENQUEUED, ("0", "1"), damaged))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_simulated_slow_rank_is_measured(program: str) -> None:
+def test_a_simulated_slow_rank_is_measured_and_found_though_clocks_do_not_agree(program: str) -> None:
     simulation = Simulation(program, ranks=8, slow=3, excess=0.1, noise=0.02, seed=1)
     steps = measure_steps(simulation.run(60), dict.fromkeys(range(8), "n1"))
     mean = {rank: sum(step.excess[rank] / step.seconds for step in steps) / len(steps) for rank in range(8)}
     assert max(mean, key=lambda rank: mean[rank]) == 3
-    assert 0.06 < mean[3] < 0.25
-    assert max(value for rank, value in mean.items() if rank != 3) < 0.03
+    assert 0.06 < mean.pop(3) < 0.25 and max(mean.values()) < 0.03
     waits = measure_waits(steps)
     assert min(waits, key=lambda rank: waits[rank]) == 3
-
-
-@pytest.mark.parametrize("program", ["ddp", "one all_reduce", "tensor parallel", "fsdp"])
-def test_clocks_of_nodes_need_not_agree(program: str) -> None:
-    simulation = Simulation(
-        program, ranks=8, slow=3, excess=0.1, noise=0.02, seed=1, clocks=(0.0, 3.0, -0.2, 0.01)
-    )
-    hosts = {rank: f"n{rank // 2}" for rank in range(8)}
-    history = ExcessHistory()
-    assert [slow.rank for slow in history.add(measure_steps(simulation.run(100), hosts))] == [3]
-    healthy = replace(simulation, excess=0.0)
-    assert ExcessHistory().add(measure_steps(healthy.run(100), hosts)) == ()
+    if program != "two groups":
+        skewed, hosts = (
+            replace(simulation, clocks=(0.0, 3.0, -0.2, 0.01)),
+            {n: f"n{n // 2}" for n in range(8)},
+        )
+        found = ExcessHistory().add(measure_steps(skewed.run(100), hosts))
+        assert [slow.rank for slow in found] == [3]
+        assert ExcessHistory().add(measure_steps(replace(skewed, excess=0.0).run(100), hosts)) == ()
 
 
 def test_ranks_may_count_a_collective_to_different_steps() -> None:
@@ -102,12 +113,9 @@ def test_a_slow_rank_is_found_within_100_steps_and_no_other(ranks: int, noise: s
         assert not ExcessHistory().add(simulate_excess(ranks, 200, noise, 0.03, slow=None, seed=seed))
 
 
-def test_a_straggler_is_told_once_in_an_episode() -> None:
+def test_a_straggler_is_told_once_in_an_episode_and_long_pauses_are_no_habit() -> None:
     history = ExcessHistory()
-    slow, healthy = (
-        simulate_excess(4, 400, "normal", 0.02, slow=1),
-        simulate_excess(4, 400, "normal", 0.02, slow=None),
-    )
+    slow, healthy = (simulate_excess(4, 400, "normal", 0.02, slow=rank) for rank in (1, None))
     told = list(history.add(slow[:200]))
     assert set(history.slow) == {1}
     told += history.add(healthy[200:300])
@@ -115,126 +123,49 @@ def test_a_straggler_is_told_once_in_an_episode() -> None:
     told += history.add(slow[300:])
     assert [one.rank for one in told] == [1, 1]
     assert history.add(slow) == ()  # known steps
-
-
-def test_one_long_pause_is_no_habit() -> None:
-    steps = list(simulate_excess(4, 100, "normal", 0.02, slow=None))
+    steps = list(healthy[:100])
     for at in range(5, 100, 10):
         steps[at] = StepExcess(at + 1, 5.0, {**steps[at].excess, 2: 4.0})
     assert ExcessHistory().add(steps) == ()
 
 
-def make_facts(
-    gpu: GpuSample | None = None, **values: float | tuple[Neighbour, ...] | None
-) -> list[RankFacts]:
-    fields = {field.name: getattr(HEALTHY, field.name) for field in fields_of(RankState)}
-    state: RankState = RankState(**{**fields, **values, "gpu": gpu})
-    return [RankFacts(state, None)]
-
-
-@pytest.mark.parametrize(
-    ("facts", "cause", "word"),
-    [
-        (make_facts(data_share=0.13), "data", "waits for data for 13%"),
-        (
-            make_facts(thread_delay=0.1, neighbours=(LOOP,)),
-            "run_delay",
-            "python (PID 4711) runs on its cores for 48%",
-        ),
-        (make_facts(thread_delay=0.2, throttled=0.15), "cpu_quota", "CPU quota"),
-        (make_facts(major_faults=300.0), "page_faults", "300 major page faults"),
-        (
-            [RankFacts(replace(HEALTHY, major_faults=300.0), 0.4)],
-            "memory_pressure",
-            "wait for memory for 40%",
-        ),
-        (make_facts(), "program", "computes"),
-        (make_facts(cpu=0.2), "program", "sleeps"),
-        (make_facts(cpu=None), "program", "own code"),
-        (make_facts(data_share=0.02), "program", "own code"),
-        ([], "program", "own code"),
-    ],
-)
-def test_causes(facts: Sequence[RankFacts], cause: str, word: str) -> None:
-    found = find_cause(facts, [make_facts(), make_facts(), make_facts()], 0.1)
-    assert found.name == cause
-    assert word in found.detail
-
-
-def test_causes_of_gpus() -> None:
-    usual = GpuSample(0, sm_clock=1980, pcie_width=16, max_pcie_width=16)
-    others = [make_facts(gpu=usual)] * 3
-    slow = replace(usual, sm_clock=1400, event_reasons=("sw_thermal_slowdown",))
-    found = find_cause(make_facts(gpu=slow), others, 0.2)
-    assert (found.name, found.detail) == (
-        "gpu_clock",
-        "its GPU runs at 1400 MHz, the others at 1980 (sw_thermal_slowdown)",
-    )
-    found = find_cause(make_facts(gpu=replace(usual, pcie_width=4)), others, 0.2)
-    assert (found.name, found.detail) == ("pcie", "its GPU's PCIe link has 4 lanes of 16")
-    narrow = make_facts(gpu=replace(usual, pcie_width=4))
-    assert find_cause(narrow, [narrow, narrow, make_facts(gpu=usual)], 0.2).name == "program"
-
-
-def make_report(marks: dict[int, list[Mark]], number: int, pids: int = 100, waits: float = 0.1) -> NodeReport:
-    states = tuple(
-        replace(
-            HEALTHY, rank=rank, pid=pids + rank, step=own[-1].step, data_share=waits if rank == 1 else 0.0
-        )
-        for rank, own in marks.items()
-    )
-    times = tuple(pack_marks(rank, ENQUEUED, own) for rank, own in marks.items())
-    return NodeReport("n2", 0, 1, 0, 5.0 * number, number, 5.0, states, collectives=times)
+@pytest.mark.parametrize("case", CAUSES, ids=lambda case: f"{case['cause']} {case['says'][:9]}")
+def test_causes(case: dict[str, Any]) -> None:
+    facts = [RankFacts(make_state(**case["rank"]), case.get("pressure"))]
+    usual = [RankFacts(make_state(), None)]
+    others = [[RankFacts(make_state(**case.get("others", {})), None)]] * 2
+    found = find_cause(facts, [*others, usual], case.get("excess", 0.1))
+    assert found.name == case["cause"] and case["says"] in found.detail
+    assert find_cause([], [usual], 0.1).name == "program"
 
 
 def test_the_finder_names_rank_cause_and_waits() -> None:
-    marks = Simulation("ddp", ranks=4, slow=1, excess=0.12, noise=0.02, seed=3).run(100)
-    finder = StragglerFinder()
-    report = make_report(marks, 1)
+    marks = SLOW.run(100)
+    finder, report = StragglerFinder(), make_report(marks, 1)
     (found,) = finder.update([report])
     assert (found.rank, found.host, found.cause) == (1, "n2", "data")
-    assert finder.told == (found,)
-    assert finder.waits[0] > 0.05 > finder.waits[1]
+    assert finder.told == (found,) and finder.waits[0] > 0.05 > finder.waits[1]
     assert finder.update([report]) == ()
     text = explain_straggler(found)
     assert text.startswith("rank 1 on n2 is a straggler: its own part of a step is 1")
-    assert (
-        text.endswith("(steps 31 to 70): it waits for data for 10% of the time, the others for 0%")
-        or "steps" in text
-    )
-    assert list_slow_ranks([found, replace(found, rank=7, excess=0.5)]).startswith(
-        "rank 7 on n2 (50%, data), rank 1"
-    )
-    assert list_slow_ranks([]) == ""
+    assert text.endswith("): it waits for data for 10% of the time, the others for 0%")
+    worst = list_slow_ranks([found, replace(found, rank=7, excess=0.5)])
+    assert worst.startswith("rank 7 on n2 (50%, data), rank 1") and list_slow_ranks([]) == ""
+    assert len(finder.update([make_report(marks, 2, pids=500)])) == 1, "started again"
+    assert len(finder.told) == 2
+    for damage in ({"marks": "!"}, {"measure": DURATION}):
+        broken = (replace(report.collectives[0], **damage), *report.collectives[1:])
+        assert StragglerFinder().update([replace(report, collectives=broken)]) == ()
 
 
 @pytest.mark.parametrize(("second", "cause"), [(0.1, "data"), (0.0, "program")])
 def test_a_rank_is_blamed_for_its_own_code_after_a_second_report(second: float, cause: str) -> None:
     """The first may be from before it was slow."""
-    marks = Simulation("ddp", ranks=4, slow=1, excess=0.12, noise=0.02, seed=3).run(100)
-    finder = StragglerFinder()
-    assert finder.update([make_report(marks, 1, waits=0.0)]) == ()
-    assert finder.told == ()
+    marks, finder = SLOW.run(100), StragglerFinder()
+    assert finder.update([make_report(marks, 1, waits=0.0)]) == () == finder.told
     (found,) = finder.update([make_report(marks, 2, waits=second)])
     assert (found.rank, found.cause) == (1, cause)
     assert finder.update([make_report(marks, 3, waits=second)]) == ()
-
-
-def test_ranks_that_have_started_anew_begin_anew() -> None:
-    marks = Simulation("ddp", ranks=4, slow=1, excess=0.12, noise=0.02, seed=3).run(100)
-    finder = StragglerFinder()
-    assert len(finder.update([make_report(marks, 1)])) == 1
-    assert len(finder.update([make_report(marks, 2, pids=500)])) == 1
-    assert len(finder.told) == 2
-
-
-def test_damaged_times_are_left_out() -> None:
-    marks = Simulation("ddp", ranks=2, slow=1, excess=0.12, noise=0.02, seed=3).run(80)
-    report = make_report(marks, 1)
-    broken = replace(report.collectives[0], marks="!")
-    assert StragglerFinder().update([replace(report, collectives=(broken, report.collectives[1]))]) == ()
-    mixed = replace(report.collectives[0], measure=DURATION)
-    assert StragglerFinder().update([replace(report, collectives=(mixed, report.collectives[1]))]) == ()
 
 
 def make_beat(step: int, seconds: float) -> Heartbeat:
