@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import threading
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,12 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .fake_answers import answer_scalar, name_operator
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from .step_session import StepSession
+    from .session import StepSession
 
 META, GPU, CPU = torch.device("meta"), torch.device("cuda", 0), torch.device("cpu")
 DEVICES = {"cuda": GPU, "cpu": CPU}
@@ -68,9 +68,9 @@ def find_kind(tensor: torch.Tensor) -> str:
     return "cpu" if keys.has(torch._C.DispatchKey.CPU) else ""
 
 
-def see_device(tensor: torch.Tensor) -> torch.device:
+def _see_device(tensor: torch.Tensor) -> torch.device:
     """Return the device of a tensor as the program sees it."""
-    if has_own_dispatch(type(tensor)):
+    if _has_own_dispatch(type(tensor)):
         wrapper: Any = tensor
         device: torch.device = getattr(wrapper, wrapper.__tensor_flatten__()[0][0]).device
         return device
@@ -78,7 +78,7 @@ def see_device(tensor: torch.Tensor) -> torch.device:
     return DEVICES[kind] if kind else get_device(tensor)
 
 
-def has_own_dispatch(kind: type) -> bool:
+def _has_own_dispatch(kind: type) -> bool:
     """Tell whether this is a tensor that turns operations into others, as DTensor does."""
     return kind not in (torch.Tensor, torch.nn.Parameter) and hasattr(kind, "__tensor_flatten__")
 
@@ -86,7 +86,7 @@ def has_own_dispatch(kind: type) -> bool:
 def show_devices() -> None:
     """Have Python see the devices of fake tensors."""
     kind: Any = torch.Tensor
-    kind.device = property(see_device)
+    kind.device = property(_see_device)
     kind.is_cuda = property(lambda tensor: tensor.device.type == "cuda")
     kind.is_cpu = property(lambda tensor: tensor.device.type == "cpu")
     kind.is_meta = property(lambda tensor: tensor.device.type == "meta")
@@ -115,7 +115,7 @@ def show_devices() -> None:
 
 
 @contextlib.contextmanager
-def compute_shapes() -> Iterator[None]:
+def _compute_shapes() -> Iterator[None]:
     """Run operations by their kernels for `meta`."""
     before = local.in_kernel
     with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
@@ -130,13 +130,13 @@ def compute_shapes() -> Iterator[None]:
 def make_fake(tensor: torch.Tensor, kind: str) -> torch.Tensor:
     """Return a fake tensor that shares the storage of one on `meta`, or has the shape of a real one."""
     if get_device(tensor).type != "meta":
-        tensor = make_shape(tensor)
+        tensor = _make_shape(tensor)
     return torch.Tensor._make_subclass(torch.Tensor, tensor, False, device_for_backend_keys=DEVICES[kind])
 
 
-def make_shape(tensor: torch.Tensor) -> torch.Tensor:
+def _make_shape(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on `meta` with the shape of a real one."""
-    with compute_shapes():
+    with _compute_shapes():
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
 
@@ -165,7 +165,7 @@ class FakeDispatch(TorchDispatchMode):
                 self.session.refuse("it has no implementation for fake tensors", func.name())
             with self:
                 return args[2](*args[3:], **kwargs)
-        if any(has_own_dispatch(kind) for kind in types):
+        if any(_has_own_dispatch(kind) for kind in types):
             return NotImplemented  # a wrapper, such as DTensor: its operations on what it wraps come here
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(
@@ -175,23 +175,23 @@ class FakeDispatch(TorchDispatchMode):
         fakes = {id(leaf): kind for leaf in leaves if (kind := find_kind(leaf))}
         if fakes and func is aten._local_scalar_dense.default:
             value = find_value(args[0])
-            return answer_scalar(self.session, args[0]) if value is None else value.item()
-        if fakes and is_composite(func):
+            return self.session.answer_scalar(args[0]) if value is None else value.item()
+        if fakes and _is_composite(func):
             with self:  # as autograd does, where it is on
                 return func.decompose(*args, **kwargs)
-        kind = self.choose_kind(kwargs.get("device"), leaves, list(fakes.values()), args)
+        kind = self._choose_kind(kwargs.get("device"), leaves, list(fakes.values()), args)
         if not kind:
             result = func(*args, **kwargs)
         else:
             try:
-                result = self.run_fake(func, args, kwargs, kind, fakes)
+                result = self._run_fake(func, args, kwargs, kind, fakes)
             except Exception as error:
-                self.session.note_failure(name_operator(func), error)
+                self.session.note_failure(_name_operator(func), error)
                 raise
         self.session.note_result(result)
         return result
 
-    def choose_kind(
+    def _choose_kind(
         self,
         device: torch.device | None,
         leaves: Sequence[torch.Tensor],
@@ -207,25 +207,24 @@ class FakeDispatch(TorchDispatchMode):
                 return ""
             return known or self.last_kind
         if known:
-            return "cpu" if device is not None else self.choose_common(leaves) or known
-        return "cpu" if not leaves and is_of_module(args) else ""
+            if device is not None:
+                return "cpu"
+            # A number may be on another device than the tensors with a dimension.
+            common = [find_kind(leaf) for leaf in leaves if leaf.dim()]
+            return "cuda" if "cuda" in common else next(filter(None, common), known)
+        return "cpu" if not leaves and _is_of_module(args) else ""
 
-    def choose_common(self, leaves: Sequence[torch.Tensor]) -> str:
-        """Return the kind of the tensors with a dimension: a number may be on another device."""
-        kinds = [find_kind(leaf) for leaf in leaves if leaf.dim()]
-        return "cuda" if "cuda" in kinds else next(filter(None, kinds), "")
-
-    def run_fake(
+    def _run_fake(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], kind: str, fakes: dict[int, str]
     ) -> Any:
         """Compute the shapes of an operation's results; one that has none without values ends the session."""
         if func.namespace == "_c10d_functional" and func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]
         if func is aten.index.Tensor:
-            args = [args[0], name_rows(args[1])]
-        value = compute_value(func, args, kwargs) if is_dynamic(func) or kind == "cpu" else None
-        if value is None and (reason := find_obstacle(func, args)):
-            self.session.refuse(reason, name_operator(func))
+            args = [args[0], _name_rows(args[1])]
+        value = _compute_value(func, args, kwargs) if _is_dynamic(func) or kind == "cpu" else None
+        if value is None and (reason := _find_obstacle(func, args)):
+            self.session.refuse(reason, _name_operator(func))
         if func is aten._to_copy.default and value is not None:
             return value  # the program has it back from the GPU
         given, replaced = set(fakes), {}
@@ -234,7 +233,7 @@ class FakeDispatch(TorchDispatchMode):
             if id(leaf) in given or get_device(leaf).type == "meta":
                 given.add(id(leaf))
                 return leaf
-            shape = make_shape(leaf)
+            shape = _make_shape(leaf)
             replaced[id(shape)] = leaf, shape
             return shape
 
@@ -243,22 +242,22 @@ class FakeDispatch(TorchDispatchMode):
                 return replaced[id(leaf)][0]
             return leaf if id(leaf) in given else make_fake(leaf, kind)
 
-        if value is not None and is_dynamic(func):
-            result = tree_map_only(torch.Tensor, make_shape, value)
+        if value is not None and _is_dynamic(func):
+            result = tree_map_only(torch.Tensor, _make_shape, value)
         else:
             lowered, named = tree_map_only(torch.Tensor, replace, (tuple(args), kwargs))
             if "device" in named:
                 named["device"] = META
             named.pop("pin_memory", None)
-            with compute_shapes():
-                result = compute(func, lowered, named)
+            with _compute_shapes():
+                result = _compute(func, lowered, named)
         found = tree_map_only(torch.Tensor, wrap, result)
-        keep_values(func, args, kwargs, found)
+        _keep_values(func, args, kwargs, found)
         self.last_kind = kind
         return found
 
 
-def compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operation by its kernel for `meta`, or by what torch takes it to pieces with."""
     from torch._decomp import decomposition_table
 
@@ -271,68 +270,64 @@ def compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 @functools.cache
-def is_composite(func: Any) -> bool:  # an operator
+def _is_composite(func: Any) -> bool:  # an operator
     """Tell whether torch takes an operation to pieces before it reaches a device."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     name = func.name()
     return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CUDA")
 
 
-def is_dynamic(func: Any) -> bool:  # an operator
+def _is_dynamic(func: Any) -> bool:  # an operator
     """Tell whether the shape of an operation's result depends on values."""
     return torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor
 
 
-def find_obstacle(func: Any, args: Sequence[Any]) -> str:
+def _find_obstacle(func: Any, args: Sequence[Any]) -> str:
     """Return why an operation has no shape without values; empty if it has."""
     if func is aten.index.Tensor:
         masks = [index for index in args[1] if isinstance(index, torch.Tensor) and index.dtype in MASKS]
         return "the shape of its result depends on values" if masks else ""
     if func is aten.repeat_interleave.Tensor and len(args) > 1:
         return ""
-    if is_dynamic(func):
+    if _is_dynamic(func):
         return "the shape of its result depends on values"
     return "its result depends on values" if torch.Tag.data_dependent_output in func.tags else ""
 
 
-def is_of_module(args: Sequence[Any]) -> bool:
-    """Tell whether a factory function makes something large in the `__init__` of a module."""
+def _is_of_module(args: Sequence[Any]) -> bool:
+    """Tell whether a factory function makes something large in the `__init__` of a module, by the stack."""
     if not args or not isinstance(args[0], (list, tuple)) or local.wants_meta:
         return False
-    count = 1
-    for size in args[0]:
-        count *= size if isinstance(size, int) else 1
-    return count >= LARGE and is_in_module_init()
-
-
-def is_in_module_init() -> bool:
-    """Tell whether a module is being made, by the frames on the stack."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    if math.prod(size for size in args[0] if isinstance(size, int)) < LARGE:
+        return False
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         code = frame.f_code
         is_init = code.co_name == "__init__" and bool(code.co_varnames)
         if is_init and isinstance(frame.f_locals.get(code.co_varnames[0]), torch.nn.Module):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def _can_be_known(tensor: torch.Tensor) -> bool:
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.numel() > MOST_KNOWN)
 
 
 def find_value(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the values of a tensor of whole numbers or truth values; None if they are unknown."""
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.numel() > MOST_KNOWN:
+    if not _can_be_known(tensor):
         return None
     if get_device(tensor).type != "meta":
         return tensor
     value, version = getattr(tensor, VALUE, (None, 0))
-    return value if value is not None and version == find_version(tensor) else None
+    return value if value is not None and version == _find_version(tensor) else None
 
 
-def find_version(tensor: torch.Tensor) -> int:
+def _find_version(tensor: torch.Tensor) -> int:
     """Return how often a tensor, or another one with the same storage, has been written to."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-def compute_value(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _compute_value(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operation on the known values of its arguments; None if those of one are unknown."""
     if func._schema.is_mutable or func.namespace != "aten":
         return None
@@ -349,20 +344,18 @@ def compute_value(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     return func(*values, **named)
 
 
-def keep_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+def _keep_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
     """Keep the values of results that are whole numbers or truth values, if they follow from known ones."""
     leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    if not leaves or any(
-        leaf.dtype.is_floating_point or leaf.dtype.is_complex or leaf.numel() > MOST_KNOWN for leaf in leaves
-    ):
+    if not leaves or not all(map(_can_be_known, leaves)):
         return
-    value = compute_value(func, args, kwargs)
+    value = _compute_value(func, args, kwargs)
     if value is not None:
         for leaf, own in zip(leaves, tree_leaves(value), strict=True):
-            setattr(leaf, VALUE, (own, find_version(leaf)))
+            setattr(leaf, VALUE, (own, _find_version(leaf)))
 
 
-def name_rows(indices: Sequence[Any]) -> list[Any]:
+def _name_rows(indices: Sequence[Any]) -> list[Any]:
     """Return indices with the rows that a mask of known values names in its place."""
     rows: list[Any] = []
     for index in indices:
@@ -370,3 +363,8 @@ def name_rows(indices: Sequence[Any]) -> list[Any]:
         value = find_value(index) if is_mask else None
         rows += [index] if value is None else value.nonzero().unbind(1)
     return rows
+
+
+def _name_operator(func: Any) -> str:
+    """Return the name of an operator as torch writes it."""
+    return str(getattr(func, "_schema", func)).partition("(")[0]

@@ -1,0 +1,649 @@
+"""Functions of torch that are replaced for a fake step.
+
+They ask for a GPU before they dispatch, take another kernel on one, tell of one, make process groups, or are
+work beside the step. They are replaced by name: what sees calls of functions does not see those that torch's
+own functions make.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.library import Library
+from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _device
+
+from ..import_hook import when_imported
+from .fake_tensors import CPU, GPU, find_kind, find_value, get_device, local, show_devices
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+    from .session import StepMemory, StepSession
+
+FLASH_TYPES = (torch.float16, torch.bfloat16)
+MOST_WIDTH = 256
+"""Of a head, in flash attention."""
+LIKE = ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
+NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+OF_DATA = ("tensor", "as_tensor", "asarray", "new_tensor")
+"""These look for the GPU before they dispatch."""
+NO_WORKERS = {
+    "num_workers": 0,
+    "prefetch_factor": None,
+    "persistent_workers": False,
+    "multiprocessing_context": None,
+    "timeout": 0,
+    "pin_memory": False,
+    "worker_init_fn": None,
+}
+SAVERS = (
+    ("torch.serialization", "", ("save",)),
+    ("torch.distributed.checkpoint.state_dict_saver", "", ("save", "async_save", "save_state_dict")),
+    ("torch.distributed.checkpoint", "", ("save", "async_save", "save_state_dict")),
+    ("safetensors.torch", "", ("save_file", "save_model")),
+    ("transformers.modeling_utils", "PreTrainedModel", ("save_pretrained",)),
+    ("transformers.trainer", "Trainer", ("_save_checkpoint", "save_model")),
+    ("accelerate.accelerator", "Accelerator", ("save", "save_state", "save_model")),
+    ("lightning.pytorch.trainer.trainer", "Trainer", ("save_checkpoint",)),
+    ("pytorch_lightning.trainer.trainer", "Trainer", ("save_checkpoint",)),
+)
+"""What saves, which is left out: modules, a class in them, functions or methods."""
+FAKE = "fake"
+"""torch's backend that sends nothing."""
+NO_EFFECT = (
+    *("_lazy_init", "init", "synchronize", "empty_cache", "ipc_collect", "set_stream", "manual_seed"),
+    *("manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all", "set_sync_debug_mode"),
+    *("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_accumulated_memory_stats"),
+    *("reset_max_memory_cached", "set_per_process_memory_fraction", "_set_stream_by_id"),
+)
+kernels: list[Any] = []
+"""That torch is told of, as long as this lives."""
+loose: Any = torch
+tensor_class: Any = torch.Tensor
+
+
+def replace_functions() -> None:
+    """Put these in the place of torch's."""
+    show_devices()
+    constructors = _device._device_constructors()  # which names them for `torch.device(…)` as a context
+    for function in constructors:
+        name = getattr(function, "__name__", "")
+        if getattr(torch, name, None) is function:
+            setattr(torch, name, name_device(function))
+    for name in LIKE:
+        setattr(torch, f"{name}_like", name_device(getattr(torch, f"{name}_like"), has_default=False))
+    for name in NEW:
+        setattr(tensor_class, name, name_device(getattr(tensor_class, name), has_default=False))
+    replace_moves()
+    replace_values()
+    replace_kernels()
+
+
+def name_device(function: Any, *, has_default: bool = True) -> Any:  # torch's
+    """Return a function that names the GPU with its index, and that tells the program's `meta` from C++'s."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        device = named.get("device")
+        if device is None and has_default and not local.in_kernel:
+            device = find_default()
+        if device is None or local.in_kernel:
+            return function(*args, **named)
+        device = as_device(device)
+        before, local.wants_meta = local.wants_meta, device.type == "meta"
+        try:
+            if device != GPU or function.__name__ not in OF_DATA:
+                return function(*args, **{**named, "device": device})
+            is_leaf = named.pop("requires_grad", False)
+            source = args[0] if args and isinstance(args[0], torch.Tensor) else None
+            made = function(*args, **{**named, "device": CPU if source is None else source.device}).to(GPU)
+            return made.requires_grad_() if is_leaf else made
+        finally:
+            local.wants_meta = before
+
+    return call
+
+
+def find_default() -> torch.device | None:
+    """Return the device of the innermost `with torch.device(…)`, or of `set_default_device`."""
+    if torch._C._len_torch_function_stack():
+        for mode in reversed(_get_current_function_mode_stack()):
+            if isinstance(mode, _device.DeviceContext):
+                return mode.device
+    return None
+
+
+def as_device(value: Any) -> torch.device:
+    """Return a device; the GPU is the pretended one."""
+    device = GPU if isinstance(value, int) else torch.device(value)
+    return GPU if device.type == "cuda" else device
+
+
+def replace_moves() -> None:
+    """Replace what brings a tensor to a device."""
+    move = tensor_class.to
+
+    def to(self: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        if local.in_kernel:
+            return move(self, *args, **named)  # type: ignore[no-any-return]
+        first, rest = (args[0], args[1:]) if args else (None, ())
+        if isinstance(first, torch.Tensor):
+            named.update(device=first.device, dtype=first.dtype)
+        elif isinstance(first, torch.dtype):
+            named["dtype"] = first
+        elif first is not None:
+            named["device"] = first
+        names: tuple[str, ...] = ("non_blocking", "copy")
+        if rest and not isinstance(rest[0], bool):
+            names = ("dtype", *names)
+        named.update(zip(names, rest, strict=False))
+        named = {key: value for key, value in named.items() if value is not None}
+        device = as_device(named.pop("device", self.device))
+        if device == self.device and not named.get("copy"):
+            named.pop("non_blocking", None)
+            return move(self, named.pop("dtype", self.dtype), **named)  # type: ignore[no-any-return]
+        before, local.wants_meta = local.wants_meta, device.type == "meta"
+        try:
+            return move(self, device, **{**named, "copy": True})  # type: ignore[no-any-return]
+        finally:
+            local.wants_meta = before
+
+    def cuda(
+        self: torch.Tensor, device: Any = None, non_blocking: bool = False, **named: Any
+    ) -> torch.Tensor:
+        return to(self, GPU, non_blocking=non_blocking, **named)
+
+    def cpu(self: torch.Tensor, **named: Any) -> torch.Tensor:
+        return to(self, CPU, **named)
+
+    def deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> Any:
+        if not find_kind(self):
+            return copy(self, memo)
+        if id(self) not in memo:
+            memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
+    copy = tensor_class.__deepcopy__
+    tensor_class.to, tensor_class.cuda, tensor_class.cpu = to, cuda, cpu
+    tensor_class.__deepcopy__ = deepcopy
+    tensor_class.pin_memory = lambda self, *_: self
+    tensor_class.is_pinned = lambda _self, *_: False
+    tensor_class.record_stream = lambda _self, _stream: None
+
+
+def replace_values() -> None:
+    """Have fake tensors give NumPy and lists what is known of them, else ones, as for a table of metrics."""
+
+    def read(tensor: torch.Tensor) -> torch.Tensor | None:
+        if get_device(tensor).type != "meta":
+            return tensor
+        known = find_value(tensor)
+        return torch.ones(tensor.shape, dtype=tensor.dtype, device=CPU) if known is None else known
+
+    def make_reader(name: str) -> Any:
+        original = getattr(tensor_class, name)
+        return lambda tensor, *args, **named: original(read(tensor), *args, **named)
+
+    for name in ("numpy", "tolist"):
+        setattr(tensor_class, name, make_reader(name))
+    show, set_state = torch._tensor_str._str, loose.random.set_rng_state
+
+    def describe(tensor: torch.Tensor, **named: Any) -> str:
+        if not find_kind(tensor):
+            return str(show(tensor, **named))
+        return f"tensor(..., device='{tensor.device}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+
+    loose._tensor_str._str = describe
+    loose.set_rng_state = loose.random.set_rng_state = lambda state: (
+        None if find_kind(state) else set_state(state)
+    )
+
+
+def replace_kernels() -> None:
+    """Take the kernels of a GPU where torch's CPU build takes an operation to pieces, which keep more."""
+    original, drop = F.scaled_dot_product_attention, F.dropout
+
+    def attend_or_not(query: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        return (attend if find_kind(query) == "cuda" else original)(query, *args, **named)
+
+    def dropout(
+        input: torch.Tensor,  # noqa: A002 - torch's own name
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+    ) -> torch.Tensor:
+        if training and 0 < p < 1 and not inplace and find_kind(input) == "cuda":
+            return torch.native_dropout(input, p, True)[0]
+        return drop(input, p, training, inplace)
+
+    functions: Any = F
+    functions.scaled_dot_product_attention, functions.dropout = attend_or_not, dropout
+    kernels.append(Library("aten", "IMPL", "CUDA"))
+    for name in ("silu_backward", "_fused_rms_norm"):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+            kernels[0].impl(name, lambda *_: None)
+    torch.backends.mha.set_fastpath_enabled(False)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,  # torch's own form
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Compute attention by the kernel of a GPU: flash, memory-efficient, or the formula."""
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        query, key, value = (each.to(dtype) for each in (query, key, value))
+        attn_mask = (
+            attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
+        )
+    ops, width = torch.ops.aten, query.shape[-1]
+    is_flat = query.dim() != 4
+    if query.dtype in FLASH_TYPES and attn_mask is None and width <= MOST_WIDTH and not is_flat:
+        found = ops._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )
+        return found[0]  # type: ignore[no-any-return]
+    if is_flat or query.dtype == torch.float64:
+        return attend_by_formula(query, key, value, attn_mask, is_causal=is_causal)
+    if enable_gqa and key.shape[-3] != query.shape[-3]:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))
+    bias = attn_mask
+    if bias is not None:
+        # The kernel adds it, for all heads: expanded, no copy.
+        bias = torch.zeros_like(bias, dtype=query.dtype) if bias.dtype == torch.bool else bias
+        bias = bias.expand((query.shape[0], query.shape[1], query.shape[2], key.shape[2]))
+    found = ops._scaled_dot_product_efficient_attention(
+        query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+    )
+    return found[0]  # type: ignore[no-any-return]
+
+
+def attend_by_formula(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    is_causal: bool,
+) -> torch.Tensor:
+    """Compute attention by its formula, which keeps the scores."""
+    scores = query @ key.transpose(-2, -1)
+    if is_causal:
+        scores = scores + torch.zeros(scores.shape[-2:], dtype=scores.dtype, device=scores.device)
+    if mask is not None:
+        scores = scores + mask.to(scores.dtype)
+    return torch.softmax(scores, -1) @ value
+
+
+def return_none(*_: object, **__: object) -> None:
+    """Stand for what has an effect on a GPU or on files alone."""
+
+
+class PretendedWork:
+    """Work on fake tensors is done at once."""
+
+    synchronize = wait_stream = wait_event = record = wait = return_none
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.device = GPU
+
+    def query(self) -> bool:
+        """All work is done."""
+        return True
+
+
+class PretendedEvent(PretendedWork):
+    """In place of `torch.cuda.Event`."""
+
+    def elapsed_time(self, _other: object) -> float:
+        """Return a millisecond."""
+        return 1.0
+
+
+class PretendedStream(PretendedWork):
+    """In place of `torch.cuda.Stream`."""
+
+    device_index = stream_id = cuda_stream = priority = 0
+    __exit__ = return_none
+
+    def __enter__(self) -> PretendedStream:
+        return self
+
+    def record_event(self, event: PretendedEvent | None = None) -> PretendedEvent:
+        """Return the event."""
+        return event or PretendedEvent()
+
+    def is_capturing(self) -> bool:
+        """No graph is being captured."""
+        return False
+
+
+@contextlib.contextmanager
+def use_nothing(*_: object, **__: object) -> Iterator[None]:
+    """Stand for `torch.cuda.device` and `torch.cuda.stream`."""
+    yield
+
+
+def pretend_cuda(gpu: dict[str, Any], memory: StepMemory) -> None:
+    """Put functions about a pretended GPU into `torch.cuda`; see `launch fit` for what `gpu` has."""
+    cuda: Any = torch.cuda
+    for name in NO_EFFECT:
+        setattr(cuda, name, return_none)
+    total = int(gpu["memory"])
+    answers: dict[str, Any] = {
+        **describe_devices(gpu, total),
+        **describe_usage(memory, total),
+        "current_stream": PretendedStream,
+        "default_stream": PretendedStream,
+        "stream": use_nothing,
+        "device": use_nothing,
+        "device_of": use_nothing,
+        "Stream": PretendedStream,
+        "ExternalStream": PretendedStream,
+        "Event": PretendedEvent,
+        "get_rng_state": lambda *_, **__: torch.zeros(16, dtype=torch.uint8),
+        "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
+        "initial_seed": lambda: 0,
+    }
+    for name, value in answers.items():
+        setattr(cuda, name, value)
+    loose.Stream, loose.Event, loose.Generator = PretendedStream, PretendedEvent, make_generator_class()
+    loose.version.cuda = loose.version.cuda or "12.8"
+    cuda.nccl.version = lambda: (2, 27, 5)
+    pretend_accelerator()
+
+
+def describe_devices(gpu: dict[str, Any], total: int) -> dict[str, Any]:
+    """Return the functions about which devices there are."""
+    major, minor = gpu["capability"]
+    properties = SimpleNamespace(
+        name=gpu["name"],
+        total_memory=total,
+        major=major,
+        minor=minor,
+        multi_processor_count=132,
+        is_integrated=False,
+        is_multi_gpu_board=False,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=232448,
+        shared_memory_per_multiprocessor=233472,
+        warp_size=32,
+        L2_cache_size=50 << 20,
+        gcnArchName="",
+        uuid="00000000-0000-0000-0000-000000000000",
+    )
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_is_compiled": lambda: True,
+        "device_count": lambda: int(gpu["count"]),
+        "current_device": lambda: int(gpu.get("local_rank", 0)),
+        "set_device": return_none,
+        "_exchange_device": lambda _: 0,
+        "_maybe_exchange_device": lambda _: 0,
+        "get_device_name": lambda *_: gpu["name"],
+        "get_device_capability": lambda *_: (major, minor),
+        "get_device_properties": lambda *_: properties,
+        "get_arch_list": lambda: [f"sm_{major}{minor}"],
+        "is_bf16_supported": lambda *_, **__: major >= 8,
+        "is_tf32_supported": lambda: major >= 8,
+        "can_device_access_peer": lambda *_: True,
+        "is_current_stream_capturing": lambda: False,
+        "utilization": lambda *_: 0,
+    }
+
+
+def describe_usage(memory: StepMemory, total: int) -> dict[str, Any]:
+    """Return the functions about memory: what the fake tensors would take."""
+
+    def measure_now(*_: object) -> int:
+        return memory.totals.get("cuda", 0)
+
+    def measure_most(*_: object) -> int:
+        return memory.peaks.get("cuda", (0, 0))[0]
+
+    now = ("memory_allocated", "memory_reserved", "memory_cached")
+    most = ("max_memory_allocated", "max_memory_reserved", "max_memory_cached")
+    return {
+        **dict.fromkeys(now, measure_now),
+        **dict.fromkeys(most, measure_most),
+        "mem_get_info": lambda *_: (max(0, total - measure_now()), total),
+        "memory_summary": lambda *_, **__: "",
+        "memory_stats": lambda *_: {
+            "num_alloc_retries": 0,
+            "num_ooms": 0,
+            "allocated_bytes.all.current": measure_now(),
+            "allocated_bytes.all.peak": measure_most(),
+            "reserved_bytes.all.current": measure_now(),
+            "reserved_bytes.all.peak": measure_most(),
+            "active_bytes.all.current": measure_now(),
+            "active_bytes.all.peak": measure_most(),
+        },
+        "memory_snapshot": lambda *_: [],
+    }
+
+
+def pretend_accelerator() -> None:
+    """Have `torch.accelerator` name the same GPU."""
+    if hasattr(torch._C, "_get_accelerator"):  # FSDP2 asks there
+        loose._C._get_accelerator = lambda *_: torch.device("cuda")
+    accelerator: Any = getattr(torch, "accelerator", None)
+    if accelerator is None:
+        return
+    accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
+    accelerator.is_available = lambda: True
+    accelerator.device_count = torch.cuda.device_count
+    accelerator.current_device_index = accelerator.current_device_idx = torch.cuda.current_device
+    accelerator.current_stream = PretendedStream
+    for name in ("set_device_index", "set_device_idx", "set_stream", "synchronize", "empty_cache"):
+        setattr(accelerator, name, return_none)
+
+
+def make_generator_class() -> type:
+    """Return a class in place of `torch.Generator`: one for a GPU is one of the CPU, which nobody asks."""
+    original: Any = torch.Generator
+
+    class Kind(type):
+        """Makes the original, and takes its objects for its own."""
+
+        def __call__(cls, device: object = "cpu", *_: object) -> Any:  # torch's
+            return original()
+
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, original)
+
+    class Generator(metaclass=Kind):
+        """In place of `torch.Generator`."""
+
+    return Generator
+
+
+def pretend_group() -> None:
+    """Have `init_process_group` and what is built on it make groups of the fake backend."""
+    if not dist.is_available():
+        return
+    import torch.distributed.distributed_c10d as c10d
+    from torch.testing._internal.distributed import fake_pg  # registers the backend
+
+    module: Any = c10d
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    original, make_helper = module.init_process_group, module._new_process_group_helper
+
+    def init_process_group(*_: object, **named: Any) -> None:  # the user's
+        original(FAKE, world_size=world, rank=rank, store=fake_pg.FakeStore())
+
+    def make_group(*args: Any, **named: Any) -> Any:
+        args = (*args[:3], FAKE, *args[4:]) if len(args) > 3 else args
+        named.update({key: None for key in ("device_id", "backend_options", "pg_options") if key in named})
+        return make_helper(*args, **({**named, "backend": FAKE} if "backend" in named else named))
+
+    def rendezvous(*_: object, **__: object) -> Any:
+        return iter([(make_store(), rank, world)])
+
+    replacements = {
+        "init_process_group": init_process_group,
+        "_new_process_group_helper": make_group,
+        "_verify_params_across_processes": lambda *_, **__: None,
+        "_broadcast_coalesced": lambda *_, **__: None,
+        "_store_based_barrier": lambda *_, **__: None,
+        "is_nccl_available": lambda: True,
+        "get_backend": lambda *_, **__: "nccl" if torch.cuda.is_available() else "gloo",
+        **make_object_collectives(world),
+    }
+    for name, value in replacements.items():
+        setattr(module, name, value)
+        if hasattr(dist, name):
+            setattr(dist, name, value)
+    meeting: Any = sys.modules["torch.distributed.rendezvous"]  # torch.distributed has a function of the name
+    when_imported("torch.nn.parallel.distributed", answer_reducer)
+    module.rendezvous = meeting.rendezvous = rendezvous
+
+
+def answer_reducer(module: ModuleType) -> None:
+    """Give DDP's reducer what it sends as what has come back; the fake backend answers with nothing.
+
+    A program's own hook would replace this one, and is left out.
+    """
+    kind: Any = module.DistributedDataParallel
+    original, register = kind.__init__, kind.register_comm_hook
+
+    def return_bucket(_state: object, bucket: Any) -> Any:  # torch's
+        future: Any = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    return_bucket.__annotations__ = {}  # torch compares them
+
+    def init(self: Any, *args: Any, **named: Any) -> None:
+        original(self, *args, **named)
+        register(self, None, return_bucket)
+
+    kind.__init__ = init
+    kind.register_comm_hook = kind._register_builtin_comm_hook = lambda *_, **__: None
+
+
+def make_object_collectives(world: int) -> dict[str, Any]:
+    """Return the collectives for Python objects: what the others would send is what this rank has."""
+
+    def all_gather_object(found: list[Any], value: object, *_: object, **__: object) -> None:
+        found[:] = [value] * len(found)
+
+    def gather_object(value: object, found: list[Any] | None = None, *_: object, **__: object) -> None:
+        if found is not None:
+            found[:] = [value] * len(found)
+
+    def scatter_object_list(found: list[Any], values: list[Any] | None, *_: object, **__: object) -> None:
+        found[0] = values[0] if values else None
+
+    return {
+        "all_gather_object": all_gather_object,
+        "gather_object": gather_object,
+        "scatter_object_list": scatter_object_list,
+        "broadcast_object_list": lambda *_, **__: None,
+        "barrier": lambda *_, **__: None,
+        "monitored_barrier": lambda *_, **__: None,
+    }
+
+
+def make_store() -> Any:
+    """Return a store in which each key that nobody has set holds its own name, as if another rank had."""
+    from torch._C._distributed_c10d import Store
+
+    class AnsweringStore(Store):
+        """Waits for nobody."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.values: dict[str, bytes] = {}
+
+        def set(self, key: str, value: Any) -> None:  # bytes or text
+            self.values[key] = value if isinstance(value, bytes) else str(value).encode()
+
+        def get(self, key: str) -> bytes:
+            return self.values.get(key, key.encode())
+
+        def add(self, key: str, amount: int) -> int:
+            found = int(self.values.get(key, b"0")) + amount
+            self.values[key] = str(found).encode()
+            return found
+
+        def wait(self, *_: object) -> None:
+            return None
+
+        def check(self, _keys: list[str]) -> bool:
+            return True
+
+    return AnsweringStore()
+
+
+def leave_out_work(session: StepSession) -> None:
+    """Leave out what a program does beside its step: compiling, saving, loader processes.
+
+    torch.compile returns the function as it is, and the result says so. A checkpoint of fake tensors is none.
+    """
+
+    def note() -> None:
+        session.note("torch.compile was left out: the memory is that of the program without it")
+
+    def compile_nothing(model: Any = None, **__: object) -> Any:  # the user's
+        note()
+        return model if model is not None else lambda function: function
+
+    module: Any = torch.nn.Module
+    loose.compile, loose.save = compile_nothing, return_none
+    module.compile = lambda self, *_, **__: note()
+    for name, kind, functions in SAVERS:
+        when_imported(name, functools.partial(leave_out_saving, kind, functions))
+    when_imported("torch.utils.data.dataloader", leave_out_workers)
+
+
+def leave_out_saving(kind: str, names: tuple[str, ...], module: ModuleType) -> None:
+    """Have functions of a module, or methods of a class in it, do nothing."""
+    owner = getattr(module, kind) if kind else module
+    for name in names:
+        if hasattr(owner, name):
+            setattr(owner, name, return_none)
+
+
+def leave_out_workers(module: ModuleType) -> None:
+    """Have a DataLoader read in this process: fake tensors cannot be sent."""
+    original = module.DataLoader.__init__
+
+    def init(
+        loader: Any,
+        dataset: Any,
+        batch_size: Any = 1,
+        shuffle: Any = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        num_workers: int = 0,
+        *args: Any,
+        **named: Any,
+    ) -> None:
+        kept = {key: value for key, value in named.items() if key not in NO_WORKERS}
+        if args:
+            kept["collate_fn"] = args[0]
+        if len(args) > 2:
+            kept["drop_last"] = args[2]
+        original(loader, dataset, batch_size, shuffle, sampler, batch_sampler, **kept)
+
+    module.DataLoader.__init__ = init

@@ -1,0 +1,408 @@
+"""One `launch fit` within the program's interpreter: from torch's import to the end of the second step.
+
+`LAUNCH_FIT` is JSON: `result`, the file for what was found; `gpu`, which GPU to pretend (None for the CPU):
+its `name`, `memory` in bytes, `capability` and `count`; and `steps`.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import sys
+import sysconfig
+import time
+import traceback
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._dynamo  # torch itself imports it later, and compares functions that are replaced here
+from torch import nn
+from torch.nn.modules import module as modules
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from .fake_tensors import FakeDispatch, get_device, make_fake
+from .pretended_torch import leave_out_work, pretend_cuda, pretend_group, replace_functions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import FrameType
+
+MOST_NOTES = 20
+MOST_LINE = 200
+"""Characters of a source line."""
+TRUE_NAMES = ("isfinite", "all_finite", "is_finite")
+HERE = os.path.dirname(os.path.abspath(__file__))
+LIBRARIES = tuple(
+    os.path.abspath(path) + os.sep
+    for path in (sysconfig.get_paths()["stdlib"], os.path.dirname(os.path.dirname(HERE)))
+)
+ROUNDING = 512
+"""Bytes that CUDA's caching allocator rounds up to (kMinBlockSize)."""
+
+
+class Allocation:
+    """One storage; `died` is None as long as it lives."""
+
+    __slots__ = ("born", "category", "device", "died", "owner", "reference", "size")
+
+    def __init__(self, size: int, device: str, category: str, owner: str, born: int) -> None:
+        self.size, self.device, self.category, self.owner, self.born = size, device, category, owner, born
+        self.died: int | None = None
+        self.reference: object = None
+
+
+class StepMemory:
+    """What the tensors of a program take: each storage that a dispatched operation has made, by kind of device.
+
+    Sizes are those of storages, rounded up as CUDA's allocator rounds them. The composition of the peak is
+    worked out at the end, so that an allocation that turns out to be a gradient was one from its beginning.
+    """
+
+    def __init__(self) -> None:
+        self.serial = 0
+        """Number of the operation; births and deaths are dated by it."""
+        self.log: list[Allocation] = []
+        self.living: dict[int, Allocation] = {}
+        """By the storage's address in C++."""
+        self.totals: dict[str, int] = {}
+        self.peaks: dict[str, tuple[int, int]] = {}
+        """Bytes, and the operation at whose end they were taken."""
+        self.original_resize: Any = torch.UntypedStorage.resize_
+
+    def note_tensor(self, tensor: torch.Tensor, category: str, owner: str) -> None:
+        """Note a tensor's storage if it is new, or its size if that has changed."""
+        storage = tensor.untyped_storage()
+        known = self.living.get(storage._cdata)
+        device = tensor.device.type
+        size = round_size(storage.nbytes(), device)
+        if known is not None:
+            if known.size == size:
+                return
+            category, owner = known.category, known.owner
+            self.bury(storage._cdata, known)
+        if size and device != "meta":
+            self.bear(storage, Allocation(size, device, category, owner, self.serial))
+
+    def bear(self, storage: torch.UntypedStorage, allocation: Allocation) -> None:
+        """Begin an allocation."""
+        address = storage._cdata
+        allocation.reference = weakref.ref(storage, lambda _: self.bury(address, allocation))
+        self.living[address] = allocation
+        self.log.append(allocation)
+        self.totals[allocation.device] = self.totals.get(allocation.device, 0) + allocation.size
+
+    def bury(self, address: int, allocation: Allocation) -> None:
+        """End an allocation."""
+        if allocation.died is None:
+            allocation.died = self.serial
+            self.totals[allocation.device] -= allocation.size
+            if self.living.get(address) is allocation:
+                del self.living[address]
+
+    def end_operation(self) -> None:
+        """Take the time of a peak."""
+        for device, total in self.totals.items():
+            if total > self.peaks.get(device, (0, 0))[0]:
+                self.peaks[device] = total, self.serial
+        self.serial += 1
+
+    def mark(self, tensor: object, category: str, owner: str = "") -> None:
+        """Say what a tensor is, from its storage's beginning on; also within a wrapper such as DTensor."""
+        for inner in unwrap_tensor(tensor):
+            allocation = self.living.get(inner.untyped_storage()._cdata)
+            if allocation is None:
+                self.note_tensor(inner, category, owner)
+            else:
+                allocation.category = category
+                allocation.owner = owner or allocation.owner
+
+    def mark_gradient(self, gradient: torch.Tensor, owner: str) -> None:
+        """Say that a tensor is a gradient; one in a bucket of DDP's shares that with other modules'."""
+        inner = unwrap_tensor(gradient)
+        is_shared = any(each.untyped_storage().nbytes() > each.nbytes for each in inner)
+        self.mark(gradient, "gradients", "" if is_shared else owner)
+
+    def describe_peak(self, device: str) -> dict[str, Any]:
+        """Return the peak of a kind of device: bytes in all, by category, and by module and category."""
+        total, serial = self.peaks.get(device, (0, 0))
+        categories: dict[str, int] = {}
+        modules: dict[str, dict[str, int]] = {}
+        for each in self.log:
+            if each.device == device and each.born <= serial and (each.died is None or each.died > serial):
+                categories[each.category] = categories.get(each.category, 0) + each.size
+                own = modules.setdefault(each.owner, {})
+                own[each.category] = own.get(each.category, 0) + each.size
+        return {"total": total, "categories": categories, "modules": modules}
+
+    def watch_resizes(self) -> None:
+        """See `UntypedStorage.resize_`, by which FSDP frees and takes memory; no operation tells of it."""
+        original, memory = self.original_resize, self
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:  # torch's own
+            found = original(storage, size)
+            memory.note_resized(storage)
+            return found
+
+        storage_class: Any = torch.UntypedStorage
+        storage_class.resize_ = resize_
+
+    def note_resized(self, storage: torch.UntypedStorage) -> None:
+        """Note the new size of a storage."""
+        known = self.living.get(storage._cdata)
+        if known is None:
+            return
+        self.bury(storage._cdata, known)
+        if size := round_size(storage.nbytes(), known.device):
+            self.bear(storage, Allocation(size, known.device, known.category, known.owner, self.serial))
+
+
+def round_size(size: int, device: str) -> int:
+    """Return the bytes that the allocator takes for these."""
+    return size if device == "cpu" else -(-size // ROUNDING) * ROUNDING
+
+
+def unwrap_tensor(value: object) -> list[torch.Tensor]:
+    """Return the tensors with a storage within a value; a wrapper such as DTensor has them as attributes."""
+    if not isinstance(value, torch.Tensor):
+        return []
+    flatten = getattr(type(value), "__tensor_flatten__", None)
+    if flatten is None or type(value) in (torch.Tensor, torch.nn.Parameter):
+        return [value]
+    names, _ = flatten(value)
+    return [inner for name in names for inner in unwrap_tensor(getattr(value, name))]
+
+
+class ModuleOwners:
+    """The modules whose forward runs, and the names of all."""
+
+    def __init__(self, memory: StepMemory) -> None:
+        self.memory = memory
+        self.stack: list[nn.Module] = []
+        self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.parameters: dict[int, tuple[Any, str]] = {}
+        """By the number of the parameter, which is kept."""
+
+    def register(self) -> None:
+        """Register for all modules of the process."""
+        modules.register_module_forward_pre_hook(self._enter_module)
+        modules.register_module_forward_hook(self._leave_module, always_call=True)
+        modules.register_module_parameter_registration_hook(self._empty_tensor)
+        modules.register_module_buffer_registration_hook(self._empty_tensor)
+
+    def _enter_module(self, module: nn.Module, _inputs: object) -> None:
+        """Begin a forward; the modules of a model get their names, and its tensors their owners."""
+        if not self.stack and module not in self.names:
+            for name, inner in module.named_modules():
+                self.names[inner] = own = name.removeprefix("module.") or type(module).__name__
+                for parameter in [each for each in inner._parameters.values() if each is not None]:
+                    self.parameters[id(parameter)] = parameter, own
+                    self.memory.mark(parameter, "weights", own)
+                for buffer in [each for each in inner._buffers.values() if each is not None]:
+                    self.memory.mark(buffer, "buffers", own)
+        self.stack.append(module)
+
+    def _leave_module(self, module: nn.Module, _inputs: object, _outputs: object) -> None:
+        """End a forward."""
+        while self.stack:
+            if self.stack.pop() is module:
+                return
+
+    def name_current(self) -> str:
+        """Return the module whose forward runs; empty outside of all."""
+        for module in reversed(self.stack):
+            if name := self.names.get(module, ""):
+                return name
+        return ""
+
+    def find_owner(self, parameter: object) -> str:
+        """Return the module of a parameter."""
+        return self.parameters.get(id(parameter), (None, ""))[1]
+
+    def count_parameters(self) -> int:
+        """Return how many elements the parameters of all models have that have run."""
+        return sum(int(parameter.numel()) for parameter, _ in self.parameters.values())
+
+    def _empty_tensor(self, _module: nn.Module, _name: str, tensor: Any) -> None:  # torch's hook
+        """Make a real parameter or buffer fake, as the same object."""
+        if type(tensor) in (torch.Tensor, nn.Parameter) and get_device(tensor).type != "meta":
+            tensor.data = make_fake(tensor, "cpu")
+            self.memory.note_tensor(tensor, "weights", "")
+
+
+class StepSession:
+    """The session of this process."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self.order = order
+        self.process = os.getpid()
+        self.begun = time.monotonic()
+        self.memory = StepMemory()
+        self.owners = ModuleOwners(self.memory)
+        self.steps: dict[int, int] = {}
+        """Steps by optimizer."""
+        self.kept: list[object] = []
+        """Optimizers, so that no other gets the number of one that is gone."""
+        self.is_in_optimizer = False
+        self.notes: list[str] = []
+        self.optimizer_names: list[str] = []
+        self.failure: tuple[str, BaseException] | None = None
+        """The last operation that failed, and its exception."""
+        self.show_error: Any = None
+
+    def begin(self) -> None:
+        """Turn fake tensors on."""
+        if self.order.get("gpu"):
+            pretend_cuda(self.order["gpu"], self.memory)
+        pretend_group()
+        leave_out_work(self)
+        self.memory.watch_resizes()
+        self.owners.register()
+        register_optimizer_step_pre_hook(self.begin_step)
+        register_optimizer_step_post_hook(self.end_step)
+        show_error, sys.excepthook = sys.excepthook, self.record_error
+        self.show_error = show_error
+        replace_functions()
+        FakeDispatch(self).__enter__()
+
+    def note_result(self, result: object) -> None:
+        """Note what an operation has allocated."""
+        if self.is_in_optimizer or (torch._C._current_graph_task_id() != -1 and not self.owners.stack):
+            category, owner = "temporary", ""
+        else:
+            category, owner = "activations", self.owners.name_current()
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.memory.note_tensor(leaf, category, owner)
+        self.memory.end_operation()
+
+    def begin_step(self, optimizer: Any, *_: object) -> None:  # torch's hook
+        """Note the gradients, and that an optimizer steps."""
+        self.is_in_optimizer = True
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                owner = self.owners.find_owner(parameter)
+                self.memory.mark(parameter, "weights", owner)
+                if parameter.grad is not None:
+                    self.memory.mark_gradient(parameter.grad, owner)
+
+    def end_step(self, optimizer: Any, *_: object) -> None:  # torch's hook
+        """Note the optimizer's states; after the last step, end the process."""
+        self.is_in_optimizer = False
+        for parameter, state in optimizer.state.items():
+            owner = self.owners.find_owner(parameter)
+            for value in tree_leaves(state):
+                if isinstance(value, torch.Tensor) and value.dim():
+                    self.memory.mark(value, "optimizer", owner)
+        if id(optimizer) not in self.steps:
+            self.kept.append(optimizer)
+            self.optimizer_names.append(type(optimizer).__name__)
+        self.steps[id(optimizer)] = self.steps.get(id(optimizer), 0) + 1
+        wanted = int(self.order.get("steps", 2))
+        if min(self.steps.values()) >= wanted or max(self.steps.values()) > wanted:
+            self.finish({"complete": True})
+
+    def answer_scalar(self, tensor: torch.Tensor) -> bool | int | float:
+        """Return a plausible value: 1 for a number, False for a truth value; what it is for is noted.
+
+        A number that is logged or divided by can be any number. Within a module's forward, a whole number or
+        a truth value decides shapes or the way: then nobody can tell what memory the step would take, and the
+        session ends. Two known questions have their answers: gradients are finite, and none is infinite.
+        """
+        place, text = find_user_line()
+        answer: bool | int | float = 1
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(2))][:30]
+            if any(frame.f_code.co_filename.endswith("grad_scaler.py") for frame in frames):
+                return 0.0
+            what, answer = "a number", 1.0
+        else:
+            what = "a truth value" if tensor.dtype == torch.bool else "a whole number"
+            if self.owners.stack:
+                self.refuse(f"the program's way depends on {what} of a tensor", "aten::_local_scalar_dense")
+            if tensor.dtype == torch.bool:
+                answer = any(name in text for name in TRUE_NAMES)
+        self.note(f"{place}: {what} of a fake tensor was answered with {answer}: {text}")
+        return answer
+
+    def note(self, text: str) -> None:
+        """Note something that a person should know of the result."""
+        if text not in self.notes and len(self.notes) < MOST_NOTES:
+            self.notes.append(text)
+
+    def note_failure(self, operator: str, error: BaseException) -> None:
+        """Note that an operation has failed, which may end the program."""
+        self.failure = operator, error
+
+    def record_error(self, kind: type, error: BaseException, trace: Any) -> None:  # as sys.excepthook
+        """Record the exception that ends the program, and the operation of which it comes."""
+        operator, chain = "", [error]
+        while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
+            chain.append(cause)
+        if self.failure is not None and self.failure[1] in chain:
+            operator = self.failure[0]
+        place, text = find_line(reversed([*traceback.walk_tb(trace)]))
+        what = f"{kind.__name__}: {error}".strip().partition("\n")[0]
+        self.write({"failed": {"reason": what, "operator": operator, "place": place, "line": text}})
+        self.show_error(kind, error, trace)
+
+    def refuse(self, reason: str, operator: str) -> None:
+        """End the process: torch cannot go on without values."""
+        place, text = find_user_line()
+        self.finish({"refused": {"reason": reason, "operator": operator, "place": place, "line": text}})
+
+    def finish(self, how: dict[str, Any]) -> None:
+        """Write the result, and end the process before the program goes on."""
+        if os.getpid() != self.process:
+            return
+        self.write(how)
+        for output in (sys.stdout, sys.stderr):
+            try:
+                output.flush()
+            except (OSError, ValueError, AttributeError):
+                continue
+        os._exit(0)
+
+    def write(self, how: dict[str, Any]) -> None:
+        """Write what was found."""
+        if os.getpid() != self.process:
+            return
+        device = "cuda" if self.order.get("gpu") else "cpu"
+        if not self.memory.peaks.get(device) and self.memory.peaks:
+            device = max(self.memory.peaks, key=lambda each: self.memory.peaks[each][0])
+        result = {
+            **how,
+            "device": device,
+            "peak": self.memory.describe_peak(device),
+            "steps": max(self.steps.values(), default=0),
+            "parameters": self.owners.count_parameters(),
+            "optimizers": self.optimizer_names,
+            "notes": self.notes,
+            "seconds": round(time.monotonic() - self.begun, 2),
+            "torch": torch.__version__,
+        }
+        path = self.order["result"]
+        with open(f"{path}.draft", "w", encoding="utf-8") as stream:
+            json.dump(result, stream)
+        os.replace(f"{path}.draft", path)
+
+
+def find_user_line() -> tuple[str, str]:
+    """Return place and text of the innermost line of the user's that runs."""
+    return find_line(traceback.walk_stack(sys._getframe(1)))
+
+
+def find_line(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
+    """Return `FILE:LINE` and text of the first line that is neither Python's, a package's, nor this hook's.
+
+    The file is short if it is below the working directory.
+    """
+    for frame, line in frames:
+        file = frame.f_code.co_filename
+        if file.startswith(("<", *LIBRARIES)) or f"{os.sep}site-packages{os.sep}" in file or HERE in file:
+            continue
+        short = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
+        return f"{short}:{line}", linecache.getline(file, line).strip()[:MOST_LINE]
+    return "the program", ""
