@@ -55,7 +55,7 @@ class Allocation:
 
 
 class StepMemory:
-    """What the tensors of a program take: each storage that a dispatched operation has made, by kind of device.
+    """What the tensors of a program take: each storage that an operation has made, by kind of device.
 
     Sizes are those of storages, rounded up as CUDA's allocator rounds them. The composition of the peak is
     worked out at the end, so that an allocation that turns out to be a gradient was one from its beginning.
