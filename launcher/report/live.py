@@ -323,7 +323,8 @@ class WatchApp(App[int]):
         if self.rank is not None and row.ranks:
             self._open(row.ranks[0].rank)
         else:
-            self.show()
+            self.query_one("#table", DataTable).move_cursor(row=self.at, animate=False)
+            self._show_lines()
 
     def action_page(self, pages: int) -> None:
         if self.rank is None:

@@ -5,7 +5,7 @@ Everything here is text of rich's; `live.py` shows it on a terminal, and `print_
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from statistics import median
@@ -95,6 +95,13 @@ class Row:
     ranks: tuple[RankState, ...]
     """The slowest first; one in a rank's row."""
     is_node: bool = False
+    _cells: dict[str, "Cell | None"] = field(default_factory=dict, compare=False)
+
+    def read(self, column: "Column") -> "Cell | None":
+        """Return what a column shows of it; None for nothing."""
+        if column.title not in self._cells:
+            self._cells[column.title] = column.read(self)
+        return self._cells[column.title]
 
     @property
     def key(self) -> tuple[str, int | None]:
@@ -290,7 +297,7 @@ class TableView:
             column.title: max(
                 len(column.title) + (column.title == self.order.title),
                 column.width,
-                *(len(cell.text) for row in self.rows if (cell := column.read(row))),
+                *(len(cell.text) for row in self.rows if (cell := row.read(column))),
             )
             for column in self.columns
         }
@@ -317,7 +324,7 @@ class TableView:
         for column in self.columns:
             if column.title not in shown:
                 continue
-            cell = column.read(row) or Cell("-", "", "dim")
+            cell = row.read(column) or Cell("-", "", "dim")
             style = (mark if column.title in ("rank", "node") else "") or cell.style
             style = f"{style} dim" if row.view.is_silent else style
             found.append(Text(cell.text, style, justify="left" if column.is_text else "right"))
@@ -354,7 +361,7 @@ def arrange(snapshot: RunSnapshot, order: Order, host: str | None = None) -> Tab
         rows = _sort_slowest(rows, culprits, stragglers)
         rows = rows[::-1] if order.reverse else rows
     else:
-        cells = [(column.read(row), row) for row in rows]
+        cells = [(row.read(column), row) for row in rows]
         known = [(cell.value, row) for cell, row in cells if cell]
         known.sort(key=lambda pair: pair[0], reverse=column.ascending == order.reverse)
         rows = [row for _, row in known] + [row for cell, row in cells if not cell]
@@ -362,7 +369,7 @@ def arrange(snapshot: RunSnapshot, order: Order, host: str | None = None) -> Tab
     columns = [
         column
         for column in COLUMNS
-        if (column.title == order.title or any(column.read(row) for row in rows))
+        if (column.title == order.title or any(row.read(column) for row in rows))
         and (column.title != "node" or several)
     ]
     if by_node:  # what a node's row is about comes first
@@ -516,7 +523,7 @@ def _list_findings(view: View) -> Iterator[tuple[str, str]]:
 def list_rank_lines(row: Row, details: RankDetails | None, width: int) -> list[Text]:
     """Return which rank it is, what it does, its figures, and what it has of what was planned."""
     (rank,) = row.ranks
-    cells = {column.title: cell for column in COLUMNS if (cell := column.read(row))}
+    cells = {column.title: cell for column in COLUMNS if (cell := row.read(column))}
     parts = [
         Text(f"rank {rank.rank} on {clean_text(row.view.report.host)}", "bold"),
         Text(f"local rank {rank.local_rank}"),
