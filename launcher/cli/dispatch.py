@@ -14,16 +14,9 @@ from launcher.config.cluster import pet_overrides
 from launcher.config.environment_files import fill_env, read_env_files
 from launcher.config.hydra_flags import Flags
 from launcher.config.overrides import quote_value
+from launcher.config.rules import Context, check
 from launcher.config.search_path import Sources, find_shipped
 from launcher.config.settings import Settings, settle_words
-from launcher.config.validation import (
-    PLAN_CHECKS,
-    TOPO_CHECKS,
-    Context,
-    check_choices,
-    check_output_files,
-    validate,
-)
 
 if TYPE_CHECKING:
     from launcher.config.composed import Composed
@@ -86,8 +79,7 @@ def show_machine(composed: "Composed", command: Command) -> int:
     config = fill_env(config, read_env_files(config))
     if command.verb != "topo" or config.image:
         warn_elsewhere(config, os.environ)
-    checks = TOPO_CHECKS if command.verb == "topo" else PLAN_CHECKS
-    validate(Context(config, f"launch {command.verb}", composed.given), checks)
+    check(Context(config, f"launch {command.verb}", composed.given))
     environ = {**os.environ, **config.env}
     call = VerbCall(config, environ, program=command.program or (), given=composed.given)
     return load_verb(command.verb)(call)
@@ -95,5 +87,5 @@ def show_machine(composed: "Composed", command: Command) -> int:
 
 def show_runs(config: Settings, command: Command) -> int:
     """Run a verb for runs that there are."""
-    validate(Context(config, f"launch {command.verb}"), (check_choices, check_output_files))
+    check(Context(config, f"launch {command.verb}"))
     return load_verb(command.verb)(VerbCall(config, os.environ, command.names))

@@ -11,7 +11,6 @@ from pathlib import Path
 from launcher.cli.choose_runs import choose_one
 from launcher.cli.run_watch import RunWatch, describe_run_state
 from launcher.cli.verbs import VerbCall
-from launcher.config.validation import check_minimum
 from launcher.errors import UsageError
 from launcher.report.viewer import open_stream
 from launcher.runs.run_output import Output, RunOutputReader
@@ -30,8 +29,6 @@ def show_logs(call: VerbCall) -> int:
     """Print the output of a run's last attempt, or follow it; returns 0. Raises UsageError."""
     config, names = call.config, call.names
     path = choose_one(config, names, "logs")
-    check_minimum("rank", 0 if config.rank is None else config.rank, 0)
-    check_minimum("logs.tail", config.logs.tail, 1)
     if config.follow:
         follow_output(path, RunOutputReader(path, config.rank, config.logs.tail))
         return 0

@@ -26,9 +26,9 @@ from launcher.config.composed import Composed, read_values, resolve
 from launcher.config.config_file import render_config
 from launcher.config.environment_files import fill_env, read_env_files
 from launcher.config.program import BUNDLED, clear_sections, describe_interpreter, find_program, find_unused
+from launcher.config.rules import Context, check, check_placed
 from launcher.config.run_path import RunPath, choose_run_path
 from launcher.config.settings import Settings
-from launcher.config.validation import RUN_CHECKS, TUNE_CHECKS, Context, validate, validate_placed
 from launcher.errors import LaunchError
 from launcher.launch.job import Job, JobSpec, render_start
 from launcher.plan.json_form import plan_to_json
@@ -133,7 +133,7 @@ def specify_job(
     check_earlier(run_path, Path(config.runs_dir))
     config = keep_chosen(config, run_path)
     context = Context(config, verb, given, composed.sources)
-    validate(context, TUNE_CHECKS if verb == "launch tune" else RUN_CHECKS)
+    check(context)
     merged = {**environ, **config.env}
     if verb == "launch":
         warn_overruled(merged, given)
@@ -147,7 +147,7 @@ def specify_job(
     )
     if cluster.kind == "slurm" and not config.dry_run:
         check_command("sbatch", cluster.why, merged)
-    validate_placed(context, cluster)
+    check_placed(context, cluster)
     agent = choose_agent(config, cluster, merged)
     argv = find_program(program, config, merged)
     if program and (remark := describe_interpreter(program)):

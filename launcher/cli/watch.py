@@ -13,7 +13,6 @@ from launcher.cli.choose_runs import choose_live
 from launcher.cli.run_watch import RunWatch, describe_run_state
 from launcher.cli.verbs import VerbCall
 from launcher.config.config_file import read_config_value
-from launcher.config.validation import check_minimum
 from launcher.errors import UsageError
 from launcher.report.viewer import open_stream
 from launcher.runs.run_status import RunStatus
@@ -38,7 +37,6 @@ def show_watch(call: VerbCall) -> int:
     Raises UsageError for a run, or a rank, that there is not.
     """
     config = call.config
-    check_minimum("rank", 0 if config.rank is None else config.rank, 0)
     path = choose_live(config, call.names, "watch")
     if config.format == "json":
         print_json(path)

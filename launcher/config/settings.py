@@ -1,39 +1,146 @@
-"""The configuration's schema: every key that can be set, with its type and default.
+"""Every key that can be set: its type, its default, and which values it takes.
 
-These are the dataclasses that Hydra checks overrides against. `conf/launch.yaml` builds on them.
+These are the dataclasses that Hydra checks overrides against; `conf/launch.yaml` builds on them. The checks,
+their errors and docs/configuration.md are made from them.
 """
+# ruff: noqa: RUF009 - `setting` makes a field
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
+
+from launcher.errors import UsageError
 
 SLURM_KINDS = ("slurm", "allocation")
 """Values of `cluster.kind` with which SLURM starts the nodes."""
 
 
+EVENTS = ("start", "hang", "recover", "straggler", "fail", "end")
+"""Of which a job can tell."""
+ADAPTED = (
+    *("all-linear", "q_proj", "k_proj", "v_proj", "o_proj"),
+    *("gate_proj", "up_proj", "down_proj", "lm_head"),
+)
+"""Matrices that can have an adapter."""
+BLOCK_PARTS = (
+    "core_attn",
+    "attention",
+    "layernorm",
+    "mla_up_proj",
+    "mlp",
+    "moe",
+    "moe_act",
+    "shared_experts",
+)
+"""Modules that can be computed again."""
+LARGEST_COUNT = 10**6
+"""GPUs in a group: ten times those of the largest machines."""
+LARGEST_BATCH = 10**9
+"""Sequences, and tokens of a sequence."""
+LARGEST_AMOUNT = 1e20
+"""Tokens in all, GiB, and seconds."""
+LONGEST_SHOWN = 60
+"""Characters of a refused value."""
+TUNE_OPTION = r"-[A-Za-z]|--[A-Za-z][\w.-]*=?|(?:\+{1,2})?[A-Za-z_][\w./-]*=|program\.\w+"
+"""An option of a program, a key of Hydra's with its `=`, or a key of the section `program`."""
+
+
+def setting(
+    default: Any,  # noqa: ANN401 - of any type of the fields
+    *,
+    choices: Sequence[str] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    whole: bool = False,
+    words: Sequence[str] = (),
+    pattern: str | None = None,
+    give: str = "",
+) -> Any:  # noqa: ANN401 - stands for a field
+    """Return a field with what it takes; `check_values` refuses all else, and a null that is not the default.
+
+    `choices` are all the words there are, for a list the words that may be in it. Numbers are at least
+    `minimum` or above `above`, and at most `maximum`; those of a field of any type are `whole`, or not, and
+    `words` may stand in their place. `pattern` is what a text looks like, and `give` says so.
+    """
+    limits = {"choices": choices, "minimum": minimum, "maximum": maximum, "above": above}
+    known = {**limits, "whole": whole or None, "words": words, "pattern": pattern, "give": give}
+    metadata = {name: value for name, value in known.items() if value is not None and value not in ("", ())}
+    if isinstance(default, list):
+        return field(default_factory=lambda: [*default], metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
 def one_of(default: str, *others: str) -> Any:  # noqa: ANN401 - stands for a field
     """Return a field that takes one of these words, and no other."""
-    return field(default=default, metadata={"choices": (default, *others)})
+    return setting(default, choices=(default, *others))
 
 
-def some_of(*words: str, default: tuple[str, ...] | None = None) -> Any:  # noqa: ANN401 - stands for a field
-    """Return a field that takes a list of some of these words; all of them by default."""
-    return field(
-        default_factory=lambda: [*(words if default is None else default)], metadata={"choices": words}
-    )
-
-
-def list_choices(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, tuple[str, ...]]]:  # noqa: ANN401
-    """Give each setting with a set of words, its value and the words."""
+def list_settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, "Field[Any]"]]:  # noqa: ANN401
+    """Give each setting of a section and those within it: its key, value and field."""
     for each in fields(section):
         value, key = getattr(section, each.name), f"{prefix}{each.name}"
         if is_dataclass(value):
-            yield from list_choices(value, f"{key}.")
-        elif each.metadata:
-            yield key, value, each.metadata["choices"]
+            yield from list_settings(value, f"{key}.")
+        else:
+            yield key, value, each
 
 
-def settle_words(section: Any) -> None:  # noqa: ANN401 - any class of the schema
+def list_choices(section: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:  # noqa: ANN401 - see above
+    """Give each setting with a set of words, its value and the words."""
+    for key, value, each in list_settings(section):
+        if choices := each.metadata.get("choices"):
+            yield key, value, choices
+
+
+def check_values(section: Any) -> None:  # noqa: ANN401 - see above
+    """Refuse the first value that its field does not take; raises UsageError with what it takes."""
+    for key, value, each in list_settings(section):
+        if each.metadata and not (value is None and each.default is None):
+            for entry in value if isinstance(value, list) else [value]:
+                if fault := find_fault(entry, each.metadata):
+                    raise UsageError(f"{key}={show_value(entry)}: {fault}")
+
+
+def find_fault(value: object, takes: Mapping[str, Any]) -> str:
+    """Say what to give in place of a value; empty if it is one of those that a field takes."""
+    if choices := takes.get("choices"):
+        return "" if show_value(value) in choices else f"choose from {', '.join(choices)}"
+    if pattern := takes.get("pattern"):
+        return "" if re.fullmatch(pattern, str(value), re.DOTALL) else f"give {takes['give']}"
+    words, low, high = takes.get("words", ()), takes.get("minimum"), takes.get("maximum")
+    above = takes.get("above")
+    if isinstance(value, str) and value in words:
+        return ""
+    kinds = int if takes.get("whole") else int | float
+    if isinstance(value, kinds) and not isinstance(value, bool):
+        is_enough = (low is None or value >= low) and (above is None or value > above)
+        if is_enough and (value < math.inf if high is None else value <= high):
+            return ""
+    least = f"above {above:g}" if above is not None else f"of at least {low:g}"
+    most = (
+        ""
+        if high is None
+        else f" and at most {high:g}"
+        if isinstance(high, float)
+        else f" and at most {high}"
+    )
+    number = takes.get("give") or "a number"
+    return f"give {number} {least}{most}{''.join(f', or {word}' for word in words)}"
+
+
+def show_value(value: object) -> str:
+    """Write a value as the command line has it, cut off if it is long."""
+    if isinstance(value, list):
+        value = f"[{','.join(map(str, value))}]"
+    text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
+
+
+def settle_words(section: Any) -> None:  # noqa: ANN401 - any class of the settings
     """Take false for `off` and true for `on` where a setting has these words, as YAML 1.1 does."""
     for each in fields(section):
         value, choices = getattr(section, each.name), each.metadata.get("choices", ())
@@ -48,32 +155,32 @@ def settle_words(section: Any) -> None:  # noqa: ANN401 - any class of the schem
 class RequeueConfig:
     """How often a job goes back into the queue, for each reason why it ended; 0 means never."""
 
-    preempted: int = 100
+    preempted: int = setting(100, minimum=0)
     """A job of higher priority took its nodes."""
-    timeout: int = 100
+    timeout: int = setting(100, minimum=0)
     """The job reached its time limit while ranks were running."""
-    node_failure: int = 10
+    node_failure: int = setting(10, minimum=0)
     """A node was lost. It is excluded from the next attempt."""
-    sick_node: int = 3
+    sick_node: int = setting(3, minimum=0)
     """Preflight found a node sick, and `preflight.on_failure=exclude` could not do without it."""
-    stopped: int = 10
+    stopped: int = setting(10, minimum=0)
     """A node's task, or a rank, got a SIGTERM that neither launch nor SLURM's queue sent."""
-    requested: int = 100
+    requested: int = setting(100, minimum=0)
     """The first rank that failed ended with one of `exit_codes`, and nobody had asked for a stop."""
-    hang: int = 3
+    hang: int = setting(3, minimum=0)
     """The ranks hung, and `watch.on_hang=stop` ended them."""
-    crash: int = 0
+    crash: int = setting(0, minimum=0)
     """The program failed."""
-    exit_codes: list[int] = field(default_factory=lambda: [75])
+    exit_codes: list[int] = setting([75], minimum=1, maximum=255)
     """Exit codes by which a program asks to be started again; 75 is EX_TEMPFAIL of sysexits.h."""
-    no_progress: int = 3
+    no_progress: int = setting(3, minimum=0)
     """The job stops after this many attempts in a row without progress; 0 means never.
 
     Progress is a later step printed by rank 0, or a newer checkpoint below RUN_DIR/checkpoints or at
     progress.paths. A job that never showed either is not judged. Attempts that were preempted, requeued from
     outside, or not begun for a sick node, do not count.
     """
-    limit: int = 200
+    limit: int = setting(200, minimum=1)
     """Attempts in all, at least 1."""
 
 
@@ -122,7 +229,7 @@ class ClusterConfig:
     exclusive: Any = None
     """`true`: no other job runs on the nodes, which the job has whole; `user`, `mcs` or `topo`: only such as
     SLURM's `--exclusive` says."""
-    spares: int = 0
+    spares: int = setting(0, minimum=0, maximum=1000)
     """Nodes that SLURM is asked for besides `nodes`. They are checked, wait idle, and replace nodes that are
     lost."""
     node_order: str = "auto"
@@ -154,7 +261,7 @@ class BindingConfig:
     policy: str = one_of("exclusive", "numa", "socket", "l3", "none")
     strict: bool = False
     """If the placement falls short of the policy: true ends the job, false warns."""
-    reserve_cores: int = 0
+    reserve_cores: int = setting(0, minimum=0)
     """Physical cores that are left to the system, spread over the NUMA nodes."""
     nic: bool = False
     """Set `NCCL_IB_HCA` to each rank's nearest NIC."""
@@ -166,12 +273,12 @@ class DataloaderConfig:
 
     workload: str = "text"
     """The workload that the number belongs to; empty if the command line sets the number."""
-    num_workers: int = 2
+    num_workers: int = setting(2, minimum=0, maximum=1024)
     """Workers of each rank. A workload's number is reduced if cores or memory are too few. A number that you
     set stays as it is, with a warning."""
-    worker_gib: float = 0.0
+    worker_gib: float = setting(0.0, minimum=0)
     """Memory of one worker in GiB; 0 means unknown, and memory sets no limit."""
-    worker_shm_mib: float = 0.0
+    worker_shm_mib: float = setting(0.0, minimum=0)
     """Space in /dev/shm for the batches of one worker, in MiB; 0 means unknown."""
     default: bool = False
     """Give a `DataLoader(...)` without num_workers that number."""
@@ -185,9 +292,9 @@ class GcConfig:
     """Garbage collection in the ranks. Steps are steps of the optimizer."""
 
     policy: str = one_of("synchronized", "disabled", "frozen", "default")
-    warmup: int = 30
+    warmup: int = setting(30, minimum=0)
     """Steps after which objects are frozen (`synchronized`, `frozen`)."""
-    every: int = 50
+    every: int = setting(50, minimum=0)
     """Steps from one full collection to the next, the same on all ranks (`synchronized`, `disabled`); 0 means
     never."""
     log: bool = False
@@ -198,18 +305,23 @@ class GcConfig:
 class TuneConfig:
     """How `launch tune dataloader` and `launch tune batch` measure."""
 
-    option: str | None = None
+    option: str | None = setting(
+        None,
+        pattern=TUNE_OPTION,
+        give="the program's option for its micro-batch, as --batch-size, -b, train.batch_size= or"
+        " program.batch_size",
+    )
     """The program's own option for its micro-batch (`--batch-size`, `train.batch_size=`), for `launch tune
     batch`."""
-    max_batch: int = 4096
+    max_batch: int = setting(4096, minimum=1, maximum=1 << 24)
     """Largest micro-batch to try."""
-    max_workers: Any = "auto"
+    max_workers: Any = setting("auto", whole=True, minimum=1, words=("auto",))
     """Largest number of workers to try; `auto`: two for each core of a rank, 4 to 64, if memory allows."""
-    steps: int = 48
+    steps: int = setting(48, minimum=8)
     """Largest number of steps to measure for each value; fewer if the mean is clear."""
-    seconds: float = 60.0
+    seconds: float = setting(60.0, above=0)
     """Seconds to measure each value at most."""
-    timeout: float = 900.0
+    timeout: float = setting(900.0, above=0)
     """Seconds that a run of the program may take; a longer one is ended."""
 
 
@@ -231,7 +343,7 @@ class LogsConfig:
     """What the console shows of the ranks' output. The run directory has all of it."""
 
     console: str = one_of("rank0", "all", "none")
-    tail: int = 20
+    tail: int = setting(20, minimum=1)
     """How many lines of the first failed rank's log the final message shows."""
 
 
@@ -239,7 +351,7 @@ class LogsConfig:
 class ProgressConfig:
     """What counts as progress, besides the steps that rank 0 prints and files below RUN_DIR/checkpoints."""
 
-    paths: list[str] = field(default_factory=list)
+    paths: list[str] = setting([], pattern=".+", give="paths that are not empty")
     """Patterns of checkpoints elsewhere, such as `/scratch/me/ckpt/*`; `**` matches folders at any depth.
 
     A relative pattern starts at the working directory. Files written since the submission count.
@@ -250,7 +362,7 @@ class ProgressConfig:
 class TorchrunConfig:
     """torchrun's options, under torchrun's names; null leaves an option to torchrun and its `PET_*`."""
 
-    max_restarts: int | None = None
+    max_restarts: int | None = setting(None, minimum=0)
     monitor_interval: float | None = None
     rdzv_backend: str | None = None
     rdzv_id: str | None = None
@@ -261,7 +373,7 @@ class TorchrunConfig:
     role: str | None = None
     event_log_handler: str | None = None
     signals_to_handle: str | None = None
-    shutdown_timeout: int = 30
+    shutdown_timeout: int = setting(30, minimum=0)
     """Seconds that ranks have to end after a signal, before the next signal."""
 
 
@@ -271,23 +383,25 @@ class WatchConfig:
 
     enabled: bool = True
     """Watch the ranks. Their program is not changed, and nothing ends them but `on_hang`."""
-    hang_seconds: Any = "auto"
+    hang_seconds: Any = setting("auto", minimum=1, words=("auto",), give="a number of seconds")
     """Seconds without any activity of a rank that others wait for, after which it is a hang; `auto`: 60, or
     three times the longest pause so far. Three times as long if nobody waits, ten times if it works."""
     on_hang: str = one_of("report", "restart", "stop")
     """`report`; `restart` (the ranks are killed and start again, as often as `restarts` says, 3 times if that
     is not set); or `stop` (the job ends with exit code 124, under SLURM as the class `hang` of
     cluster.requeue)."""
-    interval: float = 5.0
+    interval: float = setting(5.0, minimum=0.5, maximum=3600, give="a number of seconds")
     """Seconds from one report of a node to the next."""
-    metrics_interval: float = 30.0
+    metrics_interval: float = setting(30.0, minimum=0, maximum=3600, give="a number of seconds")
     """Seconds from one line of `metrics-HOST.jsonl` to the next; fewer at the beginning of a run. 0 writes
     none."""
-    prometheus_port: int | None = None
+    prometheus_port: int | None = setting(
+        None, minimum=0, maximum=65535, give="a port, or 0 for any free one,"
+    )
     """Port on which each node serves its metrics to Prometheus; null means none."""
     prometheus_address: str = "127.0.0.1"
     """Address that it listens on."""
-    textfile: str | None = None
+    textfile: str | None = setting(None, pattern=".+", give="a folder, or leave it out")
     """Folder of node_exporter's textfile collector, into which each node writes its metrics."""
 
 
@@ -299,11 +413,11 @@ class NotifyConfig:
     """Gets a POST with JSON when the job starts, hangs, recovers, fails or ends."""
     format: str = one_of("auto", "json", "slack")
     """`json`, `slack`, or `auto`: Slack's form for hooks.slack.com."""
-    events: list[str] = some_of("start", "hang", "recover", "straggler", "fail", "end")  # noqa: RUF009
+    events: list[str] = setting(list(EVENTS), choices=EVENTS)
     """Which of these to tell."""
     ping_url: str | None = None
     """Gets a GET every `ping_interval` seconds as long as steps are made, for a service that misses them."""
-    ping_interval: float = 60.0
+    ping_interval: float = setting(60.0, minimum=1, give="a number of seconds")
 
 
 @dataclass
@@ -314,26 +428,26 @@ class ParallelConfig:
     program say. For another program, dp is what is left of the GPUs, and zero is 0.
     """
 
-    tp: int = 1
+    tp: int = setting(1, minimum=1, maximum=LARGEST_COUNT)
     """GPUs that share each layer (tensor parallelism)."""
-    pp: int = 1
+    pp: int = setting(1, minimum=1, maximum=LARGEST_COUNT)
     """Pipeline stages."""
-    dp: Any = "auto"
+    dp: Any = setting("auto", whole=True, minimum=1, maximum=LARGEST_COUNT, words=("auto",))
     """Data-parallel replicas; `auto`: the GPUs over tp, pp and cp."""
-    cp: int = 1
+    cp: int = setting(1, minimum=1, maximum=LARGEST_COUNT)
     """GPUs that share a sequence (context parallelism)."""
-    ep: int = 1
+    ep: int = setting(1, minimum=1, maximum=LARGEST_COUNT)
     """GPUs that share the experts."""
-    zero: Any = "auto"
+    zero: Any = setting("auto", choices=("auto", "fsdp", "0", "1", "2", "3"))
     """What is sharded over the replicas: 0 nothing, 1 optimizer states, 2 gradients too, 3 (or `fsdp`)
     weights too."""
     framework: str = one_of("auto", "ddp", "fsdp", "zero", "megatron")
     """`zero` is DeepSpeed."""
-    shard_size: int | None = None
+    shard_size: int | None = setting(None, minimum=1, maximum=LARGEST_COUNT)
     """GPUs over which states are sharded; null is all replicas."""
     sequence_parallel: bool = True
     """With tp: activations between the matrices are split along the sequence."""
-    virtual_stages: int = 1
+    virtual_stages: int = setting(1, minimum=1, maximum=LARGEST_COUNT)
     """Model chunks of each pipeline stage (interleaved schedule)."""
 
 
@@ -341,22 +455,9 @@ class ParallelConfig:
 class LoraConfig:
     """Low-rank adapters that are trained in place of the model; their alpha does not change memory."""
 
-    rank: int | None = None
+    rank: int | None = setting(None, minimum=1, maximum=1 << 16)
     """null: the model itself is trained."""
-    targets: list[str] = some_of(  # noqa: RUF009
-        *(
-            "all-linear",
-            "q_proj",
-            "k_proj",
-            "v_proj",
-            "o_proj",
-            "gate_proj",
-            "up_proj",
-            "down_proj",
-            "lm_head",
-        ),
-        default=("all-linear",),
-    )
+    targets: list[str] = setting(["all-linear"], choices=ADAPTED)
     """Matrices with an adapter; `all-linear` is all of them but lm_head."""
 
 
@@ -377,21 +478,21 @@ class FitConfig:
     """Activation checkpointing."""
     offload: str = one_of("none", "optimizer", "parameters")
     """What is kept in CPU memory; with `parameters`, the optimizer too."""
-    micro_batch: Any = "auto"
+    micro_batch: Any = setting("auto", whole=True, minimum=1, maximum=LARGEST_BATCH, words=("auto",))
     """Sequences of a replica in a micro-step."""
-    accumulation: Any = "auto"
+    accumulation: Any = setting("auto", whole=True, minimum=1, maximum=LARGEST_BATCH, words=("auto",))
     """Micro-steps of an optimizer step; `auto`: from global_batch if that is set, else 1."""
-    global_batch: int | None = None
+    global_batch: int | None = setting(None, minimum=1, maximum=LARGEST_BATCH)
     """Sequences of an optimizer step: micro_batch * dp * accumulation."""
-    seq_len: Any = "auto"
+    seq_len: Any = setting("auto", whole=True, minimum=1, maximum=LARGEST_BATCH, words=("auto",))
     """Tokens of a sequence; `auto`: the program's, else the model's max_seq_len, at most 4096."""
     flash_attention: bool = True
     loss: str = one_of("auto", "plain", "compiled", "chunked", "fused")
     """`plain` has all logits at once, with fp32 copies; `compiled` without (compiled with the model, or
     flash-attention's); `fused` is Liger's or cut cross-entropy; `auto` is not known."""
-    compile: Any = "auto"
+    compile: Any = setting("auto", choices=("auto", "true", "false"))
     """Whether torch.compile is used; `auto` is not known, which makes ranges wide."""
-    optimizer_fused: Any = "auto"
+    optimizer_fused: Any = setting("auto", choices=("auto", "true", "false"))
     """Whether the optimizer's step makes no list of temporaries (`fused=True`)."""
     gradients: str = one_of("auto", "fp32", "bf16")
     """`bf16` in recipes of Megatron Bridge; `auto` is the framework's."""
@@ -402,19 +503,16 @@ class FitConfig:
     """Whether each parameter is updated, and its gradient freed, as soon as it has one."""
     activation_offload: bool = False
     """Whether activations are in CPU memory between forward and backward."""
-    recompute_modules: list[str] = some_of(  # noqa: RUF009
-        *("core_attn", "attention", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"),
-        default=(),
-    )
+    recompute_modules: list[str] = setting([], choices=BLOCK_PARTS)
     """What checkpointing=selective computes again, in Megatron Core's words and `attention`, the whole
     block; [] is by operator, as torchtitan does, or Megatron's default."""
-    gpu: str | None = None
+    gpu: str | None = setting(None, pattern=r".*\S.*", give="a name such as H100, or leave it out")
     """A GPU by name (`H100`, `A100-40GB`), in place of the machine's."""
-    gpu_memory_gib: float | None = None
+    gpu_memory_gib: float | None = setting(None, above=0, maximum=LARGEST_AMOUNT)
     """Memory of a GPU in GiB, in place of the machine's."""
-    tokens: float | None = None
+    tokens: float | None = setting(None, above=0, maximum=LARGEST_AMOUNT)
     """Tokens to train on in all, for time and GPU-hours."""
-    step_seconds: float | None = None
+    step_seconds: float | None = setting(None, above=0, maximum=LARGEST_AMOUNT)
     """Measured seconds of an optimizer step, for TFLOPS, MFU and HFU."""
     grid: bool = False
     """Whether `launch plan` shows micro-batches by checkpointing by sharding."""
@@ -431,11 +529,11 @@ class PreflightConfig:
     on_failure: str = one_of("report", "stop", "exclude")
     """If a node is sick: `report` it and go on; `stop` (exit code 3); `exclude`: go on without it if the job
     may have fewer nodes or has spare ones, else requeue without it."""
-    paths: list[str] = field(default_factory=list)
+    paths: list[str] = setting([], pattern=".+", give="paths that are not empty")
     """Further paths that have to answer on every node, such as the data's."""
-    min_free_gib: float = 1.0
+    min_free_gib: float = setting(1.0, minimum=0)
     """Free space that the run directory and the temporary directory should have."""
-    tolerance: float = 0.93
+    tolerance: float = setting(0.93, above=0, maximum=1)
     """Share of the median of the job's devices below which one is slow."""
 
 
@@ -478,12 +576,12 @@ class Settings:
     agent: str = one_of("auto", "direct", "torchrun")
     """What starts the ranks: `direct` (launch itself) or `torchrun`. `auto` is `direct`, and `torchrun` for
     elastic jobs, for `cluster=manual`, and if options of torchrun are set."""
-    restarts: int | None = None
+    restarts: int | None = setting(None, minimum=0)
     """How often all ranks are started anew within the job after one of them has failed; null means never, and
     with `watch.on_hang=restart` 3 times."""
     follow: bool = False
     """Stay with a submitted job: show its place in the queue and its output, and end with its exit code."""
-    rank: int | None = None
+    rank: int | None = setting(None, minimum=0)
     """The rank whose output `launch logs` shows, or that `launch watch` begins with; null means all ranks."""
     yes: bool = False
     """`launch cancel` does not ask; `launch tune` replaces a file that it did not write."""

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import yaml
@@ -67,8 +67,8 @@ def count_nodes(node: yaml.Node, known: dict[int, float]) -> float:
     return known[id(node)]
 
 
-def check_quoted(paths: Iterable[Path], numbers: Mapping[str, str]) -> None:
-    """Raise UsageError for a file with a key whose value, such as `10:00`, is one of these numbers to YAML.
+def find_unquoted(paths: Iterable[Path], numbers: Mapping[str, str]) -> Iterator[str]:
+    """Tell of each file with a key whose value, such as `10:00`, is one of these numbers to YAML.
 
     `numbers` are decimal texts by the last part of the key.
     """
@@ -76,7 +76,7 @@ def check_quoted(paths: Iterable[Path], numbers: Mapping[str, str]) -> None:
         for match in SEXAGESIMAL.finditer(read_text(path)):
             key, text = match["key"], match["text"]
             if numbers.get(key) == str(parse_sexagesimal(text)):
-                raise UsageError(
+                yield (
                     f"{path} has {key}: {text} without quotes, which YAML reads as the number"
                     f' {numbers[key]}: write {key}: "{text}"'
                 )

@@ -95,7 +95,7 @@ def list_near_divisors(number: int, near: int) -> list[int]:
 
 
 def check_product(product: int) -> None:
-    """Raise UsageError for a global batch that is too large; config.fit_validation checks its factors."""
+    """Raise UsageError for a global batch that is too large; the settings check its factors."""
     if product > LARGEST_SETTING:
         shown = product if product < LARGEST_SETTING**2 else f"(a number of {product.bit_length()} bits)"
         raise UsageError(f"{PRODUCT}={shown}: give at most {LARGEST_SETTING}")

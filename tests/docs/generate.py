@@ -4,11 +4,16 @@ A page holds its generated part between two comments; what stands around it is w
 """
 
 import ast
+import inspect
+import itertools
 import json
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
+from types import GenericAlias
+from typing import Any
 
 from launcher import protocol
 from launcher.config import settings
@@ -21,83 +26,64 @@ SIMPLE = {"str": "text", "int": "number", "float": "number", "bool": "true or fa
 GROUPS = ("allocator", "binding", "cluster", "dataloader", "gc", "machine", "model", "preflight", "program")
 
 
-def list_classes() -> dict[str, ast.ClassDef]:
-    """The schema's classes by their names."""
-    tree = ast.parse(Path(settings.__file__).read_text(encoding="utf-8"))
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+def list_docstrings() -> dict[tuple[str, str], str]:
+    """The docstrings below the fields of the settings' classes, on one line, by class and field."""
+    found = {}
+    for node in ast.parse(Path(settings.__file__).read_text(encoding="utf-8")).body:
+        body = node.body if isinstance(node, ast.ClassDef) else []
+        for before, after in itertools.pairwise(body):
+            if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr):
+                found[node.name, ast.unparse(before.target)] = " ".join(ast.literal_eval(after.value).split())  # type: ignore[attr-defined]
+    return found
 
 
-def list_keys(classes: Mapping[str, ast.ClassDef], name: str) -> Iterator[tuple[str, str, str, str]]:
-    """Key, type, default and meaning of each field of a class."""
-    body = classes[name].body
-    for at, node in enumerate(body):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            after = body[at + 1] if at + 1 < len(body) else None
-            kind = ast.unparse(node.annotation)
-            shown = kind if kind in classes else render_type(kind, node.value)
-            yield node.target.id, shown, render_default(node.value), read_text(after)
-
-
-def read_text(node: ast.stmt | None) -> str:
-    """The docstring that follows a field, on one line; empty if there is none."""
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-        return " ".join(str(node.value.value).split())
-    return ""
-
-
-def render_default(value: ast.expr | None) -> str:
+def render_default(default: object) -> str:
     """A default as YAML has it."""
-    if words := list_words(value):
-        return f"`{words[0]}`" if is_one(value) else f"`[{', '.join(words)}]`"
-    if isinstance(value, ast.Call):
-        factory = value.keywords[0].value
-        text = {"list": "[]", "dict": "{}"}.get(ast.unparse(factory), "")
-        return f"`{ast.unparse(factory.body) if isinstance(factory, ast.Lambda) else text}`"
-    assert isinstance(value, ast.Constant)
-    text = value.value if isinstance(value.value, str) else json.dumps(value.value)
+    if isinstance(default, list):
+        return f"`[{', '.join(map(str, default))}]`"
+    text = default if isinstance(default, str) else json.dumps(default)
     return f"`{text or repr('')}`"
 
 
-def list_words(value: ast.expr | None) -> list[str]:
-    """The words of a field that takes no others."""
-    if not isinstance(value, ast.Call) or ast.unparse(value.func) not in ("one_of", "some_of"):
-        return []
-    return [str(word.value) for word in value.args if isinstance(word, ast.Constant)]
-
-
-def is_one(value: ast.expr | None) -> bool:
-    """Whether a field takes one of its words, rather than a list of some."""
-    return isinstance(value, ast.Call) and ast.unparse(value.func) == "one_of"
-
-
-def render_type(annotation: str, value: ast.expr | None) -> str:
-    """A field's type in words."""
-    if words := list_words(value):
-        return ("" if is_one(value) else "list of ") + ", ".join(f"`{word}`" for word in words)
-    optional = annotation.endswith(" | None")
+def render_type(field: Field[Any]) -> str:
+    """What a field takes, in words."""
+    annotation, takes = str(field.type), field.metadata
+    if isinstance(field.type, type) and not isinstance(field.type, GenericAlias):
+        annotation = field.type.__name__
+    annotation = annotation.replace("typing.", "")
+    if choices := takes.get("choices"):
+        words = ", ".join(f"`{word}`" for word in choices)
+        return f"list of {words}" if annotation.startswith("list") else words
     base = annotation.removesuffix(" | None")
     lists = {"list[str]": "list", "list[int]": "list of numbers", "dict[str, Any]": "mapping"}
-    return (lists.get(base) or SIMPLE[base]) + (" or null" if optional else "")
+    kind = lists.get(base) or SIMPLE[base]
+    limits = [("above", "above"), ("minimum", "at least"), ("maximum", "at most")]
+    parts = [f"{word} {takes[name]:.12g}" for name, word in limits if name in takes]
+    if parts:
+        kind = f"{'number' if kind == 'any' else kind} {' and '.join(parts)}"
+    kind += "".join(f", or `{word}`" for word in takes.get("words", ()))
+    return f"{kind} or null" if annotation.endswith(" | None") else kind
 
 
-def render_keys(classes: Mapping[str, ast.ClassDef], name: str, prefix: str) -> Iterator[str]:
-    """A section for a class of the schema, then those of the classes within it."""
-    rows = list(list_keys(classes, name))
-    inner = [(key, kind) for key, kind, _, _ in rows if kind in classes]
+def render_keys(section: Any, prefix: str, docstrings: Mapping[tuple[str, str], str]) -> Iterator[str]:
+    """A table of a section's settings, then those of the sections within it."""
+    kind = type(section)
     yield f"### `{prefix}`" if prefix else "### Top-level keys"
-    docstring = ast.get_docstring(classes[name])
-    if prefix and docstring:
-        yield " ".join(docstring.split())
+    if prefix:
+        yield " ".join((inspect.getdoc(kind) or "").split())
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for key, kind, default, meaning in rows:
-        if kind in classes:
+    inner = []
+    for field in fields(kind):
+        path, value = f"{prefix}.{field.name}" if prefix else field.name, getattr(section, field.name)
+        if is_dataclass(value):
+            inner.append((path, value))
             continue
-        path = f"{prefix}.{key}" if prefix else key
-        shown = f"[`{key}=`](#groups)" if path in GROUPS else default
-        lines.append(f"| `{path}` | {kind} | {shown} | {escape(meaning)} |")
+        shown = f"[`{path}=`](#groups)" if path in GROUPS else render_default(value)
+        meaning = docstrings.get((kind.__name__, field.name), "")
+        lines.append(f"| `{path}` | {render_type(field)} | {shown} | {escape(meaning)} |")
     yield "\n".join(lines)
-    for key, kind in inner:
-        yield from render_keys(classes, kind, f"{prefix}.{key}" if prefix else key)
+    for path, value in inner:
+        yield from render_keys(value, path, docstrings)
 
 
 def escape(text: str) -> str:
@@ -145,8 +131,7 @@ def render_file(path: Path, prefix: str) -> str:
 
 def render_configuration() -> str:
     """All keys of the schema, the groups, and the keys of the bundled program."""
-    classes = list_classes()
-    parts = ["## Keys", *render_keys(classes, "Settings", "")]
+    parts = ["## Keys", *render_keys(settings.Settings(), "", list_docstrings())]
     parts += ["## Groups", *render_groups()]
     parts += ["## The bundled program's keys", "### `program`"]
     parts += [render_file(ROOT / "conf/program/train.yaml", "program")]

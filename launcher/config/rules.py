@@ -1,0 +1,263 @@
+"""What settings have to do with each other, and with where a job runs.
+
+What a single one takes stands with it in `launcher.config.settings`. Nothing here looks at a machine or
+writes anything. Each rule gives what is wrong in a line; the first line is raised.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from launcher.config.allocator_options import HOSTS, read_host
+from launcher.config.cluster import Cluster
+from launcher.config.request import parse_nproc
+from launcher.config.search_path import Sources
+from launcher.config.settings import SLURM_KINDS, LoraConfig, Settings, check_values, show_value
+from launcher.errors import UsageError
+from launcher.runs.secrets import MASK, mask_text
+
+NODE_ORDERS = ("auto", "topology", "slurm")
+MAX_NAME = 200
+"""Bytes of a run's name, which is a folder's."""
+JOBS = ("launch", "launch tune")
+"""Commands that run a program."""
+VERBS_OF_KEYS = {"rank": "launch logs` and `launch watch", "yes": "launch cancel` and `launch tune"}
+"""Keys that a run has no use for; a file may hold them, since it is read for all verbs."""
+SAVING = {"launch topo": ("save", "image"), "launch tune": ("save",), "launch report": ("save",)}
+"""Commands that write a file, and the keys that name it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A configuration and what counts for its checks."""
+
+    config: Settings
+    verb: str = "launch"
+    """The command that was given."""
+    given: frozenset[str] = frozenset()
+    """Keys that the command line sets."""
+    sources: Sources | None = None
+    """The configuration's files."""
+
+
+def check(context: Context) -> None:
+    """Raise UsageError for the first value, or pair of values, that the command cannot be meant to have."""
+    config = context.config
+    if config.agent == "srun":
+        raise UsageError(
+            "agent=srun: launch does not start ranks by srun: write `srun launch-rank PROGRAM` in your job"
+            " script, or leave agent out"
+        )
+    if context.verb in JOBS:
+        raise_first(find_impossible_texts(asdict(config)))
+    check_values(config)
+    raise_first(find_faults(context))
+    raise_first(find_fit_faults(config))
+    if context.verb in JOBS:
+        raise_first(find_job_faults(context))
+        parse_nproc(config.nproc_per_node, 1)
+
+
+def check_placed(context: Context, cluster: Cluster) -> None:
+    """Raise UsageError for the first setting of a job that does not go with where it runs."""
+    for find in PLACED_RULES:
+        raise_first(find(context, cluster))
+
+
+def raise_first(faults: Iterator[str]) -> None:
+    """Raise UsageError for the first fault, if there is one."""
+    if fault := next(faults, ""):
+        raise UsageError(fault)
+
+
+def find_impossible_texts(value: object) -> Iterator[str]:
+    """Find texts that can be no path, argument or variable: with NUL, or not in the encoding."""
+    if isinstance(value, str):
+        try:
+            is_possible = b"\0" not in os.fsencode(value)
+        except UnicodeEncodeError:
+            is_possible = False
+        if not is_possible:
+            yield f"{value!r} has a character that no path, argument or variable can have"
+    elif isinstance(value, dict):
+        yield from find_impossible_texts([*value, *value.values()])
+    elif isinstance(value, list):
+        for item in value:
+            yield from find_impossible_texts(item)
+
+
+def find_faults(context: Context) -> Iterator[str]:
+    """Find what is wrong for whatever verb."""
+    config = context.config
+    for key, name in (("save", config.save), ("image", config.image)):
+        if name is not None and key not in SAVING.get(context.verb, ()):
+            yield f"`{context.verb}` writes no {key}={name}: ask for it with `launch topo {key}=…`"
+    host = read_host(config.allocator)
+    if host not in HOSTS:
+        yield f"allocator.host={host}: choose from {', '.join(HOSTS)}"
+
+
+def find_fit_faults(config: Settings) -> Iterator[str]:
+    """Find settings of `parallel` and `fit` that make no training."""
+    fit, parallel = config.fit, config.parallel
+    if parallel.virtual_stages > 1 and parallel.pp == 1:
+        yield (
+            f"parallel.virtual_stages={parallel.virtual_stages} with parallel.pp=1: chunks are of pipeline"
+            " stages, set parallel.pp, or leave it out"
+        )
+    if fit.lora.rank is not None and not fit.lora.targets:
+        yield "fit.lora.targets=[] has no matrix: give some, or [all-linear]"
+    if fit.lora.rank is None and fit.lora != LoraConfig():
+        yield (
+            f"fit.lora.targets={show_value(fit.lora.targets)} without fit.lora.rank: set a rank, such as"
+            " fit.lora.rank=8"
+        )
+    if fit.lora.rank is None and fit.quantization != "none":
+        yield (
+            f"fit.quantization={fit.quantization} without fit.lora.rank: quantized weights are not trained,"
+            " set fit.lora.rank=8 or another rank"
+        )
+    if fit.recompute_modules and fit.checkpointing != "selective":
+        yield (
+            f"fit.recompute_modules={show_value(fit.recompute_modules)} with"
+            f" fit.checkpointing={fit.checkpointing}: set fit.checkpointing=selective, or leave it out"
+        )
+    if fit.offload == "parameters" and str(parallel.zero) in ("0", "1", "2"):
+        yield (
+            f"fit.offload=parameters with parallel.zero={parallel.zero}: weights are kept in CPU memory if"
+            " they are sharded, set parallel.zero=3, or fit.offload=optimizer"
+        )
+
+
+def find_job_faults(context: Context) -> Iterator[str]:
+    """Find what is wrong for a job, wherever it runs."""
+    config, given = context.config, context.given
+    for name in config.env:
+        if not name or "=" in name:
+            yield f"env has a variable named {name!r}: give a name without ="
+    name = config.name or ""
+    is_folder = name not in ("", ".", "..") and "/" not in name and name.isprintable()
+    if config.name is not None and not (is_folder and len(os.fsencode(name)) <= MAX_NAME):
+        yield (
+            f"name={name!r}: give a name without / of 1 to {MAX_NAME} bytes; runs_dir=DIR says where it goes"
+        )
+    for key, url in (("url", config.notify.url), ("ping_url", config.notify.ping_url)):
+        if url is not None and not is_http(url):  # it may hold a secret
+            yield f"notify.{key} is no address that begins with http:// or https://"
+    limits = {"torchrun.max_restarts": config.torchrun.max_restarts, "restarts": config.restarts}
+    zero = next((key for key, number in limits.items() if number == 0), "")
+    if config.watch.enabled and config.watch.on_hang == "restart" and zero:
+        yield (
+            f"watch.on_hang=restart with {zero}=0: nothing is started anew, give a number of at least 1, or"
+            " leave it out for 3"
+        )
+    if config.machine.snapshot and not config.dry_run:
+        snapshot = config.machine.snapshot
+        shown = f"machine={Path(snapshot).stem}" if "machine" in given else f"machine.snapshot={snapshot}"
+        yield (
+            f"{shown} describes a machine, which can be planned for and not run on: see the plan with"
+            " `launch plan` or dry_run=true, or leave it out to run on this machine"
+        )
+    for key, verb in VERBS_OF_KEYS.items() if context.verb == "launch" else ():
+        value = getattr(config, key)
+        if key in given and value is not None and value is not False:
+            yield f"{key}={show_value(value)} is for `{verb}`, and has no use for a run: leave it out"
+
+
+def is_http(url: str) -> bool:
+    """Tell whether a text is an address for HTTP that a request can be made to."""
+    try:
+        parts = urlsplit(url)
+        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+    return is_whole and url.isprintable() and " " not in url
+
+
+def find_place_faults(context: Context, cluster: Cluster) -> Iterator[str]:
+    """Find settings that the place of a job makes no use of, or that are too many."""
+    config, own = context.config, context.config.cluster
+    if config.restarts is not None and config.torchrun.max_restarts is not None:
+        yield (
+            f"restarts={config.restarts} and torchrun.max_restarts={config.torchrun.max_restarts} are the"
+            " same setting: leave one out"
+        )
+    is_slurms = cluster.kind in SLURM_KINDS
+    is_word = own.node_order in NODE_ORDERS
+    if is_slurms and not is_word and not os.path.isfile(os.path.expanduser(own.node_order)):  # noqa: PTH111, PTH113 - no pathlib in what always runs
+        yield (
+            f"cluster.node_order={own.node_order}: choose from {', '.join(NODE_ORDERS)}, or give a file that"
+            " has a node on each line"
+        )
+    if own.container.image and not is_slurms:
+        yield (
+            f"cluster.container.image={own.container.image}, but the ranks run here ({cluster.why}): set"
+            " cluster=slurm, or start launch in the container"
+        )
+    if cluster.kind == "slurm" and config.machine.root != "/":
+        yield (
+            f"machine.root={config.machine.root} is of this machine, and the job plans its own nodes: leave"
+            " it out, or set cluster=local"
+        )
+
+
+def find_spare_faults(context: Context, cluster: Cluster) -> Iterator[str]:
+    """Find spare nodes that nothing of launch could put in the place of others."""
+    shown, nodes = f"cluster.spares={context.config.cluster.spares}", cluster.max_nodes
+    if not context.config.cluster.spares:
+        return
+    if cluster.kind not in SLURM_KINDS:
+        yield (
+            f"{shown}, but SLURM does not start the nodes ({cluster.why}): set cluster=slurm, or leave it out"
+        )
+    if cluster.min_nodes != nodes:
+        yield (
+            f"{shown} with nodes={cluster.min_nodes}:{nodes}: an elastic job goes on with fewer nodes, and"
+            f" has no use for spare ones: set nodes={nodes}, or leave them out"
+        )
+    if context.config.agent == "torchrun":
+        yield (
+            f"{shown} with agent=torchrun, which does not replace a node: leave agent out, or cluster.spares"
+        )
+
+
+def find_unquoted_times(context: Context, cluster: Cluster) -> Iterator[str]:
+    """Find a time, or `nodes`, that a file has without quotes.
+
+    YAML 1.1 reads `10:00:00` as the number 36000, to base 60, which SLURM would take for minutes.
+    """
+    if cluster.kind != "slurm" or context.sources is None:
+        return
+    config = context.config
+    values = {"nodes": config.nodes, "time": config.cluster.time, **config.cluster.additional}
+    suspects = {key: str(value) for key, value in values.items() if str(value).isdecimal()}
+    if suspects:
+        from launcher.config.yaml_files import find_unquoted
+
+        yield from find_unquoted(context.sources.list_files("cluster"), suspects)
+
+
+def find_written_secrets(context: Context, cluster: Cluster) -> Iterator[str]:
+    """Find a secret's value, rather than an expansion, in lines that go into the submission script."""
+    own = context.config.cluster
+    lines = [("cluster.setup", line) for line in own.setup]
+    lines += [(f"cluster.additional.{name}", f"--{name}={value}") for name, value in own.additional.items()]
+    for key, line in lines if cluster.kind == "slurm" else ():
+        masked = mask_text(line)
+        hidden = line[len(masked.partition(MASK)[0]) :].lstrip("\"'")
+        if masked != line and not hidden.startswith(("$", "`")):
+            yield (
+                f"{key} has a secret, {masked}, which would stand in submission.sh: set env.NAME=VALUE,"
+                " which is written nowhere"
+            )
+
+
+PLACED_RULES: tuple[Callable[[Context, Cluster], Iterator[str]], ...] = (
+    find_spare_faults,
+    find_place_faults,
+    find_unquoted_times,
+    find_written_secrets,
+)
+"""What is checked once it is known where a job runs."""
