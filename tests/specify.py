@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launcher.cli.run import specify_job
-from launcher.config.composition import compose
+from launcher.config.compose import compose
 from launcher.config.run_path import RunPath, choose_run_path
-from launcher.config.search_path import find_sources
+from launcher.config.sources import find_sources
 from launcher.launch.job import JobSpec
 
 

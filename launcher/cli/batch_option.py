@@ -11,7 +11,7 @@ from launcher.runs.secrets import mask_words
 from launcher.text import join_words
 
 if TYPE_CHECKING:
-    from launcher.config.composed import Composed
+    from launcher.config.compose import Composed
 
 KNOWN = (
     "--micro-batch-size",

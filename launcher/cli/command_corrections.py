@@ -47,7 +47,7 @@ def _find_key_problem(word: str, words: Sequence[str]) -> str:
         )
     if key in OWN_KEYS:
         return ""
-    from launcher.config.other_tools import explain_foreign
+    from launcher.config.mistakes import explain_foreign
 
     explained = explain_foreign(key)
     if not explained or find_flag_sources(words).has_group(key):
@@ -57,7 +57,7 @@ def _find_key_problem(word: str, words: Sequence[str]) -> str:
 
 def _find_option_problem(group: Sequence[str]) -> str:
     """Say what to write instead of an option that is not ours, else nothing."""
-    from launcher.config.other_tools import explain_option
+    from launcher.config.mistakes import explain_option
 
     option, _, value = group[0].partition("=")
     if takes_flag_value(option, "") is not None:

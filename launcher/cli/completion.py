@@ -11,8 +11,8 @@ from pathlib import Path
 from launcher.cli.arguments import group_words
 from launcher.cli.verbs import VERBS, takes_names
 from launcher.config.hydra_flags import list_flag_values, make_parser, parse_flags
-from launcher.config.search_path import find_shipped
 from launcher.config.settings import Settings
+from launcher.config.sources import find_shipped
 from launcher.errors import UsageError
 from launcher.runs.manifest import read_job, read_manifest, take_dict
 from launcher.runs.run_lookup import list_runs, name_run
@@ -213,7 +213,9 @@ def find_runs_dir(before: Sequence[str]) -> Path:
     primary = sources.find_file(sources.primary)
     if primary is None or find_shipped() in primary.parents:
         return Path(Settings.runs_dir)
-    from launcher.config.composed import resolve
-    from launcher.config.composition import compose  # Hydra takes longer than all of the rest
+    from launcher.config.compose import (
+        compose,  # Hydra takes longer than all of the rest
+        resolve,
+    )
 
     return Path(resolve(compose(sources, ())).runs_dir)

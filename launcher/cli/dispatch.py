@@ -10,16 +10,16 @@ from launcher.cli.config_programs import name_files
 from launcher.cli.early_start import EarlyStart
 from launcher.cli.unused_settings import warn_elsewhere, warn_unread
 from launcher.cli.verbs import VerbCall, load_verb, takes_names, takes_program
-from launcher.config.cluster import pet_overrides
 from launcher.config.environment_files import fill_env, read_env_files
 from launcher.config.hydra_flags import Flags
 from launcher.config.overrides import quote_value
 from launcher.config.rules import Context, check
-from launcher.config.search_path import Sources, find_shipped
 from launcher.config.settings import Settings, settle_words
+from launcher.config.sources import Sources, find_shipped
+from launcher.config.start import pet_overrides
 
 if TYPE_CHECKING:
-    from launcher.config.composed import Composed
+    from launcher.config.compose import Composed
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def run_verb(flags: Flags, command: Command, argv: Sequence[str], early: EarlySt
         config = Settings()  # these verbs read no group, and Hydra takes longer than all of the rest
         settle_words(config)
         return show_runs(config, command)
-    from launcher.config.composition import compose
+    from launcher.config.compose import compose
 
     composed = compose(flags.sources, overrides)
     return run_composed(composed, command, argv, early)
@@ -65,7 +65,7 @@ def run_composed(
         return tune_program(composed, command.names, command.program, argv)
     name_files(composed.own_files)
     if takes_names(command.verb):
-        from launcher.config.composed import resolve
+        from launcher.config.compose import resolve
 
         return show_runs(resolve(composed), command)
     return show_machine(composed, command)
@@ -73,7 +73,7 @@ def run_composed(
 
 def show_machine(composed: "Composed", command: Command) -> int:
     """Run a verb that depends on the machine, and on the environment that ranks would have."""
-    from launcher.config.composed import resolve
+    from launcher.config.compose import resolve
 
     config = resolve(composed)
     config = fill_env(config, read_env_files(config))

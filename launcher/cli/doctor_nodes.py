@@ -9,8 +9,8 @@ from pathlib import Path
 
 from launcher.cli.run_preflight import check_this_machine
 from launcher.cli.verbs import VerbCall
-from launcher.config.cluster import guess_kind
 from launcher.config.settings import Settings
+from launcher.config.start import guess_kind
 from launcher.doctor.checkup import choose_exit_code
 from launcher.doctor.finding import Finding
 from launcher.doctor.node_facts import PreflightReport

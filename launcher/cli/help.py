@@ -4,7 +4,7 @@ from textwrap import fill
 
 from launcher.cli.verbs import VERBS, load_help
 from launcher.config.hydra_flags import make_parser
-from launcher.config.search_path import Sources, find_shipped, find_sources
+from launcher.config.sources import Sources, find_shipped, find_sources
 from launcher.errors import UsageError
 from launcher.text import print_text
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from launcher.cli.arguments import Command, parse_command
 from launcher.cli.early_start import EarlyStart, start_early
-from launcher.config.search_path import check_here
+from launcher.config.sources import check_here
 from launcher.errors import EXIT_DEFECT, EXIT_MACHINE, LaunchError
 from launcher.protocol import LAUNCH_RANK_PLAN, OWN_VARIABLES
 from launcher.text import leave, log_defect, log_error, set_up_logging
@@ -100,7 +100,7 @@ def carry_out(command: Command, argv: Sequence[str], early: EarlyStart) -> int:
         from launcher.config.hydra_output import show_flags
 
         return show_flags(flags)
-    from launcher.config.sweep_mode import asks_sweep, refuse_other_mode
+    from launcher.config.overrides import asks_sweep, refuse_other_mode
 
     sweep = asks_sweep(flags, command.verb)
     refuse_other_mode(flags, sweep=sweep)

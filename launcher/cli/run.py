@@ -20,15 +20,14 @@ from launcher.cli.unused_settings import (
     warn_unused,
     warn_visible,
 )
-from launcher.config.agent_choice import choose_agent
-from launcher.config.cluster import check_command, choose_cluster
-from launcher.config.composed import Composed, read_values, resolve
+from launcher.config.compose import Composed, read_values, resolve
 from launcher.config.config_file import render_config
 from launcher.config.environment_files import fill_env, read_env_files
 from launcher.config.program import BUNDLED, clear_sections, describe_interpreter, find_program, find_unused
 from launcher.config.rules import Context, check, check_placed
 from launcher.config.run_path import RunPath, choose_run_path
 from launcher.config.settings import Settings
+from launcher.config.start import check_command, choose_agent, choose_cluster
 from launcher.errors import LaunchError
 from launcher.launch.job import Job, JobSpec, render_start
 from launcher.plan.json_form import plan_to_json

@@ -11,11 +11,10 @@ from launcher.cli.config_programs import list_targets, name_files, report_config
 from launcher.cli.dispatch import add_pet, run_composed
 from launcher.cli.resume import check_resume
 from launcher.cli.run import is_for_slurm, specify_job, try_anew
-from launcher.config.composed import Composed
-from launcher.config.composition import compose
+from launcher.config.compose import Composed, compose
 from launcher.config.hydra_flags import Flags
-from launcher.config.multirun import Multirun, expand_sweep, read_multirun, resolve_sweeper
 from launcher.config.run_path import choose_run_path, use_sweep_folder
+from launcher.config.sweep import Multirun, expand_sweep, read_multirun, resolve_sweeper
 from launcher.errors import UsageError
 from launcher.launch.job import JobSpec
 from launcher.launch.signals import STOPPING
@@ -79,7 +78,7 @@ def submit_all(specs: Sequence[JobSpec], composed: Sequence[Composed], argv: Seq
 
 def run_plugin(multirun: Multirun, command: Command, argv: Sequence[str]) -> int:
     """Run the trials that a plugin of Hydra's asks for; raises LaunchError."""
-    from launcher.config.sweep_trials import run_trials
+    from launcher.config.sweep import run_trials
     from launcher.runs.objective import read_objective
 
     what = f"hydra/sweeper={multirun.settings.sweeper} chooses trials by the results of runs"

@@ -9,7 +9,7 @@ from launcher.cli.tune_workers import search_workers
 from launcher.errors import UsageError
 
 if TYPE_CHECKING:
-    from launcher.config.composed import Composed
+    from launcher.config.compose import Composed
 
 SEARCHES = {"dataloader": search_workers, "batch": search_batch}
 """What can be tuned."""

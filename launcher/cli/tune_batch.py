@@ -39,7 +39,7 @@ from launcher.tune.trial_records import MeasureError
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from launcher.config.composed import Composed
+    from launcher.config.compose import Composed
 
 LOG_LINES = 20_000
 """Last lines of each rank's logs that are searched for an allocation that has failed."""

@@ -20,7 +20,7 @@ from launcher.tune.trial_records import MeasureError
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from launcher.config.composed import Composed
+    from launcher.config.compose import Composed
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from launcher.cli.run import specify_job
-from launcher.config.composed import read_values
+from launcher.config.compose import read_values
 from launcher.config.request import make_request
 from launcher.config.run_path import choose_run_path
 from launcher.config.settings import Settings
@@ -16,7 +16,7 @@ from launcher.plan.workers_and_threads import bound_by_files, bound_by_memory, b
 from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_METER, LAUNCH_NUM_WORKERS
 
 if TYPE_CHECKING:
-    from launcher.config.composed import Composed
+    from launcher.config.compose import Composed
 
 OURS = (LAUNCH_NUM_WORKERS, LAUNCH_LOADER_DEFAULT, LAUNCH_METER)
 """Variables that a trial of a number of workers sets."""

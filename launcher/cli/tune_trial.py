@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launcher.cli.allocator_check import unset_settings
 from launcher.cli.run import make_agent_on_machine, plan_job
-from launcher.config.composed import Composed, resolve
+from launcher.config.compose import Composed, resolve
 from launcher.config.config_file import render_config
 from launcher.config.environment_files import fill_env
 from launcher.config.program import find_program

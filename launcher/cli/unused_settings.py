@@ -7,12 +7,12 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from launcher.config.cluster import Cluster
 from launcher.config.overrides import read_key
 from launcher.config.program import find_script
 from launcher.config.request import DEVICE_VARIABLES
-from launcher.config.search_path import PRIMARY, Sources
 from launcher.config.settings import ClusterConfig, Settings
+from launcher.config.sources import PRIMARY, Sources
+from launcher.config.start import Cluster
 from launcher.files import read_file
 from launcher.plan.allocator import find_variable, parse_settings
 from launcher.plan.environment import is_kept

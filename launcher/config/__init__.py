@@ -1,1 +1,1 @@
-"""The configuration: Hydra's schema, composition and search path, and the checks of its values."""
+"""The configuration: settings with what they take, composed by Hydra, and the rules across them."""

@@ -10,7 +10,7 @@ from launcher.files import LARGEST, read_file
 from launcher.runs.secrets import mask_tree
 
 if TYPE_CHECKING:
-    from launcher.config.composed import Composed
+    from launcher.config.compose import Composed
 
 NAME = "config.yaml"
 PLACE_KEYS = ("run_dir", "new_run_dir")
@@ -47,7 +47,7 @@ def read_config_value(run_path: Path, *keys: str) -> object:
     """Return a value of a run directory's file; None if the file cannot be read or does not have it."""
     import yaml
 
-    from launcher.config.yaml_files import check_aliases
+    from launcher.config.sources import check_aliases
 
     try:
         text = read_file(run_path / NAME, LARGEST).decode("utf-8", "replace")
@@ -67,7 +67,7 @@ def find_changes(run_path: Path, text: str) -> list[str]:
     """
     import yaml
 
-    from launcher.config.yaml_files import check_aliases
+    from launcher.config.sources import check_aliases
 
     path = run_path / NAME
     try:

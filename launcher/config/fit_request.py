@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from launcher.config.allocator_options import read_allocator_settings
-from launcher.config.cluster import is_step_task, parse_nodes
 from launcher.config.fit_settings import (
     AUTO,
     Ranks,
@@ -17,6 +16,7 @@ from launcher.config.fit_settings import (
 from launcher.config.model_dimensions import read_dimensions
 from launcher.config.program import BUNDLED, find_unused
 from launcher.config.settings import FitConfig, ParallelConfig, Settings
+from launcher.config.start import is_step_task, parse_nodes
 from launcher.errors import UsageError
 from launcher.fit.batch_arithmetic import check_layout
 from launcher.fit.choose_settings import choose_settings

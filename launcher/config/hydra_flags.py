@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from launcher.config.search_path import Sources, find_sources
+from launcher.config.sources import Sources, find_sources
 from launcher.errors import UsageError
 
 

@@ -9,16 +9,16 @@ from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 
-from launcher.config.composed import FAILURES
-from launcher.config.composition import (
+from launcher.config.compose import (
+    FAILURES,
     add_searchpath,
     diagnose_failure,
     normalize_overrides,
     open_hydra,
 )
 from launcher.config.hydra_flags import Flags, make_parser
-from launcher.config.search_path import Sources
-from launcher.config.suggestions import shorten_message
+from launcher.config.mistakes import shorten_message
+from launcher.config.sources import Sources
 from launcher.errors import UsageError
 from launcher.text import print_text
 

@@ -1,12 +1,13 @@
-"""Overrides as people write them, made into what Hydra takes."""
+"""Overrides as people write them, made into what Hydra takes; whether they are for a sweep."""
 
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 
-from launcher.config.search_path import Sources
+from launcher.config.hydra_flags import Flags
 from launcher.config.settings import Settings
+from launcher.config.sources import Sources
 from launcher.errors import UsageError
 
 FREE_FORM = ("env.", "allocator.", "torchrun.rdzv_conf.", "cluster.additional.", "cluster.srun.")
@@ -163,7 +164,7 @@ def read_defaults(sources: Sources, name: str, seen: frozenset[str] = frozenset(
     """
     import yaml
 
-    from launcher.config.yaml_files import read_yaml
+    from launcher.config.sources import read_yaml
 
     path = sources.find_file(name)
     try:
@@ -178,3 +179,32 @@ def read_defaults(sources: Sources, name: str, seen: frozenset[str] = frozenset(
         elif isinstance(entry, str) and entry not in {"_self_", name, *seen}:
             groups |= read_defaults(sources, entry, seen | {name})
     return groups
+
+
+def asks_sweep(flags: Flags, verb: str) -> bool:
+    """Tell whether a command line is for a sweep: by `-m`, else `hydra.mode` (in a file, for runs only)."""
+    if flags.multirun or flags.run:
+        return flags.multirun
+    modes = [word for word in flags.overrides if read_key(word) == "hydra.mode"]
+    if modes:
+        return modes[-1].rpartition("=")[2].strip("'\"") == "MULTIRUN"
+    if verb != "run" or not (mentions_hydra(flags.overrides) or flags.sources.mentions("hydra")):
+        return False
+    from launcher.config.compose import add_searchpath
+    from launcher.config.sweep import read_multirun
+
+    sources = add_searchpath(flags.sources, flags.overrides)
+    return sources.mentions("MULTIRUN") and read_multirun(sources, flags.overrides).settings.multirun
+
+
+def mentions_hydra(words: Sequence[str]) -> bool:
+    """Tell whether a word of the command line may change or use a setting of Hydra's."""
+    return any("hydra" in word for word in words)
+
+
+def refuse_other_mode(flags: Flags, *, sweep: bool) -> None:
+    """Raise UsageError for a word that has no effect on a sweep, or that only a sweep can have."""
+    for word in flags.overrides:
+        key = read_key(word)
+        if not sweep and key.startswith(("hydra.sweep", "hydra/sweeper")):
+            raise UsageError(f"{word} goes with -m, for a sweep, and this is a single run")

@@ -11,10 +11,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from launcher.config.allocator_options import HOSTS, read_host
-from launcher.config.cluster import Cluster
 from launcher.config.request import parse_nproc
-from launcher.config.search_path import Sources
 from launcher.config.settings import SLURM_KINDS, LoraConfig, Settings, check_values, show_value
+from launcher.config.sources import Sources
+from launcher.config.start import Cluster
 from launcher.errors import UsageError
 from launcher.runs.secrets import MASK, mask_text
 
@@ -234,7 +234,7 @@ def find_unquoted_times(context: Context, cluster: Cluster) -> Iterator[str]:
     values = {"nodes": config.nodes, "time": config.cluster.time, **config.cluster.additional}
     suspects = {key: str(value) for key, value in values.items() if str(value).isdecimal()}
     if suspects:
-        from launcher.config.yaml_files import find_unquoted
+        from launcher.config.sources import find_unquoted
 
         yield from find_unquoted(context.sources.list_files("cluster"), suspects)
 

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 
 from omegaconf import DictConfig, OmegaConf
 
-from launcher.config.composed import RUN_DIR, Composed, read_values
+from launcher.config.compose import RUN_DIR, Composed, read_values
 from launcher.config.program import find_script
 from launcher.errors import UsageError
 

@@ -21,8 +21,7 @@ from launcher.runs.run_directory import RunDir, name_run_dir
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from launcher.config.agent_choice import AgentChoice
-    from launcher.config.cluster import Cluster
+    from launcher.config.start import AgentChoice, Cluster
     from launcher.fit.fit_model import ModelDimensions
     from launcher.plan.model import Plan
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.agent.read_ahead import reading_ahead
-from launcher.config.agent_choice import AgentChoice
-from launcher.config.cluster import Cluster, check_port_free, parse_endpoint
 from launcher.config.program import find_program
 from launcher.config.settings import Settings
+from launcher.config.start import AgentChoice, Cluster, check_port_free, parse_endpoint
 from launcher.errors import MachineError
 from launcher.launch.agent import check_open_files
 from launcher.launch.job import Job, build_agent_environ

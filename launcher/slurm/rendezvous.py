@@ -1,7 +1,7 @@
 """Where the nodes of a job meet: a port that is this job's own on the first of its nodes."""
 
 from launcher.agent.endpoint import list_ports
-from launcher.config.cluster import check_port_free
+from launcher.config.start import check_port_free
 from launcher.errors import MachineError
 
 STRIDE, TRIAL, RESTART = 7919, 1009, 101

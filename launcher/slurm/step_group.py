@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from launcher.agent.coordinator import Coordinator, JobEnd, Order
 from launcher.agent.group import GroupStart
 from launcher.agent.group_messages import NodeReport, render_order
-from launcher.config.cluster import parse_endpoint
 from launcher.config.settings import Settings
+from launcher.config.start import parse_endpoint
 from launcher.launch.job import choose_restarts
 from launcher.slurm.attempt import Attempt
 

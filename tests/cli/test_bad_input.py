@@ -249,25 +249,25 @@ def test_huge_words(launch: Launch, here: Path) -> None:
 def test_an_interrupt_while_reading_the_configuration(
     here: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from launcher.config import composition
+    from launcher.config import compose
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(composition, "compose", interrupt)
+    monkeypatch.setattr(compose, "compose", interrupt)
     assert launch(DRY).code == 130
 
 
 def test_a_defect_of_ours_is_one_line_that_says_so(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    from launcher.config import composition
+    from launcher.config import compose
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError("of ours")
 
     with monkeypatch.context() as patch:  # from Hydra, such an error would be a user's mistake
-        patch.setattr("launcher.config.composition.mentions_hydra", None)
+        patch.setattr("launcher.config.compose.mentions_hydra", None)
         launch(DRY, "name=odd").assert_error(70, "internal error", "TypeError")
-    monkeypatch.setattr(composition, "compose", fail)
+    monkeypatch.setattr(compose, "compose", fail)
     launch(DRY).assert_error(70, "internal error", "ZeroDivisionError: of ours", "HYDRA_FULL_ERROR=1")
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     assert "Traceback" in launch(DRY).err

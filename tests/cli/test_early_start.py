@@ -112,12 +112,12 @@ def test_nothing_is_left_of_a_start_that_fails(here: Path) -> None:
 def test_nothing_is_left_of_a_start_that_is_stopped_while_it_composes(number: int, here: Path) -> None:
     script = """
 import os, sys
-from launcher.config import composition
+from launcher.config import compose
 def wait(*_):
     os.close(int(sys.argv.pop()))
     while True:
         os.read(0, 1)
-composition.compose = wait
+compose.compose = wait
 sys.argv[0] = "launch"
 from launcher.cli.main import main
 main()

@@ -22,10 +22,9 @@ def plan(launch: Launch, *words: str) -> dict[str, Any]:
 
 def find_fingerprint(batch: int) -> str:
     """Of the bundled program as the plan has it."""
-    from launcher.config.composed import resolve
-    from launcher.config.composition import compose
+    from launcher.config.compose import compose, resolve
     from launcher.config.program import find_program
-    from launcher.config.search_path import find_sources
+    from launcher.config.sources import find_sources
     from launcher.runs.memory_prediction import fingerprint_ranks
 
     words = ["machine=dgx_h100", "+model=llama7b", f"program.batch_size={batch}", *SET]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.cluster import (
+from launcher.config.start import (
     Cluster,
     check_port_free,
     choose_cluster,

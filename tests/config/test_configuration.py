@@ -9,11 +9,10 @@ import yaml
 from submitit import AutoExecutor
 from submitit.slurm.slurm import SlurmExecutor
 
-from launcher.config.composed import resolve
-from launcher.config.composition import compose
-from launcher.config.other_tools import read_tables
-from launcher.config.search_path import find_sources
+from launcher.config.compose import compose, resolve
+from launcher.config.mistakes import read_tables
 from launcher.config.settings import Settings, list_choices, settle_words
+from launcher.config.sources import find_sources
 from tests.seam import Launch, drop_powers, run_outside
 
 STARTED = "would start a job"

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from launcher import files
-from launcher.config import resource_limits
-from launcher.config.resource_limits import limit_work
-from launcher.config.yaml_files import MOST_BYTES
+from launcher.config import sources
+from launcher.config.sources import MOST_BYTES, limit_work
 from tests.seam import LAUNCH, Launch, clean_environ, run_outside
 
 VERBS = (
@@ -95,7 +94,7 @@ def refer(levels: int, section: str, first: str, each: str, join: str) -> str:
 def test_references_that_multiply_end_at_a_limit(
     launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    monkeypatch.setattr(resource_limits, "limit_work", lambda _: limit_work(1.0))
+    monkeypatch.setattr(sources, "limit_work", lambda _: limit_work(1.0))
     write(here / "conf/launch.yaml", f"defaults: [launch_defaults, _self_]\n{text}")
     result = launch("plan")
     assert (result.code, result.out) == (2, "")
@@ -105,7 +104,7 @@ def test_references_that_multiply_end_at_a_limit(
 def test_defaults_that_multiply_end_at_a_limit(
     launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resource_limits, "limit_work", lambda _: limit_work(1.0))
+    monkeypatch.setattr(sources, "limit_work", lambda _: limit_work(1.0))
     for level in range(9):
         entries = "".join(f"  - c{level + 1}@p{number}\n" for number in range(10))
         write(here / f"conf/g/c{level}.yaml", f"defaults:\n{entries}")
@@ -114,7 +113,7 @@ def test_defaults_that_multiply_end_at_a_limit(
 
 
 def test_a_sweep_that_multiplies_ends_at_a_limit(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource_limits, "limit_work", lambda _: limit_work(1.0))
+    monkeypatch.setattr(sources, "limit_work", lambda _: limit_work(1.0))
     many = [f"env.{name}=range(100)" for name in "ABCDE"]
     launch("-m", *many, "dry_run=true").assert_error(2, "takes more than 1 s to put together")
 

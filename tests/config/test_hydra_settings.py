@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.composed import resolve
-from launcher.config.composition import compose
-from launcher.config.multirun import expand_sweep, read_multirun
-from launcher.config.search_path import find_sources
+from launcher.config.compose import compose, resolve
+from launcher.config.sources import find_sources
+from launcher.config.sweep import expand_sweep, read_multirun
 from launcher.errors import UsageError
 from tests.seam import Launch, run_outside
 

@@ -14,11 +14,10 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from launcher.config import resource_limits
+from launcher.config import sources
 from launcher.config.environment_files import read_variables
 from launcher.config.request import load_snapshot
-from launcher.config.resource_limits import limit_work
-from launcher.config.yaml_files import MOST_NODES, count_nodes, read_yaml
+from launcher.config.sources import MOST_NODES, count_nodes, limit_work, read_yaml
 from launcher.errors import UsageError
 from launcher.files import read_input
 from launcher.rank.entry import PlacementError, PlanEntry, read_plan_file
@@ -51,7 +50,7 @@ def folder() -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         for name in set(os.environ) - set(clean_environ()):
             patch.delenv(name)
-        patch.setattr(resource_limits, "limit_work", lambda _: limit_work(0.5))
+        patch.setattr(sources, "limit_work", lambda _: limit_work(0.5))
         yield found
     os.chdir(before)
     shutil.rmtree(found)

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.composed import resolve
-from launcher.config.composition import compose
-from launcher.config.search_path import find_sources
+from launcher.config.compose import compose, resolve
 from launcher.config.settings import NotifyConfig
+from launcher.config.sources import find_sources
 from launcher.errors import MachineError
 from launcher.protocol import LAUNCH_SECRETS
 from launcher.slurm.job_request import JobRequest, find_secrets, put_back, read_job_request, write_job_request

@@ -1,0 +1,508 @@
+"""Configuration by Hydra: composed, resolved to `Settings`; what Hydra has no use for is refused."""
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from hydra import initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from launcher.config.config_file import flatten
+from launcher.config.environment_files import write_values
+from launcher.config.mistakes import explain_foreign, shorten_message, suggest, suggest_dotted_key
+from launcher.config.overrides import (
+    check_removal,
+    check_shape,
+    is_choice,
+    mentions_hydra,
+    read_key,
+    rewrite_overrides,
+)
+from launcher.config.settings import Settings, settle_words
+from launcher.config.sources import (
+    MAX_SECONDS,
+    MOST_BYTES,
+    PRIMARY,
+    Sources,
+    check_aliases,
+    limit_composition,
+    read_text,
+    read_yaml,
+)
+from launcher.errors import UsageError
+from launcher.files import LARGEST
+
+ACTED_ON = ("mode", "searchpath", "sweeper", "sweep.dir")
+"""Keys and groups of `hydra` that have an effect, with all keys below them."""
+FILLED_IN = ("runtime", "overrides", "job.config", "job.config_name", "job.override_dirname", "env", "output")
+"""Keys that Hydra fills in, and those that control how it does."""
+INSTEAD = {
+    "run": "write new_run_dir=DIR, or hydra.sweep.dir=DIR for the runs of a sweep",
+    "job.name": "write name=NAME",
+    "verbose": "`launch --info` shows how the configuration is composed",
+    "launcher": "cluster=slurm submits the jobs of a sweep, cluster.array_parallelism=N of them at a time;"
+    " elsewhere they run one after the other",
+    "sweeper.max_batch_size": "cluster.array_parallelism=N says how many jobs run at the same time",
+    "sweep.subdir": "the runs of a sweep are in hydra.sweep.dir/0, /1 and so on",
+    "job.chdir": "programs start where `launch` does; LAUNCH_RUN_DIR tells them the run directory",
+    "job.env_set": "write env.NAME=VALUE",
+    "job_logging": "logs.console=rank0|all|none says what is shown",
+    "hydra_logging": "logs.console=rank0|all|none says what is shown",
+}
+"""What to write instead of other keys; for all the rest, the advice is `leave it out`."""
+DEFAULTS = {"launcher": "basic", "sweeper": "basic", "callbacks": None}
+"""Options of Hydra's groups; those of the others are `default`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HydraSettings:
+    """Hydra's settings that have an effect; None means Hydra's default, which launch does not use."""
+
+    multirun: bool = False
+    """`hydra.mode=MULTIRUN`."""
+    sweeper: str = "basic"
+    """The chosen option of the group `hydra/sweeper`."""
+    params: Mapping[str, str] = field(default_factory=dict)
+    """`hydra.sweeper.params` of the basic sweeper."""
+    sweep_dir: str | None = None
+    """`hydra.sweep.dir`."""
+
+
+def read_hydra_settings(loader: ConfigLoader, tree: DictConfig) -> HydraSettings:
+    """Return Hydra's settings in a composed configuration; raises UsageError for one without effect."""
+    node = tree.hydra
+    chosen = find_chosen(node.runtime.choices)
+    for group, option in chosen.items():
+        refuse_setting(group, option, f"hydra/{group}={option}")
+    default = flatten_node(loader.load_configuration(None, [], RunMode.RUN).hydra)
+    changed = {key: value for key, value in flatten_node(node).items() if default.get(key, MISSING) != value}
+    for key in sorted(changed, key=lambda key: key != "job.env_copy"):  # Hydra derives env_set from that one
+        if not is_within(key, chosen) and (key, changed[key]) != ("job.name", PRIMARY):
+            refuse_setting(key, changed[key], f"hydra.{key}={show_value(changed[key])}")
+    sweeper = str(chosen.get("sweeper", "basic"))
+    params = node.sweeper.params if sweeper == "basic" else None
+    return HydraSettings(
+        multirun=node.mode == RunMode.MULTIRUN,
+        sweeper=sweeper,
+        params={str(key): str(value) for key, value in (params or {}).items()},
+        sweep_dir=str(node.sweep.dir) if "sweep.dir" in changed else None,
+    )
+
+
+def find_chosen(choices: Mapping[str, object]) -> dict[str, object]:
+    """Return the options of Hydra's groups that are not the default, by group, as `sweeper/sampler`."""
+    named = {group.removeprefix("hydra/"): option for group, option in choices.items() if "hydra/" in group}
+    return {group: option for group, option in named.items() if option != DEFAULTS.get(group, "default")}
+
+
+def flatten_node(node: DictConfig) -> dict[str, object]:
+    """Return the leaves of a configuration by their dotted keys, unresolved; empty mappings have none."""
+    return flatten(OmegaConf.to_container(node, resolve=False))
+
+
+def refuse_setting(key: str, value: object, word: str) -> None:
+    """Raise UsageError for a setting that has no effect; `word` is the setting as the user wrote it."""
+    instead = next((name for name in INSTEAD if is_within(key, [name])), None)
+    if not instead and is_within(key, ACTED_ON + FILLED_IN):
+        return
+    if foreign := explain_foreign(f"hydra.{key}"):
+        raise UsageError(f"{word} {foreign}")
+    fix = INSTEAD.get(instead or "", "leave it out")
+    if is_within(key, ["job.env_set"]):
+        fix = fix.replace("NAME=VALUE", f"{key.removeprefix('job.env_set.')}={value}")
+    raise UsageError(f"{word} is not carried out by launch: {fix}")
+
+
+def refuse_words(words: Iterable[str]) -> None:
+    """Raise UsageError for the first word of a command line that is a setting without effect."""
+    for word in words:
+        key, _, value = word.lstrip("+~").partition("=")
+        if key.startswith(("hydra.", "hydra/")):
+            refuse_setting(key[len("hydra.") :], value, word)
+
+
+def set_hydra_config(tree: DictConfig, number: int | None) -> DictConfig:
+    """Let `${hydra:KEY}` refer to the `hydra` of this configuration, and return it for later restoring.
+
+    `number` is the job's number in a sweep.
+    """
+    HydraConfig.instance().set_config(tree)
+    values: Any = HydraConfig.instance().cfg
+    OmegaConf.set_readonly(values.hydra, value=False)
+    if number is not None:  # in this copy alone: in the configuration it would be a setting of the user's
+        values.hydra.job.num, values.hydra.job.id = number, str(number)
+    return cast(DictConfig, values)
+
+
+def restore_hydra_config(values: DictConfig, run_dir: str) -> None:
+    """Let `${hydra:KEY}` refer to a configuration again; its output directory is the run directory."""
+    values.hydra.runtime.output_dir = run_dir
+    HydraConfig.instance().cfg = cast(Any, values)
+
+
+def show_value(value: object) -> str:
+    """Write a value as the command line has it."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def is_within(key: str, keys: Iterable[str]) -> bool:
+    """Tell whether a key is one of these, or below one."""
+    return any(key == one or key.startswith((f"{one}.", f"{one}/")) for one in keys)
+
+
+RUN_DIR = "RUN_DIR"
+"""Stands for the run directory if there is none."""
+FAILURES = (
+    *(HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError),
+    # Hydra raises these for files of a shape that it does not expect.
+    *(AssertionError, AttributeError, LookupError, TypeError),
+)
+"""What Hydra raises for a user's mistake."""
+NOUNS = {int: "number", str: "text"}
+
+
+@dataclass(slots=True)
+class Composed:
+    """A composed configuration, before the run directory is known."""
+
+    tree: DictConfig
+    """Hydra's tree, whose keys can be set and removed."""
+    choices: dict[str, str]
+    """Option chosen for each group."""
+    warnings: tuple[str, ...]
+    """Hydra's warnings, each in one line."""
+    sources: Sources
+    """Where it comes from."""
+    given: frozenset[str] = frozenset()
+    """Keys that the command line sets."""
+    own_files: tuple[str, ...] = ()
+    """Files that are not the shipped ones, relative to the working directory."""
+    interpolated: DictConfig | None = None
+    """What `${hydra:KEY}` refers to; None if nothing can refer to it."""
+    given_run_dir: str | None = None
+    """`run_dir` before `resolve` has set it."""
+    chosen_run_dir: str | None = None
+    """What `resolve` has set it to."""
+
+
+def read_values(composed: Composed, keys: Sequence[str]) -> dict[str, object]:
+    """Return single values that are needed before the run directory is known; raises UsageError."""
+    try:
+        if composed.interpolated is not None:
+            restore_hydra_config(composed.interpolated, RUN_DIR)
+        with limit_composition(composed.sources):
+            found = {key: OmegaConf.select(composed.tree, key) for key in keys}
+    except FAILURES as error:
+        raise UsageError(shorten_message(error)) from None
+    if "run_dir" in found and found["run_dir"] == composed.chosen_run_dir:
+        found["run_dir"] = composed.given_run_dir  # another run may have taken the one that was chosen
+    return found
+
+
+def resolve(composed: Composed, run_dir: Path | None = None) -> Settings:
+    """Resolve interpolations, `${run_dir}` among them, and return typed values; raises UsageError.
+
+    A verb that starts nothing has no run directory: `RUN_DIR` stands for it. A machine's snapshot becomes a
+    path.
+    """
+    tree = composed.tree
+    try:
+        unknown = run_dir is None and tree.run_dir is None
+        if tree.run_dir != composed.chosen_run_dir:
+            composed.given_run_dir = tree.run_dir
+        if run_dir or unknown:
+            tree.run_dir = str(run_dir or RUN_DIR)
+        if composed.interpolated is not None:
+            restore_hydra_config(composed.interpolated, str(tree.run_dir))
+        with limit_composition(composed.sources):
+            config = OmegaConf.to_object(tree)
+    except FAILURES as error:
+        raise UsageError(shorten_message(error)) from None
+    if not isinstance(config, Settings):
+        raise UsageError("the configuration does not build on launch_schema: put it first in its defaults")
+    check_kind(Settings, config, "")
+    if unknown:
+        tree.run_dir = config.run_dir = None
+    composed.chosen_run_dir = tree.run_dir
+    settle_words(config)
+    config.env = write_values(config.env)
+    config.machine.snapshot = composed.sources.find_beside("machine", config.machine.snapshot)
+    if config.cluster.machine is not None:
+        config.cluster.machine = find_snapshot(composed.sources, config.cluster.machine)
+    return config
+
+
+def check_kind(kind: Any, value: object, key: str) -> None:  # noqa: ANN401 - an annotation of the schema
+    """Raise UsageError for what is no mapping or list where there has to be one.
+
+    OmegaConf does not check what `${…}` stands for in place of a mapping or list, nor lists in lists.
+    """
+    origin = getattr(kind, "__origin__", kind)
+    if is_dataclass(kind):
+        if type(value) is not kind:
+            raise UsageError(f"{key}={value}: give its keys, as in {key}.{fields(kind)[0].name}=…")
+        for item in fields(kind):
+            check_kind(item.type, getattr(value, item.name), f"{key}.{item.name}" if key else item.name)
+    elif origin is dict and not isinstance(value, dict):
+        raise UsageError(f"{key}={value}: give a mapping, as in {key}.NAME=…")
+    elif origin is list:
+        if not isinstance(value, list):
+            raise UsageError(f"{key}={value}: give a list, as in {key}=[…]")
+        (inner,) = kind.__args__
+        for number, entry in enumerate(value):
+            if not isinstance(entry, inner):
+                raise UsageError(f"{key}={value}: entry {number} is {entry}, give a {NOUNS[inner]}")
+
+
+def find_snapshot(sources: Sources, name: str) -> str:
+    """Return the snapshot of a machine named as in `machine=NAME`, or a file; raises UsageError."""
+    path = sources.find_file(f"machine/{name}")
+    try:
+        tree = read_yaml(path) if path else {"snapshot": name}
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UsageError(f"{path} cannot be read ({error}): mend it, or name another machine") from None
+    given = tree.get("snapshot") if isinstance(tree, dict) else None
+    found = sources.find_beside("machine", str(given)) if given else None
+    if found is None or not Path(found).is_file():
+        near = suggest(name, sources.list_options("machine"))
+        raise UsageError(f"cluster.machine={name} is no machine in conf/machine and no snapshot{near}")
+    return found
+
+
+OTHER_FOLDERS: ContextVar[tuple[Path, ...]] = ContextVar("OTHER_FOLDERS", default=())
+"""Folders of configuration after the first, for the Hydra that is being opened."""
+ConfigStore.instance().store(name="launch_schema", node=Settings)
+
+
+class SearchPath(SearchPathPlugin):
+    """Has Hydra search the folders after the first."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Add the folders, in their order."""
+        for folder in OTHER_FOLDERS.get():
+            search_path.append("launch", f"file://{folder}")
+
+
+@contextmanager
+def open_hydra(sources: Sources, seconds: float | None = MAX_SECONDS) -> Iterator[ConfigLoader]:
+    """Give the loader of a Hydra that reads these sources, and restore the previous Hydra at the end.
+
+    The block may use `seconds` of CPU time; None sets no limit, for a block that runs programs. Raises
+    UsageError for a file whose aliases multiply, before Hydra reads any. A file with more than MOST_BYTES is
+    left to the limit of CPU time: it may be one that nobody chooses.
+    """
+    Plugins.instance().register(SearchPath)
+    first, *others = sources.folders
+    token = OTHER_FOLDERS.set(tuple(others))
+    previous = GlobalHydra.instance().hydra  # that of a sweep, if a trial is composed here
+    GlobalHydra.instance().clear()
+    try:
+        with (
+            warnings.catch_warnings(action="ignore"),
+            limit_composition(sources, seconds),
+            initialize_config_dir(str(first), PRIMARY, "1.3"),
+        ):
+            for path, content in sources.read_own_files(MOST_BYTES):
+                check_aliases(path, content.decode("utf-8", "replace"))
+            yield GlobalHydra.instance().config_loader()
+    finally:
+        OTHER_FOLDERS.reset(token)
+        GlobalHydra.instance().hydra = previous
+
+
+def compose(sources: Sources, overrides: Sequence[str], number: int | None = None) -> Composed:
+    """Compose the configuration, of the job with this number in a sweep; raises UsageError with the fix."""
+    sources = add_searchpath(sources, overrides)
+    with open_hydra(sources) as loader, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        words = normalize_overrides(sources, overrides)
+        try:
+            tree = compose_tree(loader, sources, words)
+            choices = {str(g): str(o) for g, o in tree.hydra.runtime.choices.items() if o}
+            own_files = tuple(sources.list_own(choices))
+            uses_hydra = mentions_hydra(words) or (own_files and sources.mentions("hydra"))
+            interpolated = set_hydra_config(tree, number) if uses_hydra else None
+            if uses_hydra:
+                read_hydra_settings(loader, tree)
+        except FAILURES as error:
+            raise UsageError(diagnose_failure(loader, sources, words, error)) from None
+    del tree["hydra"]
+    if OmegaConf.get_type(tree) is not Settings:
+        raise UsageError(explain_primary(sources))
+    if "dataloader.num_workers" in map(read_key, words) or any(map(sets_workers, own_files)):
+        tree.dataloader.workload = ""  # the user's own number is not derived from a workload
+    doubts = dict.fromkeys(" ".join(str(entry.message).split()) for entry in caught)
+    return Composed(
+        tree=tree,
+        choices={group: option for group, option in choices.items() if not group.startswith("hydra/")},
+        warnings=tuple(doubts),
+        sources=sources,
+        given=frozenset(map(read_key, overrides)),
+        own_files=own_files,
+        interpolated=interpolated,
+    )
+
+
+def sets_workers(file: str) -> bool:
+    """Tell whether a file that is no workload of its own sets the number of DataLoader workers."""
+    found = read_yaml(Path(file))
+    section = found.get("dataloader") if isinstance(found, dict) else None
+    return isinstance(section, dict) and "num_workers" in section
+
+
+def compose_tree(
+    loader: ConfigLoader, sources: Sources, words: list[str], mode: RunMode = RunMode.RUN
+) -> DictConfig:
+    """Compose by Hydra; keys of the result can be set and removed."""
+    tree = loader.load_configuration(sources.primary, words, mode)
+    OmegaConf.set_struct(tree, value=False)
+    return tree
+
+
+def add_searchpath(sources: Sources, overrides: Sequence[str]) -> Sources:
+    """Return the sources with the folders of `hydra.searchpath`, of the command line or the primary file.
+
+    Hydra reports what is wrong with either.
+    """
+    try:
+        given = [word for word in overrides if read_key(word) == "hydra.searchpath"]
+        path = sources.find_file(sources.primary)
+        text = "" if given or not path else read_text(path)
+        if given:
+            found = OverridesParser.create().parse_override(given[0]).value()
+        elif "searchpath" in text:
+            with limit_composition(sources):
+                found = OmegaConf.select(OmegaConf.create(text), "hydra.searchpath")
+        else:
+            return sources
+        folders = [find_folder(str(entry)) for entry in (found if isinstance(found, Sequence) else ())]
+    except FAILURES:
+        return sources
+    return replace(sources, searchpath=tuple(folder for folder in folders if folder))
+
+
+def find_folder(entry: str) -> Path | None:
+    """Return the folder of an entry of `hydra.searchpath`: a path, `file://PATH`, `pkg://PACKAGE`."""
+    scheme, separator, name = entry.rpartition("://")
+    if not separator or scheme == "file":
+        return Path(name).absolute()
+    try:
+        spec = find_spec(name.replace("/", ".")) if scheme == "pkg" and name else None
+    except ImportError:
+        return None
+    return next((Path(folder) for folder in (spec and spec.submodule_search_locations) or ()), None)
+
+
+def normalize_overrides(sources: Sources, overrides: Sequence[str], *, sweep: bool = False) -> list[str]:
+    """Return the overrides in Hydra's terms; raises UsageError for a word that Hydra cannot read."""
+    for given in overrides:
+        check_shape(given)
+        check_removal(given)
+    refuse_words(overrides)
+    words = rewrite_overrides(sources, overrides, sweep=sweep)
+    for word, given in zip(words, overrides, strict=True):
+        check_override_syntax(word, given)
+    return words
+
+
+def check_override_syntax(word: str, given: str) -> None:
+    """Raise UsageError for a word that is not an override."""
+    try:
+        OverridesParser.create().parse_override(word)
+    except FAILURES as error:
+        key = given.partition("=")[0]
+        why = re.sub(r"\w+Exception\((.*)\)", r"Hydra stops at \1", shorten_message(error))
+        why = why.replace("None", "") or "Hydra gives it another meaning"
+        raise UsageError(f"cannot read {given!r} ({why}): quote the value, as in '{key}=\"…\"'") from None
+
+
+def diagnose_failure(loader: ConfigLoader, sources: Sources, words: list[str], error: BaseException) -> str:
+    """Say in one line what is wrong, with the nearest right name; raises UsageError for Hydra's settings."""
+    if early := explain_known(sources, error):
+        return early
+    chosen = [word for word in words if is_choice(sources, word)]
+    for word in chosen if "Config group override" in str(error) else ():
+        group = read_key(word)
+        option = next(iter(sources.list_options(group)), "NAME")
+        return f"{word}: name an option of the group, as in {group}={option}"
+    try:
+        tree = compose_tree(loader, sources, chosen)
+    except FAILURES as worse:
+        return shorten_message(worse)
+    if OmegaConf.get_type(tree) is not Settings:
+        return explain_primary(sources)
+    known = list_keys(tree)
+    for word in words:
+        key = re.split("[=@]", word)[0]
+        if key not in known and not key.startswith(("+", "~", "hydra")) and word not in chosen:
+            return f"there is no key {key!r}{suggest_dotted_key(key, [*known, *sources.list_groups()])}"
+    return shorten_message(error)
+
+
+def explain_known(sources: Sources, error: BaseException) -> str:
+    """Say what is wrong if the error itself tells, else nothing; raises UsageError for Hydra's settings."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return explain_missing_config(str(error.missing_cfg_file), error.options or ())
+    if isinstance(error, UnicodeDecodeError):
+        for file, content in sources.read_own_files(LARGEST):
+            try:
+                content.decode()
+            except UnicodeDecodeError as bad:
+                return f"{os.path.relpath(file)} is not UTF-8 (byte {bad.start}): save it as UTF-8"
+    if isinstance(error, RecursionError):
+        path = sources.find_file(sources.primary)
+        return (
+            f"{path or sources.primary} is built on itself, or has too many levels: the shipped defaults are"
+            " called launch_defaults"
+        )
+    return ""
+
+
+def explain_missing_config(name: str, options: Sequence[str]) -> str:
+    """Say that there is no `group/option`, with the nearest; raises UsageError for a setting of Hydra's."""
+    group, _, option = name.rpartition("/")
+    message = f"there is no {option!r} in {group or 'the configuration'}{suggest(option, options)}"
+    if not group.startswith("hydra/"):
+        return message
+    refuse_setting(group.removeprefix("hydra/"), option, f"{group}={option}")
+    return f"{message}, or install the plugin that has it"
+
+
+def explain_primary(sources: Sources) -> str:
+    """Say that the primary file does not build on launch_schema."""
+    path = sources.find_file(sources.primary)
+    return (
+        f"{path or sources.primary} does not build on launch_schema: begin it with"
+        " `defaults: [launch_defaults, _self_]`, which are the shipped defaults"
+    )
+
+
+def list_keys(tree: DictConfig, prefix: str = "") -> list[str]:
+    """Return every key of a configuration, dotted."""
+    keys = []
+    for key in map(str, tree):
+        name = f"{prefix}{key}"
+        keys.append(name)
+        child = tree._get_node(key)
+        keys += list_keys(child, f"{name}.") if isinstance(child, DictConfig) and not child._is_none() else []
+    return keys
