@@ -5,7 +5,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from importlib.util import find_spec
@@ -438,7 +438,7 @@ def check_override_syntax(word: str, given: str) -> None:
 
 def diagnose_failure(loader: ConfigLoader, sources: Sources, words: list[str], error: BaseException) -> str:
     """Say in one line what is wrong, with the nearest right name; raises UsageError for Hydra's settings."""
-    if early := explain_known(sources, error):
+    if early := explain_known(sources, words, error):
         return early
     chosen = [word for word in words if is_choice(sources, word)]
     for word in chosen if "Config group override" in str(error) else ():
@@ -459,7 +459,7 @@ def diagnose_failure(loader: ConfigLoader, sources: Sources, words: list[str], e
     return shorten_message(error)
 
 
-def explain_known(sources: Sources, error: BaseException) -> str:
+def explain_known(sources: Sources, words: Sequence[str], error: BaseException) -> str:
     """Say what is wrong if the error itself tells, else nothing; raises UsageError for Hydra's settings."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return explain_missing_config(str(error.missing_cfg_file), error.options or ())
@@ -469,6 +469,16 @@ def explain_known(sources: Sources, error: BaseException) -> str:
                 content.decode()
             except UnicodeDecodeError as bad:
                 return f"{os.path.relpath(file)} is not UTF-8 (byte {bad.start}): save it as UTF-8"
+    if "Cannot merge DictConfig with ListConfig" in str(error) or "must be a DictConfig" in str(error):
+        lists: list[str] = []
+        for file, content in sources.read_own_files(MOST_BYTES):
+            with suppress(yaml.YAMLError, RecursionError, ValueError):
+                if isinstance(yaml.safe_load(content), list):
+                    lists.append(os.path.relpath(file))
+        chosen = tuple(f"{read_key(word)}/{word.partition('=')[2]}.yaml" for word in words)
+        lists.sort(key=lambda file: not file.endswith(chosen))
+        if lists:
+            return f"{lists[0]} holds a list: write settings, a line each, as KEY: VALUE"
     if isinstance(error, RecursionError):
         path = sources.find_file(sources.primary)
         return (
