@@ -67,7 +67,7 @@ if "launcher.watch" in sys.orig_argv:
     from launcher.watch.node_watcher import NodeWatcher
 
     def fail(*_):
-        with open("looks", "a") as file:
+        with open(f"{__file__}.looks", "a") as file:
             file.write("x")
         raise RuntimeError("a defect")
 
@@ -77,7 +77,7 @@ if "launcher.watch" in sys.orig_argv:
 
 def test_a_defect_of_watching_is_told_once_and_costs_the_job_nothing(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(DEFECT)
-    looks = tmp_path / "looks"
+    looks = tmp_path / "sitecustomize.py.looks"
     program = write_program(tmp_path, PROGRAM)
     with start(tmp_path, *WORDS, "--", program, PYTHONPATH=str(tmp_path)) as job:
         wait_for(lambda: looks.exists() and looks.stat().st_size > 2, "several looks", tell=job.read)
