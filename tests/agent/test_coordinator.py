@@ -1,26 +1,30 @@
-"""What the coordinator orders after events, and which nodes count as lost: tables in `coordinator.toml`."""
+"""What the coordinator orders after each sequence of events, as tables."""
 
-import tomllib
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.agent.coordinator import LOSS_PATIENCE, PORT_TRIALS, Coordinator, JobEnd, Order
-from launcher.agent.group import GroupStart
-from launcher.agent.liveness import BEGINNING, SILENCE, Liveness, Loss
+from launcher.agent.group import GroupNode, GroupStart
 
-TABLES = tomllib.loads(Path(__file__).with_name("coordinator.toml").read_text())
-CASES = [(job, events, orders) for job in TABLES["job"] for events, orders in job["orders"]]
-READY = "ready a 2, ready b 2"
-HOSTS = ("a", "b", "c")
+FAILED, DONE = JobEnd(failed=True), JobEnd(failed=False)
 Event = tuple[str, str, int]
 
 
 def make(hosts: str = "a b", nodes: int = 2, restarts: int = 0) -> Coordinator:
     return Coordinator(tuple(hosts.split()), nodes, restarts, lambda host, number: (host, 1000 + number))
+
+
+def start(number: int, hosts: str = "a b", sizes: tuple[int, ...] = (2, 2)) -> GroupStart:
+    nodes = tuple(GroupNode(host, size) for host, size in zip(hosts.split(), sizes, strict=True))
+    return GroupStart(number, nodes, nodes[0].host, 1000 + number)
+
+
+def forget_patience(order: Order) -> Order:
+    return order if isinstance(order, JobEnd) else replace(order, patience=None)
 
 
 def tell(coordinator: Coordinator, event: Event) -> Order | None:
@@ -42,23 +46,8 @@ def run(coordinator: Coordinator, text: str) -> list[Order]:
     for item in text.split(", "):
         kind, host, number = (*item.split(), "", "0")[:3] if " " in item else (item, "", "0")
         if order := tell(coordinator, (kind, host, int(number or 0))):
-            orders.append(order)
+            orders.append(forget_patience(order))
     return orders
-
-
-def show(order: Order) -> str:
-    """An order as in the table; a start's ranks meet on its first host, at a port by its number."""
-    if isinstance(order, JobEnd):
-        return "failed" if order.failed else "done"
-    assert (order.master_addr, order.master_port) == (order.nodes[0].host, 1000 + order.restart)
-    sizes = {node.host: "" if node.local_size == 2 else f":{node.local_size}" for node in order.nodes}
-    return " ".join([str(order.restart), *(host + size for host, size in sizes.items())])
-
-
-@pytest.mark.parametrize(("job", "events", "orders"), CASES, ids=[case[1] for case in CASES])
-def test_what_follows_from_events(job: dict[str, object], events: str, orders: str) -> None:
-    coordinator = make(str(job["hosts"]), restarts=int(str(job["restarts"])))
-    assert ", ".join(map(show, run(coordinator, events.replace("{R}", READY)))) == orders
 
 
 def test_ranks_that_wait_for_lost_ones_have_less_time() -> None:
@@ -70,6 +59,87 @@ def test_ranks_that_wait_for_lost_ones_have_less_time() -> None:
     assert isinstance(again, GroupStart) and again.patience is None
 
 
+READY = "ready a 2, ready b 2"
+
+
+@pytest.mark.parametrize(
+    ("events", "orders"),
+    [
+        ("ready b 2", []),
+        ("ready b 2, ready b 2", []),
+        (READY, [start(0)]),
+        ("ready b 2, ready a 2", [start(0)]),
+        ("ready b 1, ready a 3", [start(0, sizes=(3, 1))]),
+        ("ready a 2, ready stranger 2", []),
+        ("ready a 2, ready b 0", []),
+        (f"{READY}, ready b 2", [start(0)]),
+        (f"{READY}, failed b 0", [start(0), FAILED]),
+        (f"{READY}, failed b 0, failed a 0", [start(0), FAILED]),
+        (f"{READY}, failed stranger 0", [start(0)]),
+        (f"{READY}, ended a 0", [start(0)]),
+        (f"{READY}, ended a 0, ended a 0", [start(0)]),
+        (f"{READY}, ended b 0, ended a 0", [start(0), DONE]),
+        (f"{READY}, ended a 0, ended b 7", [start(0)]),
+        (f"{READY}, lost b", [start(0), FAILED]),
+        ("ready a 2, lost b", [FAILED]),
+        ("lost stranger, ready a 2, ready b 2", [start(0)]),
+        (f"{READY}, stop, failed b 0", [start(0)]),
+        (f"stop, {READY}", []),
+        (f"{READY}, ended a 0, ended b 0, failed a 0, lost a", [start(0), DONE]),
+        ("failed a 0, ended a 0, taken a 0", []),
+    ],
+)
+def test_without_restarts(events: str, orders: list[Order]) -> None:
+    assert run(make(), events) == orders
+
+
+@pytest.mark.parametrize(
+    ("events", "orders"),
+    [
+        (f"{READY}, failed b 0", [start(0), start(1)]),
+        # What ranks of the earlier start do after that is no second failure.
+        (f"{READY}, failed b 0, failed a 0, failed b 0", [start(0), start(1)]),
+        (f"{READY}, failed b 0, failed a 1", [start(0), start(1), start(2)]),
+        (f"{READY}, failed b 0, failed a 1, failed a 2", [start(0), start(1), start(2), FAILED]),
+        # Whoever has ended begins again with the others.
+        (f"{READY}, ended a 0, failed b 0, ended b 1", [start(0), start(1)]),
+        (f"{READY}, ended a 0, failed b 0, ended b 1, ended a 1", [start(0), start(1), DONE]),
+        (f"{READY}, failed b 0, stop, failed b 1", [start(0), start(1)]),
+        # A port that another process has is no restart of the two.
+        (f"{READY}, taken a 0, taken a 0", [start(0), start(1)]),
+        (
+            f"{READY}, taken a 0, failed b 1, failed b 2, failed b 3",
+            [start(0), start(1), start(2), start(3), FAILED],
+        ),
+        (f"{READY}, failed a 0, lost b", [start(0), start(1), FAILED]),
+    ],
+)
+def test_with_two_restarts(events: str, orders: list[Order]) -> None:
+    assert run(make(restarts=2), events) == orders
+
+
+@pytest.mark.parametrize(
+    ("events", "orders"),
+    [
+        (f"{READY}, lost b", [start(0)]),
+        (f"{READY}, lost b, ready c 2", [start(0), start(1, "a c")]),
+        (f"{READY}, ready c 4, lost b", [start(0), start(1, "a c", (2, 4))]),
+        (f"{READY}, ready c 2, lost a", [start(0), start(1, "c b")]),
+        (f"{READY}, ready c 2, lost c", [start(0)]),
+        (f"{READY}, lost c, lost a", [start(0), FAILED]),
+        (f"{READY}, ready c 2, lost a, lost b", [start(0), start(1, "c b"), FAILED]),
+        # While the spare one is not ready, ranks that fail for want of the lost ones are no news.
+        (f"{READY}, lost b, failed a 0, ready c 2", [start(0), start(1, "a c")]),
+        ("ready c 2, ready a 2, lost b", [start(0, "a c")]),
+        ("ready c 2, lost b, ready a 2", [start(0, "a c")]),
+        (f"{READY}, ready c 2, lost b, failed a 1", [start(0), start(1, "a c"), FAILED]),
+        (f"{READY}, ready c 2, lost b, ended c 1, ended a 1", [start(0), start(1, "a c"), DONE]),
+    ],
+)
+def test_with_a_spare_node(events: str, orders: list[Order]) -> None:
+    assert run(make("a b c"), events) == orders
+
+
 def test_spare_nodes_are_those_that_are_ready_and_take_no_part() -> None:
     coordinator = make("a b c d")
     run(coordinator, f"{READY}, ready d 2")
@@ -79,9 +149,12 @@ def test_spare_nodes_are_those_that_are_ready_and_take_no_part() -> None:
 
 
 def test_ports_that_are_taken_again_and_again_end_the_job() -> None:
+    coordinator = make()
     events = [READY, *(f"taken a {number}" for number in range(PORT_TRIALS + 1))]
-    orders = list(map(show, run(make(), ", ".join(events))))
-    assert orders == [*(f"{number} a b" for number in range(PORT_TRIALS + 1)), "failed"]
+    orders = run(coordinator, ", ".join(events))
+    assert orders == [*(start(number) for number in range(PORT_TRIALS + 1)), FAILED]
+    ports = [order.master_port for order in orders if isinstance(order, GroupStart)]
+    assert len({*ports}) == len(ports)
 
 
 EVENTS = st.tuples(
@@ -113,74 +186,3 @@ def test_whatever_happens(events: list[Event], nodes: int, restarts: int) -> Non
     starts = [order for order in orders if isinstance(order, GroupStart)]
     assert [each.restart for each in starts] == list(range(len(starts)))
     assert coordinator.restarts <= restarts
-
-
-def play(text: str) -> tuple[Liveness, list[tuple[float, str]]]:
-    """Play events `TIME WHAT [HOST]` after a first word of all at 0; returns the losses with their times.
-
-    `look` is one look of the caller's; those in between, each second, are filled in.
-    """
-    liveness, found = Liveness(HOSTS, 0.0), []
-    for host in HOSTS:
-        liveness.note_heard(host, 0.0)
-    before = 0.0
-    for item in filter(None, text.split(", ")):
-        moment, what, *hosts = item.split()
-        now = float(moment)
-        while what != "gap" and before + 1 < now:
-            before += 1
-            liveness.note_look(before)
-        before = now
-        match what:
-            case "heard":
-                for host in hosts:
-                    liveness.note_heard(host, now)
-            case "failed":
-                liveness.note_failure(now)
-            case "refused" | "open":
-                liveness.note_look(now)
-                for host in hosts:
-                    liveness.note_connection(host, is_open=what == "open")
-            case "stuck" | "runs":
-                liveness.note_step(hosts[0], has_run=what == "runs")
-            case _:
-                liveness.note_look(now)
-        found += [(now, loss.host) for loss in liveness.take_losses()]
-    return liveness, found
-
-
-@pytest.mark.parametrize(("events", "losses"), TABLES["liveness"]["losses"])
-def test_silence_and_a_second_sign_make_a_loss(events: str, losses: str) -> None:
-    assert ", ".join(f"{moment:g} {host}" for moment, host in play(events)[1]) == losses
-
-
-def test_what_is_told_of_a_loss() -> None:
-    liveness, _ = play("9 heard a c, 9 refused b")
-    liveness.note_connection("b", is_open=False)
-    assert liveness.take_losses() == [Loss("b", "its SLURM daemon cannot be reached", 9.0)]
-
-
-def test_a_task_that_has_not_said_a_word_has_more_time() -> None:
-    liveness = Liveness(HOSTS, 0.0)
-    for moment in range(round(BEGINNING) + 1):
-        liveness.note_look(float(moment))
-        assert not liveness.list_suspects()
-    liveness.note_look(BEGINNING + 1)
-    assert liveness.list_suspects() == ["a", "b", "c"]
-
-
-def test_who_is_to_be_tried() -> None:
-    liveness, _ = play(f"3 heard a, 3 failed, 4 heard b, {3 + SILENCE + 1} look")
-    assert liveness.list_suspects() == ["a", "c"]
-    liveness, _ = play("3 failed, 3.5 heard b, 5 look")
-    assert liveness.list_suspects() == ["a", "c"] and not liveness.is_silent("a")
-
-
-def test_strangers_say_nothing() -> None:
-    liveness, _ = play("1 heard stranger")
-    assert set(liveness.signs) == {*HOSTS}
-
-
-def test_all_have_been_heard_of() -> None:
-    liveness, _ = play("2 heard a b, 9 refused c, 10 refused c")
-    assert liveness.has_heard_all(HOSTS, 1.0) and not liveness.has_heard_all(HOSTS, 2.0)

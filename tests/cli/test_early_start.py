@@ -1,6 +1,5 @@
 """The warm process that is started before the configuration is composed."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -125,23 +124,20 @@ main()
 """
     read, write = os.pipe()
     stdin, keep = os.pipe()
-    with contextlib.ExitStack() as stack:
-        for descriptor in (read, stdin, keep):
-            stack.callback(os.close, descriptor)
-        launcher = subprocess.Popen(
-            [sys.executable, "-c", script, *EARLY[0], str(write)],
-            env=clean_environ(),
-            stdin=stdin,
-            pass_fds=[write],
-            stderr=subprocess.DEVNULL,
-        )
-        stack.callback(launcher.wait)
-        stack.callback(launcher.kill)  # or a failed assertion would wait for it, which waits for nothing
+    with subprocess.Popen(
+        [sys.executable, "-c", script, *EARLY[0], str(write)],
+        env=clean_environ(),
+        stdin=stdin,
+        pass_fds=[write],
+        stderr=subprocess.DEVNULL,
+    ) as launcher:
         os.close(write)
         assert os.read(read, 1) == b""  # it composes
         assert len(list_started(here)) > 1
         launcher.send_signal(number)
         assert launcher.wait(60) in (-number, 128 + number)
+    for descriptor in (read, stdin, keep):
+        os.close(descriptor)
     deadline = time.monotonic() + 60
     while list_started(here) and time.monotonic() < deadline:
         time.sleep(0.01)

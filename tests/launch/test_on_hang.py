@@ -30,10 +30,9 @@ def read_manifest(job: Started) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
-def test_restart_starts_the_ranks_anew_under_torchrun(tmp_path: Path) -> None:
-    """Without torchrun: `tests/watch/test_outputs.py`."""
-    words = (*WORDS, "agent=torchrun", "watch.on_hang=restart", "--", write_program(tmp_path, PROGRAM))
+@pytest.mark.parametrize("agent", ["direct", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_restart_starts_the_ranks_anew(agent: str, tmp_path: Path) -> None:
+    words = (*WORDS, f"agent={agent}", "watch.on_hang=restart", "--", write_program(tmp_path, PROGRAM))
     with start(tmp_path, *words, PYTHONPATH=AGENT) as job:
         assert job.wait(90) == 0, job.read()
         assert "launch: hang 1 after step 5, " in job.read()

@@ -1,17 +1,19 @@
-"""The submission script, whole, and run by a real bash."""
+"""The submission script, run by a real bash, and what a job from the script of a dry run writes first."""
 
 import os
-import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from launcher.errors import UsageError
+from launcher.runs.run_directory import RunDir
 from launcher.slurm.batch_script import END_MARK, Script, render_script, render_standalone
 from launcher.slurm.sbatch_options import Option
+from launcher.slurm.standalone_script import redirect_to_log
+from tests.strangers import give_away
 
 OPTIONS = (
     Option("job-name", """a "b" c\\d 'e' #f $(id) hetjob ü""", "name"),
@@ -20,106 +22,31 @@ OPTIONS = (
     Option("nodelist", "n[0-3],n7", "cluster.nodelist"),
     Option("signal", "B:USR2@120", "cluster.signal"),
 )
-TRAP = """
-# the checkpoint signal, if it comes before the ranks
-launch_signal=
-trap 'launch_signal=USR2' USR2
-"""
-PYTHON = ("/opt/py env/bin/python", "-I")
 
 
-def make(
-    options: tuple[Option, ...], setup: Sequence[str], python: Sequence[str], remarks: tuple[str, ...] = ()
-) -> Script:
-    return Script(options, remarks, tuple(setup), tuple(python))
+def make(*setup: str, python: str = "/py", options: tuple[Option, ...] = OPTIONS[-1:]) -> Script:
+    return Script(options, ("Program: 'a\nrm -rf x' \x1b[2J ü", ""), setup, (python, "-I"))
 
 
-def test_a_job() -> None:
-    text = render_script(make(OPTIONS, [], PYTHON), ["/data/it's 100%/runs/x y/1"])
-    assert text == (
-        "#!/bin/bash\n"
-        '#SBATCH --job-name="a \\"b\\" c\\\\d \'e\' #f $(id) hetjob ü"\n'
-        "#SBATCH --nodes=2-4\n"
-        "#SBATCH --no-kill\n"
-        "#SBATCH --nodelist=n[0-3],n7\n"
-        "#SBATCH --signal=B:USR2@120\n"
-        "#SBATCH --open-mode=append\n"
-        '#SBATCH --output="/data/it\'s 100%%/runs/x y/1/logs/slurm-%j.out"\n'
-        f"{TRAP}\n"
-        "launch_run='/data/it'\"'\"'s 100%/runs/x y/1'\n"
-        "\n"
-        "if [ ! -x '/opt/py env/bin/python' ]; then\n"
-        "    printf '%s\\n' 'launch: error: no /opt/py env/bin/python on this node: is it on a filesystem"
-        " that all nodes share?' >&2\n"
-        "    exit 3\n"
-        "fi\n"
-        "trap '' USR2\n"
-        "exec '/opt/py env/bin/python' -I -m launcher.slurm \"$launch_run\" $launch_signal\n"
-    )
-
-
-def test_an_array_with_setup() -> None:
-    text = render_script(
-        make(OPTIONS[-1:], ["module load cuda/12.4", "export X='1 2'"], ["/py"]), ["/r/1", "/r/a b"]
-    )
-    assert text == (
-        "#!/bin/bash\n"
-        "#SBATCH --signal=B:USR2@120\n"
-        "#SBATCH --open-mode=append\n"
-        "#SBATCH --output=/dev/null\n"
-        f"{TRAP}\n"
-        "launch_runs=(\n"
-        "    /r/1\n"
-        "    '/r/a b'\n"
-        ")\n"
-        "launch_run=${launch_runs[$SLURM_ARRAY_TASK_ID]}\n"
-        'exec >>"$launch_run/logs/slurm-$SLURM_JOB_ID.out" 2>&1\n'
-        "\n"
-        "# cluster.setup: a line that fails ends the job\n"
-        'trap \'launch_code=$?; printf "launch: error: cluster.setup ended with %s at: %s\\n" \\\n'
-        '    "$launch_code" "$launch_line" >&2; exit "$((launch_code ? launch_code : 1))"\' EXIT\n'
-        'launch_check() { if [ "$1" != 0 ]; then exit "$1"; fi; }\n'
-        "launch_line='module load cuda/12.4'\n"
-        "module load cuda/12.4\n"
-        "launch_check $?\n"
-        "launch_line='export X='\"'\"'1 2'\"'\"''\n"
-        "export X='1 2'\n"
-        "launch_check $?\n"
-        "trap - EXIT\n"
-        "unset -v launch_line launch_code\n"
-        "unset -f launch_check\n"
-        "\n"
-        "if [ ! -x /py ]; then\n"
-        "    printf '%s\\n' 'launch: error: no /py on this node: is it on a filesystem that all nodes"
-        " share?' >&2\n"
-        "    exit 3\n"
-        "fi\n"
-        "trap '' USR2\n"
-        'exec /py -m launcher.slurm "$launch_run" $launch_signal\n'
-    )
-
-
-def test_remarks_stay_comments() -> None:
-    text = render_script(make(OPTIONS[-1:], [], PYTHON, ("Program: 'a\nrm -rf x' \x1b[2J ü", "")), ["/r"])
-    assert text.splitlines()[1:3] == ["# Program: 'a\\nrm -rf x' \\x1b[2J ü", "# "]
-
-
-def test_a_job_that_its_script_describes(fake: Path, tmp_path: Path) -> None:
-    fake.write_text("#!/bin/sh\necho $*; exec cat\n")
-    document = '{"words": ["$(id) `id` \\\\ \'", "é"]}'
-    text = render_standalone(make(OPTIONS, ["echo setup"], [str(fake), "-I"]), document)
-    assert "#SBATCH --output=%x-%j.out\n" in text
-    done = run(text, tmp_path)
-    assert done.stdout == f"setup\n-I -m launcher.slurm --standalone\n{document}\n"
-    assert text.endswith(f"\n{document}\n{END_MARK}\n")
-    array = render_standalone(make((Option("array", "0-1", ""), *OPTIONS[-1:]), [], PYTHON), "[]")
+def test_what_sbatch_reads() -> None:
+    lines = render_script(make(options=OPTIONS), ["/data/it's 100%/runs/x y/1"]).splitlines()
+    assert lines[:3] == ["#!/bin/bash", "# Program: 'a\\nrm -rf x' \\x1b[2J ü", "# "]
+    assert lines[3:11] == [
+        '#SBATCH --job-name="a \\"b\\" c\\\\d \'e\' #f $(id) hetjob ü"',
+        "#SBATCH --nodes=2-4",
+        "#SBATCH --no-kill",
+        "#SBATCH --nodelist=n[0-3],n7",
+        "#SBATCH --signal=B:USR2@120",
+        "#SBATCH --open-mode=append",
+        '#SBATCH --output="/data/it\'s 100%%/runs/x y/1/logs/slurm-%j.out"',
+        "",
+    ]
+    assert "#SBATCH --output=/dev/null\n" in render_script(make(), ["/r/1", "/r/a b"])
+    array = render_standalone(make(options=(Option("array", "0-1", ""), *OPTIONS)), "[]")
     assert "#SBATCH --output=%x-%A_%a.out\n" in array
-
-
-@pytest.mark.parametrize("path", ["/a\nb", "/a\\b", "/a\x07"])
-def test_a_path_that_slurm_cannot_take(path: str) -> None:
-    with pytest.raises(UsageError, match=r"run directory .* set runs_dir"):
-        render_script(make(OPTIONS[-1:], [], PYTHON), [path])
+    for path in ("/a\nb", "/a\\b", "/a\x07"):
+        with pytest.raises(UsageError, match=r"run directory .* set runs_dir"):
+            render_script(make(), [path])
 
 
 @pytest.fixture
@@ -134,14 +61,16 @@ def fake(tmp_path: Path) -> Path:
     return program
 
 
-def run(text: str, cwd: Path, env: Mapping[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
+def run(text: str, cwd: Path, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
+    """Run a script, and return its exit code, output and errors."""
     script = cwd / "submission.sh"
     script.write_text(text, encoding="utf-8")
-    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
     environ = {"PATH": os.environ["PATH"], **(env or {})}
-    return subprocess.run(
-        ["bash", script], cwd=cwd, env=environ, capture_output=True, text=True, timeout=30, check=False
+    words = ["bash", str(script)]
+    done = subprocess.run(
+        words, cwd=cwd, env=environ, capture_output=True, text=True, timeout=30, check=False
     )
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -162,26 +91,9 @@ def run(text: str, cwd: Path, env: Mapping[str, str] | None = None) -> "subproce
     ids=str,
 )
 def test_the_users_lines_do_not_break_ours(setup: list[str], fake: Path, tmp_path: Path) -> None:
-    done = run(render_script(make(OPTIONS[-1:], setup, [str(fake), "-I"]), ["/r u/n"]), tmp_path)
     shown = "it's" if "export X=it\\'s" in setup else ""
-    assert (done.returncode, done.stdout) == (
-        7,
-        f"-I|-m|launcher.slurm|/r u/n|X={shown}\n",
-    ), done
-    assert done.stderr == ""
-
-
-@pytest.mark.parametrize("standalone", [False, True])
-def test_the_checkpoint_signal_during_setup_reaches_the_first_node(
-    standalone: bool, fake: Path, tmp_path: Path
-) -> None:
-    """bash handles it once the command ends that runs meanwhile, and goes on."""
-    fake.write_text("#!/bin/sh\nkill -USR2 $$\necho $*\n")
-    script = make(OPTIONS[-1:], ["kill -USR2 $$; true", "set -u"], [str(fake)])
-    text = render_standalone(script, "{}") if standalone else render_script(script, ["/run"])
-    done = run(text, tmp_path)
-    words = "--standalone" if standalone else "/run"
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"-m launcher.slurm {words} USR2\n", "")
+    done = run(render_script(make(*setup, python=str(fake)), ["/r u/it's"]), tmp_path)
+    assert done == (7, f"-I|-m|launcher.slurm|/r u/it's|X={shown}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -200,27 +112,45 @@ def test_the_checkpoint_signal_during_setup_reaches_the_first_node(
 def test_a_line_that_fails_ends_the_job(
     setup: list[str], code: int, line: str, fake: Path, tmp_path: Path
 ) -> None:
-    done = run(render_script(make(OPTIONS[-1:], setup, [str(fake)]), ["/run"]), tmp_path)
+    found, out, err = run(render_script(make(*setup, python=str(fake)), ["/run"]), tmp_path)
+    assert (found, out) == (code, ""), err
     shown = 0 if setup == ["exit 0"] else code
-    assert (done.returncode, done.stdout) == (code, ""), done
-    assert f"launch: error: cluster.setup ended with {shown} at: {line}\n" in done.stderr
+    assert f"launch: error: cluster.setup ended with {shown} at: {line}\n" in err
 
 
 def test_a_missing_interpreter_is_told(tmp_path: Path) -> None:
-    done = run(render_script(make(OPTIONS[-1:], [], ["/no/such/python", "-I"]), ["/run"]), tmp_path)
-    assert done.returncode == 3
-    assert done.stderr.startswith("launch: error: no /no/such/python on this node")
+    code, _, err = run(render_script(make(python="/no/such/python"), ["/run"]), tmp_path)
+    assert code == 3 and err.startswith("launch: error: no /no/such/python on this node")
+
+
+def test_a_job_that_its_script_describes(fake: Path, tmp_path: Path) -> None:
+    fake.write_text("#!/bin/sh\necho $*; exec cat\n")
+    document = '{"words": ["$(id) `id` \\\\ \'", "é"]}'
+    text = render_standalone(make("echo setup", python=str(fake)), document)
+    assert run(text, tmp_path)[1] == f"setup\n-I -m launcher.slurm --standalone\n{document}\n"
+    assert text.endswith(f"\n{document}\n{END_MARK}\n") and "#SBATCH --output=%x-%j.out\n" in text
+
+
+@pytest.mark.parametrize("standalone", [False, True])
+def test_the_checkpoint_signal_during_setup_reaches_the_first_node(
+    standalone: bool, fake: Path, tmp_path: Path
+) -> None:
+    """bash handles it once the command ends that runs meanwhile, and goes on."""
+    fake.write_text("#!/bin/sh\nkill -USR2 $$\necho $*\n")
+    script = make("kill -USR2 $$; true", "set -u", python=str(fake))
+    text = render_standalone(script, "{}") if standalone else render_script(script, ["/run"])
+    words = "--standalone" if standalone else "/run"
+    assert run(text, tmp_path) == (0, f"-I -m launcher.slurm {words} USR2\n", "")
 
 
 def test_a_member_of_an_array_has_its_own_directory(fake: Path, tmp_path: Path) -> None:
     runs = [tmp_path / "a b", tmp_path / "$HOME'"]
     for path in runs:
         (path / "logs").mkdir(parents=True)
-    text = render_script(make(OPTIONS[-1:], ["echo setup"], [str(fake)]), [str(path) for path in runs])
-    done = run(text, tmp_path, {"SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "99"})
-    assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
+    text = render_script(make("echo setup", python=str(fake)), [str(path) for path in runs])
+    assert run(text, tmp_path, {"SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "99"}) == (7, "", "")
     log = runs[1] / "logs" / "slurm-99.out"
-    assert log.read_text() == f"setup\n-m|launcher.slurm|{runs[1]}|X=\n"
+    assert log.read_text() == f"setup\n-I|-m|launcher.slurm|{runs[1]}|X=\n"
     assert not list((runs[0] / "logs").iterdir())
 
 
@@ -228,8 +158,31 @@ def test_a_member_of_an_array_has_its_own_directory(fake: Path, tmp_path: Path) 
 def test_files_in_the_working_directory_do_not_shadow_ours(path: str | None, tmp_path: Path) -> None:
     for name in ("random.py", "json.py", "launcher.py"):
         (tmp_path / name).write_text("raise SystemExit('shadowed')")
-    text = render_script(make(OPTIONS[-1:], [], [sys.executable, "-I"]), ["/no/such/run"])
-    done = run(text, tmp_path, {} if path is None else {"PYTHONPATH": path})
-    assert "shadowed" not in done.stderr + done.stdout
-    assert done.returncode != 0
-    assert "/no/such/run" in done.stderr, shlex.join([done.stdout, done.stderr])
+    text = render_script(make(python=sys.executable), ["/no/such/run"])
+    code, out, err = run(text, tmp_path, {} if path is None else {"PYTHONPATH": path})
+    assert code != 0 and "shadowed" not in err + out and "/no/such/run" in err
+
+
+@pytest.mark.parametrize("planted", ["link", "pipe", "foreign", "folder"])
+def test_the_output_of_a_standalone_job_goes_into_its_run_directory_alone(
+    tmp_path: Path, planted: str
+) -> None:
+    run_dir, canary = RunDir(tmp_path / "run"), tmp_path / "canary"
+    log = run_dir.path / "logs/slurm-7.out"
+    log.parent.mkdir(parents=True)
+    canary.mkdir()
+    if planted == "link":
+        log.symlink_to(canary / "file")
+    elif planted == "pipe":
+        os.mkfifo(log)
+    elif planted == "foreign":
+        log.touch()
+        give_away(log)
+    else:
+        log.parent.rmdir()
+        log.parent.symlink_to(canary)
+    before = [os.fstat(stream).st_ino for stream in (1, 2)]
+    with pytest.raises(OSError):
+        redirect_to_log(run_dir, {"SLURM_JOB_ID": "7"})
+    assert [os.fstat(stream).st_ino for stream in (1, 2)] == before
+    assert not list(canary.iterdir())

@@ -1,10 +1,10 @@
-"""Following a job: what is told of the queue, and when and how a job has ended."""
+"""Following a job: what is told of the queue, when and how a job has ended (`followed.toml`), and its log."""
 
 import json
 import re
 import shutil
 import time
-from collections.abc import Sequence
+import tomllib
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,207 +20,64 @@ from launcher.slurm.client import JobState
 from launcher.slurm.followed_job import QUIET, FollowedJob, JobLog, MarkedLines
 from launcher.slurm.pending_jobs import Answer, QueuePosition, describe_wait, explain_reason, find_position
 
-NOW = datetime(2026, 8, 1, 12)
+TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("followed.toml").read_text())
 
 
-def make_state(state: str, reason: str = "", **values: Any) -> JobState:
-    usual: dict[str, Any] = {"nodes": 2, "nodelist": "n[0-1]", "start": "", "restarts": 0, "exit_code": None}
-    if state == "PENDING":
-        usual["nodelist"] = ""
-    return JobState(job_id="12", state=state, reason=reason, partition="main", **{**usual, **values})
+def make_state(state: str, **values: Any) -> JobState:
+    nodelist = "" if state == "PENDING" else "n[0-1]"
+    usual: dict[str, Any] = {"reason": "", "nodes": 2, "nodelist": nodelist, "start": "", "restarts": 0}
+    return JobState(job_id="12", state=state, partition="main", **{**usual, "exit_code": None, **values})
 
 
-def answer(state: JobState | None, position: QueuePosition | None = None) -> Answer:
-    return Answer({"12": state} if state else {}, frozenset({"12"}), position)
+def take_step(job: FollowedJob, step: dict[str, Any]) -> str:
+    """Give a job the manifest's outcome, or SLURM's word, and return what it tells."""
+    if "outcome" in step:
+        manifest = {"slurm": {"job_id": step.get("job_id", "12")}, "outcome": step["outcome"]}
+        (job.run_path / "manifest.json").write_text(json.dumps(manifest))
+        job.update_outcome()
+        return ""
+    values = {key: value for key, value in step.items() if key not in ("slurm", "position", "tells")}
+    if values.get("restarts") == -1:
+        values["restarts"] = None
+    jobs = {} if step["slurm"] == "forgotten" else {"12": make_state(step["slurm"], **values)}
+    position = QueuePosition(*step["position"]) if "position" in step else None
+    return job.update_state(Answer(jobs, frozenset({"12"}), position))
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> FollowedJob:
-    return FollowedJob(tmp_path, "12")
+@pytest.mark.parametrize("case", TABLES["job"], ids=lambda case: case["about"])
+def test_what_is_told_of_a_job(case: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case.get("late"):
+        monkeypatch.setattr(followed, "PATIENCE", -1)
+    job, told = FollowedJob(tmp_path, "12"), None
+    for step in case["steps"]:
+        line, expected = take_step(job, step), step.get("tells", "")
+        assert line.startswith(expected) and bool(line) == bool(expected), (step, line)
+        told = job.find_exit_code()
+    assert job.status == case.get("code")
+    assert (told is None) == ("ends" not in case)
+    assert (told or "").startswith(case.get("ends", "")) and bool(told) == bool(case.get("ends"))
 
 
-def write_outcome(job: FollowedJob, *, job_id: str = "12", **outcome: object) -> None:
-    text = json.dumps({"slurm": {"job_id": job_id}, "outcome": outcome})
-    (job.run_path / "manifest.json").write_text(text)
-    job.update_outcome()
-
-
-@pytest.mark.parametrize(
-    ("reason", "text"),
-    [
-        ("Priority", "Priority (jobs of higher priority go first)"),
-        (
-            "QOSMaxJobsPerUserLimit",
-            "QOSMaxJobsPerUserLimit (it is above what the QOS allows to one job, user",
-        ),
-        ("QOSGrpCpuLimit", "QOSGrpCpuLimit (the QOS's jobs together have come to a limit)"),
-        ("AssocGrpGRES", "AssocGrpGRES (the account's jobs together have come to a limit)"),
-        (
-            "ReqNodeNotAvail, UnavailableNodes:n[1-2]",
-            "ReqNodeNotAvail, UnavailableNodes:n[1-2] (nodes that it",
-        ),
-        ("SomethingNew", "SomethingNew"),
-        ("", ""),
-    ],
-)
-def test_reasons_have_words(reason: str, text: str) -> None:
-    assert explain_reason(reason).startswith(text)
-    assert ("(" in explain_reason(reason)) == ("(" in text)
-
-
-@pytest.mark.parametrize(
-    ("start", "text"),
-    [
-        ("2026-08-01T12:00:06", ", expected start 2026-08-01 12:00 (in 6 s)"),
-        ("2026-08-01T12:01:30", ", expected start 2026-08-01 12:01 (in 2 min)"),
-        ("2026-08-01T14:03:00", ", expected start 2026-08-01 14:03 (in 2 h 3 min)"),
-        ("2026-08-09T14:03:00", ", expected start 2026-08-09 14:03"),
-        ("2026-08-01T11:59:00", ""),
-        ("", ""),
-        ("N/A", ""),
-    ],
-)
-def test_the_wait_is_described(start: str, text: str) -> None:
-    state = make_state("PENDING", "Resources", start=start)
-    wait = describe_wait(state, QueuePosition(1, 3), NOW)
-    words = "Resources (the next in line, until enough nodes are free), position 1 of 3 in main"
-    assert wait == words + text
-
-
-@pytest.mark.parametrize(
-    ("job_id", "position"),
-    [
-        ("12", QueuePosition(2, 4)),
-        ("10", QueuePosition(1, 4)),
-        ("14", None),  # held
-        ("13_3", QueuePosition(3, 4)),
-        ("15_1", QueuePosition(4, 4)),
-        ("99", None),
-    ],
-)
-def test_the_place_counts_who_goes_first(job_id: str, position: QueuePosition | None) -> None:
-    lines: Sequence[str] = ["10 900", "12 500", "13_[2-5%2] 400", "14 0", "15_1 300", "", "slurm says"]
-    assert find_position(lines, job_id) == position
-
-
-def test_a_change_is_told_once(job: FollowedJob) -> None:
-    waits = make_state("PENDING", "Priority")
-    assert job.update_state(answer(make_state("PENDING"))) == ""
-    assert job.update_state(answer(waits, QueuePosition(3, 3))).startswith("job 12 waits: Priority (")
-    assert job.update_state(answer(waits, QueuePosition(2, 3))) == ""
-    assert job.update_state(answer(make_state("PENDING", "Resources"))).startswith(
-        "job 12 waits: Resources ("
-    )
-    assert job.update_state(answer(make_state("RUNNING"))) == "job 12 is running on n[0-1]"
-    assert job.update_state(answer(make_state("RUNNING"))) == ""
-    assert job.update_state(answer(make_state("COMPLETING"))) == ""
-
-
-@pytest.mark.parametrize(
-    ("restarts", "told"),
-    [
-        (0, "job 12 ended before it ran: CANCELLED"),
-        (1, "job 12 ended in the queue, after 1 attempt: CANCELLED"),
-        (2, "job 12 ended in the queue, after 2 attempts: CANCELLED"),
-    ],
-)
-def test_a_job_that_is_cancelled_in_the_queue(job: FollowedJob, restarts: int, told: str) -> None:
-    job.update_state(answer(make_state("PENDING", "BeginTime", restarts=restarts)))
-    job.update_state(answer(make_state("CANCELLED", nodelist="", restarts=restarts)))
-    assert job.find_exit_code() == told
-    assert job.status == 1
-
-
-def test_a_job_whose_end_accounting_alone_remembers_has_run_if_that_was_seen(job: FollowedJob) -> None:
-    job.update_state(answer(make_state("RUNNING")))
-    job.update_state(answer(make_state("CANCELLED", nodelist="", restarts=None)))
-    assert job.find_exit_code() == "job 12 ended in the queue, after 1 attempt: CANCELLED"
-
-
-def test_a_run_directory_that_is_gone_is_told_of(job: FollowedJob) -> None:
-    job.update_state(answer(make_state("RUNNING")))
+def test_a_run_directory_that_is_gone_is_told_of(tmp_path: Path) -> None:
+    job = FollowedJob(tmp_path / "run", "12")
+    job.run_path.mkdir()
+    take_step(job, {"slurm": "RUNNING"})
     shutil.rmtree(job.run_path)
-    job.update_state(answer(make_state("COMPLETED")))
+    take_step(job, {"slurm": "COMPLETED"})
     told = f"job 12 ended: COMPLETED; the run directory was removed during the run ({job.run_path})"
     assert job.use_slurm_state() == told and job.status == 0
 
 
-def test_a_requeue_is_told_with_its_cause(job: FollowedJob) -> None:
-    job.update_state(answer(make_state("RUNNING")))
-    write_outcome(job, state="requeued", cause="node_failure")
-    text = job.update_state(answer(make_state("PENDING", "BeginTime", restarts=1)))
-    assert text.startswith("job 12 is back in the queue (node_failure): BeginTime (")
-    again = job.update_state(answer(make_state("RUNNING", restarts=2)))
-    assert again == "job 12 is running on n[0-1], after 2 requeues"
-
-
-@pytest.mark.parametrize("state", ["submitted", "running", "requeued"])
-def test_a_job_that_goes_on_has_no_end(job: FollowedJob, state: str) -> None:
-    write_outcome(job, state=state)
-    job.update_state(answer(make_state("RUNNING")))
-    assert job.find_exit_code() is None and job.status is None
-
-
-@pytest.mark.parametrize(
-    ("outcome", "status"),
-    [
-        ({"state": "succeeded", "exit_code": 0}, 0),
-        ({"state": "failed", "exit_code": 137}, 137),
-        ({"state": "stopped", "exit_code": 143}, 143),
-        ({"state": "failed"}, 1),
-        ({"state": "succeeded"}, 0),
-    ],
-)
-@pytest.mark.parametrize("slurm", ["COMPLETED", "COMPLETING", "FAILED", None])
-def test_the_manifest_has_the_last_word(
-    job: FollowedJob, outcome: dict[str, Any], status: int, slurm: str | None
-) -> None:
-    write_outcome(job, **outcome)
-    job.update_state(answer(make_state(slurm, exit_code=1) if slurm else None))
-    assert job.find_exit_code() == ""
-    assert job.status == status
-
-
-def test_another_jobs_manifest_tells_nothing(job: FollowedJob) -> None:
-    write_outcome(job, job_id="11", state="failed", exit_code=9)
-    job.update_state(answer(make_state("RUNNING")))
-    assert job.find_exit_code() is None
-
-
-@pytest.mark.parametrize(
-    ("state", "status", "text"),
-    [
-        (make_state("COMPLETED", exit_code=0), 0, "job 12 ended: COMPLETED"),
-        (make_state("FAILED", "NonZeroExitCode", exit_code=5), 5, "job 12 ended: FAILED (NonZeroExitCode)"),
-        (make_state("CANCELLED", exit_code=0), 1, "job 12 ended: CANCELLED"),
-        (make_state("NODE_FAIL"), 1, "job 12 ended: NODE_FAIL"),
-        (None, 1, "SLURM has forgotten job 12, and "),
-    ],
-)
-def test_slurm_has_the_word_where_the_head_died(
-    job: FollowedJob, monkeypatch: pytest.MonkeyPatch, state: JobState | None, status: int, text: str
-) -> None:
-    write_outcome(job, state="running")
-    job.update_state(answer(state))
-    assert job.find_exit_code() is None, "the manifest's end may still come, over a network filesystem"
-    monkeypatch.setattr(followed, "PATIENCE", -1)
-    said = job.find_exit_code()
-    assert said is not None and said.startswith(text)
-    assert job.status == status
-
-
-def test_a_job_that_never_ran_is_not_waited_for(job: FollowedJob) -> None:
-    write_outcome(job, state="submitted")
-    job.update_state(answer(make_state("CANCELLED", nodelist="", exit_code=0)))
-    assert job.find_exit_code() == "job 12 ended before it ran: CANCELLED"
-    assert job.status == 1
-
-
-def test_an_end_that_was_none_is_forgotten(job: FollowedJob) -> None:
-    job.update_state(answer(make_state("NODE_FAIL")))
-    assert job.find_exit_code() is None and job.ending is not None
-    job.update_state(answer(make_state("PENDING", "BeginTime", restarts=1)))
-    assert job.find_exit_code() is None and job.ending is None
+def test_why_a_job_waits() -> None:
+    for reason, text in TABLES["reasons"].items():
+        assert explain_reason(reason) == text
+    words = "Resources (the next in line, until enough nodes are free), position 1 of 3 in main"
+    for start, text in TABLES["starts"].items():
+        state = make_state("PENDING", reason="Resources", start=start)
+        assert describe_wait(state, QueuePosition(1, 3), datetime(2026, 8, 1, 12)) == words + text
+    for job_id, place in TABLES["places"]["of"].items():
+        found = find_position(TABLES["places"]["queue"], job_id)
+        assert found == (QueuePosition(*place) if place else None), job_id
 
 
 def test_the_log_is_shown_as_it_grows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,17 +1,25 @@
-"""How runs stand by their manifests and by SLURM's word: `launch status` with a squeue that is made up."""
+"""How runs stand by their manifests and by SLURM's word, with a squeue that is made up: `run_states.toml`.
+
+It tells what `launch status` shows of them, and whether another run may go into their directories.
+"""
 
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launcher.errors import SchedulerError, UsageError
+from launcher.runs.run_process import identify_process
+from launcher.slurm.run_states import refuse_run_in_use
 from tests.cli.make_runs import make_run
 from tests.seam import clean_environ, run_outside
 
-RUNS = tomllib.loads(Path(__file__).with_name("run_states.toml").read_text())["run"]
-AWAY = "echo 'squeue: Unable to contact slurm controller' >&2; exit 1"
+TABLES = tomllib.loads(Path(__file__).with_name("run_states.toml").read_text())
+AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
+UNKNOWN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 
 
 @pytest.fixture
@@ -30,8 +38,8 @@ def write_command(folder: Path, name: str, text: str) -> None:
 
 
 def test_slurms_word_counts_if_the_manifest_tells_no_end(tmp_path: Path, environ: dict[str, str]) -> None:
-    rows, asked = [], []
-    for number, run in enumerate(RUNS, 1):
+    rows, asked, runs = [], [], TABLES["run"]
+    for number, run in enumerate(runs, 1):
         more: dict[str, Any] = {"slurm": {"job_id": str(number)}} if run.get("job", True) else {}
         once = {"outcome": {"state": "requeued"}, "slurm": {"job_id": str(number)}}
         more |= {"earlier": [once]} if run.get("earlier") else {}
@@ -42,11 +50,11 @@ def test_slurms_word_counts_if_the_manifest_tells_no_end(tmp_path: Path, environ
         rows += [f"{number}|{run['squeue']}|\n"] if "squeue" in run else []
         asked += [str(number)] if "slurm" in more and run.get("asked", True) else []
     (tmp_path / "rows").write_text("".join(rows))
-    names = [f"run{number}" for number in range(1, len(RUNS) + 1)]
+    names = [f"run{number}" for number in range(1, len(runs) + 1)]
     done = run_outside(["status", "format=json", *names], tmp_path, environ)
     assert done.code == 0, done
     found = {row["run"].partition("/")[0]: row for row in json.loads(done.out)["runs"]}
-    for number, (name, run) in enumerate(zip(names, RUNS, strict=True), 1):
+    for number, (name, run) in enumerate(zip(names, runs, strict=True), 1):
         expected = {key: str(value).replace("{job}", str(number)) for key, value in run["expect"].items()}
         assert {key: str(found[name][key]) for key in expected} == expected, (number, run)
     (call,) = [line for line in (tmp_path / "calls").read_text().splitlines() if line.startswith("squeue")]
@@ -71,3 +79,52 @@ def test_a_manifest_that_was_completed_meanwhile(tmp_path: Path, environ: dict[s
     done = run_outside(["status", "format=json"], tmp_path, environ)
     (found,) = json.loads(done.out)["runs"]
     assert (found["state"], found["exit_code"], found["reason"]) == ("failed", 9, "so it is")
+
+
+@pytest.mark.parametrize("case", TABLES["use"], ids=lambda case: f"{case['states']} {case.get('squeue')}")
+def test_a_run_directory_is_for_one_run_at_a_time(
+    case: dict[str, Any],
+    tmp_path: Path,
+    environ: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", environ["PATH"])
+    if "inside" in case:
+        monkeypatch.setenv("SLURM_JOB_ID", case["inside"])
+    own = identify_process(os.getpid())
+    processes = {"here": own, "gone": {**own, "start": 1}, "elsewhere": {**own, "host": "elsewhere"}}
+    more: dict[str, Any] = {"process": processes[case["process"]]} if "process" in case else {}
+    more |= {"slurm": {"job_id": "7"}} if case.get("job", True) else {}
+    for state in case["states"]:
+        path = tmp_path / state
+        if state != "not there":
+            path = make_run(tmp_path / f"runs-{state}", state=state, **more)
+        for said in case.get("squeue", ["RUNNING"]):
+            shown = {"away": AWAY, "unknown": UNKNOWN}
+            row = f"7|{said}|main|2|n[0-1]|N/A|N/A|0|0|None|"
+            write_command(tmp_path, "squeue", shown.get(said, f"echo '{row}'"))
+            (tmp_path / "calls").unlink(missing_ok=True)
+            for submits in (True, False):
+                expected = case.get("refuses", "") if submits or "warns" not in case else ""
+                try:
+                    refuse_run_in_use(path, submits=submits)
+                    told = ""
+                except (SchedulerError, UsageError) as error:
+                    told = str(error)
+                assert bool(told) == bool(expected), (state, said, told)
+                assert expected.format(squeue=said, pid=os.getpid()) in told
+                warning = capsys.readouterr().err
+                assert bool(warning) == ("warns" in case and not submits), warning
+                assert not warning or warning.startswith(case["warns"].format(run=path))
+            assert (tmp_path / "calls").exists() == case.get("asked", True), (state, said)
+
+
+def test_a_second_run_is_refused_and_leaves_all_as_it_was(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "runs", state="running", process=identify_process(os.getpid()))
+    before = (path / "manifest.json").read_bytes()
+    done = run_outside([f"run_dir={path}", "cluster=local", "nproc_per_node=1", "--", "true"], tmp_path)
+    done.assert_error(2, f"belongs to process {os.getpid()}, which is running", f"launch cancel {path}")
+    assert (path / "manifest.json").read_bytes() == before

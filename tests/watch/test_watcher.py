@@ -61,32 +61,6 @@ def test_a_run_directory_in_which_it_cannot_write_is_one_warning(tmp_path: Path)
         assert job.wait(60) == 0 and job.read().count(told) == 1, job.read()
 
 
-DEFECT = """
-import sys
-if "launcher.watch" in sys.orig_argv:
-    from launcher.watch.node_watcher import NodeWatcher
-
-    def fail(*_):
-        with open(f"{__file__}.looks", "a") as file:
-            file.write("x")
-        raise RuntimeError("a defect")
-
-    NodeWatcher.tick = fail
-"""
-
-
-def test_a_defect_of_watching_is_told_once_and_costs_the_job_nothing(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(DEFECT)
-    looks = tmp_path / "sitecustomize.py.looks"
-    program = write_program(tmp_path, PROGRAM)
-    with start(tmp_path, *WORDS, "--", program, PYTHONPATH=str(tmp_path)) as job:
-        wait_for(lambda: looks.exists() and looks.stat().st_size > 2, "several looks", tell=job.read)
-        (tmp_path / "go").touch()
-        assert job.wait(60) == 0, job.read()
-    told = "the ranks are not watched as they should be: RuntimeError: a defect"
-    assert job.read().count(told) == 1 and "Traceback" not in job.read(), job.read()
-
-
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="heartbeats are elsewhere")
 def test_folders_of_launchers_that_were_killed_are_removed(tmp_path: Path) -> None:
     dead, fresh = (Path(f"/dev/shm/launch-watch-{name}-{os.getpid()}") for name in ("dead", "fresh"))

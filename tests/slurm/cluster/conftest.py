@@ -1,9 +1,10 @@
-"""Real SLURM clusters for a session's tests: one without accounting, and one with it for what asks for it."""
+"""Real SLURM clusters for a session's tests: without accounting, with it, and one that forgets jobs soon."""
 
 import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.seam import Result, clean_environ, find_processes, run_outside, wait_for
+from tests.seam import Result, clean_environ, find_processes, is_alive, run_outside, wait_for
 
 COMMAND = Path(__file__).parents[3] / "slurm" / "sandbox"
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE"}
@@ -234,3 +235,44 @@ def short() -> Iterator[Path]:
         yield folder
         if folder.exists():
             ask_command("--folder", folder, "down", "--now")
+
+
+BRIEF = "MinJobAge=2\nMessageTimeout=2\n"
+"""In seconds; the defaults are 300 and 10."""
+
+
+@contextmanager
+def start_forgetful(*options: str) -> Iterator[Sandbox]:
+    """A cluster of its own."""
+    demand_programs(*options)
+    with start_sandbox(*options) as cluster:
+        text = cluster.conf.read_text().replace("MinJobAge=3600\n", BRIEF)
+        assert BRIEF in text
+        cluster.conf.write_text(text)
+        cluster.run("scontrol", "reconfigure")
+        yield cluster
+
+
+def forget(cluster: Sandbox, job_id: str) -> None:
+    """Wait until the controller no longer knows a job."""
+    words = ("squeue", "--noheader", "--states=all", "--format=%A")
+    wait_for(lambda: job_id not in cluster.run(*words).split(), f"job {job_id} to be forgotten", 90)
+
+
+@contextmanager
+def stop_controller(cluster: Sandbox) -> Iterator[None]:
+    """No slurmctld for a while."""
+    pid = int((cluster.folder / "slurmctld.pid").read_text())
+    os.kill(pid, signal.SIGTERM)
+    wait_for(lambda: not is_alive(pid), "slurmctld's end", 30)
+    try:
+        yield
+    finally:
+        cluster.run("slurmctld", "-f", cluster.conf)
+        wait_for(lambda: does_answer(cluster), "slurmctld", 30)
+
+
+def does_answer(cluster: Sandbox) -> bool:
+    """Whether slurmctld answers."""
+    ping = ["scontrol", "ping"]
+    return subprocess.run(ping, env=cluster.environ, capture_output=True, check=False).returncode == 0

@@ -16,7 +16,6 @@ from tests.seam import write_program
 from tests.slurm.cluster.conftest import Sandbox
 from tests.slurm.cluster.jobs import SHRUNK, Run, submit
 from tests.slurm.cluster.test_step import HOSTILE, SHOW, allocate, finish
-from tests.slurm.cluster.test_watch import PROGRAM as HANGING
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("nothing_is_left")]
 
@@ -27,15 +26,6 @@ OF_A_RUN = {
 }
 """Variables that differ between any two runs in an allocation."""
 OF_TORCHRUN = {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE"}
-FAILING = """
-import os, sys, time
-print("UP", os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["MASTER_PORT"], flush=True)
-if os.environ["RANK"] == "3":
-    time.sleep(0.5)
-    print("the disk is on fire", file=sys.stderr, flush=True)
-    os._exit(7)
-time.sleep(300)
-"""
 WAITING = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -104,39 +94,7 @@ def test_a_rank_that_dies_is_replaced_with_its_peers(sandbox: Sandbox, tmp_path:
     assert [(r.state, r.restarts) for r in read_nodes(run.path, 0)] == [("succeeded", 1)] * 2
 
 
-def test_when_restarts_are_used_up_the_first_failure_is_told(sandbox: Sandbox, tmp_path: Path) -> None:
-    program = write_program(tmp_path, FAILING)
-    settings = ("nodes=2", "nproc_per_node=2", "agent=direct", "restarts=1", "cluster.requeue.crash=1")
-    run = submit(sandbox, tmp_path, *settings, "--", program)
-    assert run.await_end() == "failed"
-    assert run.causes == ["crash", "crash"] and run.outcome["exit_code"] == 7
-    first = run.outcome["first_failure"]
-    assert (first["rank"], first["host"], first["exit_code"]) == (3, "n1", 7)
-    assert first["last_lines"] == ["the disk is on fire"] and run.outcome["attempts"] == 4
-    said = run.read_console()
-    assert "rank 3 on n1 has ended, after 1 restarts: the job ends" in said
-    assert "rank 3 on n1 (local rank 1) failed first: it exited with code 7" in said
-    ports = {line.split()[2] for n in range(4) for line in read_new(run, n).splitlines() if "UP" in line}
-    assert len(ports) == 4
-
-
-def test_a_hang_is_ended_by_a_restart_on_all_nodes(sandbox: Sandbox, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(
-        HANGING.replace("step == 30", "step == 30 and first").replace(
-            "rank = dist", 'first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"\nrank = dist'
-        )
-    )
-    settings = ("watch.interval=1", "watch.hang_seconds=5", "watch.on_hang=restart")
-    words = ("nodes=2", "nproc_per_node=1", "agent=direct", *settings, "--", "program.py", "1")
-    run = submit(sandbox, tmp_path, *words)
-    run.wait_for(lambda: "step 40/" in read_new(run, 1), "steps of the second start", 120)
-    sandbox.run("scancel", run.job_id)
-    assert run.await_end() == "stopped"
-    said = run.read_console()
-    assert "hang 1 after step" in said and "all ranks start anew (restart 1 of 3)" in said, said
-
-
-@pytest.mark.parametrize("phase", ["start", "running", "restart"])
+@pytest.mark.parametrize("phase", ["start", "restart"])
 def test_scancel_leaves_nothing(sandbox: Sandbox, tmp_path: Path, phase: str) -> None:
     program = write_program(tmp_path, WAITING)
     run = submit(

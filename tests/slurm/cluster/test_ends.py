@@ -44,19 +44,6 @@ def list_reasons(run: Run) -> list[str]:
     return [entry["outcome"]["reason"] for entry in run.manifest["earlier"]]
 
 
-def test_a_program_that_ends_after_the_checkpoint_signal_has_finished(
-    sandbox: Sandbox, tmp_path: Path
-) -> None:
-    """It has no handler, and is not sent the signal; SLURM may be a minute early with it."""
-    limit = ("cluster.time=1", "cluster.signal=USR2@40")
-    run = start(sandbox, tmp_path, *TWO, *limit)
-    run.wait_for(lambda: "SIGUSR2 not sent" in run.read_console(), "the checkpoint signal", 90)
-    (tmp_path / "stop").touch()
-    assert run.await_end() == "succeeded"
-    assert run.causes == [None] and run.outcome["exit_code"] == 0
-    assert "warning: all ranks ended with 0, which is a success" in run.read_console()
-
-
 def test_a_program_that_asks_for_another_start_at_the_limit_gets_it(sandbox: Sandbox, tmp_path: Path) -> None:
     limit = ("cluster.time=1", "cluster.signal=USR2@40")
     run = start(sandbox, tmp_path, *TWO, *limit, program=(PEERS, "again"))
@@ -124,19 +111,6 @@ def test_a_users_checkpoint_signal_reaches_the_ranks_that_handle_it(
     assert run.causes == ["requested", None]
 
 
-def test_the_checkpoint_signal_during_setup_is_the_limits(sandbox: Sandbox, tmp_path: Path) -> None:
-    limit = (
-        "cluster.time=1",
-        "cluster.signal=USR2@50",
-        "cluster.setup=[sleep 15]",
-        "cluster.requeue.limit=2",
-    )
-    run = start(sandbox, tmp_path, *TWO, *limit)
-    assert run.await_end() == "failed"
-    assert run.causes == ["timeout", "limit"]
-    assert "cluster.setup ended" not in run.read_console()
-
-
 @pytest.mark.parametrize("how", ["--signal=TERM", "--quiet"])
 def test_a_step_that_a_user_cancels_is_cancelled(sandbox: Sandbox, tmp_path: Path, how: str) -> None:
     run = start(sandbox, tmp_path, *TWO)
@@ -161,17 +135,6 @@ def test_what_was_aimed_at_an_earlier_attempt_misses_the_next(sandbox: Sandbox, 
     assert rank.is_running()
     (tmp_path / "stop").touch()
     assert run.await_end() == "succeeded"
-
-
-def test_a_rank_that_ends_with_0_while_others_go_on(sandbox: Sandbox, tmp_path: Path) -> None:
-    run = start(sandbox, tmp_path, *TWO, program=(PEERS, "early"))
-    assert run.await_end() == "failed"
-    told = "rank 1 on n1 ended with 0 at step 5 while 1 rank went on"
-    assert run.outcome["events"] == [told] and run.outcome["cause"] == "crash"
-    said = run.read_console()
-    assert f"launch: {told}\nlaunch: rank 0 on n0 (local rank 0) failed after that: it exited" in said
-    status = sandbox.launch("status", run.path.name, "format=json", cwd=tmp_path)
-    assert json.loads(status.out)["runs"][0]["reason"].startswith(f"{told}; rank 0 on n0 exited with code 1")
 
 
 def test_the_caches_of_a_task_that_was_killed_are_removed(sandbox: Sandbox, tmp_path: Path) -> None:

@@ -254,13 +254,3 @@ def test_launch_follows_what_it_submits(desk: Desk, code: int) -> None:
     outcome = json.loads((run / "manifest.json").read_text())["outcome"]
     assert (outcome["state"], outcome["exit_code"]) == ("failed" if code else "succeeded", code)
     assert done.err.splitlines()[-1] == f"launch: run directory {run}", done
-
-
-def test_launch_follows_a_sweep(desk: Desk) -> None:
-    words = ("-m", *SMALL, "env.CODE=0,6", "--", "sh", "-c", "exit $CODE")
-    done = desk.sandbox.launch(*words, cwd=desk.folder)
-    assert done.code == 6, done
-    runs = sorted((desk.folder / "runs").glob("*/*"), key=lambda path: (len(path.name), path.name))
-    assert [run.is_dir() for run in runs] == [True, True]
-    (job,) = set(re.findall(r"launch: job (\d+)_0 succeeded", done.err))
-    assert re.search(rf"launch: job {job}_1 failed with exit code 6: rank \d on n\d ", done.err), done

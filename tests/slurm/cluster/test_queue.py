@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.slurm.client import ENDED, JobState, ask_queue, list_members
+from launcher.slurm.client import ENDED, JobState, ask_queue
 from tests.cli.make_runs import make_run
 from tests.seam import wait_for
-from tests.slurm.cluster.conftest import Sandbox
-from tests.slurm.cluster.forgetful import forget, start_forgetful
+from tests.slurm.cluster.conftest import Sandbox, forget, start_forgetful
 
 pytestmark = pytest.mark.slurm
 QUIET = ("--parsable", "--output=/dev/null", "--nodes=1")
@@ -112,17 +111,3 @@ def test_accounting_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         make_run(tmp_path / "runs", state="running", slurm={"job_id": failed})
         (row,) = json.loads(cluster.launch("status", "format=json", cwd=tmp_path).out)["runs"]
         assert (row["state"], row["reason"], row["exit_code"]) == ("failed", "FAILED; exit code 3", 3)
-
-
-@pytest.mark.parametrize(
-    ("text", "members"),
-    [
-        ("12", ["12"]),
-        ("12_3", ["12_3"]),
-        ("12_[3]", ["12_3"]),
-        ("12_[1,3-5,9-13:2%4]", ["12_1", "12_3", "12_4", "12_5", "12_9", "12_11", "12_13"]),
-        ("12_[1-2,...]", ["12_1", "12_2"]),
-    ],
-)
-def test_the_members_of_a_row(text: str, members: list[str]) -> None:
-    assert list(list_members(text)) == members

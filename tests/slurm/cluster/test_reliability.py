@@ -59,17 +59,6 @@ def test_inside_salloc(sandbox: Sandbox, tmp_path: Path, undisturbed: Run) -> No
     assert "succeeded" in done.stderr
 
 
-def test_an_array_of_four(sandbox: Sandbox, tmp_path: Path) -> None:
-    settings = (*SHRUNK, "program.steps=5", "cluster=slurm", "nproc_per_node=1")
-    done = sandbox.launch("-m", *settings, "program.lr=1e-2,1e-3", "program.seed=0,1", cwd=tmp_path)
-    assert done.code == 0, done
-    runs = [Run(path, sandbox) for path in sorted(tmp_path.glob("runs/*/*"))]
-    assert len(runs) == 4
-    assert [run.await_end() for run in runs] == ["succeeded"] * 4
-    assert len({run.job_id.partition("_")[0] for run in runs}) == 1
-    assert len({tuple(run.read_losses().values()) for run in runs}) == 4
-
-
 def test_requeued_by_an_administrator(sandbox: Sandbox, tmp_path: Path, undisturbed: Run) -> None:
     run = submit(sandbox, tmp_path, *FOUR)
     run.await_step(15)
@@ -190,20 +179,6 @@ def test_the_run_directory_s_disk_is_full(sandbox: Sandbox, tmp_path: Path) -> N
         assert sorted(run.read_losses()) == list(range(1, 31))
     finally:
         subprocess.run(["umount", "--lazy", disk], check=True)
-
-
-def test_one_node_s_task_gets_sigterm_from_outside(
-    sandbox: Sandbox, tmp_path: Path, undisturbed: Run
-) -> None:
-    run = submit(sandbox, tmp_path, *FOUR)
-    run.await_step(15)
-    rank = psutil.Process(find_rank(run, 5))
-    host = rank.environ()["SLURMD_NODENAME"]
-    rank.parents()[0].terminate()
-    assert run.await_end() == "succeeded"
-    assert run.causes == ["stopped", None]
-    assert f"{host} got SIGTERM from outside" in run.manifest["earlier"][0]["outcome"]["reason"]
-    assert_same_losses(run, undisturbed)
 
 
 def file_grows(descriptor: int) -> bool:

@@ -1,9 +1,7 @@
 """`launch … dry_run=true > job.sh; sbatch job.sh`: a script that an administrator reads, and SLURM runs."""
 
 import json
-import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,14 +17,6 @@ rank = int(os.environ["RANK"])
 names = ("A", "HF_TOKEN", "OUT", "WORLD_SIZE")
 seen = {"argv": sys.argv[1:], **{name: os.environ.get(name) for name in names}}
 Path(f"{os.environ.get('SLURM_ARRAY_TASK_ID', '')}rank-{rank}.json").write_text(json.dumps(seen))
-"""
-FILL = """
-import contextlib, os, sys
-name = f"{sys.argv[1]}/filler-{os.environ['RANK']}"
-with contextlib.suppress(OSError), open(name, "wb", buffering=0) as file:
-    while file.write(bytes(4096)):
-        pass
-os._exit(5)
 """
 ARGUMENTS = ["$(id)", "it's", "a\nb", "é", "", "--", "END_OF_JOB"]
 
@@ -70,25 +60,6 @@ def test_a_script_runs_the_job_and_an_administrator_can_read_it(sandbox: Sandbox
     assert any("A='1 2'" in line and "HF_TOKEN='***'" in line for line in remarks)
     status = sandbox.launch("status", job, cwd=tmp_path)
     assert status.code == 0 and "succeeded" in status.out, status
-
-
-def test_a_full_disk_is_told_in_slurms_own_output(sandbox: Sandbox, tmp_path: Path) -> None:
-    if os.geteuid():
-        pytest.skip("mounting a small filesystem needs root")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], check=True)
-    try:
-        (tmp_path / "fill.py").write_text(FILL)
-        words = ("nodes=2", "nproc_per_node=1", f"runs_dir={disk}", "--", "fill.py", str(disk))
-        job = submit_script(sandbox, tmp_path, *words)
-        sandbox.wait(job, "FAILED")
-        run = Run(disk / "fill" / f"job-{job}", sandbox)
-        told = f"launch: failed: the run directory's disk is full ({run.path}); rank "
-        assert told in (tmp_path / f"fill-{job}.out").read_text()
-        assert run.outcome["first_failure"]["exit_code"] == 5
-    finally:
-        subprocess.run(["umount", "--lazy", disk], check=True)
 
 
 def test_a_requeued_script_goes_on_in_its_directory(sandbox: Sandbox, tmp_path: Path) -> None:

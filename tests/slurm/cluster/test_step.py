@@ -1,4 +1,4 @@
-"""A step over several nodes: what ranks find, how it fails, what signals do, and what is left of it."""
+"""A step over several nodes: what ranks find, in which order, how it fails, what signals do, what is left."""
 
 import json
 import os
@@ -7,18 +7,18 @@ import select
 import shlex
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launcher.runs.node_records import read_nodes
-from launcher.slurm.notation import expand_hosts
 from tests.seam import LAUNCH, Result, find_processes, find_run, wait_for, write_program
-from tests.slurm.cluster.conftest import Sandbox
-from tests.slurm.cluster.jobs import submit
+from tests.slurm.cluster.conftest import Sandbox, demand_programs, start_sandbox
 
 pytestmark = pytest.mark.slurm
+
 
 SHOW = """
 import json, os, sys
@@ -157,20 +157,6 @@ def test_a_job_script_whose_variables_contradict(sandbox: Sandbox, tmp_path: Pat
         assert env["CUDA_VISIBLE_DEVICES"] == "0,1", "all of the job's GPUs"
 
 
-def test_the_checkpoint_signal_is_for_ranks_that_catch_it(sandbox: Sandbox, tmp_path: Path) -> None:
-    run = submit(sandbox, tmp_path, "nodes=2", "nproc_per_node=1", "--", write_program(tmp_path, STAY))
-    wait_for(lambda: count_up(run.path) == 2, "the ranks")
-    sandbox.run("scancel", "--signal=USR2", "--batch", run.job_id)
-    wait_for(lambda: "GOT SIGUSR2" in run.read_rank(0), "the signal")
-    wait_for(lambda: "1 rank has no handler" in run.read_console(), "word of the other rank")
-    assert run.outcome["state"] == "running"
-    sandbox.run("scancel", run.job_id)
-    assert run.await_end() == "stopped"
-    assert run.read_rank(1).split("\n")[:2] == ["UP", "GOT SIGTERM"]
-    assert {record.signal for record in read_nodes(run.path, 0)} == {"SIGTERM"}
-    wait_for(lambda: not run.find_processes(), "the job's end")
-
-
 def test_nothing_is_left_of_a_head_that_is_killed(sandbox: Sandbox, tmp_path: Path) -> None:
     program = write_program(tmp_path, STAY)
     process = allocate(
@@ -227,20 +213,6 @@ def test_ctrl_c_ends_the_ranks_and_not_srun(sandbox: Sandbox, tmp_path: Path) ->
     assert not find_processes(str(run))
 
 
-def test_a_node_that_cannot_plan_ends_the_job_at_once(sandbox: Sandbox, tmp_path: Path) -> None:
-    script = f"""
-    last=$(scontrol show hostnames | tail -1)
-    mkdir -p run/plan-$last.json && echo '{{}}' > run/manifest.json
-    launch run_dir=run nproc_per_node=auto -- {write_program(tmp_path, SHOW)}
-    """
-    done = finish(allocate(sandbox, tmp_path, script))
-    assert done.code == 3, done
-    last = json.loads((tmp_path / "run/manifest.json").read_text())["hosts"][1]
-    assert f"launch: {last}: " in done.err and f"plan-{last}.json" in done.err
-    assert "Traceback" not in done.err
-    assert "FOUND" not in done.out
-
-
 def test_two_at_once_in_one_job(sandbox: Sandbox, tmp_path: Path) -> None:
     program = write_program(tmp_path, SHOW)
     one = f"launch name=one nproc_per_node=1 -- {program} & first=$!"
@@ -274,14 +246,47 @@ def test_a_port_that_is_taken_is_no_failure(sandbox: Sandbox, tmp_path: Path, no
     assert (manifest["earlier"], manifest["outcome"]["attempts"]) == ([], 1)
 
 
-def test_a_dry_run_starts_nothing(sandbox: Sandbox, tmp_path: Path) -> None:
-    done = finish(allocate(sandbox, tmp_path, f"launch dry_run=true -- {write_program(tmp_path, SHOW)}"))
-    assert done.code == 0, done
-    (line,) = done.out.splitlines()
-    assert line.startswith("srun --nodes=2 ") and line.endswith("-m launcher.slurm.task RUN_DIR")
-    assert not (tmp_path / "runs").exists()
+PROGRAM = """
+import os
+names = ("RANK", "GROUP_RANK", "SLURMD_NODENAME", "MASTER_ADDR", "WORLD_SIZE")
+open(f"rank-{os.environ['RANK']}", "w").write(" ".join(os.environ[name] for name in names))
+"""
 
 
-@pytest.mark.parametrize("text", ["n[0-3]", "n[08-10,12]", "a1,b[2-3],login-x", "r[1-2]n[0-1]"])
-def test_lists_of_nodes_are_read_as_slurm_reads_them(sandbox: Sandbox, text: str) -> None:
-    assert list(expand_hosts(text)) == sandbox.run("scontrol", "show", "hostnames", text).split()
+@pytest.fixture(scope="module")
+def switched() -> Iterator[Sandbox]:
+    """A cluster with switches."""
+    demand_programs("--no-accounting")
+    with start_sandbox("--no-accounting", "--switches", "2", "--gpus", "0") as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize(
+    ("words", "hosts", "source"),
+    [
+        ((), "n0 n2 n1 n3", "topology"),
+        (("agent=torchrun", "cluster.node_order=order.txt"), "n3 n1 n2 n0", "file"),
+        (("cluster.node_order=slurm",), "n0 n1 n2 n3", "slurm"),
+    ],
+    ids=str,
+)
+def test_ranks_follow_the_network(
+    switched: Sandbox, tmp_path: Path, words: tuple[str, ...], hosts: str, source: str
+) -> None:
+    (tmp_path / "order.txt").write_text("n3\nn1\nn2\nn0\nn9\n")
+    (tmp_path / "train.py").write_text(PROGRAM)
+    program = ("--", "python", "train.py")
+    done = switched.launch(
+        "nodes=4", "nproc_per_node=2", "follow=true", "name=x", *words, *program, cwd=tmp_path
+    )
+    assert done.code == 0, done.err
+    found = [(tmp_path / f"rank-{rank}").read_text().split() for rank in range(8)]
+    names = hosts.split()
+    assert [host for _, _, host, *_ in found] == [host for host in names for _ in range(2)]
+    assert [int(group) for _, group, *_ in found] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert {master for *_, master, _ in found} == {names[0]}
+    (path,) = tmp_path.glob("runs/x/*/manifest.json")
+    order = json.loads(path.read_text())["node_order"]
+    assert (order["source"], order["hosts"]) == (source, names)
+    told = done.err + done.out
+    assert ("ranks are in the order of" in told) == (source != "slurm"), told

@@ -1,24 +1,20 @@
 """`launch` on a login node: what SLURM is asked for, what it answers, and what is left on the disk."""
 
 import json
-import os
 import re
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import launcher
-from launcher.errors import MachineError, SchedulerError
-from launcher.slurm.job_options import explain_refusal
-from launcher.slurm.sbatch import submit_script
-from launcher.slurm.submission import find_python
+from launcher.runs.manifest import read_manifest
+from tests.config.sweepers import write_plugin
 from tests.seam import find_run
 from tests.slurm.cluster.conftest import Sandbox
 
 pytestmark = pytest.mark.slurm
+
+
 SLURM = ("cluster=slurm", "nproc_per_node=1")
 HELD = (*SLURM, "cluster.additional.hold=true", "--", "true")
 FILES = {"config.yaml", "job.json", "logs", "manifest.json", "submission.sh"}
@@ -255,172 +251,19 @@ def test_a_sweep_is_one_array(sandbox: Sandbox, tmp_path: Path) -> None:
     assert listed.split() == [str(members[f"{job_id}_{number}"][2]) for number in range(4)]
 
 
-def test_each_member_of_an_array_runs_in_its_own_directory(sandbox: Sandbox, tmp_path: Path) -> None:
-    program = ("--", "sh", "-c", 'echo "lr=$LR token=$HF_TOKEN"')
-    own = ("nproc_per_node=1", "cluster.gpus_per_node=0", "env.HF_TOKEN=sesame-42")
-    done = sandbox.launch("-m", "cluster=slurm", *own, "env.LR=one,two", *program, cwd=tmp_path)
+def test_a_batch_is_an_array_and_the_next_one_follows_from_it(sandbox: Sandbox, tmp_path: Path) -> None:
+    plugin = write_plugin(tmp_path / "plugins")
+    (tmp_path / "mine.sh").write_text('#!/bin/sh\nx=${1#--x=}\n[ "$x" != 9.0 ] && echo "step 1/1 loss $x"\n')
+    (tmp_path / "mine.sh").chmod(0o755)
+    (tmp_path / "conf/program").mkdir(parents=True)
+    (tmp_path / "conf/program/mine.yaml").write_text("command: [./mine.sh]\nx: 0\n")
+    words = ["hydra/sweeper=halving", "hydra.sweeper.size=2", "hydra.sweep.dir=swept", "program=mine"]
+    own = ["cluster=slurm", "nproc_per_node=1", "cluster.gpus_per_node=0"]
+    done = sandbox.launch("-m", *words, *own, cwd=tmp_path, env=plugin)
     assert done.code == 0, done
-    job_id = find_job(done.out)
-    state = sandbox.wait(job_id, "COMPLETED", "FAILED")
-    runs = {
-        json.loads((path / "manifest.json").read_text())["slurm"]["job_id"]: path
-        for path in tmp_path.glob("runs/*/*")
-    }
-    assert sorted(runs) == [f"{job_id}_0", f"{job_id}_1"]
-    for number, value in ((0, "one"), (1, "two")):
-        path = runs[f"{job_id}_{number}"]
-        (log,) = (path / "logs").glob("slurm-*.out")
-        assert state == "COMPLETED", log.read_text()
-        assert f"lr={value} token=sesame-42" in (path / "logs" / "0" / "rank-0.out").read_text(), (
-            log.read_text()
-        )
-        assert "sesame" not in (path / "job.json").read_text() + (path / "submission.sh").read_text()
-
-
-def test_an_array_whose_members_differ(sandbox: Sandbox, tmp_path: Path) -> None:
-    done = sandbox.launch("-m", "cluster=slurm", "nodes=1,2", cwd=tmp_path)
-    done.assert_error(2, "nodes: job 2 of the sweep has --nodes=2 and job 1 has --nodes=1")
-    done = sandbox.launch("-m", "cluster=slurm", "program.lr=1,2", "new_run_dir=x", cwd=tmp_path)
-    done.assert_error(2, "new_run_dir=", "x is one directory for 2 jobs")
-    assert not list(tmp_path.iterdir())
-
-
-def write_script(folder: Path, *options: str) -> Path:
-    path = folder / "submission.sh"
-    lines = [
-        "#!/bin/bash",
-        *(f"#SBATCH {option}" for option in options),
-        "#SBATCH --output=/dev/null",
-        "true",
-    ]
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-def test_an_array_that_is_too_large(
-    sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_CONF", str(sandbox.conf))
-    with pytest.raises(SchedulerError, match="Invalid job array specification") as caught:
-        submit_script(write_script(tmp_path, "--array=0-1001"), sandbox.environ)
-    error = explain_refusal(str(caught.value), (), (), ())
-    assert "make the sweep smaller: SLURM takes 1000 jobs in one array here (MaxArraySize=1001)" in str(error)
-
-
-def test_an_environment_that_is_too_large(sandbox: Sandbox, tmp_path: Path) -> None:
-    environ = {**sandbox.environ, "HUGE": "x" * (1 << 18)}
-    with pytest.raises(
-        SchedulerError, match=r"too long: the environment has \d+ KiB, of which HUGE \(256 KiB\)"
-    ):
-        submit_script(write_script(tmp_path), environ)
-
-
-def test_submission_leaves_nothing_beside_the_script(
-    sandbox: Sandbox, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    job_id = submit_script(write_script(tmp_path), sandbox.environ)
-    assert sandbox.wait(job_id, "COMPLETED") == "COMPLETED"
-    assert [path.name for path in tmp_path.iterdir()] == ["submission.sh"]
-    with pytest.raises(SchedulerError, match=r"^sbatch: invalid partition specified: x; "):
-        submit_script(write_script(tmp_path, "--partition=x"), sandbox.environ)
-    assert capfd.readouterr() == ("", "")
-
-
-def list_jobs(sandbox: Sandbox) -> set[str]:
-    return set(sandbox.run("squeue", "--noheader", "--states=all", "--format=%A").split())
-
-
-def test_a_dry_run_submits_nothing(sandbox: Sandbox, tmp_path: Path) -> None:
-    before = list_jobs(sandbox)
-    words = ["nodes=2", "cluster.time=30", "cluster.machine=dgx_a100", *HELD[:-2]]
-    dry = sandbox.launch(*words, "dry_run=true", "--", "true", cwd=tmp_path)
-    assert dry.code == 0, dry
-    assert (list_jobs(sandbox), list(tmp_path.iterdir())) == (before, [])
-    assert "48-63,176-191" in dry.err  # the one rank of a DGX A100, next to its first GPU
-    done = sandbox.launch(*words, "--", "true", cwd=tmp_path)
-    assert done.code == 0, done
-    sandbox.run("scancel", find_job(done.out))
-    run = find_run(tmp_path)
-    sent = (run / "submission.sh").read_text().splitlines()
-    shown = dry.out.splitlines()
-    assert [line for line in sent if line.startswith("#SBATCH") and "--output" not in line] == [
-        line for line in shown if line.startswith("#SBATCH") and "--output" not in line
-    ]
-    for remark in ("# Program: ", "# Step: srun ", "# Variables: "):
-        assert (
-            [line for line in sent if line.startswith(remark)]
-            == [line for line in shown if line.startswith(remark)]
-            != []
-        )
-
-
-def test_a_dry_run_of_a_thousand_nodes_and_without_slurm(sandbox: Sandbox, tmp_path: Path) -> None:
-    words = ["cluster=slurm", "nodes=1000", "dry_run=true", "--", "true"]
-    done = sandbox.launch(*words, cwd=tmp_path)
-    assert done.code == 0 and "#SBATCH --nodes=1000\n" in done.out, done
-    assert "warning: nodes=1000, and partition main has 4" in done.err
-    assert "cluster.machine=NAME" in done.err
-    away = sandbox.launch(*words, cwd=tmp_path, env={"PATH": str(tmp_path)})
-    assert away.code == 2 and "no such program: true" in away.err, away
-    (tmp_path / "true").write_text("#!/bin/sh\n")
-    (tmp_path / "true").chmod(0o755)
-    away = sandbox.launch(*words, cwd=tmp_path, env={"PATH": str(tmp_path)})
-    assert away.code == 0 and "#SBATCH --nodes=1000\n" in away.out, away
-    assert "there is no sinfo on PATH" in away.err
-
-
-def test_the_plan_of_a_snapshot_file_and_of_nothing_known(sandbox: Sandbox, tmp_path: Path) -> None:
-    shipped = Path(launcher.__file__).parents[1] / "conf" / "machine" / "dgx_a100.json"
-    (tmp_path / "node.json").write_bytes(shipped.read_bytes())
-    words = ["cluster=slurm", "dry_run=true"]
-    done = sandbox.launch(*words, "cluster.machine=node.json", cwd=tmp_path)
-    assert done.code == 0 and "48-55,176-183" in done.err, done
-    done = sandbox.launch(*words, "machine=dgx_a100", cwd=tmp_path)
-    assert done.code == 0 and "48-55,176-183" in done.err, done
-    done = sandbox.launch(*words, "cluster.machine=dgx_a10", cwd=tmp_path)
-    done.assert_error(2, "cluster.machine=dgx_a10 is no machine", "dgx_a100")
-
-
-def test_a_time_without_quotes_in_a_file(sandbox: Sandbox, tmp_path: Path) -> None:
-    folder = tmp_path / "conf" / "cluster"
-    folder.mkdir(parents=True)
-    (folder / "mine.yaml").write_text("defaults: [slurm]\ntime: 10:00:00\n")
-    done = sandbox.launch("cluster=mine", "--", "true", cwd=tmp_path)
-    assert done.code == 2
-    assert (
-        'time: 10:00:00 without quotes, which YAML reads as the number 36000: write time: "10:00:00"'
-        in done.err
-    )
-    (folder / "mine.yaml").write_text('defaults: [slurm]\ntime: "10:00:00"\nadditional: {time-min: 36000}\n')
-    done = sandbox.launch("cluster=mine", "dry_run=true", "--", "true", cwd=tmp_path)
-    assert done.code == 0 and "#SBATCH --time=10:00:00\n" in done.out, done
-    (tmp_path / "conf" / "main.yaml").write_text("defaults: [launch]\nnodes: 1:2  # elastic\n")
-    done = sandbox.launch("cluster=mine", "--config-name=main", "dry_run=true", "--", "true", cwd=tmp_path)
-    assert done.code == 2 and "nodes: 1:2 without quotes, which YAML reads as the number 62" in done.err, done
-
-
-@pytest.mark.parametrize("key", ["setup=['if true']", "setup=['echo )']"])
-def test_setup_that_is_no_bash(key: str, sandbox: Sandbox, tmp_path: Path) -> None:
-    sandbox.launch(f"cluster.{key}", *HELD, cwd=tmp_path).assert_error(2, "cluster.setup=", "no valid bash")
-    assert not list(tmp_path.iterdir())
-
-
-def test_setup_holds_no_secret(sandbox: Sandbox, tmp_path: Path) -> None:
-    words = ("cluster.setup=['export HF_TOKEN=sesame-42']", *HELD)
-    done = sandbox.launch(*words, cwd=tmp_path)
-    done.assert_error(2, "cluster.setup has a secret, export HF_TOKEN=***", "env.NAME")
-    assert "sesame" not in done.err and not list(tmp_path.iterdir())
-    fine = ("cluster.setup=['export HF_TOKEN=\"$(cat /dev/null)\"']", "dry_run=true", *HELD)
-    assert sandbox.launch(*fine, cwd=tmp_path).code == 0
-
-
-def test_the_interpreter_finds_launch_on_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_python() == (sys.executable, "-I")
-    bare = tmp_path / "bare"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
-    monkeypatch.setattr(sys, "executable", str(bare / "bin" / "python"))
-    monkeypatch.setenv("PYTHONPATH", os.fspath(Path(launcher.__file__).parents[1]))
-    assert find_python() == (sys.executable, "-P")
-    monkeypatch.delenv("PYTHONPATH")
-    with pytest.raises(MachineError, match="the nodes would not find launch"):
-        find_python()
+    tried = json.loads((tmp_path / "swept/tried.json").read_text())
+    assert tried == [[9.0, "trial 1 failed with exit code 1"], [8.0, 8.0], [4.0, 4.0], [5.0, 5.0]]
+    jobs = [read_manifest(tmp_path / f"swept/{number}")["slurm"]["job_id"] for number in range(4)]
+    first, second = (job.partition("_")[0] for job in jobs[::2])
+    assert jobs == [f"{first}_0", f"{first}_1", f"{second}_0", f"{second}_1"] and first != second
+    sandbox.wait_empty()

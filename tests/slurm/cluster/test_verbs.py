@@ -3,7 +3,7 @@
 import json
 import subprocess
 from collections.abc import Iterator
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,7 @@ import pytest
 from launcher.runs.manifest import read_manifest
 from tests.cli.make_runs import make_run, write_log
 from tests.seam import LAUNCH, Result, wait_for, write_program
-from tests.slurm.cluster.conftest import Sandbox
-from tests.slurm.cluster.forgetful import forget, start_forgetful, stop_controller
+from tests.slurm.cluster.conftest import Sandbox, forget, start_forgetful, stop_controller
 from tests.slurm.cluster.jobs import Run, submit
 
 pytestmark = pytest.mark.slurm
@@ -137,19 +136,6 @@ def test_what_slurm_says_of_an_end_that_nobody_wrote_down(plain: Sandbox, tmp_pa
     assert "SLURM no longer knows job" in rows[0]["reason"]
 
 
-def test_a_number_that_was_given_again_is_another_job(sandbox: Sandbox, tmp_path: Path) -> None:
-    early = (datetime.now().astimezone() - timedelta(hours=1)).isoformat()
-    _, job_id = make_job(
-        sandbox, tmp_path / "runs", "old", "--hold", wrap="true", state="running", started=early
-    )
-    (row,) = ask(sandbox, tmp_path)
-    assert row["state"] == "lost"
-    done = sandbox.launch("cancel", "yes=true", "old", cwd=tmp_path)
-    assert done.code == 0 and "has ended already: lost" in done.err
-    assert sandbox.list_states(job_id) == ["PENDING"]
-    sandbox.run("scancel", job_id)
-
-
 def test_while_the_controller_is_down_the_files_tell(plain: Sandbox, tmp_path: Path) -> None:
     path, job_id = make_job(plain, tmp_path / "runs", "job", wrap="exec sleep 300", state="running")
     write_log(path, 0, "step 3/9 loss 1\n")
@@ -198,12 +184,3 @@ def test_following_from_the_queue_over_a_requeue_to_the_end(sandbox: Sandbox, tm
         ("requeued", "requeued"),
         ("succeeded", ""),
     ]
-
-
-def test_a_job_whose_script_fails_is_explained_by_its_log(sandbox: Sandbox, tmp_path: Path) -> None:
-    run = start(sandbox, tmp_path, "job", 3, "cluster.setup=[module_of_nobody --load]")
-    wait_for(lambda: sandbox.list_states(run.job_id) == ["FAILED"], "the failure")
-    result = sandbox.launch("logs", "job", cwd=tmp_path)
-    assert result.code == 0 and "module_of_nobody" in result.out
-    (row,) = ask(sandbox, tmp_path)
-    assert row["state"] == "failed" and "module_of_nobody" in row["last_line"]

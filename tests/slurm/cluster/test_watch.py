@@ -74,7 +74,7 @@ def test_a_hang_on_the_second_node_stops_the_job_as_a_class_of_its_own(
     assert "hang 2 after step 30, " in run.read_console() and sentence in run.read_console()
 
 
-@pytest.mark.parametrize("host", ["n1", "n0"])
+@pytest.mark.parametrize("host", ["n0"])
 def test_a_node_that_is_stopped_is_named_by_the_other(host: str, sandbox: Sandbox, tmp_path: Path) -> None:
     run = start(sandbox, tmp_path, -1, "watch.on_hang=report")
     run.wait_for(lambda: "step 30/" in run.read_rank(), "steps")
@@ -106,7 +106,7 @@ dist.init_process_group("gloo")
 """
 
 
-@pytest.mark.parametrize(("action", "rank"), [("stop", 0), ("stop", 1), ("restart", 1)])
+@pytest.mark.parametrize(("action", "rank"), [("stop", 0), ("restart", 1)])
 def test_a_node_whose_only_rank_has_ended_before_its_peers_have_joined(
     action: str, rank: int, sandbox: Sandbox, tmp_path: Path
 ) -> None:

@@ -1,5 +1,7 @@
-"""A node that ends an attempt in place of the first one; SLURM's commands answer as the test wants."""
+"""The first node's guard, and signals while a job is requeued; SLURM's commands are made up."""
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from launcher.config.settings import Settings
 from launcher.runs.manifest import read_manifest, stamp_time, write_manifest
 from launcher.runs.run_directory import open_run_dir
 from launcher.slurm import first_node_guard
+from launcher.slurm.job_control import SHORT_TIMEOUT, exclude_nodes, requeue_job
 from launcher.slurm.job_request import JobRequest, write_job_request
 from launcher.slurm.node_probe import is_frozen
 from tests.seam import clean_environ
@@ -116,3 +119,33 @@ def test_a_node_that_this_one_alone_cannot_reach_is_not_lost(
     monkeypatch.setattr("os.environ", {**environ, "N1_PORT": "1"})
     guard = first_node_guard.Guard("n0", "n1", heard=time.monotonic() - 60)
     assert bool(guard.find_evidence()) is is_lost
+
+
+ASKS = f"""#!{sys.executable}
+import signal, sys
+sys.exit(0 if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN else "SIGTERM would end this")
+"""
+
+
+def test_a_requeue_outlives_sigterm_and_this_process_hears_it_again(tmp_path: Path) -> None:
+    command = tmp_path / "scontrol"
+    command.write_text(ASKS)
+    command.chmod(0o755)
+    before = signal.getsignal(signal.SIGTERM)
+    requeue_job("7", {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, SHORT_TIMEOUT)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_slow_slurm_delays_signals_for_a_limited_time(tmp_path: Path) -> None:
+    """Each answer comes in time, and all of them together do not."""
+    sinfo = "case $* in *--nodes=*) echo n9;; *) echo n0 n1 n2 n9;; esac"
+    answers = {"squeue": "echo 'n9||main'", "sinfo": sinfo, "scontrol": "true"}
+    for name, text in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} >> {tmp_path}/given\nsleep 0.4\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    told = exclude_nodes("7", ["n0"], 1, environ, patience=1)
+    assert told.startswith("n0 not excluded (")
+    assert "scontrol" not in (tmp_path / "given").read_text()
+    assert exclude_nodes("7", ["n0"], 1, environ, patience=60) == ""
+    assert (tmp_path / "given").read_text().endswith("scontrol\n")

@@ -1,0 +1,119 @@
+"""What is decided of attempts and of checked nodes, each decision through its function: `decisions.json`.
+
+Times are in seconds; `infinite` is a job without a time limit, null one that SLURM does not tell.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.config.settings import RequeueConfig
+from launcher.slurm import preflight_kind
+from launcher.slurm.attempt_end import EndFacts, classify_end, classify_kill
+from launcher.slurm.job_control import JobStatus
+from launcher.slurm.preflight_action import choose_hosts
+from launcher.slurm.preflight_kind import choose_preflight_kind
+from launcher.slurm.requeue_policy import (
+    DESCRIPTIONS,
+    LIMITED,
+    PastAttempt,
+    choose_stop_time,
+    decide_requeue,
+    is_near_limit,
+)
+
+TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("decisions.json").read_text())
+POLICY = RequeueConfig(
+    preempted=100, timeout=100, node_failure=10, sick_node=3, stopped=10, requested=100, crash=0,
+    no_progress=3, limit=200,
+)  # fmt: skip
+ON_GPUS = {"SLURM_GPUS_ON_NODE": "8", "SLURMD_NODENAME": "n0"}
+
+
+def read_time(value: float | str | None) -> float | None:
+    return math.inf if isinstance(value, str) else value
+
+
+def test_what_slurm_does_to_the_job() -> None:
+    usual = {"state": "RUNNING", "reason": "", "restarts": 0, "end_time": 1000.0, "preempted": False}
+    for changes, restarts, kill in TABLES["kills"]:
+        word = None if changes is None else JobStatus(**{**usual, **changes})
+        assert classify_kill(word, restarts) == kill, changes
+
+
+def test_the_class_of_an_end() -> None:
+    """Facts are names of those that hold, or names with values."""
+    for facts, kill, cause in TABLES["ends"]:
+        values = dict.fromkeys(facts, True) if isinstance(facts, list) else facts
+        assert classify_end(EndFacts(**values), kill) == cause, (facts, kill)
+
+
+def test_what_becomes_of_the_job() -> None:
+    """An earlier attempt is how often it was so, its class, and whether it advanced."""
+    for cause, earlier, advanced, requeue, decided, reason in TABLES["requeues"]:
+        past = [PastAttempt(*ended) for count, *ended in earlier for _ in range(count)]
+        decision = decide_requeue(cause, POLICY, past, advanced)
+        assert (decision.requeue, decision.cause) == (requeue, decided), (cause, earlier)
+        assert reason in (None, decision.reason)
+
+
+@given(
+    st.lists(
+        st.builds(PastAttempt, st.sampled_from(sorted(DESCRIPTIONS)), st.sampled_from([True, False, None])),
+        max_size=12,
+    ),
+    st.builds(
+        RequeueConfig,
+        no_progress=st.integers(-1, 4),
+        limit=st.integers(-1, 10),
+        **{name: st.integers(-1, 5) for name in LIMITED},
+    ),
+)
+def test_no_policy_requeues_for_ever(ends: list[PastAttempt], policy: RequeueConfig) -> None:
+    """However attempts end, what is requeued stays within the limit and within each reason's own."""
+    past: list[PastAttempt] = []
+    for end in ends:
+        if not decide_requeue(end.cause, policy, past, end.advanced).requeue:
+            break
+        past.append(end)
+    assert len(past) <= max(policy.limit - 1, 0)
+    for reason in LIMITED:
+        assert sum(attempt.cause == reason for attempt in past) <= max(getattr(policy, reason), 0)
+
+
+def test_whose_the_checkpoint_signal_is_and_when_the_ranks_are_stopped() -> None:
+    for now, end_time, near in TABLES["near_limit"]:
+        assert is_near_limit(now, read_time(end_time), 120) is near, (now, end_time)
+    for now, end_time, seconds, grace, stop in TABLES["stop_times"]:
+        assert choose_stop_time(now, read_time(end_time), seconds, grace) == stop, (now, end_time)
+
+
+def test_the_nodes_that_a_job_goes_on_with() -> None:
+    hosts = ("n0", "n1", "n2", "n3")
+    for sick, on_failure, nodes, owned, reserved, action, chosen, words in TABLES["hosts"]:
+        choice = choose_hosts(
+            hosts, sick.split(), on_failure=on_failure, nodes=tuple(nodes), owned=owned, reserved=reserved
+        )
+        assert (choice.action, list(choice.hosts)) == (action, chosen.split()), (sick, on_failure)
+        assert words in choice.text and bool(choice.text) == bool({*sick.split()} & {*hosts[: nodes[1]]})
+
+
+def test_whether_nodes_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight_kind, "PCI_DEVICES", tmp_path)
+    for kind, environ, has_driver, chosen in TABLES["kinds"]:
+        monkeypatch.setattr(preflight_kind, "DRIVER_FILES", ("/",) if has_driver else ())
+        assert choose_preflight_kind(kind, environ) == chosen, (kind, environ)
+    # A GPU without its driver counts.
+    monkeypatch.setattr(preflight_kind, "DRIVER_FILES", ())
+    device = tmp_path / "0000:07:00.0"
+    device.mkdir()
+    (tmp_path / "0000:08:00.0").mkdir()
+    for vendor, pci_class, chosen in TABLES["devices"]:
+        (device / "vendor").write_text(f"{vendor}\n")
+        (device / "class").write_text(f"{pci_class}\n")
+        assert choose_preflight_kind("auto", ON_GPUS) == chosen, (vendor, pci_class)

@@ -1,0 +1,207 @@
+"""A node's task, as srun starts it: its record, and the compilers' caches, which are gone with the job."""
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from launcher.runs.node_records import read_nodes
+from launcher.runs.run_records import read_run
+from launcher.slurm.compiler_caches import CACHES, PREFIX, open_caches, remove_leftovers
+from launcher.slurm.job_request import JobRequest, write_job_request
+from tests.seam import clean_environ, list_modules
+from tests.specify import specify
+from tests.strangers import give_away
+
+SHOW = """
+import os, stat, sys
+folders = [os.environ[name] for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")]
+for folder in folders:
+    os.makedirs(folder, exist_ok=True)
+open(f"{folders[0]}/{os.environ['RANK']}", "w").close()
+print([*folders, oct(os.stat(os.path.dirname(folders[0])).st_mode & 0o777)], flush=True)
+if "wait" in sys.argv:
+    import signal
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.pause()
+"""
+
+
+def run_task(run_dir: Path) -> "subprocess.CompletedProcess[str]":
+    told = {"SLURMD_NODENAME": "n7", "SLURM_NODEID": "3", "LAUNCH_ATTEMPT": "2"}
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "launcher.slurm.task", str(run_dir)],
+        env={**clean_environ(), **told},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_task_that_cannot_begin_leaves_a_record_or_says_why(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    done = run_task(tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
+    (record,) = read_nodes(tmp_path, 2)
+    assert (record.host, record.node_rank, record.state, record.exit_code) == ("n7", 3, "failed", 3)
+    assert "job.json cannot be read" in record.agent_said and record.failure is None
+    done = run_task(tmp_path / "not here")
+    assert done.returncode == 3 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("launch: error: n7: ") and "share" in done.stderr
+
+
+def test_the_processes_of_a_job_load_no_large_libraries(tmp_path: Path) -> None:
+    loaded = list_modules("import launcher.slurm.node_job, launcher.slurm.first_node", tmp_path)
+    large = {"hydra", "omegaconf", "torch", "numpy", "rich", "submitit", "psutil"}
+    assert not {name.partition(".")[0] for name in loaded} & large
+    assert {name for name in loaded if "preflight" in name} == {"launcher.slurm.preflight_kind"}
+
+
+@contextmanager
+def start_task(folder: Path, *words: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """A node's task with two ranks; its stdin is the channel from the first node."""
+    run = folder / "run"
+    (run / "logs").mkdir(parents=True)
+    (folder / "tmp").mkdir()
+    (folder / "show.py").write_text(SHOW)
+    program = (str(folder / "show.py"), *words)
+    config = specify(["nproc_per_node=2"], program, run_dir=run).config
+    write_job_request(JobRequest(config, {}, program, ("launch",), str(folder), 1, 1), run)
+    told = {"SLURMD_NODENAME": "localhost", "SLURM_JOB_ID": "47", "TMPDIR": str(folder / "tmp")}
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "launcher.slurm.task", str(run)],
+        env={**clean_environ(), **told},
+        stdin=subprocess.PIPE,
+    ) as task:
+        try:
+            yield task
+        finally:
+            if task.poll() is None:
+                task.kill()
+
+
+def test_the_ranks_of_a_node_share_a_folder_that_is_gone_at_the_end(tmp_path: Path) -> None:
+    with start_task(tmp_path) as task:
+        assert task.wait(120) == 0
+    first, second = ((tmp_path / f"run/logs/0/rank-{rank}.out").read_text() for rank in (0, 1))
+    assert first == second
+    triton, inductor, mode = ast.literal_eval(first)
+    assert Path(triton).is_relative_to(tmp_path / "tmp") and mode == "0o700"
+    assert Path(inductor).parent == Path(triton).parent
+    assert not list((tmp_path / "tmp").glob("*launch-*"))
+    (host,) = read_run(tmp_path / "run").hosts
+    variables = [(each.name, each.value, each.source) for each in host.planned[1].variables]
+    assert ("TRITON_CACHE_DIR", triton, "plan") in variables
+
+
+def test_a_job_that_is_stopped_leaves_none(tmp_path: Path) -> None:
+    with start_task(tmp_path, "wait") as task:
+        logs = [tmp_path / f"run/logs/0/rank-{rank}.out" for rank in range(2)]
+        while not all(log.exists() and log.read_text() for log in logs):
+            assert task.poll() is None
+            time.sleep(0.05)
+        assert list((tmp_path / "tmp").glob(f"{PREFIX}47-*/triton/*"))
+        task.send_signal(signal.SIGTERM)
+        assert task.wait(60) == 0, "the ranks end with 0, and that is a success"
+    (record,) = read_nodes(tmp_path / "run", 0)
+    assert (record.state, record.exit_code, record.signal) == ("succeeded", 0, "SIGTERM")
+    assert [rank for rank, _ in sorted(record.clean)] == [0, 1]
+    assert not list((tmp_path / "tmp").glob("*launch-*"))
+
+
+def test_a_private_folder_on_the_first_disk_that_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is one which takes folders, and from which what has been compiled can be loaded."""
+    for name in ("one", "two", "noexec"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "file").write_text("")
+    look = os.statvfs
+
+    def see(place: str) -> os.statvfs_result:
+        found = [*look(place)]
+        found[8] |= os.ST_NOEXEC if "noexec" in place else 0
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, "statvfs", see)
+    for scratch, temporary, chosen in (
+        *(("one", "two", "one"), ("", "two", "two"), ("none", "two", "two"), ("/proc", "two", "two")),
+        *(("noexec", "two", "two"), ("none", "file", "/tmp")),
+    ):
+        environ = {"SLURM_JOB_ID": "47", "TMPDIR": str(tmp_path / temporary)}
+        with open_caches(
+            {**environ, **({"SLURM_TMPDIR": str(tmp_path / scratch)} if scratch else {})}
+        ) as made:
+            folder = Path(made)
+            assert folder.parent == tmp_path / chosen and folder.name.startswith(f"{PREFIX}47-")
+            assert folder.stat().st_mode & 0o777 == 0o700
+            (folder / "triton").mkdir()
+        assert not folder.exists()
+    with pytest.raises(RuntimeError), open_caches({"TMPDIR": str(tmp_path / "one")}):
+        raise RuntimeError
+    with open_caches({**dict.fromkeys(CACHES, "/mine"), "TMPDIR": str(tmp_path / "one")}) as none:
+        assert none == "", "the user has caches"
+    assert not list(tmp_path.glob("*/*"))
+
+
+HOLD = """
+import os, sys
+from launcher.slurm.compiler_caches import open_caches
+with open_caches({"TMPDIR": sys.argv[1], "SLURM_JOB_ID": "46"}) as folder:
+    os.mkdir(folder + "/triton")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def hold_caches(place: Path) -> Iterator["tuple[subprocess.Popen[str], Path]"]:
+    """A process that has a folder open, until it is killed or its stdin ends."""
+    words = [sys.executable, "-c", HOLD, str(place)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, env=clean_environ(), stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout
+        yield process, Path(process.stdout.readline().strip())
+
+
+def test_what_a_killed_task_has_left_is_removed_by_the_next_one_or_by_a_command(tmp_path: Path) -> None:
+    with hold_caches(tmp_path) as (_, kept):
+        for by_command in (False, True):
+            with hold_caches(tmp_path) as (killed, left):
+                killed.kill()
+                killed.wait()
+                assert (left / "triton").is_dir() and left.parent == kept.parent == tmp_path
+                if by_command:
+                    environ = {**clean_environ(), "TMPDIR": str(tmp_path)}
+                    words = [sys.executable, "-m", "launcher.slurm.compiler_caches"]
+                    subprocess.run(words, env=environ, check=True)
+                else:
+                    with open_caches({"TMPDIR": str(tmp_path)}) as own:
+                        assert {*tmp_path.iterdir()} == {kept, Path(own)}
+                assert [*tmp_path.iterdir()] == [kept] and (kept / "triton").is_dir()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_not_a_jobs_own_folder_stays(tmp_path: Path) -> None:
+    place, elsewhere = tmp_path / "place", tmp_path / "elsewhere"
+    for folder in (place, elsewhere):
+        folder.mkdir()
+    (elsewhere / "precious").touch()
+    (place / f"{PREFIX}1-linked00").symlink_to(elsewhere)
+    (place / f"{PREFIX}1-file0000").touch()
+    for name in ("launch-1-of-another-version", f".{PREFIX}1-being00", f"{PREFIX}1-theirs00"):
+        (place / name).mkdir()
+    give_away(place / f"{PREFIX}1-theirs00")
+    before = {*place.iterdir()}
+    remove_leftovers(str(place))
+    remove_leftovers(str(place / "none"))
+    assert {*place.iterdir()} == before and (elsewhere / "precious").exists()

@@ -1,0 +1,199 @@
+"""What sbatch is asked for (`options.toml`), and what is said if it refuses (`refusals.toml`)."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.config.settings import ClusterConfig, RequeueConfig
+from launcher.errors import LaunchError, SchedulerError, UsageError
+from launcher.launch.job import JobSpec
+from launcher.slurm.job_options import choose_job_options, explain_refusal
+from launcher.slurm.notation import parse_time_limit
+from launcher.slurm.resources import NodeKind
+from launcher.slurm.sbatch import submit_script
+from launcher.slurm.sbatch_options import Option, check_cluster
+from launcher.slurm.slurm_environ import clean_for_sbatch
+from tests.specify import specify
+
+OPTIONS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("options.toml").read_text())
+REFUSALS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("refusals.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def plain() -> JobSpec:
+    """A job that asks for nothing."""
+    spec = specify(["cluster=slurm", "name=train"], ("true",))
+    return replace(spec, config=replace(spec.config, cluster=ClusterConfig()))
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of SLURM's commands, the only one on PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def write_command(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+def read_null(tree: object) -> Any:
+    """The same tree with None for "null"."""
+    if isinstance(tree, dict):
+        return {key: read_null(value) for key, value in tree.items()}
+    return None if tree == "null" else tree
+
+
+def make_cluster(values: Mapping[str, Any]) -> ClusterConfig:
+    values = read_null(values)
+    requeue = RequeueConfig(**values.get("requeue", {}))
+    return ClusterConfig(**{**values, "requeue": requeue})
+
+
+def ask(spec: JobSpec, folder: Path, case: Mapping[str, Any]) -> tuple[list[str], str]:
+    """The options of a case, and its warnings."""
+    text = case.get("sinfo", OPTIONS["sinfo"])
+    write_command(folder, "sinfo", f"/bin/cat <<'X'\n{text}\nX")
+    config = replace(spec.config, cluster=make_cluster(case.get("cluster", {})))
+    config = replace(config, nproc_per_node=case.get("nproc", "auto"))
+    for key, value in case.get("job", {}).items():
+        group, _, name = key.partition(".")
+        config = replace(config, **{group: replace(getattr(config, group), **{name: value})})
+    low, high = case.get("nodes", (1, 1))
+    size = replace(spec.cluster, min_nodes=low, max_nodes=high)
+    spec = replace(spec, config=config, cluster=size, name=case.get("name", "train"))
+    environ = {"PATH": str(folder), **case.get("environ", {})}
+    chosen = choose_job_options([spec], environ, dry_run=case.get("dry_run", False))
+    return [option.render() for option in chosen.options], "\n".join(chosen.warnings)
+
+
+def test_what_a_job_asks_for(plain: JobSpec, commands: Path) -> None:
+    for case in OPTIONS["case"]:
+        if "error" in case:
+            with pytest.raises(LaunchError) as caught:
+                ask(plain, commands, case)
+            assert case["error"] in str(caught.value)
+            continue
+        options, warnings = ask(plain, commands, case)
+        assert options == case.get("options", options), case
+        assert {*case.get("has", ())} <= {*options}, (case, options)
+        assert case.get("warns", "") in warnings and bool(warnings) == ("warns" in case), (case, warnings)
+
+
+def test_the_share_of_each_node(plain: JobSpec, commands: Path) -> None:
+    names = ("gpus-per-node", "cpus-per-task", "mem")
+    for partition, cluster, nproc, *rest in OPTIONS["resources"]["rows"]:
+        case = {"cluster": {**cluster, "partition": partition}, "nproc": nproc}
+        options, _ = ask(plain, commands, {**case, "environ": rest[3] if len(rest) > 3 else {}})
+        found = dict(option.removeprefix("--").split("=", 1) for option in options if "=" in option)
+        assert [found.get(name, "") for name in names] == rest[:3], (case, rest)
+
+
+def test_values_that_are_wrong_or_right(plain: JobSpec, commands: Path) -> None:
+    for key, values in OPTIONS["wrong"].items():
+        for value in values:
+            with pytest.raises(UsageError) as caught:
+                ask(plain, commands, {"cluster": {key: value}})
+            assert str(caught.value).startswith(f"cluster.{key}="), (key, value)
+    for key, values in OPTIONS["right"].items():
+        for value in values:
+            check_cluster(make_cluster({key: value}))
+    for text, minutes in OPTIONS["times"]:
+        assert parse_time_limit("cluster.time", text) == minutes
+
+
+def test_options_that_have_no_key() -> None:
+    def refuse(name: str, value: object) -> str:
+        with pytest.raises(UsageError) as caught:
+            check_cluster(ClusterConfig(additional={name: value}))
+        return str(caught.value)
+
+    odd = OPTIONS["additional"]
+    for name in odd["decided"]:
+        assert refuse(name, "x").startswith(f"cluster.additional.{name}=x: launch decides --")
+    assert all("long name" in refuse(name, True) for name in odd["odd"])
+    assert all(refuse("foo", value).startswith("cluster.additional.foo=") for value in odd["values"])
+
+
+def test_members_of_an_array_have_the_same_options(plain: JobSpec, commands: Path) -> None:
+    def choose(*clusters: ClusterConfig) -> list[str]:
+        specs = [
+            replace(plain, name=f"job{number}", config=replace(plain.config, cluster=cluster))
+            for number, cluster in enumerate(clusters)
+        ]
+        found = choose_job_options(specs, {"PATH": str(commands)}, dry_run=True).options
+        return [option.render() for option in found]
+
+    first = ClusterConfig(time="10", array_parallelism=2)
+    options = choose(*[first] * 4)
+    assert options[0] == "--job-name=job0+3" and options[-1] == "--array=0-3%2"
+    for other, told in (
+        (replace(first, time="20"), "cluster.time: job 3 of the sweep has --time=20 and job 1 has --time=10"),
+        (replace(first, time=None), "cluster.time: job 3 of the sweep has no --time and job 1 has --time=10"),
+        (replace(first, additional={"nice": 1}), "cluster.additional.nice: job 3"),
+        (replace(first, requeue=RequeueConfig(limit=1)), "cluster.requeue: job 3"),
+        (replace(first, setup=["true"]), "cluster.setup: job 3"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            choose(first, first, other)
+        assert str(caught.value).startswith(told)
+
+
+GIVEN = {
+    **{"partition": "long", "account": "me", "qos": "high", "time": "99-0", "nodes": "4"},
+    **{"gpus-per-node": "a100:4", "cpus-per-task": "64", "mem": "900G", "constraint": "ib"},
+    **{"nodelist": "n7", "exclude": "n8", "reservation": "r", "dependency": "afterok:1", "array": "0-9"},
+}
+KINDS = {
+    "small": NodeKind("main", True, 3, 16, 8, 64000, (("a100", 2),), "idle", 60.0, ("ib", "fast")),
+    "large": NodeKind("main", True, 1, 64, 32, 256000, (), "mixed", 60.0, ("ib",)),
+    "plain": NodeKind("main", True, 1, 4, 2, 1000, ((None, 1),), "idle", 60.0, ()),
+}
+NODES = "the partition's nodes: 6 with 16 CPUs, 64000 MiB, gpu:a100:2; 1 with 64 CPUs, 256000 MiB, no GPUs"
+
+
+@pytest.mark.parametrize("case", REFUSALS["refusal"], ids=lambda case: case["says"][0][0])
+def test_a_refusal_is_told_with_the_values_and_what_there_is(case: dict[str, Any], commands: Path) -> None:
+    options = tuple(
+        Option(name, value, f"cluster.{name.replace('-', '_')}")
+        for name, value in (GIVEN if case.get("given") == "all" else {}).items()
+    )
+    for name, text in case.get("commands", {}).items():
+        write_command(commands, name, text)
+    kinds = [KINDS[name] for name in case.get("kinds", ())]
+    for complaint, told in case["says"]:
+        error = explain_refusal(
+            complaint, options, case.get("partitions", ()), kinds, case.get("environ", {})
+        )
+        assert str(error) == complaint + told.replace("{nodes}", NODES)
+
+
+def test_an_environment_that_is_too_large_is_told(commands: Path, tmp_path: Path) -> None:
+    for name in ("sbatch", "srun"):
+        write_command(commands, name, "echo Submitted batch job 7")
+    script = tmp_path / "submission.sh"
+    script.write_text("#!/bin/bash\n")
+    assert submit_script(script, {"PATH": str(commands)}) == "7"
+    with pytest.raises(SchedulerError, match=r"environment has \d+ KiB, of which HUGE \(256 KiB\)"):
+        submit_script(script, {"PATH": str(commands), "HUGE": "x" * (1 << 18)})
+
+
+def test_the_environment_of_sbatch() -> None:
+    table = REFUSALS["environment"]
+    plain, outside = table["plain"], {**table["plain"]}
+    del outside["MASTER_ADDR"]
+    for name in table["go"]:
+        assert clean_for_sbatch({**plain, name: "1"}, table["options"]) == plain, name
+    for name in table["stay"]:
+        assert clean_for_sbatch({**plain, name: "nvme:1"}, table["other_options"])[name] == "nvme:1"
+    assert "SBATCH_GRES" not in clean_for_sbatch({**plain, "SBATCH_GRES": "gpu:4"}, table["other_options"])
+    assert "SBATCH_GRES" in clean_for_sbatch({**plain, "SBATCH_GRES": "gpu:4"}, ("nodes",))
+    for enclosing in (table["job"], table["rank"]):
+        assert clean_for_sbatch({**plain, **enclosing}, ()) == outside

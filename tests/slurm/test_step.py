@@ -1,0 +1,166 @@
+"""What srun is told, in which environment, over which nodes in which order: `srun.toml`."""
+
+import itertools
+import shlex
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.agent.endpoint import DEFAULT_LOCAL, LOWEST, read_client_ports
+from launcher.slurm.client import list_members
+from launcher.slurm.node_order import fold_in_order, order_nodes, parse_topology
+from launcher.slurm.node_order_sources import find_node_order
+from launcher.slurm.notation import expand_hosts, fold_hosts
+from launcher.slurm.rendezvous import TRIALS, pick_port
+from launcher.slurm.slurm_environ import clean_for_step, drop_task_variables, read_task_identity
+from launcher.slurm.srun_command import Container, Step, give_cpus, render_step
+
+TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("srun.toml").read_text())
+STEP = Step(2, ("n0", "n1"), False, "/home/me/a b", ("python", "-m", "task", "/runs/x"), {})
+BOX = Container("pyxis", "nvcr.io/x:1", ("/runs/x:/runs/x", "/data:/data:ro"), ("--container-writable",))
+
+
+def test_a_step_has_all_of_its_nodes() -> None:
+    assert shlex.join(render_step(STEP)) == (
+        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=n0,n1 --whole --overlap --mem=0"
+        " --cpu-bind=none --mpi=none --export=ALL --input=all '--chdir=/home/me/a b' --quiet"
+        " --kill-on-bad-exit=1 --wait=0 python -m task /runs/x"
+    )
+    elastic = render_step(replace(STEP, elastic=True))
+    assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= {*elastic}
+
+
+def test_the_users_options_win() -> None:
+    for options, has, lacks in TABLES["options"]:
+        words = render_step(replace(STEP, options=options))
+        assert {*has} <= {*words} and not {*lacks} & {*words}, options
+        assert words[-4:] == STEP.command
+    assert "--nodelist=n0,n1" not in render_step(replace(STEP, options={"nodelist": None}))
+
+
+def test_a_nodes_task_that_srun_binds_has_all_cpus() -> None:
+    for options, cpus, count in TABLES["cpus"]:
+        words = render_step(replace(STEP, options=give_cpus(options, {"SLURM_JOB_CPUS_PER_NODE": cpus})))
+        told = [word for word in words if "cpus-per-task" in word]
+        assert told == ([f"--cpus-per-task={count}"] if count else []), options
+        assert {*render_step(replace(STEP, options=options))} <= {*words}
+
+
+def test_containers() -> None:
+    words = shlex.join(render_step(replace(STEP, container=BOX)))
+    assert words.endswith(
+        "--container-image=nvcr.io/x:1 --container-mounts=/runs/x:/runs/x,/data:/data:ro"
+        " '--container-workdir=/home/me/a b' --container-writable python -m task /runs/x"
+    )
+    box = replace(BOX, runtime="apptainer", args=("--cleanenv",))
+    assert shlex.join(render_step(replace(STEP, container=box))).endswith(
+        "apptainer exec --nv --bind /runs/x:/runs/x --bind /data:/data:ro --pwd '/home/me/a b' --cleanenv"
+        " nvcr.io/x:1 python -m task /runs/x"
+    )
+
+
+def test_the_environment_of_srun_and_of_ranks() -> None:
+    for name in TABLES["go"]:
+        assert clean_for_step({name: "1", "PATH": "/bin"}) == {"PATH": "/bin"}, name
+    for name in TABLES["stay"]:
+        assert clean_for_step({name: "x"}) == {name: "x"}
+    told = dict.fromkeys(("LAUNCH_SECRETS", "LAUNCH_RENDEZVOUS", "LAUNCH_ATTEMPT", "LAUNCH_NIC"), "x")
+    assert drop_task_variables(told) == {"LAUNCH_NIC": "x"}
+    task = {"SLURMD_NODENAME": "n1", "SLURM_NODEID": "1"}
+    for order, number in ((None, 1), ("n[0,2],n1,n3", 2), ("n[0,2]", 1)):
+        environ = {**task, "LAUNCH_NODE_ORDER": order} if order else task
+        assert read_task_identity(environ).node_rank == number, "a task finds its number in the order"
+
+
+def test_lists_of_nodes_and_of_jobs() -> None:
+    for text, names in TABLES["expanded"]:
+        assert list(expand_hosts(text)) == names.split()
+    for names, folded in TABLES["folded"]:
+        assert fold_hosts(names.split()) == folded
+    for text in (*TABLES["in_order"], "n[0-3999]"):
+        assert expand_hosts(fold_in_order(expand_hosts(text))) == expand_hosts(text)
+    assert fold_in_order(expand_hosts("n[0-3999]")) == "n[0-3999]"
+    with pytest.raises(ValueError, match="invalid literal"):
+        expand_hosts("n[a-b]")
+    for text, names in TABLES["members"]:
+        assert list(list_members(text)) == names.split()
+
+
+HOST = st.from_regex(r"[a-z.-]{0,3}([0-9]{1,3}[a-z.-]{0,2}){0,2}[0-9]{0,3}", fullmatch=True).filter(bool)
+
+
+@given(st.lists(HOST, unique=True, max_size=40))
+def test_what_is_folded_is_expanded_to_the_same(names: list[str]) -> None:
+    assert sorted(expand_hosts(fold_hosts(names))) == sorted(names)
+
+
+def test_nodes_of_a_switch_follow_each_other() -> None:
+    for table in TABLES["order"]:
+        for hosts, wanted in table["hosts"]:
+            found = order_nodes(expand_hosts(hosts), parse_topology(table["text"]))
+            assert ",".join(found) == wanted, (table["text"], hosts)
+
+
+def test_a_large_cluster_is_ordered() -> None:
+    """4,000 nodes on 250 leaf switches below 16: each switch's nodes are one stretch."""
+    hosts = expand_hosts("node[1-4000]")
+    leaves = {leaf: hosts[leaf::250] for leaf in range(250)}
+    lines = [f"SwitchName=leaf{leaf} Nodes={','.join(nodes)}" for leaf, nodes in leaves.items()]
+    for spine in range(16):
+        below = ",".join(",".join(leaves[leaf]) for leaf in range(spine, 250, 16))
+        lines.append(f"SwitchName=spine{spine} Nodes={below}")
+    at = {host: place for place, host in enumerate(order_nodes(hosts, parse_topology("\n".join(lines))))}
+    assert len(at) == 4000
+    for nodes in leaves.values():
+        places = [at[host] for host in nodes]
+        assert places == list(range(places[0], places[0] + 16))
+
+
+@pytest.mark.parametrize("row", TABLES["source"][0]["rows"], ids=lambda row: repr(row[:2]))
+def test_where_the_order_of_nodes_is_from(row: list[str], tmp_path: Path) -> None:
+    setting, topology, wanted, source, warning = row
+    setting, is_file, content = setting.partition(":")
+    if is_file:
+        (tmp_path / setting).write_text(content)
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    says = f"echo {shlex.quote(topology[1:])} >&2; exit 1"
+    if not topology.startswith("!"):
+        says = f"printf '%s\\n' {shlex.quote(topology)}"
+    if topology:
+        (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{says}\n")
+        (tmp_path / "scontrol").chmod(0o755)
+    else:
+        environ["SLURM_TOPOLOGY_ADDR_PATTERN"] = "node"  # SLURM has no switches
+    order = find_node_order(setting, ["n1", "n0", "n10"], environ, str(tmp_path))
+    assert (",".join(order.hosts), order.source) == (wanted, source)
+    told = "\n".join(order.warnings)
+    assert warning in told and bool(warning) == bool(told) and told.replace("\n", "").isprintable()
+
+
+LOCAL = st.tuples(st.integers(1024, 65535), st.integers(1024, 65535)).map(lambda pair: (min(pair), max(pair)))
+
+
+@given(st.integers(0, 1 << 26), st.integers(0, 300), st.integers(0, TRIALS), LOCAL)
+def test_a_port_is_outside_of_the_kernels_own_where_there_is_room(
+    job: int, attempt: int, trial: int, local: tuple[int, int]
+) -> None:
+    port = pick_port(job, attempt, trial, local)
+    assert LOWEST <= port < 65536
+    room = max(local[0] - LOWEST, 65535 - max(local[1], LOWEST - 1))
+    assert not local[0] <= port <= local[1] or room < 1000
+
+
+def test_jobs_in_a_row_have_different_ports_and_so_have_the_candidates_of_one(tmp_path: Path) -> None:
+    ports = {pick_port(job, 0, 0, DEFAULT_LOCAL) for job in range(123_000, 143_000)}
+    assert len(ports) == 20_000
+    own = [pick_port(123, *pair, DEFAULT_LOCAL) for pair in itertools.product(range(5), range(TRIALS))]
+    assert len(set(own)) == len(own)
+    assert read_client_ports(tmp_path) == DEFAULT_LOCAL
+    (tmp_path / "net/ipv4").mkdir(parents=True)
+    (tmp_path / "net/ipv4/ip_local_port_range").write_text("15000\t61000\n")
+    assert read_client_ports(tmp_path) == (15000, 61000)
