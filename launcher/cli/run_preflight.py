@@ -1,26 +1,22 @@
 """Checks this machine before a run starts here, as the nodes of a SLURM job are checked."""
 
 import logging
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher.config.settings import Settings
-from launcher.doctor.node_facts import PreflightReport
+from launcher.doctor.model import PreflightReport
 from launcher.errors import MachineError
 from launcher.launch.job import Job
-from launcher.launch.processes import prepare_agent
-from launcher.launch.signals import FORWARDED, STOPPING, catch_signals, name_signal
-from launcher.preflight.answer_files import write_preflight_report
-from launcher.preflight.answer_reader import START_MARGIN, AnswerReader
-from launcher.preflight.needed_paths import list_needed_paths
-from launcher.preflight.preflight_report import describe_report, explain_missing_answer, make_report
-from launcher.preflight.preflight_request import SECONDS, PreflightRequest
-from launcher.preflight.rank_interpreter import find_rank_python
+from launcher.launch.signals import STOPPING, catch_signals, name_signal
+from launcher.preflight.checks import (
+    CheckedNodes,
+    describe_report,
+    make_request,
+    run_checks,
+    write_preflight_report,
+)
 from launcher.protocol import name_host
 from launcher.report.runs import list_preflight_lines
 from launcher.runs.manifest import stamp_time, write_manifest
@@ -36,9 +32,10 @@ def check_before_run(job: Job, run: RunDir, manifest: dict[str, Any]) -> int:
     A node of a job that is started by hand reports alone: the others would wait for it.
     """
     try:
-        report, problem, stop = check_this_machine(job.config, job.environ, run.path, job.program)
+        checked, stop = check_this_machine(job.config, job.environ, run.path, job.program)
     except Exception as error:  # a mistake of the checks' own ends no run
-        report, problem, stop = None, f"{type(error).__name__}: {error}: report it", 0
+        checked, stop = CheckedNodes(None, f"{type(error).__name__}: {error}: report it"), 0
+    report, problem = checked.report, checked.problem
     if stop:
         finish(run, manifest, {"state": "stopped", "exit_code": 128 + stop, "signal": name_signal(stop)})
         return 128 + stop
@@ -85,55 +82,34 @@ def finish(run: RunDir, manifest: dict[str, Any], outcome: Mapping[str, object])
 
 def check_this_machine(
     config: Settings, environ: Mapping[str, str], run_path: Path, words: Sequence[str] = ("-m",)
-) -> tuple[PreflightReport | None, str, int]:
+) -> tuple[CheckedNodes, int]:
     """Return what was found, or why nothing was, and the signal that ended the checks, else 0.
 
     `words` are the program and its arguments.
     """
-    kind, began = config.preflight.kind, time.monotonic()
-    request = PreflightRequest(
-        kind,
-        (name_host(environ),),
-        SECONDS[kind],
-        time.time(),
-        list_needed_paths(config, run_path, Path.cwd()),
-        config.preflight.min_free_gib,
-        config.preflight.tolerance,
-        python=find_rank_python(words, environ, str(Path.cwd())),
+    hosts, directory = (name_host(environ),), Path.cwd()
+    request = make_request(
+        config, hosts, directory=directory, run_path=run_path, words=words, environ=environ
     )
+    signals: list[int] = []
     with catch_signals() as inbox:
+
+        def is_stopped() -> bool:
+            signals.extend(number for number in inbox.take() if number in STOPPING)
+            return bool(signals)
+
         try:
-            reader = AnswerReader(start_check(request, environ), request, inbox.wakeup)
+            answers = run_checks(
+                request.command, request, environ, wakeup=inbox.wakeup, is_stopped=is_stopped
+            )
         except OSError as error:
-            return None, f"no process can be made ({error.strerror})", 0
-        stop, problem = 0, ""
-        try:
-            while not stop and reader.collect(began + START_MARGIN + request.seconds):
-                stop = next((number for number in inbox.take() if number in STOPPING), 0)
+            return CheckedNodes(None, f"no process can be made ({error.strerror})"), 0
         except Exception as error:  # what a signal has asked for holds all the same
-            problem = f"{type(error).__name__}: {error}: report it"
-        finally:
-            reader.end()
-        stop = stop or next((number for number in inbox.take() if number in STOPPING), 0)
-    if stop or problem:
-        return None, problem, stop
-    if reader.ended and not reader.final:
-        return None, explain_missing_answer(reader.errors), 0
-    silent = [host for host in request.hosts if host not in reader.final]
-    seconds = time.monotonic() - began
-    return make_report(request, reader.facts, silent, {}, gpus=None, seconds=seconds), "", 0
-
-
-def start_check(request: PreflightRequest, environ: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    """Start the node's program, in `/`, since any other folder may be stuck; raises OSError."""
-    parent = os.getpid()
-    return subprocess.Popen(
-        (sys.executable, "-P", "-m", "launcher.preflight", request.to_json()),
-        cwd="/",
-        env=dict(environ),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,  # a terminal's Ctrl-C is for this process alone
-        preexec_fn=lambda: prepare_agent(parent, FORWARDED),  # noqa: PLW1509 - no other thread forks here
-    )
+            checked = CheckedNodes(None, f"{type(error).__name__}: {error}: report it")
+        else:
+            if answers.ended and not answers.final:
+                checked = CheckedNodes(None, answers.last_error)
+            else:
+                checked = CheckedNodes(answers.make_report(answers.missing, {}))
+        is_stopped()
+    return checked, signals[0] if signals else 0

@@ -1,25 +1,234 @@
-"""`python -P -m launcher.preflight REQUEST`: a node's program, see `preflight_request.py`."""
+"""`python -P -m launcher.preflight REQUEST`: a node's program, see `checks.py`.
 
+It reads the node's facts, has the work measured by `launcher.programs.node_work` in the ranks' interpreter, a
+child that is killed at its limit, and answers twice on stdout.
+"""
+
+import contextlib
+import ctypes
 import os
+import re
+import signal
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NoReturn, TextIO
 
-from launcher.codec import DecodeError
-from launcher.preflight.node_program import run_node_checks
-from launcher.preflight.preflight_request import read_request
+from launcher.codec import DecodeError, convert, load, parse_json
+from launcher.doctor.model import Facts, Unchecked, WorkResult
+from launcher.doctor.work import name_pair, plan_pairs
+from launcher.preflight.checks import NodeAnswer, PreflightRequest, read_lines
+from launcher.probe.node_facts_reader import FactSources, read_node_facts
+from launcher.protocol import name_host
+from launcher.text import escape_text
+
+MARGIN = 0.5
+"""Seconds that are kept for the answer."""
+LEAST = 3.0
+"""Seconds without which work does not begin: torch alone takes about as long to import."""
+PAIR_SHARE = 0.5
+"""Share of the time that pairs have at the end, if nodes are measured in pairs."""
+PORTS = 16
+"""Pairs whose ports differ; more than that are on different machines, or not at the same time."""
+GPU = re.compile(r"GPU (\d{1,4})(?:-(\d{1,4}))?")
+BOOT = """
+import importlib.util, sys
+if importlib.util.find_spec("torch") is None:
+    sys.exit(78)
+sys.path.append(sys.argv.pop(1))
+from launcher.programs.node_work import main
+main()
+"""
+"""The ranks' interpreter may have no `launcher`: it finds this one, after all that it has itself."""
+NO_TORCH = 78
+PACKAGES = Path(__file__).parents[2]
+PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
     """Answer what is asked; returns the exit code."""
     try:
-        request = read_request(sys.argv[1])
+        request = load(PreflightRequest, sys.argv[1])
     except (IndexError, DecodeError) as error:
         sys.stderr.write(f"launch: no request of preflight: {error}\n")
         return 2
     try:
-        run_node_checks(request, os.environ, sys.stdout)
+        check_node(request, os.environ, sys.stdout)
     except BrokenPipeError:
         return 1  # nobody waits for the answer any more
     return 0
+
+
+def check_node(request: PreflightRequest, environ: Mapping[str, str], out: TextIO) -> None:
+    """Answer with the facts, and again with the work."""
+    begin = time.monotonic()
+    signal.signal(signal.SIGTERM, _leave)
+    host = name_host(environ)
+    paths = [(each.path, each.purpose) for each in request.paths]
+    paths.append((tempfile.gettempdir(), "temporary directory"))
+    facts = read_node_facts(
+        paths=paths,
+        host=host,
+        node_rank=request.hosts.index(host) if host in request.hosts else 0,
+        sources=FactSources(python=request.python or None, gpus=environ.get("CUDA_VISIBLE_DEVICES")),
+    )
+    facts = replace(facts, asked=request.asked)
+    _print_answer(NodeAnswer(facts, is_final=False), out)
+    facts = add_work(facts, request, begin + request.seconds - MARGIN)
+    _print_answer(NodeAnswer(replace(facts, seconds=round(time.monotonic() - begin, 3))), out)
+
+
+def _leave(number: int, _: object) -> NoReturn:
+    """End by a signal, so that the child is ended, too."""
+    raise SystemExit(128 + number)
+
+
+def _print_answer(answer: NodeAnswer, out: TextIO) -> None:
+    out.write(answer.render())
+    out.flush()
+
+
+def add_work(facts: Facts, request: PreflightRequest, deadline: float) -> Facts:
+    """Do the work, with other nodes last, and add what it has found."""
+    turns = [*list_turns(request, facts.host)] if request.kind == "deep" and request.endpoint else []
+    left = deadline - time.monotonic()
+    first, length = deadline - left * PAIR_SHARE, left * PAIR_SHARE / max(1, len(turns))
+    for number, options in enumerate(([], *turns)):
+        end = first + number * length if turns else deadline
+        work = run_work(request.python, request.kind, end - time.monotonic(), options)
+        check = "pairs" if options else "work"
+        problem = (Unchecked(check, work.problem),) if work.problem else ()
+        facts = replace(
+            facts,
+            torch=facts.torch or work.torch,
+            torch_cuda=facts.torch_cuda or work.torch_cuda,
+            work=(*facts.work, *(_rename_gpus(one, work.gpus, facts) for one in work.results)),
+            unchecked=(*facts.unchecked, *problem),
+        )
+        if work.problem and not work.torch and not options:
+            break
+    return facts
+
+
+def list_turns(request: PreflightRequest, host: str) -> Iterator[list[str]]:
+    """Give the options of the work in each round in which the node has a partner."""
+    port = int(request.endpoint.rpartition(":")[2])
+    for number, pairs in enumerate(plan_pairs(request.hosts)):
+        for place, pair in enumerate(pairs):
+            if host in pair:
+                meeting = f"{pair[0]}:{port + number * PORTS + place % PORTS}"
+                yield [
+                    "--pair",
+                    meeting,
+                    "--pair-rank",
+                    str(pair.index(host)),
+                    "--pair-name",
+                    name_pair(pair),
+                ]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuOfTorch:
+    """A GPU as the child's torch numbers it."""
+
+    index: int
+    name: str
+    uuid: str
+    pci: str
+
+
+@dataclass(slots=True)
+class ChildWork:
+    """What the child has found."""
+
+    results: list[WorkResult] = field(default_factory=list)
+    torch: str = ""
+    torch_cuda: str = ""
+    gpus: tuple[GpuOfTorch, ...] = ()
+    problem: str = ""
+    """Why there is nothing, or not all."""
+    last_error: str = ""
+    """Last line on its stderr."""
+
+    def take(self, name: str, line: str) -> bool:
+        """Take a line of the child; what is none of its is left out."""
+        if name == "err" and line.strip():
+            self.last_error = line.strip()
+        with contextlib.suppress(DecodeError):
+            value = parse_json(line) if name == "out" and line.startswith("{") else None
+            if not isinstance(value, dict):
+                return False
+            if "measure" in value:
+                self.results.append(convert(WorkResult, value))
+            elif "gpus" in value:
+                self.gpus = convert(tuple[GpuOfTorch, ...], value["gpus"])
+            else:
+                self.torch = convert(str, value.get("torch", self.torch))
+                self.torch_cuda = convert(str, value.get("torch_cuda", self.torch_cuda))
+        return False
+
+
+def run_work(python: str, kind: str, seconds: float, options: Sequence[str] = ()) -> ChildWork:
+    """Do the work within so many seconds, if they are enough; never raises for what the child does.
+
+    `python` is the ranks' interpreter, empty for this one.
+    """
+    if seconds < LEAST:
+        return ChildWork(problem="no time was left")
+    python, begin, work = python or sys.executable, time.monotonic(), ChildWork()
+    words = ("--kind", kind, "--seconds", f"{seconds:.2f}", "--begin", repr(begin), *options)
+    try:
+        child = subprocess.Popen(
+            (python, "-P", "-c", BOOT, str(PACKAGES), *words),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd="/",
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            start_new_session=True,
+            preexec_fn=_be_killed_with_parent,  # noqa: PLW1509 - no other thread runs here
+        )
+    except OSError as error:
+        return ChildWork(problem=f"{python} cannot be run ({error.strerror})")
+    try:
+        read_lines(child, begin + seconds, work.take)
+    finally:
+        # One that the kernel keeps in a driver is left behind.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(1.0)
+        for pipe in (child.stdout, child.stderr):
+            if pipe:
+                pipe.close()
+    code, last = child.returncode, f": {escape_text(work.last_error, 300)}" if work.last_error else ""
+    if code == NO_TORCH and not work.torch:
+        work.problem = f"{python} has no torch"
+    elif code in (None, -signal.SIGKILL):
+        work.problem = f"it did not end in time{last}"
+    elif code:
+        work.problem = f"it ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}{last}"
+    return work
+
+
+def _be_killed_with_parent() -> None:
+    """Have the kernel kill this process if its parent is killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _rename_gpus(result: WorkResult, gpus: Sequence[GpuOfTorch], facts: Facts) -> WorkResult:
+    """Return a result with NVML's number of the GPU, which is not torch's if the job has some of them."""
+    place = GPU.fullmatch(result.where)
+    if not place:
+        return result
+    by_uuid = {gpu.uuid: gpu.index for gpu in facts.gpus}
+    numbers = {gpu.index: by_uuid.get(gpu.uuid, gpu.index) for gpu in gpus}
+    named = [str(numbers.get(int(text), int(text))) for text in place.groups() if text]
+    return replace(result, where=f"GPU {'-'.join(named)}")
 
 
 if __name__ == "__main__":

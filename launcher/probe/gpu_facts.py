@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, TypeVar
 
-from launcher.doctor.node_facts import GpuFacts, GpuProcess
+from launcher.doctor.model import GpuFacts, GpuProcess, Unchecked
 from launcher.probe.gpu_samples import REASONS, convert_unit
 from launcher.probe.gpus import read_amd, sort_gpus
 from launcher.probe.nvidia_gpus import as_text, is_open, list_cards, read_driver
@@ -47,7 +47,7 @@ class GpuState:
     cuda_driver: str = ""
     problem: str = ""
     """Why NVML tells nothing though the driver is there."""
-    unchecked: tuple[str, ...] = ()
+    unchecked: tuple[Unchecked, ...] = ()
     vendor: str = ""
     """`nvidia` or `amd` for GPUs by the drivers' files."""
 
@@ -166,7 +166,7 @@ def describe_files(tree: Tree, wanted: Collection[str] | str | None, reason: str
     gpus = choose_visible_gpus(gpus, wanted)
     if gpus and shown[0].vendor == "amd":
         reason = "NVML does not know AMD's GPUs"
-    unchecked = (f"state of the GPUs: {reason}",) if gpus else ()
+    unchecked = (Unchecked("gpu_state", reason),) if gpus else ()
     return GpuState(gpus, unchecked=unchecked, vendor=shown[0].vendor if shown else "")
 
 
@@ -174,12 +174,12 @@ def ask_nvml(tree: Tree, nvml: Any, wanted: Collection[str] | str | None) -> Gpu
     """Read what NVML says; raises NVMLError if it does not even count the GPUs."""
     handles: dict[int, Any] = {}
     gpus: list[GpuFacts] = []
-    divided: list[str] = []
+    divided: list[Unchecked] = []
     for index in range(nvml.nvmlDeviceGetCount()):
         gpu, inquiry = read_gpu_facts(nvml, index)
         if inquiry and inquiry.has_mig():
             gpu = replace(gpu, used_mib=None, processes=None)
-            divided.append(f"memory in use and processes of GPU {index}: it is divided into MIG instances")
+            divided.append(Unchecked("gpu_memory", "it is divided into MIG instances", str(index)))
         if inquiry:
             handles[index] = inquiry.handle
         gpus.append(gpu)

@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Iterator
 
-from launcher.doctor.node_facts import KernelXid
+from launcher.doctor.model import KernelXid
 from launcher.probe.pci import normalise_pci
 from launcher.probe.sysfs import Tree
 

@@ -1,6 +1,6 @@
 """The ports of RDMA devices: state, rate, and how often the link has gone down."""
 
-from launcher.doctor.node_facts import NicFacts
+from launcher.doctor.model import NicFacts
 from launcher.probe.nics import NICS, read_rate, split_numbers
 from launcher.probe.sysfs import Tree, parse_unsigned
 

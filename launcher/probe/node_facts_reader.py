@@ -9,7 +9,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from launcher.doctor.node_facts import NodeFacts
+from launcher.doctor.model import Facts, Unchecked
 from launcher.errors import MachineError
 from launcher.probe.cpu_load import measure_load, read_cpu_times
 from launcher.probe.cpus import STATUS, read_cpu_sets
@@ -53,7 +53,7 @@ def read_node_facts(
     host: str = "",
     node_rank: int = 0,
     sources: FactSources | None = None,
-) -> NodeFacts:
+) -> Facts:
     """Read the facts of the node whose files are below `root`; `paths` are given with their purposes.
 
     With another root than `/` nothing outside is consulted: paths, torch and the load are left out, and the
@@ -77,7 +77,7 @@ def read_node_facts(
     facts = add_gpus(facts, gpus)
     facts = add_torch(facts, torch)
     if paths and not tree.is_real:
-        facts = add_unchecked(facts, "paths: not in these files")
+        facts = add_unchecked(facts, Unchecked("paths", "not in these files"))
     return replace(
         facts,
         time=sources.clock() if tree.is_real else 0.0,
@@ -113,14 +113,14 @@ def call_guarded(calls: Sequence[Callable[[], Any]], sources: FactSources) -> tu
         return tuple(Answer(None, 0.0, problem=f"no process can be made ({error.strerror})") for _ in calls)
 
 
-def read_node_files(tree: Tree, host: str, node_rank: int, cpus: frozenset[int]) -> NodeFacts:
+def read_node_files(tree: Tree, host: str, node_rank: int, cpus: frozenset[int]) -> Facts:
     """Read what the kernel's files tell, which do not hang."""
     limits = read_limits(tree)
     total = tree.read_mem_total("proc/meminfo") or 0
     memory = total if limits.memory_kib is None else min(total, limits.memory_kib)
     available = read_free_kib(tree)
     xids = read_kernel_xids(tree)
-    facts = NodeFacts(
+    facts = Facts(
         host=host,
         node_rank=node_rank,
         time=0.0,
@@ -135,14 +135,14 @@ def read_node_files(tree: Tree, host: str, node_rank: int, cpus: frozenset[int])
         shm_kib=limits.shm_kib,
         free_shm_kib=read_shm_free(tree),
     )
-    return facts if xids is not None else add_unchecked(facts, explain_log(tree))
+    return facts if xids is not None else add_unchecked(facts, Unchecked("xids", explain_log(tree)))
 
 
 def explain_log(tree: Tree) -> str:
     """Say why the kernel's log could not be read."""
     if not tree.is_real:
-        return "XIDs: not in these files"
-    return "XIDs: this user may not read the kernel's log (/dev/kmsg; kernel.dmesg_restrict)"
+        return "not in these files"
+    return "this user may not read the kernel's log (/dev/kmsg; kernel.dmesg_restrict)"
 
 
 def read_free_kib(tree: Tree) -> int | None:
@@ -158,24 +158,24 @@ def read_driver_version(tree: Tree) -> str:
     return found[1] if found else ""
 
 
-def add_gpus(facts: NodeFacts, answer: Answer[GpuState]) -> NodeFacts:
+def add_gpus(facts: Facts, answer: Answer[GpuState]) -> Facts:
     """Add the GPUs, or why they are not known."""
     state = answer.value
     if state is None:
         hangs = f"NVML: {answer.problem}" if answer.stuck else ""
-        return replace(add_unchecked(facts, f"GPUs: NVML: {answer.problem}"), gpu_problem=hangs)
+        return replace(add_unchecked(facts, Unchecked("gpus", f"NVML: {answer.problem}")), gpu_problem=hangs)
     facts = replace(facts, gpus=state.gpus, lost_gpus=state.lost, gpu_problem=state.problem)
     return add_unchecked(replace(facts, cuda_driver=state.cuda_driver), *state.unchecked)
 
 
-def add_torch(facts: NodeFacts, answer: Answer[tuple[str, str]]) -> NodeFacts:
+def add_torch(facts: Facts, answer: Answer[tuple[str, str]]) -> Facts:
     """Add torch's versions, or why they are not known."""
     if answer.value is None:
-        return add_unchecked(facts, f"torch's version: {answer.problem}")
+        return add_unchecked(facts, Unchecked("torch", answer.problem))
     version, cuda = answer.value
     return replace(facts, torch=version, torch_cuda=cuda)
 
 
-def add_unchecked(facts: NodeFacts, *texts: str) -> NodeFacts:
+def add_unchecked(facts: Facts, *checks: Unchecked) -> Facts:
     """Add what was not checked."""
-    return replace(facts, unchecked=(*facts.unchecked, *texts))
+    return replace(facts, unchecked=(*facts.unchecked, *checks))

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Sequence
 from functools import partial
 
-from launcher.doctor.node_facts import PathFacts
+from launcher.doctor.model import PathFacts
 from launcher.probe.guarded_calls import Answer, call_in_children
 
 WRITTEN = ("run directory", "checkpoints", "temporary directory")

@@ -2,7 +2,7 @@
 
 import os
 
-from launcher.doctor.facts import Ceiling, Clock, Device, Health, Hugepages
+from launcher.doctor.model import Ceiling, Clock, Device, Health, Hugepages
 from launcher.plan.model import Machine
 from launcher.probe.cgroups import list_cgroups
 from launcher.probe.cpus import CPU, STATUS
@@ -109,7 +109,6 @@ def read_health(root: str, machine: Machine) -> Health:
         processes=limits.get("Max processes"),
         pids_max=read_pids_max(tree),
         capabilities=read_capabilities(tree),
-        shm_free_kib=read_shm_free(tree),
         numa_balancing=read_nonnegative(tree, "proc/sys/kernel/numa_balancing"),
         zone_reclaim=read_nonnegative(tree, "proc/sys/vm/zone_reclaim_mode"),
         swappiness=read_nonnegative(tree, "proc/sys/vm/swappiness"),

@@ -14,9 +14,8 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from launcher.cpulist import format_cpulist
-from launcher.doctor.facts import Health
-from launcher.doctor.finding import BindingTrial, Case, Finding
-from launcher.doctor.placement_checks import find_damage, judge_host, judge_plan
+from launcher.doctor.machine import BindingTrial, Case, judge_plan, judge_run_records
+from launcher.doctor.model import Facts, Finding, found
 from launcher.plan.model import Plan
 from launcher.report.charts import AREAS, DRAWS, LINES, Curve, draw_bars, draw_times, inline_svg
 from launcher.report.machine import render_machine
@@ -47,7 +46,7 @@ from launcher.text import (
     shorten_cpulist,
     tame_text,
 )
-from launcher.watch.watch_model import RankEvidence, Stack, Straggler
+from launcher.watch.watch_model import RankEvidence, Stack
 
 _MISSING = {
     "warnings": "Warnings: there were none.",
@@ -267,68 +266,53 @@ def _tabulate_attempts(account: RunAccount) -> _Table | None:
 # Warnings with their fixes
 
 
-def _list_warnings(account: RunAccount, plans: Mapping[str, Plan]) -> list[tuple[Finding, list[str]]]:
-    """Return what slowed or endangered the run, the worst first, each with what else has the same fix."""
+def _list_warnings(account: RunAccount, plans: Mapping[str, Plan]) -> list[tuple[Finding, str, list[str]]]:
+    """Return what slowed or endangered the run, the worst first.
+
+    Each has the hosts in its text, and what else was found by the same rule and has the same fix.
+    """
     hosts: dict[Finding, list[str]] = {}
     for host, finding in _judge_run(account, plans):
         if finding.level in _LEVELS:
             hosts.setdefault(finding, []).append(host)
     several = max(account.status.nodes, len(account.reports), len(plans)) > 1
-    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    groups: dict[tuple[str, str, str], list[tuple[Finding, str]]] = {}
     for finding, names in hosts.items():
         known = [clean_text(name) for name in dict.fromkeys(names) if name] if several else []
         what = f"{name_some(known, 4)}: {finding.what}" if known else finding.what
-        found = replace(finding, what=what)
-        groups.setdefault((finding.level, finding.why, finding.fix), []).append(found)
-    listed: list[tuple[Finding, list[str]]] = []
+        groups.setdefault((finding.level, finding.rule, finding.fix), []).append((finding, what))
+    listed: list[tuple[Finding, str, list[str]]] = []
     for (_, _, fix), alike in groups.items():
         if len(alike) <= _MOST_ALIKE or not fix:
-            listed += [(finding, []) for finding in alike]
+            listed += [(finding, what, []) for finding, what in alike]
         else:
-            also = [finding.what for finding in alike[1:_MOST_ALIKE]]
-            listed.append((alike[0], [*also, f"and {len(alike) - _MOST_ALIKE} more of the kind"]))
-    return sorted(listed, key=lambda pair: _LEVELS.index(pair[0].level))
+            also = [what for _, what in alike[1:_MOST_ALIKE]]
+            listed.append((*alike[0], [*also, f"and {len(alike) - _MOST_ALIKE} more of the kind"]))
+    return sorted(listed, key=lambda entry: _LEVELS.index(entry[0].level))
 
 
 def _judge_run(account: RunAccount, plans: Mapping[str, Plan]) -> Iterator[tuple[str, Finding]]:
     """Give findings with their host: of plans, of records against them, and of what the watchers saw."""
     for host, plan in plans.items():
-        for finding in judge_plan(Case(plan, Health(), BindingTrial())):
+        for finding in judge_plan(Case(plan, Facts(host, 0, 0.0), BindingTrial())):
             yield host, finding
-    for finding in find_damage(account.records):
+    for finding in judge_run_records(account.records, is_live=account.status.is_live):
         yield "", finding
-    for records in account.records.hosts:
-        for finding in judge_host(records, account.status.is_live):
-            yield "", finding
-    for found in account.job.stragglers if account.job else ():
-        yield "", _advise_straggler(found)
+    for one in account.job.stragglers if account.job else ():
+        fix = _STRAGGLER_FIXES.get(one.cause, "")
+        values = {"rank": one.rank, "where": one.host, "excess": one.excess, "detail": one.detail, "fix": fix}
+        steps = {"first_step": one.first_step, "last_step": one.last_step}
+        yield "", found("watch.straggler", "warning", **values, **steps)
     for note in account.job.notes if account.job else ():
-        yield "", Finding("note", "watch", note)
+        yield "", found("watch.note", "note", note=note)
     for report in account.reports:
         for note in (*report.notes, *(note for state in report.ranks for note in state.notes)):
-            yield report.host, Finding("note", "watch", note)
+            yield report.host, found("watch.note", "note", note=note)
         for state in report.ranks:
             if state.gpu and state.gpu.xids:
-                yield (
-                    report.host,
-                    Finding(
-                        "warning",
-                        "gpu",
-                        f"GPU {state.gpu.index} of rank {state.rank} reported XID "
-                        + ", ".join(map(str, state.gpu.xids[:8])),
-                        "the driver reports errors of the GPU, or of what runs on it, by these numbers",
-                        "look the number up in NVIDIA's list of XID errors, and drain the node if it says so",
-                    ),
-                )
-
-
-def _advise_straggler(found: Straggler) -> Finding:
-    what = (
-        f"rank {found.rank} on {found.host} was {100 * found.excess:.0f}% slower than the others from step "
-        f"{found.first_step} to {found.last_step}: {found.detail}"
-    )
-    why = "all ranks wait for the slowest in each step"
-    return Finding("warning", "straggler", what, why, _STRAGGLER_FIXES.get(found.cause, ""))
+                xids = tuple(state.gpu.xids[:8])
+                values = {"gpu": state.gpu.index, "rank": state.rank, "xids": xids}
+                yield report.host, found("watch.xids", "warning", **values)
 
 
 # Hangs: what the template asks of the evidence

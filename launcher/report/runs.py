@@ -3,14 +3,14 @@
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launcher.doctor.finding import LEVELS, Finding
-from launcher.doctor.node_facts import PreflightReport
+from launcher.doctor.model import LEVELS, Finding, PreflightReport
 from launcher.report.tables import GAP, fit_columns, make_table, measure_columns, shorten_age
 from launcher.runs.node_history import NodeEvent, NodeHistory
 from launcher.runs.run_status import RunStatus
@@ -176,24 +176,25 @@ def _date_event(event: NodeEvent) -> str:
         return "?"
 
 
-def print_findings(console: Console, findings: Sequence[Finding]) -> None:
-    """Print a list grouped by subject, the one with the worst finding first, and a line that counts them."""
+def print_findings(console: Console, findings: Sequence[Finding], *, by_node: bool = False) -> None:
+    """Print a list grouped by subject, the one with the worst finding first, and a line that counts them.
+
+    With `by_node` the findings on the nodes of a job are grouped by node.
+    """
     marks = _MARKS if console.encoding.startswith("utf") else _PLAIN_MARKS
     grid = Table.grid(padding=(0, 1))
     grid.add_column(width=1)
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
-    worst: dict[str, int] = {}
-    for finding in findings:
-        level = LEVELS.index(finding.level)
-        worst[finding.subject] = min(worst.get(finding.subject, level), level)
-    subjects = sorted(worst, key=lambda subject: worst[subject])
-    for subject in subjects:
-        found = [finding for finding in findings if finding.subject == subject]
-        for number, finding in enumerate(sorted(found, key=lambda one: LEVELS.index(one.level))):
+    groups: dict[str, list[Finding]] = {}
+    for finding in sorted(findings, key=lambda one: LEVELS.index(one.level)):
+        name = (finding.host or "all nodes") if by_node else finding.subject
+        groups.setdefault(name, []).append(finding)
+    for name, group in groups.items():
+        for number, finding in enumerate(group):
             mark = Text(marks[finding.level], _LEVEL_COLOURS[finding.level])
-            heading = Text("" if number else subject, "bold")
-            grid.add_row(mark, heading, Text(escape_text(finding.what, _LONGEST)))
+            what = f"{finding.subject}: {finding.what}" if by_node else finding.what
+            grid.add_row(mark, Text("" if number else name, "bold"), Text(escape_text(what, _LONGEST)))
             if finding.why:
                 grid.add_row("", "", Text(f"why: {escape_text(finding.why, _LONGEST)}", "dim"))
             if finding.fix:
@@ -208,10 +209,9 @@ def print_findings(console: Console, findings: Sequence[Finding]) -> None:
 
 def list_preflight_lines(report: PreflightReport) -> tuple[str, ...]:
     """Say what was found, the worst first; nodes with the same finding share a line."""
-    grouped: dict[tuple[str, str, str], tuple[Finding, list[str]]] = {}
+    grouped: dict[Finding, tuple[Finding, list[str]]] = {}
     for one in report.findings:
-        key = (one.finding.level, one.finding.subject, one.finding.what)
-        grouped.setdefault(key, (one.finding, []))[1].append(one.host)
+        grouped.setdefault(replace(one, host=""), (one, []))[1].append(one.host)
     lines = []
     for level, word in (("error", "sick"), ("warning", "warning")):
         for finding, hosts in grouped.values():
@@ -229,8 +229,8 @@ def list_preflight_lines(report: PreflightReport) -> tuple[str, ...]:
 def summarise_preflight(report: PreflightReport) -> str:
     """Return the last line: kind, nodes, seconds, and how it stands."""
     hosts = {node.host for node in report.nodes} | {*report.silent}
-    levels = {one.finding.level for one in report.findings}
-    unchecked = {one.host for one in report.findings if one.finding.level == "unknown"}
+    levels = {one.level for one in report.findings}
+    unchecked = {one.host for one in report.findings if one.level == "unknown"}
     missing = unchecked - {*report.sick} - hosts
     state = "no node sick" if "warning" in levels else "all well"
     if report.sick:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launcher.codec import DecodeError, load
 from launcher.files import LARGEST, read_file
@@ -29,6 +30,9 @@ class PlainManifest:
     """The part of a manifest that is shown."""
 
     outcome: EndState
+    hosts: tuple[str, ...] = ()
+    slurm: Any = None
+    """Only in a SLURM job's, whose `hosts` are all nodes of its last attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +87,18 @@ def read_run(path: Path) -> RunRecords:
             records.append(load(Applied, read_file(file, LARGEST)))
         except (OSError, ValueError) as error:
             damaged.append(describe_damage(file, error))
-    state, manifest = "", min(path.glob("manifest*.json"), default=path / "manifest.json")
+    state = ""
+    last_hosts: tuple[str, ...] = ()
+    manifest = min(path.glob("manifest*.json"), default=path / "manifest.json")
     try:
-        state = load(PlainManifest, read_file(manifest, LARGEST)).outcome.state
+        found = load(PlainManifest, read_file(manifest, LARGEST))
+        state, last_hosts = found.outcome.state, found.hosts if found.slurm else ()
     except (OSError, ValueError) as error:
         damaged.append(describe_damage(manifest, error))
-    hosts = sorted({*plans, *(record.host for record in records)} - {h for h in plans if plans[h] is None})
+    recorded = {record.host for record in records}
+    # A node that was left out, or that a spare one has replaced, has a plan, and others have its ranks.
+    gone = {host for host in plans if plans[host] is None or (last_hosts and host not in last_hosts)}
+    hosts = sorted(({*plans} - gone) | (recorded - {host for host in plans if plans[host] is None}))
     return RunRecords(
         str(path),
         tuple(gather(name, plans.get(name) or (), records) for name in hosts),

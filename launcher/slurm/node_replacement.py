@@ -74,7 +74,8 @@ class NodeReplacement:
 
     def check_spares(self) -> None:
         """Check the spare nodes, and do without those that are sick: a thread's body."""
-        from launcher.slurm.preflight_step import CheckedNodes, check_spare_nodes
+        from launcher.preflight.checks import CheckedNodes
+        from launcher.slurm.preflight_step import check_spare_nodes
 
         try:
             checked = check_spare_nodes(self.attempt)
@@ -85,9 +86,9 @@ class NodeReplacement:
         if checked.report is None:
             logger.warning(f"the spare nodes were not checked: {checked.problem}")
             return
-        findings = [one for one in checked.report.findings if one.finding.level == "error"]
+        findings = [one for one in checked.report.findings if one.level == "error"]
         for host in checked.report.sick:
-            words = next((one.finding.what for one in findings if one.host == host), "it does not answer")
+            words = next((one.what for one in findings if one.host == host), "it does not answer")
             logger.warning(f"spare node {host} is sick, and is not used: {words}")
             self.sick[host] = words
             self.group.drop_spare(host)

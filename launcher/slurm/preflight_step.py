@@ -5,25 +5,22 @@ starting: then a warning says that its nodes were not checked.
 """
 
 import logging
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.agent.endpoint import read_client_ports
 from launcher.config.settings import Settings
-from launcher.doctor.node_facts import PreflightReport
-from launcher.launch.processes import prepare_agent
-from launcher.launch.signals import FORWARDED, STOPPING
-from launcher.preflight.answer_files import write_preflight_report
-from launcher.preflight.answer_reader import START_MARGIN, AnswerReader
-from launcher.preflight.needed_paths import list_needed_paths
-from launcher.preflight.preflight_report import describe_report, explain_missing_answer, make_report
-from launcher.preflight.preflight_request import SECONDS, NeededPath, PreflightRequest
-from launcher.preflight.rank_interpreter import find_rank_python
+from launcher.doctor.model import PreflightReport
+from launcher.launch.signals import STOPPING
+from launcher.preflight.checks import (
+    Answers,
+    CheckedNodes,
+    PreflightRequest,
+    describe_report,
+    make_request,
+    run_checks,
+    write_preflight_report,
+)
 from launcher.report.runs import list_preflight_lines
 from launcher.slurm.attempt import Attempt, try_write_manifest
 from launcher.slurm.attempt_end import StepReport
@@ -56,16 +53,6 @@ FIXED_OPTIONS: Mapping[str, object] = {
 """Options of srun with which a node's answer reaches us whatever happens to the others."""
 PORT_TRIAL = 50
 """Number of the port's candidate at which nodes meet for work in pairs: none of the rendezvous' own."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedNodes:
-    """What became of the step."""
-
-    report: PreflightReport | None
-    """None if nothing was found out."""
-    problem: str = ""
-    """Why nothing was."""
 
 
 def run_preflight(attempt: Attempt, monitor: StepMonitor, kind: str) -> StepReport | None:
@@ -153,7 +140,7 @@ def record_preflight(attempt: Attempt, account: Mapping[str, object]) -> None:
 
 def report_sickness(monitor: StepMonitor, choice: NodeChoice, report: PreflightReport) -> StepReport:
     """Return the end of an attempt whose ranks do not start for the sake of sick nodes."""
-    errors = {one.host: one.finding for one in reversed(report.findings) if one.finding.level == "error"}
+    errors = {one.host: one for one in reversed(report.findings) if one.level == "error"}
     words = [f"{host}: {errors[host].what}" for host in report.sick if host in errors]
     sick = report.sick if choice.action == "requeue" else ()
     return StepReport(
@@ -171,96 +158,77 @@ def check_nodes(
     attempt: Attempt, monitor: StepMonitor, candidates: tuple[str, ...], kind: str
 ) -> CheckedNodes:
     """Run the step to its end, or to its limit; raises OSError if there is no srun."""
-    began, config, run = time.monotonic(), attempt.request.config, attempt.run
-    paths = list_needed_paths(config, run.path, Path(attempt.request.directory))
-    request = describe_checks(config, attempt.environ, candidates, kind, paths)
-    words = attempt.request.words or config.program.get("command") or ()
-    environ = {**attempt.environ, **config.env}
-    request = replace(request, python=find_rank_python(words, environ, attempt.request.directory))
-    process = start_checks(config, request, attempt.environ)
-    reader = AnswerReader(process, request, monitor.inbox.wakeup)
-    try:
-        while reader.collect(began + START_MARGIN + request.seconds):
-            if monitor.take_early_signals():
-                return CheckedNodes(None, "a signal came")
-    finally:
-        reader.end()
-    return judge_check_step(attempt.environ, reader, time.monotonic() - began)
+    request, config = attempt.request, attempt.request.config
+    words = request.words or config.program.get("command") or ()
+    asked = describe_checks(
+        config, attempt.environ, candidates, Path(request.directory), attempt.run.path, kind, words
+    )
+    return check_by_step(config, asked, attempt.environ, monitor)
 
 
 def check_spare_nodes(attempt: Attempt) -> CheckedNodes:
     """Check the spare nodes alone while the others work, if nothing has checked them before the start."""
-    began, config = time.monotonic(), attempt.request.config
-    paths = list_needed_paths(config, attempt.run.path, Path(attempt.request.directory))
-    request = describe_checks(config, attempt.environ, attempt.spares, "light", paths)
+    config, directory = attempt.request.config, Path(attempt.request.directory)
+    asked = describe_checks(
+        config, attempt.environ, attempt.spares, directory, attempt.run.path, "light", ("-m",)
+    )
     try:
-        reader = AnswerReader(start_checks(config, request, attempt.environ), request)
+        return check_by_step(config, asked, attempt.environ)
     except OSError as error:
         return CheckedNodes(None, f"srun cannot be run ({error.strerror})")
-    try:
-        while reader.collect(began + START_MARGIN + request.seconds):
-            pass
-    finally:
-        reader.end()
-    return judge_check_step(attempt.environ, reader, time.monotonic() - began)
 
 
-def check_allocation(
-    config: Settings, environ: Mapping[str, str], hosts: tuple[str, ...]
-) -> tuple[PreflightReport | None, str]:
-    """Check the nodes of an allocation without a run; returns why there is no report, too."""
-    began, kind = time.monotonic(), config.preflight.kind
-    paths = list_needed_paths(config, None, Path.cwd())
-    request = describe_checks(config, environ, hosts, kind, paths)
+def check_allocation(config: Settings, environ: Mapping[str, str], hosts: tuple[str, ...]) -> CheckedNodes:
+    """Check the nodes of an allocation without a run."""
+    asked = describe_checks(config, environ, hosts, Path.cwd(), None, config.preflight.kind, ("-m",))
     try:
-        reader = AnswerReader(start_checks(config, request, environ), request)
+        return check_by_step(config, asked, environ)
     except OSError as error:
-        return None, f"srun cannot be run ({error.strerror})"
-    try:
-        reader.collect(began + START_MARGIN + request.seconds)
-    finally:
-        reader.end()
-    checked = judge_check_step(environ, reader, time.monotonic() - began)
-    return checked.report, checked.problem
+        return CheckedNodes(None, f"srun cannot be run ({error.strerror})")
 
 
 def describe_checks(
     config: Settings,
     environ: Mapping[str, str],
     hosts: tuple[str, ...],
+    directory: Path,
+    run_path: Path | None,
     kind: str,
-    paths: tuple[NeededPath, ...],
+    words: Sequence[str],
 ) -> PreflightRequest:
     """Return what the nodes are asked."""
     job, restarts = int(environ.get("SLURM_JOB_ID", "0")), count_restarts(environ)
     port = pick_port(job, restarts, PORT_TRIAL, read_client_ports())
-    return PreflightRequest(
-        kind,
+    return make_request(
+        config,
         hosts,
-        SECONDS[kind],
-        time.time(),
-        paths,
-        config.preflight.min_free_gib,
-        config.preflight.tolerance,
-        f"{hosts[0]}:{port}",
-        find_rank_python(("-m",), {**environ, **config.env}, str(Path.cwd())),
+        directory=directory,
+        run_path=run_path,
+        kind=kind,
+        words=words,
+        environ={**environ, **config.env},
+        endpoint=f"{hosts[0]}:{port}",
     )
 
 
-def start_checks(
-    config: Settings, request: PreflightRequest, environ: Mapping[str, str]
-) -> "subprocess.Popen[bytes]":
-    """Start a task on each node, outside of any container; raises OSError if there is no srun."""
-    parent = os.getpid()
-    return subprocess.Popen(
+def check_by_step(
+    config: Settings,
+    request: PreflightRequest,
+    environ: Mapping[str, str],
+    monitor: StepMonitor | None = None,
+) -> CheckedNodes:
+    """Start a task on each node, outside of any container, and judge what they answer.
+
+    Raises OSError if there is no srun. Signals go to the `monitor`, which says whether one ends the checks.
+    """
+    answers = run_checks(
         render_step(describe_check_step(config, request, environ)),
-        env={**drop_task_variables(clean_for_step(environ)), **config.env},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        preexec_fn=lambda: prepare_agent(parent, FORWARDED),  # noqa: PLW1509 - no other thread forks here
+        request,
+        {**drop_task_variables(clean_for_step(environ)), **config.env},
+        wakeup=monitor.inbox.wakeup if monitor else None,
+        is_stopped=monitor.take_early_signals if monitor else lambda: False,
     )
+    return judge_check_step(environ, answers)
 
 
 def describe_check_step(config: Settings, request: PreflightRequest, environ: Mapping[str, str]) -> Step:
@@ -271,33 +239,30 @@ def describe_check_step(config: Settings, request: PreflightRequest, environ: Ma
         nodelist=request.hosts,
         elastic=True,
         directory="/",
-        command=(sys.executable, "-P", "-m", "launcher.preflight", request.to_json()),
+        command=request.command,
         options={**own, **FIXED_OPTIONS},
     )
 
 
-def judge_check_step(environ: Mapping[str, str], reader: AnswerReader, seconds: float) -> CheckedNodes:
+def judge_check_step(environ: Mapping[str, str], answers: Answers) -> CheckedNodes:
     """Tell nodes that hold the checks up from those whose checks failed for a reason of their own."""
-    hosts = reader.request.hosts
-    lines = [line for line in reader.errors if not is_cpu_bind_complaint(line)]
-    missing = [host for host in hosts if host not in reader.final]
-    if reader.ended and not reader.facts and not has_begun(lines):
-        words = "; ".join(map(drop_prefix, lines[-3:])) or f"srun ended with {reader.process.returncode}"
+    hosts = answers.request.hosts
+    lines = [line for line in answers.errors if not is_cpu_bind_complaint(line)]
+    if answers.ended and not answers.facts and not has_begun(lines):
+        words = "; ".join(map(drop_prefix, lines[-3:])) or f"srun ended with {answers.exit_code}"
         return CheckedNodes(None, words)
     lost = {host for line in lines if (names := parse_node_failure(line)) for host in expand_hosts(names)}
-    silent = [host for host in missing if host in lost or not reader.ended]
+    silent = [host for host in answers.missing if host in lost or not answers.ended]
     ends = parse_task_ends(lines)
     problems = {
         host: f"its program ended: {ends.get(host, 'it printed no answer')}"
-        for host in missing
+        for host in answers.missing
         if host not in silent
     }
     if len(problems) == len(hosts):
-        return CheckedNodes(None, explain_missing_answer(line for line in lines if not is_slurm_line(line)))
-    gpus = count_node_gpus(environ)
-    return CheckedNodes(
-        make_report(reader.request, reader.facts, silent, problems, gpus=gpus, seconds=seconds)
-    )
+        own = [line for line in lines if not is_slurm_line(line)]
+        return CheckedNodes(None, own[-1] if own else "its program printed no answer")
+    return CheckedNodes(answers.make_report(silent, problems, count_node_gpus(environ)))
 
 
 def count_node_gpus(environ: Mapping[str, str]) -> int | None:

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,9 +11,8 @@ from typing import Any
 import pytest
 
 from launcher.cli import run_preflight
-from launcher.doctor.node_facts import NodeFacts, PathFacts
-from launcher.preflight.answer_reader import AnswerReader
-from launcher.preflight.preflight_request import NodeAnswer, render_answer
+from launcher.doctor.model import Facts, PathFacts
+from launcher.preflight.checks import NodeAnswer, PreflightRequest
 from launcher.protocol import name_host
 from tests.seam import Launch
 
@@ -35,15 +33,12 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     """Have another program answer, in a process of its own."""
     argv = [sys.executable, "-I", "-S", "-c", script]
 
-    def start(*_: object) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-    monkeypatch.setattr(run_preflight, "start_check", start)
+    monkeypatch.setattr(PreflightRequest, "command", argv)
 
 
 def print_facts(*paths: PathFacts) -> str:
-    facts = NodeFacts(name_host(os.environ), 0, time.time(), cpus=1, paths=paths)
-    return f"print({render_answer(NodeAnswer(facts))!r})"
+    facts = Facts(name_host(os.environ), 0, time.time(), cpus=1, paths=paths)
+    return f"print({NodeAnswer(facts).render()!r})"
 
 
 def test_a_sick_machine_is_told_and_the_run_starts(
@@ -95,12 +90,11 @@ def test_a_signal_ends_the_checks_and_the_run(
 def test_checks_that_fail_after_a_stop_do_not_start_the_run(
     launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         raise ValueError("a mistake of the checks' own")
 
-    answer_with(monkeypatch, "")
-    monkeypatch.setattr(AnswerReader, "collect", fail)
+    monkeypatch.setattr(run_preflight, "run_checks", fail)
     done = launch(*WORDS, "--", "true")
     assert done.code == 128 + signal.SIGTERM and STARTED not in done.err
     assert read_manifest(here)["outcome"]["state"] == "stopped"

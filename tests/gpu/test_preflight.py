@@ -2,13 +2,12 @@
 
 import json
 import subprocess
-import sys
 import time
 
 import pytest
 
-from launcher.doctor.node_facts import NodeFacts
-from launcher.preflight.preflight_request import SECONDS, PreflightRequest, parse_answer
+from launcher.doctor.model import Facts
+from launcher.preflight.checks import SECONDS, PreflightRequest, parse_answer
 from tests.gpu.proof import Proof
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
@@ -30,10 +29,10 @@ def test_the_work_of_a_node(proof: Proof) -> None:
         assert all(now <= then + 64 for now, then in zip(read_memory(), before, strict=True)), before
 
 
-def check_node(proof: Proof, kind: str) -> NodeFacts:
+def check_node(proof: Proof, kind: str) -> Facts:
     """Run the node's program as a job does."""
     request = PreflightRequest(kind, (HOST,), SECONDS[kind], time.time())
-    command = [sys.executable, "-P", "-m", "launcher.preflight", request.to_json()]
+    command = [*request.command]
     ended = proof.run(kind, command, 0, SECONDS[kind] + 20, {"SLURMD_NODENAME": HOST})
     answers = [answer for line in ended.out.splitlines() if (answer := parse_answer(line))]
     facts = next(answer.facts for answer in answers if answer.is_final)

@@ -8,13 +8,13 @@ from typing import Any
 import pynvml  # type: ignore[import-untyped]
 import pytest
 
-from launcher.doctor.node_facts import GpuProcess, JudgeSettings
-from launcher.doctor.node_judgement import judge_nodes
+from launcher.doctor.job import judge_nodes
+from launcher.doctor.model import GpuProcess, Unchecked, Wanted
 from launcher.probe import gpu_facts
 from launcher.probe.gpu_facts import RECOVERY_ACTIONS, read_gpu_state
 from launcher.probe.node_facts_reader import FactSources, read_node_facts
 from launcher.probe.sysfs import Tree
-from tests.doctor.healthy_node import NODE
+from tests.doctor.healthy import NODE
 from tests.probe.fake_nvml import GONE, MISMATCH, UNKNOWN, Changes, hold, make_node_nvml, recover
 
 REAL = Tree("/")
@@ -25,8 +25,8 @@ def judge(nvml: ModuleType, needed: int = 8) -> list[tuple[str, str]]:
     state = read_gpu_state(REAL, nvml, None)
     node = replace(NODE, gpus=state.gpus, lost_gpus=state.lost, gpu_problem=state.problem)
     node = replace(node, unchecked=state.unchecked)
-    found = judge_nodes((node,), JudgeSettings(needed))
-    return [(one.finding.level, one.finding.what) for one in found]
+    found = judge_nodes((node,), Wanted(needed))
+    return [(one.level, one.what) for one in found]
 
 
 def test_healthy_gpus_are_read_whole_and_have_no_finding() -> None:
@@ -189,11 +189,11 @@ def test_a_driver_that_hangs_costs_its_time_limit_and_no_more() -> None:
     nvml: Any = make_node_nvml()
     nvml.nvmlInit = signal.pause
     facts = read_node_facts(host="n1", sources=FactSources(nvml=nvml, patience=0.2))
-    assert "GPUs: NVML: no answer in 0.2 s" in facts.unchecked
+    assert Unchecked("gpus", "NVML: no answer in 0.2 s") in facts.unchecked
     assert facts.gpus == ()
     assert facts.memory_kib > 0
-    found = judge_nodes((facts,), JudgeSettings(8))
-    assert [one.finding.what for one in found if one.finding.level == "error"] == ["NVML: no answer in 0.2 s"]
+    found = judge_nodes((facts,), Wanted(8))
+    assert [one.what for one in found if one.level == "error"] == ["NVML: no answer in 0.2 s"]
 
 
 def test_names_and_numbers_are_pynvmls() -> None:

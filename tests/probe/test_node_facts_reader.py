@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from launcher.codec import convert
-from launcher.doctor.node_facts import JudgeSettings, NodeFacts
-from launcher.doctor.node_judgement import judge_nodes
+from launcher.doctor.job import judge_nodes
+from launcher.doctor.model import Facts, Wanted
 from launcher.probe.guarded_calls import call_in_children
 from launcher.probe.kernel_log import parse_record
 from launcher.probe.node_facts_reader import FactSources, read_node_facts
@@ -28,12 +28,10 @@ from tests.probe.machine_trees import put
 GIB = 1 << 20
 
 
-def list_bad(facts: NodeFacts, settings: JudgeSettings | None = None) -> list[tuple[str, str]]:
+def list_bad(facts: Facts, settings: Wanted | None = None) -> list[tuple[str, str]]:
     """Errors and warnings of a node by itself, but for what others do on its CPUs during the tests."""
     found = judge_nodes((replace(facts, load=None),), settings)
-    return [
-        (one.finding.level, one.finding.what) for one in found if one.finding.level in ("error", "warning")
-    ]
+    return [(one.level, one.what) for one in found if one.level in ("error", "warning")]
 
 
 def test_this_machine_is_read_and_nothing_is_invented(tmp_path: Path) -> None:
@@ -48,8 +46,8 @@ def test_this_machine_is_read_and_nothing_is_invented(tmp_path: Path) -> None:
     assert (facts.paths[0].free_kib or 0) > 0
     assert facts.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     assert list(tmp_path.iterdir()) == [], "nothing is left of the trial"
-    assert list_bad(replace(facts, shm_kib=None), JudgeSettings(min_free_kib=1024)) == []  # in a container
-    assert convert(NodeFacts, json.loads(json.dumps(asdict(facts)))) == facts
+    assert list_bad(replace(facts, shm_kib=None), Wanted(min_free_kib=1024)) == []  # in a container
+    assert convert(Facts, json.loads(json.dumps(asdict(facts)))) == facts
 
 
 def test_a_full_disk_and_one_without_inodes_are_found(tmp_path: Path) -> None:
@@ -75,7 +73,7 @@ print(json.dumps(asdict(read_node_facts("/", paths))))
 """,
         tmp_path,
     )
-    facts = convert(NodeFacts, told)
+    facts = convert(Facts, told)
     assert [path.state for path in facts.paths] == ["failed", "failed", "read_only", "ok"]
     assert list_bad(facts) == [
         ("error", f"{tmp_path}/full (run directory): No space left on device (0 KiB free)"),
@@ -95,7 +93,7 @@ print(json.dumps([asdict(small), asdict(read_node_facts())]))
 """,
         tmp_path,
     )
-    small, full = (convert(NodeFacts, facts) for facts in told)
+    small, full = (convert(Facts, facts) for facts in told)
     assert list_bad(small) == [("warning", "/dev/shm has 64 MiB")]
     assert list_bad(full) == [("error", "/dev/shm has 64 MiB, of which 4 MiB are free")]
 
@@ -122,7 +120,7 @@ def test_a_stuck_file_system_costs_its_time_limit_even_if_who_waits_cannot_be_ki
 ) -> None:
     """As NFS hangs: the children wait in the kernel, in the second case in state D, which SIGKILL leaves."""
     told, states, seconds = run_in_namespace(STUCK.format(reads=reads), tmp_path)
-    facts = convert(NodeFacts, told)
+    facts = convert(Facts, told)
     assert [path.state for path in facts.paths] == ["stuck", "stuck", "ok"]
     assert states == (["D", "D"] if reads else [])
     assert seconds < 30, "it did not wait for them"
@@ -189,10 +187,10 @@ def test_a_skewed_clock_is_found_by_what_the_first_node_read() -> None:
     right = read_node_facts(host="n1")
     answered = time.time()
     nodes = [replace(node, asked=asked, answered=answered, load=None) for node in (right, late)]
-    (found,) = [one for one in judge_nodes(nodes) if one.finding.level == "error"]
+    (found,) = [one for one in judge_nodes(nodes) if one.level == "error"]
     assert found.host == "n2"
-    assert found.finding.subject == "clock"
-    assert "behind n1's" in found.finding.what
+    assert found.subject == "clock"
+    assert "behind n1's" in found.what
 
 
 def test_what_others_do_on_our_cpus_is_measured_and_our_own_work_is_not() -> None:
@@ -230,7 +228,7 @@ def test_torch_of_another_interpreter_is_found_and_not_imported(tmp_path: Path) 
     assert parse_torch_version("cuda = 7") == ("", "")
     facts = read_node_facts(sources=FactSources(python=str(tmp_path / "none")))
     assert facts.torch == ""
-    assert any(text.startswith("torch's version: FileNotFoundError") for text in facts.unchecked)
+    assert any(one.check == "torch" and "FileNotFoundError" in one.reason for one in facts.unchecked)
 
 
 KMSG = """\

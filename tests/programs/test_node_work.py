@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from launcher.doctor.node_facts import WorkResult
+from launcher.doctor.model import WorkResult
 from launcher.programs.device_work import Measurement, choose_size, hash_tensor, make_matrix
 from launcher.programs.node_work import SLACK, NodeWork
 from launcher.programs.work_processes import NotMeasuredError, WorkProcess, ask_all

@@ -1,0 +1,259 @@
+"""Judges the measured work of a job's nodes: what failed, computed other bits, or is slow beside the others.
+
+What a device should reach is what the median of the job's other devices of the same kind reaches; published
+figures only make a note. CPUs are judged more generously than GPUs: other processes use them for moments.
+
+Each node also meets its two neighbours in a ring, one in each round. A bad pair does not tell which of its
+nodes is at fault; the other pairs of both do: a node is sick if all of its pairs are bad and one of its
+partners was good with somebody else. This is DLRover's second round, in which suspects meet good nodes,
+without the wait for the first round's results. Source: DLRover, NetworkCheckRendezvousManager in
+dlrover/python/master/elastic_training/rdzv_manager.py.
+"""
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from launcher.doctor.model import Facts, Finding, WorkResult, found
+
+NAMES = {
+    "matmul": "matrix product",
+    "copy_to": "copies to the GPU",
+    "copy_from": "copies from the GPU",
+    "memory": "memory bandwidth",
+    "peer_copy": "copies between GPUs",
+    "all_reduce": "all_reduce in the node",
+}
+"""Measures of a node; others are left out."""
+SICK = 0.8
+"""Share of the others' median below which a GPU makes its node sick."""
+CPU_SLOW, CPU_SICK = 0.75, 0.6
+"""The same for the matrix product of a node's CPUs, which others may use for moments."""
+SHARED_SLOW, SHARED_SICK = 0.6, 0.4
+"""The same for the memory of a node's CPUs, and for the network between two nodes without GPUs."""
+ONE_MACHINE = 0.5
+"""By which the shares are multiplied for nodes that are one machine: they disturb each other."""
+EXPECTED = {
+    ("NVIDIA H100 80GB HBM3", "copy_to"): 48.0,
+    ("NVIDIA H100 80GB HBM3", "copy_from"): 48.0,
+    ("NVIDIA H100 80GB HBM3", "peer_copy"): 335.0,
+    ("NVIDIA H100 80GB HBM3", "all_reduce"): 460.0,
+}
+"""GB/s of a kind of GPU in a node of eight with NVSwitch; all_reduce with messages of 16 GB."""
+FAR = 0.6
+"""Share of EXPECTED below which that is noted; our messages are smaller."""
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A result and its node."""
+
+    node: Facts
+    result: WorkResult
+    is_gpu: bool
+    """A GPU has done it, or the node's GPUs together."""
+
+    @property
+    def value(self) -> float:
+        return self.result.value or 0.0
+
+    @property
+    def place(self) -> str:
+        """Where it was done, for people."""
+        return "the node" if self.result.where == "node" else self.result.where
+
+
+def judge_work(nodes: Sequence[Facts], tolerance: float) -> Iterator[Finding]:
+    """Give what the measured work of a job's nodes says of them.
+
+    `tolerance` is the share of the others' median below which a GPU is slow, in (0, 1].
+    """
+    work = []
+    for node in nodes:
+        is_gpu = uses_gpus((node,))
+        work += [_Work(node, one, is_gpu) for one in node.work if one.measure in NAMES]
+    for one in work:
+        if one.result.problem:
+            name = NAMES[one.result.measure]
+            yield found(
+                "work.failed", "error", one.node.host, place=one.place, work=name, problem=one.result.problem
+            )
+    yield from _compare_checksums(work)
+    yield from _compare_speeds(work, find_shared_machines(nodes), tolerance)
+    yield from _compare_with_expected(work)
+    missed: defaultdict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+    for one in work:
+        if one.result.reason:
+            missed[one.node.host, one.result.reason][NAMES[one.result.measure]] = None
+    for (host, reason), names in missed.items():
+        yield found("work.not_measured", "unknown", host, work=tuple(names), reason=reason)
+
+
+def uses_gpus(nodes: Sequence[Facts]) -> bool:
+    """Tell whether work was done by GPUs."""
+    return any(one.where.startswith("GPU ") for node in nodes for one in node.work)
+
+
+def find_shared_machines(nodes: Sequence[Facts]) -> set[str]:
+    """Return the boot IDs that several nodes have: these are one machine."""
+    hosts = {(node.boot_id, node.host) for node in nodes if node.boot_id and node.work}
+    return {boot for boot, count in Counter(boot for boot, _ in hosts).items() if count > 1}
+
+
+def _compare_checksums(work: Sequence[_Work]) -> Iterator[Finding]:
+    """Devices whose results have other bits than most of the others of their kind, size and torch."""
+    groups: defaultdict[tuple[str, ...], list[_Work]] = defaultdict(list)
+    for one in work:
+        if one.result.checksum:
+            size = one.result.checksum.partition(":")[0]
+            groups[one.result.measure, one.result.device, one.node.torch, size].append(one)
+    for (measure, *_), group in groups.items():
+        usual, count = Counter(one.result.checksum for one in group).most_common(1)[0]
+        different = [one for one in group if one.result.checksum != usual]
+        if different and count * 2 <= len(group):
+            places = tuple(f"{one.node.host} {one.place}" for one in group)
+            yield found("work.bits_differ", "warning", places=places, work=NAMES[measure])
+            continue
+        for host in dict.fromkeys(one.node.host for one in different):
+            places = tuple(dict.fromkeys(one.place for one in different if one.node.host == host))
+            yield found("work.wrong_bits", "error", host, places=places, work=NAMES[measure], equal=count)
+
+
+def _compare_speeds(work: Sequence[_Work], shared: set[str], tolerance: float) -> Iterator[Finding]:
+    """Devices that are slow beside the others of their kind, those of a node, measure and level together."""
+    groups: defaultdict[tuple[str, str], list[_Work]] = defaultdict(list)
+    for one in work:
+        if one.result.value is not None:
+            groups[one.result.measure, one.result.device].append(one)
+    slow: defaultdict[tuple[str, str, str], list[tuple[float, float, _Work]]] = defaultdict(list)
+    for (measure, _), group in groups.items():
+        values = sorted(one.value for one in group)
+        for one in group if len(group) > 1 else ():
+            typical = _find_median_of_others(values, one.value)
+            share = one.value / typical if typical > 0 else 1.0
+            warned, sick = tolerance, SICK
+            if not one.is_gpu:
+                warned, sick = (CPU_SLOW, CPU_SICK) if measure == "matmul" else (SHARED_SLOW, SHARED_SICK)
+            factor = ONE_MACHINE if one.node.boot_id in shared else 1.0
+            if share < factor * min(warned, tolerance):
+                level = "error" if share < factor * min(sick, tolerance) else "warning"
+                slow[one.node.host, measure, level].append((share, typical, one))
+    for (host, measure, level), own in slow.items():
+        share, typical, worst = min(own, key=lambda entry: entry[0])
+        yield found(
+            "work.slow_gpu" if worst.is_gpu else "work.slow_cpu",
+            level,
+            host,
+            places=tuple(dict.fromkeys(one.place for _, _, one in own)),
+            work=NAMES[measure],
+            value=worst.value,
+            unit=worst.result.unit,
+            share=share,
+            typical=typical,
+        )
+
+
+def _find_median_of_others(values: Sequence[float], value: float) -> float:
+    """Return the median of sorted values, one of which is left out; there are two at least."""
+    left_out, count = bisect_left(values, value), len(values) - 1
+    middle = ((count - 1) // 2, count // 2)
+    low, high = (values[at + (at >= left_out)] for at in middle)
+    return (low + high) / 2
+
+
+def _compare_with_expected(work: Sequence[_Work]) -> Iterator[Finding]:
+    """Note what is far below what the kind of GPU is known for, which the job's median does not show."""
+    groups: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for one in work:
+        name, _, how = one.result.device.partition(", ")
+        if (
+            (name, one.result.measure) in EXPECTED
+            and one.result.value is not None
+            and how != "by main memory"
+        ):
+            groups[name, one.result.measure].append(one.value)
+    for (name, measure), values in groups.items():
+        typical, expected = median(values), EXPECTED[name, measure]
+        if typical < FAR * expected:
+            yield found(
+                "work.far_below", "note", work=NAMES[measure], value=typical, expected=expected, device=name
+            )
+
+
+def plan_pairs(hosts: Sequence[str]) -> tuple[tuple[Pair, ...], ...]:
+    """Return the pairs of each round: one round for two nodes, three for an odd number, else two.
+
+    In each pair the first node is where both meet. No node is in two pairs of a round.
+    """
+    count = len(hosts)
+    if count < 3:
+        return (((hosts[0], hosts[1]),),) if count == 2 else ()
+    rounds = [tuple((hosts[at], hosts[at + 1]) for at in range(first, count - 1, 2)) for first in (0, 1)]
+    last = (hosts[-1], hosts[0])
+    return (*rounds, (last,)) if count % 2 else (rounds[0], (*rounds[1], last))
+
+
+def name_pair(pair: Pair) -> str:
+    """Return `WorkResult.where` of a pair: `n1-n2`."""
+    return f"{pair[0]}-{pair[1]}"
+
+
+def judge_pairs(hosts: Sequence[str], nodes: Sequence[Facts], tolerance: float) -> Iterator[Finding]:
+    """Give what the pairs of `plan_pairs` say of the nodes; both nodes of a pair report it.
+
+    `hosts` are all of the job, `nodes` those that answered. A pair is bad if it failed, or is slow beside the
+    upper quartile of all pairs: a bad node has two of them, half of what four nodes have. A pair of which
+    nobody reported anything says nothing. Nodes without GPUs that are one machine are not compared.
+    """
+    slow, sick = (tolerance, min(SICK, tolerance)) if uses_gpus(nodes) else (SHARED_SLOW, SHARED_SICK)
+    shared = set() if uses_gpus(nodes) else find_shared_machines(nodes)
+    incomparable = {node.host for node in nodes if node.boot_id in shared}
+    results = [one for node in nodes for one in node.work if one.measure == "pair"]
+    not_measured = {one.where for one in results if one.reason}
+    measured: dict[Pair, tuple[float | None, str]] = {}
+    for pair in (pair for one_round in plan_pairs(hosts) for pair in one_round):
+        own = [
+            one for one in results if one.where == name_pair(pair) and (one.problem or one.value is not None)
+        ]
+        if own and name_pair(pair) not in not_measured:
+            problem = next((one.problem for one in own if one.problem), "")
+            value = None if problem else min(one.value for one in own if one.value is not None)
+            measured[pair] = value, problem
+    compared = [
+        value for pair, (value, _) in measured.items() if value is not None and incomparable.isdisjoint(pair)
+    ]
+    typical = sorted(compared)[min(len(compared) - 1, len(compared) * 3 // 4)] if len(compared) > 1 else 0.0
+    levels = {}
+    for pair, (value, _) in measured.items():
+        usual = typical if incomparable.isdisjoint(pair) else 0.0
+        if value is None or value < sick * usual:
+            levels[pair] = "error"
+        else:
+            levels[pair] = "warning" if value < slow * usual else "ok"
+    good = {host for pair, level in levels.items() if level == "ok" for host in pair}
+
+    explained: set[Pair] = set()
+    for host in hosts:
+        own_pairs = [pair for pair in levels if host in pair]
+        partners = tuple(partner for pair in own_pairs for partner in pair if partner != host)
+        if host not in good and not good.isdisjoint(partners):
+            explained.update(own_pairs)
+            level = "error" if any(levels[pair] == "error" for pair in own_pairs) else "warning"
+            state = _describe_pair(*measured[own_pairs[0]], typical)
+            yield found("pairs.bad_node", level, host, partners=partners, state=state)
+    for pair, level in levels.items():
+        if level != "ok" and pair not in explained:
+            state = _describe_pair(*measured[pair], typical)
+            yield found("pairs.bad_pair", level, first=pair[0], second=pair[1], state=state)
+
+
+def _describe_pair(value: float | None, problem: str, typical: float) -> str:
+    return (
+        f"failed ({problem})"
+        if value is None
+        else f"{value:.3g} GB/s beside {typical:.3g} in the better pairs"
+    )

@@ -1,0 +1,228 @@
+"""The checks of nodes, for real: answers read from a process, a node's program, and its child."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launcher.codec import dump
+from launcher.doctor.model import Facts, GpuFacts, WorkResult
+from launcher.preflight import checks
+from launcher.preflight.__main__ import add_work, list_turns
+from launcher.preflight.checks import (
+    Answers,
+    NeededPath,
+    NodeAnswer,
+    PreflightRequest,
+    find_rank_python,
+    parse_answer,
+    run_checks,
+)
+from tests.seam import clean_environ
+
+REQUEST = PreflightRequest("light", ("n0", "n1"), 10.0, 1000.0)
+ON_WORK = 'case "$*" in *--kind*) ;; *) exit 0;; esac;'
+"""An interpreter does something for the work alone: its version of torch is asked for before."""
+
+
+def answer(host: str, *, is_final: bool = True, cpus: int = 0) -> str:
+    return NodeAnswer(Facts(host, 9, 1001.0, cpus=cpus), is_final).render()
+
+
+def check(script: str, wakeup: int | None = None, is_stopped: Callable[[], bool] = lambda: False) -> Answers:
+    """Have a script carry the answers."""
+    command = [sys.executable, "-I", "-S", "-u", "-c", f"import sys, time, os, signal\n{script}"]
+    return run_checks(command, REQUEST, clean_environ(), wakeup=wakeup, is_stopped=is_stopped)
+
+
+def test_the_newest_answer_of_each_node_counts_and_the_first_says_when_it_came() -> None:
+    lines = [answer("n1", is_final=False, cpus=1), "noise\n", answer("n0"), answer("n1", cpus=2)]
+    answers = check(f"for line in {lines!r}: sys.stdout.write(line); sys.stdout.flush(); time.sleep(0.05)")
+    assert answers.missing == ()
+    facts = answers.facts["n1"]
+    assert (facts.cpus, facts.node_rank, facts.asked) == (2, 1, 1000.0)
+    assert facts.answered is not None and facts.answered <= (answers.facts["n0"].answered or 0.0)
+
+
+def test_what_is_no_answer_or_of_no_node_of_the_job_is_passed_over() -> None:
+    whole = answer("n0")
+    lines = [
+        answer("n7"),
+        "launch-preflight: {}\n",
+        "launch-preflight: [1\n",
+        f"{whole[:50]}\n",
+        whole.strip(),
+    ]
+    flood = "sys.stdout.write('x' * (3 << 20) + chr(10)); "
+    answers = check(f"{flood}sys.stdout.write({''.join(lines)!r}); sys.stderr.write('a\\n\\nb')")
+    assert answers.ended and {*answers.facts} == {"n0"} == answers.final
+    assert [*answers.errors] == ["a", "b"] and answers.last_error == "b" and answers.exit_code == 0
+    assert all(parse_answer(whole[:cut]) is None for cut in range(0, len(whole) - 2, 7))
+
+
+def test_a_program_that_hangs_is_left_at_the_deadline_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has 3 s in place of 30; a process of its own keeps its output open."""
+    monkeypatch.setattr(checks, "START_MARGIN", -7.0)
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    answers = check(f"{ignore}sys.stdout.write({answer('n0')!r}); signal.pause()")
+    assert (answers.ended, answers.missing, answers.exit_code) == (False, ("n1",), -signal.SIGKILL)
+    monkeypatch.undo()
+    answers = check(f"sys.stdout.write({answer('n0')!r}); os.fork() or time.sleep(8)")
+    assert (answers.ended, answers.missing, answers.exit_code) == (True, ("n1",), 0)
+
+
+def test_a_signal_is_asked_about_and_ends_the_checks_if_it_says_so() -> None:
+    script = f"sys.stdout.write({answer('n0') + answer('n1')!r})"
+    for stops in (False, True):
+        reading, writing = os.pipe()
+        os.write(writing, b"x")
+        asked: list[bytes] = []
+
+        def is_stopped(end: int = reading, told: bool = stops, taken: list[bytes] = asked) -> bool:
+            taken.append(os.read(end, 1))
+            return told
+
+        answers = check(f"signal.pause() if {stops} else None\n{script}", reading, is_stopped)
+        assert asked == [b"x"] and (answers.missing == ()) is not stops
+        os.close(reading)
+        os.close(writing)
+
+
+def start(request: PreflightRequest) -> "subprocess.Popen[str]":
+    """The program of node n1."""
+    return subprocess.Popen(
+        request.command,
+        cwd="/",
+        env={**clean_environ(), "SLURMD_NODENAME": "n1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def make_interpreter(folder: Path, script: str) -> str:
+    """An executable in place of the ranks' interpreter."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_node_answers_with_facts_and_again_with_work(tmp_path: Path) -> None:
+    request = replace(REQUEST, seconds=40.0, paths=(NeededPath(str(tmp_path), "run directory"),))
+    process = start(request)
+    out, err = process.communicate(timeout=90)
+    assert (process.returncode, err) == (0, "")
+    first, last = (parse_answer(line) for line in out.splitlines())
+    assert first and last and (first.is_final, last.is_final) == (False, True)
+    assert (last.facts.host, last.facts.node_rank, last.facts.asked) == ("n1", 1, 1000.0)
+    assert first.facts.paths[0].path == str(tmp_path) and first.facts.work == ()
+    assert {"matmul", "memory"} == {one.measure for one in last.facts.work}
+    assert last.facts.seconds < 40.0 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("number", "script"), [(signal.SIGTERM, "sleep 60 & wait"), (signal.SIGKILL, "exec sleep 60")]
+)
+def test_a_node_that_is_ended_takes_its_child_along(tmp_path: Path, number: int, script: str) -> None:
+    python = make_interpreter(tmp_path, f"{ON_WORK} {script}")
+    process = start(replace(REQUEST, seconds=60.0, python=python))
+    assert process.stdout and parse_answer(process.stdout.readline())
+    me, end = psutil.Process(process.pid), time.monotonic() + 30
+    count = 2 if number == signal.SIGTERM else 1
+    while len(children := me.children(recursive=True)) < count and time.monotonic() < end:
+        time.sleep(0.01)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == (128 + number if number == signal.SIGTERM else -number)
+    assert len(children) >= count and psutil.wait_procs(children, 10)[1] == []
+
+
+@pytest.mark.parametrize("argument", ["", "{", "{}", '{"kind": 1}'])
+def test_a_request_that_is_none(argument: str) -> None:
+    command = [*REQUEST.command[:-1], argument]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("launch: no request of preflight: ") and done.stderr.count("\n") == 1
+
+
+def work(python: str, seconds: float) -> Facts:
+    facts = Facts("n0", 0, 0.0, gpus=tuple(GpuFacts(at, f"GPU-{at}", "H100") for at in range(8)))
+    return add_work(facts, replace(REQUEST, python=python), time.monotonic() + seconds)
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        (f'exec {sys.executable} -S "$@"', "has no torch"),
+        ("echo torn to pieces >&2; exit 3", "it ended with exit code 3: torn to pieces"),
+        ("kill -SEGV $$", "it ended with signal 11"),
+        ("echo '[['; echo '{\"torch\": 7}'; exit 1", "it ended with exit code 1"),
+        ("yes '{\"measure\": 1}'", "it did not end in time"),
+    ],
+)
+def test_an_interpreter_in_which_the_work_fails(tmp_path: Path, script: str, problem: str) -> None:
+    facts = work(make_interpreter(tmp_path, script), 3.2 if "time" in problem else 20.0)
+    (unchecked,) = facts.unchecked
+    assert facts.work == () and facts.torch == ""
+    assert unchecked.check == "work" and unchecked.reason.endswith(problem)
+
+
+def test_work_that_cannot_begin(tmp_path: Path) -> None:
+    assert work(str(tmp_path), 1.0).unchecked[0].reason == "no time was left"
+    reason = work(str(tmp_path / "none"), 5.0).unchecked[0].reason
+    assert reason == f"{tmp_path}/none cannot be run (No such file or directory)"
+
+
+def test_results_before_the_end_count_by_nvmls_numbers(tmp_path: Path) -> None:
+    """torch counts the GPUs that are visible; lines that are no results are left out."""
+    gpus = [{"index": at, "name": "H100", "uuid": f"GPU-{at + 4}", "pci": ""} for at in range(4)]
+    names = ["GPU 1", "GPU 0-3", "node", "GPU 9", "GPU 99999"]
+    lines = ['{"torch": "2.9"}', json.dumps({"gpus": gpus}), '{"gpus": 7}', "NCCL INFO hello"]
+    lines += ['{"measure": "matmul", "where": "GPU 1", "value": NaN}']
+    lines += [dump(WorkResult("matmul", name, 1.0)) for name in names]
+    (tmp_path / "lines").write_text("\n".join(lines) + "\n")
+    facts = work(make_interpreter(tmp_path, f"cat {tmp_path}/lines; sleep 60"), 3.5)
+    assert facts.torch == "2.9" and facts.unchecked[0].reason == "it did not end in time"
+    assert [one.where for one in facts.work] == ["GPU 5", "GPU 4-7", "node", "GPU 9", "GPU 99999"]
+
+
+def test_the_programs_folder_is_found_by_an_interpreter_with_torch_and_no_launcher(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('this torch is broken')")
+    facts = work(make_interpreter(tmp_path, f'PYTHONPATH={tmp_path} exec {sys.executable} -S "$@"'), 20.0)
+    assert facts.unchecked[0].reason == "it ended with exit code 1: ImportError: this torch is broken"
+
+
+def test_turns_of_a_node_among_three() -> None:
+    request = replace(REQUEST, kind="deep", hosts=("a", "b", "c"), endpoint="a:4000")
+    turns = {host: list(list_turns(request, host)) for host in request.hosts}
+    assert [turn[1] for turn in turns["a"]] == ["a:4000", "c:4032"]
+    assert [turn[1::2] for turn in turns["b"]] == [["a:4000", "1", "a-b"], ["b:4016", "0", "b-c"]]
+    assert [turn[1::2] for turn in turns["c"]] == [["b:4016", "1", "b-c"], ["c:4032", "0", "c-a"]]
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "expected"),
+    [
+        (("python", "train.py"), {}, "python"),
+        (("/opt/venv/bin/python3.12", "-m", "train"), {}, "/opt/venv/bin/python3.12"),
+        ((".venv/bin/python", "train.py"), {"PYTHON_EXEC": "/x/python"}, "/srv/job/.venv/bin/python"),
+        (("train.py", "--lr", "1"), {}, ""),
+        (("train.py",), {"PYTHON_EXEC": "/x/python"}, "/x/python"),
+        (("-m", "launcher.programs.train"), {"PYTHON_EXEC": "python3"}, "python3"),
+        (("./start.sh", "python"), {"PYTHON_EXEC": "/x/python"}, ""),
+        (("pythonic",), {}, ""),
+        ((), {}, ""),
+    ],
+)
+def test_the_ranks_interpreter(argv: tuple[str, ...], environ: dict[str, str], expected: str) -> None:
+    assert find_rank_python(argv, environ, "/srv/job") == expected
